@@ -149,10 +149,11 @@ class Conversion(Closable):
         when this returns. ``on_bytes`` hears of each window that is written."""
         engine, publisher = self._engine, self.publisher
         self._refuse_changed(source_mark)
-        with closing(BatchRunner(engine.store, publisher.output, lambda: engine, engine.verify)) as runner:
-            result = runner.run(batch, on_bytes)
-        publisher.note(batch.number, batch.file_names)
-        return result
+        with (
+            publisher.noted(batch),
+            closing(BatchRunner(engine.store, publisher.output, lambda: engine, engine.verify)) as runner,
+        ):
+            return runner.run(batch, on_bytes)
 
     def settings(self, prepared: Prepared, open_source: OpenWith) -> BatchSettings:
         """For `run_batch` in other processes, which ``open_source`` for themselves."""

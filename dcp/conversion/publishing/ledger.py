@@ -39,6 +39,8 @@ _HEAD: Final = struct.Struct("<II")
 _VERSION: Final = 5
 _SAVE_ID: Final = re.compile("[0-9a-f]{8}")
 _MAX_BYTES: Final = 1 << 30
+_EXPECTED: Final = "of bytes: "
+"""Where the version of a file belongs that is not written yet; its size follows."""
 
 
 def _framed(data: bytes) -> bytes:
@@ -257,19 +259,39 @@ class StoredLedger(ConversionLedger):
         self._data += _framed(msgpack.packb([result, versions]))
         self._publish()
 
+    def expect(self, save_id: str, sizes: Mapping[str, int]) -> None:
+        """One batch alone, whose result is known elsewhere, is about to write files of these sizes: so that
+        `discard_files` knows them also if it is killed before it can `note` them. Those that are there are
+        none of its own, unless it was about to before."""
+        store = self._store
+        absent = {name: f"{_EXPECTED}{size}" for name, size in sizes.items() if store.stat(name) is None}
+        if absent:
+            self._note(save_id, self._files() | absent)
+
     def note(self, save_id: str, files: Iterable[str]) -> None:
-        """Of one batch alone, whose result is known elsewhere: so that `discard_files` knows its files."""
+        """The batch has written them, and nothing else."""
+        self._note(save_id, {file: self._version(file) for file in files})
+
+    def _note(self, save_id: str, files: Mapping[str, str]) -> None:
         self.save_id = save_id
-        self._data = self._header("")
-        self.append(b"", files)
+        self._data = self._header("") + _framed(msgpack.packb([b"", dict(files)]))
+        self._publish()
 
     def discard_files(self) -> None:
-        """Remove what it has noted and is still the same; data files have the save id in their names, and
-        are removed by that."""
-        for noted in map(_noted, _entries(self._read())[0][1:]):
-            for file, version in noted[1].items() if noted else ():
-                if version:
-                    self._store.delete_if(file, Version(version))
+        """Remove what it has noted and is still the same, and what was expected and has the size; data files
+        have the save id in their names, and are removed by that."""
+        for file, version in self._files().items():
+            if version.startswith(_EXPECTED):
+                info = self._store.stat(file)
+                if info is not None and info.size_bytes == int(version.removeprefix(_EXPECTED)):
+                    self._store.delete(file)
+            elif version:
+                self._store.delete_if(file, Version(version))
+
+    def _files(self) -> dict[str, str]:
+        """By name what was noted of them."""
+        noted = map(_noted, _entries(self._read())[0][1:])
+        return {file: version for entry in noted if entry for file, version in entry[1].items()}
 
     def _is_there(self, versions: Mapping[str, str]) -> bool:
         """Whether what a batch wrote is what is there."""

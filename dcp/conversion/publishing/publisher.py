@@ -11,7 +11,8 @@ be.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from dcp.conversion.copying.checks import TargetChecksums
 from dcp.conversion.copying.sinks import Output, announce
-from dcp.conversion.copying.tasks import TaskResult
+from dcp.conversion.copying.tasks import TaskBatch, TaskResult
 from dcp.conversion.layouts.layout import TargetLayout
 from dcp.conversion.publishing import local_files
 from dcp.conversion.publishing.ledger import ConversionLedger, LocalLedger, StoredLedger
@@ -161,11 +162,21 @@ class Publisher:
                 path=place.url,
             )
 
-    def note(self, batch: int, files: Iterable[str]) -> None:
-        """A batch of an attempt has finished these files, so that `discard` knows them."""
-        names = [name for name in files if not name.endswith(DATA_SUFFIX)]
-        if self._local is None and names:
-            StoredLedger(self._place.store, self._place.ledger_of(batch)).note(self._save_id, names)
+    @contextmanager
+    def noted(self, batch: TaskBatch) -> Iterator[None]:
+        """Around the writing of a batch: of an attempt its files are noted, so that `discard` knows them."""
+        sizes = {task.name: task.file_bytes for task in batch.tasks if not task.name.endswith(DATA_SUFFIX)}
+        if self._local is not None or not sizes:
+            yield
+            return
+        ledger = StoredLedger(self._place.store, self._place.ledger_of(batch.number))
+        ledger.expect(self._save_id, sizes)
+        try:
+            yield
+        except CheckpointConflictError:  # one of them is somebody else's
+            ledger.note(self._save_id, ())
+            raise
+        ledger.note(self._save_id, sizes)
 
     @property
     def inode(self) -> int | None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from safetensors.torch import load_file
 from sqlalchemy import select
 
 import dcp
+from dcp.conversion.copying.sinks import observers
 from dcp.demo.s3_server import S3Server
 from dcp.inspection.verification import verify_store
 from dcp.server.catalog.errors import StateError
@@ -23,6 +27,7 @@ from dcp.server.database.tables import checkpoints, events, jobs
 from dcp.server.jobs.kinds.convert import ConvertOptions, ConvertParams
 from dcp.server.jobs.kinds.shared import renaming
 from dcp.server.jobs.ledger import request_cancel
+from dcp.server.jobs.ledger.states import Claim
 from dcp.server.problems import ProblemError
 from dcp.storage.stores.opening import OpenWith
 from tests.support.kind_runs import KindRuns
@@ -209,6 +214,77 @@ def test_a_cancelled_one_leaves_nothing(any_runs: KindRuns, tmp_path: Path) -> N
         assert list((tmp_path / "export/a").iterdir()) == []
     again = runs.do("convert", **params)
     assert again.state == "succeeded" and again.id != job_id
+
+
+@contextmanager
+def before_each(kind: str, act: Callable[[int], None]) -> Iterator[None]:
+    """``act`` is called with a number before each change of storage of a ``kind``."""
+    numbers = count()
+
+    def observer(op: str, _: str) -> None:
+        if op == kind:
+            act(next(numbers))
+
+    observers.append(observer)
+    try:
+        yield
+    finally:
+        observers.remove(observer)
+
+
+def task_of(runs: KindRuns, **params: Any) -> tuple[int, Claim]:
+    """A conversion that is planned, and the task that it has."""
+    job_id = runs.submit("convert", **params)
+    made = runs.claim()
+    assert made is not None
+    runs.complete(made, runs.carry_out(made))
+    task = runs.claim()
+    assert task is not None and task.phase == "task"
+    return job_id, task
+
+
+def test_one_that_was_killed_before_it_noted_its_object_blocks_no_other(s3_runs: KindRuns) -> None:
+    """The file has appeared, and no note says whose it is: it is cleared away all the same."""
+    runs = s3_runs
+    params: dict[str, Any] = {"to": "torch", "target_root": "export", "target_key": "a/x.pt"}
+    params["checkpoint_id"] = runs.id("main", "run/step-5")
+    job_id, task = task_of(runs, **params)
+
+    def die(number: int) -> None:
+        if number == 1:  # before it is 0
+            raise KeyboardInterrupt
+
+    with before_each("ledger", die), pytest.raises(KeyboardInterrupt):
+        runs.carry_out(task)
+    store = runs.roots.get("export").store("a")
+    assert [info.name for info in store.list() if info.name == "x.pt"]
+    runs.database.transact(lambda connection: request_cancel(connection, job_id, 0.0, "test"))
+    runs.complete(task, ConnectionError("the worker is gone"))
+    runs.drain()
+    assert runs.job(job_id).state == "cancelled"
+    assert store.list() == []
+    again = runs.do("convert", **params)
+    assert again.state == "succeeded", again.error
+    check_target(runs, "a/x.pt", again.result)
+
+
+def test_an_object_that_came_into_being_meanwhile_stays(s3_runs: KindRuns) -> None:
+    """It is as large as what was to be there, and of nobody known."""
+    runs = s3_runs
+    params: dict[str, Any] = {"to": "torch", "target_root": "export", "target_key": "a/x.pt"}
+    params["checkpoint_id"] = runs.id("main", "run/step-5")
+    sizes = runs.do("convert", **params | {"target_key": "b/x.pt"}).result
+    assert sizes is not None
+    job_id, task = task_of(runs, **params)
+    store, theirs = runs.roots.get("export").store("a"), bytes(sizes["target"]["bytes"])
+    with before_each("finish", lambda _: store.publish("x.pt", theirs, durable=True)):
+        answer = runs.carry_out(task)
+    assert isinstance(answer, Exception)
+    runs.complete(task, answer)
+    runs.drain()
+    assert runs.job(job_id).state == "failed"
+    assert store.read("x.pt", limit_bytes=len(theirs)) == theirs
+    assert [info.name for info in store.list()] == ["x.pt"]
 
 
 def test_what_is_there_stays(runs: KindRuns, tmp_path: Path) -> None:
