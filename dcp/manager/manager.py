@@ -394,7 +394,8 @@ class CheckpointManager(KeptSteps):
         """
         self._check_open()
         self._events.refuse_to_wait("restore()")
-        step = None if step is None else whole_step(step)
+        with self._saver.refused_by_all():
+            step = None if step is None else whole_step(step)
         check_group(no_dist=self._no_dist)
         self._ledger.settle(self._options.timeout_seconds)
         self._meet_to_restore()

@@ -543,3 +543,20 @@ def test_a_step_that_is_none_is_told_also_where_nothing_is_saved(tmp_path: Path)
     own, other = reversed(run_ranks(2, _one_is_mistaken, str(tmp_path), "thread", "step", "interval"))
     assert "whole number" in own[0]
     assert other[0] == "fine" and "rank 1 refused" in other[1]
+
+
+def _restores_no_step(rank: int, world_size: int, root: str) -> str:
+    with manager_of(root) as manager:
+        manager.save(1, state_at(1, rank))
+        wanted: Any = 1 if rank == 0 else "newest"
+        try:
+            manager.restore(state_at(0, rank), wanted)
+        except dcp.CheckpointError as error:
+            return str(error)
+    return "restored"
+
+
+def test_a_step_to_restore_that_is_none_fails_all(tmp_path: Path) -> None:
+    """At once."""
+    other, own = run_ranks(2, _restores_no_step, str(tmp_path))
+    assert "whole number" in own and "rank 1 refused" in other
