@@ -1,14 +1,11 @@
-"""Accelerate: `save_state` and `load_state` go through dcp, as docs/trainers.md says::
-
-import dcp.integrations.accelerate
-
-dcp.integrations.accelerate.use(accelerator)
-"""
+"""Accelerate: `use` lets its `save_state` and `load_state` go through dcp, as docs/trainers.md says."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -95,8 +92,7 @@ class AcceleratorCheckpoints:
             raise ValueError("save_state needs an output_dir, or automatic_checkpoint_naming")
         else:
             place = os.fspath(output_dir)
-            self._run_save_hooks(place)
-            self._paths.begin(self._state(saving=True), place)
+            self._save(place, partial(self._paths.begin, path=place))
         project.iteration += 1
         return place
 
@@ -108,8 +104,7 @@ class AcceleratorCheckpoints:
                 f"Checkpoint directory {place} ({iteration}) already exists. Call load_state() first, or set "
                 "project_configuration.iteration to what to start with."
             )
-        self._run_save_hooks(place)
-        manager.save(iteration, self._state(saving=True), force=True)
+        self._save(place, partial(manager.save, iteration, force=True))
         return place
 
     def _automatic(self) -> dcp.CheckpointManager:
@@ -127,13 +122,16 @@ class AcceleratorCheckpoints:
     def _root(self) -> Path:
         return Path(self._accelerator.project_dir or ".", "checkpoints")
 
-    def _run_save_hooks(self, place: str) -> None:
-        """Those may write files of their own, and take away weights that they have written."""
+    def _save(self, place: str, save: Callable[[dict[str, Any]], object]) -> None:
         models, hooks = self._accelerator._models, self._accelerator._save_model_state_pre_hook.values()
-        if hooks and "://" not in place:
-            Path(place).mkdir(parents=True, exist_ok=True)
-        for hook in hooks:
-            hook(models, [{} for _ in models], place)
+        with shared.refused_by_all(save):
+            # Hooks may write files of their own, and take away weights that they have written.
+            if hooks and "://" not in place:
+                Path(place).mkdir(parents=True, exist_ok=True)
+            for hook in hooks:
+                hook(models, [{} for _ in models], place)
+            state = self._state(saving=True)
+        save(state)
 
     def load_state(
         self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: Any = None, **kwargs: Any
@@ -150,7 +148,10 @@ class AcceleratorCheckpoints:
         if input_dir is not None:
             place = str(Path(input_dir).expanduser()) if "://" not in str(input_dir) else str(input_dir)
             if shared.on_first_rank(lambda: _is_ours(place)):
-                dcp.load(state := self._state(saving=False), checkpoint_id=place, **self._load_options)
+                load: Any = partial(dcp.load, checkpoint_id=place, **self._load_options)
+                with shared.refused_by_all(load):
+                    state = self._state(saving=False)
+                load(state)
         elif self._accelerator.project_configuration.automatic_checkpoint_naming:
             place, state = self._load_newest()
         if state is None:
@@ -161,8 +162,10 @@ class AcceleratorCheckpoints:
         self._apply(state)
 
     def _load_newest(self) -> tuple[str, dict[str, Any] | None]:
-        state, project = self._state(saving=False), self._accelerator.project_configuration
-        restored = self._automatic().restore(state, **self._load_options)
+        project, restore = self._accelerator.project_configuration, self._automatic().restore
+        with shared.refused_by_all(restore):
+            state = self._state(saving=False)
+        restored = restore(state, **self._load_options)
         if restored is None:
             root = self._root()
             if shared.on_first_rank(lambda: any(root.glob(f"*/{_OF_ACCELERATE}"))):
@@ -180,9 +183,8 @@ class AcceleratorCheckpoints:
 
     def _loaders(self) -> list[Any]:
         """Those with a state of their own."""
-        return [
-            one for one in self._accelerator._dataloaders if getattr(one, "use_stateful_dataloader", False)
-        ]
+        loaders = self._accelerator._dataloaders
+        return [one for one in loaders if getattr(one, "use_stateful_dataloader", False)]
 
     def _state(self, *, saving: bool) -> dict[str, Any]:
         accelerator, loaders, models = self._accelerator, self._accelerator._dataloaders, self._models()
@@ -254,13 +256,9 @@ class AcceleratorCheckpoints:
 def _is_ours(place: str) -> bool:
     if has_checkpoint(open_store(place)):
         return True
-    folder, newest = Path(place), ""
-    if "://" not in place:
-        if not folder.is_dir() or any(folder.glob(_OF_ACCELERATE)):
-            return False  # Accelerate's own, or its error
-        whole = [one for one in folder.parent.iterdir() if one.is_dir() and has_checkpoint(open_store(one))]
-        if whole:
-            newest = f"; the newest beside it is {max(whole, key=lambda one: one.stat().st_mtime)}"
+    if "://" not in place and (not Path(place).is_dir() or any(Path(place).glob(_OF_ACCELERATE))):
+        return False  # Accelerate's own, or its error
+    newest = "".join(f"; the newest beside it is {one}" for one in shared.committed_beside(place)[:1])
     raise dcp.CheckpointNotFoundError(f"{place} holds no checkpoint: no save there has ended{newest}")
 
 

@@ -1,12 +1,4 @@
-"""Hugging Face `Trainer` whose checkpoints go through `CheckpointManager`::
-
-    from dcp.integrations.huggingface import DcpTrainer  # in place of transformers.Trainer
-
-    trainer = DcpTrainer(model, args, train_dataset=data)
-    trainer.train(resume_from_checkpoint=True)
-
-The arguments of the Trainer and the folders ``output_dir/checkpoint-N`` keep their meaning; docs/trainers.md.
-"""
+"""Hugging Face `Trainer` whose checkpoints go through `CheckpointManager`, as docs/trainers.md says."""
 
 from __future__ import annotations
 
@@ -14,8 +6,10 @@ import dataclasses
 import json
 import logging
 import re
+import shutil
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -55,9 +49,8 @@ _Base: Any = Trainer if TYPE_CHECKING else object
 class DcpTrainerMixin(_Base):  # type: ignore[misc]
     """First among the bases of a class with any `Trainer`: ``class Mine(DcpTrainerMixin, SFTTrainer)``.
 
-    Alone, with DDP, and with FSDP2, whose checkpoints resume on any number of ranks. Saves are written behind
-    the training; when `train` returns they are committed. ``checkpoint_options`` are more arguments of
-    `CheckpointManager`, such as ``mode`` or ``catalog``; the others are those of the Trainer.
+    Saves are written behind the training; when `train` returns they are committed. ``checkpoint_options`` are
+    more arguments of `CheckpointManager`, such as ``mode`` or ``catalog``; the others are the Trainer's.
 
     Raises ValueError for DeepSpeed, FSDP1 and arguments that need the Trainer's own files, and RuntimeError
     where transformers has not `PRIVATE_HOOKS`.
@@ -112,9 +105,10 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
             return super().train(path, *args, **kwargs)
         state: dict[str, Any] = {"trainer": ""}
         self._dcp_only_model = bool(self._dcp_load(state).get("only_model"))
-        # The Trainer knows how far it is only from a file of this name.
+        # The Trainer knows how far it is only from a file of this name, which it reads before it begins.
         with tempfile.TemporaryDirectory(prefix="dcp-resume-") as folder:
             Path(folder, "trainer_state.json").write_text(state["trainer"])
+            self._dcp_rest["folder"] = folder
             return super().train(folder, *args, **kwargs)
 
     def _look_for(self, resume: str | bool) -> list[tuple[str | None, bool]]:
@@ -155,12 +149,18 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
             raise ValueError("checkpoints are not saved in a search for hyperparameters")
         self.store_flos()
         step = self.state.global_step
-        is_best = self.state.best_global_step == step
-        if is_best:
+        if is_best := self.state.best_global_step == step:
             self.state.best_model_checkpoint = str(self._folder(step))
         logged = (pair for entry in self.state.log_history if entry["step"] == step for pair in entry.items())
         metrics = {name: value for name, value in logged if isinstance(value, int | float)}
         metrics[_BEST] = step if is_best else -1
+        user = {"only_model": self.args.save_only_model}
+        save = partial(self._manager.save, step, metrics=metrics, force=True, user_metadata=user)
+        with shared.refused_by_all(save):
+            state = self._to_save()
+        save(state)
+
+    def _to_save(self) -> dict[str, Any]:
         state: dict[str, Any] = {"model": shared.ModelState(self.model, saving=True)}
         if self.is_world_process_zero():  # the ranks' log histories differ, in times for one
             callbacks = [*self.callback_handler.callbacks, self.control]
@@ -168,10 +168,8 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
             now = dataclasses.replace(self.state, stateful_callbacks=exportable)  # with their states of now
             state["trainer"] = json.dumps(dataclasses.asdict(now))
         if not self.args.save_only_model:
-            # As they are summed up since the last log.
             state |= self._state_of_training((self._tr_loss.item(), self._globalstep_last_logged))
-        user = {"only_model": self.args.save_only_model}
-        self._manager.save(step, state, metrics=metrics, force=True, user_metadata=user)
+        return state
 
     def _state_of_training(self, losses: Any) -> dict[str, Any]:
         scaler = self.accelerator.scaler
@@ -220,8 +218,8 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
         elif self._dcp_only_model:
             logger.warning("%s has only the model: optimizer and scheduler begin anew", self._dcp_source)
         else:
-            state = self._dcp_rest = self._state_of_training(None)
-            self._dcp_load(state)
+            self._dcp_load(state := self._state_of_training(None))
+            self._dcp_rest |= state
             self.lr_scheduler.load_state_dict(state["scheduler"][0])
             if self.accelerator.scaler is not None and state["scaler"][0] is not None:
                 self.accelerator.scaler.load_state_dict(state["scaler"][0])
@@ -256,9 +254,11 @@ class _Callback(TrainerCallback):
         self._trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The Trainer has set its sums of losses to zero by now."""
-        trainer = self._trainer
-        if trainer._dcp_rest and (losses := trainer._dcp_rest["losses"].value[0]) is not None:
+        """The Trainer has set its sums of losses to zero by now, and read its state."""
+        trainer, rest = self._trainer, self._trainer._dcp_rest
+        if "folder" in rest and not args.auto_find_batch_size:  # a killed training would leave it
+            shutil.rmtree(rest.pop("folder"), ignore_errors=True)
+        if "losses" in rest and (losses := rest["losses"].value[0]) is not None:
             running, trainer._globalstep_last_logged = losses
             trainer._tr_loss.fill_(running)
             trainer._total_loss_scalar = -running  # its mean at the end is of this call's steps

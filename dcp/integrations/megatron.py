@@ -1,7 +1,5 @@
 """Megatron-Core's distributed checkpoints through dcp::
 
-    import dcp.integrations.megatron
-
     dcp.integrations.megatron.use()
 
 before anything is saved or loaded. A program that calls `megatron.core.dist_checkpointing` itself can give it
@@ -15,12 +13,14 @@ Folders and what is in them keep Megatron's names, so that each reads what the o
 
 from __future__ import annotations
 
+import contextlib
 import os
-import tempfile
 import time
+import uuid
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from dcp.background.future import SaveFuture
 from dcp.errors import CorruptCheckpointError, OptionError
-from dcp.inspection.checkpoints import list_checkpoints
+from dcp.integrations.trainer_state import committed_beside, refused_by_all
 from dcp.state_dict_loader import LoadKeywords, load
 from dcp.state_dict_saver import AsyncCheckpointerType, async_save, save
 from dcp.storage.formats.index import CheckpointIndex
@@ -117,21 +117,22 @@ class DcpSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Folder) -> None:
         """Save, and commit. All ranks call it; raises what `dcp.save` does."""
-        state = _main_replicas(sharded_state_dict)
-        save(state, checkpoint_id=checkpoint_dir, process_group=self._process_group)
+        self._save(save, sharded_state_dict, checkpoint_dir)
 
     def async_save(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Folder, async_strategy: str = "nvrx"
     ) -> Any:
         """Copy the state, and write it in the background. Gives a request for Megatron's queue, which is done
         when the save is, and then raises what the save raised."""
-        future = async_save(
-            _main_replicas(sharded_state_dict),
-            checkpoint_id=checkpoint_dir,
-            process_group=self._process_group,
-            async_checkpointer_type=self._kind,
-        )
+        save = partial(async_save, async_checkpointer_type=self._kind)
+        future = self._save(save, sharded_state_dict, checkpoint_dir)
         return _request(future, get_async_strategy(async_strategy, "AsyncRequest")[1])
+
+    def _save(self, save: Callable[..., Any], sharded_state_dict: dict[str, Any], folder: _Folder) -> Any:
+        begin = partial(save, checkpoint_id=folder, process_group=self._process_group)
+        with refused_by_all(begin):
+            state = _main_replicas(sharded_state_dict)
+        return begin(state)
 
 
 class DcpLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
@@ -276,24 +277,24 @@ def _checked_index(reader: FileSystemReader) -> CheckpointIndex:
 
 
 def _others_beside(folder: Path) -> str:
-    whole = [each.name for each in list_checkpoints(folder.parent) if each.state == "committed"]
-    others = ", ".join(sorted(name for name in whole if name != folder.name)) or "none"
+    others = ", ".join(sorted(Path(other).name for other in committed_beside(folder))) or "none"
     return f"Megatron loads another iteration with --ckpt-step; committed beside this one: {others}"
 
 
 def _request(future: SaveFuture, request_class: Any) -> Any:
     """A request of Megatron's that only waits, in the process that it is run in, for a save under way."""
-    handle, flag = tempfile.mkstemp(prefix="dcp-save-")
-    os.close(handle)
-    future.add_done_callback(lambda _: Path(flag).unlink(missing_ok=True))
+    name = f"dcp-save-{uuid.uuid4().hex}"
+    held = os.memfd_create(name)  # in no folder, where a killed training would leave it
+    future.add_done_callback(lambda _: os.close(held))
 
     def raise_failure() -> None:
         future.result()
 
-    return request_class(_wait, (flag, os.getpid()), [raise_failure])
+    return request_class(_wait, (f"/proc/{os.getpid()}/fd/{held}", name), [raise_failure])
 
 
-def _wait(flag: str, trainer: int) -> None:
-    """Until a save of the process ``trainer`` has ended, whose child this is, or that process has."""
-    while os.path.exists(flag) and os.getppid() == trainer:  # noqa: PTH110 - every moment
-        time.sleep(0.05)
+def _wait(place: str, name: str) -> None:
+    """Until the process of the save under way has closed the file ``name``, its ``place``, or ended."""
+    with contextlib.suppress(OSError):
+        while name in os.readlink(place):  # noqa: PTH115 - what it names is no path
+            time.sleep(0.05)

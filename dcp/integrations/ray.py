@@ -63,9 +63,9 @@ class RayCheckpointManager(CheckpointManager):
         **options: Any,
     ) -> SaveFuture | None:
         """As `CheckpointManager.save`; what was committed before is reported to Ray."""
+        is_due = self.should_save(step, last=bool(options.get("last")))  # first: a wrong step is told to all
         is_urgent = step % self._ask_every_steps == 0 and self._is_preempted()
-        saves = force or is_urgent or self.should_save(step, last=bool(options.get("last")))
-        if saves:
+        if force or is_urgent or is_due:
             self._report()
         future = super().save(step, state_dict, metrics=metrics, force=force or is_urgent, **options)
         if future is not None:

@@ -4,20 +4,24 @@ ranks act upon, and errors that say what a framework lacks."""
 from __future__ import annotations
 
 import inspect
+import io
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import chain
 from typing import Any
 
 import msgpack
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dcp.errors import PlanError
+from dcp.errors import CheckpointError, PlanError
+from dcp.inspection.checkpoints import list_checkpoints
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -26,10 +30,13 @@ __all__ = [
     "ModelState",
     "OptimizerState",
     "check_private",
+    "committed_beside",
+    "gathered",
     "has_shards",
     "on_first_rank",
     "own_part",
     "package_of",
+    "refused_by_all",
 ]
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -130,6 +137,30 @@ def own_part(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name not in buffers or isinstance(value, DTensor)}
 
 
+@dataclass(frozen=True)
+class _Refused:
+    error: Exception
+
+    def state_dict(self) -> dict[str, Any]:
+        raise self.error
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise self.error
+
+
+@contextmanager
+def refused_by_all(use: Callable[[dict[str, Any]], object]) -> Iterator[None]:
+    """Around what makes the state that all ranks ``use`` next, in a save or load of theirs: what is raised on
+    one rank fails that on the others, too, who would wait for the rank."""
+    try:
+        yield
+    except Exception as error:
+        if dist.is_available() and dist.is_initialized():
+            with suppress(CheckpointError):
+                use({"refused": _Refused(error)})
+        raise
+
+
 def has_shards(value: Any) -> bool:
     """Whether there is a DTensor in it, in dicts, lists and tuples however deep."""
     if isinstance(value, Mapping):
@@ -141,10 +172,36 @@ def has_shards(value: Any) -> bool:
 
 def on_first_rank(look: Callable[[], Any]) -> Any:
     """What ``look`` finds on rank 0, on all ranks; plain data. Its error is raised on all, too."""
-    together = dist.is_available() and dist.is_initialized()
-    ranks = Ranks(None, use_dist=together, timeout_seconds=DEFAULT_TIMEOUT_SECONDS, operation="load")
-    packed = ranks.broadcast("look", lambda: bytes(msgpack.packb(look())))
+    packed = _ranks().broadcast("look", lambda: bytes(msgpack.packb(look())))
     return msgpack.unpackb(packed)
+
+
+def gathered(own: Any) -> list[Any]:
+    """What each rank has, of whatever classes; what cannot be pickled on one of them is raised on all."""
+
+    def packed() -> bytes:
+        file = io.BytesIO()
+        torch.save(own, file)  # pickle itself has no way for some tensors
+        return file.getvalue()
+
+    states = _ranks().all_gather("gather", packed)
+    return [torch.load(io.BytesIO(state), weights_only=False) for state in states]
+
+
+def _ranks() -> Ranks:
+    together = dist.is_available() and dist.is_initialized()
+    return Ranks(None, use_dist=together, timeout_seconds=DEFAULT_TIMEOUT_SECONDS, operation="load")
+
+
+def committed_beside(
+    place: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+) -> list[str]:
+    """The other committed checkpoints in the folder of ``place``, newest first."""
+    folder, name = os.path.split(os.fspath(place))
+    listed = list_checkpoints(folder or ".", storage_options=storage_options)
+    whole = [each for each in listed if each.state == "committed" and each.name != name]
+    whole.sort(key=lambda each: each.committed_seconds or 0.0, reverse=True)
+    return [os.path.join(folder, each.name) for each in whole]  # noqa: PTH118 - may be a URL
 
 
 @contextmanager

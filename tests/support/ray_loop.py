@@ -51,7 +51,7 @@ def train(config: dict[str, Any]) -> None:
 def main(folder: str, workers: int, steps: int, event: str = "", url: str = "") -> None:
     """Fit."""
     flag = str(Path(folder) / "flag")
-    ray.init(num_cpus=workers + 1, include_dashboard=False)
+    ray.init(address="local", num_cpus=workers + 1, include_dashboard=False)  # its own head
     trainer = TorchTrainer(
         train,
         train_loop_config={"steps": steps, "flag": flag, "event": event},

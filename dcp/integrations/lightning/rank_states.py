@@ -11,9 +11,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from dcp.errors import OptionError
 from dcp.integrations.lightning.checkpoint_io import BYPASSED, DcpCheckpointIO
-from dcp.integrations.lightning.loading import gathered
 from dcp.integrations.lightning.strategy import DcpStrategyMixin
 from dcp.integrations.random_state import RandomState
+from dcp.integrations.trainer_state import gathered
 
 __all__ = ["RankStates"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -14,7 +15,7 @@ from dcp.integrations.lightning.exact_values import entry_with_shards, opened, s
 from dcp.integrations.lightning.loading import is_of_lightning, newest_good
 from dcp.integrations.lightning.names import BEFORE_REQUEUE
 from dcp.integrations.path_saves import Mode, PathSaves
-from dcp.integrations.trainer_state import OptimizerState, own_part
+from dcp.integrations.trainer_state import OptimizerState, own_part, refused_by_all
 from dcp.manager.catalog.registration import CatalogRegistration
 from dcp.state_dict import get_model_state_dict, set_model_state_dict
 from dcp.state_dict_loader import LoadKeywords, load, read
@@ -84,6 +85,15 @@ class DcpStrategyMixin:
         """
         if storage_options is not None:
             raise OptionError(f"give storage_options to {type(self).__name__}, which needs them to load too")
+        begin = partial(self._saves.begin, path=self.broadcast(filepath), step=checkpoint.get("global_step"))
+        with refused_by_all(begin):
+            state = self._to_save(checkpoint)
+        begin(state)
+        if os.path.basename(filepath).startswith(BEFORE_REQUEUE):  # noqa: PTH119 - may be a URL
+            self._saves.wait()
+
+    def _to_save(self: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """What this rank has of it."""
         rest = dict(checkpoint)
         state = {"state_dict": own_part(self.model, rest.pop("state_dict"))}
         for number, optimizer_state in enumerate(rest.pop("optimizer_states", ())):
@@ -93,11 +103,7 @@ class DcpStrategyMixin:
                 f"checkpoint[{name!r}] has a DTensor, which can be saved as a part of the model or of an "
                 "optimizer only: keep it there, or save its full_tensor()"
             )
-        if self.is_global_zero:
-            state[_REST] = sealed(rest)
-        self._saves.begin(state, self.broadcast(filepath), step=checkpoint.get("global_step"))
-        if os.path.basename(filepath).startswith(BEFORE_REQUEUE):  # noqa: PTH119 - may be a URL
-            self._saves.wait()
+        return state | {_REST: sealed(rest)} if self.is_global_zero else state
 
     def load_checkpoint(
         self: Any, checkpoint_path: _Path, weights_only: bool | None = None

@@ -554,3 +554,91 @@ def test_folders_of_accelerate(tmp_path: Path) -> None:
         assert "no save there has ended; the newest beside it is" in killed
         assert f"{tmp_path}/again" in killed
         assert nowhere == f"ValueError: Tried to find {tmp_path}/nowhere but folder does not exist"
+
+
+class Stubborn:
+    """A registered object, or a callback, that has no state on one rank."""
+
+    def __init__(self, rank: int, odd: int) -> None:
+        self.is_odd = rank == odd
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of the others."""
+        if self.is_odd:
+            raise ValueError("no state here")
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Of the others."""
+        self.count = state["count"]
+
+
+def one_rank_has_no_state(rank: int, world_size: int, root: str) -> list[str]:
+    """Accelerate in a folder and with automatic naming, saved and loaded; the Trainer. What each says."""
+    import torch
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+    from transformers import TrainerCallback
+    from transformers.trainer_callback import ExportableState
+
+    import dcp.integrations.accelerate
+    from tests.support.trainer_runs import HuggingFaceRun, fsdp_on_cpu
+
+    def said(act: Any) -> str:
+        try:
+            act()
+        except (dcp.CheckpointError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "fine"
+
+    found = []
+    for named in (False, True):
+        with fsdp_on_cpu(False):
+            project = ProjectConfiguration(f"{root}/{named}", automatic_checkpoint_naming=named)
+            accelerator = Accelerator(cpu=True, project_config=project)
+        checkpoints = dcp.integrations.accelerate.use(accelerator)
+        accelerator.prepare(torch.nn.Linear(2, 2))
+        stubborn = Stubborn(rank, 1)
+        accelerator.register_for_checkpointing(stubborn)
+        place = None if named else f"{root}/folder"
+
+        def saved(accelerator: Any = accelerator, place: Any = place, waits: Any = checkpoints) -> None:
+            accelerator.save_state(place)
+            waits.wait()
+
+        found.append(said(saved))
+        said(checkpoints.wait)  # of the rank that has raised, whose save has failed as well
+        stubborn.is_odd = False
+        found.append(said(saved))
+        stubborn.is_odd = rank == 1
+        found.append(said(lambda accelerator=accelerator, place=place: accelerator.load_state(place)))
+        stubborn.is_odd = False
+        accelerator.load_state(place)
+        accelerator.end_training()
+
+    class Odd(TrainerCallback, ExportableState):
+        def state(self) -> dict[str, Any]:
+            return Stubborn(rank, 0).state_dict()
+
+    trainer = HuggingFaceRun(f"{root}/trainer").make()
+    trainer.add_callback(Odd())
+    return [*found, said(trainer.train)]
+
+
+def _one_rank_has_no_state(root: str) -> list[Any]:
+    return [ran(ending) for ending in run_groups([Group(2, one_rank_has_no_state, (root,))])[0]]
+
+
+@pytest.mark.exhaustive
+def test_what_one_rank_cannot_give_fails_all(tmp_path: Path) -> None:
+    """Nobody waits for it until a timeout: saves and loads of Accelerate, which work again after it, and a
+    save of the Trainer's; the others name the rank."""
+    first, second = in_lab(_one_rank_has_no_state, str(tmp_path))
+    own = "ValueError: no state here"
+    assert second[:6] == [own, "fine", own] * 2
+    assert first[1] == first[4] == "fine"
+    assert first[6] == own
+    told = [*(first[number] for number in (0, 2, 3, 5)), second[6]]
+    assert ["no state here" in text for text in told] == [True] * 5
+    assert ["rank 1" in text for text in told] == [True] * 4 + [False] and "rank 0" in told[4]

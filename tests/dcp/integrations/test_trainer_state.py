@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,14 @@ import torch
 from torch import nn
 
 import dcp
-from dcp.errors import PlanError
-from dcp.integrations.trainer_state import ModelState, OptimizerState, check_private, package_of
+from dcp.errors import CheckpointError, PlanError
+from dcp.integrations.trainer_state import (
+    ModelState,
+    OptimizerState,
+    check_private,
+    package_of,
+    refused_by_all,
+)
 from tests.support.ranks import run_ranks
 
 
@@ -105,3 +112,30 @@ def test_what_a_framework_lacks_is_told() -> None:
     for names in ({"__init__": ("self", "more")}, ["_gone"]):
         with pytest.raises(RuntimeError, match=r"torch .* has no"):
             check_private("torch", Net, names)
+
+
+def _one_cannot_make_its_state(rank: int, world_size: int, root: str) -> list[str]:
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=f"{root}/whole")
+    said = []
+    uses: list[Any] = [
+        partial(dcp.save, checkpoint_id=f"{root}/new"),
+        partial(dcp.load, checkpoint_id=f"{root}/whole"),
+    ]
+    for use in uses:
+        try:
+            with refused_by_all(use):
+                if rank == 1:
+                    raise ValueError("a state of its own")
+                state = {"w": torch.ones(2)}
+            use(state)
+        except (CheckpointError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_a_state_that_one_rank_cannot_make_fails_all(tmp_path: Path) -> None:
+    """Saves and loads, at once; the others name the rank."""
+    others, own = run_ranks(2, _one_cannot_make_its_state, str(tmp_path))
+    assert own == ["ValueError: a state of its own"] * 2
+    assert [("a state of its own" in said, "rank 1" in said) for said in others] == [(True, True)] * 2
+    assert not (tmp_path / "new").exists()
