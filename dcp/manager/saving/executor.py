@@ -82,10 +82,11 @@ class SaveExecutor:
             self._current = None
         return future
 
-    def refuse(self, error: Exception) -> None:
-        """Fail the save that the other ranks begin, if there are others, with ``error``."""
+    def refuse(self, error: Exception) -> bool:
+        """Fail the save that the other ranks begin with ``error``; False if there are none."""
         if not self._settings.no_dist:
             self.begin({}, RefusedWriter(error), {}, overlap=False)
+        return not self._settings.no_dist
 
     def under_way(self) -> list[SaveFuture]:
         """The saves that have not ended; from any thread."""
@@ -128,8 +129,9 @@ class _BackgroundExecutor(SaveExecutor):
             overlap=overlap,
         )
 
-    def refuse(self, error: Exception) -> None:
+    def refuse(self, error: Exception) -> bool:
         self._session.refuse(error)
+        return self._session.world_size > 1
 
     def under_way(self) -> list[SaveFuture]:
         return self._session.under_way()

@@ -128,10 +128,9 @@ class StepSaver:
         try:
             yield
         except Exception as error:
-            if step is not None and reason is not None:
-                self.coordinator.saved(step, reason)
-            if step is not None or self.coordinator.refuse():
-                self.executor.refuse(error)
+            is_due = step is not None or self.coordinator.refuse()
+            if is_due and self.executor.refuse(error) and step is not None and reason is not None:
+                self.coordinator.saved(step, reason)  # as on the others
             raise
 
     def _on_ended(self, step: int, what: dict[str, Any], future: SaveFuture, _: object) -> None:

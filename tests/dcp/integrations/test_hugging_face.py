@@ -615,7 +615,7 @@ def one_rank_has_no_state(rank: int, world_size: int, root: str) -> list[str]:
         found.append(said(lambda accelerator=accelerator, place=place: accelerator.load_state(place)))
         stubborn.is_odd = False
         accelerator.load_state(place)
-        accelerator.end_training()
+        checkpoints.wait()
 
     class Odd(TrainerCallback, ExportableState):
         def state(self) -> dict[str, Any]:
