@@ -217,7 +217,7 @@ def test_a_cancelled_one_leaves_nothing(any_runs: KindRuns, tmp_path: Path) -> N
 
 
 @contextmanager
-def before_each(kind: str, act: Callable[[int], None]) -> Iterator[None]:
+def before_each(kind: str, act: Callable[[int], object]) -> Iterator[None]:
     """``act`` is called with a number before each change of storage of a ``kind``."""
     numbers = count()
 
