@@ -49,7 +49,7 @@ HOSTILE_NAMES: Sequence[str] = (
 
 def pattern_bytes(size: int, seed: int = 0) -> bytes:
     """Bytes that do not repeat at any power of two, so that a misplaced block shows."""
-    unit = bytes((7 * n + seed) % 251 for n in range(251 * 257))
+    unit = bytes((7 * n + seed) % 251 for n in range(251))
     return (unit * (size // len(unit) + 1))[:size]
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,21 +17,19 @@ from dcp.demo.checks import compare_digests, largest_difference, sparkline
 from dcp.demo.places import newest_checkpoint
 from dcp.storage.formats.opening.folder import has_checkpoint
 from dcp.storage.stores import open_store
+from tests.support.programs import Program
 
 ROOT = Path(__file__).parents[2]
 SAVE_EVERY = 2
 
 
-def start_demo(*arguments: str, command: tuple[str, ...] = ("dcp.demo",)) -> subprocess.Popen[str]:
-    """The demo, as `make demo` starts it, with no terminal."""
-    return subprocess.Popen(
-        [sys.executable, "-m", *command, *arguments],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        encoding="utf-8",
-        env=os.environ | {"PYTHONIOENCODING": "utf-8"},
+def start(*command: str | Path, is_fresh: bool = False) -> subprocess.Popen[str]:
+    """``python COMMAND`` with no terminal. Unless it ``is_fresh``, it and what it starts need not import
+    torch."""
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "utf-8"}
+    options |= {"cwd": ROOT, "env": os.environ | {"PYTHONIOENCODING": "utf-8"}}
+    return (
+        subprocess.Popen([sys.executable, *command], **options) if is_fresh else Program(*command, **options)
     )
 
 
@@ -52,7 +51,7 @@ def processes_with(text: str) -> list[int]:
 def test_demo_from_end_to_end(tmp_path: Path) -> None:
     """It passes its own checks, and its claims about files and steps hold when looked at from outside."""
     root = tmp_path / "demo"
-    process = start_demo("--root", str(root), "--save-every", str(SAVE_EVERY))
+    process = start("-m", "dcp.demo", "--root", root, "--save-every", str(SAVE_EVERY))
     output, _ = process.communicate(timeout=1150)
     assert process.returncode == 0, output
     assert "FAILED" not in output
@@ -100,7 +99,7 @@ def test_demo_from_end_to_end(tmp_path: Path) -> None:
 def test_demo_ends_its_processes_when_it_is_ended(tmp_path: Path) -> None:
     """SIGTERM while ranks train: the demo ends with 143, and its launcher and ranks with it."""
     root = tmp_path / "demo"
-    process = start_demo("--root", str(root), "--save-every", "1000")
+    process = start("-m", "dcp.demo", "--root", root, "--save-every", "1000", is_fresh=True)
     log = root / "results" / "uninterrupted" / "losses.jsonl"
     give_up = time.monotonic() + 400
     while not (log.exists() and log.read_text()) and time.monotonic() < give_up:
@@ -117,7 +116,7 @@ def test_demo_ends_its_processes_when_it_is_ended(tmp_path: Path) -> None:
 def test_demo_wants_a_folder_of_its_own(tmp_path: Path, command: tuple[str, ...]) -> None:
     """A folder with something in it is refused with status 2, and stays as it was."""
     (tmp_path / "mine").write_text("mine")
-    process = start_demo("--root", str(tmp_path), command=command)
+    process = start("-m", *command, "--root", tmp_path, is_fresh=True)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 2
     assert "not empty" in output

@@ -37,11 +37,8 @@ def command(script: str, folder: Path, *options: object, ranks: int = 0) -> list
 
 
 def environment() -> dict[str, str]:
-    """One thread a process, so that ranks do not fight for the cores; and a script's neighbours, which are
-    not found by its place where it is forked."""
-    path = os.pathsep.join(filter(None, (str(EXAMPLES), os.environ.get("PYTHONPATH"))))
-    settings = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": path}
-    return {**os.environ, **settings}
+    """One thread a process, so that ranks do not fight for the cores."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def run(script: str, folder: Path, *options: object, ranks: int = 0) -> str:

@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Final
@@ -18,6 +16,7 @@ import torch
 import dcp
 from tests.support.fault_plan import HANG, STALLED, Fault
 from tests.support.fault_proxy import FaultProxy
+from tests.support.programs import Program
 
 _PATIENCE_SECONDS: Final = 600.0
 _HANG_SECONDS: Final = 60.0
@@ -49,10 +48,10 @@ def _options(proxy: FaultProxy) -> str:
     return json.dumps({**proxy.storage_options, **patience, "concurrency": 4, "part_bytes": 5 << 20})
 
 
-def _start(act: str, url: str, options: str, log: Path) -> subprocess.Popen[bytes]:
+def _start(act: str, url: str, options: str, log: Path) -> Program:
     with log.open("wb") as out:
-        return subprocess.Popen(
-            [sys.executable, "-c", act, url, options, str(log.parent)],
+        return Program(
+            *("-c", act, url, options, str(log.parent)),
             stdout=out,
             stderr=out,
             env=os.environ | {"DCP_STORAGE_OPTIONS": options},

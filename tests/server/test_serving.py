@@ -29,7 +29,7 @@ _RSS_LIMIT_BYTES = 150 << 20
 
 def test_with_nothing_configured(tmp_path: Path) -> None:
     """It serves ./checkpoints on SQLite to this machine, with a worker, and ends when told, with status 0."""
-    with Service(tmp_path) as service:
+    with Service(tmp_path, is_fresh=True) as service:
         with service.client() as client:
             assert client.get("/readyz").json()["checks"] == {"database": "ok", "root checkpoints": "ok"}
             listed = client.get("/api/v1/checkpoints").json()
@@ -69,10 +69,10 @@ def test_the_worker_beside_it(tmp_path: Path) -> None:
         service.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_it_starts(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(("number", "is_fresh"), [(signal.SIGTERM, True), (signal.SIGINT, False)])
+def test_a_signal_while_it_starts(tmp_path: Path, number: signal.Signals, is_fresh: bool) -> None:
     """It ends before it listens as it does later: with status 0, and with nothing left behind."""
-    process = DcpProcess(["serve", "--port", "0"], tmp_path).start()
+    process = DcpProcess(["serve", "--port", "0"], tmp_path, is_fresh=is_fresh).start()
     try:
         wait_until(lambda: signal.SIGTERM in caught_signals(process.pid), "that it listens to signals")
         process.kill_pid(process.pid, number)

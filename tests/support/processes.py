@@ -6,8 +6,13 @@ process which was never there.
 
 from __future__ import annotations
 
+import ctypes
+import os
+import struct
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 __all__ = [
     "busy_seconds",
@@ -19,7 +24,16 @@ __all__ = [
     "mapped_files",
     "open_files",
     "parent_of",
+    "rename_process",
 ]
+
+_PR_SET_MM: Final = 35
+_PR_SET_MM_MAP: Final = 14
+_MAP: Final = struct.Struct("=12Q2I")
+_BOUNDS: Final = (slice(23, 25), slice(42, 44), slice(44, 45), slice(25, 26))
+"""Of code, data, heap and stack, in the fields of /proc/PID/stat from the state on."""
+
+_named: Final[list[ctypes.Array[ctypes.c_char]]] = []
 
 
 def lives(pid: int) -> bool:
@@ -69,6 +83,24 @@ def environment_of(pid: int) -> bytes:
 def command_of(pid: int) -> str:
     """Its command line; empty for one that is gone, or another user's."""
     return _content(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace")
+
+
+def rename_process(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """This process has that command line and environment below /proc from now on. OSError where that cannot
+    be."""
+    ends = []
+    for parts in (command, [f"{name}={value}" for name, value in environment.items()]):
+        text = b"".join(os.fsencode(part) + b"\0" for part in parts)
+        _named.append(ctypes.create_string_buffer(text, len(text)))
+        ends += [ctypes.addressof(_named[-1]), ctypes.addressof(_named[-1]) + len(text)]
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.sbrk.restype = ctypes.c_void_p
+    fields = _stat(os.getpid())
+    code, data, heap, stack = (list(map(int, fields[part])) for part in _BOUNDS)
+    bounds = [*code, *data, *heap, libc.sbrk(0), *stack, *ends]
+    packed = _MAP.pack(*bounds, 0, 0, 0xFFFFFFFF)
+    if libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, packed, len(packed), 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_MM_MAP)")
 
 
 def mapped_files(pid: int | str = "self") -> list[str]:

@@ -20,6 +20,7 @@ from typing import Any, Final, Self, TypeVar
 import httpx
 
 from tests.support.processes import command_of, environment_of
+from tests.support.programs import Program
 
 __all__ = ["DcpProcess", "Service", "ServiceError", "Worker", "free_port", "wait_until"]
 
@@ -74,6 +75,7 @@ class DcpProcess:
 
     A context manager. It ends with the thread that starts it, however that ends; what it started is killed by
     `stop` and `kill` where it is still there. ``environment`` comes on top; no ``DCP_*`` is inherited.
+    It is forked from a process that has imported all, but for one that ``is_fresh``.
     """
 
     def __init__(
@@ -83,14 +85,16 @@ class DcpProcess:
         settings: Mapping[str, Any] | None = None,
         *,
         environment: Mapping[str, str] | None = None,
+        is_fresh: bool = False,
     ) -> None:
+        self.is_fresh = is_fresh
         self.arguments = list(arguments)
         self.folder = folder
         self.settings = dict(settings or {})
         self.extra_environment = dict(environment or {})
         self.mark = uuid.uuid4().hex
         self.log_path = folder / f"dcp-{self.arguments[0]}-{self.mark[:8]}.log"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[Any] | None = None
 
     # -- life ------------------------------------------------------------------------------------------------
 
@@ -99,15 +103,19 @@ class DcpProcess:
         assert self._process is None or self._process.poll() is not None
         self.folder.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _TIED_TO_PARENT, str(os.getpid()), *self.arguments],
-                cwd=self.folder,
-                env=self.environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C in a terminal is for the tests, which then stop it
-            )
+            options: dict[str, Any] = {
+                "cwd": self.folder,
+                "env": self.environment(),
+                "stdin": subprocess.DEVNULL,
+                "stdout": log,
+                "stderr": subprocess.STDOUT,
+                "start_new_session": True,  # Ctrl-C in a terminal is for the tests, which then stop it
+            }
+            if self.is_fresh:
+                tied = [sys.executable, "-c", _TIED_TO_PARENT, str(os.getpid())]
+                self._process = subprocess.Popen([*tied, *self.arguments], **options)
+            else:
+                self._process = Program("-m", "dcp", *self.arguments, ends_with_parent=True, **options)
         return self
 
     def stop(self, seconds: float = _STOP_SECONDS) -> int:
@@ -236,8 +244,9 @@ class Service(DcpProcess):
         *,
         environment: Mapping[str, str] | None = None,
         ready: bool = True,
+        is_fresh: bool = False,
     ) -> None:
-        super().__init__(["serve"], folder, settings, environment=environment)
+        super().__init__(["serve"], folder, settings, environment=environment, is_fresh=is_fresh)
         self._waits_for_ready = ready
         self._has_port = "port" in self.settings
 

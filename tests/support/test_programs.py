@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.processes import command_of, environment_of
 from tests.support.programs import Program, run_program
 
 _TOLD = """
@@ -64,3 +67,37 @@ def test_modules_and_files(tmp_path: Path) -> None:
         assert program.stdout.readline() == "['script.py', 'a']\n"
         program.terminate()
     assert program.returncode == -signal.SIGTERM
+
+
+def test_the_system_knows_it_by_its_own_name() -> None:
+    """Command line and environment; and the signal that it wants when the tests end."""
+    with Program("-c", "input()", env={"SAID": "so"}, stdin=subprocess.PIPE) as program:
+        assert command_of(program.pid).split() == [sys.executable, "-c", "input()"]
+        assert environment_of(program.pid) == b"SAID=so\0"
+        assert program.poll() is None
+        program.communicate("\n")
+    assert program.returncode == 0
+    told = "import ctypes; n = ctypes.c_int(); ctypes.CDLL(None).prctl(2, ctypes.byref(n)); print(n.value)"
+    assert run_program("-c", told).stdout == "0\n"
+    assert run_program("-c", told, ends_with_parent=True).stdout == f"{signal.SIGTERM:d}\n"
+
+
+_STARTING = """
+import os, subprocess, sys
+said = "import os, sys; print('torch' in sys.modules, os.getppid()); sys.exit(7)"
+for options in ([], ["-u"], ["-S"]):
+    done = subprocess.run([sys.executable, *options, "-c", said], stdout=subprocess.PIPE, text=True)
+    warm, parent = done.stdout.split()
+    print(warm, int(parent) == os.getpid(), done.returncode)
+other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+assert other.poll() is None and os.getsid(other.pid) == other.pid != os.getsid(0)
+other.kill()
+print(other.wait(60))
+"""
+
+
+def test_what_it_starts_of_python_imports_as_little() -> None:
+    """It comes from the warm process too, unless it wants an interpreter of another kind."""
+    done = run_program("-c", _STARTING)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == ["True True 7", "True True 7", "False True 7", "-9"]

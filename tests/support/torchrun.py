@@ -1,12 +1,13 @@
-"""Training jobs as users start them: by torchrun, in processes of their own."""
+"""Training jobs by torchrun, in processes of their own."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from tests.support.programs import Program
 
 __all__ = ["torchrun"]
 
@@ -27,15 +28,14 @@ def torchrun(
 
     AssertionError with its output if it fails or takes longer than ``seconds``; it is ended then.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    command = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
     command += [f"--nproc-per-node={ranks}", "-m", module, *map(str, arguments)]
-    process = subprocess.Popen(
-        command,
+    process = Program(
+        *command,
         env=_environment(environment or {}),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
         errors="replace",
     )
     try:

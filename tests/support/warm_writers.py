@@ -31,9 +31,17 @@ from dcp.background.process.main import main
 from tests.support.forking import ensure_fork_server
 from tests.support.processes import lives
 
-__all__ = ["cold_writers", "fork_off", "fork_one", "start_warm", "use_warm_writers"]
+__all__ = [
+    "ADDRESS",
+    "cold_writers",
+    "end_with_parent",
+    "fork_off",
+    "fork_one",
+    "start_warm",
+    "use_warm_writers",
+]
 
-_ADDRESS: Final = "TESTS_WARM_WRITERS"
+ADDRESS: Final = "TESTS_WARM_WRITERS"
 """The variable that names the socket, in the environment of all processes of one test process."""
 
 _START_SECONDS: Final = 240.0
@@ -41,6 +49,7 @@ _NUMBER: Final = struct.Struct("=q")
 _LENGTH_BYTES: Final = 1 << 20
 _PR_SET_PDEATHSIG: Final = 1
 _OUTPUTS: Final = (1, 2)
+_MAX_FDS: Final = 4
 _EXECUTABLE: Final = sys.executable
 _start_cold: Final = child._popen
 _processes_with_fork_server: Final[set[int]] = set()
@@ -48,7 +57,7 @@ _processes_with_fork_server: Final[set[int]] = set()
 
 def use_warm_writers() -> None:
     """In this process, and in those that the fork server makes from now on."""
-    os.environ[_ADDRESS] = f"tests-{uuid.uuid4().hex}"
+    os.environ[ADDRESS] = f"tests-{uuid.uuid4().hex}"
     _processes_with_fork_server.add(os.getpid())
     child._popen = start_warm
 
@@ -84,7 +93,7 @@ class _Started:
             if self._status is None:
                 self._connection.settimeout(timeout)
                 try:
-                    self._status = _receive_number(self._connection)
+                    self._status = os.waitstatus_to_exitcode(_receive_number(self._connection))
                 except TimeoutError:
                     raise subprocess.TimeoutExpired("writer", timeout or 0.0) from None
                 self._connection.close()
@@ -104,11 +113,11 @@ def start_warm(theirs: socket.socket, nice: int) -> Any:
     return _Started(_ask(_be_writer, order, [theirs.fileno(), *_OUTPUTS]))
 
 
-def fork_one(what: Callable[..., None], order: tuple[Any, ...], fds: list[int]) -> int:
-    """The id of a process that calls ``what(fds, *order)``, outside of all that could catch what it raises.
-    Its parent ends at once."""
-    with _ask(what, order, fds) as connection:
-        return _receive_number(connection)
+def fork_one(what: Callable[..., None], order: tuple[Any, ...], fds: list[int]) -> tuple[socket.socket, int]:
+    """Have a process call ``what(fds, *order)``, outside of all that could catch what it raises: its id, and
+    whence eight bytes come at its end: its status, as `os.waitpid` has it."""
+    connection = _ask(what, order, fds)
+    return connection, _receive_number(connection)
 
 
 def _ask(what: Callable[..., None], order: tuple[Any, ...], fds: list[int]) -> socket.socket:
@@ -125,13 +134,18 @@ def _connect() -> socket.socket:
     while True:
         connection = socket.socket(socket.AF_UNIX)
         try:
-            connection.connect("\0" + os.environ[_ADDRESS])
+            connection.connect("\0" + os.environ[ADDRESS])
             return connection
         except ConnectionRefusedError:
             connection.close()
             if time.monotonic() > give_up:
                 raise
             time.sleep(0.02)
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """This process gets that signal when the one ends that has forked it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 # -- the process that is forked ------------------------------------------------------------------------------
@@ -154,7 +168,8 @@ def _serve(listener: socket.socket) -> Callable[[], None]:
 
 
 def _keep(connection: socket.socket) -> Callable[[], None]:
-    """Start one process, tell of it, and end; returns in that process only: what it has to do."""
+    """Start one process, and tell of it and of its end; returns in that process only: what it has to do."""
+    end_with_parent(signal.SIGKILL)
     (what, order), fds = _received(connection)
     pid = os.fork()
     if pid == 0:
@@ -164,9 +179,7 @@ def _keep(connection: socket.socket) -> Callable[[], None]:
         os.close(fd)
     try:
         connection.sendall(_NUMBER.pack(pid))
-        if what is _be_writer:
-            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            connection.sendall(_NUMBER.pack(status))
+        connection.sendall(_NUMBER.pack(os.waitpid(pid, 0)[1]))
     except OSError:
         pass
     finally:
@@ -174,7 +187,7 @@ def _keep(connection: socket.socket) -> Callable[[], None]:
 
 
 def _received(connection: socket.socket) -> tuple[Any, list[int]]:
-    data, fds, _, _ = socket.recv_fds(connection, _LENGTH_BYTES, 1 + len(_OUTPUTS))
+    data, fds, _, _ = socket.recv_fds(connection, _LENGTH_BYTES, _MAX_FDS)
     length = _NUMBER.unpack(data[: _NUMBER.size])[0]
     order = data[_NUMBER.size :]
     while len(order) < length:
@@ -205,11 +218,11 @@ def _be_writer(fds: list[int], trainer: int, nice: int, folder: str, environment
 def fork_off() -> None:
     """That process, of the fork server, which has no threads."""
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind("\0" + os.environ[_ADDRESS])
+    listener.bind("\0" + os.environ[ADDRESS])
     listener.listen(64)
     server = os.getpid()
     if os.fork() == 0:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent(signal.SIGKILL)
         if os.getppid() != server:
             os._exit(0)
         _serve(listener)()

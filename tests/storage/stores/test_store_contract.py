@@ -130,6 +130,11 @@ class TestS3(StoreContract):
         again: Store = pickle.loads(pickle.dumps(store))
         return again
 
+    @pytest.mark.exhaustive  # no file is open on this machine; test_object_lifetime.py counts connections
+    def test_many_small_files(self, store: Store) -> None:
+        """As everywhere."""
+        super().test_many_small_files(store)
+
 
 class TestFsspecMemory(StoreContract):
     """fsspec's own memory file system, through the generic client."""
