@@ -138,6 +138,7 @@ class Worker:
     def run(self, stop: threading.Event) -> None:
         """Until ``stop`` is set. Then what runs may finish for a while, and is given back after that."""
         _log.info("worker started", owner=self.owner, executor=self._settings.executor)
+        threading.Thread(target=self._wake_at, args=(stop,), name="dcp-worker-stop", daemon=True).start()
         try:
             while not stop.is_set():
                 self._step(self._expire, self._scheduler.tick, self._look, self._settle, self._fill)
@@ -162,6 +163,11 @@ class Worker:
         if problem != self._problem:  # once, and not with each step for an hour
             self._problem = problem
             _log.warning("database unavailable" if problem else "database available", error=problem)
+
+    def _wake_at(self, stop: threading.Event) -> None:
+        # Not by who sets it: a signal's handler may run within `clear`, whose lock set() would take again.
+        stop.wait()
+        self._wake.set()
 
     def _wait(self) -> None:
         # What runs is looked after more often: cancelling takes effect within two seconds.

@@ -14,6 +14,7 @@ from dcp.server.jobs.ledger import job_events_after, list_tasks, progress_of
 from dcp.server.settings import Settings
 from tests.support.job_kinds import log_lines, note
 from tests.support.job_workers import (
+    HANG_SECONDS,
     cancel,
     job_settings,
     put,
@@ -200,6 +201,14 @@ def test_a_worker_that_stops_gives_back_what_it_has(database: Database, tmp_path
         ]
     (tmp_path / "go").touch()
     with working(job_settings(database, tmp_path)):
+        assert wait_for_end(database, job_id).state == "succeeded"
+
+
+@pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
+def test_a_worker_without_work_stops_at_once(database: Database, tmp_path: Path) -> None:
+    """Not when it would have looked for work again; it does what there is first."""
+    job_id = put(database, tmp_path)
+    with working(job_settings(database, tmp_path, poll_seconds=10 * HANG_SECONDS)):
         assert wait_for_end(database, job_id).state == "succeeded"
 
 
