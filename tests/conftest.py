@@ -19,6 +19,7 @@ from dcp.demo.s3_server import S3Server
 from dcp.planners.garbage_collection import garbage_collection_paused
 from tests.support.fault_proxy import FaultProxy
 from tests.support.forking import set_preload
+from tests.support.shared_servers import shared_server
 
 # Alike on every machine: the same examples, however long a busy one takes to make and to try them. Others are
 # tried with --hypothesis-profile=default.
@@ -96,13 +97,12 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """One SeaweedFS for this test process, started by the first test that wants it.
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> S3Server:
+    """One SeaweedFS for all processes of the run, started by the first test that wants it.
 
     Without the program ``weed`` such tests fail: nothing else checks signatures and conditional writes.
     """
-    with S3Server(tmp_path_factory.mktemp("s3-server") / "data") as server:
-        yield server
+    return S3Server(**shared_server("s3", tmp_path_factory))
 
 
 @pytest.fixture

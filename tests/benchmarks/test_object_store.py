@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,12 +23,19 @@ from benchmarks.s3.store import (
 from dcp.demo.s3_server import S3Server
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """One whose processor time is that of these tests alone."""
+    with S3Server(tmp_path_factory.mktemp("s3-server") / "data") as started:
+        yield started
+
+
 @pytest.fixture
-def service(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Service:
-    """The tests' own server, as the benchmark knows it."""
-    for name, value in s3_server.environment.items():
+def service(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Service:
+    """The server, as the benchmark knows it."""
+    for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
-    return S3Service(s3_server.environment, s3_server.pid)
+    return S3Service(server.environment, server.pid)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of libraries that contenders use

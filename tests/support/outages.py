@@ -9,26 +9,23 @@ import signal
 from collections.abc import Iterator
 
 from tests.support.databases import PostgresServer
+from tests.support.postgres import PostgresProgram
 from tests.support.processes import children
 
 __all__ = ["StoppablePostgres", "limited_files"]
 
 
 class StoppablePostgres(PostgresServer):
-    """A PostgreSQL of one test, which may be stopped, started again with its data, and frozen."""
+    """A PostgreSQL of one test; its ``program`` may be stopped, and started again with its data."""
 
-    def stop(self) -> None:
-        """Disconnect everybody and stop."""
-        self._server.stop()
-
-    def start(self) -> None:
-        """The same data, at the same place."""
-        self._server.ensure_postgres_running()
+    def __init__(self) -> None:
+        self.program = PostgresProgram()
+        super().__init__(self.program.url)
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
-        """Connections stay open, and nobody answers on them."""
-        pids = _with_children(int(self._server.get_pid()))
+        """Connections to it stay open, and nobody answers on them."""
+        pids = _with_children(self.program.pid)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)

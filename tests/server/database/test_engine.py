@@ -19,6 +19,7 @@ from dcp.server.database import engine
 from dcp.server.database.engine import Database, DatabaseUnavailableError
 from dcp.server.database.tables import checkpoint_names, consumers
 from tests.support.databases import PostgresServer
+from tests.support.outages import StoppablePostgres
 
 
 def names(database: Database) -> list[str]:
@@ -193,23 +194,21 @@ def test_a_folder_that_is_not_there_is_unavailable(tmp_path: Path) -> None:
 
 def test_a_server_that_goes_away_and_comes_back() -> None:
     """PostgreSQL stopped: unavailable, by connections that were open and by new ones; back: all is well."""
-    server = PostgresServer()
-    try:
+    server = StoppablePostgres()
+    with server.program:
         database = Database(server.url(server.create_migrated()))
         database.transact(lambda connection: add(connection, "a"))
-        server.stop()
+        server.program.stop()
         for _ in range(2):
             with pytest.raises(DatabaseUnavailableError):
                 database.transact(lambda connection: add(connection, "b"))
             with pytest.raises(DatabaseUnavailableError):
                 database.ping()
-        server.start()
+        server.program.start()
         database.ping()
         database.transact(lambda connection: add(connection, "c"))
         assert names(database) == ["a", "c"]
         database.close()
-    finally:
-        server.close()
 
 
 def test_a_server_that_only_reads_is_unavailable_for_writes(postgres_server: PostgresServer) -> None:

@@ -93,8 +93,8 @@ def test_locked_database(tmp_path: Path) -> None:
 def own_postgres() -> Iterator[StoppablePostgres]:
     """A PostgreSQL that no other test uses."""
     server = StoppablePostgres()
-    yield server
-    server.close()
+    with server.program:
+        yield server
 
 
 def test_postgres_goes_away_and_comes_back(tmp_path: Path, own_postgres: StoppablePostgres) -> None:
@@ -105,19 +105,19 @@ def test_postgres_goes_away_and_comes_back(tmp_path: Path, own_postgres: Stoppab
         service.wait_for("/readyz")
         assert write(client).status_code == 201
 
-        own_postgres.stop()
+        own_postgres.program.stop()
         check_unavailable(client.get(KEYS))
         check_unavailable(write(client))
         check_red(service)
-        own_postgres.start()
+        own_postgres.program.start()
         check_recovered(service, client)
 
-        own_postgres.stop()
+        own_postgres.program.stop()
         service.stop()
         service.start()
         check_unavailable(client.get(KEYS))
         check_red(service)
-        own_postgres.start()
+        own_postgres.program.start()
         check_recovered(service, client)
         assert len(names(client)) >= 3
 

@@ -1,0 +1,103 @@
+"""Servers that all processes of one run of the tests share, each started by the first test that wants it.
+
+A server is kept by a process of its own, which ends it once the run has ended, be it that it was killed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+__all__ = ["shared_server"]
+
+_ROOT: Final = Path(__file__).parents[2]
+_RUN_PID: Final = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+"""Of the process whose end is that of the run: where there are workers, the one that has started them."""
+
+Told = dict[str, Any]
+"""Where a server is, and what one needs to talk to it."""
+
+
+def shared_server(
+    name: str, folders: pytest.TempPathFactory, prepare: Callable[[Told], None] = lambda told: None
+) -> Told:
+    """Where the server called ``name`` is. Who starts it calls ``prepare`` before another process has it."""
+    folder = folders.getbasetemp()
+    if os.getpid() != _RUN_PID:
+        folder = folder.parent  # that of all workers
+    place = folder / f"{name}-server.json"
+    with place.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not place.exists():
+            told = _start(name, place.with_suffix(".log"), _RUN_PID)
+            prepare(told)
+            place.write_text(json.dumps(told))
+        known: Told = json.loads(place.read_text())
+        return known
+
+
+def _start(name: str, log_path: Path, run_pid: int) -> Told:
+    with log_path.open("wb") as log:
+        keeper = subprocess.Popen(
+            [sys.executable, "-m", __name__, name, str(run_pid)],
+            cwd=_ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,  # Ctrl-C is for the tests, which may need the server to clean up
+        )
+    assert keeper.stdout is not None
+    with keeper.stdout as answer:
+        line = answer.readline()
+    keeper.returncode = 0  # it goes on after this process, which therefore need not be warned of it
+    if not line:
+        raise AssertionError(f"the server {name} does not start\n{log_path.read_text()}")
+    told: Told = json.loads(line)
+    return told
+
+
+# -- the process that keeps a server -------------------------------------------------------------------------
+
+
+@contextmanager
+def _s3() -> Iterator[Told]:
+    from dcp.demo.s3_server import S3Server
+
+    with tempfile.TemporaryDirectory(prefix="dcp-s3-") as folder, S3Server(Path(folder) / "data") as server:
+        names = ("bucket", "access_key", "secret_key", "endpoint_url")
+        yield {"folder": str(server.folder), **{name: getattr(server, name) for name in names}}
+
+
+@contextmanager
+def _postgres() -> Iterator[Told]:
+    from tests.support.postgres import PostgresProgram
+
+    with PostgresProgram() as program:
+        yield {"url": program.url}
+
+
+_SERVERS: Final[Mapping[str, Callable[[], AbstractContextManager[Told]]]] = {"postgres": _postgres, "s3": _s3}
+
+
+def _keep(name: str, run_pid: int) -> None:
+    run = os.pidfd_open(run_pid)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    with _SERVERS[name]() as told:
+        print(json.dumps(told), flush=True)
+        select.select([run], [], [])
+
+
+if __name__ == "__main__":
+    _keep(sys.argv[1], int(sys.argv[2]))
