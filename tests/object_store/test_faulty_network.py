@@ -38,6 +38,12 @@ from tests.support.s3 import raw_s3
 _DENIED = Fault(Kind.ANSWER, 403, "AccessDenied")
 
 
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many attempts, a tenth of the time apart: nothing here is about how long."""
+    monkeypatch.setattr("dcp.storage.stores.objects.requests._FIRST_PAUSE_SECONDS", 0.01)
+
+
 @pytest.fixture(scope="module")
 def saved(s3_server: S3Server) -> str:
     """A checkpoint of ``small_state("saved")``."""

@@ -62,7 +62,7 @@ class Fault:
         return f"{self.status} {self.code}" if self.kind is Kind.ANSWER else self.kind.value
 
 
-DELAY = Fault(Kind.DELAY, seconds=0.2)
+DELAY = Fault(Kind.DELAY, seconds=0.05)
 RESET = Fault(Kind.RESET)
 LOST_ANSWER = Fault(Kind.LOST_ANSWER)
 TRUNCATED = Fault(Kind.TRUNCATED)
@@ -70,7 +70,7 @@ STALLED = Fault(Kind.STALLED)
 HANG = Fault(Kind.HANG)
 INTERNAL_ERROR = Fault(Kind.ANSWER, 500, "InternalError")
 SLOW_DOWN = Fault(Kind.ANSWER, 503, "SlowDown")
-TOO_MANY = Fault(Kind.ANSWER, 429, "TooManyRequests", headers=(("Retry-After", "1"),))
+TOO_MANY = Fault(Kind.ANSWER, 429, "TooManyRequests", headers=(("Retry-After", "0.1"),))
 
 PASSING = (DELAY, RESET, LOST_ANSWER, TRUNCATED, INTERNAL_ERROR, SLOW_DOWN, TOO_MANY)
 """What networks and services do for a moment: the same request would succeed a little later."""

@@ -54,5 +54,5 @@ def patient(options: dict[str, Any]) -> dict[str, Any]:
 
 def impatient(options: dict[str, Any], *, request_timeout_seconds: float = 30.0) -> dict[str, Any]:
     """Options of a job that is to give up soon, where it gets answers within the timeout."""
-    patience = {"retry_seconds": 0.5, "request_timeout_seconds": request_timeout_seconds}
+    patience = {"retry_seconds": 0.1, "request_timeout_seconds": request_timeout_seconds}
     return {**options, "part_bytes": PART_BYTES, **patience}
