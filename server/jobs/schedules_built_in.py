@@ -46,8 +46,8 @@ def built_in_schedules(settings: Settings) -> Sequence[PeriodicWork]:
     ]
     return [
         *scans,
-        PeriodicWork("webhooks", max(1.0, settings.poll_seconds), _deliver, is_any_delivery_due),
-        PeriodicWork("automation", max(1.0, settings.poll_seconds), _consume, has_events),
+        PeriodicWork("webhooks", settings.poll_seconds, _deliver, is_any_delivery_due),
+        PeriodicWork("automation", settings.poll_seconds, _consume, has_events),
         PeriodicWork("due", _DUE_SECONDS, _submit_due, partial(is_anything_due, settings=settings)),
         PeriodicWork("clean-up", _CLEANING_SECONDS, _clean),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -261,12 +262,14 @@ def test_large_bodies(tmp_path: Path) -> None:
 def test_slow_routes_are_given_up(tmp_path: Path) -> None:
     """An answer that does not begin in time is 503, while the next request is answered as ever."""
     url = f"sqlite:///{tmp_path / 'catalog.sqlite'}"
+    answered = threading.Event()
     with running_app(url, tmp_path, request_seconds=0.2) as app:
-        app.app.add_api_route("/slow", lambda: time.sleep(1.5), name="slow", dependencies=[public])
+        app.app.add_api_route("/slow", lambda: answered.wait(60), name="slow", dependencies=[public])
         answer = app.client().get("/slow")
         assert answer.status_code == 503
         assert "retry-after" in answer.headers
         assert app.client().get("/healthz").status_code == 200
+        answered.set()
 
 
 def test_unexpected_errors(sqlite_app: App, caplog: pytest.LogCaptureFixture) -> None:

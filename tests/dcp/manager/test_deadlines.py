@@ -79,8 +79,8 @@ class _Delaying:
 
 
 def deadline_manager(root: Path | str, **options: Any) -> dcp.CheckpointManager:
-    """A manager with three seconds, of which a tenth is kept."""
-    settings: dict[str, Any] = {"grace_seconds": 3.0, "weights": "app.net.model", "every_steps": 100}
+    """A manager with two seconds, of which a tenth is kept."""
+    settings: dict[str, Any] = {"grace_seconds": 2.0, "weights": "app.net.model", "every_steps": 100}
     return manager_of(Path(root), **(settings | options))
 
 
@@ -181,7 +181,7 @@ def test_without_time_for_the_weights_nothing_is_left(tmp_path: Path) -> None:
     manager.save(1, state_of(1), force=True)
     assert manager.wait(240)
     manager._ledger._seconds.append(10.0)
-    slow.seconds = 1.5
+    slow.seconds = 1.0
     assert stop(manager, 2) < 5
     assert contents(tmp_path) == {"01": WHOLE}
     manager._coordinator._stop_saved = False
@@ -223,8 +223,9 @@ def test_weights_never_replace_a_whole_state(tmp_path: Path) -> None:
     assert state["app"].version == 2.0
 
 
-def test_a_storage_that_hangs_does_not_keep_the_run(tmp_path: Path) -> None:
+def test_a_storage_that_hangs_does_not_keep_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step returns soon after the deadline, and so does closing; nothing is committed."""
+    monkeypatch.setattr("dcp.manager.saving.step_saver.HANG_SECONDS", 0.2)
     gate = Gate()
     manager = deadline_manager(tmp_path, writer=writer_with(gate, "create", "*"), grace_seconds=0.5)
     assert stop(manager, 1) < 6

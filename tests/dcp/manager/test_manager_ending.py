@@ -243,14 +243,15 @@ def test_a_rank_can_end_while_the_others_are_busy(tmp_path: Path) -> None:
 COMPLETES_LATE = """
 import os, sys, time, torch.distributed as dist, dcp
 folder, rank = sys.argv[1], int(sys.argv[2])
-ending = folder + "/ending"
 
 
 class Last:
     # cleared after the interpreter has begun to end: threads that ask for its lock then are ended
-    def __del__(self, open=os.open, flags=os.O_CREAT | os.O_WRONLY, sleep=time.sleep, ending=ending):
-        open(ending, flags)
-        sleep(3)
+    def __del__(self, tell=os.mkdir, is_there=os.access, sleep=time.sleep, folder=folder):
+        tell(folder + "/ending")
+        while not is_there(folder + "/complete", 0):
+            sleep(0.01)
+        sleep(0.2)  # for gloo's threads
 
 
 dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2)
@@ -261,10 +262,11 @@ if rank == 1:
     last = Last()
     manager.save(4, {"step": 4})
     sys.exit(7)
-while not os.path.exists(ending):
+while not os.path.exists(folder + "/ending"):
     time.sleep(0.01)
 manager.save(4, {"step": 4})
-time.sleep(1)
+os.mkdir(folder + "/complete")
+time.sleep(0.5)  # its end would be the end of the exchange, too
 os._exit(0)
 """
 

@@ -57,13 +57,14 @@ def test_a_file_that_appears_is_a_notice(tmp_path: Path, monkeypatch: pytest.Mon
     there, coming = tmp_path / "there", tmp_path / "coming"
     there.touch()
     monkeypatch.setattr(time, "time", lambda: 0.0)
+    monkeypatch.setattr("dcp.manager.coordination.notices._LOOK_SECONDS", 0.02)
     found = notices({str(there): 50, coming: 0.5})
     calls: list[float] = []
     found.see_to_it(lambda: calls.append(time.monotonic()))
-    time.sleep(0.6)
+    time.sleep(0.1)
     assert (found.received, calls) == (False, [])
     there.unlink()
-    time.sleep(0.6)
+    time.sleep(0.1)
     there.touch()
     assert becomes(lambda: found.received)
     assert 44 < found.seconds_left() < 45
@@ -72,7 +73,7 @@ def test_a_file_that_appears_is_a_notice(tmp_path: Path, monkeypatch: pytest.Mon
     found.close()
     found.close()
     count = len(calls)
-    time.sleep(0.6)
+    time.sleep(0.1)
     assert len(calls) <= count + 1
 
 

@@ -171,6 +171,7 @@ def test_roots_are_scanned_as_often_as_they_say(database: Database, tmp_path: Pa
     scans = [name for name in made if name.startswith("scan:")]
     assert scans == ["scan:main"] and made["scan:main"].interval_seconds == 5.0
     assert set(made) - set(scans) == {"automation", "clean-up", "due", "webhooks"}
+    assert made["automation"].interval_seconds == made["webhooks"].interval_seconds == settings.poll_seconds
     for _ in range(2):
         made["scan:main"].act(ScheduleContext(settings, database, time.time(), threading.Event()))
     with database.read() as connection:
