@@ -14,7 +14,10 @@ import pytest
 import torch
 
 import dcp
+from dcp.inspection.values.summaries import Summary
+from dcp.server.jobs.kinds.shared.numbers import statistics_json
 from dcp.server.pages.drawings.changes import Change
+from dcp.server.pages.drawings.marks import mark_of
 from dcp.server.pages.routes.values import tensors
 from dcp.server.scanning.registering import Registration, register
 from tests.support.app import App, running_app
@@ -215,7 +218,7 @@ def test_what_is_large_is_read_only_when_it_is_asked_for(site: Any, monkeypatch:
     assert "Standard deviation" not in page.text and part["hx-get"] == f"{address}&read=true"
     assert part["hx-get"] in page.links
     read = browser.page(part["hx-get"])
-    assert "Standard deviation" in read.text and "histogram" in read.text.lower()
+    assert "Standard deviation" in read.text and "Bins are powers of two" in read.text
     assert not [g for _, g in read.elements if g.get("id") == "values" and "hx-get" in g]
     monkeypatch.setattr(tensors, "_LARGE_BYTES", 100)
     for path in (address, part["hx-get"]):
@@ -333,6 +336,38 @@ def test_areas_by_change(site: Any) -> None:
     assert "There is no step before it" in browser.page("/checkpoints/1?colour=change").text
     plain = browser.page("/checkpoints/2?prefix=model.layers.0&colour=bytes")
     assert {g["data-colour"] for name, g in plain.elements if "data-colour" in g} == {"one"}
+
+
+@pytest.mark.parametrize(
+    ("values", "second", "kind", "says"),
+    [
+        ([0.5, -2.0], None, None, ""),
+        ([0.5, math.nan], None, "exploding", "1 NaN"),
+        ([0.5, -math.inf, math.nan], None, "exploding", "1 NaN and 1 infinite"),
+        ([-20_000.0, 0.0], None, "exploding", "the largest is 2e+04"),
+        ([0.0, 0.0], None, "dead", "all of it is 0"),
+        ([0.5, 0.5], [0.0, 0.0], "dead", "no gradient has reached it"),
+        ([0.5, 0.5], [0.0, 1e-30], None, ""),
+        ([20_000.0], None, None, ""),
+        ([], None, None, ""),
+    ],
+)
+def test_what_is_dead_and_what_explodes(
+    values: list[float], second: list[float] | None, kind: str | None, says: str
+) -> None:
+    """By the rules that pages state; single numbers, such as steps, are neither."""
+
+    def of(numbers: list[float] | None) -> Any:
+        if numbers is None:
+            return None
+        summary = Summary()
+        summary.add(np.asarray(numbers, np.float32))
+        return statistics_json(summary.result(8), histogram=False)
+
+    mark = mark_of("float32", of(values), of(second))
+    assert (mark and mark.kind) == kind
+    assert mark is None or says in mark.reason
+    assert mark_of("int64", of(values), of(second)) is None
 
 
 @pytest.mark.parametrize(
