@@ -317,6 +317,24 @@ def test_layers_dead_and_exploding(site: Any) -> None:
     assert f"{norm:.5g}" in steps.text and f"{first:.5g}" in steps.text
 
 
+def test_a_job_that_failed_says_why(site: Any) -> None:
+    """And is offered again, where its result would be."""
+    app, browser, folder = site
+    file = next((folder / "main/sharded").glob("__1_0*"))
+    whole = file.read_bytes()
+    page, form = "/checkpoints/3/layers", "/checkpoints/3/statistics"
+    browser.submit(browser.page(page).form(form))
+    file.write_bytes(whole[: len(whole) // 2])
+    computed(app, folder)
+    failed = browser.page(page)
+    assert "has failed" in failed.text and failed.form(form)
+    file.write_bytes(whole)
+    age(file)
+    browser.submit(failed.form(form))
+    computed(app, folder)
+    assert "none is dead or exploding" in browser.page(page).text
+
+
 def test_areas_by_change(site: Any) -> None:
     """Offered to be computed; then each name has how much all below it changed, as numpy says."""
     app, browser, folder = site

@@ -27,7 +27,7 @@ __all__ = ["changes_below", "changes_of_list", "diff_job", "router"]
 router = pages_router()
 
 _JOBS: Final = 20
-_STATES: Final[Any] = ["queued", "planning", "running", "publishing", "succeeded"]
+_STATES: Final[Any] = ["queued", "planning", "running", "publishing", "succeeded", "failed"]
 
 
 def diff_job(

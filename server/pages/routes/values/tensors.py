@@ -54,7 +54,7 @@ _SMALL_COUNT: Final = 2_000
 _CHUNKS: Final = 200
 _CELLS: Final = 16
 _STEPS: Final = 24
-_ACTIVE: Final[Any] = ["queued", "planning", "running", "publishing"]
+_NOT_DONE: Final[Any] = ["queued", "planning", "running", "publishing", "failed"]
 
 _TENSOR: Final = "/checkpoints/{checkpoint_id}/tensors"
 
@@ -189,10 +189,10 @@ def _neighbour(named: Named, database: Db, caller: Caller, *, is_next: bool) -> 
 
 
 def statistics_jobs(checkpoint_id: int, database: Db, caller: Principal) -> list[JobAnswer]:
-    """Those that are to compute statistics of the checkpoint."""
-    page_of = PageParams(5, None)
+    """The newest that computes statistics of the checkpoint, or has failed to; if there is one."""
+    newest = PageParams(1, None)
     return jobs_api.list_jobs(
-        database, caller, page_of, _ACTIVE, ["stats"], checkpoint_id=checkpoint_id
+        database, caller, newest, _NOT_DONE, ["stats"], checkpoint_id=checkpoint_id
     ).items
 
 
