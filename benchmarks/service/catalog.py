@@ -30,7 +30,7 @@ from dcp.server.catalog.checkpoints import upsert_checkpoints
 from dcp.server.database.engine import Database
 from dcp.server.database.migrations import upgrade
 
-__all__ = ["CatalogResult", "main"]
+__all__ = ["CatalogResult", "database_of", "main", "service_of"]
 
 _LIST_TARGET_SECONDS: Final = 0.050
 _DETAIL_TARGET_SECONDS: Final = 0.030
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for size in map(int, options.checkpoints.split(",")):
             folder = Path(tempfile.mkdtemp(prefix="dcp-catalog-", dir=options.tmp))
             try:
-                with _database(database, folder) as url:
+                with database_of(database, folder) as url:
                     results.append(_measure(database, url, folder, size, options.requests))
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -94,7 +94,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 @contextmanager
-def _database(kind: str, folder: Path) -> Iterator[str]:
+def database_of(kind: str, folder: Path) -> Iterator[str]:
+    """The URL of a new one, "sqlite" or "postgresql"."""
     if kind == "sqlite":
         yield f"sqlite:///{folder / 'catalog.sqlite'}"
         return
@@ -114,7 +115,7 @@ def _measure(kind: str, url: str, folder: Path, size: int, requests: int) -> Cat
     fill(database, Shape(size, _RUNS))
     filled = size / (time.monotonic() - begin)
     database.close()
-    with _service(url, folder) as (client, process, started), _scanner(url, size) as scanner:
+    with service_of(url, folder) as (client, process, started), _scanner(url, size) as scanner:
         idle = sum(psutil.Process(process.pid).cpu_times()[:2])
         lists = {name: _list_times(client, name, requests // len(QUESTIONS)) for name in QUESTIONS}
         chance = random.Random(3)
@@ -169,13 +170,15 @@ def _percentile(times: Sequence[float], part: float) -> float:
 
 
 @contextmanager
-def _service(url: str, folder: Path) -> Iterator[tuple[httpx.Client, subprocess.Popen[bytes], float]]:
+def service_of(url: str, folder: Path) -> Iterator[tuple[httpx.Client, subprocess.Popen[bytes], float]]:
+    """`dcp serve` over it, with the roots "main" and "archive" below ``folder``: a client, the process, and
+    the seconds until its first answer."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     roots = {name: {"url": str(folder / name), "scan_seconds": 0} for name in ("main", "archive")}
     for name in roots:
-        (folder / name).mkdir()
+        (folder / name).mkdir(exist_ok=True)
     settings = {
         "DATABASE_URL": url,
         "PORT": str(port),

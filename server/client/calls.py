@@ -22,6 +22,7 @@ from dcp.server.records.contents import (
     RankShare,
     ShardedTensor,
     Statistics,
+    StoredChunk,
     Tensor,
     TreeNode,
     Verification,
@@ -40,6 +41,7 @@ __all__ = [
     "DownloadQuery",
     "PagedCall",
     "ShardMapQuery",
+    "StoredChunksQuery",
     "calls_of_page",
     "if_match",
     "many",
@@ -91,16 +93,21 @@ class DownloadQuery(TypedDict, total=False):
     drop_objects: bool
 
 
-class ShardMapQuery(TypedDict, total=False):
-    """Which ranks, which bytes of each file and which tensors, in how many rows and bins at most."""
+class StoredChunksQuery(TypedDict, total=False):
+    """Which ranks, which bytes of each file and which tensors."""
 
-    rows: int
-    bins: int
     first_rank: int
     last_rank: int
     begin: int
     end: int
     glob: str
+
+
+class ShardMapQuery(StoredChunksQuery, total=False):
+    """The same, in how many rows and bins at most."""
+
+    rows: int
+    bins: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,8 +358,13 @@ def rank_shares(checkpoint_id: int) -> PagedCall[RankShare]:
     return PagedCall(f"/checkpoints/{checkpoint_id}/shards/ranks", one(RankShare))
 
 
-def phases(checkpoint_id: int, rows: int) -> Call[SavePhases]:
-    return Call("GET", f"/checkpoints/{checkpoint_id}/phases", one(SavePhases), params(rows=rows))
+def stored_chunks(checkpoint_id: int, query: StoredChunksQuery) -> PagedCall[StoredChunk]:
+    return PagedCall(f"/checkpoints/{checkpoint_id}/shards/chunks", one(StoredChunk), params(**query))
+
+
+def phases(checkpoint_id: int, rows: int, first_rank: int | None, last_rank: int | None) -> Call[SavePhases]:
+    query = params(rows=rows, first_rank=first_rank, last_rank=last_rank)
+    return Call("GET", f"/checkpoints/{checkpoint_id}/phases", one(SavePhases), query)
 
 
 def shard_map(checkpoint_id: int, query: ShardMapQuery) -> Call[ShardMap]:

@@ -14,7 +14,7 @@ from fastapi import Depends, Request
 from dcp.server.catalog.contents.verifications import get_statistics, statistics_of_tensor
 from dcp.server.catalog.details import CheckpointDetail, get_checkpoint
 from dcp.server.data.downloads import Plans
-from dcp.server.data.opening import OpenCheckpoint, OpenCheckpoints
+from dcp.server.data.opening import OpenCheckpoint, OpenCheckpoints, OpenChunks
 from dcp.server.data.sending.responses import Streams
 from dcp.server.http.context import Service
 from dcp.server.http.dependencies import ServiceDep
@@ -76,6 +76,21 @@ class DataAccess:
     def open(self, checkpoint_id: int, caller: Principal) -> Readable:
         """The checkpoint, ready to be read. Raises MissingError, GoneError and ConflictError (by its state),
         and problems of the storage."""
+        row, root = self._found(checkpoint_id, caller)
+        opened = self.checkpoints.open(root, row.key)
+        return Readable(row, root, opened, partial(self._is_allowed, caller.key_id))
+
+    def chunks(self, checkpoint_id: int, caller: Principal) -> OpenChunks:
+        """Its chunks by rank. Raises as `open` does."""
+        row, root = self._found(checkpoint_id, caller)
+        return self.checkpoints.chunks(root, row.key)
+
+    def has_chunks(self, checkpoint_id: int, caller: Principal) -> bool:
+        """Whether they are there already. Raises as `open` does."""
+        row, root = self._found(checkpoint_id, caller)
+        return self.checkpoints.has_chunks(root, row.key)
+
+    def _found(self, checkpoint_id: int, caller: Principal) -> tuple[CheckpointDetail, StorageRoot]:
         row = self.row(checkpoint_id, caller)
         if row.state in _GONE:
             raise GoneError(f"checkpoint {checkpoint_id}: {_GONE[row.state]}", state=row.state)
@@ -83,9 +98,7 @@ class DataAccess:
             raise ConflictError(f"checkpoint {checkpoint_id}: {_NOT_YET[row.state]}", state=row.state)
         if row.root not in self._service.roots:
             raise GoneError(f"the root {row.root} is not configured any more")
-        root = self._service.roots.get(row.root)
-        opened = self.checkpoints.open(root, row.key)
-        return Readable(row, root, opened, partial(self._is_allowed, caller.key_id))
+        return row, self._service.roots.get(row.root)
 
     def kept_statistics(self, checkpoint_id: int, fqn: str, caller: Principal) -> TensorStatistics | None:
         """What a job has computed of one tensor; None if nothing, or if the checkpoint was replaced since.

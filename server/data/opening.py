@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from dcp.server.catalog.values import short_name
 from dcp.server.data.sharing import SharedValues
@@ -18,12 +19,15 @@ from dcp.storage.stores.base import Store
 from dcp.storage.stores.names import TEMPORARY_PREFIX
 
 if TYPE_CHECKING:
+    from dcp.server.data.drawings.chunk_columns import ChunkColumns
     from dcp.storage.formats.index import CheckpointIndex
     from dcp.storage.formats.opening.sources import SourcePlace
 
-__all__ = ["OpenCheckpoint", "OpenCheckpoints"]
+__all__ = ["OpenCheckpoint", "OpenCheckpoints", "OpenChunks"]
 
 _KEPT_BYTES: Final = 64 << 20
+_KEPT_CHUNK_BYTES: Final = 128 << 20
+"""Five million chunks take 90 MiB."""
 _KEPT: Final = 16
 _LARGE_BYTES: Final = 4 << 20
 _MAX_WAITING: Final = 24
@@ -31,20 +35,32 @@ _MAX_WAITING: Final = 24
 
 _NAME_BYTES: Final = 400
 """Of a name as text, its place in a dict, and its path, which is a tuple of texts."""
+_Name = tuple[str, str, str]
 _MOVING: Final = frozenset({"notes.msgpack"})
 """Files of a checkpoint that change without its data."""
 
 
 @dataclass(frozen=True, eq=False)
-class OpenCheckpoint:
+class _Stamped:
     """``stamp`` is another one whenever any of its files is: names, sizes or times."""
 
     root: str
     key: str
+    stamp: str
+
+    def etag(self, *facts: object) -> str:
+        """A strong entity tag for what is made of this checkpoint by ``facts``."""
+        text = "\0".join((self.root, self.key, self.stamp, *map(repr, facts)))
+        return f'"{hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]}"'
+
+
+@dataclass(frozen=True, eq=False)
+class OpenCheckpoint(_Stamped):
+    """A checkpoint with its index."""
+
     store: Store
     index: CheckpointIndex
     file: str | None
-    stamp: str
 
     @cached_property
     def held_bytes(self) -> int:
@@ -71,10 +87,18 @@ class OpenCheckpoint:
             raise NotFoundError(f"{fqn[:200]!r} is {what}")
         return row
 
-    def etag(self, *facts: object) -> str:
-        """A strong entity tag for what is made of this checkpoint by ``facts``."""
-        text = "\0".join((self.root, self.key, self.stamp, *map(repr, facts)))
-        return f'"{hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]}"'
+
+@dataclass(frozen=True, eq=False)
+class OpenChunks(_Stamped):
+    """What of a checkpoint's index is asked for again and again where somebody looks around in it."""
+
+    columns: ChunkColumns
+    provenance: Mapping[str, Any]
+
+    @property
+    def held_bytes(self) -> int:
+        """About how much memory they take."""
+        return self.columns.held_bytes
 
 
 class OpenCheckpoints:
@@ -85,7 +109,8 @@ class OpenCheckpoints:
     """
 
     def __init__(self, *, kept_bytes: int = _KEPT_BYTES) -> None:
-        self._values = SharedValues[tuple[str, str, str], OpenCheckpoint](count=_KEPT, kept_bytes=kept_bytes)
+        self._values = SharedValues[_Name, OpenCheckpoint](count=_KEPT, kept_bytes=kept_bytes)
+        self._chunks = SharedValues[_Name, OpenChunks](count=_KEPT, kept_bytes=_KEPT_CHUNK_BYTES)
         self._large = threading.Lock()
 
     def open(self, root: StorageRoot, key: str) -> OpenCheckpoint:
@@ -97,6 +122,30 @@ class OpenCheckpoints:
             return self._shared(root, key, place, stamp)
         except (CheckpointError, OSError) as error:
             raise root.problem(error, is_known=True) from error
+
+    def chunks(self, root: StorageRoot, key: str) -> OpenChunks:
+        """The chunks of the checkpoint as it is now: kept also where its index is too large for that.
+        Raises as `open` does."""
+        try:
+            place = root.place(key)
+            stamp = _stamp(place)
+            name = (root.name, key, stamp.text)
+            return self._chunks.get(name, lambda: self._chunks_of(root, key, place, stamp))
+        except (CheckpointError, OSError) as error:
+            raise root.problem(error, is_known=True) from error
+
+    def has_chunks(self, root: StorageRoot, key: str) -> bool:
+        """Whether `chunks` answers at once. Raises as `open` does."""
+        try:
+            return (root.name, key, _stamp(root.place(key)).text) in self._chunks
+        except (CheckpointError, OSError) as error:
+            raise root.problem(error, is_known=True) from error
+
+    def _chunks_of(self, root: StorageRoot, key: str, place: SourcePlace, stamp: _Stamp) -> OpenChunks:
+        from dcp.server.data.drawings.chunk_columns import ChunkColumns  # only here, as all that needs numpy
+
+        index = self._shared(root, key, place, stamp).index
+        return OpenChunks(root.name, key, stamp.text, ChunkColumns.of(index), index.provenance)
 
     def _shared(self, root: StorageRoot, key: str, place: SourcePlace, stamp: _Stamp) -> OpenCheckpoint:
         name = (root.name, key, stamp.text)
@@ -112,7 +161,7 @@ class OpenCheckpoints:
 
         with self._large if stamp.is_large else nullcontext():
             index = index_at(place)
-        return OpenCheckpoint(root.name, key, place.store, index, place.file, stamp.text)
+        return OpenCheckpoint(root.name, key, stamp.text, place.store, index, place.file)
 
 
 class _Stamp(NamedTuple):

@@ -8,13 +8,26 @@ from fastapi import APIRouter, FastAPI
 
 from dcp.server.pages import assets
 from dcp.server.pages.problems import problem_page
-from dcp.server.pages.routes import actions, checkpoints, finding, jobs, lists, overview, roots, runs, sign_in
+from dcp.server.pages.routes import (
+    actions,
+    anatomy,
+    checkpoints,
+    finding,
+    jobs,
+    lists,
+    overview,
+    roots,
+    runs,
+    shards,
+    sign_in,
+)
 from dcp.server.pages.routes.values import changes, layers, tensors
 
 __all__ = ["ROUTERS", "install"]
 
 ROUTERS: Final[tuple[APIRouter, ...]] = (
     actions.router,
+    anatomy.router,
     assets.router,
     changes.router,
     checkpoints.router,
@@ -25,6 +38,7 @@ ROUTERS: Final[tuple[APIRouter, ...]] = (
     overview.router,
     roots.router,
     runs.router,
+    shards.router,
     sign_in.router,
     tensors.router,
 )

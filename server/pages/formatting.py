@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
-__all__ = ["FILTERS"]
+__all__ = ["FILTERS", "bytes_text", "count_text", "seconds_text", "times_text"]
 
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _AGES: Final = ((60, "s"), (3600, "min"), (86_400, "h"), (30 * 86_400, "d"), (365 * 86_400, "mo"))
@@ -94,9 +95,11 @@ def _seconds_of(moment: str) -> float:
 
 
 def seconds_text(seconds: float | None) -> str:
-    """``1 h 02 min``, ``3.2 s``: how long something takes."""
+    """``1 h 02 min``, ``3.2 s``, ``40 ms``: how long something takes."""
     if seconds is None:
         return _UNKNOWN
+    if 0 < seconds < 0.0995:
+        return f"{1000 * seconds:.0f} ms"
     if seconds < 60:
         return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -116,6 +119,16 @@ def shape_text(shape: list[int] | None) -> str:
     if shape is None:
         return _UNKNOWN
     return _TIMES.join(map(str, shape)) if shape else "scalar"
+
+
+def box_text(offsets: Sequence[int], sizes: Sequence[int]) -> str:
+    """``0:512, 128:256``, as a slice has it; of a scalar nothing."""
+    return ", ".join(f"{begin}:{begin + size}" for begin, size in zip(offsets, sizes, strict=True))
+
+
+def times_text(ratio: float) -> str:
+    """``1.8``: how many times something is something else."""
+    return f"{ratio:.2f}" if ratio < 1.095 else f"{ratio:.1f}" if ratio < 99.95 else f"{ratio:,.0f}"
 
 
 def json_text(value: Any) -> str:
@@ -139,6 +152,7 @@ def percent_text(share: float) -> str:
 FILTERS: Final[dict[str, Any]] = {
     "ago": ago_text,
     "between": between_text,
+    "box": box_text,
     "bytes": bytes_text,
     "count": count_text,
     "edge": edge_text,
@@ -150,5 +164,6 @@ FILTERS: Final[dict[str, Any]] = {
     "shape": shape_text,
     "share": share_text,
     "time": time_text,
+    "times": times_text,
 }
 """Of templates."""

@@ -20,6 +20,7 @@ __all__ = [
     "RankShare",
     "ShardedTensor",
     "Statistics",
+    "StoredChunk",
     "Tensor",
     "TensorDifference",
     "TensorFacts",
@@ -90,6 +91,21 @@ class ShardedTensor:
     shape: tuple[int, ...]
     chunk_count: int
     chunks: Annotated[tuple[Chunk, ...], Shown("The first 4,096 of them.")]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """A box of a tensor, and where its bytes are."""
+
+    fqn: str
+    dtype: str
+    rank: int | None
+    file: str
+    begin: Annotated[int, Shown("The first byte in the file.")]
+    bytes: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    copies: Annotated[int | None, Shown("How often this box is stored; null: too many to compare.")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,7 @@ class ShardMapRow:
     files: int
     file_bytes: Annotated[int | None, Shown("null: not known.")]
     tensor_bytes: int
+    largest_rank_bytes: Annotated[int, Shown("Of the rank that has the most in them.")]
     replicated_bytes: Annotated[int, Shown("Of tensors of which more is stored than there is of them.")]
     chunks: Annotated[int, Shown("Of tensors, in them.")]
 
@@ -94,8 +95,13 @@ class ShardMap:
     end: int
     bin_bytes: int
     bins: int
+    largest_rank: Annotated[int | None, Shown("The one that has the most bytes of tensors.")]
+    largest_rank_bytes: int
+    mean_rank_bytes: float
     rows: tuple[ShardMapRow, ...]
     names: tuple[str, ...]
+    name_bytes: Annotated[tuple[int, ...], Shown("Of names: how much of it is stored, by all ranks.")]
+    is_replicated: Annotated[tuple[bool, ...], Shown("Of names: more of it is stored than there is.")]
     dtypes: tuple[str, ...]
     cell_rows: tuple[int, ...]
     cell_bins: tuple[int, ...]

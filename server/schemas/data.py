@@ -18,6 +18,8 @@ __all__ = [
     "RankShareList",
     "ShardPage",
     "ShardedTensorAnswer",
+    "StoredChunkAnswer",
+    "StoredChunkPage",
     "TensorAnswer",
     "TensorDifferenceAnswer",
     "TensorFactsAnswer",
@@ -90,6 +92,18 @@ class ShardPage(Answer):
     """Tensors with their chunks, in the order in which they were saved."""
 
     items: list[ShardedTensorAnswer]
+    next_cursor: str | None
+
+
+@answers(contents.StoredChunk)
+class StoredChunkAnswer(RecordAnswer):
+    """A box of a tensor, and where its bytes are."""
+
+
+class StoredChunkPage(Answer):
+    """Chunks in the order of ranks, files and bytes."""
+
+    items: list[StoredChunkAnswer]
     next_cursor: str | None
 
 

@@ -6,9 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
+from dcp.server.catalog.queries.patterns import check_pattern
 from dcp.server.inputs import Text
+from dcp.server.problems import UnprocessableError
 from dcp.server.records import drawings
-from dcp.server.schemas.queries import Query
+from dcp.server.schemas.queries import MAX_PAGE, Query
 from dcp.server.schemas.records import RecordAnswer, answers
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "ShardMapAnswer",
     "ShardMapQuery",
     "ShardMapRowAnswer",
+    "StoredChunksQuery",
     "TensorStatisticsAnswer",
 ]
 
@@ -32,11 +35,7 @@ _Rank = Annotated[int, Field(ge=0, lt=1 << 31)]
 _Offset = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 
-class ShardMapQuery(Query):
-    """Which ranks, bytes and tensors, in how many cells."""
-
-    rows: Annotated[int, Field(ge=1, le=512, description="As many rows of files at most.")] = 128
-    bins: Annotated[int, Field(ge=1, le=512, description="As many bins of bytes at most.")] = 64
+class _PartOfMap(Query):
     first_rank: _Rank | None = None
     last_rank: _Rank | None = None
     begin: Annotated[_Offset, Field(description="The first byte of each file.")] = 0
@@ -44,6 +43,32 @@ class ShardMapQuery(Query):
         None
     )
     glob: Annotated[Text, StringConstraints(min_length=1, max_length=256)] | None = None
+
+    def check(self) -> None:
+        """Raises UnprocessableError, InvalidQueryError."""
+        if self.end is not None and self.end <= self.begin:
+            raise UnprocessableError("the end is not behind the begin", field="end")
+        if self.glob is not None:
+            check_pattern("glob", self.glob)
+
+
+class ShardMapQuery(_PartOfMap):
+    """Which ranks, bytes and tensors, in how many cells."""
+
+    rows: Annotated[int, Field(ge=1, le=512, description="As many rows of files at most.")] = 128
+    bins: Annotated[int, Field(ge=1, le=512, description="As many bins of bytes at most.")] = 64
+
+
+class StoredChunksQuery(_PartOfMap):
+    """Which ranks, bytes and tensors."""
+
+    limit: Annotated[int, Field(ge=1, le=MAX_PAGE, description="Rows of a page at most.")] = 50
+    cursor: (
+        Annotated[
+            str, Field(min_length=1, max_length=4096, description="The next_cursor of the page before.")
+        ]
+        | None
+    ) = None
 
 
 @answers(drawings.SavePhase)

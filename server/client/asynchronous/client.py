@@ -13,7 +13,7 @@ import anyio
 from dcp.server.client import calls
 from dcp.server.client.asynchronous.admin import AsyncAdministration
 from dcp.server.client.asynchronous.connection import AsyncPages
-from dcp.server.client.calls import CheckpointQuery, DownloadQuery, ShardMapQuery
+from dcp.server.client.calls import CheckpointQuery, DownloadQuery, ShardMapQuery, StoredChunksQuery
 from dcp.server.client.downloads import OnBytes
 from dcp.server.client.events import EventStream
 from dcp.server.client.results import array_of, ended, joined_diff, joined_statistics, late, next_pause
@@ -25,6 +25,7 @@ from dcp.server.records.contents import (
     RankShare,
     ShardedTensor,
     Statistics,
+    StoredChunk,
     Tensor,
     TreeNode,
     Verification,
@@ -279,9 +280,22 @@ class AsyncClient(AsyncAdministration):
         """Which rank holds what and where, added up: rows of files by rank, bins of bytes."""
         return await self._send(calls.shard_map(checkpoint_id, query))
 
-    async def phases(self, checkpoint_id: int, *, rows: int = 256) -> SavePhases:
-        """How long the phases of its save took, in so many rows of ranks at most."""
-        return await self._send(calls.phases(checkpoint_id, rows))
+    def stored_chunks(
+        self, checkpoint_id: int, *, page_size: int = 500, **query: Unpack[StoredChunksQuery]
+    ) -> AsyncPages[StoredChunk]:
+        """The chunks of the map one by one, by rank, file and place."""
+        return AsyncPages(self._send, calls.stored_chunks(checkpoint_id, query), page_size)
+
+    async def phases(
+        self,
+        checkpoint_id: int,
+        *,
+        rows: int = 256,
+        first_rank: int | None = None,
+        last_rank: int | None = None,
+    ) -> SavePhases:
+        """How long the phases of its save took, with the ranks in so many rows at most."""
+        return await self._send(calls.phases(checkpoint_id, rows, first_rank, last_rank))
 
     async def tensor_grid(
         self,

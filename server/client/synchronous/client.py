@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from dcp.server.client import calls
-from dcp.server.client.calls import CheckpointQuery, DownloadQuery, ShardMapQuery
+from dcp.server.client.calls import CheckpointQuery, DownloadQuery, ShardMapQuery, StoredChunksQuery
 from dcp.server.client.downloads import OnBytes
 from dcp.server.client.events import EventStream
 from dcp.server.client.results import array_of, ended, joined_diff, joined_statistics, late, next_pause
@@ -24,6 +24,7 @@ from dcp.server.records.contents import (
     RankShare,
     ShardedTensor,
     Statistics,
+    StoredChunk,
     Tensor,
     TreeNode,
     Verification,
@@ -272,9 +273,22 @@ class Client(Administration):
         """Which rank holds what and where, added up: rows of files by rank, bins of bytes."""
         return self._send(calls.shard_map(checkpoint_id, query))
 
-    def phases(self, checkpoint_id: int, *, rows: int = 256) -> SavePhases:
-        """How long the phases of its save took, in so many rows of ranks at most."""
-        return self._send(calls.phases(checkpoint_id, rows))
+    def stored_chunks(
+        self, checkpoint_id: int, *, page_size: int = 500, **query: Unpack[StoredChunksQuery]
+    ) -> Pages[StoredChunk]:
+        """The chunks of the map one by one, by rank, file and place."""
+        return Pages(self._send, calls.stored_chunks(checkpoint_id, query), page_size)
+
+    def phases(
+        self,
+        checkpoint_id: int,
+        *,
+        rows: int = 256,
+        first_rank: int | None = None,
+        last_rank: int | None = None,
+    ) -> SavePhases:
+        """How long the phases of its save took, with the ranks in so many rows at most."""
+        return self._send(calls.phases(checkpoint_id, rows, first_rank, last_rank))
 
     def tensor_grid(
         self,

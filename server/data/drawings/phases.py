@@ -1,15 +1,15 @@
-"""How a save went: seconds by rank and phase, as the ranks noted them. From the index alone."""
+"""How a save went: seconds by rank and phase, as the ranks noted them in the index."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Final
+from typing import Any, Final
 
 from dcp.inspection.checkpoints import figures_by_rank
 from dcp.server.catalog.values import clean_text
 from dcp.server.records.drawings import PhaseRow, SavePhase, SavePhases
-from dcp.storage.formats.index import CheckpointIndex
 
 __all__ = ["save_phases"]
 
@@ -26,17 +26,19 @@ _BLOCKED: Final = "blocked"
 _Seconds = Mapping[str, float]
 
 
-def save_phases(index: CheckpointIndex, *, rows: int = 256) -> SavePhases:
-    """Ranks in at most ``rows`` rows of about as many neighbours each."""
-    ranks = figures_by_rank(index.provenance.get("rank_seconds"))
+def save_phases(
+    provenance: Mapping[str, Any], *, rows: int = 256, wanted: range = range(sys.maxsize)
+) -> SavePhases:
+    """The ``wanted`` ranks in at most ``rows`` rows of about as many neighbours; all else is over all."""
+    ranks = figures_by_rank(provenance.get("rank_seconds"))
     names = list(dict.fromkeys(name for seconds in ranks for name in seconds))[:_MAX_PHASES]
     phases = tuple(_phase(name, names, ranks) for name in names)
     whole = [phase for phase in phases if phase.within is None]
-    assemble = index.provenance.get("assemble_seconds")
+    assemble = provenance.get("assemble_seconds")
     return SavePhases(
         rank_count=len(ranks),
         phases=phases,
-        rows=tuple(_rows(ranks, names, [phase.name for phase in whole], rows)),
+        rows=tuple(_rows(ranks, names, [phase.name for phase in whole], rows, wanted)),
         blocking_seconds=sum(phase.max_seconds for phase in whole if phase.is_blocking),
         background_seconds=sum(phase.max_seconds for phase in whole if not phase.is_blocking),
         assemble_seconds=float(assemble) if isinstance(assemble, float) else None,
@@ -61,12 +63,15 @@ def _phase(name: str, names: Sequence[str], ranks: Sequence[_Seconds]) -> SavePh
     )
 
 
-def _rows(ranks: Sequence[_Seconds], names: Sequence[str], whole: Sequence[str], rows: int) -> list[PhaseRow]:
-    count = min(rows, len(ranks))
+def _rows(
+    ranks: Sequence[_Seconds], names: Sequence[str], whole: Sequence[str], rows: int, wanted: range
+) -> list[PhaseRow]:
+    chosen = range(len(ranks))[wanted.start : wanted.stop]
+    count = min(rows, len(chosen))
     totals = [sum(seconds.get(name, 0.0) for name in whole) for seconds in ranks]
     found = []
     for row in range(count):
-        own = range(row * len(ranks) // count, (row + 1) * len(ranks) // count)
+        own = chosen[row * len(chosen) // count : (row + 1) * len(chosen) // count]
         slowest = max(own, key=totals.__getitem__)
         seconds = tuple(
             max((ranks[rank][name] for rank in own if name in ranks[rank]), default=None) for name in names

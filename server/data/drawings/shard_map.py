@@ -7,29 +7,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from dcp.server.catalog.values import clean_text
-from dcp.server.data.shards import rank_of
+from dcp.server.data.drawings.chunk_columns import NO_RANK, ChunkColumns
 from dcp.server.records.drawings import ShardMap, ShardMapRow
-from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
+from dcp.storage.formats import dtypes
+from dcp.storage.formats.index import UNKNOWN
 
 __all__ = ["MAX_CELLS", "shard_map"]
 
 MAX_CELLS: Final = 1 << 15
-_NO_RANK: Final = -1
 _BLOCK: Final = 1 << 19
-"""Chunks that are added up at a time."""
+"""Chunks that are added up at a time, and one file at least."""
+_MAX_KEY: Final = 1 << 62
 
 Int64 = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 
 def shard_map(
-    index: CheckpointIndex,
+    columns: ChunkColumns,
     *,
     rows: int = 128,
     bins: int = 64,
@@ -42,168 +44,239 @@ def shard_map(
     """The files of the ranks from ``first_rank`` to ``last_rank`` in at most ``rows`` rows, and of each row
     the bytes from ``begin`` to ``end`` (by default of the longest file) in ``bins`` bins; of tensors whose
     names match ``glob``. Rows times bins are `MAX_CELLS` at most."""
-    files = _Files(index, rows, first_rank, last_rank)
-    matching = None
-    if glob is not None:
-        matching = np.array([fnmatchcase(fqn, glob) for fqn in index.fqns], bool)
+    files = columns.files_of(first_rank, last_rank)
+    own = slice(files.start, files.stop)
     if end is None:
-        ends = (int(block.ends.max(initial=0)) for block in _blocks(index, files, matching))
-        sizes = index.file_sizes[files.row_of_file >= 0]
-        end = max(*ends, int(sizes.max(initial=0)), begin + 1, 0)
-    bins = min(bins, end - begin, max(1, MAX_CELLS // max(1, files.count)))
-    bin_bytes = -(-(end - begin) // bins)
-    cells = _Cells(files.count, bins, bin_bytes)
-    sums = np.zeros((3, files.count), np.int64)
-    is_again = _is_replicated(index)
-    for block in _blocks(index, files, matching):
-        again = block.lengths * is_again[block.tensors]
-        for place, values in enumerate((block.lengths, again, np.ones_like(again))):
-            sums[place] += _sums(block.rows, values, files.count)
-        cells.add(block, begin, end)
+        sizes = (columns.file_sizes[own], columns.file_ends[own])
+        end = max(begin + 1, *(int(column.max(initial=0)) for column in sizes))
+    row_count = min(rows, len(files))
+    row_of_file = np.arange(len(files)) * row_count // max(1, len(files))
+    cells = _Cells.of(row_count, min(bins, max(1, MAX_CELLS // max(1, row_count))), begin, end)
+    sums = np.zeros((3, len(files)), np.int64)
+    for block in _blocks(columns, files, columns.matching(glob), _MAX_KEY // (end - begin + 2)):
+        place = slice(block.first - files.start, block.first - files.start + block.count)
+        sums[:, place] = block.sums(columns.is_replicated)
+        cells.add(block.chosen(block.lengths > 0), row_of_file[place])
+    ranks = _Ranks.of(columns.ranks[own], sums[0])
+    edges = np.searchsorted(row_of_file, np.arange(row_count + 1)).tolist()
     return ShardMap(
-        rank_count=files.rank_count,
-        file_count=len(index.files),
+        rank_count=len(ranks.ranks),
+        file_count=len(columns.files),
         begin=begin,
         end=end,
-        bin_bytes=bin_bytes,
-        bins=bins,
-        rows=tuple(files.rows(index, sums)),
-        **cells.columns(index),
+        bin_bytes=cells.bin_bytes,
+        bins=cells.bins,
+        largest_rank=ranks.largest,
+        largest_rank_bytes=ranks.largest_bytes,
+        mean_rank_bytes=ranks.mean_bytes,
+        rows=tuple(_row(columns, files[first:stop], sums[:, first:stop]) for first, stop in pairwise(edges)),
+        **cells.answer(columns),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranks:
+    """How many bytes each rank has; files without a rank are nobody's."""
+
+    ranks: Int64
+    sums: Int64
+
+    @classmethod
+    def of(cls, ranks: Int64, sizes: Int64) -> _Ranks:
+        known = ranks != NO_RANK
+        found, places = np.unique(ranks[known], return_inverse=True)
+        return cls(found, _sums(places, sizes[known], len(found)))
+
+    @property
+    def largest(self) -> int | None:
+        return int(self.ranks[self.sums.argmax()]) if len(self.ranks) else None
+
+    @property
+    def largest_bytes(self) -> int:
+        return int(self.sums.max(initial=0))
+
+    @property
+    def mean_bytes(self) -> float:
+        return float(self.sums.mean()) if len(self.ranks) else 0.0
+
+
+def _row(columns: ChunkColumns, files: range, sums: Int64) -> ShardMapRow:
+    """``sums`` are bytes, those of replicated tensors, and chunks, by file."""
+    own = slice(files.start, files.stop)
+    ranks, sizes = columns.ranks[own], columns.file_sizes[own]
+    first, last = int(ranks[0]), int(ranks[-1])
+    tensor_bytes, replicated_bytes, chunks = sums.sum(axis=1).tolist()
+    return ShardMapRow(
+        first_rank=None if first == NO_RANK else first,
+        last_rank=None if last == NO_RANK else last,
+        file=clean_text(columns.files[files.start]),
+        files=len(files),
+        file_bytes=None if (sizes == UNKNOWN).any() else int(sizes.sum()),
+        tensor_bytes=tensor_bytes,
+        largest_rank_bytes=_Ranks.of(ranks, sums[0]).largest_bytes,
+        replicated_bytes=replicated_bytes,
+        chunks=chunks,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Some of the chunks: the rows of their files, where they lie in these, and their tensors."""
+    """The chunks of ``count`` files from the ``first`` on; those of one are ``starts[i]:starts[i + 1]``."""
 
-    rows: Int64
+    first: int
+    starts: Int64
     begins: Int64
     lengths: Int64
-    tensors: Int64
+    tensors: npt.NDArray[np.unsignedinteger[Any]]
 
     @property
-    def ends(self) -> Int64:
-        return self.begins + self.lengths
+    def count(self) -> int:
+        return len(self.starts) - 1
+
+    def sums(self, is_replicated: Bools) -> Int64:
+        """By file: bytes, those of replicated tensors, and chunks."""
+        again = np.where(is_replicated[self.tensors], self.lengths, 0) if is_replicated.any() else None
+        counts = np.diff(self.starts)
+        by_file = [
+            np.zeros_like(counts) if values is None else np.diff(_before(values)[self.starts])
+            for values in (self.lengths, again)
+        ]
+        return np.stack([*by_file, counts])
+
+    def chosen(self, own: Bools) -> _Block:
+        """Only those."""
+        if own.all():
+            return self
+        starts = _before(own)[self.starts]
+        return _Block(self.first, starts, self.begins[own], self.lengths[own], self.tensors[own])
 
 
-def _blocks(
-    index: CheckpointIndex, files: _Files, matching: npt.NDArray[np.bool_] | None
-) -> Iterator[_Block]:
-    """The chunks of the files that are asked for, some at a time, so that memory is bounded."""
-    for start in range(0, max(1, index.chunk_count), _BLOCK):
-        some = slice(start, start + _BLOCK)
-        rows = files.row_of_file[index.chunk_files[some]]
-        own = rows >= 0
-        tensors = index.chunk_tensors[some]
-        if matching is not None:
-            own &= matching[tensors]
-        payloads = index.payload_offsets[some]
-        begins = np.where(payloads == UNKNOWN, index.record_offsets[some], payloads)
-        yield _Block(rows[own], begins[own], index.payload_lengths[some][own], tensors[own])
+def _before(values: npt.NDArray[Any]) -> Int64:
+    """The sum of all before each, and of all."""
+    return np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
 
 
-class _Files:
-    """Files by rank, neighbours together; ``row_of_file`` is -1 for those that are not asked for."""
-
-    def __init__(
-        self, index: CheckpointIndex, rows: int, first_rank: int | None, last_rank: int | None
-    ) -> None:
-        known = [rank_of(name) for name in index.files]
-        self.ranks = np.array([_NO_RANK if rank is None else rank for rank in known], np.int64)
-        self.rank_count = len({rank for rank in known if rank is not None})
-        wanted = np.ones(len(known), bool)
-        if first_rank is not None:
-            wanted &= self.ranks >= first_rank
-        if last_rank is not None:
-            wanted &= (self.ranks <= last_rank) & (self.ranks != _NO_RANK)
-        order = np.lexsort((np.arange(len(known)), self.ranks, self.ranks == _NO_RANK))
-        order = order[wanted[order]]
-        self.count = min(rows, len(order))
-        self.row_of_file = np.full(len(known), -1, np.int64)
-        self.row_of_file[order] = np.arange(len(order)) * self.count // max(1, len(order))
-        self._order = order
-
-    def rows(self, index: CheckpointIndex, sums: Int64) -> list[ShardMapRow]:
-        """What is in the files of each; ``sums`` has its bytes, those of replicated tensors, and chunks."""
-        found = []
-        for row in range(self.count):
-            own = self._order[self.row_of_file[self._order] == row]
-            first, last = (int(self.ranks[file]) for file in (own[0], own[-1]))
-            stored, again_bytes, chunk_count = sums[:, row].tolist()
-            sizes = index.file_sizes[own]
-            found.append(
-                ShardMapRow(
-                    None if first == _NO_RANK else first,
-                    None if last == _NO_RANK else last,
-                    clean_text(index.files[int(own[0])]),
-                    len(own),
-                    None if (sizes == UNKNOWN).any() else int(sizes.sum()),
-                    stored,
-                    again_bytes,
-                    chunk_count,
-                )
-            )
-        return found
+def _blocks(columns: ChunkColumns, files: range, matching: Bools | None, most_files: int) -> Iterator[_Block]:
+    """The chunks of ``files``, some files at a time, so that memory is bounded."""
+    first = files.start
+    while first < files.stop:
+        full = int(np.searchsorted(columns.starts, columns.starts[first] + _BLOCK, "right")) - 1
+        stop = min(max(full, first + 1), first + max(1, most_files), files.stop)
+        some = slice(int(columns.starts[first]), int(columns.starts[stop]))
+        starts = columns.starts[first : stop + 1] - some.start
+        lengths = columns.lengths[some].astype(np.int64)
+        block = _Block(first, starts, columns.begins[some], lengths, columns.tensors[some])
+        yield block if matching is None else block.chosen(matching[block.tensors])
+        first = stop
 
 
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """What of ``chunks`` chunks lies in a cell, ``bytes`` together, of which ``most`` are of the tensor
+    ``largest``."""
+
+    cells: Int64
+    bytes: Int64
+    chunks: Int64
+    most: Int64
+    largest: npt.NDArray[np.unsignedinteger[Any]]
+
+
+@dataclass(frozen=True, slots=True)
 class _Cells:
     """What is in each cell, with the tensor that has the most bytes in it."""
 
-    def __init__(self, rows: int, bins: int, bin_bytes: int) -> None:
-        self._bins, self._bin_bytes = bins, bin_bytes
-        self._bytes, self._chunks, self._most = (np.zeros(rows * bins, np.int64) for _ in range(3))
-        self._largest = np.full(rows * bins, -1, np.int64)
+    bins: int
+    bin_bytes: int
+    begin: int
+    span: int
+    sums: Int64
+    """Bytes and chunks, and of the bytes the most that one chunk has."""
+    largest: Int64
 
-    def add(self, block: _Block, begin: int, end: int) -> None:
-        """What of the chunks lies between ``begin`` and ``end``, cut at the ends of bins."""
-        low = np.maximum(block.begins, begin) - begin
-        high = np.minimum(block.ends, end) - begin
-        chunks = np.flatnonzero(high > low)
-        low, high = low[chunks], high[chunks]
-        first = low // self._bin_bytes
-        counts = (high - 1) // self._bin_bytes - first + 1
-        piece = np.repeat(np.arange(len(chunks)), counts)
+    @classmethod
+    def of(cls, rows: int, bins: int, begin: int, end: int) -> _Cells:
+        bins = min(bins, end - begin)
+        bin_bytes = -(-(end - begin) // bins)
+        count = rows * bins
+        return cls(bins, bin_bytes, begin, end - begin, np.zeros((3, count), np.int64), np.full(count, -1))
+
+    def add(self, block: _Block, row_of_file: Int64) -> None:
+        """What of the chunks lies in the bins, cut at their ends: of each where it begins, counted in runs of
+        neighbours; and what of it is behind that."""
+        low = block.begins - self.begin
+        edges = np.minimum(np.arange(self.bins + 1) * self.bin_bytes, self.span)
+        counts = self._counts(block, low, edges)
+        inside = np.flatnonzero((low >= 0) & (low < self.span))
+        runs = np.flatnonzero(counts)
+        if len(runs):
+            room = np.repeat(edges[runs % self.bins + 1], counts[runs]) - low[inside]
+            cells = row_of_file[runs // self.bins] * self.bins + runs % self.bins
+            self._put(
+                _runs(cells, counts[runs], np.minimum(block.lengths[inside], room), block.tensors[inside])
+            )
+        reach = low + block.lengths
+        bin_ends = np.where(low < 0, 0, (low // self.bin_bytes + 1) * self.bin_bytes)
+        rest = np.flatnonzero((reach > bin_ends) & (low < self.span))
+        files = np.searchsorted(block.starts, rest, "right") - 1
+        self._put(self._rest(row_of_file[files], bin_ends[rest], reach[rest], block.tensors[rest]))
+
+    def _counts(self, block: _Block, low: Int64, edges: Int64) -> Int64:
+        """How many chunks begin in each bin of each file: by bisection, since they are sorted so."""
+        files = np.arange(block.count) * (self.span + 2)
+        keys = np.repeat(files, np.diff(block.starts)) + np.clip(low, -1, self.span)
+        places = np.searchsorted(keys, (files[:, None] + edges).reshape(-1))
+        found: Int64 = np.diff(places.reshape(block.count, -1), axis=1).reshape(-1)
+        return found
+
+    def _rest(self, rows: Int64, low: Int64, high: Int64, tensors: npt.NDArray[Any]) -> _Pieces:
+        """Of chunks in these rows, from ``low``, where a bin begins, to ``high``."""
+        high = np.minimum(high, self.span)
+        first = low // self.bin_bytes
+        counts = np.maximum(0, (high - 1) // self.bin_bytes - first + 1)
+        piece = np.repeat(np.arange(len(counts)), counts)
         bins = first[piece] + np.arange(len(piece)) - np.repeat(np.cumsum(counts) - counts, counts)
-        starts = bins * self._bin_bytes
-        sizes = np.minimum(high[piece], starts + self._bin_bytes) - np.maximum(low[piece], starts)
-        cells = block.rows[chunks][piece] * self._bins + bins
-        count = len(self._bytes)
-        self._bytes += _sums(cells, sizes, count)
-        self._chunks += np.bincount(cells, minlength=count)
-        order = np.argsort(sizes, kind="stable")  # of several to one place the last one stays
-        most, largest = np.zeros(count, np.int64), np.full(count, -1, np.int64)
-        most[cells[order]] = sizes[order]
-        largest[cells[order]] = block.tensors[chunks][piece[order]]
-        is_more = most > self._most
-        self._most[is_more], self._largest[is_more] = most[is_more], largest[is_more]
+        sizes = np.minimum(high[piece] - bins * self.bin_bytes, self.bin_bytes)
+        cells = rows[piece] * self.bins + bins
+        return _Pieces(cells, sizes, np.ones_like(sizes), sizes, tensors[piece])
 
-    def columns(self, index: CheckpointIndex) -> dict[str, tuple[Any, ...]]:
+    def _put(self, pieces: _Pieces) -> None:
+        for place, values in enumerate((pieces.bytes, pieces.chunks)):
+            self.sums[place] += _sums(pieces.cells, values, len(self.largest))
+        order = np.argsort(pieces.most, kind="stable")  # of several to one place the last one stays
+        most, largest = np.zeros_like(self.largest), np.full_like(self.largest, -1)
+        most[pieces.cells[order]] = pieces.most[order]
+        largest[pieces.cells[order]] = pieces.largest[order]
+        is_more = most > self.sums[2]
+        self.sums[2][is_more], self.largest[is_more] = most[is_more], largest[is_more]
+
+    def answer(self, columns: ChunkColumns) -> dict[str, tuple[Any, ...]]:
         """Those of `ShardMap`, of cells that hold something."""
-        numbers = np.flatnonzero(self._largest >= 0)
-        largest = self._largest[numbers]
+        numbers = np.flatnonzero(self.largest >= 0)
+        largest = self.largest[numbers]
         tensors, places = np.unique(largest, return_inverse=True)
-        codes, dtypes = np.unique(index.dtype_codes[largest], return_inverse=True)
-        dtype_rows = [int(np.flatnonzero(index.dtype_codes == code)[0]) for code in codes]
+        codes, of_dtype = np.unique(columns.dtype_codes[largest], return_inverse=True)
         return {
-            "names": tuple(clean_text(index.fqns[int(tensor)]) for tensor in tensors),
-            "dtypes": tuple(index.dtype(row).name for row in dtype_rows),
-            "cell_rows": tuple((numbers // self._bins).tolist()),
-            "cell_bins": tuple((numbers % self._bins).tolist()),
-            "cell_bytes": tuple(self._bytes[numbers].tolist()),
-            "cell_chunks": tuple(self._chunks[numbers].tolist()),
+            "names": tuple(clean_text(columns.fqns[tensor]) for tensor in tensors.tolist()),
+            "name_bytes": tuple(columns.stored_bytes[tensors].tolist()),
+            "is_replicated": tuple(columns.is_replicated[tensors].tolist()),
+            "dtypes": tuple(dtypes.BY_CODE[code].name for code in codes.tolist()),
+            "cell_rows": tuple((numbers // self.bins).tolist()),
+            "cell_bins": tuple((numbers % self.bins).tolist()),
+            "cell_bytes": tuple(self.sums[0][numbers].tolist()),
+            "cell_chunks": tuple(self.sums[1][numbers].tolist()),
             "cell_names": tuple(places.reshape(-1).tolist()),
-            "cell_dtypes": tuple(dtypes.reshape(-1).tolist()),
+            "cell_dtypes": tuple(of_dtype.reshape(-1).tolist()),
         }
 
 
-def _is_replicated(index: CheckpointIndex) -> npt.NDArray[np.bool_]:
-    """By tensor: whether its chunks are more than all of it."""
-    stored = np.zeros(index.tensor_count, np.int64)
-    np.add.at(stored, index.chunk_tensors, index.payload_lengths)
-    elements = np.array(
-        [np.prod(index.shape(row), dtype=np.int64) for row in range(index.tensor_count)], np.int64
-    )
-    return stored > elements * index.itemsizes
+def _runs(cells: Int64, counts: Int64, sizes: Int64, tensors: npt.NDArray[Any]) -> _Pieces:
+    """Consecutive chunks, ``counts`` of them in each cell, as one piece a run."""
+    starts = np.cumsum(counts) - counts
+    most = np.maximum.reduceat(sizes, starts)
+    is_most = np.flatnonzero(sizes == np.repeat(most, counts))
+    first = is_most[np.searchsorted(is_most, starts)]
+    return _Pieces(cells, np.add.reduceat(sizes, starts), counts, most, tensors[first])
 
 
 def _sums(places: Int64, values: Int64, count: int) -> Int64:

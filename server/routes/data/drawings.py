@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Annotated, Any, get_args
 
 from fastapi import APIRouter, Query, Request, Response
 
-from dcp.server.catalog.queries.patterns import check_pattern
-from dcp.server.data.access import DataDep, Readable
+from dcp.server.data.access import DataDep
+from dcp.server.data.opening import OpenCheckpoint, OpenChunks
 from dcp.server.data.sending.responses import is_unchanged, not_modified
 from dcp.server.data.slices import parse_slices
 from dcp.server.http.dependencies import Caller, requires
-from dcp.server.problems import UnprocessableError
 from dcp.server.routes.data.tensors import Fqn
 from dcp.server.schemas.common import IdPath, problems
 from dcp.server.schemas.drawings import (
@@ -33,6 +33,7 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
     304: {"description": "Nothing has changed (If-None-Match)."},
     **_PROBLEMS,
 }
+_Rank = Annotated[int, Query(ge=0, lt=1 << 31, description="Of the rows; phases are over all ranks.")]
 _Side = Annotated[int, Query(ge=1, le=256, description="As many cells at most.")]
 
 
@@ -44,15 +45,18 @@ def get_phases(
     data: DataDep,
     caller: Caller,
     rows: Annotated[int, Query(ge=1, le=2048, description="As many rows of ranks at most.")] = 256,
+    first_rank: _Rank | None = None,
+    last_rank: _Rank | None = None,
 ) -> Any:
     """How long the phases of its save took, by rank, as far as the save noted it."""
     from dcp.server.data.drawings.phases import save_phases  # only here, as all that reads checkpoints
 
-    found = data.open(checkpoint_id, caller)
-    etag = _tagged(response, found, "phases", rows)
+    found = data.chunks(checkpoint_id, caller)
+    etag = _tagged(response, found, "phases", rows, first_rank, last_rank)
     if is_unchanged(request.headers, etag):
         return not_modified(etag)
-    return PhasesAnswer.of(save_phases(found.opened.index, rows=rows))
+    wanted = range(first_rank or 0, sys.maxsize if last_rank is None else last_rank + 1)
+    return PhasesAnswer.of(save_phases(found.provenance, rows=rows, wanted=wanted))
 
 
 @router.get("/shards/map", response_model=ShardMapAnswer, responses=_RESPONSES)
@@ -67,16 +71,12 @@ def get_shard_map(
     """Which rank holds what, and where: rows of files by rank, bins of bytes, the largest tensor in each."""
     from dcp.server.data.drawings.shard_map import shard_map
 
-    if query.end is not None and query.end <= query.begin:
-        raise UnprocessableError("the end is not behind the begin", field="end")
-    found = data.open(checkpoint_id, caller)
+    query.check()
+    found = data.chunks(checkpoint_id, caller)
     etag = _tagged(response, found, "map", query)
     if is_unchanged(request.headers, etag):
         return not_modified(etag)
-    if query.glob is not None:
-        check_pattern("glob", query.glob)
-    with found.problems():
-        return ShardMapAnswer.of(shard_map(found.opened.index, **query.model_dump()))
+    return ShardMapAnswer.of(shard_map(found.columns, **query.model_dump()))
 
 
 @router.get("/tensors/grid", response_model=GridAnswer, responses=_RESPONSES)
@@ -103,7 +103,7 @@ def get_tensor_grid(
 
     slices = parse_slices(taken)
     found = data.open(checkpoint_id, caller)
-    etag = _tagged(response, found, "grid", fqn, slices, rows, columns, value)
+    etag = _tagged(response, found.opened, "grid", fqn, slices, rows, columns, value)
     if is_unchanged(request.headers, etag):
         return not_modified(etag)
     with found.problems():
@@ -128,8 +128,8 @@ def get_tensor_statistics(
         return TensorStatisticsAnswer.of(tensor_statistics(found.opened, fqn))
 
 
-def _tagged(response: Response, found: Readable, *facts: object) -> str:
-    etag = found.opened.etag(*facts)
+def _tagged(response: Response, found: OpenCheckpoint | OpenChunks, *facts: object) -> str:
+    etag = found.etag(*facts)
     response.headers["ETag"] = etag
     response.headers["Cache-Control"] = "private, no-cache"
     return etag

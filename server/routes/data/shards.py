@@ -11,7 +11,15 @@ from dcp.server.catalog.queries.cursors import decode_cursor, encode_cursor, que
 from dcp.server.data.access import DataDep
 from dcp.server.http.dependencies import Caller, Page, requires
 from dcp.server.schemas.common import IdPath, problems
-from dcp.server.schemas.data import RankShareAnswer, RankShareList, ShardedTensorAnswer, ShardPage
+from dcp.server.schemas.data import (
+    RankShareAnswer,
+    RankShareList,
+    ShardedTensorAnswer,
+    ShardPage,
+    StoredChunkAnswer,
+    StoredChunkPage,
+)
+from dcp.server.schemas.drawings import StoredChunksQuery
 
 __all__ = ["router"]
 
@@ -64,4 +72,25 @@ def list_rank_shares(checkpoint_id: IdPath, data: DataDep, caller: Caller, page:
     return RankShareList(
         items=[RankShareAnswer.of(share) for share in islice(shares, begin, end)],
         next_cursor=encode_cursor(mark, end) if end < len(shares) else None,
+    )
+
+
+@router.get("/chunks", responses=_PROBLEMS)
+def list_stored_chunks(
+    checkpoint_id: IdPath, query: Annotated[StoredChunksQuery, Query()], data: DataDep, caller: Caller
+) -> StoredChunkPage:
+    """Chunks of the map one by one, by rank, file and place, and in how many copies."""
+    from dcp.server.data.drawings.chunk_list import stored_chunks
+
+    query.check()
+    found = data.chunks(checkpoint_id, caller)
+    view = query.model_dump(exclude={"limit", "cursor"})
+    mark = query_mark("chunks", checkpoint_id, found.stamp, sorted(view.items(), key=str))
+    after = max(-1, decode_cursor(query.cursor, mark, int)[0]) if query.cursor is not None else -1
+    index = data.open(checkpoint_id, caller).opened.index
+    chunks = stored_chunks(found.columns, index, after=after, limit=query.limit + 1, **view)
+    shown = chunks[: query.limit]
+    return StoredChunkPage(
+        items=[StoredChunkAnswer.of(chunk) for _, chunk in shown],
+        next_cursor=encode_cursor(mark, shown[-1][0]) if len(chunks) > len(shown) else None,
     )

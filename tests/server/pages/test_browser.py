@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 import torch
@@ -87,11 +89,17 @@ PATHS: Final = (
     "/checkpoints/1/layers",
     "/checkpoints/2/tensors?fqn=model.layers_0.weight",
     "/checkpoints/2/tensors/slice?fqn=model.layers_0.weight&d0=0:8&d1=:",
+    "/checkpoints/1/shards",
+    "/checkpoints/1/anatomy",
     "/search?q=layers",
     "/jobs?scans=true",
     "/jobs/1",
     "/roots",
 )
+
+
+RARE: Final = ("/checkpoints/1/shards/chunks", "/checkpoints/1/shards?first_rank=0&end=900&colour=bytes")
+"""Plain tables, and others of the same."""
 
 
 def resized(seen: Window, width: int, colours: Any) -> None:
@@ -121,7 +129,7 @@ def test_pages_at_three_widths_in_both_colours(site: Site) -> None:
 def test_pages_loaded_at_all_widths_and_colours(site: Site, width: int, colours: str) -> None:
     """The same, each loaded so, and looked through for all that axe-core knows."""
     with site.window(width, colours) as seen:
-        for path in PATHS:
+        for path in (*PATHS, *RARE):
             seen.open(path)
             resized(seen, width, colours)
             assert accessibility_faults(seen.page) == [], (path, width, colours)
@@ -241,3 +249,48 @@ def test_signing_out(site: Site) -> None:
         page.goto(f"{site.service.url}/roots")
         page.wait_for_url("**/sign-in?next=%2Froots")
     site.sign_in()
+
+
+def test_looking_around_in_the_map_of_shards(site: Site) -> None:
+    """By keys, buttons and wheel; the part is in the address, and the way back leads back."""
+    with site.window() as seen:
+        page = seen.page
+        seen.open("/checkpoints/1/shards")
+        cell = page.locator("#cell")
+        expect(page.locator(".shardmap .legend")).to_contain_text("layer 0")
+        page.locator(".shardmap canvas").focus()
+        page.keyboard.press("ArrowRight")
+        expect(cell).to_contain_text("Tensor")
+        page.keyboard.press("+")
+        page.wait_for_url("**/checkpoints/1/shards?*end=*")
+        expect(page.locator("#late .said")).to_contain_text("Rank 0 wrote all of it")
+        part = seen.path
+        page.keyboard.press("Enter")
+        page.wait_for_url(lambda url: _end(url) < _end(part))
+        page.mouse.move(*_middle(page, 0.4))
+        page.mouse.move(*_middle(page, 0.5))
+        expect(cell).to_contain_text("__0_0")
+        page.get_by_role("link", name="dtype").click()
+        page.wait_for_url("**colour=dtype*")
+        expect(page.locator(".shardmap .legend")).to_contain_text("float32")
+        page.get_by_role("button", name="All").click()
+        page.wait_for_url(lambda url: "end=" not in url)
+        page.go_back()
+        page.wait_for_url("**end=*")
+        expect(page.locator("[name=end]")).not_to_have_value("")
+        chunks = page.get_by_role("link", name="All chunks as a table")
+        expect(chunks).to_have_attribute("href", re.compile("end="))
+        chunks.click()
+        expect(page.locator("tbody tr").first).to_contain_text("float32")
+        seen.open("/checkpoints/1/anatomy")
+        expect(page.locator(".lead")).to_contain_text("waited")
+        assert seen.faults == []
+
+
+def _end(url: str) -> int:
+    return int(parse_qs(urlsplit(url).query)["end"][0])
+
+
+def _middle(page: Any, across: float) -> tuple[float, float]:
+    box = page.locator(".shardmap canvas").bounding_box()
+    return box["x"] + across * box["width"], box["y"] + box["height"] / 3
