@@ -31,7 +31,7 @@ from dcp.server.http.readiness import Readiness
 from dcp.server.pages import app as pages
 from dcp.server.routes.administration import audit, health, keys, metrics, retention, rules, webhooks, whoami
 from dcp.server.routes.catalog import checkpoints, deletion, finding, labels, lineage, roots, runs
-from dcp.server.routes.data import diffs, downloads, drawings, shards, stats, tensors
+from dcp.server.routes.data import diffs, downloads, drawings, fitting, shards, stats, tensors
 from dcp.server.routes.jobs import drift, jobs, verification
 from dcp.server.settings import Settings
 from dcp.version import __version__
@@ -52,6 +52,7 @@ _ROUTERS: Final[tuple[APIRouter, ...]] = (
     downloads.router,
     drawings.router,
     drift.router,
+    fitting.router,
     jobs.router,
     keys.router,
     labels.router,

@@ -10,13 +10,16 @@ from typing import Final
 
 from dcp.storage.near_names import listed, near_names
 
-__all__ = ["hint_for_missing"]
+__all__ = ["hint_for_missing", "rename_for_missing"]
 
 WRAPPERS: Final = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """What wrappers of modules put into keys: DDP, torch.compile, FSDP, activation checkpointing."""
 
 _SUGGESTED: Final = 2
 """Missing keys for each of which a name is suggested."""
+
+_DEPTH: Final = 64
+"""Beginnings of one name that are taken away; modules are not nested deeper."""
 
 _PREFIXES: Final = 8
 """Other beginnings of names that are tried."""
@@ -32,7 +35,7 @@ def hint_for_missing(
     ``unused``: names of the checkpoint that nobody wants; ``found``: those that are found as they are, which
     no renaming may change. ``is_renamed``: whether the names were made by ``rename=``.
     """
-    rules, count = _best_rules(missing, unused, found)
+    rules, count = rename_for_missing(missing, unused, found)
     if rules:
         told = ", ".join(f"{_raw(regex)}: {_raw(text)}" for regex, text in rules.items())
         which = "it" if len(missing) == 1 else "them all" if count == len(missing) else f"{count:,} of them"
@@ -57,10 +60,11 @@ def _summary(names: Sequence[str]) -> list[str]:
     return [f"{part}.* ({count:,})" if part in several else repr(part) for part, count in counts.items()]
 
 
-def _best_rules(
+def rename_for_missing(
     missing: Sequence[str], unused: Sequence[str], found: Collection[str]
 ) -> tuple[Rules | None, int]:
-    """The renaming that finds the most of ``missing``, at least two or half of them, and how many."""
+    """The renaming that finds the most of ``missing``, at least half of them, and how many; None without any.
+    The arguments are those of `hint_for_missing`."""
     there = frozenset(unused)
     best: tuple[Rules | None, int] = None, 0
     for rules in _candidates(missing, unused):
@@ -108,7 +112,7 @@ def _added_wrappers(missing: Sequence[str], unused: Sequence[str]) -> Iterator[R
 def _other_prefixes(name: str, unused: Sequence[str]) -> Iterator[Rules]:
     """The checkpoint has the same names behind another beginning, which may be none."""
     parts = name.split(".")
-    for first in range(len(parts)):
+    for first in range(min(len(parts), _DEPTH)):
         suffix = ".".join(parts[first:])
         own = name[: len(name) - len(suffix)]
         others = dict.fromkeys(

@@ -7,7 +7,7 @@ It needs httpx (``pip install 'dcphub[catalog]'``) and nothing of the service it
 
 from dcp.server.client.asynchronous.client import AsyncClient
 from dcp.server.client.asynchronous.connection import AsyncPages
-from dcp.server.client.calls import CheckpointQuery, DownloadQuery
+from dcp.server.client.calls import CheckpointQuery, DiffQuery, DownloadQuery
 from dcp.server.client.errors import (
     AnswerError,
     BadRequestError,
@@ -48,6 +48,7 @@ from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail, Registe
 from dcp.server.records.contents import (
     Diff,
     File,
+    LoadCheck,
     RankShare,
     ShardedTensor,
     Statistics,
@@ -75,6 +76,7 @@ __all__ = [
     "CreatedKey",
     "Delivery",
     "Diff",
+    "DiffQuery",
     "DownloadError",
     "DownloadQuery",
     "File",
@@ -89,6 +91,7 @@ __all__ = [
     "JobTask",
     "Key",
     "Lineage",
+    "LoadCheck",
     "NotFoundError",
     "Pages",
     "PreconditionFailedError",

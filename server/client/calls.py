@@ -19,6 +19,7 @@ from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail, Registe
 from dcp.server.records.contents import (
     Diff,
     File,
+    LoadCheck,
     RankShare,
     ShardedTensor,
     Statistics,
@@ -38,6 +39,7 @@ __all__ = [
     "API",
     "Call",
     "CheckpointQuery",
+    "DiffQuery",
     "DownloadQuery",
     "PagedCall",
     "ShardMapQuery",
@@ -108,6 +110,16 @@ class ShardMapQuery(StoredChunksQuery, total=False):
 
     rows: int
     bins: int
+
+
+class DiffQuery(TypedDict, total=False):
+    """On which ``basis``: "values" as the job "diff" has found last, "checksums" or "structure". Which
+    tensors: of some kinds, or whose names match; in which ``order``."""
+
+    basis: str | None
+    kind: str | Sequence[str]
+    glob: str
+    order: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,14 +396,32 @@ def tensor_statistics(checkpoint_id: int, fqn: str) -> Call[TensorStatistics]:
 
 
 def diff_page(
-    checkpoint_id: int, before: int, basis: str | None, cursor: str | None
+    checkpoint_id: int, before: int, query: DiffQuery, cursor: str | None
 ) -> Call[tuple[Diff, str | None]]:
     path = f"/checkpoints/{checkpoint_id}/diff"
 
     def parse(document: Any) -> tuple[Diff, str | None]:
         return decode(Diff, document), document.get("next_cursor")
 
-    return Call("GET", path, parse, params(before=before, basis=basis, limit=500, cursor=cursor))
+    return Call("GET", path, parse, params(before=before, **query, limit=500, cursor=cursor))
+
+
+def will_it_load(
+    checkpoint_id: int,
+    state_of: int | None,
+    shapes_job: int | None,
+    tensors: Mapping[str, tuple[Sequence[int] | None, str | None]] | None,
+    objects: Iterable[str] | None,
+) -> Call[LoadCheck]:
+    path = f"/checkpoints/{checkpoint_id}/will-it-load"
+    if tensors is None:
+        return Call("GET", path, one(LoadCheck), params(state_of=state_of, shapes_job=shapes_job))
+    named = [
+        {"fqn": fqn, "shape": None if shape is None else list(shape), "dtype": dtype}
+        for fqn, (shape, dtype) in tensors.items()
+    ]
+    body = {"tensors": named, "objects": None if objects is None else list(objects)}
+    return Call("POST", path, one(LoadCheck), body=body, only_reads=True)
 
 
 def statistics_page(checkpoint_id: int, cursor: str | None) -> Call[tuple[Statistics, str | None]]:

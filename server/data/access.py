@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Final, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 from fastapi import Depends, Request
 
@@ -16,9 +16,14 @@ from dcp.server.catalog.details import CheckpointDetail, get_checkpoint
 from dcp.server.data.downloads import Plans
 from dcp.server.data.opening import OpenCheckpoint, OpenCheckpoints, OpenChunks
 from dcp.server.data.sending.responses import Streams
+from dcp.server.data.sharing import SharedValues
 from dcp.server.http.context import Service
 from dcp.server.http.dependencies import ServiceDep
+from dcp.server.jobs.kinds.diff import DiffParams
+from dcp.server.jobs.ledger import find_job, get_job, jobs_of_key
+from dcp.server.jobs.ledger.states import JobRow
 from dcp.server.problems import ConflictError, GoneError
+from dcp.server.records.contents import Basis
 from dcp.server.records.declaring import moment
 from dcp.server.records.drawings import TensorStatistics
 from dcp.server.roots import StorageRoot
@@ -26,12 +31,17 @@ from dcp.server.security.keys import valid_keys
 from dcp.server.security.principal import Principal
 from dcp.storage.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from dcp.server.data.differences import ContentDifference
+
 __all__ = ["DataAccess", "DataDep", "Readable"]
 
 _GONE: Final = {
     "deleted": "it was deleted; restore it first",
     "purged": "it was deleted, and its files are gone",
 }
+_DIFFERENCES: Final = 8
+_DIFFERENCES_BYTES: Final = 96 << 20
 _NOT_YET: Final = {
     "incomplete": "its save has not been committed",
     "unreadable": "it cannot be read",
@@ -67,6 +77,8 @@ class DataAccess:
         self.checkpoints = OpenCheckpoints()
         self.streams = Streams(service.settings.max_downloads)
         self.plans = Plans()
+        self._differences: SharedValues[str, ContentDifference]
+        self._differences = SharedValues(count=_DIFFERENCES, kept_bytes=_DIFFERENCES_BYTES)
 
     def row(self, checkpoint_id: int, caller: Principal) -> CheckpointDetail:
         """The checkpoint as the catalog has it. Raises MissingError."""
@@ -118,6 +130,35 @@ class DataAccess:
             is_kept=True,
             computed_at=moment(row.created_seconds),
         )
+
+    def difference(self, before: Readable, after: Readable, basis: Basis | None) -> ContentDifference:
+        """What differs as far as the indexes tell. Raises problems of the storage."""
+        from dcp.server.data.differences import compare  # only here, as all that reads checkpoints
+
+        key = after.opened.etag(before.opened.etag("diff"), basis)
+        with after.problems(), before.problems():
+            return self._differences.get(key, lambda: compare(before.opened, after.opened, basis))
+
+    def kept_difference(self, a: int, b: int, caller: Principal) -> tuple[JobRow, ContentDifference] | None:
+        """What the last job has found that compared all values; None before there was one, and where a
+        checkpoint was replaced since. Raises MissingError and StateError."""
+        from dcp.server.data.differences import of_document
+        from dcp.server.jobs.kinds.shared.subjects import find_subject
+
+        with self._service.database.read() as connection:
+            contents = {
+                name: find_subject(connection, number, caller.roots).content
+                for name, number in (("a", a), ("b", b))
+            }
+            _, found = jobs_of_key(connection, "diff", DiffParams(a=a, b=b).dedup_key, caller.roots)
+            job = None if found is None else find_job(connection, found, whole=False)
+        if job is None or job.result is None or job.result.get("contents") != contents:
+            return None
+        return job, self._differences.get(f"job {job.id}", lambda: of_document(self._result_of(job)))
+
+    def _result_of(self, job: JobRow) -> Mapping[str, Any]:
+        with self._service.database.read() as connection:
+            return get_job(connection, job.id).result or {}
 
     def _is_allowed(self, key_id: int | None) -> bool:
         if key_id is None:

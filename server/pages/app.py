@@ -21,6 +21,7 @@ from dcp.server.pages.routes import (
     shards,
     sign_in,
 )
+from dcp.server.pages.routes.comparing import diff, drift, will_it_load
 from dcp.server.pages.routes.values import changes, layers, tensors
 
 __all__ = ["ROUTERS", "install"]
@@ -31,6 +32,8 @@ ROUTERS: Final[tuple[APIRouter, ...]] = (
     assets.router,
     changes.router,
     checkpoints.router,
+    diff.router,
+    drift.router,
     finding.router,
     jobs.router,
     layers.router,
@@ -41,6 +44,7 @@ ROUTERS: Final[tuple[APIRouter, ...]] = (
     shards.router,
     sign_in.router,
     tensors.router,
+    will_it_load.router,
 )
 """Before all others: ``/`` is a page for browsers alone."""
 

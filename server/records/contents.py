@@ -13,9 +13,16 @@ __all__ = [
     "Basis",
     "Chunk",
     "Diff",
+    "DifferenceKind",
+    "DifferenceOrder",
     "EntryKind",
     "File",
     "FileRole",
+    "LoadAnswer",
+    "LoadCheck",
+    "LoadFindings",
+    "LoadProblem",
+    "LoadProblemKind",
     "ObjectDifference",
     "RankShare",
     "ShardedTensor",
@@ -25,15 +32,22 @@ __all__ = [
     "TensorDifference",
     "TensorFacts",
     "TreeNode",
+    "ValueDifference",
     "Verification",
 ]
 
-Basis = Literal["checksums", "structure"]
-"""checksums: values too, by the CRC-32s that both indexes have. structure: names, shapes and dtypes alone."""
+Basis = Literal["values", "checksums", "structure"]
+"""values: as the job "diff" has found last. checksums: whether they differ, by the CRC-32s in both indexes.
+structure: names, shapes and dtypes alone."""
+DifferenceKind = Literal["added", "removed", "shape", "dtype", "changed", "undecided"]
+DifferenceOrder = Literal["name", "relative_l2", "changed", "nonfinite"]
+"""name: as they were saved. The others: those first that differ most."""
+LoadAnswer = Literal["yes", "rename", "cast", "no"]
+LoadProblemKind = Literal["missing", "shape", "dtype", "kind", "unexpected"]
+"""kind: a tensor on one side, another value on the other. unexpected: in the checkpoint alone; left there."""
 EntryKind = Literal["tensor", "object"]
 FileRole = Literal["data", "commit", "other"]
 """It holds tensors; it makes the folder a checkpoint; it lies there as well (config.json)."""
-_Difference = Literal["added", "removed", "shape", "dtype", "changed", "undecided"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,26 +143,48 @@ class TensorFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class ValueDifference:
+    """By how much the values of a tensor differ. ``relative_l2``: the L2 norm of the differences divided by
+    that of the tensor before."""
+
+    elements: int
+    differing: Annotated[int, Shown("That are not the same.")]
+    nonfinite: Annotated[int, Shown("Of these, NaN or infinite on a side.")]
+    max_abs: Annotated[float | None, Shown("The greatest difference; null for bits without a meaning.")]
+    relative_l2: Annotated[
+        float | None,
+        Shown("The L2 norm of the differences divided by that of the tensor before; null if that is 0."),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """A tensor that is not the same on both sides; "undecided": the job "diff" can tell of its values."""
+    """A tensor that is not the same on both sides; "undecided": the job "diff" can tell of its values.
+    ``values``: by how much, where that job has compared them."""
 
     fqn: str
-    kind: Annotated[str, OneOf(_Difference)]
+    kind: Annotated[str, OneOf(DifferenceKind)]
     before: TensorFacts | None
     after: TensorFacts | None
+    values: Annotated[
+        ValueDifference | None, Shown("By how much, as the job has found.", may_be_absent=True)
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectDifference:
-    """A value that is not the same on both sides."""
+    """A value that is not the same on both sides: the first 200 characters of each, if it is plain data."""
 
     fqn: str
-    kind: Annotated[str, OneOf(_Difference)]
+    kind: Annotated[str, OneOf(DifferenceKind)]
+    before: Annotated[str | None, Shown("As text, cut; of plain data.", may_be_absent=True)] = None
+    after: Annotated[str | None, Shown("As text, cut; of plain data.", may_be_absent=True)] = None
 
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """What differs; ``tensors`` are all of them, ``objects`` the first 500 of ``object_count``."""
+    """What differs; ``tensors`` are all of them that were asked for, which are ``matching``; ``objects`` the
+    first 500 of ``object_count``. ``job_id``: the job that compared values."""
 
     a: int
     b: int
@@ -159,6 +195,50 @@ class Diff:
     object_count: Annotated[int, Shown("Of the values that differ.")]
     tensors: tuple[TensorDifference, ...]
     objects: tuple[ObjectDifference, ...]
+    matching: Annotated[int | None, Shown("Tensors that differ and were asked for.", may_be_absent=True)] = (
+        None
+    )
+    job_id: Annotated[int | None, Shown("The job that compared values.", may_be_absent=True)] = None
+    created_at: Annotated[datetime | None, Shown("Of that job.", may_be_absent=True)] = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProblem:
+    """A name that is not the same in a state and in the checkpoint that is to fill it. ``stored_fqn``: what
+    it is called in the checkpoint."""
+
+    kind: Annotated[str, OneOf(LoadProblemKind)]
+    fqn: Annotated[str, Shown("As the state has it; of an unexpected one as the checkpoint has it.")]
+    stored_fqn: Annotated[str | None, Shown("In the checkpoint; null if it is not there.")]
+    wanted: Annotated[TensorFacts | None, Shown("In the state; null of values and of what is not known.")]
+    stored: Annotated[TensorFacts | None, Shown("In the checkpoint.")]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFindings:
+    """How the names of a state fit. ``counts``: by kind of problem; ``problems``: the first 500 of each."""
+
+    matching: Annotated[int, Shown("That are there, with this shape and dtype as far as they are known.")]
+    counts: Annotated[Mapping[str, int], Shown("By kind of problem, all of them.")]
+    problems: Annotated[tuple[LoadProblem, ...], Shown("The first 500 of each kind.")]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCheck:
+    """Whether a checkpoint fills a state, as far as names, shapes and dtypes tell. ``rename``: what lets
+    `dcp.load` find what is missing under other names, {} if nothing does; ``renamed``: what is found then.
+
+    ``answer``: "yes"; "rename": with that; "cast": with dtype="cast", and that if it is not {}; "no".
+    """
+
+    checkpoint_id: int
+    answer: Annotated[str, OneOf(LoadAnswer)]
+    wanted: Annotated[int, Shown("Names in the state.")]
+    plain: Annotated[LoadFindings, Shown("Without a renaming.")]
+    rename: Annotated[Mapping[str, str], Shown("For dcp.load; {} if it mends nothing.")]
+    renamed: Annotated[LoadFindings | None, Shown("With that.")]
+    hint: Annotated[str | None, Shown("What dcp.load would say about what is missing.")]
+    code: Annotated[str, Shown("Lines of Python that load it.")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,7 +163,7 @@ class DriftStep:
 
 @dataclass(frozen=True, slots=True)
 class DriftLayer:
-    """The tensors of one layer, by step.
+    """The tensors of one layer, or of ``layers`` neighbouring ones where there are very many, by step.
 
     ``relative_l2``: the root mean square of theirs, weighed by elements. ``changed``: the share of elements
     that are not the same. ``nonfinite``: of these, NaN or infinite.
@@ -173,12 +173,15 @@ class DriftLayer:
     relative_l2: tuple[float | None, ...]
     changed: tuple[float | None, ...]
     nonfinite: tuple[int | None, ...]
+    layers: Annotated[
+        int, Shown("Neighbouring ones are one where there are very many.", may_be_absent=True)
+    ] = 1
 
 
 @dataclass(frozen=True, slots=True)
 class RunDrift:
-    """How the tensors of a run change from step to step, as a job found. ``layers``: 512 of ``layer_count``
-    at most."""
+    """How the tensors of a run change from step to step, as a job found. ``layers``: 512 rows at most, in
+    which all ``layer_count`` are."""
 
     run_id: int
     job_id: int

@@ -13,6 +13,9 @@ __all__ = [
     "DiffAnswer",
     "FileAnswer",
     "FileList",
+    "LoadCheckAnswer",
+    "LoadFindingsAnswer",
+    "LoadProblemAnswer",
     "ObjectDifferenceAnswer",
     "RankShareAnswer",
     "RankShareList",
@@ -26,6 +29,7 @@ __all__ = [
     "TensorPage",
     "TreeNodeAnswer",
     "TreePageAnswer",
+    "ValueDifferenceAnswer",
     "binary",
 ]
 
@@ -112,6 +116,11 @@ class TensorFactsAnswer(RecordAnswer):
     """What a tensor is on one side."""
 
 
+@answers(contents.ValueDifference)
+class ValueDifferenceAnswer(RecordAnswer):
+    """By how much the values of a tensor differ."""
+
+
 @answers(contents.TensorDifference)
 class TensorDifferenceAnswer(RecordAnswer):
     """A tensor that is not the same on both sides; undecided: of values the checksums do not tell."""
@@ -124,9 +133,26 @@ class ObjectDifferenceAnswer(RecordAnswer):
 
 @answers(contents.Diff)
 class DiffAnswer(RecordAnswer):
-    """What differs. `counts` are of all tensors, `tensors` are a page; `objects` are the first 500."""
+    """What differs. `counts` are of all tensors, `tensors` are a page of those that were asked for; `objects`
+    are the first 500."""
 
     next_cursor: str | None
+
+
+@answers(contents.LoadProblem)
+class LoadProblemAnswer(RecordAnswer):
+    """A name that is not the same in a state and in the checkpoint that is to fill it."""
+
+
+@answers(contents.LoadFindings)
+class LoadFindingsAnswer(RecordAnswer):
+    """How the names of a state fit."""
+
+
+@answers(contents.LoadCheck)
+class LoadCheckAnswer(RecordAnswer):
+    """Whether a checkpoint fills a state, as far as names, shapes and dtypes tell. `answer`: rename and cast
+    are what has to be given to dcp.load."""
 
 
 def binary(description: str) -> dict[int | str, dict[str, Any]]:

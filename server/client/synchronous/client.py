@@ -5,12 +5,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from dcp.server.client import calls
-from dcp.server.client.calls import CheckpointQuery, DownloadQuery, ShardMapQuery, StoredChunksQuery
+from dcp.server.client.calls import (
+    CheckpointQuery,
+    DiffQuery,
+    DownloadQuery,
+    ShardMapQuery,
+    StoredChunksQuery,
+)
 from dcp.server.client.downloads import OnBytes
 from dcp.server.client.events import EventStream
 from dcp.server.client.results import array_of, ended, joined_diff, joined_statistics, late, next_pause
@@ -21,6 +27,7 @@ from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail, Registe
 from dcp.server.records.contents import (
     Diff,
     File,
+    LoadCheck,
     RankShare,
     ShardedTensor,
     Statistics,
@@ -309,9 +316,25 @@ class Client(Administration):
         """Of one tensor: those that a job has computed, or read now if it is not large."""
         return self._send(calls.tensor_statistics(checkpoint_id, fqn))
 
-    def diff(self, checkpoint_id: int, before: int, *, basis: str | None = None) -> Diff:
-        """What differs from the checkpoint ``before``, by structure and checksums; no tensor is read."""
-        return joined_diff(self._joined(lambda cursor: calls.diff_page(checkpoint_id, before, basis, cursor)))
+    def diff(self, checkpoint_id: int, before: int, **query: Unpack[DiffQuery]) -> Diff:
+        """What differs from the checkpoint ``before``, by structure and checksums; no tensor is read. With
+        ``basis="values"`` by how much, as the job "diff" has found last; see `DiffQuery`."""
+        return joined_diff(self._joined(lambda cursor: calls.diff_page(checkpoint_id, before, query, cursor)))
+
+    def will_it_load(
+        self,
+        checkpoint_id: int,
+        *,
+        state_of: int | None = None,
+        shapes_job: int | None = None,
+        tensors: Mapping[str, tuple[Sequence[int] | None, str | None]] | None = None,
+        objects: Iterable[str] | None = None,
+    ) -> LoadCheck:
+        """Whether it fills a state, as far as names, shapes and dtypes tell, and the ``rename=`` that mends
+        it: that of the checkpoint ``state_of``, the model that a job "shapes" has made of a config.json, or
+        ``tensors``, shapes and dtypes by name (None is not compared) with the names of other values."""
+        call = calls.will_it_load(checkpoint_id, state_of, shapes_job, tensors, objects)
+        return self._send(call)
 
     def statistics(self, checkpoint_id: int) -> Statistics:
         """Of its values, as they were computed last. NotFoundError before the first `compute_statistics`."""

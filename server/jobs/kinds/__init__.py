@@ -15,6 +15,7 @@ from dcp.server.jobs.kinds.drift import DriftKind
 from dcp.server.jobs.kinds.purge import PurgeKind
 from dcp.server.jobs.kinds.retention import RetentionKind
 from dcp.server.jobs.kinds.scan import ScanKind
+from dcp.server.jobs.kinds.shapes import ShapesKind
 from dcp.server.jobs.kinds.stats import StatsKind
 from dcp.server.jobs.kinds.verify import VerifyKind
 
@@ -28,6 +29,7 @@ _ALL: Final[tuple[Kind[Any], ...]] = (
     PurgeKind(),
     RetentionKind(),
     ScanKind(),
+    ShapesKind(),
     StatsKind(),
     VerifyKind(),
 )

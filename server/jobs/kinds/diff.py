@@ -33,6 +33,11 @@ class DiffParams(Parameters):
     only: Globs | None = None
     exclude: Globs | None = None
 
+    @property
+    def dedup_key(self) -> str:
+        """Of the job."""
+        return f"diff:{self.digest()}"
+
 
 class DiffKind(Kind[DiffParams]):
     """One task; the result is the job's."""
@@ -51,7 +56,7 @@ class DiffKind(Kind[DiffParams]):
         """As `Kind.specify`."""
         find_subject(connection, params.a, caller.roots)
         second = find_subject(connection, params.b, caller.roots)
-        return job_about(second, self.name, params, caller, f"diff:{params.digest()}")
+        return job_about(second, self.name, params, caller, params.dedup_key)
 
     def prepare(self, connection: Connection, params: DiffParams) -> Json:
         """As `Kind.prepare`."""
@@ -84,7 +89,8 @@ class DiffKind(Kind[DiffParams]):
                 exclude=params.exclude,
                 progress=lambda done, total: report_progress(done),
             )
-        return {"a": params.a, "b": params.b, **difference_document(found)}
+        contents = {name: Subject(**payload[name]).content for name in ("a", "b")}
+        return {"a": params.a, "b": params.b, "contents": contents, **difference_document(found)}
 
     def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
         """As `Kind.publish`."""

@@ -47,6 +47,11 @@ class DriftParams(Parameters):
     only: Globs | None = None
     exclude: Globs | None = None
 
+    @property
+    def dedup_key(self) -> str:
+        """Of the job."""
+        return f"drift:{self.digest()}"
+
 
 class DriftKind(Kind[DriftParams]):
     """A task for each two neighbours; the result is a row for each layer."""
@@ -70,7 +75,7 @@ class DriftKind(Kind[DriftParams]):
             params=params.model_dump(mode="json"),
             created_by=caller.name,
             root=run.root,
-            dedup_key=f"drift:{params.digest()}",
+            dedup_key=params.dedup_key,
         )
 
     def prepare(self, connection: Connection, params: DriftParams) -> Json:
@@ -110,22 +115,13 @@ class DriftKind(Kind[DriftParams]):
 
     def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
         """As `Kind.publish`."""
-        names = list(dict.fromkeys(name for result in results for name in result["layers"]))
-        shown = sorted(names, key=in_order)[:_MAX_LAYERS]
-        layers = [
-            {
-                "name": name,
-                **{
-                    column: [result["layers"].get(name, {}).get(column) for result in results]
-                    for column in ("relative_l2", "changed", "nonfinite")
-                },
-            }
-            for name in shown
-        ]
+        names = sorted({name for result in results for name in result["layers"]}, key=in_order)
+        size = -(-len(names) // _MAX_LAYERS) or 1
+        bins = [names[begin : begin + size] for begin in range(0, len(names), size)]
         return {
             "run_id": plan_data["run_id"],
             "steps": [result["step"] for result in results],
-            "layers": layers,
+            "layers": [_row(one, [result["layers"] for result in results]) for one in bins],
             "layer_count": len(names),
         }
 
@@ -189,6 +185,8 @@ class _Layer:
             "relative_l2": None if squares is None else math.sqrt(squares),
             "changed": self.differing / self.elements if self.elements else None,
             "nonfinite": self.nonfinite,
+            "elements": self.elements,
+            "compared": self.compared,
         }
 
 
@@ -212,6 +210,30 @@ def _layers(found: Difference, elements: Mapping[str, int]) -> dict[str, Any]:
             layer.compared += one.values.elements
             layer.squares += one.values.elements * distance**2
     return {name: layer.document() for name, layer in layers.items()}
+
+
+def _row(names: Sequence[str], steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Neighbouring layers, of which there may be one, step by step."""
+    found = [_together([layers[name] for name in names if name in layers]) for layers in steps]
+    columns = {
+        column: [one.get(column) for one in found] for column in ("relative_l2", "changed", "nonfinite")
+    }
+    name = names[0] if len(names) == 1 else f"{names[0]} \N{HORIZONTAL ELLIPSIS} {names[-1]}"
+    return {"name": name, "layers": len(names), **columns}
+
+
+def _together(layers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """As if they were one layer."""
+    if len(layers) < 2:
+        return layers[0] if layers else {}
+    whole = _Layer()
+    for one in layers:
+        whole.elements += one["elements"]
+        whole.differing += round(one["elements"] * (one["changed"] or 0))
+        whole.nonfinite += one["nonfinite"]
+        whole.compared += one["compared"]
+        whole.squares += one["compared"] * (one["relative_l2"] or 0) ** 2
+    return whole.document()
 
 
 def layer_of(fqn: str) -> str:

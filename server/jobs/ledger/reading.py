@@ -11,6 +11,7 @@ from sqlalchemy import ColumnElement, Connection, and_, func, or_, select
 from dcp.server.database.documents import read_document
 from dcp.server.database.tables import checkpoints, job_events, jobs, roots, tasks
 from dcp.server.jobs.ledger.rows import (
+    KEY_END,
     event_of_row,
     is_planned,
     job_of_row,
@@ -31,6 +32,7 @@ __all__ = [
     "find_job",
     "get_job",
     "job_events_after",
+    "jobs_of_key",
     "last_event_id",
     "latest_events",
     "latest_success",
@@ -67,14 +69,16 @@ def get_job(connection: Connection, job_id: int, visible: frozenset[str] | None 
     return job
 
 
-def find_job(connection: Connection, job_id: int, visible: frozenset[str] | None = None) -> JobRow | None:
-    """As `get_job`; None if there is none."""
+def find_job(
+    connection: Connection, job_id: int, visible: frozenset[str] | None = None, *, whole: bool = True
+) -> JobRow | None:
+    """As `get_job`; None if there is none. Unless ``whole``, of a large result what is short of it."""
     query = select_jobs().where(jobs.c.id == job_id, *_seen(visible))
     row = connection.execute(query).one_or_none()
     if row is None:
         return None
     job = job_of_row(row)
-    if job.document_id is None:
+    if job.document_id is None or not whole:
         return job
     return replace(job, result=read_document(connection, job.document_id), is_result_whole=True)
 
@@ -89,6 +93,18 @@ def latest_success(
     query = query.where(*wanted, *_seen(visible)).order_by(jobs.c.id.desc()).limit(1)
     number = connection.execute(query).scalar()
     return None if number is None else find_job(connection, number, visible)
+
+
+def jobs_of_key(
+    connection: Connection, kind: str, dedup_key: str, visible: frozenset[str] | None = None
+) -> tuple[int | None, int | None]:
+    """Of the jobs with this key that may be seen: the last one, and the last one that succeeded."""
+    query = select(jobs.c.id).outerjoin_from(jobs, roots, roots.c.id == jobs.c.root_id)
+    query = query.where(jobs.c.kind == kind, *_seen(visible)).order_by(jobs.c.id.desc()).limit(1)
+    ended = jobs.c.dedup_key.startswith(f"{dedup_key}{KEY_END}", autoescape=True)
+    last = query.where(or_(jobs.c.dedup_key == dedup_key, ended))
+    succeeded = query.where(jobs.c.state == "succeeded", ended)
+    return connection.execute(last).scalar(), connection.execute(succeeded).scalar()
 
 
 def list_jobs(

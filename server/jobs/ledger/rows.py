@@ -60,7 +60,7 @@ __all__ = [
 ]
 
 NO_LEASE: Final[dict[str, Any]] = {"lease_owner": None, "lease_until_seconds": None}
-_KEY_END: Final = "\n"
+KEY_END: Final = "\n"
 _MAX_RESULT_BYTES: Final = 2048
 _MAX_VALUE_BYTES: Final = 256
 
@@ -113,7 +113,7 @@ def job_of_row(row: Row[Any]) -> JobRow:
         document_id=row.document_id,
         error=row.error,
         waiting=row.waiting,
-        dedup_key=None if row.dedup_key is None else row.dedup_key.partition(_KEY_END)[0],
+        dedup_key=None if row.dedup_key is None else row.dedup_key.partition(KEY_END)[0],
     )
 
 
@@ -190,7 +190,7 @@ def emit(connection: Connection, job_id: int, event: str, now: float, **data: An
 
 def _released_key(job: JobRow) -> str | None:
     """What is kept of a deduplication key at the end: it is found again by `retry`, and in nobody's way."""
-    return None if job.dedup_key is None else f"{job.dedup_key}{_KEY_END}{job.id}"
+    return None if job.dedup_key is None else f"{job.dedup_key}{KEY_END}{job.id}"
 
 
 def finish(

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 
 from dcp.server.catalog.queries.cursors import decode_cursor, encode_cursor, query_mark
+from dcp.server.catalog.queries.patterns import check_pattern
 from dcp.server.catalog.values import clean_text
-from dcp.server.data.access import DataDep
+from dcp.server.data.access import DataAccess, DataDep
 from dcp.server.http.dependencies import Caller, Page, requires
 from dcp.server.inputs import MAX_ID
-from dcp.server.records.contents import Basis
+from dcp.server.problems import NotFoundError
+from dcp.server.records.contents import Basis, DifferenceKind, DifferenceOrder
 from dcp.server.schemas.common import IdPath, problems
 from dcp.server.schemas.data import DiffAnswer
+from dcp.server.security.principal import Principal
 
 __all__ = ["router"]
 
 router = APIRouter(prefix="/checkpoints/{checkpoint_id}", tags=["data"], dependencies=[requires("read")])
 
 _MAX_OBJECTS = 500
+_BASIS = (
+    "values: as the job diff has found last, not found before that; else checksums where both have them in "
+    "their indexes, else structure."
+)
 
 
 @router.get("/diff", responses=problems(400, 401, 403, 404, 409, 410, 421, 422, 429, 503))
@@ -30,27 +37,52 @@ def diff_checkpoints(
     data: DataDep,
     caller: Caller,
     page: Page,
-    basis: Annotated[
-        Basis | None, Query(description="checksums where both have them in their indexes, else structure.")
+    basis: Annotated[Basis | None, Query(description=_BASIS)] = None,
+    kind: Annotated[
+        list[DifferenceKind] | None, Query(max_length=6, description="All, if not given.")
     ] = None,
+    glob: Annotated[str | None, Query(min_length=1, max_length=256, examples=["layers.*.weight"])] = None,
+    order: Annotated[
+        DifferenceOrder, Query(description="Those first that differ most; name: as they were saved.")
+    ] = "name",
 ) -> DiffAnswer:
     """What differs from the checkpoint `before`. No tensor is read; for values there is the job `diff`."""
-    from dcp.server.data.differences import compare  # only here: a service is to answer soon after its start
+    from dcp.server.data.differences import chosen  # only here: a service is to answer soon after its start
 
-    second = data.open(checkpoint_id, caller)
-    first = data.open(before, caller)
-    mark = query_mark("diff", before, checkpoint_id, first.opened.stamp, second.opened.stamp, basis)
+    if glob is not None:
+        check_pattern("glob", glob)
+    mark, found, others = _found(checkpoint_id, before, data, caller, basis)
+    mark = query_mark("diff", before, checkpoint_id, mark, basis, kind, glob, order)
     begin = max(0, decode_cursor(page.cursor, mark, int)[0]) if page.cursor is not None else 0
-    with second.problems(), first.problems():
-        found = compare(first.opened, second.opened, basis)
     end = begin + page.limit
+    tensors = chosen(found, kind or (), glob, order)
     return DiffAnswer.of(
         found,
         a=before,
         b=checkpoint_id,
         equal_tensors=found.equal,
-        object_count=len(found.objects),
-        tensors=[replace(one, fqn=clean_text(one.fqn)) for one in found.tensors[begin:end]],
+        matching=len(tensors),
+        tensors=[replace(one, fqn=clean_text(one.fqn)) for one in tensors[begin:end]],
         objects=[replace(one, fqn=clean_text(one.fqn)) for one in found.objects[:_MAX_OBJECTS]],
-        next_cursor=encode_cursor(mark, end) if end < len(found.tensors) else None,
+        next_cursor=encode_cursor(mark, end) if end < len(tensors) else None,
+        **others,
     )
+
+
+def _found(
+    checkpoint_id: int, before: int, data: DataAccess, caller: Principal, basis: Basis | None
+) -> tuple[object, Any, dict[str, Any]]:
+    """What names its content, the difference, and the job that has found it."""
+    if basis == "values":
+        kept = data.kept_difference(before, checkpoint_id, caller)
+        if kept is None:
+            raise NotFoundError(
+                f"the values of {before} and {checkpoint_id} have not been compared, or one was replaced "
+                "since; the job diff does it"
+            )
+        job, found = kept
+        return job.id, found, {"job_id": job.id, "created_at": job.created_seconds}
+    second = data.open(checkpoint_id, caller)
+    first = data.open(before, caller)
+    found = data.difference(first, second, basis)
+    return (first.opened.stamp, second.opened.stamp), found, {"job_id": None, "created_at": None}

@@ -61,7 +61,7 @@ def reached(browser: Browser, start: str, most: int = 60) -> dict[str, PageText]
         if (
             kind in seen
             or parts.path in ("/docs", "")
-            or parts.path.endswith(("/download", "/files", "/tensors"))
+            or parts.path.endswith(("/download", "/files", "/diff", "/tensors"))
         ):
             continue
         seen.add(kind)

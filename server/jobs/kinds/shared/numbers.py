@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
 from dcp.storage.formats.torch.python_values import value_text
@@ -16,7 +17,7 @@ __all__ = ["difference_document", "statistics_document", "statistics_json"]
 
 _HISTOGRAMS: Final = 512
 """Of so many tensors histograms are kept; of more they would be larger than some checkpoints."""
-_MAX_DIFFERENCES: Final = 5000
+_MAX_DIFFERENCES: Final = 50_000
 _MAX_TEXT: Final = 200
 
 
@@ -61,7 +62,7 @@ def statistics_document(found: CheckpointStatistics) -> dict[str, Any]:
 
 
 def difference_document(found: Difference) -> dict[str, Any]:
-    """What differs, up to some thousands of each; ``is_cut`` says whether there was more."""
+    """What differs, up to 50,000 of each; ``is_cut`` says whether there was more. ``counts`` are of all."""
     tensors = []
     for one in found.tensors[:_MAX_DIFFERENCES]:
         values = one.values
@@ -95,6 +96,7 @@ def difference_document(found: Difference) -> dict[str, Any]:
         "is_empty": found.is_empty,
         "tensors": tensors,
         "objects": objects,
+        "counts": Counter(one.kind for one in found.tensors),
         "tensor_count": len(found.tensors),
         "object_count": len(found.objects),
         "equal_tensors": len(found.equal),

@@ -59,6 +59,11 @@ class Subject:
         """Plain data; ``Subject(**data)`` is the inverse."""
         return asdict(self)
 
+    @property
+    def content(self) -> str | None:
+        """What tells that a checkpoint is still of this content, as far as that shows."""
+        return self.save_id or self.fingerprint
+
     def is_same(self, row: Mapping[Any, Any]) -> bool:
         """Whether ``row``, one of `tables.checkpoints`, is still of this content, as far as that shows."""
         for name, mine in (("save_id", self.save_id), ("fingerprint", self.fingerprint)):

@@ -1,0 +1,131 @@
+"""The names, shapes and dtypes of the model that a config.json of Hugging Face describes, as a program.
+
+``python -m dcp.integrations.model_shapes`` reads the JSON from its standard input and writes JSON to its
+standard output: ``{"architecture", "tensors": [{"fqn", "dtype", "shape"}]}``, or ``{"problem"}``. The model
+is made on the meta device, where tensors take no memory, by classes that transformers itself has: no code of
+anybody's model is run, and nothing is fetched. A configuration from a stranger may still ask for more modules
+than there is memory, so that the processor time, the memory and the modules are bounded.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import sys
+from collections.abc import Iterable
+from typing import Any, Final
+
+__all__ = ["main", "model_shapes"]
+
+_CPU_SECONDS: Final = 90
+_MEMORY_BYTES: Final = 6 << 30
+_MAX_MODULES: Final = 200_000
+_MAX_TENSORS: Final = 100_000
+_MAX_PROBLEM: Final = 500
+_LEFT_OUT: Final = ("auto_map", "_name_or_path", "quantization_config", "transformers_version")
+"""Of a configuration: names of code and places elsewhere, and how the weights were packed afterwards."""
+
+
+class _ConfigError(Exception):
+    pass
+
+
+def model_shapes(config: dict[str, Any]) -> dict[str, Any]:
+    """What the program writes. Raises whatever the classes of transformers raise for such a configuration."""
+    import torch
+
+    model_class, made = _class_and_config(config)
+    _bound_modules()
+    with torch.device("meta"), torch.no_grad():
+        model = model_class._from_config(made)
+    tensors = model.state_dict()
+    if len(tensors) > _MAX_TENSORS:
+        raise _ConfigError(f"it has {len(tensors):,} tensors; {_MAX_TENSORS:,} are the most")
+    return {
+        "architecture": model_class.__name__,
+        "tensors": [
+            {"fqn": name, "dtype": str(one.dtype).removeprefix("torch."), "shape": list(one.shape)}
+            for name, one in tensors.items()
+        ],
+    }
+
+
+def _class_and_config(config: dict[str, Any]) -> tuple[Any, Any]:
+    """The class of transformers that the configuration names, or the one with a head that its type has."""
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
+        raise _ConfigError(
+            f"transformers {transformers.__version__} has no model_type {str(kind)[:80]!r}, and code that "
+            "comes with a model is not run"
+        )
+    mappings = [value for name, value in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")]
+    known = {name for mapping in mappings for names in mapping.values() for name in _each(names)}
+    asked = [name for name in _each(config.get("architectures") or ()) if name in known]
+    heads = (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_MAPPING_NAMES)
+    found = [*asked, *(name for mapping in heads for name in _each(mapping.get(kind, ())))]
+    if not found:
+        raise _ConfigError(f"transformers {transformers.__version__} has no model of the type {kind!r}")
+    kept = {name: value for name, value in config.items() if name not in _LEFT_OUT}
+    made = transformers.CONFIG_MAPPING[kind].from_dict(kept, attn_implementation="eager")
+    return getattr(transformers, found[0]), made
+
+
+def _each(names: Any) -> Iterable[str]:
+    given = [names] if isinstance(names, str) else names if isinstance(names, list | tuple) else []
+    return [name for name in given if isinstance(name, str)]
+
+
+def _bound_modules() -> None:
+    from torch.nn.modules.module import register_module_module_registration_hook
+
+    seen = 0
+
+    def count(module: Any, name: str, submodule: Any) -> None:
+        nonlocal seen
+        seen += 1
+        if seen > _MAX_MODULES:
+            raise _ConfigError(f"it has more than {_MAX_MODULES:,} modules")
+
+    register_module_module_registration_hook(count)
+
+
+def _bound_process() -> None:
+    for limit, most in ((resource.RLIMIT_CPU, _CPU_SECONDS), (resource.RLIMIT_DATA, _MEMORY_BYTES)):
+        _, hard = resource.getrlimit(limit)
+        resource.setrlimit(limit, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def _found(text: str) -> dict[str, Any]:
+    try:
+        config = json.loads(text)
+        if not isinstance(config, dict):
+            raise _ConfigError("it is no JSON object")
+        return model_shapes(config)
+    except _ConfigError as error:
+        return {"problem": str(error)}
+    except ImportError as error:
+        return {"problem": f"{error.name or error} is not installed where jobs run"}
+    except MemoryError:
+        return {"problem": "the model that it describes needs more memory than there is for this"}
+    except Exception as error:  # noqa: BLE001 - whatever classes of models raise is about the configuration
+        told = " ".join(f"{type(error).__name__}: {error}".split())
+        return {"problem": f"transformers makes no model of it: {told[:_MAX_PROBLEM]}"}
+
+
+def main() -> None:
+    """Read, bound, build, write."""
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+    logging.disable(logging.CRITICAL)
+    text = sys.stdin.read()
+    _bound_process()
+    output, sys.stdout = sys.stdout, sys.stderr  # what models print is no answer
+    output.write(json.dumps(_found(text)))
+
+
+if __name__ == "__main__":
+    main()

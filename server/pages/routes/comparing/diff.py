@@ -1,0 +1,168 @@
+"""Two checkpoints: what was added, removed, changed; and by how much, once a job has compared the values."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+from urllib.parse import urlencode
+
+from fastapi import Query, Request, Response
+from fastapi.responses import RedirectResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from dcp.server.data.access import DataAccess, DataDep
+from dcp.server.http.dependencies import Author, Caller, Db, PageParams, ServiceDep, requires
+from dcp.server.http.idempotent_transaction import IdempotentDep
+from dcp.server.inputs import MAX_ID
+from dcp.server.jobs.kinds.diff import DiffParams
+from dcp.server.jobs.ledger import jobs_of_key
+from dcp.server.pages.drawings.histograms import histogram_picture
+from dcp.server.pages.problems import MovedError
+from dcp.server.pages.queries import READ, pages_router
+from dcp.server.pages.rendering import page
+from dcp.server.pages.tokens import FormDep
+from dcp.server.problems import NotFoundError, ProblemError, UnprocessableError
+from dcp.server.records.contents import DifferenceKind, DifferenceOrder
+from dcp.server.routes.catalog import checkpoints as checkpoints_api
+from dcp.server.routes.data import diffs as api
+from dcp.server.routes.data import drawings as drawings_api
+from dcp.server.routes.jobs import jobs as jobs_api
+from dcp.server.routes.jobs.submitting import submit_kind
+from dcp.server.schemas.checkpoints import CheckpointAnswer
+from dcp.server.schemas.data import DiffAnswer
+from dcp.server.schemas.jobs import JobAnswer
+from dcp.server.schemas.queries import CheckpointQuery
+
+__all__ = ["router"]
+
+router = pages_router()
+
+_ROWS: Final = 100
+_OBJECTS: Final = 50
+
+_Id = Annotated[int, Field(ge=1, le=MAX_ID)]
+
+
+class DiffView(BaseModel):
+    """``b`` is compared with ``a``, the one before; ``of``: those that were ticked in a list. Which tensors,
+    in which order, and of which one the histograms are shown."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    a: _Id | None = None
+    b: _Id | None = None
+    of: Annotated[list[_Id], Field(max_length=500)] = []
+    kind: DifferenceKind | None = None
+    glob: Annotated[str, Field(max_length=254)] | None = None
+    order: DifferenceOrder | None = None
+    tensor: Annotated[str, Field(max_length=4096)] | None = None
+    cursor: Annotated[str, Field(max_length=2048)] | None = None
+    done: Annotated[str, Field(max_length=32)] | None = None
+
+    @property
+    def pattern(self) -> str | None:
+        """What is typed is a part of a name."""
+        return None if self.glob is None else f"*{self.glob}*"
+
+
+@router.get("/diff", dependencies=READ)
+def diff_page(
+    view: Annotated[DiffView, Query()], request: Request, database: Db, data: DataDep, caller: Caller
+) -> Response:
+    """What differs; without two checkpoints in the address how they are chosen."""
+    if view.of:
+        raise MovedError(_ticked(view.of, database, caller))
+    if view.b is None:
+        return page(request, "diff.html", found=None, view=view, twin="/api/v1/checkpoints")
+    if view.a is None:
+        raise MovedError(_with_step_before(view.b, database, caller))
+    before = checkpoints_api.get_checkpoint(view.a, database, caller, Response())
+    after = checkpoints_api.get_checkpoint(view.b, database, caller, Response())
+    found, twin = _found(view.a, view.b, view, data, caller)
+    return page(
+        request,
+        "diff.html",
+        twin=twin,
+        view=view,
+        before=before,
+        after=after,
+        found=found,
+        order=_order(view, found),
+        objects=found.objects[:_OBJECTS],
+        job=_last_job(view.a, view.b, found, database, caller),
+        histograms=None if view.tensor is None else _histograms(view.a, view.b, view.tensor, data, caller),
+    )
+
+
+def _histograms(a: int, b: int, fqn: str, data: DataAccess, caller: Caller) -> dict[str, Any]:
+    """Of one tensor before and after, on common edges; or why there are none."""
+    try:
+        of_each = {
+            name: (drawings_api.get_tensor_statistics(number, fqn, data, caller).statistics or {})
+            for name, number in (("before", a), ("after", b))
+        }
+    except ProblemError as problem:
+        return {"picture": None, "problem": problem.detail}
+    found = {name: statistics.get("histogram") for name, statistics in of_each.items()}
+    return {"picture": histogram_picture(found), "problem": None}
+
+
+def _order(view: DiffView, found: DiffAnswer) -> DifferenceOrder:
+    return view.order or ("relative_l2" if found.basis == "values" else "name")
+
+
+def _found(a: int, b: int, view: DiffView, data: DataAccess, caller: Caller) -> tuple[DiffAnswer, str]:
+    """By values where a job has compared them, else by what the indexes tell; and where the JSON is."""
+    kinds = [view.kind] if view.kind else None
+    params = PageParams(_ROWS, view.cursor)
+    given: dict[str, Any] = {"before": a, "kind": view.kind, "glob": view.pattern}
+    try:
+        order = view.order or "relative_l2"
+        found = api.diff_checkpoints(b, a, data, caller, params, "values", kinds, view.pattern, order)
+        given |= {"basis": "values", "order": order}
+    except NotFoundError:
+        found = api.diff_checkpoints(b, a, data, caller, params, None, kinds, view.pattern, "name")
+    query = urlencode({name: value for name, value in given.items() if value is not None})
+    return found, f"/api/v1/checkpoints/{b}/diff?{query}"
+
+
+def _last_job(a: int, b: int, found: DiffAnswer, database: Db, caller: Caller) -> JobAnswer | None:
+    """The one that compares the values, or has failed to; none if what it found is shown."""
+    with database.read() as connection:
+        last, _ = jobs_of_key(connection, "diff", DiffParams(a=a, b=b).dedup_key, caller.roots)
+    if last is None or last == found.job_id:
+        return None
+    return jobs_api.get_job(last, database, caller)
+
+
+def _ticked(numbers: list[int], database: Db, caller: Caller) -> str:
+    if len(numbers) != 2:
+        raise UnprocessableError(f"tick two checkpoints to compare them, not {len(numbers)}")
+    both = [checkpoints_api.get_checkpoint(one, database, caller, Response()) for one in numbers]
+    before, after = sorted(both, key=_age)
+    return f"/diff?a={before.id}&b={after.id}"
+
+
+def _age(one: CheckpointAnswer) -> tuple[float, str, int]:
+    return -1 if one.step is None else one.step, one.committed_at or "", one.id
+
+
+def _with_step_before(b: int, database: Db, caller: Caller) -> str:
+    found = checkpoints_api.get_checkpoint(b, database, caller, Response())
+    if found.step:
+        query = CheckpointQuery(run_id=found.run_id, sort="-step", limit=1, max_step=found.step - 1)
+        for one in checkpoints_api.list_checkpoints(query, database, caller).items:
+            return f"/diff?a={one.id}&b={b}"
+    raise UnprocessableError(f"checkpoint {b} has no committed step before it: choose one to compare it with")
+
+
+@router.post("/diff/values", dependencies=[requires("read")])
+def compare_values_form(
+    form: FormDep, service: ServiceDep, author: Author, transact: IdempotentDep
+) -> Response:
+    """Have the values compared, as a job."""
+    try:
+        params = DiffParams(a=int(form.text("a")), b=int(form.text("b")))
+    except ValueError:
+        raise UnprocessableError("a and b are the numbers of two checkpoints") from None
+    submit_kind("diff", params, service, author, transact, Response())
+    return RedirectResponse(f"/diff?a={params.a}&b={params.b}", 303)

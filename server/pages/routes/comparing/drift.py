@@ -1,0 +1,82 @@
+"""How the layers of a run change from step to step: the drift strip, and the job that finds it out."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Query, Request, Response
+from fastapi.responses import RedirectResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from dcp.server.http.dependencies import Author, Caller, Db, ServiceDep, requires
+from dcp.server.http.idempotent_transaction import IdempotentDep
+from dcp.server.jobs.kinds.drift import DriftParams
+from dcp.server.jobs.ledger import jobs_of_key
+from dcp.server.pages.drawings.drift import DriftValue, drift_picture
+from dcp.server.pages.queries import READ, pages_router
+from dcp.server.pages.rendering import page
+from dcp.server.pages.tokens import FormDep
+from dcp.server.problems import NotFoundError
+from dcp.server.routes.catalog import runs as runs_api
+from dcp.server.routes.jobs import drift as api
+from dcp.server.routes.jobs import jobs as jobs_api
+from dcp.server.schemas.common import IdPath
+from dcp.server.schemas.drawings import DriftAnswer
+from dcp.server.schemas.jobs import JobAnswer
+
+__all__ = ["router"]
+
+router = pages_router()
+
+
+class DriftView(BaseModel):
+    """Which value is shown; of ``count`` layers from ``first`` on."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    value: DriftValue = "relative_l2"
+    first: Annotated[int, Field(ge=0, le=10**6)] = 0
+    count: Annotated[int, Field(ge=1, le=10**6)] | None = None
+    done: Annotated[str, Field(max_length=32)] | None = None
+
+
+@router.get("/runs/{run_id}/drift", dependencies=READ)
+def drift_page(
+    run_id: IdPath, view: Annotated[DriftView, Query()], request: Request, database: Db, caller: Caller
+) -> Response:
+    """What a job found last, and one that is at work on it."""
+    run = runs_api.get_run(run_id, database, caller)
+    try:
+        drift = api.get_run_drift(run_id, database, caller)
+    except NotFoundError:
+        drift = None
+    picture = drift and drift_picture(drift.layers, len(drift.steps), view.value, view.first, view.count)
+    return page(
+        request,
+        "drift.html",
+        twin=f"/api/v1/runs/{run_id}/drift" if drift else f"/api/v1/runs/{run_id}",
+        run=run,
+        view=view,
+        drift=drift,
+        picture=picture,
+        lost=[one for one in drift.steps if one.problem] if drift else [],
+        job=_last_job(run_id, drift, database, caller),
+    )
+
+
+def _last_job(run_id: int, drift: DriftAnswer | None, database: Db, caller: Caller) -> JobAnswer | None:
+    """The one that is at work, or has failed since; none if what it found is shown."""
+    with database.read() as connection:
+        last, _ = jobs_of_key(connection, "drift", DriftParams(run_id=run_id).dedup_key, caller.roots)
+    if last is None or (drift is not None and last <= drift.job_id):
+        return None
+    return jobs_api.get_job(last, database, caller)
+
+
+@router.post("/runs/{run_id}/drift", dependencies=[requires("read")])
+def compute_drift_form(
+    run_id: IdPath, form: FormDep, service: ServiceDep, author: Author, transact: IdempotentDep
+) -> Response:
+    """Have it found out, of up to 50 steps."""
+    api.compute_run_drift(run_id, service, author, transact, Response())
+    return RedirectResponse(f"/runs/{run_id}/drift", 303)

@@ -1,0 +1,239 @@
+"""Pages that compare checkpoints and steps, without script, over real checkpoints and their jobs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp
+from dcp.server.pages.drawings.drift import drift_picture
+from dcp.server.records.drawings import DriftLayer
+from dcp.server.scanning.scanner import Scanner
+from tests.support.app import App, running_app
+from tests.support.kind_runs import KindRuns
+from tests.support.pages import Browser, PageText, faults_of
+
+HOSTILE = "\"><img src=x onerror='alert(1)'>\u202e"
+
+
+def state(step: int) -> dict[str, Any]:
+    """The weight moves at each step, the head has a NaN from step 3 on, and one tensor comes and goes."""
+    head = torch.ones(4)
+    if step >= 3:
+        head[1] = float("nan")
+    tensors = {
+        "m.layers.0.weight": torch.full((8, 4), 1.0 + step / 10),
+        "m.layers.1.weight": torch.ones(6),
+        "m.head": head,
+        f"m.{HOSTILE}": torch.full((3,), float(step)),
+        "m.grows": torch.ones(step),
+    }
+    return {**tensors, "note": HOSTILE * step, **({"m.extra": torch.ones(2)} if step == 2 else {})}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three steps of a run."""
+    folder = tmp_path_factory.mktemp("saved")
+    for step in (1, 2, 3):
+        dcp.save(state(step), checkpoint_id=folder / f"run/step-{step}", no_dist=True)
+    return folder
+
+
+class Site:
+    """The application over the run, a browser without script, and somebody who carries out its jobs."""
+
+    def __init__(self, app: App, folder: Path) -> None:
+        self.app = app
+        self.browser = Browser(app.client())
+        roots = {name: {"url": str(folder / name)} for name in ("main", "other")}
+        self.runs = KindRuns(app.service.database, folder / "work", roots)
+        Scanner(app.service.database, app.service.roots).scan("main")
+
+    def id(self, step: int) -> int:
+        """Of the checkpoint of a step."""
+        return self.runs.id("main", f"run/step-{step}")
+
+    def submit(self, path: str, action: str) -> PageText:
+        """Send a form of a page; the page that answers."""
+        answer = self.browser.submit(self.browser.page(path).form(action))
+        assert answer.status_code == 200, answer.text
+        return PageText(answer.text)
+
+
+@pytest.fixture
+def site(saved: Path, tmp_path: Path, _sqlite_template: Path) -> Iterator[Site]:
+    """Without keys."""
+    shutil.copytree(saved, tmp_path / "main")
+    shutil.copy(_sqlite_template, tmp_path / "catalog.sqlite")
+    url = f"sqlite:///{tmp_path / 'catalog.sqlite'}"
+    with running_app(url, tmp_path, auth="off", rate_limit="100000/minute") as app:
+        yield Site(app, tmp_path)
+
+
+def rows_of(page: PageText) -> str:
+    """The text of the tensors that differ."""
+    return page.text.partition("Dtype and shape")[2].partition("Other values")[0]
+
+
+# -- two checkpoints -----------------------------------------------------------------------------------------
+
+
+def test_what_changed_at_once_and_by_values(site: Site) -> None:
+    """By checksums which tensors; by the job, which the page follows, by how much."""
+    a, b = site.id(2), site.id(3)
+    path = f"/diff?a={a}&b={b}"
+    page = site.browser.page(path)
+    assert "5 differ" in page.text and "3 values changed" in page.text and "1 removed" in page.text
+    assert "Checksums tell which tensors changed" in page.text
+    assert "float32 2 \N{RIGHTWARDS ARROW} float32 3" in rows_of(page)
+    begun = site.submit(path, "/diff/values")
+    assert any("/api/v1/jobs/1/events" in given.get("sse-connect", "") for _, given in begun.elements)
+    assert not [form for form in begun.forms if form.action == "/diff/values"]
+    site.runs.drain()
+    done = site.browser.page(path)
+    assert "Checksums tell" not in done.text
+    assert re.findall(r"m\.\S+", rows_of(done))[0] == f"m.{HOSTILE.split()[0]}"
+    weight = rows_of(done).partition("m.layers.0.weight")[2]
+    assert weight.split("m.")[0].split()[2:6] == ["0.083333", "100", "%", "0.1"]
+    assert "1 float32 4" in rows_of(done).partition("m.head")[2]  # one NaN
+    (twin,) = [given["href"] for _, given in done.elements if given.get("class") == "twin"]
+    answer = site.app.base.get(twin).json()
+    assert (answer["basis"], answer["matching"], answer["job_id"]) == ("values", 5, 1)
+
+
+def test_which_tensors_in_which_order(site: Site) -> None:
+    """Kinds with counts, parts of names, orders and pages: all in the address."""
+    a, b = site.id(1), site.id(2)
+    site.runs.do("diff", a=a, b=b)
+    path = f"/diff?a={a}&b={b}"
+    assert "m.extra" in rows_of(site.browser.page(f"{path}&kind=added"))
+    assert "m.layers" not in rows_of(site.browser.page(f"{path}&kind=added"))
+    found = site.browser.page(f"{path}&glob=layers")
+    assert "1 of 4" in found.text and "m.grows" not in rows_of(found)
+    by_share = rows_of(site.browser.page(f"{path}&order=changed"))
+    assert by_share.index("m.layers.0") < by_share.index("m.extra")
+    nothing = site.browser.page(f"{path}&glob=nothing")
+    assert "No tensor that differs is like this." in nothing.text
+    assert site.browser.get(f"{path}&kind=nonsense").status_code == 422
+    assert site.browser.get(f"{path}&glob={'*a' * 100}").status_code == 422
+
+
+def test_histograms_of_both_lie_over_each_other(site: Site) -> None:
+    """Of a tensor in both, read when it is asked for; of one that is in one only why there is none."""
+    a, b = site.id(1), site.id(2)
+    page = site.browser.page(f"/diff?a={a}&b={b}&tensor=m.layers.0.weight")
+    assert "before after" in page.text.partition("m.layers.0.weight")[2]
+    assert "1 2 32 100 % 32 100 %" in page.text
+    missing = site.browser.page(f"/diff?a={a}&b={b}&tensor=m.extra")
+    assert "not in the checkpoint" in missing.text
+
+
+def test_how_two_are_chosen(site: Site) -> None:
+    """Ticked in a list in any order, from the page of one, with the step before; the way back is a link."""
+    one, two, three = site.id(1), site.id(2), site.id(3)
+    page = site.browser.page("/runs/1")
+    ticks = [given["value"] for name, given in page.elements if given.get("name") == "of"]
+    assert sorted(map(int, ticks)) == sorted((one, two, three))
+    for given in ((one, three), (three, one)):
+        answer = site.browser.get("/diff", params={"of": given})
+        assert str(answer.url).endswith(f"/diff?a={one}&b={three}")
+    assert f"/diff?a={two}&b={three}" in site.browser.page(f"/checkpoints/{three}").links
+    assert str(site.browser.get(f"/diff?b={three}").url).endswith(f"/diff?a={two}&b={three}")
+    assert f"/diff?a={three}&b={two}" in site.browser.page(f"/diff?a={two}&b={three}").links
+    assert "Which two?" in site.browser.page("/diff").text
+    for wrong in ("of=1", "of=1&of=2&of=3", f"b={one}", "a=1&b=x", f"a={one}&b={three}&cursor=x"):
+        assert site.browser.get(f"/diff?{wrong}").status_code == 422, wrong
+    for gone in ("a=1&b=99", "of=1&of=99"):
+        assert site.browser.get(f"/diff?{gone}").status_code == 404, gone
+
+
+def test_a_difference_of_what_was_replaced_is_not_shown(site: Site, tmp_path: Path) -> None:
+    """What a job found of other content is not what differs now."""
+    a, b = site.id(1), site.id(2)
+    site.runs.do("diff", a=a, b=b)
+    assert "Compare the values" not in site.browser.page(f"/diff?a={a}&b={b}").text
+    dcp.save(state(1), checkpoint_id=tmp_path / "main/run/step-2", no_dist=True)
+    Scanner(site.app.service.database, site.app.service.roots).scan("main")
+    page = site.browser.page(f"/diff?a={a}&b={b}")
+    assert "Compare the values" in page.text and "All tensors are the same." in page.text
+
+
+def test_a_comparison_that_fails_says_so(site: Site, tmp_path: Path) -> None:
+    """With what went wrong, and the button that tries it again."""
+    a, b = site.id(1), site.id(2)
+    path = f"/diff?a={a}&b={b}"
+    site.submit(path, "/diff/values")
+    for data in (tmp_path / "main/run/step-2").glob("*.distcp"):
+        data.write_bytes(b"x" * data.stat().st_size)
+    site.runs.drain()
+    page = site.browser.page(path)
+    assert "has failed" in page.text and "is damaged" in page.text
+    assert [form for form in page.forms if form.action == "/diff/values"]
+
+
+def test_hostile_names_are_text(site: Site) -> None:
+    """Of tensors, values and runs, in rows, titles and addresses."""
+    a, b = site.id(1), site.id(2)
+    site.runs.do("diff", a=a, b=b)
+    page = site.browser.page(f"/diff?a={a}&b={b}")
+    (link,) = [link for link in page.links if "tensor=" in link and "onerror" in link]
+    chosen = site.browser.page(link)
+    assert faults_of(chosen) == [] and not [1 for name, _ in chosen.elements if name == "img"]
+    assert f"m.{HOSTILE}" in chosen.text and HOSTILE in page.text
+
+
+# -- the steps of a run --------------------------------------------------------------------------------------
+
+
+def test_the_drift_of_a_run(site: Site) -> None:
+    """Offered, followed, shown: cells by level, NaNs, the table, and a way to each difference."""
+    path = "/runs/1/drift"
+    assert path in site.browser.page("/runs/1").links
+    assert "have not been compared yet" in site.browser.page(path).text
+    begun = site.submit(path, path)
+    assert any("/api/v1/jobs/1/events" in given.get("sse-connect", "") for _, given in begun.elements)
+    site.runs.drain()
+    page = site.browser.page(path)
+    kinds = [given["class"] for name, given in page.elements if name == "path" and "class" in given]
+    assert {"l0", "l8", "nan"} <= set(kinds)
+    assert f"/diff?a={site.id(1)}&b={site.id(2)}" in page.links
+    table = page.text.partition("The same as a table")[2]
+    assert "m.layers.0 0.090909 0.083333" in table and "m.layers.1 0 0" in table
+    assert "1 NaN or ∞" in table and "tensors added 1" in table
+    changed = site.browser.page(f"{path}?value=changed").text.partition("The same as a table")[2]
+    assert "m.layers.0 100 % 100 %" in changed
+    assert site.browser.get(f"{path}?value=nonsense").status_code == 422
+    assert site.browser.get("/runs/99/drift").status_code == 404
+
+
+def layers(count: int, width: int = 3) -> list[DriftLayer]:
+    """Numbered ones that move the more the later they come."""
+    moves = [(n / count,) * width for n in range(count)]
+    return [DriftLayer(f"m.layers.{n}", each, each, (0,) * width) for n, each in enumerate(moves)]
+
+
+def test_thousands_of_layers_are_binned() -> None:
+    """Neighbours share a row with the greatest of their values; a row opened shows its own."""
+    picture = drift_picture(layers(500), 3, "relative_l2")
+    assert picture.height <= 66 and sum(row.count for row in picture.rows) == 500
+    binned = picture.rows[-1]
+    assert binned.values == (499 / 500,) * 3 and binned.label.endswith(" 499")
+    opened = drift_picture(layers(500), 3, "relative_l2", binned.first, binned.count)
+    assert [row.label for row in opened.rows if row.count][-1] == "499"
+    assert picture.rows[0].label == "m.layers" and not picture.rows[0].count
+
+
+@pytest.mark.parametrize("values", [(None,), (0.0,), (0.5,), (1e-30, 1.0), (1e300, 1e-300)])
+def test_levels_of_any_values(values: tuple[float | None, ...]) -> None:
+    """Nothing, one value, all alike, and many decades: each cell has a level that there is."""
+    layer = DriftLayer("a", values, values, (0,) * len(values))
+    picture = drift_picture([layer], len(values), "relative_l2")
+    assert set(picture.paths) <= {f"l{level}" for level in range(9)}
+    assert sum(path.count("M") for path in picture.paths.values()) == sum(one is not None for one in values)

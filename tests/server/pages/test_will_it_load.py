@@ -1,0 +1,291 @@
+"""Will it load? The page and the API, over real checkpoints and states that people paste."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp
+from dcp.server.data.fitting.checks import check_load
+from dcp.server.data.fitting.states import StateNames, StateTensor, document_of_text, state_of_document
+from dcp.server.problems import UnprocessableError
+from dcp.server.scanning.scanner import Scanner
+from dcp.storage.formats.opening.sources import open_source
+from dcp.storage.stores.opening import OpenWith
+from tests.support.app import App, running_app
+from tests.support.kind_runs import KindRuns
+from tests.support.pages import Browser, PageText, faults_of
+
+HOSTILE = "\"><script>alert(1)</script>'\u202e"
+TIMES = "\N{MULTIPLICATION SIGN}"
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 24,
+    "dtype": "float32",
+    "auto_map": {"AutoModelForCausalLM": "somebody/elses--code.Model"},
+}
+
+
+def model() -> torch.nn.Module:
+    """Two layers."""
+    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a model as most save it, and one of its state alone."""
+    folder = tmp_path_factory.mktemp("saved")
+    dcp.save({"model": model(), "step": 1}, checkpoint_id=folder / "run/step-1", no_dist=True)
+    bare = {**model().state_dict(), HOSTILE: torch.ones(2)}
+    dcp.save(bare, checkpoint_id=folder / "bare/step-1", no_dist=True)
+    return folder
+
+
+@pytest.fixture
+def app(saved: Path, tmp_path: Path, _sqlite_template: Path) -> Iterator[App]:
+    """Without keys; checkpoint 1 is the bare state, 2 the model."""
+    shutil.copytree(saved, tmp_path / "main")
+    shutil.copy(_sqlite_template, tmp_path / "catalog.sqlite")
+    url = f"sqlite:///{tmp_path / 'catalog.sqlite'}"
+    with running_app(url, tmp_path, auth="off", rate_limit="100000/minute") as app:
+        Scanner(app.service.database, app.service.roots).scan("main")
+        yield app
+
+
+def number(app: App, key: str) -> int:
+    """Of a checkpoint."""
+    return int(app.base.get("/api/v1/checkpoints/lookup", params={"root": "main", "key": key}).json()["id"])
+
+
+def pasted(app: App, key: str, text: str, status: int = 200) -> PageText:
+    """What the page answers."""
+    path = f"/checkpoints/{number(app, key)}/will-it-load"
+    browser = Browser(app.client())
+    (form,) = [form for form in browser.page(path).forms if form.action == path and form.method == "post"]
+    answer = browser.submit(form, text=text)
+    assert answer.status_code == status, answer.text[:2000]
+    page = PageText(answer.text)
+    assert faults_of(page) == []
+    return page
+
+
+def shapes(**changes: Any) -> dict[str, Any]:
+    """Those of the model, as people print them."""
+    state = {n: {"dtype": str(t.dtype), "shape": list(t.shape)} for n, t in model().state_dict().items()}
+    return {name: one for name, one in {**state, **changes}.items() if one is not None}
+
+
+def test_a_state_that_fits_under_other_names(app: App, tmp_path: Path) -> None:
+    """The answer has the rename, and the lines of Python that it gives load the checkpoint."""
+    page = pasted(app, "run/step-1", json.dumps(shapes()))
+    assert "Yes, with a rename." in page.text and "4 of 4 names fit" in page.text
+    code = page.text.partition("In Python")[2].partition("Into which state?")[0]
+    assert "rename={'^': 'model.'}" in code
+    place = number(app, "run/step-1")
+    body = {"tensors": [{"fqn": name, "shape": one["shape"]} for name, one in shapes().items()]}
+    answer = app.base.post(f"/api/v1/checkpoints/{place}/will-it-load", json=body).json()
+    assert (answer["answer"], answer["rename"]) == ("rename", {"^": "model."})
+    assert answer["plain"]["counts"]["missing"] == 4 and answer["renamed"]["counts"]["missing"] == 0
+    target = model()
+    exec(answer["code"], {"model": target})
+    stored = dcp.read(tmp_path / "main/run/step-1")["model"]
+    assert torch.equal(target.state_dict()["0.weight"], stored["0.weight"])
+
+
+def test_what_does_not_fit_is_listed(app: App) -> None:
+    """Missing, unexpected, of another shape and dtype: each with both sides; no answer promises too much."""
+    given = shapes(
+        **{
+            "0.weight": {"dtype": "bfloat16", "shape": [3, 4]},
+            "0.bias": {"dtype": "float32", "shape": [9]},
+            "1.bias": None,
+            f"new.{HOSTILE}": [5],
+        }
+    )
+    page = pasted(app, "bare/step-1", json.dumps(given))
+    assert "No." in page.text and "1 of 4 names fit" in page.text
+    for kind, name, facts in (
+        ("Missing 1", f"new.{HOSTILE}", ""),
+        ("Other shape 1", "0.bias", "float32 9 float32 3"),
+        ("Other dtype 1", "0.weight", f"bfloat16 3 {TIMES} 4 float32 3 {TIMES} 4"),
+        ("Unexpected 2", "1.bias", "float32 2"),
+    ):
+        section = page.text.partition(kind)[2]
+        assert name in section and facts in section, kind
+    cast = pasted(app, "bare/step-1", json.dumps(shapes(**{"0.weight": {"dtype": "F16", "shape": [3, 4]}})))
+    assert "Yes, with a cast." in cast.text and 'dtype="cast"' in cast.text
+    assert "Yes, as it is." in pasted(app, "bare/step-1", json.dumps(shapes())).text
+
+
+def test_another_checkpoint(app: App) -> None:
+    """By its number, in the address, with its JSON."""
+    one, two = number(app, "bare/step-1"), number(app, "run/step-1")
+    browser = Browser(app.client())
+    path = f"/checkpoints/{two}/will-it-load"
+    assert path in browser.page(f"/checkpoints/{two}").links
+    assert any(
+        given.get("value") == str(one) for name, given in browser.page(path).elements if name == "option"
+    )
+    page = browser.page(f"{path}?state_of={one}")
+    assert "No." in page.text and "It finds 4 of 5 missing names." in page.text
+    (twin,) = [given["href"] for _, given in page.elements if given.get("class") == "twin"]
+    answer = app.base.get(twin).json()
+    assert answer["renamed"]["counts"]["missing"] == 1 and answer["wanted"] == 5
+    assert "Yes, as it is." in browser.page(f"{path}?state_of={two}").text
+    assert browser.get(f"{path}?state_of=99").status_code == 404
+    assert browser.get(f"{path}?shapes_job=99").status_code == 404
+    assert app.base.get(f"/api/v1{path}").status_code == 422
+
+
+def test_what_people_have_of_a_state() -> None:
+    """dcp show --json, a safetensors header or index, names and shapes: all tell the same."""
+    expected = {"a": StateTensor("float32", (2, 3)), "b": StateTensor("bfloat16", ())}
+    told = [
+        {
+            "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+            "b": {"dtype": "BF16", "shape": []},
+        },
+        {"a": {"dtype": "torch.float32", "shape": [2, 3]}, "b": {"dtype": "bfloat16", "shape": []}},
+        {
+            "checkpoint": {},
+            "tensors": [
+                {"fqn": "a", "dtype": "float32", "shape": [2, 3], "files": ["x"]},
+                {"fqn": "b", "dtype": "bfloat16", "shape": []},
+            ],
+        },
+    ]
+    for document in told:
+        assert state_of_document(document_of_text(json.dumps(document))) == StateNames(expected)
+    names = state_of_document({"metadata": {}, "weight_map": {"a": "1.safetensors"}})
+    assert names.tensors == {"a": StateTensor(None, None)}
+    assert state_of_document({"tensors": [{"fqn": "a"}], "objects": [{"fqn": "o"}]}).values == {"o"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "nonsense",
+        "[]",
+        "{}",
+        '{"a": NaN}',
+        '{"a": [1], "a": [1]}',
+        '{"a": [-1]}',
+        '{"a": [1.5]}',
+        '{"a": [true]}',
+        '{"a": {"dtype": "float33", "shape": []}}',
+        '{"tensors": [1]}',
+        '{"tensors": [{"fqn": 7}]}',
+        '{"weight_map": {}}',
+        "[" * 100_000,
+        '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        '{"a": [' + "1" * 5000 + "]}",
+        json.dumps({"a": [1] * 1000}),
+        json.dumps({"x" * 5000: [1]}),
+        '{"\\ud800": [1]}',
+    ],
+)
+def test_hostile_text_is_refused(text: str) -> None:
+    """By one typed error that says what may be pasted, whatever it is."""
+    with pytest.raises(UnprocessableError):
+        state_of_document(document_of_text(text))
+
+
+def test_a_refused_text_stays_on_the_page(app: App) -> None:
+    """With what is wrong with it; nothing of it is anything but text."""
+    page = pasted(app, "run/step-1", f'{{"a": "{"</textarea><script>alert(1)</script>"}"}}', status=422)
+    assert "is no shape" in page.text
+    assert not [1 for name, given in page.elements if name == "script" and "src" not in given]
+
+
+def test_fifty_thousand_names_take_bounded_time(saved: Path) -> None:
+    """All missing under other names, a few of them deep: the renaming is found, or given up, soon."""
+    source = open_source(str(saved / "run/step-1"), open_store=OpenWith(None))
+    for name in ("layers.%d.weight", "x." * 2000 + "%d"):
+        state = StateNames({name % n: StateTensor("float32", (2,)) for n in range(50_000)})
+        begun = time.process_time()
+        found = check_load(1, source.index, state, "place")
+        assert found.plain.counts["missing"] == 50_000
+        assert len(found.plain.problems) <= 505
+        assert time.process_time() - begun < 20
+
+
+# -- models of Hugging Face ----------------------------------------------------------------------------------
+
+
+def test_a_config_is_a_job(app: App) -> None:
+    """Pasted, it becomes a job that the page follows; nothing is compared before that has ended."""
+    two = number(app, "run/step-1")
+    page = pasted(app, "run/step-1", json.dumps(CONFIG))
+    assert any("/api/v1/jobs/1/events" in given.get("sse-connect", "") for _, given in page.elements)
+    assert app.base.get("/api/v1/jobs/1").json()["params"]["config"] == CONFIG
+    assert app.base.get(f"/api/v1/checkpoints/{two}/will-it-load?shapes_job=1").status_code == 409
+    large = {**CONFIG, "id2label": {str(n): "x" * 50 for n in range(2000)}}
+    assert "65,536 characters at most" in pasted(app, "run/step-1", json.dumps(large), status=422).text
+
+
+def _made(**changes: Any) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "dcp.integrations.model_shapes"],
+        input=json.dumps({**CONFIG, **changes}),
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[3],
+    )
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.exhaustive
+def test_models_are_made_without_weights_and_without_anybodys_code(tmp_path: Path) -> None:
+    """Of a known type as transformers makes it; what asks for code or for too much is told."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    expected = LlamaForCausalLM(
+        LlamaConfig(**{k: v for k, v in CONFIG.items() if k != "auto_map"})
+    ).state_dict()
+    found = _made()
+    assert {one["fqn"]: tuple(one["shape"]) for one in found["tensors"]} == {
+        name: tuple(one.shape) for name, one in expected.items()
+    }
+    assert found["architecture"] == "LlamaForCausalLM"
+    assert _made(hidden_size=1 << 14, vocab_size=1 << 20)["tensors"][0]["shape"] == [1 << 20, 1 << 14]
+    for changes, told in (
+        ({"model_type": "somebodys"}, "no model_type"),
+        ({"num_hidden_layers": 10**6}, "more than 200,000 modules"),
+        ({"hidden_size": "x"}, "makes no model"),
+        ({"num_attention_heads": 0}, "makes no model"),
+    ):
+        assert told in _made(**changes)["problem"], changes
+
+
+@pytest.mark.exhaustive
+def test_a_model_of_a_config_from_end_to_end(app: App, tmp_path: Path) -> None:
+    """The program itself, in the job."""
+    pasted(app, "run/step-1", json.dumps({**CONFIG, "hidden_size": "nonsense"}))
+    pasted(app, "run/step-1", json.dumps(CONFIG))
+    roots = {name: {"url": str(tmp_path / name)} for name in ("main", "other")}
+    KindRuns(app.service.database, tmp_path / "work", roots).drain()
+    one, two = (app.base.get(f"/api/v1/jobs/{n}").json() for n in (1, 2))
+    assert (one["state"], two["state"]) == ("failed", "succeeded")
+    assert "makes no model" in one["error"]["detail"]
+    assert two["result"]["tensor_count"] == 12
+    browser = Browser(app.client())
+    path = f"/checkpoints/{number(app, 'run/step-1')}/will-it-load"
+    assert "No." in browser.page(f"{path}?shapes_job=2").text
+    assert "makes no model" in browser.page(f"{path}?shapes_job=1").text
