@@ -320,15 +320,16 @@ def _entry(shape: list[int], begin: int, end: int, dtype: str = "F32") -> dict[s
         _safetensors(b'{"a":' * 50_000),
         _safetensors(b'{"a": {"dtype":"F32","shape":[4],"data_offsets":[0,16]}, "a": 1}'),
         _safetensors({"a": _entry([1] * 65, 0, 4)}, bytes(4)),
-        _safetensors(b'{"__metadata__":{' + b'"a":"",' * 4_000_000 + b'"b":""}}'),
-        _safetensors(b'{"a":{"shape":[' + b"[]," * 9_000_000 + b"[]]}}"),
-        _safetensors(b'{"a":{"shape":[' + b".1," * 9_000_000 + b"1]}}"),
-        _safetensors(b'{"a":[' + b"{}," * 9_000_000 + b"{}]}"),
+        lambda: _safetensors(b'{"__metadata__":{' + b'"a":"",' * 4_000_000 + b'"b":""}}'),
+        lambda: _safetensors(b'{"a":{"shape":[' + b"[]," * 9_000_000 + b"[]]}}"),
+        lambda: _safetensors(b'{"a":{"shape":[' + b".1," * 9_000_000 + b"1]}}"),
+        lambda: _safetensors(b'{"a":[' + b"{}," * 9_000_000 + b"{}]}"),
     ],
     ids=map(str, range(17)),
 )
-def test_lying_safetensors_headers(data: bytes) -> None:
+def test_lying_safetensors_headers(data: bytes | Callable[[], bytes]) -> None:
     """Headers that are too long, overlap, leave holes or lie about sizes never become an index."""
+    data = data if isinstance(data, bytes) else data()  # large ones are not kept by all workers
     tracemalloc.start()
     try:
         with pytest.raises(CheckpointFormatError):
