@@ -46,6 +46,7 @@ from dcp.server.jobs.ledger.transitions import (
     request_cancel,
     retry,
     submit,
+    submit_behind,
     submit_or_join,
 )
 
@@ -93,6 +94,7 @@ __all__ = [
     "retry",
     "stopped",
     "submit",
+    "submit_behind",
     "submit_or_join",
     "task_documents",
     "task_results",

@@ -57,6 +57,7 @@ __all__ = [
     "request_cancel",
     "retry",
     "submit",
+    "submit_behind",
     "submit_or_join",
 ]
 
@@ -66,6 +67,18 @@ _FENCE_SHIFT: Final = 20
 def submit(connection: Connection, spec: JobSpec, now: float) -> int:
     """The id of the new job, or of the unfinished one with the same ``dedup_key``."""
     return submit_or_join(connection, spec, now)[0]
+
+
+def submit_behind(connection: Connection, spec: JobSpec, now: float) -> int:
+    """Like `submit`, but never one that has begun already, which may have looked before there was anything to
+    see: such a one is followed by one more, however many ask for it meanwhile."""
+    behind = spec
+    while True:
+        number, is_new = submit_or_join(connection, behind, now)
+        waits = (jobs.c.id == number) & (jobs.c.state == "queued") & jobs.c.cancel_seconds.is_(None)
+        if is_new or connection.execute(select(jobs.c.id).where(waits)).first() is not None:
+            return number
+        behind = replace(spec, dedup_key=f"{spec.dedup_key}:{number}")
 
 
 def submit_or_join(connection: Connection, spec: JobSpec, now: float) -> tuple[int, bool]:

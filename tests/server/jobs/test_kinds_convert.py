@@ -109,6 +109,20 @@ def check_target(runs: KindRuns, key: str, result: Any) -> None:
     assert told[1].data["source_id"] == source
 
 
+def test_a_scan_that_has_begun_is_not_the_one_that_reads_the_structure(runs: KindRuns) -> None:
+    """It may have listed the folder before the target was there: another one follows it, and only one."""
+    number = runs.id("main", "run/step-5")
+    runs.submit("scan", root="export", below="a")
+    assert runs.claim() is not None, "and it is at it for long"
+    for name in ("first", "second"):
+        runs.submit("convert", checkpoint_id=number, to="dcp", target_root="export", target_key=f"a/{name}")
+    done = runs.drain()
+    assert [job.state for job in done if job.kind == "convert"] == ["succeeded"] * 2
+    for name in ("first", "second"):
+        assert runs.row("export", f"a/{name}").structure_id is not None
+    assert len(runs.all(select(jobs).where(jobs.c.kind == "scan"))) <= 3
+
+
 @pytest.mark.parametrize(
     ("to", "key"),
     [

@@ -15,7 +15,7 @@ from dcp.server.catalog.lineage import add_lineage
 from dcp.server.catalog.roots import root_id
 from dcp.server.database.tables import checkpoints
 from dcp.server.jobs.kinds.scan import scan_spec
-from dcp.server.jobs.ledger import submit
+from dcp.server.jobs.ledger import submit_behind
 from dcp.server.jobs.ledger.states import JobRow, Json
 
 __all__ = ["record_target"]
@@ -49,7 +49,8 @@ def record_target(
         add_lineage(connection, target, source_id, "converted_from", job_id=job.id, now=now)
     detail = {"root": root, "key": key, "from": source_id, "job": job.id}
     audit.record(connection, job.created_by, "checkpoint.convert", f"checkpoint:{target}", detail, now=now)
-    submit(connection, scan_spec(root, facts.run_key, created_by="system"), now)
+    # not one that is at it already: it may have listed the folder before the target was there
+    submit_behind(connection, scan_spec(root, facts.run_key, created_by="system"), now)
     emit(
         connection,
         "checkpoint.converted",
