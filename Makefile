@@ -19,11 +19,12 @@ WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
 PYTEST_ARGS ?=
 PACKAGES_ARGS ?=
 
-.PHONY: help demo test test-all test-torch test-trainer browser check lint types contracts bench packages format sync-client clean
+.PHONY: help demo test test-all test-torch test-trainer browser check lint types contracts bench packages format pictures sync-client clean
 
 help:
 	@echo "make demo      train, kill in a save, resume on other ranks, flip a bit, serve; checks every claim"
 	@echo "make demo S3=1 the same on an S3 server, which it starts"
+	@echo "make demo SERVE=1  keeps the catalog up at the end, to look at it in a browser"
 	@echo "make test      tries every promise, in some minutes on two cores"
 	@echo "make test-all  all tests: also every combination, world size 8 and long runs"
 	@echo "make test-torch TORCH=2.10.0  what depends on torch, with that version, in an environment of its own"
@@ -32,11 +33,12 @@ help:
 	@echo "make bench     ours, stock torch and others in turn, on the same data"
 	@echo "make packages  a wheel and an sdist, installed with each extra on each Python, and tried"
 	@echo "make format    what ruff can repair by itself"
+	@echo "make pictures  the screenshots of docs/pages.md, of what the demo trains"
 	@echo "make sync-client the client that waits, made of the one that awaits"
 	@echo "make clean     remove .venv and the caches"
 
 demo: $(DEMO_STAMP)
-	@$(BIN)/python -m dcp.demo $(if $(S3),--s3)
+	@$(BIN)/python -m dcp.demo $(if $(S3),--s3) $(if $(SERVE),--serve)
 
 # Tests start hundreds of processes: what they import is compiled once, whatever the environment says of that.
 test test-all: export PYTHONDONTWRITEBYTECODE =
@@ -118,6 +120,9 @@ packages: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+pictures: $(STAMP) browser
+	$(BIN)/python -m tests.support.pictures
 
 sync-client: $(STAMP)
 	$(BIN)/python -m tests.support.sync_client

@@ -14,6 +14,7 @@ from dcp.server.pages.routes import (
     checkpoints,
     finding,
     jobs,
+    lineage,
     lists,
     overview,
     roots,
@@ -21,6 +22,7 @@ from dcp.server.pages.routes import (
     shards,
     sign_in,
 )
+from dcp.server.pages.routes.administration import audit, keys
 from dcp.server.pages.routes.comparing import diff, drift, will_it_load
 from dcp.server.pages.routes.values import changes, layers, tensors
 
@@ -30,13 +32,16 @@ ROUTERS: Final[tuple[APIRouter, ...]] = (
     actions.router,
     anatomy.router,
     assets.router,
+    audit.router,
     changes.router,
     checkpoints.router,
     diff.router,
     drift.router,
     finding.router,
     jobs.router,
+    keys.router,
     layers.router,
+    lineage.router,
     lists.router,
     overview.router,
     roots.router,

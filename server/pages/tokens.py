@@ -65,6 +65,10 @@ class Form:
         """The same; None if nothing was said."""
         return self.text(name) or None
 
+    def all(self, name: str) -> list[str]:
+        """All that was said under this name, as of boxes; without what is empty."""
+        return [value.strip() for value in self._fields.get(name, ()) if value.strip()]
+
     def is_checked(self, name: str) -> bool:
         """Of a box."""
         return bool(self.text(name))

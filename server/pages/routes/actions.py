@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlencode
 
 from fastapi import Request, Response
 from fastapi.responses import RedirectResponse
@@ -22,10 +24,11 @@ from dcp.server.routes.catalog import checkpoints as checkpoints_api
 from dcp.server.routes.catalog import deletion as deletion_api
 from dcp.server.routes.catalog import labels as api
 from dcp.server.routes.jobs.submitting import submit_kind
+from dcp.server.schemas.checkpoints import CheckpointDetailAnswer
 from dcp.server.schemas.common import IdPath
 from dcp.server.schemas.labels import AliasChange
 
-__all__ = ["router"]
+__all__ = ["Undo", "router", "undo_of"]
 
 router = pages_router()
 
@@ -37,7 +40,7 @@ _NAME: TypeAdapter[str] = TypeAdapter(Name)
 
 
 def _back(checkpoint_id: int, done: str) -> Response:
-    return RedirectResponse(f"/checkpoints/{checkpoint_id}?done={done}", 303)
+    return RedirectResponse(f"/checkpoints/{checkpoint_id}?{urlencode({'done': done})}", 303)
 
 
 def _seen(form: Form) -> Precondition:
@@ -129,7 +132,9 @@ def set_alias_form(
         return page(request, "move_alias.html", found=found, holder=holder, alias=present)
     change = AliasChange(checkpoint_id=checkpoint_id)
     api.set_alias(found.run_id, name, change, database, author, caller, Precondition(etag), Response())
-    return _back(checkpoint_id, "aliased")
+    if present is None:
+        return _back(checkpoint_id, "aliased")
+    return _back(checkpoint_id, f"moved:{present.checkpoint_id}:{name}")
 
 
 @router.post(_CHECKPOINT + "/unalias", dependencies=_WRITE)
@@ -142,7 +147,36 @@ def delete_alias_form(
     present = api.get_alias(found.run_id, name, database, caller, Response())
     if present.checkpoint_id == checkpoint_id:
         api.delete_alias(found.run_id, name, database, author, caller, Precondition(present.etag))
-    return _back(checkpoint_id, "unaliased")
+    return _back(checkpoint_id, f"unaliased:{checkpoint_id}:{name}")
+
+
+@dataclass(frozen=True, slots=True)
+class Undo:
+    """What takes the change of an alias back: it names ``holder`` again. ``etag`` is the alias's, "" if there
+    is none now."""
+
+    alias: str
+    holder: CheckpointDetailAnswer
+    etag: str
+
+
+def undo_of(done: str | None, found: CheckpointDetailAnswer, database: Db, caller: Caller) -> Undo | None:
+    """By what the page's address says was ``done``, if the catalog still is as that left it."""
+    what, number, name = [*(done or "").split(":", 2), "", ""][:3]
+    if what not in ("moved", "unaliased") or not number.isdecimal() or len(number) > 15:
+        return None
+    try:
+        holder = checkpoints_api.get_checkpoint(int(number), database, caller, Response())
+    except MissingError:
+        return None
+    if holder.run_id != found.run_id or holder.state in ("deleted", "purged"):
+        return None
+    try:
+        present = api.get_alias(found.run_id, name, database, caller, Response())
+    except MissingError:
+        return Undo(name, holder, "") if what == "unaliased" else None
+    is_as_left = what == "moved" and present.checkpoint_id == found.id != holder.id
+    return Undo(name, holder, present.etag) if is_as_left else None
 
 
 @router.post(_CHECKPOINT + "/delete", dependencies=_DELETE)

@@ -11,6 +11,7 @@ from dcp.server.data.access import DataDep
 from dcp.server.http.dependencies import Caller, Db, PageParams, ServiceDep
 from dcp.server.pages.queries import READ, pages_router
 from dcp.server.pages.rendering import page
+from dcp.server.pages.routes.actions import undo_of
 from dcp.server.pages.routes.values.changes import changes_below, changes_of_list, diff_job
 from dcp.server.pages.snippets import snippets_of
 from dcp.server.routes.catalog import checkpoints as api
@@ -22,6 +23,7 @@ from dcp.server.routes.jobs import jobs as jobs_api
 from dcp.server.routes.jobs import verification as verification_api
 from dcp.server.schemas.checkpoints import CheckpointAnswer, CheckpointDetailAnswer
 from dcp.server.schemas.common import IdPath
+from dcp.server.schemas.findings import VerificationAnswer
 from dcp.server.schemas.jobs import JobAnswer
 from dcp.server.schemas.queries import CheckpointQuery
 from dcp.storage.commit_names import METADATA_NAME
@@ -47,7 +49,7 @@ class TensorView(BaseModel):
     view: Literal["tree", "list"] = "tree"
     colour: Literal["dtype", "bytes", "change"] = "dtype"
     cursor: Annotated[str, Field(max_length=16_384)] | None = None
-    done: Annotated[str, Field(max_length=32)] | None = None
+    done: Annotated[str, Field(max_length=200)] | None = None
 
     @property
     def is_list(self) -> bool:
@@ -75,13 +77,16 @@ def checkpoint_page(
     roots = {root.name: root for root in roots_api.list_all(service, caller).items}
     jobs = jobs_api.list_jobs(database, caller, PageParams(5, None), _ACTIVE, checkpoint_id=checkpoint_id)
     before = _neighbour(found, database, caller, is_next=False)
+    verifications = verification_api.list_verifications(checkpoint_id, database, caller, 5).items
     return page(
         request,
         "checkpoint.html",
         twin=f"/api/v1/checkpoints/{checkpoint_id}",
         found=found,
         run_link=f"/runs/{found.run_id}",
-        verifications=verification_api.list_verifications(checkpoint_id, database, caller, 5).items,
+        verifications=verifications,
+        verified_by=_asker(verifications, database, caller),
+        undo=undo_of(view.done, found, database, caller),
         lineage=lineage_api.get_lineage(checkpoint_id, database, caller),
         before=before,
         after=_neighbour(found, database, caller, is_next=True),
@@ -127,6 +132,12 @@ def _changes(job: JobAnswer | None, view: TensorView, entries: Any) -> dict[str,
     if job is None or job.state != "succeeded":
         return None
     return changes_of_list(job, entries) if view.is_list else changes_below(job, view.prefix, entries)
+
+
+def _asker(verifications: list[VerificationAnswer], database: Db, caller: Caller) -> str | None:
+    """Whose job the newest was: jobs that the catalog refers to are never forgotten."""
+    job_id = verifications[0].job_id if verifications else None
+    return None if job_id is None else jobs_api.get_job(job_id, database, caller).created_by
 
 
 def _parents(prefix: str) -> list[tuple[str, str]]:

@@ -10,47 +10,15 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 import torch
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Error, expect
 
 import dcp
-from tests.support.catalog_api import CatalogApi, create_key
-from tests.support.chromium import Window, accessibility_faults, running_chromium, window
-from tests.support.service import Service, wait_until
+from tests.support.chromium import accessibility_faults
+from tests.support.site import Site, resized, running_site
 
-SETTINGS: Final = {
-    "auth": "keys",
-    "rate_limit": "100000/minute",
-    "concurrency": 1,
-    "embedded_worker": True,
-    "log_level": "warning",
-}
 STEPS: Final = (100, 200, 400)
 WIDTHS: Final = (360, 1024, 1920)
 COLOURS: Final = ("light", "dark")
-
-
-class Site:
-    """A service, a key for it, and a browser that is signed in with that."""
-
-    def __init__(self, service: Service, key: str, browser: Browser) -> None:
-        self.service = service
-        self.key = key
-        self.browser = browser
-        self.state: Any = None
-
-    def sign_in(self) -> None:
-        """By the form, as everybody does it."""
-        with window(self.browser, self.service.url) as seen:
-            seen.page.goto(f"{self.service.url}/jobs")
-            seen.page.get_by_label("API key").fill(self.key)
-            seen.page.get_by_role("button", name="Sign in").click()
-            seen.page.wait_for_url("**/jobs")
-            assert seen.faults == []
-            self.state = seen.page.context.storage_state()
-
-    def window(self, width: int = 1024, colours: Any = "light") -> Any:
-        """One that is signed in."""
-        return window(self.browser, self.service.url, width, colours, self.state)
 
 
 @pytest.fixture(scope="module")
@@ -58,16 +26,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """With a run of three steps."""
     folder = tmp_path_factory.mktemp("site")
     train(folder / "runs/llama/7b")
-    settings = {**SETTINGS, "roots": {"main": {"url": str(folder / "runs")}}}
     (folder / "service").mkdir()
-    service = Service(folder / "service", settings)
-    key = create_key(service, "ada", ["admin"])
-    with running_chromium() as browser, service, service.client(key) as client:
-        api = CatalogApi(client)
-        wait_until(lambda: len(api.checkpoints()) == len(STEPS), "the scan finds them")
+    with running_site(folder / "service", folder / "runs", len(STEPS)) as made:
+        api = made.api
         api.finished(api.submit("verify", checkpoint_id=api.checkpoints(sort="step")[0]["id"]))
-        made = Site(service, key, browser)
-        made.sign_in()
         yield made
 
 
@@ -95,19 +57,18 @@ PATHS: Final = (
     "/jobs?scans=true",
     "/jobs/1",
     "/roots",
+    "/checkpoints/1/lineage",
+    "/keys",
+    "/audit",
 )
 
 
-RARE: Final = ("/checkpoints/1/shards/chunks", "/checkpoints/1/shards?first_rank=0&end=900&colour=bytes")
+RARE: Final = (
+    "/checkpoints/1/shards/chunks",
+    "/checkpoints/1/shards?first_rank=0&end=900&colour=bytes",
+    "/keys/1/revoke",
+)
 """Plain tables, and others of the same."""
-
-
-def resized(seen: Window, width: int, colours: Any) -> None:
-    """The page as it is, in a window of this width and these colours: nothing of it lies outside."""
-    seen.page.set_viewport_size({"width": width, "height": 800})
-    seen.page.emulate_media(color_scheme=colours)
-    wide = seen.page.evaluate("document.documentElement.scrollWidth - innerWidth")
-    assert wide <= 0, (seen.path, width, wide)
 
 
 def test_pages_at_three_widths_in_both_colours(site: Site) -> None:
@@ -234,6 +195,28 @@ def test_working_on_a_checkpoint(site: Site) -> None:
         page.get_by_role("button", name="Undo").click()
         expect(page.get_by_role("status").filter(has_text="It is restored.")).to_be_visible()
         assert seen.faults == []
+
+
+def test_a_key_from_its_making_to_its_end(site: Site) -> None:
+    """It is copied from the page that shows it, is gone from there with the next look, and is revoked."""
+    with site.window() as seen:
+        page = seen.page
+        seen.open("/keys")
+        page.get_by_label("Name").fill("robot")
+        page.get_by_role("button", name="Make it").click()
+        page.get_by_role("button", name="Copy", exact=True).click()
+        key = page.evaluate("navigator.clipboard.readText()")
+        with site.service.client(key) as robot:
+            assert robot.get("/api/v1/whoami").json()["name"] == "key:robot"
+            page.get_by_role("link", name="Revoke robot").click()
+            page.get_by_role("button", name="Revoke robot").click()
+            expect(page.get_by_role("status").filter(has_text="The key is revoked")).to_be_visible()
+            assert robot.get("/api/v1/whoami").status_code == 401
+        assert seen.faults == []
+        page.go_back()
+        with pytest.raises(Error, match="ERR_CACHE_MISS"):  # the page that has shown it is kept nowhere
+            page.go_back()
+        assert key not in page.content()
 
 
 def test_signing_out(site: Site) -> None:

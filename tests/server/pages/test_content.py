@@ -8,13 +8,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 import pytest
 from sqlalchemy import update
 
 from dcp.server.catalog.checkpoints import upsert_checkpoints
 from dcp.server.catalog.contents.structures import StructureFacts, StructureTensor
+from dcp.server.catalog.contents.verifications import add_verification
 from dcp.server.catalog.facts import CheckpointFacts
 from dcp.server.database.tables import checkpoints
 from tests.support.app import App, running_app
@@ -189,10 +190,76 @@ def test_labels_by_forms(app: App) -> None:
     assert app.base.get("/api/v1/runs/1/aliases/best").json()["checkpoint_id"] == one
     assert browser.submit(asked.form(f"/checkpoints/{two}/alias")).status_code == 200
     assert app.base.get("/api/v1/runs/1/aliases/best").json()["checkpoint_id"] == two
-    assert "The alias is removed." in send(two, "unalias").text
+    assert "is removed." in send(two, "unalias").text
     bad = browser.page(f"/checkpoints/{one}").forms
     answer = browser.submit(next(form for form in bad if form.action.endswith("/alias")), alias="no blanks")
     assert answer.status_code == 422
+
+
+def test_what_is_done_to_an_alias_is_undone(app: App) -> None:
+    """Moved back or given again by the page that says it; not once somebody else has changed it since."""
+    one, two, three = (add_checkpoint(app.service.database, f"run/step-{n}") for n in (1, 2, 3))
+    stranger = add_checkpoint(app.service.database, "another/step-1")
+    browser = Browser(app.client())
+
+    def named() -> int | None:
+        answer = app.base.get("/api/v1/runs/1/aliases/best")
+        return answer.json()["checkpoint_id"] if answer.status_code == 200 else None
+
+    def set_to(number: int) -> PageText:
+        page = browser.page(f"/checkpoints/{number}")
+        asked = PageText(browser.submit(page.form(f"/checkpoints/{number}/alias"), alias="best").text)
+        forms = [form for form in asked.forms if form.action == f"/checkpoints/{number}/alias"]
+        return asked if "Labels" in asked.text else PageText(browser.submit(forms[0]).text)
+
+    set_to(one)
+    moved = set_to(two)
+    assert "names this checkpoint now" in moved.text and "Undo: let it name step 1 again" in moved.text
+    back = PageText(browser.submit(moved.form(f"/checkpoints/{one}/alias")).text)
+    assert named() == one and "Undo: let it name step 2 again" in back.text
+    removed = PageText(browser.submit(back.form(f"/checkpoints/{one}/unalias")).text)
+    assert named() is None and "is removed" in removed.text
+    browser.submit(next(form for form in removed.forms if form.fields.get("alias") == "best"))
+    assert named() == one
+    moved = set_to(two)
+    set_to(three)
+    assert browser.submit(moved.form(f"/checkpoints/{one}/alias")).status_code == 412
+    assert named() == three
+    for done in (
+        f"moved:{one}:best",  # it names another one by now
+        f"moved:{stranger}:best",
+        "moved:99:best",
+        "moved:9999999999999999999:best",
+        "moved:٣:best",
+        "moved::",
+        "moved:1:<script>",
+        f"unaliased:{stranger}:best",
+    ):
+        assert "Undo" not in browser.page(f"/checkpoints/{two}?{urlencode({'done': done})}").text, done
+
+
+def test_whose_job_verified_it_is_said(keyed: App) -> None:
+    """By the name of the key that asked for it, beside the job."""
+    number = add_checkpoint(keyed.service.database, "run/step-1")
+    browser = Browser(keyed.client())
+    browser.sign_in(keyed.key("read", "write", name="ada"))
+    browser.submit(browser.page(f"/checkpoints/{number}").form(f"/checkpoints/{number}/verify"))
+    keyed.service.database.transact(
+        lambda connection: add_verification(
+            connection,
+            number,
+            fingerprint="print-run/step-1",
+            mode="full",
+            outcome="good",
+            findings=[],
+            checked_bytes=53,
+            seconds=1.0,
+            job_id=1,
+            now=keyed.service.clock(),
+        )
+    )
+    text = browser.page(f"/checkpoints/{number}").text
+    assert "by job 1 of key:ada" in text.partition("Loads in stock torch")[0]
 
 
 def test_deleting_and_undoing(app: App) -> None:

@@ -1,0 +1,112 @@
+"""Graphs in columns, drawn by the service: where each box stands and how the lines between them run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+__all__ = ["Box", "Graph", "Line", "graph_of"]
+
+BOX_WIDTH: Final = 216
+BOX_HEIGHT: Final = 62
+_BETWEEN_COLUMNS: Final = 76
+_BETWEEN_ROWS: Final = 18
+_MAX_ROWS: Final = 12
+_MAX_DISTANCE: Final = 6
+"""What is farther off, or more in a column, is in the table alone: nobody reads a wall of boxes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A node of the graph with its corner, in pixels."""
+
+    node: Any
+    x: int
+    y: int
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """An edge as the path of an SVG, from the right of what was there to the left of what was made."""
+
+    edge: Any
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """What is drawn; ``left_out`` nodes are not."""
+
+    boxes: tuple[Box, ...]
+    lines: tuple[Line, ...]
+    width: int
+    height: int
+    left_out: int
+    box_width: int = BOX_WIDTH
+    box_height: int = BOX_HEIGHT
+
+
+def graph_of(nodes: Sequence[Any], edges: Sequence[Any]) -> Graph:
+    """``nodes`` have ``id`` and ``distance``, their column; ``edges`` have ``parent_id`` and ``child_id``."""
+    columns = _columns(nodes, edges)
+    rows = max(map(len, columns.values()), default=0)
+    boxes = {
+        node.id: Box(node, column * (BOX_WIDTH + _BETWEEN_COLUMNS), _y(row, len(found), rows))
+        for column, (_, found) in enumerate(sorted(columns.items()))
+        for row, node in enumerate(found)
+    }
+    lines = [
+        Line(edge, _path(boxes[edge.parent_id], boxes[edge.child_id]))
+        for edge in edges
+        if edge.parent_id in boxes and edge.child_id in boxes
+    ]
+    return Graph(
+        tuple(boxes.values()),
+        tuple(lines),
+        width=len(columns) * (BOX_WIDTH + _BETWEEN_COLUMNS) - _BETWEEN_COLUMNS,
+        height=rows * (BOX_HEIGHT + _BETWEEN_ROWS) - _BETWEEN_ROWS,
+        left_out=len(nodes) - len(boxes),
+    )
+
+
+def _columns(nodes: Sequence[Any], edges: Sequence[Any]) -> dict[int, list[Any]]:
+    """By distance, from the middle outwards: each node about as high as those that it hangs on, so that
+    lines seldom cross."""
+    by_distance: defaultdict[int, list[Any]] = defaultdict(list)
+    for node in nodes:
+        by_distance[node.distance].append(node)
+    neighbours: defaultdict[int, list[int]] = defaultdict(list)
+    for edge in edges:
+        neighbours[edge.parent_id].append(edge.child_id)
+        neighbours[edge.child_id].append(edge.parent_id)
+    places: dict[int, float] = {}
+    found: dict[int, list[Any]] = {}
+    for distance in sorted(by_distance, key=abs):
+        if abs(distance) > _MAX_DISTANCE:
+            continue
+        ordered = sorted(
+            by_distance[distance], key=lambda node: (_mean_place(neighbours[node.id], places), node.id)
+        )
+        found[distance] = ordered[:_MAX_ROWS]
+        middle = (len(found[distance]) - 1) / 2
+        places |= {node.id: row - middle for row, node in enumerate(found[distance])}
+    return found
+
+
+def _mean_place(of: Iterable[int], places: Mapping[int, float]) -> float:
+    known = [places[one] for one in of if one in places]
+    return sum(known) / len(known) if known else 0.0
+
+
+def _y(row: int, count: int, rows: int) -> int:
+    """In the middle of the highest column."""
+    return round((row + (rows - count) / 2) * (BOX_HEIGHT + _BETWEEN_ROWS))
+
+
+def _path(start: Box, end: Box) -> str:
+    x, y = start.x + BOX_WIDTH, start.y + BOX_HEIGHT // 2
+    to_x, to_y = end.x, end.y + BOX_HEIGHT // 2
+    bend = max(30, abs(to_x - x) // 2)
+    return f"M{x} {y}C{x + bend} {y} {to_x - bend} {to_y} {to_x} {to_y}"

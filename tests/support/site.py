@@ -1,0 +1,70 @@
+"""A real service with a browser that is signed in to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from playwright.sync_api import Browser
+
+from tests.support.catalog_api import CatalogApi, create_key
+from tests.support.chromium import Window, running_chromium, window
+from tests.support.service import Service, wait_until
+
+__all__ = ["Site", "resized", "running_site"]
+
+_SETTINGS: Final = {
+    "auth": "keys",
+    "rate_limit": "100000/minute",
+    "concurrency": 1,
+    "embedded_worker": True,
+    "log_level": "warning",
+}
+
+
+class Site:
+    """A service, a key for it, and a browser that is signed in with that."""
+
+    def __init__(self, service: Service, key: str, browser: Browser, api: CatalogApi) -> None:
+        self.service = service
+        self.key = key
+        self.browser = browser
+        self.api = api
+        self.state: Any = None
+
+    def sign_in(self) -> None:
+        """By the form, as everybody does it."""
+        with window(self.browser, self.service.url) as seen:
+            seen.page.goto(f"{self.service.url}/jobs")
+            seen.page.get_by_label("API key").fill(self.key)
+            seen.page.get_by_role("button", name="Sign in").click()
+            seen.page.wait_for_url("**/jobs")
+            assert seen.faults == []
+            self.state = seen.page.context.storage_state()
+
+    def window(self, width: int = 1024, colours: Any = "light") -> Any:
+        """One that is signed in."""
+        return window(self.browser, self.service.url, width, colours, self.state)
+
+
+@contextmanager
+def running_site(folder: Path, runs: Path, checkpoints: int) -> Iterator[Site]:
+    """Over the root "main" at ``runs``, once so many checkpoints are found there; its files in ``folder``."""
+    service = Service(folder, {**_SETTINGS, "roots": {"main": {"url": str(runs)}}})
+    key = create_key(service, "ada", ["admin"])
+    with running_chromium() as browser, service, service.client(key) as client:
+        api = CatalogApi(client)
+        wait_until(lambda: len(api.checkpoints()) == checkpoints, "the scan finds them")
+        made = Site(service, key, browser, api)
+        made.sign_in()
+        yield made
+
+
+def resized(seen: Window, width: int, colours: Any) -> None:
+    """The page as it is, in a window of this width and these colours: nothing of it lies outside."""
+    seen.page.set_viewport_size({"width": width, "height": 800})
+    seen.page.emulate_media(color_scheme=colours)
+    wide = seen.page.evaluate("document.documentElement.scrollWidth - innerWidth")
+    assert wide <= 0, (seen.path, width, wide)
