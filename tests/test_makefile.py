@@ -77,6 +77,14 @@ def test_the_demo_on_s3_needs_a_server(checkout: Checkout) -> None:
     assert checkout.make("demo", "S3=1") == [".[demo-s3]", "dcp.demo"]
 
 
+def test_the_demo_may_stay_up_for_a_browser(checkout: Checkout) -> None:
+    """Only if it is asked to."""
+    assert checkout.make("demo") == [".[demo]", "dcp.demo"]
+    assert "--serve" not in checkout.calls.read_text()
+    assert checkout.make("demo", "SERVE=1") == ["dcp.demo"]
+    assert "-m dcp.demo --serve" in checkout.calls.read_text()
+
+
 def test_benchmarks_bring_what_they_compare_with(checkout: Checkout) -> None:
     """On top of the tests' packages, and once."""
     assert checkout.make("bench") == [".[dev]", ".[bench]", "benchmarks"]

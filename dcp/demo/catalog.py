@@ -15,6 +15,7 @@ from dcp.demo.catalog_service import ROOT_NAME, CatalogService
 from dcp.demo.checks import compare_digests
 from dcp.demo.jobs import DemoError, Workplace
 from dcp.demo.narration import Narrator
+from dcp.demo.pages import PagesAct
 from dcp.demo.places import FolderPlace, checkpoint_name
 from dcp.server.client import Client, ClientError
 
@@ -54,7 +55,8 @@ class CatalogAct:
                 try:
                     self._find(client, losses)
                     self._verify(client)
-                    self._convert(client, digests)
+                    export = self._convert(client, digests)
+                    self._look(client, service.url, export)
                 except ClientError as error:
                     raise DemoError(f"the catalog: {error}") from error
             status = service.stop()
@@ -89,8 +91,8 @@ class CatalogAct:
             what = "the copy with the flipped bit" if job == "damaged" else "the checkpoint it was made of"
             self._narrator.check(f"a job reads every byte: {what} is {outcome}", seen == outcome, seen)
 
-    def _convert(self, client: Client, digests: dict[str, str]) -> None:
-        """A rule, a checkpoint that it is for, and the model in the hands of a user."""
+    def _convert(self, client: Client, digests: dict[str, str]) -> int:
+        """A rule, a checkpoint that it is for, and the model in the hands of a user; the id of the export."""
         name = checkpoint_name(self._work.steps)
         place = {"to": "safetensors", "target_key": "exports/{name}", "drop_objects": True}
         rule = {
@@ -117,6 +119,16 @@ class CatalogAct:
         streamed = self._work.root / "streamed.safetensors"
         client.download(source or 0, streamed, drop_objects=True)
         self._compare("the source, made into one file while it is sent", streamed, digests)
+        return int(target.id)
+
+    def _look(self, client: Client, url: str, export: int) -> None:
+        """At the pages of all that."""
+        name = checkpoint_name(self._work.steps)
+        of_run, damaged = (
+            client.checkpoint(self._checkpoint(client, f"{job}/{name}")) for job in ("run", "damaged")
+        )
+        runs = {*JOBS, "released", "exports"}
+        PagesAct(url, self._narrator).tell(runs, of_run, damaged, client.checkpoint(export))
 
     def _compare(self, what: str, path: Path, digests: dict[str, str]) -> None:
         found = digests_of_safetensors(path)

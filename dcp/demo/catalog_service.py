@@ -83,6 +83,10 @@ class CatalogService:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    def wait(self) -> int | None:
+        """Until it ends by itself, or Ctrl-C ends both (KeyboardInterrupt)."""
+        return None if self._process is None else self._process.wait()
+
     def stop(self) -> int | None:
         """End it in good order; its exit status, None if it had to be killed. Idempotent."""
         process, self._process = self._process, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 import signal
 import sys
@@ -49,26 +50,36 @@ def _sum_up(checks: Checks, narrator: Narrator, seconds: float, kept: str) -> in
     return 0
 
 
-def run(root: Path | None = None, *, save_every: int = DEFAULT_SAVE_EVERY, on_s3: bool = False) -> int:
+def run(
+    root: Path | None = None,
+    *,
+    save_every: int = DEFAULT_SAVE_EVERY,
+    on_s3: bool = False,
+    serve: bool = False,
+) -> int:
     """Run the demo in ``root`` (made if need be, must be empty) or in a folder that is removed at the end.
 
-    ``on_s3``: the checkpoints go to an S3 server that is started for it, and stopped at the end.
+    ``on_s3``: the checkpoints go to an S3 server that is started for it, and stopped at the end. ``serve``:
+    if every check passed, the catalog stays up for browsers until Ctrl-C.
     Returns the exit status: 0 if every check passed, 1 if not or if a job failed, 2 for wrong use.
     """
     if find_spec("torch") is None:
         print("dcp: the demo trains a model and needs torch: pip install 'dcphub[torch]'", file=sys.stderr)
+        return 2
+    if serve and find_spec("fastapi") is None:
+        print("dcp: the catalog needs more packages: pip install 'dcphub[server]'", file=sys.stderr)
         return 2
     if root is not None:
         root.mkdir(parents=True, exist_ok=True)
         if any(root.iterdir()):
             print(f"dcp: {root} is not empty; the demo wants a folder of its own", file=sys.stderr)
             return 2
-        return _tell(root.resolve(), save_every, on_s3, is_kept=True)
+        return _tell(root.resolve(), save_every, on_s3, serve, is_kept=True)
     with tempfile.TemporaryDirectory(prefix="dcp-demo-") as folder:
-        return _tell(Path(folder).resolve(), save_every, on_s3, is_kept=False)
+        return _tell(Path(folder).resolve(), save_every, on_s3, serve, is_kept=False)
 
 
-def _tell(root: Path, save_every: int, on_s3: bool, *, is_kept: bool) -> int:
+def _tell(root: Path, save_every: int, on_s3: bool, serve: bool, *, is_kept: bool) -> int:
     free_bytes = shutil.disk_usage(root).free
     if free_bytes < _NEEDED_BYTES:
         print(
@@ -85,16 +96,42 @@ def _tell(root: Path, save_every: int, on_s3: bool, *, is_kept: bool) -> int:
                 story.tell()
             except DemoError as error:
                 story.narrator.check("the demo ran to its end", False, str(error))
-            kept = "The folder is removed; --root DIR keeps it."
-            if is_kept:
-                kept = f"The S3 server stops and its data goes; logs and results stay in {root}."
-            if is_kept and not on_s3:
-                last = place.checkpoint("run", 4 * save_every)
-                kept = f"Everything is kept; look at it, for instance with: dcp show {last}"
-            return _sum_up(story.checks, story.narrator, time.monotonic() - begun, kept)
+            kept = _kept(root, on_s3, is_kept, place.checkpoint("run", 4 * save_every))
+            status = _sum_up(story.checks, story.narrator, time.monotonic() - begun, "" if serve else kept)
+            if serve and status == 0:
+                _serve(root, place, story.narrator)
+            return status
     except S3ServerError as error:
         print(f"dcp: {error}", file=sys.stderr)
         return 2
+
+
+def _kept(root: Path, on_s3: bool, is_kept: bool, newest: str) -> str:
+    """What stays, and how to look at it."""
+    look = "To look at all of it in a browser: make demo SERVE=1, or dcp demo --serve."
+    if not is_kept:
+        return f"The folder is removed; --root DIR keeps it. {look}"
+    if on_s3:
+        return f"The S3 server stops and its data goes; logs and results stay in {root}. {look}"
+    return (
+        f"Everything is kept. To look at it in a browser: cd {shlex.quote(str(root))} && dcp serve; without "
+        f"one, for instance: dcp show {shlex.quote(newest)}"
+    )
+
+
+def _serve(root: Path, place: Place, narrator: Narrator) -> None:
+    """The catalog of what was trained, until Ctrl-C or SIGTERM."""
+    from dcp.demo.catalog_service import CatalogService
+
+    with CatalogService(root, place) as service:
+        narrator.chapter("Look at it")
+        narrator.say(f"The catalog is at {service.url}/ until Ctrl-C.")
+        try:
+            status = service.wait()
+        except KeyboardInterrupt:
+            narrator.say("It is stopped.")
+        else:
+            narrator.say(f"It ended by itself, with exit status {status}; its log is in {root / 'logs'}.")
 
 
 @contextmanager
@@ -108,12 +145,12 @@ def _place(root: Path, on_s3: bool) -> Iterator[Place]:
         yield BucketPlace(server)
 
 
-def run_to_exit_status(root: Path | None, save_every: int, on_s3: bool = False) -> int:
+def run_to_exit_status(root: Path | None, save_every: int, on_s3: bool = False, serve: bool = False) -> int:
     """`run` for a command line: also what ends it from outside becomes an exit status, after cleaning up."""
     # As an exception, so that on the way out the training job is ended and the folder removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        return run(root, save_every=save_every, on_s3=on_s3)
+        return run(root, save_every=save_every, on_s3=on_s3, serve=serve)
     except KeyboardInterrupt:
         print("\ndcp: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -132,7 +169,10 @@ def main() -> int:
     parser.add_argument(
         "--s3", action="store_true", help="save to an S3 server, which is started here (SeaweedFS)"
     )
+    parser.add_argument(
+        "--serve", action="store_true", help="keep the catalog up at the end, for a browser, until Ctrl-C"
+    )
     options = parser.parse_args()
     if options.save_every < 1:
         parser.error("--save-every must be 1 or more")
-    return run_to_exit_status(options.root, options.save_every, options.s3)
+    return run_to_exit_status(options.root, options.save_every, options.s3, options.serve)

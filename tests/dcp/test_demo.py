@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from dcp.demo.checks import compare_digests, largest_difference, sparkline
@@ -33,6 +34,17 @@ def start(*command: str | Path, is_fresh: bool = False) -> subprocess.Popen[str]
     )
 
 
+def read_until_served(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """What it prints until its catalog is up, and where that is."""
+    assert process.stdout is not None
+    output = ""
+    for line in process.stdout:
+        output += line
+        if found := re.search(r"The catalog is at (http://\S+) until Ctrl-C", line):
+            return output, found[1]
+    raise AssertionError(output)
+
+
 def processes_with(text: str) -> list[int]:
     """Living processes with ``text`` in their command line."""
     found = []
@@ -49,11 +61,16 @@ def processes_with(text: str) -> list[int]:
 
 @pytest.mark.timeout(1200)
 def test_demo_from_end_to_end(tmp_path: Path) -> None:
-    """It passes its own checks, and its claims about files and steps hold when looked at from outside."""
+    """It passes its own checks, and its claims about files and steps hold when looked at from outside; then
+    it serves what it has trained to a browser, until Ctrl-C."""
     root = tmp_path / "demo"
-    process = start("-m", "dcp.demo", "--root", root, "--save-every", str(SAVE_EVERY))
-    output, _ = process.communicate(timeout=1150)
+    process = start("-m", "dcp.demo", "--root", root, "--save-every", str(SAVE_EVERY), "--serve")
+    output, url = read_until_served(process)
+    assert "uninterrupted" in httpx.get(url, headers={"accept": "text/html"}, trust_env=False).text
+    process.send_signal(signal.SIGINT)
+    output += process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
+    assert "It is stopped." in output
     assert "FAILED" not in output
     assert re.search(r"All ([0-9]+) checks passed", output), output
 
@@ -79,6 +96,10 @@ def test_demo_from_end_to_end(tmp_path: Path) -> None:
     # the catalog converted by itself what was released, and gave it to its client
     assert (root / "checkpoints" / "exports" / "step-00000008" / "model.safetensors").exists()
     assert len(re.findall(r"downloaded,[^:]*:\s+all\s+[0-9]+\s+tensors", output)) == 2
+
+    # its pages say so, too
+    assert len(re.findall(r"^ +ok +pages: ", output, re.MULTILINE)) == 4
+    assert re.search(r"^ +/checkpoints/[0-9]+ +Verified: verified, .* by job [0-9]+", output, re.MULTILINE)
 
     # what is left: four committed checkpoints, and no process
     committed = [path.name for path in sorted((root / "checkpoints" / "run").iterdir())]

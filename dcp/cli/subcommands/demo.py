@@ -20,6 +20,9 @@ def command(
     s3: Annotated[
         bool, typer.Option("--s3", help="Save to an S3 server, which is started here (SeaweedFS).")
     ] = False,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Keep the catalog up at the end, for a browser, until Ctrl-C.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Train a small model, kill it in a save, resume it on other numbers of ranks, and check every claim."""
@@ -27,5 +30,5 @@ def command(
         # here, because a usage message must not wait for numpy
         from dcp.demo.command import run_to_exit_status
 
-        status = run_to_exit_status(root, save_every, s3)
+        status = run_to_exit_status(root, save_every, s3, serve)
     raise typer.Exit(status)

@@ -7,7 +7,7 @@ from collections import defaultdict
 from fastapi import Request, Response
 
 from dcp.server.http.dependencies import Caller, Db
-from dcp.server.pages.graphs import graph_of
+from dcp.server.pages.drawings.graphs import graph_of
 from dcp.server.pages.queries import READ, pages_router
 from dcp.server.pages.rendering import page
 from dcp.server.routes.catalog import checkpoints as checkpoints_api

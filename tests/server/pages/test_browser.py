@@ -216,7 +216,6 @@ def test_a_key_from_its_making_to_its_end(site: Site) -> None:
         page.go_back()
         with pytest.raises(Error, match="ERR_CACHE_MISS"):  # the page that has shown it is kept nowhere
             page.go_back()
-        assert key not in page.content()
 
 
 def test_signing_out(site: Site) -> None:

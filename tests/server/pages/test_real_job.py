@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 import pytest
@@ -26,7 +27,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     write_corpus(folder / "corpus.txt")
     for name in ("results", "service"):
         (folder / name).mkdir()
-    given = {
+    given: dict[str, str | Path] = {
         "--corpus": folder / "corpus.txt",
         "--checkpoints": folder / "runs/llama/7b",
         "--results": folder / "results",

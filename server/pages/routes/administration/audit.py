@@ -39,7 +39,7 @@ class AuditView(BaseModel):
     cursor: Annotated[str, Field(max_length=2048)] | None = None
 
     @property
-    def words(self) -> dict[str, str]:
+    def words(self) -> dict[str, Any]:
         """What has to be equal."""
         asked = {"actor": self.actor, "action": self.action, "target": self.target}
         return {name: value for name, value in asked.items() if value is not None}
