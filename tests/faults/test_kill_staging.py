@@ -23,7 +23,7 @@ from tests.faults.test_kill_async_thread import (
 )
 from tests.support.crashes import Ending, Group, in_lab, kill_rank, run_groups, wait_for_end
 
-LATE_SECONDS = 10.0
+LATE_SECONDS = 6.0
 """How long the others wait for a rank that hangs; and in which all come together on a busy machine."""
 
 
