@@ -1,0 +1,247 @@
+"""One rule of a weight map: tensors of the source's names, tensors of the target's, by their axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from typing import NamedTuple
+
+from dcp.planners.weight_maps.axes import Axes, Term
+from dcp.planners.weight_maps.names import NamePattern
+from dcp.planners.weight_maps.pieces import MappedTensor, Piece, Side
+from dcp.storage.errors import OptionError, PlanError
+
+__all__ = ["Found", "Pattern", "Rule"]
+
+
+class Pattern(NamedTuple):
+    """Tensors of a rule: their names, and their axes; None where they stay as they are."""
+
+    name: NamePattern
+    axes: Axes | None
+
+
+class Found(NamedTuple):
+    """A tensor of the source: which pattern of the rule it is of, with which parts of its name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype_code: int
+    requires_grad: bool
+    pattern: int
+    parts: Mapping[str, str]
+
+
+class _SourceTerm(NamedTuple):
+    found: Found
+    term: Term
+    fixed: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``sources`` are made into ``targets``; by `inverse` the other way round.
+
+    ``padding`` are axes that one side has alone: zeros in a target, left out of a source. ``copies`` are
+    names of targets that have what others have already; as sources they are left out. A rule without targets
+    drops what it matches.
+    """
+
+    sources: tuple[Pattern, ...]
+    targets: tuple[Pattern, ...]
+    sizes: Mapping[str, str | int] = field(default_factory=dict)
+    padding: frozenset[str] = frozenset()
+    copies: frozenset[str] = frozenset()
+    when: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [pattern.axes is None for pattern in (*self.sources, *self.targets)]
+        if self.targets and any(given) and not (all(given) and self._is_renaming):
+            raise OptionError(f"{self.told}: each tensor needs its axes, unless it is just renamed")
+        if not self.sources:
+            raise OptionError("a rule needs a source")
+        for name in self.stacked | self.unstacked:
+            if not self._has_axis(name):
+                raise OptionError(f"{self.told}: {{{name}}} is on one side alone, and no axis of the other")
+
+    @property
+    def told(self) -> str:
+        """For messages."""
+        texts = [", ".join(pattern.name.text for pattern in side) for side in (self.sources, self.targets)]
+        return " -> ".join(texts)
+
+    @property
+    def inverse(self) -> Rule:
+        """From the targets to the sources."""
+        return Rule(self.targets, self.sources, self.sizes, self.padding, self.copies, self.when)
+
+    @property
+    def is_invertible(self) -> bool:
+        """False for one that drops."""
+        return bool(self.targets)
+
+    @cached_property
+    def stacked(self) -> frozenset[str]:
+        """Parts of the sources' names that are axes of targets."""
+        return _parts(self.sources) - _parts(self.targets) if self.targets else frozenset()
+
+    @cached_property
+    def unstacked(self) -> frozenset[str]:
+        """Parts of the targets' names that are axes of sources."""
+        return _parts(self.targets) - _parts(self.sources)
+
+    @cached_property
+    def _is_renaming(self) -> bool:
+        own = [pattern for pattern in self.targets if pattern.name.text not in self.copies]
+        return len(self.sources) == 1 and len(own) == 1
+
+    def _has_axis(self, name: str) -> bool:
+        others = self.targets if name in self.stacked else self.sources
+        own = self.sources if name in self.stacked else self.targets
+        return any(pattern.axes is not None and name in pattern.axes.names for pattern in others) and all(
+            name in pattern.name.numbers for pattern in own if name in pattern.name.parts
+        )
+
+    def match(self, name: str) -> tuple[int, dict[str, str]] | None:
+        """(which of the sources, the varying parts) of a name; None if it is none of them."""
+        for number, pattern in enumerate(self.sources):
+            parts = pattern.name.match(name)
+            if parts is not None:
+                return number, parts
+        return None
+
+    def key(self, found: Found) -> tuple[tuple[str, str], ...]:
+        """Equal for tensors that are made into the same targets."""
+        return tuple(sorted((name, text) for name, text in found.parts.items() if name not in self.stacked))
+
+    def apply(self, tensors: Sequence[Found], sizes: Mapping[str, int]) -> Iterator[MappedTensor]:
+        """The targets of ``tensors``, which are those of one `key`. PlanError that says what does not fit."""
+        sources = [found for found in tensors if self.sources[found.pattern].name.text not in self.copies]
+        self._check_complete(sources)
+        known = self._solve(sources, sizes)
+        by_axes: dict[frozenset[str], list[_SourceTerm]] = {}
+        for found in sources:
+            fixed = {name: int(found.parts[name]) for name in self.stacked if name in found.parts}
+            for term in self._axes(self.sources[found.pattern], found.shape).terms(known):
+                by_axes.setdefault(frozenset((*term.steps, *fixed)), []).append(_SourceTerm(found, term, fixed))
+        used: set[frozenset[str]] = set()
+        for pattern in self.targets:
+            yield from self._targets(pattern, sources, by_axes, known, used)
+        for axes in by_axes.keys() - used:
+            if not axes & self.padding:
+                raise PlanError(f"what has the axes {_told(axes)} would be lost")
+
+    def _check_complete(self, sources: Sequence[Found]) -> None:
+        there = {found.pattern for found in sources}
+        parts = dict(sources[0].parts) if sources else {}
+        for number, pattern in enumerate(self.sources):
+            if number not in there and pattern.name.text not in self.copies:
+                name = pattern.name.format({name: f"{{{name}}}" for name in pattern.name.parts} | parts)
+                raise PlanError(f"{name!r} is missing")
+        codes = {found.dtype_code for found in sources}
+        if len(codes) > 1:
+            raise PlanError("they have different dtypes")
+        for name in self.stacked:
+            by_pattern: dict[int, set[int]] = {}
+            for found in sources:
+                if name in found.parts:
+                    by_pattern.setdefault(found.pattern, set()).add(int(found.parts[name]))
+            count = max(map(len, by_pattern.values()), default=0)
+            for numbers in by_pattern.values():
+                if numbers != set(range(count)):
+                    gap = min(set(range(max(count, *numbers) + 1)) - numbers)
+                    raise PlanError(f"{name} {gap} is missing")
+
+    def _solve(self, sources: Sequence[Found], sizes: Mapping[str, int]) -> dict[str, int]:
+        known = dict(sizes)
+        for name in self.stacked:
+            known[name] = len({found.parts[name] for found in sources if name in found.parts})
+        for found in sources:
+            try:
+                known = self._axes(self.sources[found.pattern], found.shape).solve(found.shape, known)
+            except PlanError as error:
+                raise PlanError(f"{found.name!r} {error}") from None
+        return known
+
+    def _axes(self, pattern: Pattern, shape: Sequence[int]) -> Axes:
+        return pattern.axes or Axes.parse(" ".join(f"dim{dim}" for dim in range(len(shape))))
+
+    def _targets(
+        self,
+        pattern: Pattern,
+        sources: Sequence[Found],
+        by_axes: Mapping[frozenset[str], Sequence[_SourceTerm]],
+        known: Mapping[str, int],
+        used: set[frozenset[str]],
+    ) -> Iterator[MappedTensor]:
+        axes = self._axes(pattern, sources[0].shape)
+        lacking = [name for name in axes.names if name not in known]
+        if lacking:
+            raise PlanError(f"the sizes of {', '.join(lacking)} in {axes.text!r} are not known")
+        if any(known[name] < 0 for name in axes.names):
+            raise PlanError(f"{axes.text!r} has a negative size")
+        own = [name for name in pattern.name.parts if name in self.unstacked]
+        for numbers in product(*(range(known[name]) for name in own)):
+            fixed = dict(zip(own, numbers, strict=True))
+            name = pattern.name.format({**sources[0].parts, **{key: str(at) for key, at in fixed.items()}})
+            yield self._target(name, axes, fixed, sources[0], by_axes, known, used)
+
+    def _target(
+        self,
+        name: str,
+        axes: Axes,
+        fixed: Mapping[str, int],
+        like: Found,
+        by_axes: Mapping[frozenset[str], Sequence[_SourceTerm]],
+        known: Mapping[str, int],
+        used: set[frozenset[str]],
+    ) -> MappedTensor:
+        pieces: list[Piece] = []
+        padding = 0
+        for term in axes.terms(known):
+            key = frozenset((*term.steps, *fixed))
+            sources = by_axes.get(key, ())
+            if not sources:
+                if not key & self.padding:
+                    raise PlanError(f"nothing is the part of {name!r} with the axes {_told(key)}")
+                padding += math.prod(known[axis] for axis in term.steps)
+            elif len({source.found.pattern for source in sources}) > 1:
+                raise PlanError(f"two sources have the axes {_told(key)}: name those apart that differ")
+            used.add(key)
+            pieces += [_piece(source, name, term, fixed, known) for source in sources]
+        return MappedTensor(
+            name, axes.shape(known), pieces, like.dtype_code, like.requires_grad, padding, dict(known)
+        )
+
+
+def _parts(patterns: Sequence[Pattern]) -> frozenset[str]:
+    return frozenset(part for pattern in patterns for part in pattern.name.parts)
+
+
+def _told(axes: frozenset[str]) -> str:
+    return " ".join(sorted(axes)) or "none"
+
+
+def _piece(
+    source: _SourceTerm, name: str, term: Term, fixed: Mapping[str, int], known: Mapping[str, int]
+) -> Piece:
+    """The elements that two terms of the same axes have in common; of ``fixed`` ones, those of one index."""
+    axes = [axis for axis in term.steps if axis in source.term.steps]
+    lengths = tuple(known[axis] for axis in axes)
+    return Piece(
+        lengths,
+        _side(source.found.name, source.term, axes, fixed),
+        _side(name, term, axes, source.fixed),
+    )
+
+
+def _side(name: str, term: Term, axes: Sequence[str], fixed: Mapping[str, int]) -> Side:
+    base = list(term.base)
+    for axis, index in fixed.items():
+        if axis in term.steps:
+            base[term.dims[axis]] += term.steps[axis] * index
+    dims, steps = (tuple(own[axis] for axis in axes) for own in (term.dims, term.steps))
+    return Side(name, dims, steps, tuple(base))

@@ -1,0 +1,223 @@
+"""A whole map: rules in order, checked against what a checkpoint has before a byte moves."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from dcp.planners.weight_maps.axes import Axes
+from dcp.planners.weight_maps.names import NamePattern
+from dcp.planners.weight_maps.pieces import MappedTensor
+from dcp.planners.weight_maps.rules import Found, Pattern, Rule
+from dcp.planners.weight_maps.sizes import evaluate
+from dcp.storage.errors import CheckpointError, OptionError, PlanError
+from dcp.storage.near_names import close_to
+
+__all__ = ["MapSource", "WeightMap", "ready_maps"]
+
+_READY: Final = Path(__file__).parent / "ready"
+_MAX_FILE_BYTES: Final = 4 << 20
+_MAX_RULES: Final = 10_000
+_MAX_LISTED: Final = 10
+_RULE_KEYS: Final = frozenset({"from", "to", "sizes", "padding", "copies", "when"})
+_MAP_KEYS: Final = frozenset({"name", "description", "sizes", "rules"})
+
+MapSource = tuple[str, tuple[int, ...], int, bool]
+"""A tensor of the source: name, shape, dtype code, whether it requires grad."""
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    """From the tensors of one model definition to those of another; the first rule that knows a name has it.
+
+    ``sizes`` are of axes, in all rules: whole numbers, or expressions of ``config``'s names. What neither
+    says is told by the shapes of the source, where these can.
+    """
+
+    rules: tuple[Rule, ...]
+    sizes: Mapping[str, str | int] = field(default_factory=dict)
+    name: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, source: WeightMap | Mapping[str, Any] | str | os.PathLike[str]) -> WeightMap:
+        """A map from its data, from a TOML or JSON file, or a ready one by its name, ``llama:hf-to-titan``.
+
+        OptionError for what is none.
+        """
+        if isinstance(source, WeightMap):
+            return source
+        if isinstance(source, Mapping):
+            return cls.from_data(source)
+        text = os.fspath(source)
+        if text in (ready := ready_maps()):
+            return cls.from_data(ready[text].read_text("utf-8"), name=text)
+        path = Path(text)
+        if path.suffix not in (".toml", ".json") or not path.is_file():
+            near = close_to(text, list(ready))
+            told = f" (did you mean {', '.join(near)}?)" if near else f"; ready ones are {', '.join(ready)}"
+            raise OptionError(f"{text!r} is no weight map: neither a ready one nor a .toml or .json file{told}")
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise OptionError(f"{text} is larger than {_MAX_FILE_BYTES} bytes")
+        return cls.from_data(path.read_text("utf-8"), name=text)
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any] | str, *, name: str = "") -> WeightMap:
+        """From plain data, or from TOML or JSON text. OptionError for anything else."""
+        given = _parsed(data) if isinstance(data, str) else data
+        name = name or str(given.get("name", ""))
+        where = f"weight map {name!r}" if name else "weight map"
+        _check_keys(given, _MAP_KEYS, where)
+        rules = given.get("rules")
+        if not isinstance(rules, Sequence) or isinstance(rules, str) or not 0 < len(rules) <= _MAX_RULES:
+            raise OptionError(f"{where}: rules are a list of at least one")
+        return cls(
+            tuple(_rule(rule, f"{where}, rule {number + 1}") for number, rule in enumerate(rules)),
+            _sizes(given.get("sizes", {}), where),
+            name,
+        )
+
+    def with_config(self, config: Mapping[str, Any]) -> WeightMap:
+        """The same with these names for its expressions: a model's ``config.json``, or sizes by hand, which
+        go before those of before."""
+        return replace(self, config={**self.config, **config})
+
+    @property
+    def inverse(self) -> WeightMap:
+        """The other way; what a rule drops is not there then."""
+        rules = tuple(rule.inverse for rule in self.rules if rule.is_invertible)
+        return replace(self, rules=rules, name=f"{self.name} (inverse)")
+
+    def apply(self, tensors: Iterable[MapSource]) -> list[MappedTensor]:
+        """The target's tensors, in the order of the source's.
+
+        PlanError that names all that is wrong: tensors that no rule knows, parts that are missing, shapes
+        that do not fit, names that would be there twice.
+        """
+        rules, sizes = self._known()
+        groups: dict[tuple[int, tuple[tuple[str, str], ...]], list[Found]] = {}
+        unknown: list[str] = []
+        for name, shape, code, requires_grad in tensors:
+            for number, rule in enumerate(rules):
+                if (met := rule.match(name)) is not None:
+                    found = Found(name, shape, code, requires_grad, *met)
+                    groups.setdefault((number, rule.key(found)), []).append(found)
+                    break
+            else:
+                unknown.append(name)
+        problems = [f"no rule knows {name!r}" for name in unknown]
+        mapped: dict[str, MappedTensor] = {}
+        for (number, _), group in groups.items():
+            rule = rules[number]
+            if not rule.targets or all(rule.sources[found.pattern].name.text in rule.copies for found in group):
+                continue
+            try:
+                for tensor in rule.apply(group, {**sizes, **self._sizes_of(rule)}):
+                    if tensor.name in mapped:
+                        problems.append(f"{tensor.name!r} would be there twice, also by {rule.told}")
+                    mapped[tensor.name] = tensor
+            except CheckpointError as error:
+                problems.append(f"{rule.told}: {error}")
+        if problems:
+            more = f" and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
+            raise PlanError(f"{self.name or 'the weight map'}: {'; '.join(problems[:_MAX_LISTED])}{more}")
+        return list(mapped.values())
+
+    def _known(self) -> tuple[list[Rule], dict[str, int]]:
+        rules = [rule for rule in self.rules if rule.when is None or evaluate(rule.when, self.config)]
+        return rules, self._evaluated(self.sizes)
+
+    def _sizes_of(self, rule: Rule) -> dict[str, int]:
+        return self._evaluated(rule.sizes)
+
+    def _evaluated(self, sizes: Mapping[str, str | int]) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for name, given in sizes.items():
+            value = given if isinstance(given, int) else evaluate(given, {**self.config, **found})
+            if value is not None:
+                found[name] = value
+        return found
+
+
+def ready_maps() -> dict[str, Path]:
+    """The maps that come with the package, by name."""
+    found = {}
+    for path in sorted(_READY.glob("*.toml")):
+        family, _, way = path.stem.partition(".")
+        found[f"{family}:{way}"] = path
+    return found
+
+
+def _parsed(text: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise OptionError(f"a weight map is TOML or JSON: {error}") from None
+    if not isinstance(found, Mapping):
+        raise OptionError("a weight map is a table")
+    return found
+
+
+def _rule(given: Any, where: str) -> Rule:
+    if not isinstance(given, Mapping):
+        raise OptionError(f"{where} is no table")
+    _check_keys(given, _RULE_KEYS, where)
+    when = given.get("when")
+    if when is not None and not isinstance(when, str):
+        raise OptionError(f"{where}: when is an expression")
+    try:
+        if when is not None:
+            evaluate(when, {})
+        return Rule(
+            _patterns(given.get("from"), where),
+            _patterns(given.get("to", {}), where),
+            _sizes(given.get("sizes", {}), where),
+            frozenset(_texts(given.get("padding", []), f"{where}: padding")),
+            frozenset(_texts(given.get("copies", []), f"{where}: copies")),
+            when,
+        )
+    except OptionError as error:
+        raise OptionError(f"{where}: {error}") from None
+
+
+def _patterns(given: Any, where: str) -> tuple[Pattern, ...]:
+    """Of a name, or of names with their axes."""
+    if isinstance(given, str):
+        return (Pattern(NamePattern.parse(given), None),)
+    if not isinstance(given, Mapping):
+        raise OptionError("from and to are a name, or names with their axes")
+    patterns = []
+    for name, axes in given.items():
+        if not isinstance(axes, str):
+            raise OptionError(f"the axes of {name!r} are a text")
+        patterns.append(Pattern(NamePattern.parse(name), Axes.parse(axes)))
+    return tuple(patterns)
+
+
+def _sizes(given: Any, where: str) -> dict[str, str | int]:
+    if not isinstance(given, Mapping):
+        raise OptionError(f"{where}: sizes are by axis")
+    for name, size in given.items():
+        if isinstance(size, bool) or not isinstance(size, int | str):
+            raise OptionError(f"{where}: the size of {name} is a whole number or an expression")
+        if isinstance(size, str):
+            evaluate(size, {})
+    return dict(given)
+
+
+def _texts(given: Any, where: str) -> list[str]:
+    if not isinstance(given, Sequence) or isinstance(given, str) or not all(isinstance(x, str) for x in given):
+        raise OptionError(f"{where} is a list of texts")
+    return list(given)
+
+
+def _check_keys(given: Mapping[str, Any], known: frozenset[str], where: str) -> None:
+    for key in given:
+        if key not in known:
+            near = close_to(str(key), sorted(known))
+            raise OptionError(f"{where} has no {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))

@@ -1,0 +1,298 @@
+"""Weight maps: which elements of a source become which of a target, by names and axes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp.planners.weight_maps.pieces import MappedTensor, Piece, Side
+from dcp.planners.weight_maps.weight_map import WeightMap, ready_maps
+from dcp.storage.errors import OptionError, PlanError
+from dcp.storage.geometry.boxes import Box
+from dcp.storage.geometry.lattices import parts_between
+
+Array = npt.NDArray[Any]
+Arrays = dict[str, Array]
+
+LLAMA = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 8,
+    "head_dim": 6,
+    "intermediate_size": 10,
+    "vocab_size": 7,
+}
+
+
+def arrays(shapes: Mapping[str, tuple[int, ...]]) -> Arrays:
+    """Of numbers that are all different."""
+    numbers = itertools.count(1)
+    made = {}
+    for name, shape in shapes.items():
+        made[name] = np.array([next(numbers) for _ in range(int(np.prod(shape)))]).reshape(shape)
+    return made
+
+
+def planned(weights: WeightMap, source: Arrays) -> list[MappedTensor]:
+    """What becomes of the arrays."""
+    return weights.apply((name, array.shape, 0, False) for name, array in source.items())
+
+
+def view(array: Array, side: Side, lengths: tuple[int, ...]) -> Array:
+    """The elements of a piece, in a C-ordered array."""
+    strides = tuple(step // array.itemsize for step in array.strides)
+    return np.lib.stride_tricks.as_strided(
+        array.reshape(-1)[side.place(strides, (0,) * array.ndim) :],
+        lengths,
+        [step * array.itemsize for step in side.strides(strides)],
+    )
+
+
+def carried_out(pieces: Iterable[Piece], source: Arrays, target: Array) -> None:
+    """Copy the elements."""
+    for piece in pieces:
+        if 0 not in piece.lengths:
+            view(target, piece.target, piece.lengths)[...] = view(
+                source[piece.source.name], piece.source, piece.lengths
+            )
+
+
+def mapped(weights: WeightMap, source: Arrays) -> Arrays:
+    """The target's arrays; elements that nothing fills are 0."""
+    made = {}
+    for tensor in planned(weights, source):
+        made[tensor.name] = np.zeros(tensor.shape, np.int64)
+        carried_out(tensor.pieces, source, made[tensor.name])
+        assert int((made[tensor.name] == 0).sum()) == tensor.padding
+    return made
+
+
+def llama(*, tied: bool = False, layers: int = 2) -> Arrays:
+    """As transformers names the weights of a small one."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (7, 8), "model.norm.weight": (8,)}
+    for layer in range(layers):
+        own = f"model.layers.{layer}"
+        shapes |= {
+            f"{own}.self_attn.q_proj.weight": (24, 8),
+            f"{own}.self_attn.k_proj.weight": (12, 8),
+            f"{own}.self_attn.v_proj.weight": (12, 8),
+            f"{own}.self_attn.o_proj.weight": (8, 24),
+            f"{own}.mlp.gate_proj.weight": (10, 8),
+            f"{own}.mlp.up_proj.weight": (10, 8),
+            f"{own}.mlp.down_proj.weight": (8, 10),
+            f"{own}.input_layernorm.weight": (8,),
+            f"{own}.post_attention_layernorm.weight": (8,),
+        }
+    if not tied:
+        shapes["lm_head.weight"] = (7, 8)
+    return arrays(shapes)
+
+
+def of(*rules: Mapping[str, Any], **sizes: int | str) -> WeightMap:
+    """A map of these rules."""
+    return WeightMap.of({"rules": rules, "sizes": sizes})
+
+
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data()
+)
+def test_parts_of_steps_are_those_between(lengths: list[int], data: st.DataObject) -> None:
+    """Each position that is asked for is in one part, and no other is; in order."""
+    steps, reach = [], 1
+    for length in reversed(lengths):
+        step = reach + data.draw(st.integers(0, 2))
+        steps.insert(0, step)
+        reach += (length - 1) * step
+    low, high = sorted(data.draw(st.tuples(st.integers(-2, reach + 2), st.integers(-2, reach + 2))))
+    everything = [sum(map(int.__mul__, at, steps)) for at in itertools.product(*map(range, lengths))]
+    parts = list(parts_between(lengths, steps, low, high))
+    found = [
+        sum(map(int.__mul__, at, steps))
+        for part in parts
+        for at in itertools.product(*(range(first, first + count) for first, count in part))
+    ]
+    assert found == [position for position in everything if low <= position < high]
+    assert len(parts) <= 2 * len(lengths) + 1
+
+
+def test_rotary_halves_become_pairs() -> None:
+    """As Meta's own conversion permutes them."""
+    source = llama()
+    made = mapped(WeightMap.of("llama:hf-to-titan").with_config(LLAMA), source)
+    query = source["model.layers.1.self_attn.q_proj.weight"]
+    wanted = query.reshape(4, 2, 3, 8).swapaxes(1, 2).reshape(24, 8)
+    assert np.array_equal(made["layers.1.attention.wq.weight"], wanted)
+    assert np.array_equal(made["output.weight"], source["lm_head.weight"])
+    assert np.array_equal(made["layers.0.feed_forward.w3.weight"], source["model.layers.0.mlp.up_proj.weight"])
+
+
+def test_tied_embeddings_are_there_twice() -> None:
+    """Where the configuration says so; the inverse has them once."""
+    source = llama(tied=True)
+    weights = WeightMap.of("llama:hf-to-titan").with_config({**LLAMA, "tie_word_embeddings": True})
+    made = mapped(weights, source)
+    assert np.array_equal(made["output.weight"], source["model.embed_tokens.weight"])
+    assert np.array_equal(made["tok_embeddings.weight"], source["model.embed_tokens.weight"])
+    back = mapped(weights.inverse, made)
+    assert back.keys() == source.keys()
+
+
+def test_queries_keys_and_values_are_fused_by_group() -> None:
+    """As Megatron-Core has them: each group's queries, its key, its value."""
+    source = llama()
+    made = mapped(WeightMap.of("llama:hf-to-megatron").with_config({**LLAMA, "padded_vocab_size": 9}), source)
+    fused = made["decoder.layers.0.self_attention.linear_qkv.weight"].reshape(2, 4, 6, 8)
+    for group, (name, heads) in itertools.product(
+        range(2), [("q", slice(0, 2)), ("k", slice(2, 3)), ("v", slice(3, 4))]
+    ):
+        own = source[f"model.layers.0.self_attn.{name}_proj.weight"].reshape(2, -1, 6, 8)[group]
+        assert np.array_equal(fused[group, heads], own)
+    embedding = made["embedding.word_embeddings.weight"]
+    assert embedding.shape == (9, 8)
+    assert not embedding[7:].any()
+
+
+@pytest.mark.parametrize("name", ready_maps())
+def test_ready_maps_can_be_inverted(name: str) -> None:
+    """There and back is the same, bit for bit."""
+    source = llama()
+    weights = WeightMap.of(name).with_config({**LLAMA, "padded_vocab_size": 9})
+    back = mapped(weights.inverse, mapped(weights, source))
+    assert back.keys() == source.keys()
+    assert all(np.array_equal(back[key], source[key]) for key in source)
+
+
+def test_experts_are_stacked_and_unstacked() -> None:
+    """A number of the name on one side is an axis on the other."""
+    weights = of(
+        {"from": {"experts.{expert}.w": "out in_"}, "to": {"experts.w": "expert in_ out"}},
+    )
+    source = arrays({f"experts.{expert}.w": (2, 3) for expert in range(11)})
+    made = mapped(weights, source)["experts.w"]
+    assert np.array_equal(made, np.stack([source[f"experts.{expert}.w"].T for expert in range(11)]))
+    back = mapped(weights.inverse, {"experts.w": made})
+    assert all(np.array_equal(back[name], source[name]) for name in source)
+
+
+def test_names_alone() -> None:
+    """Tensors of any shape, also without dimensions."""
+    weights = of({"from": "a.{rest:*}", "to": "b.{rest:*}"}, {"from": "gone"})
+    source = arrays({"a.x": (), "a.y.z": (2, 0, 3), "gone": (2,)})
+    assert {name: array.shape for name, array in mapped(weights, source).items()} == {
+        "b.x": (),
+        "b.y.z": (2, 0, 3),
+    }
+
+
+@st.composite
+def tensors_of_axes(draw: st.DrawFn) -> tuple[str, str, dict[str, int]]:
+    """Two ways to make a tensor of the same axes, and their sizes."""
+    names = ["a", "b", "c", "d"][: draw(st.integers(1, 4))]
+    sizes = {name: draw(st.integers(1, 4)) for name in names}
+
+    def one() -> str:
+        order = draw(st.permutations(names))
+        cuts = sorted(draw(st.sets(st.integers(1, len(order)), max_size=3)) | {len(order)})
+        dims = [order[low:high] for low, high in itertools.pairwise([0, *cuts])]
+        return " ".join(f"({' '.join(dim)})" for dim in dims)
+
+    return one(), one(), sizes
+
+
+@given(tensors_of_axes(), st.data())
+def test_parts_of_any_box_are_those_of_the_whole(case: tuple[str, str, dict[str, int]], data: st.DataObject) -> None:
+    """Of a tensor that was reshaped and transposed, and of boxes on either side: each element once."""
+    before, after, sizes = case
+    weights = of({"from": {"x": before}, "to": {"y": after}}, **sizes)
+    names = before.replace("(", "").replace(")", "").split()
+    order = [names.index(name) for name in after.replace("(", "").replace(")", "").split()]
+    axes = arrays({"axes": tuple(sizes[name] for name in names)})["axes"]
+
+    def shape(text: str) -> tuple[int, ...]:
+        return tuple(int(np.prod([sizes[n] for n in dim.split()])) for dim in text[1:-1].split(") ("))
+
+    source, wanted = axes.reshape(shape(before)), axes.transpose(order).reshape(shape(after))
+    (tensor,) = planned(weights, {"x": source})
+
+    def box(shape: tuple[int, ...]) -> Box:
+        ends = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
+        return Box.between([low for low, _ in ends], [high for _, high in ends])
+
+    mine, stored = box(tensor.shape), box(source.shape)
+    made = np.zeros(tensor.shape, np.int64)
+    for piece in tensor.pieces:
+        for part in piece.within_target(mine):
+            for own in part.within_source(stored):
+                assert not view(made, own.target, own.lengths).any()
+                carried_out([own], {"x": source}, made)
+    expected = np.zeros_like(wanted)
+    expected[mine.slices] = wanted[mine.slices]
+    kept = np.zeros_like(source)
+    kept[stored.slices] = source[stored.slices]
+    assert np.array_equal(made, np.where(np.isin(expected, kept), expected, 0))
+
+
+@pytest.mark.parametrize(
+    ("rules", "source", "told"),
+    [
+        ([{"from": "a", "to": "b"}], {"a": (1,), "other": (1,)}, "no rule knows 'other'"),
+        ([{"from": {"a": "x", "b": "y"}, "to": {"c": "(x + y)"}}], {"a": (2,)}, "'b' is missing"),
+        ([{"from": {"a": "x y"}, "to": {"c": "y x"}}], {"a": (2,)}, "'a' has 1 dimensions"),
+        ([{"from": {"a": "(x two)"}, "to": {"c": "two x"}, "sizes": {"two": 2}}], {"a": (3,)}, "no x makes"),
+        ([{"from": {"a": "(x y)"}, "to": {"c": "y x"}}], {"a": (4,)}, "sizes of x and y are not known"),
+        ([{"from": {"e.{n}": "x"}, "to": {"e": "n x"}}], {"e.0": (2,), "e.2": (2,)}, "n 1 is missing"),
+        ([{"from": "{rest:*}.a", "to": "b"}], {"x.a": (1,)}, "on one side alone"),
+        ([{"from": "a", "to": "c"}, {"from": "b", "to": "c"}], {"a": (1,), "b": (1,)}, "'c' would be there twice"),
+        ([{"from": {"a": "(x + y)"}, "to": {"b": "x"}, "sizes": {"y": 1}}], {"a": (3,)}, "y would be lost"),
+        ([{"from": {"a": "x"}, "to": {"b": "(x + y)"}, "sizes": {"y": 1}}], {"a": (3,)}, "nothing is the part"),
+        ([{"from": {"a": "x", "b": "x"}, "to": {"c": "x"}}], {"a": (3,), "b": (3,)}, "two sources have"),
+        ([{"from": {"a": "x", "b": "y"}, "to": {"c": "(x + y)"}}], {"a": (2,), "b": ()}, "'b' has 0 dimensions"),
+    ],
+)
+def test_what_does_not_fit_is_told(
+    rules: list[dict[str, Any]], source: dict[str, tuple[int, ...]], told: str
+) -> None:
+    """Before anything is moved, by name."""
+    with pytest.raises((PlanError, OptionError)) as caught:
+        mapped(of(*rules), arrays(source))
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"rules": []},
+        {"rules": [{"from": "a", "to": "b", "of": 1}]},
+        {"rules": [{"from": {"a": "(x"}, "to": {"b": "x"}}]},
+        {"rules": [{"from": {"a": "x x"}, "to": {"b": "x"}}]},
+        {"rules": [{"from": {"a": "x + y"}, "to": {"b": "x"}}]},
+        {"rules": [{"from": {"a": "()"}, "to": {"b": "x"}}]},
+        {"rules": [{"from": {"a": "(" * 99 + "x" + ")" * 99}, "to": {"b": "x"}}]},
+        {"rules": [{"from": "a{", "to": "b"}]},
+        {"rules": [{"from": "a", "to": "b"}], "sizes": {"x": "__import__('os')"}},
+        {"rules": [{"from": "a", "to": "b"}], "sizes": {"x": "2 ** 9999"}},
+        {"rules": [{"from": "a", "to": "b"}], "sizes": {"x": "1 // 0"}},
+        {"rules": [{"from": "a", "to": "b"}], "sizes": {"x": True}},
+        {"rules": [{"from": "a", "to": "b", "when": "x["}]},
+        "rules = 3",
+        "{]",
+    ],
+)
+def test_what_is_no_map_is_refused(data: Any) -> None:
+    """With a typed error, whoever wrote it."""
+    with pytest.raises(OptionError):
+        WeightMap.from_data(data)
+
+
+def test_a_misspelt_ready_map_is_told() -> None:
+    """With the one that was meant."""
+    with pytest.raises(OptionError, match="did you mean llama:hf-to-titan"):
+        WeightMap.of("llama:hf-to-titn")
