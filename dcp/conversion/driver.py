@@ -126,10 +126,12 @@ class Conversion(Closable):
         engine, to, by_file = self._engine, self._options.layout.to, self.place.path is None
         mark = source_mark(engine.store, engine.index, to)
         planned = plan_target(engine, self.place, self._options, self._save_id)
-        identity = fingerprint(mark, planned.layout, by_file=by_file) + ("" if resume else self._save_id)
+        identity = fingerprint(mark, planned, by_file=by_file) + ("" if resume else self._save_id)
         layout, done = self.publisher.begin(planned.layout, identity)
-        sources = copy_sources(engine, layout)
-        batches = make_batches(make_tasks(engine.index, layout, sources, by_file=by_file), batch_bytes)
+        mapped = planned.mapped
+        sources = copy_sources(engine, layout, mapped.tensors if mapped else None)
+        codes = (mapped.index if mapped else engine.index).dtype_codes
+        batches = make_batches(make_tasks(engine.index, layout, sources, codes, by_file=by_file), batch_bytes)
         chunks = tuple(np.unique(sources.chunks).tolist())
         prepared = Prepared(mark, layout, chunks, len(batches), self.publisher.inode, planned.dropped)
         self._prepared, self._checks = prepared, ResultChecks(engine, layout.copies)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dcp.conversion.contents.entries import Entries, TargetDtype, choose_entries
+from dcp.conversion.contents.entries import Entries, TargetDtype, check_patterns, choose_entries
+from dcp.conversion.contents.mapping import MappedIndex, map_index, model_config
 from dcp.conversion.contents.values import SourceValues
 from dcp.conversion.copying.tasks import TASK_BYTES, WINDOW_BYTES
-from dcp.conversion.layouts.layout import TargetLayout
 from dcp.conversion.targets.job import LayoutJob, LayoutOptions, Planned
 from dcp.conversion.targets.places import TargetPlace
 from dcp.planners.garbage_collection import garbage_collection_paused
-from dcp.planners.load.selection import Patterns, Rename
+from dcp.planners.load.selection import Patterns, Rename, Selection
+from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.storage.commit_names import is_commit_object
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.errors import (
@@ -57,6 +58,7 @@ class ConversionOptions:
     exclude: Patterns | None = None
     rename: Rename | None = None
     dtype: TargetDtype = None
+    weight_map: WeightMap | None = None
 
 
 def refuse_itself(source: Source, place: TargetPlace) -> None:
@@ -71,16 +73,26 @@ def refuse_itself(source: Source, place: TargetPlace) -> None:
 
 def plan_target(engine: ReadEngine, place: TargetPlace, options: ConversionOptions, save_id: str) -> Planned:
     """The layout of all that the options choose, checked. Raises PlanError, MissingKeyError."""
-    entries = choose_entries(
-        engine.index,
-        only=options.only,
-        exclude=options.exclude,
-        rename=options.rename,
-        dtype=options.dtype,
-    )
+    entries, mapped = _chosen(engine, options)
     planned = plan_layout(entries, engine, place, options.layout, save_id)
     planned.layout.check()
-    return planned
+    return replace(planned, mapped=mapped)
+
+
+def _chosen(engine: ReadEngine, options: ConversionOptions) -> tuple[Entries, MappedIndex | None]:
+    if options.weight_map is None:
+        choice = {"only": options.only, "exclude": options.exclude}
+        return choose_entries(engine.index, rename=options.rename, dtype=options.dtype, **choice), None
+    weights, selection = options.weight_map, Selection.of(options.only, options.exclude)
+    if not weights.config:
+        weights = weights.with_config(model_config(engine.store))
+    if selection is not None:
+        check_patterns(selection, [*engine.index.fqns, *engine.index.objects.fqns])
+    mapped = map_index(engine.index, weights, selection)
+    entries = choose_entries(mapped.index, rename=options.rename, dtype=options.dtype)
+    objects = engine.index.objects.fqns
+    chosen = [value for value in entries.values if selection is None or selection.selects(objects[value.row])]
+    return replace(entries, values=chosen), mapped
 
 
 @garbage_collection_paused()
@@ -125,9 +137,12 @@ def refuse_changed(engine: ReadEngine, to: str, mark: str, name: str) -> None:
         raise SourceChangedError(f"{name} has changed while it was converted; convert it again", path=name)
 
 
-def fingerprint(mark: str, layout: TargetLayout, *, by_file: bool) -> str:
+def fingerprint(mark: str, planned: Planned, *, by_file: bool) -> str:
     """Equal for runs that would write the same bytes from a source of that ``mark``, and for no others."""
+    layout = planned.layout
     digest = hashlib.sha256(f"{mark} {by_file}".encode())
+    if planned.mapped is not None:
+        digest.update(planned.mapped.identity.encode())
     digest.update(np.array(layout.file_sizes, "<i8").tobytes())
     copies = layout.copies
     for column in (

@@ -22,6 +22,7 @@ from dcp.conversion.report import ConversionReport
 from dcp.conversion.targets.job import Chunks
 from dcp.conversion.targets.places import place_of
 from dcp.planners.load.selection import Patterns, Rename
+from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback, reporting
 from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import CorruptCheckpointError
@@ -41,6 +42,7 @@ def convert(
     exclude: Patterns | None = None,
     rename: Rename | None = None,
     dtype: TargetDtype = None,
+    map: WeightMap | Mapping[str, Any] | str | None = None,
     shard_bytes: int | None = None,
     files: int = 1,
     chunks: Chunks = "keep",
@@ -70,6 +72,9 @@ def convert(
         exclude: The same for what is left out.
         rename: From the source's names to the target's: regular expressions with replacements, or a function.
         dtype: Floating-point tensors are converted to it; one name, or names by glob.
+        map: From the source's model definition to another: a ready map's name, as "llama:hf-to-titan", a TOML
+            or JSON file, its data, or a `dcp.weight_map`. ``only`` and ``exclude`` choose before it,
+            ``rename`` and ``dtype`` have the names after it.
         shard_bytes: The size of a Hugging Face folder's shards.
         files: How many data files a "dcp" target has.
         chunks: "keep" has the source's chunks in a "dcp" target, "split" one of each tensor in each file.
@@ -103,7 +108,12 @@ def convert(
         place.refuse_existing()  # before anything is read; else it may be what a killed run has made
     found = open_source(source, open_store=opened)
     options = ConversionOptions(
-        LayoutOptions(to, files, chunks, shard_bytes, drop_objects), only, exclude, rename, dtype
+        LayoutOptions(to, files, chunks, shard_bytes, drop_objects),
+        only,
+        exclude,
+        rename,
+        dtype,
+        None if map is None else WeightMap.of(map),
     )
     if not (found.store.capabilities.is_shared and place.store.capabilities.is_shared):
         executor = "inline"  # a store that is in this process alone

@@ -17,8 +17,8 @@ import msgpack
 import numpy as np
 
 from dcp.conversion.copying.tasks import Task, TaskBatch, TaskResult
+from dcp.conversion.layouts.columns import SourceColumns, TaskCopies
 from dcp.conversion.layouts.layout import Copies, Hole, Literals, TargetLayout
-from dcp.conversion.layouts.sources import SourceColumns, TaskCopies
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
 

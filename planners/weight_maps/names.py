@@ -32,7 +32,9 @@ class NamePattern:
         found = cls(text)
         rest = _PART.sub("", text)
         if not text or "{" in rest or "}" in rest:
-            raise OptionError(f"{text!r} is no name: a part that varies is {{part}}, {{part:a|b}} or {{part:*}}")
+            raise OptionError(
+                f"{text!r} is no name: a part that varies is {{part}}, {{part:a|b}} or {{part:*}}"
+            )
         if len(set(found.parts)) < len(found.parts):
             raise OptionError(f"{text!r} has a part twice")
         return found

@@ -64,9 +64,7 @@ class Piece(NamedTuple):
                 low - side.base[dim],
                 low + size - side.base[dim],
             )
-            found = [
-                tuple((axis, *part) for axis, part in zip(axes, way, strict=True)) for way in parts
-            ]
+            found = [tuple((axis, *part) for axis, part in zip(axes, way, strict=True)) for way in parts]
             if not found:
                 return []
             chosen.append(found)

@@ -126,7 +126,9 @@ class Rule:
         for found in sources:
             fixed = {name: int(found.parts[name]) for name in self.stacked if name in found.parts}
             for term in self._axes(self.sources[found.pattern], found.shape).terms(known):
-                by_axes.setdefault(frozenset((*term.steps, *fixed)), []).append(_SourceTerm(found, term, fixed))
+                by_axes.setdefault(frozenset((*term.steps, *fixed)), []).append(
+                    _SourceTerm(found, term, fixed)
+                )
         used: set[frozenset[str]] = set()
         for pattern in self.targets:
             yield from self._targets(pattern, sources, by_axes, known, used)

@@ -41,7 +41,8 @@ def _value(node: ast.expr, names: Mapping[str, Any], text: str) -> int | None:
         case ast.Name(id=name):
             return _named(name, names.get(name))
         case ast.BoolOp(op=ast.Or(), values=parts):
-            return next((value for part in parts if (value := _value(part, names, text))), None)
+            values = [value for part in parts if (value := _value(part, names, text)) is not None]
+            return next(filter(None, values), 0 if values else None)
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             return int(not _value(operand, names, text))
         case ast.BinOp(left=left, op=op, right=right):

@@ -61,7 +61,9 @@ class WeightMap:
         if path.suffix not in (".toml", ".json") or not path.is_file():
             near = close_to(text, list(ready))
             told = f" (did you mean {', '.join(near)}?)" if near else f"; ready ones are {', '.join(ready)}"
-            raise OptionError(f"{text!r} is no weight map: neither a ready one nor a .toml or .json file{told}")
+            raise OptionError(
+                f"{text!r} is no weight map: neither a ready one nor a .toml or .json file{told}"
+            )
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise OptionError(f"{text} is larger than {_MAX_FILE_BYTES} bytes")
         return cls.from_data(path.read_text("utf-8"), name=text)
@@ -114,7 +116,9 @@ class WeightMap:
         mapped: dict[str, MappedTensor] = {}
         for (number, _), group in groups.items():
             rule = rules[number]
-            if not rule.targets or all(rule.sources[found.pattern].name.text in rule.copies for found in group):
+            if not rule.targets or all(
+                rule.sources[found.pattern].name.text in rule.copies for found in group
+            ):
                 continue
             try:
                 for tensor in rule.apply(group, {**sizes, **self._sizes_of(rule)}):
@@ -211,7 +215,11 @@ def _sizes(given: Any, where: str) -> dict[str, str | int]:
 
 
 def _texts(given: Any, where: str) -> list[str]:
-    if not isinstance(given, Sequence) or isinstance(given, str) or not all(isinstance(x, str) for x in given):
+    if (
+        not isinstance(given, Sequence)
+        or isinstance(given, str)
+        or not all(isinstance(x, str) for x in given)
+    ):
         raise OptionError(f"{where} is a list of texts")
     return list(given)
 

@@ -28,7 +28,7 @@ from dcp.storage.errors import (
 from dcp.storage.formats.container_notes import STRUCTURE_VERSION
 from dcp.storage.formats.index import CheckpointIndex, Path
 
-__all__ = ["Entries", "TargetDtype", "TensorEntry", "Value", "choose_entries"]
+__all__ = ["Entries", "TargetDtype", "TensorEntry", "Value", "check_patterns", "choose_entries"]
 
 TargetDtype = str | Mapping[str, str] | None
 """One dtype for every floating-point tensor, or dtypes by glob of the source's names (first match counts)."""
@@ -166,7 +166,7 @@ def choose_entries(
     selection, renaming = Selection.of(only, exclude), renamer(rename)
     containers = _empty_containers(index)
     if selection is not None:
-        _check_patterns(selection, [*names, *map(_name, containers)])
+        check_patterns(selection, [*names, *map(_name, containers)])
     chosen = names if selection is None else [name for name in names if selection.selects(name)]
     renamed = map(renaming, chosen) if renaming else chosen
     new_names = dict(zip(chosen, renamed, strict=True))
@@ -230,7 +230,8 @@ def _empty_containers(index: CheckpointIndex) -> list[Path]:
     ]
 
 
-def _check_patterns(selection: Selection, names: Sequence[str]) -> None:
+def check_patterns(selection: Selection, names: Sequence[str]) -> None:
+    """MissingKeyError for patterns that match none of ``names``, OptionError if nothing is left."""
     matches = selection.match(names, [])
     if matches.idle:
         told = [

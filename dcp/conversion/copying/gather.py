@@ -16,16 +16,15 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dcp.conversion.layouts.pieces import SourceBox, Transfer, transfer_of
+from dcp.conversion.layouts.pieces import SourcePart, Transfer, transfer_of
 from dcp.storage.engine.memory import item_dtype
 from dcp.storage.engine.reading.coalescing.neighbours import coalesce, span_bytes
 from dcp.storage.engine.reading.fragments import Fragment, within_blocks
 from dcp.storage.engine.reading.open_files import OpenFiles
 from dcp.storage.engine.reading.worker import SCRATCH
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
-from dcp.storage.geometry.boxes import range_boxes
+from dcp.storage.geometry.lattices import parts_between
 from dcp.storage.geometry.payload_parts import box_parts, is_sparse
-from dcp.storage.geometry.strides import c_strides
 from dcp.storage.stores.base import Store
 from dcp.storage.threads import work_off
 
@@ -43,16 +42,15 @@ _STEP_BYTES: Final = 1 << 20
 
 
 class Wanted(NamedTuple):
-    """Elements ``first`` to ``last`` (C order) of a box of ``shape`` made of ``sources``, to ``target``.
+    """Elements ``first`` to ``last`` (C order) of a copy made of ``sources``, to ``target``.
 
     ``copy`` and ``position`` say which bytes of the output they are, if they go there as they are; with
     ``copy`` -1 they do not.
     """
 
     target: memoryview
-    shape: tuple[int, ...]
     itemsize: int
-    sources: Sequence[SourceBox]
+    sources: Sequence[SourcePart]
     first: int
     last: int
     copy: int
@@ -126,16 +124,14 @@ class RangeReader:
     # -- what to read ----------------------------------------------------------------------------------------
 
     def _reads(self, want: Wanted) -> Iterator[_Read]:
-        strides = c_strides(want.shape, want.itemsize)
-        origin = want.first * want.itemsize
-        for box in range_boxes(want.shape, want.first, want.last):
-            for source in want.sources:
-                part = box.intersection(source.box)
-                if part is not None:
-                    transfer = transfer_of(part, source, strides, origin, want.itemsize)
-                    yield from self._transfers(want, source, transfer, part.volume * want.itemsize)
+        for source in want.sources:
+            low, high = want.first - source.target, want.last - source.target
+            for part in parts_between(source.lengths, source.target_strides, low, high):
+                transfer = transfer_of(source, part, want.first, want.itemsize)
+                size = math.prod(count for _, count in part) * want.itemsize
+                yield from self._transfers(want, source, transfer, size)
 
-    def _transfers(self, want: Wanted, source: SourceBox, transfer: Transfer, size: int) -> Iterator[_Read]:
+    def _transfers(self, want: Wanted, source: SourcePart, transfer: Transfer, size: int) -> Iterator[_Read]:
         base = source.payload_offset
         if transfer.is_run:
             limit = SCRATCH_BYTES if not self._profile.scatter else BLOCK_BYTES

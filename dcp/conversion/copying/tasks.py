@@ -6,7 +6,6 @@ bounded by a few buffers. What it returns, checksums of what it read and wrote, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -14,20 +13,20 @@ from typing import Any, Final
 
 import msgpack
 import numpy as np
+import numpy.typing as npt
 
 from dcp.conversion.contents.casting import cast
 from dcp.conversion.copying.gather import RangeReader, Wanted
 from dcp.conversion.copying.sinks import ReservedRange, announce
+from dcp.conversion.layouts.columns import SourceColumns, TaskCopies, TaskCopy
 from dcp.conversion.layouts.layout import Hole, TargetLayout
-from dcp.conversion.layouts.pieces import SourceBox
-from dcp.conversion.layouts.sources import SourceColumns, TaskCopies, TaskCopy, source_files
+from dcp.conversion.layouts.sources import source_files
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.storage.engine.reading.fragments import Fragment, within_blocks
 from dcp.storage.errors import CheckpointError, CheckpointFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import crc32, crc32_combine
 from dcp.storage.formats.index import CheckpointIndex, Int64
-from dcp.storage.geometry.strides import c_strides
 from dcp.storage.stores.handles import WriteHandle
 
 __all__ = [
@@ -132,12 +131,18 @@ class TaskResult:
 
 @garbage_collection_paused()
 def make_tasks(
-    index: CheckpointIndex, layout: TargetLayout, sources: SourceColumns, *, by_file: bool
+    index: CheckpointIndex,
+    layout: TargetLayout,
+    sources: SourceColumns,
+    dtype_codes: npt.NDArray[np.uint8],
+    *,
+    by_file: bool,
 ) -> list[Task]:
-    """The tasks of a layout; ``sources`` are the parts of its copies. ``by_file``: one for each file."""
+    """The tasks of a layout; ``sources`` are the parts of its copies, ``dtype_codes`` are those of what is
+    copied, by row. ``by_file``: one for each file."""
     tasks: list[Task] = []
     copies = layout.copies
-    source_codes = index.dtype_codes[copies.tensors].astype(np.int64)
+    source_codes = dtype_codes[copies.tensors].astype(np.int64)
     for file, (name, size) in enumerate(zip(layout.file_names, layout.file_sizes, strict=True)):
         literals = layout.literals.of_file(file)
         rows = np.flatnonzero((copies.files == file) & (copies.size_bytes > 0))
@@ -282,19 +287,20 @@ class Assembler:
         out = dtypes.BY_CODE[copy.target_code].itemsize
         if low % out or high % out:
             # An element across two windows: then all of the copy is read for each, which is small.
-            first, last = 0, math.prod(copy.shape)
+            first, last = 0, copy.elements
         else:
             first, last = low // out, high // out
+        is_padded = copy.is_padded
+        if is_padded:
+            place[:] = bytes(len(place))
         if copy.source_code == copy.target_code and last - first == (high - low) // out and not low % out:
-            is_exact = all(_is_plain(source, copy, size) for source in copy.sources)
-            wanted.append(
-                Wanted(place, copy.shape, size, copy.sources, first, last, copy.copy if is_exact else -1, low)
-            )
+            is_exact = not is_padded and all(source.is_run(size) for source in copy.sources)
+            wanted.append(Wanted(place, size, copy.sources, first, last, copy.copy if is_exact else -1, low))
             if not is_exact:
                 later.append(lambda: self._note(copy.copy, low, place))
             return
         scratch = memoryview(bytearray((last - first) * size))
-        wanted.append(Wanted(scratch, copy.shape, size, copy.sources, first, last, -1, 0))
+        wanted.append(Wanted(scratch, size, copy.sources, first, last, -1, 0))
 
         def convert() -> None:
             data: Any = scratch
@@ -325,11 +331,6 @@ class Assembler:
             if hole.offset + 4 > end:
                 return
             self._hole += 1
-
-
-def _is_plain(source: SourceBox, copy: TaskCopy, itemsize: int) -> bool:
-    """Whether whole rows of the copy lie together in the payload, so that they are read where they belong."""
-    return source.box.sizes[1:] == copy.shape[1:] and source.strides == c_strides(copy.shape, itemsize)
 
 
 def _whole(fragments: Sequence[Fragment]) -> int:

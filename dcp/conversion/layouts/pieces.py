@@ -5,26 +5,40 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dcp.storage.geometry.boxes import Box
+from dcp.storage.geometry.lattices import AxisPart
 from dcp.storage.geometry.payload_parts import BoxPart
 
-__all__ = ["SourceBox", "Transfer", "transfer_of"]
+__all__ = ["SourcePart", "Transfer", "transfer_of"]
 
 
-class SourceBox(NamedTuple):
-    """A part of a copy that one stored chunk has.
+class SourcePart(NamedTuple):
+    """A part of a copy that one stored chunk has: ``lengths`` elements by axis, the copy's slowest first.
 
-    ``box`` is relative to the copy's. Its first element is at byte ``begin`` of the chunk's payload, which is
-    ``payload_bytes`` at ``payload_offset`` of file number ``file``; ``strides`` are in bytes, in any order.
+    The first one is at byte ``begin`` of the chunk's payload, which is ``payload_bytes`` at
+    ``payload_offset`` of file number ``file``; ``strides`` are in bytes, in any order. In the copy it is
+    element ``target`` (C order), and ``target_strides`` are in elements, descending.
     """
 
     chunk: int
     file: int
     payload_offset: int
     payload_bytes: int
-    box: Box
     begin: int
+    target: int
+    lengths: tuple[int, ...]
     strides: tuple[int, ...]
+    target_strides: tuple[int, ...]
+
+    def is_run(self, itemsize: int) -> bool:
+        """Whether its elements lie together in the copy, and in the payload in the same order."""
+        run = 1
+        axes = zip(reversed(self.lengths), reversed(self.strides), reversed(self.target_strides), strict=True)
+        for n, own, target in axes:
+            if n != 1:
+                if target != run or own != run * itemsize:
+                    return False
+                run *= n
+        return True
 
 
 class Transfer(NamedTuple):
@@ -55,18 +69,19 @@ class Transfer(NamedTuple):
         return Transfer(part.begin, target, part.lengths, self.source_strides, self.target_strides)
 
 
-def transfer_of(part: Box, source: SourceBox, strides: Sequence[int], origin: int, itemsize: int) -> Transfer:
-    """How ``part`` gets to a buffer whose byte 0 is byte ``origin`` of the copy, which has ``strides``."""
-    begin, target = source.begin, -origin
-    places = zip(part.offsets, source.box.offsets, source.strides, strides, strict=True)
-    for low, base, own, stride in places:
-        begin += (low - base) * own
-        target += low * stride
+def transfer_of(source: SourcePart, part: Sequence[AxisPart], first: int, itemsize: int) -> Transfer:
+    """How ``part`` of the axes of ``source`` gets to a buffer that begins with element ``first`` of the
+    copy."""
+    begin, target = source.begin, (source.target - first) * itemsize
     lengths: list[int] = []
     sources: list[int] = []
     targets: list[int] = []
     run = itemsize
-    for n, s, t in zip(reversed(part.sizes), reversed(source.strides), reversed(strides), strict=True):
+    axes = zip(part, source.strides, source.target_strides, strict=True)
+    for (low, n), s, step in reversed(list(axes)):
+        t = step * itemsize
+        begin += low * s
+        target += low * t
         if n == 1:
             continue
         if not lengths and s == t == run:

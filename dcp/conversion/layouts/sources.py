@@ -1,235 +1,211 @@
-"""The parts of the source that copies are made of, as columns: a checkpoint may have millions.
-
-A task carries a window of these columns, and makes the objects that reading needs (`TaskCopy`, `SourceBox`)
-of those that it is at.
-"""
+"""Where the parts of a layout's copies are in the source's files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from dcp.conversion.layouts.columns import SourceColumns
 from dcp.conversion.layouts.layout import Copies, TargetLayout
-from dcp.conversion.layouts.pieces import SourceBox
 from dcp.planners.columns import WantedColumns
 from dcp.planners.load.plan import plan_load
+from dcp.planners.weight_maps.pieces import MappedTensor, Piece
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.formats.index import CheckpointIndex, Int64, starts
 from dcp.storage.geometry.boxes import Box
-from dcp.storage.geometry.ragged import expand_ranges, gather_rows, row_products
-from dcp.storage.geometry.strides import c_strides_by_row
+from dcp.storage.geometry.ragged import gather_rows, row_products
+from dcp.storage.geometry.strides import c_strides, c_strides_by_row
 
-__all__ = ["SourceColumns", "TaskCopies", "TaskCopy", "copy_sources", "payload_crcs", "source_files"]
+__all__ = ["copy_sources", "payload_crcs", "source_files"]
 
 
-class TaskCopy(NamedTuple):
-    """A copy of the layout: ``size_bytes`` from ``begin`` of the target file on."""
+def copy_sources(
+    engine: ReadEngine, layout: TargetLayout, mapped: Sequence[MappedTensor] | None = None
+) -> SourceColumns:
+    """The parts of each copy, with their places in the source's files.
 
-    copy: int
-    begin: int
-    size_bytes: int
-    shape: tuple[int, ...]
-    source_code: int
-    target_code: int
-    sources: tuple[SourceBox, ...]
+    With ``mapped`` the tensors that are copied are these, made of the source's. Opens the records of foreign
+    formats whose payloads' places are not known. PlanError for tensors of which elements are not stored.
+    """
+    index, copies = engine.index, layout.copies
+    if mapped is not None:
+        return _mapped_sources(engine, copies, mapped)
+    rows, tensor_of = np.unique(copies.tensors, return_inverse=True)
+    stored = _stored_parts(engine, rows, tensor_of.astype(np.int64), copies.box_offsets, copies.box_sizes)
+    target_strides = _c_strides(copies, stored.wanted)
+    return SourceColumns(
+        start=starts(np.bincount(stored.wanted, minlength=len(copies))),
+        chunks=stored.chunks,
+        files=index.chunk_files[stored.chunks],
+        payload_offsets=engine.payloads.offsets[stored.chunks],
+        payload_bytes=index.payload_lengths[stored.chunks],
+        begins=stored.begins,
+        targets=_sums(stored.offsets * target_strides, stored.axis_start),
+        axis_start=stored.axis_start,
+        lengths=stored.lengths,
+        strides=stored.strides,
+        target_strides=target_strides,
+    )
 
 
 @dataclass(frozen=True, eq=False)
-class SourceColumns:
-    """The `SourceBox`es of copies: those of copy n are rows ``start[n]`` to ``start[n + 1]``.
+class _StoredParts:
+    """What of wanted boxes the chunks have, in the order of the boxes: by row the number of the box
+    (``wanted``), the chunk, and the first element's place in its payload (bytes); flat, sliced by
+    ``axis_start``, ``offsets`` in the box, ``lengths``, and the payload's ``strides`` (bytes)."""
 
-    Boxes are flat, sliced by ``box_start``.
-    """
-
-    start: Int64
+    wanted: Int64
     chunks: Int64
-    files: Int64
-    payload_offsets: Int64
-    payload_bytes: Int64
     begins: Int64
-    box_start: Int64
+    axis_start: Int64
     offsets: Int64
     lengths: Int64
     strides: Int64
 
-    def take(self, copies: Int64) -> SourceColumns:
-        """Those of ``copies``, in that order."""
-        counts = self.start[copies + 1] - self.start[copies]
-        rows = expand_ranges(self.start[copies], counts)
-        flat = {name: gather_rows(getattr(self, name), self.box_start, rows) for name in _BY_DIMENSION}
-        return SourceColumns(
-            start=starts(counts),
-            box_start=starts(self.box_start[rows + 1] - self.box_start[rows]),
-            **{name: getattr(self, name)[rows] for name in _BY_ROW},
-            **flat,
-        )
 
-    def boxes(self, first: int, last: int) -> Iterator[tuple[SourceBox, ...]]:
-        """Those of the copies ``first`` to ``last``, copy by copy."""
-        bounds = self.start[first : last + 1].tolist()
-        rows = slice(bounds[0], bounds[-1])
-        places = self.box_start[bounds[0] : bounds[-1] + 1].tolist()
-        flat = [getattr(self, name)[places[0] : places[-1]].tolist() for name in _BY_DIMENSION]
-        columns = [getattr(self, name)[rows].tolist() for name in _BY_ROW]
-        found = []
-        low = 0
-        for row, (chunk, file, payload_offset, payload_bytes, begin) in enumerate(zip(*columns, strict=True)):
-            high = places[row + 1] - places[0]
-            offsets, lengths, strides = (tuple(values[low:high]) for values in flat)
-            box = Box(offsets, lengths)
-            found.append(SourceBox(chunk, file, payload_offset, payload_bytes, box, begin, strides))
-            low = high
-        for begin, end in pairwise(bounds):
-            yield tuple(found[begin - bounds[0] : end - bounds[0]])
-
-    def chunks_of(self, first: int, last: int) -> Int64:
-        """The chunks of the copies ``first`` to ``last``."""
-        return np.unique(self.chunks[self.start[first] : self.start[last]])
-
-    @property
-    def is_sequential(self) -> bool:
-        """Whether rows of each copy follow one another in the stored payloads, so that a range of a copy is a
-        few ranges of payloads."""
-        counts = np.diff(self.box_start)
-        wide = self.lengths > 1
-        rows = np.repeat(np.arange(len(counts)), counts)[wide]
-        steps = self.strides[wide]
-        return not ((rows[1:] == rows[:-1]) & (steps[1:] > steps[:-1])).any()
-
-
-_BY_ROW = ("chunks", "files", "payload_offsets", "payload_bytes", "begins")
-_BY_DIMENSION = ("offsets", "lengths", "strides")
-
-
-@dataclass(frozen=True, eq=False)
-class TaskCopies:
-    """Copies of one file in the order of their places: of a whole file, or of a range of it.
-
-    ``shapes`` are flat, sliced by ``shape_start``.
-    """
-
-    numbers: Int64
-    begins: Int64
-    size_bytes: Int64
-    shape_start: Int64
-    shapes: Int64
-    source_codes: Int64
-    target_codes: Int64
-    sources: SourceColumns
-
-    @classmethod
-    def of(cls, copies: Copies, rows: Int64, source_codes: Int64, sources: SourceColumns) -> TaskCopies:
-        """Those in ``rows`` of a layout's copies."""
-        return cls(
-            rows,
-            copies.offsets[rows],
-            copies.size_bytes[rows],
-            starts(copies.box_start[rows + 1] - copies.box_start[rows]),
-            gather_rows(copies.box_sizes, copies.box_start, rows),
-            source_codes[rows],
-            copies.dtype_codes[rows],
-            sources.take(rows),
-        )
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def rows_between(self, begin: int, end: int) -> tuple[int, int]:
-        """The first and the one behind the last that reach into bytes ``begin`` to ``end`` of the file."""
-        first = int(np.searchsorted(self._ends, begin, "right"))
-        return first, max(first, int(np.searchsorted(self.begins, end, "left")))
-
-    @cached_property
-    def _ends(self) -> Int64:
-        return self.begins + self.size_bytes
-
-    def end_of(self, begin: int, count: int) -> int | None:
-        """Where the window from byte ``begin`` on ends that ``count`` copies reach into; None if that is all
-        there are."""
-        last = self.rows_between(begin, begin)[0] + count
-        return int(self.begins[last]) if last < len(self) else None
-
-    def between(self, begin: int, end: int) -> Iterator[TaskCopy]:
-        """Those that reach into bytes ``begin`` to ``end`` of the file, in order."""
-        first, last = self.rows_between(begin, end)
-        if first == last:
-            return
-        bounds = self.shape_start[first : last + 1].tolist()
-        shapes = self.shapes[bounds[0] : bounds[-1]].tolist()
-        columns = (self.numbers, self.begins, self.size_bytes, self.source_codes, self.target_codes)
-        rows = zip(
-            *(column[first:last].tolist() for column in columns), self.sources.boxes(first, last), strict=True
-        )
-        low = 0
-        for row, (number, at, size, source_code, target_code, boxes) in enumerate(rows):
-            high = bounds[row + 1] - bounds[0]
-            shape = tuple(shapes[low:high])
-            low = high
-            yield TaskCopy(number, at, size, shape, source_code, target_code, boxes)
-
-
-def copy_sources(engine: ReadEngine, layout: TargetLayout) -> SourceColumns:
-    """The parts of each copy, with their places in the source's files.
-
-    Opens the records of foreign formats whose payloads' places are not known. PlanError for tensors of which
-    elements are not stored.
-    """
-    index, copies = engine.index, layout.copies
-    rows, tensor_of = np.unique(copies.tensors, return_inverse=True)
-    counts = index.ndims[rows]
+def _stored_parts(
+    engine: ReadEngine, rows: Int64, tensor_of: Int64, box_offsets: Int64, box_sizes: Int64
+) -> _StoredParts:
+    """Of boxes of the tensors ``rows``; ``tensor_of`` says by box which of these."""
+    index = engine.index
     plan = plan_load(
         index,
         WantedColumns(
             fqns=[index.fqns[row] for row in rows.tolist()],
             dtype_codes=index.dtype_codes[rows],
-            shape_start=starts(counts),
+            shape_start=starts(index.ndims[rows]),
             shape_values=gather_rows(index.shape_values, index.shape_start, rows),
-            item_tensors=tensor_of.astype(np.int64),
-            item_offsets=copies.box_offsets,
-            item_sizes=copies.box_sizes,
-            item_local_offsets=np.zeros(len(copies.box_offsets), np.int64),
-            item_sources=np.arange(len(copies), dtype=np.int64),
+            item_tensors=tensor_of,
+            item_offsets=box_offsets,
+            item_sizes=box_sizes,
+            item_local_offsets=np.zeros(len(box_offsets), np.int64),
+            item_sources=np.arange(len(tensor_of), dtype=np.int64),
         ),
     )
     engine.resolve(np.unique(plan.chunks))
     order = np.argsort(plan.dests, kind="stable")
-    chunks, box_start = plan.chunks[order], starts(np.diff(plan.box_start)[order])
-    at, lengths, target = (
+    chunks, axis_start = plan.chunks[order], starts(np.diff(plan.box_start)[order])
+    at, lengths, offsets = (
         gather_rows(column, plan.box_start, order)
         for column in (plan.storage_offsets, plan.lengths, plan.dest_offsets)
     )
-    strides = _strides(engine, chunks, box_start)
-    places = np.concatenate([[0], np.cumsum(at * strides)])
+    strides = _strides(engine, chunks, axis_start)
+    begins = _sums(at * strides, axis_start)
+    return _StoredParts(plan.dests[order], chunks, begins, axis_start, offsets, lengths, strides)
+
+
+class _TensorParts(NamedTuple):
+    """Where one tensor of the source is stored: by part its box in the tensor, the chunk, and how it lies in
+    the payload."""
+
+    low: Int64
+    high: Int64
+    chunks: Int64
+    begins: Int64
+    strides: Int64
+
+
+def _mapped_sources(engine: ReadEngine, copies: Copies, tensors: Sequence[MappedTensor]) -> SourceColumns:
+    """Of copies of tensors that are made of the source's."""
+    index = engine.index
+    names = dict.fromkeys(piece.source.name for tensor in tensors for piece in tensor.pieces)
+    stored = _whole_tensors(engine, list(names))
+    counts: list[int] = []
+    found: list[tuple[int, int, int]] = []  # chunk, begin, target
+    axes: list[tuple[tuple[int, int, int], ...]] = []  # (target stride, length, stride)
+    boxes = [column.tolist() for column in (copies.box_start, copies.box_offsets, copies.box_sizes)]
+    for copy, row in enumerate(copies.tensors.tolist()):
+        flat = slice(boxes[0][copy], boxes[0][copy + 1])
+        box = Box(tuple(boxes[1][flat]), tuple(boxes[2][flat]))
+        before = len(found)
+        for piece in tensors[row].pieces:
+            for part in piece.within_target(box):
+                for chunk, begin, strides, own in _stored_pieces(part, stored[piece.source.name]):
+                    steps = c_strides(box.sizes)
+                    found.append((chunk, begin, own.target.place(steps, box.offsets)))
+                    rows = zip(own.target.strides(steps), own.lengths, strides, strict=True)
+                    axes.append(tuple(sorted((axis for axis in rows if axis[1] != 1), reverse=True)))
+        counts.append(len(found) - before)
+    chunks, begins, targets = np.array(found, np.int64).reshape(-1, 3).T
+    by_axis = np.array([axis for row in axes for axis in row], np.int64).reshape(-1, 3).T
     return SourceColumns(
-        start=starts(np.bincount(plan.dests, minlength=len(copies))),
+        start=starts(counts),
         chunks=chunks,
         files=index.chunk_files[chunks],
         payload_offsets=engine.payloads.offsets[chunks],
         payload_bytes=index.payload_lengths[chunks],
-        begins=np.diff(places[box_start]),
-        box_start=box_start,
-        offsets=target,
-        lengths=lengths,
-        strides=strides,
+        begins=begins,
+        targets=targets,
+        axis_start=starts(list(map(len, axes))),
+        lengths=by_axis[1],
+        strides=by_axis[2],
+        target_strides=by_axis[0],
     )
+
+
+def _whole_tensors(engine: ReadEngine, names: Sequence[str]) -> dict[str, _TensorParts]:
+    index = engine.index
+    rows = np.array([index.position[name] for name in names], np.int64)
+    shapes = gather_rows(index.shape_values, index.shape_start, rows)
+    stored = _stored_parts(engine, rows, np.arange(len(rows), dtype=np.int64), np.zeros_like(shapes), shapes)
+    bounds = np.searchsorted(stored.wanted, np.arange(len(rows) + 1)).tolist()
+    found = {}
+    for name, ndim, (first, last) in zip(names, index.ndims[rows].tolist(), pairwise(bounds), strict=True):
+        flat = slice(int(stored.axis_start[first]), int(stored.axis_start[last]))
+        low, lengths, strides = (
+            column[flat].reshape(last - first, ndim)
+            for column in (stored.offsets, stored.lengths, stored.strides)
+        )
+        own = slice(first, last)
+        found[name] = _TensorParts(low, low + lengths, stored.chunks[own], stored.begins[own], strides)
+    return found
+
+
+def _stored_pieces(piece: Piece, stored: _TensorParts) -> Iterator[tuple[int, int, tuple[int, ...], Piece]]:
+    """By part: (chunk, the first element's place in its payload, strides by axis in bytes, the part)."""
+    side = piece.source
+    reach = np.array(side.base, np.int64) + 1
+    for dim, step, length in zip(side.dims, side.steps, piece.lengths, strict=True):
+        reach[dim] += step * (length - 1)
+    met = ((stored.low < reach) & (stored.high > np.array(side.base, np.int64))).all(axis=1)
+    for row in np.flatnonzero(met).tolist():
+        box = Box.between(stored.low[row].tolist(), stored.high[row].tolist())
+        strides = stored.strides[row].tolist()
+        for part in piece.within_source(box):
+            begin = int(stored.begins[row]) + part.source.place(strides, box.offsets)
+            yield int(stored.chunks[row]), begin, part.source.strides(strides), part
+
+
+def _sums(values: Int64, start: Int64) -> Int64:
+    return np.diff(np.concatenate([[0], np.cumsum(values)])[start])
+
+
+def _c_strides(copies: Copies, rows: Int64) -> Int64:
+    """From one element to the next in the boxes of ``rows`` of the copies, by dimension."""
+    sizes = gather_rows(copies.box_sizes, copies.box_start, rows)
+    return _c_strides_of(
+        sizes, starts(copies.box_start[rows + 1] - copies.box_start[rows]), np.ones_like(rows)
+    )
+
+
+def _c_strides_of(sizes: Int64, start: Int64, itemsizes: Int64) -> Int64:
+    found, ndims = np.empty(len(sizes), np.int64), np.diff(start)
+    for ndim in np.unique(ndims[ndims > 0]).tolist():
+        rows = np.flatnonzero(ndims == ndim)
+        places = start[rows][:, None] + np.arange(ndim, dtype=np.int64)
+        found[places] = c_strides_by_row(sizes[places], itemsizes[rows])
+    return found
 
 
 def _strides(engine: ReadEngine, chunks: Int64, box_start: Int64) -> Int64:
     """How each of ``chunks`` is stored: bytes from one element to the next, by dimension."""
     index = engine.index
-    itemsizes = index.itemsizes[index.chunk_tensors[chunks]]
     sizes = gather_rows(index.chunk_sizes, index.box_start, chunks)
-    found = np.empty(len(sizes), np.int64)
-    ndims = np.diff(box_start)
-    for ndim in np.unique(ndims[ndims > 0]).tolist():
-        rows = np.flatnonzero(ndims == ndim)
-        places = box_start[rows][:, None] + np.arange(ndim, dtype=np.int64)
-        found[places] = c_strides_by_row(sizes[places], itemsizes[rows])
+    found = _c_strides_of(sizes, box_start, index.itemsizes[index.chunk_tensors[chunks]])
     permuted = engine.payloads.permuted_chunks
     for row in np.flatnonzero(np.isin(chunks, permuted)).tolist() if len(permuted) else ():
         order, own = engine.payloads.layout(int(chunks[row]))

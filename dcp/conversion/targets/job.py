@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, Final, Literal
 
 from dcp.conversion.contents.entries import Entries, Value
+from dcp.conversion.contents.mapping import MappedIndex
 from dcp.conversion.contents.values import SourceValues
 from dcp.conversion.layouts.layout import TargetLayout
 from dcp.conversion.layouts.sources import payload_crcs
@@ -46,10 +47,12 @@ class LayoutOptions:
 
 @dataclass(frozen=True)
 class Planned:
-    """A layout, and the names of the values that it leaves out."""
+    """A layout, and the names of the values that it leaves out. ``mapped``: its tensors are made of the
+    source's by a weight map."""
 
     layout: TargetLayout
     dropped: tuple[str, ...]
+    mapped: MappedIndex | None = None
 
 
 @dataclass(frozen=True)

@@ -100,9 +100,7 @@ def of(*rules: Mapping[str, Any], **sizes: int | str) -> WeightMap:
     return WeightMap.of({"rules": rules, "sizes": sizes})
 
 
-@given(
-    st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data()
-)
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
 def test_parts_of_steps_are_those_between(lengths: list[int], data: st.DataObject) -> None:
     """Each position that is asked for is in one part, and no other is; in order."""
     steps, reach = [], 1
@@ -130,7 +128,9 @@ def test_rotary_halves_become_pairs() -> None:
     wanted = query.reshape(4, 2, 3, 8).swapaxes(1, 2).reshape(24, 8)
     assert np.array_equal(made["layers.1.attention.wq.weight"], wanted)
     assert np.array_equal(made["output.weight"], source["lm_head.weight"])
-    assert np.array_equal(made["layers.0.feed_forward.w3.weight"], source["model.layers.0.mlp.up_proj.weight"])
+    assert np.array_equal(
+        made["layers.0.feed_forward.w3.weight"], source["model.layers.0.mlp.up_proj.weight"]
+    )
 
 
 def test_tied_embeddings_are_there_twice() -> None:
@@ -207,7 +207,9 @@ def tensors_of_axes(draw: st.DrawFn) -> tuple[str, str, dict[str, int]]:
 
 
 @given(tensors_of_axes(), st.data())
-def test_parts_of_any_box_are_those_of_the_whole(case: tuple[str, str, dict[str, int]], data: st.DataObject) -> None:
+def test_parts_of_any_box_are_those_of_the_whole(
+    case: tuple[str, str, dict[str, int]], data: st.DataObject
+) -> None:
     """Of a tensor that was reshaped and transposed, and of boxes on either side: each element once."""
     before, after, sizes = case
     weights = of({"from": {"x": before}, "to": {"y": after}}, **sizes)
@@ -249,11 +251,23 @@ def test_parts_of_any_box_are_those_of_the_whole(case: tuple[str, str, dict[str,
         ([{"from": {"a": "(x y)"}, "to": {"c": "y x"}}], {"a": (4,)}, "sizes of x and y are not known"),
         ([{"from": {"e.{n}": "x"}, "to": {"e": "n x"}}], {"e.0": (2,), "e.2": (2,)}, "n 1 is missing"),
         ([{"from": "{rest:*}.a", "to": "b"}], {"x.a": (1,)}, "on one side alone"),
-        ([{"from": "a", "to": "c"}, {"from": "b", "to": "c"}], {"a": (1,), "b": (1,)}, "'c' would be there twice"),
+        (
+            [{"from": "a", "to": "c"}, {"from": "b", "to": "c"}],
+            {"a": (1,), "b": (1,)},
+            "'c' would be there twice",
+        ),
         ([{"from": {"a": "(x + y)"}, "to": {"b": "x"}, "sizes": {"y": 1}}], {"a": (3,)}, "y would be lost"),
-        ([{"from": {"a": "x"}, "to": {"b": "(x + y)"}, "sizes": {"y": 1}}], {"a": (3,)}, "nothing is the part"),
+        (
+            [{"from": {"a": "x"}, "to": {"b": "(x + y)"}, "sizes": {"y": 1}}],
+            {"a": (3,)},
+            "nothing is the part",
+        ),
         ([{"from": {"a": "x", "b": "x"}, "to": {"c": "x"}}], {"a": (3,), "b": (3,)}, "two sources have"),
-        ([{"from": {"a": "x", "b": "y"}, "to": {"c": "(x + y)"}}], {"a": (2,), "b": ()}, "'b' has 0 dimensions"),
+        (
+            [{"from": {"a": "x", "b": "y"}, "to": {"c": "(x + y)"}}],
+            {"a": (2,), "b": ()},
+            "'b' has 0 dimensions",
+        ),
     ],
 )
 def test_what_does_not_fit_is_told(
