@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from dcp.planner import WriteItem as WriteItem
     from dcp.planners.per_rank import PerRank as PerRank
     from dcp.planners.rescale import Rescale as Rescale
+    from dcp.planners.weight_maps.weight_map import weight_map as weight_map
     from dcp.protocol import CheckpointableTensor as CheckpointableTensor
     from dcp.quantized_hf_storage import (
         QuantizedHuggingFaceStorageReader as QuantizedHuggingFaceStorageReader,
@@ -91,6 +92,7 @@ _NAMES = {
     "dcp.planner": ("LoadPlan", "LoadPlanner", "ReadItem", "SavePlan", "SavePlanner", "WriteItem"),
     "dcp.planners.per_rank": ("PerRank",),
     "dcp.planners.rescale": ("Rescale",),
+    "dcp.planners.weight_maps.weight_map": ("weight_map",),
     "dcp.protocol": ("CheckpointableTensor",),
     "dcp.quantized_hf_storage": ("QuantizedHuggingFaceStorageReader",),
     "dcp.loading.report": ("LoadReport",),

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import dcp
 from dcp.demo.places import newest_checkpoint
@@ -90,6 +91,23 @@ def test_the_library_pages_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     torch_state = torch.load(tmp_path / "model.pt", weights_only=True)
     assert torch_state["model"]["weight"].dtype == torch.bfloat16
     assert len(list((tmp_path / "checkpoints" / "from-file").glob("*.distcp"))) >= 1
+
+
+def test_weight_maps_fuse_and_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the page says: fused by group, and what it was."""
+    monkeypatch.chdir(tmp_path)
+    sizes = {"q": 32, "k": 8, "v": 8}
+    state = {
+        f"layers.{layer}.{name}.weight": torch.rand(size, 6)
+        for layer in range(2)
+        for name, size in sizes.items()
+    }
+    save_file({**state, "norm.weight": torch.rand(6)}, "apart.safetensors")
+    run_page("docs/weight-maps.md", {}, 1)
+    assert dcp.read("fused")["model.norm.weight"].shape == (6,)
+    fused, back = dcp.read("fused")["layers.1.qkv.weight"], load_file("back.safetensors")
+    assert torch.equal(fused.view(2, 6, 4, 6)[:, 4], state["layers.1.k.weight"].view(2, 4, 6))
+    assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
 
 
 def steps_of(folder: Path) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from dcp.cli.command_group import Commands
-from dcp.cli.subcommands import cat, convert, demo, diff, gc, ls, rm, show, stats, verify, watch
+from dcp.cli.subcommands import cat, convert, demo, diff, gc, ls, rm, show, stats, verify, watch, weight_maps
 from dcp.cli.subcommands.service import db, keys, roots, serve, worker
 from dcp.version import __version__
 
@@ -32,6 +32,7 @@ app.command("diff", rich_help_panel="Look")(diff.command)
 app.command("watch", rich_help_panel="Look")(watch.command)
 app.command("verify", rich_help_panel="Check and convert")(verify.command)
 app.command("convert", cls=convert.ConvertCommand, rich_help_panel="Check and convert")(convert.command)
+app.add_typer(weight_maps.app, name="map", rich_help_panel="Check and convert")
 app.command("rm", rich_help_panel="Remove")(rm.command)
 app.command("gc", rich_help_panel="Remove")(gc.command)
 app.command("serve", rich_help_panel="The service")(serve.command)

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dcp.conversion.contents.entries import Entries, TargetDtype, check_patterns, choose_entries
-from dcp.conversion.contents.mapping import MappedIndex, map_index, model_config
+from dcp.conversion.contents.entries import Entries, TargetDtype, choose_entries
+from dcp.conversion.contents.mapping import MappedIndex, map_index
 from dcp.conversion.contents.values import SourceValues
 from dcp.conversion.copying.tasks import TASK_BYTES, WINDOW_BYTES
 from dcp.conversion.targets.job import LayoutJob, LayoutOptions, Planned
 from dcp.conversion.targets.places import TargetPlace
 from dcp.planners.garbage_collection import garbage_collection_paused
-from dcp.planners.load.selection import Patterns, Rename, Selection
+from dcp.planners.load.selection import Patterns, Rename
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.storage.commit_names import is_commit_object
 from dcp.storage.engine.reading.engine import ReadEngine
@@ -81,17 +81,17 @@ def plan_target(engine: ReadEngine, place: TargetPlace, options: ConversionOptio
 
 def _chosen(engine: ReadEngine, options: ConversionOptions) -> tuple[Entries, MappedIndex | None]:
     if options.weight_map is None:
-        choice = {"only": options.only, "exclude": options.exclude}
-        return choose_entries(engine.index, rename=options.rename, dtype=options.dtype, **choice), None
-    weights, selection = options.weight_map, Selection.of(options.only, options.exclude)
-    if not weights.config:
-        weights = weights.with_config(model_config(engine.store))
-    if selection is not None:
-        check_patterns(selection, [*engine.index.fqns, *engine.index.objects.fqns])
-    mapped = map_index(engine.index, weights, selection)
+        entries = choose_entries(
+            engine.index,
+            only=options.only,
+            exclude=options.exclude,
+            rename=options.rename,
+            dtype=options.dtype,
+        )
+        return entries, None
+    mapped = map_index(engine.index, engine.store, options.weight_map, options.only, options.exclude)
     entries = choose_entries(mapped.index, rename=options.rename, dtype=options.dtype)
-    objects = engine.index.objects.fqns
-    chosen = [value for value in entries.values if selection is None or selection.selects(objects[value.row])]
+    chosen = [value for value in entries.values if value.row in mapped.objects]
     return replace(entries, values=chosen), mapped
 
 

@@ -79,20 +79,24 @@ class Axes:
         """``sizes`` with what ``shape`` tells of the others. PlanError where they do not fit together, or
         where a dimension has several axes that nobody knows."""
         if len(shape) != len(self.nodes):
-            raise PlanError(f"has {len(shape)} dimensions, and {self.text!r} {len(self.nodes)}")
+            raise PlanError(f"it has {len(shape)} dimensions, and {self.text!r} {len(self.nodes)}")
         known = dict(sizes)
         left = list(zip(self.nodes, shape, strict=True))
         while left:  # what one dimension tells may be what another one needs
             ready = [(node, extent) for node, extent in left if len(_unknown(node, known)) <= 1]
             if not ready:
-                raise PlanError(f"the sizes of {' and '.join(_unknown(left[0][0], known))} are not known")
+                raise PlanError(
+                    f"the sizes of {' and '.join(_unknown(left[0][0], known))} in {self.text!r} are not known"
+                )
             node, extent = ready[0]
             left.remove(ready[0])
             for name in _unknown(node, known):
                 known[name] = self._solve(node, extent, known, name)
             if _size(node, known) != extent:
                 told = ", ".join(f"{name} = {known[name]}" for name in dict.fromkeys(_names(node)))
-                raise PlanError(f"is {extent} where {self.text!r} is {_size(node, known)} ({told})")
+                raise PlanError(
+                    f"a dimension is {extent} where {self.text!r} has {_size(node, known)} ({told})"
+                )
         return known
 
     def _solve(self, node: _Node, extent: int, known: Mapping[str, int], name: str) -> int:
@@ -100,7 +104,7 @@ class Axes:
         slope = _size(node, {**known, name: 1}) - base
         value, rest = divmod(extent - base, slope) if slope else (0, 1)
         if rest or value < 0:
-            raise PlanError(f"is {extent}, which no {name} makes {self.text!r}")
+            raise PlanError(f"a dimension is {extent}, which no {name} makes of {self.text!r}")
         return value
 
     def terms(self, sizes: Mapping[str, int]) -> list[Term]:

@@ -98,3 +98,16 @@ class MappedTensor:
     requires_grad: bool = False
     padding: int = 0
     sizes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def sources(self) -> list[str]:
+        """Names of the tensors that it is made of."""
+        return list(dict.fromkeys(piece.source.name for piece in self.pieces))
+
+    @property
+    def is_renamed(self) -> bool:
+        """Whether it is one tensor of the source as that is, under whatever name."""
+        if self.padding or len(self.pieces) != 1:
+            return False
+        (piece,) = self.pieces
+        return piece.source._replace(name="") == piece.target._replace(name="")

@@ -165,7 +165,7 @@ class Rule:
             try:
                 known = self._axes(self.sources[found.pattern], found.shape).solve(found.shape, known)
             except PlanError as error:
-                raise PlanError(f"{found.name!r} {error}") from None
+                raise PlanError(f"{found.name!r}: {error}") from None
         return known
 
     def _axes(self, pattern: Pattern, shape: Sequence[int]) -> Axes:

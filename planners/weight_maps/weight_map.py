@@ -18,7 +18,7 @@ from dcp.planners.weight_maps.sizes import evaluate
 from dcp.storage.errors import CheckpointError, OptionError, PlanError
 from dcp.storage.near_names import close_to
 
-__all__ = ["MapSource", "WeightMap", "ready_maps"]
+__all__ = ["MapSource", "WeightMap", "config_of", "ready_maps", "weight_map"]
 
 _READY: Final = Path(__file__).parent / "ready"
 _MAX_FILE_BYTES: Final = 4 << 20
@@ -43,6 +43,7 @@ class WeightMap:
     sizes: Mapping[str, str | int] = field(default_factory=dict)
     name: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
+    description: str = ""
 
     @classmethod
     def of(cls, source: WeightMap | Mapping[str, Any] | str | os.PathLike[str]) -> WeightMap:
@@ -82,6 +83,7 @@ class WeightMap:
             tuple(_rule(rule, f"{where}, rule {number + 1}") for number, rule in enumerate(rules)),
             _sizes(given.get("sizes", {}), where),
             name,
+            description=str(given.get("description", "")),
         )
 
     def with_config(self, config: Mapping[str, Any]) -> WeightMap:
@@ -129,7 +131,11 @@ class WeightMap:
                 problems.append(f"{rule.told}: {error}")
         if problems:
             more = f" and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
-            raise PlanError(f"{self.name or 'the weight map'}: {'; '.join(problems[:_MAX_LISTED])}{more}")
+            hint = ""
+            if not self.config and any("not known" in problem for problem in problems):
+                hint = ". Say which model it is: config, its config.json, or the sizes themselves"
+            told = "; ".join(problems[:_MAX_LISTED])
+            raise PlanError(f"{self.name or 'the weight map'}: {told}{more}{hint}")
         return list(mapped.values())
 
     def _known(self) -> tuple[list[Rule], dict[str, int]]:
@@ -146,6 +152,56 @@ class WeightMap:
             if value is not None:
                 found[name] = value
         return found
+
+
+def weight_map(
+    source: WeightMap | Mapping[str, Any] | str | os.PathLike[str],
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    *,
+    inverse: bool = False,
+    **sizes: int,
+) -> WeightMap:
+    """A map from one model definition's weights to another's, for `dcp.convert` and the like.
+
+    Args:
+        source: The name of a ready map, as "llama:hf-to-titan"; a TOML or JSON file; or its data.
+        config: What the map's expressions are about: a model's ``config.json``, or its content.
+        inverse: The other way.
+        **sizes: Numbers that go before those of ``config``, by its names.
+
+    Raises:
+        OptionError: It is no map, or no configuration.
+    """
+    found = WeightMap.of(source)
+    if config is not None:
+        found = found.with_config(config if isinstance(config, Mapping) else _config_of(Path(config)))
+    if sizes:
+        found = found.with_config(sizes)
+    return found.inverse if inverse else found
+
+
+def _config_of(path: Path) -> Mapping[str, Any]:
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        with path.open(encoding="utf-8") as file:
+            return config_of(file.read(_MAX_FILE_BYTES), str(path))
+    except OSError as error:
+        raise OptionError(f"config: {path} cannot be read: {error.strerror}") from error
+
+
+def config_of(text: str | bytes, where: str) -> Mapping[str, Any]:
+    """A model's configuration of JSON; of one with a text model within, that has the first word.
+
+    OptionError for anything else.
+    """
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise OptionError(f"{where} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise OptionError(f"{where} is no table")
+    inner = found.get("text_config")
+    return {**found, **inner} if isinstance(inner, dict) else found
 
 
 def ready_maps() -> dict[str, Path]:

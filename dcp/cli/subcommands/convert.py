@@ -21,6 +21,7 @@ from dcp.cli.common import (
     unwinding_on_sigterm,
 )
 from dcp.cli.progress import progress_bar
+from dcp.cli.subcommands.weight_maps import Config, Inverse, Sizes, map_of
 from dcp.cli.tables import counted
 
 if TYPE_CHECKING:
@@ -121,6 +122,10 @@ _Dtype = Annotated[
     list[str] | None,
     typer.Option("--dtype", metavar="[GLOB=]DTYPE", help="Cast floating-point tensors, such as bfloat16."),
 ]
+_Map = Annotated[
+    str | None,
+    typer.Option("--map", metavar="MAP", help="A weight map: a name of `dcp map ls`, or a file."),
+]
 _Files = Annotated[int, typer.Option(min=1, help="Data files of a dcp target.")]
 _Chunks = Annotated[Chunks, typer.Option(help="keep: chunks as in the source; split: one a file, for dcp.")]
 _ShardSize = Annotated[
@@ -147,6 +152,10 @@ def command(
     exclude: _Exclude = None,
     rename: _Rename = None,
     dtype: _Dtype = None,
+    weight_map: _Map = None,
+    inverse: Inverse = False,
+    config: Config = None,
+    sizes: Sizes = None,
     files: _Files = 1,
     chunks: _Chunks = Chunks.KEEP,
     shard_size: _ShardSize = None,
@@ -180,6 +189,10 @@ def command(
         "verify": "none" if no_verify else "blocks",
     }
     with errors_as_lines(debug=debug):
+        if weight_map is not None:
+            chosen["map"] = map_of(weight_map, config, sizes, inverse=inverse)
+        elif inverse or config or sizes:
+            raise typer.BadParameter("--inverse, --config and --set are about --map, which is missing")
         chosen["storage_options"] = storage_options(source, options)
         chosen["target_options"] = storage_options(target, target_options)
         report = _convert(source, target, chosen)

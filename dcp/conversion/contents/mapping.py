@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 
-from dcp.planners.load.selection import Selection
+from dcp.conversion.contents.entries import check_patterns
+from dcp.planners.load.selection import Patterns, Selection
 from dcp.planners.weight_maps.pieces import MappedTensor
-from dcp.planners.weight_maps.weight_map import WeightMap
-from dcp.storage.errors import CheckpointFormatError, PlanError
+from dcp.planners.weight_maps.weight_map import WeightMap, config_of
+from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, starts
+from dcp.storage.formats.opening.sources import complete_index, open_source
 from dcp.storage.stores.base import Store
+from dcp.storage.stores.opening import OpenWith
 
-__all__ = ["MappedIndex", "map_index", "model_config"]
+__all__ = ["MappedIndex", "map_index", "map_source"]
 
 _CONFIG: Final = "config.json"
 _MAX_CONFIG_BYTES: Final = 4 << 20
@@ -26,10 +29,12 @@ _MAX_CONFIG_BYTES: Final = 4 << 20
 @dataclass(frozen=True, eq=False)
 class MappedIndex:
     """What there is after the map. In ``index`` each tensor is whole, at no known place: it is made of the
-    pieces of ``tensors``, by row. Values that are no tensors are those of the source, with its rows."""
+    pieces of ``tensors``, by row. Values that are no tensors are those of the source, with its rows, of which
+    ``objects`` are selected."""
 
     index: CheckpointIndex
     tensors: Sequence[MappedTensor]
+    objects: frozenset[int]
 
     @property
     def identity(self) -> str:
@@ -38,20 +43,45 @@ class MappedIndex:
         return hashlib.sha256(repr(rows).encode()).hexdigest()
 
 
-def map_index(index: CheckpointIndex, weights: WeightMap, selection: Selection | None) -> MappedIndex:
-    """The selected tensors of ``index`` under ``weights``. PlanError with all names that do not fit."""
-    shapes = index.shape_values.tolist()
-    bounds = index.shape_start.tolist()
-    grads = index.requires_grad.tolist()
+def map_source(
+    source: str | os.PathLike[str],
+    weights: WeightMap,
+    *,
+    only: Patterns | None = None,
+    exclude: Patterns | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> MappedIndex:
+    """What ``weights`` make of the tensors of a checkpoint that ``only`` and ``exclude`` select; none of
+    these is read. Raises what `map_index` raises, and errors of the storage."""
+    found = open_source(source, open_store=OpenWith(storage_options))
+    return map_index(complete_index(found.store, found.index), found.store, weights, only, exclude)
+
+
+def map_index(
+    index: CheckpointIndex, store: Store, weights: WeightMap, only: Patterns | None, exclude: Patterns | None
+) -> MappedIndex:
+    """The selected tensors of ``index`` under ``weights``, whose configuration may be beside them.
+
+    PlanError with all names that do not fit; MissingKeyError for patterns that match nothing.
+    """
+    selection = Selection.of(only, exclude)
+    if selection is not None:
+        check_patterns(selection, [*index.fqns, *index.objects.fqns])
+    weights = replace(weights, config={**_model_config(store), **weights.config})
+    shapes, bounds = index.shape_values.tolist(), index.shape_start.tolist()
+    codes, grads = index.dtype_codes.tolist(), index.requires_grad.tolist()
     tensors = weights.apply(
-        (name, tuple(shapes[bounds[row] : bounds[row + 1]]), code, bool(grads[row]))
-        for row, (name, code) in enumerate(zip(index.fqns, index.dtype_codes.tolist(), strict=True))
+        (name, tuple(shapes[bounds[row] : bounds[row + 1]]), codes[row], bool(grads[row]))
+        for row, name in enumerate(index.fqns)
         if selection is None or selection.selects(name)
     )
     twice = {tensor.name for tensor in tensors} & set(index.objects.fqns)
     if twice:
         raise PlanError(f"the map gives a tensor the name {min(twice)!r}, which is that of another value")
-    return MappedIndex(_index_of(index, tensors), tensors)
+    chosen = [
+        row for row, name in enumerate(index.objects.fqns) if selection is None or selection.selects(name)
+    ]
+    return MappedIndex(_index_of(index, tensors), tensors, frozenset(chosen))
 
 
 def _index_of(index: CheckpointIndex, tensors: Sequence[MappedTensor]) -> CheckpointIndex:
@@ -83,16 +113,8 @@ def _index_of(index: CheckpointIndex, tensors: Sequence[MappedTensor]) -> Checkp
     )
 
 
-def model_config(store: Store) -> Mapping[str, Any]:
-    """What ``config.json`` beside the weights says of the model; empty where there is none. The part of a
-    text model within another counts where that has more to say."""
+def _model_config(store: Store) -> Mapping[str, Any]:
+    """What ``config.json`` beside the weights says of the model; empty where there is none."""
     if store.stat(_CONFIG) is None:
         return {}
-    try:
-        found = json.loads(store.read(_CONFIG, limit_bytes=_MAX_CONFIG_BYTES))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointFormatError(f"{_CONFIG} of {store.url} is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise CheckpointFormatError(f"{_CONFIG} of {store.url} is no table")
-    inner = found.get("text_config")
-    return {**found, **inner} if isinstance(inner, dict) else found
+    return config_of(store.read(_CONFIG, limit_bytes=_MAX_CONFIG_BYTES), f"{_CONFIG} of {store.url}")

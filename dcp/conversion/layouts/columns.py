@@ -131,7 +131,7 @@ class TaskCopies:
     def of(cls, copies: Copies, rows: Int64, source_codes: Int64, sources: SourceColumns) -> TaskCopies:
         """Those in ``rows`` of a layout's copies."""
         own, codes = sources.take(rows), copies.dtype_codes[rows]
-        elements = copies.size_bytes[rows] // itemsizes(codes)
+        elements = copies.size_bytes[rows] // itemsizes(codes.astype(np.uint8))
         return cls(
             rows,
             copies.offsets[rows],

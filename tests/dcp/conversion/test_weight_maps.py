@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner, Result
 
 import dcp
-from dcp.planners.weight_maps.weight_map import WeightMap
+from dcp.cli.app import app
 from dcp.storage.errors import CorruptCheckpointError, PlanError
 
 State = dict[str, torch.Tensor]
@@ -32,7 +33,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    made = LlamaForCausalLM(config)
+    made.bfloat16()
+    made.save_pretrained(folder)
     return folder
 
 
@@ -51,8 +54,7 @@ def equal(one: State, other: State) -> bool:
 def test_there_and_back(model: Path, tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     """Through our own format in one chunk a tensor and in several, and back to what transformers loads."""
     dcp.convert(model, tmp_path / "mapped", map=name, **options)
-    config = LlamaConfig.from_pretrained(model).to_dict()
-    weights = WeightMap.of(name).with_config(config).inverse
+    weights = dcp.weight_map(name, model, inverse=True)
     dcp.convert(tmp_path / "mapped", tmp_path / "back", to="safetensors", map=weights)
     assert equal(of_folder(model), of_folder(tmp_path / "back"))
 
@@ -79,7 +81,7 @@ def test_what_is_sharded_is_fused_and_padded(tmp_path: Path) -> None:
                 "padding": ["pad"],
             }
         ],
-        "sizes": {"two": 2, "pad": 5},
+        "sizes": {"two": 2, "pad": 5, "q": 5, "k": 5, "v": 5},
     }
     dcp.convert(tmp_path / "in", tmp_path / "out.safetensors", to="safetensors", map=fused)
     (made,) = load_file(tmp_path / "out.safetensors").values()
@@ -87,7 +89,10 @@ def test_what_is_sharded_is_fused_and_padded(tmp_path: Path) -> None:
     wanted = torch.cat(parts, dim=1).reshape(30, 7).T
     assert torch.equal(made, torch.cat([wanted, torch.zeros(7, 5)], dim=1))
     dcp.convert(
-        tmp_path / "out.safetensors", tmp_path / "back.pt", to="torch", map=WeightMap.of(fused).inverse
+        tmp_path / "out.safetensors",
+        tmp_path / "back.pt",
+        to="torch",
+        map=dcp.weight_map(fused, inverse=True),
     )
     assert equal(torch.load(tmp_path / "back.pt", weights_only=True), state)
 
@@ -99,8 +104,9 @@ def test_a_damaged_source_is_noticed(model: Path, tmp_path: Path) -> None:
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
+    weights = dcp.weight_map("llama:hf-to-titan", model)
     with pytest.raises(CorruptCheckpointError):
-        dcp.convert(tmp_path / "dcp", tmp_path / "out", to="safetensors", map="llama:hf-to-titan")
+        dcp.convert(tmp_path / "dcp", tmp_path / "out", to="safetensors", map=weights)
     assert not (tmp_path / "out").exists()
 
 
@@ -112,3 +118,34 @@ def test_names_that_no_rule_knows_are_told_before_anything_is_written(model: Pat
     assert not (tmp_path / "out").exists()
     dcp.convert(model, tmp_path / "out", to="dcp", map=weights, only="lm_head.*")
     assert list(dcp.read(tmp_path / "out")) == ["head"]
+
+
+def test_sizes_that_nobody_said_are_asked_for(model: Path, tmp_path: Path) -> None:
+    """A sharded checkpoint has no configuration beside it."""
+    dcp.convert(model, tmp_path / "dcp", to="dcp")
+    with pytest.raises(PlanError, match=r"sizes of heads and half .* config\.json, or the sizes themselves"):
+        dcp.convert(tmp_path / "dcp", tmp_path / "out", to="torch", map="llama:hf-to-titan")
+    weights = dcp.weight_map("llama:hf-to-titan", num_attention_heads=4, num_key_value_heads=2)
+    dcp.convert(tmp_path / "dcp", tmp_path / "out.pt", to="torch", map=weights)
+
+
+def test_the_command_line(model: Path, tmp_path: Path) -> None:
+    """Maps are listed, checked and used there, and back."""
+    assert "llama:hf-to-titan" in run("map", "ls").stdout
+    checked = run("map", "check", "llama:hf-to-titan", str(model))
+    assert checked.exit_code == 0
+    assert "layers.1.attention.wq.weight" in checked.stdout
+    wrong = run("map", "check", "llama:hf-to-titan", str(model), "--inverse")
+    assert wrong.exit_code == 1
+    assert "no rule knows" in wrong.stdout
+    there = run("convert", str(model), str(tmp_path / "titan"), "--to", "dcp", "--map", "llama:hf-to-titan")
+    assert there.exit_code == 0, there.output
+    options = ["--map", "llama:hf-to-titan", "--inverse", "--config", str(model), "--set", "two=2"]
+    back = run("convert", str(tmp_path / "titan"), str(tmp_path / "back"), "--to", "safetensors", *options)
+    assert back.exit_code == 0, back.output
+    assert equal(of_folder(model), of_folder(tmp_path / "back"))
+
+
+def run(*arguments: str) -> Result:
+    """`dcp` in this process."""
+    return CliRunner().invoke(app, arguments)

@@ -103,16 +103,17 @@ def of(*rules: Mapping[str, Any], **sizes: int | str) -> WeightMap:
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
 def test_parts_of_steps_are_those_between(lengths: list[int], data: st.DataObject) -> None:
     """Each position that is asked for is in one part, and no other is; in order."""
-    steps, reach = [], 1
+    steps: list[int] = []
+    reach = 1
     for length in reversed(lengths):
         step = reach + data.draw(st.integers(0, 2))
         steps.insert(0, step)
         reach += (length - 1) * step
     low, high = sorted(data.draw(st.tuples(st.integers(-2, reach + 2), st.integers(-2, reach + 2))))
-    everything = [sum(map(int.__mul__, at, steps)) for at in itertools.product(*map(range, lengths))]
+    everything = [int(np.dot(at, steps)) for at in itertools.product(*map(range, lengths))]
     parts = list(parts_between(lengths, steps, low, high))
     found = [
-        sum(map(int.__mul__, at, steps))
+        int(np.dot(at, steps))
         for part in parts
         for at in itertools.product(*(range(first, first + count) for first, count in part))
     ]
@@ -246,9 +247,13 @@ def test_parts_of_any_box_are_those_of_the_whole(
     [
         ([{"from": "a", "to": "b"}], {"a": (1,), "other": (1,)}, "no rule knows 'other'"),
         ([{"from": {"a": "x", "b": "y"}, "to": {"c": "(x + y)"}}], {"a": (2,)}, "'b' is missing"),
-        ([{"from": {"a": "x y"}, "to": {"c": "y x"}}], {"a": (2,)}, "'a' has 1 dimensions"),
+        ([{"from": {"a": "x y"}, "to": {"c": "y x"}}], {"a": (2,)}, "'a': it has 1 dimensions"),
         ([{"from": {"a": "(x two)"}, "to": {"c": "two x"}, "sizes": {"two": 2}}], {"a": (3,)}, "no x makes"),
-        ([{"from": {"a": "(x y)"}, "to": {"c": "y x"}}], {"a": (4,)}, "sizes of x and y are not known"),
+        (
+            [{"from": {"a": "(x y)"}, "to": {"c": "y x"}}],
+            {"a": (4,)},
+            "x and y in '(x y)' are not known",
+        ),
         ([{"from": {"e.{n}": "x"}, "to": {"e": "n x"}}], {"e.0": (2,), "e.2": (2,)}, "n 1 is missing"),
         ([{"from": "{rest:*}.a", "to": "b"}], {"x.a": (1,)}, "on one side alone"),
         (
@@ -266,7 +271,7 @@ def test_parts_of_any_box_are_those_of_the_whole(
         (
             [{"from": {"a": "x", "b": "y"}, "to": {"c": "(x + y)"}}],
             {"a": (2,), "b": ()},
-            "'b' has 0 dimensions",
+            "'b': it has 0 dimensions",
         ),
     ],
 )

@@ -1,0 +1,128 @@
+"""``dcp map``: weight maps, which are there, and what one would make of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dcp.cli.common import (
+    EXIT_FINDINGS,
+    Debug,
+    Json,
+    Options,
+    errors_as_lines,
+    print_json,
+    printable,
+    storage_options,
+)
+from dcp.cli.tables import Top, counted, print_rest, print_table, top_of
+
+if TYPE_CHECKING:
+    from dcp.planners.weight_maps.pieces import MappedTensor
+    from dcp.planners.weight_maps.weight_map import WeightMap
+
+__all__ = ["Config", "Inverse", "Sizes", "app", "map_of"]
+
+app = typer.Typer(
+    help="Maps from one model definition's weights to another's.", no_args_is_help=True, rich_markup_mode=None
+)
+
+Inverse = Annotated[bool, typer.Option("--inverse", help="The map's other way.")]
+Config = Annotated[
+    str | None,
+    typer.Option("--config", metavar="FILE", help="The model's config.json, if it is not in the source."),
+]
+Sizes = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=NUMBER", help="A size, such as num_attention_heads=32."),
+]
+
+_Map = Annotated[str, typer.Argument(metavar="MAP", help="A name of `dcp map ls`, or a TOML or JSON file.")]
+
+
+def map_of(name: str, config: str | None, sizes: list[str] | None, *, inverse: bool) -> WeightMap:
+    """The map that these options mean."""
+    from dcp.planners.weight_maps.weight_map import weight_map
+
+    numbers: dict[str, int] = {}
+    for given in sizes or ():
+        left, _, right = given.partition("=")
+        if not left or not right.isdecimal():
+            raise typer.BadParameter(f"{given!r} is not NAME=NUMBER")
+        numbers[left] = int(right)
+    return weight_map(name, config, inverse=inverse, **numbers)
+
+
+@app.command("ls")
+def list_maps(json: Json = False) -> None:
+    """The maps that come with the package."""
+    from dcp.planners.weight_maps.weight_map import WeightMap, ready_maps
+
+    found = {name: WeightMap.of(name).description for name in ready_maps()}
+    if json:
+        print_json(found)
+    else:
+        print_table(("map", "what"), list(found.items()))
+
+
+@app.command("check")
+def check(
+    weights: _Map,
+    uri: Annotated[str, typer.Argument(metavar="SOURCE", help="A checkpoint of any format: path or URL.")],
+    inverse: Inverse = False,
+    config: Config = None,
+    sizes: Sizes = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="GLOB", help="These tensors, and those below.")
+    ] = None,
+    exclude: Annotated[list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Not these.")] = None,
+    top: Top = None,
+    options: Options = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Say what a map would make of a checkpoint; nothing is read of its tensors. Exits with 1 if it does not
+    fit."""
+    with errors_as_lines(debug=debug):
+        from dcp.conversion.contents.mapping import map_source
+        from dcp.storage.errors import PlanError
+
+        found = map_of(weights, config, sizes, inverse=inverse)
+        try:
+            tensors = map_source(
+                uri,
+                found,
+                only=only or None,
+                exclude=exclude or None,
+                storage_options=storage_options(uri, options),
+            ).tensors
+        except PlanError as error:
+            print(printable(str(error)))
+            raise typer.Exit(EXIT_FINDINGS) from None
+    if json:
+        print_json([_row(tensor) for tensor in tensors])
+        return
+    sources = {name for tensor in tensors for name in tensor.sources}
+    print(f"{counted(len(sources), 'tensor')} become {len(tensors)}")
+    rows: list[Sequence[str]] = [*map(_told, tensors)]
+    print_table(("tensor", "shape", "made of"), top_of(rows, top))
+    print_rest(rows, top, "tensors")
+
+
+def _row(tensor: MappedTensor) -> dict[str, Any]:
+    return {
+        "name": tensor.name,
+        "shape": tensor.shape,
+        "sources": tensor.sources,
+        "padding": tensor.padding,
+        "is_renamed": tensor.is_renamed,
+    }
+
+
+def _told(tensor: MappedTensor) -> tuple[str, str, str]:
+    zeros = f" and {tensor.padding} zeros" if tensor.padding else ""
+    moved = "" if tensor.is_renamed else " (rearranged)"
+    shape = "x".join(map(str, tensor.shape)) or "scalar"
+    return tensor.name, shape, f"{', '.join(tensor.sources)}{zeros}{moved}"
