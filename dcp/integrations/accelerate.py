@@ -93,7 +93,6 @@ class AcceleratorCheckpoints:
         else:
             place = os.fspath(output_dir)
             self._save(place, partial(self._paths.begin, path=place))
-        project.iteration += 1
         return place
 
     def _save_iteration(self, iteration: int) -> str:
@@ -124,6 +123,7 @@ class AcceleratorCheckpoints:
 
     def _save(self, place: str, save: Callable[[dict[str, Any]], object]) -> None:
         models, hooks = self._accelerator._models, self._accelerator._save_model_state_pre_hook.values()
+        self._accelerator.project_configuration.iteration += 1  # alike on all ranks, whatever one raises now
         with shared.refused_by_all(save):
             # Hooks may write files of their own, and take away weights that they have written.
             if hooks and "://" not in place:
@@ -162,10 +162,11 @@ class AcceleratorCheckpoints:
         self._apply(state)
 
     def _load_newest(self) -> tuple[str, dict[str, Any] | None]:
-        project, restore = self._accelerator.project_configuration, self._automatic().restore
+        project = self._accelerator.project_configuration
+        restore: Any = partial(self._automatic().restore, **self._load_options)
         with shared.refused_by_all(restore):
             state = self._state(saving=False)
-        restored = restore(state, **self._load_options)
+        restored = restore(state)
         if restored is None:
             root = self._root()
             if shared.on_first_rank(lambda: any(root.glob(f"*/{_OF_ACCELERATE}"))):

@@ -618,10 +618,15 @@ def one_rank_has_no_state(rank: int, world_size: int, root: str) -> list[str]:
         checkpoints.wait()
 
     class Odd(TrainerCallback, ExportableState):
-        def state(self) -> dict[str, Any]:
-            return Stubborn(rank, 0).state_dict()
+        steps = 0
 
-    trainer = HuggingFaceRun(f"{root}/trainer").make()
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            self.steps += 1
+
+        def state(self) -> dict[str, Any]:
+            return Stubborn(rank if self.steps else -1, 0).state_dict()
+
+    trainer = HuggingFaceRun(f"{root}/trainer", checkpoint_options={"mode": "sync"}).make()
     trainer.add_callback(Odd())
     return [*found, said(trainer.train)]
 
