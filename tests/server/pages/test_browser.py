@@ -147,6 +147,7 @@ def test_the_values_of_a_tensor(site: Site) -> None:
         expect(page.locator("#steps tbody tr")).to_have_count(len(STEPS))
         canvas = page.locator("#slice canvas")
         expect(canvas).to_be_visible()
+        canvas.scroll_into_view_if_needed()
         box = canvas.bounding_box()
         assert box is not None
         page.mouse.move(box["x"] + box["width"] * 0.02, box["y"] + box["height"] * 0.02)
