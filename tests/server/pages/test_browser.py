@@ -162,6 +162,7 @@ def test_the_values_of_a_tensor(site: Site) -> None:
         page.wait_for_url("**value=abs_max**")
         expect(page.locator("#slice canvas")).to_be_visible()
         page.go_back()
+        expect(page.get_by_label("A cell shows")).to_have_value("mean")
         page.go_back()
         page.wait_for_url("**/checkpoints/3/tensors?fqn=**")
         seen.open("/checkpoints/3/layers")
