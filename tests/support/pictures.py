@@ -65,7 +65,13 @@ PICTURES: Final = (
     Picture("run", "/runs/{run}", 1000),
     Picture("checkpoint", "/checkpoints/{last}", 980),
     Picture("lineage", "/checkpoints/{export}/lineage", 560),
-    Picture("damaged", "/checkpoints/{damaged}", 620, colours="dark"),
+    Picture("damaged", "/checkpoints/{damaged}", 560, colours="dark"),
+    Picture("tensor", "/checkpoints/{last}/tensors?fqn={tensor}", 1000),
+    Picture("shards", "/checkpoints/{last}/shards", 760),
+    Picture("anatomy", "/checkpoints/{last}/anatomy", 820),
+    Picture("diff", "/diff?a={before}&b={last}", 900),
+    Picture("drift", "/runs/{run}/drift", 820, colours="dark"),
+    Picture("will-it-load", "/checkpoints/{export}/will-it-load?state_of={last}", 900),
 )
 
 
@@ -107,27 +113,28 @@ def _dress(client: Client) -> None:
         if name not in one.aliases:
             client.set_alias(one.run_id, name, one.id)
     client.wait(client.compute_drift(steps[0].run_id))
-    for number in (steps[-1].id, steps[-2].id):
-        client.wait(client.compute_statistics(number))
+    client.wait(client.submit("diff", {"a": steps[-2].id, "b": steps[-1].id}))
+    client.wait(client.compute_statistics(steps[-1].id))
 
 
-def _places(client: Client) -> dict[str, int]:
-    """Numbers of what the demo has made."""
+def _places(client: Client) -> dict[str, int | str]:
+    """Numbers of what the demo has made, and the name of a matrix in it."""
     found = list(client.checkpoints(state="any"))
     by_key = {one.key: one for one in found}
     of_run = sorted((one for one in found if one.run == "uninterrupted"), key=lambda one: one.step or 0)
     step = of_run[-1].name
+    matrices = client.tensors(of_run[-1].id, glob="*model*weight", kind="tensor")
     return {
         "run": of_run[-1].run_id,
-        "first": of_run[0].id,
         "before": of_run[-2].id,
-        "last": by_key[f"run/{step}"].id,
+        "last": of_run[-1].id,
+        "tensor": max((one for one in matrices if len(one.shape or ()) == 2), key=lambda one: one.bytes).fqn,
         "damaged": by_key[f"damaged/{step}"].id,
         "export": by_key[f"exports/{step}"].id,
     }
 
 
-def _screenshot(browser: Browser, url: str, picture: Picture, places: dict[str, int]) -> bytes:
+def _screenshot(browser: Browser, url: str, picture: Picture, places: dict[str, int | str]) -> bytes:
     with window(browser, url, picture.width, picture.colours) as seen:
         seen.page.set_viewport_size({"width": picture.width, "height": picture.height})
         seen.open(picture.path.format(**places))

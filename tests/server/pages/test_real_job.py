@@ -97,8 +97,7 @@ def test_searching_and_inspecting(site: Site) -> None:
         page.get_by_label("Name").first.fill("exp_avg_sq")
         expect(page.locator("#tensors tbody tr").first).to_contain_text("exp_avg_sq")
         assert "glob=exp_avg_sq" in seen.path
-        page.keyboard.press("/")
-        page.keyboard.type("pair.weight")
+        page.locator("#find").fill("pair.weight")
         expect(page.locator("#found .hits a").first).to_contain_text("pair.weight")
         assert seen.faults == []
 
