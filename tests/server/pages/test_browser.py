@@ -34,10 +34,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 def train(folder: Path) -> None:
-    """Three steps with metrics."""
+    """Three steps with metrics, at each of which one weight moves."""
     model = torch.nn.ModuleDict({f"layers_{n}": torch.nn.Linear(16, 16) for n in range(3)})
     with dcp.CheckpointManager(folder, every_steps=100, no_dist=True) as manager:
         for step in STEPS:
+            with torch.no_grad():
+                model["layers_2"].weight.mul_(1.01)  # type: ignore[operator]
             manager.save(step, {"model": model, "step": step}, metrics={"loss": 100 / step, "accuracy": 0.5})
 
 
@@ -53,6 +55,9 @@ PATHS: Final = (
     "/checkpoints/2/tensors/slice?fqn=model.layers_0.weight&d0=0:8&d1=:",
     "/checkpoints/1/shards",
     "/checkpoints/1/anatomy",
+    "/checkpoints/1/will-it-load?state_of=2",
+    "/diff?a=1&b=3&tensor=model.layers_2.weight",
+    "/runs/1/drift",
     "/search?q=layers",
     "/jobs?scans=true",
     "/jobs/1",
@@ -172,6 +177,33 @@ def test_the_values_of_a_tensor(site: Site) -> None:
         page.get_by_role("button", name="Compare with step 200").click()
         expect(page.locator(".legend.changes")).to_be_visible(timeout=120_000)
         expect(page.locator(".treemap .q0").first).to_be_visible()
+        assert seen.faults == []
+
+
+def test_comparing(site: Site) -> None:
+    """Two that are ticked, by values as their job ends; a run's drift, under the pointer."""
+    with site.window() as seen:
+        page = seen.page
+        seen.open("/runs/1")
+        page.get_by_label("Compare 100").check()
+        page.get_by_label("Compare 400").check()
+        page.get_by_role("button", name="Compare two").click()
+        page.wait_for_url("**/diff?a=1&b=3")
+        page.get_by_role("button", name="Compare the values").click()
+        expect(page.get_by_role("columnheader", name="Relative L2")).to_be_visible(timeout=120_000)
+        page.get_by_role("link", name="model.layers_2.weight").click()
+        page.wait_for_url("**tensor=model.layers_2.weight**")
+        expect(page.locator("#tensor .histogram svg")).to_be_visible()
+        page.locator("#glob").fill("layers_1")
+        expect(page.get_by_text("No tensor that differs is like this.")).to_be_visible()
+        seen.open("/runs/1/drift")
+        page.get_by_role("button", name="Compare the steps").click()
+        strip = page.locator(".heat svg")
+        expect(strip).to_be_visible(timeout=120_000)
+        box = strip.bounding_box()
+        assert box is not None
+        page.mouse.move(box["x"] + box["width"] * 0.9, box["y"] + box["height"] - 5)
+        expect(page.locator("[data-readout]")).to_contain_text("model.layers_2 at step 400: 0.00")
         assert seen.faults == []
 
 
