@@ -172,6 +172,11 @@ def _type_a_search(page: Page) -> None:
     page.keyboard.press("ArrowDown")
 
 
+def _search_on(page: Page) -> None:
+    page.locator("#find").press_sequentially(".4", delay=60)
+    page.wait_for_selector("main .hits a", timeout=60_000)
+
+
 def _filter_tensors(page: Page) -> None:
     page.locator("#glob").press_sequentially("layers.49", delay=60)
     page.wait_for_url(lambda url: "glob" in url, timeout=60_000)
@@ -200,7 +205,7 @@ _PAGES: Final[dict[str, tuple[str, Callable[[Page], None]]]] = {
     "run of 5,000 steps": ("/runs/{long}", _press),
     "50,000 tensors, tree": ("/checkpoints/{wide}?prefix=model.layers", _filter_tensors),
     "50,000 tensors, list": ("/checkpoints/{wide}?view=list", _press),
-    "search": ("/search?q=layers", _type_a_search),
+    "search": ("/search?q=layers", _search_on),
     "checkpoints": ("/checkpoints", _press),
     "1,024 x 5,000 shards": ("/checkpoints/{sharded}/shards", _zoom),
     "1,024 x 5,000 chunks": ("/checkpoints/{sharded}/shards/chunks", _press),
