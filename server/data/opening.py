@@ -135,9 +135,9 @@ class OpenCheckpoints:
             raise root.problem(error, is_known=True) from error
 
     def has_chunks(self, root: StorageRoot, key: str) -> bool:
-        """Whether `chunks` answers at once. Raises as `open` does."""
+        """Whether `chunks` answers at once: not while others wait for them. Raises as `open` does."""
         try:
-            return (root.name, key, _stamp(root.place(key)).text) in self._chunks
+            return self._chunks.find((root.name, key, _stamp(root.place(key)).text)) is not None
         except (CheckpointError, OSError) as error:
             raise root.problem(error, is_known=True) from error
 

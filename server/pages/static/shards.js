@@ -150,7 +150,6 @@
       if (!one) continue;
       one.layers = one.names.map(layerOf);
       one.inks = one.cell_bytes.map((_, cell) => inkOf(one, cell));
-      one.order = [...one.inks.keys()].sort((a, b) => (one.inks[a] < one.inks[b] ? -1 : one.inks[a] > one.inks[b] ? 1 : 0));
     }
     showLegend();
   };
@@ -188,27 +187,32 @@
   const across = (area, offset) => area.x + ((offset - view.left) / (view.right - view.left)) * area.width;
   const down = (area, rank) => area.y + ((rank - view.top) / (view.bottom - view.top)) * area.height;
 
+  // Neighbours of one colour are one rectangle: cells come by row and bin.
   const drawCells = (one, area) => {
-    const widths = ((one.bin_bytes / (view.right - view.left)) * area.width);
-    const hasSeams = widths >= 5;
-    let ink = null;
-    const hatched = [];
-    for (const cell of one.order) {
+    const hasSeams = (one.bin_bytes / (view.right - view.left)) * area.width >= 5;
+    const isAlike = (cell, next) =>
+      one.cell_rows[next] === one.cell_rows[cell] &&
+      one.cell_bins[next] === one.cell_bins[cell] + 1 &&
+      one.inks[next] === one.inks[cell] &&
+      (one.cell_names[next] === one.cell_names[cell] || (!hasSeams && one.is_replicated[one.cell_names[next]] === one.is_replicated[one.cell_names[cell]]));
+    for (let cell = 0; cell < one.inks.length; cell++) {
+      const first = cell;
+      while (isAlike(cell, cell + 1)) cell++;
       const [low, high] = one.bands[one.cell_rows[cell]];
-      const begin = one.begin + one.cell_bins[cell] * one.bin_bytes;
-      if (high <= view.top || low >= view.bottom || begin >= view.right || begin + one.bin_bytes <= view.left) continue;
+      const begin = one.begin + one.cell_bins[first] * one.bin_bytes;
+      const end = Math.min(one.end, one.begin + (one.cell_bins[cell] + 1) * one.bin_bytes);
+      if (high <= view.top || low >= view.bottom || begin >= view.right || end <= view.left) continue;
       const y = Math.round(down(area, low));
-      const height = Math.round(down(area, high)) - y;
+      const height = Math.max(1, Math.round(down(area, high)) - y - (down(area, high) - y >= 5 ? 1 : 0));
       const x = Math.round(across(area, begin));
-      const width = Math.max(1, Math.round(across(area, Math.min(begin + one.bin_bytes, one.end))) - x);
-      if (one.inks[cell] !== ink) context.fillStyle = ink = one.inks[cell];
-      const before = hasSeams && one.cell_bins[cell] ? one.places[one.cell_rows[cell] * one.bins + one.cell_bins[cell] - 1] : -1;
-      const seam = before >= 0 && one.cell_names[before] !== one.cell_names[cell] ? 1 : 0;
-      context.fillRect(x + seam, y, width - seam, Math.max(1, height - (height >= 5 ? 1 : 0)));
-      if (one.is_replicated[one.cell_names[cell]]) hatched.push([x, y, width, height]);
+      const width = Math.max(1, Math.round(across(area, end)) - x);
+      const seam = hasSeams && width > 2 ? 1 : 0;
+      context.fillStyle = one.inks[cell];
+      context.fillRect(x + seam, y, width - seam, height);
+      if (!one.is_replicated[one.cell_names[cell]]) continue;
+      context.fillStyle = inks.hatch;
+      context.fillRect(x, y, width, height);
     }
-    context.fillStyle = inks.hatch;
-    for (const box of hatched) context.fillRect(...box);
   };
 
   const drawRanks = (area) => {
