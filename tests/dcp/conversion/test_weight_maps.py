@@ -65,7 +65,7 @@ def test_rotary_halves_become_pairs(model: Path, tmp_path: Path) -> None:
     made = torch.load(tmp_path / "titan.pt", weights_only=True)
     query = of_folder(model)["model.layers.1.self_attn.q_proj.weight"]
     wanted = query.view(4, 2, 8, 48).transpose(1, 2).reshape(64, 48).float()
-    assert torch.equal(made["layers.1.attention.wq.weight"], wanted)
+    assert torch.equal(made["layers.1.attention.qkv_linear.wq.weight"], wanted)
 
 
 def test_what_is_sharded_is_fused_and_padded(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_the_command_line(model: Path, tmp_path: Path) -> None:
     assert "llama:hf-to-titan" in run("map", "ls").stdout
     checked = run("map", "check", "llama:hf-to-titan", str(model))
     assert checked.exit_code == 0
-    assert "layers.1.attention.wq.weight" in checked.stdout
+    assert "layers.1.attention.qkv_linear.wq.weight" in checked.stdout
     wrong = run("map", "check", "llama:hf-to-titan", str(model), "--inverse")
     assert wrong.exit_code == 1
     assert "no rule knows" in wrong.stdout
