@@ -26,6 +26,8 @@ _MAX_TENSORS: Final = 100_000
 _MAX_PROBLEM: Final = 500
 _LEFT_OUT: Final = ("auto_map", "_name_or_path", "quantization_config", "transformers_version")
 """Of a configuration: names of code and places elsewhere, and how the weights were packed afterwards."""
+_MAKER: Final = "_from_config"
+"""Of a class of transformers; unlike its constructor, this heeds the dtype of the configuration."""
 
 
 class _ConfigError(Exception):
@@ -39,7 +41,7 @@ def model_shapes(config: dict[str, Any]) -> dict[str, Any]:
     model_class, made = _class_and_config(config)
     _bound_modules()
     with torch.device("meta"), torch.no_grad():
-        model = model_class._from_config(made)
+        model = getattr(model_class, _MAKER)(made)
     tensors = model.state_dict()
     if len(tensors) > _MAX_TENSORS:
         raise _ConfigError(f"it has {len(tensors):,} tensors; {_MAX_TENSORS:,} are the most")
