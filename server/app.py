@@ -30,7 +30,7 @@ from dcp.server.http.middleware.requests import RequestMiddleware
 from dcp.server.http.readiness import Readiness
 from dcp.server.pages import app as pages
 from dcp.server.routes.administration import audit, health, keys, metrics, retention, rules, webhooks, whoami
-from dcp.server.routes.catalog import checkpoints, deletion, finding, labels, lineage, roots, runs
+from dcp.server.routes.catalog import checkpoints, deletion, labels, lineage, roots, runs, search
 from dcp.server.routes.data import diffs, downloads, drawings, fitting, shards, stats, tensors
 from dcp.server.routes.jobs import drift, jobs, verification
 from dcp.server.settings import Settings
@@ -45,7 +45,7 @@ _OUTSIDE: Final[tuple[APIRouter, ...]] = (health.router, metrics.router, documen
 
 _ROUTERS: Final[tuple[APIRouter, ...]] = (
     audit.router,
-    finding.router,
+    search.router,
     checkpoints.router,
     deletion.router,
     diffs.router,

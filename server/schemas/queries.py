@@ -11,7 +11,7 @@ from dcp.server.catalog.queries.filters import CheckpointFilter, MetricCondition
 from dcp.server.catalog.runs import RunFilter, RunSort
 from dcp.server.formats import FormatName
 from dcp.server.inputs import MAX_ID, Name, Text, Time
-from dcp.server.records.finding import HitKind
+from dcp.server.records.search import HitKind
 
 __all__ = [
     "CheckpointQuery",

@@ -16,7 +16,7 @@ from sqlalchemy import Connection, Select, func, select
 from dcp.server.catalog.queries.filters import CheckpointFilter, Sort
 from dcp.server.catalog.queries.listing import Search
 from dcp.server.database.tables import checkpoints, roots, runs, structure_dtypes, tags
-from dcp.server.records.finding import CheckpointFacets, Facet, FacetName, FacetValue
+from dcp.server.records.search import CheckpointFacets, Facet, FacetName, FacetValue
 
 __all__ = ["checkpoint_facets"]
 

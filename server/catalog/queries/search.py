@@ -29,7 +29,7 @@ from dcp.server.database.tables import (
     tags,
     tensor_patterns,
 )
-from dcp.server.records.finding import HitKind, SearchHit, SearchResult
+from dcp.server.records.search import HitKind, SearchHit, SearchResult
 
 __all__ = ["search"]
 

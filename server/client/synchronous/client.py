@@ -37,11 +37,11 @@ from dcp.server.records.contents import (
     Verification,
 )
 from dcp.server.records.drawings import RunDrift, SavePhases, ShardMap, TensorGrid, TensorStatistics
-from dcp.server.records.finding import CheckpointFacets, SearchHit
 from dcp.server.records.jobs import Job, JobEvent, JobLogLine, JobTask, JobThroughput
 from dcp.server.records.labels import Alias, Lineage, Series
 from dcp.server.records.roots import Root
 from dcp.server.records.runs import Run, RunTimeline
+from dcp.server.records.search import CheckpointFacets, SearchHit
 
 if TYPE_CHECKING:
     import numpy as np

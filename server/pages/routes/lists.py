@@ -13,7 +13,7 @@ from dcp.server.pages.queries import READ, pages_router
 from dcp.server.pages.rendering import page
 from dcp.server.pages.views import CheckpointsView, ListView
 from dcp.server.routes.catalog import checkpoints as api
-from dcp.server.routes.catalog import finding as finding_api
+from dcp.server.routes.catalog import search as search_api
 from dcp.server.schemas.queries import CheckpointQuery, FacetQuery
 
 __all__ = ["listed", "loss_of", "router"]
@@ -41,7 +41,7 @@ def listed(view: ListView, database: Db, caller: Caller, run_id: int | None = No
     filters = view.filters | ({} if run_id is None else {"run_id": run_id})
     query = CheckpointQuery(**filters, sort=view.sort, cursor=view.cursor, limit=_ROWS)
     found = api.list_checkpoints(query, database, caller)
-    facets = finding_api.get_checkpoint_facets(FacetQuery(**filters, values=12), database, caller)
+    facets = search_api.get_checkpoint_facets(FacetQuery(**filters, values=12), database, caller)
     return {
         "view": view,
         "run_id": run_id,

@@ -53,7 +53,6 @@ from dcp.server.records.drawings import (
     TensorGrid,
     TensorStatistics,
 )
-from dcp.server.records.finding import CheckpointFacets, Facet, FacetValue, SearchHit, SearchResult
 from dcp.server.records.jobs import (
     Job,
     JobFailure,
@@ -66,17 +65,18 @@ from dcp.server.records.jobs import (
 from dcp.server.records.labels import Alias, Lineage, LineageEdge, LineageNode
 from dcp.server.records.roots import Root
 from dcp.server.records.runs import BinValues, Run, RunTimeline, TimelineBin
+from dcp.server.records.search import CheckpointFacets, Facet, FacetValue, SearchHit, SearchResult
 from dcp.server.schemas import (
     checkpoints,
     data,
     drawings,
-    finding,
     findings,
     jobs,
     labels,
     lineage,
     roots,
     runs,
+    search,
 )
 from dcp.server.schemas.administration import keys, retention, rules, webhooks
 
@@ -97,11 +97,11 @@ PAIRS = [
     (ShardMapRow, drawings.ShardMapRowAnswer),
     (TensorGrid, drawings.GridAnswer),
     (TensorStatistics, drawings.TensorStatisticsAnswer),
-    (CheckpointFacets, finding.FacetsAnswer),
-    (Facet, finding.FacetAnswer),
-    (FacetValue, finding.FacetValueAnswer),
-    (SearchResult, finding.SearchAnswer),
-    (SearchHit, finding.SearchHitAnswer),
+    (CheckpointFacets, search.FacetsAnswer),
+    (Facet, search.FacetAnswer),
+    (FacetValue, search.FacetValueAnswer),
+    (SearchResult, search.SearchAnswer),
+    (SearchHit, search.SearchHitAnswer),
     (Checkpoint, checkpoints.CheckpointAnswer),
     (CheckpointDetail, checkpoints.CheckpointDetailAnswer),
     (Registered, checkpoints.RegisteredAnswer),

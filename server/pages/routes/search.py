@@ -11,9 +11,9 @@ from fastapi.responses import RedirectResponse
 from dcp.server.http.dependencies import Caller, Db, ServiceDep
 from dcp.server.pages.queries import READ, pages_router
 from dcp.server.pages.rendering import page
-from dcp.server.routes.catalog import finding as api
-from dcp.server.schemas.finding import SearchHitAnswer
+from dcp.server.routes.catalog import search as api
 from dcp.server.schemas.queries import LookupQuery, SearchQuery
+from dcp.server.schemas.search import SearchHitAnswer
 
 __all__ = ["router"]
 

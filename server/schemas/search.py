@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from dcp.server.records import finding
+from dcp.server.records import search
 from dcp.server.schemas.records import RecordAnswer, answers
 
 __all__ = ["FacetAnswer", "FacetValueAnswer", "FacetsAnswer", "SearchAnswer", "SearchHitAnswer"]
 
 
-@answers(finding.FacetValue)
+@answers(search.FacetValue)
 class FacetValueAnswer(RecordAnswer):
     """A value of a filter, and how many checkpoints it would leave."""
 
 
-@answers(finding.Facet)
+@answers(search.Facet)
 class FacetAnswer(RecordAnswer):
     """The values of one filter, the most frequent first."""
 
 
-@answers(finding.CheckpointFacets)
+@answers(search.CheckpointFacets)
 class FacetsAnswer(RecordAnswer):
     """Counts beside a list: each filter's with all others applied."""
 
 
-@answers(finding.SearchHit)
+@answers(search.SearchHit)
 class SearchHitAnswer(RecordAnswer):
     """Something whose name has what was searched for."""
 
 
-@answers(finding.SearchResult)
+@answers(search.SearchResult)
 class SearchAnswer(RecordAnswer):
     """The best hits of each kind, the best of all first."""

@@ -23,7 +23,7 @@ from dcp.server.catalog.queries.search import search
 from dcp.server.catalog.queries.timeline import run_timeline
 from dcp.server.catalog.roots import sync_roots
 from dcp.server.database.engine import Database
-from dcp.server.records.finding import SearchHit
+from dcp.server.records.search import SearchHit
 
 pytestmark = pytest.mark.each_database  # their SQL differs
 

@@ -19,8 +19,8 @@ from dcp.server.problems import UnprocessableError
 from dcp.server.scanning.registering import place_of
 from dcp.server.schemas.checkpoints import CheckpointDetailAnswer
 from dcp.server.schemas.common import problems
-from dcp.server.schemas.finding import FacetsAnswer, SearchAnswer
 from dcp.server.schemas.queries import FacetQuery, LookupQuery, SearchQuery
+from dcp.server.schemas.search import FacetsAnswer, SearchAnswer
 
 __all__ = ["router"]
 
