@@ -167,7 +167,7 @@ class RankAgreement(Agreement):
                 return votes
             raise CheckpointError(
                 f"rank {turn.refuses} refused what the manager was called with there: its exception says why",
-                ranks=[turn.refuses],
+                rank=turn.refuses,
             )
         if turn.restores != _NOBODY and turn.steps != _NOBODY:
             raise PlanError(

@@ -52,7 +52,8 @@ def _started(tmp_path: Path, template: Path, **settings: Any) -> Iterator[App]:
 
 
 def reached(browser: Browser, start: str, most: int = 60) -> dict[str, PageText]:
-    """All pages that links lead to from ``start``, one of each sort and all their JSON."""
+    """All pages that links lead to from ``start``, one of each sort and all their JSON, but for those that
+    read files: there are none."""
     found: dict[str, PageText] = {}
     waiting, seen = [start], set()
     while waiting and len(found) < most:
@@ -62,7 +63,7 @@ def reached(browser: Browser, start: str, most: int = 60) -> dict[str, PageText]
         if (
             kind in seen
             or parts.path in ("/docs", "")
-            or parts.path.endswith(("/download", "/files", "/diff", "/tensors"))
+            or parts.path.endswith(("/download", "/files", "/diff", "/tensors", "/shards", "/anatomy"))
         ):
             continue
         seen.add(kind)
