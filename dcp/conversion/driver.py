@@ -173,6 +173,7 @@ class Conversion(Closable):
     def take(self, prepared: Prepared, batch: TaskBatch, result: bytes) -> None:
         """Note what `run_batch` returned, and compare what was read: CorruptCheckpointError if it differs."""
         self.publisher.ledger.append(result, batch.file_names)
+        self.publisher.take(batch)
         self.has_progress = True
         self._checks_of(prepared).add(TaskResult.decode(result))
 

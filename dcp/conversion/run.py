@@ -124,8 +124,8 @@ def convert(
         prepared, batches = conversion.prepare(resume=resume)
         planned = time.perf_counter()
         settings = conversion.settings(prepared, opened)
-        take = partial(conversion.take, prepared)
-        _carry_out(settings, batches, take, executor, workers, progress)
+        take, expect = partial(conversion.take, prepared), conversion.publisher.expect
+        _carry_out(settings, batches, expect, take, executor, workers, progress)
         copied = time.perf_counter()
         report = conversion.publish(prepared)
     ended = time.perf_counter()
@@ -159,12 +159,13 @@ def _clearing_up(conversion: Conversion, *, resume: bool) -> Iterator[None]:
 def _carry_out(
     settings: BatchSettings,
     batches: Sequence[TaskBatch],
+    expect: Callable[[TaskBatch], None],
     take: Callable[[TaskBatch, bytes], None],
     executor: str | Executor,
     workers: int | None,
     progress: bool | ProgressCallback | None,
 ) -> None:
-    """Have ``batches`` done, some at a time, and ``take`` their results as they come."""
+    """Have ``batches`` done, some at a time: ``expect`` hears of each before, ``take`` gets the results."""
     if workers is None and executor == "processes" and len(batches) < 2:
         executor = "inline"  # a process costs more than one task
     total = sum(batch.size_bytes for batch in batches)
@@ -177,6 +178,7 @@ def _carry_out(
         try:
             while True:
                 while len(pending) < at_once and (batch := next(waiting, None)) is not None:
+                    expect(batch)
                     pending[pool.submit(run_batch, settings, batch)] = batch
                 if not pending:
                     return

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import dcp
+from dcp.conversion.copying.executors import Inline
 from dcp.conversion.copying.sinks import observers
 from dcp.conversion.run import convert
 from dcp.demo.s3_server import S3Server
@@ -203,6 +204,7 @@ def _kill_at_the_first_part(source: Path, url: str, settings: dict[str, Any], pr
 _KILLED_WHEN_FINISHED = (
     """
 import os, signal
+from dcp.conversion.copying.executors import Inline
 from dcp.conversion.copying.sinks import observers
 def observe(op, name):
     if op == "finished":
@@ -376,6 +378,23 @@ def test_a_damaged_source_leaves_and_replaces_nothing(
             convert(damaged, url, target_options=options, workers=2, overwrite=True, **settings)
         assert {key: raw.read(f"{s3_root}/{key}") for key in raw.list(s3_root)} == before
         assert not raw.uploads(s3_root)
+
+
+def test_a_file_that_nobody_heard_of_is_removed(
+    large: Path, s3_server: S3Server, s3_root: str, tmp_path: Path
+) -> None:
+    """A process had written it, and was ended before it could say so, because another one found damage."""
+    url, options = f"{s3_root}/model", _options(s3_server)
+    with raw_s3(s3_server) as raw:
+
+        class Executor(Inline):
+            def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+                super().submit(fn, *args, **kwargs).result()
+                raise CorruptCheckpointError("damaged")
+
+        with pytest.raises(CorruptCheckpointError, match="damaged"):
+            convert(large, url, target_options=options, executor=Executor(), **_LARGE_TARGETS["shards"][1])
+        assert not [*raw.list(s3_root)]
 
 
 def test_a_store_in_memory(source: Path, expected: bytes, tmp_path: Path) -> None:

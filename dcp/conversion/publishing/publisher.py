@@ -66,6 +66,7 @@ class Publisher:
         self._save_id = save_id
         self._overwrite = overwrite
         self._previous: commit.Previous | None = None
+        self._expected: dict[str, int] = {}
         self.has_begun = False
         self._local = None if place.path is None else LocalLedger(place.work_folder, save_id)
         self.ledger: ConversionLedger = self._local or StoredLedger(place.store, place.ledger_name)
@@ -162,10 +163,23 @@ class Publisher:
                 path=place.url,
             )
 
+    def expect(self, batch: TaskBatch) -> None:
+        """It is about to be carried out by another process, of which nobody may hear that it has written its
+        files: `discard` knows them then."""
+        if self._local is None:
+            store = self._place.store
+            sizes = _own_files(batch).items()
+            self._expected |= {name: size for name, size in sizes if store.stat(name) is None}
+
+    def take(self, batch: TaskBatch) -> None:
+        """What was expected of it is noted."""
+        for name in batch.file_names:
+            self._expected.pop(name, None)
+
     @contextmanager
     def noted(self, batch: TaskBatch) -> Iterator[None]:
         """Around the writing of a batch: of an attempt its files are noted, so that `discard` knows them."""
-        sizes = {task.name: task.file_bytes for task in batch.tasks if not task.name.endswith(DATA_SUFFIX)}
+        sizes = _own_files(batch)
         if self._local is not None or not sizes:
             yield
             return
@@ -334,6 +348,10 @@ class Publisher:
             if place.file_name is not None or not _is_complete(store):
                 for name in self._ledger_names(batches):
                     StoredLedger(store, name).discard_files()
+                for name, size in self._expected.items():
+                    info = store.stat(name)
+                    if info is not None and info.size_bytes == size:
+                        store.delete(name)
         self.clear(batches)
 
     def _ledger_names(self, batches: int) -> list[str]:
@@ -341,6 +359,11 @@ class Publisher:
         return (
             [place.ledger_of(number) for number in range(batches)] if place.attempt else [place.ledger_name]
         )
+
+
+def _own_files(batch: TaskBatch) -> dict[str, int]:
+    """Sizes in bytes by name, but of data files, which have the save id in theirs."""
+    return {task.name: task.file_bytes for task in batch.tasks if not task.name.endswith(DATA_SUFFIX)}
 
 
 def _results(entries: list[bytes]) -> list[TaskResult] | None:

@@ -84,7 +84,6 @@ def test_pages_at_three_widths_in_both_colours(site: Site) -> None:
             assert accessibility_faults(seen.page) == [], path
             for width in WIDTHS:
                 resized(seen, width, "dark")
-            assert accessibility_faults(seen.page, "color-contrast") == [], path
             resized(seen, 1024, "light")
         assert seen.faults == []
 
