@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import Final, NamedTuple
 
@@ -60,11 +60,17 @@ class Axes:
         nodes = tuple(parser.factors())
         if parser.at < len(tokens):
             raise OptionError(f"{text!r}: unexpected {tokens[parser.at]!r}")
-        for dims in product(*map(_alternatives, nodes)):
-            names = [name for names in dims for name in names]
-            if len(set(names)) < len(names):
-                raise OptionError(f"{text!r} has an axis twice")
-        return cls(text, nodes)
+        if _count(_Product(nodes)) > _MAX_TERMS:
+            raise OptionError(f"{text!r} has more than {_MAX_TERMS} parts")
+        found = cls(text, nodes)
+        if any(len(set(names)) < len(names) for names in found.ways):
+            raise OptionError(f"{text!r} has an axis twice")
+        return found
+
+    @cached_property
+    def ways(self) -> list[tuple[str, ...]]:
+        """The axes of each way through the sums, as of `terms`."""
+        return _alternatives(_Product(self.nodes))
 
     @property
     def names(self) -> list[str]:
@@ -92,6 +98,9 @@ class Axes:
             left.remove(ready[0])
             for name in _unknown(node, known):
                 known[name] = self._solve(node, extent, known, name)
+            for name in _names(node):
+                if known[name] < 0:
+                    raise PlanError(f"{name} = {known[name]} in {self.text!r} is negative")
             if _size(node, known) != extent:
                 told = ", ".join(f"{name} = {known[name]}" for name in dict.fromkeys(_names(node)))
                 raise PlanError(
@@ -110,8 +119,6 @@ class Axes:
     def terms(self, sizes: Mapping[str, int]) -> list[Term]:
         """One for each way through the sums: together they are all elements, each once."""
         by_dim = [list(_expand(node, 1, sizes)) for node in self.nodes]
-        if math.prod(map(len, by_dim)) > _MAX_TERMS:
-            raise OptionError(f"{self.text!r} has more than {_MAX_TERMS} parts")
         return [
             Term(
                 {name: dim for dim, (steps, _) in enumerate(dims) for name in steps},
@@ -189,6 +196,14 @@ def _alternatives(node: _Node) -> list[tuple[str, ...]]:
         return [names for part in node.parts for names in _alternatives(part)]
     ways = product(*map(_alternatives, node.factors))
     return [tuple(name for names in way for name in names) for way in ways]
+
+
+def _count(node: _Node) -> int:
+    """How many ways there are."""
+    if isinstance(node, str):
+        return 1
+    counts = map(_count, node[0])
+    return sum(counts) if isinstance(node, _Sum) else math.prod(counts)
 
 
 def _size(node: _Node, sizes: Mapping[str, int]) -> int:

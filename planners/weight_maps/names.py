@@ -15,8 +15,11 @@ from dcp.storage.errors import OptionError
 
 __all__ = ["NamePattern"]
 
-_PART: Final = re.compile(r"\{([A-Za-z_]\w*)(?::([^{}]*))?\}")
-_NUMBER: Final = r"0|[1-9]\d{0,8}"
+_PART: Final = re.compile(r"\{([A-Za-z_]\w*)(?::([^{}]*))?\}", re.ASCII)
+_NUMBER: Final = r"0|[1-9][0-9]{0,8}"
+_MAX_PARTS: Final = 8
+_MAX_ANY: Final = 2
+"""Matching takes the length of a name to this power."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class NamePattern:
             )
         if len(set(found.parts)) < len(found.parts):
             raise OptionError(f"{text!r} has a part twice")
+        if len(found.parts) > _MAX_PARTS or len(found.parts_of_anything) > _MAX_ANY:
+            raise OptionError(f"{text!r} has more than {_MAX_PARTS} parts, or {_MAX_ANY} of anything (*)")
         return found
 
     @cached_property
@@ -48,6 +53,11 @@ class NamePattern:
     def numbers(self) -> frozenset[str]:
         """Those that are numbers."""
         return frozenset(part[1] for part in _PART.finditer(self.text) if part[2] is None)
+
+    @cached_property
+    def parts_of_anything(self) -> frozenset[str]:
+        """Those that are anything."""
+        return frozenset(part[1] for part in _PART.finditer(self.text) if part[2] == "*")
 
     def match(self, name: str) -> dict[str, str] | None:
         """The varying parts of ``name``; None if it is none of these."""
@@ -66,18 +76,20 @@ class NamePattern:
 
     @cached_property
     def _regex(self) -> re.Pattern[str]:
-        return re.compile("".join(self._pieces()))
+        return re.compile("".join(self._pieces()), re.DOTALL)
 
     def _pieces(self) -> Iterator[str]:
+        """Numbers and words are taken once, the longest, so that no name takes long to tell."""
         at = 0
         for part in _PART.finditer(self.text):
             yield re.escape(self.text[at : part.start()])
             words = part[2]
             if words is None:
-                yield f"(?P<{part[1]}>{_NUMBER})"
+                yield f"(?P<{part[1]}>(?>{_NUMBER}))"
             elif words == "*":
                 yield f"(?P<{part[1]}>.+)"
             else:
-                yield f"(?P<{part[1]}>{'|'.join(map(re.escape, words.split('|')))})"
+                own = sorted(words.split("|"), key=len, reverse=True)
+                yield f"(?P<{part[1]}>(?>{'|'.join(map(re.escape, own))}))"
             at = part.end()
         yield re.escape(self.text[at:])

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from dcp.planners.weight_maps.axes import Axes, Term
 from dcp.planners.weight_maps.names import NamePattern
 from dcp.planners.weight_maps.pieces import MappedTensor, Piece, Side
 from dcp.storage.errors import OptionError, PlanError
+from dcp.storage.formats.dtypes import BY_CODE
 
 __all__ = ["Found", "Pattern", "Rule"]
+
+_MAX_TARGETS: Final = 1 << 20
+_MAX_ELEMENTS: Final = 1 << 56
 
 
 class Pattern(NamedTuple):
@@ -66,6 +71,9 @@ class Rule:
         for name in self.stacked | self.unstacked:
             if not self._has_axis(name):
                 raise OptionError(f"{self.told}: {{{name}}} is on one side alone, and no axis of the other")
+        self._check_copies()
+        for side, parts in ((self.sources, self.stacked), (self.targets, self.unstacked)):
+            self._check_ways(side, parts)
 
     @property
     def told(self) -> str:
@@ -83,6 +91,12 @@ class Rule:
         """False for one that drops."""
         return bool(self.targets)
 
+    def unspecific(self) -> tuple[int, int]:
+        """Parts of anything in its sources' names; with such, less the more text is beside them."""
+        names = [pattern.name for pattern in self.sources]
+        count = max(len(name.parts_of_anything) for name in names)
+        return count, -min(len(name.text) for name in names) if count else 0
+
     @cached_property
     def stacked(self) -> frozenset[str]:
         """Parts of the sources' names that are axes of targets."""
@@ -92,6 +106,33 @@ class Rule:
     def unstacked(self) -> frozenset[str]:
         """Parts of the targets' names that are axes of sources."""
         return _parts(self.targets) - _parts(self.sources)
+
+    def _check_copies(self) -> None:
+        """Each is of one side, which has another one."""
+        sides = [{pattern.name.text for pattern in side} for side in (self.sources, self.targets)]
+        for name in self.copies:
+            if sum(name in side for side in sides) != 1:
+                raise OptionError(f"{self.told}: the copy {name!r} is not a name of one side alone")
+        if self.targets and any(side <= self.copies for side in sides):
+            raise OptionError(f"{self.told}: what copies are of is not there")
+
+    def _check_ways(self, side: Sequence[Pattern], parts: frozenset[str]) -> None:
+        """Elements are told from others by their axes: of one side, no two parts have the same ones."""
+        there: set[frozenset[str]] = set()
+        for pattern in side:
+            fixed = parts.intersection(pattern.name.parts)
+            if pattern.axes is None or pattern.name.text in self.copies:
+                continue
+            for way in pattern.axes.ways:
+                if twice := fixed.intersection(way):
+                    raise OptionError(f"{self.told}: {_told(twice)} is an axis and a part of its name")
+                key = fixed.union(way)
+                if key in there:
+                    raise OptionError(
+                        f"{self.told}: two of one side have the axes {_told(key)}: name those apart that "
+                        "differ, and targets that are the same in copies"
+                    )
+                there.add(key)
 
     @cached_property
     def _is_renaming(self) -> bool:
@@ -143,9 +184,10 @@ class Rule:
             if number not in there and pattern.name.text not in self.copies:
                 name = pattern.name.format({name: f"{{{name}}}" for name in pattern.name.parts} | parts)
                 raise PlanError(f"{name!r} is missing")
-        codes = {found.dtype_code for found in sources}
-        if len(codes) > 1:
-            raise PlanError("they have different dtypes")
+        by_code = {found.dtype_code: found.name for found in sources}
+        if len(by_code) > 1:
+            told = " and ".join(f"{name!r} is {BY_CODE[code].name}" for code, name in by_code.items())
+            raise PlanError(f"different dtypes cannot be one tensor: {told}")
         for name in self.stacked:
             by_pattern: dict[int, set[int]] = {}
             for found in sources:
@@ -154,13 +196,15 @@ class Rule:
             count = max(map(len, by_pattern.values()), default=0)
             for numbers in by_pattern.values():
                 if numbers != set(range(count)):
-                    gap = min(set(range(max(count, *numbers) + 1)) - numbers)
+                    gap = next(number for number in itertools.count() if number not in numbers)
                     raise PlanError(f"{name} {gap} is missing")
 
     def _solve(self, sources: Sequence[Found], sizes: Mapping[str, int]) -> dict[str, int]:
         known = dict(sizes)
         for name in self.stacked:
-            known[name] = len({found.parts[name] for found in sources if name in found.parts})
+            count = len({found.parts[name] for found in sources if name in found.parts})
+            if known.setdefault(name, count) != count:
+                raise PlanError(f"there are {count} of {name}, and should be {known[name]}")
         for found in sources:
             try:
                 known = self._axes(self.sources[found.pattern], found.shape).solve(found.shape, known)
@@ -186,9 +230,15 @@ class Rule:
         if any(known[name] < 0 for name in axes.names):
             raise PlanError(f"{axes.text!r} has a negative size")
         own = [name for name in pattern.name.parts if name in self.unstacked]
+        count = math.prod(known[name] for name in own)
+        if count > _MAX_TARGETS or count * math.prod(axes.shape(known)) > _MAX_ELEMENTS:
+            raise PlanError(f"{axes.text!r} is too large")
         for numbers in product(*(range(known[name]) for name in own)):
             fixed = dict(zip(own, numbers, strict=True))
-            name = pattern.name.format({**sources[0].parts, **{key: str(at) for key, at in fixed.items()}})
+            parts = {**sources[0].parts, **{key: str(at) for key, at in fixed.items()}}
+            name = pattern.name.format(parts)
+            if pattern.name.match(name) != {part: parts[part] for part in pattern.name.parts}:
+                raise PlanError(f"{name!r} could not be read back as {pattern.name.text!r}")
             yield self._target(name, axes, fixed, sources[0], by_axes, known, used)
 
     def _target(
@@ -210,8 +260,6 @@ class Rule:
                 if not key & self.padding:
                     raise PlanError(f"nothing is the part of {name!r} with the axes {_told(key)}")
                 padding += math.prod(known[axis] for axis in term.steps)
-            elif len({source.found.pattern for source in sources}) > 1:
-                raise PlanError(f"two sources have the axes {_told(key)}: name those apart that differ")
             used.add(key)
             pieces += [_piece(source, name, term, fixed, known) for source in sources]
         return MappedTensor(

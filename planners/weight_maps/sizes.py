@@ -36,7 +36,7 @@ def _parsed(text: str) -> ast.expr:
 
 def _value(node: ast.expr, names: Mapping[str, Any], text: str) -> int | None:
     match node:
-        case ast.Constant(value=bool() | int() as number):
+        case ast.Constant(value=bool() | int() as number) if number <= _MAX_SIZE:
             return int(number)
         case ast.Name(id=name):
             return _named(name, names.get(name))

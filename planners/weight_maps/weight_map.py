@@ -67,7 +67,10 @@ class WeightMap:
             )
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise OptionError(f"{text} is larger than {_MAX_FILE_BYTES} bytes")
-        return cls.from_data(path.read_text("utf-8"), name=text)
+        try:
+            return cls.from_data(path.read_text("utf-8"), name=text)
+        except (OSError, UnicodeDecodeError) as error:
+            raise OptionError(f"weight map {text} cannot be read: {error}") from error
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any] | str, *, name: str = "") -> WeightMap:
@@ -93,9 +96,12 @@ class WeightMap:
 
     @property
     def inverse(self) -> WeightMap:
-        """The other way; what a rule drops is not there then."""
-        rules = tuple(rule.inverse for rule in self.rules if rule.is_invertible)
-        return replace(self, rules=rules, name=f"{self.name} (inverse)")
+        """The other way; what a rule drops is not there then. Rules of which names say more go first: what
+        one took last, as ``{rest:*}``, another may have made."""
+        rules = tuple(
+            sorted((rule.inverse for rule in self.rules if rule.is_invertible), key=Rule.unspecific)
+        )
+        return replace(self, rules=rules, name=f"{self.name or 'the weight map'} (inverse)")
 
     def apply(self, tensors: Iterable[MapSource]) -> list[MappedTensor]:
         """The target's tensors, in the order of the source's.
@@ -118,9 +124,7 @@ class WeightMap:
         mapped: dict[str, MappedTensor] = {}
         for (number, _), group in groups.items():
             rule = rules[number]
-            if not rule.targets or all(
-                rule.sources[found.pattern].name.text in rule.copies for found in group
-            ):
+            if not rule.targets:
                 continue
             try:
                 for tensor in rule.apply(group, {**sizes, **self._sizes_of(rule)}):
@@ -265,8 +269,9 @@ def _sizes(given: Any, where: str) -> dict[str, str | int]:
     for name, size in given.items():
         if isinstance(size, bool) or not isinstance(size, int | str):
             raise OptionError(f"{where}: the size of {name} is a whole number or an expression")
-        if isinstance(size, str):
-            evaluate(size, {})
+        if isinstance(size, int):
+            size = str(size)
+        evaluate(size, {})
     return dict(given)
 
 

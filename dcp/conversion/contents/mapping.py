@@ -65,8 +65,12 @@ def map_index(
     PlanError with all names that do not fit; MissingKeyError for patterns that match nothing.
     """
     selection = Selection.of(only, exclude)
+    unread = index.provenance.get("refused_objects")
+    unread = unread if isinstance(unread, dict) else {}
     if selection is not None:
-        check_patterns(selection, [*index.fqns, *index.objects.fqns])
+        check_patterns(selection, [*index.fqns, *index.objects.fqns, *unread])
+        unread = {name: need for name, need in unread.items() if selection.selects(name)}
+        index = replace(index, provenance={**index.provenance, "refused_objects": unread})
     weights = replace(weights, config={**_model_config(store), **weights.config})
     shapes, bounds = index.shape_values.tolist(), index.shape_start.tolist()
     codes, grads = index.dtype_codes.tolist(), index.requires_grad.tolist()
@@ -75,12 +79,12 @@ def map_index(
         for row, name in enumerate(index.fqns)
         if selection is None or selection.selects(name)
     )
-    twice = {tensor.name for tensor in tensors} & set(index.objects.fqns)
-    if twice:
-        raise PlanError(f"the map gives a tensor the name {min(twice)!r}, which is that of another value")
     chosen = [
         row for row, name in enumerate(index.objects.fqns) if selection is None or selection.selects(name)
     ]
+    twice = {tensor.name for tensor in tensors} & {index.objects.fqns[row] for row in chosen}
+    if twice:
+        raise PlanError(f"the map gives a tensor the name {min(twice)!r}, which is that of another value")
     return MappedIndex(_index_of(index, tensors), tensors, frozenset(chosen))
 
 

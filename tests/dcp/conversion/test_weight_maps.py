@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 import dcp
 from dcp.cli.app import app
+from dcp.conversion.copying import tasks
 from dcp.storage.errors import CorruptCheckpointError, PlanError
 
 State = dict[str, torch.Tensor]
@@ -149,3 +152,93 @@ def test_the_command_line(model: Path, tmp_path: Path) -> None:
 def run(*arguments: str) -> Result:
     """`dcp` in this process."""
     return CliRunner().invoke(app, arguments)
+
+
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(2, 40))]
+)
+def test_small_windows_cut_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """In the middle of elements and of axes; permuted payloads, chunks that do not end where axes do, casts
+    and zeros beside each other."""
+    draw = random.Random(seed)
+    heads, half, width, pad = (draw.randint(1, 5) for _ in range(4))
+    kind = draw.choice([torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.complex64])
+    whole = torch.arange(1, heads * 2 * half * width + 1).view(heads * 2 * half, width).to(kind)
+    states = {"x": whole.T.contiguous().T, "small": torch.arange(draw.randint(1, 3)).to(torch.uint8)}
+    torch.save(states, tmp_path / "in.pt")
+    source: Path = tmp_path / "in.pt"
+    if draw.random() < 0.5:
+        dcp.convert(source, tmp_path / "in", to="dcp", files=draw.randint(1, 4), chunks="split")
+        source = tmp_path / "in"
+    monkeypatch.setattr(tasks, "WINDOW_BYTES", draw.randint(3, 90))
+    weights = {
+        "rules": [
+            {
+                "from": {"x": "(heads two half) width"},
+                "to": {"y": "width (half heads two + pad)"},
+                "padding": ["pad"],
+            },
+            {"from": "small", "to": "a"},
+        ],
+        "sizes": {"two": 2, "half": half, "pad": pad},
+    }
+    dtype = draw.choice([None, "float32", "bfloat16"])
+    to, name = draw.choice([("torch", "out.pt"), ("dcp", "out"), ("safetensors", "out.safetensors")])
+    target = tmp_path / name
+    dcp.convert(source, target, to=to, map=weights, dtype=dtype)
+    made = dcp.read(target)
+    wanted = whole.view(heads, 2, half, width).permute(3, 2, 0, 1).reshape(width, -1)
+    wanted = torch.cat([wanted, torch.zeros(width, pad, dtype=kind)], dim=1)
+    if dtype is not None and kind.is_floating_point:
+        wanted = wanted.to(getattr(torch, dtype))
+    assert torch.equal(made["y"], wanted)
+    assert torch.equal(made["a"], states["small"])
+
+
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "bool", "complex128", "uint16"])
+def test_tensors_that_share_memory_or_have_no_elements(tmp_path: Path, kind: str) -> None:
+    """Views of one storage, an expanded one, one of no elements, one of no dimensions; of unusual types."""
+    whole = (torch.arange(24) % 2).to(getattr(torch, kind)).view(4, 6)
+    states = {"x": whole, "t": whole.T, "e": whole[:1].expand(4, 6), "n": whole[:0], "s": whole[1, 1]}
+    torch.save(states, tmp_path / "in.pt")
+    rules: list[dict[str, Any]] = [{"from": {name: "a b"}, "to": {f"{name}2": "b a"}} for name in "xten"]
+    rules.append({"from": {"s": ""}, "to": {"s2": ""}})
+    dcp.convert(tmp_path / "in.pt", tmp_path / "out", to="dcp", map={"rules": rules})
+    made = dcp.read(tmp_path / "out")
+    for name, tensor in states.items():
+        assert made[f"{name}2"].shape == tensor.T.shape
+        found, wanted = (one.reshape(-1).view(torch.uint8) for one in (made[f"{name}2"], tensor.T))
+        assert torch.equal(found, wanted)
+
+
+def test_entries_that_nobody_runs_can_be_left_out(tmp_path: Path) -> None:
+    """With a map as without."""
+    torch.save({"x": torch.ones(2), "bad": subprocess.Popen}, tmp_path / "in.pt")
+    weights = {"rules": [{"from": "x", "to": "y"}]}
+    with pytest.raises(PlanError, match="bad"):
+        dcp.convert(tmp_path / "in.pt", tmp_path / "out", to="dcp", map=weights)
+    dcp.convert(tmp_path / "in.pt", tmp_path / "out", to="dcp", map=weights, exclude="bad")
+    assert list(dcp.read(tmp_path / "out")) == ["y"]
+
+
+def test_another_map_does_not_go_on_with_what_a_killed_run_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same names and sizes."""
+    whole = torch.arange(36.0).view(6, 6)
+    save_file({"x": whole}, tmp_path / "in.safetensors")
+
+    def of(axes: str) -> dict[str, Any]:
+        return {"rules": [{"from": {"x": "a b"}, "to": {"x": axes}}]}
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dcp.conversion.driver.Conversion.publish", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            dcp.convert(tmp_path / "in.safetensors", tmp_path / "out", to="dcp", map=of("a b"))
+    dcp.convert(tmp_path / "in.safetensors", tmp_path / "out", to="dcp", map=of("b a"))
+    assert torch.equal(dcp.read(tmp_path / "out")["x"], whole.T)
+
+
+def stopped(*_: object, **__: object) -> None:
+    """As by Ctrl-C, behind all that is written."""
+    raise KeyboardInterrupt

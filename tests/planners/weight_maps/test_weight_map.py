@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -266,7 +267,7 @@ def test_parts_of_any_box_are_those_of_the_whole(
             {"a": (3,)},
             "nothing is the part",
         ),
-        ([{"from": {"a": "x", "b": "x"}, "to": {"c": "x"}}], {"a": (3,), "b": (3,)}, "two sources have"),
+        ([{"from": {"a": "x", "b": "x"}, "to": {"c": "x"}}], {"a": (3,), "b": (3,)}, "two of one side have"),
         (
             [{"from": {"a": "x", "b": "y"}, "to": {"c": "(x + y)"}}],
             {"a": (2,), "b": ()},
@@ -314,3 +315,112 @@ def test_a_misspelt_ready_map_is_told() -> None:
     """With the one that was meant."""
     with pytest.raises(OptionError, match="did you mean llama:hf-to-titan"):
         WeightMap.of("llama:hf-to-titn")
+
+
+@pytest.mark.parametrize(
+    ("rule", "told"),
+    [
+        ({"from": {"x": "(a + a)"}, "to": {"y": "a"}}, "two of one side have the axes a"),
+        ({"from": {"x": "a"}, "to": {"y": "(a + a)"}}, "two of one side have the axes a"),
+        ({"from": {"x": "a"}, "to": {"y": "a", "z": "a"}}, "targets that are the same in copies"),
+        ({"from": {"x": "a"}, "to": {"y": "a", "z": "a"}, "copies": ["zz"]}, "copy 'zz' is not a name"),
+        ({"from": {"x": "a"}, "to": {"y": "a"}, "copies": ["y"]}, "what copies are of is not there"),
+        ({"from": {"x": "a"}, "to": {"x": "a", "y": "a"}, "copies": ["x"]}, "copy 'x' is not a name"),
+        ({"from": {"x.{n}": "n a"}, "to": {"y": "n a"}}, "n is an axis and a part of its name"),
+        ({"from": {"x": "n a"}, "to": {"y.{n}": "n a"}}, "n is an axis and a part of its name"),
+        ({"from": {"x": " ".join(["(a + b)"] * 40)}, "to": {"y": "a"}}, "more than 4096 parts"),
+        ({"from": "{a:*}{b:*}{c:*}x", "to": "{a:*}{b:*}{c:*}y"}, "of anything"),
+        ({"from": {"x": "a"}, "to": {"y": "a"}, "sizes": {"a": 10**30}}, "no expression of names"),
+        ({"from": {"x": "a"}, "to": {"y": "a"}, "sizes": {"a": -1}}, "no expression of names"),
+        ({"from": "a.{é}", "to": "b.{é}"}, "is no name"),
+    ],
+)
+def test_rules_that_would_lose_or_repeat_elements_are_refused(rule: dict[str, Any], told: str) -> None:
+    """Before any checkpoint is looked at: what has the same axes twice, is a copy of nothing, never ends."""
+    with pytest.raises(OptionError) as caught:
+        of(rule)
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rule", "source", "told"),
+    [
+        (
+            {
+                "from": {"x": "(vocab + pad) w"},
+                "to": {"y": "vocab w"},
+                "padding": ["pad"],
+                "sizes": {"pad": "0 - 2"},
+            },
+            {"x": (4, 2)},
+            "pad = -2",
+        ),
+        (
+            {"from": {"e.{n}": "x"}, "to": {"e": "n x"}, "sizes": {"n": 3}},
+            {"e.0": (2,), "e.1": (2,)},
+            "there are 2 of n, and should be 3",
+        ),
+        ({"from": {"e.{n}": "x"}, "to": {"e": "n x"}}, {"e.999999999": (2,)}, "n 0 is missing"),
+        ({"from": {"e.{n}": "x"}, "to": {"e": "n x"}}, {"e.0": (2,), "e.1٣": (2,)}, "no rule knows"),
+        ({"from": {"e": "n x"}, "to": {"e.{n}": "x"}}, {"e": (1 << 40, 0)}, "is too large"),
+        (
+            {
+                "from": {"x": "a"},
+                "to": {"y": "(a + p) q"},
+                "padding": ["p"],
+                "sizes": {"p": 1 << 47, "q": 1 << 47},
+            },
+            {"x": (2,)},
+            "is too large",
+        ),
+        ({"from": "{a:*}.{b:*}", "to": "{b:*}.{a:*}"}, {"x.y.z": (2,)}, "'z.x.y' could not be read back"),
+        ({"from": "{w:gate|up}", "to": "{w:g|u}"}, {"gate": (2,)}, "'gate' could not be read back"),
+        ({"from": "x" * 200 + "{a:*}x{b:*}y", "to": "{a:*}{b:*}"}, {"x" * 10_000: (2,)}, "no rule knows"),
+    ],
+)
+def test_checkpoints_that_would_be_mapped_wrongly_are_refused(
+    rule: dict[str, Any], source: dict[str, tuple[int, ...]], told: str
+) -> None:
+    """Sizes that no tensor has, numbers that are none, names that do not lead back."""
+    with pytest.raises((PlanError, OptionError)) as caught:
+        of(rule).apply((name, shape, 0, False) for name, shape in source.items())
+    assert told in str(caught.value)
+
+
+def test_tensors_of_different_dtypes_are_named() -> None:
+    """Which is which."""
+    weights = of({"from": {"a": "x", "b": "y"}, "to": {"c": "(x + y)"}})
+    with pytest.raises(PlanError, match="'a' is float32 and 'b' is bfloat16"):
+        weights.apply([("a", (2,), 1, False), ("b", (2,), 4, False)])
+
+
+def test_a_copy_alone_does_not_go_without_a_word() -> None:
+    """What it is a copy of is missing."""
+    weights = of({"from": {"e": "v w"}, "to": {"tok": "v w", "head": "v w"}, "copies": ["head"]}).inverse
+    with pytest.raises(PlanError, match="'tok' is missing"):
+        mapped(weights, arrays({"head": (2, 3)}))
+
+
+def test_the_way_back_asks_rules_that_say_more_first() -> None:
+    """A prefix that is taken away of all names but some."""
+    weights = of({"from": "model.{rest:*}", "to": "{rest:*}"}, {"from": "head.w", "to": "head.w"})
+    source = arrays({"model.a": (2,), "model.b\n": (2,), "head.w": (3,)})
+    there = mapped(weights, source)
+    assert list(there) == ["a", "b\n", "head.w"]
+    assert mapped(weights.inverse, there).keys() == source.keys()
+
+
+def test_axes_of_no_elements() -> None:
+    """Beside others, in any dimension, of boxes too."""
+    weights = of({"from": {"x": "(a b + c) d"}, "to": {"y": "d (c + b a)"}}, a=3, b=0, c=2)
+    source = arrays({"x": (2, 4)})
+    assert np.array_equal(mapped(weights, source)["y"], source["x"].T)
+    (tensor,) = planned(weights, source)
+    assert sum(len(piece.within_target(Box((0, 0), (4, 2)))) for piece in tensor.pieces) == 1
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    """As any other that is no map."""
+    (tmp_path / "map.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(OptionError, match="cannot be read"):
+        WeightMap.of(tmp_path / "map.toml")
