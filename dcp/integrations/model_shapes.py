@@ -24,8 +24,17 @@ _MEMORY_BYTES: Final = 6 << 30
 _MAX_MODULES: Final = 200_000
 _MAX_TENSORS: Final = 100_000
 _MAX_PROBLEM: Final = 500
-_LEFT_OUT: Final = ("auto_map", "_name_or_path", "quantization_config", "transformers_version")
-"""Of a configuration: names of code and places elsewhere, and how the weights were packed afterwards."""
+_LEFT_OUT: Final = frozenset(
+    {
+        "auto_map",
+        "_name_or_path",
+        "quantization_config",
+        "transformers_version",
+        *("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"),
+    }
+)
+"""Of a configuration and those in it: names of code and places elsewhere, among them kernels of a hub, and
+how the weights were packed afterwards."""
 _MAKER: Final = "_from_config"
 """Of a class of transformers; unlike its constructor, this heeds the dtype of the configuration."""
 
@@ -72,9 +81,15 @@ def _class_and_config(config: dict[str, Any]) -> tuple[Any, Any]:
     found = [*asked, *(name for mapping in heads for name in _each(mapping.get(kind, ())))]
     if not found:
         raise _ConfigError(f"transformers {transformers.__version__} has no model of the type {kind!r}")
-    kept = {name: value for name, value in config.items() if name not in _LEFT_OUT}
-    made = transformers.CONFIG_MAPPING[kind].from_dict(kept, attn_implementation="eager")
+    made = transformers.CONFIG_MAPPING[kind].from_dict(_harmless(config), attn_implementation="eager")
     return getattr(transformers, found[0]), made
+
+
+def _harmless(given: Any) -> Any:
+    """Without what is left out, however deep it is."""
+    if isinstance(given, dict):
+        return {name: _harmless(value) for name, value in given.items() if name not in _LEFT_OUT}
+    return [_harmless(one) for one in given] if isinstance(given, list) else given
 
 
 def _each(names: Any) -> Iterable[str]:

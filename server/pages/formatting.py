@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
+from dcp.server.catalog.values import short_name
+
 __all__ = ["FILTERS", "bytes_text", "count_text", "seconds_text", "times_text"]
 
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
@@ -163,6 +165,7 @@ FILTERS: Final[dict[str, Any]] = {
     "seconds": seconds_text,
     "shape": shape_text,
     "share": share_text,
+    "short": short_name,
     "time": time_text,
     "times": times_text,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 from urllib.parse import urlencode
 
@@ -18,11 +19,14 @@ _ADVICE: Final = {
     403: "An administrator can make a key that may: dcp keys create NAME --scope SCOPE.",
     404: "It may have been renamed, or be in a root that your key does not see.",
     409: "Something else happened to it meanwhile. Look at it again.",
+    410: "What the catalog knows of it is on the page of the checkpoint, and stays there.",
     412: "Somebody changed it since you saw it. Look at it again.",
     429: "Wait a little.",
     500: "The log of the service has more under the request's id.",
     503: "It is tried again by itself in a moment.",
 }
+
+_PART_OF_CHECKPOINT: Final = re.compile(r"/checkpoints/([1-9][0-9]{0,17})/.")
 
 
 class MovedError(ProblemError):
@@ -47,11 +51,18 @@ def problem_page(problem: ProblemError, scope: Any) -> Response:
         problem.status,
         problem=problem.document(),
         advice=_ADVICE.get(problem.status, ""),
+        checkpoint_id=_checkpoint_of(request, problem),
         request_id=scope.get("state", {}).get("request_id"),
         retry_seconds=problem.headers.get("Retry-After") if request.method == "GET" else None,
     )
     answer.headers.update(problem.headers)
     return answer
+
+
+def _checkpoint_of(request: Request, problem: ProblemError) -> str | None:
+    """The checkpoint that the catalog knows, where a page below its own cannot be made of its files."""
+    found = _PART_OF_CHECKPOINT.match(request.url.path)
+    return found[1] if found is not None and problem.status in (409, 410, 503) else None
 
 
 def _to_sign_in(request: Request) -> Response:

@@ -12,6 +12,7 @@ from dcp.server.http.dependencies import Author, Caller, Db, Page, PageParams, S
 from dcp.server.http.idempotent_transaction import IdempotentDep
 from dcp.server.inputs import Name
 from dcp.server.jobs.kinds import KINDS
+from dcp.server.jobs.ledger import jobs_of_key
 from dcp.server.pages.queries import READ, pages_router
 from dcp.server.pages.rendering import page
 from dcp.server.pages.tokens import FormDep
@@ -20,7 +21,7 @@ from dcp.server.routes.jobs import jobs as api
 from dcp.server.schemas.common import IdPath
 from dcp.server.schemas.jobs import JobAnswer
 
-__all__ = ["router"]
+__all__ = ["last_job", "router"]
 
 router = pages_router()
 
@@ -77,6 +78,16 @@ def job_page(job_id: IdPath, request: Request, service: ServiceDep, database: Db
         is_active=job.state in _ACTIVE,
         may_change=caller.may("admin" if kind is None else kind.scope),
     )
+
+
+def last_job(
+    kind: str, dedup_key: str, database: Db, caller: Caller, shown: int | None = None
+) -> JobAnswer | None:
+    """The newest one with this key that may be seen, for a page that waits for it; None where it is not newer
+    than the one whose result is ``shown``."""
+    with database.read() as connection:
+        last, _ = jobs_of_key(connection, kind, dedup_key, caller.roots)
+    return None if last is None or last <= (shown or 0) else api.get_job(last, database, caller)
 
 
 def _target_of(job: JobAnswer) -> str | None:

@@ -65,6 +65,7 @@
     themed(button);
     document.dispatchEvent(new CustomEvent("themed"));
   });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => document.dispatchEvent(new CustomEvent("themed")));
 
   document.addEventListener("change", (event) => {
     if ("submits" in event.target.dataset) event.target.form.requestSubmit();

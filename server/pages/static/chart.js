@@ -54,7 +54,6 @@
     };
     make();
     document.addEventListener("themed", make);
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", make);
     new ResizeObserver(() => plot.setSize({ width: figure.clientWidth, height: 240 })).observe(figure);
   };
 

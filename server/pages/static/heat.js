@@ -50,7 +50,6 @@
     repaint();
     plot.append(canvas);
     document.addEventListener("themed", repaint);
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
     const ends = { low: figure.querySelector("[data-low]"), high: figure.querySelector("[data-high]") };
     ends.high.textContent = short(scale);
     ends.low.textContent = values.some((one) => one < 0) ? `-${short(scale)}` : "0";

@@ -634,7 +634,6 @@
     }
   };
   document.addEventListener("themed", themed);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", themed);
 
   const begin = async () => {
     readInks();

@@ -189,6 +189,21 @@ def test_hostile_names_are_text(site: Site) -> None:
     assert f"m.{HOSTILE}" in chosen.text and HOSTILE in page.text
 
 
+def test_names_longer_than_addresses(site: Site, tmp_path: Path) -> None:
+    """Rows of what changed, came and went lead to pages of the tensor, whatever its name."""
+    name = "\N{COLLISION SYMBOL}" * 5000
+    for step in (1, 2):
+        state = {f"{name}{n}": torch.full((2,), float(step)) for n in (0, step)}
+        dcp.save(state, checkpoint_id=tmp_path / f"main/long/step-{step}", no_dist=True)
+    Scanner(site.app.service.database, site.app.service.roots).scan("main")
+    a, b = (site.runs.id("main", f"long/step-{step}") for step in (1, 2))
+    page = site.browser.page(f"/diff?a={a}&b={b}")
+    rows = [link for link in page.links if "tensor=" in link or "fqn=" in link]
+    assert len(rows) == 3
+    for link in rows:
+        assert "float32" in site.browser.page(link).text
+
+
 # -- the steps of a run --------------------------------------------------------------------------------------
 
 

@@ -188,8 +188,11 @@ def test_what_has_no_ranks_or_phases(app: App, tmp_path: Path) -> None:
     assert "do not tell which rank wrote them" in browser.page(f"/checkpoints/{number}/shards").text
     assert "No phases are recorded of this save." in browser.page(f"/checkpoints/{number}/anatomy").text
     gone = add_checkpoint(app.service.database, "gone/step-1")
-    for page in ("shards", "shards/chunks", "anatomy"):
-        assert browser.get(f"/checkpoints/{gone}/{page}").status_code == 410, page
+    of_tensor = [f"tensors{part}?fqn=w" for part in ("", "/slice", "/steps")]
+    for page in ("shards", "shards/chunks", "anatomy", "files", *of_tensor):
+        answer = browser.get(f"/checkpoints/{gone}/{page}")
+        assert answer.status_code == 410, page
+        assert f"/checkpoints/{gone}" in PageText(answer.text).links, "back to what the catalog knows"
         assert browser.get(f"/checkpoints/999/{page}").status_code == 404, page
 
 

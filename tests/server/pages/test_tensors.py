@@ -263,6 +263,21 @@ def test_what_an_optimizer_keeps(site: Any) -> None:
     assert "Optimizer" not in browser.page(tensor(1, "model.conv")).text
 
 
+def test_names_that_fit_very_many_are_no_more_work(site: Any) -> None:
+    """Of 500 tensors that one state can be of a few are listed, and fewer of them read."""
+    app, browser, folder = site
+    states = {"state": {"weight": {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": ["weight"]}]}
+    model = {f"{n}.weight": torch.ones(2) for n in range(500)}
+    dcp.save({"model": model, "optim": states}, checkpoint_id=folder / "main/many")
+    age(folder / "main/many")
+    of = Registration(root="main", key="many")
+    number = register(app.service.database, app.service.roots, of, actor="test").id
+    assert number is not None
+    page = browser.page(tensor(number, "model.7.weight"))
+    assert "500 tensors are called so" in page.text and "The first 16 of 501." in page.text
+    assert page.text.count("not computed yet") == 10
+
+
 def test_numbers_stand_for_names_only_where_that_is_known(tmp_path: Path) -> None:
     """By the names in the groups; by order, where one part of the checkpoint fits; else for nothing."""
     from dcp.inspection.checkpoints import open_index

@@ -265,6 +265,20 @@ def test_models_are_made_without_weights_and_without_anybodys_code(tmp_path: Pat
     }
     assert found["architecture"] == "LlamaForCausalLM"
     assert _made(hidden_size=1 << 14, vocab_size=1 << 20)["tensors"][0]["shape"] == [1 << 20, 1 << 14]
+    composite = {
+        "model_type": "llava",
+        "architectures": ["LlavaForConditionalGeneration"],
+        "text_config": {**CONFIG, "attn_implementation": "somebody/kernels"},
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            "_attn_implementation": "somebody/kernels",
+            **{name: CONFIG[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")},
+            "num_hidden_layers": 1,
+            "image_size": 8,
+            "patch_size": 4,
+        },
+    }
+    assert any("vision" in one["fqn"] for one in _made(**composite)["tensors"])
     for changes, told in (
         ({"model_type": "somebodys"}, "no model_type"),
         ({"num_hidden_layers": 10**6}, "more than 200,000 modules"),

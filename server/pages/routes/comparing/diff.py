@@ -14,22 +14,20 @@ from dcp.server.http.dependencies import Author, Caller, Db, PageParams, Service
 from dcp.server.http.idempotent_transaction import IdempotentDep
 from dcp.server.inputs import MAX_ID
 from dcp.server.jobs.kinds.diff import DiffParams
-from dcp.server.jobs.ledger import jobs_of_key
 from dcp.server.pages.drawings.histograms import histogram_picture
 from dcp.server.pages.problems import MovedError
 from dcp.server.pages.queries import READ, pages_router
 from dcp.server.pages.rendering import page
+from dcp.server.pages.routes.jobs import last_job
 from dcp.server.pages.tokens import FormDep
 from dcp.server.problems import NotFoundError, ProblemError, UnprocessableError
 from dcp.server.records.contents import DifferenceKind, DifferenceOrder
 from dcp.server.routes.catalog import checkpoints as checkpoints_api
 from dcp.server.routes.data import diffs as api
 from dcp.server.routes.data import drawings as drawings_api
-from dcp.server.routes.jobs import jobs as jobs_api
 from dcp.server.routes.jobs.submitting import submit_kind
 from dcp.server.schemas.checkpoints import CheckpointAnswer
 from dcp.server.schemas.data import DiffAnswer
-from dcp.server.schemas.jobs import JobAnswer
 from dcp.server.schemas.queries import CheckpointQuery
 
 __all__ = ["router"]
@@ -88,7 +86,7 @@ def diff_page(
         found=found,
         order=_order(view, found),
         objects=found.objects[:_OBJECTS],
-        job=_last_job(view.a, view.b, found, database, caller),
+        job=last_job("diff", DiffParams(a=view.a, b=view.b).dedup_key, database, caller, found.job_id),
         histograms=None if view.tensor is None else _histograms(view.a, view.b, view.tensor, data, caller),
     )
 
@@ -123,15 +121,6 @@ def _found(a: int, b: int, view: DiffView, data: DataAccess, caller: Caller) -> 
         found = api.diff_checkpoints(b, a, data, caller, params, None, kinds, view.pattern, "name")
     query = urlencode({name: value for name, value in given.items() if value is not None})
     return found, f"/api/v1/checkpoints/{b}/diff?{query}"
-
-
-def _last_job(a: int, b: int, found: DiffAnswer, database: Db, caller: Caller) -> JobAnswer | None:
-    """The one that compares the values, or has failed to; none if what it found is shown."""
-    with database.read() as connection:
-        last, _ = jobs_of_key(connection, "diff", DiffParams(a=a, b=b).dedup_key, caller.roots)
-    if last is None or last == found.job_id:
-        return None
-    return jobs_api.get_job(last, database, caller)
 
 
 def _ticked(numbers: list[int], database: Db, caller: Caller) -> str:

@@ -11,18 +11,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from dcp.server.http.dependencies import Author, Caller, Db, ServiceDep, requires
 from dcp.server.http.idempotent_transaction import IdempotentDep
 from dcp.server.jobs.kinds.drift import DriftParams
-from dcp.server.jobs.ledger import jobs_of_key
 from dcp.server.pages.drawings.drift import DriftValue, drift_picture
 from dcp.server.pages.queries import READ, pages_router
 from dcp.server.pages.rendering import page
+from dcp.server.pages.routes.jobs import last_job
 from dcp.server.pages.tokens import FormDep
 from dcp.server.problems import NotFoundError
 from dcp.server.routes.catalog import runs as runs_api
 from dcp.server.routes.jobs import drift as api
-from dcp.server.routes.jobs import jobs as jobs_api
 from dcp.server.schemas.common import IdPath
-from dcp.server.schemas.drawings import DriftAnswer
-from dcp.server.schemas.jobs import JobAnswer
 
 __all__ = ["router"]
 
@@ -50,6 +47,7 @@ def drift_page(
         drift = api.get_run_drift(run_id, database, caller)
     except NotFoundError:
         drift = None
+    key = DriftParams(run_id=run_id).dedup_key
     picture = drift and drift_picture(drift.layers, len(drift.steps), view.value, view.first, view.count)
     return page(
         request,
@@ -60,17 +58,8 @@ def drift_page(
         drift=drift,
         picture=picture,
         lost=[one for one in drift.steps if one.problem] if drift else [],
-        job=_last_job(run_id, drift, database, caller),
+        job=last_job("drift", key, database, caller, drift.job_id if drift else None),
     )
-
-
-def _last_job(run_id: int, drift: DriftAnswer | None, database: Db, caller: Caller) -> JobAnswer | None:
-    """The one that is at work, or has failed since; none if what it found is shown."""
-    with database.read() as connection:
-        last, _ = jobs_of_key(connection, "drift", DriftParams(run_id=run_id).dedup_key, caller.roots)
-    if last is None or (drift is not None and last <= drift.job_id):
-        return None
-    return jobs_api.get_job(last, database, caller)
 
 
 @router.post("/runs/{run_id}/drift", dependencies=[requires("read")])

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 from urllib.parse import urlencode
 
 from fastapi import Response
 from fastapi.responses import RedirectResponse
 
-from dcp.server.http.dependencies import Author, Db, PageParams, ServiceDep, requires
+from dcp.server.http.dependencies import Author, Db, ServiceDep, requires
 from dcp.server.http.idempotent_transaction import IdempotentDep
 from dcp.server.jobs.kinds.diff import DiffParams
 from dcp.server.pages.drawings.changes import Change, changes_of
 from dcp.server.pages.queries import pages_router
+from dcp.server.pages.routes.jobs import last_job
 from dcp.server.pages.tokens import FormDep
 from dcp.server.problems import UnprocessableError
-from dcp.server.routes.jobs import jobs as api
 from dcp.server.routes.jobs.submitting import submit_kind
 from dcp.server.schemas.checkpoints import CheckpointAnswer
 from dcp.server.schemas.common import IdPath
@@ -26,20 +26,14 @@ __all__ = ["changes_below", "changes_of_list", "diff_job", "router"]
 
 router = pages_router()
 
-_JOBS: Final = 20
-_STATES: Final[Any] = ["queued", "planning", "running", "publishing", "succeeded", "failed"]
-
 
 def diff_job(
     found: CheckpointAnswer, before: CheckpointAnswer, database: Db, caller: Principal
 ) -> JobAnswer | None:
     """The newest that compares all of the two as they are now, with its whole result if it has ended."""
-    wanted = DiffParams(a=before.id, b=found.id).model_dump(mode="json")
-    page_of = PageParams(_JOBS, None)
-    jobs = api.list_jobs(database, caller, page_of, _STATES, ["diff"], checkpoint_id=found.id).items
+    job = last_job("diff", DiffParams(a=before.id, b=found.id).dedup_key, database, caller)
     since = max(filter(None, (found.committed_at, before.committed_at)), default="")
-    chosen = next((job for job in jobs if job.params == wanted and job.created_at >= since), None)
-    return None if chosen is None else api.get_job(chosen.id, database, caller)
+    return None if job is None or job.state == "cancelled" or job.created_at < since else job
 
 
 def changes_below(job: JobAnswer, prefix: str, nodes: Any) -> dict[str, Change]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, Final
 from urllib.parse import urlencode
 
@@ -54,6 +55,11 @@ _SMALL_COUNT: Final = 2_000
 _CHUNKS: Final = 200
 _CELLS: Final = 16
 _STEPS: Final = 24
+_PANELS: Final = 4
+_PANEL_ROWS: Final = 16
+_READ_ROWS: Final = 6
+"""A weight and what Adam and its like keep of it; others are only looked up, so that names which fit
+thousands of tensors cost no more."""
 _NOT_DONE: Final[Any] = ["queued", "planning", "running", "publishing", "failed"]
 
 _TENSOR: Final = "/checkpoints/{checkpoint_id}/tensors"
@@ -211,7 +217,9 @@ def _values_of(named: Named, data: DataAccess, caller: Principal, most_bytes: in
     histogram = None if statistics is None else (statistics.statistics or {}).get("histogram")
     with named.readable.problems():
         states = OptimizerStates(named.readable.opened.whole_index)
-    panels = [_panel(kept, named, data, caller, most_bytes) for kept in states.beside(named.of.fqn)]
+    panels = [
+        _panel(kept, named, data, caller, most_bytes) for kept in islice(states.beside(named.of.fqn), _PANELS)
+    ]
     return {
         "statistics": statistics,
         "fault": fault,
@@ -250,12 +258,12 @@ def _panel(kept: KeptState, named: Named, data: DataAccess, caller: Principal, m
     index = named.readable.opened.index
     names: Iterable[tuple[str | None, str]] = [*((None, fqn) for fqn in kept.weights), *kept.states.items()]
     found: dict[str, Any] = {}
-    rows = []
-    for state, fqn in names:
+    rows: list[PanelRow] = []
+    for state, fqn in islice(names, _PANEL_ROWS):
         if fqn not in index.position:
             continue
         try:
-            of = _statistics(named.readable, fqn, data, caller, most_bytes)
+            of = _statistics(named.readable, fqn, data, caller, most_bytes if len(rows) < _READ_ROWS else 0)
         except ProblemError:
             of = None
         values = None if of is None else of.statistics
