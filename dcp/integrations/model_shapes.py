@@ -126,7 +126,8 @@ def _found(text: str) -> dict[str, Any]:
     except _ConfigError as error:
         return {"problem": str(error)}
     except ImportError as error:
-        return {"problem": f"{error.name or error} is not installed where jobs run"}
+        told = f"{error.name} is not installed" if error.name else " ".join(str(error).split())
+        return {"problem": f"where jobs run: {told[:_MAX_PROBLEM]}"}
     except MemoryError:
         return {"problem": "the model that it describes needs more memory than there is for this"}
     except Exception as error:  # noqa: BLE001 - whatever classes of models raise is about the configuration

@@ -279,6 +279,8 @@ def test_models_are_made_without_weights_and_without_anybodys_code(tmp_path: Pat
         },
     }
     assert any("vision" in one["fqn"] for one in _made(**composite)["tensors"])
+    for name in ("attn_implementation", "_attn_implementation", "experts_implementation"):
+        assert _made(**{name: "somebody/kernels"}) == found, name
     for changes, told in (
         ({"model_type": "somebodys"}, "no model_type"),
         ({"num_hidden_layers": 10**6}, "more than 200,000 modules"),
