@@ -36,7 +36,7 @@ class WeightMap:
     """From the tensors of one model definition to those of another; the first rule that knows a name has it.
 
     ``sizes`` are of axes, in all rules: whole numbers, or expressions of ``config``'s names. What neither
-    says is told by the shapes of the source, where these can.
+    says is told by the shapes of the source, where these can. ``numbers``, by axis, go before all of them.
     """
 
     rules: tuple[Rule, ...]
@@ -44,6 +44,7 @@ class WeightMap:
     name: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     description: str = ""
+    numbers: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, source: WeightMap | Mapping[str, Any] | str | os.PathLike[str]) -> WeightMap:
@@ -127,7 +128,7 @@ class WeightMap:
             if not rule.targets:
                 continue
             try:
-                for tensor in rule.apply(group, {**sizes, **self._sizes_of(rule)}):
+                for tensor in rule.apply(group, {**sizes, **self._sizes_of(rule), **self.numbers}):
                     if tensor.name in mapped:
                         problems.append(f"{tensor.name!r} would be there twice, also by {rule.told}")
                     mapped[tensor.name] = tensor
@@ -152,6 +153,7 @@ class WeightMap:
     def _evaluated(self, sizes: Mapping[str, str | int]) -> dict[str, int]:
         found: dict[str, int] = {}
         for name, given in sizes.items():
+            given = self.numbers.get(name, given)
             value = given if isinstance(given, int) else evaluate(given, {**self.config, **found})
             if value is not None:
                 found[name] = value
@@ -171,7 +173,7 @@ def weight_map(
         source: The name of a ready map, as "llama:hf-to-titan"; a TOML or JSON file; or its data.
         config: What the map's expressions are about: a model's ``config.json``, or its content.
         inverse: The other way.
-        **sizes: Numbers that go before those of ``config``, by its names.
+        **sizes: Numbers that go before those of ``config``, by its names, and those of the map, by axis.
 
     Raises:
         OptionError: It is no map, or no configuration.
@@ -180,7 +182,8 @@ def weight_map(
     if config is not None:
         found = found.with_config(config if isinstance(config, Mapping) else _config_of(Path(config)))
     if sizes:
-        found = found.with_config(sizes)
+        numbers = {name: evaluate(str(size), {}) or 0 for name, size in sizes.items()}
+        found = replace(found.with_config(numbers), numbers=numbers)
     return found.inverse if inverse else found
 
 

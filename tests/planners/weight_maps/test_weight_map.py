@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp.planners.weight_maps.pieces import MappedTensor, Piece, Side
-from dcp.planners.weight_maps.weight_map import WeightMap
+from dcp.planners.weight_maps.weight_map import WeightMap, weight_map
 from dcp.storage.errors import OptionError, PlanError
 from dcp.storage.geometry.boxes import Box
 from dcp.storage.geometry.lattices import parts_between
@@ -417,6 +417,25 @@ def test_axes_of_no_elements() -> None:
     assert np.array_equal(mapped(weights, source)["y"], source["x"].T)
     (tensor,) = planned(weights, source)
     assert sum(len(piece.within_target(Box((0, 0), (4, 2)))) for piece in tensor.pieces) == 1
+
+
+def test_numbers_by_hand_are_of_the_configuration_or_of_axes() -> None:
+    """The names that an error has asked for can be said."""
+    source = {"model.layers.0.self_attn.q_proj.weight": (24, 8)}
+
+    def half_of(**numbers: Any) -> int:
+        (tensor,) = weight_map("llama:hf-to-titan", **numbers).apply(
+            (name, shape, 1, False) for name, shape in source.items()
+        )
+        return tensor.sizes["half"]
+
+    with pytest.raises(PlanError, match="sizes of heads and half"):
+        half_of()
+    assert half_of(num_attention_heads=4) == half_of(heads=4) == half_of(num_attention_heads=9, heads=4) == 3
+    with pytest.raises(PlanError, match="which no half makes"):
+        half_of(heads=5)
+    with pytest.raises(OptionError, match=r"'4\.5' is no expression"):
+        half_of(heads=4.5)
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
