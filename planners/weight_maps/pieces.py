@@ -11,10 +11,10 @@ from typing import NamedTuple
 from dcp.storage.geometry.boxes import Box
 from dcp.storage.geometry.lattices import parts_between
 
-__all__ = ["MappedTensor", "Piece", "Side"]
+__all__ = ["MappedTensor", "Piece", "PieceSide"]
 
 
-class Side(NamedTuple):
+class PieceSide(NamedTuple):
     """Where the elements of a piece are in one tensor.
 
     By axis of the piece ``dims``, the dimension along which it goes, and ``steps``, how far from one index to
@@ -39,8 +39,8 @@ class Piece(NamedTuple):
     """Elements of ``source`` that are those of ``target``: ``lengths`` by axis."""
 
     lengths: tuple[int, ...]
-    source: Side
-    target: Side
+    source: PieceSide
+    target: PieceSide
 
     @property
     def inverse(self) -> Piece:
@@ -77,7 +77,7 @@ class Piece(NamedTuple):
         return Piece(tuple(lengths), _moved(self.source, firsts), _moved(self.target, firsts))
 
 
-def _moved(side: Side, firsts: Sequence[int]) -> Side:
+def _moved(side: PieceSide, firsts: Sequence[int]) -> PieceSide:
     base = list(side.base)
     for dim, step, first in zip(side.dims, side.steps, firsts, strict=True):
         base[dim] += step * first

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from dcp.planners.weight_maps.axes import Axes, Term
 from dcp.planners.weight_maps.names import NamePattern
-from dcp.planners.weight_maps.pieces import MappedTensor, Piece, Side
+from dcp.planners.weight_maps.pieces import MappedTensor, Piece, PieceSide
 from dcp.storage.errors import OptionError, PlanError
 from dcp.storage.formats.dtypes import BY_CODE
 
@@ -288,10 +288,10 @@ def _piece(
     )
 
 
-def _side(name: str, term: Term, axes: Sequence[str], fixed: Mapping[str, int]) -> Side:
+def _side(name: str, term: Term, axes: Sequence[str], fixed: Mapping[str, int]) -> PieceSide:
     base = list(term.base)
     for axis, index in fixed.items():
         if axis in term.steps:
             base[term.dims[axis]] += term.steps[axis] * index
     dims, steps = (tuple(own[axis] for axis in axes) for own in (term.dims, term.steps))
-    return Side(name, dims, steps, tuple(base))
+    return PieceSide(name, dims, steps, tuple(base))

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp.planners.weight_maps.pieces import MappedTensor, Piece, Side
+from dcp.planners.weight_maps.pieces import MappedTensor, Piece, PieceSide
 from dcp.planners.weight_maps.weight_map import WeightMap, weight_map
 from dcp.storage.errors import OptionError, PlanError
 from dcp.storage.geometry.boxes import Box
@@ -46,7 +46,7 @@ def planned(weights: WeightMap, source: Arrays) -> list[MappedTensor]:
     return weights.apply((name, array.shape, 0, False) for name, array in source.items())
 
 
-def view(array: Array, side: Side, lengths: tuple[int, ...]) -> Array:
+def view(array: Array, side: PieceSide, lengths: tuple[int, ...]) -> Array:
     """The elements of a piece, in a C-ordered array."""
     strides = tuple(step // array.itemsize for step in array.strides)
     return np.lib.stride_tricks.as_strided(
