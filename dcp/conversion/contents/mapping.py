@@ -15,6 +15,7 @@ from dcp.planners.load.selection import Patterns, Selection
 from dcp.planners.weight_maps.pieces import MappedTensor
 from dcp.planners.weight_maps.weight_map import WeightMap, config_of
 from dcp.storage.errors import PlanError
+from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, starts
 from dcp.storage.formats.opening.sources import complete_index, open_source
 from dcp.storage.stores.base import Store
@@ -23,6 +24,10 @@ from dcp.storage.stores.opening import OpenWith
 __all__ = ["MappedIndex", "map_index", "map_source"]
 
 _CONFIG: Final = "config.json"
+_PACKED: Final = frozenset(
+    dtypes.BY_NAME[name].code for name in ("float4_e2m1fn_x2", "bits1x8", "bits2x4", "bits4x2")
+)
+_MAX_LISTED: Final = 10
 _MAX_CONFIG_BYTES: Final = 4 << 20
 
 
@@ -85,6 +90,13 @@ def map_index(
     twice = {tensor.name for tensor in tensors} & {index.objects.fqns[row] for row in chosen}
     if twice:
         raise PlanError(f"the map gives a tensor the name {min(twice)!r}, which is that of another value")
+    split = [tensor.name for tensor in tensors if tensor.dtype_code in _PACKED and not tensor.is_renamed]
+    if split:
+        raise PlanError(
+            f"{', '.join(map(repr, split[:_MAX_LISTED]))}: several elements are one byte there, which a map "
+            "would take for one; such a tensor can only be renamed",
+            fqns=split[:_MAX_LISTED],
+        )
     return MappedIndex(_index_of(index, tensors), tensors, frozenset(chosen))
 
 

@@ -113,6 +113,17 @@ def test_a_damaged_source_is_noticed(model: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_what_has_several_elements_in_a_byte_is_only_renamed(tmp_path: Path) -> None:
+    """Transposed, the elements of each byte would stay neighbours, without a word."""
+    packed = torch.arange(12, dtype=torch.uint8).view(3, 4).view(torch.float4_e2m1fn_x2)
+    dcp.save({"w": packed}, checkpoint_id=tmp_path / "in", no_dist=True)
+    turned = {"rules": [{"from": {"w": "out in_"}, "to": {"v": "in_ out"}}]}
+    with pytest.raises(PlanError, match="'v': several elements are one byte"):
+        dcp.convert(tmp_path / "in", tmp_path / "out", to="dcp", map=turned)
+    dcp.convert(tmp_path / "in", tmp_path / "out", to="dcp", map={"rules": [{"from": "w", "to": "v"}]})
+    assert torch.equal(dcp.read(tmp_path / "out")["v"].view(torch.uint8), packed.view(torch.uint8))
+
+
 def test_names_that_no_rule_knows_are_told_before_anything_is_written(model: Path, tmp_path: Path) -> None:
     """All of them; what is chosen is chosen first."""
     weights = {"rules": [{"from": "lm_head.weight", "to": "head"}]}
