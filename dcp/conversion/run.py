@@ -13,6 +13,7 @@ from typing import Any
 
 from dcp.calls.plain_errors import plain_errors
 from dcp.conversion.contents.entries import TargetDtype
+from dcp.conversion.contents.hf_folder import CONFIG, HfFolder, read_hf_folder
 from dcp.conversion.copying.batches import BatchSettings, close_all, run_batch
 from dcp.conversion.copying.executors import open_executor
 from dcp.conversion.copying.tasks import TaskBatch
@@ -20,13 +21,14 @@ from dcp.conversion.driver import Conversion
 from dcp.conversion.plan import ConversionOptions, LayoutOptions, SourceChangedError
 from dcp.conversion.report import ConversionReport
 from dcp.conversion.targets.job import Chunks
-from dcp.conversion.targets.places import place_of
+from dcp.conversion.targets.places import TargetPlace, place_of
 from dcp.planners.load.selection import Patterns, Rename
-from dcp.planners.weight_maps.weight_map import WeightMap
+from dcp.planners.weight_maps.weight_map import WeightMap, config_of
 from dcp.progress import ProgressCallback, reporting
 from dcp.storage.engine.reading.requests import Verify
-from dcp.storage.errors import CorruptCheckpointError
+from dcp.storage.errors import CorruptCheckpointError, OptionError
 from dcp.storage.formats.opening.sources import open_source
+from dcp.storage.formats.safetensors.format import SAFETENSORS
 from dcp.storage.stores.opening import OpenWith
 
 __all__ = ["convert"]
@@ -46,6 +48,8 @@ def convert(
     shard_bytes: int | None = None,
     files: int = 1,
     chunks: Chunks = "keep",
+    hf: str | os.PathLike[str] | None = None,
+    hf_also: Sequence[str] = (),
     drop_objects: bool = False,
     overwrite: bool = False,
     executor: str | Executor = "processes",
@@ -78,6 +82,10 @@ def convert(
         shard_bytes: The size of a Hugging Face folder's shards.
         files: How many data files a "dcp" target has.
         chunks: "keep" has the source's chunks in a "dcp" target, "split" one of each tensor in each file.
+        hf: A Hugging Face folder, or the name of a model of the hub: what ``from_pretrained`` needs besides
+            weights is copied from there into a "safetensors" folder, by known names. Of an adapter's the
+            weights are called as PEFT has them. Its configuration says what ``map`` needs to know.
+        hf_also: Shell globs of further files to be copied from there, such as "*.py".
         drop_objects: Leave out values that are no plain data, instead of refusing them.
         overwrite: Replace what is at the target.
         executor: "processes", "inline", "dask://host:port", or a `concurrent.futures.Executor` whose workers
@@ -106,14 +114,15 @@ def convert(
     place = place_of(target, to, OpenWith(target_options))
     if place.path is not None and not overwrite and not os.path.lexists(place.work_folder):
         place.refuse_existing()  # before anything is read; else it may be what a killed run has made
+    template = _template(place, to, hf, hf_also)
     found = open_source(source, open_store=opened)
     options = ConversionOptions(
-        LayoutOptions(to, files, chunks, shard_bytes, drop_objects),
+        LayoutOptions(to, files, chunks, shard_bytes, drop_objects, template),
         only,
         exclude,
         rename,
         dtype,
-        None if map is None else WeightMap.of(map),
+        None if map is None else _map_of(map, template),
     )
     if not (found.store.capabilities.is_shared and place.store.capabilities.is_shared):
         executor = "inline"  # a store that is in this process alone
@@ -136,6 +145,27 @@ def convert(
         "total": ended - begun,
     }
     return replace(report, tasks_resumed=prepared.batch_count - len(batches), seconds=seconds)
+
+
+def _template(
+    place: TargetPlace, to: str, hf: str | os.PathLike[str] | None, also: Sequence[str]
+) -> HfFolder | None:
+    if hf is None:
+        if also:
+            raise OptionError("hf_also is about hf, which is missing")
+        return None
+    if to != SAFETENSORS.name or place.file_name is not None:
+        raise OptionError("hf is for a folder of safetensors: to='safetensors', and no name of a file")
+    return read_hf_folder(hf, also)
+
+
+def _map_of(weights: WeightMap | Mapping[str, Any] | str, template: HfFolder | None) -> WeightMap:
+    """What it needs to know of the model is the target's as well."""
+    found = WeightMap.of(weights)
+    if template is None or CONFIG not in template.files:
+        return found
+    config = config_of(template.files[CONFIG], f"{CONFIG} of {template.url}")
+    return replace(found, config={**config, **found.config})
 
 
 @contextmanager

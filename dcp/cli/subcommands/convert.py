@@ -131,6 +131,15 @@ _Chunks = Annotated[Chunks, typer.Option(help="keep: chunks as in the source; sp
 _ShardSize = Annotated[
     str | None, typer.Option(metavar="SIZE", help="Largest file of a safetensors folder, such as 5GB.")
 ]
+_Hf = Annotated[
+    str | None,
+    typer.Option(
+        "--hf", metavar="MODEL", help="Folder or hub name, whose config and tokenizer go with the weights."
+    ),
+]
+_HfAlso = Annotated[
+    list[str] | None, typer.Option("--hf-also", metavar="GLOB", help="Further files of it, such as '*.py'.")
+]
 _DropObjects = Annotated[
     bool, typer.Option("--drop-objects", help="Leave out values that the format cannot hold.")
 ]
@@ -159,6 +168,8 @@ def command(
     files: _Files = 1,
     chunks: _Chunks = Chunks.KEEP,
     shard_size: _ShardSize = None,
+    hf: _Hf = None,
+    hf_also: _HfAlso = None,
     drop_objects: _DropObjects = False,
     overwrite: _Overwrite = False,
     executor: _Executor = "processes",
@@ -182,6 +193,8 @@ def command(
         "shard_bytes": _size(shard_size),
         "files": files,
         "chunks": chunks.value,
+        "hf": hf,
+        "hf_also": tuple(hf_also or ()),
         "drop_objects": drop_objects,
         "overwrite": overwrite,
         "executor": executor,

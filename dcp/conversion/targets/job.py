@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, Final, Literal
 
 from dcp.conversion.contents.entries import Entries, Value
+from dcp.conversion.contents.hf_folder import HfFolder
 from dcp.conversion.contents.mapping import MappedIndex
 from dcp.conversion.contents.values import SourceValues
 from dcp.conversion.layouts.layout import TargetLayout
@@ -35,7 +36,8 @@ files."""
 class LayoutOptions:
     """Options that are about the target alone; each is for the formats that have a use for it.
 
-    ``to`` is the `Target.name`. ``files`` and ``chunks`` as for `dcp.convert`.
+    ``to`` is the `Target.name`. ``files`` and ``chunks`` as for `dcp.convert`. What ``hf`` has is beside the
+    weights.
     """
 
     to: str
@@ -43,6 +45,7 @@ class LayoutOptions:
     chunks: Chunks = "keep"
     shard_bytes: int | None = None
     drop_objects: bool = False
+    hf: HfFolder | None = None
 
 
 @dataclass(frozen=True)
