@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from dcp.integrations.trainer_state import has_shards
 from dcp.planners.per_rank import PerRank
 from dcp.storage.formats.container_notes import NO_PLAIN_KEY, plain_key
 
-__all__ = ["entry_with_shards", "opened", "sealed"]
+__all__ = ["opened", "sealed"]
 
 _FORM = "dcp_form"
 _VERSIONS = "_metadata"
@@ -46,11 +45,6 @@ def opened(state: dict[str, Any]) -> dict[str, Any]:
             ordered._metadata = versions
         holder[keys[-1]] = ordered
     return state
-
-
-def entry_with_shards(checkpoint: Mapping[str, Any]) -> str | None:
-    """The name of an entry that has a DTensor in it, however deep; None if none has."""
-    return next((str(key) for key, value in checkpoint.items() if has_shards(value)), None)
 
 
 def _seal(value: Any, keys: _Keys, form: dict[str, list[Any]]) -> Any:
