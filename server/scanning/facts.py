@@ -46,6 +46,7 @@ _KEPT_PROVENANCE: Final = (
     "world_size",
     "sharded",
     "checkpoint_id",
+    "resumed_from",
 )
 _MAX_PHASES: Final = 64
 
@@ -123,7 +124,7 @@ def facts_of_parts(
     own = {} if is_of_files(format) else user  # there it is text that others wrote, by names of their own
     step = own.get("step")
     world_size = provenance.get("world_size")
-    save_id = provenance.get("save_id")
+    resumed_from = provenance.get("resumed_from")
     noted = own.get("metrics")
     metrics = _metrics(noted)
     complete = isinstance(noted, dict) and len(metrics) == len(noted)
@@ -134,7 +135,8 @@ def facts_of_parts(
         observed_seconds=observed_seconds,
         committed_seconds=_time(provenance.get("time"), modified_seconds),
         step=step if type(step) is int and 0 <= step <= _LARGEST_STEP else step_of_name(key),
-        save_id=save_id if type(save_id) is str and 0 < len(save_id) <= 64 else None,
+        save_id=_save_id(provenance),
+        resumed_from=_save_id(resumed_from) if isinstance(resumed_from, dict) else None,
         fingerprint=fingerprint,
         bytes=bytes,
         file_count=file_count,
@@ -206,6 +208,11 @@ def fingerprint_of(marks: Iterable[FileInfo]) -> str:
     """A digest of names, sizes and times."""
     lines = sorted(f"{info.name}\0{info.size_bytes}\0{info.modified_seconds!r}\n" for info in marks)
     return hashlib.sha256("".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _save_id(told: Mapping[str, Any]) -> str | None:
+    save_id = told.get("save_id")
+    return save_id if type(save_id) is str and 0 < len(save_id) <= 64 else None
 
 
 def _provenance(provenance: Mapping[str, Any]) -> dict[str, Any]:
