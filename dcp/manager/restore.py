@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 import msgpack
 
 from dcp.loading.report import LoadReport
-from dcp.manager.steps import partial_of
+from dcp.manager.steps import partial_of, whole_step
 from dcp.planners.load.options import LoadOptions
 from dcp.ranks.alone import works_alone
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.ranks.failures import causes_of, is_damage
-from dcp.ranks.handshake import begin
+from dcp.ranks.handshake import begin, told_to_all
 from dcp.ranks.retrying import retried
 from dcp.state_dict_loader import LoadKeywords, load_with
 from dcp.storage.errors import (
@@ -108,6 +108,8 @@ def restore(
     """
     alone = works_alone(process_group, no_dist=no_dist, operation="load")
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="restore")
+    with told_to_all(ranks):
+        step = None if step is None else whole_step(step)
     begin(ranks, lambda: "", manner=[] if step is None else [f"of step {step}"])
     asked = LoadOptions(**options)
     load = partial(

@@ -17,6 +17,7 @@ from dcp.planners.flatten import LIST, MAPPING, kind_of
 from dcp.planners.load.options import LoadOptions
 from dcp.planners.load.planner import DefaultLoadPlanner
 from dcp.planners.save.options import PlanOptions
+from dcp.saving.options import SaveOptions
 from dcp.storage.torch_storage.reader import FileSystemReader
 from dcp.storage.torch_storage.writer import FileSystemWriter
 
@@ -41,11 +42,15 @@ _OF_PLANS = {
 }
 
 
-def of_save(writer: FileSystemWriter | None, options: PlanOptions | None) -> dict[str, Any]:
+def of_save(
+    options: SaveOptions, writer: FileSystemWriter | None, plan: PlanOptions | None
+) -> dict[str, Any]:
     """Of a save by ``writer``, by the names that its caller knows; those of others (None) are not known."""
-    told = {} if writer is None else _values(writer, _OF_WRITERS)
-    if options is not None:
-        told |= {name: getattr(options, field) for field, name in _OF_PLANS.items()}
+    told: dict[str, Any] = {} if options.step is None else {"step": options.step}
+    if writer is not None:
+        told |= _values(writer, _OF_WRITERS)
+    if plan is not None:
+        told |= {name: getattr(plan, field) for field, name in _OF_PLANS.items()}
     return told
 
 

@@ -140,7 +140,7 @@ class ColumnSave(SaveAttempt):
         return [] if self._cache is None else ["with a plan cache"]
 
     def _compared(self) -> dict[str, Any]:
-        return of_save(self._writer, self._plan_options)
+        return of_save(self._options, self._writer, self._plan_options)
 
     def _metadata(self) -> Metadata:
         writer = self._writer
@@ -296,7 +296,7 @@ class ColumnSave(SaveAttempt):
         begun = time.perf_counter()
         outcomes = [WriteOutcome.decode(part) for part in parts]
         index = assemble_index(self._plan.index, self._plan.writes, outcomes)
-        provenance = provenance_of(self._ranks)
+        provenance = provenance_of(self._ranks, self._options)
         provenance["rank_seconds"] = [outcome.seconds for outcome in outcomes]
         if any(outcome.traffic for outcome in outcomes):
             provenance["rank_traffic"] = [outcome.traffic for outcome in outcomes]
