@@ -81,7 +81,7 @@ class DcpCheckpointIO(CheckpointIO):
         ``weights_only=False`` allows values of any class, whose pickles may run code. Raises
         CheckpointNotFoundError, CorruptCheckpointError and UnsafeObjectError as `dcp.read` does.
         """
-        device = "cpu" if map_location is None else map_location
+        device: Any = "cpu" if map_location is None else map_location
         if _is_of_lightning(path):
             return TorchCheckpointIO().load_checkpoint(os.fspath(path), device, weights_only)
         if not isinstance(device, str | torch.device):

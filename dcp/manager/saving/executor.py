@@ -81,8 +81,8 @@ class SaveExecutor:
         return future
 
     def _options_of(self, user: Mapping[str, Any]) -> SaveOptions:
-        own = {"step": user.get("step"), "resumed_from": self.resumed_from}
-        return replace(self._settings.options, user_metadata=dict(user), **own)
+        options, step = self._settings.options, user.get("step")
+        return replace(options, step=step, resumed_from=self.resumed_from, user_metadata=dict(user))
 
     def refuse(self, error: Exception) -> bool:
         """Fail the save that the other ranks begin with ``error``; False if there are none."""
