@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 from collections.abc import Sequence
@@ -133,6 +134,11 @@ def times_text(ratio: float) -> str:
     return f"{ratio:.2f}" if ratio < 1.095 else f"{ratio:.1f}" if ratio < 99.95 else f"{ratio:,.0f}"
 
 
+def glob_below_text(name: str) -> str:
+    """A glob of all that is below a name, whatever signs that has."""
+    return f"{glob.escape(name)}.*"
+
+
 def json_text(value: Any) -> str:
     """Indented, with letters as they are; the template escapes it."""
     return json.dumps(value, indent=2, ensure_ascii=False)
@@ -158,6 +164,7 @@ FILTERS: Final[dict[str, Any]] = {
     "bytes": bytes_text,
     "count": count_text,
     "edge": edge_text,
+    "glob_below": glob_below_text,
     "json": json_text,
     "large": large_text,
     "number": number_text,

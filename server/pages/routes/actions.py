@@ -90,6 +90,7 @@ def convert_form(
         target_key=form.text("target_key"),
         dtype=form.optional("dtype"),
         drop_objects=form.is_checked("drop_objects"),
+        exclude=form.all("exclude") or None,
     )
     job = submit_kind("convert", params, service, author, transact, Response())
     return RedirectResponse(f"/jobs/{job.id}", 303)

@@ -148,10 +148,24 @@ def test_how_two_are_chosen(site: Site) -> None:
     assert str(site.browser.get(f"/diff?b={three}").url).endswith(f"/diff?a={two}&b={three}")
     assert f"/diff?a={three}&b={two}" in site.browser.page(f"/diff?a={two}&b={three}").links
     assert "Which two?" in site.browser.page("/diff").text
-    for wrong in ("of=1", "of=1&of=2&of=3", f"b={one}", "a=1&b=x", f"a={one}&b={three}&cursor=x"):
+    assert str(site.browser.get(f"/diff?of={two}").url).endswith(f"/diff?a={one}&b={two}")
+    for wrong in (f"of={one}", "of=1&of=2&of=3", f"b={one}", "a=1&b=x", f"a={one}&b={three}&cursor=x"):
         assert site.browser.get(f"/diff?{wrong}").status_code == 422, wrong
     for gone in ("a=1&b=99", "of=1&of=99"):
         assert site.browser.get(f"/diff?{gone}").status_code == 404, gone
+
+
+def test_what_was_deleted_is_told_as_such(site: Site) -> None:
+    """Which of the two it is, where it is restored, and what can be compared in its place."""
+    one, two, three = site.id(1), site.id(2), site.id(3)
+    site.app.base.delete(f"/api/v1/checkpoints/{two}").raise_for_status()
+    answer = site.browser.get(f"/diff?a={two}&b={three}")
+    page = PageText(answer.text)
+    assert answer.status_code == 409 and faults_of(page) == []
+    assert "Step 2 is deleted: it can be restored on its page until" in page.text
+    assert {f"/checkpoints/{two}", f"/diff?b={three}", "/runs/1"} <= set(page.links)
+    assert str(site.browser.get(f"/diff?b={three}").url).endswith(f"/diff?a={one}&b={three}")
+    assert "It is deleted: its values" in site.browser.page(f"/checkpoints/{two}?colour=change").text
 
 
 def test_a_difference_of_what_was_replaced_is_not_shown(site: Site, tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ router = pages_router()
 _ROWS: Final = 100
 _OBJECTS: Final = 50
 
+_NOBODY: Final[dict[str, Any]] = {"before": None, "after": None, "gone": []}
+
 _Id = Annotated[int, Field(ge=1, le=MAX_ID)]
 
 
@@ -70,11 +72,13 @@ def diff_page(
     if view.of:
         raise MovedError(_ticked(view.of, database, caller))
     if view.b is None:
-        return page(request, "diff.html", found=None, view=view, twin="/api/v1/checkpoints")
+        return page(request, "diff.html", found=None, view=view, twin="/api/v1/checkpoints", **_NOBODY)
     if view.a is None:
         raise MovedError(_with_step_before(view.b, database, caller))
     before = checkpoints_api.get_checkpoint(view.a, database, caller, Response())
     after = checkpoints_api.get_checkpoint(view.b, database, caller, Response())
+    if gone := [one for one in (before, after) if one.state != "committed"]:
+        return page(request, "diff.html", 409, found=None, view=view, gone=gone, before=before, after=after)
     found, twin = _found(view.a, view.b, view, data, caller)
     return page(
         request,
@@ -83,6 +87,7 @@ def diff_page(
         view=view,
         before=before,
         after=after,
+        gone=[],
         found=found,
         order=_order(view, found),
         objects=found.objects[:_OBJECTS],
@@ -124,7 +129,9 @@ def _found(a: int, b: int, view: DiffView, data: DataAccess, caller: Caller) -> 
 
 
 def _ticked(numbers: list[int], database: Db, caller: Caller) -> str:
-    if len(numbers) != 2:
+    if len(numbers) == 1:
+        return _with_step_before(numbers[0], database, caller)
+    if len(numbers) > 2:
         raise UnprocessableError(f"tick two checkpoints to compare them, not {len(numbers)}")
     both = [checkpoints_api.get_checkpoint(one, database, caller, Response()) for one in numbers]
     before, after = sorted(both, key=_age)
