@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from dcp.loading.report import LoadReport as LoadReport
     from dcp.manager.catalog.registration import CatalogRegistration as CatalogRegistration
     from dcp.manager.cleanup.retention import Best as Best
+    from dcp.manager.cleanup.retention import Keep as Keep
     from dcp.manager.cleanup.retention import Retention as Retention
     from dcp.manager.manager import CheckpointManager as CheckpointManager
     from dcp.manager.restore import Restored as Restored
@@ -86,7 +87,7 @@ _NAMES = {
     "dcp.manager.manager": ("CheckpointManager",),
     "dcp.manager.catalog.registration": ("CatalogRegistration",),
     "dcp.manager.restore": ("Restored",),
-    "dcp.manager.cleanup.retention": ("Best", "Retention"),
+    "dcp.manager.cleanup.retention": ("Best", "Keep", "Retention"),
     "dcp.metadata": ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "TensorStorageMetadata"),
     "dcp.optimizer": ("load_sharded_optimizer_state_dict",),
     "dcp.planner": ("LoadPlan", "LoadPlanner", "ReadItem", "SavePlan", "SavePlanner", "WriteItem"),

@@ -7,7 +7,21 @@ from typing import Annotated
 import typer
 
 from dcp.cli.command_group import Commands
-from dcp.cli.subcommands import cat, convert, demo, diff, gc, ls, rm, show, stats, verify, watch, weight_maps
+from dcp.cli.subcommands import (
+    cat,
+    convert,
+    demo,
+    diff,
+    gc,
+    ls,
+    prune,
+    rm,
+    show,
+    stats,
+    verify,
+    watch,
+    weight_maps,
+)
 from dcp.cli.subcommands.service import db, keys, roots, serve, worker
 from dcp.version import __version__
 
@@ -34,6 +48,7 @@ app.command("verify", rich_help_panel="Check and convert")(verify.command)
 app.command("convert", cls=convert.ConvertCommand, rich_help_panel="Check and convert")(convert.command)
 app.add_typer(weight_maps.app, name="map", rich_help_panel="Check and convert")
 app.command("rm", rich_help_panel="Remove")(rm.command)
+app.command("prune", rich_help_panel="Remove")(prune.command)
 app.command("gc", rich_help_panel="Remove")(gc.command)
 app.command("serve", rich_help_panel="The service")(serve.command)
 app.command("worker", rich_help_panel="The service")(worker.command)

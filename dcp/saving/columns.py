@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import astuple, replace
 from typing import Any
 
+import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp.planners.digest import ReplicaCheck
+from dcp.planners.load.selection import Selection
 from dcp.planners.rank_state import RankState
 from dcp.planners.save.global_plan import GlobalSavePlan, plan_save
 from dcp.planners.save.options import PlanOptions
@@ -31,6 +34,7 @@ from dcp.saving.provenance import provenance_of
 from dcp.storage.engine.assemble import assemble_index
 from dcp.storage.engine.write_tables import WriteColumns, WriteOutcome
 from dcp.storage.errors import CheckpointError, StorageError
+from dcp.storage.formats.index import Int64
 from dcp.storage.formats.opening.folder import open_index
 from dcp.storage.threads import unwanted_once
 from dcp.storage.torch_storage.metadata import LazyMetadata
@@ -52,6 +56,24 @@ def cache_of(owner: object) -> PlanCache:
     if number not in _caches:
         _caches[number] = (weakref.ref(owner, lambda _: _caches.pop(number, None)), PlanCache())
     return _caches[number][1]
+
+
+def _apart(local: RankState, parts: Sequence[Sequence[str]]) -> Int64 | None:
+    """By local tensor the number of the part that it is of, from 1; 0 for those of none."""
+    if not parts:
+        return None
+    columns = local.columns
+    selections = [Selection.of(patterns, None) for patterns in parts]
+    numbers = np.array(
+        [
+            next((at for at, one in enumerate(selections, 1) if one is not None and one.selects(name)), 0)
+            for name in columns.fqns
+        ],
+        np.int64,
+    )
+    found = np.zeros(len(local.sources), np.int64)
+    found[columns.item_sources] = numbers[columns.item_tensors]
+    return found
 
 
 class ColumnSaveEngine(SaveEngine):
@@ -283,7 +305,8 @@ class ColumnSave(SaveAttempt):
             watched = self._ranks.watching(on_bytes)
             try:
                 with unwanted_once(self._ranks.abort):
-                    outcome = self._writer.write_columns(columns, memory, objects, watched)
+                    apart = _apart(self._local, self._options.apart)
+                    outcome = self._writer.write_columns(columns, memory, objects, watched, apart)
             except StorageError:
                 self._ranks.check_called_off()  # then that is what has ended the request
                 raise

@@ -28,6 +28,9 @@ class SaveOptions:
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
     retries: int = 0
     retry_pause_seconds: float = 1.0
+    apart: tuple[tuple[str, ...], ...] = ()
+    """Globs on names: what those of one tuple match goes into files of its own, so that it can be dropped
+    later without rewriting the rest. On columns only."""
 
     def check(self) -> None:
         """Raise OptionError for user metadata that no manifest can hold: now, not after all was written."""

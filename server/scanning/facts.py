@@ -11,6 +11,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from dcp.server.catalog.contents.structures import StructureFacts, StructureTens
 from dcp.server.catalog.facts import END_OF_TIME, CheckpointFacts, FoundState
 from dcp.server.formats import format_in_catalog
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, is_commit_object
+from dcp.storage.formats.dropped import dropped_from
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.native.format import DCP
 from dcp.storage.formats.opening.sources import Source
@@ -224,6 +226,9 @@ def _provenance(provenance: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in figures.items() if isinstance(figures, dict) else ():
             if type(name) is str and type(value) is float and value > slowest.get(name, -1.0):
                 slowest[name] = value
+    dropped = dropped_from(provenance)
+    if dropped:
+        kept["dropped"] = [asdict(part) for part in dropped]
     if slowest:
         kept["slowest_rank_seconds"] = dict(list(slowest.items())[:_MAX_PHASES])
     return kept

@@ -40,6 +40,14 @@ class FilePartition:
     rows: Int64
     with_objects: bool = False
 
+    def split(self, numbers: Int64) -> list[FilePartition]:
+        """Those of its rows that have one of ``numbers`` in a file of their own; objects go with number 0."""
+        own = numbers[self.rows]
+        found = [number for number in np.unique(own).tolist() if number]
+        first = FilePartition(self.rows[own == 0], self.with_objects)
+        others = [FilePartition(self.rows[own == number]) for number in found]
+        return [first, *others] if len(first.rows) or self.with_objects else others
+
 
 class PartitionWriter:
     """Writes what ``columns`` say of the tensors in ``memory``, and ``objects``, one for each of their rows.

@@ -341,14 +341,18 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         memory: LocalMemory,
         objects: EncodedObjects,
         on_bytes: Callable[[int], None] | None = None,
+        apart: Int64 | None = None,
     ) -> WriteOutcome:
         """Write this rank's rows and objects; the files are complete when it returns, and gone if it raises.
 
-        ``on_bytes`` is called with the payload bytes of what was written, from the writing threads.
+        ``on_bytes`` is called with the payload bytes of what was written, from the writing threads. ``apart``
+        has a number for each local tensor: those of different numbers go into different files.
         """
         writing = PartitionWriter(columns, memory, objects, on_bytes)
         own = columns.own_rows
         parts = self._partitions(own, writing.payload_bytes[own], bool(objects.blobs))
+        if apart is not None:
+            parts = [one for part in parts for one in part.split(apart[columns.sources])]
         if not parts:
             return _empty_outcome(len(columns.shares))
         files: dict[int, DataFile] = {}
