@@ -21,6 +21,7 @@ from dcp.manager.cleanup.dropping import Drop, drop_parts, finish_drop, plan_dro
 from dcp.manager.cleanup.retention import part_named
 from dcp.manager.notes import update_notes
 from dcp.manager.steps import read_commit
+from dcp.storage import commit
 from dcp.storage.commit_names import METADATA_NAME
 from dcp.storage.errors import (
     CheckpointConflictError,
@@ -209,14 +210,14 @@ def test_damage_in_what_stays_is_not_copied(tmp_path: Path) -> None:
 def test_a_save_that_came_first_wins(tmp_path: Path, rewrite: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The drop is compared with what it began from: the new checkpoint is whole, and nothing is left."""
     (save_mixed if rewrite else save_apart)(tmp_path)
-    real = dropping.commit.commit
+    real = commit.commit
 
     def overtaken(*args: Any, **options: Any) -> Any:
         monkeypatch.undo()
         save_apart(tmp_path, 2)
         return real(*args, **options)
 
-    monkeypatch.setattr(dropping.commit, "commit", overtaken)
+    monkeypatch.setattr(commit, "commit", overtaken)
     with pytest.raises(CheckpointConflictError):
         drop(tmp_path, rewrite=rewrite)
     assert parts_there(tmp_path, 2) == stock_sees(tmp_path, 2) == "whole"
@@ -364,9 +365,9 @@ def test_a_manager_ends_what_a_killed_one_began(tmp_path: Path) -> None:
     keep = dcp.Retention(optimizer=dcp.Keep(last=1))
     run(tmp_path, range(1, 3), keep)
     folder = tmp_path / "step-00000001"
-    commit = read_commit(PosixStore(folder))
-    assert commit is not None
-    left = folder / f"__0_1.{commit.save_id}.distcp"
+    found = read_commit(PosixStore(folder))
+    assert found is not None
+    left = folder / f"__0_1.{found.save_id}.distcp"
     left.write_bytes(b"x" * 100)
     run(tmp_path, range(3, 4), keep)
     assert not left.exists()
@@ -420,7 +421,7 @@ def test_the_option_costs_one_more_file_a_rank(tmp_path: Path) -> None:
     run(tmp_path / "apart", range(1, 2), dcp.Retention(optimizer=dcp.Keep(last=1)))
     assert [len(sizes(tmp_path / name / "step-00000001")) for name in ("plain", "apart")] == [1, 2]
     index = open_index(PosixStore(tmp_path / "apart" / "step-00000001"))
-    of_file = {index.files[number]: set() for number in (0, 1)}
+    of_file: dict[str, set[bool]] = {index.files[number]: set() for number in (0, 1)}
     for name, numbers in ((fqn, index.chunk_files[index.chunks(row)]) for row, fqn in enumerate(index.fqns)):
         for number in numbers.tolist():
             of_file[index.files[number]].add("optimizer" in name)

@@ -376,8 +376,12 @@ def test_what_an_optimizer_is_called() -> None:
     """As trainers call it; a weight that is called so, or below a key that is, is none."""
     selection = Selection.of(part_named("optimizer").patterns, None)
     assert selection is not None
-    own = ("optimizer.state.w.exp_avg", "app.optim.state.0.step", "optimizer_states.0.state.0.exp_avg")
-    own += ("optim.param_groups", "app.optimizer.param_groups.0.lr", "job.app.optimizers.1.state.w.m")
+    own: tuple[str, ...] = (
+        "optimizer.state.w.exp_avg",
+        "app.optim.state.0.step",
+        "optimizer_states.0.state.0.exp_avg",
+    )
+    own = (*own, "optim.param_groups", "app.optimizer.param_groups.0.lr", "job.app.optimizers.1.state.w.m")
     assert all(map(selection.selects, own))
     others = (
         "optimizer",
