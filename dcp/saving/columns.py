@@ -18,6 +18,7 @@ from dcp.planners.save.global_plan import GlobalSavePlan, plan_save
 from dcp.planners.save.options import PlanOptions
 from dcp.planners.save.plan_cache import PlanCache
 from dcp.planners.save.planner import DefaultSavePlanner
+from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.planners.wire.codec import (
     SectionCache,
     decode_save_columns,
@@ -30,6 +31,7 @@ from dcp.ranks.collectives import Ranks
 from dcp.ranks.options import of_save
 from dcp.saving.engine import PartOf, SaveAttempt, SaveEngine, SaveOrder
 from dcp.saving.foreign_values import warn_of_foreign, warn_of_keys
+from dcp.saving.mapped import mapped_state
 from dcp.saving.provenance import provenance_of
 from dcp.storage.engine.assemble import assemble_index
 from dcp.storage.engine.write_tables import WriteColumns, WriteOutcome
@@ -85,11 +87,16 @@ class ColumnSaveEngine(SaveEngine):
     storage: FileSystemWriter
 
     def __init__(
-        self, writer: FileSystemWriter, planner: DefaultSavePlanner | None, plan: PlanOptions
+        self,
+        writer: FileSystemWriter,
+        planner: DefaultSavePlanner | None,
+        plan: PlanOptions,
+        weights: WeightMap | None = None,
     ) -> None:
         super().__init__(writer, writer)
         self._planner = planner
         self._plan = plan
+        self._weights = weights
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.storage, None, self._plan)
@@ -108,7 +115,7 @@ class ColumnSaveEngine(SaveEngine):
         if is_coordinator:
             warn_of_foreign(local.columns.objects.fqns, local.objects)
             warn_of_keys(planner.foreign_keys)
-        return local
+        return local if self._weights is None else mapped_state(local, self._weights)
 
     def attempt(
         self, order: SaveOrder, part: PartOf, ranks: Ranks, cache: PlanCache | None = None

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.storage.errors import OptionError
@@ -26,6 +27,7 @@ class SaveOptions:
     user_metadata: Mapping[str, Any] = field(default_factory=dict)
     progress: bool | ProgressCallback | None = None
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    map: WeightMap | None = None
     retries: int = 0
     retry_pause_seconds: float = 1.0
     apart: tuple[tuple[str, ...], ...] = ()

@@ -22,6 +22,7 @@ from dcp.server.jobs.kinds.shared.parameters import CheckpointId, Globs, Paramet
 from dcp.server.jobs.kinds.shared.renaming import BoundedRename, check_sets
 from dcp.server.jobs.kinds.shared.subjects import Subject, find_subject, open_source, storage_errors
 from dcp.server.jobs.kinds.shared.targets import record_target
+from dcp.server.jobs.kinds.shared.weight_maps import MapData, check_map, map_of
 from dcp.server.jobs.ledger.states import JobRow, JobSpec, Json
 from dcp.server.problems import ConflictError, ForbiddenError, NotFoundError, UnprocessableError
 from dcp.server.roots import StorageRoot, check_key
@@ -41,9 +42,16 @@ __all__ = ["ConvertKind", "ConvertOptions", "ConvertParams", "target_dedup_key"]
 _MAX_LISTED: Final = 100
 _LIVING: Final = ("committed", "unreadable", "incomplete", "deleted")
 
+Size = Annotated[int, Field(ge=0, le=1 << 40)]
+
 
 class ConvertOptions(Parameters):
-    """What `dcp.convert` takes. ``target_root`` None is the source's own; ``tags`` are for the target."""
+    """What `dcp.convert` takes. ``target_root`` None is the source's own; ``tags`` are for the target.
+
+    ``map`` is the name of a ready weight map, or one's data; ``inverse``, ``config`` (the content of a
+    model's ``config.json``, if it is not beside the source) and ``sizes`` are about it, as for
+    `dcp.weight_map`.
+    """
 
     to: TargetFormat
     target_root: Annotated[str, Field(min_length=1, max_length=63)] | None = None
@@ -52,6 +60,10 @@ class ConvertOptions(Parameters):
     rename: (
         Annotated[dict[PlainText, Annotated[str, Field(max_length=1024)]], Field(max_length=64)] | None
     ) = None
+    map: PlainText | MapData | None = None
+    inverse: bool = False
+    config: MapData | None = None
+    sizes: Annotated[dict[PlainText, Size], Field(max_length=64)] | None = None
     dtype: PlainText | Annotated[dict[PlainText, PlainText], Field(max_length=256)] | None = None
     shard_bytes: Annotated[int, Field(ge=1 << 20, le=1 << 50)] | None = None
     files: Annotated[int, Field(ge=1, le=4096)] = 1
@@ -66,6 +78,7 @@ class ConvertOptions(Parameters):
                 check_castable(name)
             except PlanError as error:
                 raise ValueError(str(error)) from None
+        check_map(self.map, self.config, self.sizes, inverse=self.inverse)
         check_sets(self.rename or {})
         for pattern, replacement in (self.rename or {}).items():
             try:
@@ -86,7 +99,8 @@ class ConvertOptions(Parameters):
             drop_objects=self.drop_objects,
         )
         rename = None if self.rename is None else BoundedRename(self.rename)
-        return ConversionOptions(layout, self.only, self.exclude, rename, self.dtype)
+        weights = map_of(self.map, self.config, self.sizes, inverse=self.inverse)
+        return ConversionOptions(layout, self.only, self.exclude, rename, self.dtype, weights)
 
 
 def _with_its_groups(pattern: re.Pattern[str]) -> re.Pattern[str]:
@@ -221,6 +235,7 @@ class ConvertKind(Kind[ConvertParams]):
             "blocks_verified": report.blocks_verified,
             "blocks_unverified": report.blocks_unverified,
             "dropped_objects": list(report.dropped_objects[:_MAX_LISTED]),
+            "map": _map_told(params),
             "target": _facts_document(root, params.target_key),
         }
 
@@ -250,6 +265,14 @@ class ConvertKind(Kind[ConvertParams]):
         """As `Kind.record`."""
         params = ConvertParams.model_validate(job.params)
         record_target(connection, job, params.checkpoint_id, params.tags, result)
+
+
+def _map_told(params: ConvertParams) -> str | None:
+    """What of the map the catalog notes."""
+    if params.map is None:
+        return None
+    name = params.map if isinstance(params.map, str) else str(params.map.get("name") or "given")
+    return f"{name[:200]} (inverse)" if params.inverse else name[:200]
 
 
 def _refuse_known(connection: Connection, root: str, key: str) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Literal
 from fastapi import Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from dcp.planners.weight_maps.weight_map import ready_maps
 from dcp.server.data.access import DataDep
 from dcp.server.http.dependencies import Caller, Db, PageParams, ServiceDep
 from dcp.server.jobs.kinds.diff import DiffParams
@@ -100,6 +101,7 @@ def checkpoint_page(
         jobs=jobs.items,
         roots=[root for root in roots.values() if root.is_configured and not root.readonly],
         targets=target_names(),
+        maps=list(ready_maps()),
         is_readonly=found.root not in roots or roots[found.root].readonly,
         **_tensors(found, before, view, database, data, caller),
         optimizers=_optimizers(found, request, database, data, caller),

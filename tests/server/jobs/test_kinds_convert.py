@@ -23,7 +23,7 @@ from dcp.inspection.verification import verify_store
 from dcp.server.catalog.errors import StateError
 from dcp.server.catalog.lineage import lineage_of
 from dcp.server.database.engine import Database
-from dcp.server.database.tables import checkpoints, events, jobs
+from dcp.server.database.tables import audit, checkpoints, events, jobs
 from dcp.server.jobs.kinds.convert import ConvertOptions, ConvertParams
 from dcp.server.jobs.kinds.shared import renaming
 from dcp.server.jobs.ledger import request_cancel
@@ -365,6 +365,14 @@ def test_refused_targets(runs: KindRuns, tmp_path: Path) -> None:
         {"unknown": 1},
         {"only": []},
         {"tags": ["white space"]},
+        {"map": "llama:hf-to-titn"},
+        {"map": "/etc/passwd.json"},
+        {"map": {"rules": []}},
+        {"map": {"rules": [{"from": "a", "to": "b"}], "name": "x" * (300 << 10)}},
+        {"inverse": True},
+        {"sizes": {"heads": 2}},
+        {"map": "llama:hf-to-titan", "sizes": {"hedas": 2}},
+        {"map": "llama:hf-to-titan", "sizes": {"inverse": 1}},
     ],
 )
 def test_parameters_that_cannot_be_meant(params: dict[str, Any]) -> None:
@@ -457,3 +465,29 @@ def test_one_conversion_to_a_target_at_a_time(runs: KindRuns) -> None:
     number = runs.id("main", "run/step-5")
     params: dict[str, Any] = {"checkpoint_id": number, "to": "torch", "target_key": "x.pt"}
     assert runs.submit("convert", **params) == runs.submit("convert", **params, target_root="main")
+
+
+def test_through_a_weight_map(runs: KindRuns, tmp_path: Path) -> None:
+    """Given as data, and back; the catalog says which one it was."""
+    number = runs.id("main", "run/step-5")
+    rules = [
+        {"from": {"weight": "(two rows) width"}, "to": {"turned": "width (rows two)"}},
+        {"from": "{name:*}", "to": "{name:*}"},
+    ]
+    given = {"to": "dcp", "target_root": "export", "map": {"name": "turn", "rules": rules}}
+    job = runs.do("convert", checkpoint_id=number, target_key="there", sizes={"two": 2}, **given)
+    assert job.state == "succeeded" and job.result is not None, job.error
+    assert job.result["map"] == "turn"
+    wanted = _STATE["weight"].view(2, 10, 30).permute(2, 1, 0).reshape(30, 20)
+    assert torch.equal(dcp.read(tmp_path / "export/there")["turned"], wanted)
+    told = runs.all(select(audit.c.detail).where(audit.c.action == "checkpoint.convert"))
+    assert [one.detail["map"] for one in told] == ["turn"]
+    there = runs.id("export", "there")
+    back = runs.do("convert", checkpoint_id=there, target_key="back", sizes={"two": 2}, inverse=True, **given)
+    assert back.state == "succeeded" and back.result is not None, back.error
+    assert back.result["map"] == "turn (inverse)"
+    found = dcp.read(tmp_path / "export/back")
+    assert torch.equal(found["weight"], _STATE["weight"])
+    assert found["step"] == 5
+    assert runs.do("convert", checkpoint_id=number, target_key="no", **given).state == "failed"
+    assert not (tmp_path / "export/no").exists()
