@@ -157,6 +157,7 @@ _SUBMODULES = frozenset(
         "state_dict_saver",
         "stateful",
         "storage",
+        "testing",
     }
 )
 
