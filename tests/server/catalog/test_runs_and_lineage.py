@@ -15,6 +15,8 @@ from dcp.server.catalog.runs import RunFilter, RunSort, get_run, list_runs
 from dcp.server.database.engine import Database
 from dcp.server.records.declaring import moment
 
+pytestmark = pytest.mark.each_database  # their SQL differs
+
 
 def add(database: Database, root: str, key: str, **facts: Any) -> int:
     """One more checkpoint; its id."""
