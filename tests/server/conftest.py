@@ -48,10 +48,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 tried[test, "-".join(others)][kind] = item
     turns: Counter[Path] = Counter()
     for on in tried.values():
-        one, *others = on.values()
-        if others and not any(item.get_closest_marker("exhaustive") for item in (one, *others)):
-            on[_KINDS[turns[one.path] % 2]].add_marker(pytest.mark.exhaustive)
-            turns[one.path] += 1
+        if len(on) == len(_KINDS) and not any(item.get_closest_marker("exhaustive") for item in on.values()):
+            path = on[_KINDS[0]].path
+            on[_KINDS[turns[path] % 2]].add_marker(pytest.mark.exhaustive)
+            turns[path] += 1
 
 
 @pytest.fixture
