@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dcp.conversion.contents.entries import Entries, TargetDtype, choose_entries
+from dcp.conversion.contents.hf_folder import CONFIG, HfFolder
 from dcp.conversion.contents.mapping import MappedIndex, map_index
 from dcp.conversion.contents.values import SourceValues
 from dcp.conversion.copying.tasks import TASK_BYTES, WINDOW_BYTES
@@ -16,7 +17,7 @@ from dcp.conversion.targets.job import LayoutJob, LayoutOptions, Planned
 from dcp.conversion.targets.places import TargetPlace
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.load.selection import Patterns, Rename
-from dcp.planners.weight_maps.weight_map import WeightMap
+from dcp.planners.weight_maps.weight_map import WeightMap, config_of
 from dcp.storage.commit_names import is_commit_object
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.errors import (
@@ -28,6 +29,7 @@ from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.opening.sources import Source
 from dcp.storage.formats.plain import encode_plain
 from dcp.storage.formats.registry import target_named
+from dcp.storage.formats.safetensors.format import SAFETENSORS
 from dcp.storage.stores.base import Store
 from dcp.version import __version__
 
@@ -42,6 +44,7 @@ __all__ = [
     "refuse_changed",
     "refuse_itself",
     "source_mark",
+    "with_template",
 ]
 
 
@@ -61,6 +64,15 @@ class ConversionOptions:
     weight_map: WeightMap | None = None
 
 
+def with_template(options: ConversionOptions, hf: HfFolder) -> ConversionOptions:
+    """``options`` with what ``hf`` has beside weights; its configuration is also the map's."""
+    weights = options.weight_map
+    if weights is not None and CONFIG in hf.files:
+        known = config_of(hf.files[CONFIG], f"{CONFIG} of {hf.url}")
+        weights = replace(weights, config={**known, **weights.config})
+    return replace(options, layout=replace(options.layout, hf=hf), weight_map=weights)
+
+
 def refuse_itself(source: Source, place: TargetPlace) -> None:
     """OptionError if ``place`` is where the source is, or a file of it."""
     if source.store.url != place.store.url:
@@ -73,6 +85,10 @@ def refuse_itself(source: Source, place: TargetPlace) -> None:
 
 def plan_target(engine: ReadEngine, place: TargetPlace, options: ConversionOptions, save_id: str) -> Planned:
     """The layout of all that the options choose, checked. Raises PlanError, MissingKeyError."""
+    if options.layout.hf is not None and (
+        options.layout.to != SAFETENSORS.name or place.file_name is not None
+    ):
+        raise OptionError("hf is for a folder of safetensors: to='safetensors', and no name of a file")
     entries, mapped = _chosen(engine, options)
     planned = plan_layout(entries, engine, place, options.layout, save_id)
     planned.layout.check()

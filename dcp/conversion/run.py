@@ -13,22 +13,21 @@ from typing import Any
 
 from dcp.calls.plain_errors import plain_errors
 from dcp.conversion.contents.entries import TargetDtype
-from dcp.conversion.contents.hf_folder import CONFIG, HfFolder, read_hf_folder
+from dcp.conversion.contents.hf_folder import read_hf_folder
 from dcp.conversion.copying.batches import BatchSettings, close_all, run_batch
 from dcp.conversion.copying.executors import open_executor
 from dcp.conversion.copying.tasks import TaskBatch
 from dcp.conversion.driver import Conversion
-from dcp.conversion.plan import ConversionOptions, LayoutOptions, SourceChangedError
+from dcp.conversion.plan import ConversionOptions, LayoutOptions, SourceChangedError, with_template
 from dcp.conversion.report import ConversionReport
 from dcp.conversion.targets.job import Chunks
-from dcp.conversion.targets.places import TargetPlace, place_of
+from dcp.conversion.targets.places import place_of
 from dcp.planners.load.selection import Patterns, Rename
-from dcp.planners.weight_maps.weight_map import WeightMap, config_of
+from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback, reporting
 from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import CorruptCheckpointError, OptionError
 from dcp.storage.formats.opening.sources import open_source
-from dcp.storage.formats.safetensors.format import SAFETENSORS
 from dcp.storage.stores.opening import OpenWith
 
 __all__ = ["convert"]
@@ -114,16 +113,19 @@ def convert(
     place = place_of(target, to, OpenWith(target_options))
     if place.path is not None and not overwrite and not os.path.lexists(place.work_folder):
         place.refuse_existing()  # before anything is read; else it may be what a killed run has made
-    template = _template(place, to, hf, hf_also)
     found = open_source(source, open_store=opened)
     options = ConversionOptions(
-        LayoutOptions(to, files, chunks, shard_bytes, drop_objects, template),
+        LayoutOptions(to, files, chunks, shard_bytes, drop_objects),
         only,
         exclude,
         rename,
         dtype,
-        None if map is None else _map_of(map, template),
+        None if map is None else WeightMap.of(map),
     )
+    if hf is not None:
+        options = with_template(options, read_hf_folder(hf, hf_also))
+    elif hf_also:
+        raise OptionError("hf_also is about hf, which is missing")
     if not (found.store.capabilities.is_shared and place.store.capabilities.is_shared):
         executor = "inline"  # a store that is in this process alone
     with (
@@ -145,27 +147,6 @@ def convert(
         "total": ended - begun,
     }
     return replace(report, tasks_resumed=prepared.batch_count - len(batches), seconds=seconds)
-
-
-def _template(
-    place: TargetPlace, to: str, hf: str | os.PathLike[str] | None, also: Sequence[str]
-) -> HfFolder | None:
-    if hf is None:
-        if also:
-            raise OptionError("hf_also is about hf, which is missing")
-        return None
-    if to != SAFETENSORS.name or place.file_name is not None:
-        raise OptionError("hf is for a folder of safetensors: to='safetensors', and no name of a file")
-    return read_hf_folder(hf, also)
-
-
-def _map_of(weights: WeightMap | Mapping[str, Any] | str, template: HfFolder | None) -> WeightMap:
-    """What it needs to know of the model is the target's as well."""
-    found = WeightMap.of(weights)
-    if template is None or CONFIG not in template.files:
-        return found
-    config = config_of(template.files[CONFIG], f"{CONFIG} of {template.url}")
-    return replace(found, config={**config, **found.config})
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from dcp.storage.stores.names import place_text
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.stores.posix.store import PosixStore
 
-__all__ = ["ADAPTER_CONFIG", "CONFIG", "HF_NAMES", "HfFolder", "read_hf_folder"]
+__all__ = ["ADAPTER_CONFIG", "CONFIG", "HF_NAMES", "HfFolder", "hf_folder_of", "read_hf_folder"]
 
 CONFIG: Final[str] = "config.json"
 ADAPTER_CONFIG: Final[str] = "adapter_config.json"
@@ -43,7 +43,7 @@ HF_NAMES: Final = frozenset(
 """What ``from_pretrained`` of models, tokenizers and processors reads beside weights."""
 
 _MAX_FILE_BYTES: Final = 64 << 20
-_MAX_BYTES: Final = 256 << 20
+_MAX_BYTES: Final = 128 << 20
 _MAX_CONFIG_BYTES: Final = 4 << 20
 _HUB_NAME: Final = re.compile(r"(?P<name>[\w.-]{1,96}(/[\w.-]{1,96})?)(@(?P<revision>[\w./-]{1,128}))?")
 
@@ -91,7 +91,11 @@ def read_hf_folder(template: str | os.PathLike[str], also: Sequence[str] = ()) -
     Raises OptionError where there is none, where a glob matches nothing and for too much;
     CheckpointFormatError for a configuration that is none.
     """
-    store = _store_of(template, also)
+    return hf_folder_of(_store_of(template, also), also)
+
+
+def hf_folder_of(store: Store, also: Sequence[str] = ()) -> HfFolder:
+    """As `read_hf_folder`, of a folder that is open."""
     listing = [info for info in store.list() if _is_wanted(info.name, also)]
     names = {info.name for info in listing}
     if not names & {CONFIG, ADAPTER_CONFIG}:

@@ -371,6 +371,8 @@ def test_refused_targets(runs: KindRuns, tmp_path: Path) -> None:
         {"map": {"rules": [{"from": "a", "to": "b"}], "name": "x" * (300 << 10)}},
         {"inverse": True},
         {"sizes": {"heads": 2}},
+        {"hf_key": "models/first"},
+        {"hf_root": "main"},
         {"map": "llama:hf-to-titan", "sizes": {"hedas": 2}},
         {"map": "llama:hf-to-titan", "sizes": {"inverse": 1}},
     ],
@@ -491,3 +493,27 @@ def test_through_a_weight_map(runs: KindRuns, tmp_path: Path) -> None:
     assert found["step"] == 5
     assert runs.do("convert", checkpoint_id=number, target_key="no", **given).state == "failed"
     assert not (tmp_path / "export/no").exists()
+
+
+def test_a_whole_folder_of_hugging_face(runs: KindRuns, tmp_path: Path) -> None:
+    """From a template in a root that the caller sees: known files of it, and nothing else."""
+    number = runs.id("main", "run/step-5")
+    template = tmp_path / "main" / "models" / "first"
+    template.mkdir(parents=True)
+    files = {"config.json": b'{"dtype": "bfloat16"}', "tokenizer.json": b"x" * 100_000, "merges.txt": b""}
+    for name, data in {**files, "evil.py": b"1 / 0", "model.bin": b"evil"}.items():
+        (template / name).write_bytes(data)
+    (template / "vocab.txt").symlink_to("/etc/passwd")
+    given: dict[str, Any] = {"checkpoint_id": number, "to": "safetensors", "target_root": "export"}
+    job = runs.do("convert", target_key="whole", hf_key="models/first", **given)
+    assert job.state == "succeeded" and job.result is not None, job.error
+    made = tmp_path / "export" / "whole"
+    assert {path.name for path in made.iterdir()} == {"model.safetensors", *files}
+    assert {name: (made / name).read_bytes() for name in files} == files
+    assert torch.equal(dcp.read(made)["weight"], _STATE["weight"])
+    for wrong in ({"hf_root": "nowhere"}, {"hf_key": "../export"}):
+        with pytest.raises(ProblemError):
+            runs.submit("convert", target_key="no", **{"hf_key": "models/first", **given, **wrong})
+    job = runs.do("convert", target_key="no", hf_key="run", **given)
+    assert job.state == "failed" and "config.json" in str(job.error)
+    assert not (tmp_path / "export" / "no").exists()
