@@ -14,6 +14,7 @@ from dcp.cli.subcommands import (
     diff,
     gc,
     ls,
+    merge,
     prune,
     rm,
     show,
@@ -46,6 +47,7 @@ app.command("diff", rich_help_panel="Look")(diff.command)
 app.command("watch", rich_help_panel="Look")(watch.command)
 app.command("verify", rich_help_panel="Check and convert")(verify.command)
 app.command("convert", cls=convert.ConvertCommand, rich_help_panel="Check and convert")(convert.command)
+app.command("merge", rich_help_panel="Check and convert")(merge.command)
 app.add_typer(weight_maps.app, name="map", rich_help_panel="Check and convert")
 app.command("rm", rich_help_panel="Remove")(rm.command)
 app.command("prune", rich_help_panel="Remove")(prune.command)

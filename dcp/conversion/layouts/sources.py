@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from dcp.conversion.layouts.columns import SourceColumns
-from dcp.conversion.layouts.layout import Copies, TargetLayout
+from dcp.conversion.layouts.layout import Copies, CopyBuilder, TargetLayout
+from dcp.conversion.layouts.terms import TensorTerm, TermColumns
 from dcp.planners.load.stored_parts import c_strides_of, stored_parts, sums
 from dcp.planners.weight_maps.pieces import MappedTensor
 from dcp.planners.weight_maps.stored import StoredTensors
@@ -17,7 +20,7 @@ from dcp.storage.geometry.boxes import Box
 from dcp.storage.geometry.ragged import gather_rows, row_products
 from dcp.storage.geometry.strides import c_strides
 
-__all__ = ["copy_sources", "payload_crcs", "source_files"]
+__all__ = ["copy_sources", "payload_crcs", "source_files", "sum_sources"]
 
 
 def copy_sources(
@@ -28,12 +31,67 @@ def copy_sources(
     With ``mapped`` the tensors that are copied are these, made of the source's. Opens the records of foreign
     formats whose payloads' places are not known. PlanError for tensors of which elements are not stored.
     """
-    index, copies = engine.index, layout.copies
     if mapped is not None:
-        return _mapped_sources(engine, copies, mapped)
+        return _mapped_sources(engine, layout.copies, mapped)
+    return _box_sources(engine, layout.copies)
+
+
+def sum_sources(
+    engine: ReadEngine, copies: Copies, terms: Mapping[int, Sequence[TensorTerm]], accumulate: int
+) -> tuple[SourceColumns, TermColumns]:
+    """Of copies that are sums of the source's tensors: ``terms`` are by row of what is copied. Else as
+    `copy_sources`."""
+    gathers, turned = CopyBuilder(), []
+    counts, weights, ranks, widths = [], [], [], []
+    bounds, lows, sizes = (
+        column.tolist() for column in (copies.box_start, copies.box_offsets, copies.box_sizes)
+    )
+    for copy, row in enumerate(copies.tensors.tolist()):
+        flat = slice(bounds[copy], bounds[copy + 1])
+        own = terms[row]
+        counts.append(len(own))
+        for term in own:
+            weights.append(term.weight)
+            ranks.append(term.rank)
+            widths.append(math.prod(sizes[flat][1:]) if term.rank else 0)
+            for number, box in zip(term.rows, term.boxes(lows[flat], sizes[flat]), strict=True):
+                gathers.add(number, box, int(engine.index.dtype_codes[number]), 0, 0)
+                turned.append(term.is_turned)
+    columns = gathers.build()
+    found = TermColumns(
+        accumulate,
+        starts(counts),
+        np.array(weights, np.float64),
+        np.array(ranks, np.int64),
+        np.array(widths, np.int64),
+        columns.dtype_codes,
+    )
+    return _box_sources(engine, columns, np.array(turned, bool)), found
+
+
+def _box_sources(
+    engine: ReadEngine, copies: Copies, turned: npt.NDArray[np.bool_] | None = None
+) -> SourceColumns:
+    """Of boxes of the source's tensors; those that are ``turned`` have two dimensions, of which the second is
+    the slowest in what is made of them."""
+    index = engine.index
     rows, tensor_of = np.unique(copies.tensors, return_inverse=True)
     stored = stored_parts(engine, rows, tensor_of.astype(np.int64), copies.box_offsets, copies.box_sizes)
+    lengths, strides = stored.lengths, stored.strides
     target_strides = _c_strides(copies, stored.wanted)
+    offsets = stored.offsets
+    if turned is not None and turned.any():
+        parts = np.flatnonzero(turned[stored.wanted])
+        slow = stored.axis_start[parts]
+        target_strides[slow], target_strides[slow + 1] = (
+            1,
+            copies.box_sizes[copies.box_start[stored.wanted[parts]]],
+        )
+        order = np.arange(len(lengths))
+        order[slow], order[slow + 1] = slow + 1, slow
+        lengths, strides, target_strides, offsets = (
+            column[order] for column in (lengths, strides, target_strides, offsets)
+        )
     return SourceColumns(
         start=starts(np.bincount(stored.wanted, minlength=len(copies))),
         chunks=stored.chunks,
@@ -41,10 +99,10 @@ def copy_sources(
         payload_offsets=engine.payloads.offsets[stored.chunks],
         payload_bytes=index.payload_lengths[stored.chunks],
         begins=stored.begins,
-        targets=sums(stored.offsets * target_strides, stored.axis_start),
+        targets=sums(offsets * target_strides, stored.axis_start),
         axis_start=stored.axis_start,
-        lengths=stored.lengths,
-        strides=stored.strides,
+        lengths=lengths,
+        strides=strides,
         target_strides=target_strides,
     )
 

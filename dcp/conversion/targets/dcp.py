@@ -53,15 +53,16 @@ def lay_out(job: LayoutJob) -> Planned:
     """The target of a conversion; values keep the bytes that stock torch unpickles."""
     entries, values, index = job.entries, job.values, job.entries.index
     kept, dropped = job.kept({})
+    origin = {
+        "url": job.source_url,
+        "format": index.format,
+        "save_id": index.provenance.get("save_id"),
+    }
     provenance: dict[str, Any] = {
         "save_id": job.save_id,
         "time": time.time(),
         "dcphub_version": __version__,
-        "converted_from": {
-            "url": job.source_url,
-            "format": index.format,
-            "save_id": index.provenance.get("save_id"),
-        },
+        **(job.origin or {"converted_from": origin}),
     }
     structure = entries.structure()
     if structure is not None:

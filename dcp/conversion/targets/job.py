@@ -8,7 +8,7 @@ be; the bytes are moved by others.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final, Literal
 
@@ -18,6 +18,7 @@ from dcp.conversion.contents.mapping import MappedIndex
 from dcp.conversion.contents.values import SourceValues
 from dcp.conversion.layouts.layout import TargetLayout
 from dcp.conversion.layouts.sources import payload_crcs
+from dcp.conversion.merging.terms import MergedTensors
 from dcp.storage.errors import CheckpointFormatError, PlanError
 from dcp.storage.formats.plain import encode_plain
 
@@ -51,11 +52,12 @@ class LayoutOptions:
 @dataclass(frozen=True)
 class Planned:
     """A layout, and the names of the values that it leaves out. ``mapped``: its tensors are made of the
-    source's by a weight map."""
+    source's by a weight map; ``merged``: they are sums of those of several."""
 
     layout: TargetLayout
     dropped: tuple[str, ...]
     mapped: MappedIndex | None = None
+    merged: MergedTensors | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ class LayoutJob:
     """``entries`` are the tensors and values to be written, ``values`` reads what those are.
 
     ``file_name`` is that of the file where the target is just one. ``is_compared``: whoever copies compares
-    what is read with the source's checksums, so that a target needs none that are of those bytes.
+    what is read with the source's checksums, so that a target needs none that are of those bytes. ``origin``
+    is for the provenance.
     """
 
     entries: Entries
@@ -73,6 +76,7 @@ class LayoutJob:
     save_id: str
     source_url: str
     is_compared: bool = False
+    origin: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def crcs(self) -> Mapping[int, int]:

@@ -134,7 +134,7 @@ class ReadSource:
             f"CRC-32 {got:08x}, committed was {expected:08x}. Resume from another checkpoint",
             alternative="load the bytes as they are",
             argument="verify='none'",
-            path=f"{self.store.url}/{name}",
+            path=self.store.path_of(name),
             fqn=fqn,
             offset=offset,
         )
