@@ -9,6 +9,7 @@ import contextlib
 import multiprocessing
 import os
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -134,10 +135,19 @@ def _serve(connection: Connection) -> None:
     """A process of a rank, until nobody is at the other end."""
     import torch
 
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
             connection.send(_carried_out(*connection.recv()))
+
+
+def _end_with_parent() -> None:
+    """Wherever this process is then: a killed one tells nobody, and a rank may wait for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
 
 
 def _carried_out(

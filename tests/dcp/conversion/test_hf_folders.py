@@ -13,11 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors import safe_open
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 
 import dcp
 from dcp.conversion.contents.hf_folder import HF_NAMES, read_hf_folder
@@ -54,6 +50,10 @@ def _model(seed: int = 0) -> Any:
 
 
 def _tokenizer() -> Any:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
     tokens = Tokenizer(WordLevel({word: number for number, word in enumerate(_WORDS)}, unk_token="<unk>"))
     tokens.pre_tokenizer = Whitespace()
     make: Any = transformers.PreTrainedTokenizerFast
@@ -143,6 +143,8 @@ def test_through_a_map_and_back(template: Path, tmp_path: Path) -> None:
 
 
 def _adapted(base: Any) -> Any:
+    from peft import LoraConfig, get_peft_model  # seconds of each process that collects tests
+
     torch.manual_seed(5)
     model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
     with torch.no_grad():
@@ -156,6 +158,8 @@ def _adapted(base: Any) -> Any:
 def test_an_adapter_is_what_was_trained(tmp_path: Path, is_whole_state: bool) -> None:
     """Of PEFT's own state dict, and chosen from that of the whole training: `PeftModel.from_pretrained` has
     each tensor of it, and computes alike."""
+    from peft import PeftModel, get_peft_model_state_dict
+
     model = _adapted(_model())
     model.save_pretrained(tmp_path / "template")
     (tmp_path / "template" / "adapter_model.safetensors").unlink()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from dcp.testing.parallelism import Finding, Report, check
 from tests.dcp.testing import faulty_pairs as faulty
 from tests.dcp.testing import parallel_builds as builds
 from tests.support.forking import forkserver_context
+from tests.support.programs import Program, run_program
 
 
 def tried(build: Any, save: Any = dcp.save, load: Any = dcp.load, **options: Any) -> Report:
@@ -226,6 +230,37 @@ def test_a_rank_that_hangs_in_a_save(tmp_path: Path) -> None:
             os.kill(process, 0)
 
 
+_KILLED = """
+import sys
+from tests.dcp.testing import faulty_pairs, parallel_builds
+from dcp.testing.parallelism import check
+
+if __name__ == "__main__":
+    check(parallel_builds.ddp, faulty_pairs.save_and_hang, worlds=(2,), folder=sys.argv[1])
+"""
+
+
+@pytest.mark.exhaustive
+def test_no_rank_outlives_who_asked(tmp_path: Path) -> None:
+    """Killed while a rank hangs: the processes of all ranks end, too."""
+    script = tmp_path / "script.py"
+    script.write_text(_KILLED)
+    notes = [tmp_path / f"earlier.rank{rank}" for rank in (0, 1)]
+    root = str(Path(__file__).parents[3])
+    with Program(script, tmp_path, env={**os.environ, "PYTHONPATH": root}) as program:
+        _await(lambda: all(note.exists() and note.read_text() for note in notes))
+        program.kill()
+    processes = [int(note.read_text()) for note in notes]
+    _await(lambda: not any(Path(f"/proc/{process}").exists() for process in processes))
+
+
+def _await(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_a_rank_that_raises() -> None:
     """What it said is there."""
     report = tried(raise_on_the_last, worlds=(2,))
@@ -238,6 +273,36 @@ def test_what_cannot_be_sent_to_a_process() -> None:
         tried(lambda rank, world: builds.ddp(rank, world))
     with pytest.raises(OptionError, match="worlds"):
         tried(builds.ddp, worlds=())
+
+
+_TRAINER = """
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+
+def make_model():
+    model = torch.nn.Linear(6, 5)
+    fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    return model
+
+
+def make_optimizer(model):
+    return torch.optim.AdamW(model.parameters())
+"""
+
+
+@pytest.mark.exhaustive
+def test_the_page_is_a_test_of_pytest(tmp_path: Path) -> None:
+    """As it stands, in a user's folder, with processes as they are made by default."""
+    root = Path(__file__).parents[3]
+    (block,) = re.findall(
+        r"^```python\n(.*?)^```", (root / "docs/conformance.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    (tmp_path / "my_trainer.py").write_text(_TRAINER)
+    (tmp_path / "test_checkpoints.py").write_text(block)
+    done = run_program("-m", "pytest", "-q", "test_checkpoints.py", cwd=tmp_path)
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
 
 
 # -- reports -------------------------------------------------------------------------------------------------
