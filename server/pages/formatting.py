@@ -102,12 +102,14 @@ def seconds_text(seconds: float | None) -> str:
     if seconds is None:
         return _UNKNOWN
     if 0 < seconds < 0.0995:
-        return f"{1000 * seconds:.0f} ms"
+        return f"{1000 * seconds:.0f} ms" if seconds >= 0.0005 else "< 1 ms"
     if seconds < 60:
         return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if rest else f"{minutes} min"
 
 
 def between_text(start: str | None, end: str | None) -> str:

@@ -1,13 +1,17 @@
-"""Which layer of a model a tensor is of, as its name tells; for jobs, pages and pictures alike."""
+"""What a tensor is of, as its name tells: which layer, or an optimizer; for jobs, pages and pictures."""
 
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatchcase
 from typing import Any, Final
 
 from dcp.server.catalog.values import clean_text
 
-__all__ = ["in_order", "layer_number", "layer_of"]
+__all__ = ["OPTIMIZER", "in_order", "is_of_optimizer", "layer_number", "layer_of"]
+
+OPTIMIZER: Final = ("*optim*",)
+"""Names of what an optimizer keeps, as trainers call it."""
 
 _NUMBERED: Final = re.compile(r"(.*?(?:^|[._])[0-9]+)\.", re.DOTALL)
 _NUMBER: Final = re.compile(r"(?:^|[._])([0-9]{1,9})$")
@@ -18,6 +22,11 @@ def layer_of(fqn: str) -> str:
     (``layers.3`` or ``layers_3``); without one, to its last dot."""
     numbered = _NUMBERED.match(fqn)
     return clean_text(numbered[1] if numbered else fqn.rpartition(".")[0] or fqn)
+
+
+def is_of_optimizer(fqn: str) -> bool:
+    """Whether it is an optimizer that the name begins with."""
+    return any(fnmatchcase(fqn.partition(".")[0], glob) for glob in OPTIMIZER)
 
 
 def layer_number(fqn: str) -> int | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from dcp.planners.weight_maps.weight_map import ready_maps
+from dcp.server.catalog.contents.layers import is_of_optimizer
 from dcp.server.data.access import DataDep
 from dcp.server.http.dependencies import Caller, Db, PageParams, ServiceDep
 from dcp.server.jobs.kinds.diff import DiffParams
@@ -18,7 +18,6 @@ from dcp.server.pages.routes.actions import undo_of
 from dcp.server.pages.routes.jobs import last_job
 from dcp.server.pages.routes.values.changes import changes_below, changes_of_list
 from dcp.server.pages.snippets import snippets_of
-from dcp.server.retention.totals import OPTIMIZER
 from dcp.server.routes.catalog import checkpoints as api
 from dcp.server.routes.catalog import lineage as lineage_api
 from dcp.server.routes.catalog import roots as roots_api
@@ -140,12 +139,9 @@ def _optimizers(
     if "hx-request" in request.headers:  # for a part of the page that does not say so
         return []
     nodes = tensors_api.tensor_tree(of.id, database, data, caller, PageParams(_TENSORS, None)).items
-    found = [one for one in nodes if one.tensors and one.entry is None and _is_optimizer(one.name)]
+    trees = [one for one in nodes if one.tensors and one.entry is None and len(one.name) < _LONG_NAME]
+    found = [one for one in trees if is_of_optimizer(one.name)]
     return found if sum(one.tensors for one in found) < (of.tensor_count or 0) else []
-
-
-def _is_optimizer(name: str) -> bool:
-    return len(name) < _LONG_NAME and any(fnmatchcase(name, glob) for glob in OPTIMIZER)
 
 
 def _changes(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dcp.server.catalog.contents.layers import in_order, layer_number, layer_of
+from dcp.server.catalog.contents.layers import in_order, is_of_optimizer, layer_number, layer_of
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,15 @@ from dcp.server.catalog.contents.layers import in_order, layer_number, layer_of
 def test_layers(fqn: str, layer: str, number: int | None) -> None:
     """To the first number that stands by itself and has something below it; else to the last dot."""
     assert (layer_of(fqn), layer_number(fqn)) == (layer, number)
+
+
+@pytest.mark.parametrize(
+    ("fqn", "is_of"),
+    [("optimizer.state.0.exp_avg", True), ("optim", True), ("model.optimal.weight", False), ("", False)],
+)
+def test_of_an_optimizer(fqn: str, is_of: bool) -> None:
+    """By what the name begins with."""
+    assert is_of_optimizer(fqn) == is_of
 
 
 def test_layers_are_in_order_as_people_count() -> None:

@@ -329,11 +329,13 @@ def test_what_is_damaged_is_not_said_to_load(app: App) -> None:
 
 
 def test_a_job_is_cancelled_and_begun_anew(app: App) -> None:
-    """By the buttons of its page, which follow from its state; its log says who did it."""
+    """By the buttons of its page, which follow from its state; its log says who did it. It says what it is
+    about by its name."""
     number = add_checkpoint(app.service.database, "run/step-1")
     browser = Browser(app.client())
     browser.submit(browser.page(f"/checkpoints/{number}").form(f"/checkpoints/{number}/verify"))
     queued = browser.page("/jobs/1")
+    assert "run/step-1" in queued.text and "run/step-1" in browser.page("/jobs").text
     assert any("/api/v1/jobs/1/events" in given.get("sse-connect", "") for _, given in queued.elements)
     assert browser.submit(queued.form("/jobs/1/cancel")).status_code == 200
     assert browser.submit(queued.form("/jobs/1/cancel")).status_code == 200  # again is fine
