@@ -33,7 +33,10 @@ from dcp.storage.errors import (
     ShapeMismatchError,
     UnexpectedKeyError,
 )
+from dcp.storage.stores import PosixStore
+from dcp.storage.torch_storage.reader import FileSystemReader
 from tests.support.ranks import RankRaised, run_ranks
+from tests.support.recording import RecordingStore
 from tests.support.sharded import grid, save_sharded
 
 GROUPS, QUERIES, HEAD, WIDTH = 4, 3, 6, 16
@@ -222,15 +225,21 @@ def test_any_map_of_any_shards(examples: int, tmp_path_factory: pytest.TempPathF
 
     @settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(
-        cases(), st.sampled_from([torch.float32, torch.float64]), st.sampled_from(["blocks", "full", "none"])
+        cases(),
+        st.sampled_from([torch.float32, torch.float64]),
+        st.sampled_from(["blocks", "full", "none"]),
+        st.booleans(),
     )
-    def check(case: Case, kind: torch.dtype, verify: Any) -> None:
+    def check(case: Case, kind: torch.dtype, verify: Any, scatters: bool) -> None:
         cuts = zip(case.sources, case.cuts, strict=False)
         boxes = {name: grid(tuple(case.sources[name].shape), own) for name, own in cuts}
-        path = save_sharded(tmp_path_factory.mktemp("case"), case.sources, boxes, files=2)
+        path = tmp_path_factory.mktemp("case")
+        store = RecordingStore(str(path)) if scatters else PosixStore(path)
+        save_sharded(store, case.sources, boxes, files=2)
         local, wanted = claimed(case, kind)
         weights = {"rules": [case.rule], "sizes": case.sizes}
-        dcp.load({"t": local}, checkpoint_id=path, map=weights, dtype="cast", verify=verify, no_dist=True)
+        reader = FileSystemReader(path, verify=verify, open_store=lambda _: store)
+        dcp.load({"t": local}, storage_reader=reader, map=weights, dtype="cast", no_dist=True)
         assert torch.equal(local, wanted)
 
     check()
@@ -258,6 +267,25 @@ def test_files_of_torch_save_and_views_of_them(tmp_path: Path) -> None:
     state = like(wanted)
     dcp.load(state, checkpoint_id=tmp_path / "model.pt", map=FUSED, no_dist=True)
     assert_equal(state, wanted)
+
+
+def load_by_config(rank: int, world_size: int, path: str) -> None:
+    """Where the sizes are in the configuration alone."""
+    state = {"layers.0.attention.qkv_linear.wq.weight": torch.zeros(8, 8)}
+    mesh = init_device_mesh("cpu", (world_size,))
+    sharded = {name: distribute_tensor(tensor, mesh, [Shard(1)]) for name, tensor in state.items()}
+    dcp.load(dict(sharded), checkpoint_id=path, map="llama:hf-to-titan")
+    (found,) = sharded.values()
+    wanted = numbered(8, 8).view(2, 2, 2, 8).transpose(1, 2).reshape(8, 8)
+    assert torch.equal(found.full_tensor(), wanted)
+
+
+def test_all_ranks_have_the_sizes_of_one_configuration(tmp_path: Path) -> None:
+    """That of the coordinator."""
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 2, "hidden_size": 8, "head_dim": 4}')
+    weights = {"model.layers.0.self_attn.q_proj.weight": numbered(8, 8)}
+    save_file(weights, tmp_path / "model.safetensors")
+    run_ranks(2, load_by_config, str(tmp_path))
 
 
 class Fused(nn.Module):
