@@ -25,10 +25,8 @@ def _sync(path: Path) -> None:
 def _ours(source: Path, target: Path, to: str) -> Callable[[], None]:
     from dcp.conversion.run import convert
 
-    weights = source.with_suffix(".json")
-    options = {"map": str(weights)} if weights.exists() else {}
     return lambda: print(
-        convert(source, target, to=to, files=4 if to == "dcp" else 1, **options).seconds, file=sys.stderr
+        convert(source, target, to=to, files=4 if to == "dcp" else 1).seconds, file=sys.stderr
     )  # type: ignore[arg-type]
 
 
@@ -49,18 +47,6 @@ def _stock(name: str, source: Path, target: Path) -> Callable[[], None]:
             _sync(target)
 
         return consolidate
-    if name == "save_pretrained":
-        from transformers import MixtralForCausalLM
-        from transformers.utils.logging import disable_progress_bar
-
-        disable_progress_bar()
-
-        def save() -> None:
-            model = MixtralForCausalLM.from_pretrained(source, dtype="bfloat16")
-            model.save_pretrained(target, save_original_format=False)
-            _sync(target)
-
-        return save
     from torch.distributed.checkpoint import format_utils
 
     function = getattr(format_utils, name)
@@ -74,9 +60,7 @@ def _stock(name: str, source: Path, target: Path) -> Callable[[], None]:
 
 def _loop(source: Path, target: Path) -> Callable[[], None]:
     files = (
-        [source]
-        if source.is_file()
-        else [f for f in page_cache.data_files(source) if f.suffix in (".distcp", ".safetensors")]
+        [source] if source.is_file() else [f for f in page_cache.data_files(source) if f.suffix == ".distcp"]
     )
 
     def copy() -> None:

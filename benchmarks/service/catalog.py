@@ -170,9 +170,7 @@ def _percentile(times: Sequence[float], part: float) -> float:
 
 
 @contextmanager
-def service_of(
-    url: str, folder: Path, *, has_worker: bool = False
-) -> Iterator[tuple[httpx.Client, subprocess.Popen[bytes], float]]:
+def service_of(url: str, folder: Path) -> Iterator[tuple[httpx.Client, subprocess.Popen[bytes], float]]:
     """`dcp serve` over it, with the roots "main" and "archive" below ``folder``: a client, the process, and
     the seconds until its first answer."""
     with socket.socket() as probe:
@@ -185,7 +183,7 @@ def service_of(
         "DATABASE_URL": url,
         "PORT": str(port),
         "ROOTS": json.dumps(roots),
-        "EMBEDDED_WORKER": str(has_worker).lower(),
+        "EMBEDDED_WORKER": "false",
         "RATE_LIMIT": "1000000/second",
         "LOG_LEVEL": "warning",
     }

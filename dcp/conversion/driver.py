@@ -22,15 +22,12 @@ from typing import Any, Final
 import numpy as np
 
 from dcp.conversion.copying.batches import BatchRunner, BatchSettings
-from dcp.conversion.copying.checks import ResultChecks, refuse_faults
+from dcp.conversion.copying.checks import ResultChecks
 from dcp.conversion.copying.tasks import TaskBatch, TaskResult, make_batches, make_tasks
-from dcp.conversion.layouts.columns import SourceColumns
 from dcp.conversion.layouts.layout import TargetLayout
-from dcp.conversion.layouts.sources import copy_sources, sum_sources
-from dcp.conversion.layouts.terms import TermColumns
+from dcp.conversion.layouts.sources import copy_sources
 from dcp.conversion.plan import (
     ConversionOptions,
-    Planned,
     SourceChangedError,
     fingerprint,
     plan_target,
@@ -45,8 +42,9 @@ from dcp.conversion.wire import decode_layout, encode_layout
 from dcp.storage.closable import Closable
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import Verify
-from dcp.storage.errors import CheckpointError, PlanError
+from dcp.storage.errors import CheckpointError
 from dcp.storage.formats.opening.sources import Source, complete_index
+from dcp.storage.stores.opening import OpenWith
 
 __all__ = ["BATCH_BYTES", "Conversion", "Prepared", "SourceChangedError", "discard_attempt"]
 
@@ -61,8 +59,7 @@ class Prepared:
     """What publishing goes by; `to_json` and `of_json` are each other's inverse, but for literals.
 
     ``chunks`` are those of the source that are read. ``inode`` is that of what will be renamed to the target,
-    where that is local. ``dropped`` are the values that the target has no place for, ``unmerged`` the tensors
-    of a merge that are those of its first source.
+    where that is local. ``dropped`` are the values that the target has no place for.
     """
 
     source_mark: str
@@ -71,7 +68,6 @@ class Prepared:
     batch_count: int
     inode: int | None = None
     dropped: tuple[str, ...] = ()
-    unmerged: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -80,7 +76,7 @@ class Prepared:
     @classmethod
     def of_json(cls, data: Mapping[str, Any]) -> Prepared:
         """From plain data, whose sequences may be lists."""
-        sequences = {name: tuple(data.get(name, ())) for name in ("chunks", "dropped", "unmerged")}
+        sequences = {name: tuple(data[name]) for name in ("chunks", "dropped")}
         return cls(**{**data, **sequences, "layout": decode_layout(data["layout"])})
 
 
@@ -129,18 +125,15 @@ class Conversion(Closable):
         """
         engine, to, by_file = self._engine, self._options.layout.to, self.place.path is None
         mark = source_mark(engine.store, engine.index, to)
-        planned = plan_target(engine, self._source, self.place, self._options, self._save_id)
+        planned = plan_target(engine, self.place, self._options, self._save_id)
         identity = fingerprint(mark, planned, by_file=by_file) + ("" if resume else self._save_id)
         layout, done = self.publisher.begin(planned.layout, identity)
-        mapped, merged = planned.mapped, planned.merged
-        sources, terms = _sources(engine, layout, planned)
+        mapped = planned.mapped
+        sources = copy_sources(engine, layout, mapped.tensors if mapped else None)
         codes = (mapped.index if mapped else engine.index).dtype_codes
-        tasks = make_tasks(engine.index, layout, sources, codes, terms, by_file=by_file)
-        batches = make_batches(tasks, batch_bytes)
+        batches = make_batches(make_tasks(engine.index, layout, sources, codes, by_file=by_file), batch_bytes)
         chunks = tuple(np.unique(sources.chunks).tolist())
-        unmerged = merged.unmerged if merged is not None else ()
-        inode = self.publisher.inode
-        prepared = Prepared(mark, layout, chunks, len(batches), inode, planned.dropped, unmerged)
+        prepared = Prepared(mark, layout, chunks, len(batches), self.publisher.inode, planned.dropped)
         self._prepared, self._checks = prepared, ResultChecks(engine, layout.copies)
         for result in done:
             self._checks.add(replace(result, bytes_read=0))  # by another run
@@ -164,10 +157,11 @@ class Conversion(Closable):
         ):
             return runner.run(batch, on_bytes)
 
-    def settings(self, prepared: Prepared, open_source: Callable[[], Source]) -> BatchSettings:
+    def settings(self, prepared: Prepared, open_source: OpenWith) -> BatchSettings:
         """For `run_batch` in other processes, which ``open_source`` for themselves."""
         return BatchSettings(
             conversion=self._save_id,
+            source=self._source.name,
             open_source=open_source,
             store=self._source.store,
             to=self._options.layout.to,
@@ -195,11 +189,6 @@ class Conversion(Closable):
             checks.add(result)
         checks.source.finish(prepared.chunks if engine.verify != "none" else ())
         checks.target.check_complete()
-        try:
-            refuse_faults(checks.faults, engine.index)
-        except PlanError:
-            self.discard()
-            raise
         if engine.verify == "none" or checks.source.stats.blocks_unverified:
             # What has no checksums must not have been replaced: files of both might be mixed.
             self._refuse_changed(prepared.source_mark)
@@ -220,7 +209,6 @@ class Conversion(Closable):
             bytes_read=checks.bytes_read,
             tasks=prepared.batch_count,
             dropped_objects=prepared.dropped,
-            unmerged=prepared.unmerged,
         )
 
     def discard(self) -> None:
@@ -237,14 +225,6 @@ class Conversion(Closable):
             self._engine.resolve(prepared.chunks)
             self._checks = ResultChecks(self._engine, prepared.layout.copies)
         return self._checks
-
-
-def _sources(
-    engine: ReadEngine, layout: TargetLayout, planned: Planned
-) -> tuple[SourceColumns, TermColumns | None]:
-    if planned.merged is not None:
-        return sum_sources(engine, layout.copies, planned.merged.terms, planned.merged.accumulate)
-    return copy_sources(engine, layout, planned.mapped.tensors if planned.mapped else None), None
 
 
 def _save_id_of(attempt: str) -> str:

@@ -130,8 +130,7 @@ class Publisher:
             if self._local is not None:
                 local_files.reserve(self._local.output, layout)
             elif self._overwrite:
-                # Readers must not take new shards for those of the old index.
-                for name in {*layout.last_files, *_present(store, layout.replaced)}:
+                for name in layout.last_files:  # readers must not take new shards for those of the old index
                     store.delete(name)
         except BaseException:
             if self._local is not None:
@@ -242,7 +241,7 @@ class Publisher:
             if self._place.file_name is not None:
                 local_files.rename(output / self._place.file_name, target, overwrite=self._overwrite)
             elif self._overwrite and target.is_dir() and any(target.iterdir()):
-                self._replace(ledger, target, layout)
+                self._replace(ledger, target)
             else:
                 output.rename(target)  # also over an empty folder
         except StorageError:
@@ -253,8 +252,8 @@ class Publisher:
             raise storage_error(error, "rename", target) from error
         PosixStore(target.parent).sync()
 
-    def _replace(self, ledger: LocalLedger, target: Path, layout: TargetLayout) -> None:
-        local_files.keep_others(ledger.output, target, layout.replaced)
+    def _replace(self, ledger: LocalLedger, target: Path) -> None:
+        local_files.keep_others(ledger.output, target)
         ledger.forget()  # a run that went on from here would take the old files for its own
         local_files.exchange(ledger.output, target)
 
@@ -399,10 +398,6 @@ def _holds(store: Store, name: str, data: bytes) -> bool:
     return (
         info is not None and info.size_bytes == len(data) and store.read(name, limit_bytes=len(data)) == data
     )
-
-
-def _present(store: Store, names: frozenset[str]) -> frozenset[str]:
-    return names & {info.name for info in store.list()} if names else names
 
 
 def _is_complete(store: Store) -> bool:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
 from dcp.storage.formats import dtypes
-
-if TYPE_CHECKING:
-    from dcp.inspection.values.difference import TensorDifference, TensorFacts
 
 __all__ = ["Change", "changes_of"]
 
@@ -44,28 +41,27 @@ class Change:
             return "q1" if self.differing else "q0"
         return f"q{min(_LEVELS, max(1, _LEVELS + 1 + math.floor(math.log10(self.relative_l2))))}"
 
-    def add(self, one: TensorDifference, after: TensorFacts) -> None:
-        """A tensor that differs, and what it is after."""
+    def add(self, one: Mapping[str, Any]) -> None:
+        """A tensor that differs, as the job has it."""
         self.differing += 1
-        if one.values is None:
-            self.added += one.kind == "added"
-            self.unbounded += one.kind != "added"
-        elif one.values.relative_l2 is None:
-            self.unbounded += one.values.differing > 0
+        values, after = one["values"], one["after"]
+        if values is None:
+            self.added += one["kind"] == "added"
+            self.unbounded += one["kind"] != "added"
+        elif values["relative_l2"] is None:
+            self.unbounded += values["differing"] > 0
         else:
-            size = math.prod(after.shape) * dtypes.BY_NAME[after.dtype].itemsize
-            self._squares += size * one.values.relative_l2**2
+            size = math.prod(after["shape"]) * dtypes.BY_NAME[after["dtype"]].itemsize
+            self._squares += size * values["relative_l2"] ** 2
 
 
 def changes_of(
-    tensors: Iterable[TensorDifference],
-    sizes: Iterable[tuple[str, int]],
-    name_of: Callable[[str], str | None],
+    document: Mapping[str, Any], sizes: Iterable[tuple[str, int]], name_of: Callable[[str], str | None]
 ) -> dict[str, Change]:
     """Of each name with its bytes. ``name_of`` says to which of them a tensor belongs, if to any."""
     found = {name: Change(size) for name, size in sizes}
-    for one in tensors:
-        name = None if one.after is None else name_of(one.fqn)
-        if name in found and one.after is not None:
-            found[name].add(one, one.after)
+    for one in document["tensors"]:
+        name = name_of(one["fqn"]) if one["after"] is not None else None
+        if name in found:
+            found[name].add(one)
     return found
