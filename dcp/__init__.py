@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from dcp._fsspec_filesystem import FsspecReader as FsspecReader
     from dcp._fsspec_filesystem import FsspecWriter as FsspecWriter
     from dcp.api import CheckpointException as CheckpointException
+    from dcp.conversion.contents.transformers_maps import transformers_map as transformers_map
+    from dcp.conversion.merging.run import merge as merge
     from dcp.conversion.report import ConversionReport as ConversionReport
     from dcp.conversion.run import convert as convert
     from dcp.default_planner import DefaultLoadPlanner as DefaultLoadPlanner
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from dcp.loading.report import LoadReport as LoadReport
     from dcp.manager.catalog.registration import CatalogRegistration as CatalogRegistration
     from dcp.manager.cleanup.retention import Best as Best
+    from dcp.manager.cleanup.retention import Keep as Keep
     from dcp.manager.cleanup.retention import Retention as Retention
     from dcp.manager.manager import CheckpointManager as CheckpointManager
     from dcp.manager.restore import Restored as Restored
@@ -51,8 +54,6 @@ if TYPE_CHECKING:
     from dcp.planners.rescale import Rescale as Rescale
     from dcp.planners.weight_maps.weight_map import weight_map as weight_map
     from dcp.protocol import CheckpointableTensor as CheckpointableTensor
-    from dcp.proving.proof import Proof as Proof
-    from dcp.proving.prove import prove as prove
     from dcp.quantized_hf_storage import (
         QuantizedHuggingFaceStorageReader as QuantizedHuggingFaceStorageReader,
     )
@@ -72,7 +73,9 @@ if TYPE_CHECKING:
 _NAMES = {
     "dcp._fsspec_filesystem": ("FsspecReader", "FsspecWriter"),
     "dcp.api": ("CheckpointException",),
+    "dcp.conversion.merging.run": ("merge",),
     "dcp.conversion.report": ("ConversionReport",),
+    "dcp.conversion.contents.transformers_maps": ("transformers_map",),
     "dcp.conversion.run": ("convert",),
     "dcp.default_planner": ("DefaultLoadPlanner", "DefaultSavePlanner"),
     "dcp.errors": (
@@ -88,7 +91,7 @@ _NAMES = {
     "dcp.manager.manager": ("CheckpointManager",),
     "dcp.manager.catalog.registration": ("CatalogRegistration",),
     "dcp.manager.restore": ("Restored",),
-    "dcp.manager.cleanup.retention": ("Best", "Retention"),
+    "dcp.manager.cleanup.retention": ("Best", "Keep", "Retention"),
     "dcp.metadata": ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "TensorStorageMetadata"),
     "dcp.optimizer": ("load_sharded_optimizer_state_dict",),
     "dcp.planner": ("LoadPlan", "LoadPlanner", "ReadItem", "SavePlan", "SavePlanner", "WriteItem"),
@@ -96,8 +99,6 @@ _NAMES = {
     "dcp.planners.rescale": ("Rescale",),
     "dcp.planners.weight_maps.weight_map": ("weight_map",),
     "dcp.protocol": ("CheckpointableTensor",),
-    "dcp.proving.proof": ("Proof",),
-    "dcp.proving.prove": ("prove",),
     "dcp.quantized_hf_storage": ("QuantizedHuggingFaceStorageReader",),
     "dcp.loading.report": ("LoadReport",),
     "dcp.state_dict_loader": ("load", "load_state_dict", "read"),
@@ -160,6 +161,7 @@ _SUBMODULES = frozenset(
         "state_dict_saver",
         "stateful",
         "storage",
+        "testing",
     }
 )
 

@@ -18,7 +18,7 @@ from dcp.planners.save.options import PlanOptions
 from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.saving.columns import ColumnSaveEngine
 from dcp.saving.engine import SaveEngine
-from dcp.storage.errors import CheckpointError
+from dcp.storage.errors import CheckpointError, OptionError
 from dcp.storage.torch_storage import reader as reading
 from dcp.storage.torch_storage import writer as writing
 from dcp.storage.torch_storage.reader import FileSystemReader
@@ -52,7 +52,9 @@ def save_engine(writer: StorageWriter, planner: SavePlanner | None, options: Sav
         )
     on_columns = save_planner.uses_columns(planner) and writing.uses_columns(writer)
     if ours is not None and storage is not None and on_columns:
-        return ColumnSaveEngine(storage, ours, PlanOptions.of(ours))
+        return ColumnSaveEngine(storage, ours, PlanOptions.of(ours), options.map)
+    if options.map is not None:
+        raise _needs_columns(planner, writer)
     return ProtocolSaveEngine(writer, planner, ours, storage)
 
 
@@ -88,4 +90,15 @@ def load_engine(
     on_columns = load_planner.uses_columns(planner) and reading.uses_columns(reader)
     if ours is not None and storage is not None and on_columns:
         return ColumnLoad(storage, ours, ranks, options)
+    if options.map is not None:
+        raise _needs_columns(planner, reader)
     return ProtocolLoad(reader, planner, ranks, options, ours, storage)
+
+
+def _needs_columns(planner: object, storage: object) -> OptionError:
+    names = " and ".join(type(each).__name__ for each in (planner, storage))
+    return OptionError(
+        f"map needs a planner and a storage of ours, with none of their steps overridden; {names} work by "
+        "torch's protocol, whose plans have boxes of whole tensors alone. dcp.convert(..., map=) does the "
+        "same to a checkpoint"
+    )

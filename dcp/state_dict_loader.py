@@ -23,6 +23,7 @@ from dcp.planners.load.options import LoadDtype, LoadOptions, PerRankLoad
 from dcp.planners.load.planner import DefaultLoadPlanner
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.planners.load.unexpected import Unexpected
+from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
 from dcp.ranks.alone import works_alone
 from dcp.ranks.collectives import Ranks
@@ -73,6 +74,7 @@ def load(
     only: Patterns | None = None,
     exclude: Patterns | None = None,
     rename: Rename | None = None,
+    map: WeightMap | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     per_rank: PerRankLoad | None = None,
     unexpected: Unexpected | None = None,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
@@ -116,6 +118,11 @@ def load(
             entries of their own (``qkv[:n]`` from ``q``) as long as they are views: ``chunk``, ``split`` and
             indexing of a DTensor copy where they communicate, and the copy is filled, not the parameter;
             nothing tells one from the other.
+        map: From the checkpoint's model definition to that of ``state_dict``: a ready map's name, as
+            "llama:hf-to-titan", a TOML or JSON file, its data, or a `dcp.weight_map`. What is fused, split or
+            permuted is read from where it is into where it belongs, however either is sharded. The names of
+            all else, as of ``rename``, ``only`` and `LoadReport`, are those behind the map. Tensors that no
+            rule knows stay as they are.
         per_rank: "exact" (default) wants each rank's own `PerRank` values; "keep" lets them be as they are,
             on all ranks, where another number of ranks saved the checkpoint, or it has none of them. A
             warning names what is kept, and what is left of ranks that are not there any more.
@@ -149,6 +156,7 @@ def load(
         only=only,
         exclude=exclude,
         rename=rename,
+        map=None if map is None else WeightMap.of(map),
         per_rank=per_rank,
         unexpected=unexpected,
         dtype=dtype,

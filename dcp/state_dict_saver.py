@@ -30,6 +30,7 @@ from dcp.calls.torch_names import names_of
 from dcp.engines import save_engine
 from dcp.planners.save.plan_cache import PlanCache
 from dcp.planners.save.planner import DefaultSavePlanner
+from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
 from dcp.ranks.alone import works_alone
 from dcp.ranks.collectives import Ranks
@@ -69,6 +70,7 @@ def save(
     process_group: ProcessGroup | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
+    map: WeightMap | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     user_metadata: Mapping[str, Any] | None = None,
     progress: bool | ProgressCallback | None = None,
@@ -97,6 +99,9 @@ def save(
         no_dist: Save in this process alone.
         use_collectives: False lets each rank save its own part without the others
             (``__{rank}.manifest.msgpack``).
+        map: From the model definition of ``state_dict`` to that of the checkpoint, as for `dcp.convert`. It
+            is about the names and whole shapes of what a rank has, so all tensors that are made into one are
+            on each rank, be it a shard of them. What is permuted within a box is copied for the save.
         timeout_seconds: The longest wait for other ranks.
         user_metadata: Plain data that is kept in the manifest.
         progress: True for a bar, or a function that gets `dcp.progress.Progress`.
@@ -121,6 +126,7 @@ def save(
         state_dict,
         SaveOptions(
             use_collectives=use_collectives,
+            map=None if map is None else WeightMap.of(map),
             user_metadata=_copied(user_metadata),
             progress=progress,
             timeout_seconds=timeout_seconds,
@@ -184,6 +190,7 @@ def async_save(
     async_stager: AsyncStager | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
+    map: WeightMap | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     user_metadata: Mapping[str, Any] | None = None,
     progress: bool | ProgressCallback | None = None,
     overlap: bool = False,
@@ -210,6 +217,7 @@ def async_save(
         async_stager: Copies the state, instead of ours.
         no_dist: As for `save`.
         use_collectives: As for `save`.
+        map: As for `save`; what is permuted is copied before this returns.
         user_metadata: As for `save`.
         progress: As for `save`; called in the background.
         overlap: Copy behind the caller's back, too: nothing may change before ``staging_completion``.
@@ -244,7 +252,10 @@ def async_save(
         storage_writer=writer,
         planner=planner,
         options=SaveOptions(
-            use_collectives=use_collectives, user_metadata=_copied(user_metadata), progress=progress
+            use_collectives=use_collectives,
+            map=None if map is None else WeightMap.of(map),
+            user_metadata=_copied(user_metadata),
+            progress=progress,
         ),
         overlap=overlap,
         stager=async_stager,

@@ -1,4 +1,5 @@
 """C1: 2 GiB sharded by four ranks, converted; each conversion in a process of its own, for its peak memory.
+And 2 GiB of experts, apart in files of transformers', stacked and fused by a weight map.
 
 Seconds are those of the call and of making its output durable, without imports. Peaks count the processes
 that a conversion starts. The limit is a loop that reads 16 MiB, writes them, and syncs at the end.
@@ -14,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+from benchmarks.converting.mixture import save_mixture
 from benchmarks.machine import page_cache
 from benchmarks.machine.process_tree import descendants
 from benchmarks.processes import BenchmarkError, Progress
@@ -31,8 +33,11 @@ CASES: dict[str, tuple[str, str]] = {
     "dcp to torch": ("dcp", "dcp_to_torch_save"),
     "torch to dcp": ("torch", "torch_save_to_dcp"),
     "dcp to safetensors": ("dcp", "consolidate_safetensors_files"),
+    "experts stacked to safetensors": ("mixture", "save_pretrained"),
 }
-"""What is read, and the contender of torch."""
+"""What is read, and the contender of torch, or of transformers."""
+
+_SOURCES = {"torch": "torch.pt", "dcp": "dcp", "mixture": "mixture"}
 
 
 def save_for_conversion(rank: int, world_size: int, progress: Progress, scale: float, folder: Path) -> None:
@@ -53,6 +58,8 @@ def save_for_conversion(rank: int, world_size: int, progress: Progress, scale: f
     if rank == 0:
         from dcp.conversion.run import convert
 
+        progress("saving a mixture of experts")
+        save_mixture(folder / "mixture", scale * (2 << 30))
         progress("making the torch.save file")
         convert(folder / "dcp", folder / "torch.pt", to="torch")
 
@@ -73,7 +80,7 @@ def measure_conversion(
 ) -> tuple[Measurement, dict[str, float]]:
     """Rounds of all contenders of a case, from the page cache; and the largest peak of each, in MiB."""
     kind, stock = CASES[case]
-    source = folder / ("torch.pt" if kind == "torch" else "dcp")
+    source = folder / _SOURCES[kind]
     to = case.rpartition(" ")[2]
     size = sum(f.stat().st_size for f in ([source] if source.is_file() else page_cache.data_files(source)))
     result = Measurement(WORKLOAD, SAVING_RANKS, case, size, 0)

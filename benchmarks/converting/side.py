@@ -25,8 +25,10 @@ def _sync(path: Path) -> None:
 def _ours(source: Path, target: Path, to: str) -> Callable[[], None]:
     from dcp.conversion.run import convert
 
+    weights = source.with_suffix(".json")
+    options = {"map": str(weights)} if weights.exists() else {}
     return lambda: print(
-        convert(source, target, to=to, files=4 if to == "dcp" else 1).seconds, file=sys.stderr
+        convert(source, target, to=to, files=4 if to == "dcp" else 1, **options).seconds, file=sys.stderr
     )  # type: ignore[arg-type]
 
 
@@ -47,6 +49,18 @@ def _stock(name: str, source: Path, target: Path) -> Callable[[], None]:
             _sync(target)
 
         return consolidate
+    if name == "save_pretrained":
+        from transformers import MixtralForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+
+        def save() -> None:
+            model = MixtralForCausalLM.from_pretrained(source, dtype="bfloat16")
+            model.save_pretrained(target, save_original_format=False)
+            _sync(target)
+
+        return save
     from torch.distributed.checkpoint import format_utils
 
     function = getattr(format_utils, name)
@@ -60,7 +74,9 @@ def _stock(name: str, source: Path, target: Path) -> Callable[[], None]:
 
 def _loop(source: Path, target: Path) -> Callable[[], None]:
     files = (
-        [source] if source.is_file() else [f for f in page_cache.data_files(source) if f.suffix == ".distcp"]
+        [source]
+        if source.is_file()
+        else [f for f in page_cache.data_files(source) if f.suffix in (".distcp", ".safetensors")]
     )
 
     def copy() -> None:

@@ -170,7 +170,9 @@ def _percentile(times: Sequence[float], part: float) -> float:
 
 
 @contextmanager
-def service_of(url: str, folder: Path) -> Iterator[tuple[httpx.Client, subprocess.Popen[bytes], float]]:
+def service_of(
+    url: str, folder: Path, *, has_worker: bool = False
+) -> Iterator[tuple[httpx.Client, subprocess.Popen[bytes], float]]:
     """`dcp serve` over it, with the roots "main" and "archive" below ``folder``: a client, the process, and
     the seconds until its first answer."""
     with socket.socket() as probe:
@@ -183,7 +185,7 @@ def service_of(url: str, folder: Path) -> Iterator[tuple[httpx.Client, subproces
         "DATABASE_URL": url,
         "PORT": str(port),
         "ROOTS": json.dumps(roots),
-        "EMBEDDED_WORKER": "false",
+        "EMBEDDED_WORKER": str(has_worker).lower(),
         "RATE_LIMIT": "1000000/second",
         "LOG_LEVEL": "warning",
     }

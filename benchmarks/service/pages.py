@@ -1,8 +1,9 @@
 """`python -m benchmarks.service.pages`: how long pages of a large catalog take, and what they do in Chromium.
 
-A real `dcp serve` over a run of 5,000 steps, a checkpoint of 50,000 tensors, 300 checkpoints of 12 runs with
-5,000 names each, and the index of one that 1,024 ranks wrote 5,000 tensors to. Of each page: when its first
-byte came, the first paint, and how long the main thread was held up and interactions took.
+A real `dcp serve` over a run of 5,000 steps, checkpoints of 50,000 tensors, 300 checkpoints of 12 runs with
+5,000 names each, and the index of one that 1,024 ranks wrote 5,000 tensors to; its jobs have compared and
+looked through what the pages show. Of each page: when its first byte came, the first paint, and how long the
+main thread was held up and interactions took.
 """
 
 from __future__ import annotations
@@ -16,33 +17,20 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import psutil  # type: ignore[import-untyped]
 from playwright.sync_api import Page, sync_playwright
 
 from benchmarks.service.catalog import database_of, service_of
-from dcp.server.catalog.checkpoints import upsert_checkpoints
-from dcp.server.catalog.contents.structures import StructureFacts, StructureTensor
-from dcp.server.catalog.facts import CheckpointFacts
-from dcp.server.catalog.roots import sync_roots
+from benchmarks.service.large_catalog import Sizes, fill, found_by_jobs, numbers_of, write_checkpoints
 from dcp.server.database.engine import Database
 from dcp.server.database.migrations import upgrade
-from dcp.storage.commit_names import MANIFEST_NAME
-from dcp.storage.formats import dtypes
-from dcp.storage.formats.index import CheckpointIndex, starts
-from dcp.storage.formats.native.manifest import encode_manifest
 
 __all__ = ["main"]
 
-_START: Final = 1_700_000_000.0
-_PARTS: Final = ("q", "k", "v", "o", "gate", "up", "down", "norm", "bias", "scale")
-_ROWS: Final = (16, 4, 4, 16, 24, 24, 24, 1, 1, 1)
-"""Of a rank's box of such a tensor; it has 256 columns."""
-_COLUMNS: Final = 256
 _OBSERVED: Final = """
 (() => {
   window.found = { tasks: [], events: [] };
@@ -71,96 +59,6 @@ class PageResult:
     longest_task: float
     interaction: float
     bytes: int
-
-
-def names_of(count: int, variant: int = 0) -> list[str]:
-    """So many names of tensors, ten a layer; of another variant others."""
-    end = f"_{variant}" if variant else ""
-    return [f"model.layers.{number // 10}.{_PARTS[number % 10]}.weight{end}" for number in range(count)]
-
-
-def _structure(count: int, variant: int = 0) -> StructureFacts:
-    return StructureFacts.of(
-        StructureTensor(name, "tensor", "bfloat16", (64, 64), 8192) for name in names_of(count, variant)
-    )
-
-
-def fill(database: Database) -> None:
-    """All but the sharded one, which is scanned."""
-    database.transact(lambda connection: sync_roots(connection, {"main": "./main", "archive": "./archive"}))
-    small = _structure(260)
-    _put(database, (_facts("long/run", step, small) for step in range(1, 5001)))
-    _put(database, [_facts("wide/run", 1, _structure(50_000))])
-    for run in range(12):
-        shared = _structure(5_000, run + 1)
-        _put(database, (_facts(f"team/run-{run}", 1000 * step, shared) for step in range(1, 26)))
-
-
-def _facts(run: str, step: int, structure: StructureFacts) -> CheckpointFacts:
-    return CheckpointFacts(
-        root="archive",
-        key=f"{run}/step-{step:08}",
-        format="dcp",
-        observed_seconds=_START,
-        committed_seconds=_START + step,
-        step=step,
-        save_id=f"{run}-{step}",
-        fingerprint=f"{run}-{step}"[:64],
-        bytes=10**9 + step,
-        structure=structure,
-        metrics={"loss": 8.0 / step},
-        world_size=8,
-    )
-
-
-def _put(database: Database, facts: Any) -> None:
-    rows = list(facts)
-    for begin in range(0, len(rows), 500):
-        some = rows[begin : begin + 500]
-        database.transact(lambda connection, some=some: upsert_checkpoints(connection, some))  # type: ignore[misc]
-
-
-def write_sharded(folder: Path, ranks: int, tensors: int) -> None:
-    """A checkpoint with the index of one that ``ranks`` wrote, each its share of all tensors; no bytes."""
-    folder.mkdir(parents=True)
-    codes = np.array(
-        [dtypes.BY_NAME["float32" if n % 10 > 6 else "bfloat16"].code for n in range(tensors)], np.uint8
-    )
-    rows = np.resize(_ROWS, tensors).astype(np.int64)
-    lengths = rows * _COLUMNS * np.where(np.arange(tensors) % 10 > 6, 4, 2)
-    records = lengths + 256
-    offsets = np.cumsum(records) - records
-    tensor, rank = np.repeat(np.arange(tensors), ranks), np.tile(np.arange(ranks), tensors)
-    sizes = np.stack([rows[tensor], np.full(len(tensor), _COLUMNS)], 1)
-    index = CheckpointIndex(
-        "dcp",
-        fqns=names_of(tensors),
-        dtype_codes=codes,
-        shape_start=starts([2] * tensors),
-        shape_values=np.stack([rows * ranks, np.full(tensors, _COLUMNS)], 1).reshape(-1),
-        requires_grad=np.zeros(tensors, np.uint8),
-        chunk_start=np.arange(tensors + 1) * ranks,
-        chunk_offsets=np.stack([rank * rows[tensor], np.zeros_like(rank)], 1).reshape(-1),
-        chunk_sizes=sizes.reshape(-1),
-        chunk_files=rank,
-        record_offsets=offsets[tensor],
-        record_lengths=records[tensor],
-        payload_offsets=offsets[tensor] + 192,
-        payload_lengths=lengths[tensor],
-        crc_start=np.arange(len(tensor) + 1),
-        crcs=np.random.default_rng(1).integers(0, 1 << 32, len(tensor), dtype=np.uint32),
-        files=[f"__{number}_0.0badc0de.distcp" for number in range(ranks)],
-        file_sizes=np.full(ranks, records.sum()),
-        planner_data={name: tuple(name.split(".")) for name in names_of(tensors)},
-        provenance={
-            "world_size": ranks,
-            "rank_seconds": [{"plan": 0.1, "write": 2.0 + 3 * (number == 7)} for number in range(ranks)],
-        },
-    )
-    (folder / MANIFEST_NAME).write_bytes(encode_manifest(index))
-    for name, size in zip(index.files, index.file_sizes.tolist(), strict=True):
-        with (folder / name).open("wb") as file:
-            file.truncate(size)
 
 
 # -- what is done on each page -------------------------------------------------------------------------------
@@ -196,6 +94,51 @@ def _zoom(page: Page) -> None:
     page.wait_for_timeout(600)
 
 
+def _walk(page: Page) -> None:
+    """On and on, while finer bins are asked for and come: in, aside by keys and by hand, and out again."""
+    page.wait_for_selector(".shardmap .state:empty", state="attached", timeout=120_000)
+    box = page.locator(".shardmap canvas").bounding_box()
+    assert box is not None
+    page.mouse.click(box["x"] + 300, box["y"] + 100)
+    for turn in range(40):
+        page.mouse.wheel(0, -120 if turn < 24 else 120)
+        page.keyboard.press(("Shift+ArrowRight", "+", "Shift+ArrowDown", "ArrowRight", "-")[turn % 5])
+        page.mouse.move(box["x"] + 250, box["y"] + 100)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 200 + 3 * turn, box["y"] + 120, steps=4)
+        page.mouse.up()
+        page.wait_for_timeout(100)
+    page.wait_for_timeout(600)
+
+
+def _point_at_cells(page: Page) -> None:
+    canvas = page.locator("#slice canvas")
+    canvas.wait_for(timeout=60_000)
+    canvas.scroll_into_view_if_needed()
+    _move_over(page, canvas.bounding_box())
+
+
+def _look_at_drift(page: Page) -> None:
+    page.locator(".heat svg").scroll_into_view_if_needed()
+    _move_over(page, page.locator(".heat svg").bounding_box())
+    page.get_by_role("link", name="Elements changed").click()
+    page.wait_for_url("**value=changed**", timeout=60_000)
+
+
+def _move_over(page: Page, box: Any) -> None:
+    for turn in range(12):
+        page.mouse.move(box["x"] + 20 + turn * (box["width"] - 40) / 12, box["y"] + box["height"] * turn / 14)
+        page.wait_for_timeout(30)
+    page.keyboard.press("/")
+
+
+def _filter_differences(page: Page) -> None:
+    page.locator("#glob").press_sequentially("layers.49", delay=60)
+    page.wait_for_url(lambda url: "glob" in url, timeout=60_000)
+    page.locator(".differences tbody a").first.click()
+    page.wait_for_selector("#tensor .histogram svg", timeout=60_000)
+
+
 def _press(page: Page) -> None:
     page.keyboard.press("/")
 
@@ -208,8 +151,19 @@ _PAGES: Final[dict[str, tuple[str, Callable[[Page], None]]]] = {
     "search": ("/search?q=layers", _search_on),
     "checkpoints": ("/checkpoints", _press),
     "1,024 x 5,000 shards": ("/checkpoints/{sharded}/shards", _zoom),
+    "the same, walked on and on": ("/checkpoints/{sharded}/shards", _walk),
     "1,024 x 5,000 chunks": ("/checkpoints/{sharded}/shards/chunks", _press),
     "save of 1,024 ranks": ("/checkpoints/{sharded}/anatomy", _press),
+    "tensor, one of 50,000": (
+        "/checkpoints/{wide}/tensors?fqn=model.layers.2500.gate.weight",
+        _point_at_cells,
+    ),
+    "tensor of 32 MiB": ("/checkpoints/{wide}/tensors?fqn=model.embed.weight", _point_at_cells),
+    "5,000 layers": ("/checkpoints/{wide}/layers", _press),
+    "50,000 tensors, by change": ("/checkpoints/{wide}?prefix=model.layers&colour=change", _filter_tensors),
+    "difference of 50,000": ("/diff?a={before}&b={wide}", _filter_differences),
+    "drift, 200 x 600": ("/runs/{long}/drift", _look_at_drift),
+    "lineage of 300": ("/checkpoints/{origin}/lineage", _press),
 }
 
 
@@ -263,8 +217,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _filled(Path(name), options) as url,
     ):
         results = []
-        with service_of(url, Path(name)) as (client, process, _):
-            numbers = _numbers(client)
+        with service_of(url, Path(name), has_worker=True) as (client, process, _):
+            database = Database(url)
+            numbers = numbers_of(client, database, options.sizes)
+            database.close()
+            print(f"jobs: {found_by_jobs(client, numbers, options.sizes)}", flush=True)
             print(f"searches: {_searched(client)}", flush=True)
             for result in _measure(
                 str(client.base_url), numbers, options.rounds, options.only, psutil.Process(process.pid)
@@ -278,31 +235,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _filled(folder: Path, options: argparse.Namespace) -> Iterator[str]:
-    write_sharded(folder / "main/huge/step-00000001", options.ranks, options.tensors)
+    write_checkpoints(folder / "main", options.sizes)
     with database_of(options.database, folder) as url:
         database = Database(url)
         upgrade(database)
         fill(database)
         database.close()
         yield url
-
-
-def _numbers(client: Any) -> dict[str, int]:
-    """Those of the run and the checkpoints that are looked at; the sharded one is registered."""
-    body = {"root": "main", "key": "huge/step-00000001"}
-    sharded = client.post("/api/v1/checkpoints", json=body, timeout=600).raise_for_status().json()["id"]
-    lookup = "/api/v1/checkpoints/lookup"
-    wide = (
-        client.get(lookup, params={"root": "archive", "key": "wide/run/step-00000001"})
-        .raise_for_status()
-        .json()
-    )
-    long = (
-        client.get(lookup, params={"root": "archive", "key": "long/run/step-00000001"})
-        .raise_for_status()
-        .json()
-    )
-    return {"sharded": sharded, "wide": wide["id"], "long": long["run_id"]}
 
 
 def _searched(client: Any) -> dict[str, str]:
@@ -320,7 +259,7 @@ def _searched(client: Any) -> dict[str, str]:
 
 def _line(result: PageResult) -> str:
     return (
-        f"{result.page:22} {result.cpu:4.0f} ms of CPU, first byte {result.first_byte:6.0f} ms, "
+        f"{result.page:26} {result.cpu:4.0f} ms of CPU, first byte {result.first_byte:6.0f} ms, "
         f"first paint {result.paint:6.0f}, "
         f"longest task {result.longest_task:5.0f}, interaction {result.interaction:5.0f}, "
         f"{result.bytes / 1024:.0f} KiB"
@@ -330,13 +269,15 @@ def _line(result: PageResult) -> str:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m benchmarks.service.pages", description=__doc__)
     parser.add_argument("--database", default="sqlite", choices=("sqlite", "postgresql"))
-    parser.add_argument("--ranks", type=int, default=1024)
-    parser.add_argument("--tensors", type=int, default=5000)
+    for field in fields(Sizes):
+        parser.add_argument(f"--{field.name}", type=int, default=field.default)
     parser.add_argument("--rounds", type=int, default=5, help="visits of each page: %(default)s")
     parser.add_argument("--only", default="", help="pages with this in their names")
     parser.add_argument("--tmp", type=Path, default=None, help="where all of it goes, and is removed")
     parser.add_argument("--out", type=Path, default=None, help="a JSON file for the results")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.sizes = Sizes(**{field.name: getattr(options, field.name) for field in fields(Sizes)})
+    return options
 
 
 if __name__ == "__main__":

@@ -39,12 +39,12 @@ from dcp.ranks.alone import works_alone
 from dcp.ranks.channel import Channel
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
-from dcp.ranks.handshake import begin
+from dcp.ranks.handshake import begin, told_to_all
 from dcp.saving.engine import RankPart, SaveEngine, SaveOrder
 from dcp.saving.options import SaveOptions
 from dcp.staging.guarding.guard import check_staged, sample_state
 from dcp.staging.stager import DefaultStager
-from dcp.storage.errors import CheckpointError, StagingError
+from dcp.storage.errors import CheckpointError, OptionError, StagingError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -390,11 +390,30 @@ def default_session(
         group = process_group if process_group is not None else dist.group.WORLD
         # what a rank that is no member has for a group cannot be a key, and is refused below
         sessions = _of_groups.setdefault(group, {}) if isinstance(group, dist.ProcessGroup) else {}
+    kind = _known_kind(kind, group, sessions)
     session = sessions.get(kind)
     if session is None:
         session = AsyncSession(group, no_dist=group is None, kind=kind, in_flight=_IN_FLIGHT)
         sessions[kind] = session
     return session
+
+
+def _known_kind(
+    kind: object, group: ProcessGroup | None, sessions: Mapping[AsyncCheckpointerType, AsyncSession]
+) -> AsyncCheckpointerType:
+    """``kind``. What is none is an OptionError of the others', too: in the first step of a session that they
+    make, or by the save that they begin with the only one there is."""
+    try:
+        return AsyncCheckpointerType(kind)
+    except ValueError as error:
+        choices = ", ".join(repr(known.value) for known in AsyncCheckpointerType)
+        refused = OptionError(f"async_checkpointer_type must be one of {choices}, not {kind!r}")
+        if len(sessions) == 1:
+            next(iter(sessions.values())).refuse(refused)
+        if sessions or group is None:
+            raise refused from error
+        with told_to_all(Ranks(group, use_dist=True, operation="session")):
+            raise refused from error
 
 
 def _drain_all() -> None:

@@ -12,9 +12,10 @@ from dcp.cli.subcommands import (
     convert,
     demo,
     diff,
-    digest,
     gc,
     ls,
+    merge,
+    prune,
     rm,
     show,
     stats,
@@ -43,12 +44,13 @@ app.command("show", rich_help_panel="Look")(show.command)
 app.command("cat", rich_help_panel="Look")(cat.command)
 app.command("stats", rich_help_panel="Look")(stats.command)
 app.command("diff", rich_help_panel="Look")(diff.command)
-app.command("digest", rich_help_panel="Look")(digest.command)
 app.command("watch", rich_help_panel="Look")(watch.command)
 app.command("verify", rich_help_panel="Check and convert")(verify.command)
 app.command("convert", cls=convert.ConvertCommand, rich_help_panel="Check and convert")(convert.command)
+app.command("merge", rich_help_panel="Check and convert")(merge.command)
 app.add_typer(weight_maps.app, name="map", rich_help_panel="Check and convert")
 app.command("rm", rich_help_panel="Remove")(rm.command)
+app.command("prune", rich_help_panel="Remove")(prune.command)
 app.command("gc", rich_help_panel="Remove")(gc.command)
 app.command("serve", rich_help_panel="The service")(serve.command)
 app.command("worker", rich_help_panel="The service")(worker.command)

@@ -22,12 +22,15 @@ from typing import Any, Final
 import numpy as np
 
 from dcp.conversion.copying.batches import BatchRunner, BatchSettings
-from dcp.conversion.copying.checks import ResultChecks
+from dcp.conversion.copying.checks import ResultChecks, refuse_faults
 from dcp.conversion.copying.tasks import TaskBatch, TaskResult, make_batches, make_tasks
+from dcp.conversion.layouts.columns import SourceColumns
 from dcp.conversion.layouts.layout import TargetLayout
-from dcp.conversion.layouts.sources import copy_sources
+from dcp.conversion.layouts.sources import copy_sources, sum_sources
+from dcp.conversion.layouts.terms import TermColumns
 from dcp.conversion.plan import (
     ConversionOptions,
+    Planned,
     SourceChangedError,
     fingerprint,
     plan_target,
@@ -42,9 +45,8 @@ from dcp.conversion.wire import decode_layout, encode_layout
 from dcp.storage.closable import Closable
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import Verify
-from dcp.storage.errors import CheckpointError
+from dcp.storage.errors import CheckpointError, PlanError
 from dcp.storage.formats.opening.sources import Source, complete_index
-from dcp.storage.stores.opening import OpenWith
 
 __all__ = ["BATCH_BYTES", "Conversion", "Prepared", "SourceChangedError", "discard_attempt"]
 
@@ -59,7 +61,8 @@ class Prepared:
     """What publishing goes by; `to_json` and `of_json` are each other's inverse, but for literals.
 
     ``chunks`` are those of the source that are read. ``inode`` is that of what will be renamed to the target,
-    where that is local. ``dropped`` are the values that the target has no place for.
+    where that is local. ``dropped`` are the values that the target has no place for, ``unmerged`` the tensors
+    of a merge that are those of its first source.
     """
 
     source_mark: str
@@ -68,6 +71,7 @@ class Prepared:
     batch_count: int
     inode: int | None = None
     dropped: tuple[str, ...] = ()
+    unmerged: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -76,7 +80,7 @@ class Prepared:
     @classmethod
     def of_json(cls, data: Mapping[str, Any]) -> Prepared:
         """From plain data, whose sequences may be lists."""
-        sequences = {name: tuple(data[name]) for name in ("chunks", "dropped")}
+        sequences = {name: tuple(data.get(name, ())) for name in ("chunks", "dropped", "unmerged")}
         return cls(**{**data, **sequences, "layout": decode_layout(data["layout"])})
 
 
@@ -125,15 +129,18 @@ class Conversion(Closable):
         """
         engine, to, by_file = self._engine, self._options.layout.to, self.place.path is None
         mark = source_mark(engine.store, engine.index, to)
-        planned = plan_target(engine, self.place, self._options, self._save_id)
+        planned = plan_target(engine, self._source, self.place, self._options, self._save_id)
         identity = fingerprint(mark, planned, by_file=by_file) + ("" if resume else self._save_id)
         layout, done = self.publisher.begin(planned.layout, identity)
-        mapped = planned.mapped
-        sources = copy_sources(engine, layout, mapped.tensors if mapped else None)
+        mapped, merged = planned.mapped, planned.merged
+        sources, terms = _sources(engine, layout, planned)
         codes = (mapped.index if mapped else engine.index).dtype_codes
-        batches = make_batches(make_tasks(engine.index, layout, sources, codes, by_file=by_file), batch_bytes)
+        tasks = make_tasks(engine.index, layout, sources, codes, terms, by_file=by_file)
+        batches = make_batches(tasks, batch_bytes)
         chunks = tuple(np.unique(sources.chunks).tolist())
-        prepared = Prepared(mark, layout, chunks, len(batches), self.publisher.inode, planned.dropped)
+        unmerged = merged.unmerged if merged is not None else ()
+        inode = self.publisher.inode
+        prepared = Prepared(mark, layout, chunks, len(batches), inode, planned.dropped, unmerged)
         self._prepared, self._checks = prepared, ResultChecks(engine, layout.copies)
         for result in done:
             self._checks.add(replace(result, bytes_read=0))  # by another run
@@ -157,11 +164,10 @@ class Conversion(Closable):
         ):
             return runner.run(batch, on_bytes)
 
-    def settings(self, prepared: Prepared, open_source: OpenWith) -> BatchSettings:
+    def settings(self, prepared: Prepared, open_source: Callable[[], Source]) -> BatchSettings:
         """For `run_batch` in other processes, which ``open_source`` for themselves."""
         return BatchSettings(
             conversion=self._save_id,
-            source=self._source.name,
             open_source=open_source,
             store=self._source.store,
             to=self._options.layout.to,
@@ -189,6 +195,11 @@ class Conversion(Closable):
             checks.add(result)
         checks.source.finish(prepared.chunks if engine.verify != "none" else ())
         checks.target.check_complete()
+        try:
+            refuse_faults(checks.faults, engine.index)
+        except PlanError:
+            self.discard()
+            raise
         if engine.verify == "none" or checks.source.stats.blocks_unverified:
             # What has no checksums must not have been replaced: files of both might be mixed.
             self._refuse_changed(prepared.source_mark)
@@ -209,6 +220,7 @@ class Conversion(Closable):
             bytes_read=checks.bytes_read,
             tasks=prepared.batch_count,
             dropped_objects=prepared.dropped,
+            unmerged=prepared.unmerged,
         )
 
     def discard(self) -> None:
@@ -225,6 +237,14 @@ class Conversion(Closable):
             self._engine.resolve(prepared.chunks)
             self._checks = ResultChecks(self._engine, prepared.layout.copies)
         return self._checks
+
+
+def _sources(
+    engine: ReadEngine, layout: TargetLayout, planned: Planned
+) -> tuple[SourceColumns, TermColumns | None]:
+    if planned.merged is not None:
+        return sum_sources(engine, layout.copies, planned.merged.terms, planned.merged.accumulate)
+    return copy_sources(engine, layout, planned.mapped.tensors if planned.mapped else None), None
 
 
 def _save_id_of(attempt: str) -> str:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from dcp.conversion.contents.entries import Entries, TargetDtype, choose_entries
+from dcp.conversion.contents.hf_folder import CONFIG, HfFolder
 from dcp.conversion.contents.mapping import MappedIndex, map_index
 from dcp.conversion.contents.values import SourceValues
 from dcp.conversion.copying.tasks import TASK_BYTES, WINDOW_BYTES
+from dcp.conversion.merging.arithmetic import Arithmetic
+from dcp.conversion.merging.joined import members_of
+from dcp.conversion.merging.terms import MergedTensors, merge_entries
 from dcp.conversion.targets.job import LayoutJob, LayoutOptions, Planned
 from dcp.conversion.targets.places import TargetPlace
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.load.selection import Patterns, Rename
-from dcp.planners.weight_maps.weight_map import WeightMap
+from dcp.planners.weight_maps.weight_map import WeightMap, config_of
 from dcp.storage.commit_names import is_commit_object
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.errors import (
@@ -28,6 +34,7 @@ from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.opening.sources import Source
 from dcp.storage.formats.plain import encode_plain
 from dcp.storage.formats.registry import target_named
+from dcp.storage.formats.safetensors.format import SAFETENSORS
 from dcp.storage.stores.base import Store
 from dcp.version import __version__
 
@@ -42,6 +49,7 @@ __all__ = [
     "refuse_changed",
     "refuse_itself",
     "source_mark",
+    "with_template",
 ]
 
 
@@ -51,7 +59,8 @@ class SourceChangedError(CheckpointConflictError):
 
 @dataclass(frozen=True, slots=True)
 class ConversionOptions:
-    """The options of `dcp.convert` that decide what the target holds."""
+    """The options of `dcp.convert` that decide what the target holds; with ``arithmetic`` of `dcp.merge`,
+    whose source is several as one (`dcp.conversion.merging.joined`)."""
 
     layout: LayoutOptions
     only: Patterns | None = None
@@ -59,10 +68,25 @@ class ConversionOptions:
     rename: Rename | None = None
     dtype: TargetDtype = None
     weight_map: WeightMap | None = None
+    arithmetic: Arithmetic | None = None
+
+
+def with_template(options: ConversionOptions, hf: HfFolder) -> ConversionOptions:
+    """``options`` with what ``hf`` has beside weights; its configuration is also the map's."""
+    weights = options.weight_map
+    if weights is not None and CONFIG in hf.files:
+        known = config_of(hf.files[CONFIG], f"{CONFIG} of {hf.url}")
+        weights = replace(weights, config={**known, **weights.config})
+    return replace(options, layout=replace(options.layout, hf=hf), weight_map=weights)
 
 
 def refuse_itself(source: Source, place: TargetPlace) -> None:
     """OptionError if ``place`` is where the source is, or a file of it."""
+    for member in members_of(source):
+        _refuse_same(member, place)
+
+
+def _refuse_same(source: Source, place: TargetPlace) -> None:
     if source.store.url != place.store.url:
         return
     if source.file == place.file_name:
@@ -71,12 +95,33 @@ def refuse_itself(source: Source, place: TargetPlace) -> None:
         raise OptionError(f"{place.url} is a file of the source; convert to another place", path=place.url)
 
 
-def plan_target(engine: ReadEngine, place: TargetPlace, options: ConversionOptions, save_id: str) -> Planned:
-    """The layout of all that the options choose, checked. Raises PlanError, MissingKeyError."""
-    entries, mapped = _chosen(engine, options)
-    planned = plan_layout(entries, engine, place, options.layout, save_id)
+def plan_target(
+    engine: ReadEngine, source: Source, place: TargetPlace, options: ConversionOptions, save_id: str
+) -> Planned:
+    """The layout of all that the options choose of ``source``, which ``engine`` reads, checked. Raises
+    PlanError, MissingKeyError."""
+    if options.layout.hf is not None and (
+        options.layout.to != SAFETENSORS.name or place.file_name is not None
+    ):
+        raise OptionError("hf is for a folder of safetensors: to='safetensors', and no name of a file")
+    merged: MergedTensors | None = None
+    mapped: MappedIndex | None = None
+    if options.arithmetic is None:
+        entries, mapped = _chosen(engine, options)
+    else:
+        entries, merged = merge_entries(
+            members_of(source),
+            engine.index,
+            options.arithmetic,
+            only=options.only,
+            exclude=options.exclude,
+            rename=options.rename,
+            dtype=options.dtype,
+        )
+    origin = merged.origin if merged is not None else {}
+    planned = plan_layout(entries, engine, place, options.layout, save_id, origin=origin)
     planned.layout.check()
-    return replace(planned, mapped=mapped)
+    return replace(planned, mapped=mapped, merged=merged)
 
 
 def _chosen(engine: ReadEngine, options: ConversionOptions) -> tuple[Entries, MappedIndex | None]:
@@ -104,14 +149,16 @@ def plan_layout(
     save_id: str,
     *,
     is_compared: bool = False,
+    origin: Mapping[str, Any] | None = None,
 ) -> Planned:
     """The target's layout. PlanError, with names, for values that it cannot hold and must not drop.
 
-    ``is_compared``: whoever copies compares what is read with the source's checksums.
+    ``is_compared``: whoever copies compares what is read with the source's checksums. ``origin`` as in
+    `LayoutJob`.
     """
     target = target_named(options.to)[1]
     values, url = SourceValues(engine), engine.store.url
-    job = LayoutJob(entries, values, options, place.file_name, save_id, url, is_compared)
+    job = LayoutJob(entries, values, options, place.file_name, save_id, url, is_compared, origin or {})
     planned: Planned = target.lay_out(job)
     return planned
 
@@ -143,6 +190,8 @@ def fingerprint(mark: str, planned: Planned, *, by_file: bool) -> str:
     digest = hashlib.sha256(f"{mark} {by_file}".encode())
     if planned.mapped is not None:
         digest.update(planned.mapped.identity.encode())
+    if planned.merged is not None:
+        digest.update(planned.merged.identity.encode())
     digest.update(np.array(layout.file_sizes, "<i8").tobytes())
     copies = layout.copies
     for column in (

@@ -7,29 +7,30 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from dcp.calls.plain_errors import plain_errors
 from dcp.conversion.contents.entries import TargetDtype
+from dcp.conversion.contents.hf_folder import read_hf_folder
 from dcp.conversion.copying.batches import BatchSettings, close_all, run_batch
 from dcp.conversion.copying.executors import open_executor
 from dcp.conversion.copying.tasks import TaskBatch
 from dcp.conversion.driver import Conversion
-from dcp.conversion.plan import ConversionOptions, LayoutOptions, SourceChangedError
+from dcp.conversion.plan import ConversionOptions, LayoutOptions, SourceChangedError, with_template
 from dcp.conversion.report import ConversionReport
 from dcp.conversion.targets.job import Chunks
-from dcp.conversion.targets.places import place_of
+from dcp.conversion.targets.places import TargetPlace, place_of
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback, reporting
 from dcp.storage.engine.reading.requests import Verify
-from dcp.storage.errors import CorruptCheckpointError
-from dcp.storage.formats.opening.sources import open_source
+from dcp.storage.errors import CorruptCheckpointError, OptionError
+from dcp.storage.formats.opening.sources import Source, open_source
 from dcp.storage.stores.opening import OpenWith
 
-__all__ = ["convert"]
+__all__ = ["Means", "convert", "run_conversion"]
 
 
 @plain_errors
@@ -46,6 +47,8 @@ def convert(
     shard_bytes: int | None = None,
     files: int = 1,
     chunks: Chunks = "keep",
+    hf: str | os.PathLike[str] | None = None,
+    hf_also: Sequence[str] = (),
     drop_objects: bool = False,
     overwrite: bool = False,
     executor: str | Executor = "processes",
@@ -78,6 +81,10 @@ def convert(
         shard_bytes: The size of a Hugging Face folder's shards.
         files: How many data files a "dcp" target has.
         chunks: "keep" has the source's chunks in a "dcp" target, "split" one of each tensor in each file.
+        hf: A Hugging Face folder, or the name of a model of the hub: what ``from_pretrained`` needs besides
+            weights is copied from there into a "safetensors" folder, by known names. Of an adapter's the
+            weights are called as PEFT has them. Its configuration says what ``map`` needs to know.
+        hf_also: Shell globs of further files to be copied from there, such as "*.py".
         drop_objects: Leave out values that are no plain data, instead of refusing them.
         overwrite: Replace what is at the target.
         executor: "processes", "inline", "dask://host:port", or a `concurrent.futures.Executor` whose workers
@@ -106,7 +113,7 @@ def convert(
     place = place_of(target, to, OpenWith(target_options))
     if place.path is not None and not overwrite and not os.path.lexists(place.work_folder):
         place.refuse_existing()  # before anything is read; else it may be what a killed run has made
-    found = open_source(source, open_store=opened)
+    reopen = partial(open_source, source, open_store=opened)
     options = ConversionOptions(
         LayoutOptions(to, files, chunks, shard_bytes, drop_objects),
         only,
@@ -115,17 +122,43 @@ def convert(
         dtype,
         None if map is None else WeightMap.of(map),
     )
+    if hf is not None:
+        options = with_template(options, read_hf_folder(hf, hf_also))
+    elif hf_also:
+        raise OptionError("hf_also is about hf, which is missing")
+    means = Means(executor, workers, progress, overwrite=overwrite, verify=verify, resume=resume)
+    return run_conversion(reopen, place, options, means, begun)
+
+
+@dataclass(frozen=True)
+class Means:
+    """How a conversion is carried out: the arguments of `convert` that change nothing of what is written."""
+
+    executor: str | Executor = "processes"
+    workers: int | None = None
+    progress: bool | ProgressCallback | None = None
+    overwrite: bool = False
+    verify: Verify = "blocks"
+    resume: bool = True
+
+
+def run_conversion(
+    reopen: Callable[[], Source], place: TargetPlace, options: ConversionOptions, means: Means, begun: float
+) -> ConversionReport:
+    """The conversion of what ``reopen`` opens, here and in other processes; ``begun`` is when it was asked
+    for, of `time.perf_counter`."""
+    found = reopen()
     if not (found.store.capabilities.is_shared and place.store.capabilities.is_shared):
-        executor = "inline"  # a store that is in this process alone
+        means = replace(means, executor="inline")  # a store that is in this process alone
     with (
-        Conversion(found, place, options, overwrite=overwrite, verify=verify) as conversion,
-        _clearing_up(conversion, resume=resume),
+        Conversion(found, place, options, overwrite=means.overwrite, verify=means.verify) as conversion,
+        _clearing_up(conversion, resume=means.resume),
     ):
-        prepared, batches = conversion.prepare(resume=resume)
+        prepared, batches = conversion.prepare(resume=means.resume)
         planned = time.perf_counter()
-        settings = conversion.settings(prepared, opened)
+        settings = conversion.settings(prepared, reopen)
         take, expect = partial(conversion.take, prepared), conversion.publisher.expect
-        _carry_out(settings, batches, expect, take, executor, workers, progress)
+        _carry_out(settings, batches, expect, take, means)
         copied = time.perf_counter()
         report = conversion.publish(prepared)
     ended = time.perf_counter()
@@ -161,16 +194,15 @@ def _carry_out(
     batches: Sequence[TaskBatch],
     expect: Callable[[TaskBatch], None],
     take: Callable[[TaskBatch, bytes], None],
-    executor: str | Executor,
-    workers: int | None,
-    progress: bool | ProgressCallback | None,
+    means: Means,
 ) -> None:
     """Have ``batches`` done, some at a time: ``expect`` hears of each before, ``take`` gets the results."""
+    executor, workers = means.executor, means.workers
     if workers is None and executor == "processes" and len(batches) < 2:
         executor = "inline"  # a process costs more than one task
     total = sum(batch.size_bytes for batch in batches)
     with (
-        reporting(progress, "convert", total, show=True) as on_bytes,
+        reporting(means.progress, "convert", total, show=True) as on_bytes,
         open_executor(executor, workers) as (pool, at_once),
     ):
         waiting = iter(batches)

@@ -19,6 +19,7 @@ import numpy as np
 from dcp.conversion.copying.tasks import Task, TaskBatch, TaskResult
 from dcp.conversion.layouts.columns import SourceColumns, TaskCopies
 from dcp.conversion.layouts.layout import Copies, Hole, Literals, TargetLayout
+from dcp.conversion.layouts.terms import TermColumns
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
 
@@ -102,7 +103,8 @@ def _packed_task(task: Task) -> list[Any]:
     own = [_column(getattr(copies, name)) for name in _TASK_COLUMNS]
     files = [(number, *file) for number, file in task.source_files.items()]
     facts = [task.number, task.name, task.file_bytes, task.begin, task.end]
-    return [*facts, list(task.literals), [*own, _columns(copies.sources)], files, _rows(task.holes, 3)]
+    columns = [*own, _columns(copies.sources), _packed_terms(copies.terms)]
+    return [*facts, list(task.literals), columns, files, _rows(task.holes, 3)]
 
 
 def _unpacked_task(
@@ -116,7 +118,7 @@ def _unpacked_task(
     files: Any,
     holes: Any,
 ) -> Task:
-    *own, sources = copies
+    *own, sources, terms = copies
     by_name = dict(zip(_TASK_COLUMNS, map(_of_column, own), strict=True))
     return Task(
         number,
@@ -125,13 +127,33 @@ def _unpacked_task(
         begin,
         end,
         tuple((offset, data) for offset, data in literals),
-        TaskCopies(**by_name, sources=_of_columns(SourceColumns, sources)),
+        TaskCopies(**by_name, sources=_of_columns(SourceColumns, sources), terms=_unpacked_terms(terms)),
         {file: (file_name, size) for file, file_name, size in files},
         tuple(Hole(*row) for row in _of_rows(holes, 3)),
     )
 
 
-_TASK_COLUMNS: Final = tuple(field.name for field in fields(TaskCopies) if field.name != "sources")
+_TASK_COLUMNS: Final = tuple(
+    field.name for field in fields(TaskCopies) if field.name not in ("sources", "terms")
+)
+
+
+def _packed_terms(terms: TermColumns | None) -> list[Any] | None:
+    if terms is None:
+        return None
+    columns = (_column(getattr(terms, name)) for name in _TERM_COLUMNS)
+    return [terms.accumulate, terms.weights.astype("<f8").tobytes(), *columns]
+
+
+def _unpacked_terms(packed: list[Any] | None) -> TermColumns | None:
+    if packed is None:
+        return None
+    accumulate, weights, *columns = packed
+    by_name = dict(zip(_TERM_COLUMNS, map(_of_column, columns), strict=True))
+    return TermColumns(accumulate, weights=np.frombuffer(weights, "<f8"), **by_name)
+
+
+_TERM_COLUMNS: Final = ("start", "ranks", "widths", "codes")
 
 
 # -- columns -------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from dcp.storage.errors import (
     CheckpointError,
     CheckpointNotFoundError,
 )
+from dcp.storage.formats.dropped import DroppedPart, dropped_from
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.opening.folder import open_index as _open_index
 from dcp.storage.formats.opening.places_near import near_places_told
@@ -74,7 +75,7 @@ class CheckpointHeader:
 
     ``rank_seconds`` are the durations of the save's phases by rank, none where the writer noted none, and
     ``rank_traffic`` what each rank asked of the storage's service until it had written its files: see
-    `dcp.storage.stores.base.Store.traffic`.
+    `dcp.storage.stores.base.Store.traffic`. ``dropped`` is what was dropped from it since it was saved.
     """
 
     url: str
@@ -93,6 +94,7 @@ class CheckpointHeader:
     user: Mapping[str, Any]
     rank_seconds: tuple[Mapping[str, float], ...] = ()
     rank_traffic: tuple[Mapping[str, float], ...] = ()
+    dropped: tuple[DroppedPart, ...] = ()
 
 
 @plain_errors
@@ -319,6 +321,7 @@ def header_of(
         user=index.user,
         rank_seconds=figures_by_rank(provenance.get("rank_seconds")),
         rank_traffic=figures_by_rank(provenance.get("rank_traffic")),
+        dropped=dropped_from(provenance),
     )
 
 

@@ -68,6 +68,8 @@ class PathSaves:
         self._raise_failure()
         self._is_first = self._no_dist or dist.get_rank() == 0
         name = os.fspath(path)
+        if self._no_dist and os.path.isfile(name):  # noqa: PTH113 - may be a URL
+            raise OptionError(f"{name} is a file, and a checkpoint of dcp is a folder: save to another place")
         with self._changed:
             self._to_remove = [each for each in self._to_remove if each != name]
             if self._is_first and os.path.islink(name):  # noqa: PTH114 - may be a URL

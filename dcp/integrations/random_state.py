@@ -22,6 +22,14 @@ class RandomState:
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` takes."""
+        return {"generators": Rescale(self.get(), "keep")}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set all generators."""
+        self.set(state_dict["generators"].value)
+
+    def get(self) -> dict[str, Any]:
+        """This rank's, which `set` takes."""
         name, key, *rest = np.random.get_state(legacy=True)
         states = {
             "torch": torch.get_rng_state(),
@@ -31,11 +39,10 @@ class RandomState:
         }
         if torch.cuda.is_available():
             states["cuda"] = torch.cuda.get_rng_state()
-        return {"generators": Rescale(states, "keep")}
+        return states
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def set(self, states: dict[str, Any]) -> None:
         """Set all generators."""
-        states = state_dict["generators"].value
         torch.set_rng_state(states["torch"])
         name, *rest = states["numpy"]
         np.random.set_state((name, states["numpy_key"].numpy(), *rest))

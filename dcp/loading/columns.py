@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from collections import ChainMap
 from collections.abc import Sequence
@@ -11,7 +12,9 @@ from typing import cast
 
 import msgpack
 
+from dcp.conversion.contents.mapping import MappedIndex, map_all, model_config
 from dcp.loading.engine import LoadEngine
+from dcp.loading.mapped import mapped_fills
 from dcp.loading.objects import load_objects
 from dcp.loading.report import LoadReport
 from dcp.loading.rescaling import rescale
@@ -25,7 +28,7 @@ from dcp.progress import reporting
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.handshake import begin, check_same_checkpoint
 from dcp.ranks.options import of_load
-from dcp.storage.errors import PlanError
+from dcp.storage.errors import OptionError, PlanError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
 from dcp.storage.formats.opening.folder import saved_by_rank
@@ -52,6 +55,8 @@ class ColumnLoad(LoadEngine):
         self._planner = planner
         self._targets = GivenState({})
         self._ready: CheckpointIndex | None = None
+        self._weights = options.map
+        self._mapped: MappedIndex | None = None
         self._planned: tuple[CheckpointIndex, LoadColumns, LocalMemory] | None = None
 
     def plan(self, targets: GivenState, report: LoadReport) -> None:
@@ -70,6 +75,9 @@ class ColumnLoad(LoadEngine):
         shared = self.ranks.broadcast("index", self._read_index)
         if shared:
             check_same_checkpoint(self.ranks, places, lambda: self._fingerprint(shared, places))
+        if self.options.map is not None:
+            config = self.ranks.broadcast("weight map", self._read_config)
+            self._weights = self.options.map.beside(json.loads(config))
         report.seconds["index"] = time.perf_counter() - begun
         if chosen:
             self.ranks.reduce_alike("select", lambda: self._select(shared), _agree_on_patterns)
@@ -88,7 +96,14 @@ class ColumnLoad(LoadEngine):
         Empty where there is nobody to share it with, or each rank has an index of its own.
         """
         reader, alone = self._reader, self.ranks.world_size == 1
-        if not alone and reader.place.file is None and saved_by_rank(reader.store):
+        is_asked = reader.place.file is None and (not alone or self.options.map is not None)
+        by_rank = is_asked and saved_by_rank(reader.store)
+        if by_rank and self.options.map is not None:
+            raise OptionError(
+                f"{reader.store.url}: each rank has an index of its own here, and a map is about a whole "
+                "model; convert the checkpoint first"
+            )
+        if by_rank:
             return b""
         index = reader.read_index()
         return b"" if alone else encode_manifest(index)
@@ -107,10 +122,18 @@ class ColumnLoad(LoadEngine):
             reader.use_index(decode_manifest(shared))
         return reader.read_index(own_rank=ranks.rank)
 
+    def _read_config(self) -> bytes:
+        """The model's ``config.json``, if it is beside the weights: sizes may be told by it."""
+        return json.dumps(model_config(self._reader.store)).encode()
+
     def _set_up(self, shared: bytes) -> CheckpointIndex:
-        """The index, with the planner set up for it: once, because it asks for the state."""
+        """The index, behind the map if there is one, with the planner set up for it: once, because it asks
+        for the state."""
         if self._ready is None:
             index, ranks = self._index(shared), self.ranks
+            if self._weights is not None:
+                self._mapped = map_all(index, self._weights)
+                index = self._mapped.index
             values = index.objects.position
             names = ChainMap(*cast("list[dict[str, int]]", [index.position, values]))
             state = self._targets.state(Stored(names, values))
@@ -134,11 +157,25 @@ class ColumnLoad(LoadEngine):
         report.seconds["plan"] = time.perf_counter() - begun
         if self.options.unexpected == "ignore":
             return b""
-        left = pack_left(_names(index), planner.unexpected_keys, planner.lost_keys)
+        left = pack_left(_names(index), planner.unexpected_keys, [*planner.lost_keys, *self._not_mapped()])
         if shared or ranks.world_size == 1:
             return left
         check_left(_names(index), [left])  # an index of this rank alone
         return b""
+
+    def _not_mapped(self) -> list[str]:
+        """Tensors that no rule knows and nobody has a place for, beside others that the map is about: they
+        would be lost."""
+        if self._mapped is None or not self._mapped.unknown:
+            return []
+        unknown = self._mapped.unknown
+        mapped = (tensor for tensor in self._mapped.tensors if tensor.name not in unknown)
+        tops = {name.partition(".")[0] for tensor in mapped for name in tensor.sources}
+        return [
+            name
+            for name in self._planner.unexpected_keys
+            if name in self._mapped.unknown and name.partition(".")[0] in tops
+        ]
 
     def _check_left(self, left: list[bytes]) -> bytes:
         if all(left) and self._planned is not None:
@@ -154,10 +191,14 @@ class ColumnLoad(LoadEngine):
         total = int((volumes * index.itemsizes[index.chunk_tensors[columns.chunks]]).sum())
         with (
             reporting(self.options.progress, "read", total, show=self.ranks.is_coordinator) as on_bytes,
-            self._reader.engine(index, self.options.verify) as engine,
+            self._reader.engine(self._reader.read_index(), self.options.verify) as engine,
         ):
             engine.on_bytes = on_bytes
-            stats = self._reader.read_columns(engine, columns, memory)
+            if self._mapped is None:
+                stats = self._reader.read_columns(engine, columns, memory)
+            else:
+                fills = mapped_fills(engine, self._mapped.tensors, columns, memory)
+                stats = self._reader.read_into(engine, fills, memory)
             load_objects(self._planner, self._reader, engine, columns)
             rescale(self._planner, self._reader, engine, weights_only=self.options.weights_only)
         report.note_reading(stats)

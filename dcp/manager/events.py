@@ -28,6 +28,8 @@ EventKind = Literal[
     "verify_failed",
     "deleted",
     "delete_failed",
+    "dropped",
+    "drop_failed",
     "restored",
     "skipped_damaged",
     "skipped_partial",
@@ -46,6 +48,7 @@ _TROUBLE = frozenset(
         "save_cancelled",
         "verify_failed",
         "delete_failed",
+        "drop_failed",
         "skipped_damaged",
         "skipped_partial",
     }
@@ -61,7 +64,8 @@ class Event:
     time), ``save_retried`` (it worked, after ``data["attempts"]``), ``save_skipped`` (the one before was not
     finished), ``restored``, ``skipped_damaged`` and ``skipped_partial`` (`restore` took an older one instead,
     because it cannot be read, or is not the whole state), and ``stop_requested``. On the coordinator only:
-    ``verified``, ``verify_failed``, ``deleted``, ``delete_failed``.
+    ``verified``, ``verify_failed``, ``deleted``, ``delete_failed``, and ``dropped`` and ``drop_failed`` (of
+    ``data["parts"]`` of a step that stays).
 
     ``error`` is the text of what went wrong, ``data`` whatever else there is, ``time`` seconds since the
     epoch.

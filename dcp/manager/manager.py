@@ -236,7 +236,7 @@ class CheckpointManager(KeptSteps):
                 raised.
         """
         self._check_open()
-        with self._saver.refused_by_all():
+        with self._saver.step_refused_by_all(saves=last):
             step = whole_step(step)
         self._saver.exchange(step, last=last)
         return self._coordinator.reason(step, last=last) is not None
@@ -283,7 +283,7 @@ class CheckpointManager(KeptSteps):
         self._check_open()
         self._events.refuse_to_wait("save()")
         saver = self._saver
-        with saver.refused_by_all():
+        with saver.step_refused_by_all(saves=last or force):
             step = whole_step(step)
         reason = saver.begin_step(step, last=last, force=force)
         if reason is None:
@@ -394,8 +394,6 @@ class CheckpointManager(KeptSteps):
         """
         self._check_open()
         self._events.refuse_to_wait("restore()")
-        with self._saver.refused_by_all():
-            step = None if step is None else whole_step(step)
         check_group(no_dist=self._no_dist)
         self._ledger.settle(self._options.timeout_seconds)
         self._meet_to_restore()
@@ -414,8 +412,14 @@ class CheckpointManager(KeptSteps):
         )
         if restored is not None:
             self._coordinator.restored(restored.step)
+            self._executor.resumed_from = self._noted(restored)
             self._tell_restored(restored)
         return restored
+
+    def _noted(self, restored: Restored) -> dict[str, Any]:
+        """What the saves that follow say of it: as conversions say of their source."""
+        url = f"{self._folders.root.url}/{self._folders.name(restored.step)}"
+        return {"url": url, "step": restored.step, "save_id": restored.report.save_id}
 
     def _tell_restored(self, restored: Restored) -> None:
         for skipped, reason in restored.skipped:

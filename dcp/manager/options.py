@@ -134,5 +134,6 @@ class ManagerOptions:
             timeout_seconds=self.timeout_seconds,
             retries=self.retries,
             retry_pause_seconds=self.retry_pause_seconds,
+            apart=() if self.keep is None else tuple(part.patterns for part in self.keep.dropping),
         )
         return SaveSettings(self.process_group, no_dist, self.planner, self.stager, options)

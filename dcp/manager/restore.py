@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 import msgpack
 
 from dcp.loading.report import LoadReport
-from dcp.manager.steps import partial_of
+from dcp.manager.steps import partial_of, whole_step
 from dcp.planners.load.options import LoadOptions
 from dcp.ranks.alone import works_alone
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.ranks.failures import causes_of, is_damage
-from dcp.ranks.handshake import begin
+from dcp.ranks.handshake import begin, told_to_all
 from dcp.ranks.retrying import retried
 from dcp.state_dict_loader import LoadKeywords, load_with
 from dcp.storage.errors import (
@@ -38,6 +38,7 @@ from dcp.storage.errors import (
     MissingKeyError,
     StorageError,
 )
+from dcp.storage.formats.dropped import dropped_from
 from dcp.storage.formats.opening.folder import has_checkpoint, open_index
 from dcp.storage.stores import OpenStore
 from dcp.storage.stores.opening import OpenWith
@@ -108,6 +109,8 @@ def restore(
     """
     alone = works_alone(process_group, no_dist=no_dist, operation="load")
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="restore")
+    with told_to_all(ranks):
+        step = None if step is None else whole_step(step)
     begin(ranks, lambda: "", manner=[] if step is None else [f"of step {step}"])
     asked = LoadOptions(**options)
     load = partial(
@@ -135,7 +138,7 @@ def restore(
         retry_pause_seconds,
         bool(asked.allow_partial_load),
     )
-    return restoring.newest(list_steps) if step is None else restoring.only(step)
+    return restoring.newest(list_steps) if step is None else restoring.only(step, list_steps)
 
 
 @dataclass(eq=False)
@@ -176,12 +179,14 @@ class _Restoring:
             return None
         raise _none_usable(skipped)
 
-    def only(self, step: int) -> Restored:
+    def only(self, step: int, list_steps: Callable[[], Iterable[int]]) -> Restored:
         try:
             return self._restored(step, self._load(step), {}, ())
         except CheckpointError as error:
             if is_unusable(error):
                 self._skip(step, error)
+            elif _is_missing(error) and (newest := self._newest_whole(step, list_steps)):
+                error.add_note(f"the newest step that has it is {newest}")
             raise
 
     def _first(self, list_steps: Callable[[], Iterable[int]], skipped: Collection[int]) -> int | None:
@@ -246,22 +251,34 @@ class _Restoring:
     def _partial(self, step: int) -> str:
         """Why a checkpoint that is not the whole state is passed over; "" if it is."""
 
-        def entries() -> bytes:
-            try:
-                names = partial_of(open_index(self.open_store(self.checkpoint_id(step))).user)
-            except CheckpointError:
-                return b""
-            return ", ".join(names).encode()
-
-        names = self.ranks.broadcast("parts", entries).decode()
-        if not names:
-            return ""
-        reason = (
-            f"it was saved before a deadline, and has only {names}: restore(state, only=...) or "
-            f"restore(state, {step}, only=...) loads that"
-        )
-        logger.warning("%s is passed over: %s", self.checkpoint_id(step), reason)
+        reason = self.ranks.broadcast("parts", lambda: self._lack(step).encode()).decode()
+        if reason:
+            logger.warning("%s is passed over: %s", self.checkpoint_id(step), reason)
         return reason
+
+    def _lack(self, step: int) -> str:
+        """What a checkpoint lacks, and how to load the rest; "" if it is the whole state, or unreadable."""
+        try:
+            index = open_index(self.open_store(self.checkpoint_id(step)))
+        except CheckpointError:
+            return ""
+        rest = f"restore(state, only=...) or restore(state, {step}, only=...) loads"
+        names, dropped = partial_of(index.user), dropped_from(index.provenance)
+        if names:
+            return f"it was saved before a deadline, and has only {', '.join(names)}: {rest} that"
+        return f"its {'; '.join(map(str, dropped))}: {rest} what is left" if dropped else ""
+
+    def _newest_whole(self, step: int, list_steps: Callable[[], Iterable[int]]) -> str:
+        """The newest step that is the whole state, where something was dropped from ``step``."""
+
+        def found() -> bytes:
+            if not self._lack(step):
+                return b""
+            return next(
+                (str(one) for one in list_steps() if one != step and not self._lack(one)), ""
+            ).encode()
+
+        return self.ranks.broadcast("whole", found).decode()
 
     def _is_committed(self, step: int) -> bool:
         try:

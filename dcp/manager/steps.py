@@ -22,6 +22,7 @@ from dcp.manager.cleanup.retention import Health, StepState
 from dcp.manager.notes import Notes, read_notes, update_notes
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, NOTES_NAME, is_commit_object
 from dcp.storage.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, OptionError
+from dcp.storage.formats.dropped import DroppedPart, dropped_from
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.opening.folder import open_index
 from dcp.storage.stores import OpenStore, open_store
@@ -64,7 +65,7 @@ class StepFacts:
     ``save_id`` identifies the commit: that of the save or, where the format has none (a damaged manifest has
     neither), a digest of the commit object. ``durable``: it was synced when it was committed. ``user`` is all
     user metadata; ``metrics`` those of its entries that are numbers; ``partial`` what it has if it is no
-    whole state. Stock checkpoints have no user metadata.
+    whole state, ``dropped`` what was dropped from it. Stock checkpoints have no user metadata.
     """
 
     step: int
@@ -77,6 +78,7 @@ class StepFacts:
     bytes: int
     durable: bool = True
     partial: tuple[str, ...] = ()
+    dropped: tuple[DroppedPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +328,8 @@ class StepFolders:
             health = "damaged"
         if pending:
             health = "pending"
-        return StepState(step, facts.committed_seconds, facts.metrics, health, notes.pinned)
+        dropped = frozenset(pattern for part in facts.dropped for pattern in part.patterns)
+        return StepState(step, facts.committed_seconds, facts.metrics, health, notes.pinned, dropped)
 
     def _is_unverified(self, step: int, files: SmallFiles) -> bool:
         if not self._counts(step, files):
@@ -367,6 +370,7 @@ class StepFolders:
             bytes=size_bytes,
             durable=index.provenance.get("durable") is not False,
             partial=partial_of(user),
+            dropped=dropped_from(index.provenance),
         )
 
     def _notes_of(self, step: int, files: SmallFiles) -> Notes:

@@ -17,13 +17,15 @@ from dcp.planners.flatten import LIST, MAPPING, kind_of
 from dcp.planners.load.options import LoadOptions
 from dcp.planners.load.planner import DefaultLoadPlanner
 from dcp.planners.save.options import PlanOptions
+from dcp.planners.weight_maps.weight_map import WeightMap
+from dcp.saving.options import SaveOptions
 from dcp.storage.torch_storage.reader import FileSystemReader
 from dcp.storage.torch_storage.writer import FileSystemWriter
 
 __all__ = ["kinds_of", "of_load", "of_save"]
 
 _KINDS = {MAPPING: "a dict", LIST: "a list"}
-_OF_WRITERS = ("overwrite", "torch_compatible", "digests", "sync_files", "single_file_per_rank")
+_OF_WRITERS = ("overwrite", "torch_compatible", "sync_files", "single_file_per_rank")
 _OF_LOADS = (
     "only",
     "exclude",
@@ -41,11 +43,16 @@ _OF_PLANS = {
 }
 
 
-def of_save(writer: FileSystemWriter | None, options: PlanOptions | None) -> dict[str, Any]:
+def of_save(
+    options: SaveOptions, writer: FileSystemWriter | None, plan: PlanOptions | None
+) -> dict[str, Any]:
     """Of a save by ``writer``, by the names that its caller knows; those of others (None) are not known."""
-    told = {} if writer is None else _values(writer, _OF_WRITERS)
-    if options is not None:
-        told |= {name: getattr(options, field) for field, name in _OF_PLANS.items()}
+    told: dict[str, Any] = {} if options.step is None else {"step": options.step}
+    told |= _of_map(options.map)
+    if writer is not None:
+        told |= _values(writer, _OF_WRITERS)
+    if plan is not None:
+        told |= {name: getattr(plan, field) for field, name in _OF_PLANS.items()}
     return told
 
 
@@ -61,7 +68,12 @@ def of_load(
         if isinstance(told.get(name), list | tuple | set | frozenset):
             patterns = sorted(told[name])
             told[name] = patterns[0] if len(patterns) == 1 else patterns
+    told |= _of_map(options.map)
     return told if reader is None else told | {"verify": options.verify or reader.verify}
+
+
+def _of_map(weights: WeightMap | None) -> dict[str, Any]:
+    return {} if weights is None else {"map": f"{weights.name or 'given'} {weights.identity[:12]}"}
 
 
 def _values(target: object, names: tuple[str, ...]) -> dict[str, Any]:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import astuple, replace
 from typing import Any
 
+import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp.planners.digest import ReplicaCheck
+from dcp.planners.load.selection import Selection
 from dcp.planners.rank_state import RankState
 from dcp.planners.save.global_plan import GlobalSavePlan, plan_save
 from dcp.planners.save.options import PlanOptions
 from dcp.planners.save.plan_cache import PlanCache
 from dcp.planners.save.planner import DefaultSavePlanner
+from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.planners.wire.codec import (
     SectionCache,
     decode_save_columns,
@@ -27,10 +31,12 @@ from dcp.ranks.collectives import Ranks
 from dcp.ranks.options import of_save
 from dcp.saving.engine import PartOf, SaveAttempt, SaveEngine, SaveOrder
 from dcp.saving.foreign_values import warn_of_foreign, warn_of_keys
+from dcp.saving.mapped import mapped_state
 from dcp.saving.provenance import provenance_of
 from dcp.storage.engine.assemble import assemble_index
 from dcp.storage.engine.write_tables import WriteColumns, WriteOutcome
 from dcp.storage.errors import CheckpointError, StorageError
+from dcp.storage.formats.index import Int64
 from dcp.storage.formats.opening.folder import open_index
 from dcp.storage.threads import unwanted_once
 from dcp.storage.torch_storage.metadata import LazyMetadata
@@ -54,6 +60,24 @@ def cache_of(owner: object) -> PlanCache:
     return _caches[number][1]
 
 
+def _apart(local: RankState, parts: Sequence[Sequence[str]]) -> Int64 | None:
+    """By local tensor the number of the part that it is of, from 1; 0 for those of none."""
+    if not parts:
+        return None
+    columns = local.columns
+    selections = [Selection.of(patterns, None) for patterns in parts]
+    numbers = np.array(
+        [
+            next((at for at, one in enumerate(selections, 1) if one is not None and one.selects(name)), 0)
+            for name in columns.fqns
+        ],
+        np.int64,
+    )
+    found = np.zeros(len(local.sources), np.int64)
+    found[columns.item_sources] = numbers[columns.item_tensors]
+    return found
+
+
 class ColumnSaveEngine(SaveEngine):
     """Saves by our own ``planner`` and ``writer``. What the planner decides on is in ``plan``: it does not
     travel."""
@@ -63,11 +87,16 @@ class ColumnSaveEngine(SaveEngine):
     storage: FileSystemWriter
 
     def __init__(
-        self, writer: FileSystemWriter, planner: DefaultSavePlanner | None, plan: PlanOptions
+        self,
+        writer: FileSystemWriter,
+        planner: DefaultSavePlanner | None,
+        plan: PlanOptions,
+        weights: WeightMap | None = None,
     ) -> None:
         super().__init__(writer, writer)
         self._planner = planner
         self._plan = plan
+        self._weights = weights
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.storage, None, self._plan)
@@ -86,7 +115,7 @@ class ColumnSaveEngine(SaveEngine):
         if is_coordinator:
             warn_of_foreign(local.columns.objects.fqns, local.objects)
             warn_of_keys(planner.foreign_keys)
-        return local
+        return local if self._weights is None else mapped_state(local, self._weights)
 
     def attempt(
         self, order: SaveOrder, part: PartOf, ranks: Ranks, cache: PlanCache | None = None
@@ -140,7 +169,7 @@ class ColumnSave(SaveAttempt):
         return [] if self._cache is None else ["with a plan cache"]
 
     def _compared(self) -> dict[str, Any]:
-        return of_save(self._writer, self._plan_options)
+        return of_save(self._options, self._writer, self._plan_options)
 
     def _metadata(self) -> Metadata:
         writer = self._writer
@@ -278,13 +307,13 @@ class ColumnSave(SaveAttempt):
         if self._local is None:
             raise CheckpointError("the save was not planned")
         memory, objects = self._local.memory, self._local.encoded_objects(columns.objects)
-        places = self._local.places(columns) if self._writer.digests else None
         total = int(columns.payload_bytes(memory.dtype_codes)[columns.own_rows].sum())
         with reporting(self._options.progress, "write", total, show=self._ranks.is_coordinator) as on_bytes:
             watched = self._ranks.watching(on_bytes)
             try:
                 with unwanted_once(self._ranks.abort):
-                    outcome = self._writer.write_columns(columns, memory, objects, watched, places)
+                    apart = _apart(self._local, self._options.apart)
+                    outcome = self._writer.write_columns(columns, memory, objects, watched, apart)
             except StorageError:
                 self._ranks.check_called_off()  # then that is what has ended the request
                 raise
@@ -297,7 +326,7 @@ class ColumnSave(SaveAttempt):
         begun = time.perf_counter()
         outcomes = [WriteOutcome.decode(part) for part in parts]
         index = assemble_index(self._plan.index, self._plan.writes, outcomes)
-        provenance = provenance_of(self._ranks)
+        provenance = provenance_of(self._ranks, self._options)
         provenance["rank_seconds"] = [outcome.seconds for outcome in outcomes]
         if any(outcome.traffic for outcome in outcomes):
             provenance["rank_traffic"] = [outcome.traffic for outcome in outcomes]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.storage.errors import OptionError
@@ -17,14 +18,21 @@ __all__ = ["SaveOptions"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveOptions:
-    """Those of `dcp.save` and `CheckpointManager`, which say what they mean."""
+    """Those of `dcp.save` and `CheckpointManager`, which say what they mean; of a manager's also its ``step``
+    and what its run was ``resumed_from``."""
 
+    step: int | None = None
+    resumed_from: Mapping[str, Any] | None = None
     use_collectives: bool = True
     user_metadata: Mapping[str, Any] = field(default_factory=dict)
     progress: bool | ProgressCallback | None = None
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    map: WeightMap | None = None
     retries: int = 0
     retry_pause_seconds: float = 1.0
+    apart: tuple[tuple[str, ...], ...] = ()
+    """Globs on names: what those of one tuple match goes into files of its own, so that it can be dropped
+    later without rewriting the rest. On columns only."""
 
     def check(self) -> None:
         """Raise OptionError for user metadata that no manifest can hold: now, not after all was written."""

@@ -10,14 +10,18 @@ from dcp.version import __version__
 
 if TYPE_CHECKING:
     from dcp.ranks.collectives import Ranks
+    from dcp.saving.options import SaveOptions
 
 __all__ = ["provenance_of"]
 
 
-def provenance_of(ranks: Ranks) -> dict[str, Any]:
+def provenance_of(ranks: Ranks, options: SaveOptions) -> dict[str, Any]:
     """Facts about the job that ``ranks`` belong to."""
-    return {
+    facts = {
         "world_size": ranks.world_size,
         "torch_version": str(torch.__version__),
         "dcphub_version": __version__,
     }
+    if options.resumed_from is not None:
+        facts["resumed_from"] = dict(options.resumed_from)
+    return facts

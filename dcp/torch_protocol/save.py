@@ -80,7 +80,8 @@ class ProtocolSave(SaveAttempt):
         return ["by torch's protocol"]
 
     def _compared(self) -> dict[str, Any]:
-        return of_save(self._storage, PlanOptions.of(self._ours) if self._ours is not None else None)
+        plan = PlanOptions.of(self._ours) if self._ours is not None else None
+        return of_save(self._options, self._storage, plan)
 
     def _local_plan(self) -> bytes:
         writer, planner, ours, ranks = self._writer, self._planner, self._ours, self._ranks
@@ -98,7 +99,8 @@ class ProtocolSave(SaveAttempt):
             {"rank": ranks.rank, "use_collectives": self._together},
         )
         if self._storage is not None:
-            self._storage.describe(self._options.user_metadata, provenance_of(ranks))
+            provenance = provenance_of(ranks, self._options)
+            self._storage.describe(self._options.user_metadata, provenance)
         plan = planner.create_local_plan()
         if ranks.is_coordinator:
             _warn_of_foreign(plan, planner.state_dict if hasattr(planner, "state_dict") else state)

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from dcp.planners.load.selection import Patterns, Rename, Selection, renamer
 from dcp.planners.load.unexpected import Unexpected
+from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import OptionError
 
@@ -43,6 +44,7 @@ class LoadOptions:
     allow_partial_load: bool | None = None
     weights_only: bool | None = None
     verify: Verify | None = None
+    map: WeightMap | None = None
     progress: bool | Callable[[Any], None] | None = None
 
     def check(self) -> LoadOptions:

@@ -13,8 +13,10 @@ import numpy.typing as npt
 from dcp.planners.columns import LoadColumns, WantedColumns, told_name
 from dcp.planners.load.key_hints import hint_for_missing
 from dcp.planners.load.problems import MAX_LISTED, LoadProblems
+from dcp.planners.load.selection import Selection
 from dcp.storage.errors import UnsafeObjectError
 from dcp.storage.formats import dtypes
+from dcp.storage.formats.dropped import dropped_from
 from dcp.storage.formats.index import CheckpointIndex, Int64, starts
 from dcp.storage.geometry.joins import BoxSet, cut_overlaps, intersecting_pairs, overlapping_pairs
 from dcp.storage.geometry.ragged import expand_ranges, gather_rows, row_matrix
@@ -103,8 +105,23 @@ def _hint(index: CheckpointIndex, wanted: WantedColumns, tensors: Int64, objects
     for name in (*wanted.tensor_names, *wanted.object_names):
         is_there = name in index.position or name in index.objects.position
         (present if is_there else absent).append(name)
+    told = _told_dropped(index, absent)
+    if told:
+        return told
     is_renamed = wanted.stored_fqns is not None or wanted.stored_object_fqns is not None
     return hint_for_missing(absent, _unexpected(index, tensors, objects), present, is_renamed=is_renamed)
+
+
+def _told_dropped(index: CheckpointIndex, absent: Sequence[str]) -> str:
+    """Which parts of the checkpoint that were dropped from it have had these names; "" if none had."""
+    told = []
+    for part in dropped_from(index.provenance):
+        selection = Selection.of(part.patterns, None) if part.patterns else None
+        if selection is not None and any(map(selection.selects, absent)):
+            told.append(str(part))
+    if not told:
+        return ""
+    return f"{'; '.join(told)}, to free its bytes: load the rest (exclude=...), or a step that still has it."
 
 
 def _rows(position: Mapping[str, int], wanted: Sequence[str]) -> Int64:

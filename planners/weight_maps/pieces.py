@@ -3,15 +3,26 @@ are known."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+from dcp.storage.errors import PlanError
+from dcp.storage.formats import dtypes
 from dcp.storage.geometry.boxes import Box
 from dcp.storage.geometry.lattices import parts_between
 
-__all__ = ["MappedTensor", "Piece", "PieceSide"]
+__all__ = ["MappedTensor", "Piece", "PieceSide", "refuse_torn"]
+
+_PACKED: Final = frozenset(
+    dtypes.BY_NAME[name].code for name in ("float4_e2m1fn_x2", "bits1x8", "bits2x4", "bits4x2")
+)
+_MAX_LISTED: Final = 10
+
+_MAX_BOXES: Final = 4096
+"""That elements of one box may be in another tensor."""
 
 
 class PieceSide(NamedTuple):
@@ -70,6 +81,48 @@ class Piece(NamedTuple):
             chosen.append(found)
         return [self._part([part for way in ways for part in way]) for ways in product(*chosen)]
 
+    def target_boxes(self) -> Iterator[tuple[Box, Piece]]:
+        """What of it makes whole boxes of the target's tensor, with their places: the axes of each piece are
+        in the order of the box's elements. PlanError where that were more than anybody wants to store."""
+        apart: list[int] = []
+        inner: list[int] = []
+        for dim in range(len(self.target.base)):
+            own, loose = self._together(dim)
+            inner += own
+            apart += loose
+        count = math.prod(self.lengths[axis] for axis in apart)
+        if count > _MAX_BOXES:
+            raise PlanError(
+                f"the elements of {self.source.name!r} would be {count} boxes of {self.target.name!r}, and "
+                f"{_MAX_BOXES} is the most"
+            )
+        for at in product(*(range(self.lengths[axis]) for axis in apart)):
+            piece = self._part([(axis, index, 1) for axis, index in zip(apart, at, strict=True)])
+            sizes = [1] * len(self.target.base)
+            for axis in inner:
+                sizes[self.target.dims[axis]] *= self.lengths[axis]
+            yield Box(piece.target.base, tuple(sizes)), piece._of_axes(inner)
+
+    def _together(self, dim: int) -> tuple[list[int], list[int]]:
+        """(axes that are one run along ``dim`` of the target, the slowest first, all others along it)."""
+        axes = [axis for axis, own in enumerate(self.target.dims) if own == dim and self.lengths[axis] != 1]
+        axes.sort(key=lambda axis: self.target.steps[axis])
+        run, reach = 0, 1
+        while run < len(axes) and self.target.steps[axes[run]] == reach:
+            reach *= self.lengths[axes[run]]
+            run += 1
+        return axes[:run][::-1], axes[run:]
+
+    def _of_axes(self, axes: Sequence[int]) -> Piece:
+        """The same of these axes alone; the others have one index."""
+        sides = (
+            side._replace(
+                dims=tuple(side.dims[axis] for axis in axes), steps=tuple(side.steps[axis] for axis in axes)
+            )
+            for side in (self.source, self.target)
+        )
+        return Piece(tuple(self.lengths[axis] for axis in axes), *sides)
+
     def _part(self, parts: Sequence[tuple[int, int, int]]) -> Piece:
         firsts, lengths = [0] * len(self.lengths), list(self.lengths)
         for axis, first, count in parts:
@@ -99,6 +152,12 @@ class MappedTensor:
     padding: int = 0
     sizes: Mapping[str, int] = field(default_factory=dict)
 
+    @classmethod
+    def same(cls, name: str, shape: tuple[int, ...], dtype_code: int, requires_grad: bool) -> MappedTensor:
+        """The source's tensor of that name as it is."""
+        side = PieceSide(name, tuple(range(len(shape))), (1,) * len(shape), (0,) * len(shape))
+        return cls(name, shape, [Piece(shape, side, side)], dtype_code, requires_grad)
+
     @property
     def sources(self) -> list[str]:
         """Names of the tensors that it is made of."""
@@ -111,3 +170,14 @@ class MappedTensor:
             return False
         (piece,) = self.pieces
         return piece.source._replace(name="") == piece.target._replace(name="")
+
+
+def refuse_torn(tensors: Iterable[MappedTensor]) -> None:
+    """PlanError for those of which elements smaller than a byte would have to move."""
+    split = [tensor.name for tensor in tensors if tensor.dtype_code in _PACKED and not tensor.is_renamed]
+    if split:
+        raise PlanError(
+            f"{', '.join(map(repr, split[:_MAX_LISTED]))}: several elements are one byte there, which a map "
+            "would take for one; such a tensor can only be renamed",
+            fqns=split[:_MAX_LISTED],
+        )

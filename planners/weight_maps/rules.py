@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from dcp.planners.weight_maps.axes import Axes, Term
 from dcp.planners.weight_maps.names import NamePattern
@@ -85,6 +85,20 @@ class Rule:
     def inverse(self) -> Rule:
         """From the targets to the sources."""
         return Rule(self.targets, self.sources, self.sizes, self.padding, self.copies, self.when)
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """Of both sides."""
+        given = (pattern.axes for pattern in (*self.sources, *self.targets))
+        return frozenset(name for axes in given if axes is not None for name in axes.names)
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """As it is written, without what is empty."""
+        told: dict[str, Any] = {"from": _written(self.sources), "to": _written(self.targets)}
+        told |= {"sizes": dict(self.sizes), "padding": sorted(self.padding), "copies": sorted(self.copies)}
+        told["when"] = self.when
+        return {key: value for key, value in told.items() if value}
 
     @property
     def is_invertible(self) -> bool:
@@ -265,6 +279,14 @@ class Rule:
         return MappedTensor(
             name, axes.shape(known), pieces, like.dtype_code, like.requires_grad, padding, dict(known)
         )
+
+
+def _written(patterns: Sequence[Pattern]) -> str | dict[str, str]:
+    texts = {pattern.name.text: pattern.axes for pattern in patterns}
+    if None in texts.values():
+        (name,) = texts
+        return name
+    return {name: axes.text for name, axes in texts.items() if axes is not None}
 
 
 def _parts(patterns: Sequence[Pattern]) -> frozenset[str]:

@@ -9,19 +9,25 @@ from typing import Any, Final
 
 from dcp.storage.errors import OptionError
 
-__all__ = ["evaluate"]
+__all__ = ["evaluate", "names_in"]
 
 _MAX_LENGTH: Final = 200
 _MAX_SIZE: Final = 1 << 48
 
 
 def evaluate(text: str, names: Mapping[str, Any]) -> int | None:
-    """The value of an expression of whole numbers, names, ``+ - * // ( )``, ``not`` and ``or``.
+    """The value of an expression of whole numbers, names, ``+ - * // ( )``, ``not``, ``and`` and ``or``.
 
     None where a name is needed that is not known, or is None. ``or`` takes the first that is known and not
-    0. OptionError for any other expression, or where a name is no whole number.
+    0; ``and`` the last, if those before it are known and not 0, and else 0. OptionError for any other
+    expression, or where a name is no whole number.
     """
     return _value(_parsed(text), names, text)
+
+
+def names_in(text: str) -> frozenset[str]:
+    """Those of an expression."""
+    return frozenset(node.id for node in ast.walk(_parsed(text)) if isinstance(node, ast.Name))
 
 
 @lru_cache(maxsize=1024)
@@ -43,12 +49,15 @@ def _value(node: ast.expr, names: Mapping[str, Any], text: str) -> int | None:
         case ast.BoolOp(op=ast.Or(), values=parts):
             values = [value for part in parts if (value := _value(part, names, text)) is not None]
             return next(filter(None, values), 0 if values else None)
+        case ast.BoolOp(op=ast.And(), values=[*conditions, last]):
+            is_met = all(_value(part, names, text) for part in conditions)
+            return _value(last, names, text) if is_met else 0
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             return int(not _value(operand, names, text))
         case ast.BinOp(left=left, op=op, right=right):
             low, high = _value(left, names, text), _value(right, names, text)
             return None if low is None or high is None else _combined(low, op, high, text)
-    raise OptionError(f"{text!r} is no expression of names, whole numbers, + - * //, not and or")
+    raise OptionError(f"{text!r} is no expression of names, whole numbers, + - * //, not, and, or")
 
 
 def _combined(low: int, op: ast.operator, high: int, text: str) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +16,7 @@ from dcp.planners.weight_maps.axes import Axes
 from dcp.planners.weight_maps.names import NamePattern
 from dcp.planners.weight_maps.pieces import MappedTensor
 from dcp.planners.weight_maps.rules import Found, Pattern, Rule
-from dcp.planners.weight_maps.sizes import evaluate
+from dcp.planners.weight_maps.sizes import evaluate, names_in
 from dcp.storage.errors import CheckpointError, OptionError, PlanError
 from dcp.storage.near_names import close_to
 
@@ -25,7 +27,7 @@ _MAX_FILE_BYTES: Final = 4 << 20
 _MAX_RULES: Final = 10_000
 _MAX_LISTED: Final = 10
 _RULE_KEYS: Final = frozenset({"from", "to", "sizes", "padding", "copies", "when"})
-_MAP_KEYS: Final = frozenset({"name", "description", "sizes", "rules"})
+_MAP_KEYS: Final = frozenset({"name", "description", "sizes", "counts", "rules"})
 
 MapSource = tuple[str, tuple[int, ...], int, bool]
 """A tensor of the source: name, shape, dtype code, whether it requires grad."""
@@ -37,6 +39,7 @@ class WeightMap:
 
     ``sizes`` are of axes, in all rules: whole numbers, or expressions of ``config``'s names. What neither
     says is told by the shapes of the source, where these can. ``numbers``, by axis, go before all of them.
+    ``counts`` say how many there are of a part of names that is a number: layers, of which none is missing.
     """
 
     rules: tuple[Rule, ...]
@@ -45,6 +48,7 @@ class WeightMap:
     config: Mapping[str, Any] = field(default_factory=dict)
     description: str = ""
     numbers: Mapping[str, int] = field(default_factory=dict)
+    counts: Mapping[str, str | int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, source: WeightMap | Mapping[str, Any] | str | os.PathLike[str]) -> WeightMap:
@@ -88,12 +92,49 @@ class WeightMap:
             _sizes(given.get("sizes", {}), where),
             name,
             description=str(given.get("description", "")),
+            counts=_sizes(given.get("counts", {}), where),
         )
 
     def with_config(self, config: Mapping[str, Any]) -> WeightMap:
         """The same with these names for its expressions: a model's ``config.json``, or sizes by hand, which
         go before those of before."""
         return replace(self, config={**self.config, **config})
+
+    def with_numbers(self, sizes: Mapping[str, int]) -> WeightMap:
+        """The same with these numbers, of axes or names of its expressions. OptionError for other names."""
+        known = self.size_names
+        for name in sizes:
+            if name not in known:
+                near = close_to(name, sorted(known))
+                told = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(sorted(known))}"
+                raise OptionError(f"{self.name or 'the weight map'} has no size {name!r}; {told}")
+        numbers = {name: evaluate(str(size), {}) or 0 for name, size in sizes.items()}
+        return replace(self.with_config(numbers), numbers=numbers) if sizes else self
+
+    def beside(self, config: Mapping[str, Any]) -> WeightMap:
+        """The same for a checkpoint with this ``config.json``; what was said before goes before it."""
+        return replace(self, config={**config, **self.config})
+
+    @property
+    def identity(self) -> str:
+        """Equal for maps that say the same, in any process."""
+        told = {**self.data, "config": dict(self.config), "numbers": dict(self.numbers)}
+        return hashlib.sha256(json.dumps(told, sort_keys=True, default=repr).encode()).hexdigest()
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """What `from_data` takes, of rules and sizes."""
+        rules = [rule.data for rule in self.rules]
+        return {"name": self.name, "sizes": dict(self.sizes), "counts": dict(self.counts), "rules": rules}
+
+    @property
+    def size_names(self) -> frozenset[str]:
+        """What may be said of sizes: axes, and names of its expressions."""
+        texts = [self.sizes, self.counts, *(rule.sizes for rule in self.rules)]
+        said = [text for sizes in texts for text in sizes.values() if isinstance(text, str)]
+        said += [rule.when for rule in self.rules if rule.when is not None]
+        axes = (name for rule in self.rules for name in rule.axes)
+        return frozenset(axes).union(*map(names_in, said), *texts)
 
     @property
     def inverse(self) -> WeightMap:
@@ -104,13 +145,14 @@ class WeightMap:
         )
         return replace(self, rules=rules, name=f"{self.name or 'the weight map'} (inverse)")
 
-    def apply(self, tensors: Iterable[MapSource]) -> list[MappedTensor]:
+    def apply(self, tensors: Iterable[MapSource], *, is_whole: bool = False) -> list[MappedTensor]:
         """The target's tensors, in the order of the source's.
 
         PlanError that names all that is wrong: tensors that no rule knows, parts that are missing, shapes
-        that do not fit, names that would be there twice.
+        that do not fit, names that would be there twice; and of ``is_whole`` models layers that are missing.
         """
         rules, sizes = self._known()
+        numbers: dict[str, set[int]] = {name: set() for name in self.counts}
         groups: dict[tuple[int, tuple[tuple[str, str], ...]], list[Found]] = {}
         unknown: list[str] = []
         for name, shape, code, requires_grad in tensors:
@@ -118,10 +160,13 @@ class WeightMap:
                 if (met := rule.match(name)) is not None:
                     found = Found(name, shape, code, requires_grad, *met)
                     groups.setdefault((number, rule.key(found)), []).append(found)
+                    for part in numbers.keys() & found.parts.keys():
+                        numbers[part].add(int(found.parts[part]))
                     break
             else:
                 unknown.append(name)
         problems = [f"no rule knows {name!r}" for name in unknown]
+        problems += self._uncounted(numbers) if is_whole else []
         mapped: dict[str, MappedTensor] = {}
         for (number, _), group in groups.items():
             rule = rules[number]
@@ -143,9 +188,26 @@ class WeightMap:
             raise PlanError(f"{self.name or 'the weight map'}: {told}{more}{hint}")
         return list(mapped.values())
 
+    def _uncounted(self, numbers: Mapping[str, set[int]]) -> Iterator[str]:
+        """What is missing of parts of names, where anything is there."""
+        for part, count in self._evaluated(self.counts).items():
+            missing = (
+                sorted(set(range(count)) - numbers[part]) if numbers[part] and count <= _MAX_RULES else []
+            )
+            if missing:
+                more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+                yield f"there should be {count} of {part} ({self.counts[part]}): {missing[0]}{more} missing"
+
+    def knows(self, name: str) -> bool:
+        """Whether a rule is about the source's tensors of this name."""
+        return any(rule.match(name) is not None for rule in self._used)
+
+    @cached_property
+    def _used(self) -> list[Rule]:
+        return [rule for rule in self.rules if rule.when is None or evaluate(rule.when, self.config)]
+
     def _known(self) -> tuple[list[Rule], dict[str, int]]:
-        rules = [rule for rule in self.rules if rule.when is None or evaluate(rule.when, self.config)]
-        return rules, self._evaluated(self.sizes)
+        return self._used, self._evaluated(self.sizes)
 
     def _sizes_of(self, rule: Rule) -> dict[str, int]:
         return self._evaluated(rule.sizes)
@@ -181,9 +243,7 @@ def weight_map(
     found = WeightMap.of(source)
     if config is not None:
         found = found.with_config(config if isinstance(config, Mapping) else _config_of(Path(config)))
-    if sizes:
-        numbers = {name: evaluate(str(size), {}) or 0 for name, size in sizes.items()}
-        found = replace(found.with_config(numbers), numbers=numbers)
+    found = found.with_numbers(sizes)
     return found.inverse if inverse else found
 
 

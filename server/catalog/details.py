@@ -17,6 +17,7 @@ __all__ = [
     "CheckpointDetail",
     "get_checkpoint",
     "joined",
+    "keys_of",
     "lock_checkpoint",
     "row_columns",
     "with_labels",
@@ -48,6 +49,16 @@ def get_checkpoint(
     if row is None or (visible is not None and row["root"] not in visible):
         raise MissingError("checkpoint", checkpoint_id)
     return _made(CheckpointDetail, row, labels_of(connection, [checkpoint_id])[checkpoint_id])
+
+
+def keys_of(
+    connection: Connection, numbers: Iterable[int], visible: frozenset[str] | None = None
+) -> dict[int, str]:
+    """The keys of some checkpoints, of those that may be seen."""
+    columns = (checkpoints.c.id, checkpoints.c.key, roots.c.name)
+    query = joined(select(*columns)).where(checkpoints.c.id.in_(sorted(set(numbers))))
+    rows = connection.execute(query)
+    return {number: key for number, key, root in rows if visible is None or root in visible}
 
 
 def with_labels(connection: Connection, rows: Sequence[Mapping[Any, Any]]) -> list[Checkpoint]:

@@ -42,8 +42,9 @@ class CheckpointFacts:
     """A checkpoint as it was at ``observed_seconds``.
 
     ``key`` is relative to the root. What is None was not found out, and leaves what is known. ``save_id``
-    names the save, ``fingerprint`` the commit objects; a new save id, or without one a new fingerprint, is
-    new content. ``tags`` and ``metrics`` are added to those that it has. ``problem`` is for unreadable ones.
+    names the save, ``resumed_from`` the one that its training went on from, ``fingerprint`` the commit
+    objects; a new save id, or without one a new fingerprint, is new content. ``tags`` and ``metrics`` are
+    added to those that it has. ``problem`` is for unreadable ones.
     """
 
     root: str
@@ -54,6 +55,7 @@ class CheckpointFacts:
     committed_seconds: float | None = None
     step: int | None = None
     save_id: str | None = None
+    resumed_from: str | None = None
     fingerprint: str | None = None
     bytes: int = 0
     file_count: int = 0

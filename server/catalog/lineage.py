@@ -1,12 +1,15 @@
-"""Where checkpoints come from: converted from one, resumed from another."""
+"""Where checkpoints come from: converted from one, which the conversion's job notes, or resumed from another.
+
+What it was resumed from each tells itself, by a save id: the two are found in any order.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Connection, select
+from sqlalchemy import ColumnElement, Connection, literal, null, select, union_all
 
 from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.errors import InvalidQueryError
@@ -17,8 +20,6 @@ from dcp.server.records.labels import Lineage, LineageEdge, LineageNode
 
 __all__ = ["add_lineage", "lineage_of"]
 
-LineageKind = Literal["converted_from", "resumed_from"]
-
 MAX_NODES: Final = 500
 
 
@@ -26,18 +27,17 @@ def add_lineage(
     connection: Connection,
     child_id: int,
     parent_id: int,
-    kind: LineageKind,
     *,
     job_id: int | None = None,
     now: float | None = None,
 ) -> None:
-    """``child`` was made of ``parent``; once, however often it is said. None is its own parent."""
+    """``child`` was converted from ``parent``; once, however often it is said. None is its own parent."""
     if child_id == parent_id:
         raise InvalidQueryError("parent", "a checkpoint does not come from itself")
     row = {
         "child_id": child_id,
         "parent_id": parent_id,
-        "kind": kind,
+        "kind": "converted_from",
         "job_id": job_id,
         "created_seconds": time.time() if now is None else now,
     }
@@ -72,17 +72,30 @@ def lineage_of(connection: Connection, checkpoint_id: int, visible: frozenset[st
 
 
 def _edges(connection: Connection, numbers: Iterable[int], direction: int) -> list[LineageEdge]:
-    end: ColumnElement[Any] = lineage.c.child_id if direction < 0 else lineage.c.parent_id
-    query = (
-        select(lineage)
-        .where(end.in_(sorted(numbers)))
-        .order_by(lineage.c.child_id, lineage.c.parent_id, lineage.c.kind)
-        .limit(4 * MAX_NODES)
+    child, parent = checkpoints.alias("child"), checkpoints.alias("parent")
+    resumed = (
+        select(
+            child.c.id.label("child_id"),
+            parent.c.id.label("parent_id"),
+            literal("resumed_from").label("kind"),
+            null().label("job_id"),
+            child.c.committed_seconds.label("created_seconds"),
+        )
+        .join_from(child, parent, (parent.c.save_id == child.c.resumed_from) & (parent.c.id != child.c.id))
+        .where(_end(child.c.id, parent.c.id, direction).in_(sorted(numbers)))
     )
+    end = _end(lineage.c.child_id, lineage.c.parent_id, direction)
+    noted = select(lineage).where(end.in_(sorted(numbers)))
+    both = union_all(noted, resumed).subquery()
+    query = select(both).order_by(both.c.child_id, both.c.parent_id, both.c.kind).limit(4 * MAX_NODES)
     return [
         LineageEdge(row.child_id, row.parent_id, row.kind, row.job_id, moment(row.created_seconds))
         for row in connection.execute(query)
     ]
+
+
+def _end(child: ColumnElement[Any], parent: ColumnElement[Any], direction: int) -> ColumnElement[Any]:
+    return child if direction < 0 else parent
 
 
 def _node(

@@ -41,6 +41,11 @@ class ContentDifference:
     counts: Mapping[str, int]
 
     @property
+    def is_cut(self) -> bool:
+        """Whether more tensors differ than ``tensors`` has."""
+        return sum(self.counts.values()) > len(self.tensors)
+
+    @property
     def held_bytes(self) -> int:
         """About how much memory it takes."""
         return _TENSOR_BYTES * (len(self.tensors) + len(self.objects) + 1)

@@ -163,6 +163,8 @@ checkpoints: Final = Table(
     Index(None, "verification", "committed_seconds", "id"),
     Index(None, "is_pinned", "committed_seconds", "id"),
     Index(None, "structure_id", "id"),
+    Index(None, "save_id"),  # by which a checkpoint is found that another was resumed from
+    Index(None, "resumed_from"),
     *checks_of(CheckpointDetail),
 )
 """What is shown of them is declared by `CheckpointDetail`; what is not, here."""
@@ -211,7 +213,7 @@ lineage: Final = Table(
     metadata,
     _ref("child_id", "checkpoints.id", primary_key=True),
     _ref("parent_id", "checkpoints.id", primary_key=True),
-    Column("kind", String(32), primary_key=True),  # "converted_from", "resumed_from"
+    Column("kind", String(32), primary_key=True),  # "converted_from"; "resumed_from" is a checkpoint's own
     _ref("job_id", "jobs.id"),
     Column("created_seconds", Float, nullable=False),
     Index(None, "parent_id"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 from collections.abc import Sequence
@@ -101,12 +102,14 @@ def seconds_text(seconds: float | None) -> str:
     if seconds is None:
         return _UNKNOWN
     if 0 < seconds < 0.0995:
-        return f"{1000 * seconds:.0f} ms"
+        return f"{1000 * seconds:.0f} ms" if seconds >= 0.0005 else "< 1 ms"
     if seconds < 60:
         return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if rest else f"{minutes} min"
 
 
 def between_text(start: str | None, end: str | None) -> str:
@@ -131,6 +134,11 @@ def box_text(offsets: Sequence[int], sizes: Sequence[int]) -> str:
 def times_text(ratio: float) -> str:
     """``1.8``: how many times something is something else."""
     return f"{ratio:.2f}" if ratio < 1.095 else f"{ratio:.1f}" if ratio < 99.95 else f"{ratio:,.0f}"
+
+
+def glob_below_text(name: str) -> str:
+    """A glob of all that is below a name, whatever signs that has."""
+    return f"{glob.escape(name)}.*"
 
 
 def json_text(value: Any) -> str:
@@ -158,6 +166,7 @@ FILTERS: Final[dict[str, Any]] = {
     "bytes": bytes_text,
     "count": count_text,
     "edge": edge_text,
+    "glob_below": glob_below_text,
     "json": json_text,
     "large": large_text,
     "number": number_text,

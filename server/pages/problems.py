@@ -26,7 +26,8 @@ _ADVICE: Final = {
     503: "It is tried again by itself in a moment.",
 }
 
-_PART_OF_CHECKPOINT: Final = re.compile(r"/checkpoints/([1-9][0-9]{0,17})/.")
+_BELOW: Final = re.compile(r"(/(checkpoint|job|run)s/[1-9][0-9]{0,17})/.")
+"""The path of what is below the page of something, and of forms that change it."""
 
 
 class MovedError(ProblemError):
@@ -51,7 +52,7 @@ def problem_page(problem: ProblemError, scope: Any) -> Response:
         problem.status,
         problem=problem.document(),
         advice=_ADVICE.get(problem.status, ""),
-        checkpoint_id=_checkpoint_of(request, problem),
+        **_above(request, problem),
         request_id=scope.get("state", {}).get("request_id"),
         retry_seconds=problem.headers.get("Retry-After") if request.method == "GET" else None,
     )
@@ -59,10 +60,12 @@ def problem_page(problem: ProblemError, scope: Any) -> Response:
     return answer
 
 
-def _checkpoint_of(request: Request, problem: ProblemError) -> str | None:
-    """The checkpoint that the catalog knows, where a page below its own cannot be made of its files."""
-    found = _PART_OF_CHECKPOINT.match(request.url.path)
-    return found[1] if found is not None and problem.status in (409, 410, 503) else None
+def _above(request: Request, problem: ProblemError) -> dict[str, str | None]:
+    """The page that has what the catalog knows, where one below it cannot be made or a form of it fails."""
+    found = None if problem.status in (401, 404) else _BELOW.match(request.url.path)
+    return (
+        {"above": None, "above_kind": None} if found is None else {"above": found[1], "above_kind": found[2]}
+    )
 
 
 def _to_sign_in(request: Request) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from glob import escape
 from typing import Any
 
 __all__ = ["Snippet", "snippets_of", "tensor_snippets"]
@@ -31,7 +32,7 @@ def tensor_snippets(found: Any, root: Any, fqn: str, base_url: str) -> list[Snip
     """For one tensor of it; no other is read."""
     return [
         Snippet(
-            "As a tensor", f"import dcp\n\nstate = dcp.read({_place(found, root)!r}, only={_escaped(fqn)!r})"
+            "As a tensor", f"import dcp\n\nstate = dcp.read({_place(found, root)!r}, only={escape(fqn)!r})"
         ),
         Snippet(
             "From this catalog, as an array",
@@ -49,11 +50,6 @@ def _place(found: Any, root: Any) -> str:
         if root is None or root.url is None
         else f"{root.url.rstrip('/')}/{found.key}"
     )
-
-
-def _escaped(fqn: str) -> str:
-    """A glob that matches this name."""
-    return "".join(f"[{sign}]" if sign in "*?[" else sign for sign in fqn)
 
 
 def _by_format(name: str, place: str) -> str | None:

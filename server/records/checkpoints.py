@@ -86,6 +86,12 @@ class CheckpointDetail(Checkpoint):
     """All that is known of a checkpoint. What is of the structure is None where that is not known."""
 
     save_id: Annotated[str | None, OwnColumn("code", 64), Found("of the same content")] = None
+    resumed_from: Annotated[
+        str | None,
+        OwnColumn("code", 64),
+        Found("of the same content"),
+        Shown("The save id of the checkpoint that its training went on from."),
+    ] = None
     # of the commit objects: the scanner opens only what differs
     fingerprint: Annotated[
         str | None,

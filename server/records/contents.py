@@ -115,7 +115,7 @@ class StoredChunk:
     dtype: str
     rank: int | None
     file: str
-    begin: Annotated[int, Shown("The first byte in the file.")]
+    file_offset: Annotated[int, Shown("Of its first byte in the file.")]
     bytes: int
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

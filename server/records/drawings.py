@@ -101,6 +101,7 @@ class ShardMap:
     rows: tuple[ShardMapRow, ...]
     names: tuple[str, ...]
     name_bytes: Annotated[tuple[int, ...], Shown("Of names: how much of it is stored, by all ranks.")]
+    name_layers: Annotated[tuple[int | None, ...], Shown("Of names: the number of its layer, if it has one.")]
     is_replicated: Annotated[tuple[bool, ...], Shown("Of names: more of it is stored than there is.")]
     dtypes: tuple[str, ...]
     cell_rows: tuple[int, ...]

@@ -8,16 +8,15 @@ from typing import Final
 from sqlalchemy import Connection, case, func, or_, select
 
 from dcp.manager.cleanup.retention import Retention
+from dcp.server.catalog.contents.layers import OPTIMIZER
 from dcp.server.catalog.queries.patterns import check_pattern, matches
 from dcp.server.catalog.runs import get_run
 from dcp.server.database.tables import aliases, checkpoints, structure_tensors
 from dcp.server.records.administration import RetentionTotals, TensorBytes
 from dcp.server.retention.planning import plan_run, runs_of
 
-__all__ = ["OPTIMIZER", "retention_totals", "tensor_bytes"]
+__all__ = ["retention_totals", "tensor_bytes"]
 
-OPTIMIZER: Final = ("*optim*",)
-"""Names of what an optimizer keeps, as trainers call it."""
 
 _MAX_PLANNED: Final = 50_000
 

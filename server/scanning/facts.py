@@ -11,6 +11,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from dcp.server.catalog.contents.structures import StructureFacts, StructureTens
 from dcp.server.catalog.facts import END_OF_TIME, CheckpointFacts, FoundState
 from dcp.server.formats import format_in_catalog
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, is_commit_object
+from dcp.storage.formats.dropped import dropped_from
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.native.format import DCP
 from dcp.storage.formats.opening.sources import Source
@@ -46,6 +48,7 @@ _KEPT_PROVENANCE: Final = (
     "world_size",
     "sharded",
     "checkpoint_id",
+    "resumed_from",
 )
 _MAX_PHASES: Final = 64
 
@@ -123,7 +126,7 @@ def facts_of_parts(
     own = {} if is_of_files(format) else user  # there it is text that others wrote, by names of their own
     step = own.get("step")
     world_size = provenance.get("world_size")
-    save_id = provenance.get("save_id")
+    resumed_from = provenance.get("resumed_from")
     noted = own.get("metrics")
     metrics = _metrics(noted)
     complete = isinstance(noted, dict) and len(metrics) == len(noted)
@@ -134,7 +137,8 @@ def facts_of_parts(
         observed_seconds=observed_seconds,
         committed_seconds=_time(provenance.get("time"), modified_seconds),
         step=step if type(step) is int and 0 <= step <= _LARGEST_STEP else step_of_name(key),
-        save_id=save_id if type(save_id) is str and 0 < len(save_id) <= 64 else None,
+        save_id=_save_id(provenance),
+        resumed_from=_save_id(resumed_from) if isinstance(resumed_from, dict) else None,
         fingerprint=fingerprint,
         bytes=bytes,
         file_count=file_count,
@@ -208,6 +212,11 @@ def fingerprint_of(marks: Iterable[FileInfo]) -> str:
     return hashlib.sha256("".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
 
 
+def _save_id(told: Mapping[str, Any]) -> str | None:
+    save_id = told.get("save_id")
+    return save_id if type(save_id) is str and 0 < len(save_id) <= 64 else None
+
+
 def _provenance(provenance: Mapping[str, Any]) -> dict[str, Any]:
     """Small facts as they are; of the timings of thousands of ranks the slowest of each phase."""
     kept = {name: provenance[name] for name in _KEPT_PROVENANCE if provenance.get(name) is not None}
@@ -217,6 +226,9 @@ def _provenance(provenance: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in figures.items() if isinstance(figures, dict) else ():
             if type(name) is str and type(value) is float and value > slowest.get(name, -1.0):
                 slowest[name] = value
+    dropped = dropped_from(provenance)
+    if dropped:
+        kept["dropped"] = [asdict(part) for part in dropped]
     if slowest:
         kept["slowest_rank_seconds"] = dict(list(slowest.items())[:_MAX_PHASES])
     return kept

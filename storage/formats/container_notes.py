@@ -31,6 +31,7 @@ __all__ = [
     "encode_notes",
     "merge_notes",
     "note_of",
+    "notes_above",
     "notes_by_path",
     "original_keys",
     "plain_key",
@@ -95,6 +96,17 @@ def note_of(path: Path, keys: Iterable[Any], *, all_have_entries: bool) -> dict[
     elif keys:
         note["keys"] = keys
     return note
+
+
+def notes_above(notes: Iterable[Any], paths: Iterable[Path]) -> list[Note]:
+    """Those of containers that have an entry of ``paths`` below them; what is no note is none."""
+    parents = {path[:depth] for path in paths for depth in range(len(path))}
+    own = [note for note in notes if isinstance(note, dict) and isinstance(note.get("path"), list)]
+    return [
+        note
+        for note in own
+        if all(type(part) in (str, int) for part in note["path"]) and tuple(note["path"]) in parents
+    ]
 
 
 def structure_of_notes(notes: Sequence[Note]) -> dict[str, Any]:

@@ -1,15 +1,14 @@
 """Where what is read goes: a rank's tensors as runs, regions and boxes for the read engine.
 
 Rows that are one run, in the file and in the memory of the destination, are found for all together, since
-there may be many thousands. What is left is looked at row by row.
+there may be many thousands. What is left is looked at row by row, as elements and the view that they fill.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,20 +17,44 @@ import torch
 
 from dcp.storage.engine.memory import item_view
 from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.engine.reading.requests import BoxRequest, ByteRuns, ReadColumns, Region
+from dcp.storage.engine.reading.requests import (
+    BoxRequest,
+    ByteRuns,
+    Elements,
+    ReadColumns,
+    Region,
+    StridedRegion,
+)
 from dcp.storage.engine.reading.units import Unit
 from dcp.storage.engine.reading.worker import ReadWorker
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import Int64
-from dcp.storage.geometry.boxes import Box, contiguous_position, split_box
+from dcp.storage.geometry.boxes import Box, split_box
 from dcp.storage.geometry.ragged import row_matrix
-from dcp.storage.geometry.strides import contiguous_positions
+from dcp.storage.geometry.strides import c_strides, contiguous_positions, is_c_ordered
 from dcp.storage.tensors import LocalMemory, as_copied, is_addressable, narrow, torch_dtype
 from dcp.storage.torch_compat import has_internal_overlap
 
-__all__ = ["classify"]
+__all__ = ["Filled", "Reads", "classify", "reads_into", "refuse_shared"]
 
 _STAGED_BYTES = 4 << 20
+
+
+class Filled(NamedTuple):
+    """Stored elements, and the view of a local tensor that they fill; axis by axis."""
+
+    elements: Elements
+    view: torch.Tensor
+
+
+class Reads(NamedTuple):
+    """Contiguous runs, strided regions, and staged reads (other dtype, other device): units, or boxes where
+    the engine joins what it reads."""
+
+    runs: ByteRuns
+    regions: Sequence[StridedRegion]
+    units: Sequence[Unit]
+    boxes: Sequence[BoxRequest]
 
 
 class _BoxRead(NamedTuple):
@@ -52,42 +75,48 @@ def _rows(columns: ReadColumns, memory: LocalMemory, numbers: Int64) -> Iterator
         yield _BoxRead(chunk, tensors[dest], offsets, dest_offsets, lengths)
 
 
-def classify(
-    engine: ReadEngine, columns: ReadColumns, memory: LocalMemory
-) -> tuple[ByteRuns, list[Region], list[Unit], list[BoxRequest]]:
-    """Contiguous runs, strided regions, and staged reads (other dtype, other device): units, or boxes where
-    the engine joins what it reads."""
+def classify(engine: ReadEngine, columns: ReadColumns, memory: LocalMemory) -> Reads:
+    """What is to be read for ``columns``, which are boxes of the engine's chunks."""
     runs, others = _plain_runs(engine, columns, memory)
-    regions: list[Region] = []
+    reads = reads_into(engine, (_filled(engine, row) for row in _rows(columns, memory, others)))
+    return reads._replace(runs=ByteRuns.joined([runs, reads.runs]) if len(reads.runs.chunks) else runs)
+
+
+def reads_into(engine: ReadEngine, several: Iterable[Filled]) -> Reads:
+    """What is to be read for these. PlanError for a view whose elements share memory."""
+    regions: list[StridedRegion] = []
     units: list[Unit] = []
     staged: list[BoxRequest] = []
-    more: list[tuple[int, int, int, int]] = []
-    for row in _rows(columns, memory, others):
-        chunk, _, offsets, _, lengths = row
-        target = _target(engine, row)
-        if target.dtype != torch_dtype(_dtype_code(engine, chunk)) or not is_addressable(target):
+    runs: list[tuple[int, int, int, int]] = []
+    for filled in several:
+        elements, target = filled
+        if not target.numel():
+            continue
+        refuse_shared(engine.index.fqns[int(engine.index.chunk_tensors[elements.chunk])], target)
+        if target.dtype != torch_dtype(_dtype_code(engine, elements.chunk)) or not is_addressable(target):
             if engine.joins:
-                staged.append(_staged_box(engine, chunk, offsets, lengths, target))
+                staged.append(_staged_box(engine, filled))
             else:
-                units.append(_staged(engine, chunk, offsets, lengths, target))
+                units.append(_staged(engine, filled))
             continue
         itemsize = target.element_size()
-        if target.is_contiguous() and not engine.payloads.is_permuted(chunk):
-            position = contiguous_position(engine.index.box(chunk).sizes, Box(offsets, lengths))
-            if position is not None:
-                more.append((chunk, position * itemsize, target.nbytes, target.data_ptr()))
-                continue
         strides = tuple(stride * itemsize for stride in target.stride())
-        regions.append(Region(chunk, offsets, lengths, target.data_ptr(), strides))
-    return _joined(runs, more), regions, units, staged
+        region = StridedRegion(elements, target.data_ptr(), strides)
+        if _is_run(region, itemsize):
+            runs.append((elements.chunk, elements.begin, target.nbytes, region.address))
+        else:
+            regions.append(region)
+    columns = np.array(runs, np.int64).reshape(-1, 4).T
+    return Reads(ByteRuns(*columns), regions, units, staged)
 
 
-def _joined(runs: ByteRuns, more: Sequence[tuple[int, int, int, int]]) -> ByteRuns:
-    if not more:
-        return runs
-    columns = np.array(more, np.int64).T
-    whole = zip((getattr(runs, field.name) for field in fields(ByteRuns)), columns, strict=True)
-    return ByteRuns(*(np.concatenate(parts) for parts in whole))
+def _is_run(region: StridedRegion, itemsize: int) -> bool:
+    """Whether it is one run in the payload and one in memory."""
+    lengths = region.elements.lengths
+    own, strides = (
+        [step // itemsize for step in steps] for steps in (region.elements.strides, region.strides)
+    )
+    return is_c_ordered(lengths, own) and is_c_ordered(lengths, strides)
 
 
 # -- all rows at once ----------------------------------------------------------------------------------------
@@ -141,17 +170,22 @@ def _dtype_code(engine: ReadEngine, chunk: int) -> int:
     return int(engine.index.dtype_codes[int(engine.index.chunk_tensors[chunk])])
 
 
-def _target(engine: ReadEngine, row: _BoxRead) -> torch.Tensor:
-    """The part of the row's tensor that is read into."""
+def _filled(engine: ReadEngine, row: _BoxRead) -> Filled:
+    """The row's elements, and the part of its tensor that is read into."""
     target = row.dest if row.dest.shape == row.lengths else narrow(row.dest, row.dest_offsets, row.lengths)
+    region = engine.strided(Region(row.chunk, row.storage_offsets, row.lengths, 0, (0,) * len(row.lengths)))
+    order, _ = engine.payloads.layout(row.chunk)
+    return Filled(region.elements, target.permute(order))
+
+
+def refuse_shared(fqn: str, target: torch.Tensor) -> None:
+    """PlanError for a tensor to load into whose elements share memory."""
     if not target.is_contiguous() and has_internal_overlap(target):
-        fqn = engine.index.fqns[int(engine.index.chunk_tensors[row.chunk])]
         raise PlanError(
             f"{fqn!r} cannot be loaded into an expanded tensor, whose elements share memory; load into a "
             "clone() of it",
             fqn=fqn,
         )
-    return target
 
 
 _local = threading.local()
@@ -168,18 +202,16 @@ def _staging_buffer(*, for_device: bool) -> torch.Tensor:
     return buffer
 
 
-def _staged_box(
-    engine: ReadEngine, chunk: int, offsets: Sequence[int], lengths: Sequence[int], target: torch.Tensor
-) -> BoxRequest:
+def _staged_box(engine: ReadEngine, filled: Filled) -> BoxRequest:
     """As `_staged`, out of the engine's scratch memory."""
-    target, saved = _as_stored(engine, chunk, target)
+    target, saved = _as_stored(engine, filled.elements.chunk, filled.view)
 
     @torch.inference_mode()
     def put(at: tuple[int, ...], elements: npt.NDArray[Any]) -> None:
         aligned = elements if elements.flags.aligned else elements.copy()
         narrow(target, at, elements.shape).copy_(torch.from_numpy(aligned).view(saved))
 
-    return BoxRequest(chunk, tuple(offsets), tuple(lengths), put)
+    return BoxRequest(filled.elements, put)
 
 
 def _as_stored(engine: ReadEngine, chunk: int, target: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
@@ -191,36 +223,27 @@ def _as_stored(engine: ReadEngine, chunk: int, target: torch.Tensor) -> tuple[to
     return target, target.dtype
 
 
-def _staged(
-    engine: ReadEngine, chunk: int, offsets: Sequence[int], lengths: Sequence[int], target: torch.Tensor
-) -> Unit:
+def _staged(engine: ReadEngine, filled: Filled) -> Unit:
     """Read through a staging buffer and let torch convert: another device or another dtype."""
+    chunk, begin, lengths, strides = filled.elements
     engine.stats.bytes_needed += math.prod(lengths) * engine.itemsize(chunk)
-    sizes = engine.index.box(chunk)[1]
-    target, saved = _as_stored(engine, chunk, target)
-    # Slabs as they lie in the file, so that no byte is read for several of them.
-    order, _ = engine.payloads.layout(chunk)
-    back = [order.index(dim) for dim in range(len(order))]
-    target = target.permute(order)
-    stored_offsets, stored_lengths = [offsets[d] for d in order], [lengths[d] for d in order]
+    target, saved = _as_stored(engine, chunk, filled.view)
 
     # For leaves that require grad and inference tensors, too; the caller's modes do not reach this thread.
     @torch.inference_mode()
     def unit(worker: ReadWorker) -> None:
         itemsize = engine.itemsize(chunk)
-        for slab in split_box(Box.whole(stored_lengths), _STAGED_BYTES // itemsize):
-            slab_offsets, slab_sizes = slab
+        # Slabs as they lie in the file, so that no byte is read for several of them.
+        for slab in split_box(Box.whole(lengths), _STAGED_BYTES // itemsize):
+            offsets, sizes = slab
             slab_bytes = slab.volume * itemsize
-            staged = _staging_buffer(for_device=not target.is_cpu)[:slab_bytes].view(saved).view(slab_sizes)
-            begin = tuple(o + s for o, s in zip(stored_offsets, slab_offsets, strict=True))
-            is_permuted = engine.payloads.is_permuted(chunk)
-            position = None if is_permuted else contiguous_position(sizes, Box(begin, slab_sizes))
-            if position is not None:
-                worker.read_direct(chunk, position * itemsize, slab_bytes, staged.data_ptr())
+            staged = _staging_buffer(for_device=not target.is_cpu)[:slab_bytes].view(saved).view(sizes)
+            first = begin + sum(i * s for i, s in zip(offsets, strides, strict=True))
+            part = Elements(chunk, first, sizes, strides)
+            if part.is_run(itemsize):
+                worker.read_direct(chunk, first, slab_bytes, staged.data_ptr())
             else:
-                strides = tuple(staged.stride(d) * itemsize for d in back)
-                box = tuple(begin[d] for d in back), tuple(slab_sizes[d] for d in back)
-                worker.read_region(Region(chunk, *box, staged.data_ptr(), strides))
-            narrow(target, slab_offsets, slab_sizes).copy_(staged)
+                worker.read_region(StridedRegion(part, staged.data_ptr(), c_strides(sizes, itemsize)))
+            narrow(target, offsets, sizes).copy_(staged)
 
     return unit

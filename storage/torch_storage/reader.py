@@ -11,7 +11,7 @@ import math
 import os
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -43,7 +43,7 @@ from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.traffic import traffic_since
 from dcp.storage.tensors import LocalMemory, finish_device_work
-from dcp.storage.torch_storage.destinations import classify
+from dcp.storage.torch_storage.destinations import Filled, Reads, classify, reads_into
 from dcp.storage.torch_storage.metadata import LazyMetadata
 from dcp.storage.torch_storage.writer import NoFileSystem, is_supported
 
@@ -299,11 +299,20 @@ class FileSystemReader(NoFileSystem, StorageReader):
         """Fill the local tensors in ``memory``; returns what all reading since `reset` has cost."""
         engine.resolve(columns.chunks)
         before = ReadStats(**vars(engine.stats))
-        runs, regions, units, boxes = classify(engine, columns, memory)
-        if units or boxes:
+        return self._carry_out(engine, before, classify(engine, columns, memory), memory)
+
+    def read_into(self, engine: ReadEngine, several: Iterable[Filled], memory: LocalMemory) -> ReadStats:
+        """As `read_columns`, of stored elements into views of the local tensors in ``memory``."""
+        before = ReadStats(**vars(engine.stats))
+        return self._carry_out(engine, before, reads_into(engine, several), memory)
+
+    def _carry_out(
+        self, engine: ReadEngine, before: ReadStats, reads: Reads, memory: LocalMemory
+    ) -> ReadStats:
+        if reads.units or reads.boxes:
             finish_device_work(memory.tensors)
         try:
-            engine.run(runs, regions, units, boxes)
+            engine.run(*reads)
         finally:
             # The engine writes to memory, which autograd would not notice between a forward and its backward.
             torch.autograd.graph.increment_version(memory.tensors)

@@ -17,6 +17,7 @@ from dcp.manager.notes import Deleting, Notes, update_notes
 from dcp.storage.errors import StorageError
 from dcp.storage.stores import PosixStore, Store
 from tests.dcp.cli_support import data_file, run, save_ours, save_stock
+from tests.support.with_optimizer import parts_there, save_apart, save_mixed
 
 DAY = 86_400
 
@@ -216,3 +217,51 @@ def test_gc_of_nothing_fails(tmp_path: Path) -> None:
     """A folder that is not there is an error of one line."""
     failed = run("gc", tmp_path / "absent")
     assert (failed.status, failed.err) == (3, f"dcp: {tmp_path / 'absent'}: no such folder\n")
+
+
+def test_prune_drops_the_optimizer_only_if_told_to(tmp_path: Path) -> None:
+    """Of a run the older steps lose it; a dry run says what would be freed, and touches nothing."""
+    for step in (5, 10, 15):
+        save_apart(tmp_path / f"step-{step}", step)
+    (tmp_path / "logs").mkdir()
+    before = content(tmp_path)
+    planned = run("prune", tmp_path, "--last", "1")
+    assert (planned.status, planned.err) == (0, "dcp: nothing was dropped: --yes does it\n")
+    assert planned.out.count("would drop optimizer, 1 file, ") == 2
+    assert run("prune", tmp_path, "--last", "1", "--yes", "--dry-run").out == planned.out
+    assert content(tmp_path) == before
+    done = run("prune", tmp_path, "--last", "1", "--yes")
+    assert (done.status, done.err) == (0, "")
+    assert done.out == planned.out.replace("would drop", "dropped")
+    found = [parts_there(tmp_path / f"step-{step}", step) for step in (5, 10, 15)]
+    assert found == ["weights", "weights", "whole"]
+    assert "optimizer was dropped on" in run("show", tmp_path / "step-5").out
+    (row,) = run("prune", tmp_path / "step-5", "--json", "--yes").json
+    assert (row["outcome"], row["done"], row["freed_bytes"]) == ("absent", False, 0)
+    assert run("verify", tmp_path / "step-5").status == 0
+
+
+def test_prune_says_what_stays_in_files_with_others(tmp_path: Path) -> None:
+    """And frees it where files may be rewritten; any part by a glob."""
+    save_mixed(tmp_path / "a")
+    before = content(tmp_path)
+    done = run("prune", tmp_path / "a", "--yes")
+    assert done.status == 0
+    assert "in files with what stays; --rewrite frees them" in done.out
+    assert content(tmp_path) == before
+    assert "written anew" in run("prune", tmp_path / "a", "--rewrite", "--yes").out
+    assert parts_there(tmp_path / "a") == "weights"
+    (row,) = run("prune", tmp_path / "a", "--part", "app.model.head", "--rewrite", "--yes", "--json").json
+    assert [part["name"] for part in row["parts"]] == ["app.model.head"]
+
+
+def test_prune_of_what_is_no_run(tmp_path: Path) -> None:
+    """A run without rules, nothing at all, and folders of several runs; the others are done all the same."""
+    save_apart(tmp_path / "step-1")
+    wrong = run("prune", tmp_path, "--yes")
+    assert wrong.status == 2 or wrong.status == 3
+    assert "--last 2" in wrong.err
+    save_apart(tmp_path / "epoch-1")
+    assert "several runs" in run("prune", tmp_path, "--last", "1").err
+    mixed = run("prune", tmp_path / "none", tmp_path / "step-1", "--yes")
+    assert (mixed.status, parts_there(tmp_path / "step-1")) == (3, "weights")

@@ -38,6 +38,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "load": dcp.load,
     "read": dcp.read,
     "convert": dcp.convert,
+    "merge": dcp.merge,
     "watch": dcp.watch,
     "statistics": dcp.inspection.values.statistics.statistics,
     "diff": dcp.inspection.values.difference.diff,

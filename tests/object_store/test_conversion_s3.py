@@ -409,3 +409,46 @@ def test_a_store_in_memory(source: Path, expected: bytes, tmp_path: Path) -> Non
     loaded = load_file(tmp_path / "m.safetensors")
     assert {name.removeprefix("model.") for name in loaded} == set(training_state()["model"])
     assert_same(torch.load(tmp_path / "model.pt", weights_only=True)["epoch"], 7)
+
+
+@pytest.mark.exhaustive
+def test_a_whole_folder_of_hugging_face(
+    source: Path, s3_server: S3Server, s3_root: str, tmp_path: Path
+) -> None:
+    """From the disk to S3: what makes the folder a model's comes last, and what would mislead goes."""
+    options, url = s3_server.storage_options, f"{s3_root}/model"
+    template = tmp_path / "template"
+    template.mkdir()
+    files = {"config.json": b"{}", "tokenizer.json": b"x" * 100_000, "merges.txt": b""}
+    for name, data in files.items():
+        (template / name).write_bytes(data)
+    seen: list[str] = []
+    observers.append(lambda op, name: seen.append(name) if op in ("finished", "publish") else None)
+    try:
+        report = convert(
+            *(source, url),
+            to="safetensors",
+            only="model",
+            hf=template,
+            target_options=options,
+            executor="inline",
+        )
+    finally:
+        observers.pop()
+    assert seen[-1] == "config.json"
+    with raw_s3(s3_server) as raw:
+        assert set(raw.list(url)) == {"model.safetensors", *files} == set(report.files)
+        assert {name: raw.read(f"{url}/{name}") for name in files} == files
+        bucket, _, key = url.removeprefix("s3://").partition("/")
+        raw.client.put_object(Bucket=bucket, Key=f"{key}/adapter_config.json", Body=b"{}")
+    convert(
+        *(source, url),
+        to="safetensors",
+        only="model",
+        hf=template,
+        target_options=options,
+        executor="inline",
+        overwrite=True,
+    )
+    with raw_s3(s3_server) as raw:
+        assert set(raw.list(url)) == {"model.safetensors", *files}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 import pytest
@@ -34,21 +35,23 @@ _KINDS: Final = ("postgresql", "sqlite")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Each value that a test has beside its database is tried on one of them, in turn, and on the other in
-    the exhaustive runs; on both where the test is marked ``each_database``."""
-    tried: dict[str, dict[str, dict[str, pytest.Item]]] = defaultdict(lambda: defaultdict(dict))
+    """A test, with each value that it has beside its database, is tried on one of them, in turn, and on the
+    other in the exhaustive runs; on both where it is marked ``each_database``."""
+    tried: dict[tuple[str, str], dict[str, pytest.Item]] = defaultdict(dict)
     for item in items:
         if not isinstance(item, pytest.Function) or item.get_closest_marker("each_database"):
             continue
         test, _, values = item.nodeid.removesuffix("]").partition("[")
         for kind in _KINDS:
-            if kind in (others := values.split("-")) and len(others) > 1:
+            if kind in (others := values.split("-")):
                 others.remove(kind)
-                tried[test]["-".join(others)][kind] = item
-    for of_test in tried.values():
-        for number, on in enumerate(of_test.values()):
-            if len(on) == len(_KINDS):
-                on[_KINDS[number % 2]].add_marker(pytest.mark.exhaustive)
+                tried[test, "-".join(others)][kind] = item
+    turns: Counter[Path] = Counter()
+    for on in tried.values():
+        if len(on) == len(_KINDS) and not any(item.get_closest_marker("exhaustive") for item in on.values()):
+            path = on[_KINDS[0]].path
+            on[_KINDS[turns[path] % 2]].add_marker(pytest.mark.exhaustive)
+            turns[path] += 1
 
 
 @pytest.fixture

@@ -8,11 +8,16 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import multiprocessing.forkserver
+import os
+import select
+import signal
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Final
 
-__all__ = ["PRELOADED", "ensure_fork_server", "forkserver_context", "set_preload"]
+from tests.support.processes import children
+
+__all__ = ["PRELOADED", "end_with_run", "ensure_fork_server", "forkserver_context", "set_preload"]
 
 _ROOT: Final = Path(__file__).parents[2]
 
@@ -79,3 +84,25 @@ def ensure_fork_server() -> None:
 def forkserver_context() -> ForkServerContext:
     """The context whose processes are forked from a warm server."""
     return _context
+
+
+def end_with_run() -> None:
+    """In the fork server: it and what it has forked are killed once the process is gone that has started it.
+
+    It ends by itself only with the last of what it has forked. That may hang, or be stopped, and nobody is
+    left to end it where the tests were killed.
+    """
+    server, run = os.getpid(), os.getppid()
+    if os.fork() != 0:
+        return
+    try:
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        of_run, of_server = os.pidfd_open(run), os.pidfd_open(server)
+        ended, _, _ = select.select([of_run, of_server], [], [])
+        if of_run in ended:
+            for pid in {server, *children(server)} - {os.getpid()}:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+    finally:
+        os._exit(0)

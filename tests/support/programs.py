@@ -8,6 +8,7 @@ that is about what a program imports, about its memory or about its start has to
 from __future__ import annotations
 
 import atexit
+import contextlib
 import inspect
 import multiprocessing
 import os
@@ -20,7 +21,7 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -29,7 +30,7 @@ from dcp.background.process import child
 from tests.support.processes import lives, rename_process
 from tests.support.warm_writers import ADDRESS, end_with_parent, fork_one, start_warm
 
-__all__ = ["Program", "run_program"]
+__all__ = ["Program", "run_program", "use_cold_programs", "use_warm_programs", "warm_programs"]
 
 _FROZEN: Final = ("runpy", "importlib._bootstrap", "importlib._bootstrap_external")
 _HEEDED: Final = {
@@ -127,8 +128,29 @@ class Program(subprocess.Popen[str]):
         return self.pid, int.from_bytes(told, sys.byteorder) if told else signal.SIGKILL
 
 
+def use_warm_programs() -> None:
+    """What this process starts of Python from now on comes from the warm process, too."""
+    subprocess.Popen._execute_child = _execute_any  # type: ignore[attr-defined]
+
+
+def use_cold_programs() -> None:
+    """What this process starts is its child again, and has its limits."""
+    subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def warm_programs() -> Iterator[None]:
+    """`use_warm_programs` until the end of the block."""
+    before = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+    use_warm_programs()
+    try:
+        yield
+    finally:
+        subprocess.Popen._execute_child = before  # type: ignore[attr-defined]
+
+
 def _execute_any(process: subprocess.Popen[Any], *given: Any) -> None:
-    """As a method of `subprocess.Popen`, in such a program."""
+    """As a method of `subprocess.Popen`."""
     if _is_for_python(*given):
         process.__class__ = Program
         Program._execute_child(process, *given)  # type: ignore[arg-type]
@@ -240,7 +262,7 @@ def _take_over(order: _Order) -> None:
     inspect.modulesbyfile.update({f"<frozen {name}>": name for name in _FROZEN}, **{"<string>": "__main__"})
     vars(multiprocessing.current_process()).pop("_inheriting", None)  # the fork server is at its imports
     child._popen = start_warm
-    subprocess.Popen._execute_child = _execute_any  # type: ignore[attr-defined]
+    use_warm_programs()
 
 
 def _run(kind: str, *rest: str) -> None:

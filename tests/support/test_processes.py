@@ -17,6 +17,7 @@ from dcp.server.monitoring import processes as monitoring
 from tests.support import crashes
 from tests.support.forking import PRELOADED, forkserver_context
 from tests.support.processes import children, command_of, environment_of, lives, parent_of
+from tests.support.programs import Program
 
 LOOKS: dict[str, tuple[Callable[[int], Any], Any]] = {
     "lives": (lives, False),
@@ -72,6 +73,28 @@ def test_a_process_of_a_test_has_imported_what_it_needs() -> None:
     process.start()
     process.join()
     assert process.exitcode == 0
+
+
+RUN = """
+import os, signal
+from tests.support.forking import end_with_run
+if os.fork() == 0:
+    end_with_run()
+    if (hangs := os.fork()) != 0:
+        print(os.getpid(), hangs, flush=True)
+signal.pause()
+"""
+
+
+def test_a_fork_server_ends_with_a_run_that_is_killed() -> None:
+    """And what it has forked does, be it that it hangs."""
+    with Program("-c", RUN, stdout=subprocess.PIPE) as run:
+        assert run.stdout is not None
+        pids = [int(word) for word in run.stdout.readline().split()]
+        assert len(pids) == 2 and all(map(lives, pids))
+        run.kill()
+    for pid in pids:
+        crashes.wait_for_end(pid)
 
 
 def test_torch_has_the_threads_that_it_was_given() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,7 +30,28 @@ if TYPE_CHECKING:
     from dcp.conversion.report import ConversionReport
     from dcp.progress import Progress
 
-__all__ = ["ConvertCommand", "command"]
+__all__ = [
+    "Chunks",
+    "ChunksOption",
+    "ConvertCommand",
+    "DropObjects",
+    "Dtype",
+    "Exclude",
+    "Executor",
+    "Files",
+    "NoVerify",
+    "Only",
+    "Overwrite",
+    "Rename",
+    "ShardSize",
+    "TargetOptions",
+    "Workers",
+    "command",
+    "options_of",
+    "print_report",
+    "target_format",
+    "with_progress",
+]
 
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _MAX_LISTED = 5
@@ -60,7 +83,7 @@ def _targets() -> list[str]:
     return target_names()
 
 
-def _target(name: str) -> str:
+def target_format(name: str) -> str:
     """One of the formats that can be written."""
     if name not in _targets():
         raise typer.BadParameter(f"{name!r} is not one of {', '.join(map(repr, _targets()))}.")
@@ -107,18 +130,20 @@ def _dtypes(values: list[str] | None) -> str | dict[str, str] | None:
 
 _Source = Annotated[str, typer.Argument(help="A checkpoint of any format: path or URL.")]
 _Target = Annotated[str, typer.Argument(help="What to write: a folder or a file, path or URL.")]
-_To = Annotated[str, typer.Option("--to", metavar="FORMAT", parser=_target, help="The format to write.")]
-_Only = Annotated[
+_To = Annotated[
+    str, typer.Option("--to", metavar="FORMAT", parser=target_format, help="The format to write.")
+]
+Only = Annotated[
     list[str] | None, typer.Option("--only", metavar="GLOB", help="These names, and those below.")
 ]
-_Exclude = Annotated[list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Not these.")]
-_Rename = Annotated[
+Exclude = Annotated[list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Not these.")]
+Rename = Annotated[
     list[str] | None,
     typer.Option(
         "--rename", metavar="REGEX=>NEW", help=r"Rename, such as '^module\.=>'; one after the other."
     ),
 ]
-_Dtype = Annotated[
+Dtype = Annotated[
     list[str] | None,
     typer.Option("--dtype", metavar="[GLOB=]DTYPE", help="Cast floating-point tensors, such as bfloat16."),
 ]
@@ -126,19 +151,30 @@ _Map = Annotated[
     str | None,
     typer.Option("--map", metavar="MAP", help="A weight map: a name of `dcp map ls`, or a file."),
 ]
-_Files = Annotated[int, typer.Option(min=1, help="Data files of a dcp target.")]
-_Chunks = Annotated[Chunks, typer.Option(help="keep: chunks as in the source; split: one a file, for dcp.")]
-_ShardSize = Annotated[
+Files = Annotated[int, typer.Option(min=1, help="Data files of a dcp target.")]
+ChunksOption = Annotated[
+    Chunks, typer.Option(help="keep: chunks as in the source; split: one a file, for dcp.")
+]
+ShardSize = Annotated[
     str | None, typer.Option(metavar="SIZE", help="Largest file of a safetensors folder, such as 5GB.")
 ]
-_DropObjects = Annotated[
+_Hf = Annotated[
+    str | None,
+    typer.Option(
+        "--hf", metavar="MODEL", help="Folder or hub name, whose config and tokenizer go with the weights."
+    ),
+]
+_HfAlso = Annotated[
+    list[str] | None, typer.Option("--hf-also", metavar="GLOB", help="Further files of it, such as '*.py'.")
+]
+DropObjects = Annotated[
     bool, typer.Option("--drop-objects", help="Leave out values that the format cannot hold.")
 ]
-_Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
-_Executor = Annotated[str, typer.Option(metavar="WHERE", help="processes, inline, or dask://HOST:PORT.")]
-_Workers = Annotated[int | None, typer.Option(min=1, help="Processes at a time.")]
-_NoVerify = Annotated[bool, typer.Option("--no-verify", help="Do not compare the source's checksums.")]
-_TargetOptions = Annotated[
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+Executor = Annotated[str, typer.Option(metavar="WHERE", help="processes, inline, or dask://HOST:PORT.")]
+Workers = Annotated[int | None, typer.Option(min=1, help="Processes at a time.")]
+NoVerify = Annotated[bool, typer.Option("--no-verify", help="Do not compare the source's checksums.")]
+TargetOptions = Annotated[
     str | None,
     typer.Option("--target-options", metavar="JSON", help="As --storage-options, for the target's URL."),
 ]
@@ -148,24 +184,26 @@ def command(
     source: _Source,
     target: _Target,
     to: _To,
-    only: _Only = None,
-    exclude: _Exclude = None,
-    rename: _Rename = None,
-    dtype: _Dtype = None,
+    only: Only = None,
+    exclude: Exclude = None,
+    rename: Rename = None,
+    dtype: Dtype = None,
     weight_map: _Map = None,
     inverse: Inverse = False,
     config: Config = None,
     sizes: Sizes = None,
-    files: _Files = 1,
-    chunks: _Chunks = Chunks.KEEP,
-    shard_size: _ShardSize = None,
-    drop_objects: _DropObjects = False,
-    overwrite: _Overwrite = False,
-    executor: _Executor = "processes",
-    workers: _Workers = None,
-    no_verify: _NoVerify = False,
+    files: Files = 1,
+    chunks: ChunksOption = Chunks.KEEP,
+    shard_size: ShardSize = None,
+    hf: _Hf = None,
+    hf_also: _HfAlso = None,
+    drop_objects: DropObjects = False,
+    overwrite: Overwrite = False,
+    executor: Executor = "processes",
+    workers: Workers = None,
+    no_verify: NoVerify = False,
     options: Options = None,
-    target_options: _TargetOptions = None,
+    target_options: TargetOptions = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -173,21 +211,7 @@ def command(
 
     A conversion that was killed goes on where it was when the same command is given again.
     """
-    chosen: dict[str, Any] = {
-        "to": to,
-        "only": only or None,
-        "exclude": exclude or None,
-        "rename": _pairs(rename, "=>", "REGEX=>NEW") or None,
-        "dtype": _dtypes(dtype),
-        "shard_bytes": _size(shard_size),
-        "files": files,
-        "chunks": chunks.value,
-        "drop_objects": drop_objects,
-        "overwrite": overwrite,
-        "executor": executor,
-        "workers": workers,
-        "verify": "none" if no_verify else "blocks",
-    }
+    chosen = options_of(locals()) | {"hf": hf, "hf_also": tuple(hf_also or ())}
     with errors_as_lines(debug=debug):
         if weight_map is not None:
             chosen["map"] = map_of(weight_map, config, sizes, inverse=inverse)
@@ -195,27 +219,44 @@ def command(
             raise typer.BadParameter("--inverse, --config and --set are about --map, which is missing")
         chosen["storage_options"] = storage_options(source, options)
         chosen["target_options"] = storage_options(target, target_options)
-        report = _convert(source, target, chosen)
+        with with_progress(target) as chosen["progress"]:
+            from dcp.conversion.run import convert  # here, because a usage message must not wait for numpy
+
+            report = convert(source, target, **chosen)
     if json:
         print_json(report)
     else:
-        _print(report)
+        print_report(report)
 
 
-def _convert(source: str, target: str, chosen: dict[str, Any]) -> ConversionReport:
-    """``chosen`` are the options of `dcp.convert`."""
+def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `dcp.convert` that those of the command line mean, which are in ``given`` by name."""
+    names = ("to", "files", "drop_objects", "overwrite", "executor", "workers")
+    return {name: given[name] for name in names} | {
+        "only": given["only"] or None,
+        "exclude": given["exclude"] or None,
+        "rename": _pairs(given["rename"], "=>", "REGEX=>NEW") or None,
+        "dtype": _dtypes(given["dtype"]),
+        "shard_bytes": _size(given["shard_size"]),
+        "chunks": given["chunks"].value,
+        "verify": "none" if given["no_verify"] else "blocks",
+    }
+
+
+@contextmanager
+def with_progress(target: str) -> Iterator[Callable[[Progress], None]]:
+    """What tells a bar how far it is, where there is one."""
     with unwinding_on_sigterm(), progress_bar(target) as show:
-        # here, because a usage message must not wait for numpy
-        from dcp.conversion.run import convert
 
         def progress(done: Progress) -> None:
             if show is not None:
                 show(done.bytes_done, done.bytes_total)
 
-        return convert(source, target, **chosen, progress=progress)
+        yield progress
 
 
-def _print(report: ConversionReport) -> None:
+def print_report(report: ConversionReport) -> None:
+    """What was made, in a few lines."""
     seconds = report.seconds.get("total", 0.0)
     rate = f", {describe_bytes(int(report.bytes_written / seconds))}/s" if seconds > 0 else ""
     resumed = (

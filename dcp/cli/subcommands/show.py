@@ -25,6 +25,7 @@ from dcp.cli.tables import Top, counted, output_columns, print_rest, print_table
 if TYPE_CHECKING:
     from dcp.inspection.checkpoints import CheckpointHeader
     from dcp.inspection.entries import ModuleNode, ObjectRow, TensorRow
+    from dcp.storage.formats.dropped import DroppedPart
 
 __all__ = ["command"]
 
@@ -128,10 +129,16 @@ def _print_header(header: CheckpointHeader) -> None:
         ("files", f"{header.files}, {describe_bytes(header.file_bytes)}"),
         ("seconds", _describe_phases(header.rank_seconds)),
         *_describe_traffic(header.rank_traffic),
+        *(("dropped", f"{part}: {_describe_dropped(part)}") for part in header.dropped),
         *((f"user.{key}", repr(value)) for key, value in header.user.items()),
     )
     for name, value in facts:
         _print_fact(printable(name), printable("-" if value is None else str(value)))
+
+
+def _describe_dropped(part: DroppedPart) -> str:
+    values = f" and {counted(part.objects, 'value')}" if part.objects else ""
+    return f"{counted(part.tensors, 'tensor')}{values}, {describe_bytes(part.bytes)}"
 
 
 def _print_fact(name: str, value: str) -> None:

@@ -52,7 +52,8 @@ def map_of(name: str, config: str | None, sizes: list[str] | None, *, inverse: b
         if not left or not right.isdecimal():
             raise typer.BadParameter(f"{given!r} is not NAME=NUMBER")
         numbers[left] = int(right)
-    return weight_map(name, config, inverse=inverse, **numbers)
+    found = weight_map(name, config).with_numbers(numbers)
+    return found.inverse if inverse else found
 
 
 @app.command("ls")

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from dcp.storage.errors import OptionError
 from dcp.storage.formats import dtypes
 
-__all__ = ["CASTABLE", "cast", "check_castable"]
+__all__ = ["CASTABLE", "TOO_LARGE", "cast", "check_castable", "narrowed", "stored_dtype", "widened"]
 
 _Array = npt.NDArray[Any]
 
@@ -35,6 +35,19 @@ _STORED: Final[dict[str, str]] = {
 CASTABLE: Final = frozenset(dtypes.BY_NAME[name].code for name in _STORED)
 """Codes of the types that can be cast to each other."""
 
+TOO_LARGE: Final[dict[int, float]] = {
+    dtypes.BY_NAME[name].code: limit
+    for name, limit in {
+        "float64": np.inf,
+        "float32": 2.0**128 - 2.0**103,
+        "float16": 65520.0,
+        "bfloat16": 2.0**128 - 2.0**119,
+        "float8_e4m3fn": float(np.nextafter(464.0, np.inf)),
+        "float8_e5m2": 61440.0,
+    }.items()
+}
+"""The smallest number that rounds to none of a type, by its code."""
+
 
 def check_castable(name: object) -> int:
     """The code of the dtype called ``name`` (``torch.`` before it is fine); PlanError if there is no cast."""
@@ -42,6 +55,11 @@ def check_castable(name: object) -> int:
     if text not in _STORED:
         raise OptionError(f"dtype must be one of {', '.join(_STORED)}, not {text!r}")
     return dtypes.BY_NAME[text].code
+
+
+def stored_dtype(code: int) -> np.dtype[Any]:
+    """What the elements of a type that can be cast are to numpy."""
+    return np.dtype(_STORED[dtypes.BY_CODE[code].name])
 
 
 def cast(elements: memoryview, source_code: int, target_code: int) -> _Array:
@@ -53,6 +71,44 @@ def cast(elements: memoryview, source_code: int, target_code: int) -> _Array:
             return values.astype(_STORED[target]).view(np.uint8)
         single = _DECODE[source](values)
         return _ENCODE[target](single).view(np.uint8)
+
+
+def widened(elements: _Array, code: int, out: _Array) -> _Array:
+    """The elements of type ``code``, stored as ``elements``, in the type of ``out``, float32 or float64:
+    ``elements`` themselves, or put into ``out``. What is wider is rounded once."""
+    name = dtypes.BY_CODE[code].name
+    if elements.dtype == out.dtype:
+        return elements
+    with np.errstate(over="ignore", invalid="ignore"):
+        if name == "bfloat16" and out.dtype == np.float32:
+            np.left_shift(elements, 16, out=out.view(np.uint32), dtype=np.uint32)
+        elif name in ("float32", "float64"):
+            out[:] = elements
+        else:
+            out[:] = _DECODE[name](elements)
+    return out
+
+
+def narrowed(values: _Array, code: int) -> _Array:
+    """Numbers of float32 or float64 as bytes of the type ``code``: rounded once, to the nearest, ties to
+    even. Numbers from `TOO_LARGE` on, and what is none, are for the caller to find."""
+    name = dtypes.BY_CODE[code].name
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        if _STORED[name].startswith("<f"):
+            return np.ascontiguousarray(values.astype(_STORED[name], copy=False)).view(np.uint8)
+        single = values if values.dtype == np.float32 else _odd_single(values)
+        return _ENCODE[name](single).view(np.uint8)
+
+
+def _odd_single(values: _Array) -> _Array:
+    """As float32, "rounded to odd": what is rounded again, to fewer bits, is then as if it were rounded once
+    (Boldo and Melquiond, Emulation of FMA and correctly rounded sums, 2008)."""
+    single = values.astype(np.float32)
+    back = single.astype(np.float64)
+    bits = single.view(np.uint32)
+    bits -= (np.abs(back) > np.abs(values)).astype(np.uint32)
+    bits |= (back != values).astype(np.uint32)
+    return single
 
 
 def _bfloat16_to_single(bits: _Array) -> _Array:

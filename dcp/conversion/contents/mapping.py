@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -12,22 +12,18 @@ import numpy as np
 
 from dcp.conversion.contents.entries import check_patterns
 from dcp.planners.load.selection import Patterns, Selection
-from dcp.planners.weight_maps.pieces import MappedTensor
-from dcp.planners.weight_maps.weight_map import WeightMap, config_of
+from dcp.planners.weight_maps.pieces import MappedTensor, refuse_torn
+from dcp.planners.weight_maps.weight_map import MapSource, WeightMap, config_of
 from dcp.storage.errors import PlanError
-from dcp.storage.formats import dtypes
+from dcp.storage.formats.container_notes import notes_above
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, starts
 from dcp.storage.formats.opening.sources import complete_index, open_source
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.opening import OpenWith
 
-__all__ = ["MappedIndex", "map_index", "map_source"]
+__all__ = ["MappedIndex", "map_all", "map_index", "map_source", "model_config"]
 
 _CONFIG: Final = "config.json"
-_PACKED: Final = frozenset(
-    dtypes.BY_NAME[name].code for name in ("float4_e2m1fn_x2", "bits1x8", "bits2x4", "bits4x2")
-)
-_MAX_LISTED: Final = 10
 _MAX_CONFIG_BYTES: Final = 4 << 20
 
 
@@ -35,11 +31,12 @@ _MAX_CONFIG_BYTES: Final = 4 << 20
 class MappedIndex:
     """What there is after the map. In ``index`` each tensor is whole, at no known place: it is made of the
     pieces of ``tensors``, by row. Values that are no tensors are those of the source, with its rows, of which
-    ``objects`` are selected."""
+    ``objects`` are selected. ``unknown`` are tensors that are as they were, since no rule knows them."""
 
     index: CheckpointIndex
     tensors: Sequence[MappedTensor]
     objects: frozenset[int]
+    unknown: frozenset[str] = frozenset()
 
     @property
     def identity(self) -> str:
@@ -76,28 +73,54 @@ def map_index(
         check_patterns(selection, [*index.fqns, *index.objects.fqns, *unread])
         unread = {name: need for name, need in unread.items() if selection.selects(name)}
         index = replace(index, provenance={**index.provenance, "refused_objects": unread})
-    weights = replace(weights, config={**_model_config(store), **weights.config})
+    weights = weights.beside(model_config(store))
+    selects = selection.selects if selection is not None else lambda _: True
+    wanted = (source for source in _sources(index) if selects(source[0]))
+    tensors = weights.apply(wanted, is_whole=selection is None)
+    chosen = [row for row, name in enumerate(index.objects.fqns) if selects(name)]
+    return MappedIndex(_index_of(index, _checked(index, tensors, chosen)), tensors, frozenset(chosen))
+
+
+def map_all(index: CheckpointIndex, weights: WeightMap) -> MappedIndex:
+    """All of ``index`` under ``weights``; tensors that no rule knows stay as they are, as values do.
+
+    PlanError as of `map_index`.
+    """
+    known: list[MapSource] = []
+    unknown: list[MappedTensor] = []
+    for source in _sources(index):
+        if weights.knows(source[0]):
+            known.append(source)
+        else:
+            unknown.append(MappedTensor.same(*source))
+    tensors, rows = weights.apply(known, is_whole=True), range(len(index.objects))
+    names = {tensor.name for tensor in tensors}
+    twice = [tensor.name for tensor in unknown if tensor.name in names]
+    if twice:
+        raise PlanError(
+            f"the map gives a tensor the name {twice[0]!r}, which is that of another one that no rule knows"
+        )
+    tensors += unknown
+    left = frozenset(tensor.name for tensor in unknown)
+    return MappedIndex(_index_of(index, _checked(index, tensors, rows)), tensors, frozenset(rows), left)
+
+
+def _sources(index: CheckpointIndex) -> Iterator[MapSource]:
     shapes, bounds = index.shape_values.tolist(), index.shape_start.tolist()
     codes, grads = index.dtype_codes.tolist(), index.requires_grad.tolist()
-    tensors = weights.apply(
-        (name, tuple(shapes[bounds[row] : bounds[row + 1]]), codes[row], bool(grads[row]))
-        for row, name in enumerate(index.fqns)
-        if selection is None or selection.selects(name)
-    )
-    chosen = [
-        row for row, name in enumerate(index.objects.fqns) if selection is None or selection.selects(name)
-    ]
+    for row, name in enumerate(index.fqns):
+        yield name, tuple(shapes[bounds[row] : bounds[row + 1]]), codes[row], bool(grads[row])
+
+
+def _checked(
+    index: CheckpointIndex, tensors: Sequence[MappedTensor], chosen: Iterable[int]
+) -> Sequence[MappedTensor]:
+    """``tensors``. PlanError for names that values have, and for elements that cannot be moved."""
     twice = {tensor.name for tensor in tensors} & {index.objects.fqns[row] for row in chosen}
     if twice:
         raise PlanError(f"the map gives a tensor the name {min(twice)!r}, which is that of another value")
-    split = [tensor.name for tensor in tensors if tensor.dtype_code in _PACKED and not tensor.is_renamed]
-    if split:
-        raise PlanError(
-            f"{', '.join(map(repr, split[:_MAX_LISTED]))}: several elements are one byte there, which a map "
-            "would take for one; such a tensor can only be renamed",
-            fqns=split[:_MAX_LISTED],
-        )
-    return MappedIndex(_index_of(index, tensors), tensors, frozenset(chosen))
+    refuse_torn(tensors)
+    return tensors
 
 
 def _index_of(index: CheckpointIndex, tensors: Sequence[MappedTensor]) -> CheckpointIndex:
@@ -124,13 +147,27 @@ def _index_of(index: CheckpointIndex, tensors: Sequence[MappedTensor]) -> Checkp
         stride_orders={},
         payload_strides={},
         record_crcs={},
-        digests=(),
-        planner_data=None,
-        provenance={name: value for name, value in index.provenance.items() if name != "structure"},
+        **_nesting(index, tensors),
     )
 
 
-def _model_config(store: Store) -> Mapping[str, Any]:
+def _nesting(index: CheckpointIndex, tensors: Sequence[MappedTensor]) -> dict[str, Any]:
+    """Where values are in the nested state; a tensor is what its name says."""
+    provenance = dict(index.provenance)
+    structure, known = provenance.pop("structure", None), index.planner_data
+    if not isinstance(known, Mapping):
+        return {"planner_data": None, "provenance": provenance}
+    paths = {name: known[name] for name in index.objects.fqns if isinstance(known.get(name), tuple)}
+    if isinstance(structure, dict) and isinstance(structure.get("containers"), list):
+        notes = notes_above(structure["containers"], paths.values())
+        provenance["structure"] = {**structure, "containers": notes}
+    return {
+        "planner_data": {tensor.name: (tensor.name,) for tensor in tensors} | paths,
+        "provenance": provenance,
+    }
+
+
+def model_config(store: Store) -> Mapping[str, Any]:
     """What ``config.json`` beside the weights says of the model; empty where there is none."""
     if store.stat(_CONFIG) is None:
         return {}

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
-from dcp.conversion.copying.checks import SourceChecks
+from dcp.conversion.copying.checks import SourceChecks, refuse_faults
 from dcp.conversion.copying.gather import RangeReader
 from dcp.conversion.copying.sinks import Output
 from dcp.conversion.copying.tasks import Task, TaskBatch, TaskResult, carry_out
@@ -16,9 +16,8 @@ from dcp.conversion.plan import refuse_changed
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import StorageError
-from dcp.storage.formats.opening.sources import complete_index, open_source
+from dcp.storage.formats.opening.sources import Source, complete_index
 from dcp.storage.stores.base import Store
-from dcp.storage.stores.opening import OpenWith
 
 __all__ = ["BatchRunner", "BatchSettings", "close_all", "run_batch"]
 
@@ -43,7 +42,7 @@ class BatchRunner:
     def run(self, batch: TaskBatch, on_bytes: Callable[[int], None] | None = None) -> TaskResult:
         """What ``batch`` writes is durable when this returns. ``on_bytes`` hears of each window."""
         # A file that is written in place has no name yet: whoever has all results compares in time.
-        check = self._comparison(batch) if self._verifies and not self._output.in_place else None
+        check = None if self._output.in_place else self._comparison(batch)
         result = TaskResult(batch.number)
         for task in batch.tasks:
             result.add(self._carry_out(task, on_bytes, check))
@@ -53,6 +52,8 @@ class BatchRunner:
 
     def _comparison(self, batch: TaskBatch) -> Check:
         """Compares what is complete within the batch, before its files appear."""
+        if not self._verifies:
+            return lambda result: self._refuse_faults(batch, result)
         engine, chunks = self._open_engine(), batch.chunks
         engine.resolve(chunks)
         checks = SourceChecks(engine)
@@ -61,8 +62,14 @@ class BatchRunner:
             checks.add(result.sources)
             if batch.is_all:  # nobody else reads the rest of a block: it must not appear before that
                 checks.finish(chunks.tolist())
+            self._refuse_faults(batch, result)
 
         return check
+
+    def _refuse_faults(self, batch: TaskBatch, result: TaskResult) -> None:
+        """Of a file that is the whole target, before it appears; else whoever publishes has all of them."""
+        if batch.is_all and result.faults:
+            refuse_faults(result.faults, self._open_engine().index)
 
     def _carry_out(
         self, task: Task, on_bytes: Callable[[int], None] | None, check: Check | None
@@ -81,13 +88,12 @@ class BatchRunner:
 class BatchSettings:
     """What all batches of a conversion share, for processes that know no more of it.
 
-    ``conversion`` names it in a process that has to do with several; ``store`` is the one of ``source``,
-    whose mark, as a source of the format ``to``, is ``source_mark``.
+    ``conversion`` names it in a process that has to do with several; ``store`` is the one of the source that
+    ``open_source`` opens, whose mark, as a source of the format ``to``, is ``source_mark``.
     """
 
     conversion: str
-    source: str
-    open_source: OpenWith
+    open_source: Callable[[], Source]
     store: Store
     to: str
     source_mark: str
@@ -103,9 +109,9 @@ class _ProcessRunner(BatchRunner):
     @cached_property
     def _engine(self) -> ReadEngine:
         settings = self._settings
-        found = open_source(settings.source, open_store=settings.open_source)
+        found = settings.open_source()
         engine = ReadEngine(found.store, complete_index(found.store, found.index), verify=settings.verify)
-        refuse_changed(engine, settings.to, settings.source_mark, settings.source)
+        refuse_changed(engine, settings.to, settings.source_mark, found.name)
         return engine
 
     def close(self) -> None:

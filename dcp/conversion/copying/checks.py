@@ -6,20 +6,27 @@ Fragments come in any order, from any task, and more than once. A block is known
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from dcp.conversion.copying.sums import NOT_FINITE, Fault
 from dcp.conversion.copying.tasks import TaskResult
 from dcp.conversion.layouts.layout import Copies
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.fragments import Fragment, Fragments
 from dcp.storage.engine.reading.requests import ReadStats
-from dcp.storage.errors import CheckpointError
+from dcp.storage.errors import CheckpointError, PlanError
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.near_names import listed
 
-__all__ = ["ResultChecks", "SourceChecks", "TargetChecksums"]
+__all__ = ["ResultChecks", "SourceChecks", "TargetChecksums", "refuse_faults"]
+
+_MAX_LISTED: Final = 10
 
 
 class SourceChecks:
@@ -78,17 +85,20 @@ class SourceChecks:
 
 
 class ResultChecks:
-    """Of all results of a conversion: ``source`` is compared, ``target`` is recorded for publishing."""
+    """Of all results of a conversion: ``source`` is compared, ``target`` is recorded for publishing, and so
+    are ``faults``."""
 
     def __init__(self, engine: ReadEngine, copies: Copies) -> None:
         self.source, self.target = SourceChecks(engine), TargetChecksums(copies)
         self.bytes_read = 0
+        self.faults: list[Fault] = []
 
     def add(self, result: TaskResult) -> None:
         """Take what was found. Raises CorruptCheckpointError as soon as a block differs."""
         self.source.add(result.sources)
         self.target.add(result.targets)
         self.bytes_read += result.bytes_read
+        self.faults += result.faults
 
 
 def _number(chunk: int, block: int) -> int:
@@ -133,3 +143,25 @@ class TargetChecksums:
         for number, crc in enumerate(self.blocks(copy).tolist()):
             total = crc32_combine(total, crc, min(BLOCK_BYTES, size - number * BLOCK_BYTES))
         return total
+
+
+def refuse_faults(faults: Iterable[Fault], index: CheckpointIndex) -> None:
+    """PlanError that names all tensors of ``faults``, by the source's ``index``; fine without any."""
+    counts: Counter[tuple[str, int]] = Counter()
+    for fault in faults:
+        row = int(index.chunk_tensors[fault.chunk])
+        counts[index.fqns[row].partition("/")[2], fault.kind] += fault.elements
+    if not counts:
+        return
+    told = [
+        f"{name!r} ({count:,} {'NaN or infinite' if kind == NOT_FINITE else 'too large for its dtype'})"
+        for (name, kind), count in sorted(counts.items())
+    ]
+    names = sorted({name for name, _ in counts})
+    raise PlanError(
+        f"{len(names)} of the sums have elements that are no numbers, or that no element of the target can "
+        f"be: {listed(told, most=_MAX_LISTED, show=str)}. Nothing was published. Leave these tensors out, or "
+        "give them a wider dtype",
+        fqns=names,
+        problems=told,
+    )

@@ -87,6 +87,11 @@ class RangeReader:
         self.sources: list[Fragment] = []
         self.targets: list[Fragment] = []
 
+    @property
+    def scatters(self) -> bool:
+        """Whether a request is dear, so that there should be few."""
+        return self._profile.scatter
+
     def begin(self, files: dict[int, tuple[str, int]]) -> None:
         """Forget the last task's findings; ``files`` are those of the next."""
         self._facts.update(files)

@@ -18,9 +18,11 @@ import numpy.typing as npt
 from dcp.conversion.contents.casting import cast
 from dcp.conversion.copying.gather import RangeReader, Wanted
 from dcp.conversion.copying.sinks import ReservedRange, announce
+from dcp.conversion.copying.sums import Fault, Sums
 from dcp.conversion.layouts.columns import SourceColumns, TaskCopies, TaskCopy
 from dcp.conversion.layouts.layout import Hole, TargetLayout
 from dcp.conversion.layouts.sources import source_files
+from dcp.conversion.layouts.terms import TermColumns
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.storage.engine.reading.fragments import Fragment, within_blocks
 from dcp.storage.errors import CheckpointError, CheckpointFormatError
@@ -94,23 +96,27 @@ class TaskBatch:
 
 @dataclass
 class TaskResult:
-    """What a task or a batch of them did: checksums of what it read and wrote, by payload and by copy."""
+    """What a task or a batch of them did: checksums of what it read and wrote, by payload and by copy.
+    ``faults`` are of what was computed, which may then not be published."""
 
     number: int
     bytes_read: int = 0
     sources: list[Fragment] = field(default_factory=list)
     targets: list[Fragment] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
 
     def add(self, other: TaskResult) -> None:
         """Take what another task did, too."""
         self.bytes_read += other.bytes_read
         self.sources += other.sources
         self.targets += other.targets
+        self.faults += other.faults
 
     def encode(self) -> bytes:
         """Packed bytes for the ledger, and for the way from another process: differences from row to row,
         because neighbours hardly differ."""
-        rows = [np.array(found, "<i8").reshape(-1, 4) for found in (self.sources, self.targets)]
+        found = (self.sources, self.targets, self.faults) if self.faults else (self.sources, self.targets)
+        rows = [np.array(one, "<i8").reshape(-1, 4) for one in found]
         columns = [np.diff(found.T, axis=1, prepend=np.int64(0)).tobytes() for found in rows]
         return bytes(msgpack.packb([self.number, self.bytes_read, *columns]))
 
@@ -120,10 +126,11 @@ class TaskResult:
         try:
             number, bytes_read, *columns = msgpack.unpackb(data)
             rows = [np.cumsum(np.frombuffer(one, "<i8").reshape(4, -1), axis=1).T.tolist() for one in columns]
-            sources, targets = ([Fragment(*row) for row in found] for found in rows)
+            sources, targets = ([Fragment(*row) for row in found] for found in rows[:2])
+            faults = [Fault(*row) for found in rows[2:] for row in found]
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise CheckpointFormatError("what was noted of a conversion is not to be read") from error
-        return cls(number, bytes_read, sources, targets)
+        return cls(number, bytes_read, sources, targets, faults)
 
 
 # -- making tasks --------------------------------------------------------------------------------------------
@@ -135,11 +142,12 @@ def make_tasks(
     layout: TargetLayout,
     sources: SourceColumns,
     dtype_codes: npt.NDArray[np.uint8],
+    terms: TermColumns | None = None,
     *,
     by_file: bool,
 ) -> list[Task]:
     """The tasks of a layout; ``sources`` are the parts of its copies, ``dtype_codes`` are those of what is
-    copied, by row. ``by_file``: one for each file."""
+    copied, by row. With ``terms`` copies are sums of these. ``by_file``: one for each file."""
     tasks: list[Task] = []
     copies = layout.copies
     source_codes = dtype_codes[copies.tensors].astype(np.int64)
@@ -154,7 +162,7 @@ def make_tasks(
         cuts = [0, size] if by_file else [*range(0, size, TASK_BYTES), size]
         for begin, end in pairwise(cuts):
             chosen = rows[np.searchsorted(ends, begin, "right") : np.searchsorted(begins, end, "left")]
-            own = TaskCopies.of(copies, chosen, source_codes, sources)
+            own = TaskCopies.of(copies, chosen, source_codes, sources, terms)
             first, last = np.searchsorted(stops, begin, "right"), np.searchsorted(starts, end, "left")
             parts = literals[int(first) : int(last)]
             for place in {0, len(parts) - 1} if parts else ():  # those between are in the range whole
@@ -227,6 +235,8 @@ class Assembler:
         self._hole = 0
         self._indexed = [0, 0]
         self._fragments: dict[int, list[Fragment]] = {}
+        terms = task.copies.terms
+        self._sums = None if terms is None else Sums(reader, terms.accumulate, result.faults)
 
     def write_to(self, sink: WriteHandle, on_bytes: Callable[[int], None] | None) -> None:
         """All of the task."""
@@ -256,6 +266,8 @@ class Assembler:
         self._reader.read(wanted)
         for action in later:
             action()
+        if self._sums is not None:
+            self._sums.flush()
         if self._holes:
             self._fill_holes(buffer, begin, end)
 
@@ -283,6 +295,9 @@ class Assembler:
         """What of ``copy`` belongs to bytes ``begin`` to ``end`` of the file."""
         low, high = max(begin, copy.begin) - copy.begin, min(end, copy.begin + copy.size_bytes) - copy.begin
         place = buffer[low + copy.begin - begin : high + copy.begin - begin]
+        if copy.terms and self._sums is not None:
+            self._sums.add(copy, place, low, lambda: self._note(copy.copy, low, place))
+            return
         size = dtypes.BY_CODE[copy.source_code].itemsize
         out = dtypes.BY_CODE[copy.target_code].itemsize
         if low % out or high % out:

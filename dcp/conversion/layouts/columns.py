@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, starmap
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dcp.conversion.layouts.layout import Copies
 from dcp.conversion.layouts.pieces import SourcePart
+from dcp.conversion.layouts.terms import Term, TermColumns
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import Int64, itemsizes, starts
 from dcp.storage.geometry.ragged import expand_ranges, gather_rows, row_products
@@ -25,7 +26,7 @@ __all__ = ["SourceColumns", "TaskCopies", "TaskCopy"]
 
 class TaskCopy(NamedTuple):
     """A copy of the layout: ``size_bytes`` from ``begin`` of the target file on. ``is_padded``: elements that
-    no source has are zeros."""
+    no source has are zeros. With ``terms`` it is their sum, and has no ``sources`` of its own."""
 
     copy: int
     begin: int
@@ -34,6 +35,7 @@ class TaskCopy(NamedTuple):
     target_code: int
     is_padded: bool
     sources: tuple[SourcePart, ...]
+    terms: tuple[Term, ...] = ()
 
     @property
     def elements(self) -> int:
@@ -43,7 +45,8 @@ class TaskCopy(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SourceColumns:
-    """The `SourcePart`es of copies: those of copy n are rows ``start[n]`` to ``start[n + 1]``.
+    """The `SourcePart`es of copies: those of copy n are rows ``start[n]`` to ``start[n + 1]``; of gathers,
+    where copies are sums of these.
 
     What there is by axis is flat, sliced by ``axis_start``.
     """
@@ -116,7 +119,8 @@ _BY_AXIS = ("lengths", "strides", "target_strides")
 class TaskCopies:
     """Copies of one file in the order of their places: of a whole file, or of a range of it.
 
-    ``padded`` is 1 for those of which some elements are zeros that no source has.
+    ``padded`` is 1 for those of which some elements are zeros that no source has. With ``terms`` the copies
+    are sums, and ``sources`` are those of the terms' gathers.
     """
 
     numbers: Int64
@@ -126,11 +130,19 @@ class TaskCopies:
     target_codes: Int64
     padded: Int64
     sources: SourceColumns
+    terms: TermColumns | None = None
 
     @classmethod
-    def of(cls, copies: Copies, rows: Int64, source_codes: Int64, sources: SourceColumns) -> TaskCopies:
+    def of(
+        cls,
+        copies: Copies,
+        rows: Int64,
+        source_codes: Int64,
+        sources: SourceColumns,
+        terms: TermColumns | None = None,
+    ) -> TaskCopies:
         """Those in ``rows`` of a layout's copies."""
-        own, codes = sources.take(rows), copies.dtype_codes[rows]
+        own, codes = sources.take(rows if terms is None else terms.gathers_of(rows)), copies.dtype_codes[rows]
         elements = copies.size_bytes[rows] // itemsizes(codes.astype(np.uint8))
         return cls(
             rows,
@@ -138,8 +150,9 @@ class TaskCopies:
             copies.size_bytes[rows],
             source_codes[rows],
             codes,
-            (own.elements() < elements).astype(np.int64),
+            np.zeros_like(rows) if terms else (own.elements() < elements).astype(np.int64),
             own,
+            terms.take(rows) if terms else None,
         )
 
     def __len__(self) -> int:
@@ -170,4 +183,19 @@ class TaskCopies:
             *(column[first:last].tolist() for column in columns),
             self.padded[first:last].astype(bool).tolist(),
         )
-        yield from starmap(TaskCopy, zip(*facts, self.sources.parts(first, last), strict=True))
+        if self.terms is None:
+            yield from starmap(TaskCopy, zip(*facts, self.sources.parts(first, last), strict=True))
+            return
+        gathers = self.terms.gathers[self.terms.start[[first, last]]].tolist()
+        terms = self.terms.terms(first, last, self.sources.parts(*gathers))
+        yield from starmap(_sum_of, zip(*facts, terms, strict=True))
+
+
+def _sum_of(*facts: Any) -> TaskCopy:
+    """A copy of such facts and terms; where nothing is to be computed, of the elements as they are."""
+    terms = facts[-1]
+    copy = TaskCopy._make((*facts[:-1], (), ()))
+    (code, sources), *_ = terms[0].gathers
+    if len(terms) == 1 and terms[0].is_the_elements and code == copy.target_code:
+        return copy._replace(sources=sources)
+    return copy._replace(terms=terms)

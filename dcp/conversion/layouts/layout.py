@@ -158,7 +158,8 @@ class TargetLayout:
 
     ``file_names`` and ``file_sizes`` (bytes) are known exactly. For a ``dcp`` target ``index`` is what the
     manifest will say, but for checksums, and ``chunk_copies`` the copy that each of its chunks is.
-    ``last_files`` are small files to be written when all others are complete, by name.
+    ``last_files`` are small files to be written when all others are complete, by name. ``replaced`` are names
+    of files that do not stay where a folder is replaced, besides those of checkpoints.
     ``tensor_copies`` names the copy of each tensor where there is just one.
     """
 
@@ -171,6 +172,7 @@ class TargetLayout:
     chunk_copies: Int64 | None = None
     last_files: Mapping[str, bytes] = field(default_factory=dict)
     tensor_copies: Mapping[str, int] = field(default_factory=dict)
+    replaced: frozenset[str] = frozenset()
 
     @property
     def copied_bytes(self) -> int:

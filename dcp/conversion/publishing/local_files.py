@@ -8,6 +8,7 @@ import errno
 import os
 import shutil
 from collections import defaultdict
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
@@ -101,13 +102,14 @@ def rename(source: Path, target: Path, *, overwrite: bool) -> None:
         source.rename(target)
 
 
-def keep_others(folder: Path, target: Path) -> None:
-    """Into ``folder``, durably, what a new checkpoint in place of ``target`` does not replace.
+def keep_others(folder: Path, target: Path, replaced: Collection[str]) -> None:
+    """Into ``folder``, durably, what a new checkpoint in place of ``target`` does not replace, files of the
+    names ``replaced`` among that.
 
     Raises PlanError for what would have to be moved.
     """
     for entry in target.iterdir():
-        if _is_replaced(entry.name):
+        if entry.name in replaced or _is_replaced(entry.name):
             continue
         if entry.is_dir() or entry.is_symlink():
             raise PlanError(

@@ -130,7 +130,8 @@ class Publisher:
             if self._local is not None:
                 local_files.reserve(self._local.output, layout)
             elif self._overwrite:
-                for name in layout.last_files:  # readers must not take new shards for those of the old index
+                # Readers must not take new shards for those of the old index.
+                for name in {*layout.last_files, *_present(store, layout.replaced)}:
                     store.delete(name)
         except BaseException:
             if self._local is not None:
@@ -241,7 +242,7 @@ class Publisher:
             if self._place.file_name is not None:
                 local_files.rename(output / self._place.file_name, target, overwrite=self._overwrite)
             elif self._overwrite and target.is_dir() and any(target.iterdir()):
-                self._replace(ledger, target)
+                self._replace(ledger, target, layout)
             else:
                 output.rename(target)  # also over an empty folder
         except StorageError:
@@ -252,8 +253,8 @@ class Publisher:
             raise storage_error(error, "rename", target) from error
         PosixStore(target.parent).sync()
 
-    def _replace(self, ledger: LocalLedger, target: Path) -> None:
-        local_files.keep_others(ledger.output, target)
+    def _replace(self, ledger: LocalLedger, target: Path, layout: TargetLayout) -> None:
+        local_files.keep_others(ledger.output, target, layout.replaced)
         ledger.forget()  # a run that went on from here would take the old files for its own
         local_files.exchange(ledger.output, target)
 
@@ -398,6 +399,10 @@ def _holds(store: Store, name: str, data: bytes) -> bool:
     return (
         info is not None and info.size_bytes == len(data) and store.read(name, limit_bytes=len(data)) == data
     )
+
+
+def _present(store: Store, names: frozenset[str]) -> frozenset[str]:
+    return names & {info.name for info in store.list()} if names else names
 
 
 def _is_complete(store: Store) -> bool:

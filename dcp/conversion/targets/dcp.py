@@ -53,15 +53,16 @@ def lay_out(job: LayoutJob) -> Planned:
     """The target of a conversion; values keep the bytes that stock torch unpickles."""
     entries, values, index = job.entries, job.values, job.entries.index
     kept, dropped = job.kept({})
+    origin = {
+        "url": job.source_url,
+        "format": index.format,
+        "save_id": index.provenance.get("save_id"),
+    }
     provenance: dict[str, Any] = {
         "save_id": job.save_id,
         "time": time.time(),
         "dcphub_version": __version__,
-        "converted_from": {
-            "url": job.source_url,
-            "format": index.format,
-            "save_id": index.provenance.get("save_id"),
-        },
+        **(job.origin or {"converted_from": origin}),
     }
     structure = entries.structure()
     if structure is not None:
@@ -255,23 +256,10 @@ def _index(
         files=names,
         file_sizes=column(sizes),
         objects=_objects(values, blobs),
-        digests=_kept_digests(entries),
         stride_orders={
             row: orders[entry.tensor] for row, entry in enumerate(tensors) if entry.tensor in orders
         },
     )
-
-
-def _kept_digests(entries: Entries) -> list[bytes]:
-    """The sums that the source has, of what is not cast."""
-    index = entries.index
-    if not len(index.digests):
-        return []
-    codes = index.dtype_codes.tolist()
-    return [
-        index.digests[entry.tensor] if entry.dtype_code == codes[entry.tensor] else b""
-        for entry in entries.tensors
-    ]
 
 
 def _objects(values: Sequence[EncodedValue], blobs: Sequence[tuple[int, int]]) -> ObjectColumns:

@@ -8,15 +8,17 @@ be; the bytes are moved by others.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final, Literal
 
 from dcp.conversion.contents.entries import Entries, Value
+from dcp.conversion.contents.hf_folder import HfFolder
 from dcp.conversion.contents.mapping import MappedIndex
 from dcp.conversion.contents.values import SourceValues
 from dcp.conversion.layouts.layout import TargetLayout
 from dcp.conversion.layouts.sources import payload_crcs
+from dcp.conversion.merging.terms import MergedTensors
 from dcp.storage.errors import CheckpointFormatError, PlanError
 from dcp.storage.formats.plain import encode_plain
 
@@ -35,7 +37,8 @@ files."""
 class LayoutOptions:
     """Options that are about the target alone; each is for the formats that have a use for it.
 
-    ``to`` is the `Target.name`. ``files`` and ``chunks`` as for `dcp.convert`.
+    ``to`` is the `Target.name`. ``files`` and ``chunks`` as for `dcp.convert`. What ``hf`` has is beside the
+    weights.
     """
 
     to: str
@@ -43,16 +46,18 @@ class LayoutOptions:
     chunks: Chunks = "keep"
     shard_bytes: int | None = None
     drop_objects: bool = False
+    hf: HfFolder | None = None
 
 
 @dataclass(frozen=True)
 class Planned:
     """A layout, and the names of the values that it leaves out. ``mapped``: its tensors are made of the
-    source's by a weight map."""
+    source's by a weight map; ``merged``: they are sums of those of several."""
 
     layout: TargetLayout
     dropped: tuple[str, ...]
     mapped: MappedIndex | None = None
+    merged: MergedTensors | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,8 @@ class LayoutJob:
     """``entries`` are the tensors and values to be written, ``values`` reads what those are.
 
     ``file_name`` is that of the file where the target is just one. ``is_compared``: whoever copies compares
-    what is read with the source's checksums, so that a target needs none that are of those bytes.
+    what is read with the source's checksums, so that a target needs none that are of those bytes. ``origin``
+    is for the provenance.
     """
 
     entries: Entries
@@ -70,6 +76,7 @@ class LayoutJob:
     save_id: str
     source_url: str
     is_compared: bool = False
+    origin: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def crcs(self) -> Mapping[int, int]:

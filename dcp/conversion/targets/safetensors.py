@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import starmap
 from typing import Any, Final
 
@@ -17,7 +18,8 @@ import numpy as np
 
 from dcp.conversion.contents.entries import Entries
 from dcp.conversion.contents.extras import extras_of, metadata_of
-from dcp.conversion.layouts.layout import Copies, Literals, TargetLayout
+from dcp.conversion.contents.hf_folder import ADAPTER_CONFIG, CONFIG, HF_NAMES, HfFolder
+from dcp.conversion.layouts.layout import Copies, Literal, Literals, TargetLayout
 from dcp.conversion.targets.job import LayoutJob, Planned
 from dcp.storage.errors import OptionError, PlanError
 from dcp.storage.formats import dtypes
@@ -41,19 +43,55 @@ _SHARD_TENSORS: Final = 100_000
 """With names of usual length a third of what the header of one file may have."""
 
 
+_ADAPTER_NAME: Final = "adapter_model.safetensors"
+_MODEL_DTYPES: Final = frozenset(("float16", "bfloat16", "float32", "float64"))
+
+
 def lay_out(job: LayoutJob) -> Planned:
     """The target of a conversion; values that are plain data go to the metadata."""
     contents, refused = job.contents(is_plain_only=True)
     kept, dropped = job.kept(refused)
     entries, shard_bytes = job.entries, job.options.shard_bytes
+    hf = job.options.hf
     layout = safetensors_layout(
         entries,
-        file_name=job.file_name,
+        file_name=_ADAPTER_NAME if hf is not None and hf.is_adapter else job.file_name,
         shard_bytes=DEFAULT_SHARD_BYTES if shard_bytes is None else shard_bytes,
         metadata=metadata_of(entries.index.user),
         extras=extras_of(entries, [(value, contents[value.fqn]) for value in kept], entries.structure()),
     )
-    return Planned(layout, dropped)
+    return Planned(layout if hf is None else _beside(layout, entries, hf), dropped)
+
+
+def _beside(layout: TargetLayout, entries: Entries, hf: HfFolder) -> TargetLayout:
+    """The files of a template beside the weights; what makes the folder a model's is written last."""
+    _check_names(entries, hf)
+    found = {dtypes.BY_CODE[entry.dtype_code].name for entry in entries.tensors} & _MODEL_DTYPES
+    is_one = len(found) == 1 and not hf.is_adapter
+    files = dict(hf.files_for(found.pop() if is_one else None))
+    last = {name: files.pop(name) for name in (CONFIG, ADAPTER_CONFIG) if name in files}
+    first = len(layout.file_names)
+    literals = [Literal(first + number, 0, data) for number, data in enumerate(files.values()) if data]
+    return replace(
+        layout,
+        file_names=[*layout.file_names, *files],
+        file_sizes=[*layout.file_sizes, *map(len, files.values())],
+        literals=Literals.of([*layout.literals, *literals]),
+        last_files={**layout.last_files, **last},
+        replaced=HF_NAMES,
+    )
+
+
+def _check_names(entries: Entries, hf: HfFolder) -> None:
+    """PlanError where no tensor is called as one of the template's: all of them would be passed over."""
+    names = [entry.fqn for entry in entries.tensors]
+    if names and hf.tensor_names and hf.tensor_names.isdisjoint(names):
+        raise PlanError(
+            f"no tensor is called as those of {hf.url} are: {names[0]!r} here, {min(hf.tensor_names)!r} "
+            "there, and from_pretrained goes by names. Choose (only), rename or map them; if they are right, "
+            "give a template without weights",
+            path=hf.url,
+        )
 
 
 def safetensors_layout(

@@ -122,6 +122,8 @@ class Registrar:
         if event.kind == "saved":
             save_id = event.data.get("save_id")
             self._put(event.step, {"save_id": save_id} if save_id else {})
+        elif event.kind == "dropped":
+            self._put(event.step, {})
         elif event.kind == "deleted" and event.data.get("what") != "abandoned":
             self._put(event.step, {"deleted": True})
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
 from dcp.conversion.publishing.ledger import LEDGER_NAME, LocalLedger
 from dcp.conversion.targets.places import is_written_under
+from dcp.manager.cleanup.dropping import finish_drop
 from dcp.manager.cleanup.removal import (
     Removed,
     files_to_remove,
@@ -196,9 +197,14 @@ def remove_leftovers(
     elif left.kind == "abandoned":
         removed = remove_abandoned(store, older_than_seconds, now_seconds)
     else:
+        # Before files go that a `.metadata` from before a drop may refer to.
+        finished, finished_bytes = finish_drop(store)
         with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):  # no save commits between look and deletion
             still = {*_still_left(store, now_seconds, older_than_seconds)} & {*left.files}
             removed = remove_strays(store, still.__contains__)
+        removed = replace(
+            removed, files=removed.files + len(finished), size_bytes=removed.size_bytes + finished_bytes
+        )
     if uploads and left.uploads:
         names_of_uploads = frozenset(left.uploads)
         abort_uploads(store, lambda name: name in names_of_uploads)

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -17,7 +17,8 @@ from typing import Literal
 from dcp.inspection.verification import verify_store
 from dcp.manager.cleanup import retention
 from dcp.manager.cleanup.deletion import Deleter, DeleterClosedError, DeletionEvent
-from dcp.manager.cleanup.retention import Retention
+from dcp.manager.cleanup.dropping import drop_parts, finish_drop
+from dcp.manager.cleanup.retention import Part, Retention
 from dcp.manager.events import Events
 from dcp.manager.notes import Verified
 from dcp.manager.steps import Commit, StepFolders, read_commit
@@ -34,6 +35,7 @@ Check = Literal["sizes", "full", "off"]
 match their checksums; not at all."""
 
 _MAX_NOTED_CHARACTERS = 1000
+_DROP_SECONDS = 60.0
 
 
 def problem_of(store: Store, commit: Commit, check: Check) -> str | None:
@@ -54,9 +56,9 @@ def problem_of(store: Store, commit: Commit, check: Check) -> str | None:
 
 
 def _is_replaced(store: Store, commit: Commit) -> bool:
-    """Whether another save has committed over ``commit``."""
+    """Whether another save has committed over ``commit``, or a part of it was dropped."""
     present = read_commit(store)
-    return present is not None and present.save_id != commit.save_id
+    return present is not None and present.versions != commit.versions
 
 
 class PostCommitWorker:
@@ -97,6 +99,14 @@ class PostCommitWorker:
         self._thread: threading.Thread | None = None
         self._unsettled: Counter[int] = Counter()
         """Steps being saved or verified: retention must neither count nor delete them."""
+        self._dropping: int | None = None
+        """The step of which something is being dropped: a save of it waits that long."""
+        self._settled: set[tuple[int, str]] = set()
+        """Steps and names of parts that they have not, or not in files of their own."""
+
+    @property
+    def _drops(self) -> bool:
+        return self._keep is not None and bool(self._keep.dropping)
 
     # -- of saves --------------------------------------------------------------------------------------------
 
@@ -105,6 +115,8 @@ class PostCommitWorker:
         with self._changed:
             self._unsettled[step] += 1
             unknown = not self._resumed
+            self._settled = {one for one in self._settled if one[0] != step}
+            self._changed.wait_for(lambda: self._dropping != step, _DROP_SECONDS)
         try:  # training waits for this: a look at this one step at the most
             if unknown or step in self._half_deleted or step in self._deleter.pending():
                 self._half_deleted.discard(step)
@@ -277,6 +289,9 @@ class PostCommitWorker:
                         self._deleter.finish(step)
                 self._resumed = True
             self._deleter.abandoned()
+            for state in self._folders.survey(self._unsettled_now()) if self._drops else ():
+                if state.dropped and state.health == "good":
+                    finish_drop(self._folders.store(state.step))
             if self._check != "off":
                 for step in sorted(set(self._folders.unverified()) - self._unsettled_now()):
                     self._verify(step)
@@ -326,7 +341,7 @@ class PostCommitWorker:
         for metric in plan.unjudged.keys() - self._warned:
             self._warned.add(metric)
             logger.warning("%s: %s", self._folders.root.url, plan.unjudged[metric])
-        if plan.delete and not self._makes_durable(plan.newest):
+        if (plan.delete or plan.drop) and not self._makes_durable(plan.newest):
             return
         for step in plan.delete:
             if step != saved:
@@ -338,6 +353,44 @@ class PostCommitWorker:
                 self._folders.checkpoint_id(step),
                 states[-1].step,
             )
+
+        for step, parts in plan.drop.items():
+            wanted = [part for part in parts if (step, part.name) not in self._settled]
+            if wanted and step != saved:
+                self._drop(step, wanted)
+
+    def _drop(self, step: int, parts: Sequence[Part]) -> None:
+        """Drop ``parts`` of a step that stays, unless a save of it has begun. What fails is tried again after
+        the next save."""
+        with self._changed:
+            if self._unsettled[step]:
+                return
+            self._dropping = step
+        begun, names = time.monotonic(), ", ".join(part.name for part in parts)
+        try:
+            found = drop_parts(self._folders.store(step), parts, time.time())
+        except (CheckpointError, OSError) as error:
+            self._events.emit("drop_failed", step, error=error, parts=names)
+            return
+        finally:
+            self._folders.forget(step)
+            with self._changed:
+                self._dropping = None
+                self._changed.notify_all()
+        if found.outcome in ("absent", "shared"):
+            self._settled |= {(step, part.name) for part in parts}
+        if found.outcome == "shared":
+            logger.warning(
+                "%s keeps its %s: it was saved without files of their own for these, so that only dcp prune "
+                "--rewrite frees their %d bytes",
+                found.url,
+                names,
+                found.shared_bytes,
+            )
+        elif found.outcome == "dropped":
+            seconds, freed = {"drop": time.monotonic() - begun}, found.freed_bytes
+            files = len(found.files)
+            self._events.emit("dropped", step, seconds=seconds, size_bytes=freed, files=files, parts=names)
 
     def _makes_durable(self, newest: int | None) -> bool:
         """What is to be counted on has to outlast a power cut before anything else goes; whether it does."""

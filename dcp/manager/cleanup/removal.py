@@ -45,6 +45,7 @@ __all__ = [
     "finish_removal",
     "is_abandoned",
     "is_left_by_a_save",
+    "owner_of",
     "remove_abandoned",
     "remove_checkpoint",
     "remove_strays",
@@ -157,6 +158,12 @@ def remove_abandoned(store: Store, older_than_seconds: float, now_seconds: float
 def is_left_by_a_save(name: str) -> bool:
     """Whether a file of this name can be what a save, or its publish, left: nothing else has such names."""
     return (_DATA.fullmatch(name) or _ASIDE.fullmatch(name)) is not None
+
+
+def owner_of(name: str) -> str | None:
+    """The id of the save that a data file of ours is of, by its name; None for all other files."""
+    match = _DATA.fullmatch(name)
+    return None if match is None else match["owner"]
 
 
 def files_to_remove(store: Store, now_seconds: float) -> list[FileInfo]:

@@ -2,8 +2,10 @@
 
 A step is kept if any rule keeps it. Whatever the rules, pinned steps, steps whose verification is pending,
 and the newest good step are kept. Only good steps count for a rule: a damaged one, or one that is not the
-whole state, must not push a good one out. A rule that cannot be judged deletes nothing: it keeps all. Pure:
-no I/O, no clock, no torch.
+whole state, must not push a good one out. A rule that cannot be judged deletes nothing: it keeps all.
+
+A part of a state, such as its optimizer, may go earlier than the rest: by rules of its own among the steps
+that are kept and still have it. Pure: no I/O, no clock, no torch.
 """
 
 from __future__ import annotations
@@ -11,29 +13,47 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, NamedTuple, Self, cast
 
 from dcp.storage.errors import OptionError
 from dcp.storage.near_names import close_to
 
-__all__ = ["Best", "Health", "Plan", "Retention", "StepState", "plan"]
+__all__ = [
+    "OPTIMIZER",
+    "Best",
+    "Health",
+    "Keep",
+    "Part",
+    "Plan",
+    "Retention",
+    "StepState",
+    "part_named",
+    "plan",
+]
 
 Health = Literal["good", "pending", "damaged", "partial"]
 """Of a committed step: to be counted on; being verified or replaced; known not to load as committed; saved
 before a deadline, and not the whole state."""
 
+OPTIMIZER: Final = ("optim*.state.*", "*.optim*.state.*", "optim*.param_groups*", "*.optim*.param_groups*")
+"""Names of what an optimizer keeps, as trainers call it: what is below ``state`` and ``param_groups`` under a
+key that begins with ``optim``. A weight that is called so has neither above it."""
+
 _MODES: Final = ("min", "max")
+_RULES: Final = ("last", "every_steps", "best", "younger_than_seconds")
 
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """What retention has to know of a committed step; ``committed_seconds`` counts from the epoch."""
+    """What retention has to know of a committed step; ``committed_seconds`` counts from the epoch,
+    ``dropped`` are the globs of what was dropped from it."""
 
     step: int
     committed_seconds: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     health: Health = "good"
     pinned: bool = False
+    dropped: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +85,7 @@ class Best:
 
 
 @dataclass(frozen=True, slots=True)
-class Retention:
+class Keep:
     """Rules for what to keep; at least one. A step is kept if any of them keeps it.
 
     - ``last``: the newest n.
@@ -82,6 +102,11 @@ class Retention:
     younger_than_seconds: float | None = None
 
     def __post_init__(self) -> None:
+        self._check_rules()
+        if not self.has_rules:
+            raise OptionError("Keep: give at least one of last, every_steps, best and younger_than_seconds")
+
+    def _check_rules(self) -> None:
         best = self.best
         if best is not None:
             best = (best,) if isinstance(best, Best) else best
@@ -94,11 +119,11 @@ class Retention:
         young = self.younger_than_seconds
         if young is not None and (type(young) not in (int, float) or not math.isfinite(young) or young <= 0):
             raise OptionError(f"younger_than_seconds: must be a number above 0, not {young!r}")
-        if (self.last, self.every_steps, self.best, young) == (None, None, None, None):
-            raise OptionError(
-                "Retention: give at least one of last, every_steps, best and younger_than_seconds; to keep "
-                "all checkpoints, give no Retention"
-            )
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether any is given."""
+        return any(getattr(self, name) is not None for name in _RULES)
 
     @property
     def bests(self) -> tuple[Best, ...]:
@@ -106,16 +131,9 @@ class Retention:
         return cast("tuple[Best, ...]", self.best or ())
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Retention:
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The rules written as plain data (YAML, JSON); ``best`` is a map or a list of maps."""
-        fields = _known(data, "Retention", ("last", "every_steps", "best", "younger_than_seconds"))
-        best = fields.get("best")
-        if best is not None:
-            if not isinstance(best, (Mapping, list, tuple)):
-                raise OptionError(f"best: must be a map or a list of maps, not {best!r}")
-            rules = [best] if isinstance(best, Mapping) else best
-            fields["best"] = [_best_of(rule) for rule in rules]
-        return cls(**fields)
+        return cls(**_rules_of(_known(data, cls.__name__, _RULES)))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that `from_dict` reads; rules that are not set are left out."""
@@ -128,21 +146,104 @@ class Retention:
         return {name: value for name, value in fields.items() if value is not None}
 
 
+class Part(NamedTuple):
+    """A part of a state, what is said of it (``name``), and which steps keep it. Entries are its own whose
+    names match one of ``patterns``."""
+
+    name: str
+    patterns: tuple[str, ...]
+    keep: Keep | None = None
+
+    def is_gone(self, state: StepState) -> bool:
+        """Whether it was dropped from a step."""
+        return state.dropped.issuperset(self.patterns)
+
+
+def part_named(name: str, keep: Keep | None = None) -> Part:
+    """The part that ``name`` stands for: "optimizer", or a glob on names of entries."""
+    return Part(name, OPTIMIZER if name == "optimizer" else (name,), keep)
+
+
+@dataclass(frozen=True, slots=True)
+class Retention(Keep):
+    """Which checkpoints stay, and which parts of them; at least one rule. A step is kept if any of the rules
+    of `Keep` keeps it; without any all are.
+
+    - ``optimizer``: of the steps that are kept, which keep their optimizer. From the others it is dropped,
+      and the weights stay as they are. Dropped are entries called as trainers call them: what is below
+      ``state`` and ``param_groups`` under a key that begins with ``optim``.
+    - ``parts``: the same for other parts, by globs on names of entries: ``{"ema.*": dcp.Keep(last=1)}``.
+
+    The newest good step keeps everything, and so do pinned ones. Raises OptionError, which names the field.
+    """
+
+    optimizer: Keep | None = None
+    parts: Mapping[str, Keep] | None = None
+
+    def __post_init__(self) -> None:
+        self._check_rules()
+        if self.optimizer is not None and type(self.optimizer) is not Keep:
+            raise OptionError(f"optimizer: must be a Keep, such as Keep(last=2), not {self.optimizer!r}")
+        parts = {} if self.parts is None else self.parts
+        if not isinstance(parts, Mapping) or not all(_is_glob(name) for name in parts):
+            raise OptionError(f"parts: must be a map from globs on names to Keep, not {parts!r}")
+        for name, keep in parts.items():
+            if type(keep) is not Keep:
+                raise OptionError(f"parts[{name!r}]: must be a Keep, such as Keep(last=2), not {keep!r}")
+        object.__setattr__(self, "parts", dict(parts) or None)
+        if not self.has_rules and not self.dropping:
+            raise OptionError(
+                "Retention: give at least one of last, every_steps, best and younger_than_seconds, or rules "
+                "for a part, such as optimizer=dcp.Keep(last=2); to keep all checkpoints, give no Retention"
+            )
+
+    @property
+    def dropping(self) -> tuple[Part, ...]:
+        """The parts that have rules of their own."""
+        named = [] if self.optimizer is None else [part_named("optimizer", self.optimizer)]
+        return (*named, *(Part(glob, (glob,), keep) for glob, keep in (self.parts or {}).items()))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The rules written as plain data (YAML, JSON); ``best`` is a map or a list of maps, ``optimizer`` a
+        map of rules, ``parts`` one of such maps."""
+        fields = _rules_of(_known(data, "Retention", (*_RULES, "optimizer", "parts")))
+        if fields.get("optimizer") is not None:
+            fields["optimizer"] = Keep.from_dict(fields["optimizer"])
+        parts = fields.get("parts")
+        if parts is not None:
+            if not isinstance(parts, Mapping):
+                raise OptionError(f"parts: must be a map of maps, not {parts!r}")
+            fields["parts"] = {name: Keep.from_dict(rules) for name, rules in parts.items()}
+        return cls(**fields)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that `from_dict` reads; rules that are not set are left out."""
+        fields = Keep.to_dict(self)
+        if self.optimizer is not None:
+            fields["optimizer"] = self.optimizer.to_dict()
+        if self.parts:
+            fields["parts"] = {name: keep.to_dict() for name, keep in self.parts.items()}
+        return fields
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What is kept, by step and with all reasons, and what is to be deleted, oldest first.
 
     ``newest`` is the good step that is kept whatever the rules. ``unjudged``: by metric, a sentence on the
-    rules that could not be judged, where they alone keep steps.
+    rules that could not be judged, where they alone keep steps. ``drop``: of steps that are kept the parts
+    that are to be dropped from them, oldest first; which of these a step has at all is not known here.
     """
 
     keep: Mapping[int, tuple[str, ...]]
     delete: tuple[int, ...]
     unjudged: Mapping[str, str] = field(default_factory=dict)
     newest: int | None = None
+    drop: Mapping[int, tuple[Part, ...]] = field(default_factory=dict)
 
 
-def plan(retention: Retention | None, steps: Iterable[StepState], now_seconds: float) -> Plan:
+def plan(retention: Keep | None, steps: Iterable[StepState], now_seconds: float) -> Plan:
     """What ``retention`` (None keeps all) makes of committed ``steps``, each given once.
 
     A damaged or partial step goes once ``last`` good ones (one, without that rule) are newer than it: it is
@@ -159,19 +260,27 @@ def plan(retention: Retention | None, steps: Iterable[StepState], now_seconds: f
             reasons[state.step].append("pinned")
         if state.health == "pending":
             reasons[state.step].append("pending")
-        if retention is None:
+        if retention is None or not retention.has_rules:
             reasons[state.step].append("no retention")
     unjudged: dict[str, str] = {}
-    if retention is not None:
+    if retention is not None and retention.has_rules:
         _apply(retention, good, now_seconds, reasons)
         unjudged = _spare_unjudged(retention, good, reasons)
         _spare_unsound(retention, states, reasons)
     keep = {step: tuple(why) for step, why in reasons.items() if why}
-    return Plan(keep, tuple(step for step, why in reasons.items() if not why), unjudged, newest)
+    drop: dict[int, tuple[Part, ...]] = {}
+    for part in retention.dropping if isinstance(retention, Retention) else ():
+        # Neither steps that go nor those that have lost it already must push it out of others.
+        having = [state for state in good if state.step in keep and not part.is_gone(state)]
+        planned = plan(part.keep, having, now_seconds)
+        unjudged |= planned.unjudged
+        drop |= {step: (*drop.get(step, ()), part) for step in planned.delete}
+    gone = tuple(step for step, why in reasons.items() if not why)
+    return Plan(keep, gone, unjudged, newest, dict(sorted(drop.items())))
 
 
 def _apply(
-    retention: Retention, good: Sequence[StepState], now_seconds: float, reasons: dict[int, list[str]]
+    retention: Keep, good: Sequence[StepState], now_seconds: float, reasons: dict[int, list[str]]
 ) -> None:
     if retention.last is not None:
         for state in good[-retention.last :]:
@@ -193,7 +302,7 @@ def _is_young(committed: float | None, since_seconds: float) -> bool:
 
 
 def _spare_unjudged(
-    retention: Retention, good: Sequence[StepState], reasons: dict[int, list[str]]
+    retention: Keep, good: Sequence[StepState], reasons: dict[int, list[str]]
 ) -> dict[str, str]:
     """Keep ``good`` where a rule has nothing to go by; a sentence on each metric that has spared one."""
     told = {}
@@ -221,7 +330,7 @@ def _unjudged(rule: Best, good: Sequence[StepState]) -> str:
     return f"what is best cannot be judged, so all steps are kept: {why}"
 
 
-def _spare_unsound(retention: Retention, states: Sequence[StepState], reasons: dict[int, list[str]]) -> None:
+def _spare_unsound(retention: Keep, states: Sequence[StepState], reasons: dict[int, list[str]]) -> None:
     enough = retention.last or 1
     newer = 0
     for state in reversed(states):
@@ -233,6 +342,20 @@ def _spare_unsound(retention: Retention, states: Sequence[StepState], reasons: d
 def _check_count(name: str, value: object) -> None:
     if type(value) is not int or value < 1:
         raise OptionError(f"{name}: must be a whole number of at least 1, not {value!r}")
+
+
+def _is_glob(name: object) -> bool:
+    return type(name) is str and bool(name)
+
+
+def _rules_of(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields, with those of ``best`` as rules."""
+    best = fields.get("best")
+    if best is not None:
+        if not isinstance(best, (Mapping, list, tuple)):
+            raise OptionError(f"best: must be a map or a list of maps, not {best!r}")
+        fields["best"] = [_best_of(rule) for rule in ([best] if isinstance(best, Mapping) else best)]
+    return fields
 
 
 def _best_of(data: Any) -> Best:

@@ -13,6 +13,7 @@ import logging
 import struct
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from dcp.ranks.channel import Channel
 from dcp.ranks.collectives import Ranks
 from dcp.storage.errors import CheckpointError, OptionError, PlanError
 
-__all__ = ["Agreement", "RankAgreement", "Votes"]
+__all__ = ["Agreement", "RankAgreement", "Refusal", "Votes"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ _LEAVE_SECONDS = 5.0
 _LEAVE_POLL_SECONDS = 0.002
 
 _NOBODY = -1
+
+_NOW = "agree now"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,15 @@ class _Turn(NamedTuple):
     saves: int = 0
 
 
+class Refusal(NamedTuple):
+    """What a rank learns that was called for no step: the votes ``agreed`` there, and the step that the other
+    ranks save, None if they save none; ``is_known`` is false where they tell nothing of that now."""
+
+    agreed: Votes = Votes()
+    saved: int | None = None
+    is_known: bool = True
+
+
 class Agreement:
     """Of one rank with itself: whatever it wants is agreed at once."""
 
@@ -83,14 +95,17 @@ class Agreement:
         """Return when all ranks have come to restore. Raises PlanError where some save instead, with ``step``
         and whether it is being saved (``saving``) among its facts."""
 
-    def refuse(self) -> int | None:
-        """Take part in the step that the others are at, where this rank was called for none: which it is, if
-        they save it. If not, they raise CheckpointError at their next one, which names this rank."""
-        return None
+    def refuse(self) -> Refusal:
+        """Take part in the step that the others are at, where this rank was called for none. If they do not
+        save it, they raise CheckpointError at their next one, which names this rank."""
+        return Refusal()
 
     def any_rank(self, value: bool) -> bool:
         """Whether ``value`` is true on any rank, now: waits for all of them."""
         return value
+
+    def fail(self, error: Exception) -> None:
+        """In place of `any_rank`, which raises ``error`` on the others then."""
 
     def least(self, values: Sequence[float]) -> list[float]:
         """The least of each of the ``values`` on any rank, now: waits for all of them."""
@@ -141,16 +156,16 @@ class RankAgreement(Agreement):
         self._begin(Votes(), _Turn(_NOBODY, -_NOBODY, restores=self._ranks.rank))
         self._read()
 
-    def refuse(self) -> int | None:
+    def refuse(self) -> Refusal:
         """See `Agreement`."""
-        if self._calls % self._every_steps:  # the others exchange nothing now
-            return None
-        self._kept = self._read().with_(self._kept)
+        agreed = self._kept = self._read().with_(self._kept)
+        self._calls += 1
+        if (self._calls - 1) % self._every_steps:
+            return Refusal(agreed, is_known=False)
         self._begin(Votes(), _Turn(_NOBODY, -_NOBODY, refuses=self._ranks.rank))
         votes, turn = self._completed()
-        self._calls += 1
-        self._kept = self._kept.with_(votes)
-        return turn.latest if turn.saves else None
+        self._kept = agreed.with_(votes)
+        return Refusal(agreed, turn.latest if turn.saves else None)
 
     def _begin(self, votes: Votes, turn: _Turn) -> None:
         options = dist.AllreduceOptions()
@@ -196,7 +211,16 @@ class RankAgreement(Agreement):
 
     def any_rank(self, value: bool) -> bool:
         """See `Agreement`."""
-        return b"\x01" in self._ranks.all_gather("agree now", lambda: b"\x01" if value else b"\x00")
+        return b"\x01" in self._ranks.all_gather(_NOW, lambda: b"\x01" if value else b"\x00")
+
+    def fail(self, error: Exception) -> None:
+        """See `Agreement`."""
+
+        def raised() -> bytes:
+            raise error
+
+        with suppress(CheckpointError, type(error)):
+            self._ranks.all_gather(_NOW, raised)
 
     def least(self, values: Sequence[float]) -> list[float]:
         """See `Agreement`."""

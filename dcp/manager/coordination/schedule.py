@@ -50,6 +50,11 @@ class Schedule:
         """Whether time decides, so that the ranks have to agree on it."""
         return self._every_seconds is not None
 
+    @property
+    def saves_each(self) -> bool:
+        """Whether every step is due that is asked for."""
+        return self._every_steps is None and self._every_seconds is None
+
     def time_is_up(self, now_seconds: float) -> bool:
         """Whether ``every_seconds`` have passed since the last save; one rank's clock decides for all."""
         return self._every_seconds is not None and now_seconds - self._since_seconds >= self._every_seconds
@@ -73,7 +78,7 @@ class Schedule:
             return "last"
         if self._save_first and not self._restored and step == self._first:
             return "first"
-        if self._every_steps is None and self._every_seconds is None:
+        if self.saves_each:
             return "call"
         if self._every_steps is not None and self._passed_multiple(step, self._every_steps):
             return "steps"

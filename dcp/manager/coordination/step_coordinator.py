@@ -6,7 +6,7 @@ import math
 import time
 import weakref
 
-from dcp.manager.coordination.agreement import Agreement, RankAgreement, Votes
+from dcp.manager.coordination.agreement import Agreement, RankAgreement, Refusal, Votes
 from dcp.manager.coordination.notices import Notices
 from dcp.manager.coordination.schedule import Reason, Schedule
 from dcp.ranks.channel import Channel
@@ -80,15 +80,20 @@ class StepCoordinator:
         if self._exchanges:
             self._agreement.meet()
 
-    def refuse(self) -> bool:
-        """This rank refuses the step that it was called with; whether the others save theirs, which then
-        counts here, too. See `Agreement.refuse`."""
-        saved = self._agreement.refuse() if self._exchanges else None
+    def refuse(self, error: Exception, *, saves: bool) -> bool:
+        """This rank refuses the step that it was called with, by ``error``; whether the others begin a save,
+        which then counts here, too. ``saves``: whether they do whatever the step is. See `Agreement.refuse`.
+        """
+        agreed, saved, is_known = self._agreement.refuse() if self._exchanges else Refusal(is_known=False)
+        self.stopping = self.stopping or agreed.stop
+        if self.stopping and not self._stop_saved and not agreed.failed:
+            self._agreement.fail(error)  # at the first of their `seconds_left`; the next step is the stop's
+            return False
         if saved is not None:
             self._step = saved
             self._schedule.begin(saved, time_is_up=False)
             self.saved(saved, "call")
-        return saved is not None
+        return saved is not None or (not is_known and (saves or self._schedule.saves_each))
 
     def reason(self, step: int, *, last: bool) -> Reason | None:
         """Why ``step``, which was begun, has to be saved; None if it has not."""

@@ -38,19 +38,17 @@ class SaveSettings:
     stager: AsyncStager | None = None
     options: SaveOptions = field(default_factory=SaveOptions)
 
-    def options_of(self, user_metadata: Mapping[str, Any]) -> SaveOptions:
-        """Those of the save that stores ``user_metadata``."""
-        return replace(self.options, user_metadata=dict(user_metadata))
-
 
 class SaveExecutor:
-    """Saves in the training loop itself. ``ends_at_once``: a save has ended when `begin` returns."""
+    """Saves in the training loop itself. ``ends_at_once``: a save has ended when `begin` returns.
+    ``resumed_from``: what the run goes on from, which the saves to come note."""
 
     ends_at_once = True
 
     def __init__(self, settings: SaveSettings) -> None:
         self._settings = settings
         self._current: SaveFuture | None = None
+        self.resumed_from: Mapping[str, Any] | None = None
 
     def begin(
         self, state_dict: dict[str, Any], writer: FileSystemWriter, user: Mapping[str, Any], *, overlap: bool
@@ -63,7 +61,7 @@ class SaveExecutor:
             check_group(no_dist=settings.no_dist)
             metadata, outcome = save_with(
                 state_dict,
-                settings.options_of(user),
+                self._options_of(user),
                 storage_writer=writer,
                 planner=settings.planner,
                 process_group=settings.process_group,
@@ -81,6 +79,10 @@ class SaveExecutor:
         finally:
             self._current = None
         return future
+
+    def _options_of(self, user: Mapping[str, Any]) -> SaveOptions:
+        options, step = self._settings.options, user.get("step")
+        return replace(options, step=step, resumed_from=self.resumed_from, user_metadata=dict(user))
 
     def refuse(self, error: Exception) -> bool:
         """Fail the save that the other ranks begin with ``error``; False if there are none."""
@@ -125,7 +127,7 @@ class _BackgroundExecutor(SaveExecutor):
             state_dict,
             storage_writer=writer,
             planner=settings.planner,
-            options=settings.options_of(user),
+            options=self._options_of(user),
             overlap=overlap,
         )
 

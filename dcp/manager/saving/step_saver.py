@@ -122,15 +122,25 @@ class StepSaver:
         return future
 
     @contextmanager
-    def refused_by_all(self, step: int | None = None, reason: Reason | None = None) -> Iterator[None]:
-        """Around what a rank does before `begin`: what it raises fails the save that other ranks begin, on
-        all of them. That is of ``step``; of what they are at where this rank was called for no step."""
+    def refused_by_all(self, step: int, reason: Reason) -> Iterator[None]:
+        """Around what a rank does before `begin`: what it raises fails the save of ``step`` that other ranks
+        begin, on all of them."""
         try:
             yield
         except Exception as error:
-            is_due = step is not None or self.coordinator.refuse()
-            if is_due and self.executor.refuse(error) and step is not None and reason is not None:
+            if self.executor.refuse(error):
                 self.coordinator.saved(step, reason)  # as on the others
+            raise
+
+    @contextmanager
+    def step_refused_by_all(self, *, saves: bool) -> Iterator[None]:
+        """The same around what finds out which step it is. Where the ranks exchange nothing at it, the others
+        hear of it if they save whatever the step is, by the interval or because of the call (``saves``)."""
+        try:
+            yield
+        except Exception as error:
+            if self.coordinator.refuse(error, saves=saves):
+                self.executor.refuse(error)
             raise
 
     def _on_ended(self, step: int, what: dict[str, Any], future: SaveFuture, _: object) -> None:

@@ -73,7 +73,7 @@ def _stored(columns: ChunkColumns, index: CheckpointIndex, place: int, file: int
         dtype=index.dtype(tensor).name,
         rank=None if rank == NO_RANK else rank,
         file=clean_text(columns.files[file]),
-        begin=int(columns.begins[place]),
+        file_offset=int(columns.begins[place]),
         bytes=int(columns.lengths[place]),
         offsets=offsets,
         sizes=sizes,

@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from dcp.server.catalog.contents.layers import layer_number
 from dcp.server.catalog.values import clean_text
 from dcp.server.data.drawings.chunk_columns import NO_RANK, ChunkColumns
 from dcp.server.records.drawings import ShardMap, ShardMapRow
@@ -256,8 +257,10 @@ class _Cells:
         largest = self.largest[numbers]
         tensors, places = np.unique(largest, return_inverse=True)
         codes, of_dtype = np.unique(columns.dtype_codes[largest], return_inverse=True)
+        names = [columns.fqns[tensor] for tensor in tensors.tolist()]
         return {
-            "names": tuple(clean_text(columns.fqns[tensor]) for tensor in tensors.tolist()),
+            "names": tuple(map(clean_text, names)),
+            "name_layers": tuple(map(layer_number, names)),
             "name_bytes": tuple(columns.stored_bytes[tensors].tolist()),
             "is_replicated": tuple(columns.is_replicated[tensors].tolist()),
             "dtypes": tuple(dtypes.BY_CODE[code].name for code in codes.tolist()),

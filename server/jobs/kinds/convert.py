@@ -22,6 +22,7 @@ from dcp.server.jobs.kinds.shared.parameters import CheckpointId, Globs, Paramet
 from dcp.server.jobs.kinds.shared.renaming import BoundedRename, check_sets
 from dcp.server.jobs.kinds.shared.subjects import Subject, find_subject, open_source, storage_errors
 from dcp.server.jobs.kinds.shared.targets import record_target
+from dcp.server.jobs.kinds.shared.weight_maps import MapData, check_map, map_of
 from dcp.server.jobs.ledger.states import JobRow, JobSpec, Json
 from dcp.server.problems import ConflictError, ForbiddenError, NotFoundError, UnprocessableError
 from dcp.server.roots import StorageRoot, check_key
@@ -32,6 +33,7 @@ from dcp.storage.errors import PlanError
 from dcp.storage.formats.registry import target_named
 
 if TYPE_CHECKING:  # imported where they are needed: the API process only makes such jobs
+    from dcp.conversion.contents.hf_folder import HfFolder
     from dcp.conversion.driver import Conversion
     from dcp.conversion.plan import ConversionOptions
     from dcp.conversion.targets.places import TargetPlace
@@ -41,9 +43,17 @@ __all__ = ["ConvertKind", "ConvertOptions", "ConvertParams", "target_dedup_key"]
 _MAX_LISTED: Final = 100
 _LIVING: Final = ("committed", "unreadable", "incomplete", "deleted")
 
+Size = Annotated[int, Field(ge=0, le=1 << 40)]
+
 
 class ConvertOptions(Parameters):
-    """What `dcp.convert` takes. ``target_root`` None is the source's own; ``tags`` are for the target."""
+    """What `dcp.convert` takes. ``target_root`` None is the source's own; ``tags`` are for the target.
+
+    ``map`` is the name of a ready weight map, or one's data; ``inverse``, ``config`` (the content of a
+    model's ``config.json``, if it is not beside the source) and ``sizes`` are about it, as for
+    `dcp.weight_map`. The folder ``hf_key`` of ``hf_root`` (the source's, if it is None) has what
+    ``from_pretrained`` needs besides weights, as ``hf`` of `dcp.convert`.
+    """
 
     to: TargetFormat
     target_root: Annotated[str, Field(min_length=1, max_length=63)] | None = None
@@ -52,11 +62,17 @@ class ConvertOptions(Parameters):
     rename: (
         Annotated[dict[PlainText, Annotated[str, Field(max_length=1024)]], Field(max_length=64)] | None
     ) = None
+    map: PlainText | MapData | None = None
+    inverse: bool = False
+    config: MapData | None = None
+    sizes: Annotated[dict[PlainText, Size], Field(max_length=64)] | None = None
     dtype: PlainText | Annotated[dict[PlainText, PlainText], Field(max_length=256)] | None = None
     shard_bytes: Annotated[int, Field(ge=1 << 20, le=1 << 50)] | None = None
     files: Annotated[int, Field(ge=1, le=4096)] = 1
     chunks: Literal["keep", "split"] = "keep"
     drop_objects: bool = False
+    hf_key: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    hf_root: Annotated[str, Field(min_length=1, max_length=63)] | None = None
     tags: Annotated[tuple[Name, ...], Field(max_length=32, strict=False)] = ()
 
     @model_validator(mode="after")
@@ -66,7 +82,12 @@ class ConvertOptions(Parameters):
                 check_castable(name)
             except PlanError as error:
                 raise ValueError(str(error)) from None
+        check_map(self.map, self.config, self.sizes, inverse=self.inverse)
         check_sets(self.rename or {})
+        if self.hf_key is not None and self.to != "safetensors":
+            raise ValueError("hf_key: only folders of safetensors have files of Hugging Face beside weights")
+        if self.hf_root is not None and self.hf_key is None:
+            raise ValueError("hf_root is about hf_key, which is missing")
         for pattern, replacement in (self.rename or {}).items():
             try:
                 _with_its_groups(re.compile(pattern)).sub(replacement, "")
@@ -86,7 +107,8 @@ class ConvertOptions(Parameters):
             drop_objects=self.drop_objects,
         )
         rename = None if self.rename is None else BoundedRename(self.rename)
-        return ConversionOptions(layout, self.only, self.exclude, rename, self.dtype)
+        weights = map_of(self.map, self.config, self.sizes, inverse=self.inverse)
+        return ConversionOptions(layout, self.only, self.exclude, rename, self.dtype, weights)
 
 
 def _with_its_groups(pattern: re.Pattern[str]) -> re.Pattern[str]:
@@ -147,12 +169,13 @@ class ConvertKind(Kind[ConvertParams]):
         if settings.roots[target_root].readonly:
             raise ForbiddenError(f"root {target_root} is read-only")
         check_key(params.target_key)
+        updates = {"target_root": target_root, **_template_place(params, subject.root, caller, settings)}
         if target_root == subject.root and f"{params.target_key}/".startswith(f"{subject.key}/"):
             raise UnprocessableError("the target is in the source itself", field="target_key")
         _refuse_known(connection, target_root, params.target_key)
         return JobSpec(
             kind=self.name,
-            params=params.model_copy(update={"target_root": target_root}).model_dump(mode="json"),
+            params=params.model_copy(update=updates).model_dump(mode="json"),
             created_by=caller.name,
             root=target_root,
             checkpoint_id=subject.id,
@@ -175,7 +198,7 @@ class ConvertKind(Kind[ConvertParams]):
             "subject": dict(context.prepared),
             "attempt": _attempt_of(context.attempt_name),
         }
-        with _conversion(context, shared) as conversion:
+        with _conversion(context, shared, template=_template(context, params)) as conversion:
             prepared, batches = conversion.prepare(batch_bytes=BATCH_BYTES)
         shared["source_mark"] = prepared.source_mark
         specs = [
@@ -221,6 +244,7 @@ class ConvertKind(Kind[ConvertParams]):
             "blocks_verified": report.blocks_verified,
             "blocks_unverified": report.blocks_unverified,
             "dropped_objects": list(report.dropped_objects[:_MAX_LISTED]),
+            "map": _map_told(params),
             "target": _facts_document(root, params.target_key),
         }
 
@@ -252,6 +276,14 @@ class ConvertKind(Kind[ConvertParams]):
         record_target(connection, job, params.checkpoint_id, params.tags, result)
 
 
+def _map_told(params: ConvertParams) -> str | None:
+    """What of the map the catalog notes."""
+    if params.map is None:
+        return None
+    name = params.map if isinstance(params.map, str) else str(params.map.get("name") or "given")
+    return f"{name[:200]} (inverse)" if params.inverse else name[:200]
+
+
 def _refuse_known(connection: Connection, root: str, key: str) -> None:
     """ConflictError if the catalog knows something there, or a checkpoint that it would be inside of."""
     parts = key.split("/")
@@ -276,6 +308,33 @@ def _root(context: JobContext, params: ConvertParams) -> StorageRoot:
     return root
 
 
+def _template_place(
+    params: ConvertParams, own_root: str, caller: Principal, settings: Settings
+) -> dict[str, str]:
+    """The root of the template, if there is one. Raises NotFoundError where the caller sees none."""
+    if params.hf_key is None:
+        return {}
+    root = params.hf_root or own_root
+    if not caller.may_see(root) or root not in settings.roots:
+        raise NotFoundError(f"there is no root {root!r}")
+    check_key(params.hf_key)
+    return {"hf_root": root}
+
+
+def _template(context: JobContext, params: ConvertParams) -> HfFolder | None:
+    """What stands beside the weights, which is read once, when the conversion is planned."""
+    from dcp.conversion.contents.hf_folder import hf_folder_of
+
+    if params.hf_key is None:
+        return None
+    name = params.hf_root or ""
+    if name not in context.roots:
+        raise PermanentJobError(f"root {name} is not configured any more")
+    root = context.roots.get(name)
+    with storage_errors(root):
+        return hf_folder_of(root.store(params.hf_key))
+
+
 def _target(root: StorageRoot, params: ConvertParams) -> TargetPlace:
     from dcp.conversion.targets.places import place_of
 
@@ -283,16 +342,20 @@ def _target(root: StorageRoot, params: ConvertParams) -> TargetPlace:
 
 
 @contextmanager
-def _conversion(context: JobContext, shared: Mapping[str, Any]) -> Iterator[Conversion]:
-    """The conversion that plan, tasks and publishing share."""
+def _conversion(
+    context: JobContext, shared: Mapping[str, Any], *, template: HfFolder | None = None
+) -> Iterator[Conversion]:
+    """The conversion that plan, tasks and publishing share; the plan alone needs a ``template``."""
     from dcp.conversion.driver import Conversion
+    from dcp.conversion.plan import with_template
 
     params = ConvertParams.model_validate(shared["params"])
+    options = params.options() if template is None else with_template(params.options(), template)
     root = _root(context, params)
     source_root, source = open_source(context, Subject(**shared["subject"]))
     with (
         storage_errors(root, source_root),
-        Conversion(source, _target(root, params), params.options(), attempt=shared["attempt"]) as conversion,
+        Conversion(source, _target(root, params), options, attempt=shared["attempt"]) as conversion,
     ):
         yield conversion
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 from pydantic import Field
 from sqlalchemy import Connection
 
+from dcp.server.catalog.contents.layers import in_order, layer_of
 from dcp.server.catalog.errors import StateError
 from dcp.server.catalog.queries.timeline import steps_of_run
 from dcp.server.catalog.runs import get_run
-from dcp.server.catalog.values import clean_text
 from dcp.server.inputs import MAX_ID
 from dcp.server.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec
 from dcp.server.jobs.kinds.shared.parameters import Globs, Parameters
@@ -29,10 +28,9 @@ if TYPE_CHECKING:
     from dcp.inspection.values.difference import Difference
     from dcp.storage.formats.index import CheckpointIndex
 
-__all__ = ["DriftKind", "DriftParams", "in_order", "layer_of"]
+__all__ = ["DriftKind", "DriftParams"]
 
 _MAX_LAYERS: Final = 512
-_NUMBERED: Final = re.compile(r"^(.*?(?:^|\.)[0-9]+)\.")
 
 
 class DriftParams(Parameters):
@@ -234,15 +232,3 @@ def _together(layers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         whole.compared += one["compared"]
         whole.squares += one["compared"] * (one["relative_l2"] or 0) ** 2
     return whole.document()
-
-
-def layer_of(fqn: str) -> str:
-    """A name to its first number, as of a block of a model; without one, to its last dot."""
-    numbered = _NUMBERED.match(fqn)
-    return clean_text(numbered[1] if numbered else fqn.rpartition(".")[0] or fqn)
-
-
-def in_order(name: str) -> list[Any]:
-    """As people count: layers.2 before layers.10."""
-    parts = re.split(r"([0-9]+)", name)
-    return [int(part) if place % 2 else part for place, part in enumerate(parts)]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 from dcp.storage.formats import dtypes
+
+if TYPE_CHECKING:
+    from dcp.inspection.values.difference import TensorDifference, TensorFacts
 
 __all__ = ["Change", "changes_of"]
 
@@ -41,27 +44,28 @@ class Change:
             return "q1" if self.differing else "q0"
         return f"q{min(_LEVELS, max(1, _LEVELS + 1 + math.floor(math.log10(self.relative_l2))))}"
 
-    def add(self, one: Mapping[str, Any]) -> None:
-        """A tensor that differs, as the job has it."""
+    def add(self, one: TensorDifference, after: TensorFacts) -> None:
+        """A tensor that differs, and what it is after."""
         self.differing += 1
-        values, after = one["values"], one["after"]
-        if values is None:
-            self.added += one["kind"] == "added"
-            self.unbounded += one["kind"] != "added"
-        elif values["relative_l2"] is None:
-            self.unbounded += values["differing"] > 0
+        if one.values is None:
+            self.added += one.kind == "added"
+            self.unbounded += one.kind != "added"
+        elif one.values.relative_l2 is None:
+            self.unbounded += one.values.differing > 0
         else:
-            size = math.prod(after["shape"]) * dtypes.BY_NAME[after["dtype"]].itemsize
-            self._squares += size * values["relative_l2"] ** 2
+            size = math.prod(after.shape) * dtypes.BY_NAME[after.dtype].itemsize
+            self._squares += size * one.values.relative_l2**2
 
 
 def changes_of(
-    document: Mapping[str, Any], sizes: Iterable[tuple[str, int]], name_of: Callable[[str], str | None]
+    tensors: Iterable[TensorDifference],
+    sizes: Iterable[tuple[str, int]],
+    name_of: Callable[[str], str | None],
 ) -> dict[str, Change]:
     """Of each name with its bytes. ``name_of`` says to which of them a tensor belongs, if to any."""
     found = {name: Change(size) for name, size in sizes}
-    for one in document["tensors"]:
-        name = name_of(one["fqn"]) if one["after"] is not None else None
-        if name in found:
-            found[name].add(one)
+    for one in tensors:
+        name = None if one.after is None else name_of(one.fqn)
+        if name in found and one.after is not None:
+            found[name].add(one, one.after)
     return found

@@ -38,7 +38,7 @@ class DriftRow:
 class DriftPicture:
     """``paths``: the cells of each level, "l0" (nothing changed) to "l8", and those with NaN or infinity
     ("nan"), as one path each, a unit a cell. ``edges`` are the least values of the levels from l1 on.
-    ``greatest``: where it is, as its row and column."""
+    ``greatest`` and ``first_nonfinite``, the first NaN or infinity: where it is, as its row and column."""
 
     rows: tuple[DriftRow, ...]
     height: int
@@ -46,6 +46,7 @@ class DriftPicture:
     paths: Mapping[str, str]
     edges: tuple[float, ...]
     greatest: tuple[DriftRow, int] | None
+    first_nonfinite: tuple[DriftRow, int] | None
 
 
 def drift_picture(
@@ -65,7 +66,16 @@ def drift_picture(
     flags = [("nan", row, x) for row in rows for x, each in enumerate(row.nonfinite) if each]
     known = [(each, row, x) for row in rows for x, each in enumerate(row.values) if each]
     top = max(known, key=lambda one: one[0], default=None)
-    return DriftPicture(rows, len(rows), width, _paths(cells + flags), edges, top and (top[1], top[2]))
+    first_flag = min(flags, key=lambda one: one[2], default=None)
+    return DriftPicture(
+        rows,
+        len(rows),
+        width,
+        _paths(cells + flags),
+        edges,
+        top and (top[1], top[2]),
+        first_flag and (first_flag[1], first_flag[2]),
+    )
 
 
 def _paths(cells: Iterable[tuple[str, DriftRow, int]]) -> dict[str, str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dcp.server.catalog.contents.layers import layer_of
 from dcp.server.pages.drawings.marks import Mark, largest_of, mark_of
 
 __all__ = ["Layer", "layers_of"]
@@ -75,7 +76,6 @@ def layers_of(
     tensors: Iterable[Mapping[str, Any]],
     weights: Mapping[str, str],
     is_state: Callable[[str], bool],
-    layer_of: Callable[[str], str],
 ) -> list[Layer]:
     """By the statistics of tensors, as a job keeps them.
 

@@ -89,7 +89,10 @@ def convert_form(
         target_root=form.optional("target_root"),
         target_key=form.text("target_key"),
         dtype=form.optional("dtype"),
+        map=form.optional("map"),
+        inverse=form.is_checked("inverse"),
         drop_objects=form.is_checked("drop_objects"),
+        exclude=form.all("exclude") or None,
     )
     job = submit_kind("convert", params, service, author, transact, Response())
     return RedirectResponse(f"/jobs/{job.id}", 303)

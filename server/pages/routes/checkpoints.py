@@ -7,12 +7,16 @@ from typing import Annotated, Any, Final, Literal
 from fastapi import Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from dcp.planners.weight_maps.weight_map import ready_maps
+from dcp.server.catalog.contents.layers import is_of_optimizer
 from dcp.server.data.access import DataDep
 from dcp.server.http.dependencies import Caller, Db, PageParams, ServiceDep
+from dcp.server.jobs.kinds.diff import DiffParams
 from dcp.server.pages.queries import READ, pages_router
 from dcp.server.pages.rendering import page
 from dcp.server.pages.routes.actions import undo_of
-from dcp.server.pages.routes.values.changes import changes_below, changes_of_list, diff_job
+from dcp.server.pages.routes.jobs import last_job
+from dcp.server.pages.routes.values.changes import changes_below, changes_of_list
 from dcp.server.pages.snippets import snippets_of
 from dcp.server.routes.catalog import checkpoints as api
 from dcp.server.routes.catalog import lineage as lineage_api
@@ -23,8 +27,8 @@ from dcp.server.routes.jobs import jobs as jobs_api
 from dcp.server.routes.jobs import verification as verification_api
 from dcp.server.schemas.checkpoints import CheckpointAnswer, CheckpointDetailAnswer
 from dcp.server.schemas.common import IdPath
+from dcp.server.schemas.data import TreeNodeAnswer
 from dcp.server.schemas.findings import VerificationAnswer
-from dcp.server.schemas.jobs import JobAnswer
 from dcp.server.schemas.queries import CheckpointQuery
 from dcp.storage.commit_names import METADATA_NAME
 from dcp.storage.formats.registry import target_names
@@ -34,6 +38,8 @@ __all__ = ["router"]
 router = pages_router()
 
 _TENSORS: Final = 100
+_LONG_NAME: Final = 80
+"""Longer ones are nobody's name for an optimizer, and no globs."""
 _ACTIVE: Final[Any] = ["queued", "planning", "running", "publishing"]
 
 
@@ -94,8 +100,10 @@ def checkpoint_page(
         jobs=jobs.items,
         roots=[root for root in roots.values() if root.is_configured and not root.readonly],
         targets=target_names(),
+        maps=list(ready_maps()),
         is_readonly=found.root not in roots or roots[found.root].readonly,
         **_tensors(found, before, view, database, data, caller),
+        optimizers=_optimizers(found, request, database, data, caller),
     )
 
 
@@ -115,23 +123,47 @@ def _tensors(
     else:
         found = tensors_api.tensor_tree(of.id, database, data, caller, params, view.prefix)
     largest = max((item.bytes for item in found.items), default=0) or 1
-    compared = before is not None and view.colour == "change"
-    job = diff_job(of, before, database, caller) if compared and before is not None else None
     return {
         "view": view,
-        "change_job": job,
-        "changes": _changes(job, view, found.items),
+        **_changes(of, before, view, found.items, database, data, caller),
         "entries": [(item, 100 * item.bytes / largest) for item in found.items],
         "next_cursor": found.next_cursor,
         "parents": _parents(view.prefix),
     }
 
 
-def _changes(job: JobAnswer | None, view: TensorView, entries: Any) -> dict[str, Any] | None:
-    """By name; None where no job has compared them yet."""
-    if job is None or job.state != "succeeded":
-        return None
-    return changes_of_list(job, entries) if view.is_list else changes_below(job, view.prefix, entries)
+def _optimizers(
+    of: CheckpointDetailAnswer, request: Request, database: Db, data: DataDep, caller: Caller
+) -> list[TreeNodeAnswer]:
+    """What is at the top of its tree for optimizers alone, so that weights are had without them."""
+    if "hx-request" in request.headers:  # for a part of the page that does not say so
+        return []
+    nodes = tensors_api.tensor_tree(of.id, database, data, caller, PageParams(_TENSORS, None)).items
+    trees = [one for one in nodes if one.tensors and one.entry is None and len(one.name) < _LONG_NAME]
+    found = [one for one in trees if is_of_optimizer(one.name)]
+    return found if sum(one.tensors for one in found) < (of.tensor_count or 0) else []
+
+
+def _changes(
+    of: CheckpointDetailAnswer,
+    before: CheckpointAnswer | None,
+    view: TensorView,
+    entries: Any,
+    database: Db,
+    data: DataDep,
+    caller: Caller,
+) -> dict[str, Any]:
+    """By name, as the last job has found them, and whether it keeps all; or the job that is to find out."""
+    if before is None or view.colour != "change" or of.state != "committed":
+        return {"changes": None, "is_cut": False, "change_job": None}
+    kept = data.kept_difference(before.id, of.id, caller)
+    key = DiffParams(a=before.id, b=of.id).dedup_key
+    job = last_job("diff", key, database, caller, None if kept is None else kept[0].id)
+    if kept is None:
+        return {"changes": None, "is_cut": False, "change_job": job}
+    _, found = kept
+    changes = changes_of_list(found, entries) if view.is_list else changes_below(found, view.prefix, entries)
+    return {"changes": changes, "is_cut": found.is_cut, "change_job": job}
 
 
 def _asker(verifications: list[VerificationAnswer], database: Db, caller: Caller) -> str | None:

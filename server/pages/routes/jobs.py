@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Final
 from urllib.parse import urlencode
 
 from fastapi import Query, Request, Response
 from fastapi.responses import RedirectResponse
 
+from dcp.server.catalog.details import keys_of
 from dcp.server.http.dependencies import Author, Caller, Db, Page, PageParams, ServiceDep, requires
 from dcp.server.http.idempotent_transaction import IdempotentDep
 from dcp.server.inputs import Name
@@ -51,6 +53,7 @@ def jobs_page(
         "jobs.html",
         twin=f"/api/v1/jobs?{urlencode(given)}" if given else "/api/v1/jobs",
         jobs=found.items,
+        names=_names(found.items, database, caller),
         next_cursor=found.next_cursor,
         kinds=sorted(KINDS),
         state=state,
@@ -70,6 +73,7 @@ def job_page(job_id: IdPath, request: Request, service: ServiceDep, database: Db
         "job.html",
         twin=f"/api/v1/jobs/{job_id}",
         job=job,
+        names=_names([job], database, caller),
         tasks=tasks.items,
         has_more_tasks=tasks.next_cursor is not None,
         log=api.get_job_log(job_id, database, caller, PageParams(_LINES, None)).items,
@@ -78,6 +82,13 @@ def job_page(job_id: IdPath, request: Request, service: ServiceDep, database: Db
         is_active=job.state in _ACTIVE,
         may_change=caller.may("admin" if kind is None else kind.scope),
     )
+
+
+def _names(jobs: Sequence[JobAnswer], database: Db, caller: Caller) -> dict[int, str]:
+    """What checkpoints that they are about are called."""
+    numbers = [job.checkpoint_id for job in jobs if job.checkpoint_id is not None]
+    with database.read() as connection:
+        return keys_of(connection, numbers, caller.roots)
 
 
 def last_job(

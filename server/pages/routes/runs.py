@@ -15,11 +15,13 @@ from dcp.server.pages.rendering import page
 from dcp.server.pages.routes.lists import listed, loss_of
 from dcp.server.pages.views import RunView
 from dcp.server.retention.planning import plan_run
+from dcp.server.routes.catalog import checkpoints as checkpoints_api
 from dcp.server.routes.catalog import labels as labels_api
 from dcp.server.routes.catalog import runs as api
 from dcp.server.schemas.administration.retention import RunPreview, TensorBytesAnswer
+from dcp.server.schemas.checkpoints import CheckpointAnswer
 from dcp.server.schemas.common import IdPath
-from dcp.server.schemas.queries import TensorBytesQuery, TimelineQuery
+from dcp.server.schemas.queries import CheckpointQuery, TensorBytesQuery, TimelineQuery
 from dcp.server.schemas.runs import RunAnswer
 
 __all__ = ["router"]
@@ -55,11 +57,20 @@ def run_page(
         timeline=timeline(steps.bins),
         metric=metric,
         series=series,
+        ends=_ends(run_id, metric, database, caller) if series and series.points else [],
         line=polyline([point.mean for point in series.points], 600, 120) if series else "",
         preview=_preview(run, view, service),
         tensor_bytes=_tensor_bytes(run, view, database, caller),
         **listed(view, database, caller, run_id=run_id),
     )
+
+
+def _ends(run_id: int, metric: str | None, database: Db, caller: Caller) -> list[CheckpointAnswer]:
+    """The committed checkpoints with the least and the greatest value: which of them is the good one depends
+    on what is measured."""
+    ways = [CheckpointQuery(run_id=run_id, sort=f"{sign}metric:{metric}", limit=1) for sign in ("", "-")]
+    found = [one for query in ways for one in checkpoints_api.list_checkpoints(query, database, caller).items]
+    return found if all(metric in one.metrics for one in found) else []
 
 
 def _preview(run: RunAnswer, view: RunView, service: Service) -> RunPreview | None:

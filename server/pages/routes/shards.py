@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlencode
 
-from fastapi import Query, Request, Response
+from fastapi import Depends, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from dcp.server.data.access import DataAccess, DataDep
@@ -56,55 +57,67 @@ class ShardsView(BaseModel):
         return given | ({"glob": f"*{self.glob}*"} if self.glob else {})
 
 
-@router.get("/checkpoints/{checkpoint_id}/shards", dependencies=READ)
-def shards_page(
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The part of a checkpoint's shards that is looked at, and who asks for it how."""
+
+    found: CheckpointDetailAnswer
+    view: ShardsView
+    request: Request
+    data: DataAccess
+    caller: Principal
+
+    def is_late(self, *, with_boxes: bool = False) -> bool:
+        """As `is_late`."""
+        waits = self.view.wait
+        return is_late(self.found, self.request, self.data, self.caller, waits=waits, with_boxes=with_boxes)
+
+    def page(self, template: str, twin: str, **values: Any) -> Response:
+        """The page, beside the JSON at ``twin`` below the shards of the API."""
+        query = f"?{urlencode(self.view.part)}" if self.view.part else ""
+        path = f"/api/v1/checkpoints/{self.found.id}/shards/{twin}{query}"
+        return page(self.request, template, twin=path, found=self.found, view=self.view, **values)
+
+
+def _part(
     checkpoint_id: IdPath,
     view: Annotated[ShardsView, Query()],
     request: Request,
     database: Db,
     data: DataDep,
     caller: Caller,
-) -> Response:
-    """The map, drawn by a script that asks for finer bins; what each rank wrote, in words and as a table."""
+) -> Part:
     found = checkpoints_api.get_checkpoint(checkpoint_id, database, caller, Response())
-    shown = None
-    if not is_late(found, request, data, caller, waits=view.wait):
-        shown = _map(checkpoint_id, ShardMapQuery(**view.part, rows=_ROWS, bins=1), data, caller)
-    path = f"/api/v1/checkpoints/{checkpoint_id}/shards/map"
-    return page(
-        request,
+    return Part(found, view, request, data, caller)
+
+
+PartDep = Annotated[Part, Depends(_part)]
+
+
+@router.get("/checkpoints/{checkpoint_id}/shards", dependencies=READ)
+def shards_page(part: PartDep) -> Response:
+    """The map, drawn by a script that asks for finer bins; what each rank wrote, in words and as a table."""
+    shown = None if part.is_late() else _map(part)
+    is_whole = not part.view.part
+    return part.page(
         "shards.html",
-        twin=f"{path}?{urlencode(view.part)}" if view.part else path,
-        found=found,
-        view=view,
+        "map",
         is_late=shown is None,
         map=shown,
-        balance=None if shown is None else balance_of(shown, found.world_size, is_whole=not view.part),
+        balance=None if shown is None else balance_of(shown, part.found.world_size, is_whole=is_whole),
     )
 
 
 @router.get("/checkpoints/{checkpoint_id}/shards/chunks", dependencies=READ)
-def chunks_page(
-    checkpoint_id: IdPath,
-    view: Annotated[ShardsView, Query()],
-    request: Request,
-    database: Db,
-    data: DataDep,
-    caller: Caller,
-) -> Response:
+def chunks_page(part: PartDep) -> Response:
     """The same as a table: tensors, boxes, places."""
-    found = checkpoints_api.get_checkpoint(checkpoint_id, database, caller, Response())
     chunks = None
-    if not is_late(found, request, data, caller, waits=view.wait, with_boxes=True):
-        query = StoredChunksQuery(**view.part, limit=_CHUNKS, cursor=view.cursor)
-        chunks = shards_api.list_stored_chunks(checkpoint_id, query, data, caller)
-    path = f"/api/v1/checkpoints/{checkpoint_id}/shards/chunks"
-    return page(
-        request,
+    if not part.is_late(with_boxes=True):
+        query = StoredChunksQuery(**part.view.part, limit=_CHUNKS, cursor=part.view.cursor)
+        chunks = shards_api.list_stored_chunks(part.found.id, query, part.data, part.caller)
+    return part.page(
         "chunks.html",
-        twin=f"{path}?{urlencode(view.part)}" if view.part else path,
-        found=found,
-        view=view,
+        "chunks",
         is_late=chunks is None,
         chunks=[] if chunks is None else chunks.items,
         next_cursor=None if chunks is None else chunks.next_cursor,
@@ -128,8 +141,9 @@ def is_late(
     return with_boxes or not data.has_chunks(found.id, caller)
 
 
-def _map(checkpoint_id: int, query: ShardMapQuery, data: DataAccess, caller: Principal) -> ShardMap:
+def _map(part: Part) -> ShardMap:
     from dcp.server.data.drawings.shard_map import shard_map  # only here, as all that reads checkpoints
 
+    query = ShardMapQuery(**part.view.part, rows=_ROWS, bins=1)
     query.check()
-    return shard_map(data.chunks(checkpoint_id, caller).columns, **query.model_dump())
+    return shard_map(part.data.chunks(part.found.id, part.caller).columns, **query.model_dump())

@@ -5,6 +5,60 @@
   const root = document.documentElement;
   root.classList.add("has-script");
 
+  // A token is a colour for light and one for dark: what it is now, as rgb(), for those who draw on a canvas.
+  const probe = document.createElement("i");
+  probe.hidden = true;
+  window.colourOf = (token) => {
+    if (!probe.isConnected) document.body.append(probe);
+    probe.style.color = `var(${token})`;
+    return getComputedStyle(probe).color;
+  };
+
+  // Over HTTP/1.1 browsers open six connections to a service, for all tabs: those that nobody looks at give theirs back.
+  class Stream {
+    constructor(url) {
+      this.url = url;
+      this.listeners = [];
+      this.look = () => (document.hidden ? this.source?.close() : this.follow("state")); // which may have changed meanwhile
+      document.addEventListener("visibilitychange", this.look);
+      if (!document.hidden) this.follow();
+    }
+
+    follow(missed) {
+      this.source?.close();
+      const source = (this.source = new EventSource(this.url));
+      source.onopen = (event) => this.onopen?.(event);
+      source.onerror = (event) => {
+        if (source.readyState === EventSource.CLOSED) this.close(); // htmx makes another one
+        this.onerror?.(event);
+      };
+      for (const [name, listener] of this.listeners) {
+        source.addEventListener(name, listener);
+        if (name === missed) listener(new MessageEvent(name));
+      }
+    }
+
+    get readyState() {
+      return this.source ? this.source.readyState : EventSource.CONNECTING;
+    }
+
+    addEventListener(name, listener) {
+      this.listeners.push([name, listener]);
+      this.source?.addEventListener(name, listener);
+    }
+
+    removeEventListener(name, listener) {
+      this.listeners = this.listeners.filter((one) => one[0] !== name || one[1] !== listener);
+      this.source?.removeEventListener(name, listener);
+    }
+
+    close() {
+      document.removeEventListener("visibilitychange", this.look);
+      this.source?.close();
+    }
+  }
+  if (window.htmx) htmx.createEventSource = (url) => new Stream(url);
+
   const status = document.getElementById("status");
   let clearing = 0;
   const say = (text) => {

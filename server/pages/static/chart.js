@@ -20,7 +20,7 @@
     const isBinned = columns[2].some((value, index) => value !== columns[3][index]);
     let plot = null;
     const make = () => {
-      const token = (name) => getComputedStyle(figure).getPropertyValue(name).trim();
+      const token = window.colourOf;
       const axis = { stroke: token("--muted"), grid: { stroke: token("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui" };
       const line = { label: figure.dataset.label, stroke: token("--accent"), width: 1.75, points: { show: columns[0].length < 60, size: 5 }, value: (_, value) => short(value) };
       const edge = { stroke: "transparent", points: { show: false }, value: (_, value) => short(value) };

@@ -8,9 +8,8 @@
   const MARK = 7;
   const short = (value) => (value === null || value === undefined ? "not finite" : Number(value.toPrecision(5)).toString());
 
-  const palette = (figure) => {
-    const style = getComputedStyle(figure);
-    const read = (name) => style.getPropertyValue(name).trim();
+  const palette = () => {
+    const read = window.colourOf;
     return { levels: Array.from({ length: LEVELS + 1 }, (_, at) => read(`--heat-${at}`)), none: read("--heat-none"), wrong: read("--heat-wrong") };
   };
 
@@ -45,7 +44,7 @@
     const plot = figure.querySelector(".plot");
     const canvas = document.createElement("canvas");
     canvas.setAttribute("aria-hidden", "true");
-    const repaint = () => paint(canvas, grid, values, scale, palette(figure));
+    const repaint = () => paint(canvas, grid, values, scale, palette());
     figure.classList.toggle("thin", grid.rows === 1);
     repaint();
     plot.append(canvas);

@@ -24,10 +24,6 @@
     for (; size >= 1000 && unit < units.length - 1; unit++) size /= 1024;
     return `${unit === 0 ? count(size) : size >= 99.95 ? size.toFixed(0) : size >= 9.995 ? size.toFixed(1) : size.toFixed(2)} ${units[unit]}`;
   };
-  const layerOf = (name) => {
-    const found = /(?:^|[._])(\d+)(?:[._]|$)/.exec(name);
-    return found ? Number(found[1]) : null;
-  };
 
   // -- what is asked for ---------------------------------------------------------------------------------------
 
@@ -70,7 +66,10 @@
     });
     const places = new Int32Array(found.rows.length * found.bins).fill(-1);
     found.cell_rows.forEach((row, at) => (places[row * found.bins + found.cell_bins[at]] = at));
-    return { ...found, bands, places, top: bands.length ? bands[0][0] : 0, bottom: bands.length ? bands[bands.length - 1][1] : 1 };
+    const firsts = new Int32Array(found.rows.length + 1); // of the cells of each row, which come by row and bin
+    found.cell_rows.forEach((row) => firsts[row + 1]++);
+    for (let row = 0; row < found.rows.length; row++) firsts[row + 1] += firsts[row];
+    return { ...found, bands, places, firsts, top: bands.length ? bands[0][0] : 0, bottom: bands.length ? bands[bands.length - 1][1] : 1 };
   };
 
   let whole = null; // all of it, coarse
@@ -104,13 +103,14 @@
 
   // -- colours -------------------------------------------------------------------------------------------------
 
-  const token = (name) => getComputedStyle(section).getPropertyValue(name).trim();
+  const token = window.colourOf;
   let inks = {};
   let scale = null;
   const readInks = () => {
+    for (const one of [whole, fine]) if (one) one.painted = null;
     inks = { ink: token("--ink"), muted: token("--muted"), line: token("--line"), surface: token("--surface"), sunken: token("--sunken"), over: token("--warn-mark"), accent: token("--accent") };
     inks.map = [0, 1, 2, 3, 4, 5, 6, 7].map((at) => token(`--map-${at}`));
-    const stops = [0, 1, 2, 3, 4].map((at) => token(`--ramp-${at}`).match(/[0-9a-f]{2}/gi).map((part) => parseInt(part, 16)));
+    const stops = [0, 1, 2, 3, 4].map((at) => token(`--ramp-${at}`).match(/[\d.]+/g).slice(0, 3).map(Number));
     inks.ramp = Array.from({ length: 64 }, (_, at) => {
       const place = (at / 63) * 4;
       const low = Math.min(3, Math.floor(place));
@@ -129,7 +129,7 @@
     const maps = [whole, fine].filter(Boolean);
     if (colour === "dtype") return { dtypes: [...new Set(maps.flatMap((one) => one.dtypes))].sort() };
     if (colour === "layer") {
-      const layers = maps.flatMap((one) => one.names.map(layerOf)).filter((one) => one !== null);
+      const layers = maps.flatMap((one) => one.name_layers).filter((one) => one !== null);
       return { low: layers.reduce((a, b) => Math.min(a, b), Infinity), high: layers.reduce((a, b) => Math.max(a, b), 0) };
     }
     const sizes = maps.flatMap((one) => one.name_bytes);
@@ -140,16 +140,17 @@
   const inkOf = (one, cell) => {
     if (colour === "dtype") return inks.map[scale.dtypes.indexOf(one.dtypes[one.cell_dtypes[cell]]) % inks.map.length];
     if (colour === "bytes") return ramp(scale.high > scale.low ? Math.log(one.name_bytes[one.cell_names[cell]] / scale.low) / Math.log(scale.high / scale.low) : 1);
-    const layer = one.layers[one.cell_names[cell]];
+    const layer = one.name_layers[one.cell_names[cell]];
     return layer === null ? inks.map[7] : ramp(scale.high > scale.low ? (layer - scale.low) / (scale.high - scale.low) : 1);
   };
 
   const paint = () => {
     scale = scaled();
+    const key = `${colour} ${JSON.stringify(scale)}`;
     for (const one of [whole, fine]) {
-      if (!one) continue;
-      one.layers = one.names.map(layerOf);
+      if (!one || one.painted === key) continue;
       one.inks = one.cell_bytes.map((_, cell) => inkOf(one, cell));
+      one.painted = key;
     }
     showLegend();
   };
@@ -187,23 +188,29 @@
   const across = (area, offset) => area.x + ((offset - view.left) / (view.right - view.left)) * area.width;
   const down = (area, rank) => area.y + ((rank - view.top) / (view.bottom - view.top)) * area.height;
 
-  // Neighbours of one colour are one rectangle: cells come by row and bin.
   const drawCells = (one, area) => {
+    one.bands.forEach(([low, high], row) => {
+      if (high <= view.top || low >= view.bottom) return;
+      const y = Math.round(down(area, low));
+      drawRow(one, row, area, y, Math.max(1, Math.round(down(area, high)) - y - (down(area, high) - y >= 5 ? 1 : 0)));
+    });
+  };
+
+  // Neighbours of one colour are one rectangle.
+  const drawRow = (one, row, area, y, height) => {
     const hasSeams = (one.bin_bytes / (view.right - view.left)) * area.width >= 5;
     const isAlike = (cell, next) =>
-      one.cell_rows[next] === one.cell_rows[cell] &&
+      next < one.firsts[row + 1] &&
       one.cell_bins[next] === one.cell_bins[cell] + 1 &&
       one.inks[next] === one.inks[cell] &&
       (one.cell_names[next] === one.cell_names[cell] || (!hasSeams && one.is_replicated[one.cell_names[next]] === one.is_replicated[one.cell_names[cell]]));
-    for (let cell = 0; cell < one.inks.length; cell++) {
+    for (let cell = one.firsts[row]; cell < one.firsts[row + 1]; cell++) {
       const first = cell;
       while (isAlike(cell, cell + 1)) cell++;
-      const [low, high] = one.bands[one.cell_rows[cell]];
       const begin = one.begin + one.cell_bins[first] * one.bin_bytes;
       const end = Math.min(one.end, one.begin + (one.cell_bins[cell] + 1) * one.bin_bytes);
-      if (high <= view.top || low >= view.bottom || begin >= view.right || end <= view.left) continue;
-      const y = Math.round(down(area, low));
-      const height = Math.max(1, Math.round(down(area, high)) - y - (down(area, high) - y >= 5 ? 1 : 0));
+      if (begin >= view.right) return;
+      if (end <= view.left) continue;
       const x = Math.round(across(area, begin));
       const width = Math.max(1, Math.round(across(area, end)) - x);
       const seam = hasSeams && width > 2 ? 1 : 0;
@@ -402,7 +409,7 @@
         fact("dtype", one.dtype),
         fact("Rank", one.rank === null ? "not told" : count(one.rank)),
         fact("File", one.file),
-        fact("Bytes", `${span(one.begin, one.begin + one.bytes)} (${bytes(one.bytes)})`),
+        fact("Bytes", `${span(one.file_offset, one.file_offset + one.bytes)} (${bytes(one.bytes)})`),
         fact("Copies", one.copies === null ? "not counted" : count(one.copies)),
       ]);
     } catch {
@@ -486,7 +493,8 @@
 
   // The sentences and the table below, and the fields of the part.
   let refreshing = null;
-  const refresh = async (url) => {
+  let resting = 0;
+  const refresh = (url) => {
     const query = given();
     for (const name of PART) {
       const field = document.querySelector(`.part [name="${name}"]`);
@@ -498,6 +506,12 @@
       else own.set("colour", link.dataset.colour);
       link.href = `${location.pathname}${own.size ? `?${own}` : ""}`;
     }
+    // once hands are at rest: nobody reads it meanwhile
+    clearTimeout(resting);
+    resting = setTimeout(() => refreshBelow(url), 300);
+  };
+
+  const refreshBelow = async (url) => {
     // not by htmx, which takes each request that a next one replaces for an error
     refreshing?.abort();
     refreshing = new AbortController();

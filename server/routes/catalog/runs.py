@@ -7,12 +7,13 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from dcp.server.catalog import runs
+from dcp.server.catalog.contents.layers import OPTIMIZER
 from dcp.server.catalog.labelling.series import metric_series
 from dcp.server.catalog.queries.filters import CheckpointFilter, Sort
 from dcp.server.catalog.queries.known import check_filter, check_root, notes_of
 from dcp.server.catalog.queries.timeline import run_timeline
 from dcp.server.http.dependencies import Caller, Db, requires
-from dcp.server.retention.totals import OPTIMIZER, tensor_bytes
+from dcp.server.retention.totals import tensor_bytes
 from dcp.server.schemas.administration.retention import TensorBytesAnswer
 from dcp.server.schemas.common import IdPath, problems
 from dcp.server.schemas.queries import RunQuery, TensorBytesQuery, TimelineQuery

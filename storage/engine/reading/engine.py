@@ -1,9 +1,9 @@
 """Reading ranges of a checkpoint into memory: sorted, coalesced, split for threads, verified on the way.
 
 Two kinds of work. A *run* is contiguous in the file and in memory: large ones are read straight into their
-destination, small neighbours are read together and handed out. A *region* is a box of a chunk whose rows
-lie apart in the file or in memory: the blocks it spans are read once into scratch, checked whole, and the
-wanted stride is copied out. Torch-free: destinations are addresses.
+destination, small neighbours are read together and handed out. A *region* has elements of a chunk at regular
+steps, as the rows of a box, that lie apart in the file or in memory: the blocks it spans are read once into
+scratch, checked whole, and the wanted stride is copied out. Torch-free: destinations are addresses.
 
 Where a request is dear (`ReadProfile.scatter`) all of it is joined into large requests instead, see
 `dcp.storage.engine.reading.scatter`.
@@ -22,7 +22,14 @@ import numpy as np
 from dcp.storage.closable import Closable
 from dcp.storage.engine.reading import scatter
 from dcp.storage.engine.reading.coalescing.joining import NO_CHUNK, Copy, RequestPiece, join
-from dcp.storage.engine.reading.requests import BoxRequest, ByteRuns, ReadStats, Region, Verify
+from dcp.storage.engine.reading.requests import (
+    BoxRequest,
+    ByteRuns,
+    ReadStats,
+    Region,
+    StridedRegion,
+    Verify,
+)
 from dcp.storage.engine.reading.source import ReadSource
 from dcp.storage.engine.reading.units import Unit, region_units, run_units
 from dcp.storage.engine.reading.worker import ReadWorker
@@ -63,7 +70,7 @@ class ReadEngine(Closable, ReadSource):
     def run(
         self,
         runs: ByteRuns,
-        regions: Sequence[Region],
+        regions: Sequence[Region | StridedRegion],
         extra: Sequence[Unit] = (),
         boxes: Sequence[BoxRequest] = (),
     ) -> ReadStats:
@@ -74,20 +81,21 @@ class ReadEngine(Closable, ReadSource):
         """
         if boxes and not self.joins:
             raise PlanError(f"{self.store.url} is read by units, not by boxes")
-        wanted: list[Region | BoxRequest] = [*regions, *boxes]
         with self._files.missing_is_damage():
-            boxed = np.array([box.chunk for box in wanted], np.int64)
-            self.resolve(np.concatenate([runs.chunks, boxed]))
+            asked = [each.chunk if isinstance(each, Region) else each.elements.chunk for each in regions]
+            self.resolve(np.concatenate([runs.chunks, np.array(asked, np.int64)]))
+            strided = [self.strided(each) if isinstance(each, Region) else each for each in regions]
             needed = int(runs.sizes_bytes.sum())
-            needed += sum(math.prod(box.lengths) * self.itemsize(box.chunk) for box in wanted)
+            for elements in [*(each.elements for each in strided), *(each.elements for each in boxes)]:
+                needed += math.prod(elements.lengths) * self.itemsize(elements.chunk)
             self.stats.bytes_needed += needed
             copies: list[Copy] = []
             if self.joins:
-                all_boxes = [*(scatter.box_of(self, region) for region in regions), *boxes]
+                all_boxes = [*(scatter.box_of(self, region) for region in strided), *boxes]
                 requests, copies = scatter.plan(self, runs, all_boxes, needed, self.threads)
                 units: list[Unit] = [partial(scatter.carry_out, request) for request in requests]
             else:
-                units = [*run_units(self, runs), *region_units(self, regions)]
+                units = [*run_units(self, runs), *region_units(self, strided)]
             self._execute([*units, *extra], self.on_bytes)
         for copy in copies:
             ctypes.memmove(copy.target, copy.source, copy.size_bytes)

@@ -68,7 +68,7 @@ class OpenFiles:
             raise CorruptCheckpointError(
                 f"{self._store.url}: data file {name} has {size} bytes, {expected} were committed; "
                 "it was truncated, replaced or extended",
-                path=f"{self._store.url}/{name}",
+                path=self._store.path_of(name),
             )
         return handle
 

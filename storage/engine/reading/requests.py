@@ -5,15 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import Int64, starts
+from dcp.storage.geometry.strides import is_c_ordered
 
-__all__ = ["BoxRequest", "ByteRuns", "PutBox", "ReadColumns", "ReadStats", "Region", "Verify"]
+__all__ = [
+    "BoxRequest",
+    "ByteRuns",
+    "Elements",
+    "PutBox",
+    "ReadColumns",
+    "ReadStats",
+    "Region",
+    "StridedRegion",
+    "Verify",
+]
 
 Verify = Literal["blocks", "full", "none"]
 """``blocks``: check every block that is read whole. ``full``: also read the rest of blocks that are needed
@@ -99,19 +110,42 @@ class Region:
     strides: tuple[int, ...]
 
 
+class Elements(NamedTuple):
+    """Elements of chunk ``chunk`` at regular steps: a box of it, or what a box of another shape has of it.
+
+    ``lengths`` by axis, the payload's slowest first. The first one is at byte ``begin`` of the payload;
+    ``strides`` are bytes of it, descending.
+    """
+
+    chunk: int
+    begin: int
+    lengths: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def is_run(self, itemsize: int) -> bool:
+        """Whether they lie together in the payload, in their order."""
+        return is_c_ordered(self.lengths, [stride // itemsize for stride in self.strides])
+
+
+class StridedRegion(NamedTuple):
+    """``elements`` to memory at ``address``; ``strides`` are the destination's by axis, in bytes."""
+
+    elements: Elements
+    address: int
+    strides: tuple[int, ...]
+
+
 PutBox: TypeAlias = Callable[[tuple[int, ...], "npt.NDArray[Any]"], None]
-"""Takes a part of a box: its offsets within the box, and its elements, as unsigned integers of their size (or
+"""Takes a part of elements: its offsets by axis, and those elements, as unsigned integers of their size (or
 complex numbers for 16 bytes), unaligned and strided, in memory that is used again afterwards. Called from any
 thread, once for each part."""
 
 
 @dataclass(frozen=True, slots=True)
 class BoxRequest:
-    """A box of chunk ``chunk`` (``offsets``, ``lengths`` within the chunk) that is handed out in parts."""
+    """``elements`` that are handed out in parts."""
 
-    chunk: int
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
+    elements: Elements
     put: PutBox
 
 

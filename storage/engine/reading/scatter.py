@@ -24,7 +24,7 @@ from dcp.storage.engine.reading.coalescing.joining import (
     RequestPiece,
     join,
 )
-from dcp.storage.engine.reading.requests import BoxRequest, ByteRuns, PutBox, Region
+from dcp.storage.engine.reading.requests import BoxRequest, ByteRuns, PutBox, StridedRegion
 from dcp.storage.engine.reading.source import ReadSource
 from dcp.storage.engine.reading.streaming_read import StreamingRead
 from dcp.storage.engine.reading.worker import ReadWorker
@@ -113,26 +113,20 @@ def _put_part(address: int, begin: int, end: int, data: memoryview) -> None:
     view(address, end - begin)[:] = data[begin:end]
 
 
-def box_of(source: ReadSource, region: Region) -> BoxRequest:
+def box_of(source: ReadSource, region: StridedRegion) -> BoxRequest:
     """A region as a box whose elements are copied to where they belong."""
-    itemsize = source.itemsize(region.chunk)
+    itemsize = source.itemsize(region.elements.chunk)
 
     def put(offsets: tuple[int, ...], elements: npt.NDArray[np.generic]) -> None:
         address = region.address + sum(i * s for i, s in zip(offsets, region.strides, strict=True))
         np.copyto(array_at(address, itemsize, elements.shape, region.strides), elements)
 
-    return BoxRequest(region.chunk, region.offsets, region.lengths, put)
+    return BoxRequest(region.elements, put)
 
 
 def _box_pieces(source: ReadSource, box: BoxRequest, limit_bytes: int) -> Iterator[RequestPiece]:
-    chunk, gap_bytes = box.chunk, source.profile.gap_bytes
+    (chunk, begin, lengths, strides), gap_bytes = box.elements, source.profile.gap_bytes
     itemsize = source.itemsize(chunk)
-    order, strides = source.payloads.layout(chunk)
-    offsets, lengths, put = box.offsets, box.lengths, box.put
-    if order != tuple(range(len(order))):
-        offsets, lengths = tuple(offsets[d] for d in order), tuple(lengths[d] for d in order)
-        put = partial(_put_permuted, box.put, tuple(np.argsort(order).tolist()))
-    begin = sum(o * s for o, s in zip(offsets, strides, strict=True))
     parts = [*box_parts(begin, lengths, strides, itemsize, limit_bytes=limit_bytes, gap_bytes=gap_bytes)]
     file, origin = int(source.index.chunk_files[chunk]), source.payloads.offset(chunk)
     overlap = any(after.begin < part.end for part, after in pairwise(parts))
@@ -143,7 +137,7 @@ def _box_pieces(source: ReadSource, box: BoxRequest, limit_bytes: int) -> Iterat
         reached = reaches(parts, payload_bytes, gap_bytes=gap_bytes, whole_blocks=source.verify == "full")
     dtype = item_dtype(itemsize)
     for part, (first, end) in zip(parts, reached, strict=True):
-        take = partial(_put_elements, put, part, dtype, part.begin - first, strides)
+        take = partial(_put_elements, box.put, part, dtype, part.begin - first, strides)
         yield RequestPiece(file, origin + first, end - first, chunk, first, 0, take)
 
 
@@ -156,12 +150,6 @@ def _put_elements(
     data: memoryview,
 ) -> None:
     put(part.offsets, np.ndarray(part.lengths, dtype, data, at, strides))
-
-
-def _put_permuted(
-    put: PutBox, dimensions: tuple[int, ...], offsets: tuple[int, ...], elements: npt.NDArray[np.generic]
-) -> None:
-    put(tuple(offsets[d] for d in dimensions), elements.transpose(dimensions))
 
 
 # -- reading -------------------------------------------------------------------------------------------------

@@ -16,7 +16,14 @@ from dcp.storage.engine.reading.coalescing.joining import RequestPiece
 from dcp.storage.engine.reading.fragments import Fragment, Fragments
 from dcp.storage.engine.reading.open_files import OpenFiles
 from dcp.storage.engine.reading.payloads import Payloads
-from dcp.storage.engine.reading.requests import ByteRuns, ReadStats, Verify
+from dcp.storage.engine.reading.requests import (
+    ByteRuns,
+    Elements,
+    ReadStats,
+    Region,
+    StridedRegion,
+    Verify,
+)
 from dcp.storage.errors import CorruptCheckpointError, OptionError
 from dcp.storage.formats.checksums import BLOCK_BYTES
 from dcp.storage.formats.index import CheckpointIndex
@@ -70,6 +77,13 @@ class ReadSource:
         """The file of a chunk and the absolute offset of its payload."""
         return self.handle(int(self.index.chunk_files[chunk])), self.payloads.offset(chunk)
 
+    def strided(self, region: Region) -> StridedRegion:
+        """The same by the places of its elements in the payload."""
+        order, steps = self.payloads.layout(region.chunk)
+        begin = sum(region.offsets[d] * step for d, step in zip(order, steps, strict=True))
+        lengths, strides = (tuple(column[d] for d in order) for column in (region.lengths, region.strides))
+        return StridedRegion(Elements(region.chunk, begin, lengths, steps), region.address, strides)
+
     def itemsize(self, chunk: int) -> int:
         """Bytes per element of a chunk."""
         return self._itemsizes[self._chunk_tensors[chunk]]
@@ -120,7 +134,7 @@ class ReadSource:
             f"CRC-32 {got:08x}, committed was {expected:08x}. Resume from another checkpoint",
             alternative="load the bytes as they are",
             argument="verify='none'",
-            path=f"{self.store.url}/{name}",
+            path=self.store.path_of(name),
             fqn=fqn,
             offset=offset,
         )

@@ -8,7 +8,7 @@ from functools import partial
 
 from dcp.storage.engine.reading.coalescing.clusters import Cluster, PlacedRuns, split_off_clusters
 from dcp.storage.engine.reading.fragments import within_blocks
-from dcp.storage.engine.reading.requests import ByteRuns, Region
+from dcp.storage.engine.reading.requests import ByteRuns, Elements, StridedRegion
 from dcp.storage.engine.reading.source import ReadSource
 from dcp.storage.engine.reading.worker import MAX_CLUSTER_BYTES, ReadWorker
 from dcp.storage.formats.checksums import BLOCK_BYTES
@@ -48,14 +48,14 @@ def run_units(source: ReadSource, runs: ByteRuns) -> Iterator[Unit]:
         yield _direct_unit(batch)
 
 
-def region_units(source: ReadSource, regions: Sequence[Region]) -> Iterator[Unit]:
+def region_units(source: ReadSource, regions: Sequence[StridedRegion]) -> Iterator[Unit]:
     """Regions, some of them at a time; a large one is divided."""
-    batch: list[Region] = []
+    batch: list[StridedRegion] = []
     batch_bytes = 0
     for region in regions:
         for part in _split_region(source, region):
             batch.append(part)
-            batch_bytes += math.prod(part.lengths) * source.itemsize(part.chunk)
+            batch_bytes += math.prod(part.elements.lengths) * source.itemsize(part.elements.chunk)
             if batch_bytes >= _UNIT_BYTES:
                 yield _region_unit(batch)
                 batch, batch_bytes = [], 0
@@ -63,29 +63,21 @@ def region_units(source: ReadSource, regions: Sequence[Region]) -> Iterator[Unit
         yield _region_unit(batch)
 
 
-def _split_region(source: ReadSource, region: Region) -> Iterator[Region]:
-    """Parts of about a unit's size along the dimension that is slowest in the file, so that threads can
-    share one large box."""
-    size = math.prod(region.lengths) * source.itemsize(region.chunk)
+def _split_region(source: ReadSource, region: StridedRegion) -> Iterator[StridedRegion]:
+    """Parts of about a unit's size along the axis that is slowest in the file, so that threads can share one
+    large region."""
+    chunk, begin, lengths, strides = region.elements
+    size = math.prod(lengths) * source.itemsize(chunk)
     if size <= 2 * _UNIT_BYTES:
         yield region
         return
-    order, _ = source.payloads.layout(region.chunk)
-    slowest = next((d for d in order if region.lengths[d] > 1), 0)
-    length = region.lengths[slowest]
+    slowest = next((axis for axis, length in enumerate(lengths) if length > 1), 0)
+    length = lengths[slowest]
     rows = max(1, length * _UNIT_BYTES // size)
     for first in range(0, length, rows):
-        yield Region(
-            region.chunk,
-            _replaced(region.offsets, slowest, region.offsets[slowest] + first),
-            _replaced(region.lengths, slowest, min(rows, length - first)),
-            region.address + first * region.strides[slowest],
-            region.strides,
-        )
-
-
-def _replaced(values: tuple[int, ...], position: int, value: int) -> tuple[int, ...]:
-    return (*values[:position], value, *values[position + 1 :])
+        own = (*lengths[:slowest], min(rows, length - first), *lengths[slowest + 1 :])
+        part = Elements(chunk, begin + first * strides[slowest], own, strides)
+        yield StridedRegion(part, region.address + first * region.strides[slowest], region.strides)
 
 
 def _split(chunk: int, position: int, size: int, address: int) -> Iterator[tuple[int, int, int, int]]:
@@ -106,7 +98,7 @@ def _direct_unit(parts: list[tuple[int, int, int, int]]) -> Unit:
     return unit
 
 
-def _region_unit(regions: list[Region]) -> Unit:
+def _region_unit(regions: list[StridedRegion]) -> Unit:
     def unit(worker: ReadWorker) -> None:
         for region in regions:
             worker.read_region(region)

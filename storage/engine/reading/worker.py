@@ -11,7 +11,7 @@ import numpy as np
 from dcp.storage.engine.memory import ScratchBuffers, array_at, item_dtype, view
 from dcp.storage.engine.reading.coalescing.clusters import Cluster
 from dcp.storage.engine.reading.fragments import within_blocks
-from dcp.storage.engine.reading.requests import ReadStats, Region
+from dcp.storage.engine.reading.requests import ReadStats, StridedRegion
 from dcp.storage.engine.reading.source import ReadSource
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
 from dcp.storage.geometry.payload_parts import box_parts
@@ -115,53 +115,45 @@ class ReadWorker:
 
     # -- regions ---------------------------------------------------------------------------------------------
 
-    def read_region(self, region: Region) -> None:
-        """A box whose rows lie apart, in the file or in memory."""
-        if math.prod(region.lengths) == 0:
+    def read_region(self, region: StridedRegion) -> None:
+        """Elements that lie apart, in the file or in memory."""
+        chunk, begin, lengths, strides = region.elements
+        if math.prod(lengths) == 0:
             return
-        order, strides = self.source.payloads.layout(region.chunk)
-        region = Region(
-            region.chunk,
-            tuple(region.offsets[d] for d in order),
-            tuple(region.lengths[d] for d in order),
-            region.address,
-            tuple(region.strides[d] for d in order),
-        )
-        if region.chunk in self.source.index.payload_strides:
-            self._read_parts(region, strides)
+        if chunk in self.source.index.payload_strides:
+            self._read_parts(region)
             return
-        itemsize = self.source.itemsize(region.chunk)
+        itemsize = self.source.itemsize(chunk)
         split = next((d for d, stride in enumerate(strides) if stride <= _ROW_BYTES), len(strides) - 1)
         if not strides:
-            self._read_rows(region.chunk, 0, 1, itemsize, (), (), region.address, 0, ())
+            self._read_rows(chunk, begin, 1, itemsize, (), (), region.address, 0, ())
             return
-        for outer in itertools.product(*(range(n) for n in region.lengths[:split])):
-            position = sum((o + i) * s for o, i, s in zip(region.offsets, outer, strides, strict=False))
-            position += sum(o * s for o, s in zip(region.offsets[split:], strides[split:], strict=True))
+        for outer in itertools.product(*(range(n) for n in lengths[:split])):
+            position = begin + sum(i * s for i, s in zip(outer, strides, strict=False))
             address = region.address + sum(i * s for i, s in zip(outer, region.strides, strict=False))
             self._read_rows(
-                region.chunk,
+                chunk,
                 position,
-                region.lengths[split],
+                lengths[split],
                 strides[split],
-                region.lengths[split + 1 :],
+                lengths[split + 1 :],
                 strides[split + 1 :],
                 address,
                 region.strides[split],
                 region.strides[split + 1 :],
             )
 
-    def _read_parts(self, region: Region, strides: tuple[int, ...]) -> None:
-        """A box of a payload that may have gaps, or elements that stand for several."""
-        chunk, index = region.chunk, self.source.index
+    def _read_parts(self, region: StridedRegion) -> None:
+        """Of a payload that may have gaps, or elements that stand for several."""
+        chunk, begin, lengths, strides = region.elements
+        index = self.source.index
         itemsize = self.source.itemsize(chunk)
         dtype = item_dtype(itemsize)
         # Without a checksum to compare there is no use in completing blocks.
         verify = self.source.verify != "none" and index.payload_crc(chunk) is not None
         window = _Window(self, chunk, verify=verify)
-        begin = sum(o * s for o, s in zip(region.offsets, strides, strict=True))
         for part in box_parts(
-            begin, region.lengths, strides, itemsize, limit_bytes=BLOCK_BYTES, gap_bytes=_SPARSE_GAP_BYTES
+            begin, lengths, strides, itemsize, limit_bytes=BLOCK_BYTES, gap_bytes=_SPARSE_GAP_BYTES
         ):
             at = window.load(part.begin, part.end)
             source = np.ndarray(part.lengths, dtype, self.scratch, at, strides)

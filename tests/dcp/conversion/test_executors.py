@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -12,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,6 +21,7 @@ from dcp.conversion.run import convert
 from dcp.progress import Progress
 from dcp.storage.errors import CheckpointError, CorruptCheckpointError, PlanError
 from tests.support.conversion import folder_of
+from tests.support.dask_cluster import dask_cluster
 from tests.support.processes import children, lives
 
 _ELEMENTS = 36 << 20
@@ -43,32 +42,10 @@ def _check(target: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """``host:port`` of a Dask scheduler with two worker processes on the loopback interface."""
-    file = tmp_path_factory.mktemp("dask") / "scheduler.json"
-    options = ["--no-dashboard", "--scheduler-file", str(file)]
-    scheduler = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", "0"]
-    worker = [sys.executable, "-m", "distributed.cli.dask_worker", "--no-nanny", "--nthreads", "1"]
-    folder = ["--local-directory", str(file.parent), "--host", "127.0.0.1"]
-    commands = [[*scheduler, *options]] + [[*worker, *options, *folder]] * 2
-    processes = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for command in commands]
-    try:
-        deadline = time.monotonic() + 120
-        while not file.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        address = json.loads(file.read_text())["address"].removeprefix("tcp://")
-        import distributed
-
-        connect: Any = distributed.Client
-        with connect(f"tcp://{address}", set_as_default=False) as client:
-            client.wait_for_workers(2, timeout=120)
-        yield address
-    finally:
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.wait(30)
+def cluster() -> Iterator[str]:
+    """``host:port`` of a Dask scheduler with two worker processes."""
+    with dask_cluster(threads=1) as made:
+        yield made.scheduler_address.removeprefix("tcp://")
 
 
 def test_a_dask_cluster_converts(cluster: str, source: Path, tmp_path: Path) -> None:
@@ -151,7 +128,12 @@ main()
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+    ("number", "status"),
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.exhaustive),
+        (signal.SIGKILL, -signal.SIGKILL),
+    ],
 )
 def test_an_interrupted_conversion_ends_its_processes(
     number: signal.Signals, status: int, source: Path, tmp_path: Path

@@ -253,3 +253,28 @@ def test_another_map_does_not_go_on_with_what_a_killed_run_wrote(
 def stopped(*_: object, **__: object) -> None:
     """As by Ctrl-C, behind all that is written."""
     raise KeyboardInterrupt
+
+
+def test_values_keep_their_places(tmp_path: Path) -> None:
+    """In dicts and lists, with keys that are no strings; a tensor is what its new name says."""
+    state = {"x": torch.ones(2), "run": {"steps": [1, {"lr": 0.5}], 7: "seven"}, "shape": torch.Size([2])}
+    dcp.save(state, checkpoint_id=tmp_path / "in", no_dist=True)
+    dcp.convert(tmp_path / "in", tmp_path / "out", to="dcp", map={"rules": [{"from": "x", "to": "a.y"}]})
+    found = dcp.read(tmp_path / "out")
+    assert torch.equal(found.pop("a.y"), torch.ones(2))
+    assert found == {"run": state["run"], "shape": state["shape"]}
+
+
+def test_sizes_and_layers_that_cannot_be_meant(model: Path, tmp_path: Path) -> None:
+    """On the command line: a name that the map has not, and a model without its last layer."""
+    options = ["--to", "dcp", "--map", "llama:hf-to-titan", "--set", "hedas=4"]
+    wrong = run("convert", str(model), str(tmp_path / "out"), *options)
+    assert wrong.exit_code != 0
+    assert "no size 'hedas'; did you mean heads" in wrong.output
+    save_file(
+        {n: t for n, t in of_folder(model).items() if ".layers.1." not in n}, tmp_path / "m.safetensors"
+    )
+    (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
+    with pytest.raises(PlanError, match="there should be 2 of layer"):
+        dcp.convert(tmp_path / "m.safetensors", tmp_path / "out", to="dcp", map="llama:hf-to-titan")
+    assert not (tmp_path / "out").exists()

@@ -297,7 +297,7 @@ def test_files_of_lightning_are_loaded_and_not_overwritten(tmp_path: Path) -> No
     plugin = DcpCheckpointIO()
     TorchCheckpointIO().save_checkpoint({"a": torch.ones(2)}, tmp_path / LAST)
     assert torch.equal(plugin.load_checkpoint(tmp_path / LAST)["a"], torch.ones(2))
-    with pytest.raises(OptionError, match="another dirpath"):
+    with pytest.raises(OptionError, match="another place"):
         plugin.save_checkpoint({"a": torch.ones(2)}, tmp_path / LAST)
 
 
@@ -329,7 +329,7 @@ def test_wrong_use_says_what_to_do(tmp_path: Path) -> None:
         DcpCheckpointIO(mode="later")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="leave out save_distributed_checkpoint"):
         DcpModelParallelStrategy(save_distributed_checkpoint=False)
-    with pytest.raises(OptionError, match="storage_options to DcpCheckpointIO"):
+    with pytest.raises(OptionError, match="storage_options to plug-in or strategy"):
         DcpCheckpointIO().save_checkpoint({}, tmp_path / LAST, storage_options={"anon": True})
     bypassed = pl.Trainer(
         strategy=ModelParallelStrategy(), plugins=[DcpCheckpointIO()], accelerator="cpu", logger=False
@@ -358,7 +358,7 @@ def test_names_of_lightnings_own_are_those_of_the_installed_version() -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
-    from dcp.integrations.lightning import names
+    from dcp.integrations import lightning as names
 
     assert names.LAST == ModelCheckpoint.CHECKPOINT_NAME_LAST
     assert names.SHARDS == _METADATA_FILENAME

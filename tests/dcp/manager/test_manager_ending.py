@@ -240,50 +240,6 @@ def test_a_rank_can_end_while_the_others_are_busy(tmp_path: Path) -> None:
     assert ranks[0].returncode == 0
 
 
-COMPLETES_LATE = """
-import os, sys, time, torch.distributed as dist, dcp
-folder, rank = sys.argv[1], int(sys.argv[2])
-
-
-class Last:
-    # cleared after the interpreter has begun to end: threads that ask for its lock then are ended
-    def __del__(self, tell=os.mkdir, is_there=os.access, sleep=time.sleep, folder=folder):
-        tell(folder + "/ending")
-        while not is_there(folder + "/complete", 0):
-            sleep(0.01)
-        sleep(0.2)  # for gloo's threads
-
-
-dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2)
-manager = dcp.CheckpointManager(folder + "/ckpt", every_steps=100)
-for step in (1, 2, 3):
-    manager.save(step, {"step": step})
-if rank == 1:
-    last = Last()
-    manager.save(4, {"step": 4})
-    sys.exit(7)
-while not os.path.exists(folder + "/ending"):
-    time.sleep(0.01)
-manager.save(4, {"step": 4})
-os.mkdir(folder + "/complete")
-time.sleep(0.5)  # its end would be the end of the exchange, too
-os._exit(0)
-"""
-
-
-@pytest.mark.timeout(600)
-def test_an_exchange_may_complete_while_the_interpreter_ends(tmp_path: Path) -> None:
-    """The process ends with its own status: no thread of gloo's has tensors to drop then."""
-    ranks = [Program("-c", COMPLETES_LATE, tmp_path, str(rank), finalizes=True) for rank in (0, 1)]
-    try:
-        assert ranks[1].wait(240) == 7
-        assert ranks[0].wait(240) == 0
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-
-
 # -- elastic restart -----------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -524,8 +525,10 @@ def _one_is_mistaken(rank: int, world_size: int, root: str, mode: str, mistake: 
                 *((mode, mistake, "call") for mode in ("sync", "process") for mistake in ("metric", "step")),
                 ("thread", "metric", "stop"),
                 ("thread", "state", "stop"),
+                ("sync", "step", "stop"),
             ]
         ),
+        ("thread", "step", "stop"),
     ],
 )
 def test_what_one_rank_calls_wrongly_fails_the_save_of_all(
@@ -545,8 +548,81 @@ def test_a_step_that_is_none_is_told_also_where_nothing_is_saved(tmp_path: Path)
     assert other[0] == "fine" and "rank 1 refused" in other[1]
 
 
-def _restores_no_step(rank: int, world_size: int, root: str) -> str:
-    with manager_of(root) as manager:
+def _one_lacks_a_package(rank: int, world_size: int, root: str) -> str:
+    missing: Any = None
+    if rank == 0:
+        sys.modules["httpx"] = missing
+    try:
+        manager_of(root, catalog="http://localhost:8470").close()
+    except (ModuleNotFoundError, dcp.CheckpointError) as error:
+        return str(error)
+    finally:
+        sys.modules.pop("httpx", None)
+    return "made"
+
+
+def test_what_one_rank_cannot_import_is_an_error_of_all(tmp_path: Path) -> None:
+    """When the manager is made, and not at the first save that rank 0 does not come to."""
+    own, other = run_ranks(2, _one_lacks_a_package, str(tmp_path))
+    assert "dcphub[catalog]" in own and "dcphub[catalog]" in other and "rank 0" in other
+
+
+def _one_is_at_another_step(
+    rank: int, world_size: int, root: str, wrong: Any, at: int, options: dict[str, Any]
+) -> list[str]:
+    """What each save says, of which that of step ``at`` is called with ``wrong`` on rank 1."""
+    manager = manager_of(root, retries=0, **options)
+    said = []
+    for step in (1, 2, 3):
+        try:
+            future = manager.save(wrong if rank == 1 and step == at else step, state_at(step, rank))
+            assert future is not None
+            future.result()
+            said.append("fine")
+        except (dcp.CheckpointError, ValueError) as error:
+            said.append(str(error))
+    manager.close()
+    return said
+
+
+_NO_EXCHANGE = {"mode": "thread", "handle_sigterm": False}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "at", "options"),
+    [
+        (1.5, 1, _NO_EXCHANGE),
+        (7, 1, _NO_EXCHANGE),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in [
+                *(
+                    (wrong, 2, _NO_EXCHANGE | {"mode": mode})
+                    for wrong in (-1, 7)
+                    for mode in ("sync", "process")
+                ),
+                *((wrong, 2, {"agree_every_steps": 9}) for wrong in (1.5, 7)),
+                (1.5, 1, {"agree_every_steps": 3}),
+            ]
+        ),
+    ],
+)
+def test_a_wrong_step_is_told_where_the_ranks_exchange_nothing(
+    tmp_path: Path, wrong: Any, at: int, options: dict[str, Any]
+) -> None:
+    """By the save that they begin all the same, on all; nothing of it stays, and the next one is saved."""
+    own, other = reversed(run_ranks(2, _one_is_at_another_step, str(tmp_path), wrong, at, options))
+    told = (
+        "whole number" if wrong != 7 else f"the option 'step' is not the same on all ranks: rank 0: step={at}"
+    )
+    assert told in own[at - 1] and told in other[at - 1] and "rank 1" in other[at - 1]
+    right = ["fine" if step != at else said for step, said in enumerate(own, 1)]
+    assert own == right and other[: at - 1] + other[at:] == ["fine", "fine"]
+    assert {path.name for path in tmp_path.glob("step-*")} == {f"step-{n:08d}" for n in {1, 2, 3} - {at}}
+
+
+def _restores_no_step(rank: int, world_size: int, root: str, exchanges: bool) -> str:
+    with manager_of(root, handle_sigterm=exchanges) as manager:
         manager.save(1, state_at(1, rank))
         wanted: Any = 1 if rank == 0 else "newest"
         try:
@@ -556,7 +632,8 @@ def _restores_no_step(rank: int, world_size: int, root: str) -> str:
     return "restored"
 
 
-def test_a_step_to_restore_that_is_none_fails_all(tmp_path: Path) -> None:
-    """At once."""
-    other, own = run_ranks(2, _restores_no_step, str(tmp_path))
-    assert "whole number" in own and "rank 1 refused" in other
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_step_to_restore_that_is_none_fails_all(tmp_path: Path, exchanges: bool) -> None:
+    """At once, with what is wrong."""
+    other, own = run_ranks(2, _restores_no_step, str(tmp_path), exchanges)
+    assert "whole number" in own and "whole number" in other and "rank 1" in other

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 import dcp
 from dcp.server.client import Client
 from tests.support.app import running_app
+from tests.support.pages import Browser
 from tests.support.service import free_port
 from tests.support.sockets import listening
 
@@ -34,6 +37,39 @@ def test_a_run_in_the_catalog(tmp_path: Path) -> None:
     }
     assert found[2].metrics == {"loss": 0.5} and found[2].tags == ("nightly",)
     assert detail.user_metadata["run"] == "seven"
+
+
+@pytest.mark.parametrize("mode", ["sync", pytest.param("process", marks=pytest.mark.exhaustive)])
+def test_what_a_run_was_resumed_from_is_in_the_catalog(tmp_path: Path, mode: Any) -> None:
+    """API and page name it for each save that follows, in whatever order they are found, and for no other."""
+    root, state = tmp_path / "main", {"w": torch.ones(4)}
+    with dcp.CheckpointManager(root / "base", mode=mode) as manager:
+        for step in (1, 2):
+            manager.save(step, state, force=True)
+    with dcp.CheckpointManager(root / "base", mode=mode) as manager:
+        manager.restore(state, 1)
+        for step in (3, 4):
+            manager.save(step, state, force=True)
+    provenance = dcp.open_index(root / "base" / "step-00000004").provenance
+    parent = dcp.open_index(root / "base" / "step-00000001").provenance
+    url = str(root / "base" / "step-00000001")
+    assert provenance["resumed_from"] == {"url": url, "step": 1, "save_id": parent["save_id"]}
+    assert "resumed_from" not in parent
+    database = f"sqlite:///{tmp_path / 'catalog.sqlite'}"
+    with running_app(database, tmp_path) as app, listening(app.app) as address:
+        with Client(address, key=app.key("write")) as client:
+            for step in (4, 2, 1):
+                client.register(f"base/step-0000000{step}", root="main")
+        key = app.key("read")
+        with Client(address, key=key) as client:
+            found = {each.step: each.id for each in client.checkpoints()}
+            assert client.checkpoint(found[4]).resumed_from == parent["save_id"]
+            (edge,) = client.lineage(found[4]).edges
+            assert client.lineage(found[2]).edges == ()
+        browser = Browser(app.client())
+        browser.sign_in(key)
+        assert "resumed from step-00000001" in browser.page(f"/checkpoints/{found[4]}/lineage").text
+    assert (edge.child_id, edge.parent_id, edge.kind) == (found[4], found[1], "resumed_from")
 
 
 def test_a_service_that_comes_later(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.manager.cleanup.retention import Best, Retention, StepState, plan
+from dcp.manager.cleanup.retention import OPTIMIZER, Best, Keep, Retention, StepState, part_named, plan
+from dcp.planners.load.selection import Selection
+from dcp.storage.errors import OptionError
 
 NOW = 1_000_000.0
 
@@ -318,3 +320,101 @@ def test_a_new_step_brings_none_back(states: list[StepState], retention: Retenti
     newer = StepState(100, NOW, {"loss": 0.25, "acc": 0.5})
     before, after = plan(retention, states, NOW), plan(retention, [*states, newer], NOW)
     assert set(before.delete) <= set(after.delete)
+
+
+# -- by part -------------------------------------------------------------------------------------------------
+
+
+def dropped(retention: Retention, states: list[StepState], now: float = NOW) -> dict[int, list[str]]:
+    """The names of the parts that a plan drops, by step; only from steps that it keeps."""
+    result = plan(retention, states, now)
+    assert result.drop.keys() <= result.keep.keys()
+    return {step: [part.name for part in parts] for step, parts in result.drop.items()}
+
+
+def test_a_part_goes_from_older_steps() -> None:
+    """Its rules are those of steps, and counted among those that are kept; without others all are."""
+    assert dropped(Retention(optimizer=Keep(last=2)), good(1, 2, 3, 4)) == {
+        1: ["optimizer"],
+        2: ["optimizer"],
+    }
+    assert kept(Retention(optimizer=Keep(last=2)), good(1, 2, 3, 4)) == [1, 2, 3, 4]
+    keep = Retention(last=3, optimizer=Keep(last=1, every_steps=2))
+    assert dropped(keep, good(1, 2, 3, 4)) == {3: ["optimizer"]}
+    two = Retention(optimizer=Keep(last=1), parts={"ema.*": Keep(last=2)})
+    assert dropped(two, good(1, 2, 3)) == {1: ["optimizer", "ema.*"], 2: ["optimizer"]}
+
+
+def test_what_has_lost_it_does_not_push_it_out() -> None:
+    """Of steps that still have it the newest so many keep it; the newest of all always does."""
+    gone = frozenset(OPTIMIZER)
+    states = [*good(1, 2, 3), StepState(4, NOW, dropped=gone), StepState(5, NOW, dropped=gone)]
+    assert dropped(Retention(optimizer=Keep(last=2)), states) == {1: ["optimizer"]}
+    assert dropped(Retention(optimizer=Keep(every_steps=100)), states) == {1: ["optimizer"], 2: ["optimizer"]}
+
+
+def test_a_part_of_a_step_that_is_held_stays() -> None:
+    """Pinned, damaged, partial and being saved: none of them is touched."""
+    held = [
+        StepState(1, NOW, pinned=True),
+        StepState(2, NOW, health="damaged"),
+        StepState(3, NOW, health="partial"),
+        StepState(4, NOW, health="pending"),
+    ]
+    assert dropped(Retention(optimizer=Keep(last=1)), [*held, *good(5, 6)]) == {5: ["optimizer"]}
+
+
+def test_a_rule_for_a_part_that_cannot_be_judged_drops_nothing() -> None:
+    """As for whole steps, and it is said."""
+    keep = Retention(optimizer=Keep(best=Best("los")))
+    result = plan(keep, good(1, 2, 3, loss=1.0), NOW)
+    assert result.drop == {}
+    assert "did you mean 'loss'" in result.unjudged["los"]
+
+
+def test_what_an_optimizer_is_called() -> None:
+    """As trainers call it; a weight that is called so, or below a key that is, is none."""
+    selection = Selection.of(part_named("optimizer").patterns, None)
+    assert selection is not None
+    own: tuple[str, ...] = (
+        "optimizer.state.w.exp_avg",
+        "app.optim.state.0.step",
+        "optimizer_states.0.state.0.exp_avg",
+    )
+    own = (*own, "optim.param_groups", "app.optimizer.param_groups.0.lr", "job.app.optimizers.1.state.w.m")
+    assert all(map(selection.selects, own))
+    others = (
+        "optimizer",
+        "model.optim_head.weight",
+        "model.state.w",
+        "model.optimal.bias",
+        "my_optim.state.w",
+    )
+    assert not any(map(selection.selects, others))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"optimizer": 2}, "optimizer: must be a Keep"),
+        ({"optimizer": Retention(last=1)}, "optimizer: must be a Keep"),
+        ({"parts": {"": Keep(last=1)}}, "parts: must be a map"),
+        ({"parts": {"a": 1}}, r"parts\['a'\]: must be a Keep"),
+        ({"parts": ["a"]}, "parts: must be a map"),
+        ({"parts": {}}, "give at least one"),
+    ],
+)
+def test_rules_by_part_that_are_none(fields: dict[str, Any], message: str) -> None:
+    """Said before anything is saved."""
+    with pytest.raises(OptionError, match=message):
+        Retention(**fields)
+
+
+def test_rules_by_part_as_data() -> None:
+    """JSON and back, and an unknown field is named."""
+    keep = Retention(last=3, optimizer=Keep(last=2, best=Best("loss")), parts={"ema.*": Keep(every_steps=10)})
+    assert Retention.from_dict(json.loads(json.dumps(keep.to_dict()))) == keep
+    with pytest.raises(OptionError, match="unknown field 'lats'"):
+        Retention.from_dict({"optimizer": {"lats": 2}})
+    with pytest.raises(OptionError, match="give at least one"):
+        Retention.from_dict({"optimizer": {}})

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp.planners.weight_maps.pieces import MappedTensor, Piece, PieceSide
-from dcp.planners.weight_maps.weight_map import WeightMap, weight_map
+from dcp.planners.weight_maps.weight_map import WeightMap, ready_maps, weight_map
 from dcp.storage.errors import OptionError, PlanError
 from dcp.storage.geometry.boxes import Box
 from dcp.storage.geometry.lattices import parts_between
@@ -443,3 +443,41 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "map.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(OptionError, match="cannot be read"):
         WeightMap.of(tmp_path / "map.toml")
+
+
+def test_layers_that_are_missing_at_the_end_are_told() -> None:
+    """Of a whole model, by its configuration; a part of one may lack them."""
+    source = llama(layers=2)
+    weights = WeightMap.of("llama:hf-to-titan").with_config({**LLAMA, "num_hidden_layers": 4})
+    given = [(name, array.shape, 0, False) for name, array in source.items()]
+    with pytest.raises(
+        PlanError, match=r"there should be 4 of layer \(num_hidden_layers\): 2 and 1 more miss"
+    ):
+        weights.apply(given, is_whole=True)
+    assert len(weights.apply(given)) == len(source)
+    assert len(weights.with_config({"num_hidden_layers": 2}).apply(given, is_whole=True)) == len(source)
+
+
+def test_padding_needs_both_sizes() -> None:
+    """One of them alone would pad nothing."""
+    source = llama()
+    known = {name: value for name, value in LLAMA.items() if name != "vocab_size"}
+    weights = WeightMap.of("llama:hf-to-megatron").with_config({**known, "padded_vocab_size": 9})
+    with pytest.raises(PlanError, match="sizes of pad in"):
+        planned(weights, source)
+    assert planned(WeightMap.of("llama:hf-to-megatron").with_config(known), source)[0].shape == (7, 8)
+
+
+def test_numbers_for_names_that_a_map_does_not_have() -> None:
+    """Are misspelt, and would be without effect."""
+    with pytest.raises(OptionError, match="no size 'num_atention_heads'; did you mean num_attention_heads"):
+        weight_map("llama:hf-to-titan", num_atention_heads=4)
+
+
+def test_a_map_is_its_data() -> None:
+    """What is written is read again, and tells of the same."""
+    for name in ready_maps():
+        weights = WeightMap.of(name)
+        again = WeightMap.from_data(weights.data)
+        assert again.rules == weights.rules
+        assert again.identity == weights.identity != weights.inverse.identity

@@ -25,6 +25,8 @@ from dcp.server.database.engine import Database
 from dcp.server.database.tables import checkpoints, structures
 from dcp.server.records.declaring import moment
 
+pytestmark = pytest.mark.each_database  # their SQL differs
+
 MODEL = StructureFacts.of(
     [StructureTensor("w", "tensor", "bfloat16", (4, 8), 64), StructureTensor("step", "object", None, None, 9)]
 )

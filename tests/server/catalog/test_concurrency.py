@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 from sqlalchemy import Connection, func, select
 
 from dcp.server.catalog.checkpoints import CheckpointFacts, upsert_checkpoints
@@ -16,6 +17,8 @@ from dcp.server.catalog.runs import RunFilter, list_runs
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import checkpoints, structures, tags
 from tests.support.databases import MakeDatabase
+
+pytestmark = pytest.mark.each_database  # their SQL differs
 
 MODEL = StructureFacts.of([StructureTensor("w", "tensor", "float32", (2,), 8)])
 

@@ -17,6 +17,8 @@ from dcp.server.catalog.values import clean_json, clean_text, short_name
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import checkpoint_names
 
+pytestmark = pytest.mark.each_database  # their SQL differs
+
 NAMES = [
     "step-1",
     "step-12",

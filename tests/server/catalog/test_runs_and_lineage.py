@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from dcp.server.catalog.checkpoints import CheckpointFacts, upsert_checkpoint, upsert_checkpoints
@@ -13,8 +15,10 @@ from dcp.server.catalog.runs import RunFilter, RunSort, get_run, list_runs
 from dcp.server.database.engine import Database
 from dcp.server.records.declaring import moment
 
+pytestmark = pytest.mark.each_database  # their SQL differs
 
-def add(database: Database, root: str, key: str, **facts: int) -> int:
+
+def add(database: Database, root: str, key: str, **facts: Any) -> int:
     """One more checkpoint; its id."""
     with database.write() as connection:
         made = CheckpointFacts(
@@ -24,6 +28,8 @@ def add(database: Database, root: str, key: str, **facts: int) -> int:
             observed_seconds=1.0,
             committed_seconds=float(facts.get("at", 1)),
             step=facts.get("step"),
+            save_id=facts.get("save_id"),
+            resumed_from=facts.get("resumed_from"),
             bytes=facts.get("bytes", 0),
             state="committed" if facts.get("whole", 1) else "incomplete",
         )
@@ -74,13 +80,13 @@ def test_runs_are_listed_in_every_order(catalog: Database) -> None:
 
 def test_lineage_shows_ancestors_and_descendants(catalog: Database) -> None:
     """Base -> fine -> {safetensors, bf16}, and another branch of the base that is no relative of these."""
-    base, fine, st, bf16, other = (add(catalog, "main", f"run/{n}") for n in "abcde")
+    fine = add(catalog, "main", "run/b", save_id="fine", resumed_from="base")  # known before what it is of
+    base, st, bf16 = (add(catalog, "main", f"run/{n}", save_id={"a": "base"}.get(n)) for n in "acd")
+    add(catalog, "main", "run/e", save_id="other", resumed_from="base")
     with catalog.write() as connection:
-        add_lineage(connection, fine, base, "resumed_from")
-        add_lineage(connection, st, fine, "converted_from")
-        add_lineage(connection, bf16, fine, "converted_from")
-        add_lineage(connection, other, base, "resumed_from")
-        add_lineage(connection, st, fine, "converted_from")  # again, by a retry
+        add_lineage(connection, st, fine)
+        add_lineage(connection, bf16, fine)
+        add_lineage(connection, st, fine)  # again, by a retry
         found = lineage_of(connection, fine)
         assert [(node.id, node.distance) for node in found.nodes] == [
             (fine, 0),
@@ -96,20 +102,19 @@ def test_lineage_shows_ancestors_and_descendants(catalog: Database) -> None:
         ]
         assert not found.is_cut
         with pytest.raises(InvalidQueryError):
-            add_lineage(connection, base, base, "resumed_from")
+            add_lineage(connection, base, base)
 
 
 def test_lineage_bears_rings_and_hides_what_may_not_be_seen(catalog: Database) -> None:
     """Files may say anything: a ring ends. What is in a hidden root is not there, and nothing behind it."""
     mine, theirs, behind = (
-        add(catalog, "main", "r/a"),
-        add(catalog, "other", "r/b"),
-        add(catalog, "main", "r/c"),
+        add(catalog, "main", "r/a", save_id="mine", resumed_from="behind"),
+        add(catalog, "other", "r/b", save_id="its own", resumed_from="its own"),
+        add(catalog, "main", "r/c", save_id="behind"),
     )
     with catalog.write() as connection:
-        add_lineage(connection, theirs, mine, "converted_from")
-        add_lineage(connection, behind, theirs, "converted_from")
-        add_lineage(connection, mine, behind, "resumed_from")
+        add_lineage(connection, theirs, mine)
+        add_lineage(connection, behind, theirs)
         assert {node.id for node in lineage_of(connection, mine).nodes} == {mine, theirs, behind}
         found = lineage_of(connection, mine, frozenset({"main"}))
         assert [node.id for node in found.nodes] == [mine, behind]
@@ -120,14 +125,15 @@ def test_lineage_bears_rings_and_hides_what_may_not_be_seen(catalog: Database) -
 
 def test_a_huge_family_is_cut(catalog: Database) -> None:
     """More relatives than anybody looks at: some of them, and a word that there are more."""
-    base = add(catalog, "main", "r/base")
+    base = add(catalog, "main", "r/base", save_id="base")
     with catalog.write() as connection:
         facts = [
-            CheckpointFacts(root="main", key=f"r/{number}", format="dcp", observed_seconds=1.0)
+            CheckpointFacts(
+                root="main", key=f"r/{number}", format="dcp", observed_seconds=1.0, resumed_from="base"
+            )
             for number in range(MAX_NODES + 5)
         ]
-        for child in upsert_checkpoints(connection, facts):
-            add_lineage(connection, child.id, base, "resumed_from")
+        upsert_checkpoints(connection, facts)
         found = lineage_of(connection, base)
     assert (len(found.nodes), found.is_cut) == (MAX_NODES, True)
 

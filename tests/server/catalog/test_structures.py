@@ -33,6 +33,8 @@ from dcp.server.database.tables import structures as structure_table
 from dcp.server.records.declaring import moment
 from tests.support.structures import ensure_structure, get_structure
 
+pytestmark = pytest.mark.each_database  # their SQL differs
+
 MODEL = StructureFacts.of(
     [
         *(StructureTensor(f"model.layers.{i}.w", "tensor", "bfloat16", (2, 3), 12) for i in range(12)),

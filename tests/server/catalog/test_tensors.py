@@ -10,6 +10,8 @@ from dcp.server.catalog.errors import InvalidQueryError
 from dcp.server.database.engine import Database
 from tests.support.structures import ensure_structure
 
+pytestmark = pytest.mark.each_database  # their SQL differs
+
 NAMES = [f"layers.{n}.{part}" for n in range(12) for part in ("w", "b")] + ["layers", "a.b", "a.b-x", "a.b.c"]
 
 

@@ -132,8 +132,8 @@ def test_phases_by_rank() -> None:
 
 def test_the_map_of_shards(tmp_path: Path) -> None:
     """Every byte of every chunk is in one cell, in the row of its rank; ranks, bytes, names can be chosen."""
-    tensors = {"w": torch.ones(64, 64), "b": torch.ones(500)}
-    save_sharded(tmp_path / "s", tensors, {"w": grid((64, 64), (4, 1))})
+    tensors = {"layers.2.w": torch.ones(64, 64), "b": torch.ones(500)}
+    save_sharded(tmp_path / "s", tensors, {"layers.2.w": grid((64, 64), (4, 1))})
     index = open_index(tmp_path / "s")
     columns = ChunkColumns.of(index)
     total = int(index.payload_lengths.sum())
@@ -141,7 +141,8 @@ def test_the_map_of_shards(tmp_path: Path) -> None:
     assert sum(found.cell_bytes) == sum(row.tensor_bytes for row in found.rows) == total
     assert len(found.rows) == len(index.files) == found.rank_count == 4
     assert max(found.cell_bins) < found.bins and max(found.cell_bytes) <= found.bin_bytes
-    assert set(found.names) == {"w", "b"} and found.end >= int(index.file_sizes.max())
+    assert dict(zip(found.names, found.name_layers, strict=True)) == {"layers.2.w": 2, "b": None}
+    assert found.end >= int(index.file_sizes.max())
     one = shard_map(columns, first_rank=0, last_rank=0)
     assert {row.first_rank for row in one.rows} == {0}
     together = shard_map(columns, rows=1, bins=1)
@@ -225,7 +226,8 @@ def test_chunks_one_by_one(app: App) -> None:
     second = client.get(path, params={"limit": 2, "cursor": first["next_cursor"]}).json()
     items = first["items"] + second["items"]
     assert {one["fqn"] for one in items} == {"w", "b", "deep"} and second["next_cursor"] is None
-    assert [one["begin"] for one in items] == sorted(one["begin"] for one in items)
+    places = [one["file_offset"] for one in items]
+    assert places == sorted(places)
     (w,) = client.get(path, params={"glob": "w"}).json()["items"]
     assert (w["rank"], w["offsets"], w["sizes"], w["copies"], w["dtype"]) == (
         0,
@@ -234,7 +236,7 @@ def test_chunks_one_by_one(app: App) -> None:
         1,
         "float32",
     )
-    end = w["begin"] + w["bytes"]
+    end = w["file_offset"] + w["bytes"]
     inside = client.get(path, params={"begin": end - 1, "end": end}).json()["items"]
     assert [one["fqn"] for one in inside] == ["w"]
     assert client.get(path, params={"first_rank": 1}).json()["items"] == []

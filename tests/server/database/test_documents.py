@@ -24,6 +24,8 @@ from dcp.server.database.tables import documents as table
 from dcp.server.jobs.ledger import JobSpec, submit
 from tests.support.written import written_by
 
+pytestmark = pytest.mark.each_database  # their SQL differs
+
 LARGE = {
     "text": "ä" * 200_000,
     "tensors": [{"fqn": f"layers.{n}", "mean": n / 3, "shape": [n]} for n in range(2_345)],

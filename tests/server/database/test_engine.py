@@ -21,6 +21,8 @@ from dcp.server.database.tables import checkpoint_names, consumers
 from tests.support.databases import PostgresServer
 from tests.support.outages import StoppablePostgres
 
+pytestmark = pytest.mark.each_database  # their SQL differs
+
 
 def names(database: Database) -> list[str]:
     """What is in the table that these tests write."""

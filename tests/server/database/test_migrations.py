@@ -15,6 +15,8 @@ from dcp.server.database.engine import Database, DatabaseUnavailableError
 from dcp.server.database.tables import metadata
 from dcp.server.jobs.ledger import get_job, list_jobs, task_results
 
+pytestmark = pytest.mark.each_database  # their SQL differs
+
 
 def test_an_empty_database_gets_all_tables(empty_database: Database) -> None:
     """From nothing to the newest revision: every table, and nothing that differs from what we use."""

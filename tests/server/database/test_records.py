@@ -69,7 +69,13 @@ CHECKPOINT = {
     "version": 4,
     "etag": '"c7-4"',
 }
-DETAIL = CHECKPOINT | {"save_id": "s", "fingerprint": None, "user_metadata": {"x": [1]}, "provenance": None}
+DETAIL = CHECKPOINT | {
+    "save_id": "s",
+    "resumed_from": "r",
+    "fingerprint": None,
+    "user_metadata": {"x": [1]},
+    "provenance": None,
+}
 RUN = {
     "id": 3,
     "root": "main",

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import distributed
 import pytest
 import torch
 from safetensors.torch import load as load_safetensors
 
 import dcp
 from tests.support.catalog_api import CatalogApi
+from tests.support.dask_cluster import dask_cluster
 from tests.support.databases import MakeDatabase
 from tests.support.fault_plan import HANG
 from tests.support.fault_proxy import FaultProxy
@@ -25,15 +25,7 @@ STEPS = (8, 9)
 @pytest.fixture
 def cluster() -> Iterator[Any]:
     """A scheduler, and two workers that are processes of their own."""
-    make: Any = distributed.LocalCluster
-    with make(
-        n_workers=2,
-        threads_per_worker=1,
-        processes=True,
-        host="127.0.0.1",
-        dashboard_address=None,
-        silence_logs=50,
-    ) as made:
+    with dask_cluster(threads=1) as made:
         yield made
 
 

@@ -22,6 +22,7 @@ from dcp.server.jobs.executors.subprocess_main import Setup
 from dcp.server.jobs.executors.subprocess_messages import Order
 from dcp.server.jobs.executors.subprocesses import ProcessOutcome
 from dcp.server.settings import Settings
+from tests.support.dask_cluster import dask_cluster
 from tests.support.job_kinds import TEST_KINDS, log_lines
 from tests.support.job_workers import (
     HANG_SECONDS,
@@ -34,22 +35,29 @@ from tests.support.job_workers import (
     wait_for_end,
     working,
 )
-from tests.support.processes import parent_of
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A scheduler, and two workers that are processes of their own and are started again if they die."""
-    make: Any = distributed.LocalCluster
-    with make(
-        n_workers=2,
-        threads_per_worker=2,
-        processes=True,
-        host="127.0.0.1",
-        dashboard_address="127.0.0.1:0",
-        silence_logs=50,
-    ) as made:
+    with dask_cluster(threads=2) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def client(cluster: Any) -> Iterator[Any]:
+    """Asks the cluster, beside the executors."""
+    connect: Any = distributed.Client
+    with connect(cluster, set_as_default=False) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def idle(cluster: Any) -> None:
+    """What another test has cancelled is gone there: else a process of the cluster may be given three of four
+    tasks, and one waits for its turn for as long as the others run."""
+    workers = cluster.scheduler.workers
+    until(lambda: not any(worker.processing for worker in list(workers.values())), "an idle cluster")
 
 
 def address_of(cluster: Any) -> str:
@@ -105,28 +113,32 @@ def began(folder: Path, count: int) -> None:
     until(lambda: len(pids(folder)) >= count, f"{count} tasks")
 
 
-def hosts(folder: Path) -> set[int]:
+def _at_work() -> tuple[int, set[int | None]]:
+    """Of a process of the cluster: itself, and its subprocesses."""
+    pools = dask._nurseries.values()
+    return os.getpid(), {child.pid for pool in pools for child in list(pool._children.values())}
+
+
+def hosts(client: Any, folder: Path) -> set[int]:
     """The processes of the cluster that the tasks which run now belong to."""
-    warm = {parent for pid in pids(folder) if (parent := parent_of(pid)) is not None}
-    return {parent for pid in warm if (parent := parent_of(pid)) is not None}
+    begun = set(pids(folder))
+    return {pid for pid, of_it in client.run(_at_work).values() if of_it & begun}
 
 
-def cluster_pids(cluster: Any) -> set[int]:
+def cluster_pids(client: Any) -> set[int]:
     """Of its workers."""
-    connect: Any = distributed.Client
-    with connect(cluster, set_as_default=False) as client:
-        return set(client.run(os.getpid).values())
+    return set(client.run(os.getpid).values())
 
 
 def test_a_job_runs_on_both_processes_of_the_cluster(
-    database: Database, tmp_path: Path, cluster: Any
+    database: Database, tmp_path: Path, cluster: Any, client: Any
 ) -> None:
     """Each task in a subprocess of its own there; planning and publishing stay with the worker."""
     job_id = put(database, tmp_path, *["wait:go"] * 4)
     settings = job_settings(database, tmp_path, executor=f"dask://{address_of(cluster)}", concurrency=4)
+    both = cluster_pids(client)
     with working(settings, own_executor=True):
-        began(tmp_path, 4)
-        assert hosts(tmp_path) == cluster_pids(cluster)
+        until(lambda: hosts(client, tmp_path) == both, "tasks on both")
         (tmp_path / "go").touch()
         job = wait_for_end(database, job_id)
         assert job.state == "succeeded" and job.result == {"parts": 4, "text": "0\n1\n2\n3"}
@@ -205,11 +217,11 @@ def test_one_that_waits_there_is_taken_back_at_once(executor: DaskExecutor, tmp_
 
 
 @pytest.mark.exhaustive
-def test_a_process_of_the_cluster_dies(executor: DaskExecutor, tmp_path: Path, cluster: Any) -> None:
+def test_a_process_of_the_cluster_dies(executor: DaskExecutor, tmp_path: Path, client: Any) -> None:
     """Its tasks are done by the others."""
     tasks = [Begun(executor, tmp_path, number, "wait:go") for number in range(4)]
     began(tmp_path, 4)
-    os.kill(min(hosts(tmp_path)), signal.SIGKILL)
+    os.kill(min(hosts(client, tmp_path)), signal.SIGKILL)
     (tmp_path / "go").touch()
     for number, one in enumerate(tasks):
         outcome = one.outcome()
@@ -217,7 +229,7 @@ def test_a_process_of_the_cluster_dies(executor: DaskExecutor, tmp_path: Path, c
             assert outcome.error is None or outcome.error.is_retryable
             outcome = Begun(executor, tmp_path, number, "wait:go").outcome()
         assert outcome.result is not None and outcome.result["number"] == number
-    until(lambda: len(cluster_pids(cluster)) == 2, "its successor")
+    until(lambda: len(cluster_pids(client)) == 2, "its successor")
 
 
 def _finished() -> dict[str, Any]:
@@ -225,28 +237,26 @@ def _finished() -> dict[str, Any]:
 
 
 def test_a_result_that_cannot_be_fetched_ends_its_task(
-    executor: DaskExecutor, tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
+    executor: DaskExecutor, tmp_path: Path, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its process there stops, or it is taken back, before the result is: lost in passing, and the ends of
     others are told as ever."""
     monkeypatch.setattr(dask, "_ANSWER_SECONDS", 1)
     began_one = Begun(executor, tmp_path, 0, "write")
     assert began_one.outcome().result is not None
-    connect: Any = distributed.Client
-    with connect(cluster, set_as_default=False) as client:
-        pid, address = next((pid, address) for address, pid in client.run(os.getpid).items())
-        stopped, cancelled = (client.submit(_finished, workers=[address], pure=False) for _ in range(2))
-        until(lambda: stopped.done() and cancelled.done(), "the results")
-        cancelled.cancel()
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            for number, future in enumerate((stopped, cancelled)):
-                lost = Begun(executor, tmp_path, 1 + number, "wait:never")
-                executor._done(lost.running, future)  # type: ignore[arg-type]  # that of the cluster
-                error = lost.outcome().error
-                assert error is not None and (error.type, error.is_retryable) == ("DaskError", True)
-        finally:
-            os.kill(pid, signal.SIGCONT)
+    pid, address = next((pid, address) for address, pid in client.run(os.getpid).items())
+    stopped, cancelled = (client.submit(_finished, workers=[address], pure=False) for _ in range(2))
+    until(lambda: stopped.done() and cancelled.done(), "the results")
+    cancelled.cancel()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        for number, future in enumerate((stopped, cancelled)):
+            lost = Begun(executor, tmp_path, 1 + number, "wait:never")
+            executor._done(lost.running, future)  # type: ignore[arg-type]  # that of the cluster
+            error = lost.outcome().error
+            assert error is not None and (error.type, error.is_retryable) == ("DaskError", True)
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.exhaustive

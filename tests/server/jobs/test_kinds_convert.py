@@ -23,7 +23,7 @@ from dcp.inspection.verification import verify_store
 from dcp.server.catalog.errors import StateError
 from dcp.server.catalog.lineage import lineage_of
 from dcp.server.database.engine import Database
-from dcp.server.database.tables import checkpoints, events, jobs
+from dcp.server.database.tables import audit, checkpoints, events, jobs
 from dcp.server.jobs.kinds.convert import ConvertOptions, ConvertParams
 from dcp.server.jobs.kinds.shared import renaming
 from dcp.server.jobs.ledger import request_cancel
@@ -365,6 +365,16 @@ def test_refused_targets(runs: KindRuns, tmp_path: Path) -> None:
         {"unknown": 1},
         {"only": []},
         {"tags": ["white space"]},
+        {"map": "llama:hf-to-titn"},
+        {"map": "/etc/passwd.json"},
+        {"map": {"rules": []}},
+        {"map": {"rules": [{"from": "a", "to": "b"}], "name": "x" * (300 << 10)}},
+        {"inverse": True},
+        {"sizes": {"heads": 2}},
+        {"hf_key": "models/first"},
+        {"hf_root": "main"},
+        {"map": "llama:hf-to-titan", "sizes": {"hedas": 2}},
+        {"map": "llama:hf-to-titan", "sizes": {"inverse": 1}},
     ],
 )
 def test_parameters_that_cannot_be_meant(params: dict[str, Any]) -> None:
@@ -457,3 +467,53 @@ def test_one_conversion_to_a_target_at_a_time(runs: KindRuns) -> None:
     number = runs.id("main", "run/step-5")
     params: dict[str, Any] = {"checkpoint_id": number, "to": "torch", "target_key": "x.pt"}
     assert runs.submit("convert", **params) == runs.submit("convert", **params, target_root="main")
+
+
+def test_through_a_weight_map(runs: KindRuns, tmp_path: Path) -> None:
+    """Given as data, and back; the catalog says which one it was."""
+    number = runs.id("main", "run/step-5")
+    rules = [
+        {"from": {"weight": "(two rows) width"}, "to": {"turned": "width (rows two)"}},
+        {"from": "{name:*}", "to": "{name:*}"},
+    ]
+    given = {"to": "dcp", "target_root": "export", "map": {"name": "turn", "rules": rules}}
+    job = runs.do("convert", checkpoint_id=number, target_key="there", sizes={"two": 2}, **given)
+    assert job.state == "succeeded" and job.result is not None, job.error
+    assert job.result["map"] == "turn"
+    wanted = _STATE["weight"].view(2, 10, 30).permute(2, 1, 0).reshape(30, 20)
+    assert torch.equal(dcp.read(tmp_path / "export/there")["turned"], wanted)
+    told = runs.all(select(audit.c.detail).where(audit.c.action == "checkpoint.convert"))
+    assert [one.detail["map"] for one in told] == ["turn"]
+    there = runs.id("export", "there")
+    back = runs.do("convert", checkpoint_id=there, target_key="back", sizes={"two": 2}, inverse=True, **given)
+    assert back.state == "succeeded" and back.result is not None, back.error
+    assert back.result["map"] == "turn (inverse)"
+    found = dcp.read(tmp_path / "export/back")
+    assert torch.equal(found["weight"], _STATE["weight"])
+    assert found["step"] == 5
+    assert runs.do("convert", checkpoint_id=number, target_key="no", **given).state == "failed"
+    assert not (tmp_path / "export/no").exists()
+
+
+def test_a_whole_folder_of_hugging_face(runs: KindRuns, tmp_path: Path) -> None:
+    """From a template in a root that the caller sees: known files of it, and nothing else."""
+    number = runs.id("main", "run/step-5")
+    template = tmp_path / "main" / "models" / "first"
+    template.mkdir(parents=True)
+    files = {"config.json": b'{"dtype": "bfloat16"}', "tokenizer.json": b"x" * 100_000, "merges.txt": b""}
+    for name, data in {**files, "evil.py": b"1 / 0", "model.bin": b"evil"}.items():
+        (template / name).write_bytes(data)
+    (template / "vocab.txt").symlink_to("/etc/passwd")
+    given: dict[str, Any] = {"checkpoint_id": number, "to": "safetensors", "target_root": "export"}
+    job = runs.do("convert", target_key="whole", hf_key="models/first", **given)
+    assert job.state == "succeeded" and job.result is not None, job.error
+    made = tmp_path / "export" / "whole"
+    assert {path.name for path in made.iterdir()} == {"model.safetensors", *files}
+    assert {name: (made / name).read_bytes() for name in files} == files
+    assert torch.equal(dcp.read(made)["weight"], _STATE["weight"])
+    for wrong in ({"hf_root": "nowhere"}, {"hf_key": "../export"}):
+        with pytest.raises(ProblemError):
+            runs.submit("convert", target_key="no", **{"hf_key": "models/first", **given, **wrong})
+    job = runs.do("convert", target_key="no", hf_key="run", **given)
+    assert job.state == "failed" and "config.json" in str(job.error)
+    assert not (tmp_path / "export" / "no").exists()

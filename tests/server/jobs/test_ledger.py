@@ -29,6 +29,8 @@ from dcp.server.jobs.ledger import (
 from dcp.server.problems import ConflictError, NotFoundError
 from tests.support.catalog_rows import add_checkpoint
 
+pytestmark = pytest.mark.each_database  # their SQL differs
+
 NOW = 1000.0
 
 

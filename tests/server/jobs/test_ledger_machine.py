@@ -43,6 +43,8 @@ from dcp.server.jobs.ledger import (
 )
 from dcp.server.problems import ConflictError
 
+pytestmark = pytest.mark.each_database  # their SQL differs
+
 LEASE_SECONDS = 10.0
 BACKOFF = Backoff(1.0, 4.0)
 OWNERS = ("first", "second", "third")

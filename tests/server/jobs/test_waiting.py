@@ -29,6 +29,7 @@ from tests.support.forking import forkserver_context
 from tests.support.job_workers import HANG_SECONDS, until, wait_for_end
 from tests.support.kind_runs import KindRuns
 from tests.support.outages import limited_files
+from tests.support.programs import use_cold_programs
 
 FULL_DISK_KINDS: Final = "tests.support.full_disk:KINDS"  # importing them changes the process
 HOUR: Final = 3600.0
@@ -70,7 +71,9 @@ def test_which_errors_are_of_the_environment() -> None:
     assert not any(map(is_environment, lasting)), [error for error in lasting if is_environment(error)]
 
 
-@pytest.mark.parametrize("phase", ["plan", "task", "publish"])
+@pytest.mark.parametrize(
+    "phase", ["task", *(pytest.param(phase, marks=pytest.mark.exhaustive) for phase in ("plan", "publish"))]
+)
 def test_a_job_waits_for_hours(phase: str, database: Database) -> None:
     """With growing pauses up to minutes; then it goes on where it was, with all attempts that it has."""
     job_id = add(database) if phase == "plan" else planned(database, 1 if phase == "task" else 0)
@@ -173,6 +176,7 @@ def serve(settings: Settings, full: bool, gate: str) -> None:
     The limit on the size of files holds for its subprocesses too, and any user may have one.
     """
     if full:
+        use_cold_programs()
         limits = limited_files(os.getpid(), FILE_BYTES, with_children=True)
         limits.__enter__()
 

@@ -43,6 +43,14 @@ def train(folder: Path) -> None:
             manager.save(step, {"model": model, "step": step}, metrics={"loss": 100 / step, "accuracy": 0.5})
 
 
+_HIDE: Final = """
+isHidden => {
+  Object.defineProperty(document, "hidden", { value: isHidden, configurable: true });
+  document.dispatchEvent(new Event("visibilitychange"));
+}
+"""
+"""As the browser tells a page of a tab; those of one that shows no windows are always seen."""
+
 PATHS: Final = (
     "/",
     "/runs/1?keep_last=1",
@@ -137,6 +145,11 @@ def test_looking_around(site: Site) -> None:
         assert page.evaluate("document.documentElement.dataset.theme") == "light"
         page.reload()
         assert page.evaluate("document.documentElement.dataset.theme") == "light"
+        light = page.evaluate("[getComputedStyle(document.body).color, colourOf('--ground')]")
+        page.get_by_role("button", name="Colours").click()
+        dark = page.evaluate("[getComputedStyle(document.body).color, colourOf('--ground')]")
+        assert light == ["rgb(27, 28, 30)", "rgb(246, 246, 244)"]
+        assert dark == ["rgb(236, 237, 237)", "rgb(19, 20, 22)"]
         assert seen.faults == []
 
 
@@ -230,6 +243,25 @@ def test_working_on_a_checkpoint(site: Site) -> None:
         assert seen.faults == []
 
 
+@pytest.mark.exhaustive
+def test_tabs_that_nobody_looks_at_leave_connections_to_others(site: Site) -> None:
+    """More of them than a browser opens connections; one that is looked at again shows what it has missed."""
+    with site.window() as seen:
+        pages = [seen.page, *(seen.page.context.new_page() for _ in range(7))]
+        for page in pages:
+            page.goto(f"{site.service.url}/jobs")
+            page.evaluate(_HIDE, True)
+        seen.open("/roots")
+        page = pages[-1]
+        job = site.api.submit("verify", checkpoint_id=site.api.checkpoints(sort="step")[1]["id"])
+        site.api.finished(job)
+        page.wait_for_timeout(1500)
+        expect(page.get_by_role("link", name=f"verify {job}")).to_have_count(0)
+        page.evaluate(_HIDE, False)
+        expect(page.get_by_role("link", name=f"verify {job}")).to_be_visible()
+        assert seen.faults == []
+
+
 def test_a_key_from_its_making_to_its_end(site: Site) -> None:
     """It is copied from the page that shows it, is gone from there with the next look, and is revoked."""
     with site.window() as seen:
@@ -300,6 +332,39 @@ def test_looking_around_in_the_map_of_shards(site: Site) -> None:
         seen.open("/checkpoints/1/anatomy")
         expect(page.locator(".lead")).to_contain_text("waited")
         assert seen.faults == []
+
+
+@pytest.mark.exhaustive
+def test_two_fingers_on_the_map(site: Site) -> None:
+    """Apart they zoom in around what is between them, and move it; one finger leaves the map as it is."""
+    with site.window(360) as seen:
+        page = seen.page
+        touch = page.context.new_cdp_session(page)
+        touch.send("Emulation.setTouchEmulationEnabled", {"enabled": True, "maxTouchPoints": 2})
+        seen.open("/checkpoints/1/shards")
+        expect(page.locator(".shardmap .legend")).to_contain_text("layer 0")
+        page.locator(".shardmap canvas").scroll_into_view_if_needed()
+        x, y = _middle(page, 0.4)
+        _fingers(touch, [[(x, y)], [(x + 60, y)]])
+        page.wait_for_timeout(400)
+        assert "end=" not in page.url
+        _fingers(touch, [[(x - far, y), (x + far, y)] for far in (20, 40, 80)])
+        page.wait_for_url("**end=*")
+        part = _end(seen.path)
+        expect(page.locator("#late .said")).to_contain_text("Rank 0 wrote all of it")
+        _fingers(touch, [[(x - 50 - aside, y), (x + 50 - aside, y)] for aside in (0, 30, 60)])
+        page.wait_for_url(lambda url: _end(url) > part)
+        _fingers(touch, [[(x - far, y), (x + far, y)] for far in (80, 40, 20)])
+        page.wait_for_url(lambda url: "end=" not in url)
+        assert seen.faults == []
+
+
+def _fingers(touch: Any, places: list[list[tuple[float, float]]]) -> None:
+    for number, points in enumerate(places):
+        kind = "touchMove" if number else "touchStart"
+        given = [{"x": x, "y": y, "id": finger} for finger, (x, y) in enumerate(points)]
+        touch.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": given})
+    touch.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
 
 
 def _end(url: str) -> int:

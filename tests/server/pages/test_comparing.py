@@ -103,6 +103,8 @@ def test_what_changed_at_once_and_by_values(site: Site) -> None:
     weight = rows_of(done).partition("m.layers.0.weight")[2]
     assert weight.split("m.")[0].split()[:4] == ["0.083333", "100", "%", "0.1"]
     assert "1 values changed float32 4" in rows_of(done).partition("m.head")[2]  # one NaN
+    assert "first of all in m.head : 1. Those first" in done.text
+    assert f"{path}&order=nonfinite" in done.links
     (twin,) = [given["href"] for _, given in done.elements if given.get("class") == "twin"]
     answer = site.app.base.get(twin).json()
     assert (answer["basis"], answer["matching"], answer["job_id"]) == ("values", 5, 1)
@@ -148,10 +150,24 @@ def test_how_two_are_chosen(site: Site) -> None:
     assert str(site.browser.get(f"/diff?b={three}").url).endswith(f"/diff?a={two}&b={three}")
     assert f"/diff?a={three}&b={two}" in site.browser.page(f"/diff?a={two}&b={three}").links
     assert "Which two?" in site.browser.page("/diff").text
-    for wrong in ("of=1", "of=1&of=2&of=3", f"b={one}", "a=1&b=x", f"a={one}&b={three}&cursor=x"):
+    assert str(site.browser.get(f"/diff?of={two}").url).endswith(f"/diff?a={one}&b={two}")
+    for wrong in (f"of={one}", "of=1&of=2&of=3", f"b={one}", "a=1&b=x", f"a={one}&b={three}&cursor=x"):
         assert site.browser.get(f"/diff?{wrong}").status_code == 422, wrong
     for gone in ("a=1&b=99", "of=1&of=99"):
         assert site.browser.get(f"/diff?{gone}").status_code == 404, gone
+
+
+def test_what_was_deleted_is_told_as_such(site: Site) -> None:
+    """Which of the two it is, where it is restored, and what can be compared in its place."""
+    one, two, three = site.id(1), site.id(2), site.id(3)
+    site.app.base.delete(f"/api/v1/checkpoints/{two}").raise_for_status()
+    answer = site.browser.get(f"/diff?a={two}&b={three}")
+    page = PageText(answer.text)
+    assert answer.status_code == 409 and faults_of(page) == []
+    assert "Step 2 is deleted: it can be restored on its page until" in page.text
+    assert {f"/checkpoints/{two}", f"/diff?b={three}", "/runs/1"} <= set(page.links)
+    assert str(site.browser.get(f"/diff?b={three}").url).endswith(f"/diff?a={one}&b={three}")
+    assert "It is deleted: its values" in site.browser.page(f"/checkpoints/{two}?colour=change").text
 
 
 def test_a_difference_of_what_was_replaced_is_not_shown(site: Site, tmp_path: Path) -> None:
@@ -222,10 +238,31 @@ def test_the_drift_of_a_run(site: Site) -> None:
     table = page.text.partition("The same as a table")[2]
     assert "m.layers.0 0.090909 0.083333" in table and "m.layers.1 0 0" in table
     assert "1 NaN or ∞" in table and "tensors added 1" in table
+    assert "NaN or infinity came first in m at step 3." in page.text
     changed = site.browser.page(f"{path}?value=changed").text.partition("The same as a table")[2]
     assert "m.layers.0 100 % 100 %" in changed
     assert site.browser.get(f"{path}?value=nonsense").status_code == 422
     assert site.browser.get("/runs/99/drift").status_code == 404
+
+
+def test_weights_are_not_outshone_by_their_optimizer(site: Site, tmp_path: Path) -> None:
+    """The strip is of weights alone, unless all is asked for; links narrow differences to a part."""
+    for step in (1, 2):
+        state = {"m.w": torch.full((4,), 1.0 + step / 100), "optim.exp_avg": torch.full((4,), 10.0**step)}
+        dcp.save(state, checkpoint_id=tmp_path / f"main/both/step-{step}", no_dist=True)
+    Scanner(site.app.service.database, site.app.service.roots).scan("main")
+    a, b = (site.runs.id("main", f"both/step-{step}") for step in (1, 2))
+    run = site.app.base.get(f"/api/v1/checkpoints/{a}").json()["run_id"]
+    site.runs.do("drift", run_id=run)
+    page = site.browser.page(f"/runs/{run}/drift")
+    table = page.text.partition("The same as a table")[2]
+    assert "m 0.0099" in table and "optim" not in table
+    assert f"/runs/{run}/drift?of=all" in page.links
+    assert "optim 9" in site.browser.page(f"/runs/{run}/drift?of=all").text
+    path = f"/diff?a={a}&b={b}"
+    assert {f"{path}&top=m", f"{path}&top=optim"} <= set(site.browser.page(path).links)
+    assert "optim" not in rows_of(site.browser.page(f"{path}&top=m"))
+    assert "1 of 2" in site.browser.page(f"{path}&top=optim&glob=avg").text
 
 
 def layers(count: int, width: int = 3) -> list[DriftLayer]:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import parse_qs, urlencode, urlsplit
 
 import pytest
 import torch
@@ -175,6 +175,35 @@ def _steps(page: PageText) -> list[str]:
     return [given["href"] for name, given in rows if given.get("href", "").startswith("/checkpoints/")]
 
 
+def test_which_is_good_is_said(app: App) -> None:
+    """The least and the greatest of the metric that is shown, each with its checkpoint."""
+    for step, loss in ((1, 3.0), (2, 0.5), (3, 1.25)):
+        add_checkpoint(app.service.database, f"run/step-{step}", metrics={"loss": loss, "accuracy": -loss})
+    browser = Browser(app.client())
+    assert "least 0.5 step 2 greatest 3 step 1" in browser.page("/runs/1").text
+    assert "least -3 step 1 greatest -0.5 step 2" in browser.page("/runs/1?metric=accuracy").text
+    app.base.delete("/api/v1/checkpoints/2").raise_for_status()
+    assert "least 1.25 step 3" in browser.page("/runs/1").text
+
+
+def test_weights_without_their_optimizer(app: App) -> None:
+    """Offered where there are both; the conversion and the download leave out all below its name alone."""
+    names = ("model.optimal_head", "optim*izer.state.w.exp_avg", "optim*izer.param_groups", "optimum")
+    tensors = [StructureTensor(name, "tensor", "float32", (4,), 16) for name in names]
+    both = add_checkpoint(app.service.database, "run/step-1", structure=StructureFacts.of(tensors))
+    alone = add_checkpoint(app.service.database, "run/step-2", structure=StructureFacts.of(tensors[1:3]))
+    browser = Browser(app.client())
+    page = browser.page(f"/checkpoints/{both}?prefix=model")
+    assert "without 32 B of the optimizer" in page.text
+    (link, *_) = [link for link in page.links if "exclude=" in link]
+    assert parse_qs(urlsplit(link).query)["exclude"] == ["optim[*]izer.*"]
+    chosen = {"to": "safetensors", "target_root": "main", "exclude": "optim[*]izer.*"}
+    answer = browser.submit(page.form(f"/checkpoints/{both}/convert"), **chosen)
+    assert answer.url.path == "/jobs/1"
+    assert app.base.get("/api/v1/jobs/1").json()["params"]["exclude"] == ["optim[*]izer.*"]
+    assert "of the optimizer" not in browser.page(f"/checkpoints/{alone}").text
+
+
 def test_labels_by_forms(app: App) -> None:
     """Tags and pins are given and taken; an alias that names another one is moved after asking."""
     one = add_checkpoint(app.service.database, "run/step-1")
@@ -279,7 +308,10 @@ def test_deleting_and_undoing(app: App) -> None:
     assert "Its bytes are there until" in deleted.text
     restored = PageText(browser.submit(deleted.form(f"/checkpoints/{number}/restore")).text)
     assert "It is restored." in restored.text
-    assert browser.submit(before.form(f"/checkpoints/{number}/delete")).status_code == 412
+    stale = browser.submit(before.form(f"/checkpoints/{number}/delete"))
+    assert (stale.status_code, f"/checkpoints/{number}" in PageText(stale.text).links) == (412, True)
+    wrong = browser.submit(before.form(f"/checkpoints/{number}/convert"), target_key="../away")
+    assert (wrong.status_code, f"/checkpoints/{number}" in PageText(wrong.text).links) == (422, True)
 
 
 def test_what_is_damaged_is_not_said_to_load(app: App) -> None:
@@ -297,11 +329,13 @@ def test_what_is_damaged_is_not_said_to_load(app: App) -> None:
 
 
 def test_a_job_is_cancelled_and_begun_anew(app: App) -> None:
-    """By the buttons of its page, which follow from its state; its log says who did it."""
+    """By the buttons of its page, which follow from its state; its log says who did it. It says what it is
+    about by its name."""
     number = add_checkpoint(app.service.database, "run/step-1")
     browser = Browser(app.client())
     browser.submit(browser.page(f"/checkpoints/{number}").form(f"/checkpoints/{number}/verify"))
     queued = browser.page("/jobs/1")
+    assert "run/step-1" in queued.text and "run/step-1" in browser.page("/jobs").text
     assert any("/api/v1/jobs/1/events" in given.get("sse-connect", "") for _, given in queued.elements)
     assert browser.submit(queued.form("/jobs/1/cancel")).status_code == 200
     assert browser.submit(queued.form("/jobs/1/cancel")).status_code == 200  # again is fine

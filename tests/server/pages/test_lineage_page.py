@@ -95,19 +95,18 @@ def test_what_is_too_much_is_left_out_of_the_graph() -> None:
 def test_a_family_is_shown(app: App) -> None:
     """Ancestors, the one asked for, descendants, each with its link; in which way, by which job, and when."""
     base, mine, export, hidden = (
-        add_checkpoint(app.service.database, key, root=root)
-        for key, root in (
-            ("base/step-1", "main"),
-            ("run/step-2", "main"),
-            ("exports/model", "main"),
-            ("secret/step-2", "other"),
+        add_checkpoint(app.service.database, key, root=root, resumed_from=resumed_from)
+        for key, root, resumed_from in (
+            ("base/step-1", "main", None),
+            ("run/step-2", "main", "save-base/step-1"),
+            ("exports/model", "main", None),
+            ("secret/step-2", "other", None),
         )
     )
 
     def act(connection: Connection) -> None:
-        add_lineage(connection, mine, base, "resumed_from")
-        add_lineage(connection, export, mine, "converted_from")
-        add_lineage(connection, hidden, mine, "converted_from")
+        add_lineage(connection, export, mine)
+        add_lineage(connection, hidden, mine)
 
     app.service.database.transact(act)
     browser = Browser(app.client())
@@ -141,7 +140,7 @@ def test_names_of_any_kind_in_the_graph(app: App, name: str) -> None:
     name = name.replace("/", "|")[:400]
     one = add_checkpoint(app.service.database, f"{name}/{name}1", step=1)
     two = add_checkpoint(app.service.database, f"{name}/{name}2", step=2)
-    app.service.database.transact(lambda connection: add_lineage(connection, two, one, "converted_from"))
+    app.service.database.transact(lambda connection: add_lineage(connection, two, one))
     browser = Browser(app.client())
     browser.sign_in(app.key("read"))
     page = browser.page(f"/checkpoints/{one}/lineage")
@@ -159,7 +158,7 @@ def test_a_huge_family_is_a_small_page(app: App) -> None:
             for n in range(600)
         ]
         for child in upsert_checkpoints(connection, facts):
-            add_lineage(connection, child.id, base, "converted_from")
+            add_lineage(connection, child.id, base)
 
     app.service.database.transact(act)
     browser = Browser(app.client())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -286,6 +287,18 @@ def test_the_colours_stay(keyless: App) -> None:
         assert f'data-theme="{expected}"' in answer.text
     browser.client.cookies.set("dcphub_theme", '"><script>')
     assert 'data-theme="system"' in browser.get("/").text
+
+
+def test_each_colour_is_said_once() -> None:
+    """For light and for dark in one place, over all style sheets."""
+    declared: Counter[str] = Counter()
+    for sheet in STATIC.glob("*.css"):
+        text = re.sub(r"/\*.*?\*/", "", sheet.read_text(), flags=re.DOTALL)
+        declared.update(re.findall(r"(--[\w-]+):", text))
+        outside = re.sub(r"light-dark\([^()]*\)", "", text)
+        assert not re.search(r"#[0-9a-fA-F]{3,8}\b", outside), sheet.name
+    assert {name for name, count in declared.items() if count > 1} == set()
+    assert declared["--ground"] == 1
 
 
 def test_empty_fields_are_no_part_of_an_address(keyless: App) -> None:

@@ -14,7 +14,9 @@ import pytest
 import torch
 
 import dcp
+from dcp.inspection.values.difference import TensorDifference, TensorFacts
 from dcp.inspection.values.summaries import Summary
+from dcp.inspection.values.tensor_differences import ValueDifference
 from dcp.server.jobs.kinds.shared.numbers import statistics_json
 from dcp.server.pages.drawings.changes import Change
 from dcp.server.pages.drawings.marks import mark_of
@@ -409,7 +411,8 @@ def test_what_is_dead_and_what_explodes(
 def test_colours_are_powers_of_ten(relative: float, colour: str) -> None:
     """Of what differs; the last one is open."""
     change = Change(total_bytes=400)
-    values = {"relative_l2": relative, "differing": 1, "elements": 100}
-    change.add({"kind": "changed", "values": values, "after": {"dtype": "float32", "shape": [100]}})
+    values = ValueDifference(elements=100, differing=1, nonfinite=0, max_abs=None, relative_l2=relative)
+    facts = TensorFacts("w", "float32", (100,))
+    change.add(TensorDifference("w", "changed", facts, facts, values), facts)
     assert change.colour == colour
     assert change.relative_l2 == pytest.approx(relative)

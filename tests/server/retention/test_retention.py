@@ -31,6 +31,8 @@ from dcp.server.retention.policies import (
 from tests.support.catalog_rows import T0, add_checkpoint
 from tests.support.kind_runs import KindRuns
 
+pytestmark = pytest.mark.each_database  # their SQL differs
+
 _NOW = T0 + 1000.0
 
 

@@ -193,8 +193,8 @@ def test_lineage(app: App) -> None:
         add_checkpoint(database, "exports/step-1", root="other"),
     )
     with database.write() as connection:
-        add_lineage(connection, middle, source, "converted_from")
-        add_lineage(connection, end, middle, "converted_from")
+        add_lineage(connection, middle, source)
+        add_lineage(connection, end, middle)
     found = app.client("read").get(f"{API}/checkpoints/{middle}/lineage").json()
     assert {node["id"]: node["distance"] for node in found["nodes"]} == {source: -1, middle: 0, end: 1}
     assert {(edge["child_id"], edge["parent_id"]) for edge in found["edges"]} == {

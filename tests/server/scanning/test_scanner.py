@@ -17,6 +17,8 @@ from dcp.server.problems import UnavailableError
 from dcp.server.scanning.scanner import Scanner, ScanReport, ScanStoppedError
 from tests.support.catalog_roots import age, roots_of, rows, scan, write_manifest
 
+pytestmark = pytest.mark.each_database  # their SQL differs
+
 
 def states(database: Database) -> dict[str, str]:
     """The state of each checkpoint, by key."""

@@ -20,6 +20,8 @@ from dcp.server.http.kept_answers import (
 )
 from dcp.server.problems import ConflictError, UnprocessableError
 
+pytestmark = pytest.mark.each_database  # their SQL differs
+
 NOW = 1_700_000_000.0
 ONE = hash_of("POST", "/a", b"", b"{}")
 TWO = hash_of("POST", "/a", b"", b"{ }")

@@ -14,7 +14,7 @@ import pytest
 from dcp.storage import threads
 from dcp.storage.engine import write
 from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.engine.reading.requests import BoxRequest
+from dcp.storage.engine.reading.requests import BoxRequest, Elements
 from dcp.storage.errors import CorruptCheckpointError, PlanError, StorageError
 from dcp.storage.formats import index as index_module
 from dcp.storage.formats.index import CheckpointIndex
@@ -133,7 +133,7 @@ def test_boxes_need_a_store_that_scatters() -> None:
 
 def joining_box() -> BoxRequest:
     """A box that nobody takes."""
-    return BoxRequest(0, (0,), (3,), lambda offsets, elements: None)
+    return BoxRequest(Elements(0, 0, (3,), (1,)), lambda offsets, elements: None)
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, StorageError])

@@ -46,8 +46,10 @@ def record_target(
     without_structure = (checkpoints.c.id == target) & checkpoints.c.structure_id.is_(None)
     connection.execute(update(checkpoints).where(without_structure).values(fingerprint=None))
     if source is not None:
-        add_lineage(connection, target, source_id, "converted_from", job_id=job.id, now=now)
+        add_lineage(connection, target, source_id, job_id=job.id, now=now)
     detail = {"root": root, "key": key, "from": source_id, "job": job.id}
+    if result.get("map"):
+        detail["map"] = result["map"]
     audit.record(connection, job.created_by, "checkpoint.convert", f"checkpoint:{target}", detail, now=now)
     # not one that is at it already: it may have listed the folder before the target was there
     submit_behind(connection, scan_spec(root, facts.run_key, created_by="system"), now)

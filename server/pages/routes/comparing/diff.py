@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from glob import escape
 from typing import Annotated, Any, Final
 from urllib.parse import urlencode
 
@@ -25,24 +26,29 @@ from dcp.server.records.contents import DifferenceKind, DifferenceOrder
 from dcp.server.routes.catalog import checkpoints as checkpoints_api
 from dcp.server.routes.data import diffs as api
 from dcp.server.routes.data import drawings as drawings_api
+from dcp.server.routes.data import tensors as tensors_api
 from dcp.server.routes.jobs.submitting import submit_kind
 from dcp.server.schemas.checkpoints import CheckpointAnswer
-from dcp.server.schemas.data import DiffAnswer
+from dcp.server.schemas.data import DiffAnswer, TensorDifferenceAnswer
 from dcp.server.schemas.queries import CheckpointQuery
 
 __all__ = ["router"]
 
 router = pages_router()
 
+_LONG_NAME: Final = 40
 _ROWS: Final = 100
 _OBJECTS: Final = 50
+_TOPS: Final = 6
+
+_NOBODY: Final[dict[str, Any]] = {"before": None, "after": None, "gone": []}
 
 _Id = Annotated[int, Field(ge=1, le=MAX_ID)]
 
 
 class DiffView(BaseModel):
     """``b`` is compared with ``a``, the one before; ``of``: those that were ticked in a list. Which tensors,
-    in which order, and of which one the histograms are shown."""
+    below which name at the top, in which order, and of which one the histograms are shown."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -50,7 +56,8 @@ class DiffView(BaseModel):
     b: _Id | None = None
     of: Annotated[list[_Id], Field(max_length=500)] = []
     kind: DifferenceKind | None = None
-    glob: Annotated[str, Field(max_length=254)] | None = None
+    glob: Annotated[str, Field(max_length=150)] | None = None
+    top: Annotated[str, Field(max_length=_LONG_NAME)] | None = None
     order: DifferenceOrder | None = None
     tensor: Annotated[str, Field(max_length=4096)] | None = None
     cursor: Annotated[str, Field(max_length=2048)] | None = None
@@ -58,8 +65,10 @@ class DiffView(BaseModel):
 
     @property
     def pattern(self) -> str | None:
-        """What is typed is a part of a name."""
-        return None if self.glob is None else f"*{self.glob}*"
+        """What is typed is a part of a name, below ``top``."""
+        if self.top is None:
+            return None if self.glob is None else f"*{self.glob}*"
+        return f"{escape(self.top)}.*" + ("" if self.glob is None else f"{self.glob}*")
 
 
 @router.get("/diff", dependencies=READ)
@@ -70,11 +79,13 @@ def diff_page(
     if view.of:
         raise MovedError(_ticked(view.of, database, caller))
     if view.b is None:
-        return page(request, "diff.html", found=None, view=view, twin="/api/v1/checkpoints")
+        return page(request, "diff.html", found=None, view=view, twin="/api/v1/checkpoints", **_NOBODY)
     if view.a is None:
         raise MovedError(_with_step_before(view.b, database, caller))
     before = checkpoints_api.get_checkpoint(view.a, database, caller, Response())
     after = checkpoints_api.get_checkpoint(view.b, database, caller, Response())
+    if gone := [one for one in (before, after) if one.state != "committed"]:
+        return page(request, "diff.html", 409, found=None, view=view, gone=gone, before=before, after=after)
     found, twin = _found(view.a, view.b, view, data, caller)
     return page(
         request,
@@ -83,7 +94,10 @@ def diff_page(
         view=view,
         before=before,
         after=after,
+        gone=[],
         found=found,
+        tops=_tops(view.b, database, data, caller),
+        nonfinite=_nonfinite(view.a, view.b, found, data, caller),
         order=_order(view, found),
         objects=found.objects[:_OBJECTS],
         job=last_job("diff", DiffParams(a=view.a, b=view.b).dedup_key, database, caller, found.job_id),
@@ -123,8 +137,29 @@ def _found(a: int, b: int, view: DiffView, data: DataAccess, caller: Caller) -> 
     return found, f"/api/v1/checkpoints/{b}/diff?{query}"
 
 
+def _tops(b: int, database: Db, data: DataAccess, caller: Caller) -> list[str]:
+    """What is at the top of its tree, where that is a handful: a model, an optimizer."""
+    found = tensors_api.tensor_tree(b, database, data, caller, PageParams(_TOPS + 1, None)).items
+    names = [one.name for one in found if one.tensors and one.entry is None and len(one.name) < _LONG_NAME]
+    return names if len(found) <= _TOPS else []
+
+
+def _nonfinite(
+    a: int, b: int, found: DiffAnswer, data: DataAccess, caller: Caller
+) -> TensorDifferenceAnswer | None:
+    """The tensor with the most values that are not finite among those that changed; None without any."""
+    if found.basis != "values":
+        return None
+    first = PageParams(1, None)
+    worst = api.diff_checkpoints(b, a, data, caller, first, "values", None, None, "nonfinite").tensors
+    values = worst[0].values if worst else None
+    return worst[0] if values is not None and values.nonfinite else None
+
+
 def _ticked(numbers: list[int], database: Db, caller: Caller) -> str:
-    if len(numbers) != 2:
+    if len(numbers) == 1:
+        return _with_step_before(numbers[0], database, caller)
+    if len(numbers) > 2:
         raise UnprocessableError(f"tick two checkpoints to compare them, not {len(numbers)}")
     both = [checkpoints_api.get_checkpoint(one, database, caller, Response()) for one in numbers]
     before, after = sorted(both, key=_age)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
 from fastapi import Query, Request, Response
 from fastapi.responses import RedirectResponse
 from pydantic import BaseModel, ConfigDict, Field
 
+from dcp.server.catalog.contents.layers import is_of_optimizer
 from dcp.server.http.dependencies import Author, Caller, Db, ServiceDep, requires
 from dcp.server.http.idempotent_transaction import IdempotentDep
 from dcp.server.jobs.kinds.drift import DriftParams
@@ -20,6 +22,7 @@ from dcp.server.problems import NotFoundError
 from dcp.server.routes.catalog import runs as runs_api
 from dcp.server.routes.jobs import drift as api
 from dcp.server.schemas.common import IdPath
+from dcp.server.schemas.drawings import DriftAnswer, DriftLayerAnswer
 
 __all__ = ["router"]
 
@@ -27,11 +30,12 @@ router = pages_router()
 
 
 class DriftView(BaseModel):
-    """Which value is shown; of ``count`` layers from ``first`` on."""
+    """Which value is shown, of which names; of ``count`` layers from ``first`` on."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     value: DriftValue = "relative_l2"
+    of: Literal["weights", "all"] = "weights"
     first: Annotated[int, Field(ge=0, le=10**6)] = 0
     count: Annotated[int, Field(ge=1, le=10**6)] | None = None
     done: Annotated[str, Field(max_length=32)] | None = None
@@ -48,7 +52,8 @@ def drift_page(
     except NotFoundError:
         drift = None
     key = DriftParams(run_id=run_id).dedup_key
-    picture = drift and drift_picture(drift.layers, len(drift.steps), view.value, view.first, view.count)
+    layers = _of(drift, view)
+    picture = drift and drift_picture(layers, len(drift.steps), view.value, view.first, view.count)
     return page(
         request,
         "drift.html",
@@ -57,9 +62,22 @@ def drift_page(
         view=view,
         drift=drift,
         picture=picture,
+        layer_count=len(layers),
+        has_optimizer=drift is not None and len(_weights(drift)) not in (0, len(drift.layers)),
         lost=[one for one in drift.steps if one.problem] if drift else [],
         job=last_job("drift", key, database, caller, drift.job_id if drift else None),
     )
+
+
+def _of(drift: DriftAnswer | None, view: DriftView) -> Sequence[DriftLayerAnswer]:
+    if drift is None:
+        return []
+    return _weights(drift) or drift.layers if view.of == "weights" else drift.layers
+
+
+def _weights(drift: DriftAnswer) -> list[DriftLayerAnswer]:
+    """Without what optimizers keep: moments move by much more than weights, and would outshine them."""
+    return [one for one in drift.layers if not is_of_optimizer(one.name)]
 
 
 @router.post("/runs/{run_id}/drift", dependencies=[requires("read")])

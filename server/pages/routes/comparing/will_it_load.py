@@ -8,6 +8,7 @@ from fastapi import Query, Request, Response
 from fastapi.responses import RedirectResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from dcp.server.catalog.details import keys_of
 from dcp.server.data.access import DataDep
 from dcp.server.http.dependencies import Author, Caller, Db, ServiceDep, requires
 from dcp.server.http.idempotent_transaction import IdempotentDep
@@ -130,10 +131,16 @@ def _page(
         view=view,
         check=check,
         findings=findings,
+        state_name=None if view.state_of is None else _name(view.state_of, database, caller),
         listed=_by_kind(findings.problems) if findings else {},
         fault=fault and fault.detail,
         offered=[one for one in recent.items if one.id != checkpoint_id],
     )
+
+
+def _name(checkpoint_id: int, database: Db, caller: Caller) -> str:
+    with database.read() as connection:
+        return keys_of(connection, [checkpoint_id], caller.roots).get(checkpoint_id, str(checkpoint_id))
 
 
 def _by_kind(problems: list[LoadProblemAnswer]) -> dict[str, list[LoadProblemAnswer]]:

@@ -2,54 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 from fastapi import Response
 from fastapi.responses import RedirectResponse
 
-from dcp.server.http.dependencies import Author, Db, ServiceDep, requires
+from dcp.server.catalog.values import short_name
+from dcp.server.http.dependencies import Author, ServiceDep, requires
 from dcp.server.http.idempotent_transaction import IdempotentDep
 from dcp.server.jobs.kinds.diff import DiffParams
 from dcp.server.pages.drawings.changes import Change, changes_of
 from dcp.server.pages.queries import pages_router
-from dcp.server.pages.routes.jobs import last_job
 from dcp.server.pages.tokens import FormDep
 from dcp.server.problems import UnprocessableError
 from dcp.server.routes.jobs.submitting import submit_kind
-from dcp.server.schemas.checkpoints import CheckpointAnswer
 from dcp.server.schemas.common import IdPath
-from dcp.server.schemas.jobs import JobAnswer
-from dcp.server.security.principal import Principal
 
-__all__ = ["changes_below", "changes_of_list", "diff_job", "router"]
+if TYPE_CHECKING:
+    from dcp.server.data.differences import ContentDifference
+
+__all__ = ["changes_below", "changes_of_list", "router"]
 
 router = pages_router()
 
 
-def diff_job(
-    found: CheckpointAnswer, before: CheckpointAnswer, database: Db, caller: Principal
-) -> JobAnswer | None:
-    """The newest that compares all of the two as they are now, with its whole result if it has ended."""
-    job = last_job("diff", DiffParams(a=before.id, b=found.id).dedup_key, database, caller)
-    since = max(filter(None, (found.committed_at, before.committed_at)), default="")
-    return None if job is None or job.state == "cancelled" or job.created_at < since else job
-
-
-def changes_below(job: JobAnswer, prefix: str, nodes: Any) -> dict[str, Change]:
+def changes_below(found: ContentDifference, prefix: str, nodes: Any) -> dict[str, Change]:
     """Of the nodes of one level of the tree."""
     start = f"{prefix}." if prefix else ""
 
     def name_of(fqn: str) -> str | None:
         return fqn[len(start) :].partition(".")[0] if fqn.startswith(start) else None
 
-    return changes_of(job.result or {"tensors": []}, [(node.name, node.bytes) for node in nodes], name_of)
+    return changes_of(found.tensors, [(node.name, node.bytes) for node in nodes], name_of)
 
 
-def changes_of_list(job: JobAnswer, entries: Any) -> dict[str, Change]:
+def changes_of_list(found: ContentDifference, entries: Any) -> dict[str, Change]:
     """Of tensors by their names."""
-    sizes = [(entry.fqn, entry.bytes) for entry in entries]
-    return changes_of(job.result or {"tensors": []}, sizes, lambda fqn: fqn)
+    return changes_of(found.tensors, [(entry.fqn, entry.bytes) for entry in entries], short_name)
 
 
 @router.post("/checkpoints/{checkpoint_id}/change", dependencies=[requires("read")])

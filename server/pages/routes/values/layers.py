@@ -6,10 +6,10 @@ from typing import Annotated, Any, Final, Literal
 
 from fastapi import Query, Request, Response
 
+from dcp.server.catalog.contents.layers import in_order
 from dcp.server.catalog.contents.verifications import get_statistics, statistics_tensors
 from dcp.server.data.access import DataAccess, DataDep
 from dcp.server.http.dependencies import Caller, Db
-from dcp.server.jobs.kinds.drift import in_order, layer_of
 from dcp.server.pages.drawings.layers import Layer, layers_of
 from dcp.server.pages.drawings.marks import LARGE
 from dcp.server.pages.queries import READ, pages_router
@@ -87,4 +87,4 @@ def _layers(checkpoint_id: int, database: Db, data: DataAccess, caller: Principa
     weights = {
         name: kept.weights[0] for kept in states if len(kept.weights) == 1 for name in kept.states.values()
     }
-    return layers_of(tensors, weights, states.is_state, layer_of)
+    return layers_of(tensors, weights, states.is_state)

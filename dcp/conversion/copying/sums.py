@@ -1,0 +1,204 @@
+"""Copies that are sums of terms: read a few MiB at a time, added block by block in the cache.
+
+Each element is computed alone, by the same operations in the same order: how files are cut into windows and
+tasks, and who carries these out, changes no bit. So products of matrices are not a BLAS's, whose order of
+addition is its own, but are added rank by rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dcp.conversion.contents.casting import TOO_LARGE, narrowed, stored_dtype, widened
+from dcp.conversion.copying.gather import RangeReader, Wanted
+from dcp.conversion.layouts.columns import TaskCopy
+from dcp.conversion.layouts.terms import Gather, Term
+from dcp.storage.formats import dtypes
+
+__all__ = ["NOT_FINITE", "OUT_OF_RANGE", "Fault", "Sums"]
+
+_Array = npt.NDArray[Any]
+
+_STEP_BYTES: Final = 4 << 20
+"""Of terms that are in memory at a time; they are still in the cache when they are added."""
+_STEP_OF_REQUESTS_BYTES: Final = 32 << 20
+"""The same where a request is dear."""
+_BLOCK: Final = 1 << 15
+"""Elements that are added at a time."""
+_ALIGNMENT: Final = 64
+
+NOT_FINITE: Final = 0
+OUT_OF_RANGE: Final = 1
+
+
+class Fault(NamedTuple):
+    """So many ``elements`` of a copy are no numbers, or infinite, or too large for its type (``kind``);
+    ``chunk`` is one of the source that they were made of."""
+
+    copy: int
+    chunk: int
+    elements: int
+    kind: int
+
+
+class _Step(NamedTuple):
+    """Elements ``first`` to ``last`` of a copy: ``place`` is for their bytes but the first ``skip``.
+    ``read`` has what was read, by gather."""
+
+    copy: TaskCopy
+    first: int
+    last: int
+    place: memoryview
+    skip: int
+    read: list[_Array]
+
+
+class Sums:
+    """Adds up copies in the type of code ``accumulate``; `flush` ends what `add` has begun. ``faults`` gets
+    what cannot be."""
+
+    def __init__(self, reader: RangeReader, accumulate: int, faults: list[Fault]) -> None:
+        self._reader = reader
+        self._faults = faults
+        kind = stored_dtype(accumulate)
+        self._sum, self._product, self._values = (np.empty(_BLOCK, kind) for _ in range(3))
+        self._limit = _STEP_OF_REQUESTS_BYTES if reader.scatters else _STEP_BYTES
+        self._memory = np.empty(self._limit, np.uint8)
+        self._used = 0
+        self._steps: list[_Step] = []
+        self._wanted: list[Wanted] = []
+        self._done: list[Callable[[], None]] = []
+        self._rights: dict[tuple[int, int], _Array] = {}
+
+    def add(self, copy: TaskCopy, place: memoryview, low: int, done: Callable[[], None]) -> None:
+        """Bytes of ``copy`` from ``low`` on, into ``place``; ``done`` is called once they are there."""
+        size, high = dtypes.BY_CODE[copy.target_code].itemsize, low + len(place)
+        width = sum(dtypes.BY_CODE[term.gathers[0].code].itemsize for term in copy.terms if not term.rank)
+        last, count = -(-high // size), max(1, self._limit // max(1, width))
+        for first in range(low // size, last, count):
+            end = min(first + count, last)
+            if self._used and self._used + (end - first) * width > self._limit:
+                self.flush()
+            begin, stop = max(low, first * size), min(high, end * size)
+            read = [
+                array for number in range(len(copy.terms)) for array in self._want(copy, number, first, end)
+            ]
+            self._steps.append(
+                _Step(copy, first, end, place[begin - low : stop - low], begin - first * size, read)
+            )
+        self._done.append(done)
+
+    def flush(self) -> None:
+        """Read and add what is wanted."""
+        self._reader.read(self._wanted)
+        for step in self._steps:
+            self._carry_out(step)
+        for done in self._done:
+            done()
+        newest = self._steps[-1].copy.copy if self._steps else -1
+        self._rights = {key: array for key, array in self._rights.items() if key[0] == newest}
+        self._used, self._steps, self._wanted, self._done = 0, [], [], []
+
+    # -- what to read ----------------------------------------------------------------------------------------
+
+    def _want(self, copy: TaskCopy, number: int, first: int, last: int) -> list[_Array]:
+        """What the elements ``first`` to ``last`` need of a term: memory that is read into."""
+        term = copy.terms[number]
+        if not term.rank:
+            return [self._gather(term.gathers[0], first, last)]
+        left, right = term.gathers
+        rows = self._gather(left, first // term.width * term.rank, -(-last // term.width) * term.rank)
+        key = copy.copy, number
+        if key not in self._rights:  # for all windows of the copy
+            self._rights[key] = self._gather(right, 0, term.rank * term.width, is_kept=True)
+        return [rows, self._rights[key]]
+
+    def _gather(self, gather: Gather, first: int, last: int, *, is_kept: bool = False) -> _Array:
+        kind = stored_dtype(gather.code)
+        size = (last - first) * kind.itemsize
+        begin = -(-self._used // _ALIGNMENT) * _ALIGNMENT
+        if is_kept or begin + size > len(self._memory):
+            found: _Array = np.empty(last - first, kind)
+        else:
+            found = self._memory[begin : begin + size].view(kind)
+            self._used = begin + size
+        target = memoryview(found.view(np.uint8).data)
+        self._wanted.append(Wanted(target, kind.itemsize, gather.sources, first, last, -1, 0))
+        return found
+
+    # -- adding ----------------------------------------------------------------------------------------------
+
+    def _carry_out(self, step: _Step) -> None:
+        copy = step.copy
+        size = dtypes.BY_CODE[copy.target_code].itemsize
+        target = np.frombuffer(step.place, np.uint8)
+        for begin in range(0, step.last - step.first, _BLOCK):
+            total = self._added(step, begin, min(_BLOCK, step.last - step.first - begin))
+            self._check(copy, total)
+            data = narrowed(total, copy.target_code)
+            at = begin * size - step.skip
+            end = min(at + len(data), len(target))
+            target[max(at, 0) : end] = data[max(-at, 0) : end - at]
+
+    def _added(self, step: _Step, begin: int, count: int) -> _Array:
+        """The sum for ``count`` elements from ``begin`` of the step on."""
+        read, total = iter(step.read), self._sum[:count]
+        with np.errstate(over="ignore", invalid="ignore"):
+            for number, term in enumerate(step.copy.terms):
+                values = self._values[:count]
+                if term.rank:
+                    self._multiply(term, next(read), next(read), step.first, begin, values)
+                else:
+                    elements = next(read)[begin : begin + count]
+                    values = widened(elements, term.gathers[0].code, values)
+                weight = total.dtype.type(term.weight)
+                if not number:
+                    np.multiply(values, weight, out=total)
+                else:
+                    total += np.multiply(values, weight, out=self._product[:count])
+        return total
+
+    def _multiply(self, term: Term, left: _Array, right: _Array, first: int, begin: int, out: _Array) -> None:
+        """Elements of the product of ``left``, whose first row has element ``first`` of the copy, and
+        ``right``: those from ``begin`` behind ``first`` on."""
+        width, rank = term.width, term.rank
+        rows, columns = left.reshape(-1, rank), right.reshape(rank, width)
+        at, end, origin = first + begin, first + begin + len(out), first // width
+        while at < end:
+            row, column = divmod(at, width)
+            wide = min(width - column, end - at)
+            high = 1 if column or wide < width else (end - at) // width
+            part = out[at - first - begin :][: high * wide].reshape(high, wide)
+            codes = [gather.code for gather in term.gathers]
+            self._add_ranks(
+                rows[row - origin : row - origin + high], columns[:, column : column + wide], codes, part
+            )
+            at += high * wide
+
+    def _add_ranks(self, left: _Array, right: _Array, codes: list[int], out: _Array) -> None:
+        kind = out.dtype
+        wide = np.ascontiguousarray(left)
+        factors = widened(wide, codes[0], np.empty(wide.shape, kind))
+        product = self._product[: out.size].reshape(out.shape)
+        row = np.empty(right.shape[1], kind)
+        for rank in range(len(right)):
+            values = widened(np.ascontiguousarray(right[rank]), codes[1], row)
+            np.multiply(factors[:, rank, None], values, out=product if rank else out)
+            if rank:
+                out += product
+
+    def _check(self, copy: TaskCopy, total: _Array) -> None:
+        """Note what is no number, or rounds to none of the copy's type."""
+        limit = TOO_LARGE[copy.target_code]
+        if -limit < float(total.min()) and float(total.max()) < limit:
+            return
+        is_finite = np.isfinite(total)
+        too_large = int((np.abs(total[is_finite], dtype=np.float64) >= limit).sum())
+        chunk = copy.terms[0].gathers[0].sources[0].chunk
+        for kind, count in ((NOT_FINITE, int((~is_finite).sum())), (OUT_OF_RANGE, too_large)):
+            if count:
+                self._faults.append(Fault(copy.copy, chunk, count, kind))

@@ -1,0 +1,118 @@
+"""What copies are sums of, as columns, where a conversion computes: see `dcp.conversion.merging`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dcp.conversion.layouts.pieces import SourcePart
+from dcp.storage.formats.index import Int64, starts
+from dcp.storage.geometry.ragged import expand_ranges
+
+__all__ = ["Gather", "TensorTerm", "Term", "TermColumns"]
+
+_Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class TensorTerm(NamedTuple):
+    """What a tensor is a sum of, times ``weight``: the tensor in the source's row ``rows[0]`` or, with a
+    ``rank``, the product of two, whose inner size that is. ``is_turned``: it is stored as the product the
+    other way round, so that rows are columns of both."""
+
+    weight: float
+    rows: tuple[int, ...]
+    rank: int = 0
+    is_turned: bool = False
+
+    def boxes(self, low: Sequence[int], sizes: Sequence[int]) -> tuple[_Box, ...]:
+        """What of each of ``rows`` a box of the tensor needs."""
+        if not self.rank:
+            return ((tuple(low), tuple(sizes)),)
+        left = ((low[0], 0), (sizes[0], self.rank))
+        right = ((0, low[1]), (self.rank, sizes[1]))
+        return (_turned(left), _turned(right)) if self.is_turned else (left, right)
+
+
+def _turned(box: _Box) -> _Box:
+    return box[0][::-1], box[1][::-1]
+
+
+class Gather(NamedTuple):
+    """Elements of the source, in C order, of the type ``code``."""
+
+    code: int
+    sources: tuple[SourcePart, ...]
+
+
+class Term(NamedTuple):
+    """What is added, times ``weight``: the elements of the one gather or, with a ``rank``, the product of
+    two: rows of ``rank`` elements, and ``rank`` rows of ``width``."""
+
+    weight: float
+    rank: int
+    width: int
+    gathers: tuple[Gather, ...]
+
+    @property
+    def is_the_elements(self) -> bool:
+        """Whether nothing is computed."""
+        return self.weight == 1.0 and not self.rank
+
+
+@dataclass(frozen=True, eq=False)
+class TermColumns:
+    """`Term`s of copies: those of copy n are rows ``start[n]`` to ``start[n + 1]``; ``codes`` are by gather.
+    They are added in the type ``accumulate``, in this order."""
+
+    accumulate: int
+    start: Int64
+    weights: npt.NDArray[np.float64]
+    ranks: Int64
+    widths: Int64
+    codes: Int64
+
+    @cached_property
+    def gathers(self) -> Int64:
+        """The first gather of each row."""
+        return starts(1 + (self.ranks > 0))
+
+    def gathers_of(self, copies: Int64) -> Int64:
+        """The numbers of their gathers, in order."""
+        begins, ends = self.gathers[self.start[copies]], self.gathers[self.start[copies + 1]]
+        return expand_ranges(begins, ends - begins)
+
+    def take(self, copies: Int64) -> TermColumns:
+        """Those of ``copies``, in that order."""
+        counts = self.start[copies + 1] - self.start[copies]
+        rows = expand_ranges(self.start[copies], counts)
+        return TermColumns(
+            self.accumulate,
+            starts(counts),
+            self.weights[rows],
+            self.ranks[rows],
+            self.widths[rows],
+            self.codes[self.gathers_of(copies)],
+        )
+
+    def terms(
+        self, first: int, last: int, parts: Iterator[tuple[SourcePart, ...]]
+    ) -> Iterator[tuple[Term, ...]]:
+        """Those of the copies ``first`` to ``last``, copy by copy; ``parts`` are of their gathers."""
+        codes = iter(self.codes[self.gathers[self.start[first]] :].tolist())
+        for begin, end in pairwise(self.start[first : last + 1].tolist()):
+            columns = (self.weights, self.ranks, self.widths)
+            yield tuple(
+                Term(
+                    weight,
+                    rank,
+                    width,
+                    tuple(Gather(next(codes), next(parts)) for _ in range(2 if rank else 1)),
+                )
+                for weight, rank, width in zip(*(one[begin:end].tolist() for one in columns), strict=True)
+            )

@@ -1,0 +1,184 @@
+"""What low-rank adapters add to which weights, in the layout of the package peft.
+
+A folder has ``adapter_config.json``, and ``adapter_model.safetensors`` or ``.bin``. To the weight of a module
+``B @ A`` is added, times ``lora_alpha / r`` or, with ``use_rslora``, ``lora_alpha / sqrt(r)``; where the
+module has its weight the other way round, as GPT-2's and embeddings do, the transposed of that. What else a
+configuration may ask for is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from dcp.storage.errors import CheckpointFormatError, PlanError, UnsupportedFormatError
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.opening.sources import Source, open_source
+from dcp.storage.formats.safetensors.json_documents import parse_json
+from dcp.storage.near_names import listed
+from dcp.storage.stores import OpenStore
+from dcp.storage.stores.base import Store
+
+__all__ = ["ADAPTER_CONFIG", "AdapterConfig", "LowRank", "low_ranks", "open_adapter"]
+
+ADAPTER_CONFIG: Final = "adapter_config.json"
+
+_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
+_MAX_CONFIG_BYTES: Final = 4 << 20
+_MAX_LISTED: Final = 10
+_FACTOR: Final = re.compile(
+    r"base_model\.model\.(?P<module>.+)\.lora_(?:(?P<factor>[AB])\.weight|embedding_(?P<of_embedding>[AB]))",
+    re.DOTALL,
+)
+_INITIAL: Final = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Beginnings that leave the weights of the base as they were."""
+_NOT_DONE: Final = {
+    "use_dora": "DoRA",
+    "lora_bias": "a bias of the factors",
+    "modules_to_save": "modules that are saved whole",
+    "trainable_token_indices": "tokens that are trained",
+    "layer_replication": "replicated layers",
+    "target_parameters": "parameters that are no modules' weights",
+    "use_qalora": "QALoRA",
+    "alora_invocation_tokens": "activated LoRA",
+    "use_bdlora": "block-diagonal LoRA",
+    "arrow_config": "routing",
+    "kasa_config": "KaSA",
+    "velora_config": "VeLoRA",
+    "monteclora_config": "MonteCLoRA",
+    "megatron_config": "Megatron's layers",
+}
+
+
+class LowRank(NamedTuple):
+    """What is added to the weight ``target``: names of the factors B and A, and that of their product;
+    ``is_turned`` where a square weight is the other way round."""
+
+    target: str
+    left: str
+    right: str
+    shape: tuple[int, int]
+    rank: int
+    scale: float
+    is_turned: bool
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What of an ``adapter_config.json`` decides what is added. ``alphas`` are by end of a module's name."""
+
+    rank: int
+    alpha: float
+    rank_stabilised: bool
+    fan_in_fan_out: bool
+    ranks: Mapping[str, Any]
+    alphas: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, data: bytes, path: str) -> AdapterConfig:
+        """Raises UnsupportedFormatError for what adapters may be and is not done here, all of it named; and
+        CheckpointFormatError."""
+        config = parse_json(data, path)
+        asked = [what for name, what in _NOT_DONE.items() if config.get(name)]
+        if config.get("peft_type") != "LORA":
+            asked.insert(0, f"adapters of the type {config.get('peft_type')!r}")
+        if config.get("bias", "none") != "none":
+            asked.append(f"bias {config['bias']!r}")
+        if config.get("init_lora_weights") not in _INITIAL:
+            asked.append(f"weights of the base that were changed by {config['init_lora_weights']!r}")
+        patterns = [config.get(name) or {} for name in ("rank_pattern", "alpha_pattern")]
+        if not all(isinstance(one, dict) and all(map(_is_plain, one)) for one in patterns):
+            asked.append("patterns of ranks and alphas that are no ends of names")
+        if asked:
+            raise UnsupportedFormatError(f"{path} asks for {'; '.join(asked)}: that is not merged", path=path)
+        rank, alpha = config.get("r", 0), config.get("lora_alpha", 0)
+        numbers = [rank, alpha, *(value for one in patterns for value in one.values())]
+        if not all(_is_number(number) for number in numbers):
+            raise CheckpointFormatError(f"{path}: r and lora_alpha must be numbers above 0", path=path)
+        is_stabilised, is_turned = (bool(config.get(name)) for name in ("use_rslora", "fan_in_fan_out"))
+        return cls(int(rank), float(alpha), is_stabilised, is_turned, *patterns)
+
+    def scale(self, module: str, rank: int) -> float:
+        """Of what is added to a module's weight. CheckpointFormatError for another rank than is said."""
+        said = _by_end(self.ranks, module, self.rank)
+        if said != rank:
+            raise CheckpointFormatError(f"{module!r} has the rank {rank}, and the configuration says {said}")
+        alpha = float(_by_end(self.alphas, module, self.alpha))
+        return alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
+
+
+def _is_plain(pattern: str) -> bool:
+    """Whether it can be compared as it is: expressions of strangers may take for ever."""
+    return re.fullmatch(r"\^?[\w.\\-]+", pattern) is not None and "\\" not in pattern.replace("\\.", "")
+
+
+def _is_number(value: Any) -> bool:
+    is_one = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_one and math.isfinite(value) and value > 0
+
+
+def _by_end(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    """As peft has it: the first that matches the end of a name, behind a dot."""
+    found = (value for end, value in patterns.items() if re.match(rf"(.*\.)?({end})$", module))
+    return next(found, default)
+
+
+def open_adapter(checkpoint_id: str, *, open_store: OpenStore) -> Source:
+    """An adapter's folder. Raises CheckpointNotFoundError, and the formats' errors."""
+    store = open_store(checkpoint_id)
+    name = next((name for name in _FILES if store.stat(name) is not None), None)
+    if name is None:
+        return open_source(checkpoint_id, open_store=open_store)
+    return open_source(store.path_of(name), open_store=open_store)
+
+
+def config_of(store: Store) -> AdapterConfig:
+    """Of the adapter in ``store``."""
+    return AdapterConfig.of(
+        store.read(ADAPTER_CONFIG, limit_bytes=_MAX_CONFIG_BYTES), store.path_of(ADAPTER_CONFIG)
+    )
+
+
+def low_ranks(index: CheckpointIndex, store: Store) -> list[LowRank]:
+    """What the adapter ``index`` adds; PlanError with all names that are no factors, or one alone, or do not
+    go together."""
+    config = config_of(store)
+    modules: dict[str, dict[str, str]] = {}
+    strange = list(index.objects.fqns)
+    for name in index.fqns:
+        match = _FACTOR.fullmatch(name)
+        if match is None:
+            strange.append(name)
+        else:
+            modules.setdefault(match["module"], {})[match["factor"] or match["of_embedding"]] = name
+    strange += [module for module, factors in modules.items() if not _fit(index, factors)]
+    if strange or not modules:
+        raise PlanError(
+            f"{store.url}: {listed(strange, most=_MAX_LISTED) or 'nothing in it'}: no two factors, of one "
+            "rank, of what an adapter adds",
+            fqns=strange,
+        )
+    found = []
+    for module, factors in modules.items():
+        rows, rank = _shape(index, factors["B"])
+        scale, is_turned = (
+            config.scale(module, rank),
+            config.fan_in_fan_out or "lora_embedding_" in factors["B"],
+        )
+        shape = rows, _shape(index, factors["A"])[1]
+        found.append(LowRank(f"{module}.weight", factors["B"], factors["A"], shape, rank, scale, is_turned))
+    return found
+
+
+def _fit(index: CheckpointIndex, factors: Mapping[str, str]) -> bool:
+    if len(factors) < 2:
+        return False
+    left, right = _shape(index, factors["B"]), _shape(index, factors["A"])
+    return len(left) == len(right) == 2 and left[1] == right[0] > 0
+
+
+def _shape(index: CheckpointIndex, name: str) -> tuple[int, ...]:
+    return index.shape(index.position[name])

@@ -1,0 +1,233 @@
+"""`merge`: several checkpoints added up to one, in a few buffers of memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+from dcp.calls.plain_errors import plain_errors
+from dcp.conversion.contents.entries import TargetDtype
+from dcp.conversion.merging.adapters import open_adapter
+from dcp.conversion.merging.arithmetic import Arithmetic, average_weights, formula_weights, source_names
+from dcp.conversion.merging.joined import open_joined
+from dcp.conversion.plan import ConversionOptions, LayoutOptions
+from dcp.conversion.report import ConversionReport
+from dcp.conversion.run import Means, run_conversion
+from dcp.conversion.targets.job import Chunks
+from dcp.conversion.targets.places import place_of
+from dcp.manager.steps import StepFolders
+from dcp.planners.load.selection import Patterns, Rename
+from dcp.progress import ProgressCallback
+from dcp.storage.engine.reading.requests import Verify
+from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, OptionError, PlanError
+from dcp.storage.formats.opening.sources import Source, open_source
+from dcp.storage.formats.registry import target_named, target_names
+from dcp.storage.near_names import listed
+from dcp.storage.stores import type_of_place
+from dcp.storage.stores.names import place_text
+from dcp.storage.stores.opening import OpenWith
+
+__all__ = ["last_steps", "merge", "weights_of"]
+
+_NAME: Final = "step-{step:08d}"
+_MAX_LISTED: Final = 10
+
+_Place = str | os.PathLike[str]
+
+
+@plain_errors
+def merge(
+    sources: Sequence[_Place],
+    target: _Place,
+    *,
+    to: str | None = None,
+    weights: Sequence[float] | None = None,
+    formula: str | None = None,
+    run: _Place | None = None,
+    last: int | None = None,
+    decay: float | None = None,
+    name: str | Callable[[int], str] = _NAME,
+    adapters: Sequence[_Place] = (),
+    adapter_weights: Sequence[float] | None = None,
+    accumulate: str = "float32",
+    only: Patterns | None = None,
+    exclude: Patterns | None = None,
+    rename: Rename | None = None,
+    dtype: TargetDtype = None,
+    shard_bytes: int | None = None,
+    files: int = 1,
+    chunks: Chunks = "keep",
+    drop_objects: bool = False,
+    overwrite: bool = False,
+    executor: str | Executor = "processes",
+    workers: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    target_options: Mapping[str, Any] | None = None,
+    verify: Verify = "blocks",
+    progress: bool | ProgressCallback | None = None,
+    resume: bool = True,
+) -> ConversionReport:
+    """Write the weighted sum of ``sources`` as ``target``; none of them needs to fit into memory.
+
+    Each tensor of floating-point numbers is the sum of those of its name, each times its source's weight and
+    rounded, added in this order in the type ``accumulate``; then what adapters add; then rounded once, to
+    the nearest, ties to even. Tensors of whole numbers, values that are no tensors, names of nested state and
+    the dtypes of the target, unless ``dtype`` says others, are those of the first source.
+
+    Args:
+        sources: Checkpoints of any formats and shardings. None with ``run``.
+        target: Where it goes.
+        to: The format; by default that of the target's suffix or, without one, of the first source.
+        weights: One for each source, used as they are; by default equal ones that add up to 1.
+        formula: Instead of weights: ``A + 0.4 * (B - C)``, where A is the first source.
+        run: Instead of sources: the folder of a run, as `dcp.CheckpointManager` has it, whose steps are
+            averaged.
+        last: How many of them, the newest first.
+        decay: Of an exponential moving average over these: the weight of the k-th newest is ``decay**k``,
+            divided by the sum of all. Without it they are the same.
+        name: Of the run's folders, as for `dcp.CheckpointManager`.
+        adapters: Folders of low-rank adapters in the layout of peft, which are added to the sum.
+        adapter_weights: One for each, beside what its configuration says; by default 1.
+        accumulate: "float32" or "float64".
+        only: Shell globs on each source's names: what they match, and everything below.
+        exclude: The same for what is left out.
+        rename: From each source's names to the target's, which must be the same then.
+        dtype: Of the target, as for `dcp.convert`.
+        shard_bytes: As for `dcp.convert`.
+        files: As for `dcp.convert`.
+        chunks: As for `dcp.convert`, of the first source.
+        drop_objects: As for `dcp.convert`.
+        overwrite: Replace what is at the target.
+        executor: As for `dcp.convert`.
+        workers: As for `dcp.convert`.
+        storage_options: Of the file systems of the sources' URLs.
+        target_options: Of the file system of the target's.
+        verify: "none" compares no checksums of the sources.
+        progress: As for `dcp.convert`.
+        resume: Go on with a merge that was killed, where it was called in the same way on unchanged sources.
+
+    Returns:
+        What was written, and at what cost; with the ``weights``.
+
+    Raises:
+        OptionError: Weights, a formula or an option that cannot be.
+        PlanError: Tensors that do not go together (all of them are named, before anything is written), or
+            sums that are no numbers or too large for their dtype (as well; nothing is published).
+        UnsupportedFormatError: An adapter of another kind.
+        CheckpointNotFoundError: A source is not there, or a run has fewer steps.
+        CheckpointConflictError: The target exists, or a source changed meanwhile.
+        CorruptCheckpointError: Bytes of a source are not those that were committed.
+        MissingKeyError: A pattern matches nothing in any source.
+        StorageError: The storage failed.
+    """
+    begun = time.perf_counter()
+    given, averaged = [place_text(source) for source in sources], None
+    if run is not None:
+        if given or weights is not None or formula is not None or last is None:
+            raise OptionError("run: goes with last, and not with sources, weights or a formula")
+        given = last_steps(run, last, name=name, storage_options=storage_options)
+        averaged = average_weights(len(given), decay)
+    elif last is not None or decay is not None:
+        raise OptionError("last and decay are about the steps of a run, which is missing")
+    own = averaged or weights_of(len(given), weights, formula)
+    added = [place_text(adapter) for adapter in adapters]
+    arithmetic = Arithmetic(own, _one_each(adapter_weights, added), accumulate)
+    members = [partial(open_source, one, open_store=_opened(one, storage_options)) for one in given]
+    members += [partial(open_adapter, one, open_store=_opened(one, storage_options)) for one in added]
+    reopen = partial(open_joined, members)
+    kind = to or _format_of(place_text(target), members[0])
+    place = place_of(target, kind, OpenWith(target_options))
+    layout = LayoutOptions(kind, files, chunks, shard_bytes, drop_objects)
+    options = ConversionOptions(layout, only, exclude, rename, dtype, arithmetic=arithmetic)
+    means = Means(executor, workers, progress, overwrite=overwrite, verify=verify, resume=resume)
+    report = run_conversion(reopen, place, options, means, begun)
+    told = zip([*given, *added], [*own, *arithmetic.adapter_weights], strict=True)
+    return replace(report, weights=tuple(told))
+
+
+def weights_of(count: int, weights: Sequence[float] | None, formula: str | None) -> tuple[float, ...]:
+    """Of ``count`` sources, in their order. OptionError for another number of weights."""
+    if weights is not None and formula is not None:
+        raise OptionError("weights and formula: give one of them")
+    if not count:
+        raise OptionError("sources: there is none")
+    if formula is not None:
+        return formula_weights(formula, source_names(count))
+    if weights is None:
+        return average_weights(count, None)
+    if len(weights) != count:
+        raise OptionError(f"{len(weights)} weights are given for {count} sources")
+    return tuple(weights)
+
+
+def _one_each(weights: Sequence[float] | None, adapters: Sequence[str]) -> tuple[float, ...]:
+    if weights is None:
+        return (1.0,) * len(adapters)
+    if len(weights) != len(adapters):
+        raise OptionError(f"{len(weights)} weights are given for {len(adapters)} adapters")
+    return tuple(weights)
+
+
+def _opened(place: str, storage_options: Mapping[str, Any] | None) -> OpenWith:
+    """The options are for those places that take any."""
+    return OpenWith(storage_options if "://" in place and type_of_place(place).takes_options else None)
+
+
+def _format_of(target: str, first: Callable[[], Source]) -> str:
+    """The format of a target of which nobody said one."""
+    kinds = {kind: target_named(kind)[0] for kind in target_names()}
+    for kind, one in kinds.items():
+        if one.has_suffix(target.rstrip("/")):
+            return kind
+    found = first().index.format
+    return next((kind for kind, one in kinds.items() if one.name == found), "dcp")
+
+
+def last_steps(
+    run: _Place,
+    last: int,
+    *,
+    name: str | Callable[[int], str] = _NAME,
+    storage_options: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """The checkpoints of the ``last`` committed steps of a run, the newest first.
+
+    PlanError that names those of them that are damaged or not the whole state; CheckpointNotFoundError for
+    fewer.
+    """
+    if not isinstance(last, int) or last < 1:
+        raise OptionError(f"last must be a number of steps, not {last!r}")
+    steps = StepFolders(run, name, open_store=_opened(place_text(run), storage_options))
+    newest = [step for step, _ in zip(steps.newest_first(), range(last), strict=False)]
+    if len(newest) < last:
+        raise CheckpointNotFoundError(
+            f"{steps.root.url}: there are {len(newest)} committed steps, and {last} are asked for"
+        )
+    problems = {step: problem for step in newest if (problem := _problem(steps, step))}
+    if problems:
+        told = [f"step {step} {problem}" for step, problem in problems.items()]
+        raise PlanError(
+            f"{steps.root.url}: {listed(told, most=_MAX_LISTED, show=str)}. Give the steps that are to be "
+            "averaged as sources",
+            problems=told,
+        )
+    return [steps.checkpoint_id(step) for step in newest]
+
+
+def _problem(steps: StepFolders, step: int) -> str:
+    """Why a step is not averaged; "" if it is."""
+    try:
+        facts = steps.facts(step)
+    except CheckpointError as error:
+        if isinstance(error, OSError):
+            raise
+        return f"is damaged ({error})"
+    verified = steps.notes(step).verified_of(facts.save_id)
+    if verified is not None and not verified.ok:
+        return "was found damaged when it was verified"
+    return f"has only {', '.join(facts.partial)}" if facts.partial else ""

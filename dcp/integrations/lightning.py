@@ -1,0 +1,299 @@
+"""Lightning's Trainer saves and resumes through dcp: a plug-in, a strategy and a callback (docs/trainers.md).
+When to save and what to keep stays ModelCheckpoint's; a checkpoint is a folder of the name that it gives.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from dcp.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError, UnsafeObjectError
+from dcp.integrations import trainer_state as shared
+from dcp.integrations.exact_values import opened, sealed
+from dcp.integrations.path_saves import Mode, PathSaves
+from dcp.integrations.random_state import RandomState
+from dcp.manager.catalog.registration import CatalogRegistration
+from dcp.ranks.failures import causes_of
+from dcp.state_dict import get_model_state_dict, set_model_state_dict
+from dcp.state_dict_loader import LoadKeywords, load, read
+
+with shared.package_of("lightning"):
+    import lightning
+    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from lightning.pytorch.utilities import rank_zero_warn
+
+__all__ = ["DcpCheckpointIO", "DcpModelParallelStrategy", "DcpStrategyMixin", "RankStates"]
+
+# Names in Lightning's files and folders, which are not documented; a test compares them with its version:
+LAST: Final = "last"  # what names begin with that ``ckpt_path="last"`` finds
+BEFORE_REQUEUE: Final = "hpc_ckpt_"  # and those of checkpoints right before SLURM ends the job
+VERSION: Final = "pytorch-lightning_version"  # the key that every checkpoint has
+SHARDS: Final = "meta.pt"  # the file that makes a folder a sharded checkpoint of its own
+
+_BYPASSED: Final = (
+    "ModelParallelStrategy and FSDPStrategy never ask a CheckpointIO for sharded checkpoints: "
+    "DcpCheckpointIO does nothing here. Use Trainer(strategy=DcpModelParallelStrategy(...)) without it"
+)
+_Path = str | os.PathLike[str]
+_State = dict[str, Any]
+
+
+class DcpCheckpointIO(CheckpointIO):
+    """For one process and DDP: checkpoints as folders of dcp's, written behind the training, committed in one
+    step, compared with their checksums when they are loaded.
+
+    All that Lightning saves comes back as it was, on the CPU. What ModelCheckpoint replaces is deleted once
+    the newer one is committed. With ``ckpt_path="last"`` a damaged or half-written one is passed over for the
+    newest good one beside it. Files that Lightning wrote itself are loaded as before.
+
+    ``mode`` "thread" and "process" copy the state and write the copy there; "sync" writes before training
+    goes on. ``storage_options`` are those of `dcp.save`, ``catalog`` is that of `dcp.CheckpointManager`.
+    Raises OptionError for what these cannot be, ModuleNotFoundError where ``catalog`` needs httpx.
+    """
+
+    def __init__(
+        self,
+        *,
+        mode: Mode = "thread",
+        storage_options: Mapping[str, Any] | None = None,
+        catalog: str | CatalogRegistration | None = None,
+    ) -> None:
+        self._saves = PathSaves(mode, storage_options, catalog, no_dist=True)
+
+    def save_checkpoint(self, checkpoint: _State, path: _Path, storage_options: Any | None = None) -> None:
+        """Save any nested dict, on the rank that calls it alone; returns when it is copied. Raises
+        OptionError for a path that is a file and for ``storage_options``, and what an earlier save raised."""
+        _take_none(storage_options)
+        _begin(self._saves, sealed(checkpoint), path, checkpoint)
+
+    def load_checkpoint(
+        self, path: _Path, map_location: Any | None = None, weights_only: bool | None = None
+    ) -> _State:
+        """What was saved, or a file of Lightning's, on the device ``map_location``; all ranks call it alike.
+
+        ``weights_only=False`` allows values of any class, whose pickles may run code. Raises
+        CheckpointNotFoundError, CorruptCheckpointError and UnsafeObjectError as `dcp.read` does.
+        """
+        device: Any = "cpu" if map_location is None else map_location
+        if _is_of_lightning(path):
+            return TorchCheckpointIO().load_checkpoint(os.fspath(path), device, weights_only)
+        if not isinstance(device, str | torch.device):
+            raise OptionError(f"map_location must be one device, not {device!r}")
+        self.wait()
+        options = self._saves.storage_options
+        whole = partial(read, device=device, weights_only=weights_only, storage_options=options)
+        return _newest_good(path, lambda path: opened(whole(path)), options)
+
+    def remove_checkpoint(self, path: _Path) -> None:
+        """Delete it once all saves that were begun before are committed; where one has failed it stays."""
+        if os.path.isdir(path) and _is_of_lightning(path):  # noqa: PTH112 - may be a URL
+            rank_zero_warn(_BYPASSED)
+            TorchCheckpointIO().remove_checkpoint(os.fspath(path))
+        else:
+            self._saves.remove(path)
+
+    def wait(self) -> None:
+        """Return when all is committed; raises what a save raised."""
+        self._saves.wait()
+
+    def teardown(self) -> None:
+        """`wait`, at the end of the Trainer's work."""
+        self._saves.close()
+
+
+class DcpStrategyMixin:
+    """First among the bases of a strategy whose model has DTensors: each rank writes its shards behind the
+    training, and reads what it needs of them on any number of ranks. What is of no model and no optimizer is
+    rank 0's. ``mode``, ``storage_options`` and ``catalog`` are those of `DcpCheckpointIO`, others the
+    strategy's. Raises OptionError for ``save_distributed_checkpoint=False``, which asks for one file.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        own = {name: kwargs.pop(name) for name in ("mode", "storage_options", "catalog") if name in kwargs}
+        if not kwargs.get("save_distributed_checkpoint", True):
+            raise OptionError(
+                f"{type(self).__name__} saves shards: leave out save_distributed_checkpoint=False; "
+                "`dcp convert` makes one file of a checkpoint"
+            )
+        super().__init__(*args, **kwargs)
+        self._saves = PathSaves(**own, no_dist=False)
+
+    def lightning_module_state_dict(self: Any) -> _State:
+        """The model's state, sharded, and where it is: the save copies it."""
+        return get_model_state_dict(self.model)
+
+    def optimizer_state(self: Any, optimizer: Any) -> _State:
+        """An optimizer's state by the names of parameters, likewise."""
+        own = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return shared.OptimizerState(self.model, [own]).state_dict()
+
+    def save_checkpoint(
+        self: Any, checkpoint: _State, filepath: _Path, storage_options: Any | None = None
+    ) -> None:
+        """As `DcpCheckpointIO.save_checkpoint`, all ranks together. Raises OptionError for a DTensor that is
+        neither in the model's state nor in an optimizer's."""
+        path = self.broadcast(filepath)
+        with shared.refused_by_all(partial(self._saves.begin, path=path)):
+            _take_none(storage_options)
+            state = self._to_save(checkpoint)
+        _begin(self._saves, state, path, checkpoint)
+
+    def _to_save(self: Any, checkpoint: _State) -> _State:
+        """What this rank has of it."""
+        rest = dict(checkpoint)
+        state = {"state_dict": shared.own_part(self.model, rest.pop("state_dict"))}
+        for number, optimizer_state in enumerate(rest.pop("optimizer_states", ())):
+            state[f"optimizer_{number}"] = optimizer_state
+        for name, value in rest.items():
+            if shared.has_shards(value):
+                raise OptionError(
+                    f"checkpoint[{name!r}] has a DTensor, which can be saved as a part of the model or of an "
+                    "optimizer only: keep it there, or save its full_tensor()"
+                )
+        return state | {"rest": sealed(rest)} if self.is_global_zero else state
+
+    def load_checkpoint(self: Any, checkpoint_path: _Path, weights_only: bool | None = None) -> _State:
+        """Fill model and optimizers, all ranks together; the rest of the checkpoint. Raises MissingKeyError
+        where it lacks something of these, and as `DcpCheckpointIO.load_checkpoint` and `dcp.load`."""
+        path = self.broadcast(checkpoint_path)
+        if _is_of_lightning(path):
+            return dict(super().load_checkpoint(path, weights_only))  # type: ignore[misc]
+        self._saves.wait()
+        options = self._saves.storage_options
+
+        def fill(path: _Path) -> _State:
+            rest = read(path, only="rest", weights_only=weights_only, storage_options=options)["rest"]
+            self._fill({"checkpoint_id": path, "storage_options": options})
+            return opened(rest)
+
+        return _newest_good(path, fill, options)
+
+    def _fill(self: Any, options: _State) -> None:
+        strict = self.lightning_module.strict_loading
+        lenient: LoadKeywords = {} if strict else {"allow_partial_load": True, "unexpected": "ignore"}
+        model = {"state_dict": get_model_state_dict(self.model)}
+        load(model, **options, **lenient)
+        set_model_state_dict(self.model, model["state_dict"])
+        if self.optimizers:
+            states = [shared.OptimizerState(self.model, [optimizer]) for optimizer in self.optimizers]
+            load({f"optimizer_{number}": state for number, state in enumerate(states)}, **options)
+
+    def remove_checkpoint(self: Any, filepath: _Path) -> None:
+        """As `DcpCheckpointIO.remove_checkpoint`."""
+        if self.is_global_zero:
+            self._saves.remove(filepath)
+
+    def on_exception(self: Any, exception: BaseException) -> None:
+        """Do not wait long for saves under way: other ranks may be gone."""
+        self._saves.hurry()
+        super().on_exception(exception)  # type: ignore[misc]
+
+    def teardown(self: Any) -> None:
+        """Wait for the saves under way."""
+        self._saves.close()
+        super().teardown()  # type: ignore[misc]
+
+
+class DcpModelParallelStrategy(DcpStrategyMixin, ModelParallelStrategy):
+    """`ModelParallelStrategy` (FSDP2, tensor parallelism) with `DcpStrategyMixin`."""
+
+
+class RankStates(Callback):
+    """Saves of every rank the random generators, which Lightning does not save, and the loops with the
+    positions of stateful data loaders, which it saves of rank 0 alone.
+
+    On another number of ranks generators stay as they are and loops are rank 0's, with a warning. Within an
+    epoch a run goes on with the same data only if the loader has a state, as torchdata's has.
+    """
+
+    _resumed: _State | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Raise OptionError for a `DcpCheckpointIO` that the strategy would never ask."""
+        strategy = trainer.strategy
+        asks = isinstance(strategy, DcpStrategyMixin) or not isinstance(strategy, ModelParallelStrategy)
+        if not asks and isinstance(strategy.checkpoint_io, DcpCheckpointIO):
+            raise OptionError(_BYPASSED)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: _State) -> None:
+        """Gather what all ranks have."""
+        own = {"loops": checkpoint["loops"], "random": RandomState().get()}
+        checkpoint["rank_states"] = shared.gathered(own)
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: _State) -> None:
+        """Give this rank its own back, if training goes on from the checkpoint."""
+        states = checkpoint.get("rank_states")
+        if states is None or trainer.state.fn != "fit":
+            return
+        if len(states) != trainer.world_size:
+            rank_zero_warn(
+                f"the checkpoint is of {len(states)} ranks, not of {trainer.world_size}: random generators "
+                "stay as they are, and the positions of data loaders are those of rank 0"
+            )
+            return
+        own = states[trainer.global_rank]
+        checkpoint["loops"], self._resumed = own["loops"], own["random"]
+        RandomState().set(own["random"])  # a new epoch's order is drawn before its first batch
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Once, within an epoch: its data loader has been made anew, and drew from the generators."""
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None and batch_idx:
+            RandomState().set(resumed)
+
+
+class _NothingYet(dict[str, Any]):
+    """Of a run killed in its very first save: from what is false the Trainer restores nothing, and begins."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+def _is_of_lightning(path: _Path) -> bool:
+    """Whether Lightning itself has saved it: a file, or a folder with its own metadata."""
+    return os.path.isfile(path) or os.path.isfile(os.path.join(path, SHARDS))  # noqa: PTH113, PTH118 - or a URL
+
+
+def _take_none(storage_options: Any | None) -> None:
+    if storage_options is not None:
+        raise OptionError("give storage_options to plug-in or strategy, which need them to load as well")
+
+
+def _begin(saves: PathSaves, state: _State, path: _Path, checkpoint: Mapping[str, Any]) -> None:
+    saves.begin(state, path, step=checkpoint.get("global_step"))
+    if os.path.basename(path).startswith(BEFORE_REQUEUE):  # noqa: PTH119 - may be a URL
+        saves.wait()
+
+
+def _newest_good(
+    path: _Path, load: Callable[[_Path], _State], storage_options: Mapping[str, Any] | None
+) -> _State:
+    """What ``load`` gives for ``path``; of a "last" one that is damaged or was never committed, for the
+    newest good one beside it. All ranks call it alike, and ``load`` raises the same on all of them."""
+    try:
+        return load(path)
+    except UnsafeObjectError as error:
+        error.add_note("Of the Trainer: fit(..., weights_only=False); or add_safe_globals() beforehand.")
+        raise
+    except (CheckpointNotFoundError, CorruptCheckpointError) as error:
+        is_there = any(getattr(cause, "data_files", 1) for cause in causes_of(error))
+        if not is_there or not os.path.basename(path).startswith(LAST):  # noqa: PTH119 - may be a URL
+            raise
+        refused = error
+    for other in shared.on_first_rank(lambda: shared.committed_beside(path, storage_options)):
+        rank_zero_warn(f"{path} cannot be loaded ({causes_of(refused)[0]}): {other} is taken instead")
+        try:
+            return load(other)
+        except CorruptCheckpointError as error:
+            refused = error
+    if isinstance(refused, CorruptCheckpointError):
+        raise refused
+    rank_zero_warn(f"the save to {path} was never committed, and nothing is beside it: training begins anew")
+    return _NothingYet({VERSION: lightning.__version__})

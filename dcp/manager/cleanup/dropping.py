@@ -1,0 +1,381 @@
+"""Dropping a part of a checkpoint, such as its optimizer, and leaving the rest as it is.
+
+1. A new manifest, and a new `.metadata` for stock torch, without the part: published over the old ones by the
+   commit of a save (`dcp.storage.commit`), which compares with what was there when the drop began. Before
+   that instant the checkpoint is whole, after it it is without the part, and its provenance says so.
+2. Files that hold nothing that stays are removed. A crash before leaves them, and `finish_drop` goes on.
+
+A file that holds both, as where a save put all of a rank into one, stays; or, if that is asked for, what
+stays of it is copied to a new file before the commit, and read again. The id of the save stays: it is the
+same save. Who reads the old files meanwhile finds one missing, and looks again. Torch-free.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import compress
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from dcp.inspection.findings import VerifyReport
+from dcp.inspection.payload_checks import PayloadChecks
+from dcp.manager.cleanup.removal import owner_of
+from dcp.manager.cleanup.retention import Part
+from dcp.manager.notes import read_notes
+from dcp.planners.load.selection import Selection
+from dcp.storage import commit
+from dcp.storage.commit_names import METADATA_NAME
+from dcp.storage.engine.write import data_file_name
+from dcp.storage.errors import (
+    CheckpointConflictError,
+    CheckpointError,
+    CorruptCheckpointError,
+    OptionError,
+)
+from dcp.storage.formats.checksums import crc32
+from dcp.storage.formats.dropped import DroppedPart, dropped_from, noted_in, without
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64
+from dcp.storage.formats.native.format import DCP
+from dcp.storage.formats.opening.folder import MAX_TORCH_METADATA_BYTES, open_index
+from dcp.storage.formats.torch.format import TORCH_DCP
+from dcp.storage.stores.base import FileInfo, Store
+
+__all__ = ["Drop", "drop_parts", "finish_drop", "plan_drop"]
+
+logger = logging.getLogger(__name__)
+
+_PIECE_BYTES: Final = 8 << 20
+_ALIGNED_BYTES: Final = 64
+"""Payloads stand at multiples of it, and shall after they were copied."""
+
+Outcome = Literal["dropped", "absent", "pinned", "shared"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drop:
+    """What dropping parts of a checkpoint has done, or would do.
+
+    ``outcome``: "dropped"; or nothing is changed, because it has nothing of them ("absent"), it is "pinned",
+    or all of their bytes are in files with what stays ("shared"). ``parts`` are those that it has. ``files``
+    are removed, which frees ``freed_bytes``. ``shared_bytes`` of the parts stay on the storage, in files with
+    others. ``rewritten_bytes`` were written anew, and are no part of what is freed.
+    """
+
+    url: str
+    outcome: Outcome
+    parts: tuple[DroppedPart, ...] = ()
+    files: tuple[str, ...] = ()
+    freed_bytes: int = 0
+    shared_bytes: int = 0
+    rewritten_bytes: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """What the tensors of the parts take."""
+        return sum(part.bytes for part in self.parts)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A commit, the index ``after`` the drop of ``names``, and the listing from ``before``."""
+
+    index: CheckpointIndex
+    after: CheckpointIndex
+    previous: commit.Previous
+    before: Mapping[str, FileInfo]
+    names: frozenset[str]
+    parts: tuple[DroppedPart, ...]
+
+    @cached_property
+    def _dropped(self) -> npt.NDArray[np.bool_]:
+        return _rows_of(self.index, self.names)[self.index.chunk_tensors]
+
+    @cached_property
+    def shared(self) -> list[str]:
+        """Files that hold payloads of what is dropped, and something that stays."""
+        holding = {self.index.files[number] for number in set(self.index.chunk_files[self._dropped].tolist())}
+        return [name for name in self.after.files if name in holding]
+
+    @cached_property
+    def shared_bytes(self) -> int:
+        """Of what is dropped in those; what a tensor that stays has for its own does not count."""
+        index = self.index
+        shared = np.isin(index.chunk_files, [index.files.index(name) for name in self.shared])
+        places = list(zip(index.chunk_files.tolist(), index.record_offsets.tolist(), strict=True))
+        kept = set(compress(places, (~self._dropped).tolist()))
+        own = compress(zip(places, index.record_lengths.tolist(), strict=True), self._dropped & shared)
+        return sum(length for place, length in dict(own).items() if place not in kept)
+
+    def size_of(self, names: Iterable[str]) -> int:
+        """Of files as they were listed."""
+        return sum(self.before[name].size_bytes for name in names if name in self.before)
+
+
+def plan_drop(store: Store, parts: Sequence[Part], *, rewrite: bool = False) -> Drop:
+    """What `drop_parts` would do now; nothing is changed, and what would be freed is by the files' sizes."""
+    found = _look(store, parts, time.time())
+    if not found.names or _is_pinned(store):
+        return Drop(url=store.url, outcome="pinned" if found.names else "absent", parts=found.parts)
+    gone = [name for name in found.index.files if name not in found.after.files]
+    freed, shared, rewritten = found.size_of(gone), found.shared_bytes, 0
+    if rewrite:
+        gone, freed, rewritten = [*gone, *found.shared], freed + shared, found.size_of(found.shared) - shared
+        shared = 0
+    return Drop(
+        url=store.url,
+        outcome="dropped" if gone else "shared",
+        parts=found.parts,
+        files=tuple(gone),
+        freed_bytes=freed,
+        shared_bytes=shared,
+        rewritten_bytes=rewritten,
+    )
+
+
+def drop_parts(store: Store, parts: Sequence[Part], now_seconds: float, *, rewrite: bool = False) -> Drop:
+    """Drop ``parts`` of what is committed in ``store``; what an earlier drop left is removed as well.
+
+    With ``rewrite`` files that hold both are replaced by copies of what stays of them. May be repeated after
+    any error, and after a crash. Raises `CheckpointNotFoundError`, `CheckpointConflictError` if a save or
+    another drop came first, CheckpointError where ranks saved on their own, OptionError if no tensor would be
+    left, `CorruptCheckpointError` for damage in what was to be copied; and the store's errors.
+    """
+    found = _look(store, parts, now_seconds)
+    if not found.names:
+        files, freed = finish_drop(store)
+        return Drop(url=store.url, outcome="absent", files=files, freed_bytes=freed)
+    if _is_pinned(store):
+        return Drop(url=store.url, outcome="pinned", parts=found.parts)
+    if len(found.after.files) == len(found.index.files) and not rewrite:
+        return Drop(url=store.url, outcome="shared", parts=found.parts, shared_bytes=found.shared_bytes)
+    after, copied = _described(found), tuple[str, ...]()
+    try:
+        if rewrite and found.shared:
+            after, copied = _with_copies(store, after, found.shared)
+            if _is_pinned(store):  # meanwhile: copying takes its time
+                raise CheckpointConflictError(f"{store.url} was pinned meanwhile", path=store.url)
+        _publish(store, after, found.previous)
+    except BaseException as error:
+        if not getattr(error, "committed", False):
+            store.delete_all(copied)
+        raise
+    now = {info.name: info for info in store.list()}
+    gone = [name for name in found.index.files if name in found.before and name not in now]
+    rewritten = sum(now[name].size_bytes for name in copied if name in now)
+    return Drop(
+        url=store.url,
+        outcome="dropped",
+        parts=found.parts,
+        files=tuple(gone),
+        freed_bytes=found.size_of(gone) - rewritten,
+        shared_bytes=0 if rewrite else found.shared_bytes,
+        rewritten_bytes=rewritten,
+    )
+
+
+def finish_drop(store: Store) -> tuple[tuple[str, ...], int]:
+    """Finish a drop that a crash cut off behind its commit: (files removed, their bytes).
+
+    `.metadata` is made to fit the manifest first: stock torch must not be left with one whose files go.
+    """
+    previous = commit.previous_state(store, commit.Names())
+    if previous.manifest is None:
+        return (), 0
+    index = open_index(store)
+    if not dropped_from(index.provenance) or index.format != DCP.name:
+        return (), 0
+    before = {info.name: info for info in store.list()}
+    left = _left_behind(index, before)
+    if not left and not _is_stale(store, index, before):
+        return (), 0
+    _publish(store, index, replace(previous, files=tuple(sorted({*previous.files, *left}))))
+    gone = tuple(sorted(before.keys() - {info.name for info in store.list()}))
+    return gone, sum(before[name].size_bytes for name in gone)
+
+
+def _is_pinned(store: Store) -> bool:
+    notes = read_notes(store)
+    if notes.deleting is not None:
+        raise CheckpointError(f"{store.url} is being deleted; dcp gc finishes that", path=store.url)
+    return notes.pinned
+
+
+def _look(store: Store, parts: Sequence[Part], now_seconds: float) -> _Found:
+    # First what is compared with, then what is read: a save in between is found by the commit.
+    previous = commit.previous_state(store, commit.Names())
+    index = open_index(store)
+    if not previous.exists:
+        raise CheckpointError(
+            f"{store.url}: ranks have saved on their own here, without one commit that could be replaced; "
+            "convert it with dcp convert --to dcp --exclude ... instead",
+            path=store.url,
+        )
+    before = {info.name: info for info in store.list()}
+    names: set[str] = set()
+    found = []
+    for part in parts:
+        own = _names_of(index, part) - names
+        if own:
+            names |= own
+            found.append(_note(index, part, own, now_seconds))
+    if names and names.issuperset(index.fqns):
+        raise OptionError(
+            f"{store.url}: {', '.join(part.name for part in found)} is all that it has; dcp rm removes it",
+            path=store.url,
+        )
+    return _Found(index, without(index, names), previous, before, frozenset(names), tuple(found))
+
+
+def _names_of(index: CheckpointIndex, part: Part) -> set[str]:
+    selection = Selection.of(part.patterns, None)
+    if selection is None:
+        return set()
+    return {name for name in (*index.fqns, *index.objects.fqns) if selection.selects(name)}
+
+
+def _note(index: CheckpointIndex, part: Part, names: Collection[str], seconds: float) -> DroppedPart:
+    rows = _rows_of(index, names)
+    size_bytes = int(index.payload_lengths[rows[index.chunk_tensors]].sum())
+    tensors = int(rows.sum())
+    return DroppedPart(part.name, part.patterns, seconds, tensors, len(names) - tensors, size_bytes)
+
+
+def _rows_of(index: CheckpointIndex, names: Collection[str]) -> npt.NDArray[np.bool_]:
+    """By tensor, whether it is one of ``names``."""
+    return np.array([name in names for name in index.fqns], np.bool_)
+
+
+def _described(found: _Found) -> CheckpointIndex:
+    """The index to publish: of a checkpoint of stock torch's, too, ours, which can say what was dropped."""
+    provenance: dict[str, Any] = dict(found.after.provenance)
+    for part in found.parts:
+        provenance = noted_in(provenance, part)
+    if found.index.format == TORCH_DCP.name:
+        seconds = found.before[METADATA_NAME].modified_seconds if METADATA_NAME in found.before else 0.0
+        provenance = {"save_id": uuid.uuid4().hex[:8], "time": seconds, **provenance}
+    return replace(found.after, format=DCP.name, provenance=provenance)
+
+
+def _publish(store: Store, index: CheckpointIndex, previous: commit.Previous) -> None:
+    commit.commit(
+        store,
+        index,
+        # A save that is under way here loses by the commit; its files are its own to remove.
+        replace(previous, strays=(), uploads=()),
+        names=commit.Names(),
+        save_id=str(index.provenance.get("save_id", "")),
+        durable=True,
+        torch_compatible=previous.metadata is not None or index.torch_metadata_crc is not None,
+    )
+
+
+def _left_behind(index: CheckpointIndex, before: Mapping[str, FileInfo]) -> set[str]:
+    """Files of the save of ``index`` that it does not refer to any more."""
+    owners = {owner_of(name) for name in index.files} | {index.provenance.get("save_id")}
+    replaced = index.provenance.get("replaced_files", [])
+    own = {name for name in before if owner_of(name) is not None and owner_of(name) in owners}
+    others = {name for name in replaced if name in before} if isinstance(replaced, list) else set()
+    return (own | others) - {*index.files}
+
+
+def _is_stale(store: Store, index: CheckpointIndex, before: Mapping[str, FileInfo]) -> bool:
+    """Whether a crash came between the manifest and the `.metadata` that belongs to it."""
+    if index.torch_metadata_crc is None or METADATA_NAME not in before:
+        return index.torch_metadata_crc is not None
+    data = store.read(METADATA_NAME, limit_bytes=MAX_TORCH_METADATA_BYTES)
+    return crc32(data) == index.replaced_torch_metadata_crc != index.torch_metadata_crc
+
+
+# -- copies of what stays of a file --------------------------------------------------------------------------
+
+
+def _with_copies(
+    store: Store, index: CheckpointIndex, shared: Sequence[str]
+) -> tuple[CheckpointIndex, tuple[str, ...]]:
+    """``index`` over copies of the files ``shared``, with the copies' names; they were read and compared."""
+    save_id = uuid.uuid4().hex[:8]
+    files, sizes = list(index.files), index.file_sizes.copy()
+    records, payloads, offsets = (
+        index.record_offsets.copy(),
+        index.payload_offsets.copy(),
+        index.objects.offsets.copy(),
+    )
+    copied: list[str] = []
+    try:
+        for name in shared:
+            number = index.files.index(name)
+            chunks = np.flatnonzero(index.chunk_files == number)
+            objects = np.flatnonzero(index.objects.files == number)
+            begins = np.concatenate([index.record_offsets[chunks], index.objects.offsets[objects]])
+            lengths = np.concatenate([index.record_lengths[chunks], index.objects.lengths[objects]])
+            copied.append(data_file_name(0, number, save_id))
+            runs, moved, sizes[number] = _copy(store, name, copied[-1], begins, lengths)
+            shift = moved[np.searchsorted(runs, begins, side="right") - 1]
+            records[chunks] += shift[: len(chunks)]
+            known = payloads[chunks] != UNKNOWN
+            payloads[chunks[known]] += shift[: len(chunks)][known]
+            offsets[objects] += shift[len(chunks) :]
+            files[number] = copied[-1]
+        store.sync()
+        found = replace(
+            index,
+            files=files,
+            file_sizes=sizes,
+            record_offsets=records,
+            payload_offsets=payloads,
+            objects=replace(index.objects, offsets=offsets),
+        )
+        _verify(store, found, copied)
+    except BaseException:
+        store.delete_all(copied)
+        raise
+    return found, tuple(copied)
+
+
+def _copy(store: Store, name: str, target: str, begins: Int64, lengths: Int64) -> tuple[Int64, Int64, int]:
+    """Copy ranges of a file, those that touch as one run: (where the runs began, by how much each is moved,
+    the size of the copy)."""
+    order = np.argsort(begins, kind="stable")
+    begins, ends = begins[order], np.maximum.accumulate((begins + lengths)[order])
+    first = np.flatnonzero(np.concatenate([[True], begins[1:] > ends[:-1]]))
+    runs, stops = begins[first], np.concatenate([ends[first[1:] - 1], ends[-1:]])
+    moved = np.zeros(len(runs), np.int64)
+    total = int((stops - runs).sum()) + _ALIGNED_BYTES * len(runs)
+    with (
+        store.open_read(name) as source,
+        store.create(target, durable=True, expected_bytes=total) as copy,
+    ):
+        for at, (begin, end) in enumerate(zip(runs.tolist(), stops.tolist(), strict=True)):
+            gap = (begin - copy.position) % _ALIGNED_BYTES
+            if gap:
+                copy.write(bytes(gap))
+            moved[at] = copy.position - begin
+            for position in range(begin, end, _PIECE_BYTES):
+                copy.write(source.pread(min(_PIECE_BYTES, end - position), position))
+        size = copy.finish()
+    return runs, moved, size
+
+
+def _verify(store: Store, index: CheckpointIndex, copied: Sequence[str]) -> None:
+    """Raise CorruptCheckpointError unless what is in ``copied`` has the checksums that were committed."""
+    numbers = [index.files.index(name) for name in copied]
+    tensors = set(index.chunk_tensors[np.isin(index.chunk_files, numbers)].tolist())
+    values = np.isin(index.objects.files, numbers)
+    others = {name for row, name in enumerate(index.fqns) if row not in tensors}
+    others |= {name for name, is_in in zip(index.objects.fqns, values.tolist(), strict=True) if not is_in}
+    report = VerifyReport(store.url)
+    listing = {info.name: info for info in store.list()}
+    PayloadChecks(store, without(index, others), listing, report, None).run(None)
+    if report.faults:
+        raise CorruptCheckpointError(
+            f"{store.url}: nothing is dropped, because what was to stay is damaged: "
+            + "; ".join(found.message for found in report.faults[:3]),
+            path=store.url,
+        )

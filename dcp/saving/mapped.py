@@ -1,0 +1,137 @@
+"""Saves through a weight map: what a rank has, as boxes of another model definition's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from dcp.planners.columns import SaveColumns
+from dcp.planners.layout.shared_storage import item_ties
+from dcp.planners.rank_state import RankState
+from dcp.planners.weight_maps.pieces import MappedTensor, Piece, refuse_torn
+from dcp.planners.weight_maps.weight_map import MapSource, WeightMap
+from dcp.storage.errors import PlanError
+from dcp.storage.formats.container_notes import notes_above
+from dcp.storage.formats.index import Path, starts
+from dcp.storage.geometry.boxes import Box
+from dcp.storage.tensors import LocalMemory, torch_dtype
+
+__all__ = ["mapped_state"]
+
+
+class _Held(NamedTuple):
+    """A box of a tensor, and its elements; ``replicated``: other ranks may hold it too."""
+
+    tensor: int
+    box: Box
+    elements: torch.Tensor
+    sharded: bool
+    replicated: bool
+
+
+def mapped_state(local: RankState, weights: WeightMap) -> RankState:
+    """``local`` as what ``weights`` make of it, in views of its memory; what no view is, is copied.
+
+    PlanError as of `WeightMap.apply`, for names that values have, and for elements that would be too many
+    boxes.
+    """
+    columns = local.columns
+    tensors = weights.apply(_sources(columns))
+    refuse_torn(tensors)
+    twice = {tensor.name for tensor in tensors}.intersection(columns.objects.fqns)
+    if twice:
+        raise PlanError(f"the map gives a tensor the name {min(twice)!r}, which is that of another value")
+    held = sorted([*_held(local, tensors), *_zeros(tensors)], key=lambda each: (each.tensor, each.box))
+    made = _columns(tensors, held, _nested(columns, tensors))
+    memory = LocalMemory.of([each.elements for each in held])
+    replicated = np.array([each.replicated for each in held], np.uint8)
+    state = RankState(made, memory, local.objects, replicated)
+    return replace(state, columns=replace(made, item_ties=item_ties(state)))
+
+
+def _sources(columns: SaveColumns) -> Iterator[MapSource]:
+    shapes, bounds = columns.shape_values.tolist(), columns.shape_start.tolist()
+    facts = zip(columns.fqns, columns.dtype_codes.tolist(), columns.requires_grad.tolist(), strict=True)
+    for row, (name, code, requires_grad) in enumerate(facts):
+        yield name, tuple(shapes[bounds[row] : bounds[row + 1]]), code, bool(requires_grad)
+
+
+def _nested(columns: SaveColumns, tensors: Sequence[MappedTensor]) -> SaveColumns:
+    """``columns`` with the places of values; a tensor is what its name says."""
+    known = columns.planner_data
+    if known is None:
+        return columns
+    paths = {name: known[name] for name in columns.objects.fqns if name in known}
+    notes = notes_above(columns.notes, paths.values())
+    names: dict[str, Path] = {tensor.name: (tensor.name,) for tensor in tensors}
+    return replace(columns, planner_data=names | paths, notes=notes)
+
+
+def _held(local: RankState, tensors: Sequence[MappedTensor]) -> Iterator[_Held]:
+    """What the boxes of ``local`` are boxes of."""
+    columns = local.columns
+    by_source: dict[str, list[tuple[int, Piece]]] = {}
+    for number, tensor in enumerate(tensors):
+        for piece in tensor.pieces:
+            by_source.setdefault(piece.source.name, []).append((number, piece))
+    bounds = columns.box_start.tolist()
+    flat = [values.tolist() for values in (columns.item_offsets, columns.item_sizes)]
+    views = local.views(np.arange(len(columns.item_tensors)))
+    for item, (row, view) in enumerate(zip(columns.item_tensors.tolist(), views, strict=True)):
+        own = Box(*(tuple(values[bounds[item] : bounds[item + 1]]) for values in flat))
+        marks = bool(columns.item_sharded[item]), bool(local.replicated[item])
+        for number, piece in by_source.get(columns.fqns[row], ()):
+            for part in piece.within_source(own):
+                for box, elements in part.target_boxes() if 0 not in part.lengths else ():
+                    yield _Held(number, box, _view(view.detach(), elements, own, box), *marks)
+
+
+def _view(view: torch.Tensor, piece: Piece, own: Box, box: Box) -> torch.Tensor:
+    """The elements of ``piece``, which are ``box``, of a view that has the box ``own`` of its source."""
+    steps = view.stride()
+    first = view.storage_offset() + piece.source.place(steps, own.offsets)
+    return view.as_strided(piece.lengths, piece.source.strides(steps), first).reshape(box.sizes)
+
+
+def _zeros(tensors: Sequence[MappedTensor]) -> Iterator[_Held]:
+    """What is in no piece of padded ones; every rank has it."""
+    for number, tensor in enumerate(tensors):
+        if not tensor.padding:
+            continue
+        holes: list[Box] = [Box.whole(tensor.shape)]
+        for piece in tensor.pieces:
+            for box, _ in piece.target_boxes() if 0 not in piece.lengths else ():
+                holes = [part for hole in holes for part in hole.without(box)]
+        zero = torch.zeros((), dtype=torch_dtype(tensor.dtype_code))
+        for hole in holes:
+            yield _Held(number, hole, zero.expand(hole.sizes), sharded=False, replicated=True)
+
+
+def _columns(tensors: Sequence[MappedTensor], held: Sequence[_Held], like: SaveColumns) -> SaveColumns:
+    count = len(held)
+    sizes = _flat(each.box.sizes for each in held)
+    return replace(
+        like,
+        fqns=tuple(tensor.name for tensor in tensors),
+        dtype_codes=np.array([tensor.dtype_code for tensor in tensors], np.uint8),
+        requires_grad=np.array([tensor.requires_grad for tensor in tensors], np.uint8),
+        shape_start=starts([len(tensor.shape) for tensor in tensors]),
+        shape_values=_flat(tensor.shape for tensor in tensors),
+        item_tensors=np.array([each.tensor for each in held], np.int64),
+        item_offsets=_flat(each.box.offsets for each in held),
+        item_sizes=sizes,
+        item_local_offsets=np.zeros_like(sizes),
+        item_sources=np.arange(count, dtype=np.int64),
+        item_sharded=np.array([each.sharded for each in held], np.uint8),
+        item_digests=np.zeros(count, np.uint64),
+        item_ties=np.full(count, -1, np.int64),
+        stride_orders={},
+    )
+
+
+def _flat(rows: Iterable[Sequence[int]]) -> Any:
+    return np.array([value for row in rows for value in row], np.int64)

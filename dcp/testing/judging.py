@@ -1,0 +1,251 @@
+"""What a tensor has after a load against what was saved: which elements are wrong, and whose they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dcp.testing.live_state import LiveTensor
+from dcp.testing.report import Finding, Kind
+from dcp.testing.values import Identity, bits_of, bits_per_value, coded_bits, gram_width, write_bits
+
+__all__ = ["SavedState", "SavedTensor", "judge"]
+
+Mask = npt.NDArray[np.bool_]
+Places = npt.NDArray[np.int64]
+
+_MAX_SEARCHED: Final = 1 << 24
+"""Elements in which a wrong value is looked for."""
+
+_TELLING_BITS: Final = 7
+"""So many more than places have to be told apart, lest chance be taken for a find."""
+
+_MAX_RUNS: Final = 8
+_MULTIPLIER: Final = np.uint64(0x9E3779B97F4A7C15)
+_SMALLER: Final = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class SavedTensor(NamedTuple):
+    """A tensor that some rank had when it was saved; ``rank`` if it is that rank's own."""
+
+    name: str
+    fqn: str
+    part: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rank: int | None
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """What all ranks of a world had. ``own``: parameters and buffers whose tensors are each rank's own."""
+
+    world: int
+    tensors: Mapping[tuple[str, str, int | None], SavedTensor]
+    own: frozenset[str]
+
+    def of(self, live: LiveTensor, rank: int) -> SavedTensor | None:
+        """What ``live`` should have; None if nobody had that."""
+        return self.tensors.get((live.part, live.name, rank if self.is_own(live) else None))
+
+    def is_own(self, live: LiveTensor) -> bool:
+        """Whether it is a rank's own."""
+        return live.is_alone and live.fqn in self.own
+
+
+def judge(live: LiveTensor, rank: int, saved: SavedState) -> Iterator[Finding]:
+    """What is wrong with ``live`` on this ``rank``; nothing where it is as it was saved."""
+    wanted = saved.of(live, rank)
+    bits = bits_of(live.local)
+    facts: dict[str, Any] = {"rank": rank, "part": live.part, "name": live.name, "total": live.local.numel()}
+    if wanted is None or (wanted.shape, wanted.dtype) != (live.shape, live.local.dtype):
+        had = "" if wanted is None else f"it was {list(wanted.shape)} {_name(wanted.dtype)}"
+        yield Finding("never saved", count=live.local.numel(), places="", found=had, **facts)
+        return
+    expected = coded_bits(Identity(live.name, wanted.rank, "saved"), live.index, live.local.dtype)
+    wrong = _by_element(bits != expected, live.local.dtype)
+    if wrong.any():
+        for found in _Explanation(live, bits, expected, wrong, wanted, saved).findings():
+            yield Finding(**facts, **found)
+
+
+class _Explanation:
+    """Takes the wrong elements one reason after the other, each of which leaves fewer."""
+
+    def __init__(
+        self, live: LiveTensor, bits: Any, expected: Any, wrong: Mask, wanted: SavedTensor, saved: SavedState
+    ) -> None:
+        self._live, self._bits, self._expected = live, bits, expected
+        self._wanted, self._saved = wanted, saved
+        self._dtype = live.local.dtype
+        self._left, self._right = wrong.copy(), ~wrong
+
+    def findings(self) -> Iterator[dict[str, Any]]:
+        """What a `Finding` has besides the tensor's name."""
+        yield from self._if_equal(
+            "lost",
+            coded_bits(self._at("before"), self._live.index, self._dtype),
+            "what it was before the load",
+        )
+        yield from self._if_equal("lost", np.zeros_like(self._bits), "zeros")
+        yield from self._if_equal(
+            "stale", coded_bits(self._at("earlier"), self._live.index, self._dtype), "an earlier save's"
+        )
+        yield from self._if_equal(
+            "stale", coded_bits(self._at("later"), self._live.index, self._dtype), "what came after the save"
+        )
+        for smaller in _SMALLER:
+            if self._dtype.is_floating_point and smaller.itemsize < self._dtype.itemsize:
+                yield from self._if_equal("rounded", self._through(smaller), f"rounded to {_name(smaller)}")
+        yield from self._elsewhere()
+        if self._left.any():
+            yield self._told("garbage", self._left, self._sample())
+
+    def _at(self, moment: str) -> Identity:
+        return Identity(self._live.name, self._wanted.rank, moment)
+
+    def _through(self, smaller: torch.dtype) -> Any:
+        values = torch.empty(len(self._right), dtype=self._dtype)
+        write_bits(values, self._expected)
+        return bits_of(values.to(smaller).to(self._dtype))
+
+    def _if_equal(self, kind: Kind, bits: Any, found: str) -> Iterator[dict[str, Any]]:
+        """Unless that so many are equal is what chance gives."""
+        same = self._left & ~_by_element(self._bits != bits, self._dtype)
+        by_chance = 2.0 ** -bits_per_value(self._dtype) * self._left.sum()
+        if same.sum() > 8 * by_chance + 1 or (same.any() and bool((same == self._left).all())):
+            self._left &= ~same
+            yield self._told(kind, same, found)
+
+    def _elsewhere(self) -> Iterator[dict[str, Any]]:
+        """Elements of what was saved that belong elsewhere."""
+        row = self._live.local.shape[-1] if self._live.local.ndim else 1
+        for one in dict.fromkeys((min(gram_width(self._dtype), row), 1)):
+            for candidate in _candidates(self._wanted, self._saved):
+                if not self._left.any():
+                    return
+                moved = _found_in(candidate, self._bits, self._dtype, row, one)
+                moved = np.where(self._left, moved, -1)
+                if (moved >= 0).any():
+                    yield self._moved(candidate, moved)
+                    self._left &= moved < 0
+
+    def _moved(self, source: SavedTensor, moved: Places) -> dict[str, Any]:
+        mask = moved >= 0
+        come_from = moved[mask]
+        is_itself = (source.name, source.part, source.rank) == (
+            self._wanted.name,
+            self._wanted.part,
+            self._wanted.rank,
+        )
+        kind: Kind = "mixed up"
+        if is_itself:
+            there = np.isin(come_from, self._live.index[self._right])
+            kind = "doubled" if there.any() or len(np.unique(come_from)) < len(come_from) else "shuffled"
+        whose = "itself" if is_itself else source.name
+        if source.rank is not None and not is_itself:
+            whose = f"rank {source.rank}'s" + (f" {source.name}" if source.name != self._wanted.name else "")
+        places = _places(come_from, source.shape)
+        return {
+            **self._told(kind, mask, f"has {places} of {whose}"),
+            "from_name": source.name,
+            "from_rank": source.rank,
+            "from_places": places,
+        }
+
+    def _told(self, kind: Kind, mask: Mask, found: str) -> dict[str, Any]:
+        places = _places(self._live.index[mask], self._live.shape)
+        return {"kind": kind, "count": int(mask.sum()), "places": places, "found": found}
+
+    def _sample(self) -> str:
+        values = self._live.local.detach().cpu().reshape(-1)
+        few = [values[place].item() for place in np.flatnonzero(self._left)[:3].tolist()]
+        return ", ".join(f"{value:.6g}" if isinstance(value, float) else str(value) for value in few)
+
+
+# -- whose elements these are --------------------------------------------------------------------------------
+
+
+def _candidates(wanted: SavedTensor, saved: SavedState) -> Iterator[SavedTensor]:
+    """Tensors of that dtype, the one itself first, then the same of other ranks, then all others."""
+    same = [one for one in saved.tensors.values() if one.dtype == wanted.dtype]
+    searched = 0
+    for one in sorted(same, key=lambda one: (one != wanted, one.name != wanted.name)):
+        searched += math.prod(one.shape)
+        if searched > _MAX_SEARCHED:
+            return
+        yield one
+
+
+def _found_in(source: SavedTensor, bits: Any, dtype: torch.dtype, row: int, width: int) -> Places:
+    """By element its place in ``source``, of those that stand there with their neighbours; -1 for others."""
+    found = np.full(len(bits) // (2 if dtype.is_complex else 1), -1, np.int64)
+    count = math.prod(source.shape)
+    if count < width or width * bits_per_value(dtype) < _TELLING_BITS + math.log2(count):
+        return found  # too little to tell by
+    there = coded_bits(Identity(source.name, source.rank, "saved"), np.arange(count, dtype=np.int64), dtype)
+    grams, here = _grams(_joined(there, dtype), width), _grams(_joined(bits, dtype), width)
+    order = np.argsort(grams, kind="stable")
+    rank = np.minimum(np.searchsorted(grams[order], here), len(grams) - 1)
+    is_known = grams[order][rank] == here
+    is_known &= np.arange(len(here)) % max(row, 1) <= max(row, 1) - width  # within a row of this rank's
+    begins = np.flatnonzero(is_known)
+    for step in range(width):
+        found[begins + step] = order[rank[begins]] + step
+    return found
+
+
+def _joined(bits: Any, dtype: torch.dtype) -> npt.NDArray[np.uint64]:
+    """One number an element."""
+    wide: npt.NDArray[np.uint64] = bits.astype(np.uint64)
+    return wide[0::2] * _MULTIPLIER + wide[1::2] if dtype.is_complex else wide
+
+
+def _grams(values: npt.NDArray[np.uint64], width: int) -> npt.NDArray[np.uint64]:
+    """Of each place a hash of the ``width`` values that begin there."""
+    count = len(values) - width + 1
+    hashed = np.zeros(count, np.uint64)
+    for step in range(width):
+        hashed = hashed * _MULTIPLIER + values[step : step + count] + np.uint64(1)
+    return hashed
+
+
+def _by_element(differs: Mask, dtype: torch.dtype) -> Mask:
+    return np.asarray(differs.reshape(-1, 2).any(1)) if dtype.is_complex else differs
+
+
+# -- how places are told -------------------------------------------------------------------------------------
+
+
+def _places(index: Places, shape: Sequence[int]) -> str:
+    """Slices of the first dimension where whole rows are meant, else how many and the first of them."""
+    total = math.prod(shape)
+    if len(index) == total:
+        return "all"
+    row = total // shape[0] if shape and shape[0] else 1
+    rows, counts = np.unique(index // row, return_counts=True)
+    if (counts >= row).all():
+        return f"[{', '.join(_runs(index[::row] // row if row > 1 else index))}]"
+    first = np.unravel_index(int(index[0]), tuple(shape)) if shape else ()
+    columns = np.unique(index % row)
+    if row > 1 and len(shape) == 2 and (counts == len(columns)).all():
+        return f"[{', '.join(_runs(rows))}; {', '.join(_runs(columns))}]"
+    return f"{len(index)} from [{', '.join(str(int(part)) for part in first)}] on"
+
+
+def _runs(numbers: Places) -> list[str]:
+    """Slices of numbers that follow each other, in the order in which they stand."""
+    breaks = np.flatnonzero(np.diff(numbers) != 1)
+    begins, ends = np.r_[0, breaks + 1], np.r_[breaks, len(numbers) - 1]
+    told = [f"{numbers[begin]}:{numbers[end] + 1}" for begin, end in zip(begins, ends, strict=True)]
+    return told if len(told) <= _MAX_RUNS else [*told[: _MAX_RUNS - 1], "..."]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,169 @@
+"""What a model and its optimizer have on this rank, as plain tensors, and which elements of the whole.
+
+It looks at parameters, buffers and the optimizer's own state, not at what state dicts say of them, and
+derives places from what placements mean: what is tried must not be its own judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from dcp.storage.errors import OptionError
+from dcp.storage.torch_compat import StridedShard
+
+__all__ = ["LiveTensor", "Part", "PartOf", "Whole", "clean_name", "parameter_names", "tensors_of"]
+
+Part = Literal["model", "optimizer"]
+
+_WRAPPERS: Final = ("_orig_mod", "_checkpoint_wrapped_module")
+"""Modules of torch.compile and of activation checkpointing, which no state dict names."""
+
+
+class Whole(NamedTuple):
+    """What a plain tensor is a part of: the whole's ``name`` and ``shape``, and in ``places``, which has the
+    part's shape, of each of its elements the row-major place there."""
+
+    name: str
+    shape: tuple[int, ...]
+    places: torch.Tensor
+
+
+PartOf: TypeAlias = Callable[[str, torch.Tensor, int, int], Whole | None]
+"""``part_of(name, tensor, rank, world)``; None for what is whole."""
+
+
+@dataclass(frozen=True, eq=False)
+class LiveTensor:
+    """A plain tensor that this rank has: all of ``name``, or the elements ``index`` of it, which has
+    ``shape``. ``fqn`` is the parameter's or buffer's that it belongs to.
+
+    ``is_alone``: nothing says that it is a part of something: other ranks may have the same, or another.
+    """
+
+    part: Part
+    name: str
+    fqn: str
+    local: torch.Tensor
+    shape: tuple[int, ...]
+    index: npt.NDArray[np.int64]
+    is_alone: bool
+
+
+def clean_name(name: str, model: nn.Module) -> str:
+    """A parameter's name without those that wrappers add."""
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    if isinstance(model, DistributedDataParallel | DataParallel) and parts[0] == "module":
+        parts = parts[1:]
+    return ".".join(parts)
+
+
+def parameter_names(model: nn.Module) -> dict[torch.Tensor, str]:
+    """Of each parameter its first name."""
+    found: dict[torch.Tensor, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(parameter, clean_name(name, model))
+    return found
+
+
+def tensors_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, part_of: PartOf, rank: int, world: int
+) -> list[LiveTensor]:
+    """All that a checkpoint has to have: parameters, persistent buffers, state of the optimizer.
+
+    Raises OptionError for FSDP1, whose parameters are views of flat ones.
+    """
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise OptionError(
+            "FullyShardedDataParallel keeps flat parameters, which are not looked into: use FSDP2"
+        )
+    names = parameter_names(model)
+    found = [live for parameter, name in names.items() for live in _parts("model", name, name, parameter)]
+    saved = {clean_name(name, model) for name in model.state_dict()}
+    for name, buffer in model.named_buffers():
+        cleaned = clean_name(name, model)
+        if cleaned in saved:
+            found += _parts("model", cleaned, cleaned, buffer)
+    for parameter, values in optimizer.state.items() if optimizer is not None else ():
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and parameter in names:
+                found += _parts("optimizer", f"{names[parameter]}.{key}", names[parameter], value)
+    return _as_parts(found, part_of, rank, world)
+
+
+def _as_parts(found: Sequence[LiveTensor], part_of: PartOf, rank: int, world: int) -> list[LiveTensor]:
+    """As the user says what a parameter is a part of; so is state of its shape."""
+    wholes = {
+        live.fqn: part_of(live.fqn, live.local, rank, world)
+        for live in found
+        if live.part == "model" and live.is_alone and live.name == live.fqn
+    }
+    made = []
+    for live in found:
+        whole = wholes.get(live.fqn)
+        if whole is not None:
+            live = replace(live, name=whole.name + live.name.removeprefix(live.fqn), fqn=whole.name)
+            if live.local.shape == whole.places.shape:
+                index = whole.places.reshape(-1).numpy()
+                live = replace(live, shape=tuple(whole.shape), index=index, is_alone=False)
+        made.append(live)
+    return made
+
+
+def _parts(part: Part, name: str, fqn: str, tensor: torch.Tensor) -> Iterator[LiveTensor]:
+    """The plain tensors that ``tensor`` is made of."""
+    if isinstance(tensor, DTensor):
+        yield from _shard(part, name, fqn, tensor)
+    elif is_traceable_wrapper_subclass(tensor):
+        for attribute in tensor.__tensor_flatten__()[0]:
+            yield from _parts(part, f"{name}.{attribute}", fqn, getattr(tensor, attribute))
+    else:
+        index = np.arange(tensor.numel(), dtype=np.int64)
+        yield LiveTensor(part, name, fqn, tensor.detach(), tuple(tensor.shape), index, is_alone=True)
+
+
+def _shard(part: Part, name: str, fqn: str, tensor: DTensor) -> Iterator[LiveTensor]:
+    local = tensor.to_local().detach()
+    is_pending = any(placement.is_partial() for placement in tensor.placements)
+    if is_pending or is_traceable_wrapper_subclass(local):
+        # what of the whole is in there nobody says, so that it is this rank's own
+        for live in _parts(part, name, fqn, local):
+            yield LiveTensor(part, live.name, fqn, live.local, live.shape, live.index, is_alone=True)
+        return
+    index = _places(tensor)
+    if index.shape != tuple(local.shape):
+        raise OptionError(
+            f"{name} has {tuple(local.shape)} on this rank, where {tensor.placements} of "
+            f"{tuple(tensor.shape)} are {tuple(index.shape)}: a shard of which nobody can say what it is"
+        )
+    yield LiveTensor(part, name, fqn, local, tuple(tensor.shape), index.reshape(-1), is_alone=False)
+
+
+def _places(tensor: DTensor) -> npt.NDArray[np.int64]:
+    """Row-major places in the whole tensor of what this rank has, as its placements mean it."""
+    index = torch.arange(tensor.numel()).view(tensor.shape)
+    coordinate = tensor.device_mesh.get_coordinate()
+    shards = [
+        (isinstance(placement, StridedShard), axis, int(placement.dim))
+        for axis, placement in enumerate(tensor.placements)
+        if hasattr(placement, "dim")
+    ]
+    # a strided shard was cut after those on its right, as FSDP cuts what tensor parallelism left
+    for _, axis, dim in sorted(shards, key=lambda shard: (shard[0], -shard[1] if shard[0] else shard[1])):
+        size = index.shape[dim]
+        step = -(-size // tensor.device_mesh.size(axis))
+        begin = size if coordinate is None else min(coordinate[axis] * step, size)
+        index = index.narrow(dim, begin, min(step, size - begin))
+    if coordinate is None and not shards:
+        index = index[:0]
+    return index.numpy()

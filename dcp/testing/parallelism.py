@@ -1,0 +1,303 @@
+"""Whether a save and a load keep a model under its parallelism: every element of it, on any number of ranks.
+
+The model and its optimizer are given values that tell where they belong, saved, loaded into a model that was
+built anew on as many or other ranks, and looked through: what is lost, doubled, shuffled, stale or another
+rank's is told by name, rank and position. Any pair of functions can be tried.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from multiprocessing.context import BaseContext
+from typing import Any, Final, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dcp.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from dcp.state_dict_loader import load as dcp_load
+from dcp.state_dict_saver import save as dcp_save
+from dcp.storage.errors import OptionError
+from dcp.testing.judging import SavedState, SavedTensor, judge
+from dcp.testing.live_state import LiveTensor, PartOf, Whole, parameter_names, tensors_of
+from dcp.testing.rank_processes import RankFailure, RankProcesses
+from dcp.testing.report import Finding, Report, Trial
+from dcp.testing.values import Identity, bits_of, coded_bits, number_of, write_bits
+
+__all__ = ["Build", "Finding", "ModelState", "OptimizerState", "PartOf", "Report", "Trial", "Whole", "check"]
+
+Build: TypeAlias = Callable[[int, int], "tuple[nn.Module, torch.optim.Optimizer | None]"]
+"""``build(rank, world)`` makes model and optimizer, in a process group of ``world`` ranks."""
+
+_OPTIONS: Final = StateDictOptions(flatten_optimizer_state_dict=True)
+"""Settings of an optimizer by parameter as well: groups list names that other stages of a pipeline have."""
+
+_MAX_LINES: Final = 4
+
+
+class Save(Protocol):
+    """As `dcp.save`, on all ranks. What it returns may have a ``result()``: the state changes before that."""
+
+    def __call__(self, state: dict[str, Any], /, *, checkpoint_id: str) -> Any: ...
+
+
+class Load(Protocol):
+    """As `dcp.load`: called on all ranks, fills what it is given."""
+
+    def __call__(self, state: dict[str, Any], /, *, checkpoint_id: str) -> Any: ...
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """The state's "model": a `Stateful` with fully qualified names, by torch's helpers. A pair that wants the
+    ``module`` itself takes that."""
+
+    module: nn.Module
+
+    def state_dict(self) -> dict[str, Any]:
+        """By name."""
+        return get_model_state_dict(self.module)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What was read into `state_dict`."""
+        set_model_state_dict(self.module, state)
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """The state's "optimizer", as `ModelState`; where it has made no step, its state is made first."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """By name of parameter."""
+        return get_optimizer_state_dict(self.module, self.optimizer, options=_OPTIONS)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What was read into `state_dict`."""
+        set_optimizer_state_dict(self.module, self.optimizer, state, options=_OPTIONS)
+
+
+def _whole(name: str, tensor: torch.Tensor, rank: int, world: int) -> None:
+    """What is plain is whole."""
+
+
+def check(
+    build: Build,
+    save: Save = dcp_save,
+    load: Load = dcp_load,
+    *,
+    worlds: Sequence[int] = (2, 1, 3),
+    only: str | Sequence[str] = "*",
+    own: str | Sequence[str] = (),
+    part_of: PartOf = _whole,
+    folder: str | os.PathLike[str] | None = None,
+    timeout_seconds: float = 120.0,
+    context: BaseContext | None = None,
+) -> Report:
+    """Save what ``build`` makes on ``worlds[0]`` ranks, and load it on each of ``worlds``, the first as well.
+
+    Ranks are processes of this machine in a gloo group; all of them have ended when this returns. A rank that
+    raises, dies or hangs is a finding. Parameters need no gradients; nothing is trained.
+
+    Args:
+        build: A function of a module, which processes import by its name.
+        save: `dcp.save`, `torch.distributed.checkpoint.save`, `dcp.async_save`, or any function that is
+            called so. The state is {"model": `ModelState`, "optimizer": `OptimizerState`}.
+        load: The other half.
+        worlds: Numbers of ranks.
+        only: Globs of the parameters and buffers that a checkpoint has to have, such as "*.lora_*".
+        own: Globs of those that are each rank's own though they have one name. Plain tensors that differ
+            between ranks as they are built are taken for such without.
+        part_of: What a plain tensor is a part of, where parallelism makes no `DTensor`: a function of a
+            module, which gives a `Whole`, or None.
+        folder: Where checkpoints go; by default a temporary folder.
+        timeout_seconds: For a save or a load, with the model that is built for it.
+        context: Of multiprocessing, to start the processes by; "spawn" by default.
+
+    Returns:
+        What was found; ``assert report.ok, report`` prints it as a table.
+
+    Raises:
+        OptionError: ``build``, ``save`` or ``load`` cannot be sent to a process, or ``worlds`` is empty.
+    """
+    if not worlds or min(worlds) < 1:
+        raise OptionError(f"worlds must be numbers of ranks, not {list(worlds)!r}")
+    asked = _Asked(build, part_of, _globs(only), _globs(own))
+    with tempfile.TemporaryDirectory(prefix="dcp-conformance-") as made, RankProcesses(context) as ranks:
+        root = made if folder is None else os.fspath(folder)
+        rows = ranks.run(worlds[0], _save_on_rank, asked, save, root, timeout_seconds=timeout_seconds)
+        if any(isinstance(row, RankFailure) for row in rows):
+            return Report((Trial(worlds[0], worlds[0], findings=_failures("save", rows)),))
+        saved = _saved_state(rows)
+        trials = []
+        for world in dict.fromkeys(worlds):
+            found = ranks.run(world, _load_on_rank, asked, load, root, saved, timeout_seconds=timeout_seconds)
+            trials.append(_trial(saved, world, found))
+    return Report(tuple(trials))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What to make on a rank, and what of it to look at."""
+
+    build: Build
+    part_of: PartOf
+    only: tuple[str, ...]
+    own: tuple[str, ...]
+
+    def tensors(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int, world: int
+    ) -> list[LiveTensor]:
+        """Those that are asked for."""
+        live = tensors_of(model, optimizer, self.part_of, rank, world)
+        return [one for one in live if any(fnmatchcase(one.fqn, glob) for glob in self.only)]
+
+
+def _globs(given: str | Sequence[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _trial(saved: SavedState, world: int, results: Sequence[Any]) -> Trial:
+    good = [result for result in results if not isinstance(result, RankFailure)]
+    findings = (*_failures("load", results), *(finding for _, found in good for finding in found))
+    return Trial(saved.world, world, sum(count for count, _ in good), tuple(sorted(saved.own)), findings)
+
+
+def _failures(what: str, results: Iterable[Any]) -> tuple[Finding, ...]:
+    return tuple(
+        Finding("failed", result.rank, found=f"{what}: {_told(result.message)}")
+        for result in results
+        if isinstance(result, RankFailure)
+    )
+
+
+def _told(message: str) -> str:
+    """On one line; of a long one, such as torch's, the beginning and the end, which say what it was."""
+    lines = message.splitlines()
+    return " ".join(lines if len(lines) <= _MAX_LINES else [lines[0], "...", lines[-1]])
+
+
+# -- on a rank that saves ------------------------------------------------------------------------------------
+
+
+def _save_on_rank(
+    rank: int, world: int, asked: _Asked, save: Save, folder: str
+) -> tuple[list[SavedTensor], set[str]]:
+    model, optimizer = asked.build(rank, world)
+    if optimizer is not None:
+        get_optimizer_state_dict(model, optimizer)  # makes its state, where it has made no step
+    live = asked.tensors(model, optimizer, rank, world)
+    fqns = _own_names(live, asked.own)
+    for moment in ("earlier", "saved"):
+        _seed(live, moment, rank, fqns)
+        for group in optimizer.param_groups if optimizer is not None else ():
+            group["lr"] = _rate(moment)
+        pending = save(_state_of(model, optimizer), checkpoint_id=f"{folder}/{moment}")
+        if hasattr(pending, "result"):
+            _seed(live, "later", rank, fqns)
+            pending.result()
+    return [_saved_tensor(one, rank, fqns) for one in live], fqns
+
+
+def _saved_tensor(live: LiveTensor, rank: int, own: Iterable[str]) -> SavedTensor:
+    owner = rank if live.is_alone and live.fqn in own else None
+    return SavedTensor(live.name, live.fqn, live.part, live.shape, live.local.dtype, owner)
+
+
+def _own_names(live: Sequence[LiveTensor], globs: Sequence[str]) -> set[str]:
+    """Parameters and buffers that several ranks have, and not the same of."""
+    rows = {
+        (one.fqn, one.name, one.shape, hashlib.sha256(bits_of(one.local).tobytes()).hexdigest())
+        for one in live
+        if one.is_alone and one.part == "model"
+    }
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, rows)
+    kinds = Counter((fqn, name) for fqn, name, *_ in set().union(*gathered))
+    named = {fqn for fqn, _ in kinds if any(fnmatchcase(fqn, glob) for glob in globs)}
+    return named | {fqn for (fqn, _), count in kinds.items() if count > 1}
+
+
+def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    state: dict[str, Any] = {"model": ModelState(model)}
+    return state if optimizer is None else state | {"optimizer": OptimizerState(model, optimizer)}
+
+
+def _seed(live: Iterable[LiveTensor], moment: str, rank: int, own: Iterable[str]) -> None:
+    for one in live:
+        owner = rank if one.is_alone and one.fqn in own else None
+        write_bits(one.local, coded_bits(Identity(one.name, owner, moment), one.index, one.local.dtype))
+
+
+def _rate(moment: str) -> float:
+    """The learning rate of all groups."""
+    return number_of(Identity("lr", None, moment))
+
+
+def _saved_state(rows: Sequence[Any]) -> SavedState:
+    tensors = {(one.part, one.name, one.rank): one for of_rank, _ in rows for one in of_rank}
+    return SavedState(len(rows), tensors, frozenset(rows[0][1]))
+
+
+# -- on a rank that loads ------------------------------------------------------------------------------------
+
+
+def _load_on_rank(
+    rank: int, world: int, asked: _Asked, load: Load, folder: str, saved: SavedState
+) -> tuple[int, list[Finding]]:
+    model, optimizer = asked.build(rank, world)
+    _seed(asked.tensors(model, optimizer, rank, world), "before", rank, saved.own)
+    ties = _ties(model)
+    load(_state_of(model, optimizer), checkpoint_id=f"{folder}/saved")
+    live = asked.tensors(model, optimizer, rank, world)
+    compared = [one for one in live if world == saved.world or not saved.is_own(one)]
+    findings = [finding for one in compared for finding in judge(one, rank, saved)]
+    findings += [*_lost_state(live, rank, world, saved), *_lost_rates(optimizer, rank)]
+    findings += [
+        Finding("untied", rank, "model", name, found=f"no longer {other}")
+        for name, other in ties.items() - _ties(model).items()
+    ]
+    return len(compared), findings
+
+
+def _lost_state(live: Sequence[LiveTensor], rank: int, world: int, saved: SavedState) -> list[Finding]:
+    """State of the optimizer that was saved, of parameters that are here, and is not here."""
+    here = {one.name for one in live if one.part == "optimizer"}
+    fqns = {one.fqn for one in live if one.part == "model"}
+    return [
+        Finding("lost", rank, "optimizer", one.name, found="nothing: the optimizer has no such state")
+        for one in saved.tensors.values()
+        if one.part == "optimizer" and one.fqn in fqns and one.name not in here
+        if one.rank is None or (one.rank == rank and world == saved.world)
+    ]
+
+
+def _lost_rates(optimizer: torch.optim.Optimizer | None, rank: int) -> list[Finding]:
+    rates = {group["lr"] for group in (optimizer.param_groups if optimizer is not None else ())}
+    wrong = sorted(rate for rate in map(float, rates) if rate != _rate("saved"))
+    return [Finding("lost", rank, "optimizer", "lr", found=f"it is {rate:g}") for rate in wrong]
+
+
+def _ties(model: nn.Module) -> Mapping[str, str]:
+    """Names of a parameter that it has besides its first one, and that."""
+    first = parameter_names(model)
+    return {
+        name: first[parameter]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if first[parameter] != name
+    }

@@ -1,0 +1,169 @@
+"""Ranks in processes of their own, each function of theirs in a fresh gloo group; they end with certainty.
+
+A rank that raises, dies or hangs ends what the others wait for: they have some seconds to end by themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+from dcp.storage.errors import OptionError
+
+__all__ = ["RankFailure", "RankProcesses"]
+
+_GRACE_SECONDS: Final = 20.0
+"""For the other ranks, once one has failed."""
+
+_VARIABLES: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """Why a rank has no result: what it raised, with its traceback, or how its process ended."""
+
+    rank: int
+    message: str
+    traceback: str = ""
+
+
+class RankProcesses:
+    """Up to as many processes as the largest world needs, kept from one `run` to the next. Use as a context
+    manager: leaving it ends them."""
+
+    def __init__(self, context: BaseContext | None = None) -> None:
+        self._context: Any = context or multiprocessing.get_context("spawn")
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def __enter__(self) -> RankProcesses:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def run(
+        self, world: int, function: Callable[..., Any], *args: Any, timeout_seconds: float
+    ) -> list[Any | RankFailure]:
+        """``function(rank, world, *args)`` on each rank; results by rank, or why there is none.
+
+        Raises OptionError for arguments that cannot be sent to a process.
+        """
+        self._grow(world)
+        with tempfile.TemporaryDirectory(prefix="dcp-ranks-") as folder:
+            for rank in range(world):
+                job = (function, args, rank, world, str(Path(folder) / "store"), timeout_seconds)
+                try:
+                    self._workers[rank][1].send(job)
+                except (AttributeError, TypeError, ValueError) as error:  # as pickle says it
+                    self.close()
+                    raise OptionError(
+                        f"what is to run on ranks must be a function of a module, by its name: {error}"
+                    ) from error
+            return self._results(world, timeout_seconds)
+
+    def _results(self, world: int, timeout_seconds: float) -> list[Any | RankFailure]:
+        found: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout_seconds
+        while len(found) < world:
+            waiting = {self._workers[rank][1]: rank for rank in range(world) if rank not in found}
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return self._give_up(world, found, timeout_seconds)
+            for connection in ready:
+                rank = waiting[connection]  # type: ignore[index]
+                found[rank] = self._received(rank)
+                if isinstance(found[rank], RankFailure):
+                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        if any(not process.is_alive() for process, _ in self._workers):
+            self.close()
+        return [found[rank] for rank in range(world)]
+
+    def _received(self, rank: int) -> Any:
+        process, connection = self._workers[rank]
+        try:
+            return connection.recv()
+        except (EOFError, ConnectionResetError):
+            process.join(_GRACE_SECONDS)
+            return RankFailure(rank, f"its process ended with exit code {process.exitcode}")
+
+    def _give_up(self, world: int, found: dict[int, Any], seconds: float) -> list[Any | RankFailure]:
+        has_failed = any(isinstance(result, RankFailure) for result in found.values())
+        why = (
+            "was ended, as it waited for a rank that failed"
+            if has_failed
+            else f"did not end in {seconds:g} s"
+        )
+        self.close()
+        return [found.get(rank, RankFailure(rank, why)) for rank in range(world)]
+
+    def _grow(self, world: int) -> None:
+        while len(self._workers) < world:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def close(self) -> None:
+        """End all processes."""
+        workers, self._workers = self._workers, []
+        for _, connection in workers:
+            connection.close()
+        for process, _ in workers:
+            process.join(0.5)
+            if process.is_alive():
+                process.kill()
+            process.join(_GRACE_SECONDS)
+
+
+def _serve(connection: Connection) -> None:
+    """A process of a rank, until nobody is at the other end."""
+    import torch
+
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            connection.send(_carried_out(*connection.recv()))
+
+
+def _end_with_parent() -> None:
+    """Wherever this process is then: a killed one tells nobody, and a rank may wait for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
+def _carried_out(
+    function: Callable[..., Any], args: Any, rank: int, world: int, store: str, timeout_seconds: float
+) -> Any:
+    import torch.distributed as dist
+
+    os.environ.update(zip(_VARIABLES, map(str, (rank, rank, world, world)), strict=True))
+    try:
+        shared, timeout = dist.FileStore(store, world), timedelta(seconds=timeout_seconds)
+        dist.init_process_group("gloo", store=shared, rank=rank, world_size=world, timeout=timeout)
+        shared.set(f"here/{rank}", "1")  # one that ended before all are would keep others from coming
+        shared.wait([f"here/{other}" for other in range(world)], timeout)
+        return function(rank, world, *args)
+    except BaseException as error:  # noqa: BLE001 - the caller is told
+        return RankFailure(rank, f"{type(error).__name__}: {error}", traceback.format_exc())
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,91 @@
+"""Where the parts of wanted boxes lie in stored payloads, whatever the chunks are and however these are
+stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dcp.planners.columns import WantedColumns
+from dcp.planners.load.plan import plan_load
+from dcp.storage.engine.reading.engine import ReadEngine
+from dcp.storage.formats.index import Int64, starts
+from dcp.storage.geometry.ragged import gather_rows
+from dcp.storage.geometry.strides import c_strides_by_row
+
+__all__ = ["StoredParts", "c_strides_of", "stored_parts", "sums"]
+
+
+@dataclass(frozen=True, eq=False)
+class StoredParts:
+    """What of wanted boxes the chunks have, in the order of the boxes: by row the number of the box
+    (``wanted``), the chunk, and the first element's place in its payload (bytes); flat, sliced by
+    ``axis_start``, ``offsets`` in the box, ``lengths``, and the payload's ``strides`` (bytes)."""
+
+    wanted: Int64
+    chunks: Int64
+    begins: Int64
+    axis_start: Int64
+    offsets: Int64
+    lengths: Int64
+    strides: Int64
+
+
+def stored_parts(
+    engine: ReadEngine, rows: Int64, tensor_of: Int64, box_offsets: Int64, box_sizes: Int64
+) -> StoredParts:
+    """Of boxes of the tensors ``rows``; ``tensor_of`` says by box which of these."""
+    index = engine.index
+    plan = plan_load(
+        index,
+        WantedColumns(
+            fqns=[index.fqns[row] for row in rows.tolist()],
+            dtype_codes=index.dtype_codes[rows],
+            shape_start=starts(index.ndims[rows]),
+            shape_values=gather_rows(index.shape_values, index.shape_start, rows),
+            item_tensors=tensor_of,
+            item_offsets=box_offsets,
+            item_sizes=box_sizes,
+            item_local_offsets=np.zeros(len(box_offsets), np.int64),
+            item_sources=np.arange(len(tensor_of), dtype=np.int64),
+        ),
+    )
+    engine.resolve(np.unique(plan.chunks))
+    order = np.argsort(plan.dests, kind="stable")
+    chunks, axis_start = plan.chunks[order], starts(np.diff(plan.box_start)[order])
+    at, lengths, offsets = (
+        gather_rows(column, plan.box_start, order)
+        for column in (plan.storage_offsets, plan.lengths, plan.dest_offsets)
+    )
+    strides = _strides(engine, chunks, axis_start)
+    begins = sums(at * strides, axis_start)
+    return StoredParts(plan.dests[order], chunks, begins, axis_start, offsets, lengths, strides)
+
+
+def sums(values: Int64, start: Int64) -> Int64:
+    """Of the values of each row."""
+    return np.diff(np.concatenate([[0], np.cumsum(values)])[start])
+
+
+def c_strides_of(sizes: Int64, start: Int64, itemsizes: Int64) -> Int64:
+    """By box of ``sizes``, from one element to the next of a C-ordered array."""
+    found, ndims = np.empty(len(sizes), np.int64), np.diff(start)
+    for ndim in np.unique(ndims[ndims > 0]).tolist():
+        rows = np.flatnonzero(ndims == ndim)
+        places = start[rows][:, None] + np.arange(ndim, dtype=np.int64)
+        found[places] = c_strides_by_row(sizes[places], itemsizes[rows])
+    return found
+
+
+def _strides(engine: ReadEngine, chunks: Int64, box_start: Int64) -> Int64:
+    """How each of ``chunks`` is stored: bytes from one element to the next, by dimension."""
+    index = engine.index
+    sizes = gather_rows(index.chunk_sizes, index.box_start, chunks)
+    found = c_strides_of(sizes, box_start, index.itemsizes[index.chunk_tensors[chunks]])
+    permuted = engine.payloads.permuted_chunks
+    for row in np.flatnonzero(np.isin(chunks, permuted)).tolist() if len(permuted) else ():
+        order, own = engine.payloads.layout(int(chunks[row]))
+        for dimension, step in zip(order, own, strict=True):
+            found[box_start[row] + dimension] = step
+    return found

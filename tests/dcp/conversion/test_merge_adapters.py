@@ -1,0 +1,207 @@
+"""Adapters of peft into their base, as peft itself merges them, and to the last bit as documented."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import dcp
+from dcp.conversion.copying import sums, tasks
+from dcp.storage.errors import CheckpointFormatError, PlanError, UnsupportedFormatError
+from tests.dcp.conversion.test_merge import names_in, same
+
+
+def llama() -> LlamaForCausalLM:
+    """Two layers."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=37,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def gpt2() -> GPT2LMHeadModel:
+    """With `Conv1D`, of which one is square."""
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=41, n_positions=16))
+
+
+def save_adapter(model: Any, folder: Path, seed: int = 1, **config: Any) -> None:
+    """An adapter that was trained: neither of its factors is 0."""
+    wrapped = get_peft_model(model, LoraConfig(**config))
+    torch.manual_seed(seed)
+    for name, value in wrapped.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(value, std=0.3)
+    wrapped.save_pretrained(str(folder), save_embedding_layers=False)
+
+
+_CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "attention": (llama, {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}),
+    "stabilised": (llama, {"r": 9, "lora_alpha": 5, "use_rslora": True, "target_modules": "all-linear"}),
+    "patterns": (
+        llama,
+        {
+            "r": 4,
+            "target_modules": ["q_proj", "up_proj"],
+            "rank_pattern": {"up_proj": 2, "layers.1.self_attn.q_proj": 7},
+            "alpha_pattern": {"layers.0.mlp.up_proj": 3},
+        },
+    ),
+    "embeddings": (llama, {"r": 3, "target_modules": ["embed_tokens", "lm_head"]}),
+    "conv1d": (gpt2, {"r": 4, "target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
+}
+
+
+@pytest.mark.parametrize("case", _CONFIGS)
+def test_as_peft_merges_it(tmp_path: Path, case: str) -> None:
+    """All weights, targeted or not, and the model's outputs."""
+    make, config = _CONFIGS[case]
+    make().save_pretrained(tmp_path / "base")
+    save_adapter(make(), tmp_path / "adapter", **config)
+    peft = PeftModel.from_pretrained(make(), tmp_path / "adapter").merge_and_unload()
+    expected = peft.state_dict()
+    dcp.merge([tmp_path / "base"], tmp_path / "out", adapters=[tmp_path / "adapter"], to="safetensors")
+    made, base = load_file(tmp_path / "out/model.safetensors"), load_file(tmp_path / "base/model.safetensors")
+    assert made.keys() == base.keys()
+    changed = 0
+    for name, tensor in made.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-5)
+        changed += not torch.equal(tensor, base[name])
+    assert changed >= 2
+    (tmp_path / "out/config.json").write_bytes((tmp_path / "base/config.json").read_bytes())
+    tokens = torch.arange(10).view(1, -1)
+    loaded = make().from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        logits = loaded(tokens).logits, peft.eval()(tokens).logits
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("accumulate", ["float32", "float64"])
+def test_exact_and_independent_of_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulate: str
+) -> None:
+    """Two adapters on the sum of two bases, one of them transposed, against numpy; cut anywhere."""
+    torch.manual_seed(2)
+    rows, columns = 23, 37
+    bases = [torch.randn(rows, columns).to(torch.bfloat16) for _ in range(2)]
+    save_file({"m.weight": bases[0]}, tmp_path / "1.safetensors")
+    torch.save({"m.weight": bases[1].T.contiguous().T}, tmp_path / "2.pt")
+    factors = [(torch.randn(rank, columns), torch.randn(rows, rank).to(torch.float16)) for rank in (3, 5)]
+    for number, (a, b) in enumerate(factors):
+        folder = tmp_path / f"lora{number}"
+        config = {"peft_type": "LORA", "r": len(a), "lora_alpha": 7, "use_rslora": bool(number)}
+        write_adapter(folder, config, {"m.lora_A.weight": a, "m.lora_B.weight": b})
+    kind = np.dtype(accumulate)
+    total = sum_of(bases, [0.6, -1.1], kind)
+    for (a, b), weight, scale in zip(factors, (1.5, 0.3), (7 / 3, 7 / 5**0.5), strict=True):
+        product = None
+        for rank in range(len(a)):
+            left, right = b[:, rank, None].numpy().astype(kind), a[rank].numpy().astype(kind)
+            product = left * right if product is None else product + left * right
+        assert product is not None
+        total = total + product * kind.type(weight * scale)
+    expected = torch.from_numpy(total).to(torch.float32)
+    monkeypatch.setattr(sums, "_BLOCK", 11)
+    for window in (50, 333, 1 << 20):
+        monkeypatch.setattr(tasks, "WINDOW_BYTES", window)
+        dcp.merge(
+            [tmp_path / "1.safetensors", tmp_path / "2.pt"],
+            tmp_path / f"{window}.safetensors",
+            weights=[0.6, -1.1],
+            adapters=[tmp_path / "lora0", tmp_path / "lora1"],
+            adapter_weights=[1.5, 0.3],
+            accumulate=accumulate,
+            dtype="float32",
+            executor="inline",
+        )
+        assert same(load_file(tmp_path / f"{window}.safetensors")["m.weight"], expected)
+
+
+def sum_of(tensors: list[torch.Tensor], weights: list[float], number: np.dtype[Any]) -> Any:
+    """Added in order."""
+    terms = [
+        tensor.to(torch.float64).numpy().astype(number) * number.type(weight)
+        for tensor, weight in zip(tensors, weights, strict=True)
+    ]
+    return terms[0] + terms[1]
+
+
+def write_adapter(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
+    """As peft lays it out."""
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
+    save_file(named, folder / "adapter_model.safetensors")
+    return folder
+
+
+_PLAIN = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+_FACTORS = {"m.lora_A.weight": torch.ones(2, 5), "m.lora_B.weight": torch.ones(3, 2)}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"peft_type": "IA3"}, "adapters of the type 'IA3'"),
+        ({"use_dora": True}, "DoRA"),
+        ({"bias": "all"}, "bias 'all'"),
+        ({"modules_to_save": ["head"]}, "modules that are saved whole"),
+        ({"init_lora_weights": "pissa"}, "changed by 'pissa'"),
+        ({"rank_pattern": {"(a+)+b": 3}}, "patterns of ranks and alphas"),
+        ({"use_dora": True, "bias": "all"}, "DoRA; bias 'all'"),
+        ({"r": 0}, "numbers above 0"),
+        ({"r": "2"}, "numbers above 0"),
+        ({"lora_alpha": 1e999}, "adapter_config"),
+        ({"r": 3}, "has the rank 2, and the configuration says 3"),
+    ],
+)
+def test_configurations_that_are_not_merged(tmp_path: Path, config: dict[str, Any], words: str) -> None:
+    """Named, all that a configuration asks for, before anything is written."""
+    save_file({"m.weight": torch.ones(3, 5)}, tmp_path / "base.safetensors")
+    write_adapter(tmp_path / "lora", _PLAIN | config, _FACTORS)
+    with pytest.raises((UnsupportedFormatError, CheckpointFormatError), match=words.replace("(", r"\(")):
+        dcp.merge([tmp_path / "base.safetensors"], tmp_path / "out", adapters=[tmp_path / "lora"])
+    assert names_in(tmp_path) == ["base.safetensors", "lora"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"m.lora_B.weight": None}, "'m': no two factors"),
+        ({"m.lora_B.weight": torch.ones(3, 3)}, "'m': no two factors"),
+        ({"m.lora_B.weight": torch.ones(4, 2)}, r"'m\.weight' has the shape \(3, 5\)"),
+        ({"head.weight": torch.ones(2)}, "'base_model.model.head.weight': no two factors"),
+        (
+            {"n.lora_A.weight": torch.ones(2, 5), "n.lora_B.weight": torch.ones(3, 2)},
+            r"'n\.weight' is what an adapter is for, and no tensor \(did you mean 'm\.weight'",
+        ),
+        (
+            {"i.lora_A.weight": torch.ones(2, 5), "i.lora_B.weight": torch.ones(3, 2)},
+            r"'i\.weight' is what an adapter is for",
+        ),
+    ],
+)
+def test_factors_that_do_not_fit(tmp_path: Path, change: dict[str, torch.Tensor | None], words: str) -> None:
+    """One without the other, another rank or shape, no factor at all, no weight or one of whole numbers."""
+    base = {"m.weight": torch.ones(3, 5), "i.weight": torch.ones(3, 5, dtype=torch.int8)}
+    save_file(base, tmp_path / "base.safetensors")
+    factors = {name: tensor for name, tensor in (_FACTORS | change).items() if tensor is not None}
+    write_adapter(tmp_path / "lora", _PLAIN, factors)
+    with pytest.raises(PlanError, match=words):
+        dcp.merge([tmp_path / "base.safetensors"], tmp_path / "out", adapters=[tmp_path / "lora"])
+    assert names_in(tmp_path) == ["base.safetensors", "lora"]

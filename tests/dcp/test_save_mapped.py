@@ -1,0 +1,137 @@
+"""`dcp.save` through a weight map: what is committed is what a save and a conversion make."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+import dcp
+from dcp.inspection.values.difference import diff
+from dcp.inspection.verification import verify
+from dcp.storage.errors import OptionError, PlanError
+from tests.dcp.test_load_mapped import FUSED, GROUPS, HEAD, WIDTH, apart, assert_equal, fused, numbered
+from tests.support.ranks import RankRaised, run_ranks
+
+SPLIT = dcp.weight_map(FUSED, inverse=True, vocab=13, hidden=24)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """By stock torch, which knows nothing of maps."""
+    metadata = stock.FileSystemReader(path).read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.items()
+        if isinstance(entry, stock.metadata.TensorStorageMetadata)
+    }
+    stock.load(state, checkpoint_id=path, no_dist=True)
+    return state
+
+
+def test_it_is_what_a_save_and_a_conversion_are(tmp_path: Path) -> None:
+    """Fused and padded one way, split and cut the other; stock torch reads both."""
+    dcp.save(apart(), checkpoint_id=tmp_path / "fused", map=FUSED, no_dist=True)
+    assert read(tmp_path / "fused").keys() == fused().keys()
+    assert_equal(read(tmp_path / "fused"), fused())
+    dcp.save(fused(), checkpoint_id=tmp_path / "apart", map=SPLIT, no_dist=True)
+    assert read(tmp_path / "apart").keys() == apart().keys()
+    assert_equal(read(tmp_path / "apart"), apart())
+    dcp.save(apart(), checkpoint_id=tmp_path / "plain", no_dist=True)
+    dcp.convert(tmp_path / "plain", tmp_path / "converted", to="dcp", map=FUSED)
+    assert diff(tmp_path / "fused", tmp_path / "converted").is_empty
+
+
+def save_sharded(rank: int, world_size: int, path: str, how: str) -> None:
+    """The parts on a mesh of two by two, some of them replicated, in three ways."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    placements: dict[str, list[Placement]] = {
+        "0.q.weight": [Shard(0), Shard(0)],
+        "0.k.weight": [Replicate(), Shard(1)],
+        "0.v.weight": [Shard(0), Replicate()],
+        "0.down.weight": [Shard(1), Shard(0)],
+        "experts.3": [Shard(1), Shard(1)],
+    }
+    state: dict[str, Any] = {
+        name: distribute_tensor(tensor, mesh, placements.get(name, [Shard(0), Replicate()]))
+        for name, tensor in apart().items()
+        if name != "norm.weight"
+    }
+    state |= {"norm.weight": apart()["norm.weight"], "step": 7, "opt": {"groups": [{"lr": 0.5}]}}
+    if how == "save":
+        dcp.save(state, checkpoint_id=path, map=FUSED)
+        return
+    kind = AsyncCheckpointerType.PROCESS if how == "process" else AsyncCheckpointerType.THREAD
+    future = dcp.async_save(state, checkpoint_id=path, map=FUSED, async_checkpointer_type=kind)
+    for value in state.values():
+        if isinstance(value, torch.Tensor):
+            torch.Tensor.zero_(value)
+    future.result()
+
+
+@pytest.mark.parametrize("how", ["save", "thread", pytest.param("process", marks=pytest.mark.exhaustive)])
+def test_shards_of_several_ranks(tmp_path: Path, how: str) -> None:
+    """Each box is written once, replicas by one; values keep their places; a copy of what is permuted is
+    taken before the training goes on."""
+    run_ranks(4, save_sharded, str(tmp_path / "c"), how)
+    found = dcp.read(tmp_path / "c")
+    assert_equal(found, fused())
+    assert found["step"] == 7
+    assert found["opt"] == {"groups": [{"lr": 0.5}]}
+    stored = sum(tensor.nbytes for tensor in fused().values())
+    assert sum(path.stat().st_size for path in (tmp_path / "c").glob("*.distcp")) < stored + (64 << 10)
+    assert verify(tmp_path / "c").ok
+
+
+def test_tied_copies_are_stored_once(tmp_path: Path) -> None:
+    """As tied weights are; and what is only renamed or transposed is not copied."""
+    weights = {"rules": [{"from": {"e": "v w"}, "to": {"tok": "v w", "head": "v w"}, "copies": ["head"]}]}
+    whole = numbered(512, 64)
+    dcp.save({"e": whole}, checkpoint_id=tmp_path, map=weights, no_dist=True)
+    found = dcp.read(tmp_path)
+    assert torch.equal(found["tok"], whole)
+    assert torch.equal(found["head"], whole)
+    (data,) = tmp_path.glob("*.distcp")
+    assert data.stat().st_size < 1.5 * whole.nbytes
+
+
+def save_half_of_the_experts(rank: int, world_size: int, path: str) -> None:
+    """Which are stacked in the target."""
+    state = {name: tensor for name, tensor in apart().items() if name.startswith("experts")}
+    own = {name: tensor for at, (name, tensor) in enumerate(state.items()) if at % world_size == rank}
+    dcp.save(own, checkpoint_id=path, map=FUSED)
+
+
+def test_what_cannot_be_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    """Names that no rule knows, parts that another rank has, more boxes than anybody wants, other ways to
+    save."""
+    with pytest.raises(PlanError, match="no rule knows 'more'"):
+        dcp.save(apart() | {"more": torch.ones(2)}, checkpoint_id=tmp_path / "c", map=FUSED, no_dist=True)
+    for result in run_ranks(2, save_half_of_the_experts, str(tmp_path / "c"), failures=True):
+        assert isinstance(result, RankRaised)
+        assert "expert 1 is missing" in result.message or "expert 0 is missing" in result.message
+    apart_ = {"rules": [{"from": {"x": "a b", "z": "a d"}, "to": {"y": "(a (b + d))"}}]}
+    state = {"x": torch.ones(5000, 1), "z": torch.ones(5000, 1)}
+    with pytest.raises(PlanError, match="would be 5000 boxes of 'y'"):
+        dcp.save(state, checkpoint_id=tmp_path / "c", map=apart_, no_dist=True)
+    with pytest.raises(OptionError, match="map needs a planner"):
+        writer = stock.FileSystemWriter(tmp_path / "c")
+        dcp.save({}, storage_writer=writer, map=FUSED, no_dist=True)
+    assert not (tmp_path / "c").exists()
+
+
+def test_loads_and_saves_through_a_map_are_inverse(tmp_path: Path) -> None:
+    """What was saved through it and is loaded through its inverse is what there was, in other shapes too."""
+    rule = {"from": {"x": "(heads two half) width"}, "to": {"y": "width (half heads two)"}}
+    weights = {"rules": [rule], "sizes": {"heads": GROUPS, "two": 2}}
+    whole = numbered(GROUPS * HEAD, WIDTH)
+    dcp.save({"x": whole}, checkpoint_id=tmp_path, map=weights, no_dist=True)
+    found = {"x": torch.zeros_like(whole)}
+    inverse = dcp.weight_map(weights, inverse=True, half=HEAD // 2)
+    dcp.load(found, checkpoint_id=tmp_path, map=inverse, no_dist=True)
+    assert torch.equal(found["x"], whole)

@@ -1,0 +1,199 @@
+"""Models under each parallelism, as ranks of `dcp.testing.parallelism` build them; optimizers are new."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from dcp.testing.parallelism import Whole
+
+__all__ = [
+    "EXPERTS",
+    "Built",
+    "ddp",
+    "expert_of_rank",
+    "experts_by_number",
+    "experts_renumbered",
+    "experts_sharded",
+    "fsdp2",
+    "fsdp2_adapted",
+    "fsdp2_peft",
+    "fsdp2_tensor_parallel",
+    "fused_of_rank",
+    "gate_up_by_hand",
+    "pipeline",
+    "tensor_parallel",
+    "tied",
+]
+
+Built = tuple[nn.Module, torch.optim.Optimizer | None]
+
+EXPERTS = 6
+_PLAN: dict[str, Any] = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+
+
+class Block(nn.Module):
+    """Uneven for some worlds, with a buffer and a tensor of few bits."""
+
+    def __init__(self, hidden: int = 12) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, hidden)
+        self.norm = nn.LayerNorm(hidden, dtype=torch.bfloat16)
+        self.second = nn.Linear(hidden, 10, bias=False)
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
+        self.register_buffer("mask", torch.ones(70, dtype=torch.bool))
+
+
+def _with_optimizer(model: nn.Module) -> Built:
+    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+
+def ddp(rank: int, world: int) -> Built:
+    """DistributedDataParallel; on one rank the model as it is."""
+    model = Block()
+    return _with_optimizer(DistributedDataParallel(model) if world > 1 else model)
+
+
+def fsdp2(rank: int, world: int) -> Built:
+    """`fully_shard` of a layer and the root."""
+    mesh = init_device_mesh("cpu", (world,))
+    model = Block()
+    fully_shard(model.first, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return _with_optimizer(model)
+
+
+def tensor_parallel(rank: int, world: int) -> Built:
+    """Columns of the first layer, rows of the second."""
+    model = Block()
+    parallelize_module(model, init_device_mesh("cpu", (world,)), _PLAN)
+    return _with_optimizer(model)
+
+
+def fsdp2_tensor_parallel(rank: int, world: int) -> Built:
+    """`fully_shard` over tensor parallelism: strided shards."""
+    mesh = init_device_mesh("cpu", (max(1, world // 2), min(2, world)), mesh_dim_names=("dp", "tp"))
+    model = Block()
+    parallelize_module(model, mesh["tp"], _PLAN)
+    fully_shard(model.first, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    return _with_optimizer(model)
+
+
+def pipeline(rank: int, world: int) -> Built:
+    """Four stages, of which each rank has those that are its turn."""
+    stages = {f"stage{n}": Block(hidden=4 + n) for n in range(4) if n % world == rank}
+    return _with_optimizer(nn.ModuleDict(stages))
+
+
+def fsdp2_peft(rank: int, world: int) -> Built:
+    """LoRA by PEFT, then `fully_shard`: base and adapters are sharded."""
+    from peft import LoraConfig, get_peft_model  # seconds, which others need not wait for
+
+    config = LoraConfig(r=4, target_modules=["first", "second"])
+    model = get_peft_model(Block(), config)  # type: ignore[no-untyped-call, unused-ignore]
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    return _with_optimizer(model)
+
+
+class _Adapted(nn.Module):
+    """A frozen layer with an adapter beside it, as PEFT makes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(10, 12).requires_grad_(False)
+        self.lora_A = nn.Linear(10, 4, bias=False)
+        self.lora_B = nn.Linear(4, 12, bias=False)
+
+
+def fsdp2_adapted(rank: int, world: int) -> Built:
+    """The same without PEFT, which takes each process seconds to import."""
+    model = nn.Sequential(OrderedDict(first=_Adapted()))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    return _with_optimizer(model)
+
+
+def _experts() -> list[nn.Linear]:
+    torch.manual_seed(0)
+    return [nn.Linear(5, 4) for _ in range(EXPERTS)]
+
+
+def experts_by_number(rank: int, world: int) -> Built:
+    """Each rank has its experts, under their own numbers, and a router that all have."""
+    count = EXPERTS // world
+    own = {str(n): expert for n, expert in enumerate(_experts()) if n // count == rank}
+    return _with_optimizer(nn.ModuleDict({"experts": nn.ModuleDict(own), "router": nn.Linear(5, EXPERTS)}))
+
+
+def experts_renumbered(rank: int, world: int) -> Built:
+    """The same, but each rank counts its own from 0."""
+    count = EXPERTS // world
+    own = nn.ModuleList(_experts()[rank * count : (rank + 1) * count])
+    torch.manual_seed(1)
+    return nn.ModuleDict({"experts": own, "router": nn.Linear(5, EXPERTS)}), None
+
+
+def expert_of_rank(name: str, tensor: torch.Tensor, rank: int, world: int) -> Whole | None:
+    """Which expert it is among those of all ranks."""
+    head, _, rest = name.partition("experts.")
+    if not rest:
+        return None
+    number, _, which = rest.partition(".")
+    number = str(int(number) + rank * EXPERTS // world)
+    index = torch.arange(tensor.numel()).view(tensor.shape)
+    return Whole(f"{head}experts.{number}.{which}", tuple(tensor.shape), index)
+
+
+class Stacked(nn.Module):
+    """Experts as one tensor, sharded by expert over the mesh."""
+
+    def __init__(self, world: int) -> None:
+        super().__init__()
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+        weights = torch.randn(EXPERTS, 4, 5)
+        self.experts = nn.Parameter(distribute_tensor(weights, mesh, [Shard(0)]))
+        self.router = nn.Linear(5, EXPERTS)
+
+
+def experts_sharded(rank: int, world: int) -> Built:
+    """Experts stacked in a `DTensor`."""
+    return _with_optimizer(Stacked(world))
+
+
+class Tied(nn.Module):
+    """An embedding that is the output, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def tied(rank: int, world: int) -> Built:
+    """Tied weights, replicated."""
+    return _with_optimizer(Tied())
+
+
+_FUSED = (24, 5)
+"""Gate and up projections, one above the other."""
+
+
+def gate_up_by_hand(rank: int, world: int) -> Built:
+    """Tensor parallelism of plain tensors: each rank has its rows of the gate, and below them of the up
+    projection."""
+    return nn.ParameterDict({"gate_up": torch.zeros(_FUSED[0] // world, _FUSED[1])}), None
+
+
+def fused_of_rank(name: str, tensor: torch.Tensor, rank: int, world: int) -> Whole:
+    """Which rows of both it has."""
+    rows = torch.arange(_FUSED[0] * _FUSED[1]).view(2, world, -1, _FUSED[1])
+    return Whole(name, _FUSED, rows[:, rank].reshape(tensor.shape))

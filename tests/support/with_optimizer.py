@@ -1,0 +1,124 @@
+"""Checkpoints of a model and its optimizer, by us or by stock torch, in files of their own or not; and what
+of them is there."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as stock_load
+from torch.distributed.checkpoint.state_dict_saver import save as stock_save
+
+import dcp
+from dcp.manager.cleanup.retention import part_named
+from dcp.saving.options import SaveOptions
+from dcp.state_dict_saver import save_with
+
+__all__ = [
+    "OPTIMIZER_PART",
+    "full_state",
+    "parts_there",
+    "save_apart",
+    "save_mixed",
+    "save_stock",
+    "stock_sees",
+    "weights_of_stock",
+]
+
+OPTIMIZER_PART = part_named("optimizer")
+
+
+def full_state(version: int = 1, *, elements: int = 3000) -> dict[str, Any]:
+    """A state whose every tensor tells the version and itself; 0 is to load into.
+
+    The optimizer has numbers for keys, and an empty dict; two weights are tied, and one is called like an
+    optimizer."""
+    weight = torch.arange(elements, dtype=torch.float32) * version
+    return {
+        "app": {
+            "model": {
+                "w": weight.view(-1, 10),
+                "head": weight.view(-1, 10),
+                "optim_head": {"weight": torch.full((7,), float(version))},
+            },
+            "optimizer": {
+                "state": {
+                    number: {
+                        "exp_avg": weight + number * version,
+                        "exp_avg_sq": weight + 2 * number * version,
+                        "step": torch.tensor(float(version)),
+                    }
+                    for number in range(2)
+                },
+                "param_groups": [{"lr": 0.1 * version, "betas": (0.9, 0.99), "params": [0, 1], "more": {}}],
+            },
+        },
+        "step": version,
+    }
+
+
+def save_mixed(folder: Path, version: int = 1, **options: Any) -> None:
+    """By `dcp.save`: all of a rank in one file."""
+    writer = dcp.FileSystemWriter(folder, **options)
+    dcp.save(full_state(version), storage_writer=writer, no_dist=True)
+
+
+def save_apart(folder: Path | str, version: int = 1, **options: Any) -> None:
+    """As a manager saves where the optimizer has rules of its own."""
+    writer = dcp.FileSystemWriter(folder, **options)
+    asked = SaveOptions(apart=(OPTIMIZER_PART.patterns,))
+    save_with(full_state(version), asked, storage_writer=writer, no_dist=True)
+
+
+def save_stock(folder: Path, version: int = 1) -> None:
+    """By stock torch."""
+    stock_save(full_state(version), checkpoint_id=folder, no_dist=True)
+
+
+def _is_version(state: dict[str, Any], version: int) -> bool:
+    wanted = full_state(version)["app"]
+    found = state["app"]
+    if not all(torch.equal(found["model"][name], wanted["model"][name]) for name in ("w", "head")):
+        return False
+    if not torch.equal(found["model"]["optim_head"]["weight"], wanted["model"]["optim_head"]["weight"]):
+        return False
+    if state["step"] != version:
+        return False
+    if "optimizer" not in found:
+        return True
+    own, others = found["optimizer"], wanted["optimizer"]
+    return own["param_groups"] == others["param_groups"] and all(
+        torch.equal(own["state"][number][name], others["state"][number][name])
+        for number in (0, 1)
+        for name in ("exp_avg", "exp_avg_sq", "step")
+    )
+
+
+def weights_of_stock() -> dict[str, Any]:
+    """A state without an optimizer, to load into."""
+    state = full_state(0)
+    del state["app"]["optimizer"]
+    return state
+
+
+def _there(load: Any, version: int) -> str:
+    whole, weights = full_state(0), weights_of_stock()
+    try:
+        load(whole)
+        return "whole" if _is_version(whole, version) else "mixed"
+    except (Exception, CheckpointException):  # noqa: BLE001 - of stock, whose errors are of any class
+        load(weights)
+        return "weights" if _is_version(weights, version) else "mixed"
+
+
+def parts_there(folder: Path | str, version: int = 1, **options: Any) -> str:
+    """What `dcp.load` gives: "whole", "weights", or "mixed", which no save ever held."""
+    return _there(partial(dcp.load, checkpoint_id=folder, no_dist=True, **options), version)
+
+
+def stock_sees(folder: Path, version: int = 1) -> str:
+    """The same of stock torch's load."""
+    return _there(partial(stock_load, checkpoint_id=folder, no_dist=True), version)
