@@ -27,6 +27,11 @@ _TELLING_BITS: Final = 7
 """So many more than places have to be told apart, lest chance be taken for a find."""
 
 _MAX_RUNS: Final = 8
+_MOMENTS: Final[dict[str, tuple[Kind, str]]] = {
+    "before": ("lost", "what it was before the load"),
+    "earlier": ("stale", "an earlier save's"),
+    "later": ("stale", "what came after the save"),
+}
 _MULTIPLIER: Final = np.uint64(0x9E3779B97F4A7C15)
 _SMALLER: Final = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -88,27 +93,16 @@ class _Explanation:
 
     def findings(self) -> Iterator[dict[str, Any]]:
         """What a `Finding` has besides the tensor's name."""
-        yield from self._if_equal(
-            "lost",
-            coded_bits(self._at("before"), self._live.index, self._dtype),
-            "what it was before the load",
-        )
         yield from self._if_equal("lost", np.zeros_like(self._bits), "zeros")
-        yield from self._if_equal(
-            "stale", coded_bits(self._at("earlier"), self._live.index, self._dtype), "an earlier save's"
-        )
-        yield from self._if_equal(
-            "stale", coded_bits(self._at("later"), self._live.index, self._dtype), "what came after the save"
-        )
+        for moment, (kind, found) in _MOMENTS.items():
+            of = Identity(self._live.name, self._wanted.rank, moment)
+            yield from self._if_equal(kind, coded_bits(of, self._live.index, self._dtype), found)
         for smaller in _SMALLER:
             if self._dtype.is_floating_point and smaller.itemsize < self._dtype.itemsize:
                 yield from self._if_equal("rounded", self._through(smaller), f"rounded to {_name(smaller)}")
         yield from self._elsewhere()
         if self._left.any():
             yield self._told("garbage", self._left, self._sample())
-
-    def _at(self, moment: str) -> Identity:
-        return Identity(self._live.name, self._wanted.rank, moment)
 
     def _through(self, smaller: torch.dtype) -> Any:
         values = torch.empty(len(self._right), dtype=self._dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import operator
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import starmap
@@ -44,6 +45,10 @@ _SHARD_TENSORS: Final = 100_000
 
 
 _ADAPTER_NAME: Final = "adapter_model.safetensors"
+_ADAPTER_TENSOR: Final = re.compile(
+    r"(base_model\.model\.(?!.*\.default(\.|$))|prompt_embeddings).*", re.DOTALL
+)
+_MAX_LISTED: Final = 10
 _MODEL_DTYPES: Final = frozenset(("float16", "bfloat16", "float32", "float64"))
 
 
@@ -83,8 +88,17 @@ def _beside(layout: TargetLayout, entries: Entries, hf: HfFolder) -> TargetLayou
 
 
 def _check_names(entries: Entries, hf: HfFolder) -> None:
-    """PlanError where no tensor is called as one of the template's: all of them would be passed over."""
+    """PlanError where no tensor is called as one of the template's, or one not as PEFT calls an adapter's:
+    they would be passed over."""
     names = [entry.fqn for entry in entries.tensors]
+    odd = [name for name in names if not _ADAPTER_TENSOR.fullmatch(name)] if hf.is_adapter else []
+    if odd:
+        raise PlanError(
+            f"{len(odd)} of the tensors, such as {odd[0]!r}, are not called as an adapter's: names begin "
+            "with base_model.model. and have no name of the adapter in them, such as '.default'. Choose "
+            "(only) and rename them",
+            fqns=odd[:_MAX_LISTED],
+        )
     if names and hf.tensor_names and hf.tensor_names.isdisjoint(names):
         raise PlanError(
             f"no tensor is called as those of {hf.url} are: {names[0]!r} here, {min(hf.tensor_names)!r} "

@@ -182,6 +182,19 @@ def test_an_adapter_is_what_was_trained(tmp_path: Path, is_whole_state: bool) ->
     assert not dcp.load(state, checkpoint_id=made, no_dist=True).unexpected  # a checkpoint as any other
 
 
+def test_an_adapter_s_names_are_peft_s(tmp_path: Path) -> None:
+    """Those of the training have the adapter's own in them, by which `PeftModel.from_pretrained` would find
+    none of them; others are the base model's."""
+    _adapted(_model()).save_pretrained(tmp_path / "template")
+    (tmp_path / "template" / "adapter_model.safetensors").unlink()
+    dcp.save(_adapted(_model()).state_dict(), checkpoint_id=tmp_path / "step-1", no_dist=True)
+    given: dict[str, Any] = {"to": "safetensors", "hf": tmp_path / "template", "executor": "inline"}
+    for chosen in ({"only": "*.lora_*"}, {"rename": {r"\.default\.": ".", "^base_model": "base"}}):
+        with pytest.raises(PlanError, match=r"are not called as an adapter's"):
+            convert(tmp_path / "step-1", tmp_path / "adapter", **given, **chosen)
+    assert not (tmp_path / "adapter").exists()
+
+
 def test_the_configuration_says_the_dtype_of_the_weights(
     template: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
