@@ -80,12 +80,14 @@ class RankProcesses:
         found: dict[int, Any] = {}
         deadline = time.monotonic() + timeout_seconds
         while len(found) < world:
-            waiting = {self._workers[rank][1]: rank for rank in range(world) if rank not in found}
+            waiting: dict[Any, int] = {}
+            for rank in set(range(world)) - found.keys():
+                process, connection = self._workers[rank]
+                waiting |= {connection: rank, process.sentinel: rank}  # a child of its may keep the pipe open
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 return self._give_up(world, found, timeout_seconds)
-            for connection in ready:
-                rank = waiting[connection]  # type: ignore[index]
+            for rank in {waiting[one] for one in ready}:
                 found[rank] = self._received(rank)
                 if isinstance(found[rank], RankFailure):
                     deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
@@ -95,11 +97,11 @@ class RankProcesses:
 
     def _received(self, rank: int) -> Any:
         process, connection = self._workers[rank]
-        try:
-            return connection.recv()
-        except (EOFError, ConnectionResetError):
-            process.join(_GRACE_SECONDS)
-            return RankFailure(rank, f"its process ended with exit code {process.exitcode}")
+        with contextlib.suppress(EOFError, ConnectionResetError):
+            if connection.poll():
+                return connection.recv()
+        process.join(_GRACE_SECONDS)
+        return RankFailure(rank, f"its process ended with exit code {process.exitcode}")
 
     def _give_up(self, world: int, found: dict[int, Any], seconds: float) -> list[Any | RankFailure]:
         has_failed = any(isinstance(result, RankFailure) for result in found.values())

@@ -209,9 +209,12 @@ def raise_on_the_last(rank: int, world: int) -> builds.Built:
     return builds.ddp(rank, world)
 
 
-def test_a_rank_that_dies_in_a_save() -> None:
+@pytest.mark.parametrize(
+    "save", [faulty.save_and_die, pytest.param(faulty.save_and_leave_a_child, marks=pytest.mark.exhaustive)]
+)
+def test_a_rank_that_dies_in_a_save(save: Any) -> None:
     """It is named with its exit code, and the one that waits for it is ended."""
-    report = tried(builds.ddp, faulty.save_and_die, dcp.load, worlds=(2, 1))
+    report = tried(builds.ddp, save, dcp.load, worlds=(2, 1))
     assert [(found.kind, found.rank) for found in report.findings] == [("failed", 0), ("failed", 1)]
     assert "exit code -9" in report.findings[1].found
 
