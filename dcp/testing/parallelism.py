@@ -133,7 +133,8 @@ def check(
         What was found; ``assert report.ok, report`` prints it as a table.
 
     Raises:
-        OptionError: ``build``, ``save`` or ``load`` cannot be sent to a process, or ``worlds`` is empty.
+        OptionError: ``build``, ``save`` or ``load`` cannot be sent to a process, ``worlds`` is empty, or a
+            glob matches nothing.
     """
     if not worlds or min(worlds) < 1:
         raise OptionError(f"worlds must be numbers of ranks, not {list(worlds)!r}")
@@ -144,6 +145,7 @@ def check(
         if any(isinstance(row, RankFailure) for row in rows):
             return Report((Trial(worlds[0], worlds[0], findings=_failures("save", rows)),))
         saved = _saved_state(rows)
+        _refuse_idle(asked, saved)
         trials = []
         for world in dict.fromkeys(worlds):
             found = ranks.run(world, _load_on_rank, asked, load, root, saved, timeout_seconds=timeout_seconds)
@@ -170,6 +172,15 @@ class _Asked:
 
 def _globs(given: str | Sequence[str]) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _refuse_idle(asked: _Asked, saved: SavedState) -> None:
+    """OptionError for globs that match nothing: all would seem to be well."""
+    names = {one.fqn for one in saved.tensors.values()}
+    for what, globs in (("only", asked.only), ("own", asked.own)):
+        idle = [glob for glob in globs if not any(fnmatchcase(name, glob) for name in names)]
+        if idle:
+            raise OptionError(f"{what}: {', '.join(map(repr, idle))} match no parameter or buffer")
 
 
 def _trial(saved: SavedState, world: int, results: Sequence[Any]) -> Trial:

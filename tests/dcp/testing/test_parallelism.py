@@ -271,11 +271,14 @@ def test_a_rank_that_raises() -> None:
 
 
 def test_what_cannot_be_sent_to_a_process() -> None:
-    """And no number of ranks: errors that say so."""
+    """No number of ranks, and globs that match nothing, by which all would be well: errors that say so."""
     with pytest.raises(OptionError, match="function of a module"):
         tried(lambda rank, world: builds.ddp(rank, world))
     with pytest.raises(OptionError, match="worlds"):
         tried(builds.ddp, worlds=())
+    for options in ({"only": "*.lora_*"}, {"own": ["*", "*.experts.*"]}):
+        with pytest.raises(OptionError, match=r"'\*\.[a-z_]+\*?[.a-z*]*' match no parameter or buffer"):
+            tried(builds.tied, worlds=(1,), **options)
 
 
 _TRAINER = """
