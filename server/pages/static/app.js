@@ -149,6 +149,23 @@
     }
   });
 
+  // What was typed since a part of the page was asked for, that answer does not know: it is put back, and asked for.
+  let typed = null;
+  document.addEventListener("htmx:beforeSwap", ({ detail }) => {
+    const field = document.activeElement;
+    const isSwapped = field.matches("input[id]") && detail.target.contains(field);
+    const sent = isSwapped && detail.requestConfig.parameters[field.name];
+    typed = isSwapped && (sent || "") !== field.value ? { id: field.id, value: field.value } : null;
+  });
+  document.addEventListener("htmx:afterSettle", () => {
+    const field = typed && document.getElementById(typed.id);
+    if (field) {
+      field.value = typed.value;
+      field.dispatchEvent(new Event("input", { bubbles: true }));
+    }
+    typed = null;
+  });
+
   document.addEventListener("htmx:responseError", (event) => {
     const code = event.detail.xhr.status;
     if (code !== 401) say(code === 503 ? "The service is away for a moment" : `The answer was an error (${code}): load the page again`);

@@ -335,6 +335,26 @@ def test_looking_around_in_the_map_of_shards(site: Site) -> None:
 
 
 @pytest.mark.exhaustive
+def test_what_is_typed_while_an_answer_is_under_way_stays(site: Site) -> None:
+    """A slow answer brings the field as it was when it was asked for; nothing of what is typed is lost."""
+    with site.window() as seen:
+        page = seen.page
+        seen.open("/checkpoints/1?view=list")
+        slow = page.context.new_cdp_session(page)
+        slow.send("Network.enable")
+        rates = {"downloadThroughput": -1, "uploadThroughput": -1}
+        slow.send("Network.emulateNetworkConditions", {"offline": False, "latency": 500, **rates})
+        page.locator("#glob").click()
+        page.keyboard.type("laye", delay=20)
+        with page.expect_response("**glob=laye*"):
+            page.wait_for_timeout(700)
+            page.keyboard.type("rs_1", delay=30)
+        page.wait_for_url("**glob=layers_1*")
+        expect(page.locator("#glob")).to_have_value("layers_1")
+        expect(page.locator("#glob")).to_be_focused()
+
+
+@pytest.mark.exhaustive
 def test_two_fingers_on_the_map(site: Site) -> None:
     """Apart they zoom in around what is between them, and move it; one finger leaves the map as it is."""
     with site.window(360) as seen:

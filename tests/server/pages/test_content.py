@@ -164,6 +164,8 @@ def test_filters_counts_and_pages(app: App) -> None:
     assert len(_steps(second)) == 10
     assert not set(_steps(first)) & set(_steps(second))
     assert browser.get("/runs/1?format=nonsense").status_code == 422
+    nothing = browser.page("/runs/1?format=torch_dcp&verification=damaged")
+    assert "damaged 0" in nothing.text and "/runs/1?format=torch_dcp" in nothing.links  # takes it away again
     assert browser.get("/runs/1?unknown=1").status_code == 422
     assert "115 would go" in browser.page("/runs/1?keep_last=3&format=dcp").text  # of both formats, whole
 
