@@ -57,6 +57,15 @@ def test_a_dask_cluster_converts(cluster: str, source: Path, tmp_path: Path) -> 
     assert folder_of(tmp_path / "model.pt") == ["model.pt"]
 
 
+@pytest.mark.exhaustive
+def test_a_dask_cluster_converts_through_a_map(cluster: str, source: Path, tmp_path: Path) -> None:
+    """What a task needs of the map travels with it."""
+    weights = {"rules": [{"from": {"w": "(a two)"}, "to": {"w": "(two a)"}}], "sizes": {"two": 2}}
+    convert(source, tmp_path / "model.pt", to="torch", executor=f"dask://{cluster}", map=weights)
+    loaded = torch.load(tmp_path / "model.pt", weights_only=True, mmap=True)["w"]
+    assert torch.equal(loaded, torch.arange(_ELEMENTS, dtype=torch.int32).view(-1, 2).T.reshape(-1))
+
+
 def test_errors_come_back_from_dask(cluster: str, source: Path, tmp_path: Path) -> None:
     """A file that is gone is the same typed error as here."""
     broken = tmp_path / "broken"

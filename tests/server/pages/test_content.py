@@ -203,6 +203,10 @@ def test_weights_without_their_optimizer(app: App) -> None:
     answer = browser.submit(page.form(f"/checkpoints/{both}/convert"), **chosen)
     assert answer.url.path == "/jobs/1"
     assert app.base.get("/api/v1/jobs/1").json()["params"]["exclude"] == ["optim[*]izer.*"]
+    mapped = {"to": "dcp", "target_key": "titan", "map": "llama:hf-to-titan", "inverse": "true"}
+    browser.submit(page.form(f"/checkpoints/{both}/convert"), **mapped)
+    params = app.base.get("/api/v1/jobs/2").json()["params"]
+    assert (params["map"], params["inverse"]) == ("llama:hf-to-titan", True)
     assert "of the optimizer" not in browser.page(f"/checkpoints/{alone}").text
 
 
