@@ -63,6 +63,7 @@ class RunView(ListView):
     keep_best: _Count | None = None
     keep_metric: Name | None = None
     keep_mode: Literal["min", "max"] = "min"
+    keep_optimizer: _Count | None = None
     keep_days: Annotated[float, Field(gt=0, le=36_500, allow_inf_nan=False)] | None = None
     below_step: _Step | None = None
 
@@ -74,5 +75,7 @@ class RunView(ListView):
             given["best"] = [{"metric": self.keep_metric, "count": self.keep_best, "mode": self.keep_mode}]
         if self.keep_days:
             given["younger_than_seconds"] = self.keep_days * 86_400
+        if self.keep_optimizer:
+            given["optimizer"] = {"last": self.keep_optimizer}
         given = {name: value for name, value in given.items() if value is not None}
         return Keep(**given) if given else None

@@ -146,13 +146,18 @@ class RetentionPolicy:
 
 @dataclass(frozen=True, slots=True)
 class RetentionDecision:
-    """A checkpoint, and why it is kept; it goes if there are no ``reasons``."""
+    """A checkpoint, and why it is kept; it goes if there are no ``reasons``. Of one that is kept ``drops``
+    are the parts that go, with ``dropped_bytes`` of tensors."""
 
     checkpoint_id: int
     key: str
     step: int | None
     bytes: int
     reasons: tuple[str, ...]
+    drops: Annotated[
+        tuple[str, ...], Shown("Parts that would be dropped from it, such as optimizer.", may_be_absent=True)
+    ] = ()
+    dropped_bytes: Annotated[int, Shown("Of their tensors.", may_be_absent=True)] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +176,8 @@ class RetentionPreview:
     unjudged: Annotated[
         tuple[str, ...], Shown("On each rule by a metric that nothing has: it keeps all.")
     ] = ()
+    dropped: Annotated[int, Shown("Of those kept, how many lose a part.", may_be_absent=True)] = 0
+    dropped_bytes: Annotated[int, Shown("Of the tensors of these parts.", may_be_absent=True)] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +191,8 @@ class RetentionTotals:
     deleted_bytes: Annotated[int, Shown("What is freed once the grace is over.")]
     unjudged_runs: Annotated[int, Shown("Runs with a rule by a metric that nothing in them has.")]
     is_cut: Annotated[bool, Shown("There are more runs than were looked at.")]
+    dropped: Annotated[int, Shown("Of those kept, how many lose a part.", may_be_absent=True)] = 0
+    dropped_bytes: Annotated[int, Shown("Of the tensors of these parts.", may_be_absent=True)] = 0
 
 
 @dataclass(frozen=True, slots=True)

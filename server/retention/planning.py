@@ -8,18 +8,25 @@ in any case are checkpoints without a step, pinned ones, and those that an alias
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from sqlalchemy import Connection, select
 
-from dcp.manager.cleanup.retention import Retention, StepState, plan
+from dcp.manager.cleanup.retention import Part, Retention, StepState, plan
 from dcp.server.catalog.queries.patterns import matches
 from dcp.server.database.tables import aliases, checkpoints, metrics, roots, runs
+from dcp.server.formats import format_in_catalog
 from dcp.server.records.administration import RetentionDecision
+from dcp.server.retention.parts import bytes_of_parts, dropped_patterns
+from dcp.storage.formats.native.format import DCP
+from dcp.storage.formats.torch.format import TORCH_DCP
 
 __all__ = ["RunPlan", "plan_run", "runs_of"]
+
+_WITH_PARTS: Final = frozenset({format_in_catalog(one.name) for one in (DCP, TORCH_DCP)})
+"""Formats with a commit that can be replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +46,11 @@ class RunPlan:
         """Those that go."""
         return [one for one in self.decisions if not one.reasons]
 
+    @property
+    def dropped(self) -> list[RetentionDecision]:
+        """Those that stay, and lose a part."""
+        return [one for one in self.decisions if one.drops]
+
 
 class _CheckpointRow(NamedTuple):
     id: int
@@ -50,6 +62,8 @@ class _CheckpointRow(NamedTuple):
     bytes: int
     verification: str
     is_pinned: bool
+    structure_id: int | None
+    dropped: frozenset[str] = frozenset()
 
 
 def runs_of(
@@ -71,8 +85,9 @@ def runs_of(
 
 def plan_run(connection: Connection, run_id: int, run: str, keep: Retention, now: float) -> RunPlan:
     """What is kept of one run, and what goes."""
-    rows = _rows(connection, run_id)
+    rows = _rows(connection, run_id, with_dropped=bool(keep.dropping))
     found: dict[int, tuple[str, ...]] = {}
+    drops: dict[int, tuple[Part, ...]] = {}
     unjudged: dict[str, None] = {}
     named = _names(connection, run_id)
     measured = _metrics(connection, run_id, keep)
@@ -83,21 +98,42 @@ def plan_run(connection: Connection, run_id: int, run: str, keep: Retention, now
         else:
             by_format[row.format].append(row)
     for group in by_format.values():
-        reasons, sentences = _plan_group(group, keep, now, named, measured)
+        reasons, sentences, dropped = _plan_group(group, keep, now, named, measured)
         found |= reasons
+        drops |= dropped
         unjudged |= dict.fromkeys(sentences)
-    decisions = tuple(RetentionDecision(row.id, row.key, row.step, row.bytes, found[row.id]) for row in rows)
+    taken = _taken(connection, rows, drops)
+    decisions = tuple(
+        RetentionDecision(row.id, row.key, row.step, row.bytes, found[row.id], *taken.get(row.id, ()))
+        for row in rows
+    )
     return RunPlan(run_id, run, decisions, tuple(unjudged))
 
 
+def _taken(
+    connection: Connection, rows: Iterable[_CheckpointRow], drops: Mapping[int, Sequence[Part]]
+) -> dict[int, tuple[tuple[str, ...], int]]:
+    """By checkpoint the names of the parts that it has and that are to be dropped, and their bytes."""
+    wanted = {row.id: row.structure_id for row in rows if row.id in drops and row.structure_id is not None}
+    parts = {part.name: part for own in drops.values() for part in own}
+    sizes = bytes_of_parts(connection, wanted.values(), list(parts.values())) if wanted else {}
+    found = {}
+    for number, structure in wanted.items():
+        own = {part.name: sizes[part.name][structure] for part in drops[number]}
+        names = tuple(name for name, size in own.items() if size.tensors)
+        if names:
+            found[number] = names, sum(own[name].bytes for name in names)
+    return found
+
+
 def _plan_group(
-    rows: Iterable[_CheckpointRow],
+    rows: Sequence[_CheckpointRow],
     keep: Retention,
     now: float,
     named: dict[int, list[str]],
     measured: dict[int, dict[str, float]],
-) -> tuple[dict[int, tuple[str, ...]], Iterable[str]]:
-    """Reasons by checkpoint, and what could not be judged.
+) -> tuple[dict[int, tuple[str, ...]], Iterable[str], dict[int, tuple[Part, ...]]]:
+    """Reasons by checkpoint, what could not be judged, and parts that are to be dropped, by checkpoint.
 
     Of several with one step the newest good one counts; the others share its fate, if nothing else.
     """
@@ -114,6 +150,7 @@ def _plan_group(
                 measured.get(best.id, {}),
                 "good" if _is_good(best) else "damaged",
                 any(row.is_pinned or row.id in named for row in same),
+                best.dropped,
             )
         )
     planned = plan(keep, states, now)
@@ -128,20 +165,29 @@ def _plan_group(
             if not reasons and step in kept:
                 reasons = ["another of this step is kept"]
             found[row.id] = tuple(reasons)
-    return found, planned.unjudged.values()
+    can_lose = [row for row in rows if row.state == "committed" and row.format in _WITH_PARTS]
+    drops = {row.id: planned.drop[row.step] for row in can_lose if row.step in planned.drop}
+    return found, planned.unjudged.values(), drops
 
 
 def _is_good(row: _CheckpointRow) -> bool:
     return row.state == "committed" and row.verification != "damaged"
 
 
-def _rows(connection: Connection, run_id: int) -> list[_CheckpointRow]:
+def _rows(connection: Connection, run_id: int, *, with_dropped: bool) -> list[_CheckpointRow]:
+    names = [name for name in _CheckpointRow._fields if name != "dropped"]
+    names += ["provenance"] if with_dropped else []
     query = (
-        select(*(checkpoints.c[name] for name in _CheckpointRow._fields))
+        select(*(checkpoints.c[name] for name in names))
         .where(checkpoints.c.run_id == run_id, checkpoints.c.state.in_(("committed", "unreadable")))
         .order_by(checkpoints.c.step, checkpoints.c.id)
     )
-    return [_CheckpointRow._make(row) for row in connection.execute(query)]
+    found = []
+    for row in connection.execute(query).mappings():
+        own = dict(row)
+        dropped = dropped_patterns(own.pop("provenance", None))
+        found.append(_CheckpointRow(**own, dropped=dropped))
+    return found
 
 
 def _names(connection: Connection, run_id: int) -> dict[int, list[str]]:

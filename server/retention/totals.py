@@ -7,16 +7,14 @@ from typing import Final
 
 from sqlalchemy import Connection, case, func, or_, select
 
-from dcp.manager.cleanup.retention import Retention
-from dcp.server.catalog.contents.layers import OPTIMIZER
-from dcp.server.catalog.queries.patterns import check_pattern, matches
+from dcp.manager.cleanup.retention import OPTIMIZER, Retention
 from dcp.server.catalog.runs import get_run
-from dcp.server.database.tables import aliases, checkpoints, structure_tensors
+from dcp.server.database.tables import aliases, checkpoints
 from dcp.server.records.administration import RetentionTotals, TensorBytes
+from dcp.server.retention.parts import part_bytes
 from dcp.server.retention.planning import plan_run, runs_of
 
 __all__ = ["retention_totals", "tensor_bytes"]
-
 
 _MAX_PLANNED: Final = 50_000
 
@@ -25,7 +23,7 @@ def retention_totals(
     connection: Connection, root: str, run_glob: str, keep: Retention, now: float
 ) -> RetentionTotals:
     """Of all runs whose keys match, in their order, as long as they have some ten thousand checkpoints."""
-    runs = kept = kept_bytes = deleted = deleted_bytes = unjudged = 0
+    runs = kept = kept_bytes = deleted = deleted_bytes = unjudged = dropped = dropped_bytes = 0
     found = runs_of(connection, root, run_glob)
     for run_id, run in found:
         plan = plan_run(connection, run_id, run, keep, now)
@@ -36,9 +34,21 @@ def retention_totals(
         kept += len(plan.decisions) - len(plan.deleted)
         kept_bytes += sum(one.bytes for one in plan.decisions) - freed
         unjudged += bool(plan.unjudged)
+        dropped += len(plan.dropped)
+        dropped_bytes += sum(one.dropped_bytes for one in plan.dropped)
         if kept + deleted >= _MAX_PLANNED:
             break
-    return RetentionTotals(runs, kept, kept_bytes, deleted, deleted_bytes, unjudged, runs < len(found))
+    return RetentionTotals(
+        runs,
+        kept,
+        kept_bytes - dropped_bytes,
+        deleted,
+        deleted_bytes,
+        unjudged,
+        runs < len(found),
+        dropped,
+        dropped_bytes,
+    )
 
 
 def tensor_bytes(
@@ -61,27 +71,12 @@ def tensor_bytes(
     query = select(column.structure_id, func.count().label("number"), func.sum(is_held).label("held"))
     rows = connection.execute(query.where(*own).group_by(column.structure_id)).all()
     free = {row.structure_id: row.number - int(row.held) for row in rows if row.structure_id is not None}
-    sums = _sums(connection, [number for number, count in free.items() if count], only)
+    sums = part_bytes(connection, [number for number, count in free.items() if count], only)
     return TensorBytes(
         run_id,
         checkpoints=sum(row.number for row in rows),
         held=sum(int(row.held) for row in rows),
-        tensors=sum(free[number] * tensors for number, (tensors, _, _) in sums.items()),
-        bytes=sum(free[number] * size for number, (_, size, _) in sums.items()),
-        total_bytes=sum(free[number] * size for number, (_, _, size) in sums.items()),
+        tensors=sum(free[number] * found.tensors for number, found in sums.items()),
+        bytes=sum(free[number] * found.bytes for number, found in sums.items()),
+        total_bytes=sum(free[number] * found.total_bytes for number, found in sums.items()),
     )
-
-
-def _sums(
-    connection: Connection, structures: Sequence[int], only: Sequence[str]
-) -> dict[int, tuple[int, int, int]]:
-    """By structure: how many tensors match, their bytes, and those of all."""
-    table = structure_tensors.c
-    globs = [matches(connection, table.fqn, check_pattern("only", glob)) for glob in only]
-    is_one = case((or_(*globs), 1), else_=0)
-    found = {}
-    for number in structures:
-        query = select(func.sum(is_one), func.sum(is_one * table.bytes), func.sum(table.bytes))
-        row = connection.execute(query.where(table.structure_id == number, table.kind == "tensor")).one()
-        found[number] = (int(row[0] or 0), int(row[1] or 0), int(row[2] or 0))
-    return found

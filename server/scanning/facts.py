@@ -11,7 +11,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any, Final
 
@@ -228,10 +228,24 @@ def _provenance(provenance: Mapping[str, Any]) -> dict[str, Any]:
                 slowest[name] = value
     dropped = dropped_from(provenance)
     if dropped:
-        kept["dropped"] = [asdict(part) for part in dropped]
+        kept["dropped"] = [
+            {
+                "name": part.name,
+                "patterns": list(part.patterns),
+                "at": _moment(part.seconds),
+                "tensors": part.tensors,
+                "objects": part.objects,
+                "bytes": part.bytes,
+            }
+            for part in dropped[:_MAX_PHASES]
+        ]
     if slowest:
         kept["slowest_rank_seconds"] = dict(list(slowest.items())[:_MAX_PHASES])
     return kept
+
+
+def _moment(seconds: float) -> str | None:
+    return datetime.fromtimestamp(seconds, UTC).isoformat() if 0 < seconds < END_OF_TIME else None
 
 
 def _metrics(noted: Any) -> dict[str, float]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
@@ -24,6 +25,7 @@ __all__ = [
     "save_apart",
     "save_mixed",
     "save_stock",
+    "seen_by_stock_at",
     "stock_sees",
     "weights_of_stock",
 ]
@@ -112,6 +114,13 @@ def _there(load: Any, version: int) -> str:
     except (Exception, CheckpointException):  # noqa: BLE001 - of stock, whose errors are of any class
         load(weights)
         return "weights" if _is_version(weights, version) else "mixed"
+
+
+def seen_by_stock_at(url: str, version: int = 1, **options: Any) -> str:
+    """What stock's own reader of object stores finds; ``options`` are those of the file system."""
+    return _there(
+        lambda state: stock_load(state, storage_reader=FsspecReader(url, **options), no_dist=True), version
+    )
 
 
 def parts_there(folder: Path | str, version: int = 1, **options: Any) -> str:

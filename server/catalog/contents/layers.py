@@ -6,12 +6,10 @@ import re
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
+from dcp.manager.cleanup.retention import OPTIMIZER
 from dcp.server.catalog.values import clean_text
 
-__all__ = ["OPTIMIZER", "in_order", "is_of_optimizer", "layer_number", "layer_of"]
-
-OPTIMIZER: Final = ("*optim*",)
-"""Names of what an optimizer keeps, as trainers call it."""
+__all__ = ["in_order", "is_of_optimizer", "layer_number", "layer_of"]
 
 _NUMBERED: Final = re.compile(r"(.*?(?:^|[._])[0-9]+)\.", re.DOTALL)
 _NUMBER: Final = re.compile(r"(?:^|[._])([0-9]{1,9})$")
@@ -26,7 +24,7 @@ def layer_of(fqn: str) -> str:
 
 def is_of_optimizer(fqn: str) -> bool:
     """Whether it is an optimizer that the name begins with."""
-    return any(fnmatchcase(fqn.partition(".")[0], glob) for glob in OPTIMIZER)
+    return any(fnmatchcase(f"{fqn.partition('.')[0]}.state.", glob) for glob in OPTIMIZER)
 
 
 def layer_number(fqn: str) -> int | None:

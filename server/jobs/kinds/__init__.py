@@ -12,6 +12,7 @@ from dcp.server.jobs.kinds.convert import ConvertKind
 from dcp.server.jobs.kinds.delete import DeleteKind
 from dcp.server.jobs.kinds.diff import DiffKind
 from dcp.server.jobs.kinds.drift import DriftKind
+from dcp.server.jobs.kinds.prune import PruneKind
 from dcp.server.jobs.kinds.purge import PurgeKind
 from dcp.server.jobs.kinds.retention import RetentionKind
 from dcp.server.jobs.kinds.scan import ScanKind
@@ -26,6 +27,7 @@ _ALL: Final[tuple[Kind[Any], ...]] = (
     DeleteKind(),
     DiffKind(),
     DriftKind(),
+    PruneKind(),
     PurgeKind(),
     RetentionKind(),
     ScanKind(),

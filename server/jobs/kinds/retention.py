@@ -1,4 +1,5 @@
-"""``retention``: a policy is applied to all its runs; what goes is deleted with the policy's grace."""
+"""``retention``: a policy is applied to all its runs; what goes is deleted with the policy's grace, and parts
+of what stays are dropped, which nothing brings back."""
 
 from __future__ import annotations
 
@@ -11,11 +12,15 @@ from sqlalchemy import Connection
 from dcp.server.catalog.errors import CatalogError
 from dcp.server.catalog.labelling.labels import Change
 from dcp.server.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
+from dcp.server.jobs.kinds.prune import PruneParams, prune_spec
 from dcp.server.jobs.kinds.shared.deletion import delete_softly
 from dcp.server.jobs.kinds.shared.parameters import CheckpointId, Parameters
-from dcp.server.jobs.kinds.shared.subjects import open_database
+from dcp.server.jobs.kinds.shared.subjects import find_subject, open_database
+from dcp.server.jobs.ledger import submit
 from dcp.server.jobs.ledger.states import JobSpec, Json
 from dcp.server.problems import ForbiddenError
+from dcp.server.records.administration import RetentionDecision
+from dcp.server.retention.parts import in_use
 from dcp.server.retention.planning import plan_run, runs_of
 from dcp.server.retention.policies import PolicyRow, get_policy
 from dcp.server.security.principal import Principal, Scope
@@ -25,6 +30,7 @@ __all__ = ["RetentionKind", "RetentionParams", "retention_spec"]
 
 _RUNS: Final = 100
 _MAX_LISTED: Final = 200
+_COUNTED: Final = ("runs", "kept", "deleted", "bytes", "dropped", "dropped_bytes")
 
 
 class RetentionParams(Parameters):
@@ -76,29 +82,27 @@ class RetentionKind(Kind[RetentionParams]):
 
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
         """As `Kind.run_task`."""
-        totals: dict[str, Any] = {"runs": 0, "kept": 0, "deleted": 0, "bytes": 0, "keys": [], "unjudged": []}
+        totals: dict[str, Any] = dict.fromkeys(_COUNTED, 0) | {"keys": [], "unjudged": []}
         with open_database(context) as database:
             for run_id, run in payload["runs"]:
                 if payload["dry_run"]:
                     with database.read() as connection:
-                        kept, gone, unjudged = _apply(connection, payload, run_id, run)
+                        found = _apply(connection, payload, run_id, run)
                 else:
-                    kept, gone, unjudged = database.transact(
+                    found = database.transact(
                         lambda connection, run_id=run_id, run=run: _apply(  # type: ignore[misc]
                             connection, payload, run_id, run
                         )
                     )
-                totals["runs"] += 1
-                totals["kept"] += kept
-                totals["deleted"] += len(gone)
-                totals["bytes"] += sum(size for _, size in gone)
-                totals["keys"] = (totals["keys"] + [key for key, _ in gone])[:_MAX_LISTED]
-                totals["unjudged"] = (totals["unjudged"] + unjudged)[:_MAX_LISTED]
+                for name in _COUNTED:
+                    totals[name] += found[name]
+                for name in ("keys", "unjudged"):
+                    totals[name] = (totals[name] + found[name])[:_MAX_LISTED]
         return totals
 
     def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
         """As `Kind.publish`."""
-        sums = {name: sum(one[name] for one in results) for name in ("runs", "kept", "deleted", "bytes")}
+        sums = {name: sum(one.get(name, 0) for one in results) for name in _COUNTED}
         lists = {
             name: [each for one in results for each in one.get(name, ())][:_MAX_LISTED]
             for name in ("keys", "unjudged")
@@ -121,10 +125,8 @@ def _policy(connection: Connection, policy_id: int) -> PolicyRow:
     return policy
 
 
-def _apply(
-    connection: Connection, payload: Json, run_id: int, run: str
-) -> tuple[int, list[tuple[str, int]], list[str]]:
-    """(how many stay, (key, bytes) of those that go, what could not be judged)."""
+def _apply(connection: Connection, payload: Json, run_id: int, run: str) -> dict[str, Any]:
+    """What becomes of one run: what is counted, ``keys`` of those that go, and what could not be judged."""
     policy, now = _policy(connection, payload["policy_id"]), time.time()
     if policy.version != payload["version"]:
         raise PermanentJobError(f"retention policy {policy.name} was changed meanwhile")
@@ -138,5 +140,32 @@ def _apply(
         except CatalogError:  # pinned or named in this instant
             kept += 1
             continue
-        gone.append((one.key, one.bytes))
-    return kept, gone, [f"{run or 'the root'}: {sentence}" for sentence in found.unjudged]
+        gone.append(one)
+    losing = found.dropped if payload["dry_run"] else _drop(connection, found.dropped, policy, now)
+    return {
+        "runs": 1,
+        "kept": kept,
+        "deleted": len(gone),
+        "bytes": sum(one.bytes for one in gone),
+        "dropped": len(losing),
+        "dropped_bytes": sum(one.dropped_bytes for one in losing),
+        "keys": [one.key for one in gone],
+        "unjudged": [f"{run or 'the root'}: {sentence}" for sentence in found.unjudged],
+    }
+
+
+def _drop(
+    connection: Connection, wanted: Sequence[RetentionDecision], policy: PolicyRow, now: float
+) -> list[RetentionDecision]:
+    """Have parts dropped from checkpoints that stay, by a job each; not from those that another job is about,
+    which the next round sees to. Returns those that lose something."""
+    busy = in_use(connection, [one.checkpoint_id for one in wanted])
+    begun = []
+    for one in wanted:
+        if one.checkpoint_id in busy:
+            continue
+        params = PruneParams(checkpoint_id=one.checkpoint_id, parts=one.drops)
+        subject = find_subject(connection, one.checkpoint_id)
+        submit(connection, prune_spec(subject, params, f"retention:{policy.name}"), now)
+        begun.append(one)
+    return begun

@@ -6,8 +6,8 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
+from dcp.manager.cleanup.retention import OPTIMIZER
 from dcp.server.catalog import runs
-from dcp.server.catalog.contents.layers import OPTIMIZER
 from dcp.server.catalog.labelling.series import metric_series
 from dcp.server.catalog.queries.filters import CheckpointFilter, Sort
 from dcp.server.catalog.queries.known import check_filter, check_root, notes_of

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from dcp.manager.cleanup.retention import Retention
+from dcp.server.catalog.errors import InvalidQueryError
+from dcp.server.catalog.queries.patterns import check_pattern
 from dcp.server.inputs import Finite, Name, Request, Text
 from dcp.server.records import administration as records
 from dcp.server.retention.policies import NewPolicy
@@ -17,6 +19,7 @@ __all__ = [
     "DecisionAnswer",
     "Keep",
     "KeepBest",
+    "KeepPart",
     "PolicyAnswer",
     "PolicyChange",
     "PolicyPage",
@@ -28,11 +31,20 @@ __all__ = [
     "TotalsAnswer",
 ]
 
+
+def _checked_glob(glob: str) -> str:
+    try:
+        return check_pattern("parts", glob)
+    except InvalidQueryError as error:
+        raise ValueError(str(error)) from error
+
+
 _DAY: float = 86_400.0
 _Count = Annotated[int, Field(ge=1, le=2**53 - 1)]
 _Grace = Annotated[Finite, Field(ge=0, le=3660 * _DAY, description="How long what goes can be restored.")]
 _Interval = Annotated[Finite, Field(ge=60, le=366 * _DAY, description="How often it is applied.")]
 _RootName = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+_PartGlob = Annotated[Text, Field(min_length=1, max_length=250), AfterValidator(_checked_glob)]
 _Glob = Annotated[Text, Field(min_length=1, max_length=256, description="Of keys of runs; `*` is any text.")]
 
 
@@ -44,13 +56,25 @@ class KeepBest(Request):
     mode: Literal["min", "max"] = "min"
 
 
-class Keep(Request):
-    """A step is kept if any of these keeps it; at least one is given. The newest good one is kept anyway."""
+class KeepPart(Request):
+    """Which steps keep a part, such as the optimizer: any of these rules keeps it; at least one is given."""
 
     last: _Count | None = Field(default=None, description="The newest n.")
     every_steps: _Count | None = Field(default=None, description="Steps that are multiples of it.")
     best: list[KeepBest] | None = Field(default=None, min_length=1, max_length=16)
     younger_than_seconds: Annotated[Finite, Field(gt=0)] | None = None
+
+
+class Keep(KeepPart):
+    """A step is kept if any of these keeps it; at least one is given, or rules for a part, and then all are.
+    The newest good one is kept anyway, whole."""
+
+    optimizer: KeepPart | None = Field(
+        default=None, description="Which steps keep their optimizer; the others keep the rest."
+    )
+    parts: dict[_PartGlob, KeepPart] | None = Field(
+        default=None, min_length=1, max_length=16, description="The same by globs on names of entries."
+    )
 
     @model_validator(mode="after")
     def _keeps(self) -> Self:
@@ -123,7 +147,7 @@ class PolicyPage(Answer):
 
 @answers(records.RetentionDecision)
 class DecisionAnswer(RecordAnswer):
-    """A checkpoint, and why it is kept; it goes if there are no reasons."""
+    """A checkpoint, and why it is kept; it goes if there are no reasons, and loses the parts in drops."""
 
 
 @answers(records.RetentionPreview)
@@ -134,12 +158,16 @@ class RunPreview(RecordAnswer):
     def of(cls, found: Any, **others: Any) -> Self:
         """As it was planned."""
         gone = found.deleted
-        ordered = [*gone, *(one for one in found.decisions if one.reasons)]
+        losing = found.dropped
+        whole = (one for one in found.decisions if one.reasons and not one.drops)
+        ordered = [*gone, *losing, *whole]
         return super().of(
             found,
             kept=len(found.decisions) - len(gone),
             deleted=len(gone),
             deleted_bytes=sum(one.bytes for one in gone),
+            dropped=len(losing),
+            dropped_bytes=sum(one.dropped_bytes for one in losing),
             checkpoints=ordered[:1000],
             **others,
         )

@@ -210,6 +210,21 @@ def test_weights_without_their_optimizer(app: App) -> None:
     assert "of the optimizer" not in browser.page(f"/checkpoints/{alone}").text
 
 
+def test_what_would_lose_its_optimizer(app: App) -> None:
+    """Tried out on the page of a run: which steps would lose it, and how much that is."""
+    names = ("model.w", "optimizer.state.w.exp_avg", "optimizer.state.w.exp_avg_sq")
+    tensors = [StructureTensor(name, "tensor", "float32", (4,), 16) for name in names]
+    for step in (1, 2, 3):
+        add_checkpoint(
+            app.service.database, f"run/step-{step}", structure=StructureFacts.of(tensors), bytes=48
+        )
+    browser = Browser(app.client())
+    page = browser.page("/runs/1?keep_optimizer=1").text
+    assert "3 would stay, of which 2 would lose a part of 64 B" in page
+    assert page.count("lose optimizer") == 2
+    assert "lose a part" not in browser.page("/runs/1?keep_optimizer=3").text
+
+
 def test_labels_by_forms(app: App) -> None:
     """Tags and pins are given and taken; an alias that names another one is moved after asking."""
     one = add_checkpoint(app.service.database, "run/step-1")
