@@ -166,7 +166,7 @@ def _plan_group(
                 reasons = ["another of this step is kept"]
             found[row.id] = tuple(reasons)
     can_lose = [row for row in rows if row.state == "committed" and row.format in _WITH_PARTS]
-    drops = {row.id: planned.drop[row.step] for row in can_lose if row.step in planned.drop}
+    drops = {row.id: planned.drop[row.step or 0] for row in can_lose if (row.step or 0) in planned.drop}
     return found, planned.unjudged.values(), drops
 
 
