@@ -87,6 +87,7 @@ class Child:
         self.pid = os.fork()
         if self.pid == 0:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            torch.set_num_threads(1)  # torch makes a fork's pool anew, and fails where two threads are first
             try:
                 begun = time.monotonic()
                 outcome = _outcome(function, args)
