@@ -110,6 +110,14 @@ def test_weight_maps_fuse_and_split(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
 
 
+def test_digests_and_the_proof_of_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the page says: nothing is read for the proof, and what is changed is named."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    run_page("docs/digests.md", names, 2)
+    assert getattr(names["finding"], "fqn") == "model.bias"  # noqa: B009 - names are objects to mypy
+
+
 def steps_of(folder: Path) -> list[int]:
     """What the quick start's run has saved."""
     with dcp.CheckpointManager(folder / "runs" / "first", no_dist=True, handle_sigterm=False) as manager:

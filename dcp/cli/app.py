@@ -12,6 +12,7 @@ from dcp.cli.subcommands import (
     convert,
     demo,
     diff,
+    digest,
     gc,
     ls,
     merge,
@@ -44,6 +45,7 @@ app.command("show", rich_help_panel="Look")(show.command)
 app.command("cat", rich_help_panel="Look")(cat.command)
 app.command("stats", rich_help_panel="Look")(stats.command)
 app.command("diff", rich_help_panel="Look")(diff.command)
+app.command("digest", rich_help_panel="Look")(digest.command)
 app.command("watch", rich_help_panel="Look")(watch.command)
 app.command("verify", rich_help_panel="Check and convert")(verify.command)
 app.command("convert", cls=convert.ConvertCommand, rich_help_panel="Check and convert")(convert.command)

@@ -14,6 +14,8 @@ from typing import Any
 from dcp.calls.plain_errors import plain_errors
 from dcp.inspection.findings import Finding, ReportBytes, VerifyReport, kind_of
 from dcp.inspection.payload_checks import PayloadChecks
+from dcp.inspection.values.digests import compare_digests, digests
+from dcp.inspection.values.tensor_reading import TensorReader
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, NOTES_NAME
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError
 from dcp.storage.formats.checksums import crc32
@@ -36,18 +38,24 @@ _RANK_LOCAL = re.compile(r"__[0-9]+(\.manifest\.msgpack|\.metadata)")
 def verify(
     checkpoint_id: str | os.PathLike[str],
     *,
+    against: str | os.PathLike[str] | None = None,
     threads: int | None = None,
     progress: ReportBytes | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    options_of_against: Mapping[str, Any] | None = None,
 ) -> VerifyReport:
     """Read and check everything of a checkpoint; what is wrong becomes a `Finding`.
 
     Args:
         checkpoint_id: A path or URL: a checkpoint, a torch.save file, a safetensors file, or a Hugging Face
             folder.
+        against: Another one, of any format and sharding, that is to have the same tensors: digests of this
+            one's bytes are compared with that one's.
         threads: None is as many as the store likes, on a disk 2; each takes up to 8 MiB of memory.
         progress: A function that gets the bytes done and those in all.
-        storage_options: Of the file system of a URL, as for `dcp.save`.
+        storage_options: Of the file system of a URL, as for `dcp.save`; for both, unless
+            ``options_of_against`` are given.
+        options_of_against: Those of ``against``.
 
     Returns:
         What was read, compared and found; damage is no exception.
@@ -59,7 +67,14 @@ def verify(
     opener = OpenWith(storage_options)
     with near_places_told(checkpoint_id, opener):
         place = locate(checkpoint_id, open_store=opener)
-        return verify_place(place, threads=threads, progress=progress)
+        report = verify_place(place, threads=threads, progress=progress)
+        if against is not None and report.ok:
+            options = storage_options if options_of_against is None else options_of_against
+            with TensorReader(place.store, index_at(place), verify="full", name=place.url) as reader:
+                report.findings += compare_digests(
+                    reader, digests(against, storage_options=options), progress
+                )
+        return report
 
 
 def verify_store(

@@ -25,7 +25,7 @@ from dcp.storage.torch_storage.writer import FileSystemWriter
 __all__ = ["kinds_of", "of_load", "of_save"]
 
 _KINDS = {MAPPING: "a dict", LIST: "a list"}
-_OF_WRITERS = ("overwrite", "torch_compatible", "sync_files", "single_file_per_rank")
+_OF_WRITERS = ("overwrite", "torch_compatible", "digests", "sync_files", "single_file_per_rank")
 _OF_LOADS = (
     "only",
     "exclude",

@@ -307,13 +307,14 @@ class ColumnSave(SaveAttempt):
         if self._local is None:
             raise CheckpointError("the save was not planned")
         memory, objects = self._local.memory, self._local.encoded_objects(columns.objects)
+        places = self._local.places(columns) if self._writer.digests else None
         total = int(columns.payload_bytes(memory.dtype_codes)[columns.own_rows].sum())
         with reporting(self._options.progress, "write", total, show=self._ranks.is_coordinator) as on_bytes:
             watched = self._ranks.watching(on_bytes)
             try:
                 with unwanted_once(self._ranks.abort):
                     apart = _apart(self._local, self._options.apart)
-                    outcome = self._writer.write_columns(columns, memory, objects, watched, apart)
+                    outcome = self._writer.write_columns(columns, memory, objects, watched, apart, places)
             except StorageError:
                 self._ranks.check_called_off()  # then that is what has ended the request
                 raise

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from dcp.storage.engine.write_tables import WriteColumns, WriteOutcome
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex, Int64, starts
-from dcp.storage.geometry.ragged import expand_ranges
+from dcp.storage.geometry.ragged import expand_ranges, row_products
 
 __all__ = ["assemble_index"]
 
@@ -44,6 +44,7 @@ def assemble_index(
         fqn = planned.objects.fqns[int(np.flatnonzero(object_files < 0)[0])]
         raise PlanError(f"no rank wrote object {fqn!r}", fqn=fqn)
     plain, values = _plain_values(count, object_rows, outcomes)
+    digests = _digests(planned, rows, outcomes)
     return dataclasses.replace(
         planned,
         record_offsets=_scatter(total, rows, [outcome.record_offsets for outcome in outcomes]),
@@ -53,6 +54,7 @@ def assemble_index(
         chunk_files=chunk_files,
         crc_start=crc_start,
         crcs=crcs,
+        digests=digests,
         files=[name for outcome in outcomes for name in outcome.files],
         file_sizes=np.array([size for outcome in outcomes for size in outcome.file_sizes], dtype=np.int64),
         objects=dataclasses.replace(
@@ -86,6 +88,23 @@ def _crcs(count: int, rows: Int64, outcomes: Sequence[WriteOutcome]) -> tuple[In
     flat = np.concatenate([np.zeros(0, np.uint32), *(outcome.crcs for outcome in outcomes)])
     crcs[expand_ranges(crc_start[:-1][rows], written)] = flat
     return crc_start, crcs
+
+
+def _digests(planned: CheckpointIndex, rows: Int64, outcomes: Sequence[WriteOutcome]) -> list[bytes]:
+    """The sums of the tensors whose chunks are all of them, where each says what it adds."""
+    has = np.concatenate([np.zeros(0, np.uint8), *(outcome.has_digests for outcome in outcomes)])
+    if len(has) != len(rows) or not len(has):
+        return []
+    known, added = np.zeros(planned.chunk_count, np.bool_), np.zeros((planned.chunk_count, 2), np.uint64)
+    known[rows] = has
+    added[rows] = np.concatenate([outcome.digests for outcome in outcomes]).reshape(-1, 2)
+    volumes = row_products(planned.chunk_sizes, planned.box_start) * known
+    starts, filled = planned.chunk_start[:-1], np.diff(planned.chunk_start) > 0
+    covered, sums = np.zeros(planned.tensor_count, np.int64), np.zeros((planned.tensor_count, 2), np.uint64)
+    covered[filled] = np.add.reduceat(volumes, starts[filled])
+    sums[filled] = np.bitwise_xor.reduceat(added, starts[filled], axis=0)
+    is_whole = (covered == row_products(planned.shape_values, planned.shape_start)).tolist()
+    return [one.tobytes() if whole else b"" for one, whole in zip(sums, is_whole, strict=True)]
 
 
 def _plain_values(count: int, rows: Int64, outcomes: Sequence[WriteOutcome]) -> tuple[Int64, list[bytes]]:

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from dcp.storage.digests.boxes import BoxDigest, RunDigest
+from dcp.storage.digests.runs import row_values
+from dcp.storage.digests.shown import SUM_BYTES
 from dcp.storage.errors import CheckpointFormatError, PlanError, StorageError
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine, crc32_rows
 from dcp.storage.formats.native.record import begin_record
@@ -57,6 +60,7 @@ class _Rows:
     payload_lengths: array[int] = field(default_factory=_integers)
     crc_counts: array[int] = field(default_factory=_integers)
     crcs: array[int] = field(default_factory=_integers)
+    digest_values: bytearray = field(default_factory=bytearray)
 
 
 class DataFile:
@@ -90,11 +94,13 @@ class DataFile:
         payload_bytes: int,
         pieces: Iterable[bytes | memoryview],
         on_bytes: Callable[[int], None] = lambda size: None,
+        digest: BoxDigest | RunDigest | None = None,
     ) -> int:
         """Append one tensor; ``pieces`` are its C-ordered bytes in order. Returns the row.
 
         Each piece is consumed before the next is asked for, so an iterable may reuse one buffer for all.
-        ``on_bytes`` is called with each portion of payload bytes that was written.
+        ``on_bytes`` is called with each portion of payload bytes that was written, and ``digest`` given them
+        while they are in the cache.
         PlanError if they are more or fewer than ``payload_bytes``.
         """
         rows = self.rows
@@ -110,6 +116,8 @@ class DataFile:
             _check_length(len(payload), payload_bytes)
             crc = crc32(payload)
             crcs = [crc] if payload_bytes else []
+            if digest is not None:
+                digest.update(memoryview(payload))
             suffix = record.suffix(crc) if record is not None else b""
             if payload_bytes <= JOINED_BYTES:
                 write(b"".join((prefix, payload, suffix)))
@@ -120,7 +128,7 @@ class DataFile:
             on_bytes(payload_bytes)
         else:
             write(prefix)
-            crcs, written = self._stream(pieces, on_bytes)
+            crcs, written = self._stream(pieces, on_bytes, digest)
             _check_length(written, payload_bytes)
             suffix = record.suffix(_combine(crcs, payload_bytes)) if record is not None else b""
             write(suffix)
@@ -132,13 +140,25 @@ class DataFile:
         rows.payload_lengths.append(payload_bytes)
         rows.crc_counts.append(len(crcs))
         rows.crcs.extend(crcs)
+        if digest is not None:
+            rows.digest_values += digest.value().to_bytes(SUM_BYTES, "big")
         return len(rows.record_offsets) - 1
 
-    def alike(self, dtype_code: int, sizes: tuple[int, ...], payloads: npt.NDArray[np.uint8]) -> None:
+    def alike(
+        self,
+        dtype_code: int,
+        sizes: tuple[int, ...],
+        payloads: npt.NDArray[np.uint8],
+        *,
+        digests: bool = False,
+    ) -> None:
         """Append tensors of one dtype and shape, as `tensor` does one by one; each row is the bytes of one.
 
         For small ones, of at most JOINED_BYTES: then their records differ in bytes and checksum alone.
+        ``digests``: each is a run of its tensor that begins with a block.
         """
+        if digests:
+            self.rows.digest_values += row_values(payloads).tobytes()
         count, size = payloads.shape
         crcs = crc32_rows(payloads)
         prefix, suffix, crc_at = b"", b"", tuple[int, ...]()
@@ -212,7 +232,10 @@ class DataFile:
             logger.warning("%s may stay behind: %s", self._store.path_of(self.name), error)
 
     def _stream(
-        self, pieces: Iterable[bytes | memoryview], on_bytes: Callable[[int], None]
+        self,
+        pieces: Iterable[bytes | memoryview],
+        on_bytes: Callable[[int], None],
+        digest: BoxDigest | RunDigest | None,
     ) -> tuple[list[int], int]:
         """Write ``pieces``; the CRC of each block, and the bytes in all."""
         crcs: list[int] = []
@@ -223,6 +246,8 @@ class DataFile:
                 step = min(size - position, _PIECE_BYTES, BLOCK_BYTES - in_block)
                 part = memoryview(piece)[position : position + step]
                 crc = crc32(part, crc)
+                if digest is not None:
+                    digest.update(part)
                 self._handle.write(part)
                 on_bytes(step)
                 position += step

@@ -54,7 +54,8 @@ class WriteOutcome:
 
     Row i of the chunk columns belongs to row i of the rank's write plan. ``crc_counts`` says how many of
     ``crcs`` are row i's. ``files`` are indexed by ``chunk_files`` and ``object_files``. ``traffic`` is what
-    the rank asked of the storage's service, as `Store.traffic` has it.
+    the rank asked of the storage's service, as `Store.traffic` has it. ``digests`` are two words a row, what
+    it adds to its tensor's sum, and ``has_digests`` says of which rows that is known; empty if of none.
     """
 
     files: list[str] = field(default_factory=list)
@@ -66,6 +67,8 @@ class WriteOutcome:
     payload_lengths: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
     crc_counts: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
     crcs: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
+    digests: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
+    has_digests: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
     object_files: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
     object_offsets: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
     object_lengths: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -82,6 +85,8 @@ class WriteOutcome:
         ("payload_lengths", "<i8"),
         ("crc_counts", "<i8"),
         ("crcs", "<u4"),
+        ("digests", "<u8"),
+        ("has_digests", "|u1"),
         ("object_files", "<i8"),
         ("object_offsets", "<i8"),
         ("object_lengths", "<i8"),

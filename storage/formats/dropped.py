@@ -108,6 +108,7 @@ def without(index: CheckpointIndex, dropped: Collection[str]) -> CheckpointIndex
         stride_orders={new_rows[row]: order for row, order in index.stride_orders.items() if row in new_rows},
         payload_strides=_renumbered(index.payload_strides, new_chunks),
         record_crcs=_renumbered(index.record_crcs, new_chunks),
+        digests=[index.digests[row] for row in tensors.tolist()] if len(index.digests) else (),
         planner_data=_paths_without(index.planner_data, dropped),
         provenance=_provenance_without(index, dropped),
     )

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from dcp.storage.digests.shown import SUM_BYTES, shown_digest
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32_combine
@@ -145,6 +146,9 @@ class CheckpointIndex:
     the CRC-32 of the whole record of a chunk, where the format has that (torch.save files, whose records are
     storages).
 
+    ``digests`` are the sums behind the tensors' digests (`dcp.storage.digests`), 16 bytes a tensor, none
+    where it is not known; empty where none is.
+
     ``planner_data`` maps an fqn to its path in the nested state dict, or is whatever plain data a custom
     planner left, or None. Only few ask for it, so it may be given as `Deferred`; asking may then raise what
     decoding raises. ``provenance`` and ``user`` are plain dicts.
@@ -173,6 +177,7 @@ class CheckpointIndex:
     stride_orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     payload_strides: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     record_crcs: Mapping[int, int] = field(default_factory=dict)
+    digests: Sequence[bytes] = ()
     planner_data: Any = _Deferrable()
     provenance: Mapping[str, Any] = field(default_factory=dict)
     user: Mapping[str, Any] = field(default_factory=dict)
@@ -283,6 +288,11 @@ class CheckpointIndex:
             whole = crc32_combine(whole, crc, min(BLOCK_BYTES, size - number * BLOCK_BYTES))
         return whole
 
+    def digest(self, tensor: int) -> str | None:
+        """The digest of a tensor row, as it is shown; None where the checkpoint does not tell."""
+        total = self.digests[tensor] if len(self.digests) else b""
+        return shown_digest(total, self.dtype(tensor).name, self.shape(tensor)) if total else None
+
     @property
     def tensor_bytes(self) -> int:
         """Payload bytes of all chunks; a payload shared by tied tensors counts once a tensor."""
@@ -325,6 +335,8 @@ def _first_problem(index: CheckpointIndex) -> str | None:
         return "unknown dtype code"
     if (index.shape_values < 0).any():
         return "negative size"
+    if len(index.digests) not in (0, tensors) or not {*map(len, index.digests)} <= {0, SUM_BYTES}:
+        return "digests are not those of its tensors"
     return _box_problem(index) or _range_problem(index) or _object_problem(index)
 
 

@@ -9,7 +9,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from dcp.storage.digests.field import as_elements
+from dcp.storage.digests.places import LogicalPlaces
 from dcp.storage.engine.memory import gather_small
 from dcp.storage.engine.write import JOINED_BYTES, DataFile, file_bytes
 from dcp.storage.engine.write_tables import WriteColumns, WriteOutcome
@@ -52,7 +55,8 @@ class FilePartition:
 class PartitionWriter:
     """Writes what ``columns`` say of the tensors in ``memory``, and ``objects``, one for each of their rows.
 
-    ``on_bytes`` is called with the payload bytes of what was written, from the writing threads.
+    ``on_bytes`` is called with the payload bytes of what was written, from the writing threads. ``places``,
+    where the rows lie in their tensors, is given for what they add to digests to be computed.
     """
 
     def __init__(
@@ -61,10 +65,12 @@ class PartitionWriter:
         memory: LocalMemory,
         objects: EncodedObjects,
         on_bytes: Callable[[int], None] | None,
+        places: LogicalPlaces | None = None,
     ) -> None:
         self._columns = columns
         self._memory = memory
         self._objects = objects
+        self._places = places
         self._on_bytes = on_bytes if on_bytes is not None else lambda size: None
         self._dtype_codes = memory.dtype_codes[columns.sources]
         self.payload_bytes = columns.payload_bytes(memory.dtype_codes)
@@ -117,7 +123,8 @@ class PartitionWriter:
             source = tensors[number]
             if source.shape != sizes:
                 source = narrow(source, columns.of_row(columns.local_offsets, row), sizes)
-            file.tensor(code, sizes, source.nbytes, byte_pieces(source), self._on_bytes)
+            digest = None if self._places is None else self._places.digest(row)
+            file.tensor(code, sizes, source.nbytes, byte_pieces(source), self._on_bytes, digest)
 
     def _write_alike(self, file: DataFile, rows: Int64) -> None:
         """Write small tensors of one dtype and shape, many at a time where each is all of its memory."""
@@ -125,13 +132,15 @@ class PartitionWriter:
         code, sizes = int(self._dtype_codes[rows[0]]), columns.of_row(columns.sizes, int(rows[0]))
         size, sources = int(self.payload_bytes[rows[0]]), columns.sources[rows]
         is_whole = memory.is_plain[sources] & (memory.volumes[sources] == np.prod(sizes, dtype=np.int64))
+        if self._places is not None:
+            is_whole &= self._places.is_simple[rows]
         step = max(1, _ALIKE_BYTES // max(size, 256))
         for begin in range(0, len(rows), step):
             if not is_whole[begin : begin + step].all():
                 self._write_each(file, rows[begin : begin + step])
                 continue
             payloads = gather_small(memory.pointers[sources[begin : begin + step]], size)
-            file.alike(code, sizes, payloads)
+            file.alike(code, sizes, payloads, digests=self._places is not None)
             self._on_bytes(payloads.nbytes)
 
     def outcome(
@@ -157,6 +166,7 @@ class PartitionWriter:
         crc_rows = expand_ranges(starts(counts)[:-1][take], counts[take])
         number = next((n for n, partition in enumerate(partitions) if partition.with_objects), 0)
         offsets, lengths, crcs = np.array(objects[number], dtype=np.int64).reshape(-1, 3).T.copy()
+        digests, has_digests = self._digests(files, take)
         return WriteOutcome(
             files=[file.name for file in files],
             file_sizes=[file.size_bytes for file in files],
@@ -167,9 +177,25 @@ class PartitionWriter:
             payload_lengths=column("payload_lengths")[take],
             crc_counts=counts[take],
             crcs=column("crcs").astype(np.uint32)[crc_rows],
+            digests=digests,
+            has_digests=has_digests,
             object_files=np.full(len(offsets), number, dtype=np.int64),
             object_offsets=offsets,
             object_lengths=lengths,
             object_crcs=crcs,
             object_values=list(self._objects.plain),
         )
+
+    def _digests(
+        self, files: Sequence[DataFile], take: Int64
+    ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint8]]:
+        """What each row adds to its tensor's sum, and whether that is known: not of one that shares the bytes
+        of another, but lies in another way in its tensor."""
+        places, shares = self._places, self._columns.shares
+        if places is None:
+            return np.zeros(0, np.uint64), np.zeros(0, np.uint8)
+        values = as_elements(b"".join([bytes(file.rows.digest_values) for file in files]))
+        known = np.ones(len(take), np.uint8)
+        sharing = np.flatnonzero(shares >= 0)
+        known[sharing] = places.alike(sharing, shares[sharing])
+        return places.placed(values[take]).reshape(-1), known

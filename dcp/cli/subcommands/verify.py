@@ -31,6 +31,10 @@ _SHOWN_FINDINGS = 100
 
 def command(
     uris: Annotated[list[str], typer.Argument(metavar="URI...", help="Checkpoints: paths or URLs.")],
+    against: Annotated[
+        str | None,
+        typer.Option("--against", metavar="URI", help="One that is to have the same tensors, in any format."),
+    ] = None,
     options: Options = None,
     json: Json = False,
     debug: Debug = False,
@@ -38,7 +42,7 @@ def command(
     """Read every byte of checkpoints and compare with their checksums. Exits with 1 if anything is wrong.
 
     A file that the checkpoint does not refer to is a note, and nothing wrong: `dcp gc` removes what is left
-    of killed saves.
+    of killed saves. --against reads them once more for digests, which that one's manifest may have.
     """
     reports = []
     failed = False
@@ -49,7 +53,20 @@ def command(
                 from dcp.inspection.verification import verify
 
                 given = storage_options(uri, options)
-                reports.append(verify(uri, progress=progress, storage_options=given))
+                of_against = (
+                    None
+                    if against is None
+                    else storage_options(against, options if "://" in against else None)
+                )
+                reports.append(
+                    verify(
+                        uri,
+                        against=against,
+                        progress=progress,
+                        storage_options=given,
+                        options_of_against=of_against or {},
+                    )
+                )
         except typer.Exit:  # the error has been printed; the other checkpoints are still worth a look
             failed = True
         else:

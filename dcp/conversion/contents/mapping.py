@@ -147,6 +147,7 @@ def _index_of(index: CheckpointIndex, tensors: Sequence[MappedTensor]) -> Checkp
         stride_orders={},
         payload_strides={},
         record_crcs={},
+        digests=(),
         **_nesting(index, tensors),
     )
 

@@ -81,7 +81,7 @@ def merge_entries(
     merging.raise_problems([source.name for source in members])
     first = _untied(chosen, terms)
     user = {name: value for name, value in first.index.user.items() if name != _METRICS}
-    first = replace(first, index=replace(first.index, user=user))
+    first = replace(first, index=replace(first.index, user=user, digests=()))  # of sums nobody has any
     unmerged = tuple(sorted(entry.fqn for entry in first.tensors if entry.fqn in merging.unmerged))
     return first, MergedTensors(terms, arithmetic.code, unmerged, _origin(members, arithmetic))
 

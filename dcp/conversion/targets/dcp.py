@@ -256,10 +256,23 @@ def _index(
         files=names,
         file_sizes=column(sizes),
         objects=_objects(values, blobs),
+        digests=_kept_digests(entries),
         stride_orders={
             row: orders[entry.tensor] for row, entry in enumerate(tensors) if entry.tensor in orders
         },
     )
+
+
+def _kept_digests(entries: Entries) -> list[bytes]:
+    """The sums that the source has, of what is not cast."""
+    index = entries.index
+    if not len(index.digests):
+        return []
+    codes = index.dtype_codes.tolist()
+    return [
+        index.digests[entry.tensor] if entry.dtype_code == codes[entry.tensor] else b""
+        for entry in entries.tensors
+    ]
 
 
 def _objects(values: Sequence[EncodedValue], blobs: Sequence[tuple[int, int]]) -> ObjectColumns:

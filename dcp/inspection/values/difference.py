@@ -1,8 +1,8 @@
 """What differs between two checkpoints, of whatever formats and shardings. Torch-free.
 
-Checksums come first: where both sides have some for the same boxes, or for parts of tensors that follow one
-another in memory order (whose CRCs are combined), equal tensors are never read. What is left, and whatever
-differs, is read in blocks and compared element by element.
+Digests come first, then checksums: where both sides have some for the same boxes, or for parts of tensors
+that follow one another in memory order (whose CRCs are combined), equal tensors are never read. What is left,
+and whatever differs, is read in blocks and compared element by element.
 """
 
 from __future__ import annotations
@@ -267,7 +267,10 @@ def _has_values_to_compare(a: CheckpointIndex, b: CheckpointIndex, pair: _Pair) 
 
 
 def _same_by_checksums(a: TensorReader, b: TensorReader, pair: _Pair) -> bool | None:
-    """None where checksums do not tell."""
+    """None where neither digests nor checksums tell."""
+    digests = a.index.digest(pair.a), b.index.digest(pair.b)
+    if None not in digests:
+        return digests[0] == digests[1]
     chunks = _chunks_of_boxes(a, pair.a), _chunks_of_boxes(b, pair.b)
     if chunks[0] is not None and chunks[1] is not None and chunks[0].keys() == chunks[1].keys():
         known = [_same_payload(a, b, chunk, chunks[1][box]) for box, chunk in chunks[0].items()]

@@ -73,6 +73,10 @@ class TensorSource(Closable):
 
         return Window(read, offset, length)
 
+    def blob(self, file: int, offset: int, length: int) -> bytes:
+        """The bytes of a value's record."""
+        return self._engine.read_blob(file, offset, length)
+
     # -- checksums -------------------------------------------------------------------------------------------
 
     def is_c_ordered(self, chunk: int) -> bool:

@@ -146,6 +146,7 @@ def _encode_tensors(index: CheckpointIndex, encoder: ColumnEncoder) -> dict[str,
         "chunk_counts": encoder.column(np.diff(index.chunk_start)),
         "stride_rows": encoder.column(np.array(rows, dtype=np.int64)),
         "stride_orders": encoder.column(np.array(orders, dtype=np.int64)),
+        **({"digests": encoder.rows(index.digests)} if any(index.digests) else {}),
     }
 
 
@@ -228,6 +229,7 @@ def _decode(fields: dict[str, Any], budget: Budget) -> CheckpointIndex:
         files=names,
         file_sizes=get_column(files, "sizes", len(names), budget),
         objects=_decode_objects(get_section(fields, "objects"), budget),
+        digests=decode_rows(tensors["digests"], budget) if "digests" in tensors else (),
         stride_orders=_decode_stride_orders(tensors, ndims, budget),
         provenance=_decode_plain_dict(fields, "provenance", budget),
         user=_decode_plain_dict(fields, "user", budget),

@@ -1,0 +1,160 @@
+"""Digests of a checkpoint's tensors, of whatever format and sharding: those that it tells, or by reading.
+
+What they are is in `docs/format.md`, section 10. Torch-free, in bounded memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from dcp.calls.plain_errors import plain_errors
+from dcp.inspection.findings import Finding, ReportBytes
+from dcp.inspection.values.tensor_reading import TensorReader, Tile, open_tensors
+from dcp.planners.load.selection import Patterns, Selection
+from dcp.storage.digests.boxes import BoxDigest, OrderedSum, blocks_of, logical_runs
+from dcp.storage.digests.shown import SUM_BYTES, digest_of_all, shown_digest
+from dcp.storage.errors import PlanError
+
+__all__ = ["CheckpointDigests", "TensorDigest", "compare_digests", "digests", "digests_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDigest:
+    """One tensor's; ``is_read``: computed from its bytes now, not taken from the manifest."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+    is_read: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointDigests:
+    """Each tensor's, in the checkpoint's order, and one of all of these by their names (``digest``)."""
+
+    url: str
+    digest: str
+    tensors: tuple[TensorDigest, ...]
+    bytes_read: int
+
+
+@plain_errors
+def digests(
+    checkpoint_id: str | os.PathLike[str],
+    *,
+    only: Patterns | None = None,
+    exclude: Patterns | None = None,
+    recompute: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: ReportBytes | None = None,
+) -> CheckpointDigests:
+    """The digests of tensors: equal for equal dtype, shape and bytes, however they are sharded and stored.
+
+    Those that the manifest has are not computed. Memory is bounded by some 64 MiB.
+
+    Args:
+        checkpoint_id: A path or URL: a checkpoint, a torch.save file, a safetensors file, or a Hugging Face
+            folder.
+        only: Shell globs on names, as for `dcp.load`: what they match, and everything below.
+        exclude: The same for what is left out.
+        recompute: Read all of them, whatever the manifest says.
+        storage_options: Of the file system of a URL, as for `dcp.save`.
+        progress: A function that gets the bytes done and those in all.
+
+    Returns:
+        Digests by tensor, and of all of them.
+
+    Raises:
+        PlanError: Nothing is selected.
+        CheckpointNotFoundError: Nothing is committed there.
+        CorruptCheckpointError: Bytes are not those that were committed.
+        StorageError: The storage cannot be read.
+    """
+    with open_tensors(checkpoint_id, storage_options=storage_options, verify="full") as reader:
+        return digests_of(reader, only=only, exclude=exclude, recompute=recompute, progress=progress)
+
+
+def digests_of(
+    reader: TensorReader,
+    *,
+    only: Patterns | None = None,
+    exclude: Patterns | None = None,
+    recompute: bool = False,
+    progress: ReportBytes | None = None,
+) -> CheckpointDigests:
+    """`digests` of an open checkpoint."""
+    index, selection = reader.index, Selection.of(only, exclude)
+    rows = [row for row, fqn in enumerate(index.fqns) if selection is None or selection.selects(fqn)]
+    if not rows and selection is not None:
+        raise PlanError(
+            f"{reader.name}: only={only!r}, exclude={exclude!r} select none of its "
+            f"{index.tensor_count} tensors; patterns are shell globs such as 'model.*' or '*.bias'"
+        )
+    known = {} if recompute else {row: told for row in rows if (told := index.digest(row)) is not None}
+    read = dict(_read(reader, [row for row in rows if row not in known], progress))
+    tensors = tuple(
+        TensorDigest(
+            index.fqns[row], index.dtype(row).name, index.shape(row), known.get(row) or read[row], row in read
+        )
+        for row in rows
+    )
+    of_all = digest_of_all((tensor.fqn, tensor.digest) for tensor in tensors)
+    return CheckpointDigests(reader.name, of_all, tensors, reader.bytes_read)
+
+
+def compare_digests(
+    reader: TensorReader, other: CheckpointDigests, progress: ReportBytes | None = None
+) -> list[Finding]:
+    """The tensors of ``reader`` that are not those of ``other``; all of them are read."""
+    own = digests_of(reader, recompute=True, progress=progress)
+    theirs = {tensor.fqn: tensor for tensor in other.tensors}
+    found = [
+        Finding("digest", f"{tensor.fqn!r} is not in {other.url}", fqn=tensor.fqn)
+        for tensor in own.tensors
+        if tensor.fqn not in theirs
+    ]
+    for tensor in own.tensors:
+        same = theirs.pop(tensor.fqn, tensor)
+        if same.digest != tensor.digest:
+            facts = (
+                f"{one.dtype} {'x'.join(map(str, one.shape)) or 'scalar'} {one.digest}"
+                for one in (tensor, same)
+            )
+            message = f"{tensor.fqn!r} is another one in {other.url}: {' here, there '.join(facts)}"
+            found.append(Finding("digest", message, fqn=tensor.fqn))
+    return found + [Finding("digest", f"{fqn!r} is only in {other.url}", fqn=fqn) for fqn in theirs]
+
+
+def _read(
+    reader: TensorReader, rows: Sequence[int], progress: ReportBytes | None
+) -> Iterator[tuple[int, str]]:
+    """The digests of ``rows``, in bounded memory."""
+    index = reader.index
+    sizes = {row: math.prod(index.shape(row)) * index.dtype(row).itemsize for row in rows}
+    sums = {row: bytes(SUM_BYTES) for row in rows if not sizes[row]}
+    done, total = 0, sum(sizes.values())
+    for row, tiles in itertools.groupby(reader.stream(rows), itemgetter(0)):
+        found = OrderedSum()
+        for _, tile in tiles:
+            _add_tile(found, index.shape(row), tile)
+            done += tile.array.nbytes
+            if progress is not None:
+                progress(done, total)
+        sums[row] = found.upto(blocks_of(sizes[row])).to_bytes(SUM_BYTES, "big")
+    return ((row, shown_digest(sums[row], index.dtype(row).name, index.shape(row))) for row in rows)
+
+
+def _add_tile(found: OrderedSum, shape: tuple[int, ...], tile: Tile) -> None:
+    runs = logical_runs(shape, tile.offsets, tile.array.shape, tile.array.itemsize)
+    box = BoxDigest(runs)
+    box.update(np.ascontiguousarray(tile.array).reshape(-1).view(np.uint8).data)
+    found.add(box.value(), blocks_of(runs.last_end))

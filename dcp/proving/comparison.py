@@ -1,0 +1,206 @@
+"""The coordinator's part: what the ranks have against the index, and the bytes of what it does not tell."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dcp.inspection.values.tensor_reading import TensorReader
+from dcp.planners.load.selection import Selection
+from dcp.planners.per_rank import rank_holder, rank_number
+from dcp.proving.parts import RankPart, value_print
+from dcp.proving.proof import FindingKind, Proof, ProofFinding, RankProof
+from dcp.storage.digests.boxes import BoxDigest, logical_runs
+from dcp.storage.digests.field import power, product
+from dcp.storage.digests.runs import KEY
+from dcp.storage.digests.shown import SUM_BYTES
+from dcp.storage.formats import dtypes
+from dcp.storage.geometry.boxes import Box
+
+__all__ = ["compare_parts"]
+
+_RanksBy = dict[bytes, list[int]]
+"""Ranks by what they have."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """A tensor as the ranks have it: its types by rank, and by box what that adds to its sum."""
+
+    types: dict[tuple[int, tuple[int, ...]], list[int]] = field(default_factory=dict)
+    boxes: dict[Box, _RanksBy] = field(default_factory=dict)
+
+
+def compare_parts(
+    parts: Sequence[RankPart], reader: TensorReader, selection: Selection | None, save_id: str | None
+) -> Proof:
+    """What of ``parts``, by rank, is not what ``reader``'s checkpoint has."""
+    comparison = _Comparison(parts, reader, selection)
+    findings = tuple(comparison.findings())
+    return Proof(
+        reader.name,
+        save_id,
+        len(parts),
+        len(comparison.tensors),
+        len(comparison.values),
+        sum(comparison.sizes.values()),
+        reader.bytes_read,
+        findings,
+        tuple(comparison.left),
+        tuple(_share(rank, part, findings) for rank, part in enumerate(parts)),
+    )
+
+
+def _share(rank: int, part: RankPart, findings: Sequence[ProofFinding]) -> RankProof:
+    differing = tuple(found.fqn for found in findings if rank in found.ranks)
+    columns = part.columns
+    return RankProof(
+        rank, len(columns.fqns), part.size_bytes, len(columns.objects.fqns), round(part.seconds, 6), differing
+    )
+
+
+class _Comparison:
+    """``tensors`` and ``values`` that both have are by name; ``sizes`` the bytes of these tensors."""
+
+    def __init__(self, parts: Sequence[RankPart], reader: TensorReader, selection: Selection | None) -> None:
+        self._reader, self._index = reader, reader.index
+        selects = selection.selects if selection is not None else lambda _: True
+        held = {fqn: one for fqn, one in _tensors_of(parts).items() if selects(fqn)}
+        values = {fqn: one for fqn, one in _values_of(parts).items() if selects(fqn)}
+        rows, objects = self._index.position, self._index.objects.position
+        stored = [fqn for fqn in (*self._index.fqns, *self._index.objects.fqns) if selects(fqn)]
+        missing = [fqn for fqn in stored if fqn not in held and fqn not in values]
+        self.left = [fqn for fqn in missing if _is_of_no_rank(fqn, len(parts))]
+        self._missing = [fqn for fqn in missing if fqn not in {*self.left}]
+        self.tensors = {fqn: one for fqn, one in held.items() if fqn in rows}
+        self.values = {fqn: one for fqn, one in values.items() if fqn in objects}
+        self._unexpected = [fqn for fqn in held if fqn not in rows]
+        self._unexpected += [fqn for fqn in values if fqn not in objects]
+        self.sizes = {
+            fqn: math.prod(self._index.shape(rows[fqn])) * self._index.dtype(rows[fqn]).itemsize
+            for fqn in self.tensors
+        }
+
+    def findings(self) -> Iterator[ProofFinding]:
+        """All that is not as it was saved."""
+        for fqn in self._missing:
+            yield ProofFinding("missing", fqn, f"{fqn!r} was saved, and no rank has it")
+        for fqn in self._unexpected:
+            yield ProofFinding(
+                "unexpected", fqn, f"{fqn!r} is not in the checkpoint, or there of another kind"
+            )
+        for fqn, held in self.tensors.items():
+            yield from self._tensor(fqn, held)
+        for fqn, prints in self.values.items():
+            yield from self._value(fqn, prints)
+
+    # -- tensors ---------------------------------------------------------------------------------------------
+
+    def _tensor(self, fqn: str, held: _Held) -> Iterator[ProofFinding]:
+        row = self._index.position[fqn]
+        dtype, shape = self._index.dtype(row), self._index.shape(row)
+        for (code, sizes), ranks in held.types.items():
+            own = dtypes.BY_CODE[code].name
+            if own != dtype.name:
+                yield _differs("dtype", fqn, f"is {own}, and was saved as {dtype.name}", ranks)
+            elif sizes != shape:
+                yield _differs("shape", fqn, f"has shape {sizes}, and was saved with {shape}", ranks)
+        if {*held.types} != {(dtype.code, shape)}:
+            return
+        elements = sum(box.volume for box in held.boxes)
+        if elements != math.prod(shape):
+            what = f"{elements} of {math.prod(shape)} elements are on the ranks, each part counted once"
+            yield ProofFinding("incomplete", fqn, f"{fqn!r}: {what}")
+            return
+        if not self._has_sum(row, held):
+            odd = self._odd_ranks(row, held)
+            if odd:
+                yield _differs("tensor", fqn, "has other bytes than were saved", odd)
+
+    def _has_sum(self, row: int, held: _Held) -> bool:
+        """Whether all ranks agree, and on what the manifest has; False where it tells nothing."""
+        expected = self._index.digests[row] if len(self._index.digests) else b""
+        if not expected or any(len(found) > 1 for found in held.boxes.values()):
+            return False
+        total = np.zeros(2, np.uint64)
+        for found in held.boxes.values():
+            total ^= np.frombuffer(next(iter(found)), np.uint64)
+        return total.tobytes() == expected
+
+    def _odd_ranks(self, row: int, held: _Held) -> list[int]:
+        """The ranks that have other bytes in a part than are stored, by reading it."""
+        odd: set[int] = set()
+        for box, found in held.boxes.items():
+            expected = self._stored(row, box)
+            odd.update(rank for added, ranks in found.items() if added != expected for rank in ranks)
+        return sorted(odd)
+
+    def _stored(self, row: int, box: Box) -> bytes:
+        """What the stored elements of ``box`` add to the sum."""
+        index = self._index
+        runs = logical_runs(index.shape(row), box.offsets, box.sizes, index.dtype(row).itemsize)
+        digest = BoxDigest(runs)
+        if box.volume:
+            for slab in self._reader.slabs(row, box.slices):
+                digest.update(np.ascontiguousarray(slab).reshape(-1).view(np.uint8).data)
+        return product(power(KEY, runs.blocks_behind), digest.value()).to_bytes(SUM_BYTES, "big")
+
+    # -- values ----------------------------------------------------------------------------------------------
+
+    def _value(self, fqn: str, prints: _RanksBy) -> Iterator[ProofFinding]:
+        expected = self._stored_print(fqn)
+        odd = {found: ranks for found, ranks in prints.items() if found != expected}
+        if odd:
+            is_decided = expected[:1] == b"v" or any(found[:1] == b"v" for found in odd)
+            what = "is another value than was saved"
+            if not is_decided:
+                what = "has another pickle than was saved; only code that is not trusted would tell more"
+            ranks = sorted(rank for some in odd.values() for rank in some)
+            yield _differs("value" if is_decided else "undecided", fqn, what, ranks)
+
+    def _stored_print(self, fqn: str) -> bytes:
+        objects = self._index.objects
+        row = objects.position[fqn]
+        if objects.plain[row] >= 0:
+            return value_print(objects.values[objects.plain[row]], b"")
+        place = int(objects.files[row]), int(objects.offsets[row]), int(objects.lengths[row])
+        return value_print(None, self._reader.blob(*place))
+
+
+def _differs(kind: FindingKind, fqn: str, what: str, ranks: Sequence[int]) -> ProofFinding:
+    told = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return ProofFinding(kind, fqn, f"{fqn!r} {what}: {told}", tuple(ranks))
+
+
+def _is_of_no_rank(fqn: str, world_size: int) -> bool:
+    return rank_holder(fqn) is not None and rank_number(fqn) >= world_size
+
+
+def _tensors_of(parts: Sequence[RankPart]) -> dict[str, _Held]:
+    tensors: dict[str, _Held] = {}
+    for rank, part in enumerate(parts):
+        columns = part.columns
+        codes, shapes = columns.dtype_codes.tolist(), columns.shape_values.tolist()
+        starts = columns.shape_start.tolist()
+        for row, fqn in enumerate(columns.fqns):
+            of = codes[row], tuple(shapes[starts[row] : starts[row + 1]])
+            tensors.setdefault(fqn, _Held()).types.setdefault(of, []).append(rank)
+        begins, offsets, sizes = (
+            column.tolist() for column in (columns.box_start, columns.item_offsets, columns.item_sizes)
+        )
+        for item, row in enumerate(columns.item_tensors.tolist()):
+            at = slice(begins[item], begins[item + 1])
+            box, added = Box(tuple(offsets[at]), tuple(sizes[at])), part.added[item].tobytes()
+            tensors[columns.fqns[row]].boxes.setdefault(box, {}).setdefault(added, []).append(rank)
+    return tensors
+
+
+def _values_of(parts: Sequence[RankPart]) -> dict[str, _RanksBy]:
+    values: dict[str, _RanksBy] = {}
+    for rank, part in enumerate(parts):
+        for fqn, found in zip(part.columns.objects.fqns, part.prints, strict=True):
+            values.setdefault(fqn, {}).setdefault(found, []).append(rank)
+    return values

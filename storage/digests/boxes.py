@@ -1,0 +1,244 @@
+"""What a box adds to its tensor's digest: where its bytes lie in the tensor, and the sum of their values."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property, lru_cache
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from dcp.storage.digests.field import (
+    BLOCK_BYTES,
+    Elements,
+    as_elements,
+    horner,
+    power,
+    product,
+    scaled,
+    times_powers,
+)
+from dcp.storage.digests.runs import KEY, row_values, run_value
+from dcp.storage.geometry.ragged import Int64
+from dcp.storage.geometry.strides import c_strides
+
+__all__ = ["BoxDigest", "LogicalRuns", "OrderedSum", "RunDigest", "blocks_of", "logical_runs"]
+
+_STEP_BYTES: Final = 1 << 20
+"""Of a long run this much at a time: what was read from memory once is still in the cache behind it."""
+
+_STEP_POWER: Final = power(KEY, _STEP_BYTES // BLOCK_BYTES)
+
+_ROWS_BYTES: Final = 256 << 10
+"""Runs shorter than this are collected, many at a time."""
+
+
+def blocks_of(size_bytes: int) -> int:
+    """How many blocks ``size_bytes`` take."""
+    return -(-size_bytes // BLOCK_BYTES)
+
+
+class LogicalRuns(NamedTuple):
+    """Where the bytes of a box lie among those of its tensor (``tensor_bytes``) in C order.
+
+    ``run_bytes`` follow each other, from ``first`` on and then again and again: ``counts`` times, ``strides``
+    bytes apart, in each of some dimensions.
+    """
+
+    first: int
+    run_bytes: int
+    counts: tuple[int, ...]
+    strides: tuple[int, ...]
+    tensor_bytes: int
+
+    @property
+    def phase(self) -> int:
+        """Bytes from the begin of a block to the first byte."""
+        return self.first % BLOCK_BYTES
+
+    @property
+    def last_end(self) -> int:
+        """One behind the last byte."""
+        steps = zip(self.counts, self.strides, strict=True)
+        return self.first + self.run_bytes + sum((count - 1) * stride for count, stride in steps)
+
+    @property
+    def blocks_behind(self) -> int:
+        """Blocks of the tensor behind the last one of the box."""
+        return blocks_of(self.tensor_bytes) - blocks_of(self.last_end)
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether all runs begin alike within a block."""
+        return all(stride % BLOCK_BYTES == 0 for stride in self.strides)
+
+    def begins(self) -> Int64:
+        """Where each run begins."""
+        begins = np.array([self.first], np.int64)
+        for count, stride in zip(self.counts, self.strides, strict=True):
+            begins = (begins[:, None] + stride * np.arange(count, dtype=np.int64)).reshape(-1)
+        return begins
+
+
+@lru_cache(maxsize=4096)
+def logical_runs(
+    shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], itemsize: int
+) -> LogicalRuns:
+    """Where the box of ``sizes`` from ``offsets`` on lies in a tensor of ``shape``."""
+    strides = c_strides(shape, itemsize)
+    run, counts, steps = itemsize, list[int](), list[int]()
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size == 1:
+            continue
+        if not counts and run == stride:
+            run *= size
+        elif counts and steps[-1] * counts[-1] == stride:
+            counts[-1] *= size
+        else:
+            counts.append(size)
+            steps.append(stride)
+    if 0 in sizes:
+        run, counts, steps = 0, [], []
+    first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    return LogicalRuns(
+        first, run, tuple(reversed(counts)), tuple(reversed(steps)), itemsize * math.prod(shape)
+    )
+
+
+class OrderedSum:
+    """A sum of values, each of which says where its last block ends; what comes in order costs least."""
+
+    __slots__ = ("_end", "_value")
+
+    def __init__(self) -> None:
+        self._value = self._end = 0
+
+    def add(self, value: int, end: int) -> None:
+        """One that has ``end`` blocks before its end."""
+        if end < self._end:
+            value = product(power(KEY, self._end - end), value)
+        elif self._value and end > self._end:
+            step = end - self._end
+            if step * BLOCK_BYTES == _STEP_BYTES:
+                self._value = scaled(self._value, _STEP_POWER)
+            else:
+                self._value = product(power(KEY, step), self._value)
+        self._value ^= value
+        self._end = max(self._end, end)
+
+    def upto(self, end: int) -> int:
+        """The sum with ``end`` blocks in all."""
+        if end == self._end or not self._value:
+            return self._value
+        return product(power(KEY, end - self._end), self._value)
+
+
+class RunDigest:
+    """Takes the bytes of a box that is one run and begins with a block, in pieces of any length."""
+
+    __slots__ = ("_position", "_sum")
+
+    def __init__(self) -> None:
+        self._position = 0
+        self._sum = OrderedSum()
+
+    def update(self, data: memoryview) -> None:
+        """The next bytes."""
+        self._position = _extend(self._sum, data, self._position)
+
+    def value(self) -> int:
+        """As `BoxDigest.value`."""
+        return self._sum.upto(blocks_of(self._position))
+
+
+def _extend(total: OrderedSum, data: memoryview, begin: int) -> int:
+    """Add the bytes that are at ``begin`` of a tensor, behind those that are in the sum; where they end."""
+    for at in range(begin, begin + len(data), _STEP_BYTES):
+        part = data[at - begin : at - begin + _STEP_BYTES]
+        total.add(run_value(part, at % BLOCK_BYTES), blocks_of(at + len(part)))
+    return begin + len(data)
+
+
+class BoxDigest:
+    """Takes the bytes of one box in C order, in pieces of any length; `value` is known when all are there."""
+
+    def __init__(self, runs: LogicalRuns) -> None:
+        self._runs = runs
+        self._position = 0
+        self._sum = OrderedSum()
+        self._carried = bytearray()
+        self._values: list[Elements] = []
+        self._run_count = 0
+
+    def update(self, data: memoryview) -> None:
+        """The next bytes."""
+        runs = self._runs
+        if not runs.counts:
+            _extend(self._sum, data, runs.first + self._position)
+            self._position += len(data)
+        elif runs.run_bytes <= _ROWS_BYTES:
+            self._collect(data)
+        else:
+            self._cut(data)
+
+    def value(self) -> int:
+        """What the box adds to the sum of the tensor's values, but for the blocks behind its last one."""
+        runs = self._runs
+        if not runs.counts:
+            return self._sum.upto(blocks_of(runs.last_end))
+        values = np.concatenate([np.zeros((0, 2), np.uint64), *self._values])
+        if runs.is_regular:
+            values = values.reshape(*runs.counts, 2)
+            for stride in reversed(runs.strides):
+                values = horner(values, power(KEY, stride // BLOCK_BYTES))
+            total = values
+        else:
+            ends = -(-(self._begins + runs.run_bytes) // BLOCK_BYTES)
+            total = np.bitwise_xor.reduce(times_powers(values, KEY, blocks_of(runs.last_end) - ends), axis=0)
+        return int.from_bytes(total.tobytes(), "big")
+
+    @cached_property
+    def _begins(self) -> Int64:
+        return self._runs.begins()
+
+    def _cut(self, data: memoryview) -> None:
+        """Pieces of long runs."""
+        size, begins = self._runs.run_bytes, self._begins
+        while len(data):
+            number, at = divmod(self._position, size)
+            begin, part = int(begins[number]), data[: size - at]
+            _extend(self._sum, part, begin + at)
+            self._position += len(part)
+            data = data[len(part) :]
+            if at + len(part) == size:
+                value = self._sum.upto(blocks_of(begin + size))
+                self._values.append(as_elements(value.to_bytes(BLOCK_BYTES, "big")))
+                self._sum = OrderedSum()
+
+    def _collect(self, data: memoryview) -> None:
+        """Whole runs at once; what is left of the last one is kept for the next piece."""
+        size = self._runs.run_bytes
+        if self._carried:
+            lacking = size - len(self._carried)
+            self._carried += data[:lacking]
+            data = data[lacking:]
+            if len(self._carried) < size:
+                return
+            self._add_runs(np.frombuffer(bytes(self._carried), np.uint8).reshape(1, size))
+            self._carried.clear()
+        count = len(data) // size
+        self._add_runs(np.frombuffer(data[: count * size], np.uint8).reshape(count, size))
+        self._carried += data[count * size :]
+
+    def _add_runs(self, rows: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) -> None:
+        first, count = self._run_count, len(rows)
+        self._run_count += count
+        if self._runs.is_regular:
+            self._values.append(row_values(rows, self._runs.phase))
+            return
+        phases = self._begins[first : first + count] % BLOCK_BYTES
+        values = np.zeros((count, 2), np.uint64)
+        for phase in np.unique(phases).tolist():
+            chosen = np.flatnonzero(phases == phase)
+            values[chosen] = row_values(rows[chosen], phase)
+        self._values.append(values)
