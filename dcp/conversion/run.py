@@ -122,12 +122,20 @@ def convert(
         dtype,
         None if map is None else WeightMap.of(map),
     )
-    if hf is not None:
-        options = with_template(options, read_hf_folder(hf, hf_also))
-    elif hf_also:
-        raise OptionError("hf_also is about hf, which is missing")
+    options = with_hf(options, hf, hf_also)
     means = Means(executor, workers, progress, overwrite=overwrite, verify=verify, resume=resume)
     return run_conversion(reopen, place, options, means, begun)
+
+
+def with_hf(
+    options: ConversionOptions, hf: str | os.PathLike[str] | None, also: Sequence[str]
+) -> ConversionOptions:
+    """``options`` with what the arguments of these names mean."""
+    if hf is not None:
+        return with_template(options, read_hf_folder(hf, also))
+    if also:
+        raise OptionError("hf_also is about hf, which is missing")
+    return options
 
 
 @dataclass(frozen=True)

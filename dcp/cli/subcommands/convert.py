@@ -39,6 +39,8 @@ __all__ = [
     "Exclude",
     "Executor",
     "Files",
+    "Hf",
+    "HfAlso",
     "NoVerify",
     "Only",
     "Overwrite",
@@ -158,13 +160,13 @@ ChunksOption = Annotated[
 ShardSize = Annotated[
     str | None, typer.Option(metavar="SIZE", help="Largest file of a safetensors folder, such as 5GB.")
 ]
-_Hf = Annotated[
+Hf = Annotated[
     str | None,
     typer.Option(
         "--hf", metavar="MODEL", help="Folder or hub name, whose config and tokenizer go with the weights."
     ),
 ]
-_HfAlso = Annotated[
+HfAlso = Annotated[
     list[str] | None, typer.Option("--hf-also", metavar="GLOB", help="Further files of it, such as '*.py'.")
 ]
 DropObjects = Annotated[
@@ -195,8 +197,8 @@ def command(
     files: Files = 1,
     chunks: ChunksOption = Chunks.KEEP,
     shard_size: ShardSize = None,
-    hf: _Hf = None,
-    hf_also: _HfAlso = None,
+    hf: Hf = None,
+    hf_also: HfAlso = None,
     drop_objects: DropObjects = False,
     overwrite: Overwrite = False,
     executor: Executor = "processes",
@@ -211,7 +213,7 @@ def command(
 
     A conversion that was killed goes on where it was when the same command is given again.
     """
-    chosen = options_of(locals()) | {"hf": hf, "hf_also": tuple(hf_also or ())}
+    chosen = options_of(locals())
     with errors_as_lines(debug=debug):
         if weight_map is not None:
             chosen["map"] = map_of(weight_map, config, sizes, inverse=inverse)
@@ -231,10 +233,11 @@ def command(
 
 def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of `dcp.convert` that those of the command line mean, which are in ``given`` by name."""
-    names = ("to", "files", "drop_objects", "overwrite", "executor", "workers")
+    names = ("to", "files", "hf", "drop_objects", "overwrite", "executor", "workers")
     return {name: given[name] for name in names} | {
         "only": given["only"] or None,
         "exclude": given["exclude"] or None,
+        "hf_also": tuple(given["hf_also"] or ()),
         "rename": _pairs(given["rename"], "=>", "REGEX=>NEW") or None,
         "dtype": _dtypes(given["dtype"]),
         "shard_bytes": _size(given["shard_size"]),

@@ -17,7 +17,7 @@ from dcp.conversion.merging.arithmetic import Arithmetic, average_weights, formu
 from dcp.conversion.merging.joined import open_joined
 from dcp.conversion.plan import ConversionOptions, LayoutOptions
 from dcp.conversion.report import ConversionReport
-from dcp.conversion.run import Means, run_conversion
+from dcp.conversion.run import Means, run_conversion, with_hf
 from dcp.conversion.targets.job import Chunks
 from dcp.conversion.targets.places import place_of
 from dcp.manager.steps import StepFolders
@@ -62,6 +62,8 @@ def merge(
     shard_bytes: int | None = None,
     files: int = 1,
     chunks: Chunks = "keep",
+    hf: _Place | None = None,
+    hf_also: Sequence[str] = (),
     drop_objects: bool = False,
     overwrite: bool = False,
     executor: str | Executor = "processes",
@@ -101,6 +103,8 @@ def merge(
         shard_bytes: As for `dcp.convert`.
         files: As for `dcp.convert`.
         chunks: As for `dcp.convert`, of the first source.
+        hf: As for `dcp.convert`.
+        hf_also: As for `dcp.convert`.
         drop_objects: As for `dcp.convert`.
         overwrite: Replace what is at the target.
         executor: As for `dcp.convert`.
@@ -144,6 +148,7 @@ def merge(
     place = place_of(target, kind, OpenWith(target_options))
     layout = LayoutOptions(kind, files, chunks, shard_bytes, drop_objects)
     options = ConversionOptions(layout, only, exclude, rename, dtype, arithmetic=arithmetic)
+    options = with_hf(options, hf, hf_also)
     means = Means(executor, workers, progress, overwrite=overwrite, verify=verify, resume=resume)
     report = run_conversion(reopen, place, options, means, begun)
     told = zip([*given, *added], [*own, *arithmetic.adapter_weights], strict=True)
