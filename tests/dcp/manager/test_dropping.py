@@ -153,6 +153,21 @@ def test_what_was_dropped_is_told(tmp_path: Path) -> None:
     assert drop(tmp_path).outcome == "absent"
 
 
+def test_digests_of_what_stays_stay(tmp_path: Path) -> None:
+    """Each with its tensor; those of what is dropped go."""
+    save_apart(tmp_path, digests=True)
+    store = PosixStore(tmp_path)
+    before = open_index(store)
+    known = {name: before.digest(row) for row, name in enumerate(before.fqns)}
+    assert None not in known.values()
+    drop(tmp_path)
+    index = open_index(store)
+    assert {name: index.digest(row) for row, name in enumerate(index.fqns)} == {
+        name: known[name] for name in index.fqns
+    }
+    assert verify(tmp_path).findings == []
+
+
 def test_any_part_by_its_names(tmp_path: Path) -> None:
     """One after the other; each is noted, and values that are no tensors go as well."""
     save_mixed(tmp_path)
