@@ -492,13 +492,15 @@ def _one_is_mistaken(rank: int, world_size: int, root: str, mode: str, mistake: 
     options: dict[str, Any] = {"mode": mode, "on_failure": "raise", "retries": 0}
     if rank == 1 and mistake == "writer":
         options["writer"] = _Nameless()
+    if how == "stop between exchanges":
+        options["agree_every_steps"] = 3
     manager = manager_of(root, every_steps=2 if how == "interval" else None, **options)
     said = []
     for step in (1, 2, 3):
         given: dict[str, Any] = {"step": step, "state_dict": state_at(step, rank)}
         if step == 1 and rank == 1:
             given |= _MISTAKES[mistake]
-        if step == 1 and how == "stop":
+        if step == 1 and how.startswith("stop"):
             manager.request_stop()
             manager.should_save(0)
         try:
@@ -526,6 +528,7 @@ def _one_is_mistaken(rank: int, world_size: int, root: str, mode: str, mistake: 
                 ("thread", "metric", "stop"),
                 ("thread", "state", "stop"),
                 ("sync", "step", "stop"),
+                ("thread", "step", "stop between exchanges"),
             ]
         ),
         ("thread", "step", "stop"),
