@@ -11,14 +11,16 @@ import threading
 import uuid
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any, Final
 
 import pytest
+from _pytest.assertion import rewrite
 from hypothesis import HealthCheck, settings
 
 from dcp.demo.s3_server import S3Server
 from dcp.planners.garbage_collection import garbage_collection_paused
 from tests.support.fault_proxy import FaultProxy
-from tests.support.forking import set_preload
+from tests.support.forking import set_preload, share_fork_server
 from tests.support.shared_servers import shared_server
 
 # Alike on every machine: the same examples, however long a busy one takes to make and to try them. Others are
@@ -68,29 +70,66 @@ gc.disable()
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """From here on there is garbage to be collected."""
+    _rewrite_a_share(session.config)
     try:
         return (yield)
     finally:
         gc.enable()
 
 
+def _rewrite_a_share(config: pytest.Config) -> None:
+    """Of test modules that pytest has not rewritten yet: workers collect the same files in the same order,
+    so that each of them would rewrite all, which takes as long as all else."""
+    worker = getattr(config, "workerinput", None)
+    if worker is None or sys.dont_write_bytecode:
+        return
+    given = [Path(name.partition("::")[0]) for name in config.args]
+    modules = sorted(path for place in given for path in ([place], place.rglob("test_*.py"))[place.is_dir()])
+    for path in modules[int(worker["workerid"].removeprefix("gw")) :: worker["workercount"]]:
+        made = rewrite.get_cache_dir(path) / f"{path.stem}{rewrite.PYC_TAIL}"
+        if not made.exists() and rewrite.try_makedirs(made.parent):
+            source, code = rewrite._rewrite_test(path, config)
+            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source, made)
+
+
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, all others as they were."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The longest files first, all others as they were; fewer examples where the exhaustive tests are left
+    out."""
     tests = Path(__file__).parent
     if missing := [name for name in LONGEST if not (tests / name).exists()]:
         raise pytest.UsageError(f"LONGEST of {__file__}: {missing}: no such file")
     items.sort(key=lambda item: item.path.relative_to(tests).as_posix() not in LONGEST)
+    if "not exhaustive" in config.option.markexpr:
+        for test in {item.function for item in items if isinstance(item, pytest.Function)}:
+            _try_fewer_examples(test)
+
+
+_FEW: Final = 20
+"""Examples that each test is left, if it asked for as many."""
+
+
+def _try_fewer_examples(test: Any) -> None:
+    """Two of five that hypothesis makes: they are the same in each run, and `make test-all` has all."""
+    if (given := getattr(test, "_hypothesis_internal_use_settings", None)) is not None:
+        fewer = max(min(given.max_examples, _FEW), given.max_examples * 2 // 5)
+        test._hypothesis_internal_use_settings = settings(given, max_examples=fewer)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """Where CPU seconds are counted by test, each worker has processes of its own."""
+    if not config.pluginmanager.hasplugin("tests.support.cpu_seconds"):
+        share_fork_server()
 
 
 def pytest_collection_finish() -> None:
-    """What all tests share is there, and no garbage: each ``gc.collect()`` of a test took 0.4 s to find
-    that out. The fork server starts with the first test that needs a process."""
+    """What all tests share is there, and its garbage may stay: each ``gc.collect()`` of a test took 0.4 s to
+    look through it. A fork server starts with the first test that needs a process, if it is not shared."""
     from tests.support.warm_writers import use_warm_writers  # above it would import torch too early
 
-    gc.collect()
     gc.freeze()
     set_preload()
     use_warm_writers()

@@ -137,7 +137,7 @@ def test_demo_ends_its_processes_when_it_is_ended(tmp_path: Path) -> None:
 def test_demo_wants_a_folder_of_its_own(tmp_path: Path, command: tuple[str, ...]) -> None:
     """A folder with something in it is refused with status 2, and stays as it was."""
     (tmp_path / "mine").write_text("mine")
-    process = start("-m", *command, "--root", tmp_path, is_fresh=True)
+    process = start("-m", *command, "--root", tmp_path)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 2
     assert "not empty" in output

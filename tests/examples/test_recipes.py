@@ -82,6 +82,7 @@ def steps(noted: Sequence[dict[str, float]]) -> list[int]:
     return [int(line["step"]) for line in noted]
 
 
+@pytest.mark.exhaustive  # test_pages.py kills the quick start's loop; the script's own is resumed below
 def test_plain_pytorch_goes_on_bit_for_bit_after_kill_and_saves_at_sigterm(tmp_path: Path) -> None:
     """Killed, then resumed and told to stop: each loss is the uninterrupted run's, the last step is saved."""
     # so many that none of them is over before a busy machine gets to stop it

@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,15 @@ from tests.dcp import cli_support
 from tests.support.conversion import assert_same, training_state
 from tests.support.fault_plan import HANG
 from tests.support.fault_proxy import FaultProxy
-from tests.support.programs import Program, run_program
+from tests.support.programs import Program, run_program, warm_programs
 from tests.support.s3 import raw_s3
+
+
+@pytest.fixture(autouse=True)
+def warm() -> Iterator[None]:
+    """Worker processes need not import the client of S3 anew."""
+    with warm_programs():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +178,11 @@ _LARGE_TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def _marks(kind: str, is_there: bool) -> Any:
+    """`make test` tries one file that is made anew, and a folder where something is already."""
+    return () if (kind, is_there) in (("torch", False), ("dcp", True)) else pytest.mark.exhaustive
+
+
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """24 MiB, of which each file of a target has several parts."""
@@ -218,8 +231,8 @@ observers.append(observe)
 @pytest.mark.parametrize(
     ("kind", "is_foreign"),
     [
-        pytest.param(kind, is_foreign, marks=() if number % 2 == is_foreign else pytest.mark.exhaustive)
-        for number, kind in enumerate(_LARGE_TARGETS)
+        pytest.param(kind, is_foreign, marks=_marks(kind, is_foreign))
+        for kind in _LARGE_TARGETS
         for is_foreign in (False, True)
     ],
 )
@@ -258,8 +271,8 @@ def test_what_was_finished_and_not_noted_is_compared(
 @pytest.mark.parametrize(
     ("kind", "overwrite"),
     [
-        pytest.param(kind, overwrite, marks=() if number % 2 == overwrite else pytest.mark.exhaustive)
-        for number, kind in enumerate(_LARGE_TARGETS)
+        pytest.param(kind, overwrite, marks=_marks(kind, overwrite))
+        for kind in _LARGE_TARGETS
         for overwrite in (False, True)
     ],
 )
@@ -293,7 +306,7 @@ def test_uploads_of_a_killed_conversion_end_with_the_next(
     assert [int(tensor.sum()) for tensor in loaded.values()] == [0, 3 << 20]
 
 
-@pytest.mark.parametrize("kind", ["torch", "shards"])
+@pytest.mark.parametrize("kind", [pytest.param("torch", marks=pytest.mark.exhaustive), "shards"])
 def test_gc_knows_the_uploads_of_conversions(
     kind: str,
     large: Path,
@@ -356,7 +369,10 @@ def test_damage_on_s3_is_found(source: Path, s3_server: S3Server, s3_root: str, 
     assert not (tmp_path / "m.safetensors").exists()
 
 
-@pytest.mark.parametrize("kind", list(_LARGE_TARGETS))
+@pytest.mark.parametrize(
+    "kind",
+    ["torch", "dcp", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("file", "shards"))],
+)
 def test_a_damaged_source_leaves_and_replaces_nothing(
     kind: str, large: Path, s3_server: S3Server, s3_root: str, tmp_path: Path
 ) -> None:

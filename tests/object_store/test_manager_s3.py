@@ -58,7 +58,7 @@ def one_data_file(raw: RawS3, folder: str) -> str:
 # -- a run ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["thread", "process"])
+@pytest.mark.parametrize("mode", [pytest.param("thread", marks=pytest.mark.exhaustive), "process"])
 def test_a_run_keeps_what_it_is_told_to(s3_server: S3Server, s3_root: str, mode: Mode) -> None:
     """Saved behind the loop, verified, and all but the last two, the best and the pinned deleted to the last
     object; the next run goes on from the newest."""
@@ -285,51 +285,55 @@ def test_what_an_earlier_run_left_is_finished(s3_server: S3Server, s3_root: str)
 # -- what it costs -------------------------------------------------------------------------------------------
 
 
-def test_a_thousand_steps_are_found_by_a_few_requests(
-    s3_proxy: FaultProxy, s3_root: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("count", "pages"), [(200, 1), pytest.param(1000, 2, marks=pytest.mark.exhaustive)])
+def test_many_steps_are_found_by_a_few_requests(
+    s3_proxy: FaultProxy, s3_root: str, monkeypatch: pytest.MonkeyPatch, count: int, pages: int
 ) -> None:
     """The newest is restored without a look into the others; what begins a save asks about its own step
     alone; the list of all of them opens notes once, and nothing else."""
     with manager_of(s3_root, s3_proxy) as manager:
-        manager.save(1000, version_state(7))
+        manager.save(count, version_state(7))
     with raw_s3(s3_proxy.server) as raw:
         manifest, notes = (
-            raw.read(f"{s3_root}/step-00001000/{name}") for name in (MANIFEST_NAME, NOTES_NAME)
+            raw.read(f"{s3_root}/step-{count:08d}/{name}") for name in (MANIFEST_NAME, NOTES_NAME)
         )
-        raw.write_many([(f"{s3_root}/step-{step:08d}/{MANIFEST_NAME}", manifest) for step in range(1, 1000)])
-        raw.write_many([(f"{s3_root}/step-{step:08d}/{NOTES_NAME}", notes) for step in range(901, 1000)])
+        raw.write_many([(f"{s3_root}/step-{step:08d}/{MANIFEST_NAME}", manifest) for step in range(1, count)])
+        raw.write_many(
+            [(f"{s3_root}/step-{step:08d}/{NOTES_NAME}", notes) for step in range(count - 99, count)]
+        )
     time.sleep(steps._RACY_SECONDS + 1)  # younger files are read again each time
     with manager_of(s3_root, s3_proxy, mode="thread", verify_saved="off") as manager:
         s3_proxy.log.clear()
         state = version_state(0)
         restored = manager.restore(state)
         assert restored is not None
-        assert (restored.step, version_of(state)) == (1000, 7)
+        assert (restored.step, version_of(state)) == (count, 7)
         counts = s3_proxy.counts()
-        assert counts["ListObjectsV2"] == 2  # 1,102 objects
+        assert counts["ListObjectsV2"] == pages  # a thousand objects each
         assert sum(counts.values()) <= 10, counts
         s3_proxy.log.clear()
-        assert manager.latest() == 1000
-        assert s3_proxy.counts() == {"ListObjectsV2": 2}
+        assert manager.latest() == count
+        assert s3_proxy.counts() == {"ListObjectsV2": pages}
         s3_proxy.log.clear()
-        future = manager.save(1001, version_state(8))
+        future = manager.save(count + 1, version_state(8))
         assert future is not None
         assert future.exception(60) is None
         asked = [request.key or request.query["prefix"] for request in s3_proxy.log]
-        committed = next(at for at, key in enumerate(asked) if key.endswith(f"1001/{MANIFEST_NAME}"))
-        assert {key.split("/")[1] for key in asked[:committed]} == {"step-00001001"}
+        committed = next(at for at, key in enumerate(asked) if key.endswith(f"{count + 1}/{MANIFEST_NAME}"))
+        assert {key.split("/")[1] for key in asked[:committed]} == {f"step-{count + 1:08d}"}
         assert manager.wait(60)
     folders = StepFolders(s3_root, open_store=OpenWith(s3_proxy.storage_options))
     monkeypatch.setattr(steps, "_RACY_SECONDS", -math.inf)  # as if all were written long ago
     for gets in ({"GetObject": 100}, {}):
         s3_proxy.log.clear()
-        assert folders.all_steps() == [*range(1, 1002)]
-        assert s3_proxy.counts() == {"ListObjectsV2": 2, **gets}
+        assert folders.all_steps() == [*range(1, count + 2)]
+        assert s3_proxy.counts() == {"ListObjectsV2": pages, **gets}
 
 
-def test_a_root_of_objects(s3_proxy: FaultProxy, s3_root: str) -> None:
+@pytest.mark.parametrize(("count", "pages"), [(40, 1), pytest.param(400, 2, marks=pytest.mark.exhaustive)])
+def test_a_root_of_objects(s3_proxy: FaultProxy, s3_root: str, count: int, pages: int) -> None:
     """All folders from one listing, one folder from a listing of that one; deeper and odd keys are none."""
-    names = [f"step-{number:04d}/{name}" for number in range(400) for name in ("a", "b", MANIFEST_NAME)]
+    names = [f"step-{number:04d}/{name}" for number in range(count) for name in ("a", "b", MANIFEST_NAME)]
     odd = ["file", "deeper/than/that", "step-0001/deeper/x", "lock/.lock", "step-0002/.lock"]
     with raw_s3(s3_proxy.server) as raw:
         raw.write_many([(f"{s3_root}/{name}", name.encode()) for name in [*names, *odd]])
@@ -338,9 +342,9 @@ def test_a_root_of_objects(s3_proxy: FaultProxy, s3_root: str) -> None:
     assert root.lists_tree
     assert s3_proxy.log == []
     found = root.look(("a",))
-    assert s3_proxy.counts() == {"ListObjectsV2": 2}
-    assert sorted(found) == [f"step-{number:04d}" for number in range(400)]
-    assert sorted(found["step-0399"]) == ["a", MANIFEST_NAME]
+    assert s3_proxy.counts() == {"ListObjectsV2": pages}
+    assert sorted(found) == [f"step-{number:04d}" for number in range(count)]
+    assert sorted(found[f"step-{count - 1:04d}"]) == ["a", MANIFEST_NAME]
     assert found["step-0001"]["a"].size_bytes == len("step-0001/a")
     s3_proxy.log.clear()
     assert root.names() == ["deeper", "lock", *sorted(found)]

@@ -6,8 +6,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from contextlib import ExitStack
@@ -69,7 +67,10 @@ def test_the_worker_beside_it(tmp_path: Path) -> None:
         service.kill()
 
 
-@pytest.mark.parametrize(("number", "is_fresh"), [(signal.SIGTERM, True), (signal.SIGINT, False)])
+@pytest.mark.parametrize(
+    ("number", "is_fresh"),
+    [(signal.SIGTERM, False), pytest.param(signal.SIGINT, True, marks=pytest.mark.exhaustive)],
+)
 def test_a_signal_while_it_starts(tmp_path: Path, number: signal.Signals, is_fresh: bool) -> None:
     """It ends before it listens as it does later: with status 0, and with nothing left behind."""
     process = DcpProcess(["serve", "--port", "0"], tmp_path, is_fresh=is_fresh).start()
@@ -216,15 +217,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        done = subprocess.run(
-            [sys.executable, "-m", "dcp", "serve", "--port", str(port)],
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        done = run_program("-m", "dcp", "serve", "--port", str(port), cwd=tmp_path)
     assert done.returncode == 3
     assert re.fullmatch(rf"dcp: port {port} of 127.0.0.1 is taken.*--port\n", done.stderr)
     assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,7 @@
 """Processes of tests: forked from one that has imported all that they need, for torch alone costs seconds.
 
 A process has one such server, which imports what was asked for last; so one list has all that tests need.
+The workers of a run share one, of the process that has started them.
 """
 
 from __future__ import annotations
@@ -11,13 +12,29 @@ import multiprocessing.forkserver
 import os
 import select
 import signal
+import uuid
+from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Final
 
 from tests.support.processes import children
 
-__all__ = ["PRELOADED", "end_with_run", "ensure_fork_server", "forkserver_context", "set_preload"]
+__all__ = [
+    "ADDRESS",
+    "PRELOADED",
+    "end_with_run",
+    "ensure_fork_server",
+    "forkserver_context",
+    "set_preload",
+    "share_fork_server",
+]
+
+ADDRESS: Final = "TESTS_WARM_WRITERS"
+"""The variable that names the socket of `tests.support.warm_writers`, for all that use one server."""
+
+_SHARED: Final = "TESTS_FORK_SERVER"
+"""The variable that names the socket of the fork server, where one is shared."""
 
 _ROOT: Final = Path(__file__).parents[2]
 
@@ -73,9 +90,25 @@ def set_preload() -> None:
     _server.ensure_running = ensure_fork_server  # type: ignore[method-assign]
 
 
+def share_fork_server() -> None:
+    """Before workers are started: one for all of them, which imports what it has to while they collect."""
+    if not hasattr(_server, "_forkserver_authkey"):  # versions of Python that have it take none but their own
+        set_preload()
+        os.environ[ADDRESS] = f"tests-{uuid.uuid4().hex}"
+        ensure_fork_server()
+        os.environ[_SHARED] = _server._forkserver_address  # type: ignore[attr-defined]
+
+
 def ensure_fork_server() -> None:
     """It is started in the checkout, wherever a test is: it finds ours there, and is silent where it does
     not."""
+    if (shared := os.environ.get(_SHARED)) is not None:
+        if _server._forkserver_address is None:  # type: ignore[attr-defined]
+            _server._forkserver_address = shared  # type: ignore[attr-defined]
+            # what lives as long as somebody may ask for processes, which is asked of the run here
+            _server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # type: ignore[attr-defined]
+        resource_tracker.ensure_running()
+        return
     is_there = _server._forkserver_pid is not None  # type: ignore[attr-defined]
     with contextlib.nullcontext() if is_there else contextlib.chdir(_ROOT):
         _ensure_running()

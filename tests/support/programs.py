@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from dcp.background.process import child
+from tests.support.forking import ADDRESS
 from tests.support.processes import lives, rename_process
-from tests.support.warm_writers import ADDRESS, end_with_parent, fork_one, start_warm
+from tests.support.warm_writers import end_with_parent, fork_one, start_warm
 
 __all__ = ["Program", "run_program", "use_cold_programs", "use_warm_programs", "warm_programs"]
 

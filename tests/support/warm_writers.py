@@ -28,11 +28,10 @@ from typing import Any, Final
 import dcp.background.process.serving  # noqa: F401 - what a writer imports
 from dcp.background.process import child
 from dcp.background.process.main import main
-from tests.support.forking import ensure_fork_server
+from tests.support.forking import ADDRESS, ensure_fork_server
 from tests.support.processes import lives
 
 __all__ = [
-    "ADDRESS",
     "cold_writers",
     "end_with_parent",
     "fork_off",
@@ -40,9 +39,6 @@ __all__ = [
     "start_warm",
     "use_warm_writers",
 ]
-
-ADDRESS: Final = "TESTS_WARM_WRITERS"
-"""The variable that names the socket, in the environment of all processes of one test process."""
 
 _START_SECONDS: Final = 240.0
 _NUMBER: Final = struct.Struct("=q")
@@ -57,7 +53,7 @@ _processes_with_fork_server: Final[set[int]] = set()
 
 def use_warm_writers() -> None:
     """In this process, and in those that the fork server makes from now on."""
-    os.environ[ADDRESS] = f"tests-{uuid.uuid4().hex}"
+    os.environ.setdefault(ADDRESS, f"tests-{uuid.uuid4().hex}")
     _processes_with_fork_server.add(os.getpid())
     child._popen = start_warm
 

@@ -134,8 +134,14 @@ def test_the_layout_is_planned_once(source: Path, tmp_path: Path, monkeypatch: p
     assert len(planned) == 1
 
 
-@pytest.mark.parametrize("to", list(_TARGETS))
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize(
+    ("to", "times"),
+    [
+        *(("torch", 1), ("dcp", 1), ("safetensors", 2)),
+        *(pytest.param(*one, marks=pytest.mark.exhaustive) for one in (("torch", 2), ("dcp", 2))),
+        pytest.param("safetensors", 1, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_stages_on_s3(
     to: str, times: int, source: Path, s3_server: S3Server, s3_root: str, tmp_path: Path
 ) -> None:
@@ -247,7 +253,7 @@ def test_damage_publishes_nothing(
     assert not place.exists()
 
 
-@pytest.mark.parametrize("to", list(_TARGETS))
+@pytest.mark.parametrize("to", ["torch", "safetensors", pytest.param("dcp", marks=pytest.mark.exhaustive)])
 def test_what_is_given_up_leaves_nothing(
     to: str, source: Path, s3_server: S3Server, s3_root: str, tmp_path: Path
 ) -> None:

@@ -43,7 +43,7 @@ def _save_strided(path: Path, mebibytes: int) -> int:
     return sum(tensor.nbytes for tensor in state.values())
 
 
-@pytest.mark.parametrize("to", ["dcp", "safetensors"])
+@pytest.mark.parametrize("to", [pytest.param("dcp", marks=pytest.mark.exhaustive), "safetensors"])
 def test_peak_memory_is_a_few_buffers(to: str, tmp_path: Path) -> None:
     """192 MiB through two workers, half of it by strides: all processes together stay below 300 MiB."""
     size = _save_strided(tmp_path / "model.pt", 192)

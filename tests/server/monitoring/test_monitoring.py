@@ -330,7 +330,7 @@ def test_two_processes_of_the_api_count_together(tmp_path: Path) -> None:
     with Service(tmp_path / "service", settings) as service:
 
         def now() -> Samples:
-            with httpx.Client(base_url=service.url, timeout=60) as client:  # a new connection: any process
+            with service.client() as client:  # a new connection: any process
                 return samples(client.get("/metrics").raise_for_status().text)
 
         def health_checks() -> int:
@@ -342,7 +342,8 @@ def test_two_processes_of_the_api_count_together(tmp_path: Path) -> None:
         wait_until(lambda: value(now(), "dcp_api_processes") == 2, "both count")
         before = health_checks()
         for _ in range(30):
-            httpx.get(f"{service.url}/healthz", timeout=60).raise_for_status()
+            with service.client() as client:
+                client.get("/healthz").raise_for_status()
         for _ in range(10):
             assert health_checks() == before + 30
         assert (value(now(), "dcp_api_resident_bytes") or 0) > 60 << 20
