@@ -102,8 +102,16 @@ def attempts(root: Path, before: str, fault: Callable[[int], Fault]) -> list[tup
     return made
 
 
-@pytest.mark.parametrize("kind", ERRORS)
-@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize(
+    ("before", "kind"),
+    [
+        *((before, kind) for before in ("first", "overwrite") for kind in ERRORS),
+        *(
+            pytest.param("over stock", kind, marks=() if number == 0 else pytest.mark.exhaustive)
+            for number, kind in enumerate(ERRORS)
+        ),
+    ],
+)
 def test_an_error_at_any_operation_is_raised_typed_and_undoes_the_save(
     tmp_path: Path, before: str, kind: str
 ) -> None:

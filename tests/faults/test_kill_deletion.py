@@ -126,7 +126,13 @@ def save_over(root: Path) -> tuple[int | str, int | str, list[int], bool, dict[s
     return seen_by_dcp(folder), seen_by_stock(folder), folders.all_steps(), verify(folder).ok, files
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name in ("stock", "bare", "noted") else ())
+        for name in SCENARIOS
+    ],
+)
 def test_a_deletion_killed_before_any_step_leaves_all_or_nothing(tmp_path: Path, name: str) -> None:
     """Whole until one step and gone after it, for dcp and for stock; the next start finishes it.
 
