@@ -179,7 +179,8 @@ class ColumnLoad(LoadEngine):
 
     def _check_left(self, left: list[bytes]) -> bytes:
         if all(left) and self._planned is not None:
-            check_left(_names(self._planned[0]), left)
+            unmapped = self._mapped.unknown if self._mapped is not None else ()
+            check_left(_names(self._planned[0]), left, unmapped)
         return b""
 
     def _read(self, report: LoadReport) -> bytes:

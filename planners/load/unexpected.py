@@ -94,8 +94,9 @@ def pack_left(names: Sequence[str], unexpected: Collection[str], lost: Collectio
     return bytes(msgpack.packb(packed))
 
 
-def check_left(names: Sequence[str], ranks: Sequence[bytes]) -> None:
-    """Raise UnexpectedKeyError for names that no rank takes, and some rank should, by their `pack_left`."""
+def check_left(names: Sequence[str], ranks: Sequence[bytes], unmapped: Collection[str] = ()) -> None:
+    """Raise UnexpectedKeyError for names that no rank takes, and some rank should, by their `pack_left`.
+    ``unmapped`` are those that no rule of a weight map knows."""
     if not all(ranks):
         return
     told = [msgpack.unpackb(part) for part in ranks]
@@ -105,14 +106,16 @@ def check_left(names: Sequence[str], ranks: Sequence[bytes]) -> None:
     left = [_column(of, len(names)) for of, _ in told]
     rows = np.flatnonzero(np.logical_and.reduce(left) & np.logical_or.reduce(lost))
     if len(rows):
-        raise unexpected_keys(names, [names[row] for row in rows.tolist()])
+        raise unexpected_keys(names, [names[row] for row in rows.tolist()], unmapped)
 
 
 def _column(packed: bytes, count: int) -> npt.NDArray[np.uint8]:
     return np.unpackbits(np.frombuffer(packed, np.uint8), count=count)
 
 
-def unexpected_keys(names: Sequence[str], lost: Sequence[str]) -> UnexpectedKeyError:
+def unexpected_keys(
+    names: Sequence[str], lost: Sequence[str], unmapped: Collection[str] = ()
+) -> UnexpectedKeyError:
     """The error for the ``lost`` of the checkpoint's ``names``: told by what they are all of."""
     gone = set(lost)
     taken = {above for name in names if name not in gone for above in _with_parents(name)}
@@ -129,6 +132,8 @@ def unexpected_keys(names: Sequence[str], lost: Sequence[str]) -> UnexpectedKeyE
     hint = ""
     if any("state" in group.split(".") for group in groups):
         hint = " (an optimizer has state once it has made a step; torch's get_state_dict() makes it)"
+    if any(name in unmapped for name in lost):
+        hint = ", and the map a rule" + hint
     what = "entry that has" if len(lost) == 1 else "entries that have"
     return UnexpectedKeyError(
         f"the checkpoint has {len(lost)} {what} no place in the state dict, below keys that it asks for, and "

@@ -218,7 +218,7 @@ def claimed(case: Case, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "examples", [25, pytest.param(600, marks=pytest.mark.exhaustive)], ids=["few", "many"]
+    "examples", [12, pytest.param(600, marks=pytest.mark.exhaustive)], ids=["few", "many"]
 )
 def test_any_map_of_any_shards(examples: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Every element of the boxes that a rank has is the one that the rule says, and no other is touched."""
@@ -333,7 +333,7 @@ def load_sharded(rank: int, world_size: int, path: str, kind: str) -> tuple[int,
     return report.bytes_needed, report.bytes_read, local
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "fsdp and tp"])
+@pytest.mark.parametrize("kind", [pytest.param("fsdp", marks=pytest.mark.exhaustive), "fsdp and tp"])
 def test_into_a_sharded_model(saved: Path, kind: str) -> None:
     """FSDP2, and FSDP2 over tensor parallelism; each rank asks for what it holds, but for zeros, and reads
     little beside it."""
@@ -430,7 +430,7 @@ def test_tensors_that_no_rule_knows(tmp_path: Path) -> None:
     more = {"0.q.bias": numbered(4), "opt.q": numbered(3), "step": 7}
     dcp.save(apart() | more, checkpoint_id=tmp_path, no_dist=True)
     state = like(fused())
-    with pytest.raises(UnexpectedKeyError, match=r"0\.q\.bias") as caught:
+    with pytest.raises(UnexpectedKeyError, match=r"'0\.q\.bias'.* needed, and the map a rule\.") as caught:
         dcp.load(state, checkpoint_id=tmp_path, map=FUSED, no_dist=True)
     assert caught.value.fqns == ["0.q.bias"]
     report = dcp.load(state, checkpoint_id=tmp_path, map=FUSED, exclude="0.q.bias", no_dist=True)

@@ -74,7 +74,9 @@ def save_sharded(rank: int, world_size: int, path: str, how: str) -> None:
     future.result()
 
 
-@pytest.mark.parametrize("how", ["save", "thread", pytest.param("process", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "how", ["thread", *(pytest.param(how, marks=pytest.mark.exhaustive) for how in ("save", "process"))]
+)
 def test_shards_of_several_ranks(tmp_path: Path, how: str) -> None:
     """Each box is written once, replicas by one; values keep their places; a copy of what is permuted is
     taken before the training goes on."""
@@ -135,3 +137,25 @@ def test_loads_and_saves_through_a_map_are_inverse(tmp_path: Path) -> None:
     inverse = dcp.weight_map(weights, inverse=True, half=HEAD // 2)
     dcp.load(found, checkpoint_id=tmp_path, map=inverse, no_dist=True)
     assert torch.equal(found["x"], whole)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["float8_e4m3fn", *(pytest.param(k, marks=pytest.mark.exhaustive) for k in ("bool", "complex128"))],
+)
+def test_tensors_of_no_elements_or_dimensions(tmp_path: Path, kind: str) -> None:
+    """And views of others, of unusual types; there and back, and into another type's memory order."""
+    whole = (torch.arange(24) % 2).to(getattr(torch, kind)).view(4, 6)
+    state = {"x": whole, "t": whole.T, "n": whole[:0], "s": whole[1, 1]}
+    rules: list[dict[str, Any]] = [{"from": {name: "a b"}, "to": {f"{name}2": "b a"}} for name in "xtn"]
+    rules.append({"from": {"s": ""}, "to": {"s2": ""}})
+    dcp.save(state, checkpoint_id=tmp_path / "c", map={"rules": rules}, no_dist=True)
+    found = dcp.read(tmp_path / "c")
+    back = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    inverse = dcp.weight_map({"rules": rules}, inverse=True)
+    dcp.load(back, checkpoint_id=tmp_path / "c", map=inverse, no_dist=True)
+    for name, tensor in state.items():
+        for made, wanted in ((found[f"{name}2"], tensor.t()), (back[name], tensor)):
+            assert made.shape == wanted.shape
+            one, other = (each.reshape(-1).view(torch.uint8) for each in (made, wanted))
+            assert torch.equal(one, other), name

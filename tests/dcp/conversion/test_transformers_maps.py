@@ -70,19 +70,26 @@ def test_a_checkpoint_becomes_the_model(tmp_path: Path, family: str, sizes: dict
     assert all(torch.equal(back[name], tensor) for name, tensor in stored.items())
 
 
+_OPERATIONS: list[tuple[list[str], list[str], list[ConversionOps]]] = [
+    (["q", "k"], ["qk"], [Concatenate(dim=1)]),
+    (["w"], ["a", "b"], [Chunk(dim=0)]),
+    (["w"], ["t"], [Transpose(0, 1)]),
+    (["w"], ["t"], [Interleave(dim=1)]),
+    (["w"], ["t"], [Interleave(dim=0, inverse=True)]),
+    (["w"], ["t"], [PermuteForRope()]),
+    (["w"], ["t"], [PermuteForRope(inverse=True)]),
+    (["q", "k"], ["qk"], [PermuteForRope(permute_layer_names=["q"]), Concatenate(dim=0)]),
+    (["experts.*.q"], ["qs"], [MergeModulelist(dim=1)]),
+    (["experts.*.q", "experts.*.k"], ["qks"], [MergeModulelist(), Concatenate(dim=2)]),
+]
+_USUAL = {1, 7, 9}
+
+
 @pytest.mark.parametrize(
     ("sources", "targets", "operations"),
     [
-        (["q", "k"], ["qk"], [Concatenate(dim=1)]),
-        (["w"], ["a", "b"], [Chunk(dim=0)]),
-        (["w"], ["t"], [Transpose(0, 1)]),
-        (["w"], ["t"], [Interleave(dim=1)]),
-        (["w"], ["t"], [Interleave(dim=0, inverse=True)]),
-        (["w"], ["t"], [PermuteForRope()]),
-        (["w"], ["t"], [PermuteForRope(inverse=True)]),
-        (["q", "k"], ["qk"], [PermuteForRope(permute_layer_names=["q"]), Concatenate(dim=0)]),
-        (["experts.*.q"], ["qs"], [MergeModulelist(dim=1)]),
-        (["experts.*.q", "experts.*.k"], ["qks"], [MergeModulelist(), Concatenate(dim=2)]),
+        pytest.param(*case, marks=() if number in _USUAL else pytest.mark.exhaustive)
+        for number, case in enumerate(_OPERATIONS)
     ],
 )
 def test_each_operation_is_what_transformers_does(
