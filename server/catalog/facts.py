@@ -43,8 +43,8 @@ class CheckpointFacts:
 
     ``key`` is relative to the root. What is None was not found out, and leaves what is known. ``save_id``
     names the save, ``resumed_from`` the one that its training went on from, ``fingerprint`` the commit
-    objects; a new save id, or without one a new fingerprint, is new content. ``tags`` and ``metrics`` are
-    added to those that it has. ``problem`` is for unreadable ones.
+    objects; a new save id, or without one a new fingerprint, is new content. ``content_digest`` is of all
+    tensors. ``tags`` and ``metrics`` are added to those that it has. ``problem`` is for unreadable ones.
     """
 
     root: str
@@ -57,6 +57,7 @@ class CheckpointFacts:
     save_id: str | None = None
     resumed_from: str | None = None
     fingerprint: str | None = None
+    content_digest: str | None = None
     bytes: int = 0
     file_count: int = 0
     world_size: int | None = None

@@ -15,12 +15,23 @@ from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.errors import InvalidQueryError
 from dcp.server.database.sql import insert_missing
 from dcp.server.database.tables import checkpoints, lineage, roots
+from dcp.server.records.checkpoints import CheckpointDetail
 from dcp.server.records.declaring import moment
 from dcp.server.records.labels import Lineage, LineageEdge, LineageNode
 
 __all__ = ["add_lineage", "lineage_of"]
 
 MAX_NODES: Final = 500
+MAX_ALSO_IN: Final = 50
+
+_NODE: Final = (
+    checkpoints.c.id,
+    roots.c.name.label("root"),
+    checkpoints.c.key,
+    checkpoints.c.step,
+    checkpoints.c.format,
+    checkpoints.c.state,
+)
 
 
 def add_lineage(
@@ -68,7 +79,30 @@ def lineage_of(connection: Connection, checkpoint_id: int, visible: frozenset[st
             level = [node.id for node in new]
     kept = [edge for edge in edges.values() if edge.child_id in nodes and edge.parent_id in nodes]
     nearest = sorted(nodes.values(), key=lambda node: (abs(node.distance), node.id))
-    return Lineage(tuple(nearest), tuple(kept), is_cut)
+    also_in = _also_in(connection, start, visible)
+    return Lineage(tuple(nearest), tuple(kept), is_cut, tuple(also_in))
+
+
+def _also_in(
+    connection: Connection, found: CheckpointDetail, visible: frozenset[str] | None
+) -> list[LineageNode]:
+    """Others whose tensors are the same, the newest first."""
+    if found.content_digest is None:
+        return []
+    query = (
+        select(*_NODE)
+        .join_from(checkpoints, roots, roots.c.id == checkpoints.c.root_id)
+        .where(
+            checkpoints.c.content_digest == found.content_digest,
+            checkpoints.c.id != found.id,
+            checkpoints.c.state == "committed",
+        )
+        .order_by(checkpoints.c.id.desc())
+        .limit(MAX_ALSO_IN)
+    )
+    if visible is not None:
+        query = query.where(roots.c.name.in_(sorted(visible)))
+    return [LineageNode(**row._mapping, distance=0) for row in connection.execute(query)]
 
 
 def _edges(connection: Connection, numbers: Iterable[int], direction: int) -> list[LineageEdge]:
@@ -102,14 +136,7 @@ def _node(
     connection: Connection, numbers: Iterable[int], visible: frozenset[str] | None, distance: int
 ) -> list[LineageNode]:
     query = (
-        select(
-            checkpoints.c.id,
-            roots.c.name.label("root"),
-            checkpoints.c.key,
-            checkpoints.c.step,
-            checkpoints.c.format,
-            checkpoints.c.state,
-        )
+        select(*_NODE)
         .join_from(checkpoints, roots, roots.c.id == checkpoints.c.root_id)
         .where(checkpoints.c.id.in_(sorted(numbers)))
         .order_by(checkpoints.c.id)

@@ -165,6 +165,7 @@ checkpoints: Final = Table(
     Index(None, "structure_id", "id"),
     Index(None, "save_id"),  # by which a checkpoint is found that another was resumed from
     Index(None, "resumed_from"),
+    Index(None, "content_digest"),  # who has the same tensors
     *checks_of(CheckpointDetail),
 )
 """What is shown of them is declared by `CheckpointDetail`; what is not, here."""

@@ -99,6 +99,12 @@ class CheckpointDetail(Checkpoint):
         Found("of the same content"),
         Shown("Of its commit: another one is another content."),
     ] = None
+    content_digest: Annotated[
+        str | None,
+        OwnColumn("code", 32),
+        Found("of the same content"),
+        Shown("Of the names and digests of all tensors; null where its manifest has none."),
+    ] = None
     user_metadata: Annotated[Any, OwnColumn("json"), Found("always")] = None
     # run, framework and library versions, timings: what the manifest says
     provenance: Annotated[Any, OwnColumn("json"), Found("always")] = None

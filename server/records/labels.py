@@ -74,8 +74,12 @@ class LineageEdge:
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """Ancestors and descendants, nearest first; ``is_cut``: there are more."""
+    """Ancestors and descendants, nearest first; ``is_cut``: there are more. ``also_in``: what has the same
+    tensors under the same names, wherever it comes from, by their digests."""
 
     nodes: tuple[LineageNode, ...]
     edges: tuple[LineageEdge, ...]
     is_cut: Annotated[bool, Shown("There are more than are shown.")]
+    also_in: Annotated[
+        tuple[LineageNode, ...], Shown("The first 50 that have the same tensors, by their digests.")
+    ] = ()

@@ -19,6 +19,7 @@ from dcp.server.catalog.contents.structures import StructureFacts, StructureTens
 from dcp.server.catalog.facts import END_OF_TIME, CheckpointFacts, FoundState
 from dcp.server.formats import format_in_catalog
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, is_commit_object
+from dcp.storage.digests.shown import digest_of_all
 from dcp.storage.formats.dropped import dropped_from
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.native.format import DCP
@@ -27,6 +28,7 @@ from dcp.storage.formats.registry import by_precedence, file_names, formats, is_
 from dcp.storage.stores.base import FileInfo
 
 __all__ = [
+    "content_digest_of",
     "facts_of_parts",
     "facts_of_source",
     "facts_without_index",
@@ -57,6 +59,13 @@ def structure_of(index: CheckpointIndex) -> StructureFacts:
     """Names, kinds, shapes and dtypes of all tensors and values; some microseconds for each."""
     objects = (StructureTensor(fqn, "object", None, None, 0) for fqn in index.objects.fqns)
     return StructureFacts.of([*_tensors(index), *objects])
+
+
+def content_digest_of(index: CheckpointIndex) -> str | None:
+    """One digest for all tensors, by their names; None where the manifest does not have all of theirs."""
+    if not len(index.digests) or not all(index.digests):
+        return None
+    return digest_of_all((fqn, index.digest(row) or "") for row, fqn in enumerate(index.fqns))
 
 
 def _tensors(index: CheckpointIndex) -> Iterator[StructureTensor]:
@@ -100,6 +109,7 @@ def facts_of_source(
         provenance=index.provenance,
         user=index.user,
         structure=structure_of(index),
+        content_digest=content_digest_of(index),
         fingerprint=fingerprint,
         bytes=sum(sizes),
         file_count=len(index.files),
@@ -116,6 +126,7 @@ def facts_of_parts(
     provenance: Mapping[str, Any],
     user: Mapping[str, Any],
     structure: StructureFacts,
+    content_digest: str | None = None,
     fingerprint: str | None,
     bytes: int,
     file_count: int,
@@ -140,6 +151,7 @@ def facts_of_parts(
         save_id=_save_id(provenance),
         resumed_from=_save_id(resumed_from) if isinstance(resumed_from, dict) else None,
         fingerprint=fingerprint,
+        content_digest=content_digest,
         bytes=bytes,
         file_count=file_count,
         world_size=world_size if type(world_size) is int and world_size > 0 else None,

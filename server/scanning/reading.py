@@ -18,6 +18,7 @@ from dcp.server.catalog.contents.structures import StructureFacts
 from dcp.server.catalog.facts import CheckpointFacts, FoundState
 from dcp.server.roots import StorageRoot
 from dcp.server.scanning.facts import (
+    content_digest_of,
     facts_of_parts,
     facts_of_source,
     facts_without_index,
@@ -199,6 +200,7 @@ class Reader:
             provenance=summary.provenance,
             user=summary.user,
             structure=self._memo.get(summary.structure_key, lambda: structure_of(decode_manifest(data))),
+            content_digest=content_digest_of(decode_manifest(data)) if summary.has_digests else None,
             fingerprint=fingerprint,
             bytes=summary.bytes,
             file_count=summary.file_count,

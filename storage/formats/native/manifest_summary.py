@@ -29,7 +29,7 @@ class ManifestSummary:
     """The part of a `CheckpointIndex` that is about all of it.
 
     Equal ``structure_key`` mean the same names, shapes and dtypes; different ones may, too. ``bytes`` are
-    those of the files, None where a size is not known.
+    those of the files, None where a size is not known. ``has_digests``: it has some of its tensors'.
     """
 
     format: str
@@ -40,6 +40,7 @@ class ManifestSummary:
     user: Mapping[str, Any]
     torch_metadata_crc: int | None
     replaced_torch_metadata_crc: int | None
+    has_digests: bool = False
 
 
 def summarize_manifest(data: bytes) -> ManifestSummary:
@@ -60,6 +61,7 @@ def summarize_manifest(data: bytes) -> ManifestSummary:
         user=_plain_dict(fields, "user", budget),
         torch_metadata_crc=_crc(fields.get("torch_metadata_crc")),
         replaced_torch_metadata_crc=_crc(fields.get("replaced_torch_metadata_crc")),
+        has_digests="digests" in fields["tensors"],
     )
 
 

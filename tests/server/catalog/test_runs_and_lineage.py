@@ -30,6 +30,7 @@ def add(database: Database, root: str, key: str, **facts: Any) -> int:
             step=facts.get("step"),
             save_id=facts.get("save_id"),
             resumed_from=facts.get("resumed_from"),
+            content_digest=facts.get("content_digest"),
             bytes=facts.get("bytes", 0),
             state="committed" if facts.get("whole", 1) else "incomplete",
         )
@@ -103,6 +104,19 @@ def test_lineage_shows_ancestors_and_descendants(catalog: Database) -> None:
         assert not found.is_cut
         with pytest.raises(InvalidQueryError):
             add_lineage(connection, base, base)
+
+
+def test_lineage_says_what_has_the_same_tensors(catalog: Database) -> None:
+    """Committed ones of equal digests in the roots that may be seen, the newest first, by an index."""
+    places = enumerate(("main", "main", "other"))
+    one, two, far = (add(catalog, root, f"run/{n}", content_digest="d" * 32) for n, root in places)
+    other = add(catalog, "main", "run/other", content_digest="e" * 32)
+    add(catalog, "main", "run/begun", content_digest="d" * 32, whole=0)
+    none, _ = (add(catalog, "main", f"run/none-{n}") for n in range(2))
+    with catalog.read() as connection:
+        assert [node.id for node in lineage_of(connection, one).also_in] == [far, two]
+        assert [node.id for node in lineage_of(connection, one, frozenset({"main"})).also_in] == [two]
+        assert lineage_of(connection, other).also_in == lineage_of(connection, none).also_in == ()
 
 
 def test_lineage_bears_rings_and_hides_what_may_not_be_seen(catalog: Database) -> None:

@@ -72,6 +72,7 @@ CHECKPOINT = {
 DETAIL = CHECKPOINT | {
     "save_id": "s",
     "resumed_from": "r",
+    "content_digest": None,
     "fingerprint": None,
     "user_metadata": {"x": [1]},
     "provenance": None,

@@ -166,3 +166,22 @@ def test_a_huge_family_is_a_small_page(app: App) -> None:
     page = browser.page(f"/checkpoints/{base}/lineage")
     assert "There are more than 500" in page.text and "487 more are in the table alone" in page.text
     assert len(browser.get(f"/checkpoints/{base}/lineage").content) < 1_500_000
+
+
+def test_the_page_of_a_checkpoint_says_where_else_its_tensors_are(app: App) -> None:
+    """With links and hostile names as text, of what the key may see; nothing where nobody else has them."""
+    database = app.service.database
+    one = add_checkpoint(database, "run/step-1", content_digest="d" * 32)
+    names = [name.replace("/", "|") for name in HOSTILE[:2]]
+    same = [add_checkpoint(database, f"copies/{name}", content_digest="d" * 32) for name in names]
+    hidden = add_checkpoint(database, "secret/step-1", root="other", content_digest="d" * 32)
+    alone = add_checkpoint(database, "run/step-2", content_digest="e" * 32)
+    browser = Browser(app.client())
+    browser.sign_in(app.key("read", roots=["main"]))
+    page = browser.page(f"/checkpoints/{one}")
+    assert "The same tensors, also in" in page.text and names[0] in page.text
+    assert {f"/checkpoints/{number}" for number in same} <= set(page.links)
+    assert f"/checkpoints/{hidden}" not in page.links
+    assert "also in" not in browser.page(f"/checkpoints/{alone}").text
+    answer = app.client("read").get(f"/api/v1/checkpoints/{one}/lineage").json()
+    assert [node["id"] for node in answer["also_in"]] == [hidden, *reversed(same)]

@@ -7,8 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from sqlalchemy import select
 
+import dcp
+from dcp.inspection.values.digests import digests as digest_of
 from dcp.server.catalog.events import events_after
 from dcp.server.catalog.roots import root_row
 from dcp.server.database.engine import Database
@@ -59,6 +62,24 @@ def test_facts_of_manifests(database: Database, tmp_path: Path) -> None:
         counts = {r.key: (r.checkpoint_count, r.latest_step) for r in connection.execute(select(runs))}
     assert counts == {"llama": (2, 20), "deep/er": (1, None)}
     assert sorted(committed_events(database)) == list(found)
+
+
+def test_the_same_tensors_are_known_by_their_digests(database: Database, tmp_path: Path) -> None:
+    """Two saves and a conversion of one; not a save without digests, nor what differs in one bit."""
+    state = {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(2)}
+    for name, digests in (("one", True), ("two", True), ("none", False)):
+        writer = dcp.FileSystemWriter(tmp_path / "run" / name, digests=digests)
+        dcp.save(state, storage_writer=writer, user_metadata={"name": name})
+    dcp.convert(tmp_path / "run" / "one", tmp_path / "run" / "converted", to="dcp")
+    state["b"][1] = 1.0000001
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "run" / "other", digests=True))
+    age(tmp_path / "run")
+    scan(database, roots_of(tmp_path))
+    found = {key.removeprefix("run/"): row["content_digest"] for key, row in rows(database).items()}
+    assert (
+        found["one"] == found["two"] == found["converted"] == digest_of(str(tmp_path / "run" / "one")).digest
+    )
+    assert found["none"] is None and len({*found.values()}) == 3
 
 
 def test_what_has_not_changed_is_not_opened(database: Database, tmp_path: Path) -> None:
