@@ -69,7 +69,7 @@ PICTURES: Final = (
     Picture("tensor", "/checkpoints/{last}/tensors?fqn={tensor}", 1000),
     Picture("shards", "/checkpoints/{last}/shards", 760),
     Picture("anatomy", "/checkpoints/{last}/anatomy", 820),
-    Picture("diff", "/diff?a={before}&b={last}", 900),
+    Picture("diff", "/diff?a={before}&b={last}&top=app.model", 900),
     Picture("drift", "/runs/{run}/drift", 820, colours="dark"),
     Picture("will-it-load", "/checkpoints/{export}/will-it-load?state_of={last}", 900),
 )

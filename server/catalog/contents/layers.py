@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from fnmatch import fnmatchcase
 from typing import Any, Final
 
-from dcp.manager.cleanup.retention import OPTIMIZER
 from dcp.server.catalog.values import clean_text
 
 __all__ = ["in_order", "is_of_optimizer", "layer_number", "layer_of"]
 
 _NUMBERED: Final = re.compile(r"(.*?(?:^|[._])[0-9]+)\.", re.DOTALL)
+_OF_OPTIMIZER: Final = re.compile(r"(?:.*_)?optim(?:i[sz]er)?s?(?:_.*|[0-9]+)?", re.DOTALL | re.IGNORECASE)
 _NUMBER: Final = re.compile(r"(?:^|[._])([0-9]{1,9})$")
 
 
@@ -23,8 +22,8 @@ def layer_of(fqn: str) -> str:
 
 
 def is_of_optimizer(fqn: str) -> bool:
-    """Whether it is an optimizer that the name begins with."""
-    return any(fnmatchcase(f"{fqn.partition('.')[0]}.state.", glob) for glob in OPTIMIZER)
+    """Whether its first or second name is that of an optimizer: ``optimizer.state.0``, ``app.optim.w``."""
+    return any(_OF_OPTIMIZER.fullmatch(name) for name in fqn.split(".", 2)[:2])
 
 
 def layer_number(fqn: str) -> int | None:

@@ -8,7 +8,6 @@ from fastapi import Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from dcp.planners.weight_maps.weight_map import ready_maps
-from dcp.server.catalog.contents.layers import is_of_optimizer
 from dcp.server.data.access import DataDep
 from dcp.server.http.dependencies import Caller, Db, PageParams, ServiceDep
 from dcp.server.jobs.kinds.diff import DiffParams
@@ -17,6 +16,7 @@ from dcp.server.pages.rendering import page
 from dcp.server.pages.routes.actions import undo_of
 from dcp.server.pages.routes.jobs import last_job
 from dcp.server.pages.routes.values.changes import changes_below, changes_of_list
+from dcp.server.pages.routes.values.trees import Part, parts_of
 from dcp.server.pages.snippets import snippets_of
 from dcp.server.routes.catalog import checkpoints as api
 from dcp.server.routes.catalog import lineage as lineage_api
@@ -27,7 +27,6 @@ from dcp.server.routes.jobs import jobs as jobs_api
 from dcp.server.routes.jobs import verification as verification_api
 from dcp.server.schemas.checkpoints import CheckpointAnswer, CheckpointDetailAnswer
 from dcp.server.schemas.common import IdPath
-from dcp.server.schemas.data import TreeNodeAnswer
 from dcp.server.schemas.findings import VerificationAnswer
 from dcp.server.schemas.queries import CheckpointQuery
 from dcp.storage.commit_names import METADATA_NAME
@@ -38,8 +37,6 @@ __all__ = ["router"]
 router = pages_router()
 
 _TENSORS: Final = 100
-_LONG_NAME: Final = 80
-"""Longer ones are nobody's name for an optimizer, and no globs."""
 _ACTIVE: Final[Any] = ["queued", "planning", "running", "publishing"]
 
 
@@ -134,13 +131,11 @@ def _tensors(
 
 def _optimizers(
     of: CheckpointDetailAnswer, request: Request, database: Db, data: DataDep, caller: Caller
-) -> list[TreeNodeAnswer]:
-    """What is at the top of its tree for optimizers alone, so that weights are had without them."""
+) -> list[Part]:
+    """What of it is an optimizer's, so that weights are had without it."""
     if "hx-request" in request.headers:  # for a part of the page that does not say so
         return []
-    nodes = tensors_api.tensor_tree(of.id, database, data, caller, PageParams(_TENSORS, None)).items
-    trees = [one for one in nodes if one.tensors and one.entry is None and len(one.name) < _LONG_NAME]
-    found = [one for one in trees if is_of_optimizer(one.name)]
+    found = [one for one in parts_of(of.id, database, data, caller) if one.is_optimizer]
     return found if sum(one.tensors for one in found) < (of.tensor_count or 0) else []
 
 

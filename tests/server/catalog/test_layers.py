@@ -34,10 +34,19 @@ def test_layers(fqn: str, layer: str, number: int | None) -> None:
 
 @pytest.mark.parametrize(
     ("fqn", "is_of"),
-    [("optimizer.state.0.exp_avg", True), ("optim", True), ("model.optimal.weight", False), ("", False)],
+    [
+        ("optimizer.state.0.exp_avg", True),
+        ("app.optimizer.state.w", True),
+        ("optim", True),
+        ("adam_optim_0.w", True),
+        ("Optimisers.1", True),
+        ("model.optimal.weight", False),
+        ("model.blocks.optimizer", False),
+        ("", False),
+    ],
 )
 def test_of_an_optimizer(fqn: str, is_of: bool) -> None:
-    """By what the name begins with."""
+    """By its first two names."""
     assert is_of_optimizer(fqn) == is_of
 
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlencode, urlsplit
@@ -190,7 +191,7 @@ def test_which_is_good_is_said(app: App) -> None:
 
 def test_weights_without_their_optimizer(app: App) -> None:
     """Offered where there are both; the conversion and the download leave out all below its name alone."""
-    names = ("model.optimal_head", "optim*izer.state.w.exp_avg", "optim*izer.param_groups", "optimum")
+    names = ("model.optimal_head", "optim_[0].state.w.exp_avg", "optim_[0].param_groups", "optimum")
     tensors = [StructureTensor(name, "tensor", "float32", (4,), 16) for name in names]
     both = add_checkpoint(app.service.database, "run/step-1", structure=StructureFacts.of(tensors))
     alone = add_checkpoint(app.service.database, "run/step-2", structure=StructureFacts.of(tensors[1:3]))
@@ -198,15 +199,18 @@ def test_weights_without_their_optimizer(app: App) -> None:
     page = browser.page(f"/checkpoints/{both}?prefix=model")
     assert "without 32 B of the optimizer" in page.text
     (link, *_) = [link for link in page.links if "exclude=" in link]
-    assert parse_qs(urlsplit(link).query)["exclude"] == ["optim[*]izer.*"]
-    chosen = {"to": "safetensors", "target_root": "main", "exclude": "optim[*]izer.*"}
+    assert parse_qs(urlsplit(link).query)["exclude"] == ["optim_[[]0].*"]
+    chosen = {"to": "safetensors", "target_root": "main", "exclude": "optim_[[]0].*"}
     answer = browser.submit(page.form(f"/checkpoints/{both}/convert"), **chosen)
     assert answer.url.path == "/jobs/1"
-    assert app.base.get("/api/v1/jobs/1").json()["params"]["exclude"] == ["optim[*]izer.*"]
+    assert app.base.get("/api/v1/jobs/1").json()["params"]["exclude"] == ["optim_[[]0].*"]
     mapped = {"to": "dcp", "target_key": "titan", "map": "llama:hf-to-titan", "inverse": "true"}
     browser.submit(page.form(f"/checkpoints/{both}/convert"), **mapped)
     params = app.base.get("/api/v1/jobs/2").json()["params"]
     assert (params["map"], params["inverse"]) == ("llama:hf-to-titan", True)
+    held = [replace(one, fqn=f"app.{one.fqn}") for one in tensors[:3]]
+    inner = add_checkpoint(app.service.database, "run/step-3", structure=StructureFacts.of(held))
+    assert any("exclude=app.optim_" in link for link in browser.page(f"/checkpoints/{inner}").links)
     assert "of the optimizer" not in browser.page(f"/checkpoints/{alone}").text
 
 

@@ -20,13 +20,13 @@ from dcp.server.pages.problems import MovedError
 from dcp.server.pages.queries import READ, pages_router
 from dcp.server.pages.rendering import page
 from dcp.server.pages.routes.jobs import last_job
+from dcp.server.pages.routes.values.trees import parts_of
 from dcp.server.pages.tokens import FormDep
 from dcp.server.problems import NotFoundError, ProblemError, UnprocessableError
 from dcp.server.records.contents import DifferenceKind, DifferenceOrder
 from dcp.server.routes.catalog import checkpoints as checkpoints_api
 from dcp.server.routes.data import diffs as api
 from dcp.server.routes.data import drawings as drawings_api
-from dcp.server.routes.data import tensors as tensors_api
 from dcp.server.routes.jobs.submitting import submit_kind
 from dcp.server.schemas.checkpoints import CheckpointAnswer
 from dcp.server.schemas.data import DiffAnswer, TensorDifferenceAnswer
@@ -39,7 +39,6 @@ router = pages_router()
 _LONG_NAME: Final = 40
 _ROWS: Final = 100
 _OBJECTS: Final = 50
-_TOPS: Final = 6
 
 _NOBODY: Final[dict[str, Any]] = {"before": None, "after": None, "gone": []}
 
@@ -96,7 +95,7 @@ def diff_page(
         after=after,
         gone=[],
         found=found,
-        tops=_tops(view.b, database, data, caller),
+        tops=[one.name for one in parts_of(view.b, database, data, caller) if len(one.name) < _LONG_NAME],
         nonfinite=_nonfinite(view.a, view.b, found, data, caller),
         order=_order(view, found),
         objects=found.objects[:_OBJECTS],
@@ -135,13 +134,6 @@ def _found(a: int, b: int, view: DiffView, data: DataAccess, caller: Caller) -> 
         found = api.diff_checkpoints(b, a, data, caller, params, None, kinds, view.pattern, "name")
     query = urlencode({name: value for name, value in given.items() if value is not None})
     return found, f"/api/v1/checkpoints/{b}/diff?{query}"
-
-
-def _tops(b: int, database: Db, data: DataAccess, caller: Caller) -> list[str]:
-    """What is at the top of its tree, where that is a handful: a model, an optimizer."""
-    found = tensors_api.tensor_tree(b, database, data, caller, PageParams(_TOPS + 1, None)).items
-    names = [one.name for one in found if one.tensors and one.entry is None and len(one.name) < _LONG_NAME]
-    return names if len(found) <= _TOPS else []
 
 
 def _nonfinite(

@@ -1,0 +1,56 @@
+"""What a checkpoint consists of, by the first names of its tensors: a model, its optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from dcp.server.catalog.contents.layers import is_of_optimizer
+from dcp.server.data.access import DataAccess
+from dcp.server.http.dependencies import Db, PageParams
+from dcp.server.routes.data import tensors as tensors_api
+from dcp.server.security.principal import Principal
+
+__all__ = ["Part", "parts_of"]
+
+_PARTS: Final = 12
+_LONG_NAME: Final = 80
+"""Longer ones are nobody's name for a model or an optimizer, and no globs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """All that is below ``name``, tensors of ``bytes``."""
+
+    name: str
+    tensors: int
+    bytes: int
+
+    @property
+    def is_optimizer(self) -> bool:
+        """As its name tells."""
+        return is_of_optimizer(self.name)
+
+
+def parts_of(checkpoint_id: int, database: Db, data: DataAccess, caller: Principal) -> list[Part]:
+    """What is at the top of its tree; where an optimizer is one name further down, as in a state that holds
+    both, what is beside it. Nothing where there is more than a handful."""
+    found = _below("", checkpoint_id, database, data, caller)
+    if any(one.is_optimizer for one in found):
+        return found
+    parts: list[Part] = []
+    for one in found:
+        inner = _below(one.name, checkpoint_id, database, data, caller)
+        parts += inner if any(each.is_optimizer for each in inner) else [one]
+    return parts
+
+
+def _below(prefix: str, checkpoint_id: int, database: Db, data: DataAccess, caller: Principal) -> list[Part]:
+    page = PageParams(_PARTS + 1, None)
+    nodes = tensors_api.tensor_tree(checkpoint_id, database, data, caller, page, prefix).items
+    start = f"{prefix}." if prefix else ""
+    return [
+        Part(f"{start}{one.name}", one.tensors, one.bytes)
+        for one in (nodes if len(nodes) <= _PARTS else ())
+        if one.tensors and one.entry is None and len(one.name) < _LONG_NAME
+    ]
