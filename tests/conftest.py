@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import gc
 import os
 import signal
@@ -90,8 +91,9 @@ def _rewrite_a_share(config: pytest.Config) -> None:
     for path in modules[int(worker["workerid"].removeprefix("gw")) :: worker["workercount"]]:
         made = rewrite.get_cache_dir(path) / f"{path.stem}{rewrite.PYC_TAIL}"
         if not made.exists() and rewrite.try_makedirs(made.parent):
-            source, code = rewrite._rewrite_test(path, config)
-            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source, made)
+            with contextlib.suppress(OSError, SyntaxError, ValueError):  # pytest tells of it as it collects
+                source, code = rewrite._rewrite_test(path, config)
+                rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source, made)
 
 
 @pytest.hookimpl(trylast=True)
