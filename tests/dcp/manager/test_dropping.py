@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +23,7 @@ from dcp.manager.cleanup.retention import part_named
 from dcp.manager.notes import update_notes
 from dcp.manager.steps import read_commit
 from dcp.storage import commit
-from dcp.storage.commit_names import METADATA_NAME
+from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointError,
@@ -428,6 +429,36 @@ def test_a_save_of_the_step_waits_for_the_drop(tmp_path: Path, monkeypatch: pyte
         assert manager.failures == 0
     assert parts_there(tmp_path / "step-00000001", 7) in ("whole", "weights")
     assert dropping.drop_parts is real
+
+
+def test_a_save_in_flight_is_not_touched(tmp_path: Path) -> None:
+    """While it waits to commit, older steps lose their optimizer; it comes out whole."""
+    told, held = Recorder(), threading.Event()
+
+    def hold(operation: Any) -> None:
+        if not held.wait(60):
+            raise AssertionError("nobody let it go on")
+
+    def writer(checkpoint_id: str) -> dcp.FileSystemWriter:
+        faults = [Fault("publish", name=MANIFEST_NAME, hook=hold)] if checkpoint_id.endswith("3") else []
+        return dcp.FileSystemWriter(
+            checkpoint_id, open_store=lambda path: FaultInjectingStore(PosixStore(path), *faults)
+        )
+
+    keep = dcp.Retention(optimizer=dcp.Keep(last=1))
+    with dcp.CheckpointManager(
+        tmp_path, keep=keep, on_event=told, no_dist=True, writer=writer, on_failure="raise"
+    ) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, full_state(step))
+        deadline = time.monotonic() + 60
+        while not told.steps("dropped") and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert told.steps("dropped") == [1]
+        assert there(tmp_path, range(1, 3)) == ["weights", "whole"]
+        held.set()
+        assert manager.wait(60)
+    assert there(tmp_path, range(1, 4)) == ["weights", "weights", "whole"]
 
 
 def test_the_option_costs_one_more_file_a_rank(tmp_path: Path) -> None:
