@@ -227,7 +227,14 @@ def test_what_would_lose_its_optimizer(app: App) -> None:
     assert "3 would stay, of which 2 would lose a part of 64 B" in page
     assert page.count("lose optimizer") == 2
     assert "lose a part" not in browser.page("/runs/1?keep_optimizer=3").text
-    note = {"name": "optimizer", "patterns": [], "at": None, "tensors": 2, "objects": 0, "bytes": 32}
+    note: dict[str, Any] = {
+        "name": "optimizer",
+        "patterns": [],
+        "at": None,
+        "tensors": 2,
+        "objects": 0,
+        "bytes": 32,
+    }
     lean = add_checkpoint(app.service.database, "run/step-4", provenance={"dropped": [note]})
     page = browser.page(f"/checkpoints/{lean}").text
     assert "what is left of it optimizer dropped" in page
