@@ -71,26 +71,23 @@ def command(
     Pinned checkpoints stay whole. At any crash a checkpoint is as before or without the part.
     """
     yes = yes and not dry_run
-    done: list[_Pruned] = []
-    failed = False
     with errors_as_lines(debug=debug):
         retention = _retention(part or ["optimizer"], last, every_steps)
+    done: list[_Pruned] = []
+    failed = False
     for uri in uris:
-        found: list[tuple[Store, tuple[Part, ...]]] = []
         try:
             with errors_as_lines(debug=debug):
                 found = _find(uri, retention, storage_options(uri, options), last or every_steps)
         except typer.Exit:  # printed; the others are still to go
             failed = True
+            continue
         for store, parts in found:
             try:
                 with errors_as_lines(debug=debug):
-                    done.append(_prune(store, parts, yes=yes, rewrite=rewrite))
+                    done.append(_prune(store, parts, yes=yes, rewrite=rewrite, tell=not json))
             except typer.Exit:
                 failed = True
-            else:
-                if not json:
-                    _print(done[-1], rewrite=rewrite)
     if json:
         print_json(done)
     elif any(one.outcome == "dropped" for one in done) and not yes:
@@ -125,7 +122,7 @@ def _find(
     return to_prune(uri, retention, open_store=opener)
 
 
-def _prune(store: Store, parts: tuple[Part, ...], *, yes: bool, rewrite: bool) -> _Pruned:
+def _prune(store: Store, parts: tuple[Part, ...], *, yes: bool, rewrite: bool, tell: bool) -> _Pruned:
     import time
 
     from dcp.manager.cleanup.dropping import drop_parts, plan_drop
@@ -136,7 +133,7 @@ def _prune(store: Store, parts: tuple[Part, ...], *, yes: bool, rewrite: bool) -
         else plan_drop(store, parts, rewrite=rewrite)
     )
     is_done = yes and (found.outcome == "dropped" or bool(found.files))
-    return _Pruned(
+    done = _Pruned(
         found.url,
         is_done,
         found.outcome,
@@ -146,9 +143,12 @@ def _prune(store: Store, parts: tuple[Part, ...], *, yes: bool, rewrite: bool) -
         found.shared_bytes,
         found.rewritten_bytes,
     )
+    if tell:
+        _print(done)
+    return done
 
 
-def _print(done: _Pruned, *, rewrite: bool) -> None:
+def _print(done: _Pruned) -> None:
     names = ", ".join(part.name for part in done.parts)
     if done.outcome == "pinned":
         told = "is pinned and stays whole; CheckpointManager.unpin releases it"
