@@ -24,7 +24,7 @@ that no two positions have the same power."""
 
 _NONCE: Final = bytes(12)
 _MAX_CALL_BYTES: Final = 1 << 30  # AES-GCM takes less than 2 GiB at a time
-_TABLE_BLOCKS: Final = 6
+_TABLE_BLOCKS: Final = 3
 """Rows of up to so many blocks are multiplied by tables, all together: a call for each takes as long."""
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -27,7 +29,7 @@ from dcp.inspection.values.digests import digests
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats.dropped import without
 from dcp.storage.formats.dtypes import BY_NAME
-from dcp.storage.formats.native.manifest import encode_manifest
+from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
 from tests.support.ranks import run_ranks
 from tests.support.sharded import grid, save_sharded
 
@@ -311,3 +313,25 @@ def test_sums_of_checkpoints_have_none_and_what_is_left_keeps_its_own(tmp_path: 
     assert told(tmp_path / "half", only="model")["model.a"] != names["model.a"]
     left = without(dcp.open_index(tmp_path / "one"), {"optimizer.exp_avg"})
     assert left.fqns == ["model.a"] and left.digest(0) == names["model.a"]
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        5,
+        [],
+        {},
+        [[2, None, 16, 0, 0, b""], [1 << 40, 0, b""]],
+        [[3, None, 16, 0, 0, b""], [48, 0, b"x" * 48]],
+    ],
+)
+def test_a_hostile_section_of_digests_is_refused(hostile: Any, tmp_path: Path) -> None:
+    """Of another type, of a size that it has not, of more tensors than there are: a typed error."""
+    dcp.save({"a": torch.ones(3), "b": torch.ones(2)}, storage_writer=writer(tmp_path / "one"))
+    fields = msgpack.unpackb((tmp_path / "one" / "manifest.msgpack").read_bytes())
+    fields["tensors"]["digests"] = hostile
+    del fields["crc32"]
+    body = bytes([0xDE, *(len(fields) + 1).to_bytes(2, "big")])
+    body += b"".join(msgpack.packb(part) for item in fields.items() for part in item) + b"\xa5crc32\xce"
+    with pytest.raises(CheckpointFormatError):
+        decode_manifest(body + zlib.crc32(body).to_bytes(4, "big"))

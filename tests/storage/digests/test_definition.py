@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from dcp.storage.digests.field import ONE, as_elements, horner, power, product, 
 from dcp.storage.digests.runs import KEY, row_values, run_value
 from dcp.storage.digests.shown import shown_digest
 
+DOCUMENT = Path(__file__).parents[3] / "docs" / "format.md"
 H = 0x66E94BD4EF8A2C3B884CFA59CA342B2E
 
 
@@ -150,3 +152,6 @@ def test_the_digest_tells_dtype_and_shape() -> None:
         b"dcphub tensor digest 1\nbfloat16\n2,3\n" + total, digest_size=16
     ).hexdigest()
     assert by_document == shown_digest(total, "bfloat16", (2, 3)) in shown
+    text = DOCUMENT.read_text()
+    assert total.hex() in text and by_document in text
+    assert shown_digest(bytes(16), "float32", ()) in text
