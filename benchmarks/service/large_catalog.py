@@ -213,8 +213,7 @@ def _made_of_one_another(client: httpx.Client, database: Database) -> int:
     first = int(_looked_up(client, "archive", "team/run-0/step-00001000")["id"])
     with database.write() as connection:
         for number in range(1, _RUNS * _OF_RUN):
-            kind = "converted_from" if number % 3 else "resumed_from"
-            add_lineage(connection, first + number, first + (number - 1) // _MADE_OF_ONE, kind)
+            add_lineage(connection, first + number, first + (number - 1) // _MADE_OF_ONE)
     return first
 
 

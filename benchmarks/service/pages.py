@@ -155,7 +155,7 @@ _PAGES: Final[dict[str, tuple[str, Callable[[Page], None]]]] = {
     "1,024 x 5,000 chunks": ("/checkpoints/{sharded}/shards/chunks", _press),
     "save of 1,024 ranks": ("/checkpoints/{sharded}/anatomy", _press),
     "tensor, one of 50,000": (
-        "/checkpoints/{wide}/tensors?fqn=model.layers.2500.gate.weight",
+        "/checkpoints/{wide}/tensors?fqn=model.layers.50.gate.weight",
         _point_at_cells,
     ),
     "tensor of 32 MiB": ("/checkpoints/{wide}/tensors?fqn=model.embed.weight", _point_at_cells),
