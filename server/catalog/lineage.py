@@ -1,4 +1,4 @@
-"""Where checkpoints come from: converted from one, which the conversion's job notes, or resumed from another.
+"""Where checkpoints come from: converted from one or merged from several, as the job notes, or resumed.
 
 What it was resumed from each tells itself, by a save id: the two are found in any order.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from sqlalchemy import ColumnElement, Connection, literal, null, select, union_all
 
@@ -19,7 +19,10 @@ from dcp.server.records.checkpoints import CheckpointDetail
 from dcp.server.records.declaring import moment
 from dcp.server.records.labels import Lineage, LineageEdge, LineageNode
 
-__all__ = ["add_lineage", "lineage_of"]
+__all__ = ["LineageKind", "add_lineage", "lineage_of"]
+
+LineageKind = Literal["converted_from", "merged_from"]
+"""What a job notes."""
 
 MAX_NODES: Final = 500
 MAX_ALSO_IN: Final = 50
@@ -39,16 +42,17 @@ def add_lineage(
     child_id: int,
     parent_id: int,
     *,
+    kind: LineageKind = "converted_from",
     job_id: int | None = None,
     now: float | None = None,
 ) -> None:
-    """``child`` was converted from ``parent``; once, however often it is said. None is its own parent."""
+    """``child`` was made of ``parent`` by a job; once, however often it is said. None is its own parent."""
     if child_id == parent_id:
         raise InvalidQueryError("parent", "a checkpoint does not come from itself")
     row = {
         "child_id": child_id,
         "parent_id": parent_id,
-        "kind": "converted_from",
+        "kind": kind,
         "job_id": job_id,
         "created_seconds": time.time() if now is None else now,
     }

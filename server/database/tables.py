@@ -214,7 +214,7 @@ lineage: Final = Table(
     metadata,
     _ref("child_id", "checkpoints.id", primary_key=True),
     _ref("parent_id", "checkpoints.id", primary_key=True),
-    Column("kind", String(32), primary_key=True),  # "converted_from"; "resumed_from" is a checkpoint's own
+    Column("kind", String(32), primary_key=True),  # a `LineageKind`; what is resumed tells itself
     _ref("job_id", "jobs.id"),
     Column("created_seconds", Float, nullable=False),
     Index(None, "parent_id"),

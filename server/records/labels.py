@@ -67,7 +67,7 @@ class LineageEdge:
 
     child_id: int
     parent_id: int
-    kind: Annotated[str, Shown(examples=("converted_from", "resumed_from"))]
+    kind: Annotated[str, Shown(examples=("converted_from", "merged_from", "resumed_from"))]
     job_id: int | None
     created_at: datetime
 

@@ -390,9 +390,17 @@ class Client(Administration):
     # -- jobs ------------------------------------------------------------------------------------------------
 
     def submit(self, kind: str, params: Mapping[str, Any], *, priority: int = 0) -> Job:
-        """Have something done: "convert", "verify", "stats", "diff", "delete", "scan" and others, with the
-        parameters of the kind. If an unfinished job does the same already, that one."""
+        """Have something done: "convert", "merge", "verify", "stats", "diff", "delete", "scan" and others,
+        with the parameters of the kind. If an unfinished job does the same already, that one."""
         return self._send(calls.submit(kind, params, priority))
+
+    def merge(
+        self, sources: Sequence[int], target_key: str, *, to: str, priority: int = 0, **params: Any
+    ) -> Job:
+        """Have the weighted sum of checkpoints written, by a job; ``params`` are ``weights``, ``formula`` or
+        ``decay``, ``adapters`` (their numbers), ``target_root`` and the others of the kind "merge"."""
+        given = {"sources": list(sources), "target_key": target_key, "to": to, **params}
+        return self._send(calls.submit("merge", given, priority))
 
     def scan(self, root: str, *, below: str = "", accept_lost: int = 0) -> Job:
         """Have a root, or a folder in it, looked through now, by a job.

@@ -12,6 +12,7 @@ from dcp.server.jobs.kinds.convert import ConvertKind
 from dcp.server.jobs.kinds.delete import DeleteKind
 from dcp.server.jobs.kinds.diff import DiffKind
 from dcp.server.jobs.kinds.drift import DriftKind
+from dcp.server.jobs.kinds.merge import MergeKind
 from dcp.server.jobs.kinds.prune import PruneKind
 from dcp.server.jobs.kinds.purge import PurgeKind
 from dcp.server.jobs.kinds.retention import RetentionKind
@@ -27,6 +28,7 @@ _ALL: Final[tuple[Kind[Any], ...]] = (
     DeleteKind(),
     DiffKind(),
     DriftKind(),
+    MergeKind(),
     PruneKind(),
     PurgeKind(),
     RetentionKind(),

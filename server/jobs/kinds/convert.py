@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import re
 import time
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 from sqlalchemy import Connection, select
 
 from dcp.conversion.contents.casting import check_castable
 from dcp.server.catalog.facts import CheckpointFacts
+from dcp.server.catalog.lineage import LineageKind
 from dcp.server.database.tables import checkpoints, roots
 from dcp.server.formats import TargetFormat, fault_of_target_name
 from dcp.server.inputs import Name
@@ -37,8 +39,16 @@ if TYPE_CHECKING:  # imported where they are needed: the API process only makes 
     from dcp.conversion.driver import Conversion
     from dcp.conversion.plan import ConversionOptions
     from dcp.conversion.targets.places import TargetPlace
+    from dcp.storage.formats.opening.sources import Source
 
-__all__ = ["ConvertKind", "ConvertOptions", "ConvertParams", "target_dedup_key"]
+__all__ = [
+    "ConvertKind",
+    "ConvertOptions",
+    "ConvertParams",
+    "TargetKind",
+    "TargetParams",
+    "target_dedup_key",
+]
 
 _MAX_LISTED: Final = 100
 _LIVING: Final = ("committed", "unreadable", "incomplete", "deleted")
@@ -121,15 +131,20 @@ def _with_its_groups(pattern: re.Pattern[str]) -> re.Pattern[str]:
     return re.compile("".join(groups))
 
 
-class ConvertParams(ConvertOptions):
-    """A checkpoint of the catalog, and the key of what is made of it, where nothing may be yet.
+class TargetParams(ConvertOptions):
+    """And the key of what is made, where nothing may be yet.
 
     ``target_key`` ends in ``.pt`` or another suffix of torch.save files for "torch", in ``.safetensors`` for
     one file of "safetensors"; without a suffix it is a folder, of shards for "safetensors".
     """
 
-    checkpoint_id: CheckpointId
     target_key: Annotated[str, Field(min_length=1, max_length=1024)]
+
+    @property
+    def source_ids(self) -> Sequence[int]:
+        """The checkpoints that it is made of; the first one's root is that of the target, unless another is
+        said."""
+        raise NotImplementedError
 
     @model_validator(mode="after")
     def _found_again(self) -> Self:
@@ -137,6 +152,20 @@ class ConvertParams(ConvertOptions):
         if fault is not None:
             raise ValueError(f"target_key: {fault}")
         return self
+
+
+class ConvertParams(TargetParams):
+    """A checkpoint of the catalog, and what is made of it."""
+
+    checkpoint_id: CheckpointId
+
+    @property
+    def source_ids(self) -> Sequence[int]:
+        """That one."""
+        return (self.checkpoint_id,)
+
+
+T = TypeVar("T", bound=TargetParams)
 
 
 def _attempt_of(name: str) -> str:
@@ -149,20 +178,23 @@ def target_dedup_key(root: str, key: str) -> str:
     return f"convert:{hashlib.sha256(f'{root}/{key}'.encode()).hexdigest()[:40]}"
 
 
-class ConvertKind(Kind[ConvertParams]):
-    """Prepared in the plan, a batch a task, published by one rename or one conditional request."""
+class TargetKind(Kind[T]):
+    """Makes a checkpoint of others: prepared in the plan, a batch a task, published by one rename or one
+    conditional request. ``lineage`` is what its sources are to it."""
 
-    name: ClassVar[str] = "convert"
     scope: ClassVar[Scope] = "convert"
-    params = ConvertParams
+    lineage: ClassVar[LineageKind] = "converted_from"
     preload: ClassVar[tuple[str, ...]] = ("dcp.conversion.driver",)
     leaves_plans: ClassVar[bool] = True  # files of the target's size, so that a full disk shows at once
 
-    def specify(
-        self, connection: Connection, params: ConvertParams, caller: Principal, settings: Settings
-    ) -> JobSpec:
+    @abstractmethod
+    def open(self, context: JobContext, subject: Json) -> tuple[list[StorageRoot], Source]:
+        """The roots and the source of what `prepare` returned."""
+
+    def specify(self, connection: Connection, params: T, caller: Principal, settings: Settings) -> JobSpec:
         """As `Kind.specify`."""
-        subject = find_subject(connection, params.checkpoint_id, caller.roots)
+        subjects = [find_subject(connection, number, caller.roots) for number in params.source_ids]
+        subject = subjects[0]
         target_root = params.target_root or subject.root
         if not caller.may_see(target_root) or target_root not in settings.roots:
             raise NotFoundError(f"there is no root {target_root!r}")
@@ -170,8 +202,9 @@ class ConvertKind(Kind[ConvertParams]):
             raise ForbiddenError(f"root {target_root} is read-only")
         check_key(params.target_key)
         updates = {"target_root": target_root, **_template_place(params, subject.root, caller, settings)}
-        if target_root == subject.root and f"{params.target_key}/".startswith(f"{subject.key}/"):
-            raise UnprocessableError("the target is in the source itself", field="target_key")
+        for one in subjects:
+            if target_root == one.root and f"{params.target_key}/".startswith(f"{one.key}/"):
+                raise UnprocessableError("the target is in the source itself", field="target_key")
         _refuse_known(connection, target_root, params.target_key)
         return JobSpec(
             kind=self.name,
@@ -183,11 +216,7 @@ class ConvertKind(Kind[ConvertParams]):
             max_attempts=self.max_attempts,
         )
 
-    def prepare(self, connection: Connection, params: ConvertParams) -> Json:
-        """As `Kind.prepare`."""
-        return find_subject(connection, params.checkpoint_id).to_json()
-
-    def plan(self, context: JobContext, params: ConvertParams) -> JobPlan:
+    def plan(self, context: JobContext, params: T) -> JobPlan:
         """As `Kind.plan`."""
         from dcp.conversion.driver import BATCH_BYTES
         from dcp.conversion.wire import encode_batch
@@ -198,7 +227,7 @@ class ConvertKind(Kind[ConvertParams]):
             "subject": dict(context.prepared),
             "attempt": _attempt_of(context.attempt_name),
         }
-        with _conversion(context, shared, template=_template(context, params)) as conversion:
+        with self._conversion(context, shared, template=_template(context, params)) as conversion:
             prepared, batches = conversion.prepare(batch_bytes=BATCH_BYTES)
         shared["source_mark"] = prepared.source_mark
         specs = [
@@ -218,7 +247,7 @@ class ConvertKind(Kind[ConvertParams]):
             done += count
             report_progress(done)
 
-        with _conversion(context, payload) as conversion:
+        with self._conversion(context, payload) as conversion:
             result = conversion.run(decode_batch(payload["batch"]), payload["source_mark"], on_bytes)
         return {"result": encode_result(result)}
 
@@ -227,9 +256,9 @@ class ConvertKind(Kind[ConvertParams]):
         from dcp.conversion.driver import Prepared
         from dcp.conversion.wire import decode_result
 
-        params = ConvertParams.model_validate(plan_data["shared"]["params"])
+        params = self.params.model_validate(plan_data["shared"]["params"])
         prepared = Prepared.of_json(plan_data["prepared"])
-        with _conversion(context, plan_data["shared"]) as conversion:
+        with self._conversion(context, plan_data["shared"]) as conversion:
             report = conversion.publish(prepared, (decode_result(done["result"]) for done in results))
         root = _root(context, params)
         return {
@@ -245,6 +274,7 @@ class ConvertKind(Kind[ConvertParams]):
             "blocks_unverified": report.blocks_unverified,
             "dropped_objects": list(report.dropped_objects[:_MAX_LISTED]),
             "map": _map_told(params),
+            **({"unmerged": list(report.unmerged[:_MAX_LISTED])} if report.unmerged else {}),
             "target": _facts_document(root, params.target_key),
         }
 
@@ -255,12 +285,12 @@ class ConvertKind(Kind[ConvertParams]):
         if "shared" not in plan_data:
             return
         shared, batches = plan_data["shared"], plan_data["prepared"]["batch_count"]
-        params = ConvertParams.model_validate(shared["params"])
+        params = self.params.model_validate(shared["params"])
         root = _root(context, params)
         with storage_errors(root):
             discard_attempt(_target(root, params), shared["attempt"], batches)
 
-    def clear_plans(self, context: JobContext, params: ConvertParams) -> None:
+    def clear_plans(self, context: JobContext, params: T) -> None:
         """As `Kind.clear_plans`."""
         from dcp.conversion.driver import discard_attempt
 
@@ -272,11 +302,46 @@ class ConvertKind(Kind[ConvertParams]):
 
     def record(self, connection: Connection, job: JobRow, result: Json) -> None:
         """As `Kind.record`."""
-        params = ConvertParams.model_validate(job.params)
-        record_target(connection, job, params.checkpoint_id, params.tags, result)
+        params = self.params.model_validate(job.params)
+        record_target(connection, job, params.source_ids, self.lineage, params.tags, result)
+
+    @contextmanager
+    def _conversion(
+        self, context: JobContext, shared: Mapping[str, Any], *, template: HfFolder | None = None
+    ) -> Iterator[Conversion]:
+        """The conversion that plan, tasks and publishing share; the plan alone needs a ``template``."""
+        from dcp.conversion.driver import Conversion
+        from dcp.conversion.plan import with_template
+
+        params = self.params.model_validate(shared["params"])
+        options = params.options() if template is None else with_template(params.options(), template)
+        root = _root(context, params)
+        roots, source = self.open(context, shared["subject"])
+        target, attempt = _target(root, params), shared["attempt"]
+        with (
+            storage_errors(root, *roots),
+            Conversion(source, target, options, attempt=attempt) as conversion,
+        ):
+            yield conversion
 
 
-def _map_told(params: ConvertParams) -> str | None:
+class ConvertKind(TargetKind[ConvertParams]):
+    """Of one checkpoint."""
+
+    name: ClassVar[str] = "convert"
+    params = ConvertParams
+
+    def prepare(self, connection: Connection, params: ConvertParams) -> Json:
+        """As `Kind.prepare`."""
+        return find_subject(connection, params.checkpoint_id).to_json()
+
+    def open(self, context: JobContext, subject: Json) -> tuple[list[StorageRoot], Source]:
+        """As `TargetKind.open`."""
+        root, source = open_source(context, Subject(**subject))
+        return [root], source
+
+
+def _map_told(params: TargetParams) -> str | None:
     """What of the map the catalog notes."""
     if params.map is None:
         return None
@@ -298,7 +363,7 @@ def _refuse_known(connection: Connection, root: str, key: str) -> None:
         raise ConflictError(f"{root}:{found.key} is a checkpoint already ({found.state})", key=found.key)
 
 
-def _root(context: JobContext, params: ConvertParams) -> StorageRoot:
+def _root(context: JobContext, params: TargetParams) -> StorageRoot:
     name = params.target_root or ""
     if name not in context.roots:
         raise PermanentJobError(f"root {name} is not configured any more")
@@ -309,7 +374,7 @@ def _root(context: JobContext, params: ConvertParams) -> StorageRoot:
 
 
 def _template_place(
-    params: ConvertParams, own_root: str, caller: Principal, settings: Settings
+    params: TargetParams, own_root: str, caller: Principal, settings: Settings
 ) -> dict[str, str]:
     """The root of the template, if there is one. Raises NotFoundError where the caller sees none."""
     if params.hf_key is None:
@@ -321,7 +386,7 @@ def _template_place(
     return {"hf_root": root}
 
 
-def _template(context: JobContext, params: ConvertParams) -> HfFolder | None:
+def _template(context: JobContext, params: TargetParams) -> HfFolder | None:
     """What stands beside the weights, which is read once, when the conversion is planned."""
     from dcp.conversion.contents.hf_folder import hf_folder_of
 
@@ -335,29 +400,10 @@ def _template(context: JobContext, params: ConvertParams) -> HfFolder | None:
         return hf_folder_of(root.store(params.hf_key))
 
 
-def _target(root: StorageRoot, params: ConvertParams) -> TargetPlace:
+def _target(root: StorageRoot, params: TargetParams) -> TargetPlace:
     from dcp.conversion.targets.places import place_of
 
     return place_of(root.url_of(params.target_key), params.to, root.open_store)
-
-
-@contextmanager
-def _conversion(
-    context: JobContext, shared: Mapping[str, Any], *, template: HfFolder | None = None
-) -> Iterator[Conversion]:
-    """The conversion that plan, tasks and publishing share; the plan alone needs a ``template``."""
-    from dcp.conversion.driver import Conversion
-    from dcp.conversion.plan import with_template
-
-    params = ConvertParams.model_validate(shared["params"])
-    options = params.options() if template is None else with_template(params.options(), template)
-    root = _root(context, params)
-    source_root, source = open_source(context, Subject(**shared["subject"]))
-    with (
-        storage_errors(root, source_root),
-        Conversion(source, _target(root, params), options, attempt=shared["attempt"]) as conversion,
-    ):
-        yield conversion
 
 
 def _facts_document(root: StorageRoot, key: str) -> dict[str, Any]:

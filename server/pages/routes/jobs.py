@@ -102,9 +102,9 @@ def last_job(
 
 
 def _target_of(job: JobAnswer) -> str | None:
-    """Where the page of the checkpoint is that a conversion has made."""
+    """Where the page of the checkpoint is that a conversion or merge has made."""
     result = job.result or {}
-    if job.kind != "convert" or not {"root", "key"} <= result.keys():
+    if job.kind not in ("convert", "merge") or not {"root", "key"} <= result.keys():
         return None
     return f"/lookup?{urlencode({'root': result['root'], 'key': result['key']})}"
 

@@ -78,6 +78,19 @@ def test_errors_come_back_from_dask(cluster: str, source: Path, tmp_path: Path) 
     assert not (tmp_path / "model.pt").exists()
 
 
+def test_a_dask_cluster_merges(cluster: str, source: Path, tmp_path: Path) -> None:
+    """Each worker opens all sources for itself; the bytes are those of any executor."""
+    for number in range(2):
+        torch.manual_seed(number)
+        dcp.save({"w": torch.randn(1 << 24)}, checkpoint_id=tmp_path / str(number), no_dist=True)
+    sources = [tmp_path / "0", tmp_path / "1"]
+    dcp.merge(sources, tmp_path / "here.pt", weights=[0.3, -0.7], executor="inline")
+    report = dcp.merge(sources, tmp_path / "there.pt", weights=[0.3, -0.7], executor=f"dask://{cluster}")
+    assert report.tasks == 2
+    here, there = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("here", "there"))
+    assert torch.equal(here["w"], there["w"])
+
+
 def test_processes_convert_and_tell_how_far_they_are(source: Path, tmp_path: Path) -> None:
     """Progress counts bytes up to all of them."""
     seen: list[Progress] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import zipfile
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import dcp
 from dcp.storage.formats.torch.zip_writer import ZipLayout
@@ -48,6 +50,33 @@ def test_peak_memory_is_a_few_buffers(to: str, tmp_path: Path) -> None:
     """192 MiB through two workers, half of it by strides: all processes together stay below 300 MiB."""
     size = _save_strided(tmp_path / "model.pt", 192)
     assert _peak_mebibytes(tmp_path / "model.pt", tmp_path / "copy", to, size) < 300
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("adapter", [False, True])
+def test_peak_memory_of_a_merge(tmp_path: Path, adapter: bool) -> None:
+    """Eight sources of 192 MiB through two workers; a low-rank adapter of 4,096 by 8,192."""
+    rows, columns = 12288, 8192
+    save_file({"m.weight": torch.zeros(rows, columns, dtype=torch.bfloat16)}, tmp_path / "0.safetensors")
+    for number in range(1, 8):
+        (tmp_path / f"{number}.safetensors").hardlink_to(tmp_path / "0.safetensors")
+    sources, adapters = [str(tmp_path / f"{number}.safetensors") for number in range(8)], []
+    if adapter:
+        folder, rank = tmp_path / "lora", 128
+        folder.mkdir()
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": 1}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        factors = {"A": torch.zeros(rank, columns), "B": torch.zeros(rows, rank)}
+        named = {f"base_model.model.m.lora_{name}.weight": value for name, value in factors.items()}
+        save_file(named, folder / "adapter_model.safetensors")
+        sources, adapters = sources[:1], [str(folder)]
+    program = _PROGRAM.replace("conversion.run import convert", "conversion.merging.run import merge")
+    call = f"merge({sources!r}, target, to=to, adapters={adapters!r}, accumulate='float64'"
+    program = program.replace("convert(source, target, to=to", call)
+    command = [sys.executable, "-c", program, "", str(tmp_path / "out"), "dcp", "1"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) / 1024 < 300
 
 
 @pytest.mark.exhaustive

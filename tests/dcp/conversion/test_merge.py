@@ -19,6 +19,7 @@ from dcp.cli.app import app
 from dcp.conversion.contents.casting import narrowed
 from dcp.conversion.copying import sums, tasks
 from dcp.conversion.merging.arithmetic import average_weights, formula_weights
+from dcp.demo.s3_server import S3Server
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointNotFoundError,
@@ -29,6 +30,7 @@ from dcp.storage.errors import (
 )
 from dcp.storage.formats import dtypes
 from tests.support.programs import run_program
+from tests.support.s3 import raw_s3
 
 State = dict[str, torch.Tensor]
 
@@ -344,6 +346,32 @@ def test_damage_of_any_source_is_noticed(three: list[Path], tmp_path: Path) -> N
         dcp.merge([tmp_path / "1", tmp_path / "2"], tmp_path / "out")
     assert caught.value.path == str(data)
     assert names_in(tmp_path) == ["1", "2"]
+
+
+@pytest.mark.parametrize("to", ["safetensors", pytest.param("dcp", marks=pytest.mark.exhaustive)])
+def test_sources_and_target_on_s3(
+    three: list[Path], tmp_path: Path, s3_server: S3Server, s3_root: str, to: str
+) -> None:
+    """Beside local ones; a sum that cannot be leaves no object, also where the one file is the target."""
+    options = s3_server.storage_options
+    dcp.convert(three[1], f"{s3_root}/b", to="dcp", files=2, chunks="split", target_options=options)
+    dcp.convert(three[2], f"{s3_root}/c.pt", to="torch", target_options=options)
+    sources = [three[0], f"{s3_root}/b", f"{s3_root}/c.pt"]
+    target, both = f"{s3_root}/{_NAMES[to]}", {"storage_options": options, "target_options": options}
+    dcp.merge(sources, target, weights=_WEIGHTS, **both)
+    dcp.convert(target, tmp_path / "here.pt", to="torch", storage_options=options)
+    check_three(tmp_path / "here.pt")
+    before = objects_of(s3_server, s3_root)
+    with pytest.raises(PlanError, match="6 of the sums"):
+        dcp.merge(sources, f"{s3_root}/bad-{_NAMES[to]}", weights=[3e38, 3e38, 1], **both)
+    assert objects_of(s3_server, s3_root) == before
+
+
+def objects_of(server: S3Server, root: str) -> list[str]:
+    """Names of all that is below."""
+    with raw_s3(server) as raw:
+        assert not raw.uploads(root)
+        return sorted(raw.list(root))
 
 
 def test_the_target_is_none_of_the_sources(three: list[Path], tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from sqlalchemy import Connection, select, update
 
@@ -11,7 +11,7 @@ from dcp.server.catalog import audit
 from dcp.server.catalog.checkpoints import upsert_checkpoint
 from dcp.server.catalog.events import emit
 from dcp.server.catalog.facts import CheckpointFacts
-from dcp.server.catalog.lineage import add_lineage
+from dcp.server.catalog.lineage import LineageKind, add_lineage
 from dcp.server.catalog.roots import root_id
 from dcp.server.database.tables import checkpoints
 from dcp.server.jobs.kinds.scan import scan_spec
@@ -22,19 +22,26 @@ __all__ = ["record_target"]
 
 
 def record_target(
-    connection: Connection, job: JobRow, source_id: int, tags: Iterable[str], result: Json
+    connection: Connection,
+    job: JobRow,
+    source_ids: Sequence[int],
+    lineage: LineageKind,
+    tags: Iterable[str],
+    result: Json,
 ) -> None:
-    """Register the target, note its origin, emit "checkpoint.converted", and have its structure read."""
+    """Register the target, note its origins, emit "checkpoint.converted", and have its structure read. Its
+    step is that of the first of ``source_ids``, where it tells none itself."""
     now = time.time()
     found, root, key = result["target"], result["root"], result["key"]
-    source = connection.execute(select(checkpoints.c.step).where(checkpoints.c.id == source_id)).one_or_none()
+    query = select(checkpoints.c.id, checkpoints.c.step).where(checkpoints.c.id.in_(source_ids))
+    steps = {row.id: row.step for row in connection.execute(query)}
     facts = CheckpointFacts(
         root=root,
         key=key,
         format=found["format"],
         observed_seconds=found["observed_seconds"],
         committed_seconds=found["committed_seconds"],
-        step=found["step"] if found["step"] is not None or source is None else source.step,
+        step=found["step"] if found["step"] is not None else steps.get(source_ids[0]),
         save_id=found["save_id"],
         fingerprint=found["fingerprint"],
         bytes=found["bytes"],
@@ -45,9 +52,10 @@ def record_target(
     # So that the scan opens it, and finds the structure; that it is committed has been told by now.
     without_structure = (checkpoints.c.id == target) & checkpoints.c.structure_id.is_(None)
     connection.execute(update(checkpoints).where(without_structure).values(fingerprint=None))
-    if source is not None:
-        add_lineage(connection, target, source_id, job_id=job.id, now=now)
-    detail = {"root": root, "key": key, "from": source_id, "job": job.id}
+    for source_id in steps:
+        add_lineage(connection, target, source_id, kind=lineage, job_id=job.id, now=now)
+    several = {"sources": list(source_ids)} if len(source_ids) > 1 else {}
+    detail = {"root": root, "key": key, "from": source_ids[0], **several, "job": job.id}
     if result.get("map"):
         detail["map"] = result["map"]
     audit.record(connection, job.created_by, "checkpoint.convert", f"checkpoint:{target}", detail, now=now)
@@ -64,7 +72,7 @@ def record_target(
             "key": key,
             "step": facts.step,
             "format": facts.format,
-            "source_id": source_id,
+            "source_id": source_ids[0],
             "job_id": job.id,
         },
         now=now,
