@@ -1,8 +1,10 @@
 """C1: 2 GiB sharded by four ranks, converted; each conversion in a process of its own, for its peak memory.
-And 2 GiB of experts, apart in files of transformers', stacked and fused by a weight map.
+And 2 GiB of experts, apart in files of transformers', stacked and fused by a weight map; eight times 1 GiB
+are added up to one.
 
 Seconds are those of the call and of making its output durable, without imports. Peaks count the processes
-that a conversion starts. The limit is a loop that reads 16 MiB, writes them, and syncs at the end.
+that a conversion starts. The limit is a loop that reads 16 MiB, writes them, and syncs at the end; of eight
+it writes one.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import time
 from pathlib import Path
 
 from benchmarks.converting.mixture import save_mixture
+from benchmarks.converting.soup import save_soup
 from benchmarks.machine import page_cache
 from benchmarks.machine.process_tree import descendants
 from benchmarks.processes import BenchmarkError, Progress
@@ -34,10 +37,11 @@ CASES: dict[str, tuple[str, str]] = {
     "torch to dcp": ("torch", "torch_save_to_dcp"),
     "dcp to safetensors": ("dcp", "consolidate_safetensors_files"),
     "experts stacked to safetensors": ("mixture", "save_pretrained"),
+    "eight merged to safetensors": ("soup", "state dicts added"),
 }
 """What is read, and the contender of torch, or of transformers."""
 
-_SOURCES = {"torch": "torch.pt", "dcp": "dcp", "mixture": "mixture"}
+_SOURCES = {"torch": "torch.pt", "dcp": "dcp", "mixture": "mixture", "soup": "soup"}
 
 
 def save_for_conversion(rank: int, world_size: int, progress: Progress, scale: float, folder: Path) -> None:
@@ -60,6 +64,8 @@ def save_for_conversion(rank: int, world_size: int, progress: Progress, scale: f
 
         progress("saving a mixture of experts")
         save_mixture(folder / "mixture", scale * (2 << 30))
+        progress("saving eight to be added up")
+        save_soup(folder / "soup", scale * (1 << 30))
         progress("making the torch.save file")
         convert(folder / "dcp", folder / "torch.pt", to="torch")
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks.converting.soup import WEIGHTS
 from benchmarks.machine import page_cache
 
 _PIECE_BYTES = 16 << 20
@@ -23,6 +24,11 @@ def _sync(path: Path) -> None:
 
 
 def _ours(source: Path, target: Path, to: str) -> Callable[[], None]:
+    if source.name == "soup":
+        from dcp.conversion.merging.run import merge
+
+        sources = sorted(source.iterdir())
+        return lambda: print(merge(sources, target, to=to, weights=WEIGHTS).seconds, file=sys.stderr)
     from dcp.conversion.run import convert
 
     weights = source.with_suffix(".json")
@@ -49,6 +55,8 @@ def _stock(name: str, source: Path, target: Path) -> Callable[[], None]:
             _sync(target)
 
         return consolidate
+    if name == "state dicts added":
+        return lambda: _add(sorted(source.iterdir()), target)
     if name == "save_pretrained":
         from transformers import MixtralForCausalLM
         from transformers.utils.logging import disable_progress_bar
@@ -72,6 +80,23 @@ def _stock(name: str, source: Path, target: Path) -> Callable[[], None]:
     return convert
 
 
+def _add(sources: Sequence[Path], target: Path) -> None:
+    """One after the other onto a sum of float32 in memory."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    total: dict[str, torch.Tensor] = {}
+    for path, weight in zip(sources, WEIGHTS, strict=True):
+        for name, tensor in load_file(path).items():
+            if name in total:
+                total[name].add_(tensor.float(), alpha=weight)
+            else:
+                total[name] = tensor.float().mul_(weight)
+    target.mkdir()
+    save_file({name: tensor.bfloat16() for name, tensor in total.items()}, target / "model.safetensors")
+    _sync(target)
+
+
 def _loop(source: Path, target: Path) -> Callable[[], None]:
     files = (
         [source]
@@ -79,13 +104,16 @@ def _loop(source: Path, target: Path) -> Callable[[], None]:
         else [f for f in page_cache.data_files(source) if f.suffix in (".distcp", ".safetensors")]
     )
 
+    written = set(files[:1] if source.name == "soup" else files)
+
     def copy() -> None:
         buffer = memoryview(bytearray(_PIECE_BYTES))
         with target.open("wb", buffering=0) as out:
             for path in files:
                 with path.open("rb", buffering=0) as file:
                     while count := file.readinto(buffer):
-                        out.write(buffer[:count])
+                        if path in written:
+                            out.write(buffer[:count])
             os.fsync(out.fileno())
 
     return copy

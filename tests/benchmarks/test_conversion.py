@@ -22,12 +22,13 @@ def test_rows_of_all_directions(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     rows = json.loads((tmp_path / "out" / "benchmarks.json").read_text())["rows"]
     found = {row["operation"]: row for row in rows if row["workload"] == "C1"}
-    assert len(found) == 8
+    assert len(found) == 10
     for direction in (
         "dcp to torch",
         "torch to dcp",
         "dcp to safetensors",
         "experts stacked to safetensors",
+        "eight merged to safetensors",
     ):
         assert found[direction]["ours"]["median"] > 0
         assert found[direction]["ratio"]["median"] > 0

@@ -116,7 +116,7 @@ def test_adapters(runs: KindRuns, tmp_path: Path) -> None:
     )
     dcp.save({"m.weight": torch.ones(_SHAPE)}, checkpoint_id=tmp_path / "main/base", no_dist=True)
     runs.scan("main")
-    base, lora = runs.id("main", "base"), runs.id("main", "lora")
+    base, lora = runs.id("main", "base"), runs.id("main", "lora/adapter_model.safetensors")
     target = {"to": "dcp", "target_root": "export", "target_key": "tuned"}
     job = runs.do("merge", sources=[base], adapters=[lora], adapter_weights=[0.5], **target)
     assert job.state == "succeeded", job.error
