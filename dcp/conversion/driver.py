@@ -45,7 +45,7 @@ from dcp.conversion.wire import decode_layout, encode_layout
 from dcp.storage.closable import Closable
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import Verify
-from dcp.storage.errors import CheckpointError, PlanError
+from dcp.storage.errors import CheckpointError
 from dcp.storage.formats.opening.sources import Source, complete_index
 
 __all__ = ["BATCH_BYTES", "Conversion", "Prepared", "SourceChangedError", "discard_attempt"]
@@ -195,11 +195,7 @@ class Conversion(Closable):
             checks.add(result)
         checks.source.finish(prepared.chunks if engine.verify != "none" else ())
         checks.target.check_complete()
-        try:
-            refuse_faults(checks.faults, engine.index)
-        except PlanError:
-            self.discard()
-            raise
+        refuse_faults(checks.faults, engine.index)
         if engine.verify == "none" or checks.source.stats.blocks_unverified:
             # What has no checksums must not have been replaced: files of both might be mixed.
             self._refuse_changed(prepared.source_mark)

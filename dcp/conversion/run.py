@@ -15,6 +15,7 @@ from dcp.calls.plain_errors import plain_errors
 from dcp.conversion.contents.entries import TargetDtype
 from dcp.conversion.contents.hf_folder import read_hf_folder
 from dcp.conversion.copying.batches import BatchSettings, close_all, run_batch
+from dcp.conversion.copying.checks import FaultySumsError
 from dcp.conversion.copying.executors import open_executor
 from dcp.conversion.copying.tasks import TaskBatch
 from dcp.conversion.driver import Conversion
@@ -184,7 +185,7 @@ def _clearing_up(conversion: Conversion, *, resume: bool) -> Iterator[None]:
     """On a failure, or an interruption, nothing stays that the next run could not go on from."""
     try:
         yield
-    except (CorruptCheckpointError, SourceChangedError):
+    except (CorruptCheckpointError, SourceChangedError, FaultySumsError):
         # Whatever was read wrong, and when: nothing of it may be believed the next time.
         conversion.discard()
         raise

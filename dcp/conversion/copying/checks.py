@@ -24,9 +24,13 @@ from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.near_names import listed
 
-__all__ = ["ResultChecks", "SourceChecks", "TargetChecksums", "refuse_faults"]
+__all__ = ["FaultySumsError", "ResultChecks", "SourceChecks", "TargetChecksums", "refuse_faults"]
 
 _MAX_LISTED: Final = 10
+
+
+class FaultySumsError(PlanError):
+    """What was computed cannot be: nothing that was written is of any use."""
 
 
 class SourceChecks:
@@ -146,7 +150,7 @@ class TargetChecksums:
 
 
 def refuse_faults(faults: Iterable[Fault], index: CheckpointIndex) -> None:
-    """PlanError that names all tensors of ``faults``, by the source's ``index``; fine without any."""
+    """FaultySumsError that names all tensors of ``faults``, by the source's ``index``; fine without any."""
     counts: Counter[tuple[str, int]] = Counter()
     for fault in faults:
         row = int(index.chunk_tensors[fault.chunk])
@@ -158,7 +162,7 @@ def refuse_faults(faults: Iterable[Fault], index: CheckpointIndex) -> None:
         for (name, kind), count in sorted(counts.items())
     ]
     names = sorted({name for name, _ in counts})
-    raise PlanError(
+    raise FaultySumsError(
         f"{len(names)} of the sums have elements that are no numbers, or that no element of the target can "
         f"be: {listed(told, most=_MAX_LISTED, show=str)}. Nothing was published. Leave these tensors out, or "
         "give them a wider dtype",

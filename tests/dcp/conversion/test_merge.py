@@ -356,8 +356,9 @@ def test_sources_and_target_on_s3(
     options = s3_server.storage_options
     dcp.convert(three[1], f"{s3_root}/b", to="dcp", files=2, chunks="split", target_options=options)
     dcp.convert(three[2], f"{s3_root}/c.pt", to="torch", target_options=options)
-    sources = [three[0], f"{s3_root}/b", f"{s3_root}/c.pt"]
-    target, both = f"{s3_root}/{_NAMES[to]}", {"storage_options": options, "target_options": options}
+    sources = [str(three[0]), f"{s3_root}/b", f"{s3_root}/c.pt"]
+    target = f"{s3_root}/{_NAMES[to]}"
+    both: dict[str, Any] = {"storage_options": options, "target_options": options}
     dcp.merge(sources, target, weights=_WEIGHTS, **both)
     dcp.convert(target, tmp_path / "here.pt", to="torch", storage_options=options)
     check_three(tmp_path / "here.pt")
@@ -469,7 +470,7 @@ def test_a_faulty_sum_that_was_killed_is_refused_by_the_next_run(tmp_path: Path)
     died = run_program("-c", program, *sources, tmp_path / "out", "3", "{}")
     assert died.returncode == -signal.SIGKILL, died.stderr
     again = run_program("-c", _PROGRAM, *sources, tmp_path / "out", "0", "{}")
-    assert "PlanError: 1 of the sums" in again.stderr and "'t0' (1,048,576 NaN" in again.stderr
+    assert "FaultySumsError: 1 of the sums" in again.stderr and "'t0' (1,048,576 NaN" in again.stderr
     assert names_in(tmp_path) == ["0", "1"]
 
 
