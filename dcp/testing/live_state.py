@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dcp.storage.errors import OptionError
 from dcp.storage.torch_compat import StridedShard
@@ -124,7 +123,7 @@ def _parts(part: Part, name: str, fqn: str, tensor: torch.Tensor) -> Iterator[Li
     """The plain tensors that ``tensor`` is made of."""
     if isinstance(tensor, DTensor):
         yield from _shard(part, name, fqn, tensor)
-    elif is_traceable_wrapper_subclass(tensor):
+    elif hasattr(tensor, "__tensor_flatten__"):
         for attribute in tensor.__tensor_flatten__()[0]:
             yield from _parts(part, f"{name}.{attribute}", fqn, getattr(tensor, attribute))
     else:
@@ -135,7 +134,7 @@ def _parts(part: Part, name: str, fqn: str, tensor: torch.Tensor) -> Iterator[Li
 def _shard(part: Part, name: str, fqn: str, tensor: DTensor) -> Iterator[LiveTensor]:
     local = tensor.to_local().detach()
     is_pending = any(placement.is_partial() for placement in tensor.placements)
-    if is_pending or is_traceable_wrapper_subclass(local):
+    if is_pending or hasattr(local, "__tensor_flatten__"):
         # what of the whole is in there nobody says, so that it is this rank's own
         for live in _parts(part, name, fqn, local):
             yield LiveTensor(part, live.name, fqn, live.local, live.shape, live.index, is_alone=True)
