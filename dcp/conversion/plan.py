@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from dcp.conversion.contents.entries import Entries, TargetDtype, choose_entries
-from dcp.conversion.contents.hf_folder import CONFIG, HfFolder
-from dcp.conversion.contents.mapping import MappedIndex, map_index
+from dcp.conversion.contents.hf_folder import HfFolder
 from dcp.conversion.contents.values import SourceValues
 from dcp.conversion.copying.tasks import TASK_BYTES, WINDOW_BYTES
 from dcp.conversion.merging.arithmetic import Arithmetic
@@ -22,7 +21,9 @@ from dcp.conversion.targets.job import LayoutJob, LayoutOptions, Planned
 from dcp.conversion.targets.places import TargetPlace
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.load.selection import Patterns, Rename
-from dcp.planners.weight_maps.weight_map import WeightMap, config_of
+from dcp.planners.weight_maps.mapped_index import MappedIndex, map_index
+from dcp.planners.weight_maps.model_config import CONFIG, config_of
+from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.storage.commit_names import is_commit_object
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.errors import (

@@ -12,7 +12,6 @@ from typing import cast
 
 import msgpack
 
-from dcp.conversion.contents.mapping import MappedIndex, map_all, model_config
 from dcp.loading.engine import LoadEngine
 from dcp.loading.mapped import mapped_fills
 from dcp.loading.objects import load_objects
@@ -24,6 +23,8 @@ from dcp.planners.load.options import LoadOptions
 from dcp.planners.load.planner import DefaultLoadPlanner
 from dcp.planners.load.selection import Matches, check_matches
 from dcp.planners.load.unexpected import check_left, pack_left
+from dcp.planners.weight_maps.mapped_index import MappedIndex, map_all
+from dcp.planners.weight_maps.model_config import model_config
 from dcp.progress import reporting
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.handshake import begin, check_same_checkpoint

@@ -12,9 +12,9 @@ import torch
 from dcp.planners.columns import SaveColumns
 from dcp.planners.layout.shared_storage import item_ties
 from dcp.planners.rank_state import RankState
-from dcp.planners.weight_maps.pieces import MappedTensor, Piece, refuse_torn
-from dcp.planners.weight_maps.weight_map import MapSource, WeightMap
-from dcp.storage.errors import PlanError
+from dcp.planners.weight_maps.mapped_index import map_sources
+from dcp.planners.weight_maps.pieces import MappedTensor, Piece, check_mapped
+from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.storage.formats.container_notes import notes_above
 from dcp.storage.formats.index import Path, starts
 from dcp.storage.geometry.boxes import Box
@@ -40,24 +40,14 @@ def mapped_state(local: RankState, weights: WeightMap) -> RankState:
     boxes.
     """
     columns = local.columns
-    tensors = weights.apply(_sources(columns))
-    refuse_torn(tensors)
-    twice = {tensor.name for tensor in tensors}.intersection(columns.objects.fqns)
-    if twice:
-        raise PlanError(f"the map gives a tensor the name {min(twice)!r}, which is that of another value")
+    tensors = weights.apply(map_sources(columns))
+    check_mapped(tensors, columns.objects.fqns)
     held = sorted([*_held(local, tensors), *_zeros(tensors)], key=lambda each: (each.tensor, each.box))
     made = _columns(tensors, held, _nested(columns, tensors))
     memory = LocalMemory.of([each.elements for each in held])
     replicated = np.array([each.replicated for each in held], np.uint8)
     state = RankState(made, memory, local.objects, replicated)
     return replace(state, columns=replace(made, item_ties=item_ties(state)))
-
-
-def _sources(columns: SaveColumns) -> Iterator[MapSource]:
-    shapes, bounds = columns.shape_values.tolist(), columns.shape_start.tolist()
-    facts = zip(columns.fqns, columns.dtype_codes.tolist(), columns.requires_grad.tolist(), strict=True)
-    for row, (name, code, requires_grad) in enumerate(facts):
-        yield name, tuple(shapes[bounds[row] : bounds[row + 1]]), code, bool(requires_grad)
 
 
 def _nested(columns: SaveColumns, tensors: Sequence[MappedTensor]) -> SaveColumns:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from dcp.storage.errors import OptionError, PlanError
+from dcp.storage.errors import MissingKeyError, OptionError, PlanError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.near_names import close_to
 
@@ -24,6 +24,7 @@ __all__ = [
     "Rename",
     "Selection",
     "check_matches",
+    "check_patterns",
     "choose",
     "renamer",
 ]
@@ -152,6 +153,19 @@ def check_matches(ranks: Sequence[Matches]) -> None:
         )
     if ranks and not any(rank.selected for rank in ranks):
         raise OptionError("only and exclude together leave nothing of the state dict to load")
+
+
+def check_patterns(selection: Selection, names: Sequence[str]) -> None:
+    """MissingKeyError for patterns that match none of ``names``, OptionError if nothing is left."""
+    matches = selection.match(names, [])
+    if matches.idle:
+        told = [
+            f"{text} (did you mean {', '.join(close)}?)" if close else text
+            for text, close in matches.idle.items()
+        ]
+        raise MissingKeyError(f"{'; '.join(told[:_MAX_LISTED])}: nothing in the checkpoint matches")
+    if not matches.selected:
+        raise OptionError("only and exclude together leave nothing of the checkpoint")
 
 
 def renamer(rename: Rename | None) -> Callable[[str], str] | None:

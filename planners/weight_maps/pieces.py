@@ -14,7 +14,7 @@ from dcp.storage.formats import dtypes
 from dcp.storage.geometry.boxes import Box
 from dcp.storage.geometry.lattices import parts_between
 
-__all__ = ["MappedTensor", "Piece", "PieceSide", "refuse_torn"]
+__all__ = ["MappedTensor", "Piece", "PieceSide", "check_mapped"]
 
 _PACKED: Final = frozenset(
     dtypes.BY_NAME[name].code for name in ("float4_e2m1fn_x2", "bits1x8", "bits2x4", "bits4x2")
@@ -172,8 +172,16 @@ class MappedTensor:
         return piece.source._replace(name="") == piece.target._replace(name="")
 
 
-def refuse_torn(tensors: Iterable[MappedTensor]) -> None:
-    """PlanError for those of which elements smaller than a byte would have to move."""
+def check_mapped(tensors: Sequence[MappedTensor], taken: Iterable[str]) -> None:
+    """PlanError for names that are ``taken`` by what is behind the map as it was before it, and for tensors
+    of which elements smaller than a byte would have to move."""
+    twice = {tensor.name for tensor in tensors}.intersection(taken)
+    if twice:
+        raise PlanError(
+            f"the map gives a tensor the name {min(twice)!r}, which is that of another entry, and no rule is "
+            "about that one",
+            fqns=sorted(twice)[:_MAX_LISTED],
+        )
     split = [tensor.name for tensor in tensors if tensor.dtype_code in _PACKED and not tensor.is_renamed]
     if split:
         raise PlanError(

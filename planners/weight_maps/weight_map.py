@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dcp.planners.weight_maps.axes import Axes
+from dcp.planners.weight_maps.model_config import config_at
 from dcp.planners.weight_maps.names import NamePattern
 from dcp.planners.weight_maps.pieces import MappedTensor
 from dcp.planners.weight_maps.rules import Found, Pattern, Rule
@@ -20,7 +21,7 @@ from dcp.planners.weight_maps.sizes import evaluate, names_in
 from dcp.storage.errors import CheckpointError, OptionError, PlanError
 from dcp.storage.near_names import close_to
 
-__all__ = ["MapSource", "WeightMap", "config_of", "ready_maps", "weight_map"]
+__all__ = ["MapSource", "WeightMap", "ready_maps", "weight_map"]
 
 _READY: Final = Path(__file__).parent / "ready"
 _MAX_FILE_BYTES: Final = 4 << 20
@@ -242,33 +243,9 @@ def weight_map(
     """
     found = WeightMap.of(source)
     if config is not None:
-        found = found.with_config(config if isinstance(config, Mapping) else _config_of(Path(config)))
+        found = found.with_config(config if isinstance(config, Mapping) else config_at(Path(config)))
     found = found.with_numbers(sizes)
     return found.inverse if inverse else found
-
-
-def _config_of(path: Path) -> Mapping[str, Any]:
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        with path.open(encoding="utf-8") as file:
-            return config_of(file.read(_MAX_FILE_BYTES), str(path))
-    except OSError as error:
-        raise OptionError(f"config: {path} cannot be read: {error.strerror}") from error
-
-
-def config_of(text: str | bytes, where: str) -> Mapping[str, Any]:
-    """A model's configuration of JSON; of one with a text model within, that has the first word.
-
-    OptionError for anything else.
-    """
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise OptionError(f"{where} is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise OptionError(f"{where} is no table")
-    inner = found.get("text_config")
-    return {**found, **inner} if isinstance(inner, dict) else found
 
 
 def ready_maps() -> dict[str, Path]:

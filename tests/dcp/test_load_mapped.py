@@ -425,6 +425,21 @@ def test_a_part_of_the_names_behind_the_map(saved: Path) -> None:
         dcp.load(state, checkpoint_id=saved, map=FUSED, only="1.q", no_dist=True)
 
 
+@pytest.mark.parametrize("other", [7, torch.ones(3)], ids=["value", "tensor"])
+def test_no_tensor_gets_the_name_of_another_entry(other: object, tmp_path: Path) -> None:
+    """Neither on the way in nor out, nor in a conversion: one of them would be lost."""
+    state, renamed = {"a": torch.ones(2), "b": other}, {"rules": [{"from": "a", "to": "b"}]}
+    dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    with pytest.raises(PlanError, match="gives a tensor the name 'b'"):
+        dcp.load({"b": torch.zeros(2)}, checkpoint_id=tmp_path / "saved", map=renamed, no_dist=True)
+    refused = "gives a tensor the name 'b'" if isinstance(other, int) else "no rule knows 'b'"
+    with pytest.raises(PlanError, match=refused):
+        dcp.save(state, checkpoint_id=tmp_path / "mapped", map=renamed, no_dist=True)
+    with pytest.raises(PlanError, match=refused):
+        dcp.convert(tmp_path / "saved", tmp_path / "mapped", to="dcp", map=renamed, executor="inline")
+    assert not (tmp_path / "mapped").exists()
+
+
 def test_tensors_that_no_rule_knows(tmp_path: Path) -> None:
     """Are there as they are; none is lost beside those that the map is about, unless that is asked for."""
     more = {"0.q.bias": numbered(4), "opt.q": numbered(3), "step": 7}

@@ -87,7 +87,7 @@ def check(
     """Say what a map would make of a checkpoint; nothing is read of its tensors. Exits with 1 if it does not
     fit."""
     with errors_as_lines(debug=debug):
-        from dcp.conversion.contents.mapping import map_source
+        from dcp.planners.weight_maps.mapped_index import map_source
         from dcp.storage.errors import PlanError
 
         found = map_of(weights, config, sizes, inverse=inverse)

@@ -17,18 +17,16 @@ import numpy as np
 
 from dcp.conversion.contents.casting import CASTABLE, check_castable
 from dcp.planners.garbage_collection import garbage_collection_paused
-from dcp.planners.load.selection import Patterns, Rename, Selection, renamer
+from dcp.planners.load.selection import Patterns, Rename, Selection, check_patterns, renamer
 from dcp.storage.errors import (
     CheckpointFormatError,
-    MissingKeyError,
-    OptionError,
     PlanError,
     UnsupportedFormatError,
 )
 from dcp.storage.formats.container_notes import STRUCTURE_VERSION
 from dcp.storage.formats.index import CheckpointIndex, Path
 
-__all__ = ["Entries", "TargetDtype", "TensorEntry", "Value", "check_patterns", "choose_entries"]
+__all__ = ["Entries", "TargetDtype", "TensorEntry", "Value", "choose_entries"]
 
 TargetDtype = str | Mapping[str, str] | None
 """One dtype for every floating-point tensor, or dtypes by glob of the source's names (first match counts)."""
@@ -228,19 +226,6 @@ def _empty_containers(index: CheckpointIndex) -> list[Path]:
         for path in paths
         if path and all(type(part) in (str, int) for part in path) and path not in parents
     ]
-
-
-def check_patterns(selection: Selection, names: Sequence[str]) -> None:
-    """MissingKeyError for patterns that match none of ``names``, OptionError if nothing is left."""
-    matches = selection.match(names, [])
-    if matches.idle:
-        told = [
-            f"{text} (did you mean {', '.join(close)}?)" if close else text
-            for text, close in matches.idle.items()
-        ]
-        raise MissingKeyError(f"{'; '.join(told[:_MAX_LISTED])}: nothing in the checkpoint matches")
-    if not matches.selected:
-        raise OptionError("only and exclude together leave nothing of the checkpoint")
 
 
 def _check_unique(new_names: Mapping[str, str]) -> None:

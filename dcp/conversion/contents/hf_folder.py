@@ -17,6 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
+from dcp.planners.weight_maps.model_config import CONFIG, MAX_CONFIG_BYTES
 from dcp.storage.commit_names import is_commit_object
 from dcp.storage.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, OptionError
 from dcp.storage.formats.opening.sources import index_of_folder
@@ -26,9 +27,8 @@ from dcp.storage.stores.names import place_text
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.stores.posix.store import PosixStore
 
-__all__ = ["ADAPTER_CONFIG", "CONFIG", "HF_NAMES", "HfFolder", "hf_folder_of", "read_hf_folder"]
+__all__ = ["ADAPTER_CONFIG", "HF_NAMES", "HfFolder", "hf_folder_of", "read_hf_folder"]
 
-CONFIG: Final[str] = "config.json"
 ADAPTER_CONFIG: Final[str] = "adapter_config.json"
 
 HF_NAMES: Final = frozenset(
@@ -44,7 +44,6 @@ HF_NAMES: Final = frozenset(
 
 _MAX_FILE_BYTES: Final = 64 << 20
 _MAX_BYTES: Final = 128 << 20
-_MAX_CONFIG_BYTES: Final = 4 << 20
 _HUB_NAME: Final = re.compile(r"(?P<name>[\w.-]{1,96}(/[\w.-]{1,96})?)(@(?P<revision>[\w./-]{1,128}))?")
 
 
@@ -67,7 +66,7 @@ class HfFolder:
         """What its ``config.json`` says; empty where there is none."""
         text = self.files.get(CONFIG, b"{}")
         try:
-            found = json.loads(text) if len(text) <= _MAX_CONFIG_BYTES else None
+            found = json.loads(text) if len(text) <= MAX_CONFIG_BYTES else None
         except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict):

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dcp.calls.plain_errors import plain_errors
-from dcp.conversion.contents.mapping import model_config
 from dcp.planners.weight_maps.conversions import map_of_conversions
+from dcp.planners.weight_maps.model_config import model_config
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.storage.errors import OptionError
 from dcp.storage.formats.opening.sources import complete_index, open_source

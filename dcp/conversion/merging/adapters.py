@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+from dcp.conversion.contents.hf_folder import ADAPTER_CONFIG
+from dcp.planners.weight_maps.model_config import MAX_CONFIG_BYTES
 from dcp.storage.errors import CheckpointFormatError, PlanError, UnsupportedFormatError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.opening.sources import Source, open_source
@@ -22,12 +24,9 @@ from dcp.storage.near_names import listed
 from dcp.storage.stores import OpenStore
 from dcp.storage.stores.base import Store
 
-__all__ = ["ADAPTER_CONFIG", "AdapterConfig", "LowRank", "low_ranks", "open_adapter"]
-
-ADAPTER_CONFIG: Final = "adapter_config.json"
+__all__ = ["AdapterConfig", "LowRank", "low_ranks", "open_adapter"]
 
 _FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
-_MAX_CONFIG_BYTES: Final = 4 << 20
 _MAX_LISTED: Final = 10
 _FACTOR: Final = re.compile(
     r"base_model\.model\.(?P<module>.+)\.lora_(?:(?P<factor>[AB])\.weight|embedding_(?P<of_embedding>[AB]))",
@@ -135,17 +134,17 @@ def open_adapter(checkpoint_id: str, *, open_store: OpenStore) -> Source:
     return open_source(store.path_of(name), open_store=open_store)
 
 
-def config_of(store: Store) -> AdapterConfig:
+def _config_of(store: Store) -> AdapterConfig:
     """Of the adapter in ``store``."""
     return AdapterConfig.of(
-        store.read(ADAPTER_CONFIG, limit_bytes=_MAX_CONFIG_BYTES), store.path_of(ADAPTER_CONFIG)
+        store.read(ADAPTER_CONFIG, limit_bytes=MAX_CONFIG_BYTES), store.path_of(ADAPTER_CONFIG)
     )
 
 
 def low_ranks(index: CheckpointIndex, store: Store) -> list[LowRank]:
     """What the adapter ``index`` adds; PlanError with all names that are no factors, or one alone, or do not
     go together."""
-    config = config_of(store)
+    config = _config_of(store)
     modules: dict[str, dict[str, str]] = {}
     strange = list(index.objects.fqns)
     for name in index.fqns:

@@ -12,13 +12,12 @@ from dcp.conversion.contents.entries import (
     Entries,
     TargetDtype,
     TensorEntry,
-    check_patterns,
     choose_entries,
 )
 from dcp.conversion.layouts.terms import TensorTerm
 from dcp.conversion.merging.adapters import LowRank, low_ranks
 from dcp.conversion.merging.arithmetic import Arithmetic
-from dcp.planners.load.selection import Patterns, Rename, Selection
+from dcp.planners.load.selection import Patterns, Rename, Selection, check_patterns
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import CheckpointIndex

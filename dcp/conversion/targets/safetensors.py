@@ -19,9 +19,10 @@ import numpy as np
 
 from dcp.conversion.contents.entries import Entries
 from dcp.conversion.contents.extras import extras_of, metadata_of
-from dcp.conversion.contents.hf_folder import ADAPTER_CONFIG, CONFIG, HF_NAMES, HfFolder
+from dcp.conversion.contents.hf_folder import ADAPTER_CONFIG, HF_NAMES, HfFolder
 from dcp.conversion.layouts.layout import Copies, Literal, Literals, TargetLayout
 from dcp.conversion.targets.job import LayoutJob, Planned
+from dcp.planners.weight_maps.model_config import CONFIG
 from dcp.storage.errors import OptionError, PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import starts

@@ -1,30 +1,27 @@
-"""A source as a weight map makes another model definition's checkpoint of it, before a byte moves."""
+"""A checkpoint as a weight map makes another model definition's of it, before a byte moves."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
-from dcp.conversion.contents.entries import check_patterns
-from dcp.planners.load.selection import Patterns, Selection
-from dcp.planners.weight_maps.pieces import MappedTensor, refuse_torn
-from dcp.planners.weight_maps.weight_map import MapSource, WeightMap, config_of
-from dcp.storage.errors import PlanError
+from dcp.planners.columns import SaveColumns
+from dcp.planners.load.selection import Patterns, Selection, check_patterns
+from dcp.planners.weight_maps.model_config import model_config
+from dcp.planners.weight_maps.pieces import MappedTensor, check_mapped
+from dcp.planners.weight_maps.weight_map import MapSource, WeightMap
 from dcp.storage.formats.container_notes import notes_above
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, starts
 from dcp.storage.formats.opening.sources import complete_index, open_source
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.opening import OpenWith
 
-__all__ = ["MappedIndex", "map_all", "map_index", "map_source", "model_config"]
-
-_CONFIG: Final = "config.json"
-_MAX_CONFIG_BYTES: Final = 4 << 20
+__all__ = ["MappedIndex", "map_all", "map_index", "map_source", "map_sources"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,10 +72,11 @@ def map_index(
         index = replace(index, provenance={**index.provenance, "refused_objects": unread})
     weights = weights.beside(model_config(store))
     selects = selection.selects if selection is not None else lambda _: True
-    wanted = (source for source in _sources(index) if selects(source[0]))
+    wanted = (source for source in map_sources(index) if selects(source[0]))
     tensors = weights.apply(wanted, is_whole=selection is None)
     chosen = [row for row, name in enumerate(index.objects.fqns) if selects(name)]
-    return MappedIndex(_index_of(index, _checked(index, tensors, chosen)), tensors, frozenset(chosen))
+    check_mapped(tensors, (index.objects.fqns[row] for row in chosen))
+    return MappedIndex(_index_of(index, tensors), tensors, frozenset(chosen))
 
 
 def map_all(index: CheckpointIndex, weights: WeightMap) -> MappedIndex:
@@ -88,39 +86,24 @@ def map_all(index: CheckpointIndex, weights: WeightMap) -> MappedIndex:
     """
     known: list[MapSource] = []
     unknown: list[MappedTensor] = []
-    for source in _sources(index):
+    for source in map_sources(index):
         if weights.knows(source[0]):
             known.append(source)
         else:
             unknown.append(MappedTensor.same(*source))
-    tensors, rows = weights.apply(known, is_whole=True), range(len(index.objects))
-    names = {tensor.name for tensor in tensors}
-    twice = [tensor.name for tensor in unknown if tensor.name in names]
-    if twice:
-        raise PlanError(
-            f"the map gives a tensor the name {twice[0]!r}, which is that of another one that no rule knows"
-        )
-    tensors += unknown
     left = frozenset(tensor.name for tensor in unknown)
-    return MappedIndex(_index_of(index, _checked(index, tensors, rows)), tensors, frozenset(rows), left)
+    mapped = weights.apply(known, is_whole=True)
+    check_mapped(mapped, left.union(index.objects.fqns))
+    tensors = [*mapped, *unknown]
+    return MappedIndex(_index_of(index, tensors), tensors, frozenset(range(len(index.objects))), left)
 
 
-def _sources(index: CheckpointIndex) -> Iterator[MapSource]:
-    shapes, bounds = index.shape_values.tolist(), index.shape_start.tolist()
-    codes, grads = index.dtype_codes.tolist(), index.requires_grad.tolist()
-    for row, name in enumerate(index.fqns):
-        yield name, tuple(shapes[bounds[row] : bounds[row + 1]]), codes[row], bool(grads[row])
-
-
-def _checked(
-    index: CheckpointIndex, tensors: Sequence[MappedTensor], chosen: Iterable[int]
-) -> Sequence[MappedTensor]:
-    """``tensors``. PlanError for names that values have, and for elements that cannot be moved."""
-    twice = {tensor.name for tensor in tensors} & {index.objects.fqns[row] for row in chosen}
-    if twice:
-        raise PlanError(f"the map gives a tensor the name {min(twice)!r}, which is that of another value")
-    refuse_torn(tensors)
-    return tensors
+def map_sources(held: CheckpointIndex | SaveColumns) -> Iterator[MapSource]:
+    """The tensors that a checkpoint has, or a rank, for `WeightMap.apply`."""
+    shapes, bounds = held.shape_values.tolist(), held.shape_start.tolist()
+    facts = zip(held.fqns, held.dtype_codes.tolist(), held.requires_grad.tolist(), strict=True)
+    for row, (name, code, requires_grad) in enumerate(facts):
+        yield name, tuple(shapes[bounds[row] : bounds[row + 1]]), code, bool(requires_grad)
 
 
 def _index_of(index: CheckpointIndex, tensors: Sequence[MappedTensor]) -> CheckpointIndex:
@@ -166,10 +149,3 @@ def _nesting(index: CheckpointIndex, tensors: Sequence[MappedTensor]) -> dict[st
         "planner_data": {tensor.name: (tensor.name,) for tensor in tensors} | paths,
         "provenance": provenance,
     }
-
-
-def model_config(store: Store) -> Mapping[str, Any]:
-    """What ``config.json`` beside the weights says of the model; empty where there is none."""
-    if store.stat(_CONFIG) is None:
-        return {}
-    return config_of(store.read(_CONFIG, limit_bytes=_MAX_CONFIG_BYTES), f"{_CONFIG} of {store.url}")
