@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.planners.columns import SaveColumns
-from dcp.planners.save.merge import MergedTensors
+from dcp.planners.save.global_tables import GlobalTensors
 from dcp.storage.formats.index import Int64, starts
 from dcp.storage.geometry.ragged import gather_rows, row_products
 
@@ -19,7 +19,7 @@ __all__ = ["Boxes", "Items", "distinct_boxes", "gather_items"]
 
 @dataclass(frozen=True, eq=False)
 class Items:
-    """The boxes of all ranks, one after the other: rank, row in that rank's columns, merged tensor row,
+    """The boxes of all ranks, one after the other: rank, row in that rank's columns, global tensor row,
     box."""
 
     ranks: Int64
@@ -41,7 +41,7 @@ class Items:
         return "[" + ", ".join(f"{offset}:{offset + size}" for offset, size in pairs) + "]"
 
 
-def gather_items(all_columns: Sequence[SaveColumns], tensors: MergedTensors) -> Items:
+def gather_items(all_columns: Sequence[SaveColumns], tensors: GlobalTensors) -> Items:
     """The items of all ranks, in rank order."""
     counts = [len(columns.item_tensors) for columns in all_columns]
     rows = [np.arange(count, dtype=np.int64) for count in counts]
@@ -64,7 +64,7 @@ def gather_items(all_columns: Sequence[SaveColumns], tensors: MergedTensors) -> 
     )
 
 
-def _positions(items: Items, chosen: Int64, tensors: MergedTensors) -> Int64:
+def _positions(items: Items, chosen: Int64, tensors: GlobalTensors) -> Int64:
     """A sort key by item of ``chosen``: tensor first, then the box's first element in C order."""
     shape_start, shape_values = tensors.shape_start, tensors.shape_values
     ndims = np.diff(shape_start)
@@ -102,7 +102,7 @@ class Boxes:
         return self.members[self.start[box] : self.start[box + 1]]
 
 
-def distinct_boxes(items: Items, chosen: Int64, tensors: MergedTensors) -> Boxes:
+def distinct_boxes(items: Items, chosen: Int64, tensors: GlobalTensors) -> Boxes:
     """The boxes of the items ``chosen``."""
     keys = _positions(items, chosen, tensors)
     order = np.argsort(keys, kind="stable")

@@ -9,7 +9,7 @@ import numpy as np
 
 from dcp.planners.save.balance import Balancer, Replicated, WritePart, tie_clusters
 from dcp.planners.save.boxes import Boxes, Items
-from dcp.planners.save.merge import MergedObjects
+from dcp.planners.save.global_tables import GlobalObjects
 from dcp.storage.formats.index import Int64
 
 __all__ = ["LARGE_OBJECT_BYTES", "Dealt", "deal_boxes", "deal_objects"]
@@ -105,7 +105,7 @@ def _common_ranks(items: Items, boxes: Boxes, cluster: Sequence[int]) -> list[in
     return common
 
 
-def deal_objects(objects: MergedObjects, loads: list[int], *, lowest_rank: bool) -> Int64:
+def deal_objects(objects: GlobalObjects, loads: list[int], *, lowest_rank: bool) -> Int64:
     """Who writes each object; ``loads`` are bytes by rank, and grow."""
     owners = objects.owners.copy()
     large = np.flatnonzero(objects.sizes > LARGE_OBJECT_BYTES)

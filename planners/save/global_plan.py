@@ -14,7 +14,7 @@ import numpy as np
 from dcp.planners.columns import RankSets, SaveColumns
 from dcp.planners.save.boxes import Boxes, Items, distinct_boxes, gather_items
 from dcp.planners.save.dealing import Dealt, deal_boxes, deal_objects
-from dcp.planners.save.merge import MergedObjects, MergedTensors, merge_objects, merge_tensors
+from dcp.planners.save.global_tables import GlobalObjects, GlobalTensors, global_objects, global_tensors
 from dcp.planners.save.replica_sets import replica_sets
 from dcp.planners.save.validate import (
     check_bounds,
@@ -25,7 +25,7 @@ from dcp.planners.save.validate import (
     raise_problems,
 )
 from dcp.storage.engine.write_tables import WriteColumns
-from dcp.storage.formats.container_notes import Noted, merge_notes, structure_of_notes
+from dcp.storage.formats.container_notes import Noted, join_notes, structure_of_notes
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64, ObjectColumns, Path, itemsizes, starts
 from dcp.storage.formats.native.format import DCP
 from dcp.storage.geometry.ragged import expand_ranges, gather_rows, row_products
@@ -72,7 +72,7 @@ def _chunks(items: Items, dealt: Dealt) -> tuple[Int64, Int64, Int64, Int64]:
 
 
 def _index(
-    tensors: MergedTensors, objects: MergedObjects, chunk_tensors: Int64, offsets: Int64, sizes: Int64
+    tensors: GlobalTensors, objects: GlobalObjects, chunk_tensors: Int64, offsets: Int64, sizes: Int64
 ) -> CheckpointIndex:
     """The index without what the nested state dict was like."""
     chunks, count = len(chunk_tensors), len(objects.fqns)
@@ -111,7 +111,7 @@ def _writes(
     index: CheckpointIndex,
     chunk_items: Int64,
     local_offsets: Int64,
-    objects: MergedObjects,
+    objects: GlobalObjects,
     owners: Int64,
     world_size: int,
 ) -> list[WriteColumns]:
@@ -160,18 +160,18 @@ def _shares(ties: Int64, start: Int64, sizes: Int64, local_offsets: Int64) -> In
     return shares
 
 
-def merge_planner_data(parts: Sequence[Mapping[str, Path] | None]) -> dict[str, Path] | None:
+def join_planner_data(parts: Sequence[Mapping[str, Path] | None]) -> dict[str, Path] | None:
     """All ranks' paths in one mapping; the lowest rank's where they differ. None where no rank has any."""
-    merged: dict[str, Path] | None = None
+    joined: dict[str, Path] | None = None
     previous: Mapping[str, Path] | None = None
     for part in parts:
         if part is None or part is previous or part == previous:
             continue
         previous = part
-        merged = (
-            dict(part) if merged is None else {**merged, **{k: v for k, v in part.items() if k not in merged}}
+        joined = (
+            dict(part) if joined is None else {**joined, **{k: v for k, v in part.items() if k not in joined}}
         )
-    return merged
+    return joined
 
 
 def plan_save(
@@ -197,10 +197,10 @@ def plan_save(
     if not all_columns:
         return plan_save([_EMPTY])
     world_size = len(all_columns)
-    tensors = merge_tensors(all_columns)
-    objects = merge_objects(all_columns, check_replicas=check_replicas)
+    tensors = global_tensors(all_columns)
+    objects = global_objects(all_columns, check_replicas=check_replicas)
     items = gather_items(all_columns, tensors)
-    notes, mixed_keys = merge_notes([Noted(part.notes, part.planner_data or {}) for part in all_columns])
+    notes, mixed_keys = join_notes([Noted(part.notes, part.planner_data or {}) for part in all_columns])
     # here already: what follows compares boxes of one tensor, which must be one
     problems = [*tensors.problems, *check_volumes(tensors), *check_kinds(tensors, objects), *mixed_keys]
     if problems:
@@ -216,7 +216,7 @@ def plan_save(
     chunk_items, offsets, sizes, local_offsets = _chunks(items, dealt)
     index = replace(
         _index(tensors, objects, items.tensors[chunk_items], offsets, sizes),
-        planner_data=merge_planner_data([columns.planner_data for columns in all_columns]),
+        planner_data=join_planner_data([columns.planner_data for columns in all_columns]),
         provenance=structure_of_notes(notes),
     )
     return GlobalSavePlan(
@@ -226,7 +226,7 @@ def plan_save(
     )
 
 
-def _compared_boxes(items: Items, tensors: MergedTensors, *, complete: bool) -> tuple[Boxes, list[str]]:
+def _compared_boxes(items: Items, tensors: GlobalTensors, *, complete: bool) -> tuple[Boxes, list[str]]:
     """The boxes that differ, and what is wrong with them; if ``complete``, gaps too."""
     inside, problems = check_bounds(items, tensors)
     volumes = row_products(tensors.shape_values, tensors.shape_start)

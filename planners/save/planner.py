@@ -131,7 +131,7 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Who writes what, and torch's metadata of it; plans may have been changed by whoever made them.
 
-        ``planner_data`` of the metadata is merged from plans that carry paths, and None otherwise.
+        ``planner_data`` of the metadata is joined from plans that carry paths, and None otherwise.
         """
         converted = [columns_from_plan(plan) for plan in all_plans]
         planned = plan_save(

@@ -19,7 +19,7 @@ from dcp.planners.columns import RankSets, SaveColumns
 from dcp.planners.digest import ReplicaCheck, digest_tensors
 from dcp.planners.rank_state import RankState
 from dcp.planners.save.boxes import Boxes, Items
-from dcp.planners.save.merge import MergedObjects
+from dcp.planners.save.global_tables import GlobalObjects
 from dcp.storage.formats.index import Int64
 
 __all__ = ["differing", "folds_of", "replica_sets"]
@@ -42,7 +42,7 @@ class _Members:
 
 
 def replica_sets(
-    items: Items, boxes: Boxes, objects: MergedObjects, all_columns: Sequence[SaveColumns]
+    items: Items, boxes: Boxes, objects: GlobalObjects, all_columns: Sequence[SaveColumns]
 ) -> list[RankSets] | None:
     """The sets by rank of what has digests; None where a rank holds a box twice, which only a full plan
     compares."""
@@ -83,7 +83,7 @@ def _members_of_boxes(items: Items, boxes: Boxes) -> _Members | None:
     return None if again.any() else found
 
 
-def _members_of_objects(objects: MergedObjects, all_columns: Sequence[SaveColumns]) -> _Members:
+def _members_of_objects(objects: GlobalObjects, all_columns: Sequence[SaveColumns]) -> _Members:
     rows = [np.flatnonzero(columns.objects.digests) for columns in all_columns]
     groups = np.concatenate([of[mine] for of, mine in zip(objects.rows, rows, strict=True)])
     ranks = np.repeat(np.arange(len(rows)), [len(mine) for mine in rows])

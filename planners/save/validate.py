@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.planners.save.boxes import Boxes, Items
-from dcp.planners.save.merge import MergedObjects, MergedTensors, describe_sides, rank_list
+from dcp.planners.save.global_tables import GlobalObjects, GlobalTensors, describe_sides, rank_list
 from dcp.storage.errors import PlanError, ReplicaMismatchError
 from dcp.storage.formats.index import Int64, starts
 from dcp.storage.geometry.joins import BoxSet, overlapping_pairs
@@ -53,7 +53,7 @@ def raise_problems(problems: Sequence[str], mismatches: Sequence[tuple[str, str]
     raise ReplicaMismatchError(message, problems=shown, fqns=fqns)
 
 
-def check_volumes(tensors: MergedTensors) -> list[str]:
+def check_volumes(tensors: GlobalTensors) -> list[str]:
     """Tensors of more elements than can be counted, which no memory holds."""
     logs = np.log2(np.maximum(tensors.shape_values, 1).astype(np.float64))
     sums = np.concatenate([[0.0], np.cumsum(logs)])
@@ -67,7 +67,7 @@ def check_volumes(tensors: MergedTensors) -> list[str]:
     return problems
 
 
-def check_kinds(tensors: MergedTensors, objects: MergedObjects) -> list[str]:
+def check_kinds(tensors: GlobalTensors, objects: GlobalObjects) -> list[str]:
     """Names that are a tensor on one rank and another value on another."""
     both = set(objects.fqns).intersection(tensors.fqns) if objects.fqns else ()
     if not both:
@@ -84,7 +84,7 @@ def check_kinds(tensors: MergedTensors, objects: MergedObjects) -> list[str]:
     return problems
 
 
-def check_bounds(items: Items, tensors: MergedTensors) -> tuple[npt.NDArray[np.bool_], list[str]]:
+def check_bounds(items: Items, tensors: GlobalTensors) -> tuple[npt.NDArray[np.bool_], list[str]]:
     """(items inside of their tensors, what is wrong with the others)."""
     counts = np.diff(items.start)
     inside = np.ones(len(items.tensors), bool)
@@ -106,7 +106,7 @@ def check_bounds(items: Items, tensors: MergedTensors) -> tuple[npt.NDArray[np.b
 
 
 def check_boxes(
-    items: Items, first: Int64, tensors: MergedTensors, volumes: Int64, *, complete: bool
+    items: Items, first: Int64, tensors: GlobalTensors, volumes: Int64, *, complete: bool
 ) -> list[str]:
     """Overlaps between distinct boxes (one item each: ``first``), and, if ``complete``, parts nobody has."""
     box_tensors = items.tensors[first]
@@ -128,7 +128,7 @@ def check_boxes(
 
 
 def _gaps(
-    box_volumes: Int64, box_tensors: Int64, tensors: MergedTensors, volumes: Int64, overlapped: set[int]
+    box_volumes: Int64, box_tensors: Int64, tensors: GlobalTensors, volumes: Int64, overlapped: set[int]
 ) -> list[str]:
     sums = np.zeros(len(tensors.fqns) + 1, np.int64)
     running = starts(box_volumes)
@@ -142,7 +142,7 @@ def _gaps(
     ]
 
 
-def check_replica_digests(items: Items, boxes: Boxes, tensors: MergedTensors) -> list[tuple[str, str]]:
+def check_replica_digests(items: Items, boxes: Boxes, tensors: GlobalTensors) -> list[tuple[str, str]]:
     """(fqn, description) of boxes whose known digests differ between ranks."""
     holders = np.diff(boxes.start)
     if not len(holders) or (holders == 1).all():

@@ -29,7 +29,7 @@ __all__ = [
     "decode_notes",
     "empty_dicts",
     "encode_notes",
-    "merge_notes",
+    "join_notes",
     "note_of",
     "notes_above",
     "notes_by_path",
@@ -192,7 +192,7 @@ def _as_int(name: str | int) -> str | int:
     return number if str(number) == name else name
 
 
-def merge_notes(parts: Sequence[Noted]) -> tuple[Sequence[Note], list[str]]:
+def join_notes(parts: Sequence[Noted]) -> tuple[Sequence[Note], list[str]]:
     """(all parts' notes, the first part's where they differ; a line for each difference).
 
     Parts differ where one string stands for keys of two types.
@@ -200,10 +200,10 @@ def merge_notes(parts: Sequence[Noted]) -> tuple[Sequence[Note], list[str]]:
     distinct = list({(id(part.notes), id(part.paths)): part for part in parts}.values())
     if all(_are_equal(part.notes, distinct[0].notes) for part in distinct[1:]):
         return (distinct[0].notes if distinct else ()), []
-    merger = _Merger([tuple(note["path"]) for part in distinct for note in part.notes])
+    joiner = _Joiner([tuple(note["path"]) for part in distinct for note in part.notes])
     for part in distinct:
-        merger.add(part)
-    return merger.notes(), merger.problems
+        joiner.add(part)
+    return joiner.notes(), joiner.problems
 
 
 def _are_equal(notes: Sequence[Note], others: Sequence[Note]) -> bool:
@@ -222,7 +222,7 @@ def decode_notes(data: bytes) -> list[Note]:
     return list(notes_by_path({"containers": notes}).values())
 
 
-class _Merger:
+class _Joiner:
     def __init__(self, noted: Iterable[Path]) -> None:
         self._keys: dict[Path, dict[str, Any]] = {path: {} for path in noted}
         self._full: dict[Path, bool] = dict.fromkeys(self._keys, True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from dcp.storage.formats.index import CheckpointIndex, ObjectColumns
-from dcp.storage.formats.opening.merge import merge_rank_indexes
+from dcp.storage.formats.opening.joined_indexes import join_indexes
 from dcp.storage.formats.opening.sources import Source, complete_index
 from dcp.storage.stores.base import FileInfo, ReadOnlyStore, Store
 from dcp.storage.stores.handles import ReadHandle
@@ -91,7 +91,7 @@ def join(members: Sequence[Source]) -> JoinedSource:
     store = JoinedStore([member.store for member in members])
     parts = {number: _numbered(number, member.index) for number, member in enumerate(members)}
     saves = [member.index.provenance.get("save_id") for member in members]
-    index = replace(merge_rank_indexes(parts), format=_FORMAT, provenance={"save_id": saves})
+    index = replace(join_indexes(parts), format=_FORMAT, provenance={"save_id": saves})
     return JoinedSource(store, index, " + ".join(member.name for member in members), None, tuple(members))
 
 

@@ -21,7 +21,7 @@ from dcp.storage.errors import (
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.native.manifest import MAX_MANIFEST_BYTES, decode_manifest
-from dcp.storage.formats.opening.merge import merge_rank_indexes
+from dcp.storage.formats.opening.joined_indexes import join_indexes
 from dcp.storage.formats.torch.metadata.reader import decode_torch_metadata
 from dcp.storage.formats.torch.metadata.writer import torch_metadata_head
 from dcp.storage.stores.base import Store
@@ -56,7 +56,7 @@ def open_index(store: Store, *, rank: int | None = None, own_rank: int | None = 
 
     It is the manifest, unless stock torch has overwritten the folder since (then `.metadata`). Without one
     it is `.metadata`, and without that what ranks saved on their own: that of ``rank`` if it is given
-    and there, or all of them merged, where ``own_rank`` saved something else than others its own.
+    and there, or all of them joined, where ``own_rank`` saved something else than others its own.
 
     Raises CheckpointNotFoundError if nothing is committed, and the decoders' errors with ``path`` added: a
     damaged manifest is never papered over with another file.
@@ -77,7 +77,7 @@ def open_index(store: Store, *, rank: int | None = None, own_rank: int | None = 
     if not indexes:
         raise _not_found(store)
     with _located(store.url):
-        return merge_rank_indexes(indexes, own_rank=own_rank)
+        return join_indexes(indexes, own_rank=own_rank)
 
 
 def has_checkpoint(store: Store) -> bool:

@@ -26,7 +26,7 @@ import numpy as np
 
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.opening.merge import merge_rank_indexes
+from dcp.storage.formats.opening.joined_indexes import join_indexes
 from dcp.storage.formats.opening.sources import index_of_file
 from dcp.storage.formats.safetensors.json_documents import parse_json
 from dcp.storage.stores.base import Store
@@ -184,12 +184,12 @@ def _joined(store: Store, indexes: list[CheckpointIndex]) -> CheckpointIndex:
             )
     shared = {fqn: numbers for fqn, numbers in owners.items() if len(numbers) > 1}
     whole = _with_whole_shapes(indexes, shared) if shared else indexes
-    merged = merge_rank_indexes(dict(enumerate(whole)))
+    joined = join_indexes(dict(enumerate(whole)))
     if any(index.provenance.get("sharded") for index in indexes):
-        _check_covered(store, merged)
+        _check_covered(store, joined)
     user, by_file = _metadata(indexes)
     provenance: dict[str, Any] = {"file_metadata": by_file} if by_file else {}
-    return replace(merged, provenance=provenance | _torch_notes(indexes), user=user)
+    return replace(joined, provenance=provenance | _torch_notes(indexes), user=user)
 
 
 def _with_whole_shapes(
@@ -209,10 +209,10 @@ def _with_whole_shapes(
     return [replace(index, shape_values=shape) for index, shape in zip(indexes, shapes, strict=True)]
 
 
-def _check_covered(store: Store, merged: CheckpointIndex) -> None:
-    for row, fqn in enumerate(merged.fqns):
-        size_bytes = int(np.prod(merged.shape(row), dtype=np.float64)) * merged.dtype(row).itemsize
-        found = sum(int(merged.payload_lengths[chunk]) for chunk in merged.chunks(row))
+def _check_covered(store: Store, joined: CheckpointIndex) -> None:
+    for row, fqn in enumerate(joined.fqns):
+        size_bytes = int(np.prod(joined.shape(row), dtype=np.float64)) * joined.dtype(row).itemsize
+        found = sum(int(joined.payload_lengths[chunk]) for chunk in joined.chunks(row))
         if found != size_bytes:
             raise CorruptCheckpointError(
                 f"{store.url}: the shards of {fqn[:200]!r} have {found} bytes together, and the tensor has "

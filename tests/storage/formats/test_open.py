@@ -25,7 +25,7 @@ from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.native.manifest import encode_manifest
 from dcp.storage.formats.opening.folder import has_checkpoint, is_large_metadata_of, open_index
-from dcp.storage.formats.opening.merge import merge_rank_indexes
+from dcp.storage.formats.opening.joined_indexes import join_indexes
 from dcp.storage.formats.torch.metadata.writer import encode_torch_metadata
 from dcp.storage.stores.faults import FaultInjectingStore
 from dcp.storage.stores.posix.files import PosixReadHandle
@@ -195,7 +195,7 @@ def test_rank_local_saves_are_merged(tmp_path: Path) -> None:
 
 
 def test_a_rank_gets_its_own(tmp_path: Path) -> None:
-    """``rank=`` opens that rank's own save if it is there, and the merged one if it is not."""
+    """``rank=`` opens that rank's own save if it is there, and the joined one if it is not."""
     parts = [publish(tmp_path, half_index(rank), prefix=f"__{rank}") for rank in (0, 1)]
     assert_same_index(open_index(PosixStore(tmp_path), rank=1), parts[1])
     assert open_index(PosixStore(tmp_path), rank=5).tensor_count == 3
@@ -221,22 +221,22 @@ def test_rank_local_saves_of_stock_are_merged(tmp_path: Path) -> None:
 
 def test_equal_replicas_are_kept_once(tmp_path: Path) -> None:
     """A box that two ranks saved with the same checksums is one chunk, the lower rank's; objects likewise."""
-    merged = merge_rank_indexes({1: rank_index(1), 0: rank_index(0)})
-    assert merged.chunk_count == 3
-    assert {merged.files[file] for file in merged.chunk_files} == set(rank_index(0).files)
-    assert list(merged.objects.fqns) == ["optim.lr", "optim.eps"]
-    assert merged.objects.values == list(small_index().objects.values)
+    joined = join_indexes({1: rank_index(1), 0: rank_index(0)})
+    assert joined.chunk_count == 3
+    assert {joined.files[file] for file in joined.chunk_files} == set(rank_index(0).files)
+    assert list(joined.objects.fqns) == ["optim.lr", "optim.eps"]
+    assert joined.objects.values == list(small_index().objects.values)
 
 
 def test_replicas_that_differ_are_not_merged() -> None:
     """Two ranks with different data under one name: neither is silently dropped."""
     other = rank_index(1, crcs=np.array([1, 0xFFFFFFFF, 78], dtype=np.uint32))
     with pytest.raises(ReplicaMismatchError, match="ranks 0 and 1 each saved step") as caught:
-        merge_rank_indexes({0: rank_index(0), 1: other})
+        join_indexes({0: rank_index(0), 1: other})
     assert caught.value.fqn == "step"
     objects = dataclasses.replace(small_index().objects, values=[b"\x07"])
     with pytest.raises(ReplicaMismatchError, match=r"optim\.lr"):
-        merge_rank_indexes({0: rank_index(0), 1: rank_index(1, objects=objects)})
+        join_indexes({0: rank_index(0), 1: rank_index(1, objects=objects)})
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_replicas_that_differ_are_not_merged() -> None:
 def test_tensors_that_differ_are_not_merged(changes: dict[str, Any]) -> None:
     """One name with two dtypes or shapes is no checkpoint; the error says which ranks."""
     with pytest.raises(CheckpointFormatError, match=r"model\.weight is .* rank 0 saved, and .* rank 1's"):
-        merge_rank_indexes({0: rank_index(0), 1: rank_index(1, **changes)})
+        join_indexes({0: rank_index(0), 1: rank_index(1, **changes)})
 
 
 def test_nothing_committed_is_said_so(tmp_path: Path) -> None:

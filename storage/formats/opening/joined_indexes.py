@@ -9,17 +9,15 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.storage.errors import CheckpointFormatError, ReplicaMismatchError
-from dcp.storage.formats.container_notes import Noted, merge_notes, notes_by_path, structure_of_notes
+from dcp.storage.formats.container_notes import Noted, join_notes, notes_by_path, structure_of_notes
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64, ObjectColumns, starts
 
-__all__ = ["merge_rank_indexes"]
+__all__ = ["join_indexes"]
 
 _Chunk = tuple[int, int]  # position of the index, row of the chunk in it
 
 
-def merge_rank_indexes(
-    indexes: Mapping[int, CheckpointIndex], *, own_rank: int | None = None
-) -> CheckpointIndex:
+def join_indexes(indexes: Mapping[int, CheckpointIndex], *, own_rank: int | None = None) -> CheckpointIndex:
     """The union of the indexes of ranks: tensors of one name are one tensor, with the chunks of all ranks.
 
     A box that several ranks saved is kept once, of the lowest rank; so is an object. Planner data are joined;
@@ -35,12 +33,12 @@ def merge_rank_indexes(
     if len(parts) == 1:
         return parts[0]
     _check_worlds(parts)
-    names, file_maps, file_sizes = _merge_files(parts)
-    tensors = _merge_tensors(parts, ranks, own)
+    names, file_maps, file_sizes = _join_files(parts)
+    tensors = _join_tensors(parts, ranks, own)
     chosen = [_distinct_chunks(parts, ranks, owners, own) for owners in tensors.values()]
     heads = [(owners[0][0], owners[0][1]) for owners in tensors.values()]
     shapes = [parts[part].shape(row) for part, row in heads]
-    merged = CheckpointIndex(
+    joined = CheckpointIndex(
         format=parts[0].format,
         fqns=list(tensors),
         dtype_codes=np.array([parts[part].dtype_codes[row] for part, row in heads], dtype=np.uint8),
@@ -51,18 +49,18 @@ def merge_rank_indexes(
         **_gather_chunks(parts, file_maps, [chunk for chunks in chosen for chunk in chunks]),
         files=names,
         file_sizes=file_sizes,
-        objects=_merge_objects(parts, ranks, own, file_maps),
+        objects=_join_objects(parts, ranks, own, file_maps),
         stride_orders={
-            merged_row: parts[part].stride_orders[row]
-            for merged_row, (part, row) in enumerate(heads)
+            joined_row: parts[part].stride_orders[row]
+            for joined_row, (part, row) in enumerate(heads)
             if row in parts[part].stride_orders
         },
-        planner_data=_merge_planner_data(parts),
-        provenance={**parts[0].provenance, **_merge_structure(parts)},
+        planner_data=_join_planner_data(parts),
+        provenance={**parts[0].provenance, **_join_structure(parts)},
         user=parts[0].user,
     )
-    merged.check()
-    return merged
+    joined.check()
+    return joined
 
 
 def _check_worlds(parts: Sequence[CheckpointIndex]) -> None:
@@ -74,7 +72,7 @@ def _check_worlds(parts: Sequence[CheckpointIndex]) -> None:
         )
 
 
-def _merge_files(parts: Sequence[CheckpointIndex]) -> tuple[list[str], list[Int64], Int64]:
+def _join_files(parts: Sequence[CheckpointIndex]) -> tuple[list[str], list[Int64], Int64]:
     rows: dict[str, int] = {}
     sizes: list[int] = []
     maps = []
@@ -91,7 +89,7 @@ def _merge_files(parts: Sequence[CheckpointIndex]) -> tuple[list[str], list[Int6
     return list(rows), maps, np.array(sizes, dtype=np.int64)
 
 
-def _merge_tensors(
+def _join_tensors(
     parts: Sequence[CheckpointIndex], ranks: Sequence[int], own: int | None
 ) -> dict[str, list[tuple[int, int]]]:
     """Where each tensor is described: (position of the index, row in it), in the order of ``parts``."""
@@ -189,7 +187,7 @@ def _ragged(
     return positions, np.repeat(begins, lengths[rows]) + within
 
 
-def _merge_objects(
+def _join_objects(
     parts: Sequence[CheckpointIndex], ranks: Sequence[int], own: int | None, file_maps: Sequence[Int64]
 ) -> ObjectColumns:
     owners: dict[str, tuple[int, int]] = {}
@@ -226,7 +224,7 @@ def _objects_differ(first: ObjectColumns, first_row: int, second: ObjectColumns,
     return min(crcs) >= 0 and crcs[0] != crcs[1]
 
 
-def _merge_structure(parts: Sequence[CheckpointIndex]) -> dict[str, Any]:
+def _join_structure(parts: Sequence[CheckpointIndex]) -> dict[str, Any]:
     """All parts' notes on containers; the first one's where they differ."""
     noted = [
         Noted(
@@ -235,10 +233,10 @@ def _merge_structure(parts: Sequence[CheckpointIndex]) -> dict[str, Any]:
         )
         for part in parts
     ]
-    return structure_of_notes(merge_notes(noted)[0])
+    return structure_of_notes(join_notes(noted)[0])
 
 
-def _merge_planner_data(parts: Sequence[CheckpointIndex]) -> Any:
+def _join_planner_data(parts: Sequence[CheckpointIndex]) -> Any:
     joined: dict[Any, Any] = {}
     for part in parts:
         if isinstance(part.planner_data, Mapping):

@@ -1,6 +1,6 @@
-"""The names of all ranks, merged into one table.
+"""The names of all ranks, in one table.
 
-Ranks mostly have equal tables, which are recognised and merged once, whatever the number of ranks.
+Ranks mostly have equal tables, which are recognised and taken once, whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dcp.storage.formats.index import Int64, starts
 from dcp.storage.geometry.ragged import gather_rows
 from dcp.storage.near_names import listed
 
-__all__ = ["MergedObjects", "MergedTensors", "merge_objects", "merge_tensors", "rank_list"]
+__all__ = ["GlobalObjects", "GlobalTensors", "global_objects", "global_tensors", "rank_list"]
 
 _MAX_LISTED_RANKS = 8
 _Scalar = TypeVar("_Scalar", bound=np.generic)
@@ -32,7 +32,7 @@ def rank_list(ranks: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class MergedTensors:
+class GlobalTensors:
     """Tensors by first appearance; ``rows[r]`` maps rank r's tensor rows to rows here."""
 
     fqns: list[str]
@@ -85,7 +85,7 @@ def _tables(all_columns: Sequence[SaveColumns], position: dict[str, int]) -> lis
     return list(tables.values())
 
 
-def merge_tensors(all_columns: Sequence[SaveColumns]) -> MergedTensors:
+def global_tensors(all_columns: Sequence[SaveColumns]) -> GlobalTensors:
     """One table of all ranks' tensors; differing dtypes and shapes are listed as problems."""
     position: dict[str, int] = {}
     tables = _tables(all_columns, position)
@@ -98,7 +98,7 @@ def merge_tensors(all_columns: Sequence[SaveColumns]) -> MergedTensors:
     for rank, columns in enumerate(all_columns):
         for row, order in columns.stride_orders.items():
             orders.setdefault(int(rows_by_rank[rank][row]), tuple(order))
-    merged = MergedTensors(
+    found = GlobalTensors(
         fqns=list(position),
         dtype_codes=_joined([t.columns.dtype_codes[t.new] for t in tables]),
         requires_grad=_joined([t.columns.requires_grad[t.new] for t in tables]),
@@ -108,35 +108,35 @@ def merge_tensors(all_columns: Sequence[SaveColumns]) -> MergedTensors:
         stride_orders=orders,
     )
     for table in tables:
-        _compare(table, merged, tables)
-    return merged
+        _compare(table, found, tables)
+    return found
 
 
 def _joined(parts: Sequence[npt.NDArray[_Scalar]]) -> npt.NDArray[_Scalar]:
     return np.concatenate(parts)
 
 
-def _compare(table: _Table, merged: MergedTensors, tables: Sequence[_Table]) -> None:
+def _compare(table: _Table, found: GlobalTensors, tables: Sequence[_Table]) -> None:
     columns, rows = table.columns, table.rows
     if table.new.all():
         return
-    differs = columns.dtype_codes != merged.dtype_codes[rows]
+    differs = columns.dtype_codes != found.dtype_codes[rows]
     ndims = np.diff(columns.shape_start)
-    same_ndim = ndims == np.diff(merged.shape_start)[rows]
+    same_ndim = ndims == np.diff(found.shape_start)[rows]
     differs |= ~same_ndim
     chosen = np.flatnonzero(same_ndim & (ndims > 0))
     if len(chosen):
         mine = gather_rows(columns.shape_values, columns.shape_start, chosen)
-        theirs = gather_rows(merged.shape_values, merged.shape_start, rows[chosen])
+        theirs = gather_rows(found.shape_values, found.shape_start, rows[chosen])
         differs[chosen] |= np.logical_or.reduceat(mine != theirs, starts(ndims[chosen])[:-1])
     for local in np.flatnonzero(differs).tolist():
         row = int(rows[local])
         begin, end = columns.shape_start[local], columns.shape_start[local + 1]
         mine_text = _described(int(columns.dtype_codes[local]), columns.shape_values[begin:end].tolist())
         first = next(other.ranks for other in tables if row in other.rows[other.new])
-        merged.problems.append(
-            f"tensor {merged.fqns[row]!r} is "
-            f"{_described(int(merged.dtype_codes[row]), merged.shape(row))} on {rank_list(first)}, "
+        found.problems.append(
+            f"tensor {found.fqns[row]!r} is "
+            f"{_described(int(found.dtype_codes[row]), found.shape(row))} on {rank_list(first)}, "
             f"but {mine_text} on {rank_list(table.ranks)}"
         )
 
@@ -147,7 +147,7 @@ def _described(code: int, shape: list[int]) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class MergedObjects:
+class GlobalObjects:
     """Objects by first appearance.
 
     ``owners`` is the lowest rank that has each; ``rows[r]`` maps rank r's object rows to rows here.
@@ -165,7 +165,7 @@ class MergedObjects:
         return [rank for rank, rows in enumerate(self.rows) if (rows == row).any()]
 
 
-def merge_objects(all_columns: Sequence[SaveColumns], *, check_replicas: bool) -> MergedObjects:
+def global_objects(all_columns: Sequence[SaveColumns], *, check_replicas: bool) -> GlobalObjects:
     """One table of all ranks' objects."""
     position: dict[str, int] = {}
     tables: dict[tuple[str, ...], tuple[Int64, list[int]]] = {}
@@ -190,12 +190,12 @@ def merge_objects(all_columns: Sequence[SaveColumns], *, check_replicas: bool) -
         # A value that cannot be compared is another one than those that can.
         differs[rows] |= is_known & (mine != known)
         digests[rows] = np.where(known == 0, mine, known)
-    merged = MergedObjects(list(position), owners, sizes, rows_by_rank)
+    found = GlobalObjects(list(position), owners, sizes, rows_by_rank)
     if check_replicas:
         for row in np.flatnonzero(differs).tolist():
             sides = _sides(row, rows_by_rank, [columns.objects.digests for columns in all_columns])
-            merged.mismatches.append((merged.fqns[row], f"object {merged.fqns[row]!r} differs: {sides}"))
-    return merged
+            found.mismatches.append((found.fqns[row], f"object {found.fqns[row]!r} differs: {sides}"))
+    return found
 
 
 def _sides(row: int, rows_by_rank: list[Int64], digests: Sequence[npt.NDArray[np.uint64]]) -> str:
