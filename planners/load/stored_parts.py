@@ -11,10 +11,10 @@ from dcp.planners.columns import WantedColumns
 from dcp.planners.load.plan import plan_load
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.formats.index import Int64, starts
-from dcp.storage.geometry.ragged import gather_rows
-from dcp.storage.geometry.strides import c_strides_by_row
+from dcp.storage.geometry.ragged import gather_rows, row_sums
+from dcp.storage.geometry.strides import ragged_c_strides
 
-__all__ = ["StoredParts", "c_strides_of", "stored_parts", "sums"]
+__all__ = ["StoredParts", "stored_parts"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,30 +59,15 @@ def stored_parts(
         for column in (plan.storage_offsets, plan.lengths, plan.dest_offsets)
     )
     strides = _strides(engine, chunks, axis_start)
-    begins = sums(at * strides, axis_start)
+    begins = row_sums(at * strides, axis_start)
     return StoredParts(plan.dests[order], chunks, begins, axis_start, offsets, lengths, strides)
-
-
-def sums(values: Int64, start: Int64) -> Int64:
-    """Of the values of each row."""
-    return np.diff(np.concatenate([[0], np.cumsum(values)])[start])
-
-
-def c_strides_of(sizes: Int64, start: Int64, itemsizes: Int64) -> Int64:
-    """By box of ``sizes``, from one element to the next of a C-ordered array."""
-    found, ndims = np.empty(len(sizes), np.int64), np.diff(start)
-    for ndim in np.unique(ndims[ndims > 0]).tolist():
-        rows = np.flatnonzero(ndims == ndim)
-        places = start[rows][:, None] + np.arange(ndim, dtype=np.int64)
-        found[places] = c_strides_by_row(sizes[places], itemsizes[rows])
-    return found
 
 
 def _strides(engine: ReadEngine, chunks: Int64, box_start: Int64) -> Int64:
     """How each of ``chunks`` is stored: bytes from one element to the next, by dimension."""
     index = engine.index
     sizes = gather_rows(index.chunk_sizes, index.box_start, chunks)
-    found = c_strides_of(sizes, box_start, index.itemsizes[index.chunk_tensors[chunks]])
+    found = ragged_c_strides(sizes, box_start, index.itemsizes[index.chunk_tensors[chunks]])
     permuted = engine.payloads.permuted_chunks
     for row in np.flatnonzero(np.isin(chunks, permuted)).tolist() if len(permuted) else ():
         order, own = engine.payloads.layout(int(chunks[row]))

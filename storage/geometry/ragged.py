@@ -17,6 +17,7 @@ __all__ = [
     "gather_rows",
     "row_matrix",
     "row_products",
+    "row_sums",
     "starts",
 ]
 
@@ -66,6 +67,11 @@ def row_products(values: Int64, start: Int64) -> Int64:
     if filled.any():
         products[filled] = np.multiply.reduceat(values, start[:-1][filled])
     return products
+
+
+def row_sums(values: Int64, start: Int64) -> Int64:
+    """Sum of each ragged row; 0 for an empty one."""
+    return np.diff(np.concatenate([[0], np.cumsum(values)])[start])
 
 
 def by_ndim(rows: Int64, start: Int64, offsets: Int64, sizes: Int64) -> Iterator[BoxGroup]:

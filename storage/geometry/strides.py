@@ -21,6 +21,7 @@ __all__ = [
     "dense_order",
     "extent",
     "is_c_ordered",
+    "ragged_c_strides",
 ]
 
 
@@ -86,3 +87,13 @@ def c_strides_by_row(sizes: Int64, itemsizes: Int64) -> Int64:
     for dim in range(sizes.shape[1] - 1, 0, -1):
         steps[:, dim - 1] = steps[:, dim] * np.maximum(sizes[:, dim], 1)
     return steps
+
+
+def ragged_c_strides(sizes: Int64, start: Int64, itemsizes: Int64) -> Int64:
+    """`c_strides` of arrays of any numbers of dimensions: ``sizes`` are ragged rows."""
+    found, ndims = np.empty(len(sizes), np.int64), np.diff(start)
+    for ndim in np.unique(ndims[ndims > 0]).tolist():
+        rows = np.flatnonzero(ndims == ndim)
+        places = start[rows][:, None] + np.arange(ndim, dtype=np.int64)
+        found[places] = c_strides_by_row(sizes[places], itemsizes[rows])
+    return found

@@ -11,14 +11,14 @@ import numpy.typing as npt
 from dcp.conversion.layouts.columns import SourceColumns
 from dcp.conversion.layouts.layout import Copies, CopyBuilder, TargetLayout
 from dcp.conversion.layouts.terms import TensorTerm, TermColumns
-from dcp.planners.load.stored_parts import c_strides_of, stored_parts, sums
+from dcp.planners.load.stored_parts import stored_parts
 from dcp.planners.weight_maps.pieces import MappedTensor
 from dcp.planners.weight_maps.stored import StoredTensors
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.formats.index import CheckpointIndex, Int64, starts
 from dcp.storage.geometry.boxes import Box
-from dcp.storage.geometry.ragged import gather_rows, row_products
-from dcp.storage.geometry.strides import c_strides
+from dcp.storage.geometry.ragged import gather_rows, row_products, row_sums
+from dcp.storage.geometry.strides import c_strides, ragged_c_strides
 
 __all__ = ["copy_sources", "payload_crcs", "source_files", "sum_sources"]
 
@@ -99,7 +99,7 @@ def _box_sources(
         payload_offsets=engine.payloads.offsets[stored.chunks],
         payload_bytes=index.payload_lengths[stored.chunks],
         begins=stored.begins,
-        targets=sums(offsets * target_strides, stored.axis_start),
+        targets=row_sums(offsets * target_strides, stored.axis_start),
         axis_start=stored.axis_start,
         lengths=lengths,
         strides=strides,
@@ -144,7 +144,7 @@ def _mapped_sources(engine: ReadEngine, copies: Copies, tensors: Sequence[Mapped
 def _c_strides(copies: Copies, rows: Int64) -> Int64:
     """From one element to the next in the boxes of ``rows`` of the copies, by dimension."""
     sizes = gather_rows(copies.box_sizes, copies.box_start, rows)
-    return c_strides_of(
+    return ragged_c_strides(
         sizes, starts(copies.box_start[rows + 1] - copies.box_start[rows]), np.ones_like(rows)
     )
 
