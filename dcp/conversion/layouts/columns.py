@@ -19,7 +19,7 @@ from dcp.conversion.layouts.pieces import SourcePart
 from dcp.conversion.layouts.terms import Term, TermColumns
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import Int64, itemsizes, starts
-from dcp.storage.geometry.ragged import expand_ranges, gather_rows, row_products
+from dcp.storage.geometry.ragged import expand_ranges, gather_rows, row_products, row_sums
 
 __all__ = ["SourceColumns", "TaskCopies", "TaskCopy"]
 
@@ -94,7 +94,7 @@ class SourceColumns:
     def elements(self) -> Int64:
         """How many each copy has from its sources."""
         own = row_products(self.lengths, self.axis_start)
-        return np.diff(np.concatenate([[0], np.cumsum(own)])[self.start])
+        return row_sums(own, self.start)
 
     def chunks_of(self, first: int, last: int) -> Int64:
         """The chunks of the copies ``first`` to ``last``."""

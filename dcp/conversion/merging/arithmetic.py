@@ -12,7 +12,15 @@ from typing import Any, Final
 from dcp.conversion.contents.casting import check_castable
 from dcp.storage.errors import OptionError
 
-__all__ = ["MAX_SOURCES", "Arithmetic", "average_weights", "formula_weights", "source_names"]
+__all__ = [
+    "MAX_SOURCES",
+    "Arithmetic",
+    "average_weights",
+    "formula_weights",
+    "source_names",
+    "weights_of_adapters",
+    "weights_of_sources",
+]
 
 MAX_SOURCES: Final = 1_000
 _MAX_FORMULA: Final = 1_000
@@ -48,6 +56,33 @@ class Arithmetic:
     def code(self) -> int:
         """Of the type in which is added."""
         return check_castable(self.accumulate)
+
+
+def weights_of_sources(
+    count: int, weights: Sequence[float] | None, formula: str | None, decay: float | None = None
+) -> tuple[float, ...]:
+    """Of ``count`` sources, in their order: those given, a formula's, or of an average. OptionError for
+    another number of weights, and for more than one of these."""
+    if sum(one is not None for one in (weights, formula, decay)) > 1:
+        raise OptionError("weights, formula and decay: give one of them")
+    if not count:
+        raise OptionError("sources: there is none")
+    if formula is not None:
+        return formula_weights(formula, source_names(count))
+    if weights is None:
+        return average_weights(count, decay)
+    if len(weights) != count:
+        raise OptionError(f"{len(weights)} weights are given for {count} sources")
+    return tuple(weights)
+
+
+def weights_of_adapters(count: int, weights: Sequence[float] | None) -> tuple[float, ...]:
+    """Of ``count`` adapters; by default 1. OptionError for another number of weights."""
+    if weights is None:
+        return (1.0,) * count
+    if len(weights) != count:
+        raise OptionError(f"{len(weights)} weights are given for {count} adapters")
+    return tuple(weights)
 
 
 def average_weights(count: int, decay: float | None) -> tuple[float, ...]:

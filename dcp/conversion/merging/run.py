@@ -13,7 +13,7 @@ from typing import Any, Final
 from dcp.calls.plain_errors import plain_errors
 from dcp.conversion.contents.entries import TargetDtype
 from dcp.conversion.merging.adapters import open_adapter
-from dcp.conversion.merging.arithmetic import Arithmetic, average_weights, formula_weights, source_names
+from dcp.conversion.merging.arithmetic import Arithmetic, weights_of_adapters, weights_of_sources
 from dcp.conversion.merging.joined import open_joined
 from dcp.conversion.plan import ConversionOptions, LayoutOptions
 from dcp.conversion.report import ConversionReport
@@ -32,7 +32,7 @@ from dcp.storage.stores import type_of_place
 from dcp.storage.stores.names import place_text
 from dcp.storage.stores.opening import OpenWith
 
-__all__ = ["last_steps", "merge", "weights_of"]
+__all__ = ["last_steps", "merge"]
 
 _NAME: Final = "step-{step:08d}"
 _MAX_LISTED: Final = 10
@@ -130,17 +130,17 @@ def merge(
         StorageError: The storage failed.
     """
     begun = time.perf_counter()
-    given, averaged = [place_text(source) for source in sources], None
-    if run is not None:
-        if given or weights is not None or formula is not None or last is None:
-            raise OptionError("run: goes with last, and not with sources, weights or a formula")
+    if run is None:
+        if last is not None or decay is not None:
+            raise OptionError("last and decay are about the steps of a run, which is missing")
+        given = [place_text(source) for source in sources]
+    elif sources or weights is not None or formula is not None or last is None:
+        raise OptionError("run: goes with last, and not with sources, weights or a formula")
+    else:
         given = last_steps(run, last, name=name, storage_options=storage_options)
-        averaged = average_weights(len(given), decay)
-    elif last is not None or decay is not None:
-        raise OptionError("last and decay are about the steps of a run, which is missing")
-    own = averaged or weights_of(len(given), weights, formula)
+    own = weights_of_sources(len(given), weights, formula, decay)
     added = [place_text(adapter) for adapter in adapters]
-    arithmetic = Arithmetic(own, _one_each(adapter_weights, added), accumulate)
+    arithmetic = Arithmetic(own, weights_of_adapters(len(added), adapter_weights), accumulate)
     members = [partial(open_source, one, open_store=_opened(one, storage_options)) for one in given]
     members += [partial(open_adapter, one, open_store=_opened(one, storage_options)) for one in added]
     reopen = partial(open_joined, members)
@@ -153,29 +153,6 @@ def merge(
     report = run_conversion(reopen, place, options, means, begun)
     told = zip([*given, *added], [*own, *arithmetic.adapter_weights], strict=True)
     return replace(report, weights=tuple(told))
-
-
-def weights_of(count: int, weights: Sequence[float] | None, formula: str | None) -> tuple[float, ...]:
-    """Of ``count`` sources, in their order. OptionError for another number of weights."""
-    if weights is not None and formula is not None:
-        raise OptionError("weights and formula: give one of them")
-    if not count:
-        raise OptionError("sources: there is none")
-    if formula is not None:
-        return formula_weights(formula, source_names(count))
-    if weights is None:
-        return average_weights(count, None)
-    if len(weights) != count:
-        raise OptionError(f"{len(weights)} weights are given for {count} sources")
-    return tuple(weights)
-
-
-def _one_each(weights: Sequence[float] | None, adapters: Sequence[str]) -> tuple[float, ...]:
-    if weights is None:
-        return (1.0,) * len(adapters)
-    if len(weights) != len(adapters):
-        raise OptionError(f"{len(weights)} weights are given for {len(adapters)} adapters")
-    return tuple(weights)
 
 
 def _opened(place: str, storage_options: Mapping[str, Any] | None) -> OpenWith:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 from sqlalchemy import Connection
 
-from dcp.conversion.merging.arithmetic import Arithmetic, average_weights, formula_weights, source_names
+from dcp.conversion.merging.arithmetic import Arithmetic, weights_of_adapters, weights_of_sources
 from dcp.server.catalog.lineage import LineageKind
 from dcp.server.jobs.kind import JobContext
 from dcp.server.jobs.kinds.convert import TargetKind, TargetParams
@@ -64,15 +64,8 @@ class MergeParams(TargetParams):
 
     def arithmetic(self) -> Arithmetic:
         """What is computed. OptionError for weights that cannot be."""
-        count = len(self.sources)
-        given = [one for one in (self.weights, self.formula, self.decay) if one is not None]
-        added = self.adapter_weights or (1.0,) * len(self.adapters)
-        if len(given) > 1 or len(self.weights or self.sources) != count or len(added) != len(self.adapters):
-            raise PlanError("give weights, one for each source, or a formula, or a decay; and one an adapter")
-        if self.formula is not None:
-            own = formula_weights(self.formula, source_names(count))
-        else:
-            own = self.weights or average_weights(count, self.decay)
+        own = weights_of_sources(len(self.sources), self.weights, self.formula, self.decay)
+        added = weights_of_adapters(len(self.adapters), self.adapter_weights)
         return Arithmetic(own, added, self.accumulate)
 
     def options(self) -> ConversionOptions:
