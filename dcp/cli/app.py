@@ -7,23 +7,9 @@ from typing import Annotated
 import typer
 
 from dcp.cli.command_group import Commands
-from dcp.cli.subcommands import (
-    cat,
-    convert,
-    demo,
-    diff,
-    digest,
-    gc,
-    ls,
-    merge,
-    prune,
-    rm,
-    show,
-    stats,
-    verify,
-    watch,
-    weight_maps,
-)
+from dcp.cli.subcommands import cat, demo, diff, digest, ls, show, stats, verify, watch
+from dcp.cli.subcommands.conversion import convert, merge, weight_maps
+from dcp.cli.subcommands.removal import gc, prune, rm
 from dcp.cli.subcommands.service import db, keys, roots, serve, worker
 from dcp.version import __version__
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from dcp.cli.common import Debug, Json, Options, errors_as_lines, print_json, printable, storage_options
-from dcp.cli.subcommands.convert import (
+from dcp.cli.subcommands.conversion.options import (
     Chunks,
     ChunksOption,
     DropObjects,

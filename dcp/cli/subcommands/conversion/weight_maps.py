@@ -17,6 +17,7 @@ from dcp.cli.common import (
     printable,
     storage_options,
 )
+from dcp.cli.subcommands.conversion.options import Exclude, Only
 from dcp.cli.tables import Top, counted, print_rest, print_table, top_of
 
 if TYPE_CHECKING:
@@ -75,10 +76,8 @@ def check(
     inverse: Inverse = False,
     config: Config = None,
     sizes: Sizes = None,
-    only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="GLOB", help="These tensors, and those below.")
-    ] = None,
-    exclude: Annotated[list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Not these.")] = None,
+    only: Only = None,
+    exclude: Exclude = None,
     top: Top = None,
     options: Options = None,
     json: Json = False,

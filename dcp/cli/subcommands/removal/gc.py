@@ -21,7 +21,7 @@ from dcp.cli.common import (
     printable,
     storage_options,
 )
-from dcp.cli.subcommands.rm import Yes
+from dcp.cli.subcommands.removal.rm import Yes
 from dcp.cli.tables import counted
 
 if TYPE_CHECKING:

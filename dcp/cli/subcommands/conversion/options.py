@@ -1,4 +1,4 @@
-"""``dcp convert``: a checkpoint of any format in another one."""
+"""What ``convert`` and ``merge`` share: options, what these mean to the library, and what is told."""
 
 from __future__ import annotations
 
@@ -9,21 +9,9 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
-from dcp.cli.common import (
-    Debug,
-    Json,
-    Options,
-    describe_bytes,
-    errors_as_lines,
-    print_json,
-    printable,
-    storage_options,
-    unwinding_on_sigterm,
-)
+from dcp.cli.common import describe_bytes, printable, unwinding_on_sigterm
 from dcp.cli.progress import progress_bar
-from dcp.cli.subcommands.weight_maps import Config, Inverse, Sizes, map_of
 from dcp.cli.tables import counted
 
 if TYPE_CHECKING:
@@ -33,7 +21,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Chunks",
     "ChunksOption",
-    "ConvertCommand",
     "DropObjects",
     "Dtype",
     "Exclude",
@@ -48,10 +35,10 @@ __all__ = [
     "ShardSize",
     "TargetOptions",
     "Workers",
-    "command",
     "options_of",
     "print_report",
     "target_format",
+    "target_formats",
     "with_progress",
 ]
 
@@ -59,27 +46,8 @@ _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgt]?)(i?)b?", re.IGNO
 _MAX_LISTED = 5
 
 
-class ConvertCommand(TyperCommand):
-    """Says in its help which formats can be written; what is installed is looked at only then."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As of any command; where no format was given, the error says which there are."""
-        try:
-            return super().parse_args(ctx, args)
-        except typer.BadParameter as error:
-            if error.param is not None and error.param.name == "to" and not error.message:
-                error.message = f"Choose from: {', '.join(_targets())}"
-            raise
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """As of any command."""
-        for option in self.params:
-            if option.name == "to":
-                option.metavar = f"[{'|'.join(_targets())}]"
-        super().format_help(ctx, formatter)
-
-
-def _targets() -> list[str]:
+def target_formats() -> list[str]:
+    """Those that can be written."""
     from dcp.storage.formats.registry import target_names  # here, as it reads what is installed
 
     return target_names()
@@ -87,8 +55,8 @@ def _targets() -> list[str]:
 
 def target_format(name: str) -> str:
     """One of the formats that can be written."""
-    if name not in _targets():
-        raise typer.BadParameter(f"{name!r} is not one of {', '.join(map(repr, _targets()))}.")
+    if name not in target_formats():
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(map(repr, target_formats()))}.")
     return name
 
 
@@ -130,11 +98,6 @@ def _dtypes(values: list[str] | None) -> str | dict[str, str] | None:
     return _pairs(values, "=", "GLOB=DTYPE; one DTYPE alone is for all tensors")
 
 
-_Source = Annotated[str, typer.Argument(help="A checkpoint of any format: path or URL.")]
-_Target = Annotated[str, typer.Argument(help="What to write: a folder or a file, path or URL.")]
-_To = Annotated[
-    str, typer.Option("--to", metavar="FORMAT", parser=target_format, help="The format to write.")
-]
 Only = Annotated[
     list[str] | None, typer.Option("--only", metavar="GLOB", help="These names, and those below.")
 ]
@@ -148,10 +111,6 @@ Rename = Annotated[
 Dtype = Annotated[
     list[str] | None,
     typer.Option("--dtype", metavar="[GLOB=]DTYPE", help="Cast floating-point tensors, such as bfloat16."),
-]
-_Map = Annotated[
-    str | None,
-    typer.Option("--map", metavar="MAP", help="A weight map: a name of `dcp map ls`, or a file."),
 ]
 Files = Annotated[int, typer.Option(min=1, help="Data files of a dcp target.")]
 ChunksOption = Annotated[
@@ -180,55 +139,6 @@ TargetOptions = Annotated[
     str | None,
     typer.Option("--target-options", metavar="JSON", help="As --storage-options, for the target's URL."),
 ]
-
-
-def command(
-    source: _Source,
-    target: _Target,
-    to: _To,
-    only: Only = None,
-    exclude: Exclude = None,
-    rename: Rename = None,
-    dtype: Dtype = None,
-    weight_map: _Map = None,
-    inverse: Inverse = False,
-    config: Config = None,
-    sizes: Sizes = None,
-    files: Files = 1,
-    chunks: ChunksOption = Chunks.KEEP,
-    shard_size: ShardSize = None,
-    hf: Hf = None,
-    hf_also: HfAlso = None,
-    drop_objects: DropObjects = False,
-    overwrite: Overwrite = False,
-    executor: Executor = "processes",
-    workers: Workers = None,
-    no_verify: NoVerify = False,
-    options: Options = None,
-    target_options: TargetOptions = None,
-    json: Json = False,
-    debug: Debug = False,
-) -> None:
-    """Convert between dcp, torch.save and safetensors, in constant memory, without running pickles.
-
-    A conversion that was killed goes on where it was when the same command is given again.
-    """
-    chosen = options_of(locals())
-    with errors_as_lines(debug=debug):
-        if weight_map is not None:
-            chosen["map"] = map_of(weight_map, config, sizes, inverse=inverse)
-        elif inverse or config or sizes:
-            raise typer.BadParameter("--inverse, --config and --set are about --map, which is missing")
-        chosen["storage_options"] = storage_options(source, options)
-        chosen["target_options"] = storage_options(target, target_options)
-        with with_progress(target) as chosen["progress"]:
-            from dcp.conversion.run import convert  # here, because a usage message must not wait for numpy
-
-            report = convert(source, target, **chosen)
-    if json:
-        print_json(report)
-    else:
-        print_report(report)
 
 
 def options_of(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,28 +20,15 @@ from dcp.cli.common import (
     printable,
     storage_options,
 )
-from dcp.cli.subcommands.rm import Yes
+from dcp.cli.subcommands.removal.rm import Yes
 from dcp.cli.tables import counted
 
 if TYPE_CHECKING:
     from dcp.manager.cleanup.dropping import Drop
     from dcp.manager.cleanup.retention import Part, Retention
-    from dcp.storage.formats.dropped import DroppedPart
     from dcp.storage.stores.base import Store
 
 __all__ = ["command"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Pruned:
-    url: str
-    done: bool
-    outcome: str
-    parts: tuple[DroppedPart, ...]
-    files: tuple[str, ...]
-    freed_bytes: int
-    shared_bytes: int
-    rewritten_bytes: int
 
 
 def command(
@@ -73,24 +61,24 @@ def command(
     yes = yes and not dry_run
     with errors_as_lines(debug=debug):
         retention = _retention(part or ["optimizer"], last, every_steps)
-    done: list[_Pruned] = []
+    found: list[tuple[Drop, bool]] = []
     failed = False
     for uri in uris:
         try:
             with errors_as_lines(debug=debug):
-                found = _find(uri, retention, storage_options(uri, options), last or every_steps)
+                planned = _find(uri, retention, storage_options(uri, options), last or every_steps)
         except typer.Exit:  # printed; the others are still to go
             failed = True
             continue
-        for store, parts in found:
+        for store, parts in planned:
             try:
                 with errors_as_lines(debug=debug):
-                    done.append(_prune(store, parts, yes=yes, rewrite=rewrite, tell=not json))
+                    found.append(_prune(store, parts, yes=yes, rewrite=rewrite, tell=not json))
             except typer.Exit:
                 failed = True
     if json:
-        print_json(done)
-    elif any(one.outcome == "dropped" for one in done) and not yes:
+        print_json([asdict(one) | {"done": is_done} for one, is_done in found])
+    elif any(one.outcome == "dropped" for one, _ in found) and not yes:
         print_error("nothing was dropped: --yes does it")
     if failed:
         raise typer.Exit(EXIT_FAILURE)
@@ -122,50 +110,41 @@ def _find(
     return to_prune(uri, retention, open_store=opener)
 
 
-def _prune(store: Store, parts: tuple[Part, ...], *, yes: bool, rewrite: bool, tell: bool) -> _Pruned:
-    import time
-
+def _prune(
+    store: Store, parts: tuple[Part, ...], *, yes: bool, rewrite: bool, tell: bool
+) -> tuple[Drop, bool]:
+    """What it came to, and whether anything was changed."""
     from dcp.manager.cleanup.dropping import drop_parts, plan_drop
 
-    found: Drop = (
+    found = (
         drop_parts(store, parts, time.time(), rewrite=rewrite)
         if yes
         else plan_drop(store, parts, rewrite=rewrite)
     )
     is_done = yes and (found.outcome == "dropped" or bool(found.files))
-    done = _Pruned(
-        found.url,
-        is_done,
-        found.outcome,
-        found.parts,
-        found.files,
-        found.freed_bytes,
-        found.shared_bytes,
-        found.rewritten_bytes,
-    )
     if tell:
-        _print(done)
-    return done
+        _print(found, is_done=is_done)
+    return found, is_done
 
 
-def _print(done: _Pruned) -> None:
-    names = ", ".join(part.name for part in done.parts)
-    if done.outcome == "pinned":
+def _print(found: Drop, *, is_done: bool) -> None:
+    names = ", ".join(part.name for part in found.parts)
+    if found.outcome == "pinned":
         told = "is pinned and stays whole; CheckpointManager.unpin releases it"
-    elif done.outcome == "absent":
-        left = f"; removed {counted(len(done.files), 'file')} of an earlier prune" if done.files else ""
+    elif found.outcome == "absent":
+        left = f"; removed {counted(len(found.files), 'file')} of an earlier prune" if found.files else ""
         told = f"has nothing to drop{left}"
-    elif done.outcome == "shared":
-        shared = describe_bytes(done.shared_bytes)
+    elif found.outcome == "shared":
+        shared = describe_bytes(found.shared_bytes)
         told = f"keeps its {names}: {shared} in files with what stays; --rewrite frees them"
     else:
-        verb = "dropped" if done.done else "would drop"
-        wrote = f", {describe_bytes(done.rewritten_bytes)} written anew" if done.rewritten_bytes else ""
+        verb = "dropped" if is_done else "would drop"
+        wrote = f", {describe_bytes(found.rewritten_bytes)} written anew" if found.rewritten_bytes else ""
         stay = (
-            f"; {describe_bytes(done.shared_bytes)} stay in files with others (--rewrite)"
-            if done.shared_bytes
+            f"; {describe_bytes(found.shared_bytes)} stay in files with others (--rewrite)"
+            if found.shared_bytes
             else ""
         )
-        freed = describe_bytes(done.freed_bytes)
-        told = f"{verb} {names}, {counted(len(done.files), 'file')}, {freed} freed{wrote}{stay}"
-    print(printable(f"{done.url}: {told}"))
+        freed = describe_bytes(found.freed_bytes)
+        told = f"{verb} {names}, {counted(len(found.files), 'file')}, {freed} freed{wrote}{stay}"
+    print(printable(f"{found.url}: {told}"))
