@@ -18,10 +18,9 @@ import numpy as np
 from dcp.calls.plain_errors import plain_errors
 from dcp.inspection.findings import Finding, ReportBytes
 from dcp.inspection.values.tensor_reading import TensorReader, Tile, open_tensors
-from dcp.planners.load.selection import Patterns, Selection
+from dcp.planners.load.selection import Patterns
 from dcp.storage.digests.boxes import BoxDigest, OrderedSum, blocks_of, logical_runs
 from dcp.storage.digests.shown import SUM_BYTES, digest_of_all, shown_digest
-from dcp.storage.errors import PlanError
 
 __all__ = ["CheckpointDigests", "TensorDigest", "compare_digests", "digests", "digests_of"]
 
@@ -92,13 +91,7 @@ def digests_of(
     progress: ReportBytes | None = None,
 ) -> CheckpointDigests:
     """`digests` of an open checkpoint."""
-    index, selection = reader.index, Selection.of(only, exclude)
-    rows = [row for row, fqn in enumerate(index.fqns) if selection is None or selection.selects(fqn)]
-    if not rows and selection is not None:
-        raise PlanError(
-            f"{reader.name}: only={only!r}, exclude={exclude!r} select none of its "
-            f"{index.tensor_count} tensors; patterns are shell globs such as 'model.*' or '*.bias'"
-        )
+    index, rows = reader.index, reader.rows(only, exclude)
     known = {} if recompute else {row: told for row in rows if (told := index.digest(row)) is not None}
     read = dict(_read(reader, [row for row in rows if row not in known], progress))
     tensors = tuple(

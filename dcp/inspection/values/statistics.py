@@ -19,8 +19,8 @@ from dcp.inspection.findings import ReportBytes
 from dcp.inspection.values.elements import is_opaque
 from dcp.inspection.values.summaries import MIN_BINS, Collector, ElementStatistics, Histogram, Summary
 from dcp.inspection.values.tensor_reading import TensorReader, open_tensors
-from dcp.planners.load.selection import Patterns, Selection
-from dcp.storage.errors import OptionError, PlanError
+from dcp.planners.load.selection import Patterns
+from dcp.storage.errors import OptionError
 from dcp.storage.formats.index import CheckpointIndex
 
 __all__ = [
@@ -102,7 +102,7 @@ def statistics_of(
     if bins < MIN_BINS:
         raise OptionError(f"bins must be at least {MIN_BINS}, not {bins}")
     index = reader.index
-    rows = _selected(reader, only, exclude)
+    rows = reader.rows(only, exclude)
     firsts = _first_of_ties(index, rows)
     times = Counter(firsts)
     total = Summary()
@@ -124,17 +124,6 @@ def statistics_of_row(reader: TensorReader, row: int, *, bins: int = 32) -> Elem
     if is_opaque(reader.index.dtype(row)):
         return None
     return next(summary for _, summary in _summaries(reader, [row], None)).result(bins)
-
-
-def _selected(reader: TensorReader, only: Patterns | None, exclude: Patterns | None) -> list[int]:
-    selection = Selection.of(only, exclude)
-    rows = [row for row, fqn in enumerate(reader.index.fqns) if selection is None or selection.selects(fqn)]
-    if not rows and selection is not None:
-        raise PlanError(
-            f"{reader.name}: only={only!r}, exclude={exclude!r} select none of its "
-            f"{reader.index.tensor_count} tensors; patterns are shell globs such as 'model.*' or '*.bias'"
-        )
-    return rows
 
 
 def _first_of_ties(index: CheckpointIndex, rows: Sequence[int]) -> list[int]:

@@ -6,10 +6,11 @@ import threading
 from collections.abc import Sequence
 from typing import Final
 
+from dcp.planners.load.selection import Patterns, Selection
 from dcp.storage.closable import Closable
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import ByteRuns, ReadStats, Region, Verify
-from dcp.storage.errors import CorruptCheckpointError
+from dcp.storage.errors import CorruptCheckpointError, PlanError
 from dcp.storage.formats.checksums import BLOCK_BYTES
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.native.record_reader import locate_payload
@@ -48,6 +49,17 @@ class TensorSource(Closable):
     def close(self) -> None:
         """Close the files."""
         self._engine.close()
+
+    def rows(self, only: Patterns | None, exclude: Patterns | None) -> list[int]:
+        """Of the tensors that these patterns select. PlanError if they select none."""
+        selection = Selection.of(only, exclude)
+        rows = [row for row, fqn in enumerate(self.index.fqns) if selection is None or selection.selects(fqn)]
+        if not rows and selection is not None:
+            raise PlanError(
+                f"{self.name}: only={only!r}, exclude={exclude!r} select none of its "
+                f"{self.index.tensor_count} tensors; patterns are shell globs such as 'model.*' or '*.bias'"
+            )
+        return rows
 
     @property
     def stats(self) -> ReadStats:
