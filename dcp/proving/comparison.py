@@ -1,4 +1,4 @@
-"""The coordinator's part: what the ranks have against the index, and the bytes of what it does not tell."""
+"""The coordinator's work: what the ranks have against the index, and the bytes of what it does not tell."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 from dcp.inspection.values.tensor_reading import TensorReader
 from dcp.planners.load.selection import Selection
 from dcp.planners.per_rank import rank_holder, rank_number
-from dcp.proving.parts import RankPart, value_print
 from dcp.proving.proof import FindingKind, Proof, ProofFinding, RankProof
+from dcp.proving.rank_digests import RankDigests, value_print
 from dcp.storage.digests.boxes import BoxDigest, logical_runs
 from dcp.storage.digests.field import power, product
 from dcp.storage.digests.runs import KEY
@@ -20,7 +20,7 @@ from dcp.storage.digests.shown import SUM_BYTES
 from dcp.storage.formats import dtypes
 from dcp.storage.geometry.boxes import Box
 
-__all__ = ["compare_parts"]
+__all__ = ["compare_ranks"]
 
 _RanksBy = dict[bytes, list[int]]
 """Ranks by what they have."""
@@ -34,46 +34,48 @@ class _Held:
     boxes: dict[Box, _RanksBy] = field(default_factory=dict)
 
 
-def compare_parts(
-    parts: Sequence[RankPart], reader: TensorReader, selection: Selection | None, save_id: str | None
+def compare_ranks(
+    ranks: Sequence[RankDigests], reader: TensorReader, selection: Selection | None, save_id: str | None
 ) -> Proof:
-    """What of ``parts``, by rank, is not what ``reader``'s checkpoint has."""
-    comparison = _Comparison(parts, reader, selection)
+    """What of ``ranks``, by rank, is not what ``reader``'s checkpoint has."""
+    comparison = _Comparison(ranks, reader, selection)
     findings = tuple(comparison.findings())
     return Proof(
         reader.name,
         save_id,
-        len(parts),
+        len(ranks),
         len(comparison.tensors),
         len(comparison.values),
         sum(comparison.sizes.values()),
         reader.bytes_read,
         findings,
         tuple(comparison.left),
-        tuple(_share(rank, part, findings) for rank, part in enumerate(parts)),
+        tuple(_share(rank, own, findings) for rank, own in enumerate(ranks)),
     )
 
 
-def _share(rank: int, part: RankPart, findings: Sequence[ProofFinding]) -> RankProof:
+def _share(rank: int, own: RankDigests, findings: Sequence[ProofFinding]) -> RankProof:
     differing = tuple(found.fqn for found in findings if rank in found.ranks)
-    columns = part.columns
+    columns = own.columns
     return RankProof(
-        rank, len(columns.fqns), part.size_bytes, len(columns.objects.fqns), round(part.seconds, 6), differing
+        rank, len(columns.fqns), own.size_bytes, len(columns.objects.fqns), round(own.seconds, 6), differing
     )
 
 
 class _Comparison:
     """``tensors`` and ``values`` that both have are by name; ``sizes`` the bytes of these tensors."""
 
-    def __init__(self, parts: Sequence[RankPart], reader: TensorReader, selection: Selection | None) -> None:
+    def __init__(
+        self, ranks: Sequence[RankDigests], reader: TensorReader, selection: Selection | None
+    ) -> None:
         self._reader, self._index = reader, reader.index
         selects = selection.selects if selection is not None else lambda _: True
-        held = {fqn: one for fqn, one in _tensors_of(parts).items() if selects(fqn)}
-        values = {fqn: one for fqn, one in _values_of(parts).items() if selects(fqn)}
+        held = {fqn: one for fqn, one in _tensors_of(ranks).items() if selects(fqn)}
+        values = {fqn: one for fqn, one in _values_of(ranks).items() if selects(fqn)}
         rows, objects = self._index.position, self._index.objects.position
         stored = [fqn for fqn in (*self._index.fqns, *self._index.objects.fqns) if selects(fqn)]
         missing = [fqn for fqn in stored if fqn not in held and fqn not in values]
-        self.left = [fqn for fqn in missing if _is_of_no_rank(fqn, len(parts))]
+        self.left = [fqn for fqn in missing if _is_of_no_rank(fqn, len(ranks))]
         self._missing = [fqn for fqn in missing if fqn not in {*self.left}]
         self.tensors = {fqn: one for fqn, one in held.items() if fqn in rows}
         self.values = {fqn: one for fqn, one in values.items() if fqn in objects}
@@ -179,10 +181,10 @@ def _is_of_no_rank(fqn: str, world_size: int) -> bool:
     return rank_holder(fqn) is not None and rank_number(fqn) >= world_size
 
 
-def _tensors_of(parts: Sequence[RankPart]) -> dict[str, _Held]:
+def _tensors_of(ranks: Sequence[RankDigests]) -> dict[str, _Held]:
     tensors: dict[str, _Held] = {}
-    for rank, part in enumerate(parts):
-        columns = part.columns
+    for rank, own in enumerate(ranks):
+        columns = own.columns
         codes, shapes = columns.dtype_codes.tolist(), columns.shape_values.tolist()
         starts = columns.shape_start.tolist()
         for row, fqn in enumerate(columns.fqns):
@@ -193,14 +195,14 @@ def _tensors_of(parts: Sequence[RankPart]) -> dict[str, _Held]:
         )
         for item, row in enumerate(columns.item_tensors.tolist()):
             at = slice(begins[item], begins[item + 1])
-            box, added = Box(tuple(offsets[at]), tuple(sizes[at])), part.added[item].tobytes()
+            box, added = Box(tuple(offsets[at]), tuple(sizes[at])), own.added[item].tobytes()
             tensors[columns.fqns[row]].boxes.setdefault(box, {}).setdefault(added, []).append(rank)
     return tensors
 
 
-def _values_of(parts: Sequence[RankPart]) -> dict[str, _RanksBy]:
+def _values_of(ranks: Sequence[RankDigests]) -> dict[str, _RanksBy]:
     values: dict[str, _RanksBy] = {}
-    for rank, part in enumerate(parts):
-        for fqn, found in zip(part.columns.objects.fqns, part.prints, strict=True):
+    for rank, own in enumerate(ranks):
+        for fqn, found in zip(own.columns.objects.fqns, own.prints, strict=True):
             values.setdefault(fqn, {}).setdefault(found, []).append(rank)
     return values

@@ -12,9 +12,9 @@ from dcp.inspection.values.tensor_reading import open_tensors
 from dcp.planners.load.selection import Patterns, Selection
 from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.planners.wire.codec import SectionCache
-from dcp.proving.comparison import compare_parts
-from dcp.proving.parts import RankPart, part_of
+from dcp.proving.comparison import compare_ranks
 from dcp.proving.proof import Proof
+from dcp.proving.rank_digests import RankDigests, digests_of_rank
 from dcp.ranks.alone import works_alone
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
@@ -71,14 +71,14 @@ def prove(
         planner = DefaultSavePlanner(replica_check="off")
         planner.begin_save(ranks.rank)
         planner.set_up_planner(stateful_to_plain(state_dict), is_coordinator=ranks.is_coordinator)
-        return part_of(planner.create_local_columns(digests=False)).encode()
+        return digests_of_rank(planner.create_local_columns(digests=False)).encode()
 
-    def compared(parts: list[bytes]) -> bytes:
+    def compared(told: list[bytes]) -> bytes:
         sections: SectionCache = {}
         selection = Selection.of(only, exclude)
         with open_tensors(checkpoint_id, storage_options=storage_options, verify="full") as reader:
             save_id = reader.index.provenance.get("save_id")
-            decoded = [RankPart.decode(part, sections) for part in parts]
-            return compare_parts(decoded, reader, selection, save_id).to_json().encode()
+            decoded = [RankDigests.decode(own, sections) for own in told]
+            return compare_ranks(decoded, reader, selection, save_id).to_json().encode()
 
     return Proof.of_json(ranks.reduce_broadcast("prove", local, compared).decode())

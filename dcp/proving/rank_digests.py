@@ -26,14 +26,14 @@ from dcp.storage.formats.torch.python_values import encode_value, python_value
 from dcp.storage.geometry.ragged import gather_rows
 from dcp.storage.tensors import byte_pieces
 
-__all__ = ["RankPart", "part_of", "value_print"]
+__all__ = ["RankDigests", "digests_of_rank", "value_print"]
 
 _PRINT_BYTES = 16
 _MAX_ENCODED_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, eq=False)
-class RankPart:
+class RankDigests:
     """``added`` are two words by item of ``columns``; ``prints`` by value, as `value_print` has them."""
 
     columns: SaveColumns
@@ -48,14 +48,14 @@ class RankPart:
         return bytes(msgpack.packb([*fields, self.size_bytes, self.seconds]))
 
     @classmethod
-    def decode(cls, data: bytes, sections: SectionCache) -> RankPart:
+    def decode(cls, data: bytes, sections: SectionCache) -> RankDigests:
         """The inverse of `encode`; all ranks' share ``sections``."""
         columns, added, prints, size, seconds = msgpack.unpackb(data)
         elements = as_elements(added)
         return cls(decode_save_columns(columns, sections), elements, prints, size, seconds)
 
 
-def part_of(local: RankState) -> RankPart:
+def digests_of_rank(local: RankState) -> RankDigests:
     """What a rank has; all its tensors are read."""
     begun = time.perf_counter()
     columns = local.columns
@@ -73,7 +73,7 @@ def part_of(local: RankState) -> RankPart:
         prints.append(value_print(encoded.plain, encoded.blob))
     added = places.placed(as_elements(bytes(values)))
     size = int((places.volumes * places.itemsizes).sum())
-    return RankPart(columns, added, prints, size, time.perf_counter() - begun)
+    return RankDigests(columns, added, prints, size, time.perf_counter() - begun)
 
 
 def _places(columns: SaveColumns) -> LogicalPlaces:
