@@ -27,7 +27,7 @@ from dcp.server.routes.jobs import jobs as jobs_api
 from dcp.server.routes.jobs import verification as verification_api
 from dcp.server.schemas.checkpoints import CheckpointAnswer, CheckpointDetailAnswer
 from dcp.server.schemas.common import IdPath
-from dcp.server.schemas.findings import VerificationAnswer
+from dcp.server.schemas.contents.findings import VerificationAnswer
 from dcp.server.schemas.queries import CheckpointQuery
 from dcp.storage.commit_names import METADATA_NAME
 from dcp.storage.formats.registry import target_names

@@ -19,7 +19,7 @@ from dcp.server.routes.catalog import checkpoints as checkpoints_api
 from dcp.server.routes.data import shards as shards_api
 from dcp.server.schemas.checkpoints import CheckpointDetailAnswer
 from dcp.server.schemas.common import IdPath
-from dcp.server.schemas.drawings import ShardMapQuery, StoredChunksQuery
+from dcp.server.schemas.contents.drawings import ShardMapQuery, StoredChunksQuery
 from dcp.server.security.principal import Principal
 
 __all__ = ["router"]

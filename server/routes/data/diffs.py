@@ -16,7 +16,7 @@ from dcp.server.inputs import MAX_ID
 from dcp.server.problems import NotFoundError
 from dcp.server.records.contents import Basis, DifferenceKind, DifferenceOrder
 from dcp.server.schemas.common import IdPath, problems
-from dcp.server.schemas.data import DiffAnswer
+from dcp.server.schemas.contents.data import DiffAnswer
 from dcp.server.security.principal import Principal
 
 __all__ = ["router"]

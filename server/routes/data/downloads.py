@@ -31,7 +31,7 @@ from dcp.server.data.sending.responses import (
 from dcp.server.formats import DownloadFormat
 from dcp.server.http.dependencies import Caller, requires
 from dcp.server.schemas.common import IdPath, problems
-from dcp.server.schemas.data import FileAnswer, FileList, binary
+from dcp.server.schemas.contents.data import FileAnswer, FileList, binary
 
 __all__ = ["DATA_PROBLEMS", "router"]
 

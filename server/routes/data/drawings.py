@@ -15,7 +15,7 @@ from dcp.server.data.slices import parse_slices
 from dcp.server.http.dependencies import Caller, requires
 from dcp.server.routes.data.tensors import Fqn
 from dcp.server.schemas.common import IdPath, problems
-from dcp.server.schemas.drawings import (
+from dcp.server.schemas.contents.drawings import (
     GridAnswer,
     GridValue,
     PhasesAnswer,

@@ -18,8 +18,8 @@ from dcp.server.jobs import ledger
 from dcp.server.problems import UnprocessableError
 from dcp.server.records.contents import LoadFindings
 from dcp.server.schemas.common import IdPath, problems
-from dcp.server.schemas.data import LoadCheckAnswer
-from dcp.server.schemas.fitting import StateRequest
+from dcp.server.schemas.contents.data import LoadCheckAnswer
+from dcp.server.schemas.contents.fitting import StateRequest
 from dcp.server.security.principal import Principal
 from dcp.server.security.redaction import redact
 

@@ -11,7 +11,7 @@ from dcp.server.catalog.queries.cursors import decode_cursor, encode_cursor, que
 from dcp.server.data.access import DataDep
 from dcp.server.http.dependencies import Caller, Page, requires
 from dcp.server.schemas.common import IdPath, problems
-from dcp.server.schemas.data import (
+from dcp.server.schemas.contents.data import (
     RankShareAnswer,
     RankShareList,
     ShardedTensorAnswer,
@@ -19,7 +19,7 @@ from dcp.server.schemas.data import (
     StoredChunkAnswer,
     StoredChunkPage,
 )
-from dcp.server.schemas.drawings import StoredChunksQuery
+from dcp.server.schemas.contents.drawings import StoredChunksQuery
 
 __all__ = ["router"]
 

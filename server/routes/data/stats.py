@@ -13,7 +13,7 @@ from dcp.server.jobs.kinds.stats import StatsParams
 from dcp.server.problems import NotFoundError
 from dcp.server.routes.jobs.submitting import submit_kind
 from dcp.server.schemas.common import IdPath, problems
-from dcp.server.schemas.findings import StatisticsAnswer
+from dcp.server.schemas.contents.findings import StatisticsAnswer
 from dcp.server.schemas.jobs import JobAnswer
 
 __all__ = ["router"]

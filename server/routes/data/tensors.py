@@ -19,7 +19,7 @@ from dcp.server.data.slices import TensorFormat, parse_slices
 from dcp.server.http.dependencies import Caller, Db, Page, requires
 from dcp.server.problems import UnprocessableError
 from dcp.server.schemas.common import IdPath, problems
-from dcp.server.schemas.data import TensorAnswer, TensorPage, TreeNodeAnswer, TreePageAnswer, binary
+from dcp.server.schemas.contents.data import TensorAnswer, TensorPage, TreeNodeAnswer, TreePageAnswer, binary
 
 __all__ = ["router"]
 

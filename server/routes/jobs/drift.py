@@ -12,7 +12,7 @@ from dcp.server.jobs.ledger import latest_success
 from dcp.server.problems import NotFoundError
 from dcp.server.routes.jobs.submitting import submit_kind
 from dcp.server.schemas.common import IdPath, problems
-from dcp.server.schemas.drawings import DriftAnswer
+from dcp.server.schemas.contents.drawings import DriftAnswer
 from dcp.server.schemas.jobs import JobAnswer
 
 __all__ = ["router"]

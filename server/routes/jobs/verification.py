@@ -13,7 +13,7 @@ from dcp.server.http.idempotent_transaction import IdempotentDep
 from dcp.server.jobs.kinds.verify import VerifyParams
 from dcp.server.routes.jobs.submitting import submit_kind
 from dcp.server.schemas.common import IdPath, problems
-from dcp.server.schemas.findings import VerificationAnswer, VerificationList
+from dcp.server.schemas.contents.findings import VerificationAnswer, VerificationList
 from dcp.server.schemas.jobs import JobAnswer
 
 __all__ = ["router"]

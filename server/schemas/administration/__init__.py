@@ -1,4 +1,4 @@
 """JSON of keys, webhooks, rules, retention and the audit log.
 
-All other resources are in the folder above.
+What is in checkpoints is in `contents`, all other resources are in the folder above.
 """

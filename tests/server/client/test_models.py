@@ -66,19 +66,9 @@ from dcp.server.records.labels import Alias, Lineage, LineageEdge, LineageNode
 from dcp.server.records.roots import Root
 from dcp.server.records.runs import BinValues, Run, RunTimeline, TimelineBin
 from dcp.server.records.search import CheckpointFacets, Facet, FacetValue, SearchHit, SearchResult
-from dcp.server.schemas import (
-    checkpoints,
-    data,
-    drawings,
-    findings,
-    jobs,
-    labels,
-    lineage,
-    roots,
-    runs,
-    search,
-)
+from dcp.server.schemas import checkpoints, jobs, labels, lineage, roots, runs, search
 from dcp.server.schemas.administration import keys, retention, rules, webhooks
+from dcp.server.schemas.contents import data, drawings, findings
 
 PAIRS = [
     (Root, roots.RootAnswer),

@@ -12,7 +12,7 @@ import dcp
 from dcp.server.catalog.errors import MissingError, StateError
 from dcp.server.database.engine import Database
 from dcp.server.jobs.ledger import latest_success
-from dcp.server.schemas.drawings import DriftAnswer
+from dcp.server.schemas.contents.drawings import DriftAnswer
 from dcp.server.security.principal import LOCAL, Principal
 from tests.support.app import running_app
 from tests.support.kind_runs import KindRuns

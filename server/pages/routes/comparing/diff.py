@@ -29,7 +29,7 @@ from dcp.server.routes.data import diffs as api
 from dcp.server.routes.data import drawings as drawings_api
 from dcp.server.routes.jobs.submitting import submit_kind
 from dcp.server.schemas.checkpoints import CheckpointAnswer
-from dcp.server.schemas.data import DiffAnswer, TensorDifferenceAnswer
+from dcp.server.schemas.contents.data import DiffAnswer, TensorDifferenceAnswer
 from dcp.server.schemas.queries import CheckpointQuery
 
 __all__ = ["router"]

@@ -22,7 +22,7 @@ from dcp.server.problems import NotFoundError
 from dcp.server.routes.catalog import runs as runs_api
 from dcp.server.routes.jobs import drift as api
 from dcp.server.schemas.common import IdPath
-from dcp.server.schemas.drawings import DriftAnswer, DriftLayerAnswer
+from dcp.server.schemas.contents.drawings import DriftAnswer, DriftLayerAnswer
 
 __all__ = ["router"]
 

@@ -23,7 +23,7 @@ from dcp.server.routes.data import fitting as api
 from dcp.server.routes.jobs import jobs as jobs_api
 from dcp.server.routes.jobs.submitting import submit_kind
 from dcp.server.schemas.common import IdPath
-from dcp.server.schemas.data import LoadCheckAnswer, LoadProblemAnswer
+from dcp.server.schemas.contents.data import LoadCheckAnswer, LoadProblemAnswer
 from dcp.server.schemas.queries import CheckpointQuery
 
 __all__ = ["router"]

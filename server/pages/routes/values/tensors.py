@@ -33,7 +33,7 @@ from dcp.server.routes.data import stats as stats_api
 from dcp.server.routes.jobs import jobs as jobs_api
 from dcp.server.schemas.checkpoints import CheckpointAnswer, CheckpointDetailAnswer
 from dcp.server.schemas.common import IdPath
-from dcp.server.schemas.drawings import GridValue
+from dcp.server.schemas.contents.drawings import GridValue
 from dcp.server.schemas.jobs import JobAnswer
 from dcp.server.schemas.queries import CheckpointQuery
 from dcp.server.security.principal import Principal
