@@ -15,6 +15,7 @@ from dcp.storage.geometry.strides import (
     dense_order,
     extent,
     is_c_ordered,
+    ragged_c_strides,
 )
 
 shapes = st.lists(st.integers(1, 5), max_size=4)
@@ -53,6 +54,9 @@ def test_c_strides_are_those_of_torch(shape: list[int], itemsize: int) -> None:
     assert steps == np.empty([max(n, 1) for n in shape], f"V{itemsize}").strides
     rows = c_strides_by_row(np.array([shape, shape], np.int64), np.array([itemsize, 1], np.int64))
     assert [tuple(row) for row in rows.tolist()] == [steps, c_strides(shape)]
+    ragged = np.array([7, *shape, *shape], np.int64), np.array([0, 1, 1, 1 + len(shape), 1 + 2 * len(shape)])
+    found = ragged_c_strides(*ragged, np.array([4, 1, itemsize, 1], np.int64))
+    assert found.tolist() == [4, *steps, *c_strides(shape)]
     assert extent(shape, steps, itemsize) == np.empty(shape, f"V{itemsize}").nbytes
     assert is_c_ordered(shape, c_strides(shape))
 
