@@ -115,8 +115,8 @@ class PostCommitWorker:
         with self._changed:
             self._unsettled[step] += 1
             unknown = not self._resumed
-            self._settled = {one for one in self._settled if one[0] != step}
             self._changed.wait_for(lambda: self._dropping != step, _DROP_SECONDS)
+            self._settled = {one for one in self._settled if one[0] != step}
         try:  # training waits for this: a look at this one step at the most
             if unknown or step in self._half_deleted or step in self._deleter.pending():
                 self._half_deleted.discard(step)
@@ -353,7 +353,6 @@ class PostCommitWorker:
                 self._folders.checkpoint_id(step),
                 states[-1].step,
             )
-
         for step, parts in plan.drop.items():
             wanted = [part for part in parts if (step, part.name) not in self._settled]
             if wanted and step != saved:
@@ -369,6 +368,9 @@ class PostCommitWorker:
         begun, names = time.monotonic(), ", ".join(part.name for part in parts)
         try:
             found = drop_parts(self._folders.store(step), parts, time.time())
+            if found.outcome in ("absent", "shared"):
+                with self._changed:  # before a save of the step goes on, of which this says nothing
+                    self._settled |= {(step, part.name) for part in parts}
         except (CheckpointError, OSError) as error:
             self._events.emit("drop_failed", step, error=error, parts=names)
             return
@@ -377,8 +379,6 @@ class PostCommitWorker:
             with self._changed:
                 self._dropping = None
                 self._changed.notify_all()
-        if found.outcome in ("absent", "shared"):
-            self._settled |= {(step, part.name) for part in parts}
         if found.outcome == "shared":
             logger.warning(
                 "%s keeps its %s: it was saved without files of their own for these, so that only dcp prune "

@@ -17,7 +17,6 @@ import dcp
 from dcp.errors import MissingKeyError
 from dcp.inspection import header_of
 from dcp.inspection.verification import verify
-from dcp.manager.cleanup import dropping
 from dcp.manager.cleanup.dropping import Drop, drop_parts, finish_drop, plan_drop
 from dcp.manager.cleanup.retention import part_named
 from dcp.manager.notes import update_notes
@@ -427,8 +426,34 @@ def test_a_save_of_the_step_waits_for_the_drop(tmp_path: Path, monkeypatch: pyte
         manager.save(1, full_state(7), force=True)
         manager.wait()
         assert manager.failures == 0
-    assert parts_there(tmp_path / "step-00000001", 7) in ("whole", "weights")
-    assert dropping.drop_parts is real
+    assert parts_there(tmp_path / "step-00000001", 7) == "whole"
+
+
+def test_what_a_drop_found_is_not_said_of_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step all in one file stays whole; saved anew meanwhile, its optimizer has files, and goes."""
+    run(tmp_path, range(1, 2), None)
+    real, begun, goes_on = drop_parts, threading.Event(), threading.Event()
+
+    def slow(*args: Any, **options: Any) -> Drop:
+        found = real(*args, **options)
+        begun.set()
+        goes_on.wait(60)
+        return found
+
+    monkeypatch.setattr("dcp.manager.cleanup.post_commit.drop_parts", slow)
+    keep = dcp.Retention(optimizer=dcp.Keep(last=1))
+    with dcp.CheckpointManager(tmp_path, keep=keep, no_dist=True, on_failure="raise") as manager:
+        manager.save(2, full_state(2))
+        assert begun.wait(60)
+        threading.Timer(0.2, goes_on.set).start()
+        manager.save(1, full_state(7), force=True)
+        manager.wait()
+        assert parts_there(tmp_path / "step-00000001", 7) == "whole"
+        manager.save(3, full_state(3))
+        manager.wait()
+    assert parts_there(tmp_path / "step-00000001", 7) == "weights"
 
 
 def test_a_save_in_flight_is_not_touched(tmp_path: Path) -> None:
