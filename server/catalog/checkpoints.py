@@ -18,7 +18,7 @@ from dcp.server.catalog.contents.structures import ensure_structures
 from dcp.server.catalog.details import CheckpointDetail, bump, get_checkpoint, labels_of, lock_checkpoint
 from dcp.server.catalog.errors import InvalidQueryError, StateError
 from dcp.server.catalog.events import NewEvent, emit_all
-from dcp.server.catalog.facts import CheckpointFacts, State, Upserted, announcement, merge
+from dcp.server.catalog.facts import CheckpointFacts, State, Upserted, announcement, change_of
 from dcp.server.catalog.roots import root_id
 from dcp.server.catalog.runs import RunChange, ensure_runs, refresh_runs
 from dcp.server.database.sql import dialect_insert, insert_missing, insert_or_update
@@ -183,22 +183,22 @@ class _Batch:
     def _update(
         self, place: _Place, row: dict[str, Any], facts: CheckpointFacts, columns: Mapping[str, Any]
     ) -> None:
-        merged = merge(row, facts, columns)
-        if merged.is_ignored:
+        change = change_of(row, facts, columns)
+        if change.is_ignored:
             self.ignored.add(place)
-        if not merged.columns:
+        if not change.columns:
             self.done[place] = Upserted(row["id"], is_new=False, is_changed=False, became_committed=False)
             return
         self.connection.execute(
             update(checkpoints)
             .where(checkpoints.c.id == row["id"])
-            .values(**merged.columns, version=checkpoints.c.version + 1, updated_seconds=self.now)
+            .values(**change.columns, version=checkpoints.c.version + 1, updated_seconds=self.now)
         )
-        if merged.is_other_save:
+        if change.is_other_save:
             self.connection.execute(delete(metrics).where(metrics.c.checkpoint_id == row["id"]))
-        after = row | merged.columns
+        after = row | change.columns
         self.runs[row["run_id"]].count((row["state"], row["bytes"]), (after["state"], after["bytes"]))
-        self._did(place, row["id"], facts, is_new=False, committed=merged.became_committed)
+        self._did(place, row["id"], facts, is_new=False, committed=change.became_committed)
 
     def _did(
         self, place: _Place, number: int, facts: CheckpointFacts, *, is_new: bool, committed: bool

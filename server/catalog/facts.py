@@ -21,13 +21,13 @@ __all__ = [
     "END_OF_TIME",
     "CheckpointFacts",
     "FoundState",
-    "Merge",
+    "RowChange",
     "State",
     "Upserted",
     "Verification",
     "announcement",
+    "change_of",
     "is_new_content",
-    "merge",
 ]
 
 FoundState = Literal["incomplete", "committed", "unreadable"]
@@ -153,7 +153,7 @@ _BY_ORDER: Final = frozenset({"deleted", "purged"})
 
 
 @dataclass(frozen=True, slots=True)
-class Merge:
+class RowChange:
     """The columns to set (none: nothing is new), and what that means."""
 
     columns: dict[str, Any]
@@ -164,7 +164,7 @@ class Merge:
     """The facts are older than the row, or it is deleted by order."""
 
 
-def merge(row: Mapping[str, Any], facts: CheckpointFacts, columns: Mapping[str, Any]) -> Merge:
+def change_of(row: Mapping[str, Any], facts: CheckpointFacts, columns: Mapping[str, Any]) -> RowChange:
     """What ``facts`` (with their ``columns``) change in ``row``, one of `tables.checkpoints`.
 
     What was observed before the row was changes nothing: a scan may write its batch after the trainer has
@@ -174,7 +174,7 @@ def merge(row: Mapping[str, Any], facts: CheckpointFacts, columns: Mapping[str, 
     is_new = is_new_content(row, facts, columns)
     is_older = facts.observed_seconds < row["observed_seconds"]
     if is_older or (row["state"] in _BY_ORDER and not is_new):
-        return Merge({}, is_ignored=True)
+        return RowChange({}, is_ignored=True)
     replaced = is_new and row["announced"] is not None
     given = dict(columns)
     for name in (*_KEPT["always"], *(() if replaced else _KEPT["of the same content"])):
@@ -197,7 +197,7 @@ def merge(row: Mapping[str, Any], facts: CheckpointFacts, columns: Mapping[str, 
     if changed:
         changed["observed_seconds"] = facts.observed_seconds
     is_other_save = replaced and row["save_id"] is not None and facts.save_id is not None
-    return Merge(changed, became_committed=is_new, is_other_save=is_other_save)
+    return RowChange(changed, became_committed=is_new, is_other_save=is_other_save)
 
 
 def announcement(columns: Mapping[str, Any]) -> str:
