@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -88,12 +89,19 @@ def refuse_itself(source: Source, place: TargetPlace) -> None:
 
 
 def _refuse_same(source: Source, place: TargetPlace) -> None:
-    if source.store.url != place.store.url:
+    if _real(source.store.url) != _real(place.store.url):
         return
     if source.file == place.file_name:
         raise OptionError(f"source and target are both {place.url}; convert to another place", path=place.url)
     if place.file_name in source.index.files or is_commit_object(place.file_name or ""):
         raise OptionError(f"{place.url} is a file of the source; convert to another place", path=place.url)
+    if place.file_name is None:
+        raise OptionError(f"{place.url} has the source in it; convert to another place", path=place.url)
+
+
+def _real(url: str) -> str:
+    """Without what leads to the same folder another way."""
+    return url if "://" in url else os.path.realpath(url)
 
 
 def plan_target(

@@ -136,8 +136,8 @@ def check(
         OptionError: ``build``, ``save`` or ``load`` cannot be sent to a process, ``worlds`` is empty, or a
             glob matches nothing.
     """
-    if not worlds or min(worlds) < 1:
-        raise OptionError(f"worlds must be numbers of ranks, not {list(worlds)!r}")
+    if not _are_worlds(worlds):
+        raise OptionError(f"worlds must be numbers of ranks, as (2, 1, 3), not {worlds!r}")
     asked = _Asked(build, part_of, _globs(only), _globs(own))
     with tempfile.TemporaryDirectory(prefix="dcp-conformance-") as made, RankProcesses(context) as ranks:
         root = made if folder is None else os.fspath(folder)
@@ -168,6 +168,11 @@ class _Asked:
         """Those that are asked for."""
         live = tensors_of(model, optimizer, self.part_of, rank, world)
         return [one for one in live if any(fnmatchcase(one.fqn, glob) for glob in self.only)]
+
+
+def _are_worlds(given: object) -> bool:
+    is_list = isinstance(given, Sequence) and len(given) > 0
+    return is_list and all(isinstance(world, int) and world > 0 for world in given)
 
 
 def _globs(given: str | Sequence[str]) -> tuple[str, ...]:

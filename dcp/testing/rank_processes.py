@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import tempfile
 import threading
 import time
@@ -69,7 +70,7 @@ class RankProcesses:
                 job = (function, args, rank, world, str(Path(folder) / "store"), timeout_seconds)
                 try:
                     self._workers[rank][1].send(job)
-                except (AttributeError, TypeError, ValueError) as error:  # as pickle says it
+                except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
                     self.close()
                     raise OptionError(
                         f"what is to run on ranks must be a function of a module, by its name: {error}"

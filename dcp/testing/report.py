@@ -100,7 +100,8 @@ class Report:
 
 def _lines(report: Report) -> Iterator[str]:
     for trial in report.trials:
-        told = f"{len(trial.findings)} findings" if trial.findings else "all of it came back"
+        count = len(trial.findings)
+        told = f"{count} finding{'s' * (count > 1)}" if trial.findings else "all of it came back"
         who = f"saved by {_ranks(trial.saved_by)}, loaded by {trial.loaded_by}"
         yield f"{who}: {trial.tensors} tensors, {told}"
         if trial.own and trial.saved_by != trial.loaded_by:

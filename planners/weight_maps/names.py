@@ -17,6 +17,7 @@ __all__ = ["NamePattern"]
 
 _PART: Final = re.compile(r"\{([A-Za-z_]\w*)(?::([^{}]*))?\}", re.ASCII)
 _NUMBER: Final = r"0|[1-9][0-9]{0,8}"
+_HALF: Final = re.compile("[\ud800-\udfff]")
 _MAX_PARTS: Final = 8
 _MAX_ANY: Final = 2
 """Matching takes the length of a name to this power."""
@@ -38,11 +39,17 @@ class NamePattern:
             raise OptionError(
                 f"{text!r} is no name: a part that varies is {{part}}, {{part:a|b}} or {{part:*}}"
             )
+        if _HALF.search(text):
+            raise OptionError(f"{text!r} is no name: half of a character cannot be written")
         if len(set(found.parts)) < len(found.parts):
             raise OptionError(f"{text!r} has a part twice")
         if len(found.parts) > _MAX_PARTS or len(found.parts_of_anything) > _MAX_ANY:
             raise OptionError(f"{text!r} has more than {_MAX_PARTS} parts, or {_MAX_ANY} of anything (*)")
         return found
+
+    def below(self, prefix: str) -> NamePattern:
+        """The same behind ``prefix``."""
+        return NamePattern.parse(prefix + self.text)
 
     @cached_property
     def parts(self) -> tuple[str, ...]:

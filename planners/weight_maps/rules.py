@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from typing import Any, Final, NamedTuple
@@ -85,6 +85,15 @@ class Rule:
     def inverse(self) -> Rule:
         """From the targets to the sources."""
         return Rule(self.targets, self.sources, self.sizes, self.padding, self.copies, self.when)
+
+    def below(self, prefix: str) -> Rule:
+        """The same for sources whose names begin with ``prefix``."""
+        names = {pattern.name.text for pattern in self.sources}
+        return replace(
+            self,
+            sources=tuple(Pattern(name.below(prefix), axes) for name, axes in self.sources),
+            copies=frozenset(prefix + name if name in names else name for name in self.copies),
+        )
 
     @property
     def axes(self) -> frozenset[str]:

@@ -27,6 +27,7 @@ _READY: Final = Path(__file__).parent / "ready"
 _MAX_FILE_BYTES: Final = 4 << 20
 _MAX_RULES: Final = 10_000
 _MAX_LISTED: Final = 10
+_MAX_NUMBER: Final = 1 << 62
 _RULE_KEYS: Final = frozenset({"from", "to", "sizes", "padding", "copies", "when"})
 _MAP_KEYS: Final = frozenset({"name", "description", "sizes", "counts", "rules"})
 
@@ -146,6 +147,10 @@ class WeightMap:
         )
         return replace(self, rules=rules, name=f"{self.name or 'the weight map'} (inverse)")
 
+    def below(self, key: str) -> WeightMap:
+        """The same for a source that has the model below ``key``, as "model" of a training state."""
+        return replace(self, rules=tuple(rule.below(f"{key}.") for rule in self.rules))
+
     def apply(self, tensors: Iterable[MapSource], *, is_whole: bool = False) -> list[MappedTensor]:
         """The target's tensors, in the order of the source's.
 
@@ -182,12 +187,23 @@ class WeightMap:
                 problems.append(f"{rule.told}: {error}")
         if problems:
             more = f" and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
-            hint = ""
-            if not self.config and any("not known" in problem for problem in problems):
-                hint = ". Say which model it is: config, its config.json, or the sizes themselves"
+            hint = self._hint(problems, unknown)
             told = "; ".join(problems[:_MAX_LISTED])
-            raise PlanError(f"{self.name or 'the weight map'}: {told}{more}{hint}")
+            raise PlanError(
+                f"{self.name or 'the weight map'}: {told}{more}{hint}", problems=problems, fqns=unknown
+            )
         return list(mapped.values())
+
+    def _hint(self, problems: Sequence[str], unknown: Sequence[str]) -> str:
+        """What helps."""
+        if not self.config and any("not known" in problem for problem in problems):
+            return ". Say which model it is: config, its config.json, or the sizes themselves"
+        for key in dict.fromkeys(name.partition(".")[0] for name in unknown):
+            if any(
+                self.knows(name.removeprefix(f"{key}.")) for name in unknown if name.startswith(f"{key}.")
+            ):
+                return f". It would know what is below {key!r}: say so (below), and choose that alone (only)"
+        return ". What no rule knows can be left out (only, exclude)" if unknown else ""
 
     def _uncounted(self, numbers: Mapping[str, set[int]]) -> Iterator[str]:
         """What is missing of parts of names, where anything is there."""
@@ -228,6 +244,7 @@ def weight_map(
     config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     *,
     inverse: bool = False,
+    below: str | None = None,
     **sizes: int,
 ) -> WeightMap:
     """A map from one model definition's weights to another's, for `dcp.convert` and the like.
@@ -236,6 +253,7 @@ def weight_map(
         source: The name of a ready map, as "llama:hf-to-titan"; a TOML or JSON file; or its data.
         config: What the map's expressions are about: a model's ``config.json``, or its content.
         inverse: The other way.
+        below: The key that the source has the model below, as "model" of a training state.
         **sizes: Numbers that go before those of ``config``, by its names, and those of the map, by axis.
 
     Raises:
@@ -245,7 +263,8 @@ def weight_map(
     if config is not None:
         found = found.with_config(config if isinstance(config, Mapping) else config_at(Path(config)))
     found = found.with_numbers(sizes)
-    return found.inverse if inverse else found
+    found = found.inverse if inverse else found
+    return found.below(below) if below else found
 
 
 def ready_maps() -> dict[str, Path]:
@@ -310,7 +329,7 @@ def _sizes(given: Any, where: str) -> dict[str, str | int]:
         if isinstance(size, bool) or not isinstance(size, int | str):
             raise OptionError(f"{where}: the size of {name} is a whole number or an expression")
         if isinstance(size, int):
-            size = str(size)
+            size = str(size) if abs(size) < _MAX_NUMBER else "too large"
         evaluate(size, {})
     return dict(given)
 

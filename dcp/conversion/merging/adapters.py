@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -28,6 +28,8 @@ __all__ = ["AdapterConfig", "LowRank", "low_ranks", "open_adapter"]
 
 _FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
 _MAX_LISTED: Final = 10
+_MAX_PATTERNS: Final = 10_000
+_MAX_NUMBER: Final = 1e30
 _FACTOR: Final = re.compile(
     r"base_model\.model\.(?P<module>.+)\.lora_(?:(?P<factor>[AB])\.weight|embedding_(?P<of_embedding>[AB]))",
     re.DOTALL,
@@ -52,6 +54,10 @@ _NOT_DONE: Final = {
 }
 
 
+_ByEnd = Sequence[tuple[re.Pattern[str], Any]]
+"""Values by the end of a module's name."""
+
+
 class LowRank(NamedTuple):
     """What is added to the weight ``target``: names of the factors B and A, and that of their product;
     ``is_turned`` where a square weight is the other way round."""
@@ -73,8 +79,8 @@ class AdapterConfig:
     alpha: float
     rank_stabilised: bool
     fan_in_fan_out: bool
-    ranks: Mapping[str, Any]
-    alphas: Mapping[str, Any]
+    ranks: _ByEnd
+    alphas: _ByEnd
 
     @classmethod
     def of(cls, data: bytes, path: str) -> AdapterConfig:
@@ -97,8 +103,11 @@ class AdapterConfig:
         numbers = [rank, alpha, *(value for one in patterns for value in one.values())]
         if not all(_is_number(number) for number in numbers):
             raise CheckpointFormatError(f"{path}: r and lora_alpha must be numbers above 0", path=path)
+        if any(len(one) > _MAX_PATTERNS for one in patterns):
+            raise CheckpointFormatError(f"{path} has more than {_MAX_PATTERNS} patterns", path=path)
         is_stabilised, is_turned = (bool(config.get(name)) for name in ("use_rslora", "fan_in_fan_out"))
-        return cls(int(rank), float(alpha), is_stabilised, is_turned, *patterns)
+        by_end = [_compiled(one) for one in patterns]
+        return cls(int(rank), float(alpha), is_stabilised, is_turned, *by_end)
 
     def scale(self, module: str, rank: int) -> float:
         """Of what is added to a module's weight. CheckpointFormatError for another rank than is said."""
@@ -116,13 +125,16 @@ def _is_plain(pattern: str) -> bool:
 
 def _is_number(value: Any) -> bool:
     is_one = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_one and math.isfinite(value) and value > 0
+    return is_one and 0 < value < _MAX_NUMBER
 
 
-def _by_end(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+def _compiled(patterns: Mapping[str, Any]) -> _ByEnd:
+    return [(re.compile(rf"(.*\.)?({end})$"), value) for end, value in patterns.items()]
+
+
+def _by_end(patterns: _ByEnd, module: str, default: Any) -> Any:
     """As peft has it: the first that matches the end of a name, behind a dot."""
-    found = (value for end, value in patterns.items() if re.match(rf"(.*\.)?({end})$", module))
-    return next(found, default)
+    return next((value for end, value in patterns if end.match(module)), default)
 
 
 def open_adapter(checkpoint_id: str, *, open_store: OpenStore) -> Source:

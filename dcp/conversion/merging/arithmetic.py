@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -24,6 +25,7 @@ __all__ = [
 
 MAX_SOURCES: Final = 1_000
 _MAX_FORMULA: Final = 1_000
+_MAX_TOLD: Final = 200
 _SUMS: Final = ("float32", "float64")
 
 _Linear = dict[str, Fraction]
@@ -47,8 +49,10 @@ class Arithmetic:
         if not self.weights or count > MAX_SOURCES:
             raise OptionError(f"a merge is of 1 to {MAX_SOURCES} checkpoints, not of {count}")
         for weight in (*self.weights, *self.adapter_weights):
-            if not isinstance(weight, int | float) or isinstance(weight, bool) or not math.isfinite(weight):
+            if not isinstance(weight, int | float) or isinstance(weight, bool) or not abs(weight) < math.inf:
                 raise OptionError(f"weights must be finite numbers, not {weight!r}")
+            if abs(weight) > sys.float_info.max:
+                raise OptionError("weights must be finite numbers, not too large for float64")
         if self.accumulate not in _SUMS:
             raise OptionError(f"accumulate must be one of {', '.join(_SUMS)}, not {self.accumulate!r}")
 
@@ -115,14 +119,15 @@ def formula_weights(formula: str, names: Sequence[str]) -> tuple[float, ...]:
     sources that it does not name.
     """
     try:
-        if len(formula) > _MAX_FORMULA:
+        if not isinstance(formula, str) or len(formula) > _MAX_FORMULA:
             raise ValueError
         tree = ast.parse(formula.strip(), mode="eval").body
         found = _linear(tree)
         weights = {name: float(factor) for name, factor in found.items()}
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError, ZeroDivisionError) as error:
         raise OptionError(
-            f"formula: {formula[:_MAX_FORMULA]!r} is no sum of sources times numbers, such as A + 0.4*(B - C)"
+            f"formula: {str(formula)[:_MAX_TOLD]!r} is no sum of sources times numbers, "
+            "such as A + 0.4*(B - C)"
         ) from error
     _check_names(found, names)
     return tuple(weights[name] for name in names)

@@ -133,13 +133,13 @@ def merge(
     if run is None:
         if last is not None or decay is not None:
             raise OptionError("last and decay are about the steps of a run, which is missing")
-        given = [place_text(source) for source in sources]
+        given = _places("sources", sources)
     elif sources or weights is not None or formula is not None or last is None:
         raise OptionError("run: goes with last, and not with sources, weights or a formula")
     else:
         given = last_steps(run, last, name=name, storage_options=storage_options)
     own = weights_of_sources(len(given), weights, formula, decay)
-    added = [place_text(adapter) for adapter in adapters]
+    added = _places("adapters", adapters)
     arithmetic = Arithmetic(own, weights_of_adapters(len(added), adapter_weights), accumulate)
     members = [partial(open_source, one, open_store=_opened(one, storage_options)) for one in given]
     members += [partial(open_adapter, one, open_store=_opened(one, storage_options)) for one in added]
@@ -153,6 +153,12 @@ def merge(
     report = run_conversion(reopen, place, options, means, begun)
     told = zip([*given, *added], [*own, *arithmetic.adapter_weights], strict=True)
     return replace(report, weights=tuple(told))
+
+
+def _places(what: str, given: Sequence[_Place]) -> list[str]:
+    if isinstance(given, str | os.PathLike):
+        raise OptionError(f"{what}: {given!r} is one; give a list, [{given!r}]")
+    return [place_text(one) for one in given]
 
 
 def _opened(place: str, storage_options: Mapping[str, Any] | None) -> OpenWith:

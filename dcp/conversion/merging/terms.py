@@ -204,7 +204,7 @@ class _Merging:
         if name not in terms or name in self.unmerged:
             close = near_names(name, terms, most=1)
             meant = f" (did you mean {close[0]!r}?)" if close else ""
-            self._problems[name] = f"is what an adapter is for, and no tensor{meant}"
+            self._problems[name] = f"is what an adapter is for, and no floating-point tensor{meant}"
             return
         first = self._chosen[0].index
         there = first.shape(self._entries[0][name].tensor)

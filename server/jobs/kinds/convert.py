@@ -59,8 +59,8 @@ Size = Annotated[int, Field(ge=0, le=1 << 40)]
 class ConvertOptions(Parameters):
     """What `dcp.convert` takes. ``target_root`` None is the source's own; ``tags`` are for the target.
 
-    ``map`` is the name of a ready weight map, or one's data; ``inverse``, ``config`` (the content of a
-    model's ``config.json``, if it is not beside the source) and ``sizes`` are about it, as for
+    ``map`` is the name of a ready weight map, or one's data; ``inverse``, ``below``, ``config`` (the content
+    of a model's ``config.json``, if it is not beside the source) and ``sizes`` are about it, as for
     `dcp.weight_map`. The folder ``hf_key`` of ``hf_root`` (the source's, if it is None) has what
     ``from_pretrained`` needs besides weights, as ``hf`` of `dcp.convert`.
     """
@@ -74,6 +74,7 @@ class ConvertOptions(Parameters):
     ) = None
     map: PlainText | MapData | None = None
     inverse: bool = False
+    below: PlainText | None = None
     config: MapData | None = None
     sizes: Annotated[dict[PlainText, Size], Field(max_length=64)] | None = None
     dtype: PlainText | Annotated[dict[PlainText, PlainText], Field(max_length=256)] | None = None
@@ -92,7 +93,7 @@ class ConvertOptions(Parameters):
                 check_castable(name)
             except PlanError as error:
                 raise ValueError(str(error)) from None
-        check_map(self.map, self.config, self.sizes, inverse=self.inverse)
+        check_map(self.map, self.config, self.sizes, inverse=self.inverse, below=self.below)
         check_sets(self.rename or {})
         if self.hf_key is not None and self.to != "safetensors":
             raise ValueError("hf_key: only folders of safetensors have files of Hugging Face beside weights")
@@ -117,7 +118,7 @@ class ConvertOptions(Parameters):
             drop_objects=self.drop_objects,
         )
         rename = None if self.rename is None else BoundedRename(self.rename)
-        weights = map_of(self.map, self.config, self.sizes, inverse=self.inverse)
+        weights = map_of(self.map, self.config, self.sizes, inverse=self.inverse, below=self.below)
         return ConversionOptions(layout, self.only, self.exclude, rename, self.dtype, weights)
 
 

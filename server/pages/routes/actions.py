@@ -91,6 +91,7 @@ def convert_form(
         dtype=form.optional("dtype"),
         map=form.optional("map"),
         inverse=form.is_checked("inverse"),
+        below=form.optional("below"),
         drop_objects=form.is_checked("drop_objects"),
         exclude=form.all("exclude") or None,
     )

@@ -241,6 +241,9 @@ def test_formulas_that_are_none(formula: str) -> None:
         ({"decay": 0.9}, "run, which is missing"),
         ({"run": "r", "last": 1}, "not with sources"),
         ({"adapter_weights": [1.0]}, "for 0 adapters"),
+        ({"adapters": "lora"}, r"adapters: 'lora' is one; give a list"),
+        ({"weights": [1.0, 10**400, 1.0]}, "finite"),
+        ({"formula": 5}, "no sum of sources"),
     ],
 )
 def test_options_that_cannot_be(
@@ -383,6 +386,22 @@ def test_the_target_is_none_of_the_sources(three: list[Path], tmp_path: Path) ->
     dcp.merge(three, tmp_path / "out", weights=_WEIGHTS)
     with pytest.raises(CheckpointConflictError):
         dcp.merge(three, tmp_path / "out")
+
+
+def test_the_target_is_none_of_the_sources_by_another_way(tmp_path: Path) -> None:
+    """Through a link or a folder beside it; nor the folder that has one, whose weights would go."""
+    own, linked = tmp_path / "own", tmp_path / "linked"
+    own.mkdir()
+    linked.symlink_to(own)
+    source = own / "model.safetensors"
+    save_file({"weight": torch.ones(3)}, source)
+    before = source.read_bytes()
+    places = [linked / source.name, f"{linked}/../own/{source.name}", own, linked]
+    for target in places:
+        with pytest.raises(OptionError, match="another place"):
+            dcp.merge([source], target, to="safetensors", weights=[2.0], overwrite=True)
+        assert names_in(own) == [source.name]
+        assert source.read_bytes() == before
 
 
 _PROGRAM = """

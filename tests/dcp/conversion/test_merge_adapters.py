@@ -165,6 +165,9 @@ _FACTORS = {"m.lora_A.weight": torch.ones(2, 5), "m.lora_B.weight": torch.ones(3
         ({"rank_pattern": {"(a+)+b": 3}}, "patterns of ranks and alphas"),
         ({"use_dora": True, "bias": "all"}, "DoRA; bias 'all'"),
         ({"r": 0}, "numbers above 0"),
+        ({"r": 10**400}, "numbers above 0"),
+        ({"alpha_pattern": {"m": 10**400}}, "numbers above 0"),
+        ({"rank_pattern": {f"m{number}": 2 for number in range(10_001)}}, "more than 10000 patterns"),
         ({"r": "2"}, "numbers above 0"),
         ({"lora_alpha": 1e999}, "adapter_config"),
         ({"r": 3}, "has the rank 2, and the configuration says 3"),
@@ -188,7 +191,7 @@ def test_configurations_that_are_not_merged(tmp_path: Path, config: dict[str, An
         ({"head.weight": torch.ones(2)}, "'base_model.model.head.weight': no two factors"),
         (
             {"n.lora_A.weight": torch.ones(2, 5), "n.lora_B.weight": torch.ones(3, 2)},
-            r"'n\.weight' is what an adapter is for, and no tensor \(did you mean 'm\.weight'",
+            r"'n\.weight' is what an adapter is for, and no floating-point tensor \(did you mean 'm\.weight'",
         ),
         (
             {"i.lora_A.weight": torch.ones(2, 5), "i.lora_B.weight": torch.ones(3, 2)},

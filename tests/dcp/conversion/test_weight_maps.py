@@ -160,6 +160,33 @@ def test_the_command_line(model: Path, tmp_path: Path) -> None:
     assert equal(of_folder(model), of_folder(tmp_path / "back"))
 
 
+def test_a_model_below_a_key_of_a_training_state(model: Path, tmp_path: Path) -> None:
+    """As a manager saves it, with an optimizer beside it; the error without it says what to do."""
+    titan, steps, back = tmp_path / "titan", tmp_path / "step", tmp_path / "back"
+    dcp.convert(model, titan, to="dcp", map="llama:hf-to-titan")
+    dcp.save({"model": dcp.read(titan), "optimizer": {"step": torch.zeros(2)}}, checkpoint_id=steps)
+    told = [
+        "convert",
+        str(steps),
+        str(back),
+        "--to",
+        "safetensors",
+        "--map",
+        "llama:hf-to-titan",
+        "--inverse",
+    ]
+    wrong = run(*told, "--hf", str(model))
+    assert "what is below 'model': say so (below)" in wrong.output
+    assert not back.exists()
+    done = run(*told, "--hf", str(model), "--below", "model", "--only", "model")
+    assert done.exit_code == 0, done.output
+    assert equal(of_folder(model), of_folder(back))
+    into_it = dcp.weight_map("llama:hf-to-titan", model, inverse=True, below="model").inverse
+    dcp.convert(back, tmp_path / "again", to="dcp", map=into_it)
+    named = {f"model.{name}": tensor for name, tensor in dcp.read(titan).items()}
+    assert equal(dcp.read(tmp_path / "again"), named)
+
+
 def run(*arguments: str) -> Result:
     """`dcp` in this process."""
     return CliRunner().invoke(app, arguments)

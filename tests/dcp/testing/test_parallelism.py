@@ -23,6 +23,8 @@ from tests.dcp.testing import parallel_builds as builds
 from tests.support.forking import forkserver_context
 from tests.support.programs import Program, run_program
 
+_nameless = lambda rank, world: builds.ddp(rank, world)  # noqa: E731
+
 
 def tried(build: Any, save: Any = dcp.save, load: Any = dcp.load, **options: Any) -> Report:
     """The report, on processes that are forked from a warm one."""
@@ -274,8 +276,11 @@ def test_what_cannot_be_sent_to_a_process() -> None:
     """No number of ranks, and globs that match nothing, by which all would be well: errors that say so."""
     with pytest.raises(OptionError, match="function of a module"):
         tried(lambda rank, world: builds.ddp(rank, world))
-    with pytest.raises(OptionError, match="worlds"):
-        tried(builds.ddp, worlds=())
+    with pytest.raises(OptionError, match="function of a module"):
+        tried(_nameless)
+    for worlds in ((), (0,), 2, "2"):
+        with pytest.raises(OptionError, match="worlds"):
+            tried(builds.ddp, worlds=worlds)
     for options in ({"only": "*.lora_*"}, {"own": ["*", "*.experts.*"]}):
         with pytest.raises(OptionError, match=r"'\*\.[a-z_]+\*?[.a-z*]*' match no parameter or buffer"):
             tried(builds.tied, worlds=(1,), **options)
@@ -325,7 +330,7 @@ def test_a_report_is_a_table_and_data() -> None:
     )
     lines = str(report).splitlines()
     assert lines[0] == "saved by 2 ranks, loaded by 2: 2 tensors, all of it came back"
-    assert lines[1] == "saved by 2 ranks, loaded by 1: 1 tensors, 1 findings"
+    assert lines[1] == "saved by 2 ranks, loaded by 1: 1 tensors, 1 finding"
     assert "shuffled  model  gate_up  rank 0  60 of 120  [6:18]  has [12:18, 6:12] of itself" in lines[2]
     assert lines[-1] == "shuffled: other elements of the same tensor, each once"
     data = json.loads(json.dumps(report.to_json()))

@@ -300,6 +300,8 @@ def test_what_does_not_fit_is_told(
         {"rules": [{"from": "a", "to": "b"}], "sizes": {"x": "2 ** 9999"}},
         {"rules": [{"from": "a", "to": "b"}], "sizes": {"x": "1 // 0"}},
         {"rules": [{"from": "a", "to": "b"}], "sizes": {"x": True}},
+        {"rules": [{"from": "a", "to": "b"}], "sizes": {"x": 1 << 40_000}},
+        {"rules": [{"from": "a", "to": "\ud800"}]},
         {"rules": [{"from": "a", "to": "b", "when": "x["}]},
         "rules = 3",
         "{]",

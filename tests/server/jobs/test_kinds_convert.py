@@ -370,6 +370,7 @@ def test_refused_targets(runs: KindRuns, tmp_path: Path) -> None:
         {"map": {"rules": []}},
         {"map": {"rules": [{"from": "a", "to": "b"}], "name": "x" * (300 << 10)}},
         {"inverse": True},
+        {"below": "model"},
         {"sizes": {"heads": 2}},
         {"hf_key": "models/first"},
         {"hf_root": "main"},
@@ -492,6 +493,10 @@ def test_through_a_weight_map(runs: KindRuns, tmp_path: Path) -> None:
     assert torch.equal(found["weight"], _STATE["weight"])
     assert found["step"] == 5
     assert runs.do("convert", checkpoint_id=number, target_key="no", **given).state == "failed"
+    other = runs.do(
+        "convert", checkpoint_id=number, target_key="no", sizes={"two": 2}, below="model", **given
+    )
+    assert other.state == "failed" and "no rule knows 'weight'" in str(other.error)
     assert not (tmp_path / "export/no").exists()
 
 

@@ -205,9 +205,9 @@ def test_weights_without_their_optimizer(app: App) -> None:
     assert answer.url.path == "/jobs/1"
     assert app.base.get("/api/v1/jobs/1").json()["params"]["exclude"] == ["optim_[[]0].*"]
     mapped = {"to": "dcp", "target_key": "titan", "map": "llama:hf-to-titan", "inverse": "true"}
-    browser.submit(page.form(f"/checkpoints/{both}/convert"), **mapped)
+    browser.submit(page.form(f"/checkpoints/{both}/convert"), **mapped, below="model")
     params = app.base.get("/api/v1/jobs/2").json()["params"]
-    assert (params["map"], params["inverse"]) == ("llama:hf-to-titan", True)
+    assert (params["map"], params["inverse"], params["below"]) == ("llama:hf-to-titan", True, "model")
     held = [replace(one, fqn=f"app.{one.fqn}") for one in tensors[:3]]
     inner = add_checkpoint(app.service.database, "run/step-3", structure=StructureFacts.of(held))
     assert any("exclude=app.optim_" in link for link in browser.page(f"/checkpoints/{inner}").links)

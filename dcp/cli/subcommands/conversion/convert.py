@@ -31,7 +31,7 @@ from dcp.cli.subcommands.conversion.options import (
     target_formats,
     with_progress,
 )
-from dcp.cli.subcommands.conversion.weight_maps import Config, Inverse, Sizes, map_of
+from dcp.cli.subcommands.conversion.weight_maps import Below, Config, Inverse, Sizes, map_of
 
 __all__ = ["ConvertCommand", "command"]
 
@@ -77,6 +77,7 @@ def command(
     dtype: Dtype = None,
     weight_map: _Map = None,
     inverse: Inverse = False,
+    below: Below = None,
     config: Config = None,
     sizes: Sizes = None,
     files: Files = 1,
@@ -101,9 +102,11 @@ def command(
     chosen = options_of(locals())
     with errors_as_lines(debug=debug):
         if weight_map is not None:
-            chosen["map"] = map_of(weight_map, config, sizes, inverse=inverse)
-        elif inverse or config or sizes:
-            raise typer.BadParameter("--inverse, --config and --set are about --map, which is missing")
+            chosen["map"] = map_of(weight_map, config, sizes, inverse=inverse, below=below)
+        elif inverse or below or config or sizes:
+            raise typer.BadParameter(
+                "--inverse, --below, --config and --set are about --map, which is missing"
+            )
         chosen["storage_options"] = storage_options(source, options)
         chosen["target_options"] = storage_options(target, target_options)
         with with_progress(target) as chosen["progress"]:

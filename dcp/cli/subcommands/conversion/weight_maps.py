@@ -24,13 +24,17 @@ if TYPE_CHECKING:
     from dcp.planners.weight_maps.pieces import MappedTensor
     from dcp.planners.weight_maps.weight_map import WeightMap
 
-__all__ = ["Config", "Inverse", "Sizes", "app", "map_of"]
+__all__ = ["Below", "Config", "Inverse", "Sizes", "app", "map_of"]
 
 app = typer.Typer(
     help="Maps from one model definition's weights to another's.", no_args_is_help=True, rich_markup_mode=None
 )
 
 Inverse = Annotated[bool, typer.Option("--inverse", help="The map's other way.")]
+Below = Annotated[
+    str | None,
+    typer.Option("--below", metavar="KEY", help="What the source has the model below, such as model."),
+]
 Config = Annotated[
     str | None,
     typer.Option("--config", metavar="FILE", help="The model's config.json, if it is not in the source."),
@@ -43,18 +47,20 @@ Sizes = Annotated[
 _Map = Annotated[str, typer.Argument(metavar="MAP", help="A name of `dcp map ls`, or a TOML or JSON file.")]
 
 
-def map_of(name: str, config: str | None, sizes: list[str] | None, *, inverse: bool) -> WeightMap:
-    """The map that these options mean."""
+def map_of(
+    name: str, config: str | None, sizes: list[str] | None, *, inverse: bool, below: str | None
+) -> WeightMap:
+    """The map that these options mean; ``below`` as for `dcp.weight_map`."""
     from dcp.planners.weight_maps.weight_map import weight_map
 
     numbers: dict[str, int] = {}
     for given in sizes or ():
         left, _, right = given.partition("=")
-        if not left or not right.isdecimal():
+        if not left or not right.isdecimal() or len(right) > 20:
             raise typer.BadParameter(f"{given!r} is not NAME=NUMBER")
         numbers[left] = int(right)
     found = weight_map(name, config).with_numbers(numbers)
-    return found.inverse if inverse else found
+    return weight_map(found, inverse=inverse, below=below)
 
 
 @app.command("ls")
@@ -74,6 +80,7 @@ def check(
     weights: _Map,
     uri: Annotated[str, typer.Argument(metavar="SOURCE", help="A checkpoint of any format: path or URL.")],
     inverse: Inverse = False,
+    below: Below = None,
     config: Config = None,
     sizes: Sizes = None,
     only: Only = None,
@@ -89,7 +96,7 @@ def check(
         from dcp.planners.weight_maps.mapped_index import map_source
         from dcp.storage.errors import PlanError
 
-        found = map_of(weights, config, sizes, inverse=inverse)
+        found = map_of(weights, config, sizes, inverse=inverse, below=below)
         try:
             tensors = map_source(
                 uri,

@@ -33,12 +33,13 @@ def map_of(
     sizes: Mapping[str, int] | None,
     *,
     inverse: bool,
+    below: str | None,
 ) -> WeightMap | None:
     """What the parameters mean. OptionError for what is no map."""
     if given is None:
         return None
     found = weight_map(given, config).with_numbers(sizes or {})
-    return found.inverse if inverse else found
+    return weight_map(found, inverse=inverse, below=below)
 
 
 def check_map(
@@ -47,11 +48,12 @@ def check_map(
     sizes: Mapping[str, int] | None,
     *,
     inverse: bool,
+    below: str | None,
 ) -> None:
     """Raise ValueError for parameters that cannot be meant."""
     if given is None:
-        if inverse or config is not None or sizes is not None:
-            raise ValueError("inverse, config and sizes are about a map, and there is none")
+        if inverse or below or config is not None or sizes is not None:
+            raise ValueError("inverse, below, config and sizes are about a map, and there is none")
         return
     if isinstance(given, str) and given not in (ready := ready_maps()):
         near = close_to(given, list(ready)) or list(ready)
@@ -59,6 +61,6 @@ def check_map(
             f"map: {given!r} is no ready map; there are {', '.join(near)}. Others are given as data"
         )
     try:
-        map_of(given, config, sizes, inverse=inverse)
+        map_of(given, config, sizes, inverse=inverse, below=below)
     except CheckpointError as error:
         raise ValueError(f"map: {error}") from None
