@@ -129,12 +129,14 @@ class ReadSource:
         fqn = self.index.fqns[int(self.index.chunk_tensors[chunk])]
         name = self.index.files[int(self.index.chunk_files[chunk])]
         offset = self.payloads.offset(chunk) + block * BLOCK_BYTES
+        path = self.store.path_of(name)  # of several sources as one the store's own names are not the file's
+        where, _, file = path.rpartition("/")
         return CorruptCheckpointError(
-            f"{self.store.url}: tensor {fqn!r} is damaged: block {block} at byte {offset} of {name} has "
+            f"{where}: tensor {fqn!r} is damaged: block {block} at byte {offset} of {file} has "
             f"CRC-32 {got:08x}, committed was {expected:08x}. Resume from another checkpoint",
             alternative="load the bytes as they are",
             argument="verify='none'",
-            path=self.store.path_of(name),
+            path=path,
             fqn=fqn,
             offset=offset,
         )

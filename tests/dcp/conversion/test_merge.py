@@ -348,6 +348,9 @@ def test_damage_of_any_source_is_noticed(three: list[Path], tmp_path: Path) -> N
     with pytest.raises(CorruptCheckpointError) as caught:
         dcp.merge([tmp_path / "1", tmp_path / "2"], tmp_path / "out")
     assert caught.value.path == str(data)
+    assert str(caught.value).startswith(f"{tmp_path / '2'}: tensor") and f"of {data.name} has" in str(
+        caught.value
+    )
     assert names_in(tmp_path) == ["1", "2"]
 
 
