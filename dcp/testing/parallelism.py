@@ -170,7 +170,7 @@ class _Asked:
         return [one for one in live if any(fnmatchcase(one.fqn, glob) for glob in self.only)]
 
 
-def _are_worlds(given: object) -> bool:
+def _are_worlds(given: Any) -> bool:
     is_list = isinstance(given, Sequence) and len(given) > 0
     return is_list and all(isinstance(world, int) and world > 0 for world in given)
 

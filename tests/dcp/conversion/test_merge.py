@@ -399,7 +399,7 @@ def test_the_target_is_none_of_the_sources_by_another_way(tmp_path: Path) -> Non
     source = own / "model.safetensors"
     save_file({"weight": torch.ones(3)}, source)
     before = source.read_bytes()
-    places = [linked / source.name, f"{linked}/../own/{source.name}", own, linked]
+    places: list[Path | str] = [linked / source.name, f"{linked}/../own/{source.name}", own, linked]
     for target in places:
         with pytest.raises(OptionError, match="another place"):
             dcp.merge([source], target, to="safetensors", weights=[2.0], overwrite=True)
