@@ -31,23 +31,10 @@ def record_target(
 ) -> None:
     """Register the target, note its origins, emit "checkpoint.converted", and have its structure read. Its
     step is that of the first of ``source_ids``, where it tells none itself."""
-    now = time.time()
-    found, root, key = result["target"], result["root"], result["key"]
+    now, root, key = time.time(), result["root"], result["key"]
     query = select(checkpoints.c.id, checkpoints.c.step).where(checkpoints.c.id.in_(source_ids))
     steps = {row.id: row.step for row in connection.execute(query)}
-    facts = CheckpointFacts(
-        root=root,
-        key=key,
-        format=found["format"],
-        observed_seconds=found["observed_seconds"],
-        committed_seconds=found["committed_seconds"],
-        step=found["step"] if found["step"] is not None else steps.get(source_ids[0]),
-        save_id=found["save_id"],
-        fingerprint=found["fingerprint"],
-        bytes=found["bytes"],
-        file_count=found["file_count"],
-        tags=frozenset(tags),
-    )
+    facts = _facts(result, steps.get(source_ids[0]), tags)
     target = upsert_checkpoint(connection, facts, now=now, actor=job.created_by).id
     # So that the scan opens it, and finds the structure; that it is committed has been told by now.
     without_structure = (checkpoints.c.id == target) & checkpoints.c.structure_id.is_(None)
@@ -76,4 +63,22 @@ def record_target(
             "job_id": job.id,
         },
         now=now,
+    )
+
+
+def _facts(result: Json, step: int | None, tags: Iterable[str]) -> CheckpointFacts:
+    """Of the target; ``step`` is that of its source."""
+    found = result["target"]
+    return CheckpointFacts(
+        root=result["root"],
+        key=result["key"],
+        format=found["format"],
+        observed_seconds=found["observed_seconds"],
+        committed_seconds=found["committed_seconds"],
+        step=found["step"] if found["step"] is not None else step,
+        save_id=found["save_id"],
+        fingerprint=found["fingerprint"],
+        bytes=found["bytes"],
+        file_count=found["file_count"],
+        tags=frozenset(tags),
     )
