@@ -11,6 +11,7 @@ import torch
 from torch.distributed.checkpoint.storage import StorageReader
 from typing_extensions import deprecated
 
+from dcp.calls.given_maps import map_on_all
 from dcp.calls.plain_errors import plain_errors
 from dcp.calls.positional_storage import takes_storage_second
 from dcp.calls.storage_selection import choose_reader
@@ -156,7 +157,7 @@ def load(
         only=only,
         exclude=exclude,
         rename=rename,
-        map=None if map is None else WeightMap.of(map),
+        map=map_on_all(map, "load", process_group, no_dist=no_dist, timeout_seconds=timeout_seconds),
         per_rank=per_rank,
         unexpected=unexpected,
         dtype=dtype,

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from typing_extensions import deprecated
 
 from dcp.background.future import SaveFuture
+from dcp.calls.given_maps import map_on_all
 from dcp.calls.plain_errors import plain_errors
 from dcp.calls.positional_storage import refuse_a_place, takes_storage_second
 from dcp.calls.stateful_values import stateful_to_plain
@@ -126,7 +127,7 @@ def save(
         state_dict,
         SaveOptions(
             use_collectives=use_collectives,
-            map=None if map is None else WeightMap.of(map),
+            map=map_on_all(map, "save", process_group, no_dist=no_dist, timeout_seconds=timeout_seconds),
             user_metadata=_copied(user_metadata),
             progress=progress,
             timeout_seconds=timeout_seconds,
@@ -247,13 +248,14 @@ def async_save(
             if storage_writer is given:
                 session.wait()  # it cannot be pointed at another id while a save uses it
         writer = choose_writer(storage_writer, checkpoint_id, storage_options)
+        weights = None if map is None else WeightMap.of(map)
     return session.save(
         state_dict,
         storage_writer=writer,
         planner=planner,
         options=SaveOptions(
             use_collectives=use_collectives,
-            map=None if map is None else WeightMap.of(map),
+            map=weights,
             user_metadata=_copied(user_metadata),
             progress=progress,
         ),

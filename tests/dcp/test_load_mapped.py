@@ -465,6 +465,27 @@ def load_with_other_maps(rank: int, world_size: int, path: str) -> None:
     dcp.load({f"norm{rank}": torch.zeros(WIDTH)}, checkpoint_id=path, map=weights)
 
 
+def call_with_a_map_that_one_rank_lacks(rank: int, world_size: int, path: str, way: str) -> None:
+    """As of a file on the first one's host alone."""
+    weights = Path(path, f"map{rank}.toml")
+    state = {"final.weight": torch.zeros(WIDTH)}
+    if way == "load":
+        dcp.load(state, checkpoint_id=path, map=weights)
+    elif way == "save":
+        dcp.save(state, checkpoint_id=f"{path}-saved", map=weights)
+    else:
+        dcp.async_save(state, checkpoint_id=f"{path}-saved", map=weights).result()
+
+
+@pytest.mark.parametrize("way", ["load", "save", "async_save"])
+def test_a_map_that_one_rank_lacks_is_told_to_all(saved: Path, way: str) -> None:
+    """None waits for the one that cannot begin."""
+    (saved / "map0.toml").write_text('rules = [{ from = "{rest:*}", to = "{rest:*}" }]')
+    for result in run_ranks(2, call_with_a_map_that_one_rank_lacks, str(saved), way, failures=True):
+        assert isinstance(result, RankRaised)
+        assert "map1.toml' is no weight map" in result.message
+
+
 class OfObjects(dcp.DefaultLoadPlanner):
     """Overrides a step, and so gets torch's objects."""
 
