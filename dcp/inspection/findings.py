@@ -21,9 +21,9 @@ class Finding:
     """One thing that is wrong, or is told because somebody may wonder (`is_note`).
 
     ``kind`` is "index", "missing-file", "file-size", "stray-file", "checksum", "record", "unreadable",
-    "metadata", "digest": another tensor than the checkpoint has that it was compared with, or "unsupported":
-    written by a newer version, and not known to be damaged. ``offset`` and ``length`` (bytes) say where in
-    the file, ``fqn`` whose bytes they are.
+    "metadata", "digest": another tensor than the manifest's digest tells, or than the checkpoint has that it
+    was compared with, or "unsupported": written by a newer version, and not known to be damaged. ``offset``
+    and ``length`` (bytes) say where in the file, ``fqn`` whose bytes they are.
     """
 
     kind: str

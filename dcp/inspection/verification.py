@@ -1,20 +1,22 @@
 """Whether a checkpoint's bytes are those that were committed: every block is read, torch is not needed.
 
 Checked are the index itself, the files (missing, of the wrong size, unknown), every payload against its
-checksums, what surrounds it in its record (stock torch goes by that), and `.metadata` against the manifest.
+checksums, what surrounds it in its record (stock torch goes by that), `.metadata` against the manifest, and
+the digests that this tells against the tensors, which are read once more for it.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from dcp.calls.plain_errors import plain_errors
 from dcp.inspection.findings import Finding, ReportBytes, VerifyReport, kind_of
 from dcp.inspection.payload_checks import PayloadChecks
-from dcp.inspection.values.digests import compare_digests, digests
+from dcp.inspection.values.digests import CheckpointDigests, check_digests, digests
 from dcp.inspection.values.tensor_reading import TensorReader
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, NOTES_NAME
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError
@@ -67,14 +69,11 @@ def verify(
     opener = OpenWith(storage_options)
     with near_places_told(checkpoint_id, opener):
         place = locate(checkpoint_id, open_store=opener)
-        report = verify_place(place, threads=threads, progress=progress)
-        if against is not None and report.ok:
-            options = storage_options if options_of_against is None else options_of_against
-            with TensorReader(place.store, index_at(place), verify="full", name=place.url) as reader:
-                report.findings += compare_digests(
-                    reader, digests(against, storage_options=options), progress
-                )
-        return report
+        if against is None:
+            return verify_place(place, threads=threads, progress=progress)
+        options = storage_options if options_of_against is None else options_of_against
+        other = partial(digests, against, storage_options=options)
+        return verify_place(place, threads=threads, progress=progress, against=other)
 
 
 def verify_store(
@@ -85,9 +84,13 @@ def verify_store(
 
 
 def verify_place(
-    place: SourcePlace, *, threads: int | None = None, progress: ReportBytes | None = None
+    place: SourcePlace,
+    *,
+    threads: int | None = None,
+    progress: ReportBytes | None = None,
+    against: Callable[[], CheckpointDigests] | None = None,
 ) -> VerifyReport:
-    """`verify` of the checkpoint at ``place``."""
+    """`verify` of the checkpoint at ``place``; ``against`` is asked for if its bytes are right."""
     store, report = place.store, VerifyReport(place.url)
     try:
         index = index_at(place)
@@ -101,6 +104,10 @@ def verify_place(
     report.findings += _check_metadata(store, index, listing)
     report.findings += _check_files(index, listing)
     PayloadChecks(store, index, listing, report, progress).run(threads)
+    if report.ok and (against is not None or any(index.digests)):
+        other = None if against is None else against()
+        with TensorReader(store, index, verify="full", name=place.url) as reader:
+            report.findings += check_digests(reader, other, progress)
     report.findings.sort(key=lambda found: (found.file or "", found.offset or 0))
     return report
 

@@ -26,6 +26,8 @@ import dcp
 from dcp.cli.app import app
 from dcp.inspection.values.difference import diff
 from dcp.inspection.values.digests import digests
+from dcp.inspection.verification import verify
+from dcp.storage.commit_names import MANIFEST_NAME
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats.dropped import without
 from dcp.storage.formats.dtypes import BY_NAME
@@ -301,6 +303,26 @@ def test_digests_of_another_number_than_tensors_are_refused(tmp_path: Path) -> N
     for wrong in ([index.digests[0]], [index.digests[0], b"short"]):
         with pytest.raises(CheckpointFormatError, match="digests"):
             encode_manifest(replace(index, digests=wrong))
+
+
+def test_a_manifest_that_tells_another_digest_is_found_out(tmp_path: Path) -> None:
+    """Its own checksum and all bytes are right: what it says of one tensor is not, and verify names that.
+
+    Where it tells nothing nothing is wrong."""
+    state = {"a": torch.randn(30, 7), "empty": torch.zeros(0, 3), "scalar": torch.tensor(-0.0)}
+    dcp.save(state, storage_writer=writer(tmp_path))
+    assert verify(tmp_path).findings == []
+    index = dcp.open_index(tmp_path)
+    for fqn in state:
+        sums = [*index.digests]
+        sums[index.position[fqn]] = b"\x01" * 16
+        (tmp_path / MANIFEST_NAME).write_bytes(encode_manifest(replace(index, digests=sums)))
+        assert [(found.kind, found.fqn) for found in verify(tmp_path).faults] == [("digest", fqn)]
+    assert CliRunner().invoke(app, ["verify", str(tmp_path)]).exit_code == 1
+    (tmp_path / MANIFEST_NAME).write_bytes(
+        encode_manifest(replace(index, digests=[b"", b"", index.digests[2]]))
+    )
+    assert verify(tmp_path).findings == []
 
 
 def test_sums_of_checkpoints_have_none_and_what_is_left_keeps_its_own(tmp_path: Path) -> None:

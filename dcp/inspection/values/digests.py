@@ -22,7 +22,7 @@ from dcp.planners.load.selection import Patterns
 from dcp.storage.digests.boxes import BoxDigest, OrderedSum, blocks_of, logical_runs
 from dcp.storage.digests.shown import SUM_BYTES, digest_of_all, shown_digest
 
-__all__ = ["CheckpointDigests", "TensorDigest", "compare_digests", "digests", "digests_of"]
+__all__ = ["CheckpointDigests", "TensorDigest", "check_digests", "digests", "digests_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,27 +104,44 @@ def digests_of(
     return CheckpointDigests(reader.name, of_all, tensors, reader.bytes_read)
 
 
-def compare_digests(
-    reader: TensorReader, other: CheckpointDigests, progress: ReportBytes | None = None
+def check_digests(
+    reader: TensorReader, other: CheckpointDigests | None = None, progress: ReportBytes | None = None
 ) -> list[Finding]:
-    """The tensors of ``reader`` that are not those of ``other``; all of them are read."""
-    own = digests_of(reader, recompute=True, progress=progress)
-    theirs = {tensor.fqn: tensor for tensor in other.tensors}
+    """The tensors of ``reader`` that are not what its manifest's digests say, and those that are not the ones
+    of ``other``. Read are those with a digest in the manifest, and all where there is an ``other``."""
+    index = reader.index
+    told = {row: digest for row in range(index.tensor_count) if (digest := index.digest(row)) is not None}
+    rows = [*told] if other is None else [*range(index.tensor_count)]
+    own = dict(_read(reader, rows, progress))
     found = [
-        Finding("digest", f"{tensor.fqn!r} is not in {other.url}", fqn=tensor.fqn)
-        for tensor in own.tensors
-        if tensor.fqn not in theirs
+        _other_than_told(reader, row, own[row], digest) for row, digest in told.items() if own[row] != digest
     ]
-    for tensor in own.tensors:
-        same = theirs.pop(tensor.fqn, tensor)
-        if same.digest != tensor.digest:
-            facts = (
-                f"{one.dtype} {'x'.join(map(str, one.shape)) or 'scalar'} {one.digest}"
-                for one in (tensor, same)
-            )
-            message = f"{tensor.fqn!r} is another one in {other.url}: {' here, there '.join(facts)}"
-            found.append(Finding("digest", message, fqn=tensor.fqn))
+    return found if other is None else found + _compared(reader, own, other)
+
+
+def _other_than_told(reader: TensorReader, row: int, own: str, told: str) -> Finding:
+    fqn = reader.index.fqns[row]
+    message = f"{fqn!r} has the digest {own}, and the manifest says {told}, which comparisons go by"
+    return Finding("digest", message, fqn=fqn)
+
+
+def _compared(reader: TensorReader, own: Mapping[int, str], other: CheckpointDigests) -> list[Finding]:
+    index, theirs = reader.index, {tensor.fqn: tensor for tensor in other.tensors}
+    found = []
+    for row, digest in own.items():
+        fqn, same = index.fqns[row], theirs.pop(index.fqns[row], None)
+        if same is None:
+            found.append(Finding("digest", f"{fqn!r} is not in {other.url}", fqn=fqn))
+        elif same.digest != digest:
+            here = _facts(index.dtype(row).name, index.shape(row), digest)
+            there = _facts(same.dtype, same.shape, same.digest)
+            message = f"{fqn!r} is another one in {other.url}: {here} here, there {there}"
+            found.append(Finding("digest", message, fqn=fqn))
     return found + [Finding("digest", f"{fqn!r} is only in {other.url}", fqn=fqn) for fqn in theirs]
+
+
+def _facts(dtype: str, shape: Sequence[int], digest: str) -> str:
+    return f"{dtype} {'x'.join(map(str, shape)) or 'scalar'} {digest}"
 
 
 def _read(
