@@ -225,3 +225,49 @@ def test_a_part_that_no_rank_has_is_told(tmp_path: Path) -> None:
     """A rank without its shard."""
     (proof, _) = map(Proof.of_json, run_ranks(2, lack_a_part, str(tmp_path / "one")))
     assert [found.kind for found in proof.findings] == ["incomplete"]
+
+
+def hostile_state() -> dict[str, Any]:
+    """What equality of numbers would misjudge, and what has no elements or several in one memory."""
+    made = torch.arange(24.0)
+    return {
+        "nan": torch.tensor([float("nan"), 1.0, -float("inf")]),
+        "zero": torch.tensor([0.0, -0.0]),
+        "scalar": torch.tensor(-0.0, dtype=torch.bfloat16),
+        "empty": torch.zeros(0, 5),
+        "complex": torch.randn(6, dtype=torch.complex64).conj(),
+        "fp8": made.to(torch.float8_e4m3fn),
+        "tied": made.view(4, 6),
+        "again": made.view(4, 6).t(),
+        "odd/name.\x1b[31m*?[a]": torch.ones(2),
+        "values": {"nan": float("nan"), "zero": -0.0, "text": "ä\x00", "none": None},
+    }
+
+
+CHANGES: dict[str, tuple[str, Any]] = {
+    "nan": (
+        "tensor",
+        torch.tensor([0x7FC00001, 0x3F800000, -0x800000], dtype=torch.int32).view(torch.float32),
+    ),
+    "zero": ("tensor", torch.tensor([0.0, 0.0])),
+    "scalar": ("shape", torch.tensor([-0.0], dtype=torch.bfloat16)),
+    "empty": ("shape", torch.zeros(5, 0)),
+    "complex": ("dtype", torch.zeros(6, dtype=torch.complex128)),
+    "fp8": ("dtype", torch.arange(24.0).to(torch.float8_e5m2)),
+    "again": ("tensor", torch.zeros(6, 4)),
+}
+
+
+@pytest.mark.parametrize("has_digests", [True, False])
+def test_bytes_are_proved_and_not_numbers(tmp_path: Path, has_digests: bool) -> None:
+    """A NaN is itself and no other one, -0.0 is not 0.0; tensors without elements or dimensions, of 8 bits,
+    conjugate, tied and transposed; each change is told, by its kind."""
+    state = hostile_state()
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path, digests=has_digests))
+    assert dcp.prove(state, tmp_path).findings == ()
+    for fqn, (kind, other) in CHANGES.items():
+        (found,) = dcp.prove({**state, fqn: other}, tmp_path).findings
+        assert (found.kind, found.fqn, found.ranks) == (kind, fqn, (0,))
+    state["values"]["zero"] = 0.0
+    (found,) = dcp.prove(state, tmp_path).findings
+    assert (found.kind, found.fqn) == ("value", "values.zero")
