@@ -7,10 +7,11 @@ import time
 from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, select
 
 from dcp.server.catalog.errors import CatalogError
 from dcp.server.catalog.labelling.labels import Change
+from dcp.server.database.tables import checkpoints, jobs
 from dcp.server.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
 from dcp.server.jobs.kinds.prune import PruneParams, prune_spec
 from dcp.server.jobs.kinds.shared.deletion import delete_softly
@@ -30,6 +31,9 @@ __all__ = ["RetentionKind", "RetentionParams", "retention_spec"]
 
 _RUNS: Final = 100
 _MAX_LISTED: Final = 200
+_TRIED_AGAIN_SECONDS: Final = 86_400.0
+"""A part that could not be dropped is tried again then: what was in the way may be gone."""
+
 _COUNTED: Final = ("runs", "kept", "deleted", "bytes", "dropped", "dropped_bytes")
 
 
@@ -131,7 +135,7 @@ def _apply(connection: Connection, payload: Json, run_id: int, run: str) -> dict
     if policy.version != payload["version"]:
         raise PermanentJobError(f"retention policy {policy.name} was changed meanwhile")
     found = plan_run(connection, run_id, run, policy.retention, now)
-    change = Change(actor=f"retention:{policy.name}", now=now)
+    change = Change(actor=_actor(policy), now=now)
     kept, gone = len(found.decisions) - len(found.deleted), []
     for one in found.deleted:
         try:
@@ -158,14 +162,38 @@ def _drop(
     connection: Connection, wanted: Sequence[RetentionDecision], policy: PolicyRow, now: float
 ) -> list[RetentionDecision]:
     """Have parts dropped from checkpoints that stay, by a job each; not from those that another job is about,
-    which the next round sees to. Returns those that lose something."""
-    busy = in_use(connection, [one.checkpoint_id for one in wanted])
+    which the next round sees to, nor where it was in vain. Returns those that lose something."""
+    numbers = [one.checkpoint_id for one in wanted]
+    busy, tried = in_use(connection, numbers), _tried(connection, numbers, policy, now)
     begun = []
     for one in wanted:
-        if one.checkpoint_id in busy:
-            continue
         params = PruneParams(checkpoint_id=one.checkpoint_id, parts=one.drops)
+        if one.checkpoint_id in busy or params.parts in tried.get(one.checkpoint_id, ()):
+            continue
         subject = find_subject(connection, one.checkpoint_id)
-        submit(connection, prune_spec(subject, params, f"retention:{policy.name}"), now)
+        submit(connection, prune_spec(subject, params, _actor(policy)), now)
         begun.append(one)
     return begun
+
+
+def _tried(
+    connection: Connection, numbers: Sequence[int], policy: PolicyRow, now: float
+) -> dict[int, list[tuple[str, ...]]]:
+    """By checkpoint what jobs of the policy were to drop and, as it is still there, have not: they failed, or
+    found it pinned in its folder. Not from before the policy or the checkpoint was changed, or a day ago."""
+    since = max(policy.updated_seconds, now - _TRIED_AGAIN_SECONDS)
+    query = (
+        select(jobs.c.checkpoint_id, jobs.c.params)
+        .join(checkpoints, checkpoints.c.id == jobs.c.checkpoint_id)
+        .where(jobs.c.kind == "prune", jobs.c.created_by == _actor(policy), jobs.c.checkpoint_id.in_(numbers))
+        .where(jobs.c.created_seconds >= since, jobs.c.created_seconds >= checkpoints.c.committed_seconds)
+        .where(jobs.c.finished_seconds.is_not(None))
+    )
+    found: dict[int, list[tuple[str, ...]]] = {}
+    for number, params in connection.execute(query):
+        found.setdefault(number, []).append(PruneParams.model_validate(params).parts)
+    return found
+
+
+def _actor(policy: PolicyRow) -> str:
+    return f"retention:{policy.name}"

@@ -16,7 +16,7 @@ from dcp.server.catalog.errors import StateError
 from dcp.server.catalog.labelling.aliases import set_alias
 from dcp.server.catalog.labelling.labels import Change, set_pinned
 from dcp.server.database.engine import Database
-from dcp.server.database.tables import audit, jobs
+from dcp.server.database.tables import audit, jobs, retention_policies
 from dcp.server.problems import ForbiddenError
 from dcp.server.retention.planning import plan_run, runs_of
 from dcp.server.retention.policies import NewPolicy, create_policy
@@ -164,3 +164,34 @@ def test_a_policy_waits_for_who_reads(runs: KindRuns, run: Path) -> None:
     result = apply(runs, {"optimizer": {"last": 1}})
     assert result["dropped"] == 1
     assert there(run)[:2] == ["whole", "weights"]
+
+
+def test_what_cannot_be_dropped_is_not_tried_each_round(runs: KindRuns, run: Path) -> None:
+    """A damaged file cannot be written anew, and a pin in the folder keeps all: one job each, however often
+    the policy is applied; another one once the policy, or the checkpoint, was changed."""
+    update_notes(PosixStore(run / "step-1"), lambda _: Notes(pinned=True))
+    (file,) = (run / "step-2").glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    file.write_bytes(bytes(byte ^ 1 for byte in data))
+    assert apply(runs, {"optimizer": {"last": 1}})["dropped"] == 2
+
+    def made() -> list[int]:
+        return sorted(job.checkpoint_id for job in runs.all(select(jobs).where(jobs.c.kind == "prune")))
+
+    def again() -> int:
+        result = runs.do("retention", policy_id=policy.id).result
+        assert result is not None
+        return int(result["dropped"])
+
+    one, two = number_of(runs, 1), number_of(runs, 2)
+    (policy,) = runs.all(select(retention_policies))
+    assert again() == 0
+    assert made() == [one, two]
+    save_mixed(run / "step-2", 2)
+    runs.scan("main")
+    assert again() == 1
+    assert there(run)[:2] == ["whole", "weights"]
+    with runs.database.write() as connection:
+        connection.execute(update(retention_policies).values(updated_seconds=time.time()))
+    assert again() == 1
+    assert made() == [one, one, two, two]
