@@ -235,6 +235,7 @@ def test_prune_drops_the_optimizer_only_if_told_to(tmp_path: Path) -> None:
     assert done.out == planned.out.replace("would drop", "dropped")
     found = [parts_there(tmp_path / f"step-{step}", step) for step in (5, 10, 15)]
     assert found == ["weights", "weights", "whole"]
+    assert run("prune", tmp_path, "--last", "1", "--yes").out == f"{tmp_path}: has nothing to drop\n"
     assert "optimizer was dropped on" in run("show", tmp_path / "step-5").out
     (row,) = run("prune", tmp_path / "step-5", "--json", "--yes").json
     assert (row["outcome"], row["done"], row["freed_bytes"]) == ("absent", False, 0)

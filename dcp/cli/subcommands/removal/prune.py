@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -66,7 +66,7 @@ def command(
     for uri in uris:
         try:
             with errors_as_lines(debug=debug):
-                planned = _find(uri, retention, storage_options(uri, options), last or every_steps)
+                planned = _find(uri, retention, options, last or every_steps, tell=not json)
         except typer.Exit:  # printed; the others are still to go
             failed = True
             continue
@@ -95,19 +95,22 @@ def _retention(parts: list[str], last: int | None, every_steps: int | None) -> R
 
 
 def _find(
-    uri: str, retention: Retention, options: dict[str, Any] | None, rules: int | None
+    uri: str, retention: Retention, options: str | None, rules: int | None, *, tell: bool
 ) -> list[tuple[Store, tuple[Part, ...]]]:
     from dcp.manager.cleanup.pruning import to_prune
     from dcp.storage.errors import OptionError
     from dcp.storage.formats.opening.folder import has_checkpoint
     from dcp.storage.stores.opening import OpenWith
 
-    opener = OpenWith(options)
+    opener = OpenWith(storage_options(uri, options))
     if rules is None and not has_checkpoint(opener(uri)):
         raise OptionError(
             f"{uri} is no checkpoint; of a run say how many steps keep the part, as by --last 2"
         )
-    return to_prune(uri, retention, open_store=opener)
+    found = to_prune(uri, retention, open_store=opener)
+    if tell and not found:
+        print(printable(f"{uri}: has nothing to drop"))
+    return found
 
 
 def _prune(
