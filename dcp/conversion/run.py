@@ -27,7 +27,7 @@ from dcp.planners.load.selection import Patterns, Rename
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback, reporting
 from dcp.storage.engine.reading.requests import Verify
-from dcp.storage.errors import CorruptCheckpointError, OptionError
+from dcp.storage.errors import CheckpointError, CorruptCheckpointError, OptionError, StorageError
 from dcp.storage.formats.opening.sources import Source, open_source
 from dcp.storage.stores.opening import OpenWith
 
@@ -160,6 +160,7 @@ def run_conversion(
     if not (found.store.capabilities.is_shared and place.store.capabilities.is_shared):
         means = replace(means, executor="inline")  # a store that is in this process alone
     with (
+        _changes_told(found, reopen),
         Conversion(found, place, options, overwrite=means.overwrite, verify=means.verify) as conversion,
         _clearing_up(conversion, resume=means.resume),
     ):
@@ -178,6 +179,30 @@ def run_conversion(
         "total": ended - begun,
     }
     return replace(report, tasks_resumed=prepared.batch_count - len(batches), seconds=seconds)
+
+
+@contextmanager
+def _changes_told(found: Source, reopen: Callable[[], Source]) -> Iterator[None]:
+    """What fails because the source was saved anew, or has lost a part, since it was ``found``, says so."""
+    try:
+        yield
+    except (CorruptCheckpointError, StorageError) as error:
+        if not _is_replaced(found, reopen):
+            raise
+        raise SourceChangedError(
+            f"{found.name} has changed while it was converted: it was saved anew, or a part of it was "
+            "dropped; convert it again",
+            path=found.name,
+        ) from error
+
+
+def _is_replaced(found: Source, reopen: Callable[[], Source]) -> bool:
+    try:
+        now = reopen().index
+    except CheckpointError:  # gone, or out of reach: what has failed says more
+        return False
+    before = found.index
+    return (now.files, now.provenance.get("save_id")) != (before.files, before.provenance.get("save_id"))
 
 
 @contextmanager

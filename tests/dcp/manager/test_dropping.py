@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,14 @@ import pytest
 import torch
 
 import dcp
+from dcp.conversion.plan import ConversionOptions, LayoutOptions, SourceChangedError
+from dcp.conversion.run import Means, run_conversion
+from dcp.conversion.targets.places import place_of
 from dcp.errors import MissingKeyError
 from dcp.inspection import header_of
+from dcp.inspection.values.digests import digests
 from dcp.inspection.verification import verify
+from dcp.manager.cleanup import post_commit
 from dcp.manager.cleanup.dropping import Drop, drop_parts, finish_drop, plan_drop
 from dcp.manager.cleanup.retention import part_named
 from dcp.manager.notes import update_notes
@@ -31,10 +39,12 @@ from dcp.storage.errors import (
     OptionError,
 )
 from dcp.storage.formats.opening.folder import open_index
+from dcp.storage.formats.opening.sources import open_source
 from dcp.storage.stores import PosixStore
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.faults import Fault, FaultInjectingStore
-from tests.dcp.manager.manager_support import Recorder
+from dcp.storage.stores.opening import OpenWith
+from tests.dcp.manager.manager_support import Gate, Recorder
 from tests.support.values import leaves
 from tests.support.with_optimizer import (
     OPTIMIZER_PART,
@@ -280,6 +290,33 @@ def test_a_reader_that_is_overtaken_looks_again(tmp_path: Path) -> None:
     assert report.unexpected == []
 
 
+@pytest.mark.parametrize("to", ["safetensors", pytest.param("torch", marks=pytest.mark.exhaustive)])
+def test_a_conversion_that_is_overtaken_says_so(tmp_path: Path, to: str) -> None:
+    """Files that it was to read are gone: it is to be done again, and nothing of it is left."""
+    source, target = tmp_path / "source", tmp_path / "made"
+    save_apart(source)
+    left = [1]
+
+    def hook(_: object) -> None:
+        if left:
+            left.pop()
+            drop(source)
+
+    def open_store(place: Any) -> Store:
+        return FaultInjectingStore(PosixStore(place), Fault("open_read", name="*.distcp", hook=hook))
+
+    def convert() -> Any:
+        options = ConversionOptions(LayoutOptions(to, drop_objects=True))
+        reopen = partial(open_source, source, open_store=open_store)
+        return run_conversion(reopen, place_of(target, to, OpenWith()), options, Means("inline"), 0.0)
+
+    with pytest.raises(SourceChangedError, match="a part of it was dropped; convert it again"):
+        convert()
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    convert()
+    assert {tensor.fqn for tensor in digests(target).tensors} >= {"app.model.w", "app.model.head"}
+
+
 # -- a crash -------------------------------------------------------------------------------------------------
 
 
@@ -363,6 +400,52 @@ def test_restore_passes_over_what_lacks_its_optimizer(tmp_path: Path) -> None:
         assert weights is not None
         assert weights.step == 3
     assert told.steps("skipped_partial") == [3]
+
+
+def test_a_notice_while_something_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The storage hangs in a drop, a save is written behind, and SIGTERM comes: what is saved is committed in
+    time, the process may end, and the step that is being dropped from stays whole until its drop goes on."""
+    gate = Gate()
+
+    def held(store: Store, *args: Any) -> Drop:
+        return drop_parts(FaultInjectingStore(store, Fault("publish", hook=gate)), *args)
+
+    monkeypatch.setattr(post_commit, "drop_parts", held)
+    monkeypatch.setattr("dcp.manager.manager._POST_COMMIT_SECONDS", 0.2)
+    keep, told = dcp.Retention(optimizer=dcp.Keep(last=1)), Recorder()
+    manager = dcp.CheckpointManager(
+        tmp_path, keep=keep, grace_seconds=2.0, weights="app.model", on_event=told, no_dist=True
+    )
+    for step in (1, 2):
+        manager.save(step, full_state(step))
+    assert gate.reached.wait(60)
+    manager.save(3, full_state(3))
+    os.kill(os.getpid(), signal.SIGTERM)
+    manager.save(4, full_state(4))
+    assert manager.stop_requested
+    manager.close()
+    assert there(tmp_path, range(1, 5)) == ["whole"] * 4
+    gate.open()
+    assert manager._post_commit is not None
+    assert manager._post_commit.wait(60)
+    assert there(tmp_path, range(1, 5)) == ["weights", "weights", "weights", "whole"]
+    assert told.kinds("drop_failed", "verify_failed", "failed") == []
+    assert all(verify(path).findings == [] for path in tmp_path.iterdir())
+
+
+def test_copies_by_links_stay_whole(tmp_path: Path) -> None:
+    """A hard-linked copy of a checkpoint, as made by cp -al, has all when the other has lost a part; a
+    symbolic link to it has what it has."""
+    save_mixed(tmp_path / "mixed")
+    save_apart(tmp_path / "apart")
+    for name in ("mixed", "apart"):
+        copy, link = tmp_path / f"{name}-copy", tmp_path / f"{name}-link"
+        shutil.copytree(tmp_path / name, copy, copy_function=os.link)
+        link.symlink_to(tmp_path / name)
+        assert drop(link, rewrite=True).outcome == "dropped"
+        assert (parts_there(copy), stock_sees(copy)) == ("whole", "whole")
+        assert (parts_there(link), parts_there(tmp_path / name)) == ("weights", "weights")
+        assert verify(copy).findings == verify(tmp_path / name).findings == []
 
 
 def test_a_checkpoint_saved_before_the_rule_is_left_whole(tmp_path: Path, caplog: Any) -> None:
