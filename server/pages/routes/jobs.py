@@ -68,12 +68,14 @@ def job_page(job_id: IdPath, request: Request, service: ServiceDep, database: Db
     job = api.get_job(job_id, database, caller)
     tasks = api.list_job_tasks(job_id, database, caller, PageParams(_MAX_TASKS, None))
     kind = KINDS.get(job.kind)
+    sources = _sources_of(job)
     return page(
         request,
         "job.html",
         twin=f"/api/v1/jobs/{job_id}",
         job=job,
-        names=_names([job], database, caller),
+        sources=sources,
+        names=_names([job], database, caller, sources),
         tasks=tasks.items,
         has_more_tasks=tasks.next_cursor is not None,
         log=api.get_job_log(job_id, database, caller, PageParams(_LINES, None)).items,
@@ -84,9 +86,16 @@ def job_page(job_id: IdPath, request: Request, service: ServiceDep, database: Db
     )
 
 
-def _names(jobs: Sequence[JobAnswer], database: Db, caller: Caller) -> dict[int, str]:
-    """What checkpoints that they are about are called."""
-    numbers = [job.checkpoint_id for job in jobs if job.checkpoint_id is not None]
+def _sources_of(job: JobAnswer) -> list[int]:
+    """The checkpoints that a merge joins."""
+    return [*job.params["sources"], *job.params.get("adapters", ())] if job.kind == "merge" else []
+
+
+def _names(
+    jobs: Sequence[JobAnswer], database: Db, caller: Caller, also: Sequence[int] = ()
+) -> dict[int, str]:
+    """What checkpoints that they are about are called, and ``also`` these."""
+    numbers = [*also, *(job.checkpoint_id for job in jobs if job.checkpoint_id is not None)]
     with database.read() as connection:
         return keys_of(connection, numbers, caller.roots)
 

@@ -57,7 +57,14 @@
       this.source?.close();
     }
   }
-  if (window.htmx) htmx.createEventSource = (url) => new Stream(url);
+  if (window.htmx) {
+    htmx.createEventSource = (url) => new Stream(url);
+    // htmx writes events that name an error to the console: a request that a newer one replaces is none. That it is
+    // over is said of all that fail, which say so themselves.
+    htmx.logger = (element, name, detail) => {
+      if (name === "htmx:sendAbort" || name === "htmx:afterRequest") delete detail.error;
+    };
+  }
 
   const status = document.getElementById("status");
   let clearing = 0;
@@ -135,7 +142,10 @@
         find.select();
       }
     } else if (event.key === "Escape") {
-      for (const menu of document.querySelectorAll("details.menu[open]")) menu.open = false;
+      for (const menu of document.querySelectorAll("details.menu[open]")) {
+        if (menu.contains(document.activeElement)) menu.querySelector("summary").focus();
+        menu.open = false;
+      }
       if (event.target.closest(".find")) document.activeElement.blur();
     } else if (event.key === "ArrowDown" || event.key === "ArrowUp") {
       const find = event.target.closest(".find");

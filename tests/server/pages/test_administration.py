@@ -71,7 +71,7 @@ def test_revoking_asks_and_ends_it_at_once(app: App, admin: Browser) -> None:
     other = Browser(app.client())
     other.sign_in(app.key("read", name="old"))
     asked = admin.page("/keys/2/revoke")
-    assert "Revoke old ?" in asked.text and "It may read" in asked.text
+    assert "Revoke old ?" in asked.text and "Its scope is read, and it was never used." in asked.text
     assert other.get("/roots").url.path == "/roots"
     answer = admin.submit(asked.form("/keys/2/revoke"))
     assert (answer.url.path, answer.url.query) == ("/keys", b"done=revoked")

@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 import torch
-from playwright.sync_api import Error, expect
+from playwright.sync_api import Error, Page, expect
 
 import dcp
 from tests.support.chromium import accessibility_faults
@@ -154,6 +154,21 @@ def test_looking_around(site: Site) -> None:
         assert seen.faults == []
 
 
+def test_a_search_that_a_newer_one_replaces_is_no_error(site: Site) -> None:
+    """While the first waits, more is typed: its hits come, and the console is silent."""
+    with site.window() as seen:
+        page = seen.page
+        page.route(re.compile(r"/search\?q=l$"), lambda route: None)  # is never let go on
+        seen.open("/")
+        with page.expect_request(re.compile(r"/search\?q=l$")):
+            page.locator("#find").press_sequentially("l")
+        with page.expect_event("requestfailed") as replaced:
+            page.locator("#find").press_sequentially("lama")
+        assert replaced.value.url.endswith("q=l")
+        expect(page.locator("#found .hits a").first).to_contain_text("llama/7b")
+        assert seen.faults == []
+
+
 def test_the_values_of_a_tensor(site: Site) -> None:
     """From the list to its picture, closer by dragging; what a job finds comes by itself."""
     with site.window() as seen:
@@ -242,6 +257,92 @@ def test_working_on_a_checkpoint(site: Site) -> None:
         page.get_by_role("button", name="Undo").click()
         expect(page.get_by_role("status").filter(has_text="It is restored.")).to_be_visible()
         assert seen.faults == []
+
+
+_FOCUSED: Final = """
+() => {
+  const at = document.activeElement, style = getComputedStyle(at), box = at.getBoundingClientRect();
+  if (at === document.body) return null;
+  const top = document.elementFromPoint(box.x + box.width / 2, box.y + box.height / 2);
+  const isMarked = style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 1;
+  const isSeen = box.width > 0 && box.bottom > 0 && box.top < innerHeight;
+  const isCovered = top && !at.contains(top) && !top.contains(at);
+  return [at.outerHTML.slice(0, 90), isMarked && isSeen && !isCovered];
+}
+"""
+"""What has the focus, and whether one sees that; null at the end of the page."""
+
+
+@pytest.mark.exhaustive
+def test_by_keys_alone(site: Site) -> None:
+    """Tab reaches what is on a page, marked and in sight, and leaves it, by the map of shards too; the skip
+    link skips, and Escape leaves a menu for what has opened it."""
+    with site.window() as seen:
+        press = seen.page.keyboard.press
+        for path in (*PATHS, *RARE):
+            seen.open(path)
+            places = _tabbed(seen.page)
+            assert [place for place, is_seen in places if not is_seen] == [], path
+            if "/shards?" in path or path.endswith("/shards"):
+                assert any(place.startswith("<canvas") for place, _ in places)
+        seen.open("/checkpoints/1")
+        press("Tab")
+        press("Enter")
+        press("Tab")
+        assert seen.page.evaluate("document.activeElement.closest('main') !== null")
+        seen.page.locator("details.menu summary").focus()
+        press("Enter")
+        press("Tab")
+        assert seen.page.evaluate("document.activeElement.closest('.sheet') !== null")
+        press("Escape")
+        assert seen.page.locator("details.menu[open]").count() == 0
+        assert seen.page.evaluate("document.activeElement.localName") == "summary"
+        assert seen.faults == []
+
+
+def _tabbed(page: Page) -> list[Any]:
+    found: list[Any] = []
+    while len(found) < 400:
+        page.keyboard.press("Tab")
+        place = page.evaluate(_FOCUSED)
+        if place is None:
+            return found
+        found.append(place)
+    raise AssertionError(f"{page.url}: no end of {found[-3:]}")
+
+
+@pytest.mark.exhaustive
+def test_two_who_do_what_excludes_the_other(site: Site) -> None:
+    """The later of two is told what the other did; nothing is moved or deleted that the page did not show."""
+    with site.window() as ada, site.window() as bob:
+        ada.open("/checkpoints/1")
+        ada.page.get_by_label("Alias", exact=True).fill("both")
+        ada.page.get_by_role("button", name="Name it so").click()
+        for seen, number in ((ada, 2), (bob, 3)):
+            seen.open(f"/checkpoints/{number}")
+            seen.page.get_by_label("Alias", exact=True).fill("both")
+            seen.page.get_by_role("button", name="Name it so").click()
+            expect(seen.page.get_by_role("heading", name="Move both")).to_be_visible()
+        for seen in (ada, bob):
+            seen.page.get_by_role("button", name="Move it").click()
+            seen.page.wait_for_load_state("load")
+        expect(ada.page.get_by_text("names this checkpoint now")).to_be_visible()
+        expect(bob.page.locator("main")).to_contain_text("changed")
+        assert [one["checkpoint_id"] for one in site.api.get("/runs/1/aliases")["items"]] == [2]
+        ada.open("/checkpoints/3")
+        bob.open("/checkpoints/3")
+        bob.page.get_by_text("Convert…").click()
+        bob.page.get_by_label("As", exact=True).fill("export/contested.safetensors")
+        bob.page.get_by_label("leave out values").check()
+        ada.page.get_by_text("Delete…").click()
+        ada.page.get_by_role("button", name="Delete Step 400").click()
+        expect(ada.page.get_by_role("button", name="Undo")).to_be_visible()
+        bob.page.get_by_role("button", name="Convert").click()
+        bob.page.wait_for_load_state("load")
+        expect(bob.page.locator("main")).to_contain_text("deleted")
+        ada.page.get_by_role("button", name="Undo").click()
+        expect(ada.page.get_by_role("status").filter(has_text="It is restored.")).to_be_visible()
+        assert ada.faults == []
 
 
 @pytest.mark.exhaustive

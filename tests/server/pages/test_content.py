@@ -383,6 +383,16 @@ def test_a_job_is_cancelled_and_begun_anew(app: App) -> None:
     assert app.base.get("/api/v1/jobs/1").json()["state"] == "queued"
 
 
+def test_a_merge_says_all_that_it_joins(app: App) -> None:
+    """By their names, not the first alone."""
+    first, second = (add_checkpoint(app.service.database, f"run/step-{step}", step=step) for step in (1, 2))
+    params = {"sources": [first, second], "to": "safetensors", "target_key": "soup.safetensors"}
+    assert app.base.post("/api/v1/jobs", json={"kind": "merge", "params": params}).is_success
+    page = Browser(app.client()).page("/jobs/1")
+    assert {f"/checkpoints/{first}", f"/checkpoints/{second}"} <= set(page.links)
+    assert "run/step-1" in page.text and "run/step-2" in page.text
+
+
 def test_what_a_key_may_not_is_not_offered(keyed: App) -> None:
     """A reader sees the facts and the lines that load it, no form of theirs; sent anyway it is refused."""
     number = add_checkpoint(keyed.service.database, "run/step-1")
