@@ -27,7 +27,7 @@ _RanksBy = dict[bytes, list[int]]
 
 
 @dataclass(slots=True)
-class _Held:
+class _RanksTensor:
     """A tensor as the ranks have it: its types by rank, and by box what that adds to its sum."""
 
     types: dict[tuple[int, tuple[int, ...]], list[int]] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class _Comparison:
 
     # -- tensors ---------------------------------------------------------------------------------------------
 
-    def _tensor(self, fqn: str, held: _Held) -> Iterator[ProofFinding]:
+    def _tensor(self, fqn: str, held: _RanksTensor) -> Iterator[ProofFinding]:
         row = self._index.position[fqn]
         dtype, shape = self._index.dtype(row), self._index.shape(row)
         for (code, sizes), ranks in held.types.items():
@@ -122,7 +122,7 @@ class _Comparison:
             if odd:
                 yield _differs("tensor", fqn, "has other bytes than were saved", odd)
 
-    def _has_sum(self, row: int, held: _Held) -> bool:
+    def _has_sum(self, row: int, held: _RanksTensor) -> bool:
         """Whether all ranks agree, and on what the manifest has; False where it tells nothing."""
         expected = self._index.digests[row] if len(self._index.digests) else b""
         if not expected or any(len(found) > 1 for found in held.boxes.values()):
@@ -132,7 +132,7 @@ class _Comparison:
             total ^= np.frombuffer(next(iter(found)), np.uint64)
         return total.tobytes() == expected
 
-    def _odd_ranks(self, row: int, held: _Held) -> list[int]:
+    def _odd_ranks(self, row: int, held: _RanksTensor) -> list[int]:
         """The ranks that have other bytes in a part than are stored, by reading it."""
         odd: set[int] = set()
         for box, found in held.boxes.items():
@@ -181,15 +181,15 @@ def _is_of_no_rank(fqn: str, world_size: int) -> bool:
     return rank_holder(fqn) is not None and rank_number(fqn) >= world_size
 
 
-def _tensors_of(ranks: Sequence[RankDigests]) -> dict[str, _Held]:
-    tensors: dict[str, _Held] = {}
+def _tensors_of(ranks: Sequence[RankDigests]) -> dict[str, _RanksTensor]:
+    tensors: dict[str, _RanksTensor] = {}
     for rank, own in enumerate(ranks):
         columns = own.columns
         codes, shapes = columns.dtype_codes.tolist(), columns.shape_values.tolist()
         starts = columns.shape_start.tolist()
         for row, fqn in enumerate(columns.fqns):
             of = codes[row], tuple(shapes[starts[row] : starts[row + 1]])
-            tensors.setdefault(fqn, _Held()).types.setdefault(of, []).append(rank)
+            tensors.setdefault(fqn, _RanksTensor()).types.setdefault(of, []).append(rank)
         begins, offsets, sizes = (
             column.tolist() for column in (columns.box_start, columns.item_offsets, columns.item_sizes)
         )

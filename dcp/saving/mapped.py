@@ -23,7 +23,7 @@ from dcp.storage.tensors import LocalMemory, torch_dtype
 __all__ = ["mapped_state"]
 
 
-class _Held(NamedTuple):
+class _MappedBox(NamedTuple):
     """A box of a tensor, and its elements; ``replicated``: other ranks may hold it too."""
 
     tensor: int
@@ -61,7 +61,7 @@ def _nested(columns: SaveColumns, tensors: Sequence[MappedTensor]) -> SaveColumn
     return replace(columns, planner_data=names | paths, notes=notes)
 
 
-def _held(local: RankState, tensors: Sequence[MappedTensor]) -> Iterator[_Held]:
+def _held(local: RankState, tensors: Sequence[MappedTensor]) -> Iterator[_MappedBox]:
     """What the boxes of ``local`` are boxes of."""
     columns = local.columns
     by_source: dict[str, list[tuple[int, Piece]]] = {}
@@ -77,7 +77,7 @@ def _held(local: RankState, tensors: Sequence[MappedTensor]) -> Iterator[_Held]:
         for number, piece in by_source.get(columns.fqns[row], ()):
             for part in piece.within_source(own):
                 for box, elements in part.target_boxes() if 0 not in part.lengths else ():
-                    yield _Held(number, box, _view(view.detach(), elements, own, box), *marks)
+                    yield _MappedBox(number, box, _view(view.detach(), elements, own, box), *marks)
 
 
 def _view(view: torch.Tensor, piece: Piece, own: Box, box: Box) -> torch.Tensor:
@@ -87,7 +87,7 @@ def _view(view: torch.Tensor, piece: Piece, own: Box, box: Box) -> torch.Tensor:
     return view.as_strided(piece.lengths, piece.source.strides(steps), first).reshape(box.sizes)
 
 
-def _zeros(tensors: Sequence[MappedTensor]) -> Iterator[_Held]:
+def _zeros(tensors: Sequence[MappedTensor]) -> Iterator[_MappedBox]:
     """What is in no piece of padded ones; every rank has it."""
     for number, tensor in enumerate(tensors):
         if not tensor.padding:
@@ -98,10 +98,10 @@ def _zeros(tensors: Sequence[MappedTensor]) -> Iterator[_Held]:
                 holes = [part for hole in holes for part in hole.without(box)]
         zero = torch.zeros((), dtype=torch_dtype(tensor.dtype_code))
         for hole in holes:
-            yield _Held(number, hole, zero.expand(hole.sizes), sharded=False, replicated=True)
+            yield _MappedBox(number, hole, zero.expand(hole.sizes), sharded=False, replicated=True)
 
 
-def _columns(tensors: Sequence[MappedTensor], held: Sequence[_Held], like: SaveColumns) -> SaveColumns:
+def _columns(tensors: Sequence[MappedTensor], held: Sequence[_MappedBox], like: SaveColumns) -> SaveColumns:
     count = len(held)
     sizes = _flat(each.box.sizes for each in held)
     return replace(

@@ -16,7 +16,7 @@ from dcp.planners.weight_maps.pieces import MappedTensor, Piece, PieceSide
 from dcp.storage.errors import OptionError, PlanError
 from dcp.storage.formats.dtypes import BY_CODE
 
-__all__ = ["Found", "Pattern", "Rule"]
+__all__ = ["FoundTensor", "Pattern", "Rule"]
 
 _MAX_TARGETS: Final = 1 << 20
 _MAX_ELEMENTS: Final = 1 << 56
@@ -29,7 +29,7 @@ class Pattern(NamedTuple):
     axes: Axes | None
 
 
-class Found(NamedTuple):
+class FoundTensor(NamedTuple):
     """A tensor of the source: which pattern of the rule it is of, with which parts of its name."""
 
     name: str
@@ -41,7 +41,7 @@ class Found(NamedTuple):
 
 
 class _SourceTerm(NamedTuple):
-    found: Found
+    found: FoundTensor
     term: Term
     fixed: Mapping[str, int]
 
@@ -177,11 +177,11 @@ class Rule:
                 return number, parts
         return None
 
-    def key(self, found: Found) -> tuple[tuple[str, str], ...]:
+    def key(self, found: FoundTensor) -> tuple[tuple[str, str], ...]:
         """Equal for tensors that are made into the same targets."""
         return tuple(sorted((name, text) for name, text in found.parts.items() if name not in self.stacked))
 
-    def apply(self, tensors: Sequence[Found], sizes: Mapping[str, int]) -> Iterator[MappedTensor]:
+    def apply(self, tensors: Sequence[FoundTensor], sizes: Mapping[str, int]) -> Iterator[MappedTensor]:
         """The targets of ``tensors``, which are those of one `key`. PlanError that says what does not fit."""
         sources = [found for found in tensors if self.sources[found.pattern].name.text not in self.copies]
         self._check_complete(sources)
@@ -200,7 +200,7 @@ class Rule:
             if not axes & self.padding:
                 raise PlanError(f"what has the axes {_told(axes)} would be lost")
 
-    def _check_complete(self, sources: Sequence[Found]) -> None:
+    def _check_complete(self, sources: Sequence[FoundTensor]) -> None:
         there = {found.pattern for found in sources}
         parts = dict(sources[0].parts) if sources else {}
         for number, pattern in enumerate(self.sources):
@@ -222,7 +222,7 @@ class Rule:
                     gap = next(number for number in itertools.count() if number not in numbers)
                     raise PlanError(f"{name} {gap} is missing")
 
-    def _solve(self, sources: Sequence[Found], sizes: Mapping[str, int]) -> dict[str, int]:
+    def _solve(self, sources: Sequence[FoundTensor], sizes: Mapping[str, int]) -> dict[str, int]:
         known = dict(sizes)
         for name in self.stacked:
             count = len({found.parts[name] for found in sources if name in found.parts})
@@ -241,7 +241,7 @@ class Rule:
     def _targets(
         self,
         pattern: Pattern,
-        sources: Sequence[Found],
+        sources: Sequence[FoundTensor],
         by_axes: Mapping[frozenset[str], Sequence[_SourceTerm]],
         known: Mapping[str, int],
         used: set[frozenset[str]],
@@ -269,7 +269,7 @@ class Rule:
         name: str,
         axes: Axes,
         fixed: Mapping[str, int],
-        like: Found,
+        like: FoundTensor,
         by_axes: Mapping[frozenset[str], Sequence[_SourceTerm]],
         known: Mapping[str, int],
         used: set[frozenset[str]],

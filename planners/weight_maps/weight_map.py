@@ -16,7 +16,7 @@ from dcp.planners.weight_maps.axes import Axes
 from dcp.planners.weight_maps.model_config import config_at
 from dcp.planners.weight_maps.names import NamePattern
 from dcp.planners.weight_maps.pieces import MappedTensor
-from dcp.planners.weight_maps.rules import Found, Pattern, Rule
+from dcp.planners.weight_maps.rules import FoundTensor, Pattern, Rule
 from dcp.planners.weight_maps.sizes import evaluate, names_in
 from dcp.storage.errors import CheckpointError, OptionError, PlanError
 from dcp.storage.near_names import close_to
@@ -159,12 +159,12 @@ class WeightMap:
         """
         rules, sizes = self._known()
         numbers: dict[str, set[int]] = {name: set() for name in self.counts}
-        groups: dict[tuple[int, tuple[tuple[str, str], ...]], list[Found]] = {}
+        groups: dict[tuple[int, tuple[tuple[str, str], ...]], list[FoundTensor]] = {}
         unknown: list[str] = []
         for name, shape, code, requires_grad in tensors:
             for number, rule in enumerate(rules):
                 if (met := rule.match(name)) is not None:
-                    found = Found(name, shape, code, requires_grad, *met)
+                    found = FoundTensor(name, shape, code, requires_grad, *met)
                     groups.setdefault((number, rule.key(found)), []).append(found)
                     for part in numbers.keys() & found.parts.keys():
                         numbers[part].add(int(found.parts[part]))

@@ -83,7 +83,7 @@ class Drop:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Droppable:
     """A commit, the index ``after`` the drop of ``names``, and the listing from ``before``."""
 
     index: CheckpointIndex
@@ -207,7 +207,7 @@ def _is_pinned(store: Store) -> bool:
     return notes.pinned
 
 
-def _look(store: Store, parts: Sequence[Part], now_seconds: float) -> _Found:
+def _look(store: Store, parts: Sequence[Part], now_seconds: float) -> _Droppable:
     # First what is compared with, then what is read: a save in between is found by the commit.
     previous = commit.previous_state(store, commit.Names())
     index = open_index(store)
@@ -230,7 +230,7 @@ def _look(store: Store, parts: Sequence[Part], now_seconds: float) -> _Found:
             f"{store.url}: {', '.join(part.name for part in found)} is all that it has; dcp rm removes it",
             path=store.url,
         )
-    return _Found(index, without(index, names), previous, before, frozenset(names), tuple(found))
+    return _Droppable(index, without(index, names), previous, before, frozenset(names), tuple(found))
 
 
 def _names_of(index: CheckpointIndex, part: Part) -> set[str]:
@@ -252,7 +252,7 @@ def _rows_of(index: CheckpointIndex, names: Collection[str]) -> npt.NDArray[np.b
     return np.array([name in names for name in index.fqns], np.bool_)
 
 
-def _described(found: _Found) -> CheckpointIndex:
+def _described(found: _Droppable) -> CheckpointIndex:
     """The index to publish: of a checkpoint of stock torch's, too, ours, which can say what was dropped."""
     provenance: dict[str, Any] = dict(found.after.provenance)
     for part in found.parts:

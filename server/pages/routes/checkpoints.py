@@ -16,7 +16,7 @@ from dcp.server.pages.rendering import page
 from dcp.server.pages.routes.actions import undo_of
 from dcp.server.pages.routes.jobs import last_job
 from dcp.server.pages.routes.values.changes import changes_below, changes_of_list
-from dcp.server.pages.routes.values.trees import Part, parts_of
+from dcp.server.pages.routes.values.trees import TreePart, parts_of
 from dcp.server.pages.snippets import snippets_of
 from dcp.server.routes.catalog import checkpoints as api
 from dcp.server.routes.catalog import lineage as lineage_api
@@ -131,7 +131,7 @@ def _tensors(
 
 def _optimizers(
     of: CheckpointDetailAnswer, request: Request, database: Db, data: DataDep, caller: Caller
-) -> list[Part]:
+) -> list[TreePart]:
     """What of it is an optimizer's, so that weights are had without it."""
     if "hx-request" in request.headers:  # for a part of the page that does not say so
         return []

@@ -58,7 +58,7 @@ class ShardsView(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ViewedShards:
     """The part of a checkpoint's shards that is looked at, and who asks for it how."""
 
     found: CheckpointDetailAnswer
@@ -86,16 +86,16 @@ def _part(
     database: Db,
     data: DataDep,
     caller: Caller,
-) -> Part:
+) -> ViewedShards:
     found = checkpoints_api.get_checkpoint(checkpoint_id, database, caller, Response())
-    return Part(found, view, request, data, caller)
+    return ViewedShards(found, view, request, data, caller)
 
 
-PartDep = Annotated[Part, Depends(_part)]
+ViewedShardsDep = Annotated[ViewedShards, Depends(_part)]
 
 
 @router.get("/checkpoints/{checkpoint_id}/shards", dependencies=READ)
-def shards_page(part: PartDep) -> Response:
+def shards_page(part: ViewedShardsDep) -> Response:
     """The map, drawn by a script that asks for finer bins; what each rank wrote, in words and as a table."""
     shown = None if part.is_late() else _map(part)
     is_whole = not part.view.part
@@ -109,7 +109,7 @@ def shards_page(part: PartDep) -> Response:
 
 
 @router.get("/checkpoints/{checkpoint_id}/shards/chunks", dependencies=READ)
-def chunks_page(part: PartDep) -> Response:
+def chunks_page(part: ViewedShardsDep) -> Response:
     """The same as a table: tensors, boxes, places."""
     chunks = None
     if not part.is_late(with_boxes=True):
@@ -141,7 +141,7 @@ def is_late(
     return with_boxes or not data.has_chunks(found.id, caller)
 
 
-def _map(part: Part) -> ShardMap:
+def _map(part: ViewedShards) -> ShardMap:
     from dcp.server.data.drawings.shard_map import shard_map  # only here, as all that reads checkpoints
 
     query = ShardMapQuery(**part.view.part, rows=_ROWS, bins=1)

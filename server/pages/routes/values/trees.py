@@ -11,7 +11,7 @@ from dcp.server.http.dependencies import Db, PageParams
 from dcp.server.routes.data import tensors as tensors_api
 from dcp.server.security.principal import Principal
 
-__all__ = ["Part", "parts_of"]
+__all__ = ["TreePart", "parts_of"]
 
 _PARTS: Final = 12
 _LONG_NAME: Final = 80
@@ -19,7 +19,7 @@ _LONG_NAME: Final = 80
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TreePart:
     """All that is below ``name``, tensors of ``bytes``."""
 
     name: str
@@ -32,25 +32,27 @@ class Part:
         return is_of_optimizer(self.name)
 
 
-def parts_of(checkpoint_id: int, database: Db, data: DataAccess, caller: Principal) -> list[Part]:
+def parts_of(checkpoint_id: int, database: Db, data: DataAccess, caller: Principal) -> list[TreePart]:
     """What is at the top of its tree; where an optimizer is one name further down, as in a state that holds
     both, what is beside it. Nothing where there is more than a handful."""
     found = _below("", checkpoint_id, database, data, caller)
     if any(one.is_optimizer for one in found):
         return found
-    parts: list[Part] = []
+    parts: list[TreePart] = []
     for one in found:
         inner = _below(one.name, checkpoint_id, database, data, caller)
         parts += inner if any(each.is_optimizer for each in inner) else [one]
     return parts
 
 
-def _below(prefix: str, checkpoint_id: int, database: Db, data: DataAccess, caller: Principal) -> list[Part]:
+def _below(
+    prefix: str, checkpoint_id: int, database: Db, data: DataAccess, caller: Principal
+) -> list[TreePart]:
     page = PageParams(_PARTS + 1, None)
     nodes = tensors_api.tensor_tree(checkpoint_id, database, data, caller, page, prefix).items
     start = f"{prefix}." if prefix else ""
     return [
-        Part(f"{start}{one.name}", one.tensors, one.bytes)
+        TreePart(f"{start}{one.name}", one.tensors, one.bytes)
         for one in (nodes if len(nodes) <= _PARTS else ())
         if one.tensors and one.entry is None and len(one.name) < _LONG_NAME
     ]
