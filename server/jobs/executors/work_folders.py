@@ -19,7 +19,9 @@ _LOCK: Final = ".lock"
 class WorkFolders:
     """Makes folders below ``base`` (the system's temporary folder, if None), in one that this process holds.
 
-    What processes that were killed have left there is removed when the first one is made.
+    What processes that were killed have left there is removed when the first one is made. One that others
+    have removed is made again: a process that looks just before it is locked takes it for one that is left,
+    and what clears temporary folders goes by their age.
     """
 
     def __init__(self, base: Path | None) -> None:
@@ -31,13 +33,18 @@ class WorkFolders:
     def make(self) -> Path:
         """A new, empty one."""
         with self._mutex:
-            if self._own is None:
-                self._base.mkdir(parents=True, exist_ok=True)
-                self._remove_left()
-                self._own = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._base))
-                self._lock_fd = os.open(self._own / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
+            while self._own is None or not (self._own / _LOCK).exists():
+                self._begin()
             return Path(tempfile.mkdtemp(prefix="task-", dir=self._own))
+
+    def _begin(self) -> None:
+        if self._own is not None:
+            os.close(self._lock_fd)
+        self._base.mkdir(parents=True, exist_ok=True)
+        self._remove_left()
+        self._own = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._base))
+        self._lock_fd = os.open(self._own / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
 
     def close(self) -> None:
         """Remove all of them."""

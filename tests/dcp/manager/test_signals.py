@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 
@@ -101,6 +102,13 @@ def test_other_threads_cannot_listen(caplog: pytest.LogCaptureFixture) -> None:
     assert "main thread" in caplog.text
 
 
+def _sleep_on() -> None:
+    """Until a signal ends this process. `signal.pause` would miss one that comes just before it: Python's
+    handler runs between two calls, and the second one begins to wait."""
+    while True:
+        time.sleep(0.01)
+
+
 def _forks() -> list[int]:
     """Exit signals of a fork that inherited the handler, and of a process whose listeners have left."""
     ready, done = os.pipe()
@@ -109,7 +117,7 @@ def _forks() -> list[int]:
 
     def wait_for_the_end() -> None:
         os.write(done, b"x")
-        signal.pause()
+        _sleep_on()
 
     inherited = Child(wait_for_the_end)
     os.read(ready, 1)
@@ -124,7 +132,7 @@ def _forks() -> list[int]:
         signal.signal(signal.SIGTERM, lambda number, frame: ours(number, frame))
         own.close()
         os.kill(os.getpid(), signal.SIGTERM)
-        signal.pause()
+        _sleep_on()
 
     stop.close()
     endings.append(Child(closed_under_another_handler).wait(240).signal)
