@@ -52,7 +52,7 @@ def save_engine(writer: StorageWriter, planner: SavePlanner | None, options: Sav
         )
     on_columns = save_planner.uses_columns(planner) and writing.uses_columns(writer)
     if ours is not None and storage is not None and on_columns:
-        return ColumnSaveEngine(storage, ours, PlanOptions.of(ours), options.map)
+        return ColumnSaveEngine(storage, ours, PlanOptions.of(ours), options)
     if options.map is not None:
         raise _needs_columns(planner, writer)
     return ProtocolSaveEngine(writer, planner, ours, storage)

@@ -49,6 +49,7 @@ class LoadKeywords(TypedDict, total=False):
     only: Patterns | None
     exclude: Patterns | None
     rename: Rename | None
+    map: WeightMap | Mapping[str, Any] | str | os.PathLike[str] | None
     per_rank: PerRankLoad | None
     unexpected: Unexpected | None
     verify: Verify | None
@@ -212,6 +213,7 @@ def read(
     only: Patterns | None = None,
     exclude: Patterns | None = None,
     rename: Rename | None = None,
+    map: WeightMap | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     dtype: ReadDtype | None = None,
     device: torch.device | str = "cpu",
     verify: Verify | None = None,
@@ -237,6 +239,8 @@ def read(
         exclude: The same for what is left out.
         rename: From the checkpoint's names to those of the result, as for `dcp.convert`: regular expressions
             with replacements, or a function.
+        map: As for `load`: what another model definition makes of the checkpoint; of what is chosen only
+            the bytes that it is made of are read. All other names are those behind the map.
         dtype: Floating-point tensors are converted to it; a dtype, or dtypes by glob of the checkpoint's
             names.
         device: Where the tensors are.
@@ -259,11 +263,14 @@ def read(
         PlanError: An option cannot be meant, or the ranks are not about the same.
         CollectiveTimeoutError: Ranks did not answer in time.
     """
+    weights = map_on_all(map, "read", process_group, no_dist=no_dist, timeout_seconds=timeout_seconds)
     alone = works_alone(process_group, no_dist=no_dist, operation="read")
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="read")
     with told_to_all(ranks):
         reader = choose_reader(storage_reader, checkpoint_id, storage_options)
         LoadOptions(only=only, exclude=exclude, rename=rename).check()
+        # all that is chosen has a place: nothing is lost
+        options = LoadOptions(verify=verify, progress=progress, map=weights, unexpected="ignore")
         planner = WholePlanner(
             only=only,
             exclude=exclude,
@@ -272,7 +279,7 @@ def read(
             device=_device(device),
             weights_only=weights_only,
         )
-        engine = load_engine(reader, planner, ranks, LoadOptions(verify=verify, progress=progress))
+        engine = load_engine(reader, planner, ranks, options)
     flat: dict[str, Any] = {}
     engine.load(GivenState(flat))
     return planner.nested(flat)

@@ -102,7 +102,9 @@ def save(
             (``__{rank}.manifest.msgpack``).
         map: From the model definition of ``state_dict`` to that of the checkpoint, as for `dcp.convert`. It
             is about the names and whole shapes of what a rank has, so all tensors that are made into one are
-            on each rank, be it a shard of them. What is permuted within a box is copied for the save.
+            on each rank, be it a shard of them; those that are stacked may be on some ranks each, where the
+            map says how many there are. What is not below the key of a map that is ``below`` one is saved as
+            it is. What is permuted within a box is copied for the save.
         timeout_seconds: The longest wait for other ranks.
         user_metadata: Plain data that is kept in the manifest.
         progress: True for a bar, or a function that gets `dcp.progress.Progress`.
@@ -174,7 +176,9 @@ def save_with(
 
     def part() -> RankPart:
         state = stateful_to_plain(state_dict) if has_stateful else state_dict
-        return engine.part(state, rank=ranks.rank, is_coordinator=ranks.is_coordinator)
+        return engine.part(
+            state, rank=ranks.rank, world_size=ranks.world_size, is_coordinator=ranks.is_coordinator
+        )
 
     return carry_out(SaveOrder(engine, options), part, ranks, cache=_cache_for(storage_writer, planner))
 

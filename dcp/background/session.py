@@ -194,7 +194,10 @@ class AsyncSession:
         own = isinstance(chosen, DefaultStager) and type(chosen).stage is DefaultStager.stage
 
         def part(state: dict[str, Any]) -> RankPart:
-            return engine.part(state, rank=self.rank, is_coordinator=self.rank == 0).encoded()
+            own = engine.part(
+                state, rank=self.rank, world_size=self.world_size, is_coordinator=self.rank == 0
+            )
+            return own.encoded()
 
         if not engine.on_columns:
             return StagedDict(self._staged_alone(chosen, state, lambda staged: staged))

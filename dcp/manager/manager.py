@@ -35,6 +35,7 @@ from dcp.manager.saving.parts import check_weights
 from dcp.manager.saving.step_saver import StepSaver, WhenBusy
 from dcp.manager.saving.user_metadata import Metrics, user_metadata_of
 from dcp.manager.steps import StepFolders, whole_step
+from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
 from dcp.ranks.alone import works_alone
 from dcp.ranks.collectives import Ranks
@@ -129,6 +130,9 @@ class CheckpointManager(KeptSteps):
             options of its own keeps them.
         catalog: The service (``dcp serve``) that is told of commits and deletions, in the background: its
             URL, or a `CatalogRegistration`. That it is away never slows or fails training.
+        map: Each step is saved through it, as `dcp.save` does, and restored through its inverse: a run's
+            steps are under another model definition's names. What the inverse does not lead back to is
+            refused by the save.
 
     Raises:
         OptionError: An option is none of its choices, or cannot be meant.
@@ -168,6 +172,7 @@ class CheckpointManager(KeptSteps):
         agree_every_steps: int = 1,
         storage_options: Mapping[str, Any] | None = None,
         catalog: str | CatalogRegistration | None = None,
+        map: WeightMap | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     ) -> None:
         given = dict(locals())  # each is a field of the options
         del given["self"]
@@ -380,8 +385,8 @@ class CheckpointManager(KeptSteps):
             state_dict: What was given to `save`.
             step: The step to restore, and no other.
             **options: Those of `dcp.load`: ``only`` and ``exclude`` for a part of the state, ``rename`` for
-                other names, ``per_rank="keep"`` to resume on another number of ranks, ``dtype``, ``verify``
-                and so on.
+                other names, ``map`` where the steps are of another model definition (None: of this one),
+                ``per_rank="keep"`` to resume on another number of ranks, ``dtype``, ``verify`` and so on.
 
         Returns:
             What was restored; None if nothing is committed: the run starts afresh.
@@ -398,6 +403,8 @@ class CheckpointManager(KeptSteps):
         self._ledger.settle(self._options.timeout_seconds)
         self._meet_to_restore()
         options.setdefault("progress", self._options.progress)
+        if (weights := self._options.weights_map) is not None:
+            options.setdefault("map", weights.inverse)
         restored = restore(
             state_dict,
             list_steps=self._newest_first,

@@ -17,6 +17,7 @@ from dcp.manager.coordination.step_coordinator import StepCoordinator
 from dcp.manager.events import EventCallback
 from dcp.manager.saving.executor import Mode, SaveSettings
 from dcp.manager.saving.step_saver import WhenBusy
+from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
 from dcp.ranks.channel import Channel
 from dcp.saving.options import SaveOptions
@@ -79,6 +80,7 @@ class ManagerOptions:
     agree_every_steps: int
     storage_options: Mapping[str, Any] | None
     catalog: str | CatalogRegistration | None
+    map: WeightMap | Mapping[str, Any] | str | os.PathLike[str] | None
 
     def __post_init__(self) -> None:
         for name, kind in _CHOICES.items():
@@ -87,13 +89,21 @@ class ManagerOptions:
                 raise OptionError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
         if self.keep is not None and not isinstance(self.keep, Retention):
             raise OptionError(f"keep must be a Retention, such as Retention(last=3), not {self.keep!r}")
+        if self.map is not None:
+            object.__setattr__(self, "map", WeightMap.of(self.map))  # a file is read once
         grace_of(self.grace_seconds, handle_sigterm=self.handle_sigterm)  # said before any rank waits
 
     def alike(self) -> dict[str, Any]:
         """What all ranks must have the same of."""
         by_clock = self.every_seconds and "given"  # by the clock of rank 0
         alike = {name: getattr(self, name) for name in _ALIKE}
-        return alike | {"every_seconds": by_clock, "grace_seconds": self.grace_seconds is not None}
+        alike |= {"every_seconds": by_clock, "grace_seconds": self.grace_seconds is not None}
+        return alike if self.weights_map is None else alike | {"map": self.weights_map.identity}
+
+    @property
+    def weights_map(self) -> WeightMap | None:
+        """What each step is saved through."""
+        return None if self.map is None else WeightMap.of(self.map)
 
     @property
     def saved_first(self) -> tuple[str, ...]:
@@ -134,6 +144,8 @@ class ManagerOptions:
             timeout_seconds=self.timeout_seconds,
             retries=self.retries,
             retry_pause_seconds=self.retry_pause_seconds,
+            map=self.weights_map,
+            map_leads_back=True,
             apart=() if self.keep is None else tuple(part.patterns for part in self.keep.dropping),
         )
         return SaveSettings(self.process_group, no_dist, self.planner, self.stager, options)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import msgpack
 
+from dcp.calls.given_maps import map_on_all
 from dcp.loading.report import LoadReport
 from dcp.manager.steps import partial_of, whole_step
 from dcp.planners.load.options import LoadOptions
@@ -112,7 +113,11 @@ def restore(
     with told_to_all(ranks):
         step = None if step is None else whole_step(step)
     begin(ranks, lambda: "", manner=[] if step is None else [f"of step {step}"])
-    asked = LoadOptions(**options)
+    weights = map_on_all(
+        options.get("map"), "load", process_group, no_dist=no_dist, timeout_seconds=timeout_seconds
+    )
+    chosen: dict[str, Any] = {**options, "map": weights}
+    asked = LoadOptions(**chosen)
     load = partial(
         load_with,
         state_dict,

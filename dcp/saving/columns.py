@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, replace
 from typing import Any
 
 import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata
 
+from dcp.planners.columns import SaveColumns
 from dcp.planners.digest import ReplicaCheck
 from dcp.planners.load.selection import Selection
 from dcp.planners.rank_state import RankState
@@ -18,7 +20,6 @@ from dcp.planners.save.global_plan import GlobalSavePlan, plan_save
 from dcp.planners.save.options import PlanOptions
 from dcp.planners.save.plan_cache import PlanCache
 from dcp.planners.save.planner import DefaultSavePlanner
-from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.planners.wire.codec import (
     SectionCache,
     decode_save_columns,
@@ -31,13 +32,15 @@ from dcp.ranks.collectives import Ranks
 from dcp.ranks.options import of_save
 from dcp.saving.engine import PartOf, SaveAttempt, SaveEngine, SaveOrder
 from dcp.saving.foreign_values import warn_of_foreign, warn_of_keys
-from dcp.saving.mapped import mapped_state
+from dcp.saving.mapped import mapped_state, missing_sources
+from dcp.saving.options import SaveOptions
 from dcp.saving.provenance import provenance_of
 from dcp.storage.engine.assemble import assemble_index
 from dcp.storage.engine.write_tables import WriteColumns, WriteOutcome
-from dcp.storage.errors import CheckpointError, StorageError
+from dcp.storage.errors import CheckpointError, PlanError, StorageError
 from dcp.storage.formats.index import Int64
 from dcp.storage.formats.opening.folder import open_index
+from dcp.storage.near_names import listed
 from dcp.storage.threads import unwanted_once
 from dcp.storage.torch_storage.metadata import LazyMetadata
 from dcp.storage.torch_storage.writer import FileSystemWriter
@@ -46,6 +49,7 @@ __all__ = ["ColumnSave", "ColumnSaveEngine", "cache_of"]
 
 _SAVE_ID_BYTES = 8
 _LENGTH_BYTES = 8
+_MAX_LISTED = 10
 
 _caches: dict[int, tuple[weakref.ref[object], PlanCache]] = {}
 """By identity: equal writers are not one, and a user's may not be hashable. Entries go with their owners."""
@@ -91,17 +95,17 @@ class ColumnSaveEngine(SaveEngine):
         writer: FileSystemWriter,
         planner: DefaultSavePlanner | None,
         plan: PlanOptions,
-        weights: WeightMap | None = None,
+        options: SaveOptions | None = None,
     ) -> None:
         super().__init__(writer, writer)
         self._planner = planner
         self._plan = plan
-        self._weights = weights
+        self._options = options if options is not None else SaveOptions()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.storage, None, self._plan)
 
-    def part(self, state: dict[str, Any], *, rank: int, is_coordinator: bool) -> RankState:
+    def part(self, state: dict[str, Any], *, rank: int, world_size: int, is_coordinator: bool) -> RankState:
         """The columns, tensors and values of ``state``. The coordinator logs a warning of what only a trusted
         checkpoint gives back."""
         planner = self._planner
@@ -115,7 +119,11 @@ class ColumnSaveEngine(SaveEngine):
         if is_coordinator:
             warn_of_foreign(local.columns.objects.fqns, local.objects)
             warn_of_keys(planner.foreign_keys)
-        return local if self._weights is None else mapped_state(local, self._weights)
+        options = self._options
+        if options.map is None:
+            return local
+        is_part = world_size > 1 and options.use_collectives  # only then somebody looks for gaps
+        return mapped_state(local, options.map, is_part=is_part, leads_back=options.map_leads_back)
 
     def attempt(
         self, order: SaveOrder, part: PartOf, ranks: Ranks, cache: PlanCache | None = None
@@ -272,13 +280,14 @@ class ColumnSave(SaveAttempt):
             columns = [self._local.columns]
         else:
             columns = [decode_save_columns(part, sections) for part in parts]
-        self._plan = plan_save(
-            columns,
-            dedup_to_lowest_rank=self._plan_options.dedup_to_lowest_rank,
-            split_bytes=self._plan_options.split_bytes,
-            check_replicas=self._check != "off",
-            with_sets=self._cache is not None,
-        )
+        with self._missing_told(columns):
+            self._plan = plan_save(
+                columns,
+                dedup_to_lowest_rank=self._plan_options.dedup_to_lowest_rank,
+                split_bytes=self._plan_options.split_bytes,
+                check_replicas=self._check != "off",
+                with_sets=self._cache is not None,
+            )
         save_id = self._writer.save_id
         extras = [b""] * len(parts) if self._cache is None else self._cache.planned(self._plan)
         replies = [
@@ -290,6 +299,21 @@ class ColumnSave(SaveAttempt):
         ]
         self.seconds["global_plan"] = time.perf_counter() - begun
         return replies
+
+    @contextmanager
+    def _missing_told(self, columns: Sequence[SaveColumns]) -> Iterator[None]:
+        """What a plan lacks, by the names of the state dict that was saved through a map."""
+        try:
+            yield
+        except PlanError as error:
+            weights = self._options.map
+            missing = [] if weights is None else missing_sources(columns, weights)
+            if not missing:
+                raise
+            raise PlanError(
+                f"no rank has (all of) {listed(missing, most=_MAX_LISTED)}: {error}",
+                fqns=missing[:_MAX_LISTED],
+            ) from error
 
     def _received(self, reply: bytes) -> WriteColumns:
         """What this rank has to write, from the coordinator's `_global_plan`."""

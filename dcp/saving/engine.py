@@ -61,8 +61,8 @@ class SaveEngine(ABC):
         self.storage = storage
 
     @abstractmethod
-    def part(self, state: dict[str, Any], *, rank: int, is_coordinator: bool) -> RankPart:
-        """What rank ``rank`` has."""
+    def part(self, state: dict[str, Any], *, rank: int, world_size: int, is_coordinator: bool) -> RankPart:
+        """What rank ``rank`` has, of ``world_size`` that save together."""
 
     @abstractmethod
     def attempt(

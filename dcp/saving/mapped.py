@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,13 +15,14 @@ from dcp.planners.layout.shared_storage import item_ties
 from dcp.planners.rank_state import RankState
 from dcp.planners.weight_maps.mapped_index import map_sources
 from dcp.planners.weight_maps.pieces import MappedTensor, Piece, check_mapped
-from dcp.planners.weight_maps.weight_map import WeightMap
+from dcp.planners.weight_maps.weight_map import MapSource, WeightMap
+from dcp.storage.errors import CheckpointError
 from dcp.storage.formats.container_notes import notes_above
 from dcp.storage.formats.index import Path, starts
 from dcp.storage.geometry.boxes import Box
 from dcp.storage.tensors import LocalMemory, torch_dtype
 
-__all__ = ["mapped_state"]
+__all__ = ["mapped_state", "missing_sources"]
 
 
 class _MappedBox(NamedTuple):
@@ -33,29 +35,73 @@ class _MappedBox(NamedTuple):
     replicated: bool
 
 
-def mapped_state(local: RankState, weights: WeightMap) -> RankState:
-    """``local`` as what ``weights`` make of it, in views of its memory; what no view is, is copied.
+def mapped_state(
+    local: RankState, weights: WeightMap, *, is_part: bool = False, leads_back: bool = False
+) -> RankState:
+    """``local`` as what ``weights`` make of it, in views of its memory; what no view is, is copied. Tensors
+    beside the model are as they are.
 
-    PlanError as of `WeightMap.apply`, for names that values have, and for elements that would be too many
-    boxes.
+    ``is_part``: of what is stacked other ranks may have more. ``leads_back``: the inverse has to make
+    ``local`` of it. PlanError as of `WeightMap.apply`, for names that values have, and for elements that
+    would be too many boxes.
     """
     columns = local.columns
-    tensors = weights.apply(map_sources(columns))
-    check_mapped(tensors, columns.objects.fqns)
+    sources = list(map_sources(columns))
+    beside = [MappedTensor.same(*source) for source in sources if weights.is_beside(source[0])]
+    mapped = weights.apply((one for one in sources if not weights.is_beside(one[0])), is_part=is_part)
+    kept = [*columns.objects.fqns, *(tensor.name for tensor in beside)]
+    check_mapped(mapped, kept)
+    tensors = [*mapped, *beside]
+    if leads_back:
+        weights.check_way_back(sources, tensors)
     held = sorted([*_held(local, tensors), *_zeros(tensors)], key=lambda each: (each.tensor, each.box))
-    made = _columns(tensors, held, _nested(columns, tensors))
+    made = _columns(tensors, held, _nested(columns, mapped, kept))
     memory = LocalMemory.of([each.elements for each in held])
     replicated = np.array([each.replicated for each in held], np.uint8)
     state = RankState(made, memory, local.objects, replicated)
     return replace(state, columns=replace(made, item_ties=item_ties(state)))
 
 
-def _nested(columns: SaveColumns, tensors: Sequence[MappedTensor]) -> SaveColumns:
-    """``columns`` with the places of values; a tensor is what its name says."""
+def missing_sources(parts: Sequence[SaveColumns], weights: WeightMap) -> list[str]:
+    """What the tensors of ``parts``, of all ranks, should be made of by ``weights`` and no rank has, in part
+    or at all; nothing where the inverse does not tell."""
+    sources: dict[str, MapSource] = {}
+    boxes: dict[str, set[Box]] = {}
+    for columns in parts:
+        sources |= {source[0]: source for source in map_sources(columns)}
+        for name, box in _boxes(columns):
+            boxes.setdefault(name, set()).add(box)
+    back = weights.inverse
+    try:
+        made = back.apply(source for source in sources.values() if back.knows(source[0]))
+    except CheckpointError:
+        return []
+    return [one.name for one in made if _held_elements(one, boxes) < math.prod(one.shape) - one.padding]
+
+
+def _boxes(columns: SaveColumns) -> Iterator[tuple[str, Box]]:
+    bounds = columns.box_start.tolist()
+    flat = [values.tolist() for values in (columns.item_offsets, columns.item_sizes)]
+    for item, row in enumerate(columns.item_tensors.tolist()):
+        yield columns.fqns[row], Box(*(tuple(values[bounds[item] : bounds[item + 1]]) for values in flat))
+
+
+def _held_elements(tensor: MappedTensor, boxes: Mapping[str, Iterable[Box]]) -> int:
+    parts = (
+        part
+        for piece in tensor.pieces
+        for box in boxes.get(piece.source.name, ())
+        for part in piece.within_source(box)
+    )
+    return sum(math.prod(part.lengths) for part in parts)
+
+
+def _nested(columns: SaveColumns, tensors: Sequence[MappedTensor], kept: Iterable[str]) -> SaveColumns:
+    """``columns`` with the places of what is ``kept``; of ``tensors`` each is what its name says."""
     known = columns.planner_data
     if known is None:
         return columns
-    paths = {name: known[name] for name in columns.objects.fqns if name in known}
+    paths = {name: known[name] for name in kept if name in known}
     notes = notes_above(columns.notes, paths.values())
     names: dict[str, Path] = {tensor.name: (tensor.name,) for tensor in tensors}
     return replace(columns, planner_data=names | paths, notes=notes)
@@ -68,13 +114,10 @@ def _held(local: RankState, tensors: Sequence[MappedTensor]) -> Iterator[_Mapped
     for number, tensor in enumerate(tensors):
         for piece in tensor.pieces:
             by_source.setdefault(piece.source.name, []).append((number, piece))
-    bounds = columns.box_start.tolist()
-    flat = [values.tolist() for values in (columns.item_offsets, columns.item_sizes)]
     views = local.views(np.arange(len(columns.item_tensors)))
-    for item, (row, view) in enumerate(zip(columns.item_tensors.tolist(), views, strict=True)):
-        own = Box(*(tuple(values[bounds[item] : bounds[item + 1]]) for values in flat))
+    for item, ((name, own), view) in enumerate(zip(_boxes(columns), views, strict=True)):
         marks = bool(columns.item_sharded[item]), bool(local.replicated[item])
-        for number, piece in by_source.get(columns.fqns[row], ()):
+        for number, piece in by_source.get(name, ()):
             for part in piece.within_source(own):
                 for box, elements in part.target_boxes() if 0 not in part.lengths else ():
                     yield _MappedBox(number, box, _view(view.detach(), elements, own, box), *marks)

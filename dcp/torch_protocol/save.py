@@ -52,7 +52,9 @@ class ProtocolSaveEngine(SaveEngine):
         self.planner = planner
         self.ours = ours
 
-    def part(self, state: dict[str, Any], *, rank: int, is_coordinator: bool) -> dict[str, Any]:
+    def part(
+        self, state: dict[str, Any], *, rank: int, world_size: int, is_coordinator: bool
+    ) -> dict[str, Any]:
         """The state dict itself: what is in it, the planner finds out."""
         return state
 

@@ -49,9 +49,12 @@ def map_of_conversions(
             rule = {"from": _varied(fqn), "to": _varied(key, like=fqn)}
             rules.setdefault(repr(rule), rule)
     problems: list[str] = []
-    for group in groups.values():
+    counts: dict[int, set[int]] = {}
+    for (number, _), group in groups.items():
+        counts.setdefault(number, set()).add(group.count)
+    for (number, _), group in groups.items():
         try:
-            rule = group.rule()
+            rule = group.rule(is_counted=len(counts[number]) == 1)
             rules.setdefault(repr(rule), rule)
         except PlanError as error:
             problems.append(str(error))
@@ -87,12 +90,17 @@ class _Group:
     target: str
     members: dict[str, list[tuple[str, str, tuple[int, ...]]]] = field(default_factory=dict)
 
-    def rule(self) -> dict[str, Any]:
-        """As a rule of a map."""
+    @property
+    def count(self) -> int:
+        """Of a list of tensors."""
+        return max((len(found) for pattern, found in self.members.items() if "*" in pattern), default=0)
+
+    def rule(self, *, is_counted: bool) -> dict[str, Any]:
+        """As a rule of a map, which says how many there are of a list where all groups have as many."""
         tensors: dict[str, _Tensor] = {}
         sources: dict[str, str] = {}
         texts: dict[str, _Text] = {}  # of axes that are made of others
-        sizes: dict[str, Any] = {}
+        sizes: dict[str, Any] = {"item": self.count} if is_counted and self.count else {}
         patterns = [pattern for pattern in self.converter.source_patterns if pattern in self.members]
         for number, pattern in enumerate(patterns):
             found = self.members[pattern]

@@ -95,7 +95,8 @@ def map_all(index: CheckpointIndex, weights: WeightMap) -> MappedIndex:
     mapped = weights.apply(known, is_whole=True)
     check_mapped(mapped, left.union(index.objects.fqns))
     tensors = [*mapped, *unknown]
-    return MappedIndex(_index_of(index, tensors), tensors, frozenset(range(len(index.objects))), left)
+    made = _index_of(index, tensors, left)
+    return MappedIndex(made, tensors, frozenset(range(len(index.objects))), left)
 
 
 def map_sources(held: CheckpointIndex | SaveColumns) -> Iterator[MapSource]:
@@ -106,7 +107,9 @@ def map_sources(held: CheckpointIndex | SaveColumns) -> Iterator[MapSource]:
         yield name, tuple(shapes[bounds[row] : bounds[row + 1]]), code, bool(requires_grad)
 
 
-def _index_of(index: CheckpointIndex, tensors: Sequence[MappedTensor]) -> CheckpointIndex:
+def _index_of(
+    index: CheckpointIndex, tensors: Sequence[MappedTensor], unknown: frozenset[str] = frozenset()
+) -> CheckpointIndex:
     count = len(tensors)
     extents = np.array([size for tensor in tensors for size in tensor.shape], np.int64)
     nowhere = np.full(count, UNKNOWN, np.int64)
@@ -131,17 +134,20 @@ def _index_of(index: CheckpointIndex, tensors: Sequence[MappedTensor]) -> Checkp
         payload_strides={},
         record_crcs={},
         digests=(),
-        **_nesting(index, tensors),
+        **_nesting(index, tensors, unknown),
     )
 
 
-def _nesting(index: CheckpointIndex, tensors: Sequence[MappedTensor]) -> dict[str, Any]:
-    """Where values are in the nested state; a tensor is what its name says."""
+def _nesting(
+    index: CheckpointIndex, tensors: Sequence[MappedTensor], unknown: frozenset[str]
+) -> dict[str, Any]:
+    """Where values and ``unknown`` are in the nested state; another tensor is what its name says."""
     provenance = dict(index.provenance)
     structure, known = provenance.pop("structure", None), index.planner_data
     if not isinstance(known, Mapping):
         return {"planner_data": None, "provenance": provenance}
-    paths = {name: known[name] for name in index.objects.fqns if isinstance(known.get(name), tuple)}
+    kept = [*index.objects.fqns, *unknown]
+    paths = {name: known[name] for name in kept if isinstance(known.get(name), tuple)}
     if isinstance(structure, dict) and isinstance(structure.get("containers"), list):
         notes = notes_above(structure["containers"], paths.values())
         provenance["structure"] = {**structure, "containers": notes}

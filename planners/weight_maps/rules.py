@@ -181,11 +181,19 @@ class Rule:
         """Equal for tensors that are made into the same targets."""
         return tuple(sorted((name, text) for name, text in found.parts.items() if name not in self.stacked))
 
-    def apply(self, tensors: Sequence[FoundTensor], sizes: Mapping[str, int]) -> Iterator[MappedTensor]:
-        """The targets of ``tensors``, which are those of one `key`. PlanError that says what does not fit."""
+    def apply(
+        self, tensors: Sequence[FoundTensor], sizes: Mapping[str, int], *, is_part: bool = False
+    ) -> Iterator[MappedTensor]:
+        """The targets of ``tensors``, which are those of one `key`. PlanError that says what does not fit.
+
+        ``is_part``: of what is stacked, and has a size, there may be more elsewhere.
+        """
         sources = [found for found in tensors if self.sources[found.pattern].name.text not in self.copies]
-        self._check_complete(sources)
-        known = self._solve(sources, sizes)
+        counts: dict[str, int | None] = {}
+        if is_part and not self.padding:  # zeros are where nobody has anything
+            counts = {name: sizes.get(name) for name in self.stacked}
+        self._check_complete(sources, counts)
+        known = self._solve(sources, sizes, counts)
         by_axes: dict[frozenset[str], list[_SourceTerm]] = {}
         for found in sources:
             fixed = {name: int(found.parts[name]) for name in self.stacked if name in found.parts}
@@ -200,7 +208,8 @@ class Rule:
             if not axes & self.padding:
                 raise PlanError(f"what has the axes {_told(axes)} would be lost")
 
-    def _check_complete(self, sources: Sequence[FoundTensor]) -> None:
+    def _check_complete(self, sources: Sequence[FoundTensor], counts: Mapping[str, int | None]) -> None:
+        """All that is made into the targets is there; of what ``counts`` has, some may be elsewhere."""
         there = {found.pattern for found in sources}
         parts = dict(sources[0].parts) if sources else {}
         for number, pattern in enumerate(self.sources):
@@ -216,15 +225,18 @@ class Rule:
             for found in sources:
                 if name in found.parts:
                     by_pattern.setdefault(found.pattern, set()).add(int(found.parts[name]))
-            count = max(map(len, by_pattern.values()), default=0)
-            for numbers in by_pattern.values():
-                if numbers != set(range(count)):
-                    gap = next(number for number in itertools.count() if number not in numbers)
-                    raise PlanError(f"{name} {gap} is missing")
+            if (count := counts.get(name)) is not None:
+                _check_numbers(name, set().union(*by_pattern.values()), count)
+            else:
+                _check_gaps(name, list(by_pattern.values()), may_be_elsewhere=name in counts)
 
-    def _solve(self, sources: Sequence[FoundTensor], sizes: Mapping[str, int]) -> dict[str, int]:
+    def _solve(
+        self, sources: Sequence[FoundTensor], sizes: Mapping[str, int], counts: Mapping[str, int | None]
+    ) -> dict[str, int]:
         known = dict(sizes)
         for name in self.stacked:
+            if counts.get(name) is not None:
+                continue
             count = len({found.parts[name] for found in sources if name in found.parts})
             if known.setdefault(name, count) != count:
                 raise PlanError(f"there are {count} of {name}, and should be {known[name]}")
@@ -288,6 +300,22 @@ class Rule:
         return MappedTensor(
             name, axes.shape(known), pieces, like.dtype_code, like.requires_grad, padding, dict(known)
         )
+
+
+def _check_numbers(name: str, found: set[int], count: int) -> None:
+    """What is stacked is of so many; those that are missing may be elsewhere."""
+    if (highest := max(found, default=-1)) >= count:
+        raise PlanError(f"there is {name} {highest}, and should be {count} of {name}")
+
+
+def _check_gaps(name: str, found: Sequence[set[int]], *, may_be_elsewhere: bool) -> None:
+    """What is stacked has each number from 0."""
+    count = max(map(len, found), default=0)
+    hint = f"; if another rank has it, say how many there are ({name}=)" if may_be_elsewhere else ""
+    for numbers in found:
+        if numbers != set(range(count)):
+            gap = next(number for number in itertools.count() if number not in numbers)
+            raise PlanError(f"{name} {gap} is missing{hint}")
 
 
 def _written(patterns: Sequence[Pattern]) -> str | dict[str, str]:

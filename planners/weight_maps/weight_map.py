@@ -19,7 +19,7 @@ from dcp.planners.weight_maps.pieces import MappedTensor
 from dcp.planners.weight_maps.rules import FoundTensor, Pattern, Rule
 from dcp.planners.weight_maps.sizes import evaluate, names_in
 from dcp.storage.errors import CheckpointError, OptionError, PlanError
-from dcp.storage.near_names import close_to
+from dcp.storage.near_names import close_to, listed
 
 __all__ = ["MapSource", "WeightMap", "ready_maps", "weight_map"]
 
@@ -51,6 +51,8 @@ class WeightMap:
     description: str = ""
     numbers: Mapping[str, int] = field(default_factory=dict)
     counts: Mapping[str, str | int] = field(default_factory=dict)
+    keys: tuple[str, str] = ("", "")
+    """What source and target have the model below; "" where it is at the top."""
 
     @classmethod
     def of(cls, source: WeightMap | Mapping[str, Any] | str | os.PathLike[str]) -> WeightMap:
@@ -120,7 +122,7 @@ class WeightMap:
     @property
     def identity(self) -> str:
         """Equal for maps that say the same, in any process."""
-        told = {**self.data, "config": dict(self.config), "numbers": dict(self.numbers)}
+        told = {**self.data, "config": dict(self.config), "numbers": dict(self.numbers), "keys": self.keys}
         return hashlib.sha256(json.dumps(told, sort_keys=True, default=repr).encode()).hexdigest()
 
     @property
@@ -145,17 +147,41 @@ class WeightMap:
         rules = tuple(
             sorted((rule.inverse for rule in self.rules if rule.is_invertible), key=Rule.unspecific)
         )
-        return replace(self, rules=rules, name=f"{self.name or 'the weight map'} (inverse)")
+        name = f"{self.name or 'the weight map'} (inverse)"
+        return replace(self, rules=rules, name=name, keys=self.keys[::-1])
 
     def below(self, key: str) -> WeightMap:
         """The same for a source that has the model below ``key``, as "model" of a training state."""
-        return replace(self, rules=tuple(rule.below(f"{key}.") for rule in self.rules))
+        source = f"{key}.{self.keys[0]}" if self.keys[0] else key
+        rules = tuple(rule.below(f"{key}.") for rule in self.rules)
+        return replace(self, rules=rules, keys=(source, self.keys[1]))
 
-    def apply(self, tensors: Iterable[MapSource], *, is_whole: bool = False) -> list[MappedTensor]:
+    def is_beside(self, name: str) -> bool:
+        """Whether a tensor of the source is none of the model, which is below a key."""
+        return bool(self.keys[0]) and not name.startswith(f"{self.keys[0]}.")
+
+    def check_way_back(self, sources: Iterable[MapSource], tensors: Iterable[MappedTensor]) -> None:
+        """PlanError where a load of ``tensors`` through `inverse` would not give ``sources``."""
+        back = self.inverse
+        given = {one.name: (one.name, one.shape, one.dtype_code, one.requires_grad) for one in tensors}
+        made = {one.name: one.shape for one in back.apply(given[name] for name in given if back.knows(name))}
+        made |= {name: given[name][1] for name in given if not back.knows(name)}
+        lost = [name for name, shape, _, _ in sources if made.get(name) != shape]
+        if lost:
+            raise PlanError(
+                f"{back.name} does not lead back to {listed(lost, most=_MAX_LISTED)}: what is saved through "
+                "the map could not be restored",
+                fqns=lost[:_MAX_LISTED],
+            )
+
+    def apply(
+        self, tensors: Iterable[MapSource], *, is_whole: bool = False, is_part: bool = False
+    ) -> list[MappedTensor]:
         """The target's tensors, in the order of the source's.
 
         PlanError that names all that is wrong: tensors that no rule knows, parts that are missing, shapes
         that do not fit, names that would be there twice; and of ``is_whole`` models layers that are missing.
+        ``is_part``: of what is stacked there may be more elsewhere, as many as the map says there are.
         """
         rules, sizes = self._known()
         numbers: dict[str, set[int]] = {name: set() for name in self.counts}
@@ -179,7 +205,9 @@ class WeightMap:
             if not rule.targets:
                 continue
             try:
-                for tensor in rule.apply(group, {**sizes, **self._sizes_of(rule), **self.numbers}):
+                for tensor in rule.apply(
+                    group, {**sizes, **self._sizes_of(rule), **self.numbers}, is_part=is_part
+                ):
                     if tensor.name in mapped:
                         problems.append(f"{tensor.name!r} would be there twice, also by {rule.told}")
                     mapped[tensor.name] = tensor

@@ -34,7 +34,9 @@ from dcp.storage.errors import (
     UnexpectedKeyError,
 )
 from dcp.storage.stores import PosixStore
+from dcp.storage.stores.base import ReadProfile
 from dcp.storage.torch_storage.reader import FileSystemReader
+from dcp.storage.torch_storage.writer import FileSystemWriter
 from tests.support.ranks import RankRaised, run_ranks
 from tests.support.recording import RecordingStore
 from tests.support.sharded import grid, save_sharded
@@ -243,6 +245,33 @@ def test_any_map_of_any_shards(examples: int, tmp_path_factory: pytest.TempPathF
         assert torch.equal(local, wanted)
 
     check()
+
+
+def test_what_the_map_makes_is_read(saved: Path) -> None:
+    """By the names behind it, without a state dict; of what is chosen, the bytes that it is made of."""
+    assert_equal(dcp.read(saved, map=FUSED), fused())
+    store = RecordingStore("read", ReadProfile(join_below_bytes=0, gap_bytes=0))
+    dcp.save(apart(), storage_writer=FileSystemWriter("read", open_store=lambda _: store), no_dist=True)
+    reader = FileSystemReader("read", open_store=lambda _: store)
+    found = dcp.read(storage_reader=reader, map=FUSED, only="0.d*", exclude="emb.weight", rename={"^0": "1"})
+    assert found.keys() == {"1.down.weight"}
+    assert torch.equal(found["1.down.weight"], fused()["0.down.weight"])
+    assert sum(read.size_bytes for read in store.reads) == found["1.down.weight"].nbytes
+    half = dcp.read(saved, map=FUSED, only="0.qk.*", dtype="float16")
+    assert torch.equal(half["0.qk.weight"], fused()["0.qk.weight"].half())
+    with pytest.raises(MissingKeyError, match=r"0\.q\.weight"):
+        dcp.read(saved, map=FUSED, only="0.q.weight")
+
+
+def test_what_no_rule_knows_is_read_as_it_is(tmp_path: Path) -> None:
+    """At its place in the nested state, also beside what the map is about."""
+    model = {"model": apart(), "optim": {"state": [{"step": torch.ones(2)}]}, "step": 7}
+    dcp.save(model, checkpoint_id=tmp_path, no_dist=True)
+    found = dcp.read(tmp_path, map=dcp.weight_map(FUSED, below="model"))
+    assert_equal(found, fused())
+    assert torch.equal(found["optim"]["state"][0]["step"], torch.ones(2))
+    assert found["step"] == 7
+    assert "model" not in found
 
 
 def test_a_folder_of_transformers_tells_its_sizes(tmp_path: Path) -> None:
