@@ -212,8 +212,8 @@ def _sqlite(url: URL, begin: str, pool_size: int, *, query_only: bool) -> Engine
     def _(connection: sqlite3.Connection, _record: Any) -> None:
         connection.isolation_level = None  # transactions begin where we say so
         cursor = connection.cursor()
+        _log_ahead(cursor)
         for pragma in (
-            "journal_mode = WAL",
             "synchronous = NORMAL",
             "foreign_keys = ON",
             f"journal_size_limit = {_WAL_LIMIT_BYTES}",
@@ -229,6 +229,19 @@ def _sqlite(url: URL, begin: str, pool_size: int, *, query_only: bool) -> Engine
         connection.exec_driver_sql(begin)
 
     return engine
+
+
+def _log_ahead(cursor: sqlite3.Cursor) -> None:
+    """Into WAL mode. Of another process that opens a new file at this instant SQLite itself does not wait."""
+    give_up = time.monotonic() + _BUSY_SECONDS
+    while True:
+        try:
+            cursor.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > give_up:
+                raise
+        time.sleep(_PAUSE_SECONDS * random.random())
 
 
 def _encode(value: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -93,17 +92,12 @@ def _is_told_in_time(ending: Ending, bound_seconds: float) -> bool:
     return "rank 2 of 3 died or did not answer" in message and seconds < bound_seconds + 1.5
 
 
-def rank_0_ends_while_the_group_forms(
-    rank: int, world_size: int, root: Path, port: int, kind: str, when: str
-) -> Any:
+def rank_0_ends_while_the_group_forms(rank: int, world_size: int, root: Path, kind: str, when: str) -> Any:
     """Rank 0, which hosts the store, ends where the saves' own group is made."""
+    store = _store_of_rank_0(rank)
     dist.destroy_process_group()
     dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=60),
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
     )
     dist.barrier()
     dist.group.WORLD.get_group_store().set_timeout(timedelta(seconds=5))  # type: ignore[union-attr]
@@ -124,14 +118,24 @@ def rank_0_ends_while_the_group_forms(
     )
 
 
+def _store_of_rank_0(rank: int) -> dist.Store:
+    """On a port that it finds itself, and tells the others."""
+    told = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    timeout = timedelta(seconds=60)
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=timeout)
+        told.set("port of rank 0", str(store.port))
+        return store
+    return dist.TCPStore("127.0.0.1", int(told.get("port of rank 0")), None, timeout=timeout)
+
+
 @pytest.mark.parametrize("kind", [pytest.param("thread", marks=pytest.mark.exhaustive), "process"])
 def test_the_end_of_rank_0_while_the_group_forms_is_told(tmp_path: Path, kind: str) -> None:
     """The survivors get an error of ours that names it, and not torch's about sockets."""
-    groups = []
-    for when in ("early", "late"):
-        with socket.create_server(("127.0.0.1", 0)) as found:
-            port = found.getsockname()[1]
-        groups.append(Group(3, rank_0_ends_while_the_group_forms, (tmp_path / when, port, kind, when)))
+    groups = [
+        Group(3, rank_0_ends_while_the_group_forms, (tmp_path / when, kind, when))
+        for when in ("early", "late")
+    ]
     for first, *others in in_lab(run_groups, groups):
         assert first == Ending(signal=-_OWN_STATUS)
         for ending in others:

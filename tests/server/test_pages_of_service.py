@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 import dcp
 from dcp.server.client import Client
-from tests.support.service import DcpProcess, free_port, wait_until
+from tests.support.ports import free_port
+from tests.support.service import DcpProcess, wait_until
 
 ROOT = Path(__file__).parents[2]
 

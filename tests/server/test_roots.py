@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import socket
 import time
 import uuid
 from pathlib import Path
@@ -30,6 +29,7 @@ from dcp.storage.errors import (
     error_to_wire,
 )
 from dcp.storage.stores.objects.store import FsspecStore
+from tests.support.ports import refusing_port
 from tests.support.s3 import raw_s3
 
 
@@ -127,12 +127,10 @@ def test_problems_hide_places(tmp_path: Path) -> None:
 
 def test_nobody_waits_long_for_storage_that_is_away(s3_server: S3Server) -> None:
     """A root of a process that answers gives up within seconds; a trainer's goes on for minutes."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    options = {**s3_server.storage_options, "endpoint_url": f"http://127.0.0.1:{port}"}
-    settings = {"s3": RootSettings(url="s3://bucket/x", storage_options=options)}
-    begun = time.monotonic()
-    with pytest.raises(UnavailableError):
+    with refusing_port() as port, pytest.raises(UnavailableError):
+        options = {**s3_server.storage_options, "endpoint_url": f"http://127.0.0.1:{port}"}
+        settings = {"s3": RootSettings(url="s3://bucket/x", storage_options=options)}
+        begun = time.monotonic()
         Roots(settings, is_answering=True).get("s3").source("run/step-1")
     assert time.monotonic() - begun < 60
     patient = Roots(settings).get("s3").open_store.storage_options

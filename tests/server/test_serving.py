@@ -108,7 +108,7 @@ def test_several_processes(tmp_path: Path) -> None:
 
 def test_requests_under_way_are_finished(tmp_path: Path) -> None:
     """SIGTERM lets a request that it has begun with come to its end, and takes no new ones."""
-    with Service(tmp_path, {"embedded_worker": False}) as service:
+    with Service(tmp_path, {"embedded_worker": False}) as service, service.client() as client:
         database = Database(f"sqlite:///{tmp_path / 'dcp-catalog.sqlite'}")
         answers: list[int] = []
 
@@ -119,7 +119,8 @@ def test_requests_under_way_are_finished(tmp_path: Path) -> None:
         with database.write():  # so that the request has to wait for its turn to write
             thread = threading.Thread(target=ask)
             thread.start()
-            time.sleep(1.0)
+            under_way = re.compile(r"dcp_http_requests_in_progress 2\b")
+            wait_until(lambda: under_way.search(client.get("/metrics").text), "the request, beside this one")
             os.kill(service.pid, signal.SIGTERM)
             time.sleep(0.5)
             assert answers == []

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,10 +17,11 @@ from typing import Any, Final, Self, TypeVar
 
 import httpx
 
+from tests.support.ports import free_port
 from tests.support.processes import command_of, environment_of
 from tests.support.programs import Program
 
-__all__ = ["DcpProcess", "Service", "ServiceError", "Worker", "free_port", "wait_until"]
+__all__ = ["DcpProcess", "Service", "ServiceError", "Worker", "wait_until"]
 
 T = TypeVar("T")
 
@@ -35,20 +34,10 @@ _STOP_SECONDS: Final = 60.0
 _GONE_SECONDS: Final = 30.0
 _SHOWN_LOG_LINES: Final = 60
 _START_ATTEMPTS: Final = 3
-_PORTS: Final = range(10_000, 15_000)  # those which the kernel gives to outgoing connections are higher
 
 
 class ServiceError(AssertionError):
     """A process did not do what it was started for; the message has the end of its log."""
-
-
-def free_port() -> int:
-    """A port of loopback that nobody listens on."""
-    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
-        with socket.socket() as tried, contextlib.suppress(OSError):
-            tried.bind(("127.0.0.1", port))
-            return port
-    raise ServiceError("no port is free")
 
 
 def wait_until(look: Callable[[], T], what: str, seconds: float = 300.0) -> T:

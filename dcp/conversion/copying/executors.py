@@ -14,7 +14,7 @@ from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
 from typing import Any, Final, TypeVar
 
-from dcp.conversion.copying.worker import receive, send
+from dcp.conversion.copying.worker import END, receive, send
 from dcp.storage.errors import CheckpointError, OptionError, PlanError
 
 __all__ = ["DEFAULT_WORKERS", "Inline", "LocalProcesses", "open_executor"]
@@ -174,9 +174,13 @@ def _ask(process: subprocess.Popen[bytes], function: Callable[..., Any], args: t
 def _end(process: subprocess.Popen[bytes] | None) -> None:
     if process is None:
         return
+    with suppress(BrokenPipeError):  # it has ended already
+        if process.stdin is not None:
+            process.stdin.write(END)
+            process.stdin.flush()
     for stream in (process.stdin, process.stdout):
         if stream is not None:
-            with suppress(BrokenPipeError):  # it has ended already
+            with suppress(BrokenPipeError):  # of what could not be written
                 stream.close()
     process.wait()
 

@@ -16,9 +16,11 @@ import traceback
 from types import FrameType
 from typing import IO, Final, NoReturn
 
-__all__ = ["receive", "send", "serve"]
+__all__ = ["END", "receive", "send", "serve"]
 
 _LENGTH: Final = struct.Struct("<Q")
+END: Final = _LENGTH.pack(0)
+"""After the last message: the stream itself does not end while a fork of the sender holds it open."""
 
 
 def send(stream: IO[bytes], message: object) -> None:
@@ -29,7 +31,7 @@ def send(stream: IO[bytes], message: object) -> None:
 
 
 def receive(stream: IO[bytes]) -> object:
-    """The next message; EOFError at the end of the stream, or if it ends within one."""
+    """The next message; EOFError at `END` or that of the stream, or if it ends within one."""
     return pickle.loads(_receive_bytes(stream))
 
 
@@ -38,6 +40,8 @@ def _receive_bytes(stream: IO[bytes]) -> bytes:
     if len(head) < _LENGTH.size:
         raise EOFError
     (length,) = _LENGTH.unpack(head)
+    if not length:
+        raise EOFError
     data = stream.read(length)
     if len(data) < length:
         raise EOFError
@@ -45,7 +49,7 @@ def _receive_bytes(stream: IO[bytes]) -> bytes:
 
 
 def serve() -> None:
-    """Calls from stdin until it ends; (True, result) or (False, exception) to what was stdout.
+    """Calls from stdin until its end; (True, result) or (False, exception) to what was stdout.
 
     On SIGTERM, and when stdin ends while a call runs, because the parent is gone, the call is broken off;
     what it writes to a store is taken back.

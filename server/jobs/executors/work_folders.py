@@ -34,12 +34,11 @@ class WorkFolders:
         """A new, empty one."""
         with self._mutex:
             while self._own is None or not (self._own / _LOCK).exists():
+                self._give_up()
                 self._begin()
             return Path(tempfile.mkdtemp(prefix="task-", dir=self._own))
 
     def _begin(self) -> None:
-        if self._own is not None:
-            os.close(self._lock_fd)
         self._base.mkdir(parents=True, exist_ok=True)
         self._remove_left()
         self._own = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._base))
@@ -49,10 +48,15 @@ class WorkFolders:
     def close(self) -> None:
         """Remove all of them."""
         with self._mutex:
-            if self._own is not None:
-                shutil.rmtree(self._own, ignore_errors=True)
-                os.close(self._lock_fd)
-                self._own = None
+            self._give_up()
+
+    def _give_up(self) -> None:
+        if self._own is not None:
+            shutil.rmtree(self._own, ignore_errors=True)
+            self._own = None
+        if self._lock_fd >= 0:  # there is none where the disk was full, or too many files open
+            os.close(self._lock_fd)
+            self._lock_fd = -1
 
     def _remove_left(self) -> None:
         for folder in self._base.glob(f"{_PREFIX}*"):

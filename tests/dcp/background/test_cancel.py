@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,9 @@ from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
 from tests.support.gates import FileGate, open_gated
 from tests.support.ranks import run_ranks
 from tests.support.versions import ABSENT, seen_by_dcp, version_state
-from tests.support.writer_process import TIMEOUT_SECONDS
+from tests.support.writer_process import TIMEOUT_SECONDS, until_heard
 
 LARGE = 1 << 18
-MEANWHILE_SECONDS = 0.05
 
 
 def contents(folder: Path) -> set[str]:
@@ -36,7 +36,7 @@ def contents(folder: Path) -> set[str]:
 
 
 class CancelAt:
-    """A hook that has another thread cancel the save, and lets the save go on shortly after."""
+    """A hook that has other threads cancel the save, and lets it go on when they have begun to."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -54,7 +54,7 @@ class CancelAt:
         asked = [self._threads.submit(self.future.cancel) for _ in range(2)]
         for answer in asked:
             answer.add_done_callback(lambda answer: self.answers.append(answer.result()))
-        time.sleep(MEANWHILE_SECONDS)
+        assert self.future.abort_event.wait(240)
 
     def finish(self) -> list[bool]:
         """What both have been answered; [] if the save has no such operation."""
@@ -124,11 +124,14 @@ def test_after_its_end_nothing_is_cancelled(tmp_path: Path) -> None:
 def test_one_large_tensor_is_left_in_the_middle(tmp_path: Path) -> None:
     """A save need not first write the tensor that it is at, nor does a bar on the terminal keep it from
     ending."""
-    first = threading.Event()
+    first, going_on = threading.Event(), threading.Event()
+    late: list[Operation] = []
 
     def slow(operation: Operation) -> None:
         first.set()
-        time.sleep(0.05)
+        assert going_on.wait(240)
+        if future.abort_event.is_set():
+            late.append(operation)
 
     fault = Fault("write", onwards=True, hook=slow)
     open_store = lambda path: FaultInjectingStore(PosixStore(path), fault)  # noqa: E731
@@ -140,9 +143,10 @@ def test_one_large_tensor_is_left_in_the_middle(tmp_path: Path) -> None:
         options=SaveOptions(progress=True),
     )
     assert first.wait(240)
-    begun = time.monotonic()
+    future.abort()
+    going_on.set()
     assert future.cancel()
-    assert time.monotonic() - begun < 1.5  # of the three seconds that are left
+    assert len(late) <= 2  # of 64
     assert not (tmp_path / "x").exists()
     session.close()
 
@@ -183,7 +187,9 @@ def test_the_writer_process_leaves_nothing(session: AsyncSession, tmp_path: Path
     gate.wait_until_reached()
     with ThreadPoolExecutor(2) as threads:
         answers = [threads.submit(future.cancel) for future in futures]
-        time.sleep(1.0)  # on their way to the process
+        for future in futures:
+            future.abort()  # as `cancel` does it, which may have begun or not
+        until_heard(session)
         gate.open()
         assert [answer.result(TIMEOUT_SECONDS) for answer in answers] == [True, True]
     assert [future.cancelled() for future in futures] == [True, True]
@@ -196,20 +202,23 @@ def test_the_writer_process_leaves_nothing(session: AsyncSession, tmp_path: Path
 
 def cancel_by_the_rank_that_is_ready(rank: int, world_size: int, root: Path, kind: str) -> dict[str, Any]:
     """Rank 0 has written a fraction when rank 1, whose share is written, calls the save off."""
-    delay = 0.02 if rank == 0 else 0.0
-    open_store = partial(_slow, delay_seconds=delay)
+    written, called_off = root / f"written-{rank}", root / "called-off"
+    open_store = partial(_slow, hook=_Writing(written, called_off if rank == 0 else None))
     session = AsyncSession(kind=dcp.AsyncCheckpointerType(kind), timeout_seconds=TIMEOUT_SECONDS)
     state = {
         f"rank{rank}.{number}": torch.full((1 << 18,), float(number)) for number in range(150 - 148 * rank)
     }
     writer = dcp.FileSystemWriter(root / "x", sync_files=False, open_store=open_store)
     future = session.save(state, storage_writer=writer)
-    time.sleep(0.5)
-    begun = time.monotonic()
-    found: dict[str, Any] = {"answer": future.cancel() if rank == 1 else None}
+    found: dict[str, Any] = {"answer": None}
+    if rank == 1:
+        for name, count in (("written-0", 3), ("written-1", 2)):
+            _wait_for(root / name, count)
+        called_off.touch()
+        found["answer"] = future.cancel()
     error = future.exception(TIMEOUT_SECONDS)
     found |= {"error": isinstance(error, SaveAbortedError), "cancelled": future.cancelled()}
-    found["soon"] = time.monotonic() - begun < 2.5
+    found["soon"] = written.stat().st_size < 150
     found["left"] = (root / "x").exists()
     again = session.save(state, storage_writer=dcp.FileSystemWriter(root / "x", sync_files=False))
     again.result(TIMEOUT_SECONDS)
@@ -218,8 +227,30 @@ def cancel_by_the_rank_that_is_ready(rank: int, world_size: int, root: Path, kin
     return found
 
 
-def _slow(path: Any, delay_seconds: float) -> FaultInjectingStore:
-    return FaultInjectingStore(PosixStore(path), Fault("write", onwards=True, delay_seconds=delay_seconds))
+@dataclass(frozen=True)
+class _Writing:
+    """A hook that notes each write; from the third on it waits for a file, and takes its time."""
+
+    notes: Path
+    gate: Path | None
+
+    def __call__(self, operation: Operation) -> None:
+        with self.notes.open("ab") as file:
+            file.write(b"x")
+        if self.gate is not None and self.notes.stat().st_size >= 3:
+            _wait_for(self.gate, 0)
+            time.sleep(0.02)
+
+
+def _wait_for(path: Path, size_bytes: int) -> None:
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not (path.exists() and path.stat().st_size >= size_bytes):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def _slow(path: Any, hook: _Writing) -> FaultInjectingStore:
+    return FaultInjectingStore(PosixStore(path), Fault("write", onwards=True, hook=hook))
 
 
 @pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.exhaustive)])

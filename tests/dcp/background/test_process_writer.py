@@ -31,7 +31,7 @@ from tests.support.ranks import run_ranks
 from tests.support.user_storage import ItemReader, ItemWriter, PlainLoadPlanner, PlainSavePlanner
 from tests.support.values import leaves
 from tests.support.versions import ABSENT, listing, seen_by_dcp, seen_by_stock, version_state
-from tests.support.writer_process import TIMEOUT_SECONDS, pid_of
+from tests.support.writer_process import TIMEOUT_SECONDS, pid_of, until_heard
 
 LARGE = 1 << 18
 PROCESS = dcp.AsyncCheckpointerType.PROCESS
@@ -186,7 +186,7 @@ def test_abort_ends_a_save_that_is_being_written(session: AsyncSession, tmp_path
     following = save(session, tmp_path / "2", 2)
     gate.wait_until_reached()
     future.abort()
-    time.sleep(1.0)  # on its way to the process
+    until_heard(session)
     gate.open()
     with pytest.raises(SaveAbortedError):
         future.result(TIMEOUT_SECONDS)
@@ -317,9 +317,10 @@ def save_on_two_ranks(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     gate = FileGate(root / f"gate-{rank}")
     held = dcp.FileSystemWriter(root / "bad", open_store=partial(open_gated, gate=gate))
     aborted = start("bad", 7, storage_writer=held)
+    gate.wait_until_reached()
     if rank == 1:
         aborted.abort()
-        time.sleep(1.0)  # on its way to the process
+        until_heard(session)
     gate.open()
     found["aborted"] = failure_of(aborted)
     pid = pid_of(session)

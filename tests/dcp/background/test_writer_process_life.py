@@ -34,6 +34,7 @@ from dcp.storage.errors import CheckpointError, WriterProcessError
 from dcp.storage.stores import PosixStore
 from dcp.version import __version__
 from tests.support.gates import FileGate, open_gated
+from tests.support.ports import refusing_port
 from tests.support.processes import lives, mapped_files
 from tests.support.programs import Program
 from tests.support.user_storage import ItemReader, ItemWriter, PlainLoadPlanner, PlainSavePlanner
@@ -182,9 +183,7 @@ def test_a_writer_ends_with_its_trainer_while_it_waits_for_the_other_writers() -
 
 def test_a_refused_connection_to_where_writers_meet_is_final() -> None:
     """Its host listened before anybody was told, so that it is gone: the save fails without a wait for it."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    with writer_of(1, port, []) as (trainer, _):
+    with refusing_port() as port, writer_of(1, port, []) as (trainer, _):
         trainer.send(
             {
                 "kind": "save",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import dcp
 from dcp.manager.catalog import registration
 from dcp.manager.catalog.registration import CatalogRegistration, Registrar
 from dcp.manager.catalog.spool import Note, Spool
+from tests.support.ports import refusing_port
 from tests.support.scripted_service import Answer, Asked, scripted_service
 
 HANG_SECONDS = 120.0
@@ -35,11 +36,11 @@ def name_of(step: int) -> str:
     return f"step-{step}"
 
 
-def closed_port() -> int:
+@pytest.fixture
+def closed_port() -> Iterator[int]:
     """A port on which nobody listens."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    with refusing_port() as port:
+        yield port
 
 
 @pytest.fixture
@@ -94,9 +95,9 @@ def test_by_the_name_of_a_root(tmp_path: Path) -> None:
         assert "Authorization" not in service.asked[0].headers
 
 
-def test_a_catalog_that_is_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_catalog_that_is_away(tmp_path: Path, closed_port: int, caplog: pytest.LogCaptureFixture) -> None:
     """Saves and close succeed, one warning tells of it, the note stays, and the next manager sends it."""
-    url = f"http://127.0.0.1:{closed_port()}"
+    url = f"http://127.0.0.1:{closed_port}"
     options: dict[str, Any] = {"close_seconds": 0.5, "spool": tmp_path / "spool"}
     with (
         caplog.at_level(logging.WARNING, "dcp.manager.catalog.registration"),
@@ -130,14 +131,14 @@ def test_a_catalog_that_hangs(tmp_path: Path) -> None:
     assert [body["step"] for body in spooled(tmp_path)] == [1, 2, 3]
 
 
-def test_a_trainer_that_is_killed(tmp_path: Path) -> None:
+def test_a_trainer_that_is_killed(tmp_path: Path, closed_port: int) -> None:
     """What was committed while the catalog was away survives SIGKILL, and is sent by the next start."""
     script = f"""
 import os, signal, sys, time, torch, dcp
 from pathlib import Path
 dcp.CheckpointManager
 assert "httpx" not in sys.modules  # a run without a catalog does not pay for it
-catalog = dcp.CatalogRegistration("http://127.0.0.1:{closed_port()}", spool={str(tmp_path / "spool")!r})
+catalog = dcp.CatalogRegistration("http://127.0.0.1:{closed_port}", spool={str(tmp_path / "spool")!r})
 manager = dcp.CheckpointManager({str(tmp_path / "run")!r}, catalog=catalog)
 manager.save(7, {{"w": torch.ones(2)}}, force=True).result()
 deadline = time.monotonic() + 60
@@ -202,9 +203,9 @@ def test_a_redirect_is_not_followed(tmp_path: Path) -> None:
     assert len(spooled(tmp_path)) == 1
 
 
-def test_only_the_last_of_a_checkpoint(tmp_path: Path) -> None:
+def test_only_the_last_of_a_checkpoint(tmp_path: Path, closed_port: int) -> None:
     """A deletion makes the note of the commit moot, if that has not been sent yet."""
-    sender = registrar(f"http://127.0.0.1:{closed_port()}", tmp_path)
+    sender = registrar(f"http://127.0.0.1:{closed_port}", tmp_path)
     for step in (1, 2):
         sender._put(step, {"save_id": "a"})
     sender._put(1, {"deleted": True})
@@ -212,9 +213,9 @@ def test_only_the_last_of_a_checkpoint(tmp_path: Path) -> None:
     assert [(body["step"], body.get("deleted")) for body in spooled(tmp_path)] == [(2, None), (1, True)]
 
 
-def test_the_spool_is_bounded(tmp_path: Path) -> None:
+def test_the_spool_is_bounded(tmp_path: Path, closed_port: int) -> None:
     """Of too many notes the oldest go, in memory and on disk."""
-    sender = registrar(f"http://127.0.0.1:{closed_port()}", tmp_path, spool_notes=3)
+    sender = registrar(f"http://127.0.0.1:{closed_port}", tmp_path, spool_notes=3)
     for step in range(10):
         sender._put(step, {})
     sender.close()

@@ -12,7 +12,7 @@ import dcp
 from dcp.server.client import Client
 from tests.support.app import running_app
 from tests.support.pages import Browser
-from tests.support.service import free_port
+from tests.support.ports import refusing_port
 from tests.support.sockets import listening
 
 
@@ -75,10 +75,10 @@ def test_what_a_run_was_resumed_from_is_in_the_catalog(tmp_path: Path, mode: Any
 def test_a_service_that_comes_later(tmp_path: Path) -> None:
     """What a run has saved while there was no service is in the catalog after the next run's start."""
     root = tmp_path / "main" / "run"
-    port = free_port()
-    away = dcp.CatalogRegistration(f"http://127.0.0.1:{port}", close_seconds=0, spool=tmp_path / "spool")
-    with dcp.CheckpointManager(root, catalog=away) as manager:
-        manager.save(1, {"w": torch.ones(4)}, force=True)
+    with refusing_port() as port:
+        away = dcp.CatalogRegistration(f"http://127.0.0.1:{port}", close_seconds=0, spool=tmp_path / "spool")
+        with dcp.CheckpointManager(root, catalog=away) as manager:
+            manager.save(1, {"w": torch.ones(4)}, force=True)
     database = f"sqlite:///{tmp_path / 'catalog.sqlite'}"
     with running_app(database, tmp_path) as app, listening(app.app) as url:
         there = dcp.CatalogRegistration(

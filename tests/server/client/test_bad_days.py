@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from dcp.server.client import (
     transport,
 )
 from tests.support.both_clients import KINDS, client_of
+from tests.support.ports import refusing_port
 from tests.support.scripted_service import Answer, Asked, ScriptedService, scripted_service
 
 Connect = Callable[..., Client]
@@ -121,14 +121,12 @@ def test_a_change_that_may_have_happened(connect: Connect) -> None:
 
 def test_nobody_there(connect: Connect) -> None:
     """A service that cannot be reached is one error of the client's tree, whatever the network said."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    client = connect(f"http://127.0.0.1:{port}", retries=0)
-    with pytest.raises(TransportError, match=str(port)):
-        client.roots()
-    with pytest.raises(ClientError):
-        list(client.checkpoints())
+    with refusing_port() as port:
+        client = connect(f"http://127.0.0.1:{port}", retries=0)
+        with pytest.raises(TransportError, match=str(port)):
+            client.roots()
+        with pytest.raises(ClientError):
+            list(client.checkpoints())
 
 
 def test_something_else_answers(connect: Connect) -> None:

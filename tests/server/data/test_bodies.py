@@ -28,6 +28,7 @@ from dcp.server.roots import StorageRoot
 from dcp.server.settings import RootSettings
 from dcp.storage.errors import CorruptCheckpointError, PlanError
 from tests.support.conversion import many_kinds, sharded_tensors, training_state
+from tests.support.processes import open_files
 from tests.support.sharded import grid, save_sharded
 from tests.support.values import raw
 
@@ -346,13 +347,13 @@ def test_from_s3(s3_server: S3Server, s3_root: str) -> None:
 def test_parts_stop_when_they_are_closed(kinds: Path) -> None:
     """Closing after the first part closes files: nothing is left open."""
     body = plan_download(opened_at(kinds), DownloadOptions("safetensors")).body
-    before = _open_files()
+    before = _open_below(kinds)
     parts: Iterator[memoryview] = body.parts(0, body.size_bytes)
     next(parts)
-    assert _open_files() > before
+    assert _open_below(kinds) > before
     parts.close()  # type: ignore[attr-defined]
-    assert _open_files() == before
+    assert _open_below(kinds) == before
 
 
-def _open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
+def _open_below(folder: Path) -> int:
+    return sum(path.startswith(str(folder)) for path in open_files())

@@ -10,6 +10,7 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from sqlalchemy import Connection, insert, select, text
@@ -141,6 +142,20 @@ def test_waiting_for_a_thread_that_writes_ends(tmp_path: Path, monkeypatch: pyte
     with database.write():
         pass
     database.close()
+
+
+def test_who_opens_a_new_file_as_another_does_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service and its worker that begin at once: SQLite itself says "locked" without waiting."""
+    path = tmp_path / "a.sqlite"
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: other.execute("COMMIT"))
+        monkeypatch.setattr(engine, "time", clock)
+        database = Database(f"sqlite:///{path}")
+        with database.read() as connection:
+            assert connection.execute(text("SELECT 1")).scalar_one() == 1
+        database.close()
+        assert not other.in_transaction
 
 
 def test_a_full_disk_is_seen_by_ping_and_passes(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from tests.support.job_workers import (
     wait_for_end,
     working,
 )
+from tests.support.processes import children
 
 
 @pytest.fixture(scope="module")
@@ -278,16 +279,10 @@ def test_a_cluster_that_is_not_there_fails_the_attempt(
 ) -> None:
     """Nobody waits for it; the attempt has failed in passing."""
     monkeypatch.setattr(dask, "_ANSWER_SECONDS", 1)
-    before = _children()
+    before = set(children(os.getpid()))
     executor = DaskExecutor(Setup(Settings(work_folder=tmp_path / "work"), TEST_KINDS), "127.0.0.1:1")
     begun = Begun(executor, tmp_path, 0, "write")
-    assert len(_children() - before) == 1  # which is to clear away, and is not started only then
+    assert len(set(children(os.getpid())) - before) == 1  # to clear away, and not started only then
     error = begun.outcome().error
     executor.close()
     assert error is not None and (error.type, error.is_retryable) == ("DaskError", True)
-
-
-def _children() -> set[str]:
-    """Of this process."""
-    tasks = Path("/proc/self/task").iterdir()
-    return {pid for task in tasks for pid in (task / "children").read_text().split()}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,6 +44,25 @@ def test_one_taken_for_left_before_it_was_locked_is_made_again(
     assert folders.make().is_dir() and folders.make().is_dir()
     folders.close()
     other.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_was_full_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there was no room for the lock: the next task has a folder, and nothing is left of the first."""
+    opened, folders = os.open, WorkFolders(tmp_path)
+
+    def full(path: Path, *args: Any, **options: Any) -> int:
+        if Path(path).name == ".lock":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return opened(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", full)
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space"):
+            folders.make()
+    monkeypatch.setattr(os, "open", opened)
+    assert folders.make().is_dir()
+    folders.close()
     assert list(tmp_path.iterdir()) == []
 
 

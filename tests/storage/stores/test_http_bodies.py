@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import select
 import socket
 import ssl
 import threading
@@ -20,6 +21,7 @@ from dcp.storage.stores.objects.client import Failure, RequestError
 from dcp.storage.stores.objects.s3.direct import DirectReads, SignedUrl
 from dcp.storage.stores.objects.s3.http_bodies import BodyTransport, CalledOff, Receiver
 from dcp.storage.stores.objects.s3.session import _tls
+from tests.support.ports import refusing_port
 from tests.support.receivers import CERTIFICATES
 
 _HANG_SECONDS = 60.0
@@ -142,7 +144,9 @@ def test_a_connection_that_ended_while_idle_is_not_used() -> None:
             data, receiver = _memory()
             transport.get(server.url, {}, receiver, limit_seconds=_HANG_SECONDS)
             assert data == _BODY
-            time.sleep(0.05)
+            (((_, idle),),) = transport._idle.values()
+            assert idle.sock is not None
+            select.select([idle.sock], [], [], _HANG_SECONDS)  # until it has heard of the end
         assert server.connections == 3
 
 
@@ -290,9 +294,7 @@ def test_silence_ends_with_the_time_of_a_read() -> None:
 
 def test_nobody_listening_is_an_error() -> None:
     """A refused connection is an OSError that does not show the URL, which is signed."""
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    with _transport() as transport, pytest.raises(ConnectionRefusedError) as refused:
+    with refusing_port() as port, _transport() as transport, pytest.raises(ConnectionRefusedError) as refused:
         url = f"http://127.0.0.1:{port}/key?X-Amz-Signature=secret"
         transport.get(url, {}, _memory()[1], limit_seconds=_HANG_SECONDS)
     assert "secret" not in str(refused.value)
