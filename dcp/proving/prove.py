@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from dcp.calls.plain_errors import plain_errors
@@ -18,7 +19,8 @@ from dcp.proving.rank_digests import RankDigests, digests_of_rank
 from dcp.ranks.alone import works_alone
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
-from dcp.ranks.handshake import begin
+from dcp.ranks.handshake import begin, check_same_checkpoint
+from dcp.storage.formats.native.manifest import encode_manifest
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -65,7 +67,13 @@ def prove(
     """
     alone = works_alone(process_group, no_dist=no_dist, operation="load")
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="prove")
-    begin(ranks, lambda: os.fspath(checkpoint_id), options={"only": only, "exclude": exclude})
+    places = begin(ranks, lambda: os.fspath(checkpoint_id), options={"only": only, "exclude": exclude})
+
+    def fingerprint() -> bytes:
+        with open_tensors(checkpoint_id, storage_options=storage_options) as reader:
+            return blake2b(encode_manifest(reader.index)).digest()
+
+    check_same_checkpoint(ranks, places, fingerprint)
 
     def local() -> bytes:
         planner = DefaultSavePlanner(replica_check="off")

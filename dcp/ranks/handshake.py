@@ -155,7 +155,7 @@ def check_same_checkpoint(ranks: Ranks, places: Sequence[str], fingerprint: Call
     odd = [rank for rank, found in enumerate(prints) if found != prints[ranks.coordinator]]
     if odd:
         error = PlanError(
-            f"the ranks do not load the same checkpoint: {_by_rank(places)}. Give all of them one id",
+            f"the ranks are not about the same checkpoint: {_by_rank(places)}. Give all of them one id",
             ranks=odd,
         )
         raise failure_of("compare", dict.fromkeys(odd, error), ranks.rank, None)

@@ -61,7 +61,7 @@ class Axes:
         if parser.at < len(tokens):
             raise OptionError(f"{text!r}: unexpected {tokens[parser.at]!r}")
         if _count(_Product(nodes)) > _MAX_TERMS:
-            raise OptionError(f"{text!r} has more than {_MAX_TERMS} parts")
+            raise OptionError(f"{text[:100]!r}... has more than {_MAX_TERMS} parts")
         found = cls(text, nodes)
         if any(len(set(names)) < len(names) for names in found.ways):
             raise OptionError(f"{text!r} has an axis twice")

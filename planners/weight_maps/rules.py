@@ -15,10 +15,12 @@ from dcp.planners.weight_maps.names import NamePattern
 from dcp.planners.weight_maps.pieces import MappedTensor, Piece, PieceSide
 from dcp.storage.errors import OptionError, PlanError
 from dcp.storage.formats.dtypes import BY_CODE
+from dcp.storage.near_names import listed
 
 __all__ = ["FoundTensor", "Pattern", "Rule"]
 
 _MAX_TARGETS: Final = 1 << 20
+_MAX_TOLD: Final = 8
 _MAX_ELEMENTS: Final = 1 << 56
 
 
@@ -78,8 +80,8 @@ class Rule:
     @property
     def told(self) -> str:
         """For messages."""
-        texts = [", ".join(pattern.name.text for pattern in side) for side in (self.sources, self.targets)]
-        return " -> ".join(texts)
+        sides = ([pattern.name.text for pattern in side] for side in (self.sources, self.targets))
+        return " -> ".join(listed(names, most=_MAX_TOLD, show=str) for names in sides)
 
     @property
     def inverse(self) -> Rule:

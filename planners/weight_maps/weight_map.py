@@ -188,15 +188,14 @@ class WeightMap:
         groups: dict[tuple[int, tuple[tuple[str, str], ...]], list[FoundTensor]] = {}
         unknown: list[str] = []
         for name, shape, code, requires_grad in tensors:
-            for number, rule in enumerate(rules):
-                if (met := rule.match(name)) is not None:
-                    found = FoundTensor(name, shape, code, requires_grad, *met)
-                    groups.setdefault((number, rule.key(found)), []).append(found)
-                    for part in numbers.keys() & found.parts.keys():
-                        numbers[part].add(int(found.parts[part]))
-                    break
-            else:
+            if (met := self._met(name)) is None:
                 unknown.append(name)
+                continue
+            number, source, parts = met
+            found = FoundTensor(name, shape, code, requires_grad, source, parts)
+            groups.setdefault((number, rules[number].key(found)), []).append(found)
+            for part in numbers.keys() & parts.keys():
+                numbers[part].add(int(parts[part]))
         problems = [f"no rule knows {name!r}" for name in unknown]
         problems += self._uncounted(numbers) if is_whole else []
         mapped: dict[str, MappedTensor] = {}
@@ -245,11 +244,36 @@ class WeightMap:
 
     def knows(self, name: str) -> bool:
         """Whether a rule is about the source's tensors of this name."""
-        return any(rule.match(name) is not None for rule in self._used)
+        return self._met(name) is not None
 
     @cached_property
     def _used(self) -> list[Rule]:
         return [rule for rule in self.rules if rule.when is None or evaluate(rule.when, self.config)]
+
+    @cached_property
+    def _by_name(self) -> dict[str, int]:
+        """The first rule of each name in which nothing varies: a map of plain names has thousands."""
+        named = [
+            (pattern.name.text, number)
+            for number, rule in enumerate(self._used)
+            for pattern in rule.sources
+            if not pattern.name.parts
+        ]
+        return dict(reversed(named))
+
+    @cached_property
+    def _varying(self) -> list[int]:
+        """The other rules."""
+        rules = enumerate(self._used)
+        return [number for number, rule in rules if any(pattern.name.parts for pattern in rule.sources)]
+
+    def _met(self, name: str) -> tuple[int, int, dict[str, str]] | None:
+        """The first rule that knows a name, which of its sources that is, and the varying parts."""
+        named = self._by_name.get(name, len(self._used))
+        for number in (*(number for number in self._varying if number < named), named):
+            if number < len(self._used) and (met := self._used[number].match(name)) is not None:
+                return number, *met
+        return None
 
     def _known(self) -> tuple[list[Rule], dict[str, int]]:
         return self._used, self._evaluated(self.sizes)

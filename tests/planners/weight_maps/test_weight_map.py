@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dcp.planners.weight_maps.names import NamePattern
 from dcp.planners.weight_maps.pieces import MappedTensor, Piece, PieceSide
+from dcp.planners.weight_maps.rules import Rule
 from dcp.planners.weight_maps.weight_map import WeightMap, ready_maps, weight_map
 from dcp.storage.errors import OptionError, PlanError
 from dcp.storage.geometry.boxes import Box
@@ -180,6 +182,23 @@ def test_experts_are_stacked_and_unstacked() -> None:
     assert np.array_equal(made, np.stack([source[f"experts.{expert}.w"].T for expert in range(11)]))
     back = mapped(weights.inverse, {"experts.w": made})
     assert all(np.array_equal(back[name], source[name]) for name in source)
+
+
+def test_the_first_rule_that_knows_a_name_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever names vary; and of thousands of plain ones not each is compared with each."""
+    names = ("a.1", "a.2", "b")
+    for order in itertools.permutations(["a.{n}", "a.1", "{rest:*}", "a.2", "b"]):
+        rules = [{"from": one, "to": f"{number}.{one}"} for number, one in enumerate(order)]
+        found = weight_map({"rules": rules}).apply([(name, (2,), 0, False) for name in names])
+        patterns = [NamePattern.parse(one) for one in order]
+        first = [[pattern.match(name) is not None for pattern in patterns].index(True) for name in names]
+        assert [int(tensor.name.partition(".")[0]) for tensor in found] == first
+    compared: list[str] = []
+    match = Rule.match
+    monkeypatch.setattr(Rule, "match", lambda rule, name: compared.append(name) or match(rule, name))
+    many = weight_map({"rules": [{"from": f"a{n}", "to": f"b{n}"} for n in range(1000)]})
+    assert len(many.apply([(f"a{n}", (2,), 0, False) for n in range(1000)])) == len(compared) == 1000
+    assert not many.knows("c") and len(compared) == 1000
 
 
 def test_names_alone() -> None:
