@@ -40,7 +40,7 @@ def killed_at(rank: int, world_size: int, root: Path, victim: int, at: int) -> T
             os.kill(os.getpid(), signal.SIGKILL)
         wait(ranks, work)
 
-    Ranks._wait = killed  # type: ignore[method-assign]
+    Ranks._wait = killed  # type: ignore[assignment, method-assign]
     return told(root, version_state(1))
 
 

@@ -89,11 +89,11 @@ class AdapterConfig:
         config = parse_json(data, path)
         asked = [what for name, what in _NOT_DONE.items() if config.get(name)]
         if config.get("peft_type") != "LORA":
-            asked.insert(0, f"adapters of the type {config.get('peft_type')!r}")
+            asked.insert(0, f"adapters of the type {config.get('peft_type')!r:.80}")
         if config.get("bias", "none") != "none":
-            asked.append(f"bias {config['bias']!r}")
+            asked.append(f"bias {config['bias']!r:.80}")
         if config.get("init_lora_weights") not in _INITIAL:
-            asked.append(f"weights of the base that were changed by {config['init_lora_weights']!r}")
+            asked.append(f"weights of the base that were changed by {config['init_lora_weights']!r:.80}")
         patterns = [config.get(name) or {} for name in ("rank_pattern", "alpha_pattern")]
         if not all(isinstance(one, dict) and all(map(_is_plain, one)) for one in patterns):
             asked.append("patterns of ranks and alphas that are no ends of names")
@@ -103,6 +103,8 @@ class AdapterConfig:
         numbers = [rank, alpha, *(value for one in patterns for value in one.values())]
         if not all(_is_number(number) for number in numbers):
             raise CheckpointFormatError(f"{path}: r and lora_alpha must be numbers above 0", path=path)
+        if any(number != int(number) for number in (rank, *patterns[0].values())):
+            raise CheckpointFormatError(f"{path}: r must be a whole number", path=path)
         if any(len(one) > _MAX_PATTERNS for one in patterns):
             raise CheckpointFormatError(f"{path} has more than {_MAX_PATTERNS} patterns", path=path)
         is_stabilised, is_turned = (bool(config.get(name)) for name in ("use_rslora", "fan_in_fan_out"))

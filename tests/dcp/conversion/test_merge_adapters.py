@@ -169,6 +169,8 @@ _FACTORS = {"m.lora_A.weight": torch.ones(2, 5), "m.lora_B.weight": torch.ones(3
         ({"alpha_pattern": {"m": 10**400}}, "numbers above 0"),
         ({"rank_pattern": {f"m{number}": 2 for number in range(10_001)}}, "more than 10000 patterns"),
         ({"r": "2"}, "numbers above 0"),
+        ({"r": 0.5}, "a whole number"),
+        ({"rank_pattern": {"m": 2.5}}, "a whole number"),
         ({"lora_alpha": 1e999}, "adapter_config"),
         ({"r": 3}, "has the rank 2, and the configuration says 3"),
     ],
