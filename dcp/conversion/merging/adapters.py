@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -30,6 +30,7 @@ _FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
 _MAX_LISTED: Final = 10
 _MAX_PATTERNS: Final = 10_000
 _MAX_NUMBER: Final = 1e30
+_FLAGS: Final = ("use_rslora", "fan_in_fan_out")
 _FACTOR: Final = re.compile(
     r"base_model\.model\.(?P<module>.+)\.lora_(?:(?P<factor>[AB])\.weight|embedding_(?P<of_embedding>[AB]))",
     re.DOTALL,
@@ -99,25 +100,38 @@ class AdapterConfig:
             asked.append("patterns of ranks and alphas that are no ends of names")
         if asked:
             raise UnsupportedFormatError(f"{path} asks for {'; '.join(asked)}: that is not merged", path=path)
-        rank, alpha = config.get("r", 0), config.get("lora_alpha", 0)
-        numbers = [rank, alpha, *(value for one in patterns for value in one.values())]
-        if not all(_is_number(number) for number in numbers):
-            raise CheckpointFormatError(f"{path}: r and lora_alpha must be numbers above 0", path=path)
-        if any(number != int(number) for number in (rank, *patterns[0].values())):
-            raise CheckpointFormatError(f"{path}: r must be a whole number", path=path)
         if any(len(one) > _MAX_PATTERNS for one in patterns):
             raise CheckpointFormatError(f"{path} has more than {_MAX_PATTERNS} patterns", path=path)
-        is_stabilised, is_turned = (bool(config.get(name)) for name in ("use_rslora", "fan_in_fan_out"))
+        faults = [*_faults(config)]
+        if faults:
+            raise CheckpointFormatError(f"{path}: {listed(faults, most=_MAX_LISTED, show=str)}", path=path)
+        is_stabilised, is_turned = (bool(config.get(name)) for name in _FLAGS)
         by_end = [_compiled(one) for one in patterns]
-        return cls(int(rank), float(alpha), is_stabilised, is_turned, *by_end)
+        return cls(config["r"], float(config["lora_alpha"]), is_stabilised, is_turned, *by_end)
 
-    def scale(self, module: str, rank: int) -> float:
-        """Of what is added to a module's weight. CheckpointFormatError for another rank than is said."""
-        said = _by_end(self.ranks, module, self.rank)
-        if said != rank:
-            raise CheckpointFormatError(f"{module!r} has the rank {rank}, and the configuration says {said}")
-        alpha = float(_by_end(self.alphas, module, self.alpha))
+    def rank_of(self, module: str) -> int:
+        """Of its factors, as it is said here."""
+        return int(_by_end(self.ranks, module, self.rank))
+
+    def scale(self, module: str) -> float:
+        """Of what is added to a module's weight."""
+        rank, alpha = self.rank_of(module), float(_by_end(self.alphas, module, self.alpha))
         return alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
+
+
+def _faults(config: Mapping[str, Any]) -> Iterator[str]:
+    """What is no number where one has to be, by name: nothing of it is rounded or taken for another."""
+    for name, pattern, is_one, kind in (
+        ("r", "rank_pattern", _is_whole, "whole number above 0"),
+        ("lora_alpha", "alpha_pattern", _is_number, "number above 0"),
+    ):
+        own = {f"{pattern} of {end!r:.80}": value for end, value in (config.get(pattern) or {}).items()}
+        for what, value in {name: config.get(name), **own}.items():
+            if not is_one(value):
+                yield f"{what} is {value!r:.80}, which is no {kind}"
+    for name in _FLAGS:
+        if not isinstance(config.get(name), bool | None):
+            yield f"{name} is {config[name]!r:.80}, which is neither true nor false"
 
 
 def _is_plain(pattern: str) -> bool:
@@ -128,6 +142,10 @@ def _is_plain(pattern: str) -> bool:
 def _is_number(value: Any) -> bool:
     is_one = isinstance(value, int | float) and not isinstance(value, bool)
     return is_one and 0 < value < _MAX_NUMBER
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and _is_number(value)
 
 
 def _compiled(patterns: Mapping[str, Any]) -> _ByEnd:
@@ -174,16 +192,28 @@ def low_ranks(index: CheckpointIndex, store: Store) -> list[LowRank]:
             "rank, of what an adapter adds",
             fqns=strange,
         )
+    _check_ranks(index, config, modules, store.url)
     found = []
     for module, factors in modules.items():
         rows, rank = _shape(index, factors["B"])
-        scale, is_turned = (
-            config.scale(module, rank),
-            config.fan_in_fan_out or "lora_embedding_" in factors["B"],
-        )
-        shape = rows, _shape(index, factors["A"])[1]
+        is_turned = config.fan_in_fan_out or "lora_embedding_" in factors["B"]
+        shape, scale = (rows, _shape(index, factors["A"])[1]), config.scale(module)
         found.append(LowRank(f"{module}.weight", factors["B"], factors["A"], shape, rank, scale, is_turned))
     return found
+
+
+def _check_ranks(
+    index: CheckpointIndex, config: AdapterConfig, modules: Mapping[str, Mapping[str, str]], url: str
+) -> None:
+    """CheckpointFormatError that names all modules whose factors have another rank than is said."""
+    ranks = {module: _shape(index, factors["B"])[1] for module, factors in modules.items()}
+    told = [
+        f"{module!r} has the rank {rank}, and the configuration says {config.rank_of(module)}"
+        for module, rank in ranks.items()
+        if rank != config.rank_of(module)
+    ]
+    if told:
+        raise CheckpointFormatError(f"{url}: {listed(told, most=_MAX_LISTED, show=str)}", path=url)
 
 
 def _fit(index: CheckpointIndex, factors: Mapping[str, str]) -> bool:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import ast
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Final
+from numbers import Real
+from typing import Any, Final, SupportsFloat
 
 from dcp.conversion.contents.casting import check_castable
 from dcp.storage.errors import OptionError
+from dcp.storage.near_names import listed
 
 __all__ = [
     "MAX_SOURCES",
     "Arithmetic",
+    "Weight",
     "average_weights",
     "formula_weights",
     "source_names",
@@ -26,7 +28,11 @@ __all__ = [
 MAX_SOURCES: Final = 1_000
 _MAX_FORMULA: Final = 1_000
 _MAX_TOLD: Final = 200
+_MAX_LISTED: Final = 10
 _SUMS: Final = ("float32", "float64")
+
+Weight = SupportsFloat
+"""A finite number: Python's, of `fractions`, of numpy, or a tensor without dimensions; no bool."""
 
 _Linear = dict[str, Fraction]
 """Factors by name of a source; those of what is a mere number are under ""."""
@@ -37,7 +43,7 @@ class Arithmetic:
     """What a merge computes: the sum of its sources, each times its one of ``weights``, and of what adapters
     add, times ``adapter_weights``; added in the type ``accumulate``, in this order.
 
-    OptionError for weights that are no numbers, and for other types than float32 and float64.
+    OptionError for too many of them, and for other types than float32 and float64.
     """
 
     weights: tuple[float, ...]
@@ -48,11 +54,6 @@ class Arithmetic:
         count = len(self.weights) + len(self.adapter_weights)
         if not self.weights or count > MAX_SOURCES:
             raise OptionError(f"a merge is of 1 to {MAX_SOURCES} checkpoints, not of {count}")
-        for weight in (*self.weights, *self.adapter_weights):
-            if not isinstance(weight, int | float) or isinstance(weight, bool) or not abs(weight) < math.inf:
-                raise OptionError(f"weights must be finite numbers, not {weight!r}")
-            if abs(weight) > sys.float_info.max:
-                raise OptionError("weights must be finite numbers, not too large for float64")
         if self.accumulate not in _SUMS:
             raise OptionError(f"accumulate must be one of {', '.join(_SUMS)}, not {self.accumulate!r}")
 
@@ -63,10 +64,10 @@ class Arithmetic:
 
 
 def weights_of_sources(
-    count: int, weights: Sequence[float] | None, formula: str | None, decay: float | None = None
+    count: int, weights: Sequence[Weight] | None, formula: str | None, decay: Weight | None = None
 ) -> tuple[float, ...]:
     """Of ``count`` sources, in their order: those given, a formula's, or of an average. OptionError for
-    another number of weights, and for more than one of these."""
+    another number of weights, for those that are no numbers, and for more than one of these."""
     if sum(one is not None for one in (weights, formula, decay)) > 1:
         raise OptionError("weights, formula and decay: give one of them")
     if not count:
@@ -75,21 +76,46 @@ def weights_of_sources(
         return formula_weights(formula, source_names(count))
     if weights is None:
         return average_weights(count, decay)
-    if len(weights) != count:
-        raise OptionError(f"{len(weights)} weights are given for {count} sources")
-    return tuple(weights)
+    return _numbers("weights", weights, count, "sources")
 
 
-def weights_of_adapters(count: int, weights: Sequence[float] | None) -> tuple[float, ...]:
-    """Of ``count`` adapters; by default 1. OptionError for another number of weights."""
+def weights_of_adapters(count: int, weights: Sequence[Weight] | None) -> tuple[float, ...]:
+    """Of ``count`` adapters; by default 1. OptionError as for those of sources."""
     if weights is None:
         return (1.0,) * count
-    if len(weights) != count:
-        raise OptionError(f"{len(weights)} weights are given for {count} adapters")
-    return tuple(weights)
+    return _numbers("adapter_weights", weights, count, "adapters")
 
 
-def average_weights(count: int, decay: float | None) -> tuple[float, ...]:
+def _numbers(what: str, given: Sequence[Weight], count: int, of: str) -> tuple[float, ...]:
+    """OptionError that names all that are no numbers."""
+    if isinstance(given, str | bytes) or not hasattr(given, "__len__"):
+        raise OptionError(f"{what}: {given!r} is no list of numbers")
+    if len(given) != count:
+        raise OptionError(f"{len(given)} weights are given for {count} {of}")
+    found = [_number(weight) for weight in given]
+    wrong = [
+        f"number {at} is {repr(given[at - 1])[:_MAX_TOLD]}" for at, one in enumerate(found, 1) if one is None
+    ]
+    if wrong:
+        told = listed(wrong, most=_MAX_LISTED, show=str)
+        raise OptionError(f"{what}: {told}; they must be finite numbers, also as float64")
+    return tuple(one for one in found if one is not None)
+
+
+def _number(given: Any) -> float | None:
+    """What float64 has of it; None where it is no finite number."""
+    if getattr(given, "shape", None) == () and callable(getattr(given, "item", None)):
+        given = given.item()  # a scalar of numpy, or a tensor without dimensions
+    if not isinstance(given, Real) or isinstance(given, bool):
+        return None
+    try:
+        number = float(given)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def average_weights(count: int, decay: Weight | None) -> tuple[float, ...]:
     """Of an average of ``count`` checkpoints, the newest first; they add up to 1.
 
     With ``decay`` an exponential moving average, that of number k is ``(1 - decay) * decay**k / (1 -
@@ -99,9 +125,10 @@ def average_weights(count: int, decay: float | None) -> tuple[float, ...]:
         raise OptionError(f"an average is of 1 checkpoint or more, not of {count}")
     if decay is None:
         return (1.0 / count,) * count
-    if not isinstance(decay, int | float) or not 0.0 < decay < 1.0:
+    base = _number(decay)
+    if base is None or not 0.0 < base < 1.0:
         raise OptionError(f"decay must be between 0 and 1, not {decay!r}")
-    factors = [decay**number for number in range(count)]
+    factors = [base**number for number in range(count)]
     total = math.fsum(factors)
     return tuple(factor / total for factor in factors)
 

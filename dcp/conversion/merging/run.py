@@ -13,7 +13,12 @@ from typing import Any, Final
 from dcp.calls.plain_errors import plain_errors
 from dcp.conversion.contents.entries import TargetDtype
 from dcp.conversion.merging.adapters import open_adapter
-from dcp.conversion.merging.arithmetic import Arithmetic, weights_of_adapters, weights_of_sources
+from dcp.conversion.merging.arithmetic import (
+    Arithmetic,
+    Weight,
+    weights_of_adapters,
+    weights_of_sources,
+)
 from dcp.conversion.merging.joined import open_joined
 from dcp.conversion.plan import ConversionOptions, LayoutOptions
 from dcp.conversion.report import ConversionReport
@@ -46,14 +51,14 @@ def merge(
     target: _Place,
     *,
     to: str | None = None,
-    weights: Sequence[float] | None = None,
+    weights: Sequence[Weight] | None = None,
     formula: str | None = None,
     run: _Place | None = None,
     last: int | None = None,
-    decay: float | None = None,
+    decay: Weight | None = None,
     name: str | Callable[[int], str] = _NAME,
     adapters: Sequence[_Place] = (),
-    adapter_weights: Sequence[float] | None = None,
+    adapter_weights: Sequence[Weight] | None = None,
     accumulate: str = "float32",
     only: Patterns | None = None,
     exclude: Patterns | None = None,
@@ -85,7 +90,8 @@ def merge(
         sources: Checkpoints of any formats and shardings. None with ``run``.
         target: Where it goes.
         to: The format; by default that of the target's suffix or, without one, of the first source.
-        weights: One for each source, used as they are; by default equal ones that add up to 1.
+        weights: One for each source, used as they are; by default equal ones that add up to 1. Finite numbers
+            of Python, `fractions` or numpy, or tensors without dimensions.
         formula: Instead of weights: ``A + 0.4 * (B - C)``, where A is the first source.
         run: Instead of sources: the folder of a run, as `dcp.CheckpointManager` has it, whose steps are
             averaged.

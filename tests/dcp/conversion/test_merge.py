@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import signal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,12 @@ import dcp
 from dcp.cli.app import app
 from dcp.conversion.contents.casting import narrowed
 from dcp.conversion.copying import sums, tasks
-from dcp.conversion.merging.arithmetic import average_weights, formula_weights
+from dcp.conversion.merging.arithmetic import (
+    average_weights,
+    formula_weights,
+    weights_of_adapters,
+    weights_of_sources,
+)
 from dcp.demo.s3_server import S3Server
 from dcp.storage.errors import (
     CheckpointConflictError,
@@ -202,6 +208,20 @@ def test_formulas_and_averages() -> None:
     assert sum(average_weights(100, 0.999)) == pytest.approx(1.0, abs=1e-15)
 
 
+def test_weights_are_any_real_numbers() -> None:
+    """Of numpy, fractions and torch, one by one or as one array: what float64 has of them."""
+    half = np.float32(0.1)
+    given = [half, np.int8(-2), Fraction(1, 4), torch.tensor(0.5), np.array(3.0), 7]
+    expected = (float(half), -2.0, 0.25, 0.5, 3.0, 7.0)
+    made = weights_of_sources(len(given), given, None)
+    assert made == expected and {type(one) for one in made} == {float}
+    for array in (np.array([0.25, 0.75], np.float32), torch.tensor([0.25, 0.75])):
+        assert weights_of_sources(2, array, None) == weights_of_adapters(2, array) == (0.25, 0.75)
+    assert weights_of_sources(2, None, None, np.float32(0.5)) == weights_of_sources(2, None, None, 0.5)
+    with pytest.raises(OptionError, match="decay must be between 0 and 1, not True"):
+        weights_of_sources(2, None, None, True)
+
+
 @pytest.mark.parametrize(
     "formula",
     [
@@ -233,8 +253,17 @@ def test_formulas_that_are_none(formula: str) -> None:
     ("options", "words"),
     [
         ({"weights": [1.0]}, "1 weights are given for 3 sources"),
-        ({"weights": [1.0, float("nan"), 1.0]}, "finite"),
-        ({"weights": [1.0, 1.0, "2"]}, "finite"),
+        (
+            {"weights": [True, float("nan"), "2"]},
+            "weights: number 1 is True, number 2 is nan, number 3 is '2'; they must be finite",
+        ),
+        (
+            {"weights": [np.bool_(True), np.float32("inf"), torch.ones(1)]},
+            "1 is .*True.*, .*2 is .*inf.*3 is",
+        ),
+        ({"weights": [1j, None, torch.tensor(float("nan"))]}, "number 1 is 1j, number 2 is None, number 3"),
+        ({"weights": 1.0}, "weights: 1.0 is no list"),
+        ({"weights": "0.5"}, "weights: '0.5' is no list"),
         ({"weights": [1, 1, 1], "formula": "A+B+C"}, "one of them"),
         ({"accumulate": "float16"}, "accumulate must be one of"),
         ({"last": 3}, "run, which is missing"),
@@ -242,7 +271,7 @@ def test_formulas_that_are_none(formula: str) -> None:
         ({"run": "r", "last": 1}, "not with sources"),
         ({"adapter_weights": [1.0]}, "for 0 adapters"),
         ({"adapters": "lora"}, r"adapters: 'lora' is one; give a list"),
-        ({"weights": [1.0, 10**400, 1.0]}, "finite"),
+        ({"weights": [1.0, 10**400, 1.0]}, "number 2 is 1000.* finite"),
         ({"formula": 5}, "no sum of sources"),
     ],
 )

@@ -164,13 +164,20 @@ _FACTORS = {"m.lora_A.weight": torch.ones(2, 5), "m.lora_B.weight": torch.ones(3
         ({"init_lora_weights": "pissa"}, "changed by 'pissa'"),
         ({"rank_pattern": {"(a+)+b": 3}}, "patterns of ranks and alphas"),
         ({"use_dora": True, "bias": "all"}, "DoRA; bias 'all'"),
-        ({"r": 0}, "numbers above 0"),
-        ({"r": 10**400}, "numbers above 0"),
-        ({"alpha_pattern": {"m": 10**400}}, "numbers above 0"),
+        ({"r": 0}, "r is 0, which is no whole number above 0"),
+        ({"r": -2}, "r is -2, which is no whole number above 0"),
+        ({"r": 2.5}, "r is 2.5, which is no whole number above 0"),
+        ({"r": 2.0}, "r is 2.0, which is no whole number above 0"),
+        ({"r": True}, "r is True, which is no whole number above 0"),
+        ({"r": 10**400}, "r is 10000"),
+        ({"alpha_pattern": {"m": 10**400}}, "alpha_pattern of 'm' is 10000"),
+        (
+            {"r": None, "lora_alpha": "4", "rank_pattern": {"a": 2.5, "b": 2}, "use_rslora": "false"},
+            "r is None, .*, rank_pattern of 'a' is 2.5, .*, lora_alpha is '4', which is no number above 0, "
+            "use_rslora is 'false', which is neither true nor false",
+        ),
         ({"rank_pattern": {f"m{number}": 2 for number in range(10_001)}}, "more than 10000 patterns"),
-        ({"r": "2"}, "numbers above 0"),
-        ({"r": 0.5}, "a whole number"),
-        ({"rank_pattern": {"m": 2.5}}, "a whole number"),
+        ({"r": "2"}, "r is '2'"),
         ({"lora_alpha": 1e999}, "adapter_config"),
         ({"r": 3}, "has the rank 2, and the configuration says 3"),
     ],
@@ -181,6 +188,18 @@ def test_configurations_that_are_not_merged(tmp_path: Path, config: dict[str, An
     write_adapter(tmp_path / "lora", _PLAIN | config, _FACTORS)
     with pytest.raises((UnsupportedFormatError, CheckpointFormatError), match=words.replace("(", r"\(")):
         dcp.merge([tmp_path / "base.safetensors"], tmp_path / "out", adapters=[tmp_path / "lora"])
+    assert names_in(tmp_path) == ["base.safetensors", "lora"]
+
+
+def test_all_other_ranks_than_are_said_are_named(tmp_path: Path) -> None:
+    """Each module with its own and what the configuration says of it."""
+    save_file({"m.weight": torch.ones(3, 5), "n.weight": torch.ones(3, 5)}, tmp_path / "base.safetensors")
+    others = {"n.lora_A.weight": torch.ones(4, 5), "n.lora_B.weight": torch.ones(3, 4)}
+    lora = write_adapter(tmp_path / "lora", _PLAIN | {"r": 4, "rank_pattern": {"n": 8}}, _FACTORS | others)
+    with pytest.raises(CheckpointFormatError) as caught:
+        dcp.merge([tmp_path / "base.safetensors"], tmp_path / "out", adapters=[lora])
+    assert "'m' has the rank 2, and the configuration says 4" in str(caught.value)
+    assert "'n' has the rank 4, and the configuration says 8" in str(caught.value)
     assert names_in(tmp_path) == ["base.safetensors", "lora"]
 
 
