@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from dcp.calls.plain_errors import plain_errors
 from dcp.manager.cleanup.post_commit import PostCommitWorker
-from dcp.manager.steps import StepFolders, whole_step
+from dcp.steps.folders import StepFolders, whole_step
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError
 
 __all__ = ["KeptSteps"]

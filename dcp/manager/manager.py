@@ -34,7 +34,6 @@ from dcp.manager.saving.ledger import SaveLedger
 from dcp.manager.saving.parts import check_weights
 from dcp.manager.saving.step_saver import StepSaver, WhenBusy
 from dcp.manager.saving.user_metadata import Metrics, user_metadata_of
-from dcp.manager.steps import StepFolders, whole_step
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
 from dcp.ranks.alone import works_alone
@@ -42,6 +41,7 @@ from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.ranks.handshake import told_to_all
 from dcp.state_dict_loader import LoadKeywords
+from dcp.steps.folders import StepFolders, whole_step
 from dcp.storage.errors import CheckpointError, PlanError
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.torch_storage.writer import FileSystemWriter

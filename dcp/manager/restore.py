@@ -22,7 +22,6 @@ import msgpack
 
 from dcp.calls.given_maps import map_on_all
 from dcp.loading.report import LoadReport
-from dcp.manager.steps import partial_of, whole_step
 from dcp.planners.load.options import LoadOptions
 from dcp.ranks.alone import works_alone
 from dcp.ranks.collectives import Ranks
@@ -31,6 +30,7 @@ from dcp.ranks.failures import causes_of, is_damage
 from dcp.ranks.handshake import begin, told_to_all
 from dcp.ranks.retrying import retried
 from dcp.state_dict_loader import LoadKeywords, load_with
+from dcp.steps.folders import partial_of, whole_step
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointError,

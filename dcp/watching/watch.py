@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Final
 
 from dcp.calls.plain_errors import plain_errors
-from dcp.manager.steps import StepFacts, StepFolders, whole_step
+from dcp.steps.folders import StepFacts, StepFolders, whole_step
 from dcp.storage.closable import Closable
 from dcp.storage.commit_names import is_commit_object
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, OptionError

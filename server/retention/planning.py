@@ -14,12 +14,13 @@ from typing import Any, Final, NamedTuple
 
 from sqlalchemy import Connection, select
 
-from dcp.manager.cleanup.retention import Part, Retention, StepState, plan
+from dcp.manager.cleanup.retention import Part, Retention, plan
 from dcp.server.catalog.queries.patterns import matches
 from dcp.server.database.tables import aliases, checkpoints, metrics, roots, runs
 from dcp.server.formats import format_in_catalog
 from dcp.server.records.administration import RetentionDecision
 from dcp.server.retention.parts import bytes_of_parts, dropped_patterns
+from dcp.steps.states import StepState
 from dcp.storage.formats.native.format import DCP
 from dcp.storage.formats.torch.format import TORCH_DCP
 

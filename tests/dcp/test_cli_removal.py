@@ -13,7 +13,7 @@ import dcp
 from dcp.inspection.verification import verify
 from dcp.manager.cleanup import leftovers
 from dcp.manager.cleanup.leftovers import find_leftovers, remove_leftovers
-from dcp.manager.notes import Deleting, Notes, update_notes
+from dcp.steps.notes import Deleting, Notes, update_notes
 from dcp.storage.errors import StorageError
 from dcp.storage.stores import PosixStore, Store
 from tests.dcp.cli_support import data_file, run, save_ours, save_stock

@@ -18,8 +18,8 @@ import pytest
 
 import dcp
 from dcp.errors import CheckpointConflictError, CheckpointFormatError, OptionError
-from dcp.manager.notes import Deleting
-from dcp.manager.steps import StepFacts, StepFolders
+from dcp.steps.folders import StepFacts, StepFolders
+from dcp.steps.notes import Deleting
 from dcp.storage.stores import PosixStore
 from dcp.watching.cursor import Acknowledged, Cursor
 from tests.dcp.cli_support import run

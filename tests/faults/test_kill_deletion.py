@@ -12,7 +12,7 @@ import pytest
 
 from dcp.inspection.verification import verify
 from dcp.manager.cleanup.deletion import Deleter
-from dcp.manager.steps import StepFolders
+from dcp.steps.folders import StepFolders
 from dcp.storage.commit_names import NOTES_NAME
 from dcp.storage.stores import PosixStore
 from dcp.storage.stores.folders import open_parent_folder

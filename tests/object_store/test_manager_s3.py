@@ -16,11 +16,11 @@ import torch
 
 import dcp
 from dcp.demo.s3_server import S3Server
-from dcp.manager import steps
 from dcp.manager.cleanup.post_commit import problem_of
-from dcp.manager.notes import Deleting
 from dcp.manager.saving.executor import Mode
-from dcp.manager.steps import StepFolders, read_commit
+from dcp.steps import folders as steps
+from dcp.steps.folders import StepFolders, read_commit
+from dcp.steps.notes import Deleting
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, NOTES_NAME
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from dcp.storage.stores.folders import open_parent_folder

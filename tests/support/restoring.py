@@ -9,7 +9,7 @@ import torch
 
 import dcp
 from dcp.manager.restore import Restored, restore
-from dcp.manager.steps import StepFolders
+from dcp.steps.folders import StepFolders
 from dcp.storage.errors import CheckpointError
 from tests.support.versions import save_version
 

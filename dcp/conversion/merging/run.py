@@ -25,9 +25,9 @@ from dcp.conversion.report import ConversionReport
 from dcp.conversion.run import Means, run_conversion, with_hf
 from dcp.conversion.targets.job import Chunks
 from dcp.conversion.targets.places import place_of
-from dcp.manager.steps import StepFolders
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.progress import ProgressCallback
+from dcp.steps.folders import StepFolders
 from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, OptionError, PlanError
 from dcp.storage.formats.opening.sources import Source, open_source

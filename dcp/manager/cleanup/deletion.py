@@ -19,7 +19,7 @@ from dcp.manager.cleanup.removal import (
     remove_abandoned,
     remove_checkpoint,
 )
-from dcp.manager.steps import StepFolders
+from dcp.steps.folders import StepFolders
 from dcp.storage.commit_names import NOTES_NAME, is_commit_object
 from dcp.storage.errors import CheckpointError, StorageError
 

@@ -28,8 +28,8 @@ from dcp.inspection.findings import VerifyReport
 from dcp.inspection.payload_checks import PayloadChecks
 from dcp.manager.cleanup.removal import owner_of
 from dcp.manager.cleanup.retention import Part
-from dcp.manager.notes import read_notes
 from dcp.planners.load.selection import Selection
+from dcp.steps.notes import read_notes
 from dcp.storage import commit
 from dcp.storage.commit_names import METADATA_NAME
 from dcp.storage.engine.write import data_file_name

@@ -27,7 +27,7 @@ from dcp.manager.cleanup.removal import (
     remove_abandoned,
     remove_strays,
 )
-from dcp.manager.notes import read_notes
+from dcp.steps.notes import read_notes
 from dcp.storage.commit import abort_uploads, unfinished_uploads
 from dcp.storage.commit_names import is_commit_object
 from dcp.storage.errors import (

@@ -20,8 +20,8 @@ from dcp.manager.cleanup.deletion import Deleter, DeleterClosedError, DeletionEv
 from dcp.manager.cleanup.dropping import drop_parts, finish_drop
 from dcp.manager.cleanup.retention import Part, Retention
 from dcp.manager.events import Events
-from dcp.manager.notes import Verified
-from dcp.manager.steps import Commit, StepFolders, read_commit
+from dcp.steps.folders import Commit, StepFolders, read_commit
+from dcp.steps.notes import Verified
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from dcp.storage.formats.index import UNKNOWN
 from dcp.storage.stores.base import Store

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from dcp.manager.cleanup.retention import Part, Retention, plan
-from dcp.manager.steps import StepFolders
+from dcp.steps.folders import StepFolders
 from dcp.storage.errors import CheckpointNotFoundError, OptionError
 from dcp.storage.formats.opening.folder import has_checkpoint
 from dcp.storage.stores import OpenStore, open_store

@@ -23,8 +23,8 @@ from functools import partial
 from typing import Final, Literal
 
 from dcp.conversion.targets.places import is_written_under
-from dcp.manager.notes import Deleting, Notes, read_notes, update_notes
-from dcp.manager.steps import Commit, read_commit
+from dcp.steps.folders import Commit, read_commit
+from dcp.steps.notes import Deleting, Notes, read_notes, update_notes
 from dcp.storage.commit import abort_uploads, unfinished_uploads
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, NOTES_NAME, is_commit_object
 from dcp.storage.errors import (

@@ -15,25 +15,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple, Self, cast
 
+from dcp.steps.states import StepState
 from dcp.storage.errors import OptionError
 from dcp.storage.near_names import close_to
 
 __all__ = [
     "OPTIMIZER",
     "Best",
-    "Health",
     "Keep",
     "Part",
     "Plan",
     "Retention",
-    "StepState",
     "part_named",
     "plan",
 ]
-
-Health = Literal["good", "pending", "damaged", "partial"]
-"""Of a committed step: to be counted on; being verified or replaced; known not to load as committed; saved
-before a deadline, and not the whole state."""
 
 OPTIMIZER: Final = ("optim*.state.*", "*.optim*.state.*", "optim*.param_groups*", "*.optim*.param_groups*")
 """Names of what an optimizer keeps, as trainers call it: what is below ``state`` and ``param_groups`` under a
@@ -41,19 +36,6 @@ key that begins with ``optim``. A weight that is called so has neither above it.
 
 _MODES: Final = ("min", "max")
 _RULES: Final = ("last", "every_steps", "best", "younger_than_seconds")
-
-
-@dataclass(frozen=True, slots=True)
-class StepState:
-    """What retention has to know of a committed step; ``committed_seconds`` counts from the epoch,
-    ``dropped`` are the globs of what was dropped from it."""
-
-    step: int
-    committed_seconds: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    health: Health = "good"
-    pinned: bool = False
-    dropped: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

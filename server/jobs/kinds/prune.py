@@ -157,7 +157,7 @@ def _check_free(connection: Connection, checkpoint_id: int) -> None:
 
 def _is_meant(store: Store, subject: Subject, fingerprint: str) -> bool:
     """Whether what is there is still what the catalog knows."""
-    from dcp.manager.steps import read_commit
+    from dcp.steps.folders import read_commit
 
     if subject.save_id is None:
         return subject.fingerprint in (None, fingerprint)

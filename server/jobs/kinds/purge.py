@@ -39,7 +39,7 @@ from dcp.storage.stores.base import FileInfo, Store
 
 if TYPE_CHECKING:  # imported where they are needed: the API process only makes such jobs
     from dcp.manager.cleanup.removal import Removed
-    from dcp.manager.steps import Commit
+    from dcp.steps.folders import Commit
 
 __all__ = ["PurgeKind", "PurgeParams", "purge_dedup_key"]
 

@@ -211,11 +211,12 @@ def test_formulas_and_averages() -> None:
 def test_weights_are_any_real_numbers() -> None:
     """Of numpy, fractions and torch, one by one or as one array: what float64 has of them."""
     half = np.float32(0.1)
-    given = [half, np.int8(-2), Fraction(1, 4), torch.tensor(0.5), np.array(3.0), 7]
+    given: list[Any] = [half, np.int8(-2), Fraction(1, 4), torch.tensor(0.5), np.array(3.0), 7]
     expected = (float(half), -2.0, 0.25, 0.5, 3.0, 7.0)
     made = weights_of_sources(len(given), given, None)
     assert made == expected and {type(one) for one in made} == {float}
-    for array in (np.array([0.25, 0.75], np.float32), torch.tensor([0.25, 0.75])):
+    arrays: list[Any] = [np.array([0.25, 0.75], np.float32), torch.tensor([0.25, 0.75])]
+    for array in arrays:
         assert weights_of_sources(2, array, None) == weights_of_adapters(2, array) == (0.25, 0.75)
     assert weights_of_sources(2, None, None, np.float32(0.5)) == weights_of_sources(2, None, None, 0.5)
     with pytest.raises(OptionError, match="decay must be between 0 and 1, not True"):

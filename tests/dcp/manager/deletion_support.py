@@ -15,8 +15,8 @@ import pytest
 
 import dcp
 from dcp.manager.cleanup.deletion import Deleter, DeletionEvent
-from dcp.manager.notes import Notes
-from dcp.manager.steps import StepFolders
+from dcp.steps.folders import StepFolders
+from dcp.steps.notes import Notes
 from dcp.storage.errors import StorageError
 from dcp.storage.stores import PosixStore
 from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation

@@ -14,7 +14,8 @@ import torch
 
 import dcp
 from dcp.errors import MissingKeyError, OptionError
-from dcp.manager.cleanup.retention import StepState, plan
+from dcp.manager.cleanup.retention import plan
+from dcp.steps.states import StepState
 from dcp.storage.stores import PosixStore
 from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
 from tests.dcp.manager.manager_support import Gate, Recorder, Writer, manager_of, plain_writer, writer_with

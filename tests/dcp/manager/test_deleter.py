@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dcp.inspection.verification import verify
-from dcp.manager.notes import Deleting, Notes
+from dcp.steps.notes import Deleting, Notes
 from dcp.storage.commit_names import NOTES_NAME
 from dcp.storage.errors import StorageError
 from dcp.storage.stores.faults import Fault

@@ -13,8 +13,8 @@ import dcp
 from dcp.inspection.verification import verify
 from dcp.manager.cleanup.deletion import Deleter, DeletionEvent
 from dcp.manager.cleanup.removal import finish_removal
-from dcp.manager.notes import Notes, Verified
-from dcp.manager.steps import StepFolders
+from dcp.steps.folders import StepFolders
+from dcp.steps.notes import Notes, Verified
 from dcp.storage.commit_names import NOTES_NAME
 from dcp.storage.stores import MemoryStore, open_store
 from dcp.storage.stores.faults import Fault, Operation

@@ -27,8 +27,8 @@ from dcp.inspection.verification import verify
 from dcp.manager.cleanup import post_commit
 from dcp.manager.cleanup.dropping import Drop, drop_parts, finish_drop, plan_drop
 from dcp.manager.cleanup.retention import part_named
-from dcp.manager.notes import update_notes
-from dcp.manager.steps import read_commit
+from dcp.steps.folders import read_commit
+from dcp.steps.notes import update_notes
 from dcp.storage import commit
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.errors import (

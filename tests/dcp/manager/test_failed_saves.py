@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dcp
-from dcp.manager.notes import read_notes
+from dcp.steps.notes import read_notes
 from dcp.storage.stores.posix.store import PosixStore
 from tests.dcp.manager.manager_support import (
     MODES,

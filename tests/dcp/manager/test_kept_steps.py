@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import dcp
-from dcp.manager.notes import Deleting, update_notes
-from dcp.manager.steps import read_commit
+from dcp.steps.folders import read_commit
+from dcp.steps.notes import Deleting, update_notes
 from dcp.storage.stores.posix.store import PosixStore
 from tests.dcp.manager.manager_support import (
     MODES,

@@ -15,7 +15,7 @@ import torch
 
 import dcp
 from dcp.manager.events import Event
-from dcp.manager.notes import read_notes
+from dcp.steps.notes import read_notes
 from dcp.storage.errors import StorageError
 from dcp.storage.stores.faults import Operation
 from dcp.storage.stores.posix.store import PosixStore

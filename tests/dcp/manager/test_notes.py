@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import dcp
 from dcp.inspection.verification import verify
-from dcp.manager.notes import (
+from dcp.steps.notes import (
     MAX_NOTES_BYTES,
     Deleting,
     Notes,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import dcp
 from dcp.manager.cleanup.post_commit import PostCommitWorker
-from dcp.manager.cleanup.retention import StepState
 from dcp.manager.events import Events
-from dcp.manager.steps import StepFolders
+from dcp.steps.folders import StepFolders
+from dcp.steps.states import StepState
 from dcp.storage.stores import PosixStore
 from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
 from tests.dcp.manager.deletion_support import Gate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dcp.manager.cleanup.removal import Removed, remove_abandoned, remove_checkpoint
-from dcp.manager.notes import read_notes
+from dcp.steps.notes import read_notes
 from dcp.storage.commit import Names, Previous, previous_state
 from dcp.storage.commit_names import MANIFEST_NAME, NOTES_NAME
 from dcp.storage.errors import CheckpointConflictError

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dcp
 from dcp.errors import CorruptCheckpointError
-from dcp.manager.steps import StepFolders
+from dcp.steps.folders import StepFolders
 from dcp.storage.errors import CheckpointError, PlanError
 from tests.support.ranks import RankRaised, run_ranks
 from tests.support.restoring import (

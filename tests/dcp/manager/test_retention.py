@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.manager.cleanup.retention import OPTIMIZER, Best, Keep, Retention, StepState, part_named, plan
+from dcp.manager.cleanup.retention import OPTIMIZER, Best, Keep, Retention, part_named, plan
 from dcp.planners.load.selection import Selection
+from dcp.steps.states import StepState
 from dcp.storage.errors import OptionError
 
 NOW = 1_000_000.0

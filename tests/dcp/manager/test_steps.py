@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import dcp
-from dcp.manager.cleanup.retention import StepState
-from dcp.manager.notes import Deleting, Notes, Verified, encode_notes
-from dcp.manager.steps import StepFolders
+from dcp.steps.folders import StepFolders
+from dcp.steps.notes import Deleting, Notes, Verified, encode_notes
+from dcp.steps.states import StepState
 from dcp.storage.commit_names import NOTES_NAME
 from dcp.storage.errors import CheckpointNotFoundError, CorruptCheckpointError
 from dcp.storage.stores import PosixStore
@@ -273,8 +273,13 @@ def test_notes_that_cannot_be_read_keep_the_checkpoint(
 def test_none_of_it_imports_torch() -> None:
     """A tool that lists, pins or deletes does not need torch."""
     program = "import sys\n"
-    for name in ("cleanup.retention", "steps", "notes", "cleanup.removal", "cleanup.deletion"):
-        program += f"import dcp.manager.{name}\n"
+    for name in (
+        "steps.folders",
+        "manager.cleanup.retention",
+        "manager.cleanup.removal",
+        "manager.cleanup.deletion",
+    ):
+        program += f"import dcp.{name}\n"
     program += "assert 'torch' not in sys.modules"
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

@@ -13,7 +13,6 @@ from sqlalchemy import select, update
 import dcp
 from dcp.conversion.run import convert
 from dcp.demo.s3_server import S3Server
-from dcp.manager.notes import update_notes
 from dcp.server.catalog.errors import StateError
 from dcp.server.catalog.labelling.aliases import set_alias
 from dcp.server.catalog.labelling.labels import Change, set_pinned
@@ -21,6 +20,7 @@ from dcp.server.database.engine import Database
 from dcp.server.database.tables import audit, checkpoints, events, jobs
 from dcp.server.jobs.kinds.shared.deletion import delete_softly, restore
 from dcp.server.problems import ForbiddenError
+from dcp.steps.notes import update_notes
 from dcp.storage.stores.posix.store import PosixStore
 from tests.support.kind_runs import KindRuns
 from tests.support.s3 import raw_s3

@@ -11,7 +11,6 @@ from sqlalchemy import select, update
 
 from dcp.inspection.verification import verify
 from dcp.manager.cleanup.retention import Retention
-from dcp.manager.notes import Notes, update_notes
 from dcp.server.catalog.errors import StateError
 from dcp.server.catalog.labelling.aliases import set_alias
 from dcp.server.catalog.labelling.labels import Change, set_pinned
@@ -21,6 +20,7 @@ from dcp.server.problems import ForbiddenError
 from dcp.server.retention.planning import plan_run, runs_of
 from dcp.server.retention.policies import NewPolicy, create_policy
 from dcp.server.retention.totals import retention_totals
+from dcp.steps.notes import Notes, update_notes
 from dcp.storage.stores import PosixStore
 from tests.support.kind_runs import KindRuns
 from tests.support.with_optimizer import parts_there, save_apart, save_mixed, save_stock, stock_sees

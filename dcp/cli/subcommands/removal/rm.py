@@ -74,7 +74,7 @@ def command(
 def _remove(uri: str, options: dict[str, Any] | None, *, yes: bool) -> _Done:
     # here, because a usage message must not wait for numpy
     from dcp.manager.cleanup.removal import files_to_remove, remove_checkpoint
-    from dcp.manager.notes import read_notes
+    from dcp.steps.notes import read_notes
     from dcp.storage.formats.opening.places_near import near_places_told
     from dcp.storage.stores.opening import OpenWith
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, SupportsIndex, TypeVar
 
 from dcp.inspection.checkpoints import header_of
-from dcp.manager.cleanup.retention import Health, StepState
-from dcp.manager.notes import Notes, read_notes, update_notes
+from dcp.steps.notes import Notes, read_notes, update_notes
+from dcp.steps.states import Health, StepState
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, NOTES_NAME, is_commit_object
 from dcp.storage.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, OptionError
 from dcp.storage.formats.dropped import DroppedPart, dropped_from
@@ -284,7 +284,7 @@ class StepFolders:
         return self._notes_of(step, {} if info is None else {NOTES_NAME: info})
 
     def update_notes(self, step: int, change: Callable[[Notes], Notes], *, durable: bool = True) -> Notes:
-        """As `dcp.manager.notes.update_notes`."""
+        """As `dcp.steps.notes.update_notes`."""
         self._notes.forget(step)
         return update_notes(self.store(step), change, durable=durable)
 
