@@ -239,7 +239,8 @@ def _sources(
     engine: ReadEngine, layout: TargetLayout, planned: Planned
 ) -> tuple[SourceColumns, TermColumns | None]:
     if planned.merged is not None:
-        return sum_sources(engine, layout.copies, planned.merged.terms, planned.merged.accumulate)
+        merged = planned.merged
+        return sum_sources(engine, layout.copies, merged.terms, merged.accumulate, merged.mapped)
     return copy_sources(engine, layout, planned.mapped.tensors if planned.mapped else None), None
 
 

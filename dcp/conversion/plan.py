@@ -11,18 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from dcp.conversion.contents.entries import Entries, TargetDtype, choose_entries
+from dcp.conversion.contents.entries import Entries, TargetDtype, mapped_entries
 from dcp.conversion.contents.hf_folder import HfFolder
 from dcp.conversion.contents.values import SourceValues
 from dcp.conversion.copying.tasks import TASK_BYTES, WINDOW_BYTES
 from dcp.conversion.merging.arithmetic import Arithmetic
 from dcp.conversion.merging.joined import members_of
-from dcp.conversion.merging.terms import MergedTensors, merge_entries
+from dcp.conversion.merging.terms import merge_entries
 from dcp.conversion.targets.job import LayoutJob, LayoutOptions, Planned
 from dcp.conversion.targets.places import TargetPlace
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.load.selection import Patterns, Rename
-from dcp.planners.weight_maps.mapped_index import MappedIndex, map_index
 from dcp.planners.weight_maps.model_config import CONFIG, config_of
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.storage.commit_names import is_commit_object
@@ -62,24 +61,23 @@ class SourceChangedError(CheckpointConflictError):
 @dataclass(frozen=True, slots=True)
 class ConversionOptions:
     """The options of `dcp.convert` that decide what the target holds; with ``arithmetic`` of `dcp.merge`,
-    whose source is several as one (`dcp.conversion.merging.joined`)."""
+    whose source is several as one (`dcp.conversion.merging.joined`). ``weight_maps`` is one for all sources,
+    or one for each; empty without any."""
 
     layout: LayoutOptions
     only: Patterns | None = None
     exclude: Patterns | None = None
     rename: Rename | None = None
     dtype: TargetDtype = None
-    weight_map: WeightMap | None = None
+    weight_maps: tuple[WeightMap | None, ...] = ()
     arithmetic: Arithmetic | None = None
 
 
 def with_template(options: ConversionOptions, hf: HfFolder) -> ConversionOptions:
     """``options`` with what ``hf`` has beside weights; its configuration is also the map's."""
-    weights = options.weight_map
-    if weights is not None and CONFIG in hf.files:
-        known = config_of(hf.files[CONFIG], f"{CONFIG} of {hf.url}")
-        weights = replace(weights, config={**known, **weights.config})
-    return replace(options, layout=replace(options.layout, hf=hf), weight_map=weights)
+    known = config_of(hf.files[CONFIG], f"{CONFIG} of {hf.url}") if CONFIG in hf.files else {}
+    maps = tuple(one and replace(one, config={**known, **one.config}) for one in options.weight_maps)
+    return replace(options, layout=replace(options.layout, hf=hf), weight_maps=maps)
 
 
 def refuse_itself(source: Source, place: TargetPlace) -> None:
@@ -113,40 +111,18 @@ def plan_target(
         options.layout.to != SAFETENSORS.name or place.file_name is not None
     ):
         raise OptionError("hf is for a folder of safetensors: to='safetensors', and no name of a file")
-    merged: MergedTensors | None = None
-    mapped: MappedIndex | None = None
+    chosen = {name: getattr(options, name) for name in ("only", "exclude", "rename", "dtype")}
+    maps, merged = options.weight_maps, None
     if options.arithmetic is None:
-        entries, mapped = _chosen(engine, options)
+        weights = maps[0] if maps else None
+        entries, mapped = mapped_entries(engine.index, engine.store, weights, **chosen)
     else:
-        entries, merged = merge_entries(
-            members_of(source),
-            engine.index,
-            options.arithmetic,
-            only=options.only,
-            exclude=options.exclude,
-            rename=options.rename,
-            dtype=options.dtype,
-        )
+        members = members_of(source)
+        entries, mapped, merged = merge_entries(members, engine.index, options.arithmetic, maps, **chosen)
     origin = merged.origin if merged is not None else {}
     planned = plan_layout(entries, engine, place, options.layout, save_id, origin=origin)
     planned.layout.check()
     return replace(planned, mapped=mapped, merged=merged)
-
-
-def _chosen(engine: ReadEngine, options: ConversionOptions) -> tuple[Entries, MappedIndex | None]:
-    if options.weight_map is None:
-        entries = choose_entries(
-            engine.index,
-            only=options.only,
-            exclude=options.exclude,
-            rename=options.rename,
-            dtype=options.dtype,
-        )
-        return entries, None
-    mapped = map_index(engine.index, engine.store, options.weight_map, options.only, options.exclude)
-    entries = choose_entries(mapped.index, rename=options.rename, dtype=options.dtype)
-    chosen = [value for value in entries.values if value.row in mapped.objects]
-    return replace(entries, values=chosen), mapped
 
 
 @garbage_collection_paused()

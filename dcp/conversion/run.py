@@ -121,7 +121,7 @@ def convert(
         exclude,
         rename,
         dtype,
-        None if map is None else WeightMap.of(map),
+        () if map is None else (WeightMap.of(map),),
     )
     options = with_hf(options, hf, hf_also)
     means = Means(executor, workers, progress, overwrite=overwrite, verify=verify, resume=resume)

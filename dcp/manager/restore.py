@@ -30,7 +30,8 @@ from dcp.ranks.failures import causes_of, is_damage
 from dcp.ranks.handshake import begin, told_to_all
 from dcp.ranks.retrying import retried
 from dcp.state_dict_loader import LoadKeywords, load_with
-from dcp.steps.folders import partial_of, whole_step
+from dcp.steps.folders import whole_step
+from dcp.steps.states import partial_of
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointError,

@@ -19,7 +19,7 @@ from typing import Any, Final, Generic, SupportsIndex, TypeVar
 
 from dcp.inspection.checkpoints import header_of
 from dcp.steps.notes import Notes, read_notes, update_notes
-from dcp.steps.states import Health, StepState
+from dcp.steps.states import Health, StepState, partial_of
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, NOTES_NAME, is_commit_object
 from dcp.storage.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, OptionError
 from dcp.storage.formats.dropped import DroppedPart, dropped_from
@@ -32,11 +32,9 @@ from dcp.storage.stores.names import check_name
 from dcp.storage.threads import WorkerThreads
 
 __all__ = [
-    "PARTIAL",
     "Commit",
     "StepFacts",
     "StepFolders",
-    "partial_of",
     "read_commit",
     "whole_step",
 ]
@@ -50,9 +48,6 @@ _NUMBER: Final = re.compile(r"[0-9]{1,18}")
 _END_OF_STEPS: Final = 10**18
 """What `_NUMBER` can read back from a name, and the ranks can exchange."""
 _LONGEST_ID: Final = 256
-
-PARTIAL: Final = "partial"
-"""Of the user metadata: which entries a checkpoint has that is not the whole state."""
 
 _RACY_SECONDS: Final = 2.0
 """A file this young may change again without its time showing it, so what was read of it is not kept."""
@@ -411,12 +406,6 @@ class _Cache(Generic[_Value]):
     def forget(self, step: int) -> None:
         with self._guard:
             self._entries.pop(step, None)
-
-
-def partial_of(user: Mapping[str, Any]) -> tuple[str, ...]:
-    """The entries that a checkpoint has which is no whole state, by its user metadata; () of all others."""
-    names = user.get(PARTIAL)
-    return tuple(map(str, names)) if isinstance(names, list | tuple) else ()
 
 
 def _metrics(value: Any) -> dict[str, float]:

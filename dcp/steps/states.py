@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Final, Literal
 
-__all__ = ["Health", "StepState"]
+__all__ = ["PARTIAL", "Health", "StepState", "partial_of"]
+
+PARTIAL: Final = "partial"
+"""Of the user metadata: which entries a checkpoint has that is not the whole state."""
 
 Health = Literal["good", "pending", "damaged", "partial"]
 """Of a committed step: to be counted on; being verified or replaced; known not to load as committed; saved
@@ -24,3 +27,9 @@ class StepState:
     health: Health = "good"
     pinned: bool = False
     dropped: frozenset[str] = frozenset()
+
+
+def partial_of(user: Mapping[str, Any]) -> tuple[str, ...]:
+    """The entries that a checkpoint has which is no whole state, by its user metadata; () of all others."""
+    names = user.get(PARTIAL)
+    return tuple(map(str, names)) if isinstance(names, list | tuple) else ()

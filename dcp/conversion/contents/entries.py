@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import pairwise, starmap
@@ -18,6 +18,8 @@ import numpy as np
 from dcp.conversion.contents.casting import CASTABLE, check_castable
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.load.selection import Patterns, Rename, Selection, check_patterns, renamer
+from dcp.planners.weight_maps.mapped_index import MappedIndex, map_index
+from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.storage.errors import (
     CheckpointFormatError,
     PlanError,
@@ -25,8 +27,9 @@ from dcp.storage.errors import (
 )
 from dcp.storage.formats.container_notes import STRUCTURE_VERSION
 from dcp.storage.formats.index import CheckpointIndex, Path
+from dcp.storage.stores.base import Store
 
-__all__ = ["Entries", "TargetDtype", "TensorEntry", "Value", "choose_entries"]
+__all__ = ["Entries", "TargetDtype", "TensorEntry", "Value", "choose_entries", "mapped_entries"]
 
 TargetDtype = str | Mapping[str, str] | None
 """One dtype for every floating-point tensor, or dtypes by glob of the source's names (first match counts)."""
@@ -186,6 +189,26 @@ def choose_entries(
         and (renaming is None or renaming(_name(path)) == _name(path))
     )
     return Entries(index, tensors, values, {new: old for old, new in new_names.items()}, refused, empty)
+
+
+def mapped_entries(
+    index: CheckpointIndex,
+    store: Store,
+    weights: WeightMap | None,
+    *,
+    only: Patterns | None = None,
+    exclude: Patterns | None = None,
+    rename: Rename | None = None,
+    dtype: TargetDtype = None,
+) -> tuple[Entries, MappedIndex | None]:
+    """As `choose_entries` or, with a map, of what ``weights`` make of the checkpoint in ``store``: ``only``
+    and ``exclude`` choose before it, and ``rename`` and ``dtype`` have the names after it."""
+    if weights is None:
+        return choose_entries(index, only=only, exclude=exclude, rename=rename, dtype=dtype), None
+    mapped = map_index(index, store, weights, only, exclude)
+    entries = choose_entries(mapped.index, rename=rename, dtype=dtype)
+    chosen = [value for value in entries.values if value.row in mapped.objects]
+    return replace(entries, values=chosen), mapped
 
 
 def _tensors(

@@ -7,6 +7,7 @@ addition is its own, but are added rank by rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
@@ -109,7 +110,10 @@ class Sums:
         """What the elements ``first`` to ``last`` need of a term: memory that is read into."""
         term = copy.terms[number]
         if not term.rank:
-            return [self._gather(term.gathers[0], first, last)]
+            found = self._gather(term.gathers[0], first, last)
+            if copy.is_padded:
+                _fill_with_zeros(found, term.weight)
+            return [found]
         left, right = term.gathers
         rows = self._gather(left, first // term.width * term.rank, -(-last // term.width) * term.rank)
         key = copy.copy, number
@@ -138,7 +142,7 @@ class Sums:
         target = np.frombuffer(step.place, np.uint8)
         for begin in range(0, step.last - step.first, _BLOCK):
             total = self._added(step, begin, min(_BLOCK, step.last - step.first - begin))
-            self._check(copy, total)
+            self._check(copy, total, step.first + begin)
             data = narrowed(total, copy.target_code)
             at = begin * size - step.skip
             end = min(at + len(data), len(target))
@@ -191,14 +195,21 @@ class Sums:
             if rank:
                 out += product
 
-    def _check(self, copy: TaskCopy, total: _Array) -> None:
-        """Note what is no number, or rounds to none of the copy's type."""
+    def _check(self, copy: TaskCopy, total: _Array, first: int) -> None:
+        """Note what is no number, or rounds to none of the copy's type, of elements from ``first`` on."""
         limit = TOO_LARGE[copy.target_code]
         if -limit < float(total.min()) and float(total.max()) < limit:
             return
         is_finite = np.isfinite(total)
-        too_large = int((np.abs(total[is_finite], dtype=np.float64) >= limit).sum())
-        chunk = copy.terms[0].gathers[0].sources[0].chunk
-        for kind, count in ((NOT_FINITE, int((~is_finite).sum())), (OUT_OF_RANGE, too_large)):
-            if count:
-                self._faults.append(Fault(copy.copy, chunk, count, kind))
+        too_large = is_finite & (np.abs(total, dtype=np.float64) >= limit)
+        for kind, wrong in ((NOT_FINITE, ~is_finite), (OUT_OF_RANGE, too_large)):
+            elements = first + np.flatnonzero(wrong)
+            for source in copy.terms[0].gathers[0].sources if len(elements) else ():
+                if count := int(source.has(elements).sum()):
+                    self._faults.append(Fault(copy.copy, source.chunk, count, kind))
+
+
+def _fill_with_zeros(stored: _Array, weight: float) -> None:
+    """Those that are 0.0 times ``weight``, and not -0.0: so are elements that no source has."""
+    bits = stored.view(f"u{stored.itemsize}")
+    bits.fill(1 << (8 * stored.itemsize - 1) if math.copysign(1.0, weight) < 0 else 0)

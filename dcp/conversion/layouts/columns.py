@@ -142,17 +142,19 @@ class TaskCopies:
         terms: TermColumns | None = None,
     ) -> TaskCopies:
         """Those in ``rows`` of a layout's copies."""
-        own, codes = sources.take(rows if terms is None else terms.gathers_of(rows)), copies.dtype_codes[rows]
+        summed, codes = None if terms is None else terms.take(rows), copies.dtype_codes[rows]
+        own = sources.take(rows if terms is None else terms.gathers_of(rows))
         elements = copies.size_bytes[rows] // itemsizes(codes.astype(np.uint8))
+        found = own.elements() if summed is None else summed.fewest(own.elements())
         return cls(
             rows,
             copies.offsets[rows],
             copies.size_bytes[rows],
             source_codes[rows],
             codes,
-            np.zeros_like(rows) if terms else (own.elements() < elements).astype(np.int64),
+            (found < elements).astype(np.int64),
             own,
-            terms.take(rows) if terms else None,
+            summed,
         )
 
     def __len__(self) -> int:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from dcp.storage.geometry.lattices import AxisPart
 from dcp.storage.geometry.payload_parts import BoxPart
 
@@ -28,6 +31,17 @@ class SourcePart(NamedTuple):
     lengths: tuple[int, ...]
     strides: tuple[int, ...]
     target_strides: tuple[int, ...]
+
+    def has(self, elements: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which of these elements of the copy it has."""
+        left = elements - self.target
+        found = left >= 0
+        for n, step in zip(self.lengths, self.target_strides, strict=True):
+            if n > 1:
+                at = left // step
+                found &= at < n
+                left = left - at * step
+        return found & (left == 0)
 
     def is_run(self, itemsize: int) -> bool:
         """Whether its elements lie together in the copy, and in the payload in the same order."""

@@ -37,10 +37,14 @@ def copy_sources(
 
 
 def sum_sources(
-    engine: ReadEngine, copies: Copies, terms: Mapping[int, Sequence[TensorTerm]], accumulate: int
+    engine: ReadEngine,
+    copies: Copies,
+    terms: Mapping[int, Sequence[TensorTerm]],
+    accumulate: int,
+    mapped: Sequence[MappedTensor] = (),
 ) -> tuple[SourceColumns, TermColumns]:
-    """Of copies that are sums of the source's tensors: ``terms`` are by row of what is copied. Else as
-    `copy_sources`."""
+    """Of copies that are sums of the source's tensors, or of those ``mapped``, which are made of them:
+    ``terms`` are by row of what is copied. Else as `copy_sources`."""
     gathers, turned = CopyBuilder(), []
     counts, weights, ranks, widths = [], [], [], []
     bounds, lows, sizes = (
@@ -55,7 +59,8 @@ def sum_sources(
             ranks.append(term.rank)
             widths.append(math.prod(sizes[flat][1:]) if term.rank else 0)
             for number, box in zip(term.rows, term.boxes(lows[flat], sizes[flat]), strict=True):
-                gathers.add(number, box, int(engine.index.dtype_codes[number]), 0, 0)
+                code = mapped[number].dtype_code if mapped else int(engine.index.dtype_codes[number])
+                gathers.add(number, box, code, 0, 0)
                 turned.append(term.is_turned)
     columns = gathers.build()
     found = TermColumns(
@@ -66,6 +71,8 @@ def sum_sources(
         np.array(widths, np.int64),
         columns.dtype_codes,
     )
+    if mapped:
+        return _mapped_sources(engine, columns, mapped), found
     return _box_sources(engine, columns, np.array(turned, bool)), found
 
 

@@ -82,6 +82,11 @@ class TermColumns:
         """The first gather of each row."""
         return starts(1 + (self.ranks > 0))
 
+    def fewest(self, elements: Int64) -> Int64:
+        """By copy, of the gathers that are no factors, which have so many ``elements``."""
+        whole = np.where(self.ranks > 0, np.iinfo(np.int64).max, elements[self.gathers[:-1]])
+        return np.minimum.reduceat(whole, self.start[:-1]) if len(whole) else whole
+
     def gathers_of(self, copies: Int64) -> Int64:
         """The numbers of their gathers, in order."""
         begins, ends = self.gathers[self.start[copies]], self.gathers[self.start[copies + 1]]

@@ -26,6 +26,7 @@ from dcp.conversion.run import Means, run_conversion, with_hf
 from dcp.conversion.targets.job import Chunks
 from dcp.conversion.targets.places import place_of
 from dcp.planners.load.selection import Patterns, Rename
+from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
 from dcp.steps.folders import StepFolders
 from dcp.storage.engine.reading.requests import Verify
@@ -43,6 +44,7 @@ _NAME: Final = "step-{step:08d}"
 _MAX_LISTED: Final = 10
 
 _Place = str | os.PathLike[str]
+Map = WeightMap | Mapping[str, Any] | str | os.PathLike[str]
 
 
 @plain_errors
@@ -64,6 +66,7 @@ def merge(
     exclude: Patterns | None = None,
     rename: Rename | None = None,
     dtype: TargetDtype = None,
+    map: Map | Sequence[Map | None] | None = None,
     shard_bytes: int | None = None,
     files: int = 1,
     chunks: Chunks = "keep",
@@ -106,6 +109,10 @@ def merge(
         exclude: The same for what is left out.
         rename: From each source's names to the target's, which must be the same then.
         dtype: Of the target, as for `dcp.convert`.
+        map: The result is under another model definition, as for `dcp.convert`; without ``dtype`` it is, bit
+            for bit, what merging and then converting makes. Where the sources are under different definitions
+            themselves a list, with a map for each, or None for those that are under the target's; tensors
+            are compared and added after the maps. Not with adapters.
         shard_bytes: As for `dcp.convert`.
         files: As for `dcp.convert`.
         chunks: As for `dcp.convert`, of the first source.
@@ -146,6 +153,7 @@ def merge(
         given = last_steps(run, last, name=name, storage_options=storage_options)
     own = weights_of_sources(len(given), weights, formula, decay)
     added = _places("adapters", adapters)
+    maps = _maps(map, len(given), len(added))
     arithmetic = Arithmetic(own, weights_of_adapters(len(added), adapter_weights), accumulate)
     members = [partial(open_source, one, open_store=_opened(one, storage_options)) for one in given]
     members += [partial(open_adapter, one, open_store=_opened(one, storage_options)) for one in added]
@@ -153,12 +161,28 @@ def merge(
     kind = to or _format_of(place_text(target), members[0])
     place = place_of(target, kind, OpenWith(target_options))
     layout = LayoutOptions(kind, files, chunks, shard_bytes, drop_objects)
-    options = ConversionOptions(layout, only, exclude, rename, dtype, arithmetic=arithmetic)
+    options = ConversionOptions(layout, only, exclude, rename, dtype, maps, arithmetic)
     options = with_hf(options, hf, hf_also)
     means = Means(executor, workers, progress, overwrite=overwrite, verify=verify, resume=resume)
     report = run_conversion(reopen, place, options, means, begun)
     told = zip([*given, *added], [*own, *arithmetic.adapter_weights], strict=True)
     return replace(report, weights=tuple(told))
+
+
+def _maps(
+    given: Map | Sequence[Map | None] | None, sources: int, adapters: int
+) -> tuple[WeightMap | None, ...]:
+    """One for all sources, or one for each. OptionError for another number, and for adapters, whose products
+    have the shapes that weights have before a map."""
+    if given is None:
+        return ()
+    if adapters:
+        raise OptionError("map: adapters are added before it: merge first, then convert")
+    if isinstance(given, WeightMap | Mapping | str | os.PathLike):
+        return (WeightMap.of(given),)
+    if len(given) != sources:
+        raise OptionError(f"map: {len(given)} are given for {sources} sources; give one, or one for each")
+    return tuple(None if one is None else WeightMap.of(one) for one in given)
 
 
 def _places(what: str, given: Sequence[_Place]) -> list[str]:

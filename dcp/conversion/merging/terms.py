@@ -5,19 +5,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, starmap
 from typing import Any, Final
 
 from dcp.conversion.contents.casting import CASTABLE
-from dcp.conversion.contents.entries import (
-    Entries,
-    TargetDtype,
-    TensorEntry,
-    choose_entries,
-)
+from dcp.conversion.contents.entries import Entries, TargetDtype, TensorEntry, mapped_entries
 from dcp.conversion.layouts.terms import TensorTerm
 from dcp.conversion.merging.adapters import LowRank, low_ranks
 from dcp.conversion.merging.arithmetic import Arithmetic
 from dcp.planners.load.selection import Patterns, Rename, Selection, check_patterns
+from dcp.planners.weight_maps.mapped_index import MappedIndex, map_sources
+from dcp.planners.weight_maps.pieces import MappedTensor
+from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import CheckpointIndex
@@ -41,17 +40,20 @@ _WHOLE_NUMBERS: Final = frozenset(
 class MergedTensors:
     """The ``terms`` of tensors, by row of the first source and of all of them joined, which are added in the
     type of code ``accumulate``. ``unmerged`` are those taken from the first as they are, by new name;
-    ``origin`` is for the provenance."""
+    ``origin`` is for the provenance. With weight maps terms are of the tensors ``mapped``, which are made of
+    those of all sources joined, and have their rows."""
 
     terms: Mapping[int, Sequence[TensorTerm]]
     accumulate: int
     unmerged: tuple[str, ...]
     origin: Mapping[str, Any]
+    mapped: Sequence[MappedTensor] = ()
 
     @property
     def identity(self) -> str:
         """Equal for merges that compute the same of the same sources."""
-        facts = self.accumulate, sorted(self.terms.items())
+        pieces = [(tensor.shape, tensor.pieces) for tensor in self.mapped]
+        facts = self.accumulate, sorted(self.terms.items()), pieces
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
@@ -59,55 +61,72 @@ def merge_entries(
     members: Sequence[Source],
     joined: CheckpointIndex,
     arithmetic: Arithmetic,
+    weight_maps: Sequence[WeightMap | None] = (),
     *,
     only: Patterns | None = None,
     exclude: Patterns | None = None,
     rename: Rename | None = None,
     dtype: TargetDtype = None,
-) -> tuple[Entries, MergedTensors]:
-    """What is to be written, and of what it is made. ``members`` are the sources and, behind them, adapters;
-    ``joined`` is the index of all. ``only``, ``exclude`` and ``rename`` are about the names of each.
+) -> tuple[Entries, MappedIndex | None, MergedTensors]:
+    """What is to be written, the first source under its map, and of what all is made. ``members`` are the
+    sources and, behind them, adapters; ``joined`` is the index of all. ``weight_maps`` is one for all
+    sources, or one for each, and goes without adapters. ``only``, ``exclude`` and ``rename`` are about the
+    names of each.
 
     PlanError that says of all tensors which do not go together, why; MissingKeyError for patterns that match
     nothing in any source.
     """
     count = len(arithmetic.weights)
     sources, adapters = members[:count], members[count:]
-    chosen = _chosen(sources, only, exclude, rename, dtype)
+    maps = weight_maps if len(weight_maps) == count else [*weight_maps, None][:1] * count
+    found = _chosen(sources, maps, only, exclude, rename, dtype)
+    chosen, mapped = [entries for entries, _ in found], found[0][1]
+    made = _made(found) if any(maps) else []
     added = [low_ranks(adapter.index, adapter.store) for adapter in adapters]
-    merging = _Merging(chosen, added, joined, arithmetic)
+    merging = _Merging(chosen, added, joined, arithmetic, is_mapped=bool(made))
     terms = merging.terms()
     merging.raise_problems([source.name for source in members])
     first = _untied(chosen, terms)
     user = {name: value for name, value in first.index.user.items() if name != _METRICS}
     first = replace(first, index=replace(first.index, user=user, digests=()))  # of sums nobody has any
     unmerged = tuple(sorted(entry.fqn for entry in first.tensors if entry.fqn in merging.unmerged))
-    return first, MergedTensors(terms, arithmetic.code, unmerged, _origin(members, arithmetic))
+    merged = MergedTensors(terms, arithmetic.code, unmerged, _origin(members, arithmetic), made)
+    return first, mapped, merged
+
+
+def _made(found: Sequence[tuple[Entries, MappedIndex | None]]) -> list[MappedTensor]:
+    """The tensors of all sources under their maps, of pieces of all sources joined."""
+    made = []
+    for number, (entries, mapped) in enumerate(found):
+        own = mapped.tensors if mapped else starmap(MappedTensor.same, map_sources(entries.index))
+        for tensor in own:
+            sides = ((one, one.source._replace(name=f"{number}/{one.source.name}")) for one in tensor.pieces)
+            made.append(replace(tensor, pieces=[one._replace(source=side) for one, side in sides]))
+    return made
 
 
 def _chosen(
     sources: Sequence[Source],
+    maps: Sequence[WeightMap | None],
     only: Patterns | None,
     exclude: Patterns | None,
     rename: Rename | None,
     dtype: TargetDtype,
-) -> list[Entries]:
-    """What is selected of each; a pattern must match in one of them, and not in all."""
+) -> list[tuple[Entries, MappedIndex | None]]:
+    """What is selected of each, under its map; a pattern must match in one of them, and not in all."""
     names = [[*source.index.fqns, *source.index.objects.fqns] for source in sources]
     selection = Selection.of(only, exclude)
     if selection is not None:
         check_patterns(selection, [name for own in names for name in own])
-    found = []
-    for number, (source, own) in enumerate(zip(sources, names, strict=True)):
+    found: list[tuple[Entries, MappedIndex | None]] = []
+    for number, (source, own, weights) in enumerate(zip(sources, names, maps, strict=True)):
         patterns = [_matching(given, own) for given in (only, exclude)]
         if only is not None and not patterns[0]:
-            found.append(Entries(source.index, [], []))
+            found.append((Entries(source.index, [], []), None))
             continue
+        chosen = {"only": patterns[0], "exclude": patterns[1] or None, "rename": rename}
         cast = dtype if not number else None
-        entries = choose_entries(
-            source.index, only=patterns[0], exclude=patterns[1] or None, rename=rename, dtype=cast
-        )
-        found.append(entries)
+        found.append(mapped_entries(source.index, source.store, weights, **chosen, dtype=cast))
     return found
 
 
@@ -129,8 +148,13 @@ class _Merging:
         added: Sequence[Sequence[LowRank]],
         joined: CheckpointIndex,
         arithmetic: Arithmetic,
+        *,
+        is_mapped: bool,
     ) -> None:
         self._chosen = chosen
+        # where the tensors that a map made of each source begin, of those of all sources
+        counts = (one.index.tensor_count for one in chosen)
+        self._begins = list(accumulate(counts, initial=0)) if is_mapped else []
         self._added = added
         self._joined = joined
         self._arithmetic = arithmetic
@@ -193,6 +217,8 @@ class _Merging:
         return [TensorTerm(1.0, (self._row(0, name),))]
 
     def _row(self, number: int, name: str) -> int:
+        if self._begins:
+            return self._begins[number] + self._entries[number][name].tensor
         old = self._chosen[number].source_names[name]
         return self._joined.position[f"{number}/{old}"]
 

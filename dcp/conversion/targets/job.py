@@ -52,7 +52,7 @@ class LayoutOptions:
 @dataclass(frozen=True)
 class Planned:
     """A layout, and the names of the values that it leaves out. ``mapped``: its tensors are made of the
-    source's by a weight map; ``merged``: they are sums of those of several."""
+    source's, of several the first one's, by a weight map; ``merged``: they are sums of those of several."""
 
     layout: TargetLayout
     dropped: tuple[str, ...]

@@ -11,7 +11,7 @@ from typing import Any
 from dcp.background.future import SaveFuture
 from dcp.manager.saving.parts import weights_of
 from dcp.manager.saving.step_saver import HANG_SECONDS, StepSaver
-from dcp.steps.folders import PARTIAL
+from dcp.steps.states import PARTIAL
 from dcp.storage.torch_storage.writer import FileSystemWriter
 
 __all__ = ["LastSave"]

@@ -16,7 +16,7 @@ from dcp.manager.coordination.step_coordinator import StepCoordinator
 from dcp.manager.events import EventKind, Events
 from dcp.manager.saving.executor import SaveExecutor
 from dcp.manager.saving.ledger import SaveLedger
-from dcp.steps.folders import PARTIAL
+from dcp.steps.states import PARTIAL
 from dcp.storage.errors import CheckpointError
 from dcp.storage.torch_storage.writer import FileSystemWriter
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from dcp.steps.folders import PARTIAL
+from dcp.steps.states import PARTIAL
 from dcp.storage.errors import OptionError
 
 __all__ = ["Metrics", "user_metadata_of"]

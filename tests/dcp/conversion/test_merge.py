@@ -180,6 +180,7 @@ def test_values_and_nesting_are_the_first_ones(three: list[Path], tmp_path: Path
     assert [weight for _, weight in report.weights] == _WEIGHTS
     if to == "dcp":
         origin = dcp.open_index(tmp_path / "out").provenance
+        assert dcp.open_index(tmp_path / "out").user == {"step": 7}  # the others have none
         assert [one["weight"] for one in origin["merged_from"]] == _WEIGHTS
         assert [one["format"] for one in origin["merged_from"]] == ["dcp", "safetensors", "torch_save"]
 

@@ -31,7 +31,14 @@ from dcp.cli.subcommands.conversion.options import (
     target_formats,
     with_progress,
 )
-from dcp.cli.subcommands.conversion.weight_maps import Below, Config, Inverse, Sizes, map_of
+from dcp.cli.subcommands.conversion.weight_maps import (
+    Below,
+    Config,
+    Inverse,
+    Sizes,
+    map_of,
+    refuse_without_map,
+)
 
 __all__ = ["ConvertCommand", "command"]
 
@@ -103,10 +110,8 @@ def command(
     with errors_as_lines(debug=debug):
         if weight_map is not None:
             chosen["map"] = map_of(weight_map, config, sizes, inverse=inverse, below=below)
-        elif inverse or below or config or sizes:
-            raise typer.BadParameter(
-                "--inverse, --below, --config and --set are about --map, which is missing"
-            )
+        else:
+            refuse_without_map(config, sizes, inverse=inverse, below=below)
         chosen["storage_options"] = storage_options(source, options)
         chosen["target_options"] = storage_options(target, target_options)
         with with_progress(target) as chosen["progress"]:

@@ -30,9 +30,19 @@ from dcp.cli.subcommands.conversion.options import (
     target_format,
     with_progress,
 )
+from dcp.cli.subcommands.conversion.weight_maps import (
+    Below,
+    Config,
+    Inverse,
+    Sizes,
+    map_of,
+    refuse_without_map,
+)
 from dcp.cli.tables import counted
 
 __all__ = ["command"]
+
+_NO_MAP = "-"
 
 
 class Accumulate(StrEnum):
@@ -95,6 +105,19 @@ def command(
     exclude: Exclude = None,
     rename: Rename = None,
     dtype: Dtype = None,
+    weight_maps: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--map",
+            metavar="MAP",
+            help="A weight map for all sources: a name of `dcp map ls`, or a file. Given several times, one "
+            "for each source; - for none.",
+        ),
+    ] = None,
+    inverse: Inverse = False,
+    below: Below = None,
+    config: Config = None,
+    sizes: Sizes = None,
     files: Files = 1,
     chunks: ChunksOption = Chunks.KEEP,
     shard_size: ShardSize = None,
@@ -126,6 +149,14 @@ def command(
         "accumulate": accumulate.value,
     }
     with errors_as_lines(debug=debug):
+        if weight_maps:
+            maps = [
+                None if one == _NO_MAP else map_of(one, config, sizes, inverse=inverse, below=below)
+                for one in weight_maps
+            ]
+            chosen["map"] = maps[0] if len(maps) == 1 else maps
+        else:
+            refuse_without_map(config, sizes, inverse=inverse, below=below)
         places = [*(sources or ()), *(adapter or ()), *([run] if run else ())]
         remote = next((place for place in places if storage_options(place, options)), None)
         chosen["storage_options"] = storage_options(remote, options) if remote else None

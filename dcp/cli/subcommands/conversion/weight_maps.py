@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dcp.planners.weight_maps.pieces import MappedTensor
     from dcp.planners.weight_maps.weight_map import WeightMap
 
-__all__ = ["Below", "Config", "Inverse", "Sizes", "app", "map_of"]
+__all__ = ["Below", "Config", "Inverse", "Sizes", "app", "map_of", "refuse_without_map"]
 
 app = typer.Typer(
     help="Maps from one model definition's weights to another's.", no_args_is_help=True, rich_markup_mode=None
@@ -61,6 +61,14 @@ def map_of(
         numbers[left] = int(right)
     found = weight_map(name, config).with_numbers(numbers)
     return weight_map(found, inverse=inverse, below=below)
+
+
+def refuse_without_map(
+    config: str | None, sizes: list[str] | None, *, inverse: bool, below: str | None
+) -> None:
+    """A usage error if any of these is given, where no map is."""
+    if inverse or below or config or sizes:
+        raise typer.BadParameter("--inverse, --below, --config and --set are about --map, which is missing")
 
 
 @app.command("ls")
