@@ -13,14 +13,18 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, Row, Select, func, select
 
+from dcp.server.catalog.errors import StateError
 from dcp.server.catalog.runs import get_run
-from dcp.server.database.tables import aliases, checkpoints, metrics
+from dcp.server.database.tables import aliases, checkpoints, lineage, metrics
 from dcp.server.records.declaring import moment
 from dcp.server.records.runs import BinValues, RunTimeline, TimelineBin
+from dcp.steps.states import partial_of
+from dcp.storage.near_names import listed
 
-__all__ = ["run_timeline", "save_seconds_of", "steps_of_run"]
+__all__ = ["newest_steps", "run_timeline", "save_seconds_of", "steps_of_run"]
 
 _ROWS_AT_ONCE: Final = 2_000
+_MAX_LISTED: Final = 10
 _SAVING: Final = ("blocked", "plan", "write")
 """Phases of a save that follow one another; the others are parts of them."""
 
@@ -71,6 +75,47 @@ def steps_of_run(
     rows = connection.execute(query.order_by(column.step_order, column.committed_seconds, column.id)).all()
     wanted = rows[-1].format if rows and format is None else format
     return list({row.step: row.id for row in rows if row.format == wanted}.values())
+
+
+def newest_steps(connection: Connection, run_id: int, last: int) -> list[int]:
+    """The checkpoints of the ``last`` steps of a run, the newest first; what a job made of others is none.
+
+    StateError that names those of them that are damaged, partial, or there several times; and for fewer.
+    """
+    column = checkpoints.c
+    made = select(lineage.c.child_id).where(lineage.c.child_id == column.id)
+    query = (
+        select(column.id, column.step, column.state, column.verification, column.user_metadata)
+        .where(column.run_id == run_id, column.step_order >= 0, ~made.exists())
+        .where(column.state.in_(("committed", "unreadable")))
+        .order_by(column.step_order.desc(), column.id.desc())
+        .limit(2 * last)
+    )
+    found: dict[int, list[Row[Any]]] = {}
+    for row in connection.execute(query):
+        found.setdefault(row.step, []).append(row)
+    newest = list(found.items())[:last]
+    problems = [f"step {step} {problem}" for step, rows in newest if (problem := _problem(rows))]
+    if problems:
+        told = listed(problems, most=_MAX_LISTED, show=str)
+        raise StateError(f"run {run_id}: {told}; give the checkpoints as sources", state="damaged steps")
+    if len(newest) < last:
+        told = f"there are {len(newest)} committed steps, and {last} are asked for"
+        raise StateError(f"run {run_id}: {told}", state="too few steps")
+    return [rows[0].id for _, rows in newest]
+
+
+def _problem(rows: Sequence[Row[Any]]) -> str:
+    """Why a step cannot be counted on; "" if it can."""
+    if len(rows) > 1:
+        return f"is there {len(rows)} times, as {', '.join(str(row.id) for row in rows)}"
+    row = rows[0]
+    if row.state != "committed":
+        return "is damaged"
+    if row.verification == "damaged":
+        return "was found damaged when it was verified"
+    partial = partial_of(row.user_metadata if isinstance(row.user_metadata, dict) else {})
+    return f"has only {', '.join(partial)}" if partial else ""
 
 
 def save_seconds_of(phases: Any) -> float | None:

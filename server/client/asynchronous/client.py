@@ -409,7 +409,8 @@ class AsyncClient(AsyncAdministration):
         self, sources: Sequence[int], target_key: str, *, to: str, priority: int = 0, **params: Any
     ) -> Job:
         """Have the weighted sum of checkpoints written, by a job; ``params`` are ``weights``, ``formula`` or
-        ``decay``, ``adapters`` (their numbers), ``target_root`` and the others of the kind "merge"."""
+        ``decay``, ``adapters`` (their numbers), ``target_root`` and the others of the kind "merge". Without
+        ``sources`` it is of a run's newest steps: ``run_id``, and how many are ``last``."""
         given = {"sources": list(sources), "target_key": target_key, "to": to, **params}
         return await self._send(calls.submit("merge", given, priority))
 

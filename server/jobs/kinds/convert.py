@@ -119,7 +119,8 @@ class ConvertOptions(Parameters):
         )
         rename = None if self.rename is None else BoundedRename(self.rename)
         weights = map_of(self.map, self.config, self.sizes, inverse=self.inverse, below=self.below)
-        return ConversionOptions(layout, self.only, self.exclude, rename, self.dtype, weights)
+        maps = () if weights is None else (weights,)
+        return ConversionOptions(layout, self.only, self.exclude, rename, self.dtype, maps)
 
 
 def _with_its_groups(pattern: re.Pattern[str]) -> re.Pattern[str]:
@@ -181,10 +182,11 @@ def target_dedup_key(root: str, key: str) -> str:
 
 class TargetKind(Kind[T]):
     """Makes a checkpoint of others: prepared in the plan, a batch a task, published by one rename or one
-    conditional request. ``lineage`` is what its sources are to it."""
+    conditional request. ``lineage`` is what its sources are to it, ``done`` what the audit log calls it."""
 
     scope: ClassVar[Scope] = "convert"
     lineage: ClassVar[LineageKind] = "converted_from"
+    done: ClassVar[str] = "checkpoint.convert"
     preload: ClassVar[tuple[str, ...]] = ("dcp.conversion.driver",)
     leaves_plans: ClassVar[bool] = True  # files of the target's size, so that a full disk shows at once
 
@@ -192,9 +194,20 @@ class TargetKind(Kind[T]):
     def open(self, context: JobContext, subject: Json) -> tuple[list[StorageRoot], Source]:
         """The roots and the source of what `prepare` returned."""
 
+    def subjects(
+        self, connection: Connection, params: T, visible: frozenset[str] | None = None
+    ) -> list[Subject]:
+        """The checkpoints that the target is made of, which must be committed, and ``visible``. Raises
+        MissingError, StateError."""
+        return [find_subject(connection, number, visible) for number in params.source_ids]
+
+    def made_of(self, subject: Json, params: T) -> list[Json]:
+        """What the result says of the sources, of what `prepare` returned; nothing where the job does."""
+        return []
+
     def specify(self, connection: Connection, params: T, caller: Principal, settings: Settings) -> JobSpec:
         """As `Kind.specify`."""
-        subjects = [find_subject(connection, number, caller.roots) for number in params.source_ids]
+        subjects = self.subjects(connection, params, caller.roots)
         subject = subjects[0]
         target_root = params.target_root or subject.root
         if not caller.may_see(target_root) or target_root not in settings.roots:
@@ -257,9 +270,10 @@ class TargetKind(Kind[T]):
         from dcp.conversion.driver import Prepared
         from dcp.conversion.wire import decode_result
 
-        params = self.params.model_validate(plan_data["shared"]["params"])
+        shared = plan_data["shared"]
+        params, subject = self.params.model_validate(shared["params"]), shared["subject"]
         prepared = Prepared.of_json(plan_data["prepared"])
-        with self._conversion(context, plan_data["shared"]) as conversion:
+        with self._conversion(context, shared) as conversion:
             report = conversion.publish(prepared, (decode_result(done["result"]) for done in results))
         root = _root(context, params)
         return {
@@ -276,6 +290,7 @@ class TargetKind(Kind[T]):
             "dropped_objects": list(report.dropped_objects[:_MAX_LISTED]),
             "map": _map_told(params),
             **({"unmerged": list(report.unmerged[:_MAX_LISTED])} if report.unmerged else {}),
+            **({"sources": sources} if (sources := self.made_of(subject, params)) else {}),
             "target": _facts_document(root, params.target_key),
         }
 
@@ -304,7 +319,8 @@ class TargetKind(Kind[T]):
     def record(self, connection: Connection, job: JobRow, result: Json) -> None:
         """As `Kind.record`."""
         params = self.params.model_validate(job.params)
-        record_target(connection, job, params.source_ids, self.lineage, params.tags, result)
+        sources = [one["id"] for one in result.get("sources", ())] or params.source_ids
+        record_target(connection, job, sources, self.lineage, self.done, params.tags, result)
 
     @contextmanager
     def _conversion(

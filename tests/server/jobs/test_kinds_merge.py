@@ -11,14 +11,14 @@ import pytest
 import torch
 from pydantic import ValidationError
 from safetensors.torch import save_file
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 import dcp
 from dcp.demo.s3_server import S3Server
-from dcp.server.catalog.errors import MissingError
+from dcp.server.catalog.errors import MissingError, StateError
 from dcp.server.catalog.lineage import lineage_of
 from dcp.server.database.engine import Database
-from dcp.server.database.tables import events
+from dcp.server.database.tables import audit, checkpoints, events
 from dcp.server.jobs.kinds.merge import MergeParams
 from dcp.server.problems import ProblemError
 from dcp.server.security.principal import Principal
@@ -68,9 +68,9 @@ def ids(runs: KindRuns) -> list[int]:
     return [runs.id("main", "run/step-0"), runs.id("main", "run/step-1"), runs.id("export", "third")]
 
 
-def check(runs: KindRuns, key: str, sources: list[int]) -> None:
-    """It is in the catalog, with all sources as its parents."""
-    row = runs.row("export", key)
+def check(runs: KindRuns, key: str, sources: list[int], root: str = "export") -> None:
+    """It is in the catalog, with all sources as its parents; so the audit log calls it."""
+    row = runs.row(root, key)
     assert row.state == "committed" and row.structure_id is not None
     with runs.database.read() as connection:
         edges = lineage_of(connection, row.id).edges
@@ -79,6 +79,8 @@ def check(runs: KindRuns, key: str, sources: list[int]) -> None:
     ]
     told = runs.all(select(events).where(events.c.checkpoint_id == row.id).order_by(events.c.id))
     assert [one.kind for one in told] == ["checkpoint.committed", "checkpoint.converted"]
+    log = runs.all(select(audit.c.action).where(audit.c.target == f"checkpoint:{row.id}"))
+    assert [one.action for one in log] == ["checkpoint.merge"]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,27 @@ def test_from_two_roots(
     assert job.state == "succeeded" and job.result is not None, job.error
     assert torch.equal(dcp.read(tmp_path / "export" / key)["weight"], summed(weights))
     check(runs, key, sources)
+    assert [(one["id"], one["weight"]) for one in job.result["sources"]] == list(
+        zip(sources, weights, strict=True)
+    )
     assert str(tmp_path) not in json.dumps(job.result)
+
+
+def test_under_another_definition(runs: KindRuns, tmp_path: Path) -> None:
+    """The map is of all sources."""
+    rules = [{"from": {"weight": "rows columns"}, "to": {"turned": "columns rows"}}]
+    job = runs.do(
+        "merge",
+        sources=ids(runs),
+        to="dcp",
+        target_root="export",
+        target_key="turned",
+        only=["weight"],
+        map={"name": "turn", "rules": rules},
+    )
+    assert job.state == "succeeded" and job.result is not None, job.error
+    assert job.result["map"] == "turn"
+    assert torch.equal(dcp.read(tmp_path / "export/turned")["turned"], summed([1 / 3] * 3).T)
 
 
 def test_adapters(runs: KindRuns, tmp_path: Path) -> None:
@@ -154,11 +176,79 @@ def test_what_does_not_go_together_fails_for_good(runs: KindRuns, tmp_path: Path
         assert [path.name for path in (tmp_path / "export").iterdir()] == ["third"]
 
 
+def run_id(runs: KindRuns) -> int:
+    """Of the run in the root "main"."""
+    return int(runs.row("main", "run/step-0").run_id)
+
+
+_EMA: dict[str, Any] = {"to": "dcp", "target_root": "main", "only": ["weight"], "decay": 0.5}
+
+
+def test_the_newest_steps_of_a_run(runs: KindRuns, tmp_path: Path) -> None:
+    """As they are when the job is planned; the result and the lineage say which these were. What a job has
+    made of the run is none of its steps, though it is in its folder and has the step of the newest."""
+    number = runs.submit("merge", run_id=run_id(runs), last=2, target_key="run/ema", **_EMA)
+    place = tmp_path / "main/run/step-2"
+    dcp.save({"weight": weight(2)}, checkpoint_id=place, no_dist=True, user_metadata={"step": 2})
+    runs.scan("main")
+    runs.drain()
+    job = runs.job(number)
+    assert job.state == "succeeded" and job.result is not None, job.error
+    newest = [runs.id("main", f"run/step-{step}") for step in (2, 1)]
+    assert [(one["id"], one["step"]) for one in job.result["sources"]] == list(
+        zip(newest, [2, 1], strict=True)
+    )
+    assert [one["weight"] for one in job.result["sources"]] == [2 / 3, 1 / 3]
+    total = weight(2).numpy() * np.float32(2 / 3) + weight(1).numpy() * np.float32(1 / 3)
+    assert np.array_equal(dcp.read(tmp_path / "main/run/ema")["weight"].numpy(), total)
+    check(runs, "run/ema", newest, root="main")
+    assert runs.row("main", "run/ema").step == 2
+    again = runs.do("merge", run_id=run_id(runs), last=3, target_key="run/more", **_EMA)
+    assert again.state == "succeeded" and again.result is not None, again.error
+    assert [one["step"] for one in again.result["sources"]] == [2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({}, "there are 2 committed steps, and 3 are asked for"),
+        ({"verification": "damaged"}, "step 0 was found damaged when it was verified"),
+        ({"state": "unreadable"}, "step 0 is damaged"),
+        ({"user_metadata": {"partial": ["model"]}}, "step 0 has only model"),
+        ({"step": 1}, "step 1 is there 2 times"),
+        ({"state": "deleted"}, "there are 1 committed steps"),
+    ],
+)
+def test_steps_that_cannot_be_counted_on(runs: KindRuns, values: dict[str, Any], words: str) -> None:
+    """Named before there is a job; one that comes to be so later fails for good."""
+    given = {"run_id": run_id(runs), "last": 2 if values else 3, "target_key": "run/ema", **_EMA}
+    number = runs.submit("merge", **given) if values else None
+    runs.database.transact(
+        lambda connection: (
+            connection.execute(
+                update(checkpoints).where(checkpoints.c.id == runs.id("main", "run/step-0")).values(**values)
+            )
+            if values
+            else None
+        )
+    )
+    with pytest.raises(StateError, match=words):
+        runs.submit("merge", **given | {"target_key": "run/other"})
+    if number is not None:
+        made = runs.claim()
+        assert made is not None
+        answer = runs.carry_out(made)
+        assert isinstance(answer, StateError) and words in str(answer)
+
+
 def test_only_what_may_be_seen_is_merged(runs: KindRuns) -> None:
     """All sources must be in roots of the key; the target is in none of them."""
     caller = Principal(name="ann", scopes=frozenset({"read", "write", "convert"}), roots=frozenset({"main"}))
     with pytest.raises(MissingError):
         runs.submit("merge", caller, sources=ids(runs), to="dcp", target_key="x")
+    other = Principal(name="bob", scopes=frozenset({"convert"}), roots=frozenset({"export"}))
+    with pytest.raises(MissingError, match="there is no run"):
+        runs.submit("merge", other, run_id=run_id(runs), last=1, to="dcp", target_key="x")
     with pytest.raises(ProblemError, match="in the source itself"):
         runs.submit("merge", sources=ids(runs), to="dcp", target_root="export", target_key="third")
 
@@ -176,6 +266,12 @@ def test_only_what_may_be_seen_is_merged(runs: KindRuns) -> None:
         {"sources": []},
         {"sources": [1, 1]},
         {"accumulate": "float16"},
+        {"run_id": 1},
+        {"last": 2},
+        {"run_id": 1, "last": 2},
+        {"sources": [], "run_id": 1, "last": 2, "weights": [1, 1]},
+        {"sources": [], "run_id": 1, "last": 0},
+        {"map": "llama:hf-to-titan", "adapters": [3]},
     ],
 )
 def test_parameters_that_cannot_be(wrong: dict[str, Any]) -> None:

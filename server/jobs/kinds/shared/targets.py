@@ -26,11 +26,13 @@ def record_target(
     job: JobRow,
     source_ids: Sequence[int],
     lineage: LineageKind,
+    done: str,
     tags: Iterable[str],
     result: Json,
 ) -> None:
-    """Register the target, note its origins, emit "checkpoint.converted", and have its structure read. Its
-    step is that of the first of ``source_ids``, where it tells none itself."""
+    """Register the target, note its origins and, as ``done``, who had it made, emit "checkpoint.converted",
+    and have its structure read. Its step is that of the first of ``source_ids``, where it tells none itself.
+    """
     now, root, key = time.time(), result["root"], result["key"]
     query = select(checkpoints.c.id, checkpoints.c.step).where(checkpoints.c.id.in_(source_ids))
     steps = {row.id: row.step for row in connection.execute(query)}
@@ -45,7 +47,7 @@ def record_target(
     detail = {"root": root, "key": key, "from": source_ids[0], **several, "job": job.id}
     if result.get("map"):
         detail["map"] = result["map"]
-    audit.record(connection, job.created_by, "checkpoint.convert", f"checkpoint:{target}", detail, now=now)
+    audit.record(connection, job.created_by, done, f"checkpoint:{target}", detail, now=now)
     # not one that is at it already: it may have listed the folder before the target was there
     submit_behind(connection, scan_spec(root, facts.run_key, created_by="system"), now)
     emit(
