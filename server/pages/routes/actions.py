@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 from urllib.parse import urlencode
 
 from fastapi import Request, Response
@@ -15,6 +16,7 @@ from dcp.server.http.dependencies import Author, Caller, Db, Precondition, Servi
 from dcp.server.http.idempotent_transaction import IdempotentDep
 from dcp.server.inputs import Name
 from dcp.server.jobs.kinds.convert import ConvertParams
+from dcp.server.jobs.kinds.merge import MergeParams
 from dcp.server.jobs.kinds.verify import VerifyParams
 from dcp.server.pages.queries import pages_router
 from dcp.server.pages.rendering import page
@@ -23,12 +25,14 @@ from dcp.server.problems import UnprocessableError
 from dcp.server.routes.catalog import checkpoints as checkpoints_api
 from dcp.server.routes.catalog import deletion as deletion_api
 from dcp.server.routes.catalog import labels as api
+from dcp.server.routes.catalog import roots as roots_api
 from dcp.server.routes.jobs.submitting import submit_kind
 from dcp.server.schemas.checkpoints import CheckpointDetailAnswer
 from dcp.server.schemas.common import IdPath
 from dcp.server.schemas.labels import AliasChange
+from dcp.server.schemas.roots import RootAnswer
 
-__all__ = ["Undo", "router", "undo_of"]
+__all__ = ["Undo", "router", "undo_of", "writable_roots"]
 
 router = pages_router()
 
@@ -37,6 +41,13 @@ _WRITE, _CONVERT, _DELETE = [requires("write")], [requires("convert")], [require
 _ANY = Precondition(None)
 """Labels are given whatever else has changed."""
 _NAME: TypeAdapter[str] = TypeAdapter(Name)
+_PAGE: Final = re.compile(r"(?:[^?#]*/checkpoints/)?([0-9]{1,15})(?:[/?#].*)?", re.ASCII | re.DOTALL)
+
+
+def writable_roots(service: ServiceDep, caller: Caller) -> list[RootAnswer]:
+    """Where something can be made."""
+    found = roots_api.list_all(service, caller).items
+    return [root for root in found if root.is_configured and not root.readonly]
 
 
 def _back(checkpoint_id: int, done: str) -> Response:
@@ -97,6 +108,67 @@ def convert_form(
     )
     job = submit_kind("convert", params, service, author, transact, Response())
     return RedirectResponse(f"/jobs/{job.id}", 303)
+
+
+@router.post(_CHECKPOINT + "/merge", dependencies=_CONVERT)
+def merge_form(
+    checkpoint_id: IdPath, form: FormDep, service: ServiceDep, author: Author, transact: IdempotentDep
+) -> Response:
+    """Add it and others up to a new one, as a job."""
+    weights = [_number("weights", one) for one in _listed(form, "weights")] or None
+    sources = [checkpoint_id, *map(_checkpoint_of, _listed(form, "with"))]
+    params = _merged(form, sources=sources, weights=weights, formula=form.optional("formula"))
+    job = submit_kind("merge", params, service, author, transact, Response())
+    return RedirectResponse(f"/jobs/{job.id}", 303)
+
+
+@router.post("/runs/{run_id}/merge", dependencies=_CONVERT)
+def average_form(
+    run_id: IdPath, form: FormDep, service: ServiceDep, author: Author, transact: IdempotentDep
+) -> Response:
+    """Average the newest steps of a run, as a job."""
+    last, decay = _number("last", form.text("last")), form.optional("decay")
+    if not last.is_integer():
+        raise UnprocessableError("last: a whole number of steps", field="last")
+    params = _merged(form, run_id=run_id, last=int(last), decay=decay and _number("decay", decay))
+    job = submit_kind("merge", params, service, author, transact, Response())
+    return RedirectResponse(f"/jobs/{job.id}", 303)
+
+
+def _merged(form: Form, **sources: Any) -> Any:
+    return _params(
+        MergeParams,
+        **sources,
+        to=form.text("to"),
+        target_root=form.optional("target_root"),
+        target_key=form.text("target_key"),
+        dtype=form.optional("dtype"),
+        accumulate=form.optional("accumulate"),
+        drop_objects=form.is_checked("drop_objects"),
+        exclude=_listed(form, "leave_out") or None,
+    )
+
+
+def _listed(form: Form, name: str) -> list[str]:
+    """What is between commas."""
+    return [part.strip() for part in form.text(name).split(",") if part.strip()]
+
+
+def _number(what: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UnprocessableError(f"{what}: {text[:100]!r} is no number", field=what) from None
+
+
+def _checkpoint_of(text: str) -> int:
+    """Of a checkpoint, or of the address of its page."""
+    match = _PAGE.fullmatch(text)
+    if match is None:
+        raise UnprocessableError(
+            f"{text[:100]!r} is neither the number of a checkpoint nor the address of its page", field="with"
+        )
+    return int(match[1])
 
 
 @router.post(_CHECKPOINT + "/tags", dependencies=_WRITE)

@@ -13,7 +13,7 @@ from dcp.server.http.dependencies import Caller, Db, PageParams, ServiceDep
 from dcp.server.jobs.kinds.diff import DiffParams
 from dcp.server.pages.queries import READ, pages_router
 from dcp.server.pages.rendering import page
-from dcp.server.pages.routes.actions import undo_of
+from dcp.server.pages.routes.actions import undo_of, writable_roots
 from dcp.server.pages.routes.jobs import last_job
 from dcp.server.pages.routes.values.changes import changes_below, changes_of_list
 from dcp.server.pages.routes.values.trees import TreePart, parts_of
@@ -95,7 +95,7 @@ def checkpoint_page(
         after=_neighbour(found, database, caller, is_next=True),
         snippets=snippets_of(found, roots.get(found.root), str(request.base_url)),
         jobs=jobs.items,
-        roots=[root for root in roots.values() if root.is_configured and not root.readonly],
+        roots=writable_roots(service, caller),
         targets=target_names(),
         maps=list(ready_maps()),
         is_readonly=found.root not in roots or roots[found.root].readonly,

@@ -88,7 +88,10 @@ def job_page(job_id: IdPath, request: Request, service: ServiceDep, database: Db
 
 def _sources_of(job: JobAnswer) -> list[int]:
     """The checkpoints that a merge joins."""
-    return [*job.params["sources"], *job.params.get("adapters", ())] if job.kind == "merge" else []
+    if job.kind != "merge":
+        return []
+    made_of = (job.result or {}).get("sources", ())  # of a run nobody knows them before it is planned
+    return [one["id"] for one in made_of] or [*job.params.get("sources", ()), *job.params.get("adapters", ())]
 
 
 def _names(

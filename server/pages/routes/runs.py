@@ -12,6 +12,7 @@ from dcp.server.http.dependencies import Caller, Db, ServiceDep
 from dcp.server.pages.drawing import polyline, timeline
 from dcp.server.pages.queries import READ, pages_router
 from dcp.server.pages.rendering import page
+from dcp.server.pages.routes.actions import writable_roots
 from dcp.server.pages.routes.lists import listed, loss_of
 from dcp.server.pages.views import RunView
 from dcp.server.retention.planning import plan_run
@@ -23,6 +24,7 @@ from dcp.server.schemas.checkpoints import CheckpointAnswer
 from dcp.server.schemas.common import IdPath
 from dcp.server.schemas.queries import CheckpointQuery, TensorBytesQuery, TimelineQuery
 from dcp.server.schemas.runs import RunAnswer
+from dcp.storage.formats.registry import target_names
 
 __all__ = ["router"]
 
@@ -61,6 +63,9 @@ def run_page(
         line=polyline([point.mean for point in series.points], 600, 120) if series else "",
         preview=_preview(run, view, service),
         tensor_bytes=_tensor_bytes(run, view, database, caller),
+        may_convert=caller.may("convert"),
+        writable=writable_roots(service, caller),
+        targets=target_names(),
         **listed(view, database, caller, run_id=run_id),
     )
 

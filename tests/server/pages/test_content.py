@@ -336,6 +336,42 @@ def test_whose_job_verified_it_is_said(keyed: App) -> None:
     assert "by job 1 of key:ada" in text.partition("Loads in stock torch")[0]
 
 
+def test_merging_and_averaging(app: App) -> None:
+    """A checkpoint with others, by number or by address, and the newest steps of a run, as jobs; what cannot
+    be meant is said."""
+    numbers = [add_checkpoint(app.service.database, f"run/step-{step}") for step in (1, 2, 3)]
+    browser = Browser(app.client())
+    path = f"/checkpoints/{numbers[0]}"
+    form = browser.page(path).form(f"{path}/merge")
+    assert form.fields["target_key"] == "run/step-1-merged"
+    others = f"{numbers[1]}, http://here/checkpoints/{numbers[2]}?view=list"
+    given = {"with": others, "target_key": "soup", "leave_out": "optimizer, lr*", "accumulate": "float64"}
+    answer = browser.submit(form, **given, weights="0.5, -1e-1,2")
+    assert answer.url.path == "/jobs/1"
+    params = app.base.get("/api/v1/jobs/1").json()["params"]
+    assert (params["sources"], params["weights"]) == (numbers, [0.5, -0.1, 2.0])
+    assert (params["exclude"], params["accumulate"]) == (["optimizer", "lr*"], "float64")
+    browser.submit(form, **given | {"target_key": "other"}, formula="A + 0.4*(B - C)")
+    assert app.base.get("/api/v1/jobs/2").json()["params"]["formula"] == "A + 0.4*(B - C)"
+    run = app.base.get(f"/api/v1{path}").json()["run_id"]
+    average = browser.page(f"/runs/{run}").form(f"/runs/{run}/merge")
+    assert average.fields["last"] == "3" and average.fields["target_key"] == "run-average"
+    assert browser.submit(average, decay="0.9").url.path == "/jobs/3"
+    params = app.base.get("/api/v1/jobs/3").json()["params"]
+    assert (params["run_id"], params["last"], params["decay"]) == (run, 3, 0.9)
+    for wrong in (
+        {"with": "step-2"},
+        {"with": str(numbers[1]), "weights": "1"},
+        {"with": str(numbers[1]), "weights": "1, much"},
+        {"with": str(numbers[1]), "weights": "nan, 1"},
+        {"with": str(numbers[0])},
+    ):
+        assert browser.submit(form, **{"target_key": "no", **wrong}).status_code == 422, wrong
+    for odd in ({"last": "inf"}, {"last": "1.5"}, {"last": "0"}, {"last": "3", "decay": "1"}):
+        assert browser.submit(average, **{"target_key": "no", **odd}).status_code == 422, odd
+    assert browser.submit(average, last="4", target_key="no").status_code == 409
+
+
 def test_deleting_and_undoing(app: App) -> None:
     """The page that says it is deleted has the button that takes it back; what is old changes nothing."""
     number = add_checkpoint(app.service.database, "run/step-1")
@@ -399,7 +435,7 @@ def test_what_a_key_may_not_is_not_offered(keyed: App) -> None:
     reader, writer = Browser(keyed.client()), Browser(keyed.client())
     reader.sign_in(keyed.key("read"))
     writer.sign_in(keyed.key("read", "write", "convert", "delete"))
-    actions = {"verify", "convert", "delete", "tags", "alias", "pin"}
+    actions = {"verify", "convert", "merge", "delete", "tags", "alias", "pin"}
     offered = {form.action.rpartition("/")[2] for form in writer.page(f"/checkpoints/{number}").forms}
     assert actions <= offered
     page = reader.page(f"/checkpoints/{number}")
