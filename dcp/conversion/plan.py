@@ -118,7 +118,7 @@ def plan_target(
         entries, mapped = mapped_entries(engine.index, engine.store, weights, **chosen)
     else:
         members = members_of(source)
-        entries, mapped, merged = merge_entries(members, engine.index, options.arithmetic, maps, **chosen)
+        entries, mapped, merged = merge_entries(members, options.arithmetic, maps, **chosen)
     origin = merged.origin if merged is not None else {}
     planned = plan_layout(entries, engine, place, options.layout, save_id, origin=origin)
     planned.layout.check()

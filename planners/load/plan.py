@@ -54,6 +54,7 @@ def plan_load(
     allow_missing: bool = False,
     cast: bool = False,
     is_per_rank: Callable[[str], bool] | None = None,
+    rows: Int64 | None = None,
 ) -> LoadColumns:
     """Plan reading ``wanted`` from a checkpoint; `LoadColumns.extra` is a `LoadFindings`.
 
@@ -61,10 +62,11 @@ def plan_load(
     with all problems: MissingKeyError (unless ``allow_missing``), ShapeMismatchError, DtypeMismatchError
     (unless ``cast``), PlanError for a tensor wanted as another value or the reverse, and for elements that
     are not stored; and UnsafeObjectError for entries that the index lists as refused. ``is_per_rank`` says
-    whether a name is of a `PerRank` value, about which the advice of the error is another.
+    whether a name is of a `PerRank` value, about which the advice of the error is another. ``rows`` are those
+    of the wanted tensors in the index, where they are known: then nobody looks for their names.
     """
     problems = LoadProblems()
-    tensor_rows = _rows(index.position, wanted.tensor_names)
+    tensor_rows = _rows(index.position, wanted.tensor_names) if rows is None else rows
     object_rows = _rows(index.objects.position, wanted.object_names)
     _check_refused(index, wanted)
     absent = _check_keys(index, wanted, tensor_rows, object_rows, problems)

@@ -3,7 +3,9 @@ stored."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 
@@ -32,6 +34,25 @@ class StoredParts:
     strides: Int64
 
 
+class _Names(Sequence[str]):
+    """Those of ``rows``, made when they are asked for."""
+
+    def __init__(self, fqns: Sequence[str], rows: Int64) -> None:
+        self._fqns, self._rows = fqns, rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, at: int) -> str: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[str]: ...
+    def __getitem__(self, at: int | slice) -> str | list[str]:
+        if isinstance(at, slice):
+            return [self._fqns[row] for row in self._rows[at].tolist()]
+        return self._fqns[int(self._rows[at])]
+
+
 def stored_parts(
     engine: ReadEngine, rows: Int64, tensor_of: Int64, box_offsets: Int64, box_sizes: Int64
 ) -> StoredParts:
@@ -40,7 +61,7 @@ def stored_parts(
     plan = plan_load(
         index,
         WantedColumns(
-            fqns=[index.fqns[row] for row in rows.tolist()],
+            fqns=_Names(index.fqns, rows),
             dtype_codes=index.dtype_codes[rows],
             shape_start=starts(index.ndims[rows]),
             shape_values=gather_rows(index.shape_values, index.shape_start, rows),
@@ -50,6 +71,7 @@ def stored_parts(
             item_local_offsets=np.zeros(len(box_offsets), np.int64),
             item_sources=np.arange(len(tensor_of), dtype=np.int64),
         ),
+        rows=rows,
     )
     engine.resolve(np.unique(plan.chunks))
     order = np.argsort(plan.dests, kind="stable")

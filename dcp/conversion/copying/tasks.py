@@ -47,6 +47,8 @@ TASK_BYTES: Final = 64 << 20
 WINDOW_BYTES: Final = 8 << 20
 """What is assembled in one buffer, and written at once."""
 
+_MAX_COPIES: Final = 2_000
+"""Of a window: of very small tensors what is known of each takes more memory than its bytes."""
 _MAX_BATCHES: Final = 512
 
 
@@ -244,8 +246,10 @@ class Assembler:
         own = memoryview(b"")
         if not isinstance(sink, ReservedRange):  # which lends memory, to write it without a copy
             own = memoryview(bytearray(min(WINDOW_BYTES, task.end - task.begin)))
-        for begin in range(task.begin, task.end, WINDOW_BYTES):
-            end = min(begin + WINDOW_BYTES, task.end)
+        begin = task.begin
+        while begin < task.end:
+            last = task.copies.end_of(begin, _MAX_COPIES) or task.end
+            end = min(begin + WINDOW_BYTES, last, task.end)
             size = end - begin
             buffer = sink.lend(size) if isinstance(sink, ReservedRange) else own[:size]
             self.assemble(buffer, begin, end)
@@ -253,6 +257,7 @@ class Assembler:
             sink.write(buffer)
             if on_bytes is not None:
                 on_bytes(size)
+            begin = end
 
     def assemble(self, buffer: memoryview, begin: int, end: int) -> None:
         """Bytes ``begin`` to ``end`` of the file, into ``buffer``."""

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from dcp.conversion.layouts.columns import SourceColumns
-from dcp.conversion.layouts.layout import Copies, CopyBuilder, TargetLayout
-from dcp.conversion.layouts.terms import TensorTerm, TermColumns
+from dcp.conversion.layouts.layout import Copies, TargetLayout
+from dcp.conversion.layouts.terms import TensorTerms, TermColumns
 from dcp.planners.load.stored_parts import stored_parts
 from dcp.planners.weight_maps.pieces import MappedTensor
 from dcp.planners.weight_maps.stored import StoredTensors
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.formats.index import CheckpointIndex, Int64, starts
 from dcp.storage.geometry.boxes import Box
-from dcp.storage.geometry.ragged import gather_rows, row_products, row_sums
+from dcp.storage.geometry.ragged import expand_ranges, gather_rows, row_products, row_sums
 from dcp.storage.geometry.strides import c_strides, ragged_c_strides
 
 __all__ = ["copy_sources", "payload_crcs", "source_files", "sum_sources"]
@@ -39,41 +39,62 @@ def copy_sources(
 def sum_sources(
     engine: ReadEngine,
     copies: Copies,
-    terms: Mapping[int, Sequence[TensorTerm]],
+    terms: TensorTerms,
     accumulate: int,
     mapped: Sequence[MappedTensor] = (),
 ) -> tuple[SourceColumns, TermColumns]:
     """Of copies that are sums of the source's tensors, or of those ``mapped``, which are made of them:
     ``terms`` are by row of what is copied. Else as `copy_sources`."""
-    gathers, turned = CopyBuilder(), []
-    counts, weights, ranks, widths = [], [], [], []
-    bounds, lows, sizes = (
-        column.tolist() for column in (copies.box_start, copies.box_offsets, copies.box_sizes)
-    )
-    for copy, row in enumerate(copies.tensors.tolist()):
-        flat = slice(bounds[copy], bounds[copy + 1])
-        own = terms[row]
-        counts.append(len(own))
-        for term in own:
-            weights.append(term.weight)
-            ranks.append(term.rank)
-            widths.append(math.prod(sizes[flat][1:]) if term.rank else 0)
-            for number, box in zip(term.rows, term.boxes(lows[flat], sizes[flat]), strict=True):
-                code = mapped[number].dtype_code if mapped else int(engine.index.dtype_codes[number])
-                gathers.add(number, box, code, 0, 0)
-                turned.append(term.is_turned)
-    columns = gathers.build()
+    counts = terms.start[copies.tensors + 1] - terms.start[copies.tensors]
+    own = expand_ranges(terms.start[copies.tensors], counts)
+    copy_of = np.repeat(np.arange(len(copies)), counts)
+    gathers = _gathers(copies, terms, own, copy_of)
+    codes = np.array([tensor.dtype_code for tensor in mapped]) if mapped else engine.index.dtype_codes
+    gathers = replace(gathers, dtype_codes=codes[gathers.tensors].astype(np.int64))
     found = TermColumns(
         accumulate,
         starts(counts),
-        np.array(weights, np.float64),
-        np.array(ranks, np.int64),
-        np.array(widths, np.int64),
-        columns.dtype_codes,
+        terms.weights[own],
+        terms.ranks[own],
+        _widths(copies, terms.ranks[own], copy_of),
+        gathers.dtype_codes,
     )
     if mapped:
-        return _mapped_sources(engine, columns, mapped), found
-    return _box_sources(engine, columns, np.array(turned, bool)), found
+        return _mapped_sources(engine, gathers, mapped), found
+    turned = np.repeat(terms.turned[own], 1 + (terms.ranks[own] > 0))
+    return _box_sources(engine, gathers, turned), found
+
+
+def _gathers(copies: Copies, terms: TensorTerms, own: Int64, copy_of: Int64) -> Copies:
+    """What is read for the terms ``own`` of copies, as copies of the source's tensors: the box that a copy
+    is or, of the two factors of a product, all rows and all columns that this needs."""
+    ranks = terms.ranks[own]
+    count = 1 + (ranks > 0)
+    term_of = np.repeat(np.arange(len(own)), count)
+    is_right = np.zeros(len(term_of), bool)
+    is_right[1:] = term_of[1:] == term_of[:-1]
+    tensors = np.where(is_right, terms.rights[own][term_of], terms.lefts[own][term_of])
+    boxes = copy_of[term_of]
+    offsets, sizes = (
+        gather_rows(column, copies.box_start, boxes) for column in (copies.box_offsets, copies.box_sizes)
+    )
+    box_start = starts(copies.box_start[boxes + 1] - copies.box_start[boxes])
+    for factors, right in ((np.flatnonzero((ranks[term_of] > 0) & (is_right == one)), one) for one in (0, 1)):
+        inner = box_start[factors] + 1 - right  # the dimension that is added up
+        offsets[inner], sizes[inner] = 0, ranks[term_of[factors]]
+        flat = box_start[factors[terms.turned[own][term_of[factors]]]]
+        for column in (offsets, sizes):
+            column[flat], column[flat + 1] = column[flat + 1], column[flat]
+    nothing = np.zeros(len(tensors), np.int64)
+    return Copies(tensors, box_start, offsets, sizes, nothing, nothing, nothing, nothing)
+
+
+def _widths(copies: Copies, ranks: Int64, copy_of: Int64) -> Int64:
+    """Of the products among terms; 0 of others."""
+    found = np.zeros_like(ranks)
+    products = np.flatnonzero(ranks)
+    found[products] = copies.box_sizes[copies.box_start[copy_of[products]] + 1]
+    return found
 
 
 def _box_sources(

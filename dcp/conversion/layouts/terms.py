@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,32 +15,43 @@ from dcp.conversion.layouts.pieces import SourcePart
 from dcp.storage.formats.index import Int64, starts
 from dcp.storage.geometry.ragged import expand_ranges
 
-__all__ = ["Gather", "TensorTerm", "Term", "TermColumns"]
-
-_Box = tuple[tuple[int, ...], tuple[int, ...]]
+__all__ = ["Gather", "TensorTerms", "Term", "TermColumns"]
 
 
-class TensorTerm(NamedTuple):
-    """What a tensor is a sum of, times ``weight``: the tensor in the source's row ``rows[0]`` or, with a
-    ``rank``, the product of two, whose inner size that is. ``is_turned``: it is stored as the product the
-    other way round, so that rows are columns of both."""
+@dataclass(frozen=True, eq=False)
+class TensorTerms:
+    """What tensors are sums of: the terms of the tensor in row n are rows ``start[n]`` to ``start[n + 1]``,
+    in the order in which they are added.
 
-    weight: float
-    rows: tuple[int, ...]
-    rank: int = 0
-    is_turned: bool = False
+    Each is, times its one of ``weights``, the tensor in the source's row ``lefts`` or, with ``ranks``, the
+    product of that and the one in row ``rights``, whose inner size that is. ``turned``: it is stored as the
+    product the other way round, so that rows are columns of both.
+    """
 
-    def boxes(self, low: Sequence[int], sizes: Sequence[int]) -> tuple[_Box, ...]:
-        """What of each of ``rows`` a box of the tensor needs."""
-        if not self.rank:
-            return ((tuple(low), tuple(sizes)),)
-        left = ((low[0], 0), (sizes[0], self.rank))
-        right = ((0, low[1]), (self.rank, sizes[1]))
-        return (_turned(left), _turned(right)) if self.is_turned else (left, right)
+    start: Int64
+    weights: npt.NDArray[np.float64]
+    lefts: Int64
+    rights: Int64
+    ranks: Int64
+    turned: npt.NDArray[np.bool_]
 
+    @classmethod
+    def of(cls, count: int, rows: Int64, *columns: npt.NDArray[Any]) -> TensorTerms:
+        """Of ``count`` tensors; ``rows`` says by term which it is of."""
+        order = np.argsort(rows, kind="stable")
+        return cls(starts(np.bincount(rows, minlength=count)), *(column[order] for column in columns))
 
-def _turned(box: _Box) -> _Box:
-    return box[0][::-1], box[1][::-1]
+    def products(self, tensor: int) -> list[tuple[Any, ...]]:
+        """The terms of a tensor that are products."""
+        own = slice(int(self.start[tensor]), int(self.start[tensor + 1]))
+        columns = (self.weights, self.lefts, self.rights, self.ranks, self.turned)
+        return [term for term in zip(*(column[own].tolist() for column in columns), strict=True) if term[3]]
+
+    @property
+    def identity(self) -> bytes:
+        """Equal for the same terms."""
+        columns = (self.start, self.weights, self.lefts, self.rights, self.ranks, self.turned)
+        return b"".join(column.tobytes() for column in columns)
 
 
 class Gather(NamedTuple):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeVar, overload
 
-from dcp.storage.formats.index import CheckpointIndex, ObjectColumns
-from dcp.storage.formats.opening.joined_indexes import join_indexes
+import numpy as np
+
+from dcp.storage.formats.index import CheckpointIndex, starts
 from dcp.storage.formats.opening.sources import Source, complete_index
 from dcp.storage.stores.base import FileInfo, ReadOnlyStore, Store
 from dcp.storage.stores.handles import ReadHandle
 from dcp.storage.threads import WorkerThreads
 
 __all__ = ["JoinedSource", "JoinedStore", "join", "members_of", "open_joined"]
+
+T = TypeVar("T")
 
 _FORMAT: Final = "joined"
 _AT_ONCE: Final = 8
@@ -86,24 +90,87 @@ def _opened(member: Callable[[], Source]) -> Source:
 
 
 def join(members: Sequence[Source]) -> JoinedSource:
-    """One source of ``members``, whose indexes are complete. Rows of the first one's tensors and values stay
-    what they are."""
+    """One source of ``members``, whose indexes are complete. Rows of the first one's tensors, chunks and
+    values stay what they are; those of the others follow in their order."""
     store = JoinedStore([member.store for member in members])
-    parts = {number: _numbered(number, member.index) for number, member in enumerate(members)}
-    saves = [member.index.provenance.get("save_id") for member in members]
-    index = replace(join_indexes(parts), format=_FORMAT, provenance={"save_id": saves})
+    members = [members[0], *(_sharing(member, members[0]) for member in members[1:])]
+    index = _joined_index([member.index for member in members])
     return JoinedSource(store, index, " + ".join(member.name for member in members), None, tuple(members))
 
 
-def _numbered(number: int, index: CheckpointIndex) -> CheckpointIndex:
-    return replace(
-        index,
-        fqns=[f"{number}/{name}" for name in index.fqns],
-        files=[f"{number}.{name}" for name in index.files],
-        objects=ObjectColumns() if number else index.objects,
-        planner_data=None,
-        provenance={},
-        user={},
-        torch_metadata_crc=None,
-        replaced_torch_metadata_crc=None,
+def _sharing(member: Source, first: Source) -> Source:
+    """With the first one's names, where they are the same: there may be very many. How its state is nested
+    nobody asks of another than the first."""
+    own = member.index
+    fqns = first.index.fqns if own.fqns == first.index.fqns else own.fqns
+    return replace(member, index=replace(own, fqns=fqns, planner_data=None))
+
+
+class _JoinedNames(Sequence[str]):
+    """Those of number 2 have ``2/`` in front. They are made when they are asked for."""
+
+    def __init__(self, members: Sequence[Sequence[str]]) -> None:
+        self._members = members
+        self._begins = starts(list(map(len, members))).tolist()
+
+    def __len__(self) -> int:
+        return int(self._begins[-1])
+
+    def __iter__(self) -> Iterator[str]:
+        return (f"{number}/{name}" for number, names in enumerate(self._members) for name in names)
+
+    @overload
+    def __getitem__(self, row: int) -> str: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[str]: ...
+    def __getitem__(self, row: int | slice) -> str | list[str]:
+        if isinstance(row, slice):
+            return [self[one] for one in range(*row.indices(len(self)))]
+        number = bisect_right(self._begins, row) - 1
+        return f"{number}/{self._members[number][row - self._begins[number]]}"
+
+
+def _joined_index(parts: Sequence[CheckpointIndex]) -> CheckpointIndex:
+    """Of complete indexes, one behind the other."""
+    tensors, chunks, files = (
+        starts([len(getattr(part, name)) for part in parts]).tolist()
+        for name in ("fqns", "chunk_files", "files")
     )
+    columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS}
+    ragged = {
+        name: starts(np.concatenate([np.diff(getattr(part, name)) for part in parts])) for name in _RAGGED
+    }
+    return CheckpointIndex(
+        format=_FORMAT,
+        fqns=_JoinedNames([part.fqns for part in parts]),
+        chunk_files=np.concatenate([part.chunk_files + files[at] for at, part in enumerate(parts)]),
+        files=[f"{number}.{name}" for number, part in enumerate(parts) for name in part.files],
+        objects=parts[0].objects,
+        stride_orders=_moved([part.stride_orders for part in parts], tensors),
+        payload_strides=_moved([part.payload_strides for part in parts], chunks),
+        record_crcs=_moved([part.record_crcs for part in parts], chunks),
+        provenance={"save_id": [part.provenance.get("save_id") for part in parts]},
+        **columns,
+        **ragged,
+    )
+
+
+_COLUMNS: Final = (
+    "dtype_codes",
+    "shape_values",
+    "requires_grad",
+    "chunk_offsets",
+    "chunk_sizes",
+    "record_offsets",
+    "record_lengths",
+    "payload_offsets",
+    "payload_lengths",
+    "crcs",
+    "file_sizes",
+)
+_RAGGED: Final = ("shape_start", "chunk_start", "crc_start")
+
+
+def _moved(parts: Sequence[Mapping[int, T]], begins: Sequence[int]) -> dict[int, T]:
+    """By row of all of them."""
+    return {begins[at] + row: value for at, part in enumerate(parts) for row, value in part.items()}

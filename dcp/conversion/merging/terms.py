@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, starmap
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from dcp.conversion.contents.casting import CASTABLE
 from dcp.conversion.contents.entries import Entries, TargetDtype, TensorEntry, mapped_entries
-from dcp.conversion.layouts.terms import TensorTerm
+from dcp.conversion.layouts.terms import TensorTerms
 from dcp.conversion.merging.adapters import LowRank, low_ranks
 from dcp.conversion.merging.arithmetic import Arithmetic
 from dcp.planners.load.selection import Patterns, Rename, Selection, check_patterns
@@ -19,8 +22,9 @@ from dcp.planners.weight_maps.pieces import MappedTensor
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.index import CheckpointIndex, Int64, starts
 from dcp.storage.formats.opening.sources import Source
+from dcp.storage.geometry.ragged import gather_rows, row_sums
 from dcp.storage.near_names import listed, near_names
 
 __all__ = ["MergedTensors", "merge_entries"]
@@ -38,12 +42,12 @@ _WHOLE_NUMBERS: Final = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class MergedTensors:
-    """The ``terms`` of tensors, by row of the first source and of all of them joined, which are added in the
-    type of code ``accumulate``. ``unmerged`` are those taken from the first as they are, by new name;
-    ``origin`` is for the provenance. With weight maps terms are of the tensors ``mapped``, which are made of
-    those of all sources joined, and have their rows."""
+    """The ``terms`` of tensors, by row of the first source, which are rows of all of them joined and are
+    added in the type of code ``accumulate``. ``unmerged`` are those taken from the first as they are, by new
+    name; ``origin`` is for the provenance. With weight maps terms are of the tensors ``mapped``, which are
+    made of those of all sources joined, and have their rows."""
 
-    terms: Mapping[int, Sequence[TensorTerm]]
+    terms: TensorTerms
     accumulate: int
     unmerged: tuple[str, ...]
     origin: Mapping[str, Any]
@@ -52,14 +56,14 @@ class MergedTensors:
     @property
     def identity(self) -> str:
         """Equal for merges that compute the same of the same sources."""
+        digest = hashlib.sha256(self.terms.identity)
         pieces = [(tensor.shape, tensor.pieces) for tensor in self.mapped]
-        facts = self.accumulate, sorted(self.terms.items()), pieces
-        return hashlib.sha256(repr(facts).encode()).hexdigest()
+        digest.update(repr((self.accumulate, pieces)).encode())
+        return digest.hexdigest()
 
 
 def merge_entries(
     members: Sequence[Source],
-    joined: CheckpointIndex,
     arithmetic: Arithmetic,
     weight_maps: Sequence[WeightMap | None] = (),
     *,
@@ -69,7 +73,7 @@ def merge_entries(
     dtype: TargetDtype = None,
 ) -> tuple[Entries, MappedIndex | None, MergedTensors]:
     """What is to be written, the first source under its map, and of what all is made. ``members`` are the
-    sources and, behind them, adapters; ``joined`` is the index of all. ``weight_maps`` is one for all
+    sources and, behind them, adapters. ``weight_maps`` is one for all
     sources, or one for each, and goes without adapters. ``only``, ``exclude`` and ``rename`` are about the
     names of each.
 
@@ -79,55 +83,82 @@ def merge_entries(
     count = len(arithmetic.weights)
     sources, adapters = members[:count], members[count:]
     maps = weight_maps if len(weight_maps) == count else [*weight_maps, None][:1] * count
-    found = _chosen(sources, maps, only, exclude, rename, dtype)
-    chosen, mapped = [entries for entries, _ in found], found[0][1]
-    made = _made(found) if any(maps) else []
+    chosen = _Chosen(sources, maps, only, exclude, rename, dtype)
     added = [low_ranks(adapter.index, adapter.store) for adapter in adapters]
-    merging = _Merging(chosen, added, joined, arithmetic, is_mapped=bool(made))
+    merging = _Merging(chosen.members, list(zip(adapters, added, strict=True)), arithmetic)
     terms = merging.terms()
     merging.raise_problems([source.name for source in members])
-    first = _untied(chosen, terms)
+    first = _untied(chosen.first, chosen.members[1:], terms)
     user = {name: value for name, value in first.index.user.items() if name != _METRICS}
     first = replace(first, index=replace(first.index, user=user, digests=()))  # of sums nobody has any
-    unmerged = tuple(sorted(entry.fqn for entry in first.tensors if entry.fqn in merging.unmerged))
-    merged = MergedTensors(terms, arithmetic.code, unmerged, _origin(members, arithmetic), made)
-    return first, mapped, merged
+    unmerged = tuple(sorted(merging.unmerged))
+    merged = MergedTensors(terms, arithmetic.code, unmerged, _origin(members, arithmetic), chosen.made)
+    return first, chosen.mapped, merged
 
 
-def _made(found: Sequence[tuple[Entries, MappedIndex | None]]) -> list[MappedTensor]:
-    """The tensors of all sources under their maps, of pieces of all sources joined."""
-    made = []
-    for number, (entries, mapped) in enumerate(found):
-        own = mapped.tensors if mapped else starmap(MappedTensor.same, map_sources(entries.index))
-        for tensor in own:
-            sides = ((one, one.source._replace(name=f"{number}/{one.source.name}")) for one in tensor.pieces)
-            made.append(replace(tensor, pieces=[one._replace(source=side) for one, side in sides]))
-    return made
+class _Member(NamedTuple):
+    """What is chosen of a source: ``names`` of the tensors in ``rows`` of ``index``, and of those that are
+    tied to another the name of that."""
+
+    index: CheckpointIndex
+    names: list[str]
+    rows: Int64
+    tied: Mapping[str, str]
+
+    @classmethod
+    def of(cls, entries: Entries) -> _Member:
+        """Of the entries."""
+        tensors = entries.tensors
+        tied = {
+            entry.fqn: tensors[entry.tied_to].fqn
+            for number, entry in enumerate(tensors)
+            if entry.tied_to != number
+        }
+        rows = np.array([entry.tensor for entry in tensors], np.int64)
+        return cls(entries.index, [entry.fqn for entry in tensors], rows, tied)
 
 
-def _chosen(
-    sources: Sequence[Source],
-    maps: Sequence[WeightMap | None],
-    only: Patterns | None,
-    exclude: Patterns | None,
-    rename: Rename | None,
-    dtype: TargetDtype,
-) -> list[tuple[Entries, MappedIndex | None]]:
-    """What is selected of each, under its map; a pattern must match in one of them, and not in all."""
-    names = [[*source.index.fqns, *source.index.objects.fqns] for source in sources]
-    selection = Selection.of(only, exclude)
-    if selection is not None:
-        check_patterns(selection, [name for own in names for name in own])
-    found: list[tuple[Entries, MappedIndex | None]] = []
-    for number, (source, own, weights) in enumerate(zip(sources, names, maps, strict=True)):
-        patterns = [_matching(given, own) for given in (only, exclude)]
-        if only is not None and not patterns[0]:
-            found.append((Entries(source.index, [], []), None))
-            continue
-        chosen = {"only": patterns[0], "exclude": patterns[1] or None, "rename": rename}
-        cast = dtype if not number else None
-        found.append(mapped_entries(source.index, source.store, weights, **chosen, dtype=cast))
-    return found
+class _Chosen:
+    """What is selected of each source, under its map: ``members``, the entries of the ``first``, what that is
+    ``mapped`` to and, with maps, the tensors ``made`` of all, of pieces of all sources joined. A pattern must
+    match in one of them, and not in all."""
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        maps: Sequence[WeightMap | None],
+        only: Patterns | None,
+        exclude: Patterns | None,
+        rename: Rename | None,
+        dtype: TargetDtype,
+    ) -> None:
+        names = [[*source.index.fqns, *source.index.objects.fqns] for source in sources]
+        selection = Selection.of(only, exclude)
+        if selection is not None:
+            check_patterns(selection, [name for own in names for name in own])
+        self.members: list[_Member] = []
+        self.made: list[MappedTensor] = []
+        for number, (source, own, weights) in enumerate(zip(sources, names, maps, strict=True)):
+            patterns = [_matching(given, own) for given in (only, exclude)]
+            mapped: MappedIndex | None = None
+            if only is not None and not patterns[0]:
+                entries = Entries(source.index, [], [])
+            else:
+                chosen = {"only": patterns[0], "exclude": patterns[1] or None, "rename": rename}
+                cast = dtype if not number else None
+                entries, mapped = mapped_entries(source.index, source.store, weights, **chosen, dtype=cast)
+            if not number:
+                self.first, self.mapped = entries, mapped
+            self.members.append(_Member.of(entries))
+            if any(maps):
+                self.made += _made(number, entries, mapped)
+
+
+def _made(number: int, entries: Entries, mapped: MappedIndex | None) -> Iterator[MappedTensor]:
+    """The tensors of a source under its map, if it has any, of pieces of all sources joined."""
+    for tensor in mapped.tensors if mapped else starmap(MappedTensor.same, map_sources(entries.index)):
+        sides = ((one, one.source._replace(name=f"{number}/{one.source.name}")) for one in tensor.pieces)
+        yield replace(tensor, pieces=[one._replace(source=side) for one, side in sides])
 
 
 def _matching(patterns: Patterns | None, names: Sequence[str]) -> list[str] | None:
@@ -140,38 +171,42 @@ def _matching(patterns: Patterns | None, names: Sequence[str]) -> list[str] | No
 
 
 class _Merging:
-    """Compares the sources tensor by tensor; ``problems`` are by name."""
+    """Compares the sources, all tensors at a time; ``problems`` are by name, and few."""
 
     def __init__(
         self,
-        chosen: Sequence[Entries],
-        added: Sequence[Sequence[LowRank]],
-        joined: CheckpointIndex,
+        sources: Sequence[_Member],
+        adapters: Sequence[tuple[Source, Sequence[LowRank]]],
         arithmetic: Arithmetic,
-        *,
-        is_mapped: bool,
     ) -> None:
-        self._chosen = chosen
-        # where the tensors that a map made of each source begin, of those of all sources
-        counts = (one.index.tensor_count for one in chosen)
-        self._begins = list(accumulate(counts, initial=0)) if is_mapped else []
-        self._added = added
-        self._joined = joined
+        self._sources = sources
+        self._adapters = adapters
         self._arithmetic = arithmetic
-        self._entries = [{entry.fqn: entry for entry in one.tensors} for one in chosen]
+        indexes = (*(one.index for one in sources), *(one.index for one, _ in adapters))
+        # the first row of each source, of all joined
+        self._begins = list(accumulate((index.tensor_count for index in indexes), initial=0))
         self._problems: dict[str, str] = {}
-        self._is_sum = len(chosen) > 1 or arithmetic.weights != (1.0,)
+        self._is_sum = len(sources) > 1 or arithmetic.weights != (1.0,)
         self.unmerged: set[str] = set()
 
-    def terms(self) -> dict[int, tuple[TensorTerm, ...]]:
+    def terms(self) -> TensorTerms:
         """By row of the first source; what is wrong is noted."""
-        names = dict.fromkeys(name for own in self._entries for name in own)
-        terms = {name: found for name in names if (found := self._of_sources(name))}
-        for number, adapter in enumerate(self._added):
-            for low_rank in adapter:
-                self._add(number, low_rank, terms)
-        first = self._entries[0]
-        return {first[name].tensor: tuple(own) for name, own in terms.items() if name in first}
+        names, rows = self._aligned()
+        summed = self._summed(names, rows)
+        kept = np.array([at for at, name in enumerate(names) if name in self.unmerged], np.int64)
+        joined = np.stack([own + begin for own, begin in zip(rows, self._begins, strict=False)])
+        tensors = {names[at]: int(rows[0][at]) for at in summed.tolist()} if self._adapters else {}
+        products = list(self._products(tensors))
+        parts = (
+            (np.repeat(rows[0][summed], len(rows)), rows[0][kept]),
+            (np.tile(np.array(self._arithmetic.weights, np.float64), len(summed)), np.ones(len(kept))),
+            (joined[:, summed].T.reshape(-1), joined[0, kept]),
+        )
+        plain = [np.concatenate(one) for one in parts]
+        plain += [np.zeros(len(plain[0]), kind) for kind in (np.int64, np.int64, bool)]
+        added = zip(*products, strict=True) if products else [()] * len(plain)
+        columns = [np.append(one, np.array(more, one.dtype)) for one, more in zip(plain, added, strict=True)]
+        return TensorTerms.of(self._sources[0].index.tensor_count, *columns)
 
     def raise_problems(self, names: Sequence[str]) -> None:
         """PlanError with all that was noted; ``names`` are of the sources."""
@@ -186,88 +221,111 @@ class _Merging:
             problems=told,
         )
 
-    def _of_sources(self, name: str) -> list[TensorTerm]:
-        own = [entries.get(name) for entries in self._entries]
-        missing = [str(number) for number, entry in enumerate(own, 1) if entry is None]
-        found = [entry for entry in own if entry is not None]
-        if missing:
-            self._problems[name] = f"is not in {', '.join(missing)}"
-            return []
-        indexes = [one.index for one in self._chosen]
-        rows = list(zip(indexes, found, strict=True))
-        shapes = [index.shape(entry.tensor) for index, entry in rows]
-        types = [index.dtype(entry.tensor) for index, entry in rows]
-        if len(set(shapes)) > 1:
-            self._problems[name] = f"has the shapes {', '.join(map(str, shapes))}"
-            return []
-        if any(one.code not in CASTABLE for one in types):
-            return self._as_it_is(name, [one.name for one in types], types[0].code)
-        return [
-            TensorTerm(weight, (self._row(number, name),))
-            for number, weight in enumerate(self._arithmetic.weights)
-        ]
+    def _aligned(self) -> tuple[list[str], list[Int64]]:
+        """Names that all sources have, and in which rows of each these are."""
+        first = self._sources[0].names
+        if all(one.names == first for one in self._sources[1:]):
+            return first, [one.rows for one in self._sources]
+        places = [dict(zip(one.names, range(len(one.names)), strict=True)) for one in self._sources]
+        common = []
+        for name in dict.fromkeys(name for one in self._sources for name in one.names):
+            missing = [str(number) for number, own in enumerate(places, 1) if name not in own]
+            if missing:
+                self._problems[name] = f"is not in {', '.join(missing)}"
+            else:
+                common.append(name)
+        chosen = (np.array([own[name] for name in common], np.int64) for own in places)
+        return common, [one.rows[places] for one, places in zip(self._sources, chosen, strict=True)]
 
-    def _as_it_is(self, name: str, types: Sequence[str], code: int) -> list[TensorTerm]:
+    def _summed(self, names: Sequence[str], rows: Sequence[Int64]) -> Int64:
+        """Which of ``names`` are sums; those that are taken from the first are noted, as what is wrong is."""
+        indexes = [one.index for one in self._sources]
+        pairs = list(zip(indexes, rows, strict=True))
+        alike = np.ones(len(names), bool)
+        for index, own in pairs[1:]:
+            alike &= _of_one_shape(indexes[0], rows[0], index, own)
+        codes = np.stack([index.dtype_codes[own] for index, own in pairs])
+        floating = np.isin(codes, list(CASTABLE)).all(axis=0)
+        for at in np.flatnonzero(~alike).tolist():
+            shapes = [str(index.shape(int(own[at]))) for index, own in pairs]
+            self._problems[names[at]] = f"has the shapes {', '.join(shapes)}"
+        for at in np.flatnonzero(alike & ~floating).tolist():
+            self._as_it_is(names[at], codes[:, at].tolist())
+        return np.flatnonzero(alike & floating)
+
+    def _as_it_is(self, name: str, codes: Sequence[int]) -> None:
         """Of the first source."""
+        types = [dtypes.BY_CODE[code].name for code in codes]
         if len(set(types)) > 1:
             self._problems[name] = f"is {', '.join(types)}"
-        elif self._is_sum and code not in _WHOLE_NUMBERS:
+        elif self._is_sum and codes[0] not in _WHOLE_NUMBERS:
             self._problems[name] = f"is {types[0]}, which is not added"
         self.unmerged.add(name)
-        return [TensorTerm(1.0, (self._row(0, name),))]
 
-    def _row(self, number: int, name: str) -> int:
-        if self._begins:
-            return self._begins[number] + self._entries[number][name].tensor
-        old = self._chosen[number].source_names[name]
-        return self._joined.position[f"{number}/{old}"]
+    def _products(self, tensors: Mapping[str, int]) -> Iterator[tuple[Any, ...]]:
+        """What adapters add to ``tensors``, of which the rows are in the first source: rows of
+        `TensorTerms`."""
+        for number, (adapter, added) in enumerate(self._adapters):
+            for low_rank in added:
+                row = tensors.get(low_rank.target)
+                is_turned = self._fits(low_rank, row, tensors)
+                if row is None or is_turned is None:
+                    continue
+                begin, position = self._begins[len(self._sources) + number], adapter.index.position
+                factors = [begin + position[one] for one in (low_rank.left, low_rank.right)]
+                weight = self._arithmetic.adapter_weights[number] * low_rank.scale
+                left, right = reversed(factors) if is_turned else factors
+                yield row, weight, left, right, low_rank.rank, is_turned
 
-    def _add(self, number: int, low_rank: LowRank, terms: Mapping[str, list[TensorTerm]]) -> None:
-        """What an adapter adds to a tensor."""
+    def _fits(self, low_rank: LowRank, row: int | None, tensors: Mapping[str, int]) -> bool | None:
+        """Whether what is added to a tensor is turned; None, and noted, if it cannot be."""
         name, shape = low_rank.target, low_rank.shape
         if name in self._problems:
-            return
-        if name not in terms or name in self.unmerged:
-            close = near_names(name, terms, most=1)
+            return None
+        if row is None:
+            close = near_names(name, tensors, most=1)
             meant = f" (did you mean {close[0]!r}?)" if close else ""
             self._problems[name] = f"is what an adapter is for, and no floating-point tensor{meant}"
-            return
-        first = self._chosen[0].index
-        there = first.shape(self._entries[0][name].tensor)
+            return None
+        there = self._sources[0].index.shape(row)
         is_turned = there == shape[::-1] and (there != shape or low_rank.is_turned)
         if not is_turned and there != shape:
             self._problems[name] = f"has the shape {there}, and what an adapter adds has {shape}"
-            return
+            return None
         size = dtypes.BY_CODE[self._arithmetic.code].itemsize
         if low_rank.rank * there[1] * size > _MAX_FACTOR_BYTES:
             self._problems[name] = f"is too wide for a product of rank {low_rank.rank}"
-            return
-        member = len(self._arithmetic.weights) + number
-        factors = [self._joined.position[f"{member}/{one}"] for one in (low_rank.left, low_rank.right)]
-        weight = self._arithmetic.adapter_weights[number] * low_rank.scale
-        rows = tuple(reversed(factors)) if is_turned else tuple(factors)
-        terms[name].append(TensorTerm(weight, rows, low_rank.rank, is_turned))
+            return None
+        return is_turned
 
 
-def _untied(chosen: Sequence[Entries], terms: Mapping[int, Sequence[TensorTerm]]) -> Entries:
-    """The first of ``chosen``: what shares its bytes there still does so if it does in all of them, and gets
+def _of_one_shape(
+    first: CheckpointIndex, rows: Int64, other: CheckpointIndex, own: Int64
+) -> npt.NDArray[np.bool_]:
+    """By tensor, of ``rows`` of the one and ``own`` of the other."""
+    found = first.ndims[rows] == other.ndims[own]
+    alike = np.flatnonzero(found)
+    differs = gather_rows(first.shape_values, first.shape_start, rows[alike]) != gather_rows(
+        other.shape_values, other.shape_start, own[alike]
+    )
+    found[alike] = row_sums(differs.astype(np.int64), starts(first.ndims[rows[alike]])) == 0
+    return found
+
+
+def _untied(first: Entries, others: Sequence[_Member], terms: TensorTerms) -> Entries:
+    """The ``first``: what shares its bytes there still does so if it does in all of the ``others``, and gets
     the same added."""
-    first = chosen[0]
-    others = [_first_of_tied(one) for one in chosen[1:]]
 
     def is_tied(entry: TensorEntry, to: TensorEntry) -> bool:
-        same = all(tied[entry.fqn] == tied[to.fqn] for tied in others)
-        return same and terms[entry.tensor][len(chosen) :] == terms[to.tensor][len(chosen) :]
+        names = entry.fqn, to.fqn
+        same = all(one.tied.get(names[0], names[0]) == one.tied.get(names[1], names[1]) for one in others)
+        return same and terms.products(entry.tensor) == terms.products(to.tensor)
 
     tensors = []
     for number, entry in enumerate(first.tensors):
         keeps = entry.tied_to == number or is_tied(entry, first.tensors[entry.tied_to])
         tensors.append(entry if keeps else entry._replace(tied_to=number))
     return replace(first, tensors=tensors)
-
-
-def _first_of_tied(entries: Entries) -> dict[str, str]:
-    return {entry.fqn: entries.tensors[entry.tied_to].fqn for entry in entries.tensors}
 
 
 def _origin(members: Sequence[Source], arithmetic: Arithmetic) -> dict[str, Any]:
