@@ -35,13 +35,14 @@ class SourcePart(NamedTuple):
     def has(self, elements: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Which of these elements of the copy it has."""
         left = elements - self.target
-        found = left >= 0
+        found: npt.NDArray[np.bool_] = left >= 0
         for n, step in zip(self.lengths, self.target_strides, strict=True):
             if n > 1:
                 at = left // step
                 found &= at < n
                 left = left - at * step
-        return found & (left == 0)
+        found &= left == 0
+        return found
 
     def is_run(self, itemsize: int) -> bool:
         """Whether its elements lie together in the copy, and in the payload in the same order."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, TypeVar, overload
+from typing import Any, Final, TypeVar, overload
 
 import numpy as np
 
@@ -21,6 +21,20 @@ T = TypeVar("T")
 
 _FORMAT: Final = "joined"
 _AT_ONCE: Final = 8
+_COLUMNS: Final = (
+    "dtype_codes",
+    "shape_values",
+    "requires_grad",
+    "chunk_offsets",
+    "chunk_sizes",
+    "record_offsets",
+    "record_lengths",
+    "payload_offsets",
+    "payload_lengths",
+    "crcs",
+    "file_sizes",
+)
+_RAGGED: Final = ("shape_start", "chunk_start", "crc_start")
 
 
 class JoinedStore(ReadOnlyStore):
@@ -136,10 +150,11 @@ def _joined_index(parts: Sequence[CheckpointIndex]) -> CheckpointIndex:
         starts([len(getattr(part, name)) for part in parts]).tolist()
         for name in ("fqns", "chunk_files", "files")
     )
-    columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS}
-    ragged = {
-        name: starts(np.concatenate([np.diff(getattr(part, name)) for part in parts])) for name in _RAGGED
+    columns: dict[str, Any] = {
+        name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS
     }
+    for name in _RAGGED:
+        columns[name] = starts(np.concatenate([np.diff(getattr(part, name)) for part in parts]))
     return CheckpointIndex(
         format=_FORMAT,
         fqns=_JoinedNames([part.fqns for part in parts]),
@@ -151,24 +166,7 @@ def _joined_index(parts: Sequence[CheckpointIndex]) -> CheckpointIndex:
         record_crcs=_moved([part.record_crcs for part in parts], chunks),
         provenance={"save_id": [part.provenance.get("save_id") for part in parts]},
         **columns,
-        **ragged,
     )
-
-
-_COLUMNS: Final = (
-    "dtype_codes",
-    "shape_values",
-    "requires_grad",
-    "chunk_offsets",
-    "chunk_sizes",
-    "record_offsets",
-    "record_lengths",
-    "payload_offsets",
-    "payload_lengths",
-    "crcs",
-    "file_sizes",
-)
-_RAGGED: Final = ("shape_start", "chunk_start", "crc_start")
 
 
 def _moved(parts: Sequence[Mapping[int, T]], begins: Sequence[int]) -> dict[int, T]:

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, starmap
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -96,7 +96,8 @@ def merge_entries(
     return first, chosen.mapped, merged
 
 
-class _Member(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Member:
     """What is chosen of a source: ``names`` of the tensors in ``rows`` of ``index``, and of those that are
     tied to another the name of that."""
 
@@ -144,7 +145,11 @@ class _Chosen:
             if only is not None and not patterns[0]:
                 entries = Entries(source.index, [], [])
             else:
-                chosen = {"only": patterns[0], "exclude": patterns[1] or None, "rename": rename}
+                chosen: dict[str, Any] = {
+                    "only": patterns[0],
+                    "exclude": patterns[1] or None,
+                    "rename": rename,
+                }
                 cast = dtype if not number else None
                 entries, mapped = mapped_entries(source.index, source.store, weights, **chosen, dtype=cast)
             if not number:
@@ -303,7 +308,7 @@ def _of_one_shape(
     first: CheckpointIndex, rows: Int64, other: CheckpointIndex, own: Int64
 ) -> npt.NDArray[np.bool_]:
     """By tensor, of ``rows`` of the one and ``own`` of the other."""
-    found = first.ndims[rows] == other.ndims[own]
+    found: npt.NDArray[np.bool_] = first.ndims[rows] == other.ndims[own]
     alike = np.flatnonzero(found)
     differs = gather_rows(first.shape_values, first.shape_start, rows[alike]) != gather_rows(
         other.shape_values, other.shape_start, own[alike]

@@ -91,7 +91,7 @@ def newest_steps(connection: Connection, run_id: int, last: int) -> list[int]:
         .order_by(column.step_order.desc(), column.id.desc())
         .limit(2 * last)
     )
-    found: dict[int, list[Row[Any]]] = {}
+    found: dict[int, list[Any]] = {}
     for row in connection.execute(query):
         found.setdefault(row.step, []).append(row)
     newest = list(found.items())[:last]
@@ -105,7 +105,7 @@ def newest_steps(connection: Connection, run_id: int, last: int) -> list[int]:
     return [rows[0].id for _, rows in newest]
 
 
-def _problem(rows: Sequence[Row[Any]]) -> str:
+def _problem(rows: Sequence[Any]) -> str:
     """Why a step cannot be counted on; "" if it can."""
     if len(rows) > 1:
         return f"is there {len(rows)} times, as {', '.join(str(row.id) for row in rows)}"
