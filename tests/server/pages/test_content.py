@@ -346,6 +346,7 @@ def test_merging_and_averaging(app: App) -> None:
     assert form.fields["target_key"] == "run/step-1-merged"
     others = f"{numbers[1]}, http://here/checkpoints/{numbers[2]}?view=list"
     given = {"with": others, "target_key": "soup", "leave_out": "optimizer, lr*", "accumulate": "float64"}
+    given["to"] = "safetensors"
     answer = browser.submit(form, **given, weights="0.5, -1e-1,2")
     assert answer.url.path == "/jobs/1"
     params = app.base.get("/api/v1/jobs/1").json()["params"]
@@ -356,7 +357,7 @@ def test_merging_and_averaging(app: App) -> None:
     run = app.base.get(f"/api/v1{path}").json()["run_id"]
     average = browser.page(f"/runs/{run}").form(f"/runs/{run}/merge")
     assert average.fields["last"] == "3" and average.fields["target_key"] == "run-average"
-    assert browser.submit(average, decay="0.9").url.path == "/jobs/3"
+    assert browser.submit(average, to="dcp", decay="0.9").url.path == "/jobs/3"
     params = app.base.get("/api/v1/jobs/3").json()["params"]
     assert (params["run_id"], params["last"], params["decay"]) == (run, 3, 0.9)
     for wrong in (
@@ -366,10 +367,10 @@ def test_merging_and_averaging(app: App) -> None:
         {"with": str(numbers[1]), "weights": "nan, 1"},
         {"with": str(numbers[0])},
     ):
-        assert browser.submit(form, **{"target_key": "no", **wrong}).status_code == 422, wrong
+        assert browser.submit(form, **{"to": "dcp", "target_key": "no", **wrong}).status_code == 422, wrong
     for odd in ({"last": "inf"}, {"last": "1.5"}, {"last": "0"}, {"last": "3", "decay": "1"}):
-        assert browser.submit(average, **{"target_key": "no", **odd}).status_code == 422, odd
-    assert browser.submit(average, last="4", target_key="no").status_code == 409
+        assert browser.submit(average, **{"to": "dcp", "target_key": "no", **odd}).status_code == 422, odd
+    assert browser.submit(average, to="dcp", last="4", target_key="no").status_code == 409
 
 
 def test_deleting_and_undoing(app: App) -> None:
