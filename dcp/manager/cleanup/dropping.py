@@ -36,6 +36,7 @@ from dcp.storage.engine.write import data_file_name
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointError,
+    CheckpointNotFoundError,
     CorruptCheckpointError,
     OptionError,
 )
@@ -165,6 +166,8 @@ def drop_parts(store: Store, parts: Sequence[Part], now_seconds: float, *, rewri
     except BaseException as error:
         if not getattr(error, "committed", False):
             store.delete_all(copied)
+        if isinstance(error, CheckpointNotFoundError):
+            _refuse_changed(store, found.previous, error)
         raise
     now = {info.name: info for info in store.list()}
     gone = [name for name in found.index.files if name in found.before and name not in now]
@@ -178,6 +181,16 @@ def drop_parts(store: Store, parts: Sequence[Part], now_seconds: float, *, rewri
         shared_bytes=0 if rewrite else found.shared_bytes,
         rewritten_bytes=rewritten,
     )
+
+
+def _refuse_changed(store: Store, previous: commit.Previous, error: CheckpointNotFoundError) -> None:
+    """Where a file is gone, say who has removed it: who commits removes what it has replaced."""
+    now = commit.previous_state(store, commit.Names())
+    if now.exists and (now.manifest, now.metadata) != (previous.manifest, previous.metadata):
+        raise CheckpointConflictError(
+            f"{store.url}: a save or another drop came first; what there is now is as that left it",
+            path=store.url,
+        ) from error
 
 
 def finish_drop(store: Store) -> tuple[tuple[str, ...], int]:

@@ -231,6 +231,20 @@ def test_damage_in_what_stays_is_not_copied(tmp_path: Path) -> None:
     assert "app.optimizer.state.0.exp_avg" in open_index(PosixStore(tmp_path)).fqns
 
 
+@pytest.mark.parametrize("first", [partial(drop, rewrite=True), partial(save_apart, version=2)])
+def test_what_came_first_is_told_where_it_has_removed_the_files(tmp_path: Path, first: Any) -> None:
+    """A file that is to be copied is gone: it was replaced by another drop or save, and is not lost."""
+    save_mixed(tmp_path)
+    fault = Fault("open_read", name="*.distcp", hook=lambda _: first(tmp_path))
+    with pytest.raises(CheckpointConflictError, match="came first"):
+        drop_parts(FaultInjectingStore(PosixStore(tmp_path), fault), [OPTIMIZER_PART], NOW, rewrite=True)
+    assert verify(tmp_path).findings == []
+    (tmp_path / "manifest.msgpack").unlink()
+    (tmp_path / ".metadata").unlink()
+    with pytest.raises(CheckpointNotFoundError):
+        drop(tmp_path, rewrite=True)
+
+
 @pytest.mark.parametrize("rewrite", [False, True])
 def test_a_save_that_came_first_wins(tmp_path: Path, rewrite: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The drop is compared with what it began from: the new checkpoint is whole, and nothing is left."""
