@@ -18,6 +18,7 @@ import shutil
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -140,11 +141,9 @@ class LocalLedger(ConversionLedger):
     def open(self, fingerprint: str) -> bool:
         """The folder is made if it is not there."""
         announce("mkdir", self._folder)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         with step(None, "open", self._path):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self._path, flags, 0o666)
-            self._lock()
+            while not self._hold():
+                self.close()
             size = min(os.fstat(self._descriptor).st_size, _MAX_BYTES)
             entries, end = _entries(os.pread(self._descriptor, size, 0))
             if not self._take(entries, fingerprint):
@@ -153,6 +152,20 @@ class LocalLedger(ConversionLedger):
             os.lseek(self._descriptor, end, os.SEEK_SET)
             self._follow_output(fingerprint)
         return True
+
+    def _hold(self) -> bool:
+        """Make and lock the file; False where who held it has just removed it: such a lock says nothing."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self._path, flags, 0o666)
+            self._lock()
+            return os.path.samestat(os.fstat(self._descriptor), self._path.stat(follow_symlinks=False))
+        except (FileNotFoundError, FileExistsError):
+            is_none = os.path.lexists(self._folder) and not self._folder.is_dir()
+            if is_none or not self._folder.parent.is_dir():
+                raise
+            return False
 
     def _follow_output(self, fingerprint: str) -> None:
         """In a copy of the folder, such as a restored one, what is built has another inode, and the old one
@@ -169,11 +182,7 @@ class LocalLedger(ConversionLedger):
         self.forget()
         self.save_id, self.done = save_id, []
         with step(None, "open", self._path):
-            for entry in self._folder.iterdir():
-                if entry.is_dir() and not entry.is_symlink():
-                    shutil.rmtree(entry)
-                elif entry != self._path:
-                    entry.unlink()
+            self._clear()
             self.output.mkdir(exist_ok=True)
             self.inode = self.output.stat().st_ino
             self._write(self._header(fingerprint))
@@ -205,8 +214,19 @@ class LocalLedger(ConversionLedger):
     def remove(self) -> None:
         """The folder with all that is left in it; best effort, the conversion has its outcome."""
         announce("remove", self._folder)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        with suppress(OSError):
+            self._clear()
+            self._path.unlink()  # last: as long as it is there, nobody else begins
+            self._folder.rmdir()
         self.close()
+
+    def _clear(self) -> None:
+        """What lies beside the ledger."""
+        for entry in self._folder.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif entry != self._path:
+                entry.unlink()
 
     def _lock(self) -> None:
         try:
