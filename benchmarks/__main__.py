@@ -27,6 +27,7 @@ _WORKLOADS = (
     "async-W4",
     "loop",
     "plan",
+    "digests",
     "device",
     "s3",
     "convert",
@@ -89,6 +90,8 @@ class _Suite:
                 self._train()
             elif workload == "plan":
                 self._plan()
+            elif workload == "digests":
+                self._digest()
             elif workload == "device":
                 self._stage_from_device()
             elif workload == "s3":
@@ -248,6 +251,17 @@ class _Suite:
                 results = run_ranks(*arguments, progress=say, folder=self._folder)[0]
             self.measured += results
             self.rows += [plan_row(result) for result in results]
+
+    def _digest(self) -> None:
+        from benchmarks.digests import WORKLOADS, DigestsSpec, digests_row, save_with_digests
+
+        for workload in WORKLOADS:
+            with self._own_folder() as name:
+                spec = DigestsSpec(workload, self._options.scale, self._options.rounds, Path(name))
+                say = self._say(f"digests, {workload}")
+                (results,) = run_ranks(1, save_with_digests, spec, progress=say, folder=self._folder)
+            self.measured += results
+            self.rows += [digests_row(result) for result in results]
 
     def _stage_from_device(self) -> None:
         from benchmarks.asynchronous.device_staging import DeviceSpec, accelerator, stage_from_device

@@ -11,6 +11,7 @@ import numpy as np
 from dcp.inspection.values.tensor_reading import TensorReader
 from dcp.planners.load.selection import Selection
 from dcp.planners.per_rank import rank_holder, rank_number
+from dcp.proving.coverage import held_elements, overlaps
 from dcp.proving.proof import FindingKind, Proof, ProofFinding, RankProof
 from dcp.proving.rank_digests import RankDigests, value_print
 from dcp.storage.digests.boxes import BoxDigest, logical_runs
@@ -94,30 +95,46 @@ class _Comparison:
             yield ProofFinding(
                 "unexpected", fqn, f"{fqn!r} is not in the checkpoint, or there of another kind"
             )
+        overlapping = overlaps({fqn: held.boxes for fqn, held in self.tensors.items()})
         for fqn, held in self.tensors.items():
-            yield from self._tensor(fqn, held)
+            yield from self._types(fqn, held) or self._tensor(fqn, held, overlapping.get(fqn))
         for fqn, prints in self.values.items():
             yield from self._value(fqn, prints)
 
     # -- tensors ---------------------------------------------------------------------------------------------
 
-    def _tensor(self, fqn: str, held: _RanksTensor) -> Iterator[ProofFinding]:
+    def _types(self, fqn: str, held: _RanksTensor) -> list[ProofFinding]:
+        """What is no tensor of the saved dtype and shape."""
         row = self._index.position[fqn]
         dtype, shape = self._index.dtype(row), self._index.shape(row)
+        found = []
         for (code, sizes), ranks in held.types.items():
             own = dtypes.BY_CODE[code].name
             if own != dtype.name:
-                yield _differs("dtype", fqn, f"is {own}, and was saved as {dtype.name}", ranks)
+                found.append(_differs("dtype", fqn, f"is {own}, and was saved as {dtype.name}", ranks))
             elif sizes != shape:
-                yield _differs("shape", fqn, f"has shape {sizes}, and was saved with {shape}", ranks)
-        if {*held.types} != {(dtype.code, shape)}:
-            return
-        elements = sum(box.volume for box in held.boxes)
-        if elements != math.prod(shape):
-            what = f"{elements} of {math.prod(shape)} elements are on the ranks, each part counted once"
-            yield ProofFinding("incomplete", fqn, f"{fqn!r}: {what}")
-            return
-        if not self._has_sum(row, held):
+                found.append(_differs("shape", fqn, f"has shape {sizes}, and was saved with {shape}", ranks))
+        return found
+
+    def _tensor(
+        self, fqn: str, held: _RanksTensor, overlapping: tuple[Box, Box] | None
+    ) -> Iterator[ProofFinding]:
+        """Of one that all ranks have in the saved dtype and shape: its parts, and their bytes."""
+        row = self._index.position[fqn]
+        elements = math.prod(self._index.shape(row))
+        parts = sum(box.volume for box in held.boxes)
+        found = parts if overlapping is None else held_elements(held.boxes)
+        if overlapping is not None:
+            ranks = sorted(
+                {rank for box in overlapping for some in held.boxes[box].values() for rank in some}
+            )
+            what = f"has parts that overlap, {_text(overlapping[0])} and {_text(overlapping[1])}"
+            yield _differs("overlap", fqn, what, ranks)
+        if found != elements:
+            yield ProofFinding(
+                "incomplete", fqn, f"{fqn!r}: {found} of its {elements} elements are on the ranks"
+            )
+        if overlapping is None and found == elements and not self._has_sum(row, held):
             odd = self._odd_ranks(row, held)
             if odd:
                 yield _differs("tensor", fqn, "has other bytes than were saved", odd)
@@ -175,6 +192,10 @@ class _Comparison:
 def _differs(kind: FindingKind, fqn: str, what: str, ranks: Sequence[int]) -> ProofFinding:
     told = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
     return ProofFinding(kind, fqn, f"{fqn!r} {what}: {told}", tuple(ranks))
+
+
+def _text(box: Box) -> str:
+    return f"{list(box.sizes)} from {list(box.offsets)} on"
 
 
 def _is_of_no_rank(fqn: str, world_size: int) -> bool:

@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 __all__ = ["Proof", "ProofFinding", "RankProof"]
 
-FindingKind = Literal["missing", "unexpected", "dtype", "shape", "tensor", "incomplete", "value", "undecided"]
+FindingKind = Literal[
+    "missing", "unexpected", "dtype", "shape", "tensor", "incomplete", "overlap", "value", "undecided"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,9 +18,9 @@ class ProofFinding:
     """One entry that is not what was saved.
 
     ``kind``: "missing" in the state, or "unexpected" there; another "dtype" or "shape"; "tensor": other
-    bytes; "incomplete": the ranks do not have all of it; "value": another value; "undecided": its pickle
-    differs, and only code that is not trusted would tell more. ``ranks`` are those that have it so; none if
-    it is of all.
+    bytes; "incomplete": the ranks do not have all of it; "overlap": an element is in two parts; "value":
+    another value; "undecided": its pickle differs, and only code that is not trusted would tell more.
+    ``ranks`` are those that have it so; none if it is of all.
     """
 
     kind: FindingKind

@@ -19,7 +19,7 @@ from dcp.planners.wire.codec import SectionCache, decode_save_columns, encode_sa
 from dcp.storage.digests.field import as_elements
 from dcp.storage.digests.places import LogicalPlaces
 from dcp.storage.digests.shown import SUM_BYTES
-from dcp.storage.errors import CheckpointFormatError
+from dcp.storage.errors import CheckpointFormatError, PlanError
 from dcp.storage.formats.index import Int64, itemsizes
 from dcp.storage.formats.native.object_blob import ObjectBlob
 from dcp.storage.formats.torch.python_values import encode_value, python_value
@@ -60,10 +60,11 @@ def digests_of_rank(local: RankState) -> RankDigests:
     begun = time.perf_counter()
     columns = local.columns
     places = _places(columns)
+    _check_inside(columns, places)
     rows = np.arange(len(columns.item_tensors), dtype=np.int64)
     values = bytearray()
     for row, view in zip(rows.tolist(), local.views(rows), strict=True):
-        box = places.digest(row)
+        box = places.digest(row)()
         for piece in byte_pieces(view.detach()):
             box.update(memoryview(piece))
         values += box.value().to_bytes(SUM_BYTES, "big")
@@ -81,6 +82,22 @@ def _places(columns: SaveColumns) -> LogicalPlaces:
     shapes = gather_rows(columns.shape_values, columns.shape_start, tensors)
     sizes: Int64 = itemsizes(columns.dtype_codes[tensors])
     return LogicalPlaces(columns.box_start, shapes, columns.item_offsets, columns.item_sizes, sizes)
+
+
+def _check_inside(columns: SaveColumns, places: LogicalPlaces) -> None:
+    """PlanError for a part that reaches outside of its tensor, as of a save."""
+    offsets, sizes = places.offsets, places.sizes
+    outside = np.flatnonzero((offsets < 0) | (sizes < 0) | (sizes > places.shapes - offsets))
+    if len(outside):
+        item = int(np.searchsorted(places.start, outside[0], "right")) - 1
+        fqn, own = (
+            columns.fqns[int(columns.item_tensors[item])],
+            slice(*places.start[item : item + 2].tolist()),
+        )
+        box = f"{sizes[own].tolist()} from {offsets[own].tolist()} on"
+        raise PlanError(
+            f"{fqn!r} has a part, {box}, outside of its shape {places.shapes[own].tolist()}", fqn=fqn
+        )
 
 
 def value_print(plain: bytes | None, blob: bytes) -> bytes:

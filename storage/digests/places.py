@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -61,9 +62,14 @@ class LogicalPlaces:
         is_simple: npt.NDArray[np.bool_] = is_run & (first % BLOCK_BYTES == 0)
         return is_simple
 
-    def digest(self, row: int) -> BoxDigest | RunDigest:
-        """What takes the bytes of one box."""
-        return RunDigest() if self.is_simple[row] else BoxDigest(self.runs(row))
+    def digest(self, row: int) -> type[RunDigest] | Callable[[], BoxDigest]:
+        """What makes what takes the bytes of one box."""
+        return RunDigest if self._simple[row] else partial(BoxDigest, self.runs(row))
+
+    @cached_property
+    def _simple(self) -> list[bool]:
+        simple: list[bool] = self.is_simple.tolist()
+        return simple
 
     @cached_property
     def _ends(self) -> Int64:

@@ -8,7 +8,7 @@ run that begins within one has ``phase`` zero bytes before it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import numpy as np
@@ -46,8 +46,8 @@ def row_values(rows: npt.NDArray[np.uint8], phase: int = 0) -> Elements:
         padded[:, phase : phase + size] = rows
         rows, size = padded, blocks * BLOCK_BYTES
     if blocks > _TABLE_BLOCKS:
-        data, ghash = np.ascontiguousarray(rows).reshape(-1).data, _ghash()
-        tags = b"".join([ghash(data[begin : begin + size]) for begin in range(0, count * size, size)])
+        data = np.ascontiguousarray(rows).reshape(-1).data
+        tags = b"".join(map(_ghash(), (data[begin : begin + size] for begin in range(0, count * size, size))))
         return as_elements(tags) ^ as_elements(_correction(size).to_bytes(BLOCK_BYTES, "big"))
     elements = as_elements(np.ascontiguousarray(rows).reshape(-1)).reshape(count, blocks, 2)
     total = np.zeros((count, 2), np.uint64)
@@ -61,8 +61,7 @@ def _ghash() -> Callable[[Any], bytes]:
     """Bytes to what AES-GCM authenticates them by: their value but for `_correction`."""
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # dear to import, and seldom needed
 
-    encrypt = AESGCM(bytes(BLOCK_BYTES)).encrypt
-    return lambda data: encrypt(_NONCE, b"", data)
+    return partial(AESGCM(bytes(BLOCK_BYTES)).encrypt, _NONCE, b"")
 
 
 @lru_cache(maxsize=1024)

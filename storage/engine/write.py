@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.storage.digests.boxes import BoxDigest, RunDigest
-from dcp.storage.digests.runs import row_values
+from dcp.storage.digests.runs import row_values, run_value
 from dcp.storage.digests.shown import SUM_BYTES
 from dcp.storage.errors import CheckpointFormatError, PlanError, StorageError
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine, crc32_rows
@@ -34,6 +34,9 @@ _JOINED_BLOBS = 256
 
 _PIECE_BYTES = 1 << 20
 """Bytes handed on at a time: the checksum reads them from memory, the copy behind it from the cache."""
+
+_DIGESTED_PIECE_BYTES = 256 << 10
+"""The same where a digest is between the two: of more it has to read some from memory once more."""
 
 
 def data_file_name(rank: int, number: int, save_id: str) -> str:
@@ -94,13 +97,13 @@ class DataFile:
         payload_bytes: int,
         pieces: Iterable[bytes | memoryview],
         on_bytes: Callable[[int], None] = lambda size: None,
-        digest: BoxDigest | RunDigest | None = None,
+        digest: type[RunDigest] | Callable[[], BoxDigest] | None = None,
     ) -> int:
         """Append one tensor; ``pieces`` are its C-ordered bytes in order. Returns the row.
 
         Each piece is consumed before the next is asked for, so an iterable may reuse one buffer for all.
-        ``on_bytes`` is called with each portion of payload bytes that was written, and ``digest`` given them
-        while they are in the cache.
+        ``on_bytes`` is called with each portion of payload bytes that was written. ``digest`` makes what is
+        given them while they are in the cache.
         PlanError if they are more or fewer than ``payload_bytes``.
         """
         rows = self.rows
@@ -116,8 +119,8 @@ class DataFile:
             _check_length(len(payload), payload_bytes)
             crc = crc32(payload)
             crcs = [crc] if payload_bytes else []
-            if digest is not None:
-                digest.update(memoryview(payload))
+            if digest is not None:  # behind the checksum, which reads memory faster
+                rows.digest_values += _sum_of(memoryview(payload), digest)
             suffix = record.suffix(crc) if record is not None else b""
             if payload_bytes <= JOINED_BYTES:
                 write(b"".join((prefix, payload, suffix)))
@@ -128,7 +131,10 @@ class DataFile:
             on_bytes(payload_bytes)
         else:
             write(prefix)
-            crcs, written = self._stream(pieces, on_bytes, digest)
+            sums = None if digest is None else digest()
+            crcs, written = self._stream(pieces, on_bytes, sums)
+            if sums is not None:
+                rows.digest_values += sums.value().to_bytes(SUM_BYTES, "big")
             _check_length(written, payload_bytes)
             suffix = record.suffix(_combine(crcs, payload_bytes)) if record is not None else b""
             write(suffix)
@@ -140,8 +146,6 @@ class DataFile:
         rows.payload_lengths.append(payload_bytes)
         rows.crc_counts.append(len(crcs))
         rows.crcs.extend(crcs)
-        if digest is not None:
-            rows.digest_values += digest.value().to_bytes(SUM_BYTES, "big")
         return len(rows.record_offsets) - 1
 
     def alike(
@@ -239,11 +243,12 @@ class DataFile:
     ) -> tuple[list[int], int]:
         """Write ``pieces``; the CRC of each block, and the bytes in all."""
         crcs: list[int] = []
+        limit = _PIECE_BYTES if digest is None else _DIGESTED_PIECE_BYTES
         crc = in_block = total = 0
         for piece in pieces:
             size, position = len(piece), 0
             while position < size:
-                step = min(size - position, _PIECE_BYTES, BLOCK_BYTES - in_block)
+                step = min(size - position, limit, BLOCK_BYTES - in_block)
                 part = memoryview(piece)[position : position + step]
                 crc = crc32(part, crc)
                 if digest is not None:
@@ -259,6 +264,15 @@ class DataFile:
         if in_block:
             crcs.append(crc)
         return crcs, total
+
+
+def _sum_of(payload: memoryview, digest: type[RunDigest] | Callable[[], BoxDigest]) -> bytes:
+    """What the bytes of a box have as their value."""
+    if digest is RunDigest:  # as it would say, without making one for each of many small tensors
+        return run_value(payload).to_bytes(SUM_BYTES, "big")
+    box = digest()
+    box.update(payload)
+    return box.value().to_bytes(SUM_BYTES, "big")
 
 
 def _check_length(written: int, payload_bytes: int) -> None:

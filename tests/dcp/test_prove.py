@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import dcp
+from dcp.errors import PlanError
 from dcp.proving.proof import Proof
 from tests.support.ranks import run_ranks
 
@@ -225,6 +229,80 @@ def test_a_part_that_no_rank_has_is_told(tmp_path: Path) -> None:
     """A rank without its shard."""
     (proof, _) = map(Proof.of_json, run_ranks(2, lack_a_part, str(tmp_path / "one")))
     assert [found.kind for found in proof.findings] == ["incomplete"]
+
+
+class Parts(torch.Tensor):
+    """A subclass that says by torch's protocol which rows of a tensor it has; it holds these, one part behind
+    the other."""
+
+    parts: Sequence[tuple[int, int]]
+
+    @staticmethod
+    def of(whole: torch.Tensor, *parts: tuple[int, int]) -> Parts:
+        """The rows ``first`` to ``end`` of ``whole``, for each of ``parts``."""
+        made = torch.cat([whole[first:end] for first, end in parts]).as_subclass(Parts)
+        made.parts, made.rows = parts, len(whole)
+        return made
+
+    rows: int
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(torch.Size([first]), torch.Size([end - first])) for first, end in self.parts
+        ]
+
+    def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
+        size, properties = torch.Size([self.rows]), TensorProperties(self.dtype)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, size),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        begin = 0
+        for first, end in self.parts:
+            if index.offset == torch.Size([first]):
+                return self.as_subclass(torch.Tensor)[begin : begin + end - first]
+            begin += end - first
+        raise KeyError(index)
+
+
+HELD = {
+    "apart": ([(0, 3), (3, 8)], []),
+    "overlap, and as many are missing": ([(0, 4), (2, 6)], ["overlap", "incomplete"]),
+    "overlap": ([(0, 5), (3, 8)], ["overlap"]),
+    "one within another": ([(0, 6), (2, 4)], ["overlap", "incomplete"]),
+    "missing": ([(0, 3), (4, 8)], ["incomplete"]),
+}
+
+
+@pytest.mark.parametrize("has_digests", [True, False])
+@pytest.mark.parametrize("name", HELD)
+def test_parts_have_each_element_once(tmp_path: Path, name: str, has_digests: bool) -> None:
+    """Their bytes are those that were saved, and parts that overlap do not make up for elements that nobody
+    has."""
+    whole = torch.arange(8.0)
+    dcp.save({"w": whole}, storage_writer=dcp.FileSystemWriter(tmp_path, digests=has_digests))
+    parts, kinds = HELD[name]
+    found = dcp.prove({"w": Parts.of(whole, *parts)}, tmp_path).findings
+    assert [one.kind for one in found] == kinds
+    if "incomplete" in kinds:
+        held = len({row for first, end in parts for row in range(first, end)})
+        assert f"{held} of its 8 elements" in found[-1].message
+
+
+def test_a_part_outside_of_its_tensor_is_refused(tmp_path: Path) -> None:
+    """As by a save: it has no place among the tensor's bytes."""
+    whole = torch.arange(8.0)
+    dcp.save({"w": whole}, checkpoint_id=tmp_path)
+    beyond = Parts.of(whole, (0, 3), (3, 8))
+    beyond.parts = [(0, 3), (5, 10)]
+    with pytest.raises(PlanError, match=r"'w' has a part, \[5\] from \[5\] on, outside of its shape \[8\]"):
+        dcp.prove({"w": beyond}, tmp_path)
 
 
 def hostile_state() -> dict[str, Any]:
