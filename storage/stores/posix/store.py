@@ -52,6 +52,7 @@ __all__ = ["NO_LOCKS", "STORE_TYPE", "PosixStore"]
 
 logger = logging.getLogger(__name__)
 
+_MAKE_ATTEMPTS: Final = 20
 _PUBLISH_LOCK_SECONDS: Final = 60.0
 """A replacement holds the lock for a read and a rename; longer waits mean a hanging file system."""
 
@@ -130,6 +131,21 @@ class PosixStore(Store):
 
     def make_root(self) -> None:
         """Each folder that is new is made durable in its parent."""
+        for _ in range(_MAKE_ATTEMPTS):  # who removes the checkpoint that was there removes the folder, too
+            try:
+                self._make_missing()
+            except StorageError as error:
+                if error.errno not in (errno.ENOENT, errno.EEXIST):
+                    raise
+            if self._root.is_dir():
+                return
+            if os.path.lexists(self._root):
+                break
+        raise StorageError(
+            f"{self.url} is not a folder, so no checkpoint can be stored there", path=self.url, op="mkdir"
+        )
+
+    def _make_missing(self) -> None:
         missing = self._missing_folders()
         if missing and (fault := broken_link(missing[0])):
             raise StorageError(f"{fault}, so no checkpoint can be stored there", path=self.url, op="mkdir")
@@ -138,10 +154,6 @@ class PosixStore(Store):
                 # Other ranks create the same folder at the same time.
                 created.mkdir(exist_ok=True)
             self._sync_folder(created.parent)
-        if not self._root.is_dir():
-            raise StorageError(
-                f"{self.url} is not a folder, so no checkpoint can be stored there", path=self.url, op="mkdir"
-            )
 
     def exists(self) -> bool:
         """Whether it is a folder, perhaps behind a symbolic link."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -165,6 +166,20 @@ def test_make_root_is_durable(tmp_path: Path) -> None:
     assert steps == [("mkdir", "a"), ("fsync_folder", tmp_path.name), ("mkdir", "b"), ("fsync_folder", "a")]
     store.make_root()
     assert len(steps) == 4
+
+
+@pytest.mark.parametrize("at", [("mkdir", "b"), ("fsync_folder", "a")])
+def test_make_root_beside_who_removes_it(tmp_path: Path, at: tuple[str, str]) -> None:
+    """A deletion that ends as a save of the same id begins takes the empty folder away: it is made again."""
+    root, steps = tmp_path / "a" / "b", Steps()
+
+    def observe(step: str, name: str) -> None:
+        if (step, name) == at and at not in steps:
+            shutil.rmtree(root.parent)
+        steps(step, name)
+
+    PosixStore(root, observe).make_root()
+    assert root.is_dir() and steps.count(at) == 2
 
 
 @pytest.mark.parametrize("blocker", ["file", "dangling"])
