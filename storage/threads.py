@@ -22,6 +22,7 @@ __all__ = [
     "WorkerThreads",
     "clearing_up",
     "or_unwanted",
+    "result_of",
     "unwanted_once",
     "work_off",
 ]
@@ -143,6 +144,17 @@ class WorkerThreads(ThreadPoolExecutor):
             raise interrupt
 
 
+def result_of(future: Future[T]) -> T:
+    """Its result, once it is done. Ctrl-C is noticed soon, however late that is.
+
+    Python runs handlers of signals between two calls, and a signal wakes a thread that waits; one that comes
+    when the thread is about to wait is noticed when the wait is over, so no wait is long.
+    """
+    while not future.done():
+        wait((future,), _LOOK_SECONDS)
+    return future.result()
+
+
 def work_off(
     units: Iterable[T], threads: int, work: Callable[[Iterator[T]], None], name: str = "dcp"
 ) -> None:
@@ -198,7 +210,8 @@ def _wait_to_the_end(futures: Sequence[Future[None]], stop: threading.Event, poo
     interrupt: BaseException | None = None
     while True:
         try:
-            wait(futures)
+            while wait(futures, _LOOK_SECONDS).not_done:
+                pass
             break
         except BaseException as error:  # noqa: BLE001 - raised below
             stop.set()

@@ -24,15 +24,18 @@ _HANG_SECONDS: Final = 120.0
 
 @contextmanager
 def _interrupted_when(condition: Callable[[], bool]) -> Iterator[None]:
-    """Press Ctrl-C for this thread once ``condition`` holds; the interrupt must end the block, and soon."""
-    target, pressed, left = threading.get_ident(), [0.0], threading.Event()
+    """Press Ctrl-C once ``condition`` holds; the interrupt must end the block, and soon.
+
+    The signal reaches another thread. So does it wake none that waits, as where one is just about to.
+    """
+    pressed, left = [0.0], threading.Event()
 
     def press() -> None:
         while not condition():
             if left.wait(0.05):
                 return
         pressed[0] = time.monotonic()
-        signal.pthread_kill(target, signal.SIGINT)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
     thread = threading.Thread(target=press)
     thread.start()

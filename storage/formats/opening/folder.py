@@ -25,7 +25,7 @@ from dcp.storage.formats.opening.joined_indexes import join_indexes
 from dcp.storage.formats.torch.metadata.reader import decode_torch_metadata
 from dcp.storage.formats.torch.metadata.writer import torch_metadata_head
 from dcp.storage.stores.base import Store
-from dcp.storage.threads import WorkerThreads
+from dcp.storage.threads import WorkerThreads, result_of
 
 __all__ = [
     "MAX_TORCH_METADATA_BYTES",
@@ -157,7 +157,7 @@ def _read_pair(
         return *decoded(), _start_of(store, metadata_name)
     with WorkerThreads(1) as pool:
         beside = pool.submit(_start_of, store, metadata_name)
-        return *decoded(), beside.result()
+        return *decoded(), result_of(beside)
 
 
 def _start_of(store: Store, name: str) -> _Start | None:

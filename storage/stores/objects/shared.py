@@ -22,6 +22,7 @@ from dcp.storage.errors import StorageError
 from dcp.storage.stores.buffers import BufferPool
 from dcp.storage.stores.objects.client import ObjectClient
 from dcp.storage.stores.objects.options import ObjectOptions
+from dcp.storage.threads import result_of
 
 __all__ = ["Shared", "all_of", "lock_of", "locked", "shared"]
 
@@ -118,7 +119,7 @@ def all_of(
         return [tasks[0]()]
     futures: list[Future[T]] = [threads.submit(copy_context().run, task) for task in tasks]
     try:
-        return [future.result() for future in futures]
+        return [result_of(future) for future in futures]
     except BaseException as error:
         if not isinstance(error, Exception):
             interrupt()

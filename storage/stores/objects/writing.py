@@ -29,7 +29,7 @@ from dcp.storage.stores.objects.client import (
 )
 from dcp.storage.stores.objects.requests import Requests, ServiceError
 from dcp.storage.stores.objects.shared import Shared
-from dcp.storage.threads import clearing_up
+from dcp.storage.threads import clearing_up, result_of
 
 __all__ = ["PartsWriteHandle", "StreamWriteHandle", "part_bytes_for"]
 
@@ -169,7 +169,7 @@ class PartsWriteHandle(_ObjectWriteHandle):
 
     def _reap(self) -> None:
         """Wait for the oldest part under way; raises what kept it from being stored."""
-        self._parts.append(self._sent.popleft()[0].result())
+        self._parts.append(result_of(self._sent.popleft()[0]))
 
     def _send(self) -> None:
         """Hand the buffer on to a thread."""

@@ -17,6 +17,7 @@ from typing import Final, TypeAlias
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, StorageError, StorageFullError
 from dcp.storage.stores.buffers import ALIGNMENT_BYTES, POOL, BounceBuffer, BufferPool, copy_bytes
 from dcp.storage.stores.handles import Buffer, ReadHandle, WriteHandle, byte_view
+from dcp.storage.threads import result_of
 
 __all__ = [
     "DurableFile",
@@ -310,7 +311,7 @@ class DurableFile(_PosixWriteHandle):
     def _await_oldest(self) -> BounceBuffer:
         future, buffer = self._in_flight.popleft()
         try:
-            future.result()
+            result_of(future)
         except BaseException:
             self._pool.give(buffer)
             raise

@@ -320,8 +320,8 @@ class S3Client(PartsClient):
         future = asyncio.run_coroutine_threadsafe(attempt(), self._fs.loop)
         called_off = CALLED_OFF.get()
         try:
-            while called_off is not None and not wait([future], _LOOK_SECONDS).done:
-                if called_off.is_set():
+            while not wait([future], _LOOK_SECONDS).done:
+                if called_off is not None and called_off.is_set():
                     raise RequestError(Failure.PASSING, "called off")
             return future.result()
         except RequestError:
