@@ -172,11 +172,11 @@ def test_a_second_interrupt_does_not_shorten_the_wait() -> None:
     stop, release = threading.Event(), threading.Event()
     interrupts = iter([KeyboardInterrupt("second"), KeyboardInterrupt("third")])
 
-    def interrupted(futures: Sequence[Future[None]]) -> object:
+    def interrupted(futures: Sequence[Future[None]], timeout: float) -> object:
         for error in interrupts:
             raise error
         release.set()
-        return wait(futures)
+        return wait(futures, timeout)
 
     def hold() -> None:
         assert release.wait(60)
