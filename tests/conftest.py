@@ -55,6 +55,7 @@ if sys.version_info < (3, 11, 8) or (3, 12) <= sys.version_info < (3, 12, 2):
 
 
 LONGEST = (
+    "storage/stores/test_store_contract.py",
     "dcp/test_demo.py",
     "server/end_to_end/test_training.py",
     "examples/test_recipes.py",

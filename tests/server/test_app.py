@@ -350,6 +350,7 @@ def test_documentation_is_offline(sqlite_app: App) -> None:
         assert client.get(f"/docs/static/{name}").status_code == 404
 
 
+@pytest.mark.exhaustive  # a whole service has no torch: test_serving.py
 def test_no_torch(tmp_path: Path) -> None:
     """A process that has made the application and its description has not imported torch."""
     program = (

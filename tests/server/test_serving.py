@@ -12,13 +12,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import select
 
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import jobs
 from tests.support.catalog_api import create_key
 from tests.support.catalog_roots import write_manifest
-from tests.support.processes import caught_signals
+from tests.support.processes import caught_signals, command_of
 from tests.support.programs import run_program
 from tests.support.service import DcpProcess, Service, wait_until
 
@@ -85,25 +86,57 @@ def test_a_signal_while_it_starts(tmp_path: Path, number: signal.Signals, is_fre
         process.kill()
 
 
+def _metric(service: Service, key: str, name: str, **labels: str) -> float:
+    """A sample of the metrics, as any of the processes tells it; 0 where it is missing."""
+    with service.client(key) as client:  # a new connection
+        text = client.get("/metrics").raise_for_status().text
+    samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
+    return next((one.value for one in samples if (one.name, one.labels) == (name, labels)), 0.0)
+
+
 def test_several_processes(tmp_path: Path) -> None:
-    """They share the port; a key that one of them revokes is refused by all; one signal ends all."""
-    settings = {"api_workers": 2, "embedded_worker": False, "auth": "keys"}
+    """They share the port; a key that one of them revokes is refused by all; whichever answers tells of both,
+    and one that is killed keeps its counts, with nothing in progress; one signal ends all."""
+    settings = {"api_workers": 2, "embedded_worker": False, "auth": "keys", "rate_limit": "100000/minute"}
     service = Service(tmp_path, settings)
     upgraded = run_program("-m", "dcp", "db", "upgrade", cwd=tmp_path, env=service.environment())
     assert upgraded.returncode == 0, upgraded.stderr
-    key = create_key(service, "a", ["admin"])
+    key, ours = create_key(service, "a", ["admin"]), create_key(service, "ours", ["admin"])
     with service:
         with service.client(key) as client:
             assert client.get("/api/v1/roots").status_code == 200
-            number = client.get("/api/v1/keys").json()["items"][0]["id"]
+            items = client.get("/api/v1/keys").json()["items"]
+            (number,) = (one["id"] for one in items if one["name"] == "a")
             assert client.delete(f"/api/v1/keys/{number}").status_code == 200
         for _ in range(10):
             with service.client(key) as client:
                 assert client.get("/api/v1/roots").status_code == 401
         assert len(service.pids()) >= 3
-        assert key not in service.log()
-        assert key[13:] not in service.log()
+        _count_together(service, ours)
+        for secret in (key, ours):
+            assert secret not in service.log()
+            assert secret[13:] not in service.log()
         assert service.stop() == 0
+
+
+def _count_together(service: Service, key: str) -> None:
+    def health_checks() -> float:
+        route = {"method": "GET", "route": "/healthz", "status": "200"}
+        return _metric(service, key, "dcp_http_requests_total", **route)
+
+    wait_until(lambda: _metric(service, key, "dcp_api_processes") == 2, "both count")
+    before = health_checks()
+    for _ in range(30):
+        with service.client() as client:
+            client.get("/healthz").raise_for_status()
+    for _ in range(10):
+        assert health_checks() == before + 30
+    assert _metric(service, key, "dcp_api_resident_bytes") > 60 << 20
+    children = [pid for pid in service.pids() if pid != service.pid and "spawn_main" in command_of(pid)]
+    service.kill_pid(children[0], signal.SIGKILL)
+    wait_until(lambda: children[0] not in service.pids(), "it is gone")
+    assert wait_until(health_checks, "the other one, or its successor, answers") >= before + 30
+    wait_until(lambda: _metric(service, key, "dcp_http_requests_in_progress") == 1, "only the one that asks")
 
 
 def test_requests_under_way_are_finished(tmp_path: Path) -> None:

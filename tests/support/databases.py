@@ -8,9 +8,10 @@ from __future__ import annotations
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 from sqlalchemy import create_engine, make_url, text
@@ -37,11 +38,12 @@ MakeDatabase = Callable[[], str]
 
 
 class PostgresServer:
-    """The databases of a PostgreSQL that runs at ``url``."""
+    """The databases of a PostgreSQL that runs at ``url``; one connection makes and drops all."""
 
     def __init__(self, url: str, *, has_template: bool = False) -> None:
         self._url = make_url(url).set(drivername="postgresql+psycopg")
         self._has_template = has_template
+        self._engine = create_engine(self.url("postgres"), isolation_level="AUTOCOMMIT", pool_pre_ping=True)
 
     def url(self, name: str) -> str:
         """The URL of the database called ``name``."""
@@ -71,11 +73,13 @@ class PostgresServer:
         """Remove a database, whoever is still connected."""
         self._execute(f'DROP DATABASE "{name}" WITH (FORCE)')
 
+    def close(self) -> None:
+        """Disconnect."""
+        self._engine.dispose()
+
     def _execute(self, statement: str) -> None:
-        engine = create_engine(self.url("postgres"), isolation_level="AUTOCOMMIT")
-        with engine.connect() as connection:
+        with self._engine.connect() as connection:
             connection.execute(text(statement))
-        engine.dispose()
 
 
 @cache
@@ -97,12 +101,16 @@ def _sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> PostgresServer:
+def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgresServer]:
     """One PostgreSQL for all processes of the run, started by the first test that wants it."""
-    told = shared_server(
-        "postgres", tmp_path_factory, lambda told: PostgresServer(told["url"]).make_template()
-    )
-    return PostgresServer(told["url"], has_template=True)
+
+    def prepare(told: dict[str, Any]) -> None:
+        with closing(PostgresServer(told["url"])) as server:
+            server.make_template()
+
+    told = shared_server("postgres", tmp_path_factory, prepare)
+    with closing(PostgresServer(told["url"], has_template=True)) as server:
+        yield server
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -38,8 +37,6 @@ from dcp.server.monitoring.processes import FOLDER_VARIABLE, living_processes, s
 from dcp.server.monitoring.state import REGULAR_SCHEDULE
 from dcp.server.settings import Settings
 from tests.support.app import running_app
-from tests.support.processes import command_of
-from tests.support.service import Service, wait_until
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -322,36 +319,6 @@ def test_a_folder_for_several_processes_is_named_while_they_run(monkeypatch: pyt
         assert living_processes(folder) == {1, os.getpid()}
     assert not folder.exists()
     assert FOLDER_VARIABLE not in os.environ
-
-
-def test_two_processes_of_the_api_count_together(tmp_path: Path) -> None:
-    """Whichever answers tells of both; one that is killed keeps its counts, and has nothing in progress."""
-    settings = {"api_workers": 2, "embedded_worker": False, "rate_limit": "100000/minute"}
-    with Service(tmp_path / "service", settings) as service:
-
-        def now() -> Samples:
-            with service.client() as client:  # a new connection: any process
-                return samples(client.get("/metrics").raise_for_status().text)
-
-        def health_checks() -> int:
-            found = now()
-            return int(
-                value(found, "dcp_http_requests_total", method="GET", route="/healthz", status="200") or 0
-            )
-
-        wait_until(lambda: value(now(), "dcp_api_processes") == 2, "both count")
-        before = health_checks()
-        for _ in range(30):
-            with service.client() as client:
-                client.get("/healthz").raise_for_status()
-        for _ in range(10):
-            assert health_checks() == before + 30
-        assert (value(now(), "dcp_api_resident_bytes") or 0) > 60 << 20
-        children = [pid for pid in service.pids() if pid != service.pid and "spawn_main" in command_of(pid)]
-        service.kill_pid(children[0], signal.SIGKILL)
-        wait_until(lambda: children[0] not in service.pids(), "it is gone")
-        assert wait_until(health_checks, "the other one, or its successor, answers") >= before + 30
-        wait_until(lambda: value(now(), "dcp_http_requests_in_progress") == 1, "only the one that asks")
 
 
 def test_counting_costs_little_to_import() -> None:

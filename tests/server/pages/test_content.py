@@ -516,11 +516,14 @@ def test_nothing_is_compared_with_what_is_in_other_roots(keyed: App, tmp_path: P
         assert answer.status_code == 404, (path, answer.text)
 
 
-def test_large_runs_and_checkpoints_stay_small_pages(app: App) -> None:
-    """5,000 steps and 50,000 tensors: each page is bounded, whatever the catalog has."""
+@pytest.mark.parametrize(
+    ("steps", "layers"), [(2_000, 1_000), pytest.param(5_000, 5_000, marks=pytest.mark.exhaustive)]
+)
+def test_large_runs_and_checkpoints_stay_small_pages(app: App, steps: int, layers: int) -> None:
+    """Thousands of steps, ten tensors a layer: each page is bounded, whatever the catalog has."""
     tensors = tuple(
         StructureTensor(f"m.layers.{n}.{part}", "tensor", "float32", (64, 64), 16_384)
-        for n in range(5_000)
+        for n in range(layers)
         for part in ("a", "b", "c", "d", "e", "f", "g", "h", "i", "j")
     )
     structure = StructureFacts(digest="7" * 64, tensors=tensors)
@@ -538,7 +541,7 @@ def test_large_runs_and_checkpoints_stay_small_pages(app: App) -> None:
             bytes=step,
             metrics={"loss": 1.0 / step},
         )
-        for step in range(1, 5_001)
+        for step in range(1, steps + 1)
     ]
     for begin in range(0, len(facts), 1000):
         some = facts[begin : begin + 1000]
@@ -558,4 +561,4 @@ def test_large_runs_and_checkpoints_stay_small_pages(app: App) -> None:
         assert answer.status_code == 200, path
         assert len(answer.content) < 400_000, (path, len(answer.content))
         assert time.process_time() - begun < 5, path
-    assert "5,001" in browser.page("/runs/1").text
+    assert f"{steps + 1:,}" in browser.page("/runs/1").text

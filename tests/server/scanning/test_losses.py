@@ -47,8 +47,16 @@ def _removed(root: Path, elsewhere: Path) -> None:
     root.rename(elsewhere)
 
 
-@pytest.mark.parametrize("batches", [1, 4])
-@pytest.mark.parametrize("replace", [_removed, _emptied, _with_other_things, _a_link_to_another_folder])
+@pytest.mark.parametrize(
+    ("replace", "batches"),
+    [
+        *((_removed, 1), (_emptied, 4), (_with_other_things, 1), (_a_link_to_another_folder, 4)),
+        pytest.param(_removed, 4, marks=pytest.mark.exhaustive),
+        pytest.param(_emptied, 1, marks=pytest.mark.exhaustive),
+        pytest.param(_with_other_things, 4, marks=pytest.mark.exhaustive),
+        pytest.param(_a_link_to_another_folder, 1, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_root_that_is_replaced_during_a_scan(
     database: Database, tmp_path: Path, replace: Callable[[Path, Path], None], batches: int
 ) -> None:
