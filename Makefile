@@ -57,6 +57,7 @@ TORCH_ENV ?= .venv-torch/$(TORCH)
 TORCH_TESTS ?= tests/test_torch_names.py tests/test_api_names.py tests/planners tests/dcp/staging \
 	tests/dcp/state_dict tests/dcp/background tests/dcp/compat tests/dcp/test_collectives.py \
 	tests/dcp/test_load_optimizer.py tests/dcp/test_plan_cache_ranks.py tests/dcp/test_torch_matrix.py \
+	tests/dcp/testing \
 	tests/storage/formats tests/object_store/test_fsspec_storage.py
 
 test-torch: export PYTHONDONTWRITEBYTECODE =

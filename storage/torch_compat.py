@@ -14,10 +14,11 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -33,6 +34,7 @@ __all__ = [
     "TESTED",
     "VERSION",
     "AsyncCollectiveTensor",
+    "FlatSlice",
     "Shard",
     "ShardedTensor",
     "StorageInfo",
@@ -45,6 +47,7 @@ __all__ = [
     "dtensor_of_parts",
     "dtensor_parts",
     "dtensor_with",
+    "flat_slices",
     "flatten_sharded_tensors",
     "group_of_sharded",
     "has_internal_overlap",
@@ -331,6 +334,57 @@ def sharded_of_parts(shards: list[Shard], metadata: Any, spec: Any) -> ShardedTe
     made._local_shards, made._metadata, made._sharding_spec = shards, metadata, spec
     made.__dict__.update(_process_group=None, _init_rrefs=False, _sharded_tensor_id=None)
     return made
+
+
+# -- flat parameters of FSDP1 --------------------------------------------------------------------------------
+
+
+class FlatSlice(NamedTuple):
+    """What one parameter of ``module`` has in the flat parameter ``flat`` on this rank: its elements from
+    ``begin`` on, as they lie in memory with ``shape`` and ``strides``, are the ``length`` from ``offset`` on.
+
+    ``parameter`` is itself a view of that; None where the module has the flat one in its place.
+    """
+
+    flat: nn.Parameter
+    parameter: nn.Parameter | None
+    module: nn.Module
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    begin: int
+    offset: int
+    length: int
+    is_whole: bool
+    """Whether that shape is the whole tensor's, and not what tensor parallelism left of it."""
+
+
+def flat_slices(model: nn.Module) -> list[FlatSlice] | None:
+    """Of all parameters that FullyShardedDataParallel has made flat; None where this torch does not say."""
+    handles_of = _found("torch.distributed.fsdp._traversal_utils._get_fsdp_handles", None)
+    try:
+        return [one for handle in handles_of(model) for one in _slices_of(handle.flat_param)]
+    except (AttributeError, TypeError):
+        return None
+
+
+def _slices_of(flat: Any) -> Iterable[FlatSlice]:
+    parameters = flat._params or [None] * len(flat._param_infos)
+    rows = (parameters, flat._param_infos, flat._shapes, flat._strides, flat._shard_param_infos)
+    for row, (parameter, info, shape, strides, part) in enumerate(zip(*rows, strict=True)):
+        begin, offset, length = part.intra_param_start_idx, part.offset_in_shard, part.numel_in_shard
+        yield FlatSlice(
+            flat,
+            parameter,
+            info.module,
+            info.param_name,
+            tuple(shape),
+            tuple(strides),
+            begin or 0,
+            offset or 0,
+            length or 0,
+            flat._param_extensions[row] is None,
+        )
 
 
 # -- process groups ------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from dcp.testing.live_state import LiveTensor
-from dcp.testing.report import Finding, Kind
+from dcp.testing.report import FindingKind, StateFinding
 from dcp.testing.values import Identity, bits_of, bits_per_value, coded_bits, gram_width, write_bits
 
 __all__ = ["SavedState", "SavedTensor", "judge"]
@@ -27,7 +27,7 @@ _TELLING_BITS: Final = 7
 """So many more than places have to be told apart, lest chance be taken for a find."""
 
 _MAX_RUNS: Final = 8
-_MOMENTS: Final[dict[str, tuple[Kind, str]]] = {
+_MOMENTS: Final[dict[str, tuple[FindingKind, str]]] = {
     "before": ("lost", "what it was before the load"),
     "earlier": ("stale", "an earlier save's"),
     "later": ("stale", "what came after the save"),
@@ -64,20 +64,20 @@ class SavedState:
         return live.is_alone and live.fqn in self.own
 
 
-def judge(live: LiveTensor, rank: int, saved: SavedState) -> Iterator[Finding]:
+def judge(live: LiveTensor, rank: int, saved: SavedState) -> Iterator[StateFinding]:
     """What is wrong with ``live`` on this ``rank``; nothing where it is as it was saved."""
     wanted = saved.of(live, rank)
     bits = bits_of(live.local)
     facts: dict[str, Any] = {"rank": rank, "part": live.part, "name": live.name, "total": live.local.numel()}
     if wanted is None or (wanted.shape, wanted.dtype) != (live.shape, live.local.dtype):
         had = "" if wanted is None else f"it was {list(wanted.shape)} {_name(wanted.dtype)}"
-        yield Finding("never saved", count=live.local.numel(), places="", found=had, **facts)
+        yield StateFinding("never saved", count=live.local.numel(), places="", found=had, **facts)
         return
     expected = coded_bits(Identity(live.name, wanted.rank, "saved"), live.index, live.local.dtype)
     wrong = _by_element(bits != expected, live.local.dtype)
     if wrong.any():
         for found in _Explanation(live, bits, expected, wrong, wanted, saved).findings():
-            yield Finding(**facts, **found)
+            yield StateFinding(**facts, **found)
 
 
 class _Explanation:
@@ -92,7 +92,7 @@ class _Explanation:
         self._left, self._right = wrong.copy(), ~wrong
 
     def findings(self) -> Iterator[dict[str, Any]]:
-        """What a `Finding` has besides the tensor's name."""
+        """What a `StateFinding` has besides the tensor's name."""
         yield from self._if_equal("lost", np.zeros_like(self._bits), "zeros")
         for moment, (kind, found) in _MOMENTS.items():
             of = Identity(self._live.name, self._wanted.rank, moment)
@@ -109,7 +109,7 @@ class _Explanation:
         write_bits(values, self._expected)
         return bits_of(values.to(smaller).to(self._dtype))
 
-    def _if_equal(self, kind: Kind, bits: Any, found: str) -> Iterator[dict[str, Any]]:
+    def _if_equal(self, kind: FindingKind, bits: Any, found: str) -> Iterator[dict[str, Any]]:
         """Unless that so many are equal is what chance gives."""
         same = self._left & ~_by_element(self._bits != bits, self._dtype)
         by_chance = 2.0 ** -bits_per_value(self._dtype) * self._left.sum()
@@ -138,7 +138,7 @@ class _Explanation:
             self._wanted.part,
             self._wanted.rank,
         )
-        kind: Kind = "mixed up"
+        kind: FindingKind = "mixed up"
         if is_itself:
             there = np.isin(come_from, self._live.index[self._right])
             kind = "doubled" if there.any() or len(np.unique(come_from)) < len(come_from) else "shuffled"
@@ -153,7 +153,7 @@ class _Explanation:
             "from_places": places,
         }
 
-    def _told(self, kind: Kind, mask: Mask, found: str) -> dict[str, Any]:
+    def _told(self, kind: FindingKind, mask: Mask, found: str) -> dict[str, Any]:
         places = _places(self._live.index[mask], self._live.shape)
         return {"kind": kind, "count": int(mask.sum()), "places": places, "found": found}
 

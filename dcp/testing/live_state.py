@@ -14,19 +14,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dcp.storage.errors import OptionError
 from dcp.storage.torch_compat import StridedShard
+from dcp.testing.flat_parameters import FlatParts, flat_parts
 
-__all__ = ["LiveTensor", "Part", "PartOf", "Whole", "clean_name", "parameter_names", "tensors_of"]
+__all__ = ["LiveTensor", "PartOf", "StatePart", "Whole", "clean_name", "parameter_names", "tensors_of"]
 
-Part = Literal["model", "optimizer"]
+StatePart = Literal["model", "optimizer"]
 
-_WRAPPERS: Final = ("_orig_mod", "_checkpoint_wrapped_module")
-"""Modules of torch.compile and of activation checkpointing, which no state dict names."""
+_WRAPPERS: Final = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""Modules of torch.compile, of activation checkpointing and of FSDP1, which no state dict names."""
 
 
 class Whole(NamedTuple):
@@ -50,7 +50,7 @@ class LiveTensor:
     ``is_alone``: nothing says that it is a part of something: other ranks may have the same, or another.
     """
 
-    part: Part
+    part: StatePart
     name: str
     fqn: str
     local: torch.Tensor
@@ -80,14 +80,13 @@ def tensors_of(
 ) -> list[LiveTensor]:
     """All that a checkpoint has to have: parameters, persistent buffers, state of the optimizer.
 
-    Raises OptionError for FSDP1, whose parameters are views of flat ones.
+    Raises OptionError for what does not say which elements of the whole it has.
     """
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        raise OptionError(
-            "FullyShardedDataParallel keeps flat parameters, which are not looked into: use FSDP2"
-        )
     names = parameter_names(model)
-    found = [live for parameter, name in names.items() for live in _parts("model", name, name, parameter)]
+    flat = flat_parts(model, {module: clean_name(name, model) for name, module in model.named_modules()})
+    found = [
+        live for parameter, name in names.items() for live in _of_parameter("model", name, parameter, flat)
+    ]
     saved = {clean_name(name, model) for name in model.state_dict()}
     for name, buffer in model.named_buffers():
         cleaned = clean_name(name, model)
@@ -96,8 +95,30 @@ def tensors_of(
     for parameter, values in optimizer.state.items() if optimizer is not None else ():
         for key, value in values.items():
             if isinstance(value, torch.Tensor) and parameter in names:
-                found += _parts("optimizer", f"{names[parameter]}.{key}", names[parameter], value)
+                found += _of_state(f".{key}", names[parameter], parameter, value, flat)
     return _as_parts(found, part_of, rank, world)
+
+
+def _of_parameter(
+    part: StatePart, name: str, parameter: torch.Tensor, flat: FlatParts
+) -> Iterator[LiveTensor]:
+    if parameter not in flat:
+        yield from _parts(part, name, name, parameter)
+    for one in flat.get(parameter, ()):
+        yield LiveTensor(part, one.name, one.name, one.of(parameter), one.shape, one.places, is_alone=False)
+
+
+def _of_state(
+    suffix: str, name: str, parameter: torch.Tensor, value: torch.Tensor, flat: FlatParts
+) -> Iterator[LiveTensor]:
+    """State of an optimizer, such as ".exp_avg"; a flat parameter's is all of its parts'."""
+    inside = flat.get(parameter, [])
+    if inside and value.shape == parameter.shape:
+        for live in _of_parameter("optimizer", name, value, {value: inside}):
+            yield replace(live, name=live.name + suffix)
+    else:
+        name = inside[0].name if inside else name
+        yield from _parts("optimizer", name + suffix, name, value)
 
 
 def _as_parts(found: Sequence[LiveTensor], part_of: PartOf, rank: int, world: int) -> list[LiveTensor]:
@@ -119,7 +140,7 @@ def _as_parts(found: Sequence[LiveTensor], part_of: PartOf, rank: int, world: in
     return made
 
 
-def _parts(part: Part, name: str, fqn: str, tensor: torch.Tensor) -> Iterator[LiveTensor]:
+def _parts(part: StatePart, name: str, fqn: str, tensor: torch.Tensor) -> Iterator[LiveTensor]:
     """The plain tensors that ``tensor`` is made of."""
     if isinstance(tensor, DTensor):
         yield from _shard(part, name, fqn, tensor)
@@ -131,7 +152,7 @@ def _parts(part: Part, name: str, fqn: str, tensor: torch.Tensor) -> Iterator[Li
         yield LiveTensor(part, name, fqn, tensor.detach(), tuple(tensor.shape), index, is_alone=True)
 
 
-def _shard(part: Part, name: str, fqn: str, tensor: DTensor) -> Iterator[LiveTensor]:
+def _shard(part: StatePart, name: str, fqn: str, tensor: DTensor) -> Iterator[LiveTensor]:
     local = tensor.to_local().detach()
     is_pending = any(placement.is_partial() for placement in tensor.placements)
     if is_pending or hasattr(local, "__tensor_flatten__"):

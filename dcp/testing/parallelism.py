@@ -34,7 +34,7 @@ from dcp.storage.errors import OptionError
 from dcp.testing.judging import SavedState, SavedTensor, judge
 from dcp.testing.live_state import LiveTensor, PartOf, Whole, parameter_names, tensors_of
 from dcp.testing.rank_processes import RankFailure, RankProcesses
-from dcp.testing.report import Finding, Report, Trial
+from dcp.testing.report import Report, StateFinding, Trial
 from dcp.testing.values import Identity, bits_of, coded_bits, number_of, write_bits
 
 __all__ = ["Build", "Finding", "ModelState", "OptimizerState", "PartOf", "Report", "Trial", "Whole", "check"]
@@ -46,6 +46,8 @@ _OPTIONS: Final = StateDictOptions(flatten_optimizer_state_dict=True)
 """Settings of an optimizer by parameter as well: groups list names that other stages of a pipeline have."""
 
 _MAX_LINES: Final = 4
+
+Finding: TypeAlias = StateFinding
 
 
 class Save(Protocol):
@@ -194,9 +196,9 @@ def _trial(saved: SavedState, world: int, results: Sequence[Any]) -> Trial:
     return Trial(saved.world, world, sum(count for count, _ in good), tuple(sorted(saved.own)), findings)
 
 
-def _failures(what: str, results: Iterable[Any]) -> tuple[Finding, ...]:
+def _failures(what: str, results: Iterable[Any]) -> tuple[StateFinding, ...]:
     return tuple(
-        Finding("failed", result.rank, found=f"{what}: {_told(result.message)}")
+        StateFinding("failed", result.rank, found=f"{what}: {_told(result.message)}")
         for result in results
         if isinstance(result, RankFailure)
     )
@@ -275,7 +277,7 @@ def _saved_state(rows: Sequence[Any]) -> SavedState:
 
 def _load_on_rank(
     rank: int, world: int, asked: _Asked, load: Load, folder: str, saved: SavedState
-) -> tuple[int, list[Finding]]:
+) -> tuple[int, list[StateFinding]]:
     model, optimizer = asked.build(rank, world)
     _seed(asked.tensors(model, optimizer, rank, world), "before", rank, saved.own)
     ties = _ties(model)
@@ -285,28 +287,29 @@ def _load_on_rank(
     findings = [finding for one in compared for finding in judge(one, rank, saved)]
     findings += [*_lost_state(live, rank, world, saved), *_lost_rates(optimizer, rank)]
     findings += [
-        Finding("untied", rank, "model", name, found=f"no longer {other}")
+        StateFinding("untied", rank, "model", name, found=f"no longer {other}")
         for name, other in ties.items() - _ties(model).items()
     ]
     return len(compared), findings
 
 
-def _lost_state(live: Sequence[LiveTensor], rank: int, world: int, saved: SavedState) -> list[Finding]:
-    """State of the optimizer that was saved, of parameters that are here, and is not here."""
+def _lost_state(live: Sequence[LiveTensor], rank: int, world: int, saved: SavedState) -> list[StateFinding]:
+    """State of the optimizer that was saved, of parameters that this rank has elements of, and is not here.
+    FSDP1 keeps none of the others."""
     here = {one.name for one in live if one.part == "optimizer"}
-    fqns = {one.fqn for one in live if one.part == "model"}
+    fqns = {one.fqn for one in live if one.part == "model" and one.local.numel()}
     return [
-        Finding("lost", rank, "optimizer", one.name, found="nothing: the optimizer has no such state")
+        StateFinding("lost", rank, "optimizer", one.name, found="nothing: the optimizer has no such state")
         for one in saved.tensors.values()
         if one.part == "optimizer" and one.fqn in fqns and one.name not in here
         if one.rank is None or (one.rank == rank and world == saved.world)
     ]
 
 
-def _lost_rates(optimizer: torch.optim.Optimizer | None, rank: int) -> list[Finding]:
+def _lost_rates(optimizer: torch.optim.Optimizer | None, rank: int) -> list[StateFinding]:
     rates = {group["lr"] for group in (optimizer.param_groups if optimizer is not None else ())}
     wrong = sorted(rate for rate in map(float, rates) if rate != _rate("saved"))
-    return [Finding("lost", rank, "optimizer", "lr", found=f"it is {rate:g}") for rate in wrong]
+    return [StateFinding("lost", rank, "optimizer", "lr", found=f"it is {rate:g}") for rate in wrong]
 
 
 def _ties(model: nn.Module) -> Mapping[str, str]:

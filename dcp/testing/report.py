@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
-__all__ = ["Finding", "Kind", "Report", "Trial"]
+__all__ = ["FindingKind", "Report", "StateFinding", "Trial"]
 
-Kind = Literal[
+FindingKind = Literal[
     "lost",
     "stale",
     "shuffled",
@@ -21,7 +21,7 @@ Kind = Literal[
     "failed",
 ]
 
-_MEANINGS: Final[dict[Kind, str]] = {
+_MEANINGS: Final[dict[FindingKind, str]] = {
     "lost": "not in the checkpoint, or not read: as it was before the load, zero, or not there",
     "stale": "of another moment: an earlier save, or the training that went on behind the save",
     "shuffled": "other elements of the same tensor, each once",
@@ -37,7 +37,7 @@ _SHOWN: Final = 60
 
 
 @dataclass(frozen=True)
-class Finding:
+class StateFinding:
     """``count`` of the ``total`` elements that ``rank`` has of ``name`` are not what was saved.
 
     ``places`` says which, as slices of the whole tensor's first dimension or the first element; ``found``
@@ -45,7 +45,7 @@ class Finding:
     rank's own) and ``from_places`` say where they belong.
     """
 
-    kind: Kind
+    kind: FindingKind
     rank: int | None
     part: str = ""
     name: str = ""
@@ -71,7 +71,7 @@ class Trial:
     loaded_by: int
     tensors: int = 0
     own: tuple[str, ...] = ()
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[StateFinding, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Report:
         return not self.findings
 
     @property
-    def findings(self) -> tuple[Finding, ...]:
+    def findings(self) -> tuple[StateFinding, ...]:
         """Of all trials."""
         return tuple(finding for trial in self.trials for finding in trial.findings)
 
@@ -119,7 +119,7 @@ def _ranks(count: int) -> str:
     return f"{count} rank{'s' if count != 1 else ''}"
 
 
-def _row(finding: Finding) -> tuple[str, ...]:
+def _row(finding: StateFinding) -> tuple[str, ...]:
     rank = "" if finding.rank is None else f"rank {finding.rank}"
     count = f"{finding.count} of {finding.total}" if finding.total else ""
     return (finding.kind, finding.part, finding.name, rank, count, finding.places, finding.found)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -23,12 +24,16 @@ __all__ = [
     "experts_by_number",
     "experts_renumbered",
     "experts_sharded",
+    "fsdp1",
+    "fsdp1_flat",
+    "fsdp1_tensor_parallel",
     "fsdp2",
     "fsdp2_adapted",
     "fsdp2_peft",
     "fsdp2_tensor_parallel",
     "fused_of_rank",
     "gate_up_by_hand",
+    "gate_up_fsdp2",
     "pipeline",
     "tensor_parallel",
     "tied",
@@ -43,10 +48,12 @@ _PLAN: dict[str, Any] = {"first": ColwiseParallel(), "second": RowwiseParallel()
 class Block(nn.Module):
     """Uneven for some worlds, with a buffer and a tensor of few bits."""
 
-    def __init__(self, hidden: int = 12) -> None:
+    first: nn.Module
+
+    def __init__(self, hidden: int = 12, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
         self.first = nn.Linear(10, hidden)
-        self.norm = nn.LayerNorm(hidden, dtype=torch.bfloat16)
+        self.norm = nn.LayerNorm(hidden, dtype=dtype)
         self.second = nn.Linear(hidden, 10, bias=False)
         self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
         self.register_buffer("mask", torch.ones(70, dtype=torch.bool))
@@ -69,6 +76,35 @@ def fsdp2(rank: int, world: int) -> Built:
     fully_shard(model.first, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return _with_optimizer(model)
+
+
+def _fully_sharded(model: nn.Module, **options: Any) -> nn.Module:
+    """FSDP1; on CPU it wants its device named."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
+
+
+def fsdp1(rank: int, world: int) -> Built:
+    """FullyShardedDataParallel of a layer and the root; parameters are views of flat ones."""
+    model = Block(dtype=torch.float32)
+    model.first = _fully_sharded(model.first, use_orig_params=True)
+    return _with_optimizer(_fully_sharded(model, use_orig_params=True))
+
+
+def fsdp1_flat(rank: int, world: int) -> Built:
+    """The same as it is by default: modules and optimizer have the flat parameters."""
+    model = Block(dtype=torch.float32)
+    model.first = _fully_sharded(model.first)
+    return _with_optimizer(_fully_sharded(model))
+
+
+def fsdp1_tensor_parallel(rank: int, world: int) -> Built:
+    """FSDP1 over tensor parallelism."""
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+    model = Block(dtype=torch.float32)
+    parallelize_module(model, mesh["tp"], _PLAN)
+    return _fully_sharded(model, device_mesh=mesh["dp"], use_orig_params=True), None
 
 
 def tensor_parallel(rank: int, world: int) -> Built:
@@ -191,6 +227,13 @@ def gate_up_by_hand(rank: int, world: int) -> Built:
     """Tensor parallelism of plain tensors: each rank has its rows of the gate, and below them of the up
     projection."""
     return nn.ParameterDict({"gate_up": torch.zeros(_FUSED[0] // world, _FUSED[1])}), None
+
+
+def gate_up_fsdp2(rank: int, world: int) -> Built:
+    """The same whole, in rows by `fully_shard`."""
+    model = nn.ParameterDict({"gate_up": torch.zeros(_FUSED)})
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    return model, None
 
 
 def fused_of_rank(name: str, tensor: torch.Tensor, rank: int, world: int) -> Whole:

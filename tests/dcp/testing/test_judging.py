@@ -11,7 +11,7 @@ import torch
 
 from dcp.testing.judging import SavedState, SavedTensor, judge
 from dcp.testing.live_state import LiveTensor
-from dcp.testing.report import Finding
+from dcp.testing.report import StateFinding
 from dcp.testing.values import Identity, bits_of, coded_bits, gram_width, write_bits
 
 _SHAPE = (8, 50)
@@ -47,7 +47,7 @@ def values(dtype: torch.dtype, name: str, rank: int | None = None, moment: str =
     return made
 
 
-def found(tensor: torch.Tensor, name: str = "a", rank: int = 0) -> list[Finding]:
+def found(tensor: torch.Tensor, name: str = "a", rank: int = 0) -> list[StateFinding]:
     """What is said of ``tensor`` in the place of ``name``."""
     index = np.arange(tensor.numel(), dtype=np.int64)
     live = LiveTensor("model", name, name, tensor, _SHAPE, index, is_alone=name == "own")

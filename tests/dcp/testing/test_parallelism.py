@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -123,19 +124,57 @@ def test_shards_in_the_order_of_the_mesh() -> None:
     assert (weight.places, weight.from_places) == ("[3:9]", "[6:9, 3:6]")
 
 
-def test_fused_projections_put_together_by_rank() -> None:
-    """Megatron-LM#4841: on as many ranks nothing shows; on others gate and up projections are mixed."""
-    report = tried(
+@cache
+def fused_by_rank() -> Report:
+    """Megatron-LM#4841, of which two tests look at the report."""
+    return tried(
         builds.gate_up_by_hand,
         faulty.save_by_blocks,
         faulty.load_fused,
         worlds=(2, 1),
         part_of=builds.fused_of_rank,
     )
+
+
+def test_fused_projections_put_together_by_rank() -> None:
+    """Megatron-LM#4841: on as many ranks nothing shows; on others gate and up projections are mixed."""
+    report = fused_by_rank()
     assert not told(report, 2, 2)
     (found,) = told(report, 2, 1)
     assert (found.kind, found.name, found.places) == ("shuffled", "gate_up", "[6:18]")
     assert found.from_places == "[12:18, 6:12]"
+
+
+def test_rows_of_fsdp2_that_are_swizzled_as_if_by_tensor_parallelism() -> None:
+    """Megatron-LM#2769: each rank of FSDP2 has rows of gate and up projection that are another's; what is
+    saved is right, and one rank loads it."""
+    report = tried(builds.gate_up_fsdp2, dcp.save, faulty.load_swizzled, worlds=(1, 2))
+    assert not told(report, 1, 1)
+    assert [(one.kind, one.name, one.rank, one.places, one.from_places) for one in told(report, 1, 2)] == [
+        ("shuffled", "gate_up", 0, "[6:12]", "[12:18]"),
+        ("shuffled", "gate_up", 1, "[12:18]", "[6:12]"),
+    ]
+
+
+@pytest.mark.exhaustive
+def test_weights_of_which_one_file_is_there() -> None:
+    """verl#4338: the file of the last tensors is in the place of the one before, and no name is asked for."""
+    report = tried(builds.ddp, faulty.save_files_of_one_name, faulty.load_what_is_there, worlds=(1,))
+    lost = {found.name for found in report.findings if found.part == "model"}
+    assert lost == {"seen", "mask", "first.weight", "first.bias"}, report
+    assert {found.kind for found in report.findings} == {"lost"}
+
+
+def test_flat_parameters_of_which_each_rank_saves_its_own() -> None:
+    """FSDP1's flat parameters, saved as they are: on fewer ranks the end of each of them is lost."""
+    report = tried(
+        builds.fsdp1_flat, faulty.save_flat, faulty.load_flat, worlds=(2, 1), only=("first.*", "second.*")
+    )
+    assert not [found for found in told(report, 2, 2) if found.part == "model"]
+    found = {one.name: one for one in told(report, 2, 1) if one.part == "model"}
+    assert {(one.kind, one.rank) for one in found.values()} == {("lost", 0)}
+    counts = {name: (one.count, one.total) for name, one in found.items()}
+    assert counts == {"first.weight": (54, 120), "first.bias": (12, 12), "second.weight": (72, 120)}
 
 
 def test_an_optimizer_that_nobody_finds_again() -> None:
@@ -157,6 +196,8 @@ def test_a_save_behind_the_loop_that_copies_nothing() -> None:
 # -- this package --------------------------------------------------------------------------------------------
 
 _WORLDS: dict[Any, tuple[int, ...]] = {
+    builds.fsdp1: (2, 1, 3),
+    builds.fsdp1_flat: (3, 2, 1),
     builds.fsdp2: (2, 1, 3),
     builds.tensor_parallel: (2, 1, 3),
     builds.fsdp2_tensor_parallel: (4, 2, 1),
@@ -192,6 +233,14 @@ def test_ours_keeps_every_element_in_other_pairs(build: Any, save: Any, load: An
     """Behind the loop, and with stock torch on either side."""
     report = tried(build, save, load, worlds=_WORLDS[build][:2])
     assert report.ok, report
+
+
+@pytest.mark.exhaustive
+def test_fsdp1_over_tensor_parallelism_is_refused() -> None:
+    """A flat parameter does not say which elements of what tensor parallelism has divided are in it."""
+    report = tried(builds.fsdp1_tensor_parallel, worlds=(2,))
+    assert all("use fully_shard (FSDP2) over it" in found.found for found in report.findings), report
+    assert len(report.findings) == 2
 
 
 def test_ours_refuses_experts_that_are_counted_by_rank() -> None:
@@ -321,13 +370,7 @@ def test_the_page_is_a_test_of_pytest(tmp_path: Path) -> None:
 
 def test_a_report_is_a_table_and_data() -> None:
     """Tensor, rank, position and what is there, with the meaning of each word that is used."""
-    report = tried(
-        builds.gate_up_by_hand,
-        faulty.save_by_blocks,
-        faulty.load_fused,
-        worlds=(2, 1),
-        part_of=builds.fused_of_rank,
-    )
+    report = fused_by_rank()
     lines = str(report).splitlines()
     assert lines[0] == "saved by 2 ranks, loaded by 2: 2 tensors, all of it came back"
     assert lines[1] == "saved by 2 ranks, loaded by 1: 1 tensors, 1 finding"
