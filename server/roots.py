@@ -38,7 +38,7 @@ from dcp.storage.errors import (
     StorageFullError,
 )
 from dcp.storage.formats.registry import file_suffixes
-from dcp.storage.stores import PosixStore, type_of_place
+from dcp.storage.stores import OpenStore, PosixStore, type_of_place
 from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.names import TEMPORARY_PREFIX, check_name
 from dcp.storage.stores.opening import OpenWith
@@ -210,6 +210,10 @@ class StorageRoot:
         if self.path is None or self.settings.storage_options:
             return self.open_store(url)
         return self._local_store(url)
+
+    def folder_opener(self, key: str) -> OpenStore:
+        """Opens the folders directly below `store` of ``key`` by their URLs, as that itself would be."""
+        return lambda url: self.store(f"{key}/{os.fspath(url).rstrip('/').rpartition('/')[2]}")
 
     def _local_store(self, folder: str) -> PosixStore:
         return PosixStore(folder, links_within=os.path.realpath(self.path or ""))

@@ -1,7 +1,7 @@
 """What stands beside weights in a folder of Hugging Face, from a template: a folder, or a model of the hub.
 
-Known names alone are taken, and what is asked for: a stranger's template adds neither code nor weights, and
-its links lead to no file outside of it.
+Known names alone are taken, there and in folders directly below, and what is asked for: a stranger's template
+adds neither code nor weights, and its links lead to no file outside of it.
 """
 
 from __future__ import annotations
@@ -9,25 +9,27 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from dcp.planners.weight_maps.model_config import CONFIG, MAX_CONFIG_BYTES
 from dcp.storage.commit_names import is_commit_object
 from dcp.storage.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, OptionError
 from dcp.storage.formats.opening.sources import index_of_folder
 from dcp.storage.formats.registry import formats
+from dcp.storage.stores import OpenStore
 from dcp.storage.stores.base import FileInfo, Store
+from dcp.storage.stores.folders import ParentFolder
 from dcp.storage.stores.names import place_text
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.stores.posix.store import PosixStore
 
-__all__ = ["ADAPTER_CONFIG", "HF_NAMES", "HfFolder", "hf_folder_of", "read_hf_folder"]
+__all__ = ["ADAPTER_CONFIG", "HF_NAMES", "HfFolder", "hf_folder_of", "known_files", "read_hf_folder"]
 
 ADAPTER_CONFIG: Final[str] = "adapter_config.json"
 
@@ -42,6 +44,16 @@ HF_NAMES: Final = frozenset(
 )
 """What ``from_pretrained`` of models, tokenizers and processors reads beside weights."""
 
+_CHAT_TEMPLATES: Final = "additional_chat_templates"
+_CONFIGS: Final = frozenset((CONFIG, ADAPTER_CONFIG))
+
+_OTHER_WEIGHTS: Final = (
+    *(".onnx", ".onnx_data", ".gguf", ".ggml", ".h5", ".keras", ".msgpack", ".tflite", ".mlmodel", ".npz"),
+    *(".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".engine"),
+)
+"""Copied if they are named in full: weights of other formats would be the template's, not the result's."""
+
+_MAX_FILES: Final = 1000
 _MAX_FILE_BYTES: Final = 64 << 20
 _MAX_BYTES: Final = 128 << 20
 _HUB_NAME: Final = re.compile(r"(?P<name>[\w.-]{1,96}(/[\w.-]{1,96})?)(@(?P<revision>[\w./-]{1,128}))?")
@@ -49,8 +61,8 @@ _HUB_NAME: Final = re.compile(r"(?P<name>[\w.-]{1,96}(/[\w.-]{1,96})?)(@(?P<revi
 
 @dataclass(frozen=True, eq=False)
 class HfFolder:
-    """The ``files`` of a template at ``url`` that stand beside weights, and the names of its tensors, if it
-    has weights as well."""
+    """The ``files`` of a template at ``url`` that stand beside weights, by path, and the names of its
+    tensors, if it has weights as well."""
 
     url: str
     files: Mapping[str, bytes]
@@ -90,45 +102,97 @@ def read_hf_folder(template: str | os.PathLike[str], also: Sequence[str] = ()) -
     Raises OptionError where there is none, where a glob matches nothing and for too much;
     CheckpointFormatError for a configuration that is none.
     """
-    return hf_folder_of(_store_of(template, also), also)
+    store, open_below = _folder_of(template, also)
+    return hf_folder_of(store, also, open_below)
 
 
-def hf_folder_of(store: Store, also: Sequence[str] = ()) -> HfFolder:
-    """As `read_hf_folder`, of a folder that is open."""
-    listing = [info for info in store.list() if _is_wanted(info.name, also)]
-    names = {info.name for info in listing}
-    if not names & {CONFIG, ADAPTER_CONFIG}:
+def hf_folder_of(store: Store, also: Sequence[str] = (), open_below: OpenStore | None = None) -> HfFolder:
+    """As `read_hf_folder`, of a folder that is open; ``open_below`` opens the folders below it, by URL."""
+    found = [*_wanted(store, "", store.list(), also)]
+    if not _CONFIGS & {one.path for one in found}:
         raise OptionError(
             f"hf: {store.url} has neither {CONFIG} nor {ADAPTER_CONFIG}, or only links out of it",
             path=store.url,
         )
-    idle = [glob for glob in also if not any(fnmatchcase(name, glob) for name in names)]
+    if open_below is not None and store.capabilities.lists_folders:
+        found += _below(ParentFolder(store, open_below), also)
+    idle = [glob for glob in also if not any(fnmatchcase(one.path, glob) for one in found)]
     if idle:
         raise OptionError(f"hf_also: {', '.join(map(repr, idle))} match no file of {store.url} but weights")
-    _check_sizes(store, listing)
-    files = {info.name: store.read(info.name, limit_bytes=_MAX_FILE_BYTES) for info in listing}
+    _check_sizes(store.url, found)
+    files = {one.path: one.store.read(one.info.name, limit_bytes=_MAX_FILE_BYTES) for one in found}
     folder = HfFolder(store.url, files, _tensor_names(store))
     _ = folder.config  # which is looked at before anything is written
     return folder
 
 
-def _is_wanted(name: str, also: Sequence[str]) -> bool:
-    if name in HF_NAMES:
-        return True
-    if name.startswith(".") or is_commit_object(name) or any(one.is_in_folder(name) for one in formats()):
+def known_files(folder: str, names: Collection[str]) -> frozenset[str]:
+    """Which of the files ``names`` ``from_pretrained`` reads beside weights, where they are all files of the
+    template (``folder`` is "") or of a folder of it.
+
+    A folder that has a configuration or weights is a model or checkpoint of its own, as those that a trainer
+    leaves: nothing of that is read.
+    """
+    if not folder:
+        return HF_NAMES.intersection(names)
+    if folder == _CHAT_TEMPLATES:
+        return frozenset(name for name in names if name.endswith(".jinja"))
+    return frozenset() if _is_model(names) else HF_NAMES.intersection(names)
+
+
+def _is_model(names: Collection[str]) -> bool:
+    return not _CONFIGS.isdisjoint(names) or any(map(_is_of_checkpoint, names))
+
+
+def _is_of_checkpoint(name: str) -> bool:
+    return is_commit_object(name) or any(one.is_in_folder(name) for one in formats())
+
+
+class _Beside(NamedTuple):
+    path: str
+    store: Store
+    info: FileInfo
+
+
+def _below(parent: ParentFolder, also: Sequence[str]) -> Iterator[_Beside]:
+    """Of the folders directly below; of none that a link leads to."""
+    for name, listing in parent.listings().items():
+        is_link = parent.local_path is not None and (parent.local_path / name).is_symlink()
+        if name.startswith((".", "__")) or is_link:
+            continue
+        store = parent.store(name)
+        yield from _wanted(store, name, store.list() if listing is None else listing, also)
+
+
+def _wanted(store: Store, folder: str, listing: Sequence[FileInfo], also: Sequence[str]) -> Iterator[_Beside]:
+    """Of one folder what is known, and what is asked for; of a model or checkpoint of its own only where
+    the glob names the folder."""
+    names = {info.name for info in listing}
+    known = known_files(folder, names)
+    is_own = bool(folder) and _is_model(names)
+    globs = [glob for glob in also if not is_own or glob.partition("/")[0] == folder]
+    for info in listing:
+        path = f"{folder}/{info.name}" if folder else info.name
+        if info.name in known or _is_asked_for(info.name, path, globs):
+            yield _Beside(path, store, info)
+
+
+def _is_asked_for(name: str, path: str, globs: Sequence[str]) -> bool:
+    if name.startswith(".") or _is_of_checkpoint(name):
         return False  # it would be a checkpoint of its own, or weights among ours
-    return any(fnmatchcase(name, glob) for glob in also)
+    if name.lower().endswith(_OTHER_WEIGHTS):
+        return path in globs
+    return any(fnmatchcase(path, glob) for glob in globs)
 
 
-def _check_sizes(store: Store, listing: Sequence[FileInfo]) -> None:
-    large = [info.name for info in listing if info.size_bytes > _MAX_FILE_BYTES]
-    total = sum(info.size_bytes for info in listing)
-    if large or total > _MAX_BYTES:
-        told = f"{', '.join(large)} of it are larger than {_MAX_FILE_BYTES} bytes" if large else ""
-        raise OptionError(
-            f"hf: {store.url} is no template: {told or f'{total} bytes are beside its weights'}",
-            path=store.url,
-        )
+def _check_sizes(url: str, found: Sequence[_Beside]) -> None:
+    large = [one.path for one in found if one.info.size_bytes > _MAX_FILE_BYTES]
+    total = sum(one.info.size_bytes for one in found)
+    if large or total > _MAX_BYTES or len(found) > _MAX_FILES:
+        told = f"{total} bytes are beside its weights, in {len(found)} files"
+        if large:
+            told = f"{', '.join(large[:10])} of it are larger than {_MAX_FILE_BYTES} bytes"
+        raise OptionError(f"hf: {url} is no template: {told}", path=url)
 
 
 def _tensor_names(store: Store) -> frozenset[str]:
@@ -140,10 +204,10 @@ def _tensor_names(store: Store) -> frozenset[str]:
     return frozenset() if index is None else frozenset(index.fqns)
 
 
-def _store_of(template: str | os.PathLike[str], also: Sequence[str]) -> Store:
+def _folder_of(template: str | os.PathLike[str], also: Sequence[str]) -> tuple[Store, OpenStore]:
     text = place_text(template)
     if "://" in text:
-        return OpenWith()(text)
+        return OpenWith()(text), OpenWith()
     if Path(text).is_dir():
         return _local(Path(text))
     match = _HUB_NAME.fullmatch(text)
@@ -152,10 +216,12 @@ def _store_of(template: str | os.PathLike[str], also: Sequence[str]) -> Store:
     return _local(_snapshot(match["name"], match["revision"], also))
 
 
-def _local(folder: Path) -> Store:
+def _local(folder: Path) -> tuple[Store, OpenStore]:
     """Links are read if they stay in the folder or, in a cache of the hub, lead to that model's files."""
     real = folder.resolve()
-    return PosixStore(real, links_within=real.parents[1] if real.parent.name == "snapshots" else real)
+    within = real.parents[1] if real.parent.name == "snapshots" else real
+    opened = partial(PosixStore, links_within=within)
+    return opened(real), opened
 
 
 def _snapshot(name: str, revision: str | None, also: Sequence[str]) -> Path:
@@ -167,7 +233,9 @@ def _snapshot(name: str, revision: str | None, also: Sequence[str]) -> Path:
             f"hf: there is no folder {name}; for models of the hub install huggingface_hub", path=name
         ) from None
     try:
-        found = hub.snapshot_download(name, revision=revision, allow_patterns=[*sorted(HF_NAMES), *also])
+        known = [pattern for one in sorted(HF_NAMES) for pattern in (one, f"*/{one}")]
+        wanted = [*known, f"{_CHAT_TEMPLATES}/*.jinja", *also]
+        found = hub.snapshot_download(name, revision=revision, allow_patterns=wanted)
     except (OSError, ValueError) as error:  # also of no connection, and of a name that none can have
         raise CheckpointNotFoundError(
             f"hf: there is no folder {name}, nor does the hub give a model of that name: {error}", path=name

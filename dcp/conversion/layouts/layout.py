@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
 from typing import NamedTuple
@@ -152,14 +152,25 @@ class CopyBuilder:
         )
 
 
+def _none(folder: str, names: Collection[str]) -> frozenset[str]:
+    return frozenset()
+
+
+def _checked_path(path: str) -> str:
+    """Of a file of the folder, or of one directly below it."""
+    folder, slash, name = path.partition("/")
+    return f"{check_name(folder)}/{check_name(name)}" if slash else check_name(path)
+
+
 @dataclass(frozen=True, eq=False)
 class TargetLayout:
     """The whole output.
 
     ``file_names`` and ``file_sizes`` (bytes) are known exactly. For a ``dcp`` target ``index`` is what the
     manifest will say, but for checksums, and ``chunk_copies`` the copy that each of its chunks is.
-    ``last_files`` are small files to be written when all others are complete, by name. ``replaced`` are names
-    of files that do not stay where a folder is replaced, besides those of checkpoints.
+    ``last_files`` are small files to be written when all others are complete, by path. ``replaced`` says
+    which files of a folder that is replaced do not stay besides those of checkpoints, by their names: of the
+    folder itself, which is called "" then, or of one directly below.
     ``tensor_copies`` names the copy of each tensor where there is just one.
     """
 
@@ -172,7 +183,7 @@ class TargetLayout:
     chunk_copies: Int64 | None = None
     last_files: Mapping[str, bytes] = field(default_factory=dict)
     tensor_copies: Mapping[str, int] = field(default_factory=dict)
-    replaced: frozenset[str] = frozenset()
+    replaced: Callable[[str, Collection[str]], frozenset[str]] = _none
 
     @property
     def copied_bytes(self) -> int:
@@ -184,7 +195,7 @@ class TargetLayout:
 
         Nor may two files have one name; CheckpointFormatError for names that lead elsewhere.
         """
-        names = [check_name(name) for name in (*self.file_names, *self.last_files)]
+        names = [*map(check_name, self.file_names), *map(_checked_path, self.last_files)]
         if len(set(names)) < len(names):
             twice = next(name for name, count in Counter(names).items() if count > 1)
             raise PlanError(f"{twice} would be two files: rename what it is made of")

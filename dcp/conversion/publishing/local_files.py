@@ -8,7 +8,6 @@ import errno
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
@@ -102,14 +101,16 @@ def rename(source: Path, target: Path, *, overwrite: bool) -> None:
         source.rename(target)
 
 
-def keep_others(folder: Path, target: Path, replaced: Collection[str]) -> None:
-    """Into ``folder``, durably, what a new checkpoint in place of ``target`` does not replace, files of the
-    names ``replaced`` among that.
+def keep_others(folder: Path, target: Path, layout: TargetLayout) -> None:
+    """Into ``folder``, durably, what a new checkpoint in place of ``target`` does not replace, files that
+    ``layout.replaced`` names among that.
 
     Raises PlanError for what would have to be moved.
     """
-    for entry in target.iterdir():
-        if entry.name in replaced or _is_replaced(entry.name):
+    entries = {entry.name: entry for entry in target.iterdir()}
+    replaced = layout.replaced("", entries)
+    for name, entry in entries.items():
+        if name in replaced or _is_replaced(name) or _is_replaced_folder(entry, folder / name, layout):
             continue
         if entry.is_dir() or entry.is_symlink():
             raise PlanError(
@@ -117,8 +118,17 @@ def keep_others(folder: Path, target: Path, replaced: Collection[str]) -> None:
                 "target and put the folders together yourself",
                 path=str(entry),
             )
-        _keep(entry, folder / entry.name)
+        _keep(entry, folder / name)
     PosixStore(folder).sync()  # what is kept is there before its only other name goes
+
+
+def _is_replaced_folder(entry: Path, made: Path, layout: TargetLayout) -> bool:
+    """Whether no file of a folder stays: there is a new one, or ``layout.replaced`` names it."""
+    if entry.is_symlink() or not entry.is_dir():
+        return False
+    names = {one.name for one in entry.iterdir()}
+    new = {one.name for one in made.iterdir()} if made.is_dir() else set()
+    return names <= layout.replaced(entry.name, names) | new
 
 
 def _is_replaced(name: str) -> bool:

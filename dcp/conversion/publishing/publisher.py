@@ -47,6 +47,7 @@ from dcp.storage.formats.opening.folder import MAX_TORCH_METADATA_BYTES, has_che
 from dcp.storage.formats.registry import targets
 from dcp.storage.formats.torch.metadata.writer import encode_torch_metadata
 from dcp.storage.stores.base import ANY, Store
+from dcp.storage.stores.folders import ParentFolder
 from dcp.storage.stores.names import TEMPORARY_PREFIX
 from dcp.storage.stores.posix.files import storage_error
 from dcp.storage.stores.posix.store import PosixStore
@@ -131,8 +132,9 @@ class Publisher:
                 local_files.reserve(self._local.output, layout)
             elif self._overwrite:
                 # Readers must not take new shards for those of the old index.
-                for name in {*layout.last_files, *_present(store, layout.replaced)}:
-                    store.delete(name)
+                for path in {*layout.last_files, *_replaced(self._place, layout)}:
+                    holder, name = self._place.holder(path)
+                    holder.delete(name)
         except BaseException:
             if self._local is not None:
                 self.ledger.remove()
@@ -209,10 +211,12 @@ class Publisher:
             self._publish_locally(self._local, layout, checksums, index)
             return
         store = self._place.store
-        for name, data in layout.last_files.items():
-            if self._overwrite or not _holds(store, name, data):  # of a run that was killed here
-                announce("publish", name)
-                store.publish(name, data, durable=True, expected=ANY if self._overwrite else None)
+        for path, data in layout.last_files.items():
+            holder, name = self._place.holder(path)
+            if self._overwrite or not _holds(holder, name, data):  # of a run that was killed here
+                announce("publish", path)
+                holder.make_root()
+                holder.publish(name, data, durable=True, expected=ANY if self._overwrite else None)
         if index is not None:
             previous = self._previous or commit.previous_state(store, commit.Names())
             if previous.exists and not self._overwrite:
@@ -254,13 +258,15 @@ class Publisher:
         PosixStore(target.parent).sync()
 
     def _replace(self, ledger: LocalLedger, target: Path, layout: TargetLayout) -> None:
-        local_files.keep_others(ledger.output, target, layout.replaced)
+        local_files.keep_others(ledger.output, target, layout)
         ledger.forget()  # a run that went on from here would take the old files for its own
         local_files.exchange(ledger.output, target)
 
-    def _write(self, output: Path, name: str, data: bytes) -> None:
-        announce("write", name)
-        PosixStore(output).publish(name, data, durable=True)
+    def _write(self, output: Path, path: str, data: bytes) -> None:
+        announce("write", path)
+        holder = PosixStore((output / path).parent)
+        holder.make_root()
+        holder.publish(Path(path).name, data, durable=True)
 
     def _write_index(self, output: Path, index: CheckpointIndex) -> None:
         """Nobody looks at the folder yet, so that these two need no order."""
@@ -312,7 +318,7 @@ class Publisher:
             info = store.stat(name)
             if info is None or info.size_bytes != size:
                 return False
-        if not all(_holds(store, name, data) for name, data in layout.last_files.items()):
+        if not all(_holds(*self._place.holder(path), data) for path, data in layout.last_files.items()):
             return False
         return layout.index is None or self._is_committed(store)
 
@@ -401,8 +407,14 @@ def _holds(store: Store, name: str, data: bytes) -> bool:
     )
 
 
-def _present(store: Store, names: frozenset[str]) -> frozenset[str]:
-    return names & {info.name for info in store.list()} if names else names
+def _replaced(place: TargetPlace, layout: TargetLayout) -> Iterator[str]:
+    """Paths of what is in the target's folder, and in those directly below, and does not stay."""
+    yield from layout.replaced("", {info.name for info in place.store.list()})
+    if layout.last_files and place.store.capabilities.lists_folders:
+        parent = ParentFolder(place.store, place.open_store)
+        for folder, listing in parent.listings().items():
+            files = parent.store(folder).list() if listing is None else listing
+            yield from (f"{folder}/{name}" for name in layout.replaced(folder, {one.name for one in files}))
 
 
 def _is_complete(store: Store) -> bool:

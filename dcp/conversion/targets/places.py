@@ -12,6 +12,7 @@ from typing import Final
 from dcp.storage import commit
 from dcp.storage.errors import CheckpointConflictError, OptionError, PlanError
 from dcp.storage.formats.registry import file_names, target_named
+from dcp.storage.stores import OpenStore
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.names import TEMPORARY_PREFIX, check_name, place_text
 from dcp.storage.stores.opening import OpenWith
@@ -37,6 +38,12 @@ class TargetPlace:
     file_name: str | None
     path: Path | None
     attempt: str = ""
+    open_store: OpenStore = PosixStore
+
+    def holder(self, path: str) -> tuple[Store, str]:
+        """The folder that a file of the target is in, itself or one directly below, and the file's name."""
+        folder, slash, name = path.partition("/")
+        return (self.open_store(f"{self.store.url}/{folder}"), name) if slash else (self.store, path)
 
     @property
     def work_folder(self) -> Path:
@@ -117,7 +124,7 @@ def place_of(target: str | os.PathLike[str], to: str, open_store: OpenWith) -> T
         except OSError as error:  # of a name that is too long, or a folder that is not ours
             raise storage_error(error, "stat", store.url) from error
     if not is_file:
-        return TargetPlace(store.url, store, None, None)
+        return TargetPlace(store.url, store, None, None, open_store=open_store)
     parent, _, name = store.url.rpartition("/")
     if not name or parent.endswith("/") or "://" not in parent:
         raise OptionError(f"{text!r} names no file below a bucket or folder")

@@ -19,7 +19,7 @@ import numpy as np
 
 from dcp.conversion.contents.entries import Entries
 from dcp.conversion.contents.extras import extras_of, metadata_of
-from dcp.conversion.contents.hf_folder import ADAPTER_CONFIG, HF_NAMES, HfFolder
+from dcp.conversion.contents.hf_folder import ADAPTER_CONFIG, HfFolder, known_files
 from dcp.conversion.layouts.layout import Copies, Literal, Literals, TargetLayout
 from dcp.conversion.targets.job import LayoutJob, Planned
 from dcp.planners.weight_maps.model_config import CONFIG
@@ -75,7 +75,8 @@ def _beside(layout: TargetLayout, entries: Entries, hf: HfFolder) -> TargetLayou
     found = {dtypes.BY_CODE[entry.dtype_code].name for entry in entries.tensors} & _MODEL_DTYPES
     is_one = len(found) == 1 and not hf.is_adapter
     files = dict(hf.files_for(found.pop() if is_one else None))
-    last = {name: files.pop(name) for name in (CONFIG, ADAPTER_CONFIG) if name in files}
+    last = {path: files.pop(path) for path in [*files] if "/" in path}
+    last |= {name: files.pop(name) for name in (CONFIG, ADAPTER_CONFIG) if name in files}
     first = len(layout.file_names)
     literals = [Literal(first + number, 0, data) for number, data in enumerate(files.values()) if data]
     return replace(
@@ -84,7 +85,7 @@ def _beside(layout: TargetLayout, entries: Entries, hf: HfFolder) -> TargetLayou
         file_sizes=[*layout.file_sizes, *map(len, files.values())],
         literals=Literals.of([*layout.literals, *literals]),
         last_files={**layout.last_files, **last},
-        replaced=HF_NAMES,
+        replaced=known_files,
     )
 
 

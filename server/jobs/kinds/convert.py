@@ -62,7 +62,7 @@ class ConvertOptions(Parameters):
     ``map`` is the name of a ready weight map, or one's data; ``inverse``, ``below``, ``config`` (the content
     of a model's ``config.json``, if it is not beside the source) and ``sizes`` are about it, as for
     `dcp.weight_map`. The folder ``hf_key`` of ``hf_root`` (the source's, if it is None) has what
-    ``from_pretrained`` needs besides weights, as ``hf`` of `dcp.convert`.
+    ``from_pretrained`` needs besides weights, as ``hf`` and ``hf_also`` of `dcp.convert`.
     """
 
     to: TargetFormat
@@ -84,6 +84,7 @@ class ConvertOptions(Parameters):
     drop_objects: bool = False
     hf_key: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     hf_root: Annotated[str, Field(min_length=1, max_length=63)] | None = None
+    hf_also: Globs | None = None
     tags: Annotated[tuple[Name, ...], Field(max_length=32, strict=False)] = ()
 
     @model_validator(mode="after")
@@ -99,6 +100,8 @@ class ConvertOptions(Parameters):
             raise ValueError("hf_key: only folders of safetensors have files of Hugging Face beside weights")
         if self.hf_root is not None and self.hf_key is None:
             raise ValueError("hf_root is about hf_key, which is missing")
+        if self.hf_also is not None and self.hf_key is None:
+            raise ValueError("hf_also is about hf_key, which is missing")
         for pattern, replacement in (self.rename or {}).items():
             try:
                 _with_its_groups(re.compile(pattern)).sub(replacement, "")
@@ -414,7 +417,9 @@ def _template(context: JobContext, params: TargetParams) -> HfFolder | None:
         raise PermanentJobError(f"root {name} is not configured any more")
     root = context.roots.get(name)
     with storage_errors(root):
-        return hf_folder_of(root.store(params.hf_key))
+        return hf_folder_of(
+            root.store(params.hf_key), params.hf_also or (), root.folder_opener(params.hf_key)
+        )
 
 
 def _target(root: StorageRoot, params: TargetParams) -> TargetPlace:

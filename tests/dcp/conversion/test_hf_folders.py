@@ -267,6 +267,160 @@ def test_a_stranger_s_template_gives_known_files_alone(
     assert all("secret" not in path.read_text("latin1") for path in (tmp_path / "more").iterdir())
 
 
+def _paths(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+_BELOW = {
+    "additional_chat_templates/tool_use.jinja": "tools",
+    "question_encoder_tokenizer/tokenizer_config.json": "{}",
+    "question_encoder_tokenizer/vocab.txt": "who",
+}
+"""Of folders of a template, what from_pretrained reads."""
+
+_NOT_BELOW = (
+    "additional_chat_templates/evil.py",
+    "question_encoder_tokenizer/notes.md",
+    *("checkpoint-500/config.json", "checkpoint-500/tokenizer.json", "checkpoint-500/model.safetensors"),
+    *("checkpoint-600/tokenizer.json", "checkpoint-600/pytorch_model.bin"),
+    *("onnx/config.json", "onnx/model.onnx", "onnx/model.onnx_data", "onnx/tokenizer.json"),
+    *("code/__init__.py", "code/parts.py", ".cache/tokenizer.json", "__pycache__/vocab.txt"),
+    *("deep/er/tokenizer.json", "weights.gguf"),
+)
+
+
+def _with_folders(folder: Path, template: Path) -> Path:
+    """What models, their trainers and their export leave in a folder, and links out of it."""
+    shutil.copytree(template, folder)
+    for path, text in {**_BELOW, **dict.fromkeys(_NOT_BELOW, "evil")}.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    outside = folder.parent / "outside"
+    outside.mkdir()
+    (outside / "tokenizer.json").write_text("secret")
+    (folder / "linked").symlink_to(outside)
+    (folder / "question_encoder_tokenizer" / "merges.txt").symlink_to(outside / "tokenizer.json")
+    return folder
+
+
+def test_folders_of_a_template(template: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """Chat templates and tokenizers of their own are copied; what a trainer, an export or a link has there is
+    not. Asked for is code by its glob, but neither weights of other formats nor those of another model."""
+    folder = _with_folders(tmp_path / "template", template)
+    usual = {"model.safetensors", *_BELOW, *(HF_NAMES & _names(template))}
+    convert(checkpoint, tmp_path / "hf", **_OF_MODEL, hf=folder)
+    assert _paths(tmp_path / "hf") == usual
+    assert {path: (tmp_path / "hf" / path).read_text() for path in _BELOW} == _BELOW
+    convert(checkpoint, tmp_path / "code", **_OF_MODEL, hf=folder, hf_also=["*.py"])
+    code = {"additional_chat_templates/evil.py", "code/__init__.py", "code/parts.py"}
+    assert _paths(tmp_path / "code") == usual | code
+    all_of_it = read_hf_folder(folder, ["*", "onnx/*", "weights.gguf"]).files
+    assert {"onnx/config.json", "onnx/tokenizer.json", "weights.gguf"} <= all_of_it.keys()
+    assert not [path for path in all_of_it if path.startswith(("checkpoint-", "linked/", "deep/", "onnx/m"))]
+    assert not [path for path, data in all_of_it.items() if b"secret" in data]
+
+
+@pytest.mark.parametrize(
+    "place", ["{tmp}/hf", pytest.param("memory://{tmp}/hf", marks=pytest.mark.exhaustive)]
+)
+def test_folders_of_what_stood_there_before(
+    place: str, template: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Of a folder that is replaced nothing that from_pretrained would read stays, also below; and a folder
+    with something else is not touched."""
+    target = place.format(tmp=tmp_path)
+    convert(checkpoint, target, **_OF_MODEL, hf=_with_folders(tmp_path / "template", template))
+    newer = tmp_path / "newer"
+    shutil.copytree(template, newer)
+    (newer / "additional_chat_templates").mkdir()
+    (newer / "additional_chat_templates" / "rag.jinja").write_text("rag")
+    convert(checkpoint, target, **_OF_MODEL, hf=newer, overwrite=True)
+    found = read_hf_folder(target).files
+    assert {path for path in found if "/" in path} == {"additional_chat_templates/rag.jinja"}
+
+
+def test_a_folder_that_is_replaced_has_others_in_it(template: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """They would have to be moved: an error, and all is as it was."""
+    target = tmp_path / "hf"
+    convert(checkpoint, target, **_OF_MODEL, hf=_with_folders(tmp_path / "template", template))
+    (target / "additional_chat_templates" / "notes.md").write_text("mine")
+    before = _paths(target)
+    with pytest.raises(PlanError, match="additional_chat_templates is in the folder to be replaced"):
+        convert(checkpoint, target, **_OF_MODEL, hf=template, overwrite=True)
+    assert _paths(target) == before
+
+
+_MODELING = """
+import transformers
+
+from .helping import scaled
+
+
+class OwnConfig(transformers.LlamaConfig):
+    model_type = "own"
+
+
+class OwnModel(transformers.LlamaForCausalLM):
+    config_class = OwnConfig
+
+    def forward(self, *args, **kwargs):
+        found = super().forward(*args, **kwargs)
+        found.logits = scaled(found.logits)
+        return found
+"""
+
+
+def _with_code(folder: Path, template: Path) -> Path:
+    """A model whose class is in its folder, as many of the hub have it."""
+    shutil.copytree(template, folder)
+    config = json.loads((folder / "config.json").read_text())
+    classes = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
+    config |= {"model_type": "own", "architectures": ["OwnModel"], "auto_map": classes}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "modeling_own.py").write_text(_MODELING)
+    (folder / "helping.py").write_text("def scaled(tensor):\n    return tensor * 3\n")
+    return folder
+
+
+def test_a_model_with_code_of_its_own(
+    template: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its code comes where it is asked for, and computes what it computes with the template's."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = _with_code(tmp_path / "template", template)
+    convert(checkpoint, tmp_path / "hf", **_OF_MODEL, hf=folder, hf_also=["*.py"], shard_bytes=4000)
+    made: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True)
+    assert type(made).__name__ == "OwnModel"
+    assert torch.equal(_logits(made.eval()), 3 * _logits(_model(seed=2)))
+    convert(checkpoint, tmp_path / "plain", **_OF_MODEL, hf=folder)
+    assert not list((tmp_path / "plain").glob("*.py"))
+
+
+def test_a_processor_of_several_parts(template: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """A feature extractor, further chat templates, and tokenizers in folders of their own: what
+    `from_pretrained` makes of each is as of the template."""
+    folder = tmp_path / "template"
+    shutil.copytree(template, folder)
+    library: Any = transformers
+    tokenizer = _tokenizer()
+    tokenizer.chat_template = {"default": "plain", "tool_use": "tools"}
+    tokenizer.save_pretrained(folder)
+    library.Wav2Vec2FeatureExtractor(sampling_rate=8000, padding_value=0.5).save_pretrained(folder)
+    library.RagTokenizer(_tokenizer(), _tokenizer()).save_pretrained(folder)
+    opened = library.AutoTokenizer.from_pretrained
+    convert(checkpoint, tmp_path / "hf", **_OF_MODEL, hf=folder)
+    found, expected = (
+        [
+            opened(place).chat_template,
+            opened(place, subfolder="question_encoder_tokenizer")(_TEXT)["input_ids"],
+            opened(place, subfolder="generator_tokenizer").chat_template,
+            library.AutoFeatureExtractor.from_pretrained(place).to_dict(),
+        ]
+        for place in (tmp_path / "hf", folder)
+    )
+    assert found == expected and found[0] == tokenizer.chat_template
+
+
 def _without_configuration(folder: Path) -> None:
     (folder / "config.json").unlink()
 

@@ -374,6 +374,7 @@ def test_refused_targets(runs: KindRuns, tmp_path: Path) -> None:
         {"sizes": {"heads": 2}},
         {"hf_key": "models/first"},
         {"hf_root": "main"},
+        {"hf_also": ["*.py"]},
         {"map": "llama:hf-to-titan", "sizes": {"hedas": 2}},
         {"map": "llama:hf-to-titan", "sizes": {"inverse": 1}},
     ],
@@ -516,6 +517,15 @@ def test_a_whole_folder_of_hugging_face(runs: KindRuns, tmp_path: Path) -> None:
     assert {path.name for path in made.iterdir()} == {"model.safetensors", *files}
     assert {name: (made / name).read_bytes() for name in files} == files
     assert torch.equal(dcp.read(made)["weight"], _STATE["weight"])
+    below = template / "additional_chat_templates"
+    below.mkdir()
+    (below / "tools.jinja").write_text("tools")
+    (template / "linked").symlink_to("/etc")
+    job = runs.do("convert", target_key="code", hf_key="models/first", hf_also=["*.py"], **given)
+    assert job.state == "succeeded", job.error
+    made = tmp_path / "export" / "code"
+    paths = {path.relative_to(made).as_posix() for path in made.rglob("*") if path.is_file()}
+    assert paths == {"model.safetensors", "evil.py", "additional_chat_templates/tools.jinja", *files}
     for wrong in ({"hf_root": "nowhere"}, {"hf_key": "../export"}):
         with pytest.raises(ProblemError):
             runs.submit("convert", target_key="no", **{"hf_key": "models/first", **given, **wrong})
