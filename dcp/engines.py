@@ -54,7 +54,9 @@ def save_engine(writer: StorageWriter, planner: SavePlanner | None, options: Sav
     if ours is not None and storage is not None and on_columns:
         return ColumnSaveEngine(storage, ours, PlanOptions.of(ours), options)
     if options.map is not None:
-        raise _needs_columns(planner, writer)
+        raise _needs_columns("map", planner, writer)
+    if options.apart and options.step is None:  # a manager's rules are for what its planner can do
+        raise _needs_columns("apart", planner, writer)
     return ProtocolSaveEngine(writer, planner, ours, storage)
 
 
@@ -91,14 +93,17 @@ def load_engine(
     if ours is not None and storage is not None and on_columns:
         return ColumnLoad(storage, ours, ranks, options)
     if options.map is not None:
-        raise _needs_columns(planner, reader)
+        raise _needs_columns("map", planner, reader)
     return ProtocolLoad(reader, planner, ranks, options, ours, storage)
 
 
-def _needs_columns(planner: object, storage: object) -> OptionError:
+def _needs_columns(option: str, planner: object, storage: object) -> OptionError:
     names = " and ".join(type(each).__name__ for each in (planner, storage))
+    instead = {
+        "map": "dcp.convert(..., map=) does the same to a checkpoint",
+        "apart": "dcp prune --rewrite frees the same later",
+    }
     return OptionError(
-        f"map needs a planner and a storage of ours, with none of their steps overridden; {names} work by "
-        "torch's protocol, whose plans have boxes of whole tensors alone. dcp.convert(..., map=) does the "
-        "same to a checkpoint"
+        f"{option} needs a planner and a storage of ours, with none of their steps overridden; {names} work "
+        f"by torch's protocol, whose plans have boxes of whole tensors alone. {instead[option]}"
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -29,6 +29,7 @@ from dcp.calls.stateful_values import stateful_to_plain
 from dcp.calls.storage_selection import choose_writer, with_own_id
 from dcp.calls.torch_names import names_of
 from dcp.engines import save_engine
+from dcp.manager.cleanup.retention import part_named
 from dcp.planners.save.plan_cache import PlanCache
 from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.planners.weight_maps.weight_map import WeightMap
@@ -72,6 +73,7 @@ def save(
     no_dist: bool = False,
     use_collectives: bool = True,
     map: WeightMap | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    apart: str | Sequence[str] = (),
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     user_metadata: Mapping[str, Any] | None = None,
     progress: bool | ProgressCallback | None = None,
@@ -105,6 +107,8 @@ def save(
             on each rank, be it a shard of them; those that are stacked may be on some ranks each, where the
             map says how many there are. What is not below the key of a map that is ``below`` one is saved as
             it is. What is permuted within a box is copied for the save.
+        apart: Parts, as "optimizer" or globs on names, that get files of their own: one more a rank and part.
+            `dcp prune` drops them by removing those files, and writes nothing anew.
         timeout_seconds: The longest wait for other ranks.
         user_metadata: Plain data that is kept in the manifest.
         progress: True for a bar, or a function that gets `dcp.progress.Progress`.
@@ -130,6 +134,7 @@ def save(
         SaveOptions(
             use_collectives=use_collectives,
             map=map_on_all(map, "save", process_group, no_dist=no_dist, timeout_seconds=timeout_seconds),
+            apart=_patterns(apart),
             user_metadata=_copied(user_metadata),
             progress=progress,
             timeout_seconds=timeout_seconds,
@@ -196,6 +201,7 @@ def async_save(
     no_dist: bool = False,
     use_collectives: bool = True,
     map: WeightMap | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    apart: str | Sequence[str] = (),
     user_metadata: Mapping[str, Any] | None = None,
     progress: bool | ProgressCallback | None = None,
     overlap: bool = False,
@@ -223,6 +229,7 @@ def async_save(
         no_dist: As for `save`.
         use_collectives: As for `save`.
         map: As for `save`; what is permuted is copied before this returns.
+        apart: As for `save`.
         user_metadata: As for `save`.
         progress: As for `save`; called in the background.
         overlap: Copy behind the caller's back, too: nothing may change before ``staging_completion``.
@@ -260,6 +267,7 @@ def async_save(
         options=SaveOptions(
             use_collectives=use_collectives,
             map=weights,
+            apart=_patterns(apart),
             user_metadata=_copied(user_metadata),
             progress=progress,
         ),
@@ -296,6 +304,10 @@ def save_state_dict(
 def _copied(user_metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """What may change while it is saved; what is no mapping is refused where all ranks hear of it."""
     return dict(user_metadata) if isinstance(user_metadata, Mapping) else user_metadata or {}
+
+
+def _patterns(apart: str | Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    return tuple(part_named(name).patterns for name in ([apart] if isinstance(apart, str) else apart))
 
 
 def _stages_itself(writer: StorageWriter | None) -> TypeGuard[AsyncStager]:

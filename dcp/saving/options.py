@@ -34,7 +34,7 @@ class SaveOptions:
     retry_pause_seconds: float = 1.0
     apart: tuple[tuple[str, ...], ...] = ()
     """Globs on names: what those of one tuple match goes into files of its own, so that it can be dropped
-    later without rewriting the rest. On columns only."""
+    later without rewriting the rest. On columns only; those of a manager have no effect elsewhere."""
 
     def check(self) -> None:
         """Raise OptionError for user metadata that no manifest can hold: now, not after all was written."""

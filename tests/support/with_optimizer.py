@@ -15,8 +15,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 import dcp
 from dcp.manager.cleanup.retention import part_named
-from dcp.saving.options import SaveOptions
-from dcp.state_dict_saver import save_with
 
 __all__ = [
     "OPTIMIZER_PART",
@@ -69,10 +67,9 @@ def save_mixed(folder: Path, version: int = 1, **options: Any) -> None:
 
 
 def save_apart(folder: Path | str, version: int = 1, **options: Any) -> None:
-    """As a manager saves where the optimizer has rules of its own."""
+    """With the optimizer in files of its own."""
     writer = dcp.FileSystemWriter(folder, **options)
-    asked = SaveOptions(apart=(OPTIMIZER_PART.patterns,))
-    save_with(full_state(version), asked, storage_writer=writer, no_dist=True)
+    dcp.save(full_state(version), storage_writer=writer, no_dist=True, apart="optimizer")
 
 
 def save_stock(folder: Path, version: int = 1) -> None:

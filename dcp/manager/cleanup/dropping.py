@@ -26,12 +26,12 @@ import numpy.typing as npt
 
 from dcp.inspection.findings import VerifyReport
 from dcp.inspection.payload_checks import PayloadChecks
-from dcp.manager.cleanup.removal import owner_of
+from dcp.manager.cleanup.removal import is_left_aside, owner_of
 from dcp.manager.cleanup.retention import Part
 from dcp.planners.load.selection import Selection
 from dcp.steps.notes import read_notes
 from dcp.storage import commit
-from dcp.storage.commit_names import METADATA_NAME
+from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.engine.write import data_file_name
 from dcp.storage.errors import (
     CheckpointConflictError,
@@ -53,6 +53,9 @@ __all__ = ["Drop", "drop_parts", "finish_drop", "plan_drop"]
 logger = logging.getLogger(__name__)
 
 _PIECE_BYTES: Final = 8 << 20
+_ASIDE_SECONDS: Final = 900.0
+"""No file is written aside, and published, for so long."""
+
 _ALIGNED_BYTES: Final = 64
 """Payloads stand at multiples of it, and shall after they were copied."""
 
@@ -170,6 +173,7 @@ def drop_parts(store: Store, parts: Sequence[Part], now_seconds: float, *, rewri
             _refuse_changed(store, found.previous, error)
         raise
     now = {info.name: info for info in store.list()}
+    _remove_aside(store, now)
     gone = [name for name in found.index.files if name in found.before and name not in now]
     rewritten = sum(now[name].size_bytes for name in copied if name in now)
     return Drop(
@@ -209,7 +213,9 @@ def finish_drop(store: Store) -> tuple[tuple[str, ...], int]:
     if not left and not _is_stale(store, index, before):
         return (), 0
     _publish(store, index, replace(previous, files=tuple(sorted({*previous.files, *left}))))
-    gone = tuple(sorted(before.keys() - {info.name for info in store.list()}))
+    now = {info.name: info for info in store.list()}
+    _remove_aside(store, now)
+    gone = tuple(sorted(before.keys() - now.keys()))
     return gone, sum(before[name].size_bytes for name in gone)
 
 
@@ -287,6 +293,15 @@ def _publish(store: Store, index: CheckpointIndex, previous: commit.Previous) ->
         durable=True,
         torch_compatible=previous.metadata is not None or index.torch_metadata_crc is not None,
     )
+
+
+def _remove_aside(store: Store, now: Mapping[str, FileInfo]) -> None:
+    """What killed publishes have left, as of a drop before this one. Older by far than what was published
+    just now, by the same clock: another's may be about to get its name."""
+    published = now[MANIFEST_NAME].modified_seconds if MANIFEST_NAME in now else 0.0
+    old = {name for name, info in now.items() if info.modified_seconds < published - _ASIDE_SECONDS}
+    for name, error in store.delete_all(sorted(filter(is_left_aside, old))).items():
+        logger.warning("%s: could not delete %s: %s", store.url, name, error)
 
 
 def _left_behind(index: CheckpointIndex, before: Mapping[str, FileInfo]) -> set[str]:

@@ -44,6 +44,7 @@ __all__ = [
     "files_to_remove",
     "finish_removal",
     "is_abandoned",
+    "is_left_aside",
     "is_left_by_a_save",
     "owner_of",
     "remove_abandoned",
@@ -57,8 +58,9 @@ Outcome = Literal["deleted", "pinned", "replaced", "absent"]
 
 _LOCK_TIMEOUT_SECONDS: Final = 60.0
 _DATA: Final = re.compile(r"__[0-9]+_[0-9]+(?:\.(?P<owner>[0-9a-f]+))?\.distcp")
+_OWN_ASIDE: Final = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}[0-9a-f]{{32}}")
 _ASIDE: Final = re.compile(
-    rf"{re.escape(TEMPORARY_PREFIX)}(?:[0-9a-f]{{32}}|convert-[0-9a-f]{{16}})|(?:__[0-9]+)?\.metadata\.tmp"
+    rf"{_OWN_ASIDE.pattern}|{re.escape(TEMPORARY_PREFIX)}convert-[0-9a-f]{{16}}|(?:__[0-9]+)?\.metadata\.tmp"
 )
 """What killed publishes leave: ours, and stock torch's; and the ledgers of conversions to object stores."""
 _STOCK_OWNER: Final = ""
@@ -164,6 +166,11 @@ def owner_of(name: str) -> str | None:
     """The id of the save that a data file of ours is of, by its name; None for all other files."""
     match = _DATA.fullmatch(name)
     return None if match is None else match["owner"]
+
+
+def is_left_aside(name: str) -> bool:
+    """Whether a file of ours is called so before it is published under its own name."""
+    return _OWN_ASIDE.fullmatch(name) is not None
 
 
 def files_to_remove(store: Store, now_seconds: float) -> list[FileInfo]:

@@ -350,6 +350,67 @@ def test_what_a_crash_left_is_removed_once_stock_sees_the_same(tmp_path: Path) -
     assert finish_drop(PosixStore(tmp_path)) == ((), 0)
 
 
+def _killed_in_a_drop(folder: Path) -> None:
+    """A process that drops the optimizer is killed when its manifest is about to get its name."""
+
+    def kill(step: str, name: str) -> None:
+        if (step, Path(name).name) == ("rename", MANIFEST_NAME):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if child == 0:
+        try:
+            drop_parts(PosixStore(folder, observe=kill), [OPTIMIZER_PART], NOW)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+def test_the_next_drop_removes_what_a_killed_one_has_written_aside(tmp_path: Path) -> None:
+    """Nothing of another that runs now: what was written aside a moment ago, or is no publish's."""
+    save_apart(tmp_path)
+    _killed_in_a_drop(tmp_path)
+    (left,) = tmp_path.glob(".tmp-*")
+    os.utime(left, times=(1, 1))
+    young, ledger = tmp_path / f".tmp-{'0' * 32}", tmp_path / f".tmp-convert-{'0' * 16}"
+    for other in (young, ledger):
+        other.write_bytes(b"of another")
+    os.utime(ledger, times=(1, 1))
+    assert drop(tmp_path).outcome == "dropped"
+    assert {*tmp_path.glob(".tmp-*")} == {young, ledger}
+    assert parts_there(tmp_path) == "weights"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", dcp.state_dict_saver.AsyncCheckpointerType)
+def test_a_save_behind_the_loop_puts_a_part_apart(tmp_path: Path, kind: Any) -> None:
+    """As `dcp.save` does; a glob names any part."""
+    dcp.async_save(
+        full_state(),
+        checkpoint_id=tmp_path / "one",
+        apart=["optimizer", "app.model.optim_head"],
+        no_dist=True,
+        async_checkpointer_type=kind,
+    ).result()
+    assert len(sizes(tmp_path / "one")) == 3
+    done = drop_parts(PosixStore(tmp_path / "one"), [part_named("app.model.optim_head")], NOW)
+    assert (done.outcome, len(done.files), done.shared_bytes, done.rewritten_bytes) == ("dropped", 1, 0, 0)
+
+
+class _OwnPlanner(dcp.DefaultSavePlanner):
+    """Makes torch's plan objects."""
+
+    def create_local_plan(self) -> Any:
+        """As ever."""
+        return super().create_local_plan()
+
+
+def test_parts_apart_need_our_planner(tmp_path: Path) -> None:
+    """Else they would be in one file without a word."""
+    with pytest.raises(OptionError, match=r"apart needs a planner and a storage of ours.*prune --rewrite"):
+        dcp.save(full_state(), checkpoint_id=tmp_path, planner=_OwnPlanner(), apart="optimizer", no_dist=True)
+
+
 def test_what_could_not_be_removed_is_not_said_to_be_freed(tmp_path: Path) -> None:
     """And goes with the next drop."""
     save_apart(tmp_path)
