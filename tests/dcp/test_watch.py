@@ -111,8 +111,9 @@ def test_an_acknowledged_step_is_known_by_its_listing(
     """A consumer that continues opens no manifest of what it has done; of a young one it does, since it could
     be replaced without its size and time showing it."""
     commit(tmp_path, 1, 2)
-    for path in (tmp_path / "step-00000001").iterdir():
-        os.utime(path, (1e9, 1e9))
+    for step, seconds in ((1, 1e9), (2, time.time() + 3600)):  # however long this takes
+        for path in (tmp_path / f"step-0000000{step}").iterdir():
+            os.utime(path, (seconds, seconds))
     assert given(tmp_path) == [1, 2]
     opened: list[int] = []
     facts = StepFolders.facts

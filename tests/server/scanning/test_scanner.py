@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -103,6 +104,7 @@ def test_what_has_not_changed_is_not_opened(database: Database, tmp_path: Path) 
 def test_a_young_one_is_read_again(database: Database, tmp_path: Path) -> None:
     """Two writes within one tick of the clock cannot be told apart, so a young file is not trusted yet."""
     write_manifest(tmp_path / "run" / "step-1", save_id="first", seconds=None)
+    age(tmp_path, time.time() + 30)  # by another clock, and however long this takes
     roots = roots_of(tmp_path)
     scan(database, roots)
     assert rows(database)["run/step-1"]["fingerprint"] is None
