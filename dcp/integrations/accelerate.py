@@ -189,12 +189,12 @@ class AcceleratorCheckpoints:
 
     def _state(self, *, saving: bool) -> dict[str, Any]:
         accelerator, loaders, models = self._accelerator, self._accelerator._dataloaders, self._models()
-        state: dict[str, Any] = {name: shared.ModelState(model, saving) for name, model in models.items()}
+        state: dict[str, Any] = {name: shared.TrainedModel(model, saving) for name, model in models.items()}
         if accelerator._optimizers:
             # The models as one, because an optimizer may have parameters of several.
             trained = models["model"] if len(models) == 1 else nn.ModuleDict(models)
             optimizers = [one.optimizer for one in accelerator._optimizers]
-            state["optimizer"] = shared.OptimizerState(trained, optimizers)
+            state["optimizer"] = shared.TrainedOptimizers(trained, optimizers)
         state["random"] = RandomState().state_dict()
         # Asking a loader for its state begins an epoch.
         positions = [_position(loader) for loader in self._loaders()] if saving else None

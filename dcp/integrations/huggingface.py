@@ -161,7 +161,7 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
         save(state)
 
     def _to_save(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"model": shared.ModelState(self.model, saving=True)}
+        state: dict[str, Any] = {"model": shared.TrainedModel(self.model, saving=True)}
         if self.is_world_process_zero():  # the ranks' log histories differ, in times for one
             callbacks = [*self.callback_handler.callbacks, self.control]
             exportable: Any = [callback for callback in callbacks if isinstance(callback, ExportableState)]
@@ -174,7 +174,7 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
     def _state_of_training(self, losses: Any) -> dict[str, Any]:
         scaler = self.accelerator.scaler
         return {
-            "optimizer": shared.OptimizerState(self.model, [self.optimizer.optimizer]),
+            "optimizer": shared.TrainedOptimizers(self.model, [self.optimizer.optimizer]),
             # Tuples are values of one piece: a load need not know what is in them.
             "scheduler": (self.lr_scheduler.state_dict(),),
             "scaler": (None if scaler is None else scaler.state_dict(),),
@@ -210,7 +210,7 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
         if self._dcp_source is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
-            self._dcp_load({"model": shared.ModelState(self.model)})
+            self._dcp_load({"model": shared.TrainedModel(self.model)})
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if self._dcp_source is None:
@@ -234,7 +234,7 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
         if shared.on_first_rank(lambda: has_checkpoint(open_store(best))):
-            dcp.load({"model": shared.ModelState(self.model)}, checkpoint_id=best)
+            dcp.load({"model": shared.TrainedModel(self.model)}, checkpoint_id=best)
         else:
             super()._load_best_model()
 

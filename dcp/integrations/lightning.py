@@ -13,7 +13,7 @@ import torch
 
 from dcp.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError, UnsafeObjectError
 from dcp.integrations import trainer_state as shared
-from dcp.integrations.exact_values import opened, sealed
+from dcp.integrations.lightning_values import opened, sealed
 from dcp.integrations.path_saves import Mode, PathSaves
 from dcp.integrations.random_state import RandomState
 from dcp.manager.catalog.registration import CatalogRegistration
@@ -125,6 +125,12 @@ class DcpStrategyMixin:
         super().__init__(*args, **kwargs)
         self._saves = PathSaves(**own, no_dist=False)
 
+    def setup_environment(self: Any) -> None:
+        """As the strategy's. Raises ModuleNotFoundError where ``catalog`` needs httpx, on all ranks if one
+        lacks it."""
+        super().setup_environment()  # type: ignore[misc]
+        self._saves.agree()
+
     def lightning_module_state_dict(self: Any) -> _State:
         """The model's state, sharded, and where it is: the save copies it."""
         return get_model_state_dict(self.model)
@@ -132,7 +138,7 @@ class DcpStrategyMixin:
     def optimizer_state(self: Any, optimizer: Any) -> _State:
         """An optimizer's state by the names of parameters, likewise."""
         own = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return shared.OptimizerState(self.model, [own]).state_dict()
+        return shared.TrainedOptimizers(self.model, [own]).state_dict()
 
     def save_checkpoint(
         self: Any, checkpoint: _State, filepath: _Path, storage_options: Any | None = None
@@ -182,7 +188,7 @@ class DcpStrategyMixin:
         load(model, **options, **lenient)
         set_model_state_dict(self.model, model["state_dict"])
         if self.optimizers:
-            states = [shared.OptimizerState(self.model, [optimizer]) for optimizer in self.optimizers]
+            states = [shared.TrainedOptimizers(self.model, [optimizer]) for optimizer in self.optimizers]
             load({f"optimizer_{number}": state for number, state in enumerate(states)}, **options)
 
     def remove_checkpoint(self: Any, filepath: _Path) -> None:

@@ -27,8 +27,8 @@ from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 __all__ = [
-    "ModelState",
-    "OptimizerState",
+    "TrainedModel",
+    "TrainedOptimizers",
     "check_private",
     "committed_beside",
     "gathered",
@@ -44,7 +44,7 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 @dataclass(frozen=True, eq=False)
-class ModelState:
+class TrainedModel:
     """All of a model's state; with PEFT adapters, all of them whole and what else is not frozen, alone.
 
     Names do not depend on compilation or FSDP; ``model`` has no DDP around it. Tensors are the model's own.
@@ -78,7 +78,7 @@ class ModelState:
 
 
 @dataclass(frozen=True, eq=False)
-class OptimizerState:
+class TrainedOptimizers:
     """The optimizers of a model, in the form of torch's `get_optimizer_state_dict`.
 
     That function makes a step with an optimizer that has none of its state yet. Here it stays as it is: a

@@ -17,6 +17,7 @@ import torch
 import dcp
 from dcp.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError, UnsafeObjectError
 from tests.support.crashes import Ending, Group, in_lab, run_groups
+from tests.support.ranks import run_ranks
 from tests.support.scripted_service import scripted_service
 
 STEPS = 14
@@ -336,6 +337,37 @@ def test_wrong_use_says_what_to_do(tmp_path: Path) -> None:
     )
     with pytest.raises(OptionError, match="DcpModelParallelStrategy"):
         RankStates().setup(bypassed, pl.LightningModule(), "fit")
+
+
+def _without_httpx_on_one(rank: int, world_size: int) -> str:
+    import lightning.pytorch as pl
+    from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+    from lightning.pytorch.accelerators import CPUAccelerator
+
+    from dcp.integrations.lightning import DcpModelParallelStrategy
+
+    missing: Any = None
+    if rank == 0:
+        sys.modules["httpx"] = missing
+    os.environ["LOCAL_RANK"] = str(rank)
+    strategy: Any = DcpModelParallelStrategy(catalog="http://127.0.0.1:1")
+    strategy.accelerator, strategy.cluster_environment = CPUAccelerator(), LightningEnvironment()
+    strategy.parallel_devices = [torch.device("cpu")] * world_size
+    strategy._lightning_module = pl.LightningModule()
+    try:
+        strategy.setup_environment()
+    except (ModuleNotFoundError, dcp.CheckpointError) as error:
+        return str(error)
+    finally:
+        sys.modules.pop("httpx", None)
+    return "set up"
+
+
+@pytest.mark.exhaustive
+def test_a_package_for_the_catalog_that_one_rank_lacks_is_an_error_of_all() -> None:
+    """Before the training begins: that rank had ended while its strategy was made, and the others waited."""
+    own, other = run_ranks(2, _without_httpx_on_one)
+    assert "dcphub[catalog]" in own and "dcphub[catalog]" in other and "rank 0" in other
 
 
 def _without() -> str:

@@ -14,8 +14,8 @@ from torch import nn
 import dcp
 from dcp.errors import CheckpointError, PlanError
 from dcp.integrations.trainer_state import (
-    ModelState,
-    OptimizerState,
+    TrainedModel,
+    TrainedOptimizers,
     check_private,
     package_of,
     refused_by_all,
@@ -51,7 +51,8 @@ def test_what_was_never_used_has_no_state(tmp_path: Path) -> None:
     net, fresh = Net(), Net()
     optimizer, other = trained(net), torch.optim.AdamW(Net().parameters())
     dcp.save(
-        {"model": ModelState(net), "optimizer": OptimizerState(net, [optimizer])}, checkpoint_id=tmp_path
+        {"model": TrainedModel(net), "optimizer": TrainedOptimizers(net, [optimizer])},
+        checkpoint_id=tmp_path,
     )
     names = dcp.open_index(tmp_path).fqns
     assert not [name for name in names if "state.unused" in name]
@@ -63,7 +64,8 @@ def test_what_was_never_used_has_no_state(tmp_path: Path) -> None:
     steps = []
     other.register_step_pre_hook(lambda *_: steps.append(1))
     dcp.load(
-        {"model": ModelState(fresh), "optimizer": OptimizerState(fresh, [other])}, checkpoint_id=tmp_path
+        {"model": TrainedModel(fresh), "optimizer": TrainedOptimizers(fresh, [other])},
+        checkpoint_id=tmp_path,
     )
     assert (len(other.state), steps, other.param_groups[1]["weight_decay"]) == (2, [], 0)
     for one, made in ((net, optimizer), (fresh, other)):
@@ -78,10 +80,10 @@ def test_parameters_of_nobody_are_an_error(tmp_path: Path) -> None:
     temperature = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([net.used.weight, temperature], lr=0.1, momentum=0.9)
     with pytest.raises(PlanError, match="none of the model's"):
-        OptimizerState(net, [optimizer]).state_dict()
-    saved = OptimizerState(net, [torch.optim.SGD([net.used.weight])]).state_dict()
+        TrainedOptimizers(net, [optimizer]).state_dict()
+    saved = TrainedOptimizers(net, [torch.optim.SGD([net.used.weight])]).state_dict()
     with pytest.raises(PlanError, match="other groups"):
-        OptimizerState(net, [torch.optim.SGD([net.used.bias])]).load_state_dict(saved)
+        TrainedOptimizers(net, [torch.optim.SGD([net.used.bias])]).load_state_dict(saved)
 
 
 def batch_norm(rank: int, world_size: int, root: Path) -> Any:
@@ -91,9 +93,9 @@ def batch_norm(rank: int, world_size: int, root: Path) -> Any:
     net = nn.Sequential(nn.Linear(2, 2), norm)
     net(torch.full((4, 2), float(rank)) + torch.randn(4, 2))
     own = norm.running_mean.clone()
-    dcp.save({"model": ModelState(net, saving=True)}, checkpoint_id=root)
+    dcp.save({"model": TrainedModel(net, saving=True)}, checkpoint_id=root)
     norm.running_mean.zero_()
-    dcp.load({"model": ModelState(net)}, checkpoint_id=root)
+    dcp.load({"model": TrainedModel(net)}, checkpoint_id=root)
     return own.tolist(), norm.running_mean.tolist()
 
 

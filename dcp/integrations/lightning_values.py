@@ -1,4 +1,4 @@
-"""A checkpoint's dict as `dcp.save` stores it without loss, and back.
+"""A checkpoint of Lightning's as `dcp.save` stores it without loss, and back.
 
 A state dict is opened at every dict and list, so that each tensor has a name. A container of another class
 (a defaultdict, OmegaConf's), an object with a ``state_dict()``, or a dict whose keys would collide as names,
