@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.storage.engine.reading.requests import ReadColumns
-from dcp.storage.formats.container_notes import Note
+from dcp.storage.formats.container_notes import ContainerNote
 from dcp.storage.formats.index import Int64, Path, starts
 
 __all__ = [
@@ -97,7 +97,7 @@ class SaveColumns(HeldBoxes):
     item_ties: Int64
     objects: SaveObjects = field(default_factory=SaveObjects)
     planner_data: Mapping[str, Path] | None = None
-    notes: Sequence[Note] = ()
+    notes: Sequence[ContainerNote] = ()
     stride_orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 

@@ -22,7 +22,7 @@ from dcp.planners.layout.local_tensor import KINDS, WRAPPER
 from dcp.planners.layout.tensor_parts import FACTS, is_made_of_parts, parts_of
 from dcp.planners.per_rank import PerRank, rank_key
 from dcp.storage.errors import PlanError
-from dcp.storage.formats.container_notes import NO_PLAIN_KEY, Note, note_of, plain_key
+from dcp.storage.formats.container_notes import NO_PLAIN_KEY, ContainerNote, note_of, plain_key
 from dcp.storage.formats.index import Path
 from dcp.storage.near_names import listed
 
@@ -93,7 +93,7 @@ class Flat(NamedTuple):
 
     values: dict[str, Any]
     paths: dict[str, Path]
-    notes: Sequence[Note]
+    notes: Sequence[ContainerNote]
     foreign_keys: dict[str, str]
     per_rank: dict[str, PerRank]
     owners: dict[str, str]
@@ -108,7 +108,7 @@ class _StateFlattener:
         self.flat: dict[str, Any] = {}
         self.paths: dict[str, Path] = {}
         self.duplicates: list[str] = []
-        self.notes: list[Note] = []
+        self.notes: list[ContainerNote] = []
         self.foreign_keys: dict[str, str] = {}
         self.per_rank: dict[str, PerRank] = {}
         self.owners: dict[str, str] = {}

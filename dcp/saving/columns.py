@@ -30,7 +30,7 @@ from dcp.planners.wire.codec import (
 from dcp.progress import reporting
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.options import of_save
-from dcp.saving.engine import PartOf, SaveAttempt, SaveEngine, SaveOrder
+from dcp.saving.engine import GivesPart, SaveAttempt, SaveEngine, SaveOrder
 from dcp.saving.foreign_values import warn_of_foreign, warn_of_keys
 from dcp.saving.mapped import mapped_state, missing_sources
 from dcp.saving.options import SaveOptions
@@ -126,7 +126,7 @@ class ColumnSaveEngine(SaveEngine):
         return mapped_state(local, options.map, is_part=is_part, leads_back=options.map_leads_back)
 
     def attempt(
-        self, order: SaveOrder, part: PartOf, ranks: Ranks, cache: PlanCache | None = None
+        self, order: SaveOrder, part: GivesPart, ranks: Ranks, cache: PlanCache | None = None
     ) -> ColumnSave:
         """One attempt on columns."""
         return ColumnSave(order, part, ranks, cache, self.storage, self._plan)
@@ -143,7 +143,7 @@ class ColumnSave(SaveAttempt):
     def __init__(
         self,
         order: SaveOrder,
-        part: PartOf,
+        part: GivesPart,
         ranks: Ranks,
         cache: PlanCache | None,
         writer: FileSystemWriter,

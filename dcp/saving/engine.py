@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from dcp.ranks.collectives import Ranks
     from dcp.storage.torch_storage.writer import FileSystemWriter
 
-__all__ = ["PartOf", "RankPart", "SaveAttempt", "SaveEngine", "SaveOrder"]
+__all__ = ["GivesPart", "RankPart", "SaveAttempt", "SaveEngine", "SaveOrder"]
 
 RankPart = Any
 """What a rank has, as the engine takes it: a `RankState`, or for torch's protocol the state dict."""
 
-PartOf = Callable[[], RankPart]
+GivesPart = Callable[[], RankPart]
 """Gives what this rank has. It is asked in the first step, so that its failure reaches all ranks."""
 
 
@@ -66,7 +66,7 @@ class SaveEngine(ABC):
 
     @abstractmethod
     def attempt(
-        self, order: SaveOrder, part: PartOf, ranks: Ranks, cache: PlanCache | None = None
+        self, order: SaveOrder, part: GivesPart, ranks: Ranks, cache: PlanCache | None = None
     ) -> SaveAttempt:
         """One attempt, to be run. ``cache``, on all ranks or on none, lets the plan of the save before serve
         again."""
@@ -79,7 +79,7 @@ class SaveAttempt(ABC):
     served again, are known after `run`.
     """
 
-    def __init__(self, order: SaveOrder, part: PartOf, ranks: Ranks) -> None:
+    def __init__(self, order: SaveOrder, part: GivesPart, ranks: Ranks) -> None:
         self._order = order
         self._part_of = part
         self._storage = order.engine.storage

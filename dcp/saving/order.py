@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from dcp.planners.save.plan_cache import PlanCache
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.retrying import retried
-from dcp.saving.engine import PartOf, SaveOrder
+from dcp.saving.engine import GivesPart, SaveOrder
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointError,
@@ -42,7 +42,7 @@ class SaveOutcome:
 
 
 def carry_out(
-    order: SaveOrder, part: PartOf, ranks: Ranks, *, cache: PlanCache | None = None
+    order: SaveOrder, part: GivesPart, ranks: Ranks, *, cache: PlanCache | None = None
 ) -> tuple[Metadata, SaveOutcome]:
     """Save what ``part`` gives: what this rank has, or a staged copy of it.
 
@@ -77,7 +77,7 @@ def agreeing_seconds(timeout_seconds: float) -> float:
 
 
 def _attempt(
-    order: SaveOrder, part: PartOf, ranks: Ranks, cache: PlanCache | None, number: int
+    order: SaveOrder, part: GivesPart, ranks: Ranks, cache: PlanCache | None, number: int
 ) -> tuple[Metadata, SaveOutcome]:
     if number > 1:
         order.engine.writer.reset()

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 from dcp.planners.save.options import PlanOptions
 from dcp.ranks.options import of_save
-from dcp.saving.engine import PartOf, SaveAttempt, SaveEngine, SaveOrder
+from dcp.saving.engine import GivesPart, SaveAttempt, SaveEngine, SaveOrder
 from dcp.saving.foreign_values import warn_of_foreign, warn_of_keys
 from dcp.saving.provenance import provenance_of
 from dcp.storage.errors import CheckpointError
@@ -59,7 +59,7 @@ class ProtocolSaveEngine(SaveEngine):
         return state
 
     def attempt(
-        self, order: SaveOrder, part: PartOf, ranks: Ranks, cache: PlanCache | None = None
+        self, order: SaveOrder, part: GivesPart, ranks: Ranks, cache: PlanCache | None = None
     ) -> ProtocolSave:
         """One attempt; no plan is kept for the next."""
         return ProtocolSave(self, order, part, ranks)
@@ -68,7 +68,7 @@ class ProtocolSaveEngine(SaveEngine):
 class ProtocolSave(SaveAttempt):
     """One attempt by torch's protocol; its metadata are those that the planner made."""
 
-    def __init__(self, engine: ProtocolSaveEngine, order: SaveOrder, part: PartOf, ranks: Ranks) -> None:
+    def __init__(self, engine: ProtocolSaveEngine, order: SaveOrder, part: GivesPart, ranks: Ranks) -> None:
         super().__init__(order, part, ranks)
         self._writer, self._planner, self._ours = engine.writer, engine.planner, engine.ours
         self._made: Metadata | None = None

@@ -12,9 +12,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["LocalBox", "Run", "Split", "boxes_of_runs", "local_runs", "local_shape"]
+__all__ = ["LocalBox", "PositionRun", "Split", "boxes_of_runs", "local_runs", "local_shape"]
 
-Run = tuple[int, int]
+PositionRun = tuple[int, int]
 """(global start, length) of consecutive global positions that are consecutive locally."""
 
 
@@ -45,7 +45,7 @@ def _chunk(length: int, parts: int, position: int) -> tuple[int, int]:
     return min(position * full, length), min((position + 1) * full, length)
 
 
-def _take(runs: Sequence[Run], start: int, stop: int, taken: list[Run]) -> None:
+def _take(runs: Sequence[PositionRun], start: int, stop: int, taken: list[PositionRun]) -> None:
     """Append local positions ``[start, stop)`` of ``runs`` to ``taken``, joining what is adjacent."""
     position = 0
     for first, length in runs:
@@ -59,9 +59,9 @@ def _take(runs: Sequence[Run], start: int, stop: int, taken: list[Run]) -> None:
             taken.append((first + low, high - low))
 
 
-def _split_runs(runs: Sequence[Run], split: Split) -> list[Run]:
+def _split_runs(runs: Sequence[PositionRun], split: Split) -> list[PositionRun]:
     length = sum(size for _, size in runs)
-    taken: list[Run] = []
+    taken: list[PositionRun] = []
     for piece in range(split.split_factor):
         begin, end = _chunk(length, split.split_factor, piece)
         start, stop = _chunk(end - begin, split.parts, split.coordinate)
@@ -69,20 +69,20 @@ def _split_runs(runs: Sequence[Run], split: Split) -> list[Run]:
     return taken
 
 
-def local_runs(shape: Sequence[int], splits: Sequence[Split]) -> list[list[Run]]:
+def local_runs(shape: Sequence[int], splits: Sequence[Split]) -> list[list[PositionRun]]:
     """Runs by dimension; ``splits`` are applied in order."""
-    runs: list[list[Run]] = [[(0, size)] if size else [] for size in shape]
+    runs: list[list[PositionRun]] = [[(0, size)] if size else [] for size in shape]
     for split in splits:
         runs[split.dim] = _split_runs(runs[split.dim], split)
     return runs
 
 
-def local_shape(runs: Sequence[Sequence[Run]]) -> tuple[int, ...]:
+def local_shape(runs: Sequence[Sequence[PositionRun]]) -> tuple[int, ...]:
     """Shape of the local tensor."""
     return tuple(sum(length for _, length in dim) for dim in runs)
 
 
-def boxes_of_runs(runs: Sequence[Sequence[Run]]) -> tuple[LocalBox, ...]:
+def boxes_of_runs(runs: Sequence[Sequence[PositionRun]]) -> tuple[LocalBox, ...]:
     """The boxes of a local tensor, in local C order; none where it is empty."""
     located: list[list[tuple[int, int, int]]] = []
     for dim in runs:

@@ -29,7 +29,7 @@ from dcp.planners.wire.torch_plans import (
     plan_from_writes,
     write_items,
 )
-from dcp.storage.formats.container_notes import Note
+from dcp.storage.formats.container_notes import ContainerNote
 from dcp.storage.formats.index import Path
 
 __all__ = ["DefaultSavePlanner", "uses_columns"]
@@ -69,7 +69,7 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
         self.rank: int | None = None
         self.foreign_keys: dict[str, str] = {}
         self.structure: Mapping[str, Any] = {}
-        self._notes: Sequence[Note] = ()
+        self._notes: Sequence[ContainerNote] = ()
         self._lookup = BoxLookup()
         self._box_sizes: dict[MetadataIndex, tuple[int, ...]] = {}
 

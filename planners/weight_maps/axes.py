@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from dcp.storage.errors import OptionError, PlanError
 
-__all__ = ["Axes", "Term"]
+__all__ = ["Axes", "AxisPlaces"]
 
 _TOKEN: Final = re.compile(r"\s*([A-Za-z_]\w*|[()+])")
 _MAX_NESTING: Final = 8
@@ -35,7 +35,7 @@ class _Sum(NamedTuple):
 _Node = str | _Product | _Sum
 
 
-class Term(NamedTuple):
+class AxisPlaces(NamedTuple):
     """Some axes of a tensor, and where their elements are: by axis the dimension, and the step along that
     from one index to the next; ``base`` is the position of the first element."""
 
@@ -116,11 +116,11 @@ class Axes:
             raise PlanError(f"a dimension is {extent}, which no {name} makes of {self.text!r}")
         return value
 
-    def terms(self, sizes: Mapping[str, int]) -> list[Term]:
+    def terms(self, sizes: Mapping[str, int]) -> list[AxisPlaces]:
         """One for each way through the sums: together they are all elements, each once."""
         by_dim = [list(_expand(node, 1, sizes)) for node in self.nodes]
         return [
-            Term(
+            AxisPlaces(
                 {name: dim for dim, (steps, _) in enumerate(dims) for name in steps},
                 {name: step for steps, _ in dims for name, step in steps.items()},
                 tuple(offset for _, offset in dims),

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any, Final, NamedTuple
 
-from dcp.planners.weight_maps.axes import Axes, Term
+from dcp.planners.weight_maps.axes import Axes, AxisPlaces
 from dcp.planners.weight_maps.names import NamePattern
 from dcp.planners.weight_maps.pieces import MappedTensor, Piece, PieceSide
 from dcp.storage.errors import OptionError, PlanError
@@ -44,7 +44,7 @@ class FoundTensor(NamedTuple):
 
 class _SourceTerm(NamedTuple):
     found: FoundTensor
-    term: Term
+    term: AxisPlaces
     fixed: Mapping[str, int]
 
 
@@ -337,7 +337,7 @@ def _told(axes: frozenset[str]) -> str:
 
 
 def _piece(
-    source: _SourceTerm, name: str, term: Term, fixed: Mapping[str, int], known: Mapping[str, int]
+    source: _SourceTerm, name: str, term: AxisPlaces, fixed: Mapping[str, int], known: Mapping[str, int]
 ) -> Piece:
     """The elements that two terms of the same axes have in common; of ``fixed`` ones, those of one index."""
     axes = [axis for axis in term.steps if axis in source.term.steps]
@@ -349,7 +349,7 @@ def _piece(
     )
 
 
-def _side(name: str, term: Term, axes: Sequence[str], fixed: Mapping[str, int]) -> PieceSide:
+def _side(name: str, term: AxisPlaces, axes: Sequence[str], fixed: Mapping[str, int]) -> PieceSide:
     base = list(term.base)
     for axis, index in fixed.items():
         if axis in term.steps:

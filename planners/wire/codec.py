@@ -21,7 +21,7 @@ from dcp.planners.columns import RankSets, SaveColumns, SaveObjects
 from dcp.storage.engine.write_tables import WriteColumns
 from dcp.storage.errors import CheckpointFormatError, UnsupportedFormatError
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.container_notes import Note, decode_notes, encode_notes
+from dcp.storage.formats.container_notes import ContainerNote, decode_notes, encode_notes
 from dcp.storage.formats.index import Int64, Path, starts
 from dcp.storage.formats.native.column_codec import (
     Budget,
@@ -206,7 +206,7 @@ def _decode_paths(section: bytes, budget: Budget) -> Mapping[str, Path] | None:
     return dict(zip(fqns, paths, strict=True))
 
 
-def _decode_notes(section: bytes, budget: Budget) -> Sequence[Note]:
+def _decode_notes(section: bytes, budget: Budget) -> Sequence[ContainerNote]:
     budget.spend(len(section))
     return tuple(decode_notes(section))
 

@@ -29,7 +29,7 @@ from dcp.planners.columns import LoadColumns, SaveColumns, SaveObjects, WantedCo
 from dcp.planners.layout.local import DTYPE_CODES
 from dcp.storage.engine.write_tables import WriteColumns
 from dcp.storage.errors import PlanError
-from dcp.storage.formats.container_notes import Note
+from dcp.storage.formats.container_notes import ContainerNote
 from dcp.storage.formats.index import CheckpointIndex, ObjectColumns, starts
 from dcp.storage.formats.torch.format import TORCH_DCP
 from dcp.storage.geometry.boxes import Box
@@ -62,7 +62,7 @@ class ComparedItem(WriteItem):
 class NotedPlan(SavePlan):
     """A `SavePlan` with notes on the containers of the state dict, which its paths do not tell."""
 
-    notes: Sequence[Note] = dataclasses.field(default=(), compare=False)
+    notes: Sequence[ContainerNote] = dataclasses.field(default=(), compare=False)
 
 
 def write_items(

@@ -24,7 +24,7 @@ from dcp.storage.formats.plain import decode_plain, encode_plain
 __all__ = [
     "NO_PLAIN_KEY",
     "STRUCTURE_VERSION",
-    "Note",
+    "ContainerNote",
     "Noted",
     "decode_notes",
     "empty_dicts",
@@ -39,7 +39,7 @@ __all__ = [
     "with_original_keys",
 ]
 
-Note = Mapping[str, Any]
+ContainerNote = Mapping[str, Any]
 """What is noted of one container."""
 
 STRUCTURE_VERSION: Final = 1
@@ -62,7 +62,7 @@ class _Position(int):
 class Noted(NamedTuple):
     """One part's notes, with the paths that they are about."""
 
-    notes: Sequence[Note]
+    notes: Sequence[ContainerNote]
     paths: Mapping[str, Path]
 
 
@@ -98,7 +98,7 @@ def note_of(path: Path, keys: Iterable[Any], *, all_have_entries: bool) -> dict[
     return note
 
 
-def notes_above(notes: Iterable[Any], paths: Iterable[Path]) -> list[Note]:
+def notes_above(notes: Iterable[Any], paths: Iterable[Path]) -> list[ContainerNote]:
     """Those of containers that have an entry of ``paths`` below them; what is no note is none."""
     parents = {path[:depth] for path in paths for depth in range(len(path))}
     own = [note for note in notes if isinstance(note, dict) and isinstance(note.get("path"), list)]
@@ -109,7 +109,7 @@ def notes_above(notes: Iterable[Any], paths: Iterable[Path]) -> list[Note]:
     ]
 
 
-def structure_of_notes(notes: Sequence[Note]) -> dict[str, Any]:
+def structure_of_notes(notes: Sequence[ContainerNote]) -> dict[str, Any]:
     """What goes into the provenance: ``{"structure": ...}``, or nothing where there are no notes.
 
     More notes than a manifest should have are left out, with a warning.
@@ -146,7 +146,7 @@ def notes_by_path(structure: Any) -> dict[Path, dict[str, Any]]:
     return notes
 
 
-def original_keys(note: Note, names: Iterable[str | int]) -> dict[str | int, Any]:
+def original_keys(note: ContainerNote, names: Iterable[str | int]) -> dict[str | int, Any]:
     """The keys that gave paths the parts ``names`` below the noted container, in the order noted.
 
     What the note does not tell of comes last, as it is called.
@@ -161,7 +161,7 @@ def original_keys(note: Note, names: Iterable[str | int]) -> dict[str | int, Any
     return keys | {name: name for name in left if name not in keys}
 
 
-def empty_dicts(notes: Mapping[Path, Note], paths: Iterable[Path]) -> list[Path]:
+def empty_dicts(notes: Mapping[Path, ContainerNote], paths: Iterable[Path]) -> list[Path]:
     """The paths of dicts that are noted to be empty, unless one of the entries ``paths`` lies below."""
     parents = {path[:depth] for path in paths for depth in range(len(path))}
     return [
@@ -174,7 +174,7 @@ def empty_dicts(notes: Mapping[Path, Note], paths: Iterable[Path]) -> list[Path]
     ]
 
 
-def with_original_keys(nested: Any, notes: Mapping[Path, Note], path: Path = ()) -> Any:
+def with_original_keys(nested: Any, notes: Mapping[Path, ContainerNote], path: Path = ()) -> Any:
     """``nested``, which has what is at ``path``, with dicts' keys as they are noted."""
     if isinstance(nested, list):
         return [with_original_keys(item, notes, (*path, place)) for place, item in enumerate(nested)]
@@ -192,7 +192,7 @@ def _as_int(name: str | int) -> str | int:
     return number if str(number) == name else name
 
 
-def join_notes(parts: Sequence[Noted]) -> tuple[Sequence[Note], list[str]]:
+def join_notes(parts: Sequence[Noted]) -> tuple[Sequence[ContainerNote], list[str]]:
     """(all parts' notes, the first part's where they differ; a line for each difference).
 
     Parts differ where one string stands for keys of two types.
@@ -206,17 +206,17 @@ def join_notes(parts: Sequence[Noted]) -> tuple[Sequence[Note], list[str]]:
     return joiner.notes(), joiner.problems
 
 
-def _are_equal(notes: Sequence[Note], others: Sequence[Note]) -> bool:
+def _are_equal(notes: Sequence[ContainerNote], others: Sequence[ContainerNote]) -> bool:
     # True == 1, but their strings differ
     return notes is others or encode_notes(notes) == encode_notes(others)
 
 
-def encode_notes(notes: Sequence[Note]) -> bytes:
+def encode_notes(notes: Sequence[ContainerNote]) -> bytes:
     """Notes as bytes, equal for equal ones; for `decode_notes`."""
     return encode_plain(list(notes), limit_bytes=_MAX_ENCODED_BYTES) or b""
 
 
-def decode_notes(data: bytes) -> list[Note]:
+def decode_notes(data: bytes) -> list[ContainerNote]:
     """What `encode_notes` was given; CheckpointFormatError for other bytes."""
     notes = decode_plain(data, limit_bytes=_MAX_ENCODED_BYTES)
     return list(notes_by_path({"containers": notes}).values())
@@ -260,7 +260,7 @@ class _Joiner:
                     names.setdefault(path[:depth], {})[path[depth]] = None
         return names
 
-    def notes(self) -> list[Note]:
+    def notes(self) -> list[ContainerNote]:
         """Those of all parts together."""
         return [
             note_of(path, keys.values(), all_have_entries=self._full[path])
@@ -269,5 +269,5 @@ class _Joiner:
         ]
 
 
-def _listed(note: Note) -> list[str]:
+def _listed(note: ContainerNote) -> list[str]:
     return [str(key) for key in note.get("keys", ())]

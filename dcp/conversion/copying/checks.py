@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from dcp.conversion.copying.sums import NOT_FINITE, Fault
+from dcp.conversion.copying.sums import NOT_FINITE, BadElements
 from dcp.conversion.copying.tasks import TaskResult
 from dcp.conversion.layouts.layout import Copies
 from dcp.storage.engine.reading.engine import ReadEngine
@@ -95,7 +95,7 @@ class ResultChecks:
     def __init__(self, engine: ReadEngine, copies: Copies) -> None:
         self.source, self.target = SourceChecks(engine), TargetChecksums(copies)
         self.bytes_read = 0
-        self.faults: list[Fault] = []
+        self.faults: list[BadElements] = []
 
     def add(self, result: TaskResult) -> None:
         """Take what was found. Raises CorruptCheckpointError as soon as a block differs."""
@@ -149,7 +149,7 @@ class TargetChecksums:
         return total
 
 
-def refuse_faults(faults: Iterable[Fault], index: CheckpointIndex) -> None:
+def refuse_faults(faults: Iterable[BadElements], index: CheckpointIndex) -> None:
     """FaultySumsError that names all tensors of ``faults``, by the source's ``index``; fine without any."""
     counts: Counter[tuple[str, int]] = Counter()
     for fault in faults:

@@ -20,7 +20,7 @@ from dcp.conversion.layouts.columns import TaskCopy
 from dcp.conversion.layouts.terms import Gather, Term
 from dcp.storage.formats import dtypes
 
-__all__ = ["NOT_FINITE", "OUT_OF_RANGE", "Fault", "Sums"]
+__all__ = ["NOT_FINITE", "OUT_OF_RANGE", "BadElements", "Sums"]
 
 _Array = npt.NDArray[Any]
 
@@ -36,7 +36,7 @@ NOT_FINITE: Final = 0
 OUT_OF_RANGE: Final = 1
 
 
-class Fault(NamedTuple):
+class BadElements(NamedTuple):
     """So many ``elements`` of a copy are no numbers, or infinite, or too large for its type (``kind``);
     ``chunk`` is one of the source that they were made of."""
 
@@ -62,7 +62,7 @@ class Sums:
     """Adds up copies in the type of code ``accumulate``; `flush` ends what `add` has begun. ``faults`` gets
     what cannot be."""
 
-    def __init__(self, reader: RangeReader, accumulate: int, faults: list[Fault]) -> None:
+    def __init__(self, reader: RangeReader, accumulate: int, faults: list[BadElements]) -> None:
         self._reader = reader
         self._faults = faults
         kind = stored_dtype(accumulate)
@@ -206,7 +206,7 @@ class Sums:
             elements = first + np.flatnonzero(wrong)
             for source in copy.terms[0].gathers[0].sources if len(elements) else ():
                 if count := int(source.has(elements).sum()):
-                    self._faults.append(Fault(copy.copy, source.chunk, count, kind))
+                    self._faults.append(BadElements(copy.copy, source.chunk, count, kind))
 
 
 def _fill_with_zeros(stored: _Array, weight: float) -> None:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from dcp.conversion.contents.casting import cast
 from dcp.conversion.copying.gather import RangeReader, Wanted
 from dcp.conversion.copying.sinks import ReservedRange, announce
-from dcp.conversion.copying.sums import Fault, Sums
+from dcp.conversion.copying.sums import BadElements, Sums
 from dcp.conversion.layouts.columns import SourceColumns, TaskCopies, TaskCopy
 from dcp.conversion.layouts.layout import Hole, TargetLayout
 from dcp.conversion.layouts.sources import source_files
@@ -105,7 +105,7 @@ class TaskResult:
     bytes_read: int = 0
     sources: list[Fragment] = field(default_factory=list)
     targets: list[Fragment] = field(default_factory=list)
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[BadElements] = field(default_factory=list)
 
     def add(self, other: TaskResult) -> None:
         """Take what another task did, too."""
@@ -129,7 +129,7 @@ class TaskResult:
             number, bytes_read, *columns = msgpack.unpackb(data)
             rows = [np.cumsum(np.frombuffer(one, "<i8").reshape(4, -1), axis=1).T.tolist() for one in columns]
             sources, targets = ([Fragment(*row) for row in found] for found in rows[:2])
-            faults = [Fault(*row) for found in rows[2:] for row in found]
+            faults = [BadElements(*row) for found in rows[2:] for row in found]
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise CheckpointFormatError("what was noted of a conversion is not to be read") from error
         return cls(number, bytes_read, sources, targets, faults)

@@ -12,13 +12,13 @@ from dcp.storage.formats import dtypes
 if TYPE_CHECKING:
     from dcp.inspection.values.difference import TensorDifference, TensorFacts
 
-__all__ = ["Change", "changes_of"]
+__all__ = ["WeightChange", "changes_of"]
 
 _LEVELS: Final = 6
 
 
 @dataclass(slots=True)
-class Change:
+class WeightChange:
     """``differing``, ``added`` and ``unbounded`` are counts of tensors: of the last no relative distance is
     known, since they had been all 0, are not finite, or have another shape."""
 
@@ -61,9 +61,9 @@ def changes_of(
     tensors: Iterable[TensorDifference],
     sizes: Iterable[tuple[str, int]],
     name_of: Callable[[str], str | None],
-) -> dict[str, Change]:
+) -> dict[str, WeightChange]:
     """Of each name with its bytes. ``name_of`` says to which of them a tensor belongs, if to any."""
-    found = {name: Change(size) for name, size in sizes}
+    found = {name: WeightChange(size) for name, size in sizes}
     for one in tensors:
         name = None if one.after is None else name_of(one.fqn)
         if name in found and one.after is not None:

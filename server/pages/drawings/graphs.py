@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-__all__ = ["Box", "Graph", "Line", "graph_of"]
+__all__ = ["Graph", "Line", "NodeBox", "graph_of"]
 
 BOX_WIDTH: Final = 216
 BOX_HEIGHT: Final = 62
@@ -19,7 +19,7 @@ _MAX_DISTANCE: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class NodeBox:
     """A node of the graph with its corner, in pixels."""
 
     node: Any
@@ -39,7 +39,7 @@ class Line:
 class Graph:
     """What is drawn; ``left_out`` nodes are not."""
 
-    boxes: tuple[Box, ...]
+    boxes: tuple[NodeBox, ...]
     lines: tuple[Line, ...]
     width: int
     height: int
@@ -53,7 +53,7 @@ def graph_of(nodes: Sequence[Any], edges: Sequence[Any]) -> Graph:
     columns = _columns(nodes, edges)
     rows = max(map(len, columns.values()), default=0)
     boxes = {
-        node.id: Box(node, column * (BOX_WIDTH + _BETWEEN_COLUMNS), _y(row, len(found), rows))
+        node.id: NodeBox(node, column * (BOX_WIDTH + _BETWEEN_COLUMNS), _y(row, len(found), rows))
         for column, (_, found) in enumerate(sorted(columns.items()))
         for row, node in enumerate(found)
     }
@@ -105,7 +105,7 @@ def _y(row: int, count: int, rows: int) -> int:
     return round((row + (rows - count) / 2) * (BOX_HEIGHT + _BETWEEN_ROWS))
 
 
-def _path(start: Box, end: Box) -> str:
+def _path(start: NodeBox, end: NodeBox) -> str:
     x, y = start.x + BOX_WIDTH, start.y + BOX_HEIGHT // 2
     to_x, to_y = end.x, end.y + BOX_HEIGHT // 2
     bend = max(30, abs(to_x - x) // 2)

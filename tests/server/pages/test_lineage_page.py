@@ -12,7 +12,7 @@ from sqlalchemy import Connection
 from dcp.server.catalog.checkpoints import upsert_checkpoints
 from dcp.server.catalog.facts import CheckpointFacts
 from dcp.server.catalog.lineage import add_lineage
-from dcp.server.pages.drawings.graphs import BOX_HEIGHT, BOX_WIDTH, Box, graph_of
+from dcp.server.pages.drawings.graphs import BOX_HEIGHT, BOX_WIDTH, NodeBox, graph_of
 from dcp.server.records.declaring import moment
 from dcp.server.records.labels import LineageEdge, LineageNode
 from tests.support.app import App, running_app
@@ -49,7 +49,7 @@ def edge(child: int, parent: int) -> LineageEdge:
     return LineageEdge(child, parent, "converted_from", None, moment(T0))
 
 
-def is_apart(one: Box, other: Box) -> bool:
+def is_apart(one: NodeBox, other: NodeBox) -> bool:
     """Whether neither lies on the other."""
     return abs(one.x - other.x) >= BOX_WIDTH or abs(one.y - other.y) >= BOX_HEIGHT
 

@@ -18,7 +18,7 @@ from dcp.inspection.values.difference import TensorDifference, TensorFacts
 from dcp.inspection.values.summaries import Summary
 from dcp.inspection.values.tensor_differences import ValueDifference
 from dcp.server.jobs.kinds.shared.numbers import statistics_json
-from dcp.server.pages.drawings.changes import Change
+from dcp.server.pages.drawings.changes import WeightChange
 from dcp.server.pages.drawings.marks import mark_of
 from dcp.server.pages.routes.values import tensors
 from dcp.server.scanning.registering import Registration, register
@@ -410,7 +410,7 @@ def test_what_is_dead_and_what_explodes(
 )
 def test_colours_are_powers_of_ten(relative: float, colour: str) -> None:
     """Of what differs; the last one is open."""
-    change = Change(total_bytes=400)
+    change = WeightChange(total_bytes=400)
     values = ValueDifference(elements=100, differing=1, nonfinite=0, max_abs=None, relative_l2=relative)
     facts = TensorFacts("w", "float32", (100,))
     change.add(TensorDifference("w", "changed", facts, facts, values), facts)

@@ -12,7 +12,7 @@ from dcp.server.catalog.values import short_name
 from dcp.server.http.dependencies import Author, ServiceDep, requires
 from dcp.server.http.idempotent_transaction import IdempotentDep
 from dcp.server.jobs.kinds.diff import DiffParams
-from dcp.server.pages.drawings.changes import Change, changes_of
+from dcp.server.pages.drawings.changes import WeightChange, changes_of
 from dcp.server.pages.queries import pages_router
 from dcp.server.pages.tokens import FormDep
 from dcp.server.problems import UnprocessableError
@@ -27,7 +27,7 @@ __all__ = ["changes_below", "changes_of_list", "router"]
 router = pages_router()
 
 
-def changes_below(found: ContentDifference, prefix: str, nodes: Any) -> dict[str, Change]:
+def changes_below(found: ContentDifference, prefix: str, nodes: Any) -> dict[str, WeightChange]:
     """Of the nodes of one level of the tree."""
     start = f"{prefix}." if prefix else ""
 
@@ -37,7 +37,7 @@ def changes_below(found: ContentDifference, prefix: str, nodes: Any) -> dict[str
     return changes_of(found.tensors, [(node.name, node.bytes) for node in nodes], name_of)
 
 
-def changes_of_list(found: ContentDifference, entries: Any) -> dict[str, Change]:
+def changes_of_list(found: ContentDifference, entries: Any) -> dict[str, WeightChange]:
     """Of tensors by their names."""
     return changes_of(found.tensors, [(entry.fqn, entry.bytes) for entry in entries], short_name)
 
