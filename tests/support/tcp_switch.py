@@ -7,6 +7,8 @@ import socket
 import threading
 from typing import Self
 
+from tests.support.ports import free_port
+
 __all__ = ["TcpSwitch"]
 
 _PIECE_BYTES = 1 << 16
@@ -25,7 +27,7 @@ class TcpSwitch:
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
         self._listener: socket.socket | None = None
-        self.port = 0
+        self.port = free_port()  # nobody else's while it is off
 
     def on(self) -> None:
         """Relay."""
@@ -34,7 +36,6 @@ class TcpSwitch:
         listener.bind(("127.0.0.1", self.port))
         listener.listen(128)
         listener.settimeout(_ACCEPT_SECONDS)
-        self.port = listener.getsockname()[1]
         self._listener = listener
         threading.Thread(target=self._accept, args=(listener,), name="tcp-switch", daemon=True).start()
 
@@ -42,6 +43,8 @@ class TcpSwitch:
         """Refuse, and cut what is connected."""
         listener, self._listener = self._listener, None
         if listener is not None:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # also of a thread that waits for a connection
             listener.close()
         with self._lock:
             cut, self._open = self._open, set()
