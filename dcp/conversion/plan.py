@@ -14,7 +14,7 @@ import numpy as np
 from dcp.conversion.contents.entries import Entries, TargetDtype, mapped_entries
 from dcp.conversion.contents.hf_folder import HfFolder
 from dcp.conversion.contents.values import SourceValues
-from dcp.conversion.copying.tasks import TASK_BYTES, WINDOW_BYTES
+from dcp.conversion.copying.tasks import TASK_BYTES, TASK_COPIES, WINDOW_BYTES
 from dcp.conversion.merging.arithmetic import Arithmetic
 from dcp.conversion.merging.joined import members_of
 from dcp.conversion.merging.terms import merge_entries
@@ -159,7 +159,8 @@ def source_mark(store: Store, index: CheckpointIndex, to: str) -> str:
         for name in index.files
         if name in listing
     ]
-    head = [__version__, store.url, to, TASK_BYTES, WINDOW_BYTES, index.provenance.get("save_id"), facts]
+    sizes = [TASK_BYTES, TASK_COPIES, WINDOW_BYTES]
+    head = [__version__, store.url, to, *sizes, index.provenance.get("save_id"), facts]
     return hashlib.sha256(encode_plain(head, limit_bytes=1 << 30) or b"").hexdigest()
 
 

@@ -165,7 +165,7 @@ def run_conversion(
         _clearing_up(conversion, resume=means.resume),
     ):
         prepared, batches = conversion.prepare(resume=means.resume)
-        planned = time.perf_counter()
+        planned, left = time.perf_counter(), len(batches)
         settings = conversion.settings(prepared, reopen)
         take, expect = partial(conversion.take, prepared), conversion.publisher.expect
         _carry_out(settings, batches, expect, take, means)
@@ -178,7 +178,7 @@ def run_conversion(
         "publish": ended - copied,
         "total": ended - begun,
     }
-    return replace(report, tasks_resumed=prepared.batch_count - len(batches), seconds=seconds)
+    return replace(report, tasks_resumed=prepared.batch_count - left, seconds=seconds)
 
 
 @contextmanager
@@ -225,12 +225,13 @@ def _clearing_up(conversion: Conversion, *, resume: bool) -> Iterator[None]:
 
 def _carry_out(
     settings: BatchSettings,
-    batches: Sequence[TaskBatch],
+    batches: list[TaskBatch],
     expect: Callable[[TaskBatch], None],
     take: Callable[[TaskBatch, bytes], None],
     means: Means,
 ) -> None:
-    """Have ``batches`` done, some at a time: ``expect`` hears of each before, ``take`` gets the results."""
+    """Have ``batches`` done, some at a time: ``expect`` hears of each before, ``take`` gets the results. The
+    list is empty then: of many tensors what they are made of takes much memory."""
     executor, workers = means.executor, means.workers
     if workers is None and executor == "processes" and len(batches) < 2:
         executor = "inline"  # a process costs more than one task
@@ -239,11 +240,12 @@ def _carry_out(
         reporting(means.progress, "convert", total, show=True) as on_bytes,
         open_executor(executor, workers) as (pool, at_once),
     ):
-        waiting = iter(batches)
+        batches.reverse()
         pending: dict[Future[bytes], TaskBatch] = {}
         try:
             while True:
-                while len(pending) < at_once and (batch := next(waiting, None)) is not None:
+                while len(pending) < at_once and batches:
+                    batch = batches.pop()
                     expect(batch)
                     pending[pool.submit(run_batch, settings, batch)] = batch
                 if not pending:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, starmap
 from typing import Any, Final
 
 import msgpack
@@ -33,6 +33,7 @@ from dcp.storage.stores.handles import WriteHandle
 
 __all__ = [
     "TASK_BYTES",
+    "TASK_COPIES",
     "WINDOW_BYTES",
     "Assembler",
     "Task",
@@ -44,11 +45,12 @@ __all__ = [
 ]
 
 TASK_BYTES: Final = 64 << 20
+TASK_COPIES: Final = 5_000
+"""Of very small tensors what is known of each takes more memory than its bytes."""
 WINDOW_BYTES: Final = 8 << 20
 """What is assembled in one buffer, and written at once."""
 
-_MAX_COPIES: Final = 2_000
-"""Of a window: of very small tensors what is known of each takes more memory than its bytes."""
+_WINDOW_COPIES: Final = 2_000
 _MAX_BATCHES: Final = 512
 
 
@@ -127,9 +129,9 @@ class TaskResult:
         """The inverse of `encode`. Raises CheckpointFormatError for anything else."""
         try:
             number, bytes_read, *columns = msgpack.unpackb(data)
-            rows = [np.cumsum(np.frombuffer(one, "<i8").reshape(4, -1), axis=1).T.tolist() for one in columns]
-            sources, targets = ([Fragment(*row) for row in found] for found in rows[:2])
-            faults = [BadElements(*row) for found in rows[2:] for row in found]
+            found = [np.cumsum(np.frombuffer(one, "<i8").reshape(4, -1), axis=1) for one in columns]
+            sources, targets = ([*starmap(Fragment, zip(*one.tolist(), strict=True))] for one in found[:2])
+            faults = [BadElements(*row) for one in found[2:] for row in zip(*one.tolist(), strict=True)]
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise CheckpointFormatError("what was noted of a conversion is not to be read") from error
         return cls(number, bytes_read, sources, targets, faults)
@@ -161,7 +163,7 @@ def make_tasks(
         starts = [offset for offset, _ in literals]
         stops = [offset + len(data) for offset, data in literals]
         holes = tuple(hole for hole in layout.holes if hole.file == file) if by_file else ()
-        cuts = [0, size] if by_file else [*range(0, size, TASK_BYTES), size]
+        cuts = [0, size] if by_file else _cuts(begins, size)
         for begin, end in pairwise(cuts):
             chosen = rows[np.searchsorted(ends, begin, "right") : np.searchsorted(begins, end, "left")]
             own = TaskCopies.of(copies, chosen, source_codes, sources, terms)
@@ -187,6 +189,12 @@ def make_batches(tasks: Sequence[Task], batch_bytes: int) -> list[TaskBatch]:
             batches.append(TaskBatch(len(batches), tuple(own), len(tasks) == 1))
             own, size = [], 0
     return batches
+
+
+def _cuts(begins: Int64, size: int) -> list[int]:
+    """Where a file of so many bytes, whose copies begin there, is cut into tasks."""
+    many = begins[TASK_COPIES::TASK_COPIES].tolist()
+    return sorted({*range(0, size, TASK_BYTES), *many, size, 0})
 
 
 def _clipped(offset: int, data: bytes, begin: int, end: int) -> tuple[int, bytes]:
@@ -221,6 +229,7 @@ def carry_out(
         if check is not None:
             check(result)
         announce("finish", task.name)
+    reader.begin({})  # it keeps nothing of this one: of very many tensors that is much
     announce("finished", task.name)
     return result
 
@@ -248,7 +257,7 @@ class Assembler:
             own = memoryview(bytearray(min(WINDOW_BYTES, task.end - task.begin)))
         begin = task.begin
         while begin < task.end:
-            last = task.copies.end_of(begin, _MAX_COPIES) or task.end
+            last = task.copies.end_of(begin, _WINDOW_COPIES) or task.end
             end = min(begin + WINDOW_BYTES, last, task.end)
             size = end - begin
             buffer = sink.lend(size) if isinstance(sink, ReservedRange) else own[:size]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
 from dcp.storage.errors import CheckpointFormatError
-from dcp.storage.formats.index import MAX_DIMENSIONS, CheckpointIndex, starts
+from dcp.storage.formats.index import MAX_DIMENSIONS, CheckpointIndex, Deferred, starts
 from dcp.storage.formats.safetensors.file import SafetensorsHeader, parse_header
 from dcp.storage.formats.safetensors.format import SAFETENSORS
 from dcp.storage.formats.safetensors.json_documents import parse_json
@@ -38,10 +39,10 @@ def index_of_safetensors_file(
     lengths = np.array([entry.end - entry.begin for entry in entries], dtype=np.int64)
     places = np.array([entry.begin for entry in entries], dtype=np.int64) + header.data_offset
     metadata = {key: value for key, value in header.metadata.items() if key != _SHARDING_KEY}
-    count = len(entries)
+    fqns, count = list(header.entries), len(entries)
     index = CheckpointIndex(
         format=SAFETENSORS.name,
-        fqns=list(header.entries),
+        fqns=fqns,
         dtype_codes=np.array([entry.dtype_code for entry in entries], dtype=np.uint8),
         shape_start=starts([len(entry.sizes) for entry in entries]),
         shape_values=sizes + offsets,
@@ -57,12 +58,17 @@ def index_of_safetensors_file(
         crc_start=np.zeros(count + 1, dtype=np.int64),
         files=[name],
         file_sizes=np.array([size_bytes], dtype=np.int64),
-        planner_data={fqn: (fqn,) for fqn in header.entries},
+        planner_data=Deferred(partial(_paths, fqns)),
         provenance={"sharded": True} if _SHARDING_KEY in header.metadata else {},
         user=metadata,
     )
     index.check()
     return index
+
+
+def _paths(fqns: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Nothing is nested."""
+    return {fqn: (fqn,) for fqn in fqns}
 
 
 def _shard_offsets(header: SafetensorsHeader, name: str) -> Any:

@@ -79,6 +79,35 @@ def test_peak_memory_of_a_merge(tmp_path: Path, adapter: bool) -> None:
     assert int(run.stdout) / 1024 < 300
 
 
+def _write_many(path: Path, count: int) -> None:
+    """A safetensors file of ``count`` tensors of four elements, as a model of many experts has many."""
+    names = [f"model.layers.{number // 100}.mlp.experts.{number % 100}.weight" for number in range(count)]
+    header = {
+        name: {"dtype": "F32", "shape": [4], "data_offsets": [16 * at, 16 * at + 16]}
+        for at, name in enumerate(names)
+    }
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + np.ones(4 * count, "<f4").tobytes())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("to", ["safetensors", "dcp"])
+def test_peak_memory_of_a_merge_of_many_tensors(tmp_path: Path, to: str) -> None:
+    """Four sources of 50,000: the process that plans and compares stays below 300 MiB."""
+    _write_many(tmp_path / "0.safetensors", 50_000)
+    for number in range(1, 4):
+        (tmp_path / f"{number}.safetensors").hardlink_to(tmp_path / "0.safetensors")
+    sources = [str(tmp_path / f"{number}.safetensors") for number in range(4)]
+    program = _PROGRAM.replace("conversion.run import convert", "conversion.merging.run import merge")
+    program = program.replace("convert(source, target, to=to", f"merge({sources!r}, target, to=to")
+    program = program.replace("own + 2 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss", "own")
+    target = tmp_path / ("out" if to == "dcp" else "out.safetensors")
+    command = [sys.executable, "-c", program, "", str(target), to, "1"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) / 1024 < 300
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("to", ["torch", "safetensors", "dcp"])
 def test_peak_memory_does_not_grow_with_the_model(to: str, tmp_path: Path) -> None:
