@@ -17,6 +17,7 @@ from typing import Final
 import numpy as np
 
 from dcp.inspection.findings import Finding, ReportBytes, VerifyReport, kind_of
+from dcp.inspection.streamed_sums import StreamedSums
 from dcp.storage.engine.reading.coalescing.neighbours import coalesce, span_bytes
 from dcp.storage.errors import (
     CheckpointError,
@@ -147,7 +148,9 @@ class PayloadChecks:
         listing: Mapping[str, FileInfo],
         report: VerifyReport,
         progress: ReportBytes | None,
+        sums: StreamedSums | None = None,
     ) -> None:
+        self._sums = sums
         self._store = store
         self._index = index
         self._listing = listing
@@ -222,7 +225,7 @@ class PayloadChecks:
             record, payload = record_offsets[chunk], offsets[chunk]
             end, payload_end = record + record_lengths[chunk], payload + lengths[chunk]
             if is_of_files(index.format):
-                check = partial(self._check_storage, index.record_crcs.get(chunk))
+                check = partial(self._check_storage, chunk, index.record_crcs.get(chunk))
                 yield _CheckedRange(file, record, end - record, fqn, check)
                 continue
             if payload == UNKNOWN:
@@ -242,7 +245,9 @@ class PayloadChecks:
             for begin in range(payload, payload_end, BLOCK_BYTES):
                 crc = crcs[row] if row < row_end else UNKNOWN
                 length = min(BLOCK_BYTES, payload_end - begin)
-                yield _CheckedRange(file, begin, length, fqn, partial(self._check_block, crc))
+                yield _CheckedRange(
+                    file, begin, length, fqn, partial(self._check_block, chunk, begin - payload, crc)
+                )
                 row += 1
             if end > payload_end:
                 yield _CheckedRange(
@@ -257,8 +262,12 @@ class PayloadChecks:
 
     # -- checks ----------------------------------------------------------------------------------------------
 
-    def _check_block(self, expected: int, source: _Source, part: _CheckedRange) -> None:
-        got = crc32(source.take(part.offset, part.size_bytes))
+    def _check_block(
+        self, chunk: int, begin: int, expected: int, source: _Source, part: _CheckedRange
+    ) -> None:
+        data = source.take(part.offset, part.size_bytes)
+        got = crc32(data)
+        self._sum_up(chunk, begin, data)
         self._count(part.size_bytes, checked=expected != UNKNOWN)
         if expected not in (UNKNOWN, got):
             self._found_mismatch(part, part.offset, part.size_bytes, expected, got)
@@ -269,6 +278,7 @@ class PayloadChecks:
         begin, length = int(self._index.payload_offsets[chunk]), record.payload_bytes
         head = begin - part.offset
         got = crc32(data[head : head + length])
+        self._sum_up(chunk, 0, data[head : head + length])
         self._count(length)
         if got != expected:
             self._found_mismatch(part, begin, length, expected, got)
@@ -312,11 +322,13 @@ class PayloadChecks:
         message = "the zip around the tensor's bytes, which stock torch goes by, is damaged"
         self._found("record", message, part, offset, int(index.record_lengths[chunk]))
 
-    def _check_storage(self, expected: int | None, source: _Source, part: _CheckedRange) -> None:
+    def _check_storage(self, chunk: int, expected: int | None, source: _Source, part: _CheckedRange) -> None:
         """A storage of a torch.save file, whole, whatever views of it there are; or a safetensors tensor."""
-        got = 0
+        got, done = 0, part.offset - int(self._index.payload_offsets[chunk])
         for data in source.steps(part.offset, part.size_bytes):
             got = crc32(data, got)
+            self._sum_up(chunk, done, data)
+            done += len(data)
             self._count(len(data), checked=expected is not None)
         if expected not in (None, got):
             self._found_mismatch(part, part.offset, part.size_bytes, int(expected or 0), got)
@@ -387,6 +399,10 @@ class PayloadChecks:
             kind = "record" if isinstance(error, CheckpointFormatError) else "unreadable"
             self._found(kind_of(error, kind), f"the record cannot be read: {error}", part, offset, length)
             return None
+
+    def _sum_up(self, chunk: int, begin: int, data: bytes | memoryview) -> None:
+        if self._sums is not None:
+            self._sums.add(chunk, begin, memoryview(data))
 
     # -- results ---------------------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 Checked are the index itself, the files (missing, of the wrong size, unknown), every payload against its
 checksums, what surrounds it in its record (stock torch goes by that), `.metadata` against the manifest, and
-the digests that this tells against the tensors, which are read once more for it.
+the digests that this tells against the tensors: from the same bytes, but for those that are cut across their
+rows or tied, which are read once more.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from dcp.calls.plain_errors import plain_errors
 from dcp.inspection.findings import Finding, ReportBytes, VerifyReport, kind_of
 from dcp.inspection.payload_checks import PayloadChecks
+from dcp.inspection.streamed_sums import StreamedSums
 from dcp.inspection.values.digests import CheckpointDigests, check_digests, digests
 from dcp.inspection.values.tensor_reading import TensorReader
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, NOTES_NAME
@@ -103,11 +105,12 @@ def verify_place(
     report.files, report.tensors = len(index.files), index.tensor_count
     report.findings += _check_metadata(store, index, listing)
     report.findings += _check_files(index, listing)
-    PayloadChecks(store, index, listing, report, progress).run(threads)
-    if report.ok and (against is not None or any(index.digests)):
+    sums = StreamedSums(index) if against is not None or any(index.digests) else None
+    PayloadChecks(store, index, listing, report, progress, sums).run(threads)
+    if report.ok and sums is not None:
         other = None if against is None else against()
         with TensorReader(store, index, verify="full", name=place.url) as reader:
-            report.findings += check_digests(reader, other, progress)
+            report.findings += check_digests(reader, sums.sums, other, progress)
     report.findings.sort(key=lambda found: (found.file or "", found.offset or 0))
     return report
 

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+from dcp.calls.given_maps import map_on_all
 from dcp.calls.plain_errors import plain_errors
 from dcp.calls.stateful_values import stateful_to_plain
 from dcp.inspection.values.tensor_reading import open_tensors
 from dcp.planners.load.selection import Patterns, Selection
 from dcp.planners.save.planner import DefaultSavePlanner
+from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.planners.wire.codec import SectionCache
 from dcp.proving.comparison import compare_ranks
 from dcp.proving.proof import Proof
@@ -20,6 +22,8 @@ from dcp.ranks.alone import works_alone
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.ranks.handshake import begin, check_same_checkpoint
+from dcp.ranks.options import of_map
+from dcp.saving.mapped import mapped_state
 from dcp.storage.formats.native.manifest import encode_manifest
 
 if TYPE_CHECKING:
@@ -37,6 +41,7 @@ def prove(
     no_dist: bool = False,
     only: Patterns | None = None,
     exclude: Patterns | None = None,
+    map: WeightMap | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Proof:
@@ -53,6 +58,8 @@ def prove(
         no_dist: This process alone has it.
         only: Shell globs on flat keys, as for `dcp.load`: what they match, and everything below.
         exclude: The same for what is left out.
+        map: From the model definition of ``state_dict`` to that of the checkpoint, as for `dcp.save`: after a
+            load through a map its ``inverse``. The names of all else are those behind it.
         timeout_seconds: The longest wait for other ranks.
         storage_options: Those of the file system of a URL, as for `dcp.save`.
 
@@ -67,7 +74,9 @@ def prove(
     """
     alone = works_alone(process_group, no_dist=no_dist, operation="load")
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="prove")
-    places = begin(ranks, lambda: os.fspath(checkpoint_id), options={"only": only, "exclude": exclude})
+    weights = map_on_all(map, "prove", process_group, no_dist=no_dist, timeout_seconds=timeout_seconds)
+    told = {"only": only, "exclude": exclude} | of_map(weights)
+    places = begin(ranks, lambda: os.fspath(checkpoint_id), options=told)
 
     def fingerprint() -> bytes:
         with open_tensors(checkpoint_id, storage_options=storage_options) as reader:
@@ -79,7 +88,8 @@ def prove(
         planner = DefaultSavePlanner(replica_check="off")
         planner.begin_save(ranks.rank)
         planner.set_up_planner(stateful_to_plain(state_dict), is_coordinator=ranks.is_coordinator)
-        return digests_of_rank(planner.create_local_columns(digests=False)).encode()
+        own = planner.create_local_columns(digests=False)
+        return digests_of_rank(own if weights is None else mapped_state(own, weights)).encode()
 
     def compared(told: list[bytes]) -> bytes:
         sections: SectionCache = {}

@@ -22,7 +22,7 @@ from dcp.saving.options import SaveOptions
 from dcp.storage.torch_storage.reader import FileSystemReader
 from dcp.storage.torch_storage.writer import FileSystemWriter
 
-__all__ = ["kinds_of", "of_load", "of_save"]
+__all__ = ["kinds_of", "of_load", "of_map", "of_save"]
 
 _KINDS = {MAPPING: "a dict", LIST: "a list"}
 _OF_WRITERS = ("overwrite", "torch_compatible", "digests", "sync_files", "single_file_per_rank")
@@ -48,7 +48,7 @@ def of_save(
 ) -> dict[str, Any]:
     """Of a save by ``writer``, by the names that its caller knows; those of others (None) are not known."""
     told: dict[str, Any] = {} if options.step is None else {"step": options.step}
-    told |= _of_map(options.map)
+    told |= of_map(options.map)
     if writer is not None:
         told |= _values(writer, _OF_WRITERS)
     if plan is not None:
@@ -68,11 +68,12 @@ def of_load(
         if isinstance(told.get(name), list | tuple | set | frozenset):
             patterns = sorted(told[name])
             told[name] = patterns[0] if len(patterns) == 1 else patterns
-    told |= _of_map(options.map)
+    told |= of_map(options.map)
     return told if reader is None else told | {"verify": options.verify or reader.verify}
 
 
-def _of_map(weights: WeightMap | None) -> dict[str, Any]:
+def of_map(weights: WeightMap | None) -> dict[str, Any]:
+    """The map that a rank was given, in few characters."""
     return {} if weights is None else {"map": f"{weights.name or 'given'} {weights.identity[:12]}"}
 
 

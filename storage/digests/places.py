@@ -50,6 +50,16 @@ class LogicalPlaces:
             is_run[rows], first[rows] = contiguous_positions(*columns)
         return is_run, first * self.itemsizes
 
+    @property
+    def is_run(self) -> npt.NDArray[np.bool_]:
+        """Boxes whose bytes follow each other."""
+        return self._runs[0]
+
+    @property
+    def firsts(self) -> Int64:
+        """The place of the first byte of each box that is a run."""
+        return self._runs[1]
+
     @cached_property
     def volumes(self) -> Int64:
         """Elements by box."""

@@ -24,6 +24,9 @@ from typer.testing import CliRunner
 
 import dcp
 from dcp.cli.app import app
+from dcp.inspection.findings import VerifyReport
+from dcp.inspection.payload_checks import PayloadChecks
+from dcp.inspection.streamed_sums import StreamedSums
 from dcp.inspection.values.difference import diff
 from dcp.inspection.values.digests import digests
 from dcp.inspection.verification import verify
@@ -32,6 +35,8 @@ from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats.dropped import without
 from dcp.storage.formats.dtypes import BY_NAME
 from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
+from dcp.storage.formats.opening.sources import SourcePlace, index_at
+from dcp.storage.stores.posix.store import PosixStore
 from tests.support.ranks import run_ranks
 from tests.support.sharded import grid, save_sharded
 
@@ -323,6 +328,45 @@ def test_a_manifest_that_tells_another_digest_is_found_out(tmp_path: Path) -> No
         encode_manifest(replace(index, digests=[b"", b"", index.digests[2]]))
     )
     assert verify(tmp_path).findings == []
+
+
+def cut_in_both_ways(rank: int, world: int, folder: str) -> None:
+    """One sharded by rows, one by columns, one that is larger than a block of checksums."""
+    mesh = init_device_mesh("cpu", (world,))
+    made = torch.Generator().manual_seed(1)
+    state = {
+        "rows": distribute_tensor(torch.randn(33, 5, generator=made), mesh, [Shard(0)]),
+        "columns": distribute_tensor(torch.randn(33, 5, generator=made), mesh, [Shard(1)]),
+        "large": distribute_tensor(torch.randn(1201, 1003, generator=made), mesh, [Shard(0)]),
+        "empty": torch.zeros(0, 3),
+    }
+    state["tied"] = state["again"] = torch.arange(40)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, digests=True))
+
+
+def streamed(place: Path) -> dict[str, bytes]:
+    """What a verification knows of digests once it has compared all checksums."""
+    store = PosixStore(place)
+    index = index_at(SourcePlace(store))
+    report, sums = VerifyReport(str(place)), StreamedSums(index)
+    PayloadChecks(store, index, {file.name: file for file in store.list()}, report, None, sums).run(2)
+    assert report.ok
+    return {index.fqns[row]: total for row, total in sums.sums.items()}
+
+
+def test_a_verification_has_digests_from_what_it_reads_anyway(tmp_path: Path) -> None:
+    """Rows of several ranks, blocks in whatever order, and another format; those that are cut across their
+    rows or share their bytes are left for a second reading."""
+    folder = tmp_path / "one"
+    run_ranks(2, cut_in_both_ways, str(folder))
+    index = dcp.open_index(folder)
+    names = ("rows", "large", "empty")
+    expected = {name: index.digests[index.position[name]] for name in names}
+    assert streamed(folder) == expected
+    assert verify(folder).findings == []
+    dcp.convert(folder, tmp_path / "two", to="safetensors")
+    found = streamed(tmp_path / "two")
+    assert {name: found[name] for name in names} == expected and len(found) == 6
 
 
 def test_sums_of_checkpoints_have_none_and_what_is_left_keeps_its_own(tmp_path: Path) -> None:

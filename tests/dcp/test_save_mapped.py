@@ -42,6 +42,13 @@ def test_it_is_what_a_save_and_a_conversion_are(tmp_path: Path) -> None:
     dcp.save(fused(), checkpoint_id=tmp_path / "apart", map=SPLIT, no_dist=True)
     assert read(tmp_path / "apart").keys() == apart().keys()
     assert_equal(read(tmp_path / "apart"), apart())
+    state = {name: torch.zeros_like(tensor) for name, tensor in apart().items()}
+    dcp.load(state, checkpoint_id=tmp_path / "fused", map=SPLIT)
+    assert dcp.prove(state, tmp_path / "fused", map=FUSED).ok
+    assert {found.kind for found in dcp.prove(state, tmp_path / "fused").findings} == {
+        "missing",
+        "unexpected",
+    }
     dcp.save(apart(), checkpoint_id=tmp_path / "plain", no_dist=True)
     dcp.convert(tmp_path / "plain", tmp_path / "converted", to="dcp", map=FUSED)
     assert diff(tmp_path / "fused", tmp_path / "converted").is_empty
@@ -64,7 +71,15 @@ def save_sharded(rank: int, world_size: int, path: str, how: str) -> None:
     }
     state |= {"norm.weight": apart()["norm.weight"], "step": 7, "opt": {"groups": [{"lr": 0.5}]}}
     if how == "save":
-        dcp.save(state, checkpoint_id=path, map=FUSED)
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(path, digests=True), map=FUSED)
+        proof = dcp.prove(state, path, map=FUSED)
+        assert proof.ok and proof.bytes_read == 0 and proof.tensors == len(fused()), proof.findings
+        if rank == 1:
+            state["0.q.weight"].to_local()[0, 0] += 1
+        changed = [
+            (found.kind, found.fqn, found.ranks) for found in dcp.prove(state, path, map=FUSED).findings
+        ]
+        assert changed == [("tensor", "0.qkv.weight", (1,))], changed
         return
     kind = AsyncCheckpointerType.PROCESS if how == "process" else AsyncCheckpointerType.THREAD
     future = dcp.async_save(state, checkpoint_id=path, map=FUSED, async_checkpointer_type=kind)

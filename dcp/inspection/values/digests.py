@@ -21,6 +21,7 @@ from dcp.inspection.values.tensor_reading import TensorReader, Tile, open_tensor
 from dcp.planners.load.selection import Patterns
 from dcp.storage.digests.boxes import BoxDigest, OrderedSum, blocks_of, logical_runs
 from dcp.storage.digests.shown import SUM_BYTES, digest_of_all, shown_digest
+from dcp.storage.formats.index import CheckpointIndex
 
 __all__ = ["CheckpointDigests", "TensorDigest", "check_digests", "digests", "digests_of"]
 
@@ -105,14 +106,19 @@ def digests_of(
 
 
 def check_digests(
-    reader: TensorReader, other: CheckpointDigests | None = None, progress: ReportBytes | None = None
+    reader: TensorReader,
+    sums: Mapping[int, bytes],
+    other: CheckpointDigests | None = None,
+    progress: ReportBytes | None = None,
 ) -> list[Finding]:
     """The tensors of ``reader`` that are not what its manifest's digests say, and those that are not the ones
-    of ``other``. Read are those with a digest in the manifest, and all where there is an ``other``."""
+    of ``other``. Of those that ``sums`` lack the ones with a digest in the manifest are read, and all where
+    there is an ``other``."""
     index = reader.index
     told = {row: digest for row in range(index.tensor_count) if (digest := index.digest(row)) is not None}
     rows = [*told] if other is None else [*range(index.tensor_count)]
-    own = dict(_read(reader, rows, progress))
+    own = {row: _shown(index, row, sums[row]) for row in rows if row in sums}
+    own |= _read(reader, [row for row in rows if row not in sums], progress)
     found = [
         _other_than_told(reader, row, own[row], digest) for row, digest in told.items() if own[row] != digest
     ]
@@ -160,7 +166,11 @@ def _read(
             if progress is not None:
                 progress(done, total)
         sums[row] = found.upto(blocks_of(sizes[row])).to_bytes(SUM_BYTES, "big")
-    return ((row, shown_digest(sums[row], index.dtype(row).name, index.shape(row))) for row in rows)
+    return ((row, _shown(index, row, sums[row])) for row in rows)
+
+
+def _shown(index: CheckpointIndex, row: int, total: bytes) -> str:
+    return shown_digest(total, index.dtype(row).name, index.shape(row))
 
 
 def _add_tile(found: OrderedSum, shape: tuple[int, ...], tile: Tile) -> None:
