@@ -133,7 +133,7 @@ def _index_of(
         stride_orders={},
         payload_strides={},
         record_crcs={},
-        digests=(),
+        digests=[b""] * count if len(index.digests) else (),  # asked for, and to be computed
         **_nesting(index, tensors, unknown),
     )
 

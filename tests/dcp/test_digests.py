@@ -70,6 +70,10 @@ def writer(place: Path | str, **options: Any) -> dcp.FileSystemWriter:
     return dcp.FileSystemWriter(place, digests=True, **options)
 
 
+HALVES = {"rules": [{"from": {"a": "(x + y) c"}, "to": {"top": "x c", "low": "c y"}, "sizes": {"x": 13}}]}
+"""A map that cuts the rows of one tensor, and transposes the rest."""
+
+
 def known(place: Path | str) -> dict[str, str]:
     """Those of the manifest alone."""
     found = digests(str(place))
@@ -280,7 +284,8 @@ def test_diff_is_told_by_digests_alone(tmp_path: Path) -> None:
 
 
 def test_conversions_keep_digests_of_what_they_do_not_change(tmp_path: Path) -> None:
-    """Renamed and chosen tensors keep theirs, cast ones have none; verified against the source by reading."""
+    """Renamed and chosen tensors keep theirs, those of cast ones and of what a map makes are computed;
+    verified against the source by reading."""
     state = {"a": torch.randn(30, 40), "b": torch.randn(7), "c": torch.arange(9)}
     dcp.save(state, storage_writer=writer(tmp_path / "one"))
     names = known(tmp_path / "one")
@@ -288,7 +293,17 @@ def test_conversions_keep_digests_of_what_they_do_not_change(tmp_path: Path) -> 
     assert known(tmp_path / "two") == {"x": names["a"], "b": names["b"]}
     dcp.convert(tmp_path / "one", tmp_path / "cast", to="dcp", dtype={"a": "bfloat16"})
     index = dcp.open_index(tmp_path / "cast")
-    assert [index.digest(row) for row in range(3)] == [None, names["b"], names["c"]]
+    assert [index.digest(row) for row in range(1, 3)] == [names["b"], names["c"]]
+    assert index.digest(0) == told(tmp_path / "cast", only="a", recompute=True)["a"] != names["a"]
+    dcp.convert(
+        tmp_path / "one", tmp_path / "mapped", to="dcp", map=HALVES, only="a", chunks="split", files=2
+    )
+    assert known(tmp_path / "mapped") == told(tmp_path / "mapped", recompute=True)
+    assert known(tmp_path / "mapped").keys() == {"top", "low"}
+    assert verify(tmp_path / "mapped").findings == []
+    dcp.save(state, checkpoint_id=tmp_path / "plain")
+    dcp.convert(tmp_path / "plain", tmp_path / "none", to="dcp", map=HALVES, only="a")
+    assert not any(dcp.open_index(tmp_path / "none").digests)
     dcp.convert(tmp_path / "one", tmp_path / "x.safetensors", to="safetensors")
     run = CliRunner()
     same = run.invoke(app, ["verify", str(tmp_path / "x.safetensors"), "--against", str(tmp_path / "one")])

@@ -79,7 +79,7 @@ def save_sharded(rank: int, world_size: int, path: str, how: str) -> None:
         changed = [
             (found.kind, found.fqn, found.ranks) for found in dcp.prove(state, path, map=FUSED).findings
         ]
-        assert changed == [("tensor", "0.qkv.weight", (1,))], changed
+        assert changed == [("tensor", "0.qk.weight", (1,))], changed
         return
     kind = AsyncCheckpointerType.PROCESS if how == "process" else AsyncCheckpointerType.THREAD
     future = dcp.async_save(state, checkpoint_id=path, map=FUSED, async_checkpointer_type=kind)

@@ -25,6 +25,8 @@ from dcp.conversion.layouts.layout import TargetLayout
 from dcp.conversion.publishing import local_files
 from dcp.conversion.publishing.ledger import ConversionLedger, LocalLedger, StoredLedger
 from dcp.conversion.targets.places import TargetPlace
+from dcp.inspection.values.digests import sums_of
+from dcp.inspection.values.tensor_reading import TensorReader
 from dcp.storage import commit
 from dcp.storage.commit_names import (
     DATA_SUFFIX,
@@ -207,6 +209,8 @@ class Publisher:
     def publish(self, layout: TargetLayout, checksums: TargetChecksums) -> None:
         """Make the target exist. Raises CheckpointConflictError if something else has come into being."""
         index = _final_index(layout, checksums)
+        if index is not None:
+            index = _with_digests(self.output.store, index)
         if self._local is not None:
             self._publish_locally(self._local, layout, checksums, index)
             return
@@ -398,6 +402,17 @@ def _final_index(layout: TargetLayout, checksums: TargetChecksums) -> Checkpoint
     blocks = [checksums.blocks(copy) for copy in copies.tolist()]
     crcs = np.concatenate([np.zeros(0, np.uint32), *blocks]).astype(np.uint32)
     return replace(index, crc_start=starts([len(block) for block in blocks]), crcs=crcs)
+
+
+def _with_digests(store: Store, index: CheckpointIndex) -> CheckpointIndex:
+    """With those of the tensors that are not as the source has them, where that has digests: by reading what
+    was written."""
+    rows = [row for row, total in enumerate(index.digests) if not total]
+    if not rows:
+        return index
+    with TensorReader(store, index) as reader:
+        found = sums_of(reader, rows)
+    return replace(index, digests=[found.get(row, total) for row, total in enumerate(index.digests)])
 
 
 def _holds(store: Store, name: str, data: bytes) -> bool:

@@ -23,7 +23,7 @@ from dcp.storage.digests.boxes import BoxDigest, OrderedSum, blocks_of, logical_
 from dcp.storage.digests.shown import SUM_BYTES, digest_of_all, shown_digest
 from dcp.storage.formats.index import CheckpointIndex
 
-__all__ = ["CheckpointDigests", "TensorDigest", "check_digests", "digests", "digests_of"]
+__all__ = ["CheckpointDigests", "TensorDigest", "check_digests", "digests", "digests_of", "sums_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +154,17 @@ def _read(
     reader: TensorReader, rows: Sequence[int], progress: ReportBytes | None
 ) -> Iterator[tuple[int, str]]:
     """The digests of ``rows``, in bounded memory."""
+    sums = sums_of(reader, rows, progress)
+    return ((row, _shown(reader.index, row, total)) for row, total in sums.items())
+
+
+def sums_of(
+    reader: TensorReader, rows: Sequence[int], progress: ReportBytes | None = None
+) -> dict[int, bytes]:
+    """By row the sum behind its digest, as a manifest has it; all of them are read, in bounded memory."""
     index = reader.index
     sizes = {row: math.prod(index.shape(row)) * index.dtype(row).itemsize for row in rows}
-    sums = {row: bytes(SUM_BYTES) for row in rows if not sizes[row]}
+    sums = {row: bytes(SUM_BYTES) for row in rows}
     done, total = 0, sum(sizes.values())
     for row, tiles in itertools.groupby(reader.stream(rows), itemgetter(0)):
         found = OrderedSum()
@@ -166,7 +174,7 @@ def _read(
             if progress is not None:
                 progress(done, total)
         sums[row] = found.upto(blocks_of(sizes[row])).to_bytes(SUM_BYTES, "big")
-    return ((row, _shown(index, row, sums[row])) for row in rows)
+    return sums
 
 
 def _shown(index: CheckpointIndex, row: int, total: bytes) -> str:
