@@ -44,7 +44,10 @@ class Finding:
 
 @dataclass(slots=True)
 class VerifyReport:
-    """What `verify` did and found. ``unchecked_bytes`` were read, but their format records no checksum."""
+    """What `verify` did and found. ``unchecked_bytes`` were read, but their format records no checksum.
+
+    ``digest`` is of all tensors, as `dcp digest` has it, where nothing is wrong and it was asked for.
+    """
 
     url: str
     findings: list[Finding] = field(default_factory=list)
@@ -53,6 +56,7 @@ class VerifyReport:
     blocks: int = 0
     bytes: int = 0
     unchecked_bytes: int = 0
+    digest: str | None = None
 
     @property
     def ok(self) -> bool:

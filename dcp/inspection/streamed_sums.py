@@ -12,6 +12,7 @@ from dcp.storage.digests.field import BLOCK_BYTES, power, product
 from dcp.storage.digests.places import LogicalPlaces
 from dcp.storage.digests.runs import KEY, run_value
 from dcp.storage.digests.shown import SUM_BYTES
+from dcp.storage.engine.memory import item_view
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.registry import is_of_files
 from dcp.storage.geometry.ragged import gather_rows, row_products
@@ -34,13 +35,14 @@ class StreamedSums:
             index.chunk_sizes,
             index.itemsizes[tensors],
         )
-        self._firsts = places.firsts.tolist()
-        self._tensors = tensors.tolist()
+        self._firsts = item_view(places.firsts)
+        self._tensors = item_view(tensors)
         sizes = row_products(index.shape_values, index.shape_start)
         volumes = np.zeros_like(sizes)
         np.add.at(volumes, tensors, places.volumes)
         is_streamed = volumes == sizes
-        is_streamed[tensors[~(places.is_run & _are_own(index))]] = False
+        is_fit = (places.is_run & _are_own(index)) | (index.payload_lengths == 0)
+        is_streamed[tensors[~is_fit]] = False
         self._blocks = [blocks_of(size) for size in (sizes * index.itemsizes).tolist()]
         self._sums = dict.fromkeys(np.flatnonzero(is_streamed).tolist(), 0)
         self._lock = threading.Lock()
@@ -66,12 +68,13 @@ class StreamedSums:
 
 def _are_own(index: CheckpointIndex) -> npt.NDArray[np.bool_]:
     """Chunks whose record is no other one's, and whose payload, C-ordered, is where that is read."""
-    stored = np.stack([index.chunk_files, index.record_offsets])
     known: npt.NDArray[np.bool_] = index.payload_offsets != UNKNOWN
-    if not len(known):
+    filled = np.flatnonzero(index.payload_lengths)
+    if not len(filled):
         return known
+    stored = np.stack([index.chunk_files[filled], index.record_offsets[filled]])
     _, number, count = np.unique(stored, axis=1, return_inverse=True, return_counts=True)
-    known &= count[number.reshape(-1)] == 1
+    known[filled] &= count[number.reshape(-1)] == 1
     known[[*index.payload_strides]] = False
     if is_of_files(index.format):  # whole storages are read there
         known &= index.payload_lengths == index.record_lengths

@@ -91,8 +91,10 @@ def verify_place(
     threads: int | None = None,
     progress: ReportBytes | None = None,
     against: Callable[[], CheckpointDigests] | None = None,
+    with_digest: bool = False,
 ) -> VerifyReport:
-    """`verify` of the checkpoint at ``place``; ``against`` is asked for if its bytes are right."""
+    """`verify` of the checkpoint at ``place``; ``against`` is asked for if its bytes are right. With
+    ``with_digest`` the report has that of all tensors, whatever the format."""
     store, report = place.store, VerifyReport(place.url)
     try:
         index = index_at(place)
@@ -105,12 +107,14 @@ def verify_place(
     report.files, report.tensors = len(index.files), index.tensor_count
     report.findings += _check_metadata(store, index, listing)
     report.findings += _check_files(index, listing)
-    sums = StreamedSums(index) if against is not None or any(index.digests) else None
+    sums = StreamedSums(index) if with_digest or against is not None or any(index.digests) else None
     PayloadChecks(store, index, listing, report, progress, sums).run(threads)
     if report.ok and sums is not None:
         other = None if against is None else against()
         with TensorReader(store, index, verify="full", name=place.url) as reader:
-            report.findings += check_digests(reader, sums.sums, other, progress)
+            found = check_digests(reader, sums.sums, other, is_all=with_digest)
+        report.findings += found.findings
+        report.digest = found.digest if report.ok else None
     report.findings.sort(key=lambda found: (found.file or "", found.offset or 0))
     return report
 

@@ -103,7 +103,7 @@ class CheckpointDetail(Checkpoint):
         str | None,
         OwnColumn("code", 32),
         Found("of the same content"),
-        Shown("Of the names and digests of all tensors; null where its manifest has none."),
+        Shown("Of the names and digests of all tensors; null where no manifest or verification tells."),
     ] = None
     user_metadata: Annotated[Any, OwnColumn("json"), Found("always")] = None
     # run, framework and library versions, timings: what the manifest says

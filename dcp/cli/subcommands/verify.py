@@ -89,6 +89,7 @@ def _as_json(report: VerifyReport) -> dict[str, Any]:
         "blocks": report.blocks,
         "bytes": report.bytes,
         "unchecked_bytes": report.unchecked_bytes,
+        "digest": report.digest,
         "findings": report.findings,
     }
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,15 @@ from dcp.storage.digests.boxes import BoxDigest, OrderedSum, blocks_of, logical_
 from dcp.storage.digests.shown import SUM_BYTES, digest_of_all, shown_digest
 from dcp.storage.formats.index import CheckpointIndex
 
-__all__ = ["CheckpointDigests", "TensorDigest", "check_digests", "digests", "digests_of", "sums_of"]
+__all__ = [
+    "CheckedDigests",
+    "CheckpointDigests",
+    "TensorDigest",
+    "check_digests",
+    "digests",
+    "digests_of",
+    "sums_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,24 +113,35 @@ def digests_of(
     return CheckpointDigests(reader.name, of_all, tensors, reader.bytes_read)
 
 
+class CheckedDigests(NamedTuple):
+    """What is wrong with them, and the digest of all tensors; None where not all were looked at."""
+
+    findings: list[Finding]
+    digest: str | None
+
+
 def check_digests(
     reader: TensorReader,
     sums: Mapping[int, bytes],
     other: CheckpointDigests | None = None,
-    progress: ReportBytes | None = None,
-) -> list[Finding]:
+    *,
+    is_all: bool = False,
+) -> CheckedDigests:
     """The tensors of ``reader`` that are not what its manifest's digests say, and those that are not the ones
     of ``other``. Of those that ``sums`` lack the ones with a digest in the manifest are read, and all where
-    there is an ``other``."""
+    there is an ``other`` or ``is_all``."""
     index = reader.index
     told = {row: digest for row in range(index.tensor_count) if (digest := index.digest(row)) is not None}
-    rows = [*told] if other is None else [*range(index.tensor_count)]
+    rows = [*told] if other is None and not is_all else [*range(index.tensor_count)]
     own = {row: _shown(index, row, sums[row]) for row in rows if row in sums}
-    own |= _read(reader, [row for row in rows if row not in sums], progress)
+    own |= _read(reader, [row for row in rows if row not in sums], None)
     found = [
         _other_than_told(reader, row, own[row], digest) for row, digest in told.items() if own[row] != digest
     ]
-    return found if other is None else found + _compared(reader, own, other)
+    if other is not None:
+        found += _compared(reader, own, other)
+    named = ((index.fqns[row], digest) for row, digest in own.items())
+    return CheckedDigests(found, digest_of_all(named) if len(own) == index.tensor_count else None)
 
 
 def _other_than_told(reader: TensorReader, row: int, own: str, told: str) -> Finding:

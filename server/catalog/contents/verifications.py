@@ -85,6 +85,7 @@ def add_verification(
     checked_bytes: int,
     seconds: float,
     is_same: bool = True,
+    content_digest: str | None = None,
     job_id: int | None = None,
     now: float | None = None,
 ) -> bool:
@@ -92,7 +93,8 @@ def add_verification(
 
     Only then it changes the checkpoint, and emits "checkpoint.verified" or "checkpoint.damaged". ``is_same``:
     nothing else tells that it has been replaced. The fingerprint does not tell where the catalog has none
-    yet, as of a checkpoint that its trainer has registered just now.
+    yet, as of a checkpoint that its trainer has registered just now. ``content_digest`` is of all tensors,
+    where the checkpoint itself did not tell one.
     """
     now = time.time() if now is None else now
     row = lock_checkpoint(connection, checkpoint_id)
@@ -111,7 +113,8 @@ def add_verification(
     )
     if not is_same or row["fingerprint"] not in (None, fingerprint):
         return False
-    _change(connection, row, outcome, mode, None if outcome == "good" else _first(findings), now)
+    problem = None if outcome == "good" else _first(findings)
+    _change(connection, row, outcome, mode, problem, content_digest or row["content_digest"], now)
     return True
 
 
@@ -121,6 +124,7 @@ def _change(
     outcome: Outcome,
     mode: str,
     problem: str | None,
+    content_digest: str | None,
     now: float,
 ) -> None:
     """What the verdict makes of the checkpoint ``row``, and the event that tells of it."""
@@ -131,6 +135,7 @@ def _change(
             verification=outcome,
             verified_seconds=now,
             problem=problem,
+            content_digest=content_digest,
             version=checkpoints.c.version + 1,
             updated_seconds=now,
         )

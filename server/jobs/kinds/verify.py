@@ -70,7 +70,7 @@ class VerifyKind(Kind[VerifyParams]):
         root, place = open_place(context, Subject(**payload))
         begun = time.monotonic()
         with storage_errors(root), unchanged(place) as fingerprint:
-            report = verify_place(place, progress=lambda done, total: report_progress(done))
+            report = verify_place(place, progress=lambda done, total: report_progress(done), with_digest=True)
         shown = sorted(report.findings, key=lambda found: found.is_note)
         return {
             "outcome": "good" if report.ok else "damaged",
@@ -81,6 +81,7 @@ class VerifyKind(Kind[VerifyParams]):
             "blocks": report.blocks,
             "checked_bytes": report.bytes,
             "unchecked_bytes": report.unchecked_bytes,
+            "content_digest": report.digest,
             "seconds": round(time.monotonic() - begun, 3),
             "fingerprint": fingerprint,
         }
@@ -102,6 +103,7 @@ class VerifyKind(Kind[VerifyParams]):
             outcome=result["outcome"],
             findings=result["findings"],
             checked_bytes=result["checked_bytes"],
+            content_digest=result.get("content_digest"),
             seconds=result["seconds"],
             job_id=job.id,
             now=now,

@@ -15,6 +15,7 @@ import dcp
 from dcp.conversion.run import convert
 from dcp.demo.s3_server import S3Server
 from dcp.server.catalog.errors import MissingError
+from dcp.server.catalog.lineage import lineage_of
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import audit, events, jobs, statistics, verifications
 from dcp.server.security.principal import Principal
@@ -77,6 +78,29 @@ def test_verify_says_good_and_damaged(runs: KindRuns, tmp_path: Path) -> None:
     kept = runs.all(select(verifications).order_by(verifications.c.id))
     assert [(one.checkpoint_id, one.outcome) for one in kept] == [(good, "good"), (bad, "damaged")]
     assert len(runs.all(select(audit).where(audit.c.action == "checkpoint.verify"))) == 2
+
+
+def test_verify_tells_which_have_the_same_tensors(runs: KindRuns, tmp_path: Path) -> None:
+    """Of formats that keep no digests, too, since all is read: it stays when the root is scanned again, and
+    goes with another content."""
+    step = tmp_path / "main/run/step-1"
+    dcp.save(state(1), storage_writer=dcp.FileSystemWriter(tmp_path / "main/run/step-3", digests=True))
+    dcp.convert(step, tmp_path / "main/export.safetensors", to="safetensors")
+    runs.scan("main")
+    names = ("run/step-1", "run/step-2", "export.safetensors")
+    for name in names:
+        assert runs.row("main", name).content_digest is None
+        result = runs.do("verify", checkpoint_id=runs.id("main", name)).result
+        assert result is not None and result["outcome"] == "good"
+    runs.scan("main")
+    found = [runs.row("main", name).content_digest for name in (*names, "run/step-3")]
+    assert found[0] == found[2] == found[3] != found[1] and found[1] is not None
+    with runs.database.read() as connection:
+        also = lineage_of(connection, runs.id("main", "run/step-1")).also_in
+    assert {node.key for node in also} == {"export.safetensors", "run/step-3"}
+    dcp.save(state(9), checkpoint_id=step, no_dist=True)
+    runs.scan("main")
+    assert runs.row("main", "run/step-1").content_digest is None
 
 
 def test_a_stray_file_is_told_and_is_no_damage(runs: KindRuns, tmp_path: Path) -> None:
