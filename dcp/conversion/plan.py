@@ -119,7 +119,9 @@ def plan_target(
     else:
         members = members_of(source)
         entries, mapped, merged = merge_entries(members, options.arithmetic, maps, **chosen)
-    origin = merged.origin if merged is not None else {}
+    origin = dict(merged.origin) if merged is not None else {}
+    if told := list(dict.fromkeys(one.told for one in maps if one is not None)):
+        origin["map"] = ", ".join(told)
     planned = plan_layout(entries, engine, place, options.layout, save_id, origin=origin)
     planned.layout.check()
     return replace(planned, mapped=mapped, merged=merged)

@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from dcp.storage.formats.opening.sources import complete_index, open_source
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.opening import OpenWith
 
-__all__ = ["MappedIndex", "map_all", "map_index", "map_source", "map_sources"]
+__all__ = ["MappedIndex", "Misfit", "map_all", "map_index", "map_source", "map_sources", "misfits"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +97,38 @@ def map_all(index: CheckpointIndex, weights: WeightMap) -> MappedIndex:
     tensors = [*mapped, *unknown]
     made = _index_of(index, tensors, left)
     return MappedIndex(made, tensors, frozenset(range(len(index.objects))), left)
+
+
+class Misfit(NamedTuple):
+    """A tensor that does not load: "missing", of another "shape" or "dtype", or "unexpected"; what is wanted
+    and what is there."""
+
+    kind: str
+    fqn: str
+    wanted: str
+    found: str
+
+
+def misfits(mapped: MappedIndex, wanted: CheckpointIndex) -> Iterator[Misfit]:
+    """What of the tensors of ``wanted``, a checkpoint of the other definition, a load through the map would
+    not fill, and what it would have no place for."""
+    index = mapped.index
+    for row, fqn in enumerate(wanted.fqns):
+        at, own = index.position.get(fqn), _told(wanted, row)
+        if at is None:
+            yield Misfit("missing", fqn, own, "")
+        elif index.shape(at) != wanted.shape(row):
+            yield Misfit("shape", fqn, own, _told(index, at))
+        elif index.dtype(at) != wanted.dtype(row):
+            yield Misfit("dtype", fqn, own, _told(index, at))
+    for row, fqn in enumerate(index.fqns):
+        if fqn not in wanted.position:
+            yield Misfit("unexpected", fqn, "", _told(index, row))
+
+
+def _told(index: CheckpointIndex, row: int) -> str:
+    shape = "x".join(map(str, index.shape(row))) or "scalar"
+    return f"{index.dtype(row).name} {shape}"
 
 
 def map_sources(held: CheckpointIndex | SaveColumns) -> Iterator[MapSource]:

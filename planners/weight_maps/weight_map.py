@@ -27,6 +27,7 @@ _READY: Final = Path(__file__).parent / "ready"
 _MAX_FILE_BYTES: Final = 4 << 20
 _MAX_RULES: Final = 10_000
 _MAX_LISTED: Final = 10
+_MAX_TOLD: Final = 200
 _MAX_NUMBER: Final = 1 << 62
 _RULE_KEYS: Final = frozenset({"from", "to", "sizes", "padding", "copies", "when"})
 _MAP_KEYS: Final = frozenset({"name", "description", "sizes", "counts", "rules"})
@@ -120,6 +121,11 @@ class WeightMap:
         return replace(self, config={**config, **self.config})
 
     @property
+    def told(self) -> str:
+        """For notes on what was made through it."""
+        return (self.name or "given")[:_MAX_TOLD]
+
+    @property
     def identity(self) -> str:
         """Equal for maps that say the same, in any process."""
         told = {**self.data, "config": dict(self.config), "numbers": dict(self.numbers), "keys": self.keys}
@@ -160,8 +166,12 @@ class WeightMap:
         """Whether a tensor of the source is none of the model, which is below a key."""
         return bool(self.keys[0]) and not name.startswith(f"{self.keys[0]}.")
 
-    def check_way_back(self, sources: Iterable[MapSource], tensors: Iterable[MappedTensor]) -> None:
-        """PlanError where a load of ``tensors`` through `inverse` would not give ``sources``."""
+    def check_way_back(self, sources: Sequence[MapSource], tensors: Iterable[MappedTensor]) -> None:
+        """PlanError where a load of ``tensors`` through `inverse` would not give ``sources``; found out once
+        for the same ones."""
+        structure = hash(tuple(sources))
+        if structure in self._led_back:
+            return
         back = self.inverse
         given = {one.name: (one.name, one.shape, one.dtype_code, one.requires_grad) for one in tensors}
         made = {one.name: one.shape for one in back.apply(given[name] for name in given if back.knows(name))}
@@ -173,6 +183,12 @@ class WeightMap:
                 "the map could not be restored",
                 fqns=lost[:_MAX_LISTED],
             )
+        self._led_back.add(structure)
+
+    @cached_property
+    def _led_back(self) -> set[int]:
+        """What `check_way_back` has found to lead back."""
+        return set()
 
     def apply(
         self, tensors: Iterable[MapSource], *, is_whole: bool = False, is_part: bool = False

@@ -13,6 +13,7 @@ from sqlalchemy import ColumnElement, Connection, literal, null, select, union_a
 
 from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.errors import InvalidQueryError
+from dcp.server.catalog.values import clean_text
 from dcp.server.database.sql import insert_missing
 from dcp.server.database.tables import checkpoints, lineage, roots
 from dcp.server.records.checkpoints import CheckpointDetail
@@ -44,9 +45,11 @@ def add_lineage(
     *,
     kind: LineageKind = "converted_from",
     job_id: int | None = None,
+    map: str | None = None,
     now: float | None = None,
 ) -> None:
-    """``child`` was made of ``parent`` by a job; once, however often it is said. None is its own parent."""
+    """``child`` was made of ``parent`` by a job, through a weight ``map``; once, however often it is said.
+    None is its own parent."""
     if child_id == parent_id:
         raise InvalidQueryError("parent", "a checkpoint does not come from itself")
     row = {
@@ -55,6 +58,7 @@ def add_lineage(
         "kind": kind,
         "job_id": job_id,
         "created_seconds": time.time() if now is None else now,
+        "map": clean_text(map) if map else None,
     }
     insert_missing(connection, lineage, [row])
 
@@ -118,6 +122,7 @@ def _edges(connection: Connection, numbers: Iterable[int], direction: int) -> li
             literal("resumed_from").label("kind"),
             null().label("job_id"),
             child.c.committed_seconds.label("created_seconds"),
+            child.c.provenance["map"].as_string().label("map"),
         )
         .join_from(child, parent, (parent.c.save_id == child.c.resumed_from) & (parent.c.id != child.c.id))
         .where(_end(child.c.id, parent.c.id, direction).in_(sorted(numbers)))
@@ -127,7 +132,7 @@ def _edges(connection: Connection, numbers: Iterable[int], direction: int) -> li
     both = union_all(noted, resumed).subquery()
     query = select(both).order_by(both.c.child_id, both.c.parent_id, both.c.kind).limit(4 * MAX_NODES)
     return [
-        LineageEdge(row.child_id, row.parent_id, row.kind, row.job_id, moment(row.created_seconds))
+        LineageEdge(row.child_id, row.parent_id, row.kind, row.job_id, moment(row.created_seconds), row.map)
         for row in connection.execute(query)
     ]
 

@@ -412,16 +412,18 @@ def will_it_load(
     shapes_job: int | None,
     tensors: Mapping[str, tuple[Sequence[int] | None, str | None]] | None,
     objects: Iterable[str] | None,
+    through: Mapping[str, Any],
 ) -> Call[LoadCheck]:
     path = f"/checkpoints/{checkpoint_id}/will-it-load"
     if tensors is None:
-        return Call("GET", path, one(LoadCheck), params(state_of=state_of, shapes_job=shapes_job))
+        asked = params(state_of=state_of, shapes_job=shapes_job, **through)
+        return Call("GET", path, one(LoadCheck), asked)
     named = [
         {"fqn": fqn, "shape": None if shape is None else list(shape), "dtype": dtype}
         for fqn, (shape, dtype) in tensors.items()
     ]
     body = {"tensors": named, "objects": None if objects is None else list(objects)}
-    return Call("POST", path, one(LoadCheck), body=body, only_reads=True)
+    return Call("POST", path, one(LoadCheck), params(**through), body=body, only_reads=True)
 
 
 def statistics_page(checkpoint_id: int, cursor: str | None) -> Call[tuple[Statistics, str | None]]:

@@ -217,6 +217,7 @@ lineage: Final = Table(
     Column("kind", String(32), primary_key=True),  # a `LineageKind`; what is resumed tells itself
     _ref("job_id", "jobs.id"),
     Column("created_seconds", Float, nullable=False),
+    Column("map", String(256)),  # the weight map that it was made through
     Index(None, "parent_id"),
 )
 

@@ -70,6 +70,7 @@ class LineageEdge:
     kind: Annotated[str, Shown(examples=("converted_from", "merged_from", "resumed_from"))]
     job_id: int | None
     created_at: datetime
+    map: Annotated[str | None, Shown("The weight map that it was made through.")] = None
 
 
 @dataclass(frozen=True, slots=True)

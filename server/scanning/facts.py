@@ -53,6 +53,7 @@ _KEPT_PROVENANCE: Final = (
     "resumed_from",
 )
 _MAX_PHASES: Final = 64
+_MAX_MAP: Final = 256
 
 
 def structure_of(index: CheckpointIndex) -> StructureFacts:
@@ -232,6 +233,8 @@ def _save_id(told: Mapping[str, Any]) -> str | None:
 def _provenance(provenance: Mapping[str, Any]) -> dict[str, Any]:
     """Small facts as they are; of the timings of thousands of ranks the slowest of each phase."""
     kept = {name: provenance[name] for name in _KEPT_PROVENANCE if provenance.get(name) is not None}
+    if isinstance(weights := provenance.get("map"), str):
+        kept["map"] = weights[:_MAX_MAP]
     slowest: dict[str, float] = {}
     ranks = provenance.get("rank_seconds")
     for figures in ranks if isinstance(ranks, list) else ():

@@ -16,6 +16,7 @@ import dcp
 from dcp.inspection.values.difference import diff
 from dcp.inspection.verification import verify
 from dcp.storage.errors import OptionError, PlanError
+from dcp.storage.formats.opening.sources import open_source
 from tests.dcp.test_load_mapped import FUSED, GROUPS, HEAD, WIDTH, apart, assert_equal, fused, numbered
 from tests.support.ranks import RankRaised, run_ranks
 
@@ -48,7 +49,10 @@ def test_it_is_what_a_save_and_a_conversion_are(tmp_path: Path) -> None:
     kinds = {found.kind for found in dcp.prove(state, tmp_path / "fused").findings}
     assert kinds == {"missing", "unexpected", "shape"}
     dcp.save(apart(), checkpoint_id=tmp_path / "plain", no_dist=True)
-    dcp.convert(tmp_path / "plain", tmp_path / "converted", to="dcp", map=FUSED)
+    dcp.convert(tmp_path / "plain", tmp_path / "converted", to="dcp", map={**FUSED, "name": "fuse"})
+    names = {"fused": "given", "apart": "the weight map (inverse)", "plain": None, "converted": "fuse"}
+    told = {name: open_source(str(tmp_path / name)).index.provenance.get("map") for name in names}
+    assert told == names
     assert diff(tmp_path / "fused", tmp_path / "converted").is_empty
 
 
@@ -122,6 +126,12 @@ def save_half_of_the_experts(rank: int, world_size: int, path: str) -> None:
     dcp.save(own, checkpoint_id=path, map=FUSED)
 
 
+def save_with_other_maps(rank: int, world_size: int, path: str) -> None:
+    """Each rank with a map of its own."""
+    weights = {"rules": [{"from": "x", "to": f"x{rank}"}]}
+    dcp.save({"x": torch.ones(2)}, checkpoint_id=path, map=weights)
+
+
 def test_what_cannot_be_is_told_before_anything_is_written(tmp_path: Path) -> None:
     """Names that no rule knows, parts that another rank has, more boxes than anybody wants, other ways to
     save."""
@@ -130,6 +140,9 @@ def test_what_cannot_be_is_told_before_anything_is_written(tmp_path: Path) -> No
     for result in run_ranks(2, save_half_of_the_experts, str(tmp_path / "c"), failures=True):
         assert isinstance(result, RankRaised)
         assert "expert 1 is missing" in result.message or "expert 0 is missing" in result.message
+    for result in run_ranks(2, save_with_other_maps, str(tmp_path / "c"), failures=True):
+        assert isinstance(result, RankRaised)
+        assert "the option 'map' is not the same on all ranks" in result.message
     apart_ = {"rules": [{"from": {"x": "a b", "z": "a d"}, "to": {"y": "(a (b + d))"}}]}
     state = {"x": torch.ones(5000, 1), "z": torch.ones(5000, 1)}
     with pytest.raises(PlanError, match="would be 5000 boxes of 'y'"):

@@ -87,7 +87,15 @@ def large_save_on_a_small_disk(root: Path, before: bool, options: dict[str, Any]
 
 
 @pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize("options", [{}, {"sync_files": False}, {"thread_count": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sync_files": False},
+        {"thread_count": 2},
+        pytest.param({"mapped": True}, id="mapped", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_save_that_does_not_fit_leaves_what_was_there(
     tmp_path: Path, before: bool, options: dict[str, Any]
 ) -> None:

@@ -22,11 +22,13 @@ from tests.support.crashes import Child, in_lab, kill_at_each_step
 from tests.support.versions import (
     ABSENT,
     MIXED,
+    TOGETHER,
     listing,
     save_version,
     seen_by_dcp,
     seen_by_stock,
     stock_save_version,
+    version_apart,
     version_state,
 )
 
@@ -59,8 +61,10 @@ def save(folder: Path, how: str, version: int, large: int, observe: Any = None) 
         arguments["planner"] = ObjectPlanner()
     elif how == "no collectives":
         arguments["use_collectives"] = False
+    elif how == "mapped":
+        arguments["map"] = TOGETHER
     dcp.save(
-        version_state(version, large=large),
+        (version_apart if how == "mapped" else version_state)(version, large=large),
         storage_writer=dcp.FileSystemWriter(folder, **options),
         no_dist=True,
         **arguments,
@@ -116,6 +120,7 @@ SCENARIOS = {
     "over stock": Scenario("plain", by_stock, OLD, OLD),
     "bare over stock": Scenario("bare", by_stock, OLD, OLD, new_stock=ABSENT, least_steps=12),
     "over a killed save": Scenario("plain", half_published, OLD, 4),
+    "overwrite, through a map": Scenario("mapped", ours(), OLD, OLD),
 }
 
 
@@ -187,6 +192,7 @@ COMBINED = (
     "bare over bare",
     "compatible over bare",
     "bare over stock",
+    "overwrite, through a map",
 )
 """What each of them combines, others have; and the commit of one kind over another is interrupted at every
 operation by tests/storage/test_commit_interleavings.py."""

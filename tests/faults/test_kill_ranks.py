@@ -15,11 +15,13 @@ from dcp.storage.stores import PosixStore
 from tests.support.crashes import Ending, Group, in_lab, kill_rank, run_groups
 from tests.support.versions import (
     ABSENT,
+    TOGETHER,
     copy_folder,
     listing,
     save_version,
     seen_by_dcp,
     seen_by_stock,
+    version_apart,
     version_state,
 )
 
@@ -35,8 +37,11 @@ NOBODY = -1
 pytestmark = pytest.mark.timeout(900)
 
 
-def save_together(rank: int, world_size: int, folder: Path, victim: int, observer: int, at: int) -> list[str]:
-    """One save; ``victim`` is killed when ``observer`` is about to take its ``at``-th step. Steps taken."""
+def save_together(
+    rank: int, world_size: int, folder: Path, victim: int, observer: int, at: int, *, mapped: bool = False
+) -> list[str]:
+    """One save; ``victim`` is killed when ``observer`` is about to take its ``at``-th step. Steps taken.
+    ``mapped``: each rank has a half of some tensors, which a weight map puts together."""
     steps: list[str] = []
 
     def observe(op: str, name: str) -> None:
@@ -45,7 +50,9 @@ def save_together(rank: int, world_size: int, folder: Path, victim: int, observe
             kill_rank(victim)
 
     writer = dcp.FileSystemWriter(folder, open_store=partial(PosixStore, observe=observe))
-    dcp.save(version_state(NEW), storage_writer=writer, timeout_seconds=TIMEOUT_SECONDS)
+    state = version_apart(NEW, own=rank) if mapped else version_state(NEW)
+    weights = TOGETHER if mapped else None
+    dcp.save(state, storage_writer=writer, map=weights, timeout_seconds=TIMEOUT_SECONDS)
     return steps
 
 
@@ -65,13 +72,14 @@ class Loss:
     next_listing: dict[str, int]
 
 
-def every_loss(root: Path, old: int | str, at_once: int) -> list[Loss]:
+def every_loss(root: Path, old: int | str, mapped: bool, at_once: int) -> list[Loss]:
     """For each (victim, observer): kill at the observer's first step, its second, and so on."""
+    save = partial(save_together, mapped=mapped)
     before = root / "before"
     if old != ABSENT:
         save_version(before, OLD)
     copy_folder(before, root / "count")
-    ((first, second),) = run_groups([Group(2, save_together, (root / "count", NOBODY, NOBODY, 0))])
+    ((first, second),) = run_groups([Group(2, save, (root / "count", NOBODY, NOBODY, 0))])
     cases = [
         (victim, observer, number, step)
         for victim, observer in ((0, 0), (1, 1), (1, 0), (0, 1))
@@ -81,7 +89,7 @@ def every_loss(root: Path, old: int | str, at_once: int) -> list[Loss]:
     for folder in folders:
         copy_folder(before, folder)
     groups = [
-        Group(2, save_together, (folder, victim, observer, number))
+        Group(2, save, (folder, victim, observer, number))
         for folder, (victim, observer, number, _) in zip(folders, cases, strict=True)
     ]
     losses = []
@@ -97,7 +105,11 @@ def every_loss(root: Path, old: int | str, at_once: int) -> list[Loss]:
     return losses
 
 
-LOST = [pytest.param(ABSENT, id="first", marks=pytest.mark.exhaustive), pytest.param(OLD, id="overwrite")]
+LOST = [
+    pytest.param((ABSENT, False), id="first", marks=pytest.mark.exhaustive),
+    pytest.param((OLD, False), id="overwrite"),
+    pytest.param((OLD, True), id="mapped", marks=pytest.mark.exhaustive),
+]
 
 
 @pytest.fixture(scope="module", params=LOST)
@@ -106,7 +118,8 @@ def lost(
 ) -> Iterator[tuple[int | str, list[Loss]]]:
     """What was there before, and every loss of a rank in the save over it."""
     root = tmp_path_factory.mktemp("lost")
-    yield request.param, in_lab(every_loss, root, request.param, 12, timeout_seconds=800)
+    old, mapped = request.param
+    yield old, in_lab(every_loss, root, old, mapped, 12, timeout_seconds=800)
 
 
 def test_a_killed_rank_leaves_the_old_or_the_new_checkpoint(lost: tuple[int | str, list[Loss]]) -> None:

@@ -23,6 +23,7 @@ from tests.support.values import leaves, raw
 __all__ = [
     "ABSENT",
     "MIXED",
+    "TOGETHER",
     "copy_folder",
     "is_version",
     "listing",
@@ -30,6 +31,7 @@ __all__ = [
     "seen_by_dcp",
     "seen_by_stock",
     "stock_save_version",
+    "version_apart",
     "version_of",
     "version_state",
 ]
@@ -83,12 +85,33 @@ def version_of(state: dict[str, Any], *, large: int = 0) -> int | str:
     return step if step in range(1, VERSIONS) and is_version(state, step, large=large) else MIXED
 
 
-def save_version(folder: Path, version: int, *, large: int = 0, **options: Any) -> None:
-    """`dcp.save` of one version by this process alone."""
+TOGETHER: dict[str, Any] = {
+    "rules": [
+        {"from": {"model.w.{part}": "width row"}, "to": {"model.w": "(part row) width"}},
+        {"from": {"large.{part}": "row"}, "to": {"large": "(part row)"}},
+        {"from": "{name:*}", "to": "{name:*}"},
+    ],
+    "sizes": {"part": 2},
+}
+"""A weight map that makes a version of `version_apart`."""
+
+
+def version_apart(version: int, *, large: int = 0, own: int | None = None) -> dict[str, Any]:
+    """A version with some tensors in halves, one of them transposed; of these, one rank's ``own``."""
+    state = version_state(version, large=large)
+    halves = {"w": state["model"].pop("w").chunk(2), "large": state.pop("large", torch.empty(0)).chunk(2)}
+    kept = range(2) if own is None else [own]
+    state["model"]["w"] = {str(part): halves["w"][part].T.contiguous() for part in kept}
+    return state | ({"large": {str(part): halves["large"][part] for part in kept}} if large else {})
+
+
+def save_version(folder: Path, version: int, *, large: int = 0, mapped: bool = False, **options: Any) -> None:
+    """`dcp.save` of one version by this process alone; ``mapped``: in halves, through a weight map."""
     dcp.save(
-        version_state(version, large=large),
+        version_apart(version, large=large) if mapped else version_state(version, large=large),
         storage_writer=dcp.FileSystemWriter(folder, **options),
         no_dist=True,
+        map=TOGETHER if mapped else None,
     )
 
 

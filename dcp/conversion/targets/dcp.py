@@ -62,7 +62,8 @@ def lay_out(job: LayoutJob) -> Planned:
         "save_id": job.save_id,
         "time": time.time(),
         "dcphub_version": __version__,
-        **(job.origin or {"converted_from": origin}),
+        **({} if "merged_from" in job.origin else {"converted_from": origin}),
+        **job.origin,
     }
     structure = entries.structure()
     if structure is not None:

@@ -329,11 +329,16 @@ class Client(Administration):
         shapes_job: int | None = None,
         tensors: Mapping[str, tuple[Sequence[int] | None, str | None]] | None = None,
         objects: Iterable[str] | None = None,
+        map: str | None = None,
+        inverse: bool = False,
+        below: str | None = None,
     ) -> LoadCheck:
         """Whether it fills a state, as far as names, shapes and dtypes tell, and the ``rename=`` that mends
         it: that of the checkpoint ``state_of``, the model that a job "shapes" has made of a config.json, or
-        ``tensors``, shapes and dtypes by name (None is not compared) with the names of other values."""
-        call = calls.will_it_load(checkpoint_id, state_of, shapes_job, tensors, objects)
+        ``tensors``, shapes and dtypes by name (None is not compared) with the names of other values. Through
+        the ready weight map ``map``, as `dcp.weight_map` has it."""
+        through = {"map": map, "inverse": inverse or None, "below": below}
+        call = calls.will_it_load(checkpoint_id, state_of, shapes_job, tensors, objects, through)
         return self._send(call)
 
     def statistics(self, checkpoint_id: int) -> Statistics:

@@ -25,8 +25,11 @@ _LISTED: Final = 500
 _FATAL: Final = ("missing", "shape", "kind")
 
 
-def check_load(checkpoint_id: int, index: CheckpointIndex, state: StateNames, place: str) -> LoadCheck:
-    """Whether the checkpoint with this index, which is at ``place``, fills the state."""
+def check_load(
+    checkpoint_id: int, index: CheckpointIndex, state: StateNames, place: str, through: str | None = None
+) -> LoadCheck:
+    """Whether the checkpoint with this index, which is at ``place``, fills the state. ``through``: the index
+    is behind a map, which this argument of `dcp.load` means."""
     plain = _findings(index, state, lambda name: name)
     rules, hint = _mending(index, state) if plain.counts["missing"] else ({}, None)
     renamed = None
@@ -41,7 +44,7 @@ def check_load(checkpoint_id: int, index: CheckpointIndex, state: StateNames, pl
         rules,
         renamed,
         hint,
-        _code(answer, renamed or plain, rules, place),
+        _code(renamed or plain, rules, place, through),
     )
 
 
@@ -122,8 +125,8 @@ def _answer(plain: LoadFindings, renamed: LoadFindings | None) -> LoadAnswer:
 # -- lines of Python -----------------------------------------------------------------------------------------
 
 
-def _code(answer: LoadAnswer, left: LoadFindings, rename: Mapping[str, str], place: str) -> str:
-    options = [f"checkpoint_id={place!r}"]
+def _code(left: LoadFindings, rename: Mapping[str, str], place: str, through: str | None) -> str:
+    options = [f"checkpoint_id={place!r}", *([through] if through else [])]
     if rename:
         options.append("rename={" + ", ".join(f"{_raw(a)}: {_raw(b)}" for a, b in rename.items()) + "}")
     if left.counts["dtype"]:

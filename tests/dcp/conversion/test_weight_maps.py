@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 from pathlib import Path
@@ -17,6 +18,7 @@ import dcp
 from dcp.cli.app import app
 from dcp.conversion.copying import tasks
 from dcp.storage.errors import CorruptCheckpointError, PlanError
+from dcp.storage.formats.opening.sources import open_source
 
 State = dict[str, torch.Tensor]
 
@@ -154,10 +156,32 @@ def test_the_command_line(model: Path, tmp_path: Path) -> None:
     assert "no rule knows" in wrong.stdout
     there = run("convert", str(model), str(tmp_path / "titan"), "--to", "dcp", "--map", "llama:hf-to-titan")
     assert there.exit_code == 0, there.output
+    assert open_source(str(tmp_path / "titan")).index.provenance["map"] == "llama:hf-to-titan"
     options = ["--map", "llama:hf-to-titan", "--inverse", "--config", str(model), "--set", "two=2"]
     back = run("convert", str(tmp_path / "titan"), str(tmp_path / "back"), "--to", "safetensors", *options)
     assert back.exit_code == 0, back.output
     assert equal(of_folder(model), of_folder(tmp_path / "back"))
+
+
+def test_whether_it_would_load(model: Path, tmp_path: Path) -> None:
+    """Beside a checkpoint of the other definition: what is missing, left over, or of another shape."""
+    dcp.convert(model, tmp_path / "titan", to="dcp", map="llama:hf-to-titan")
+    fine = run("map", "check", "llama:hf-to-titan", str(model), "--into", str(tmp_path / "titan"))
+    assert fine.exit_code == 0, fine.output
+    state = dcp.read(tmp_path / "titan")
+    state["norm.weight"] = torch.ones(3)
+    state["more.weight"] = state.pop("lm_head.weight")
+    dcp.save(state, checkpoint_id=tmp_path / "other", no_dist=True)
+    told = run("map", "check", "llama:hf-to-titan", str(model), "--into", str(tmp_path / "other"), "--json")
+    assert told.exit_code == 1, told.output
+    found = {(one["kind"], one["fqn"]) for one in json.loads(told.stdout)}
+    assert found == {
+        ("missing", "more.weight"),
+        ("unexpected", "lm_head.weight"),
+        ("shape", "norm.weight"),
+    }
+    table = run("map", "check", "llama:hf-to-titan", str(model), "--into", str(tmp_path / "other")).stdout
+    assert f"{len(state) - 2} of {len(state)} tensors fit" in table
 
 
 def test_a_model_below_a_key_of_a_training_state(model: Path, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ def add(database: Database, root: str, key: str, **facts: Any) -> int:
             save_id=facts.get("save_id"),
             resumed_from=facts.get("resumed_from"),
             content_digest=facts.get("content_digest"),
+            provenance=facts.get("provenance"),
             bytes=facts.get("bytes", 0),
             state="committed" if facts.get("whole", 1) else "incomplete",
         )
@@ -81,12 +82,14 @@ def test_runs_are_listed_in_every_order(catalog: Database) -> None:
 
 def test_lineage_shows_ancestors_and_descendants(catalog: Database) -> None:
     """Base -> fine -> {safetensors, bf16}, and another branch of the base that is no relative of these."""
-    fine = add(catalog, "main", "run/b", save_id="fine", resumed_from="base")  # known before what it is of
+    through = {"map": "back"}
+    # known before what it is of
+    fine = add(catalog, "main", "run/b", save_id="fine", resumed_from="base", provenance=through)
     base, st, bf16 = (add(catalog, "main", f"run/{n}", save_id={"a": "base"}.get(n)) for n in "acd")
     add(catalog, "main", "run/e", save_id="other", resumed_from="base")
     with catalog.write() as connection:
         add_lineage(connection, st, fine)
-        add_lineage(connection, bf16, fine)
+        add_lineage(connection, bf16, fine, map="there\0")
         add_lineage(connection, st, fine)  # again, by a retry
         found = lineage_of(connection, fine)
         assert [(node.id, node.distance) for node in found.nodes] == [
@@ -95,11 +98,11 @@ def test_lineage_shows_ancestors_and_descendants(catalog: Database) -> None:
             (st, 1),
             (bf16, 1),
         ]
-        edges = [(edge.child_id, edge.parent_id, edge.kind) for edge in found.edges]
+        edges = [(edge.child_id, edge.parent_id, edge.kind, edge.map) for edge in found.edges]
         assert sorted(edges) == [
-            (fine, base, "resumed_from"),
-            (st, fine, "converted_from"),
-            (bf16, fine, "converted_from"),
+            (fine, base, "resumed_from", "back"),
+            (st, fine, "converted_from", None),
+            (bf16, fine, "converted_from", "there\\x00"),
         ]
         assert not found.is_cut
         with pytest.raises(InvalidQueryError):

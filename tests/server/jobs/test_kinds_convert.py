@@ -487,6 +487,9 @@ def test_through_a_weight_map(runs: KindRuns, tmp_path: Path) -> None:
     told = runs.all(select(audit.c.detail).where(audit.c.action == "checkpoint.convert"))
     assert [one.detail["map"] for one in told] == ["turn"]
     there = runs.id("export", "there")
+    with runs.database.read() as connection:
+        (edge,) = lineage_of(connection, there).edges
+    assert (edge.kind, edge.map) == ("converted_from", "turn")
     back = runs.do("convert", checkpoint_id=there, target_key="back", sizes={"two": 2}, inverse=True, **given)
     assert back.state == "succeeded" and back.result is not None, back.error
     assert back.result["map"] == "turn (inverse)"

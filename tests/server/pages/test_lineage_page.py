@@ -105,7 +105,7 @@ def test_a_family_is_shown(app: App) -> None:
     )
 
     def act(connection: Connection) -> None:
-        add_lineage(connection, export, mine)
+        add_lineage(connection, export, mine, map=f"there{HOSTILE[1]}")
         add_lineage(connection, hidden, mine)
 
     app.service.database.transact(act)
@@ -116,6 +116,7 @@ def test_a_family_is_shown(app: App) -> None:
     page = browser.page(path)
     assert {f"/checkpoints/{one}/lineage" for one in (base, export)} <= set(page.links)
     assert "resumed from step-1" in page.text and "converted from step-2" in page.text
+    assert f"through the map there{HOSTILE[1]}" in page.text
     assert "secret" not in page.text and "other" not in page.text
     assert sum(name == "foreignobject" for name, _ in page.elements) == 3
     (twin,) = [given["href"] for _, given in page.elements if given.get("class") == "twin"]

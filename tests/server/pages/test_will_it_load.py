@@ -106,6 +106,56 @@ def test_a_state_that_fits_under_other_names(app: App, tmp_path: Path) -> None:
     assert torch.equal(target.state_dict()["0.weight"], stored["0.weight"])
 
 
+def test_through_a_weight_map(app: App, tmp_path: Path) -> None:
+    """Names and shapes are those behind it; what is missing then is named, and the lines of Python load."""
+    name = "model.layers.0.mlp.experts.{}.gate_proj.weight"
+    experts = {name.format(n): torch.full((3, 2), n + 1.0) for n in (0, 1)}
+    stored = {"model": {"model.norm.weight": torch.ones(4), **experts}, "step": 1}
+    dcp.save(stored, checkpoint_id=tmp_path / "main/hf/step-1", no_dist=True)
+    dcp.save({name.format(1): torch.ones(3, 2)}, checkpoint_id=tmp_path / "main/hf/step-2", no_dist=True)
+    Scanner(app.service.database, app.service.roots).scan("main")
+    stacked = "layers.0.moe.routed_experts.inner_experts.w1_EFD"
+    state = {"norm.weight": [4], stacked: [2, 3, 2], "lm_head.weight": [5, 4]}
+    path = f"/checkpoints/{number(app, 'hf/step-1')}/will-it-load"
+    browser = Browser(app.client())
+    (form,) = [form for form in browser.page(path).forms if form.action == path and form.method == "post"]
+    chosen = {"map": "qwen3:hf-to-titan", "below": "model"}
+    page = PageText(browser.submit(form, text=json.dumps(state), **chosen).text)
+    assert faults_of(page) == []
+    assert "2 of 3 names fit behind the map qwen3:hf-to-titan" in page.text
+    assert "lm_head.weight" in page.text.partition("Missing 1")[2]
+    del state["lm_head.weight"]
+    body = {"tensors": [{"fqn": name, "shape": shape} for name, shape in state.items()]}
+    answer = app.base.post(f"/api/v1{path}", params=chosen, json=body).json()
+    assert answer["answer"] == "yes"
+    assert "map=dcp.weight_map('qwen3:hf-to-titan', below='model')" in answer["code"]
+    target = torch.nn.ParameterDict({"norm": torch.zeros(4)})
+    found = {name: torch.zeros(shape) for name, shape in state.items()}
+    target.state_dict = lambda: found  # type: ignore[method-assign, assignment]
+    target.load_state_dict = lambda _: None  # type: ignore[method-assign, assignment]
+    exec(answer["code"], {"model": target})
+    assert torch.equal(found[stacked], torch.stack([*experts.values()]))
+    for wrong, told in (
+        ({"map": "qwen3:hf-to-titn"}, "is no ready map"),
+        ({"below": "model"}, "there is none"),
+    ):
+        problem = app.base.post(f"/api/v1{path}", params=wrong, json=body)
+        assert (problem.status_code, told in problem.json()["detail"]) == (422, True), problem.text
+        refused = browser.submit(form, text=json.dumps(state), **wrong)
+        assert refused.status_code == 422
+    at = app.base.get(f"/api/v1{path}", params={"state_of": path.split("/")[2], **chosen}).json()
+    assert {one["fqn"] for one in at["plain"]["problems"] if one["kind"] == "missing"} == {
+        "model.model.norm.weight",
+        *(f"model.{one}" for one in experts),
+    }
+    other = number(app, "hf/step-2")
+    problem = app.base.get(f"/api/v1/checkpoints/{other}/will-it-load?state_of=1&map=qwen3:hf-to-titan")
+    assert problem.status_code == 422 and "expert 0 is missing" in problem.json()["detail"]
+    refused = browser.get(f"/checkpoints/{other}/will-it-load?state_of=1&map=qwen3:hf-to-titan")
+    assert refused.status_code == 422 and "expert 0 is missing" in PageText(refused.text).text
+    assert browser.get(f"{path}?state_of=1&map=&below=").status_code == 200
+
+
 def test_what_does_not_fit_is_listed(app: App) -> None:
     """Missing, unexpected, of another shape and dtype: each with both sides; no answer promises too much."""
     given = shapes(

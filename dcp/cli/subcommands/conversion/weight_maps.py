@@ -21,6 +21,7 @@ from dcp.cli.subcommands.conversion.options import Exclude, Only
 from dcp.cli.tables import Top, counted, print_rest, print_table, top_of
 
 if TYPE_CHECKING:
+    from dcp.planners.weight_maps.mapped_index import Misfit
     from dcp.planners.weight_maps.pieces import MappedTensor
     from dcp.planners.weight_maps.weight_map import WeightMap
 
@@ -42,6 +43,13 @@ Config = Annotated[
 Sizes = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=NUMBER", help="A size, such as num_attention_heads=32."),
+]
+
+Into = Annotated[
+    str | None,
+    typer.Option(
+        "--into", metavar="CHECKPOINT", help="One of the other definition: what of it would be missing?"
+    ),
 ]
 
 _Map = Annotated[str, typer.Argument(metavar="MAP", help="A name of `dcp map ls`, or a TOML or JSON file.")]
@@ -93,29 +101,37 @@ def check(
     sizes: Sizes = None,
     only: Only = None,
     exclude: Exclude = None,
+    into: Into = None,
     top: Top = None,
     options: Options = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Say what a map would make of a checkpoint; nothing is read of its tensors. Exits with 1 if it does not
-    fit."""
+    fit, or would not load."""
     with errors_as_lines(debug=debug):
-        from dcp.planners.weight_maps.mapped_index import map_source
+        from dcp.planners.weight_maps.mapped_index import map_source, misfits
         from dcp.storage.errors import PlanError
+        from dcp.storage.formats.opening.sources import open_source
+        from dcp.storage.stores.opening import OpenWith
 
         found = map_of(weights, config, sizes, inverse=inverse, below=below)
         try:
-            tensors = map_source(
+            mapped = map_source(
                 uri,
                 found,
                 only=only or None,
                 exclude=exclude or None,
                 storage_options=storage_options(uri, options),
-            ).tensors
+            )
         except PlanError as error:
             print(printable(str(error)))
             raise typer.Exit(EXIT_FINDINGS) from None
+        if into is not None:
+            there = open_source(into, open_store=OpenWith(storage_options(into, options)))
+            _print_misfits([*misfits(mapped, there.index)], len(there.index.fqns), top, json=json)
+            return
+    tensors = mapped.tensors
     if json:
         print_json([_row(tensor) for tensor in tensors])
         return
@@ -124,6 +140,20 @@ def check(
     rows: list[Sequence[str]] = [*map(_told, tensors)]
     print_table(("tensor", "shape", "made of"), top_of(rows, top))
     print_rest(rows, top, "tensors")
+
+
+def _print_misfits(found: Sequence[Misfit], wanted: int, top: int | None, *, json: bool) -> None:
+    """Exits with 1 where a load would fail."""
+    if json:
+        print_json([one._asdict() for one in found])
+    else:
+        lacking = sum(one.kind != "unexpected" for one in found)
+        print(f"{wanted - lacking} of {counted(wanted, 'tensor')} fit")
+        rows: list[Sequence[str]] = [*found]
+        print_table(("what", "tensor", "wanted", "found"), top_of(rows, top))
+        print_rest(rows, top, "tensors")
+    if any(one.kind in ("missing", "shape") for one in found):
+        raise typer.Exit(EXIT_FINDINGS)
 
 
 def _row(tensor: MappedTensor) -> dict[str, Any]:

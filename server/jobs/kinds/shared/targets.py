@@ -42,7 +42,9 @@ def record_target(
     without_structure = (checkpoints.c.id == target) & checkpoints.c.structure_id.is_(None)
     connection.execute(update(checkpoints).where(without_structure).values(fingerprint=None))
     for source_id in steps:
-        add_lineage(connection, target, source_id, kind=lineage, job_id=job.id, now=now)
+        add_lineage(
+            connection, target, source_id, kind=lineage, job_id=job.id, map=result.get("map"), now=now
+        )
     several = {"sources": list(source_ids)} if len(source_ids) > 1 else {}
     detail = {"root": root, "key": key, "from": source_ids[0], **several, "job": job.id}
     if result.get("map"):

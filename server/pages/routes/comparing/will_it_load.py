@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from typing import Annotated, Any, Final
+from urllib.parse import urlencode
 
 from fastapi import Query, Request, Response
 from fastapi.responses import RedirectResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from dcp.planners.weight_maps.weight_map import ready_maps
 from dcp.server.catalog.details import keys_of
 from dcp.server.data.access import DataDep
+from dcp.server.data.fitting.maps import MapChoice
 from dcp.server.http.dependencies import Author, Caller, Db, ServiceDep, requires
 from dcp.server.http.idempotent_transaction import IdempotentDep
 from dcp.server.inputs import MAX_ID
@@ -44,7 +47,15 @@ class FitView(BaseModel):
 
     state_of: _Number | None = None
     shapes_job: _Number | None = None
+    map: Annotated[str, Field(max_length=256)] | None = None
+    inverse: bool = False
+    below: Annotated[str, Field(max_length=1024)] | None = None
     done: Annotated[str, Field(max_length=32)] | None = None
+
+    @property
+    def through(self) -> MapChoice:
+        """A form sends what is left empty, too."""
+        return MapChoice(self.map or None, self.inverse, self.below or None)
 
 
 @router.get(_PATH, dependencies=READ)
@@ -64,9 +75,12 @@ def will_it_load_page(
         if job.kind != "shapes":
             raise NotFoundError(f"job {job.id} tells of no state")
     if view.state_of is not None or (job is not None and job.state == "succeeded"):
-        check = api.check_load_of(
-            checkpoint_id, data, database, service, caller, view.state_of, view.shapes_job
-        )
+        try:
+            check = api.check_load_of(
+                checkpoint_id, data, database, service, caller, view.through, view.state_of, view.shapes_job
+            )
+        except UnprocessableError as problem:
+            return _page(request, checkpoint_id, view, database, caller, None, job=job, fault=problem)
     query = request.url.query
     twin = f"/api/v1{request.url.path}?{query}" if check else f"/api/v1/checkpoints/{checkpoint_id}"
     return _page(request, checkpoint_id, view, database, caller, check, job=job, twin=twin)
@@ -88,15 +102,18 @@ def will_it_load_form(
     from dcp.server.data.fitting.states import document_of_text, is_config  # only here: they import numpy
 
     text = form.text("text")
-    view = FitView()
+    view = FitView(map=form.optional("map"), inverse=form.is_checked("inverse"), below=form.optional("below"))
     try:
+        view.through.check()
         document = document_of_text(text)
         if is_config(document):
             job = submit_kind(
                 "shapes", _params(checkpoint_id, document), service, author, transact, Response()
             )
-            return RedirectResponse(f"{request.url.path}?shapes_job={job.id}", 303)
-        check = api.check_document(checkpoint_id, document, data, service, caller)
+            chosen = view.model_dump(include={"map", "inverse", "below"}, exclude_defaults=True)
+            query = urlencode({"shapes_job": job.id, **chosen})
+            return RedirectResponse(f"{request.url.path}?{query}", 303)
+        check = api.check_document(checkpoint_id, document, data, service, caller, view.through)
     except UnprocessableError as problem:
         return _page(request, checkpoint_id, view, database, caller, None, text=text, fault=problem)
     return _page(request, checkpoint_id, view, database, caller, check, text=text)
@@ -129,6 +146,7 @@ def _page(
         **{"job": None, "text": "", "twin": f"/api/v1/checkpoints/{checkpoint_id}", **others},
         found=found,
         view=view,
+        maps=list(ready_maps()),
         check=check,
         findings=findings,
         state_name=None if view.state_of is None else _name(view.state_of, database, caller),
