@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,11 +130,8 @@ def test_through_a_weight_map(app: App, tmp_path: Path) -> None:
     answer = app.base.post(f"/api/v1{path}", params=chosen, json=body).json()
     assert answer["answer"] == "yes"
     assert "map=dcp.weight_map('qwen3:hf-to-titan', below='model')" in answer["code"]
-    target = torch.nn.ParameterDict({"norm": torch.zeros(4)})
     found = {name: torch.zeros(shape) for name, shape in state.items()}
-    target.state_dict = lambda: found  # type: ignore[method-assign, assignment]
-    target.load_state_dict = lambda _: None  # type: ignore[method-assign, assignment]
-    exec(answer["code"], {"model": target})
+    exec(answer["code"], {"model": SimpleNamespace(state_dict=lambda: found, load_state_dict=dict)})
     assert torch.equal(found[stacked], torch.stack([*experts.values()]))
     for wrong, told in (
         ({"map": "qwen3:hf-to-titn"}, "is no ready map"),
