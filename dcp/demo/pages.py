@@ -11,13 +11,13 @@ from dcp.demo.jobs import DemoError
 from dcp.demo.narration import Narrator
 from dcp.server.records.checkpoints import Checkpoint
 
-__all__ = ["Page", "PagesAct"]
+__all__ = ["PagesAct", "ServedPage"]
 
 _BEGIN_FACTS: Final = frozenset({"dt", "h2"})
 _END_FACTS: Final = frozenset({"dl", "section", "aside", "main"})
 
 
-class Page(HTMLParser):
+class ServedPage(HTMLParser):
     """The facts of a page by what they are called, the names of its tables' rows, and all of its text."""
 
     def __init__(self, html: str) -> None:
@@ -109,11 +109,11 @@ class PagesAct:
         is_told = {"released", "exports"} <= made_of
         self._check("the export is shown with what it was made of", is_told, f"{origin}")
 
-    def _page(self, http: httpx.Client, path: str) -> Page:
+    def _page(self, http: httpx.Client, path: str) -> ServedPage:
         answer = http.get(path)
         if answer.status_code != 200 or not answer.headers["content-type"].startswith("text/html"):
             raise DemoError(f"the page {path} was answered with {answer.status_code}")
-        return Page(answer.text)
+        return ServedPage(answer.text)
 
     def _note(self, path: str, said: str) -> None:
         self._seen.append((path, said))

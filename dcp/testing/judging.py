@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from dcp.testing.live_state import LiveTensor
-from dcp.testing.report import FindingKind, StateFinding
+from dcp.testing.report import StateFinding, StateFindingKind
 from dcp.testing.values import Identity, bits_of, bits_per_value, coded_bits, gram_width, write_bits
 
 __all__ = ["SavedState", "SavedTensor", "judge"]
@@ -27,7 +27,7 @@ _TELLING_BITS: Final = 7
 """So many more than places have to be told apart, lest chance be taken for a find."""
 
 _MAX_RUNS: Final = 8
-_MOMENTS: Final[dict[str, tuple[FindingKind, str]]] = {
+_MOMENTS: Final[dict[str, tuple[StateFindingKind, str]]] = {
     "before": ("lost", "what it was before the load"),
     "earlier": ("stale", "an earlier save's"),
     "later": ("stale", "what came after the save"),
@@ -109,7 +109,7 @@ class _Explanation:
         write_bits(values, self._expected)
         return bits_of(values.to(smaller).to(self._dtype))
 
-    def _if_equal(self, kind: FindingKind, bits: Any, found: str) -> Iterator[dict[str, Any]]:
+    def _if_equal(self, kind: StateFindingKind, bits: Any, found: str) -> Iterator[dict[str, Any]]:
         """Unless that so many are equal is what chance gives."""
         same = self._left & ~_by_element(self._bits != bits, self._dtype)
         by_chance = 2.0 ** -bits_per_value(self._dtype) * self._left.sum()
@@ -138,7 +138,7 @@ class _Explanation:
             self._wanted.part,
             self._wanted.rank,
         )
-        kind: FindingKind = "mixed up"
+        kind: StateFindingKind = "mixed up"
         if is_itself:
             there = np.isin(come_from, self._live.index[self._right])
             kind = "doubled" if there.any() or len(np.unique(come_from)) < len(come_from) else "shuffled"
@@ -153,7 +153,7 @@ class _Explanation:
             "from_places": places,
         }
 
-    def _told(self, kind: FindingKind, mask: Mask, found: str) -> dict[str, Any]:
+    def _told(self, kind: StateFindingKind, mask: Mask, found: str) -> dict[str, Any]:
         places = _places(self._live.index[mask], self._live.shape)
         return {"kind": kind, "count": int(mask.sum()), "places": places, "found": found}
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
-__all__ = ["FindingKind", "Report", "StateFinding", "Trial"]
+__all__ = ["Report", "StateFinding", "StateFindingKind", "Trial"]
 
-FindingKind = Literal[
+StateFindingKind = Literal[
     "lost",
     "stale",
     "shuffled",
@@ -21,7 +21,7 @@ FindingKind = Literal[
     "failed",
 ]
 
-_MEANINGS: Final[dict[FindingKind, str]] = {
+_MEANINGS: Final[dict[StateFindingKind, str]] = {
     "lost": "not in the checkpoint, or not read: as it was before the load, zero, or not there",
     "stale": "of another moment: an earlier save, or the training that went on behind the save",
     "shuffled": "other elements of the same tensor, each once",
@@ -45,7 +45,7 @@ class StateFinding:
     rank's own) and ``from_places`` say where they belong.
     """
 
-    kind: FindingKind
+    kind: StateFindingKind
     rank: int | None
     part: str = ""
     name: str = ""

@@ -15,10 +15,10 @@ from dcp.storage.engine.write import DataFile
 from dcp.storage.errors import PlanError
 from dcp.storage.tensors import byte_pieces, dtype_code
 
-__all__ = ["StoredChunk", "write_items"]
+__all__ = ["WrittenItem", "write_items"]
 
 
-class StoredChunk(NamedTuple):
+class WrittenItem(NamedTuple):
     """Where one written item is: the ``storage_data`` of its WriteResult, plain enough for any collective."""
 
     file: str
@@ -74,7 +74,7 @@ def _write_item(file: DataFile, planner: SavePlanner, item: WriteItem) -> WriteR
                 fqn=item.index.fqn,
             )
         offset, length, crc = file.blob(data.getvalue())
-        place = StoredChunk(file.name, offset, length, offset, length, (crc,), 0)
+        place = WrittenItem(file.name, offset, length, offset, length, (crc,), 0)
         return WriteResult(item.index, length, place)
     return _write_tensor(file, item, data)
 
@@ -95,7 +95,7 @@ def _write_tensor(file: DataFile, item: WriteItem, data: object) -> WriteResult:
     code = dtype_code(tensor.dtype, fqn=fqn)
     row = file.tensor(code, sizes, tensor.nbytes, byte_pieces(tensor))
     rows = file.rows
-    place = StoredChunk(
+    place = WrittenItem(
         file.name,
         rows.record_offsets[row],
         rows.record_lengths[row],
