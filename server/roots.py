@@ -212,8 +212,17 @@ class StorageRoot:
         return self._local_store(url)
 
     def folder_opener(self, key: str) -> OpenStore:
-        """Opens the folders directly below `store` of ``key`` by their URLs, as that itself would be."""
-        return lambda url: self.store(f"{key}/{os.fspath(url).rstrip('/').rpartition('/')[2]}")
+        """Opens the folders directly below `store` of ``key`` by their URLs, as that itself would be. Raises
+        CheckpointFormatError for one whose name no key has."""
+
+        def opened(url: str | os.PathLike[str]) -> Store:
+            below = f"{key}/{os.fspath(url).rstrip('/').rpartition('/')[2]}"
+            fault = fault_of_key(below)
+            if fault is not None:
+                raise CheckpointFormatError(f"{below!r} cannot be opened: {fault}")
+            return self.store(below)
+
+        return opened
 
     def _local_store(self, folder: str) -> PosixStore:
         return PosixStore(folder, links_within=os.path.realpath(self.path or ""))

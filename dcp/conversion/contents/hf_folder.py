@@ -160,7 +160,10 @@ def _below(parent: ParentFolder, also: Sequence[str]) -> Iterator[_Beside]:
         is_link = parent.local_path is not None and (parent.local_path / name).is_symlink()
         if name.startswith((".", "__")) or is_link:
             continue
-        store = parent.store(name)
+        try:
+            store = parent.store(name)
+        except CheckpointFormatError:
+            continue  # called as nothing that is served
         yield from _wanted(store, name, store.list() if listing is None else listing, also)
 
 

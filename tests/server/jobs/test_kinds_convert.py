@@ -524,6 +524,8 @@ def test_a_whole_folder_of_hugging_face(runs: KindRuns, tmp_path: Path) -> None:
     below.mkdir()
     (below / "tools.jinja").write_text("tools")
     (template / "linked").symlink_to("/etc")
+    (template / "~odd").mkdir()
+    (template / "~odd" / "tokenizer.json").write_text("x")
     job = runs.do("convert", target_key="code", hf_key="models/first", hf_also=["*.py"], **given)
     assert job.state == "succeeded", job.error
     made = tmp_path / "export" / "code"
