@@ -98,7 +98,7 @@ class ManagerOptions:
         by_clock = self.every_seconds and "given"  # by the clock of rank 0
         alike = {name: getattr(self, name) for name in _ALIKE}
         alike |= {"every_seconds": by_clock, "grace_seconds": self.grace_seconds is not None}
-        return alike if self.weights_map is None else alike | {"map": self.weights_map.identity}
+        return alike if self.weights_map is None else alike | {"map": self.weights_map.mark}
 
     @property
     def weights_map(self) -> WeightMap | None:

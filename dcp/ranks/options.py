@@ -74,7 +74,7 @@ def of_load(
 
 def of_map(weights: WeightMap | None) -> dict[str, Any]:
     """The map that a rank was given, in few characters."""
-    return {} if weights is None else {"map": f"{weights.name or 'given'} {weights.identity[:12]}"}
+    return {} if weights is None else {"map": weights.mark}
 
 
 def _values(target: object, names: tuple[str, ...]) -> dict[str, Any]:

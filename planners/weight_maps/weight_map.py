@@ -132,6 +132,11 @@ class WeightMap:
         return hashlib.sha256(json.dumps(told, sort_keys=True, default=repr).encode()).hexdigest()
 
     @property
+    def mark(self) -> str:
+        """By which ranks compare maps, and people tell them apart."""
+        return f"{self.told} {self.identity[:12]}"
+
+    @property
     def data(self) -> dict[str, Any]:
         """What `from_data` takes, of rules and sizes."""
         rules = [rule.data for rule in self.rules]

@@ -15,7 +15,7 @@ import dcp
 from dcp.manager.saving.executor import Mode
 from dcp.storage.errors import PlanError
 from tests.dcp.test_load_mapped import FUSED, apart, assert_equal, fused
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankRaised, run_ranks
 
 WEIGHTS = dcp.weight_map(FUSED, below="model", vocab=13, hidden=24)
 
@@ -80,6 +80,23 @@ def test_steps_are_under_the_other_definition(tmp_path: Path, mode: Mode) -> Non
         assert found["optim"].keys() == {"state"}
         assert torch.equal(found["optim"]["state"]["0.q.weight"]["exp_avg"], apart()["0.q.weight"] + 1)
     assert "model" not in found
+
+
+def manage_by_other_maps(rank: int, world_size: int, root: str, first: int) -> None:
+    """Each rank from the ``first`` with one of its own."""
+    weights = {"rules": [{"from": "x", "to": f"x{rank}"}], "name": f"of rank {rank}"}
+    dcp.CheckpointManager(root, map=weights if rank >= first else None)
+
+
+@pytest.mark.exhaustive
+def test_ranks_with_other_maps_are_told_at_once(tmp_path: Path) -> None:
+    """When the manager is made, with both of their names."""
+    for first in (0, 1):
+        for result in run_ranks(2, manage_by_other_maps, str(tmp_path), first, failures=True):
+            assert isinstance(result, RankRaised)
+            assert "the option 'map' is not the same on all ranks" in result.message
+            assert "of rank 1" in result.message
+            assert ("of rank 0" in result.message) == (first == 0)
 
 
 def test_a_map_that_does_not_lead_back_is_refused_by_the_save(tmp_path: Path) -> None:
