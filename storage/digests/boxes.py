@@ -24,8 +24,8 @@ from dcp.storage.geometry.strides import c_strides
 
 __all__ = ["BoxDigest", "LogicalRuns", "OrderedSum", "RunDigest", "blocks_of", "logical_runs"]
 
-_STEP_BYTES: Final = 256 << 10
-"""Of a long run this much at a time: AES-GCM keeps the interpreter's lock, which other writers wait for."""
+_STEP_BYTES: Final = 1 << 20
+"""Of a long run this much at a time: what was read from memory once is still in the cache behind it."""
 
 _STEP_POWER: Final = power(KEY, _STEP_BYTES // BLOCK_BYTES)
 

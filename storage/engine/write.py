@@ -35,9 +35,6 @@ _JOINED_BLOBS = 256
 _PIECE_BYTES = 1 << 20
 """Bytes handed on at a time: the checksum reads them from memory, the copy behind it from the cache."""
 
-_DIGESTED_PIECE_BYTES = 256 << 10
-"""The same where a digest is between the two: of more it has to read some from memory once more."""
-
 
 def data_file_name(rank: int, number: int, save_id: str) -> str:
     """Unique name of a data file: nothing that a committed checkpoint refers to is ever written again."""
@@ -243,12 +240,11 @@ class DataFile:
     ) -> tuple[list[int], int]:
         """Write ``pieces``; the CRC of each block, and the bytes in all."""
         crcs: list[int] = []
-        limit = _PIECE_BYTES if digest is None else _DIGESTED_PIECE_BYTES
         crc = in_block = total = 0
         for piece in pieces:
             size, position = len(piece), 0
             while position < size:
-                step = min(size - position, limit, BLOCK_BYTES - in_block)
+                step = min(size - position, _PIECE_BYTES, BLOCK_BYTES - in_block)
                 part = memoryview(piece)[position : position + step]
                 crc = crc32(part, crc)
                 if digest is not None:
