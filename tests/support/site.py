@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,6 +33,8 @@ class Site:
         self.browser = browser
         self.api = api
         self.state: Any = None
+        self._kept: Window | None = None
+        self._windows = ExitStack()
 
     def sign_in(self) -> None:
         """By the form, as everybody does it."""
@@ -48,6 +50,28 @@ class Site:
         """One that is signed in."""
         return window(self.browser, self.service.url, width, colours, self.state)
 
+    @contextmanager
+    def kept_window(self) -> Iterator[Window]:
+        """One that is signed in, for one test after the other: a new one costs a second. All but its history
+        is as of a new one; after a test that fails it is one."""
+        seen, self._kept = self._kept or self._windows.enter_context(self.window()), None
+        page = seen.page
+        page.context.clear_cookies()
+        page.context.add_cookies(self.state["cookies"])
+        yield seen
+        page.unroute_all()
+        page.goto("about:blank")
+        storage = {"origin": self.service.url, "storageTypes": "local_storage"}
+        page.context.new_cdp_session(page).send("Storage.clearDataForOrigin", storage)
+        page.set_viewport_size({"width": 1024, "height": 800})
+        page.emulate_media(color_scheme="light")
+        seen.faults.clear()
+        self._kept = seen
+
+    def close(self) -> None:
+        """Close what is kept."""
+        self._windows.close()
+
 
 @contextmanager
 def running_site(folder: Path, runs: Path, checkpoints: int) -> Iterator[Site]:
@@ -57,9 +81,9 @@ def running_site(folder: Path, runs: Path, checkpoints: int) -> Iterator[Site]:
     with running_chromium() as browser, service, service.client(key) as client:
         api = CatalogApi(client)
         wait_until(lambda: len(api.checkpoints()) == checkpoints, "the scan finds them")
-        made = Site(service, key, browser, api)
-        made.sign_in()
-        yield made
+        with closing(Site(service, key, browser, api)) as made:
+            made.sign_in()
+            yield made
 
 
 def resized(seen: Window, width: int, colours: Any) -> None:

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import dcp
 from dcp.conversion.copying import sums, tasks
 from dcp.storage.errors import CheckpointFormatError, PlanError, UnsupportedFormatError
 from tests.dcp.conversion.test_merge import names_in, same
 
+# Elsewhere in the tests that need them: each worker collects this file, and one has to run it.
+if TYPE_CHECKING:
+    from transformers import GPT2LMHeadModel, LlamaForCausalLM
+
 
 def llama() -> LlamaForCausalLM:
     """Two layers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=48,
@@ -36,12 +40,16 @@ def llama() -> LlamaForCausalLM:
 
 def gpt2() -> GPT2LMHeadModel:
     """With `Conv1D`, of which one is square."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     torch.manual_seed(0)
     return GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=41, n_positions=16))
 
 
 def save_adapter(model: Any, folder: Path, seed: int = 1, **config: Any) -> None:
     """An adapter that was trained: neither of its factors is 0."""
+    from peft import LoraConfig, get_peft_model
+
     wrapped = get_peft_model(model, LoraConfig(**config))
     torch.manual_seed(seed)
     for name, value in wrapped.named_parameters():
@@ -70,6 +78,8 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", _CONFIGS)
 def test_as_peft_merges_it(tmp_path: Path, case: str) -> None:
     """All weights, targeted or not, and the model's outputs."""
+    from peft import PeftModel
+
     make, config = _CONFIGS[case]
     make().save_pretrained(tmp_path / "base")
     save_adapter(make(), tmp_path / "adapter", **config)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 import dcp
@@ -26,6 +25,11 @@ State = dict[str, torch.Tensor]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Llama as transformers writes it."""
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+    )  # here: every worker collects this file, one runs it
+
     folder = tmp_path_factory.mktemp("llama")
     config = LlamaConfig(
         hidden_size=48,

@@ -86,7 +86,7 @@ RARE: Final = (
 
 def test_pages_at_three_widths_in_both_colours(site: Site) -> None:
     """No scrolling aside, no error, no request elsewhere; nothing serious for those who do not see them."""
-    with site.window() as seen:
+    with site.kept_window() as seen:
         for number, path in enumerate(PATHS):
             seen.open(path)
             if number % 3 == 0:  # takes as long as all else; each page is looked through below
@@ -112,7 +112,7 @@ def test_pages_loaded_at_all_widths_and_colours(site: Site, width: int, colours:
 
 def test_looking_around(site: Site) -> None:
     """Search by keys as one types, a chart from its table, a filter in the address, the way back, a copy."""
-    with site.window() as seen:
+    with site.kept_window() as seen:
         page = seen.page
         seen.open("/")
         page.keyboard.press("/")
@@ -156,7 +156,7 @@ def test_looking_around(site: Site) -> None:
 
 def test_a_search_that_a_newer_one_replaces_is_no_error(site: Site) -> None:
     """While the first waits, more is typed: its hits come, and the console is silent."""
-    with site.window() as seen:
+    with site.kept_window() as seen:
         page = seen.page
         page.route(re.compile(r"/search\?q=l$"), lambda route: None)  # is never let go on
         seen.open("/")
@@ -171,7 +171,7 @@ def test_a_search_that_a_newer_one_replaces_is_no_error(site: Site) -> None:
 
 def test_the_values_of_a_tensor(site: Site) -> None:
     """From the list to its picture, closer by dragging; what a job finds comes by itself."""
-    with site.window() as seen:
+    with site.kept_window() as seen:
         page = seen.page
         seen.open("/checkpoints/3?glob=layers_1.weight")
         page.locator("#entries tbody a").click()
@@ -210,7 +210,7 @@ def test_the_values_of_a_tensor(site: Site) -> None:
 
 def test_comparing(site: Site) -> None:
     """Two that are ticked, by values as their job ends; a run's drift, under the pointer."""
-    with site.window() as seen:
+    with site.kept_window() as seen:
         page = seen.page
         seen.open("/runs/1")
         page.get_by_label("Compare 100").check()
@@ -237,7 +237,7 @@ def test_comparing(site: Site) -> None:
 
 def test_working_on_a_checkpoint(site: Site) -> None:
     """Converted, with progress that comes by itself; what it made is tagged; deleted and restored."""
-    with site.window() as seen:
+    with site.kept_window() as seen:
         page = seen.page
         seen.open("/checkpoints/2")
         page.get_by_text("Convert…").click()
@@ -366,7 +366,7 @@ def test_tabs_that_nobody_looks_at_leave_connections_to_others(site: Site) -> No
 
 def test_a_key_from_its_making_to_its_end(site: Site) -> None:
     """It is copied from the page that shows it, is gone from there with the next look, and is revoked."""
-    with site.window() as seen:
+    with site.kept_window() as seen:
         page = seen.page
         seen.open("/keys")
         page.get_by_label("Name").fill("robot")
@@ -388,7 +388,7 @@ def test_a_key_from_its_making_to_its_end(site: Site) -> None:
 def test_signing_out(site: Site) -> None:
     """Ends the session, also for the page behind the back button."""
     site.sign_in()
-    with site.window() as seen:
+    with site.kept_window() as seen:
         page = seen.page
         seen.open("/roots")
         page.locator("details.menu summary").click()
@@ -402,7 +402,7 @@ def test_signing_out(site: Site) -> None:
 
 def test_looking_around_in_the_map_of_shards(site: Site) -> None:
     """By keys, buttons and wheel; the part is in the address, and the way back leads back."""
-    with site.window() as seen:
+    with site.kept_window() as seen:
         page = seen.page
         seen.open("/checkpoints/1/shards")
         cell = page.locator("#cell")
