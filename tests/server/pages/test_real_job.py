@@ -55,8 +55,9 @@ def convert(page: Page, seen: Window, number: int, target: str) -> None:
     """By the form of the checkpoint's page; then one is on the page of the job."""
     seen.open(f"/checkpoints/{number}")
     page.get_by_text("Convert…").click()
-    page.get_by_label("As", exact=True).fill(target)
-    page.get_by_label("leave out values").check()
+    form = page.locator("form[action$='/convert']")
+    form.get_by_label("As", exact=True).fill(target)
+    form.get_by_label("leave out values").check()
     page.get_by_role("button", name="Convert").click()
     page.wait_for_url("**/jobs/*")
 
