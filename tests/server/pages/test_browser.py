@@ -368,7 +368,7 @@ def test_tabs_that_nobody_looks_at_leave_connections_to_others(site: Site) -> No
 
 def test_a_key_from_its_making_to_its_end(site: Site) -> None:
     """It is copied from the page that shows it, is gone from there with the next look, and is revoked."""
-    with site.kept_window() as seen:
+    with site.window() as seen:  # the browser ends at a page of its own
         page = seen.page
         seen.open("/keys")
         page.get_by_label("Name").fill("robot")
