@@ -20,8 +20,9 @@ from dcp.inspection.payload_checks import PayloadChecks
 from dcp.inspection.streamed_sums import StreamedSums
 from dcp.inspection.values.digests import CheckpointDigests, check_digests, digests
 from dcp.inspection.values.tensor_reading import TensorReader
+from dcp.planners.load.selection import Patterns
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, NOTES_NAME
-from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError
+from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, OptionError
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.opening.folder import MAX_TORCH_METADATA_BYTES
@@ -43,6 +44,7 @@ def verify(
     checkpoint_id: str | os.PathLike[str],
     *,
     against: str | os.PathLike[str] | None = None,
+    only: Patterns | None = None,
     threads: int | None = None,
     progress: ReportBytes | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -55,6 +57,8 @@ def verify(
             folder.
         against: Another one, of any format and sharding, that is to have the same tensors: digests of this
             one's bytes are compared with that one's.
+        only: Shell globs on the names of ``against``: what they match, and everything below, is to be here,
+            as the weights of a training state. None is all of it.
         threads: None is as many as the store likes, on a disk 2; each takes up to 8 MiB of memory.
         progress: A function that gets the bytes done and those in all.
         storage_options: Of the file system of a URL, as for `dcp.save`; for both, unless
@@ -66,15 +70,18 @@ def verify(
 
     Raises:
         CheckpointNotFoundError: Nothing is committed there.
+        PlanError: ``only`` selects nothing, or there is nothing to compare with.
         StorageError: The store as a whole cannot be read.
     """
+    if only is not None and against is None:
+        raise OptionError("only is about against, which is missing")
     opener = OpenWith(storage_options)
     with near_places_told(checkpoint_id, opener):
         place = locate(checkpoint_id, open_store=opener)
         if against is None:
             return verify_place(place, threads=threads, progress=progress)
         options = storage_options if options_of_against is None else options_of_against
-        other = partial(digests, against, storage_options=options)
+        other = partial(digests, against, only=only, storage_options=options)
         return verify_place(place, threads=threads, progress=progress, against=other)
 
 

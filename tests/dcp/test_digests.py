@@ -313,6 +313,12 @@ def test_conversions_keep_digests_of_what_they_do_not_change(tmp_path: Path) -> 
     lacking = run.invoke(app, ["verify", str(tmp_path / "two"), "--against", str(tmp_path / "one"), "--json"])
     kinds = {(found["kind"], found["fqn"]) for found in json.loads(lacking.stdout)[0]["findings"]}
     assert lacking.exit_code == 1 and kinds == {("digest", "a"), ("digest", "x"), ("digest", "c")}
+    dcp.convert(tmp_path / "one", tmp_path / "y.safetensors", to="safetensors", only=["a", "b"])
+    part = ["verify", str(tmp_path / "y.safetensors"), "--against", str(tmp_path / "one")]
+    assert run.invoke(app, part).exit_code == 1
+    assert run.invoke(app, [*part, "--only", "a", "--only", "b"]).exit_code == 0
+    assert run.invoke(app, [*part, "--only", "a"]).exit_code == 1
+    assert run.invoke(app, ["verify", str(tmp_path / "one"), "--only", "a"]).exit_code > 1
 
 
 def test_digests_of_another_number_than_tensors_are_refused(tmp_path: Path) -> None:

@@ -35,6 +35,12 @@ def command(
         str | None,
         typer.Option("--against", metavar="URI", help="One that is to have the same tensors, in any format."),
     ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only", metavar="GLOB", help="Of the one to compare with, as 'model.*'; again for more."
+        ),
+    ] = None,
     options: Options = None,
     json: Json = False,
     debug: Debug = False,
@@ -42,7 +48,7 @@ def command(
     """Read every byte of checkpoints and compare with their checksums. Exits with 1 if anything is wrong.
 
     A file that the checkpoint does not refer to is a note, and nothing wrong: `dcp gc` removes what is left
-    of killed saves. --against reads them once more for digests, which that one's manifest may have.
+    of killed saves. --against compares digests, too; where that one's manifest has none its tensors are read.
     """
     reports = []
     failed = False
@@ -62,6 +68,7 @@ def command(
                     verify(
                         uri,
                         against=against,
+                        only=only or None,
                         progress=progress,
                         storage_options=given,
                         options_of_against=of_against or {},
