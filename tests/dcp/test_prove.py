@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 import dcp
 from dcp.errors import PlanError
@@ -45,6 +44,8 @@ class Training:
     """A model on a mesh, its optimizer, a data loader and a generator of each rank, after some steps."""
 
     def __init__(self, rank: int, world: int, how: str, seed: int) -> None:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
         torch.manual_seed(seed)
         self.model = Model()
         if how == "2d":

@@ -7,12 +7,12 @@ import json
 import os
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors import safe_open
 
 import dcp
@@ -36,8 +36,10 @@ def _names(folder: Path) -> set[str]:
 
 
 def _model(seed: int = 0) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM  # seconds of each process that collects tests
+
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
+    config = LlamaConfig(
         hidden_size=16,
         intermediate_size=24,
         num_hidden_layers=2,
@@ -45,7 +47,7 @@ def _model(seed: int = 0) -> Any:
         num_key_value_heads=2,
         vocab_size=len(_WORDS),
     )
-    model: Any = transformers.LlamaForCausalLM(config)
+    model: Any = LlamaForCausalLM(config)
     return model.eval()
 
 
@@ -53,13 +55,20 @@ def _tokenizer() -> Any:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
 
     tokens = Tokenizer(WordLevel({word: number for number, word in enumerate(_WORDS)}, unk_token="<unk>"))
     tokens.pre_tokenizer = Whitespace()
-    make: Any = transformers.PreTrainedTokenizerFast
+    make: Any = PreTrainedTokenizerFast
     made = make(tokenizer_object=tokens, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
     made.chat_template = "{% for message in messages %}user : {{ message['content'] }}{% endfor %}"
     return made
+
+
+def _loaded(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder)
 
 
 def _logits(model: Any) -> torch.Tensor:
@@ -110,11 +119,13 @@ def test_a_model_is_what_was_trained(
 ) -> None:
     """`from_pretrained` of the folder: each tensor, the outputs, the tokenizer and its chat template, the
     settings of generation; in one file, and in shards with an index."""
+    from transformers import AutoTokenizer
+
     convert(checkpoint, tmp_path / "hf", **_OF_MODEL, hf=template, shard_bytes=shard_bytes)
-    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    found = _loaded(tmp_path / "hf")
     _assert_same_model(found, _model(seed=2))
     assert found.generation_config.max_new_tokens == 5
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert tokenizer(_TEXT)["input_ids"] == [_WORDS.index(word) for word in _TEXT.split()]
     chat = [{"role": "user", "content": _TEXT}]
     assert tokenizer.apply_chat_template(chat, tokenize=False) == f"user : {_TEXT}"
@@ -139,7 +150,7 @@ def test_through_a_map_and_back(template: Path, tmp_path: Path) -> None:
         *("--inverse", "--hf", template, "--executor", "inline"),
     )
     assert shown.status == 0, shown.err
-    _assert_same_model(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), trained)
+    _assert_same_model(_loaded(tmp_path / "hf"), trained)
 
 
 def _adapted(base: Any) -> Any:
@@ -193,7 +204,7 @@ def test_an_adapter_merged_into_its_base(template: Path, tmp_path: Path) -> None
         *("--executor", "inline"),
     )
     assert shown.status == 0, shown.err
-    found = transformers.AutoModelForCausalLM.from_pretrained(made)
+    found = _loaded(made)
     torch.testing.assert_close(_logits(found), _logits(model.merge_and_unload()))
     assert _names(made) == {"model.safetensors", *(HF_NAMES & _names(template))}
 
@@ -216,7 +227,7 @@ def test_the_configuration_says_the_dtype_of_the_weights(
 ) -> None:
     """Otherwise `from_pretrained` would make the model in the template's."""
     convert(checkpoint, tmp_path / "hf", **_OF_MODEL, hf=template, dtype="bfloat16")
-    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    found = _loaded(tmp_path / "hf")
     _assert_same_model(found, _model(seed=2).bfloat16())
     before = json.loads((template / "config.json").read_text())
     after = json.loads((tmp_path / "hf" / "config.json").read_text())
@@ -488,7 +499,7 @@ def test_what_stood_in_the_folder_before(template: Path, checkpoint: Path, tmp_p
     (target / "README.md").write_text("mine")
     (target / "vocab.txt").write_text("of another tokenizer")
     convert(checkpoint, target, **_OF_MODEL, hf=template, overwrite=True)
-    _assert_same_model(transformers.AutoModelForCausalLM.from_pretrained(target), _model(seed=2))
+    _assert_same_model(_loaded(target), _model(seed=2))
     assert (target / "README.md").read_text() == "mine"
     assert not {"adapter_config.json", "adapter_model.safetensors", "vocab.txt"} & _names(target)
     assert (target / "config.json").read_bytes() == (template / "config.json").read_bytes()
@@ -566,7 +577,7 @@ def test_a_model_of_the_hub(template: Path, checkpoint: Path, tmp_path: Path) ->
     arguments += ["--rename", r"^model\.=>", "--hf", "somebody/small", "--executor", "inline"]
     done = run_program("-m", "dcp", *map(str, arguments), env=environment)
     assert done.returncode == 0, done.stderr
-    _assert_same_model(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), _model(seed=2))
+    _assert_same_model(_loaded(tmp_path / "hf"), _model(seed=2))
     arguments[arguments.index("somebody/small")] = "somebody/large"
     arguments[2] = tmp_path / "other"
     done = run_program("-m", "dcp", *map(str, arguments), env=environment)
@@ -583,7 +594,9 @@ def test_without_the_hub_s_library(checkpoint: Path, tmp_path: Path, monkeypatch
 
 def test_all_files_that_transformers_tokenizers_have_are_known() -> None:
     """The names that its tokenizers say their vocabularies have."""
-    models = Path(transformers.__file__).parent / "models"
+    package = find_spec("transformers")
+    assert package is not None and package.origin is not None
+    models = Path(package.origin).parent / "models"
     found: set[str] = set()
     for path in models.glob("*/tokenization_*.py"):
         for node in ast.parse(path.read_text()).body:

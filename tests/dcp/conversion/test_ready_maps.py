@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 
 import dcp
@@ -86,6 +85,8 @@ def outputs_of(model: Any) -> torch.Tensor:
 )
 def test_a_model_is_what_it_was(tmp_path: Path, model: str, name: str) -> None:
     """Through the map and its inverse: each tensor bit for bit, and what `from_pretrained` makes of them."""
+    import transformers  # seconds of each process that collects tests
+
     family, sizes = _MODELS[model]
     config = getattr(transformers, f"{family}Config")(**sizes)
     torch.manual_seed(0)

@@ -8,20 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import save_file
-from transformers.core_model_loading import (
-    Chunk,
-    Concatenate,
-    ConversionOps,
-    Interleave,
-    MergeModulelist,
-    PermuteForRope,
-    Split,
-    Transpose,
-    WeightConverter,
-    WeightRenaming,
-)
 
 import dcp
 from dcp.storage.errors import OptionError, PlanError
@@ -51,6 +38,8 @@ _SIZES: dict[str, Any] = {
 def test_a_checkpoint_becomes_the_model(tmp_path: Path, family: str, sizes: dict[str, Any]) -> None:
     """Loaded through its map it is what `from_pretrained` makes of it, and what is saved through the inverse
     is the checkpoint."""
+    import transformers
+
     config = getattr(transformers, f"{family}Config")(**_SIZES, **sizes)
     torch.manual_seed(0)
     build: Any = transformers.AutoModelForCausalLM.from_config
@@ -70,17 +59,21 @@ def test_a_checkpoint_becomes_the_model(tmp_path: Path, family: str, sizes: dict
     assert all(torch.equal(back[name], tensor) for name, tensor in stored.items())
 
 
-_OPERATIONS: list[tuple[list[str], list[str], list[ConversionOps]]] = [
-    (["q", "k"], ["qk"], [Concatenate(dim=1)]),
-    (["w"], ["a", "b"], [Chunk(dim=0)]),
-    (["w"], ["t"], [Transpose(0, 1)]),
-    (["w"], ["t"], [Interleave(dim=1)]),
-    (["w"], ["t"], [Interleave(dim=0, inverse=True)]),
-    (["w"], ["t"], [PermuteForRope()]),
-    (["w"], ["t"], [PermuteForRope(inverse=True)]),
-    (["q", "k"], ["qk"], [PermuteForRope(permute_layer_names=["q"]), Concatenate(dim=0)]),
-    (["experts.*.q"], ["qs"], [MergeModulelist(dim=1)]),
-    (["experts.*.q", "experts.*.k"], ["qks"], [MergeModulelist(), Concatenate(dim=2)]),
+Operation = tuple[str, dict[str, Any]]
+"""The name of one of transformers' own, and with what it is made: to import them takes each process that
+collects tests seconds."""
+
+_OPERATIONS: list[tuple[list[str], list[str], list[Operation]]] = [
+    (["q", "k"], ["qk"], [("Concatenate", {"dim": 1})]),
+    (["w"], ["a", "b"], [("Chunk", {"dim": 0})]),
+    (["w"], ["t"], [("Transpose", {"dim0": 0, "dim1": 1})]),
+    (["w"], ["t"], [("Interleave", {"dim": 1})]),
+    (["w"], ["t"], [("Interleave", {"dim": 0, "inverse": True})]),
+    (["w"], ["t"], [("PermuteForRope", {})]),
+    (["w"], ["t"], [("PermuteForRope", {"inverse": True})]),
+    (["q", "k"], ["qk"], [("PermuteForRope", {"permute_layer_names": ["q"]}), ("Concatenate", {"dim": 0})]),
+    (["experts.*.q"], ["qs"], [("MergeModulelist", {"dim": 1})]),
+    (["experts.*.q", "experts.*.k"], ["qks"], [("MergeModulelist", {}), ("Concatenate", {"dim": 2})]),
 ]
 _USUAL = {1, 7, 9}
 
@@ -93,9 +86,11 @@ _USUAL = {1, 7, 9}
     ],
 )
 def test_each_operation_is_what_transformers_does(
-    tmp_path: Path, sources: list[str], targets: list[str], operations: list[ConversionOps]
+    tmp_path: Path, sources: list[str], targets: list[str], operations: list[Operation]
 ) -> None:
     """Of tensors of two layers, whose names have something before and behind."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
     heads = 2
     state: dict[str, torch.Tensor] = {}
     for layer in range(2):
@@ -107,7 +102,8 @@ def test_each_operation_is_what_transformers_does(
     (tmp_path / "config.json").write_text(f'{{"num_attention_heads": {heads}}}')
     patterns = [rf"{source}.weight" for source in sources]
     made = [f"{target}.weight" for target in targets]
-    converter = WeightConverter(patterns, made, operations)
+    theirs = made_of(operations)
+    converter = WeightConverter(patterns, made, theirs)
     renaming = WeightRenaming(r"^model\.", "")
     weights = dcp.transformers_map(tmp_path / "in.safetensors", [renaming, converter])
     assert len(weights.rules) == 1
@@ -119,7 +115,7 @@ def test_each_operation_is_what_transformers_does(
             names = [f"model.layers.{layer}.{source.replace('*', str(item))}.weight" for item in range(3)]
             tensors = [state[name] for name in names if name in state]
             parts[pattern] = tensors if "*" in source else tensors[:1]
-        for operation in operations:
+        for operation in theirs:
             parts = operation.convert(
                 parts,
                 source_patterns=patterns,
@@ -132,31 +128,38 @@ def test_each_operation_is_what_transformers_does(
     assert not found
 
 
-class Unheard(ConversionOps):
-    """Of somebody else's."""
+def made_of(operations: list[Operation]) -> list[Any]:
+    """Those of transformers, and one of somebody else's."""
+    from transformers import core_model_loading as theirs
 
-    def convert(self, input_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        """As it is."""
-        return input_dict
+    class Unheard(theirs.ConversionOps):
+        def convert(self, input_dict: Any, *args: Any, **kwargs: Any) -> Any:
+            return input_dict
+
+    return [getattr(theirs, name, Unheard)(**options) for name, options in operations]
 
 
 @pytest.mark.parametrize(
     ("operations", "targets", "told"),
     [
-        ([Unheard()], ["t"], "w -> t: Unheard"),
-        ([Split(dim=0)], ["a", "b"], "w -> a, b: Split"),
-        ([Chunk(dim=0)], ["a", "b", "c"], "not equal"),
-        ([Interleave(), Chunk(dim=0)], ["a", "b"], "divided twice"),
-        ([Transpose(0, 1, check_dims=True)], ["t"], "depends on the model"),
+        ([("Unheard", {})], ["t"], "w -> t: Unheard"),
+        ([("Split", {"dim": 0})], ["a", "b"], "w -> a, b: Split"),
+        ([("Chunk", {"dim": 0})], ["a", "b", "c"], "not equal"),
+        ([("Interleave", {}), ("Chunk", {"dim": 0})], ["a", "b"], "divided twice"),
+        ([("Transpose", {"dim0": 0, "dim1": 1, "check_dims": True})], ["t"], "depends on the model"),
     ],
 )
 def test_what_a_map_cannot_say_is_named(
-    tmp_path: Path, operations: list[ConversionOps], targets: list[str], told: str
+    tmp_path: Path, operations: list[Operation], targets: list[str], told: str
 ) -> None:
     """All of it, before anything is read."""
+    from transformers.core_model_loading import WeightConverter
+
     save_file({"w": torch.ones(8, 4)}, tmp_path / "in.safetensors")
     with pytest.raises(PlanError, match="no map can say") as caught:
-        dcp.transformers_map(tmp_path / "in.safetensors", [WeightConverter(["w"], targets, operations)])
+        dcp.transformers_map(
+            tmp_path / "in.safetensors", [WeightConverter(["w"], targets, made_of(operations))]
+        )
     assert told in str(caught.value)
 
 

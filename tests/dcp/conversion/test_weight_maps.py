@@ -24,27 +24,23 @@ State = dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama as transformers writes it."""
-    from transformers import (
-        LlamaConfig,
-        LlamaForCausalLM,
-    )  # here: every worker collects this file, one runs it
-
+    """A small Llama with the names and the configuration that transformers writes; test_ready_maps has its
+    own."""
     folder = tmp_path_factory.mktemp("llama")
-    config = LlamaConfig(
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=37,
-        head_dim=16,
-        tie_word_embeddings=False,
-    )
+    shapes = {"model.embed_tokens": (37, 48), "model.norm": (48,), "lm_head": (37, 48)}
+    for layer in ("model.layers.0", "model.layers.1"):
+        shapes |= {f"{layer}.self_attn.{name}_proj": (32, 48) for name in "kv"}
+        shapes |= {f"{layer}.self_attn.q_proj": (64, 48), f"{layer}.self_attn.o_proj": (48, 64)}
+        shapes |= {f"{layer}.mlp.{name}_proj": (80, 48) for name in ("gate", "up")}
+        shapes |= {f"{layer}.mlp.down_proj": (48, 80)}
+        shapes |= {f"{layer}.{name}_layernorm": (48,) for name in ("input", "post_attention")}
     torch.manual_seed(0)
-    made = LlamaForCausalLM(config)
-    made.bfloat16()
-    made.save_pretrained(folder)
+    state = {f"{name}.weight": torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {"model_type": "llama", "hidden_size": 48, "num_hidden_layers": 2, "head_dim": 16}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 80, "vocab_size": 37}
+    config |= {"tie_word_embeddings": False, "dtype": "bfloat16", "architectures": ["LlamaForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
