@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 import dcp
 from dcp.storage.errors import PlanError
@@ -132,6 +131,8 @@ def save_by_transformers_map(rank: int, world_size: int, source: str, path: str)
 @pytest.mark.exhaustive
 def test_a_mixtral_of_transformers(tmp_path: Path) -> None:
     """Its files' experts on two ranks become the stacked and fused ones of its model."""
+    import transformers  # seconds of each process that collects tests
+
     config: Any = transformers.MixtralConfig(
         hidden_size=32,
         intermediate_size=48,

@@ -65,10 +65,10 @@ def _tokenizer() -> Any:
     return made
 
 
-def _loaded(folder: Path) -> Any:
+def _loaded(folder: Path, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
 def _logits(model: Any) -> torch.Tensor:
@@ -400,7 +400,7 @@ def test_a_model_with_code_of_its_own(
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = _with_code(tmp_path / "template", template)
     convert(checkpoint, tmp_path / "hf", **_OF_MODEL, hf=folder, hf_also=["*.py"], shard_bytes=4000)
-    made: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True)
+    made = _loaded(tmp_path / "hf", trust_remote_code=True)
     assert type(made).__name__ == "OwnModel"
     assert torch.equal(_logits(made.eval()), 3 * _logits(_model(seed=2)))
     convert(checkpoint, tmp_path / "plain", **_OF_MODEL, hf=folder)
@@ -410,9 +410,11 @@ def test_a_model_with_code_of_its_own(
 def test_a_processor_of_several_parts(template: Path, checkpoint: Path, tmp_path: Path) -> None:
     """A feature extractor, further chat templates, and tokenizers in folders of their own: what
     `from_pretrained` makes of each is as of the template."""
+    import transformers
+
+    library: Any = transformers
     folder = tmp_path / "template"
     shutil.copytree(template, folder)
-    library: Any = transformers
     tokenizer = _tokenizer()
     tokenizer.chat_template = {"default": "plain", "tool_use": "tools"}
     tokenizer.save_pretrained(folder)
