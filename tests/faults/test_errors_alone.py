@@ -105,10 +105,16 @@ def attempts(root: Path, before: str, fault: Callable[[int], Fault]) -> list[tup
 @pytest.mark.parametrize(
     ("before", "kind"),
     [
-        *((before, kind) for before in ("first", "overwrite") for kind in ERRORS),
+        *(("first", kind) for kind in ERRORS),
+        *(("overwrite", kind) for kind in ("disk full", "interrupt")),
+        ("over stock", "input/output error"),
         *(
-            pytest.param("over stock", kind, marks=() if number == 0 else pytest.mark.exhaustive)
-            for number, kind in enumerate(ERRORS)
+            pytest.param("overwrite", kind, marks=pytest.mark.exhaustive)
+            for kind in ("input/output error", "a bug of the store")
+        ),
+        *(
+            pytest.param("over stock", kind, marks=pytest.mark.exhaustive)
+            for kind in ("disk full", "a bug of the store", "interrupt")
         ),
     ],
 )

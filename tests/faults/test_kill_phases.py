@@ -121,6 +121,14 @@ SAVES: list[Case] = [
     *[(phase, 0, True) for phase in ("prepare", "create_global_plan", "publish")],
     *[(phase, 2, True) for phase in ("create_local_plan", "finish_plan", "resolve_data")],
 ]
+SOME_SAVES: list[Case] = [
+    *[("state_dict", 1, False), ("set_up_planner", 2, False), ("write", 0, False), ("write", 1, False)],
+    *[(phase, 0, False) for phase in ("prepare", "lock", "publish")],
+    *[(phase, 1, False) for phase in ("finish", "sync")],
+    *[("create_global_plan", 0, True), ("create_local_plan", 2, True), ("resolve_data", 2, True)],
+]
+"""Each phase once, but for what `SAVES` has of victims and of the other protocol."""
+
 LOADS: list[Case] = [
     *[(phase, victim, False) for phase in ("state_dict", "set_up_planner", "read") for victim in (0, 2)],
     ("index", 0, False),
@@ -160,10 +168,15 @@ def check(case: Case, endings: list[Ending]) -> None:
         assert ending.seconds < SURVIVAL_SECONDS, text
 
 
-def test_a_rank_killed_in_any_phase_of_a_save_is_named_by_the_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "cases", [SOME_SAVES, pytest.param(SAVES, marks=pytest.mark.exhaustive)], ids=["some", "all"]
+)
+def test_a_rank_killed_in_any_phase_of_a_save_is_named_by_the_others(
+    tmp_path: Path, cases: list[Case]
+) -> None:
     """Both survivors name it; the old checkpoint stands; the next save commits and cleans up."""
-    rows = in_lab(run_phases, tmp_path, False, timeout_seconds=800)
-    for case, (endings, (seen, files), after) in zip(SAVES, rows, strict=True):
+    rows = in_lab(run_phases, tmp_path, cases, False, timeout_seconds=800)
+    for case, (endings, (seen, files), after) in zip(cases, rows, strict=True):
         check(case, endings)
         assert seen == OLD, case
         if case[1] != 0:
@@ -174,16 +187,16 @@ def test_a_rank_killed_in_any_phase_of_a_save_is_named_by_the_others(tmp_path: P
 @pytest.mark.exhaustive
 def test_a_rank_killed_in_any_phase_of_a_load_is_named_by_the_others(tmp_path: Path) -> None:
     """Both survivors name it, and the checkpoint is as it was."""
-    rows = in_lab(run_phases, tmp_path, True, timeout_seconds=800)
+    rows = in_lab(run_phases, tmp_path, LOADS, True, timeout_seconds=800)
     for case, (endings, there, after) in zip(LOADS, rows, strict=True):
         check(case, endings)
         assert there == (OLD, CLEAN), case
         assert after == (NEXT, CLEAN), case
 
 
-def run_phases(root: Path, loads: bool) -> Any:
-    """All cases of one kind."""
-    return run_cases(root, LOADS if loads else SAVES, loads=loads)
+def run_phases(root: Path, cases: list[Case], loads: bool) -> Any:
+    """`run_cases`, in the laboratory."""
+    return run_cases(root, cases, loads=loads)
 
 
 def save_in_pool(rank: int, world_size: int, folder: Path, victim: int) -> int | None:

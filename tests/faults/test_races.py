@@ -21,7 +21,7 @@ from tests.support.versions import (
 )
 
 CLEAN = {"manifest": 1, "metadata": 1, "data": 1}
-ROUNDS = 30
+ROUNDS = 14
 MOST_ROUNDS = 440  # versions have three digits
 PATIENCE_SECONDS = 120.0
 """How long two writers may need to meet, on a machine that has little time for either of them."""
@@ -107,7 +107,7 @@ def creating_race(root: Path) -> list[Any]:
     """Both writers make the first save, many times over, until they have met."""
     rounds: list[Any] = []
     give_up = time.monotonic() + PATIENCE_SECONDS
-    while len(rounds) < 20 or (all(all(outcomes) for outcomes, *_ in rounds) and time.monotonic() < give_up):
+    while len(rounds) < 8 or (all(all(outcomes) for outcomes, *_ in rounds) and time.monotonic() < give_up):
         folder = root / str(len(rounds))
         start = time.monotonic() + 0.05
         writers = [Child(write_once, folder, version, start) for version in (1, 2)]
@@ -149,7 +149,7 @@ def test_two_writers_create_one_id(tmp_path: Path) -> None:
 def refusing_race(root: Path) -> list[Any]:
     """As `creating_race`, by writers that refuse to overwrite."""
     rounds = []
-    for number in range(10):
+    for number in range(6):
         folder = root / str(number)
         start = time.monotonic() + 0.05
         writers = [Child(write_only_new, folder, version, start) for version in (1, 2, 3)]

@@ -276,7 +276,7 @@ def two_switches(scene: Scene, stage: type[Stage] = Stage) -> Iterator[list[tupl
             yield [(first, before), (second, during), (first, 99)]
 
 
-LONG = ("overwrite, overwrite bare", "overwrite bare with both")
+LONG = ("create, create bare", "overwrite, overwrite bare", "overwrite bare with both")
 """They have the most plans; `test_three_writers_in_any_order` draws from their like."""
 
 

@@ -52,7 +52,7 @@ class RemovalStage(Stage):
             self.truths.append(truth)
 
 
-@pytest.mark.parametrize("kind", [save, bare])
+@pytest.mark.parametrize("kind", [save, pytest.param(bare, marks=pytest.mark.exhaustive)])
 def test_a_save_beside_a_removal(kind: object) -> None:
     """What the removal has read is gone, and what a save has committed since stays whole; a save that began
     before the removal and ends after it raises CheckpointConflictError, and nothing of it is left."""
