@@ -3,8 +3,6 @@
 import ast
 import importlib
 import runpy
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dcp.storage import torch_compat
 from dcp.storage.torch_compat import UntestedTorchWarning, warn_if_untested
+from tests.support.programs import run_program
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -47,8 +46,13 @@ def own_names(trees: dict[Path, ast.Module]) -> set[str]:
                 names.add(node.name)
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 names.add(node.target.id)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                names |= {node.attr} if ast.unparse(node.value) in ("self", "cls") else set()
+            elif (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and isinstance(node.value, ast.Name)
+                and node.value.id in ("self", "cls")
+            ):
+                names.add(node.attr)
     return names
 
 
@@ -109,10 +113,11 @@ def test_tested_ones_and_what_comes_before_them_are_not(version: str) -> None:
 def test_the_warning_comes_once_a_process() -> None:
     """At the first import that needs torch, wherever that is."""
     program = (
-        "import torch; torch.__version__ = '2.99.0'\n"
+        "import sys, torch; torch.__version__ = '2.99.0'\n"
+        "for name in [name for name in sys.modules if name.split('.')[0] == 'dcp']: del sys.modules[name]\n"
         "import dcp; dcp.save, dcp.load, dcp.CheckpointManager, dcp.async_save\n"
     )
-    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    run = run_program("-c", program, cwd=ROOT)
     assert run.returncode == 0, run.stderr
     assert run.stderr.count("UntestedTorchWarning") == 1, run.stderr
 

@@ -85,7 +85,7 @@ def test_keeping_what_is_missing_is_advised_only_where_nothing_is_near() -> None
     )
 
 
-@pytest.mark.parametrize("name", ["model.layers.0.linear1.weigth", "x.y", "weight_100001"])
+@pytest.mark.parametrize("name", ["model.layers.0.linear1.weigth", "weight_100001"])
 def test_a_hundred_thousand_names_are_searched_at_once(name: str) -> None:
     """Deep ones and flat ones; a second is many times what it takes."""
     for names in (

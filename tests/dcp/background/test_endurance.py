@@ -37,8 +37,8 @@ TENSORS = 8
 STATE_BYTES = 4 * ELEMENTS * TENSORS
 
 GROWTH_BYTES = 16 << 20
-"""More than this after the second save is a leak: of a hundred saves 164 KiB each, of thirty 570, where the
-state has 2 MiB.
+"""More than this after the second save is a leak: of a hundred saves 164 KiB each, of fourteen 1.2 MiB, where
+the state has 2 MiB.
 
 Measured were 0.3 to 4.3 MiB, most of it where the machine was busy: heaps of short-lived threads, and pages
 that a process shares with the one that it was forked from until it counts a reference in them.
@@ -223,7 +223,7 @@ def endure(rank: int, world_size: int, root: Path, road: Road, saves: int) -> di
     return {"wrong": wrong, "before": before, "after": after, "same process": same_process}
 
 
-@pytest.mark.parametrize("saves", [30, pytest.param(100, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("saves", [14, pytest.param(100, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("road", "world_size"), [("async_save", 1), ("thread", 2), ("process", 1)])
 def test_saves_are_their_own_snapshots_and_leave_nothing(
     tmp_path: Path, road: Road, world_size: int, saves: int

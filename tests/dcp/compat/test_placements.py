@@ -116,8 +116,8 @@ def check(saving: int, loading: int, case: list[Tensor]) -> None:
 @pytest.mark.parametrize(
     ("saving", "loading"),
     [
-        *((1, 4), (2, 3), (4, 1)),
-        *(pytest.param(*pair, marks=pytest.mark.exhaustive) for pair in ((3, 2), (2, 2), (4, 4))),
+        *((2, 3), (4, 1)),
+        *(pytest.param(*pair, marks=pytest.mark.exhaustive) for pair in ((1, 4), (3, 2), (2, 2), (4, 4))),
     ],
 )
 def test_any_placement_loads_into_any_other(saving: int, loading: int) -> None:

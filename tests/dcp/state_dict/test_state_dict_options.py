@@ -78,11 +78,13 @@ WORLDS = {
     "hybrid_sharded": 4,
     "frozen": 2,
 }
-FLATTENED = ("ddp", "fsdp2", "fsdp2_tensor_parallel")
+FLATTENED = ("fsdp2", "fsdp2_tensor_parallel")
 SETTING = [
-    *((name, world, False) for name, world in WORLDS.items()),
     *(
-        pytest.param(name, world, True, marks=[] if name in FLATTENED else pytest.mark.exhaustive)
+        pytest.param(
+            name, world, flatten, marks=[] if flatten == (name in FLATTENED) else pytest.mark.exhaustive
+        )
+        for flatten in (False, True)
         for name, world in WORLDS.items()
     ),
     ("pipeline", 2, True),  # in groups, those of its stages collide

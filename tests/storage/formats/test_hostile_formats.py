@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import random
-import subprocess
-import sys
+import resource
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from dcp.storage.formats.native.record import begin_record, locate_payload
 from dcp.storage.formats.plain import decode_plain, encode_plain
 from dcp.storage.formats.safetensors.file import parse_header
 from tests.storage.formats.index_cases import small_index
+from tests.support.crashes import in_lab
 
 ROUNDS = 6_000
 EXHAUSTIVE_ROUNDS = 100_000
@@ -146,33 +146,25 @@ def test_damaged_input_exhaustively(name: str, seed: int) -> None:
     fuzz(name, EXHAUSTIVE_ROUNDS, seed)
 
 
-def limited(script: str, *arguments: str) -> None:
-    """Run ``script`` in a Python whose address space may grow by 512 MB over what its imports take."""
-    root = Path(__file__).parents[3]
-    subprocess.run([sys.executable, "-c", script, *arguments], check=True, timeout=250, cwd=root)
-
-
-LIMITED_FUZZ = """
-import resource, sys
-from tests.storage.formats.test_hostile_formats import fuzz, seeds
-fuzz(sys.argv[1], 20, 0)
-taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (taken + (512 << 20), resource.RLIM_INFINITY))
-fuzz(sys.argv[1], int(sys.argv[2]), 7)
-"""
+def limited_fuzz(name: str, rounds: int) -> None:
+    """In a process of its own, whose address space may grow by 512 MB over what its imports take."""
+    fuzz(name, 20, 0)
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + (512 << 20), resource.RLIM_INFINITY))
+    fuzz(name, rounds, 7)
 
 
 @pytest.mark.parametrize("name", ["sealed manifest", "record"])
 def test_damaged_input_does_not_take_memory(name: str) -> None:
     """In a process with little memory to spare no mutant causes a MemoryError."""
-    limited(LIMITED_FUZZ, name, str(ROUNDS // 6))
+    in_lab(limited_fuzz, name, ROUNDS // 6)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", seeds())
 def test_damaged_input_does_not_take_memory_exhaustively(name: str) -> None:
     """The same for every parser, for longer."""
-    limited(LIMITED_FUZZ, name, str(EXHAUSTIVE_ROUNDS // 5))
+    in_lab(limited_fuzz, name, EXHAUSTIVE_ROUNDS // 5)
 
 
 def test_a_header_of_a_hundred_megabytes_is_bounded() -> None:
