@@ -100,7 +100,7 @@ def ours(large: int = 0, **options: Any) -> Callable[[Path], None]:
     return partial(save_version, version=OLD, large=large, **options)
 
 
-LARGE = 5 << 20
+LARGE = (4 << 20) + 1000
 """Elements of 4 bytes: more than two of the buffers that a background thread writes."""
 
 by_stock = partial(stock_save_version, version=OLD)
@@ -189,6 +189,7 @@ COMBINED = (
     "first, no fsync",
     "first, two files",
     "overwrite, file per tensor",
+    "bare over compatible",
     "bare over bare",
     "compatible over bare",
     "bare over stock",

@@ -38,24 +38,24 @@ from tests.support.programs import run_program
 from tests.support.s3 import raw_s3
 
 _TARGETS = {"torch": "model.pt", "safetensors": "folder", "dcp": "copy"}
-_SHARD_BYTES = 6 << 20
-_BATCH_BYTES = 8 << 20
+_SHARD_BYTES = 3 << 20
+_BATCH_BYTES = 5 << 20
 _ATTEMPT = "0123456789abcdef"
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A training state and 24 MiB of tensors: several batches of several files."""
+    """A training state and 12 MiB of tensors: several batches of several files."""
     path = tmp_path_factory.mktemp("source") / "checkpoint"
-    state = training_state() | {f"t{n}": torch.full((1 << 20,), float(n)) for n in range(6)}
+    state = training_state() | {f"t{n}": torch.full((1 << 19,), float(n)) for n in range(6)}
     dcp.save(state, checkpoint_id=path, no_dist=True)
     return path
 
 
 @pytest.fixture(autouse=True)
 def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tasks and batches of 8 MiB, so that there are some."""
-    monkeypatch.setattr("dcp.conversion.copying.tasks.TASK_BYTES", 8 << 20)
+    """Tasks and batches of 5 MiB, so that there are some."""
+    monkeypatch.setattr("dcp.conversion.copying.tasks.TASK_BYTES", 5 << 20)
 
 
 def options_of(to: str) -> ConversionOptions:
@@ -90,7 +90,7 @@ def carry_out(source: str | Path, target: TargetPlace, to: str, *, times: int = 
     for _ in range(times):
         with staged(source, target, to) as stage:
             report = stage.publish(prepared, results)
-    assert report.bytes_written > 24 << 20
+    assert report.bytes_written > 12 << 20
     assert report.blocks_verified > 6
     return prepared
 
@@ -286,7 +286,7 @@ def test_what_is_given_up_leaves_nothing(
 _PROGRAM = """
 import json, os, signal, sys
 from dcp.conversion.copying import tasks
-tasks.TASK_BYTES = 8 << 20
+tasks.TASK_BYTES = 5 << 20
 from dcp.conversion.driver import Conversion, Prepared
 from dcp.conversion.wire import decode_batch, decode_result, encode_batch, encode_result
 from dcp.conversion.plan import ConversionOptions, LayoutOptions
@@ -302,11 +302,11 @@ def observe(op, name):
     if len(steps) == int(kill_at):
         os.kill(os.getpid(), signal.SIGKILL)
 observers.append(observe)
-layout = LayoutOptions(to, files=2, shard_bytes=6 << 20)
+layout = LayoutOptions(to, files=2, shard_bytes=3 << 20)
 place = place_of(target, to, OpenWith(json.loads(options)))
 with Conversion(open_source(source), place, ConversionOptions(layout), attempt=attempt) as it:
     if stage == "prepare":
-        prepared, batches = it.prepare(batch_bytes=8 << 20)
+        prepared, batches = it.prepare(batch_bytes=5 << 20)
         answer = {"prepared": prepared.to_json(), "batches": [encode_batch(batch) for batch in batches]}
     else:
         if stage == "publish":

@@ -26,16 +26,22 @@ from tests.support.crashes import Child, in_lab
 from tests.support.dask_cluster import dask_cluster
 from tests.support.processes import children, lives
 
-_ELEMENTS = 36 << 20
+_ELEMENTS = 5 << 20
 _ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """144 MiB: three tasks."""
+    """20 MiB: three tasks."""
     path = tmp_path_factory.mktemp("source") / "checkpoint"
     dcp.save({"w": torch.arange(_ELEMENTS, dtype=torch.int32)}, checkpoint_id=path, no_dist=True)
     return path
+
+
+@pytest.fixture(autouse=True)
+def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks of 8 MiB, so that there are some."""
+    monkeypatch.setattr("dcp.conversion.copying.tasks.TASK_BYTES", 8 << 20)
 
 
 def _check(target: Path) -> None:
@@ -84,7 +90,7 @@ def test_a_dask_cluster_merges(cluster: str, source: Path, tmp_path: Path) -> No
     """Each worker opens all sources for itself; the bytes are those of any executor."""
     for number in range(2):
         torch.manual_seed(number)
-        dcp.save({"w": torch.randn(1 << 24)}, checkpoint_id=tmp_path / str(number), no_dist=True)
+        dcp.save({"w": torch.randn(2 << 20)}, checkpoint_id=tmp_path / str(number), no_dist=True)
     sources = [tmp_path / "0", tmp_path / "1"]
     dcp.merge(sources, tmp_path / "here.pt", weights=[0.3, -0.7], executor="inline")
     report = dcp.merge(sources, tmp_path / "there.pt", weights=[0.3, -0.7], executor=f"dask://{cluster}")
@@ -163,6 +169,8 @@ import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
 from dcp.cli import main
 from dcp.conversion import run
+from dcp.conversion.copying import tasks
+tasks.TASK_BYTES = 8 << 20
 from tests.dcp.conversion import endless_task
 run.run_batch = endless_task.run_batch
 sys.argv = ["dcp", "convert", *sys.argv[1:]]

@@ -140,9 +140,13 @@ def test_sums_are_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: i
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """12 MiB each, in three formats, with values and a nested state."""
-    folder = tmp_path_factory.mktemp("three")
-    states = [states_of(number) for number in range(3)]
+    """3 MiB each, in three formats, with values and a nested state."""
+    return save_three(tmp_path_factory.mktemp("three"))
+
+
+def save_three(folder: Path, elements: int = 1 << 18) -> list[Path]:
+    """Of so many elements a tensor."""
+    states = [states_of(number, elements) for number in range(3)]
     dcp.save(
         {"model": states[0], "lr": 0.1}, checkpoint_id=folder / "a", no_dist=True, user_metadata={"step": 7}
     )
@@ -151,18 +155,18 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [folder / "a", folder / "b.safetensors", folder / "c.pt"]
 
 
-def states_of(number: int) -> State:
+def states_of(number: int, elements: int = 1 << 18) -> State:
     """Of the checkpoint of that number."""
     torch.manual_seed(number)
-    return {f"t{n}": torch.randn(1 << 20).to(torch.bfloat16) for n in range(6)}
+    return {f"t{n}": torch.randn(elements).to(torch.bfloat16) for n in range(6)}
 
 
 _WEIGHTS = [0.5, 0.3, 0.2]
 
 
-def check_three(target: Path) -> None:
+def check_three(target: Path, elements: int = 1 << 18) -> None:
     """The sum of these."""
-    states = [states_of(number) for number in range(3)]
+    states = [states_of(number, elements) for number in range(3)]
     made = dcp.read(target)
     for name in states[0]:
         expected = added([state[name] for state in states], _WEIGHTS, "bfloat16", "float32")
@@ -190,9 +194,9 @@ def test_the_bytes_are_the_same_however_it_is_done(
 ) -> None:
     """In this process, in others, in windows of any size, in other shards."""
     dcp.merge(three, tmp_path / "one.safetensors", weights=_WEIGHTS, executor="inline")
-    monkeypatch.setattr(tasks, "TASK_BYTES", 3 << 20)
+    monkeypatch.setattr(tasks, "TASK_BYTES", 3 << 18)
     dcp.merge(three, tmp_path / "processes.safetensors", weights=_WEIGHTS, workers=2)
-    monkeypatch.setattr(tasks, "WINDOW_BYTES", 1_000_003)
+    monkeypatch.setattr(tasks, "WINDOW_BYTES", 250_003)
     dcp.merge(three, tmp_path / "windows.safetensors", weights=_WEIGHTS, executor="inline")
     whole = (tmp_path / "one.safetensors").read_bytes()
     assert (tmp_path / "processes.safetensors").read_bytes() == whole
@@ -374,7 +378,7 @@ def test_damage_of_any_source_is_noticed(three: list[Path], tmp_path: Path) -> N
         dcp.convert(three[0], tmp_path / name, to="dcp")
     (data,) = (tmp_path / "2").glob("*.distcp")
     content = bytearray(data.read_bytes())
-    content[1 << 20] ^= 1
+    content[1 << 18] ^= 1
     data.write_bytes(content)
     with pytest.raises(CorruptCheckpointError) as caught:
         dcp.merge([tmp_path / "1", tmp_path / "2"], tmp_path / "out")
@@ -386,19 +390,23 @@ def test_damage_of_any_source_is_noticed(three: list[Path], tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("to", ["safetensors", pytest.param("dcp", marks=pytest.mark.exhaustive)])
-def test_sources_and_target_on_s3(
-    three: list[Path], tmp_path: Path, s3_server: S3Server, s3_root: str, to: str
-) -> None:
-    """Beside local ones; a sum that cannot be leaves no object, also where the one file is the target."""
+def test_sources_and_target_on_s3(tmp_path: Path, s3_server: S3Server, s3_root: str, to: str) -> None:
+    """Beside local ones; a sum that cannot be leaves no object, also where the one file is the target, which
+    is sent in several parts."""
+    elements = 5 << 17
+    three = save_three(tmp_path, elements)
     options = s3_server.storage_options
+    both: dict[str, Any] = {
+        "storage_options": options,
+        "target_options": options | {"part_bytes": 5 << 20},
+    }
     dcp.convert(three[1], f"{s3_root}/b", to="dcp", files=2, chunks="split", target_options=options)
     dcp.convert(three[2], f"{s3_root}/c.pt", to="torch", target_options=options)
     sources = [str(three[0]), f"{s3_root}/b", f"{s3_root}/c.pt"]
     target = f"{s3_root}/{_NAMES[to]}"
-    both: dict[str, Any] = {"storage_options": options, "target_options": options}
     dcp.merge(sources, target, weights=_WEIGHTS, **both)
     dcp.convert(target, tmp_path / "here.pt", to="torch", storage_options=options)
-    check_three(tmp_path / "here.pt")
+    check_three(tmp_path / "here.pt", elements)
     before = objects_of(s3_server, s3_root)
     with pytest.raises(PlanError, match="6 of the sums"):
         dcp.merge(sources, f"{s3_root}/bad-{_NAMES[to]}", weights=[3e38, 3e38, 1], **both)
@@ -441,7 +449,7 @@ def test_the_target_is_none_of_the_sources_by_another_way(tmp_path: Path) -> Non
 _PROGRAM = """
 import json, os, signal, sys
 from dcp.conversion.copying import tasks
-tasks.TASK_BYTES = 4 << 20
+tasks.TASK_BYTES = 1 << 20
 from dcp.conversion.merging.run import merge
 from dcp.conversion.copying.sinks import observers
 *sources, target, kill_at, options = sys.argv[1:]
@@ -516,14 +524,14 @@ def names_in(folder: Path) -> list[str]:
 def test_a_faulty_sum_that_was_killed_is_refused_by_the_next_run(tmp_path: Path) -> None:
     """What was found before the death is not forgotten."""
     for number in range(2):
-        state = {f"t{n}": torch.full((1 << 20,), float("nan") if n == 0 else 1.0) for n in range(4)}
+        state = {f"t{n}": torch.full((1 << 18,), float("nan") if n == 0 else 1.0) for n in range(4)}
         dcp.save(state, checkpoint_id=tmp_path / str(number), no_dist=True)
     sources = [tmp_path / "0", tmp_path / "1"]
     program = _PROGRAM.replace("len(steps) == int(kill_at)", "steps.count('ledger') == int(kill_at)")
     died = run_program("-c", program, *sources, tmp_path / "out", "3", "{}")
     assert died.returncode == -signal.SIGKILL, died.stderr
     again = run_program("-c", _PROGRAM, *sources, tmp_path / "out", "0", "{}")
-    assert "FaultySumsError: 1 of the sums" in again.stderr and "'t0' (1,048,576 NaN" in again.stderr
+    assert "FaultySumsError: 1 of the sums" in again.stderr and "'t0' (262,144 NaN" in again.stderr
     assert names_in(tmp_path) == ["0", "1"]
 
 

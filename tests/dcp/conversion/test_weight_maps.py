@@ -54,8 +54,18 @@ def equal(one: State, other: State) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("name", ["llama:hf-to-titan", "llama:hf-to-megatron"])
-@pytest.mark.parametrize("options", [{"to": "dcp"}, {"to": "dcp", "files": 3, "chunks": "split"}])
+_SPLIT = {"to": "dcp", "files": 3, "chunks": "split"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama:hf-to-titan", {"to": "dcp"}),
+        ("llama:hf-to-megatron", _SPLIT),
+        pytest.param("llama:hf-to-titan", _SPLIT, marks=pytest.mark.exhaustive),
+        pytest.param("llama:hf-to-megatron", {"to": "dcp"}, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_there_and_back(model: Path, tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     """Through our own format in one chunk a tensor and in several, and back to what transformers loads."""
     dcp.convert(model, tmp_path / "mapped", map=name, **options)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-_NOT_OF_FILES = ("TestMemoryStore", "TestS3", "TestFsspecMemory", "TestFsspecLocal")
+_NOT_OF_FILES = (
+    "TestMemoryStore",
+    "TestS3",
+    "TestFsspecMemory",
+    "TestFsspecLocal",
+    "TestFaultInjectingStore",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -13,5 +19,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and item.cls is not None and item.cls.__name__ in _NOT_OF_FILES:
             values = item.callspec.params if hasattr(item, "callspec") else {}
-            if values.get("durable") and (values.get("size") or values.get("piece")):
+            if values.get("durable") and values.get("size", 1):
                 item.add_marker(pytest.mark.exhaustive)

@@ -72,7 +72,7 @@ def test_old_credentials_leave_nothing_behind(s3_server: S3Server, s3_root: str)
     """A process that is given new ones again and again has the connections and threads of a few."""
     first = _store(s3_server, s3_root)
     with first.create("data", durable=True) as handle:
-        handle.write(pattern_bytes(11 * _MIB))
+        handle.write(pattern_bytes(6 * _MIB))
     session, threads = _session(first), [thread for thread in threading.enumerate() if _is_ours(thread)]
     client = weakref.ref(first._client)
     assert session._sessions
@@ -260,7 +260,7 @@ def test_uploads_to_many_places_keep_the_buffers_of_one(s3_server: S3Server, s3_
         store = _store(s3_server, f"{s3_root}/{token}", token, part_bytes=part_bytes, concurrency=2)
         with store.create("file", durable=True) as handle:
             handle.write(data)
-        assert store.read("file", limit_bytes=len(data)) == data
+    assert store.read("file", limit_bytes=len(data)) == data
     gc.collect()
     pools = [pool for pool in buffers._POOLS if pool.size_bytes in (5 * _MIB, 6 * _MIB)]
     assert [(pool.size_bytes, pool._out) for pool in pools] == [(5 * _MIB, 0)]
