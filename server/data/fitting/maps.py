@@ -11,6 +11,7 @@ from dcp.server.problems import UnprocessableError
 from dcp.storage.errors import OptionError, PlanError
 
 if TYPE_CHECKING:
+    from dcp.server.roots import StorageRoot
     from dcp.storage.formats.index import CheckpointIndex
     from dcp.storage.stores.base import Store
 
@@ -32,9 +33,11 @@ class MapChoice:
         except ValueError as error:
             raise UnprocessableError(str(error), field="map") from None
 
-    def apply(self, index: CheckpointIndex, store: Store, config: Mapping[str, Any]) -> CheckpointIndex:
+    def apply(
+        self, index: CheckpointIndex, store: Store, root: StorageRoot, config: Mapping[str, Any]
+    ) -> CheckpointIndex:
         """What there is behind the map, of a model with the ``config.json`` beside ``index``, or ``config``.
-        UnprocessableError with what does not fit."""
+        UnprocessableError with what does not fit, which names ``root`` and not where it is."""
         from dcp.planners.weight_maps.mapped_index import map_all  # only here: they import numpy
         from dcp.planners.weight_maps.model_config import model_config
 
@@ -44,7 +47,7 @@ class MapChoice:
         try:
             return map_all(index, weights.beside(model_config(store)).beside(config)).index
         except (PlanError, OptionError) as error:
-            raise UnprocessableError(f"map: {error}", field="map") from None
+            raise UnprocessableError(root.hide(f"map: {error}"), field="map") from None
 
     @property
     def code(self) -> str | None:

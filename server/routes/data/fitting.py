@@ -127,7 +127,7 @@ def _checked(
 
     place = _place(found, service, caller)
     with found.problems():
-        index = through.apply(found.opened.whole_index, found.opened.store, config)
+        index = through.apply(found.opened.whole_index, found.opened.store, found.root, config)
         check = check_load(found.row.id, index, state, place, through.code)
     return LoadCheckAnswer.of(
         replace(

@@ -152,6 +152,10 @@ def test_through_a_weight_map(app: App, tmp_path: Path) -> None:
     refused = browser.get(f"/checkpoints/{other}/will-it-load?state_of=1&map=qwen3:hf-to-titan")
     assert refused.status_code == 422 and "expert 0 is missing" in PageText(refused.text).text
     assert browser.get(f"{path}?state_of=1&map=&below=").status_code == 200
+    (tmp_path / "main/hf/step-1/config.json").write_text("{")
+    problem = app.base.get(f"/api/v1{path}?state_of=1&map=qwen3:hf-to-titan")
+    assert problem.status_code == 422 and "config.json of main:hf/step-1" in problem.json()["detail"]
+    assert str(tmp_path) not in problem.text
 
 
 def test_what_does_not_fit_is_listed(app: App) -> None:
