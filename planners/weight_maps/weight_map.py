@@ -26,6 +26,9 @@ __all__ = ["MapSource", "WeightMap", "ready_maps", "weight_map"]
 _READY: Final = Path(__file__).parent / "ready"
 _MAX_FILE_BYTES: Final = 4 << 20
 _MAX_RULES: Final = 10_000
+_MAX_MADE: Final = 1 << 19
+"""More tensors than of the source: of each some 1,300 bytes are held, and empty ones may be cut into any number.
+"""
 _MAX_LISTED: Final = 10
 _MAX_TOLD: Final = 200
 _MAX_NUMBER: Final = 1 << 62
@@ -220,6 +223,7 @@ class WeightMap:
         problems = [f"no rule knows {name!r}" for name in unknown]
         problems += self._uncounted(numbers) if is_whole else []
         mapped: dict[str, MappedTensor] = {}
+        left = _MAX_MADE + sum(map(len, groups.values()))
         for (number, _), group in groups.items():
             rule = rules[number]
             if not rule.targets:
@@ -228,6 +232,8 @@ class WeightMap:
                 for tensor in rule.apply(
                     group, {**sizes, **self._sizes_of(rule), **self.numbers}, is_part=is_part
                 ):
+                    if (left := left - 1) < 0:
+                        raise PlanError("too many tensors would be made")
                     if tensor.name in mapped:
                         problems.append(f"{tensor.name!r} would be there twice, also by {rule.told}")
                     mapped[tensor.name] = tensor

@@ -413,6 +413,16 @@ def test_checkpoints_that_would_be_mapped_wrongly_are_refused(
     assert told in str(caught.value)
 
 
+def test_no_more_tensors_are_made_than_memory_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all rules together; those that only get other names do not count."""
+    monkeypatch.setattr("dcp.planners.weight_maps.weight_map._MAX_MADE", 6)
+    weights = of({"from": {"e.{x}": "n w"}, "to": {"e.{x}.{n}": "w"}})
+    sources = [(f"e.{number}", (4, 0), 0, False) for number in range(2)]
+    assert len(weights.apply(sources)) == 8
+    with pytest.raises(PlanError, match="too many tensors"):
+        weights.apply([*sources, ("e.2", (4, 0), 0, False)])
+
+
 def test_tensors_of_different_dtypes_are_named() -> None:
     """Which is which."""
     weights = of({"from": {"a": "x", "b": "y"}, "to": {"c": "(x + y)"}})
