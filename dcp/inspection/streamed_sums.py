@@ -46,6 +46,8 @@ class StreamedSums:
         self._blocks = [blocks_of(size) for size in (sizes * index.itemsizes).tolist()]
         self._sums = dict.fromkeys(np.flatnonzero(is_streamed).tolist(), 0)
         self._lock = threading.Lock()
+        self.left_bytes = int((sizes * index.itemsizes)[~is_streamed].sum(dtype=np.float64))
+        """Of the tensors that it has no sums of."""
 
     @property
     def sums(self) -> dict[int, bytes]:

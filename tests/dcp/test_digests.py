@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -29,13 +31,13 @@ from dcp.inspection.payload_checks import PayloadChecks
 from dcp.inspection.streamed_sums import StreamedSums
 from dcp.inspection.values.difference import diff
 from dcp.inspection.values.digests import digests
-from dcp.inspection.verification import verify
+from dcp.inspection.verification import verify, verify_place
 from dcp.storage.commit_names import MANIFEST_NAME
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats.dropped import without
 from dcp.storage.formats.dtypes import BY_NAME
 from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
-from dcp.storage.formats.opening.sources import SourcePlace, index_at
+from dcp.storage.formats.opening.sources import SourcePlace, index_at, locate
 from dcp.storage.stores.posix.store import PosixStore
 from tests.support.ranks import run_ranks
 from tests.support.sharded import grid, save_sharded
@@ -388,6 +390,29 @@ def test_a_verification_has_digests_from_what_it_reads_anyway(tmp_path: Path) ->
     dcp.convert(folder, tmp_path / "two", to="safetensors")
     found = streamed(tmp_path / "two")
     assert {name: found[name] for name in names} == expected and len(found) == 6
+
+
+def test_elements_that_are_stored_once_are_not_read_for_ever(tmp_path: Path) -> None:
+    """An element that is expanded to gigabytes is verified in no time, and has no digest; one that is tied
+    has one."""
+    torch.save({"x": torch.zeros(1).expand(1 << 30)}, tmp_path / "wide.pt")
+    found = verify_place(locate(str(tmp_path / "wide.pt")), with_digest=True)
+    assert found.ok and found.digest is None
+    tied = torch.arange(40)
+    torch.save({"x": tied, "y": tied}, tmp_path / "tied.pt")
+    found = verify_place(locate(str(tmp_path / "tied.pt")), with_digest=True)
+    assert found.digest == digests(str(tmp_path / "tied.pt")).digest
+
+
+def test_a_part_that_is_nowhere_is_a_finding(tmp_path: Path) -> None:
+    """Of a checkpoint of stock torch, whose metadata says that there is more of a tensor."""
+    stock_save({"w": torch.arange(10.0)}, checkpoint_id=tmp_path / "one", no_dist=True)
+    metadata = tmp_path / "one" / ".metadata"
+    told = pickle.loads(metadata.read_bytes())
+    told.state_dict_metadata["w"].size = torch.Size([20])
+    metadata.write_bytes(pickle.dumps(told))
+    found = verify_place(locate(str(tmp_path / "one")), with_digest=True)
+    assert [(one.kind, one.fqn) for one in found.faults] == [("index", "w")] and found.digest is None
 
 
 def test_sums_of_checkpoints_have_none_and_what_is_left_keeps_its_own(tmp_path: Path) -> None:
