@@ -27,8 +27,7 @@ _READY: Final = Path(__file__).parent / "ready"
 _MAX_FILE_BYTES: Final = 4 << 20
 _MAX_RULES: Final = 10_000
 _MAX_MADE: Final = 1 << 19
-"""More tensors than of the source: of each some 1,300 bytes are held, and empty ones may be cut into any number.
-"""
+"""More tensors than of the source: each takes some 1,300 bytes, and empty ones may be cut into any number."""
 _MAX_LISTED: Final = 10
 _MAX_TOLD: Final = 200
 _MAX_NUMBER: Final = 1 << 62
