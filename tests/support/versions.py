@@ -27,6 +27,7 @@ __all__ = [
     "copy_folder",
     "is_version",
     "listing",
+    "names_in",
     "save_version",
     "seen_by_dcp",
     "seen_by_stock",
@@ -144,10 +145,18 @@ def seen_by_stock(folder: Path, *, large: int = 0) -> int | str:
     return version_of(state, large=large)
 
 
+def names_in(folder: Path) -> list[str]:
+    """Of what is in a folder, sorted; nothing where there is none, or another rank removes it just now."""
+    try:
+        return sorted(path.name for path in folder.iterdir())
+    except FileNotFoundError:
+        return []
+
+
 def listing(folder: Path) -> dict[str, int]:
     """How many files of which kind a folder holds: manifest, metadata, data and everything else by name."""
     kinds: dict[str, int] = {}
-    for name in sorted(path.name for path in folder.iterdir()) if folder.exists() else []:
+    for name in names_in(folder):
         kind = {MANIFEST_NAME: "manifest", METADATA_NAME: "metadata"}.get(name, name)
         if name.endswith(".distcp"):
             kind = "data"

@@ -24,15 +24,10 @@ from dcp.storage.stores import PosixStore
 from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
 from tests.support.gates import FileGate, open_gated
 from tests.support.ranks import run_ranks
-from tests.support.versions import ABSENT, seen_by_dcp, version_state
+from tests.support.versions import ABSENT, names_in, seen_by_dcp, version_state
 from tests.support.writer_process import TIMEOUT_SECONDS, until_heard
 
 LARGE = 1 << 18
-
-
-def contents(folder: Path) -> set[str]:
-    """Names of what is in a folder; empty where there is none."""
-    return {path.name for path in folder.iterdir()} if folder.exists() else set()
 
 
 class CancelAt:
@@ -88,14 +83,14 @@ def test_at_every_operation_of_a_save_the_answer_is_true(tmp_path: Path, old: in
         if old:
             writer = dcp.FileSystemWriter(folder, sync_files=False)
             dcp.save(version_state(old), storage_writer=writer, no_dist=True)
-        before = contents(folder)
+        before = names_in(folder)
         answers, saved = cancelled_at(session, folder, number, 2)
         seen.append((answers, saved))
         assert answers in ([], [True, True], [False, False])
         assert saved == (answers != [True, True])
         assert seen_by_dcp(folder) == (2 if saved else old or ABSENT)
         if not saved:
-            assert contents(folder) == before
+            assert names_in(folder) == before
             assert folder.exists() == bool(old)
     session.close()
     kinds = [saved for _, saved in seen]
