@@ -8,7 +8,7 @@ addition is its own, but are added rank by rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from dcp.conversion.contents.casting import TOO_LARGE, narrowed, stored_dtype, widened
 from dcp.conversion.copying.gather import RangeReader, Wanted
 from dcp.conversion.layouts.columns import TaskCopy
+from dcp.conversion.layouts.pieces import SourcePart
 from dcp.conversion.layouts.terms import Gather, Term
 from dcp.storage.formats import dtypes
 
@@ -203,10 +204,17 @@ class Sums:
         is_finite = np.isfinite(total)
         too_large = is_finite & (np.abs(total, dtype=np.float64) >= limit)
         for kind, wrong in ((NOT_FINITE, ~is_finite), (OUT_OF_RANGE, too_large)):
-            elements = first + np.flatnonzero(wrong)
-            for source in copy.terms[0].gathers[0].sources if len(elements) else ():
-                if count := int(source.has(elements).sum()):
+            left = first + np.flatnonzero(wrong)
+            for source in _sources(copy) if len(left) else ():
+                is_there = source.has(left)
+                if count := int(is_there.sum()):
                     self._faults.append(BadElements(copy.copy, source.chunk, count, kind))
+                    left = left[~is_there]
+
+
+def _sources(copy: TaskCopy) -> Iterator[SourcePart]:
+    """Of the terms that are no products, in their order: of padded ones the first may not have an element."""
+    return (source for term in copy.terms if not term.rank for source in term.gathers[0].sources)
 
 
 def _fill_with_zeros(stored: _Array, weight: float) -> None:

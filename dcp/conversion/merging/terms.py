@@ -73,9 +73,8 @@ def merge_entries(
     dtype: TargetDtype = None,
 ) -> tuple[Entries, MappedIndex | None, MergedTensors]:
     """What is to be written, the first source under its map, and of what all is made. ``members`` are the
-    sources and, behind them, adapters. ``weight_maps`` is one for all
-    sources, or one for each, and goes without adapters. ``only``, ``exclude`` and ``rename`` are about the
-    names of each.
+    sources and, behind them, adapters. ``weight_maps`` is one for all sources, or one for each, and goes
+    without adapters. ``only``, ``exclude`` and ``rename`` are about the names of each.
 
     PlanError that says of all tensors which do not go together, why; MissingKeyError for patterns that match
     nothing in any source.

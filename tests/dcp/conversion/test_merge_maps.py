@@ -127,6 +127,23 @@ def test_what_is_wrong_under_a_map_is_named(tmp_path: Path) -> None:
     assert names_in(tmp_path) == before
 
 
+def test_what_is_no_number_where_the_first_source_has_nothing(tmp_path: Path) -> None:
+    """The map pads the first; the other, which is under the target's definition, has elements there."""
+    save_file(state_of(0), tmp_path / "0.safetensors")
+    dcp.convert(tmp_path / "0.safetensors", tmp_path / "1.safetensors", to="safetensors", map=FUSED)
+    fused = load_file(tmp_path / "1.safetensors")
+    fused["qk"][2, 20] = float("nan")
+    fused["qk"][3, 1] = float("inf")
+    save_file(fused, tmp_path / "1.safetensors")
+    before = names_in(tmp_path)
+    with pytest.raises(PlanError, match=r"'qk' \(1 NaN or infinite\)") as caught:
+        dcp.merge(
+            [tmp_path / "0.safetensors", tmp_path / "1.safetensors"], tmp_path / "out", map=[FUSED, None]
+        )
+    assert "'q' (1 NaN or infinite)" in str(caught.value)
+    assert names_in(tmp_path) == before
+
+
 def test_damage_is_noticed_though_it_is_permuted(tmp_path: Path) -> None:
     """Of any source."""
     for number in range(2):
