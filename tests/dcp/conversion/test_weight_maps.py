@@ -192,6 +192,9 @@ def test_whether_it_would_load(model: Path, tmp_path: Path) -> None:
     }
     table = run("map", "check", "llama:hf-to-titan", str(model), "--into", str(tmp_path / "other")).stdout
     assert f"{len(state) - 2} of {len(state)} tensors fit" in table
+    dcp.convert(tmp_path / "titan", tmp_path / "half", to="dcp", dtype={"norm.weight": "float16"})
+    half = run("map", "check", "llama:hf-to-titan", str(model), "--into", str(tmp_path / "half"))
+    assert half.exit_code == 1, half.output  # as dcp.load, unless it is told to cast
 
 
 def test_a_model_below_a_key_of_a_training_state(model: Path, tmp_path: Path) -> None:

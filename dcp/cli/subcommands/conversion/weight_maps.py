@@ -144,15 +144,15 @@ def check(
 
 def _print_misfits(found: Sequence[Misfit], wanted: int, top: int | None, *, json: bool) -> None:
     """Exits with 1 where a load would fail."""
+    lacking = sum(one.kind != "unexpected" for one in found)
     if json:
         print_json([one._asdict() for one in found])
     else:
-        lacking = sum(one.kind != "unexpected" for one in found)
         print(f"{wanted - lacking} of {counted(wanted, 'tensor')} fit")
         rows: list[Sequence[str]] = [*found]
         print_table(("what", "tensor", "wanted", "found"), top_of(rows, top))
         print_rest(rows, top, "tensors")
-    if any(one.kind in ("missing", "shape") for one in found):
+    if lacking:
         raise typer.Exit(EXIT_FINDINGS)
 
 
