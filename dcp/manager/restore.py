@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import msgpack
 
-from dcp.calls.given_maps import map_on_all
 from dcp.loading.report import LoadReport
 from dcp.planners.load.options import LoadOptions
+from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.ranks.alone import works_alone
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
@@ -113,12 +113,10 @@ def restore(
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="restore")
     with told_to_all(ranks):
         step = None if step is None else whole_step(step)
+        weights = options.get("map")
+        chosen: dict[str, Any] = {**options, "map": None if weights is None else WeightMap.of(weights)}
+        asked = LoadOptions(**chosen)
     begin(ranks, lambda: "", manner=[] if step is None else [f"of step {step}"])
-    weights = map_on_all(
-        options.get("map"), "load", process_group, no_dist=no_dist, timeout_seconds=timeout_seconds
-    )
-    chosen: dict[str, Any] = {**options, "map": weights}
-    asked = LoadOptions(**chosen)
     load = partial(
         load_with,
         state_dict,

@@ -20,8 +20,11 @@ from dcp.storage.digests.runs import KEY
 from dcp.storage.digests.shown import SUM_BYTES
 from dcp.storage.formats import dtypes
 from dcp.storage.geometry.boxes import Box
+from dcp.storage.near_names import listed
 
 __all__ = ["compare_ranks"]
+
+_MAX_LISTED = 10
 
 _RanksBy = dict[bytes, list[int]]
 """Ranks by what they have."""
@@ -51,12 +54,20 @@ def compare_ranks(
         reader.bytes_read,
         findings,
         tuple(comparison.left),
-        tuple(_share(rank, own, findings) for rank, own in enumerate(ranks)),
+        tuple(map(_share, range(len(ranks)), ranks, _differing(len(ranks), findings))),
     )
 
 
-def _share(rank: int, own: RankDigests, findings: Sequence[ProofFinding]) -> RankProof:
-    differing = tuple(found.fqn for found in findings if rank in found.ranks)
+def _differing(world_size: int, findings: Sequence[ProofFinding]) -> list[tuple[str, ...]]:
+    """By rank the names of its findings."""
+    names: list[list[str]] = [[] for _ in range(world_size)]
+    for found in findings:
+        for rank in found.ranks:
+            names[rank].append(found.fqn)
+    return [*map(tuple, names)]
+
+
+def _share(rank: int, own: RankDigests, differing: tuple[str, ...]) -> RankProof:
     columns = own.columns
     return RankProof(
         rank, len(columns.fqns), own.size_bytes, len(columns.objects.fqns), round(own.seconds, 6), differing
@@ -77,7 +88,7 @@ class _Comparison:
         stored = [fqn for fqn in (*self._index.fqns, *self._index.objects.fqns) if selects(fqn)]
         missing = [fqn for fqn in stored if fqn not in held and fqn not in values]
         self.left = [fqn for fqn in missing if _is_of_no_rank(fqn, len(ranks))]
-        self._missing = [fqn for fqn in missing if fqn not in {*self.left}]
+        self._missing = [fqn for fqn in missing if not _is_of_no_rank(fqn, len(ranks))]
         self.tensors = {fqn: one for fqn, one in held.items() if fqn in rows}
         self.values = {fqn: one for fqn, one in values.items() if fqn in objects}
         self._unexpected = [fqn for fqn in held if fqn not in rows]
@@ -190,8 +201,9 @@ class _Comparison:
 
 
 def _differs(kind: FindingKind, fqn: str, what: str, ranks: Sequence[int]) -> ProofFinding:
-    told = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-    return ProofFinding(kind, fqn, f"{fqn!r} {what}: {told}", tuple(ranks))
+    told = listed([*map(str, ranks)], most=_MAX_LISTED, show=str)
+    which = f"rank {told}" if len(ranks) == 1 else f"ranks {told}"
+    return ProofFinding(kind, fqn, f"{fqn!r} {what}: {which}", tuple(ranks))
 
 
 def _text(box: Box) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from dcp.calls.given_maps import map_on_all
 from dcp.calls.plain_errors import plain_errors
 from dcp.calls.stateful_values import stateful_to_plain
 from dcp.inspection.values.tensor_reading import open_tensors
@@ -21,7 +20,7 @@ from dcp.proving.rank_digests import RankDigests, digests_of_rank
 from dcp.ranks.alone import works_alone
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
-from dcp.ranks.handshake import begin, check_same_checkpoint
+from dcp.ranks.handshake import begin, check_same_checkpoint, told_to_all
 from dcp.ranks.options import of_map
 from dcp.saving.mapped import mapped_state
 from dcp.storage.formats.native.manifest import encode_manifest
@@ -74,7 +73,8 @@ def prove(
     """
     alone = works_alone(process_group, no_dist=no_dist, operation="load")
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="prove")
-    weights = map_on_all(map, "prove", process_group, no_dist=no_dist, timeout_seconds=timeout_seconds)
+    with told_to_all(ranks):
+        weights = None if map is None else WeightMap.of(map)
     told = {"only": only, "exclude": exclude} | of_map(weights)
     places = begin(ranks, lambda: os.fspath(checkpoint_id), options=told)
 
@@ -89,7 +89,9 @@ def prove(
         planner.begin_save(ranks.rank)
         planner.set_up_planner(stateful_to_plain(state_dict), is_coordinator=ranks.is_coordinator)
         own = planner.create_local_columns(digests=False)
-        return digests_of_rank(own if weights is None else mapped_state(own, weights)).encode()
+        if weights is not None:
+            own = mapped_state(own, weights, is_part=ranks.world_size > 1)
+        return digests_of_rank(own).encode()
 
     def compared(told: list[bytes]) -> bytes:
         sections: SectionCache = {}

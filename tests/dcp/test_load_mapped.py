@@ -502,11 +502,17 @@ def call_with_a_map_that_one_rank_lacks(rank: int, world_size: int, path: str, w
         dcp.load(state, checkpoint_id=path, map=weights)
     elif way == "save":
         dcp.save(state, checkpoint_id=f"{path}-saved", map=weights)
+    elif way == "prove":
+        dcp.prove(state, path, map=weights)
+    elif way == "restore":
+        dcp.CheckpointManager(path).restore(state, map=weights)
     else:
         dcp.async_save(state, checkpoint_id=f"{path}-saved", map=weights).result()
 
 
-@pytest.mark.parametrize("way", ["load", "save", "async_save"])
+@pytest.mark.parametrize(
+    "way", ["load", "save", "async_save", "restore", pytest.param("prove", marks=pytest.mark.exhaustive)]
+)
 def test_a_map_that_one_rank_lacks_is_told_to_all(saved: Path, way: str) -> None:
     """None waits for the one that cannot begin."""
     (saved / "map0.toml").write_text('rules = [{ from = "{rest:*}", to = "{rest:*}" }]')

@@ -21,7 +21,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import dcp
 from dcp.errors import PlanError
+from dcp.inspection.values.tensor_reading import open_tensors
+from dcp.proving.comparison import compare_ranks
 from dcp.proving.proof import Proof
+from dcp.proving.rank_digests import digests_of_rank
 from tests.support.ranks import run_ranks
 
 
@@ -214,6 +217,21 @@ def test_checkpoints_without_digests_and_other_formats_are_read(tmp_path: Path) 
             ("tensor", "w", (0,)),
             ("value", "n.k", (0,)),
         ]
+
+
+def test_what_very_many_ranks_have_otherwise_is_told_in_a_few_words(tmp_path: Path) -> None:
+    """All of them are in the proof, and the first ones in its messages."""
+    dcp.save({"w": torch.zeros(3), "same": torch.ones(2)}, checkpoint_id=tmp_path)
+    planner = dcp.DefaultSavePlanner(replica_check="off")
+    planner.begin_save(0)
+    planner.set_up_planner({"w": torch.ones(3), "same": torch.ones(2)}, is_coordinator=True)
+    own = digests_of_rank(planner.create_local_columns(digests=False))
+    with open_tensors(tmp_path) as reader:
+        proof = compare_ranks([own] * 1000, reader, None, None)
+    (found,) = proof.findings
+    assert found.ranks == tuple(range(1000))
+    assert found.message.endswith("ranks 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 990 more")
+    assert [share.differing for share in proof.ranks] == [("w",)] * 1000
 
 
 def lack_a_part(rank: int, world: int, folder: str) -> str:

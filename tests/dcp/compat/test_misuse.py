@@ -147,6 +147,11 @@ def test_one_of_several_processes_without_a_group(tmp_path: Path, monkeypatch: p
     with pytest.warns(UserWarning, match="loads alone, as rank 0") as told:
         dcp.load(state, checkpoint_id=tmp_path / "alone")
     assert told[0].filename == __file__
+    with (
+        pytest.warns(UserWarning, match="loads alone, as rank 0"),
+        pytest.raises(dcp.errors.OptionError, match="is no weight map"),
+    ):
+        dcp.prove(state, tmp_path / "alone", map="of nobody")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(dcp.read(tmp_path / "alone")["a"], state["a"])
