@@ -24,6 +24,9 @@ from dcp.storage.tensors import LocalMemory, torch_dtype
 
 __all__ = ["mapped_state", "missing_sources"]
 
+_MAX_ITEMS = 2_000_000
+"""Of all ranks, that are looked through for what is missing: some seconds, in which all of them wait."""
+
 
 class _MappedBox(NamedTuple):
     """A box of a tensor, and its elements; ``replicated``: other ranks may hold it too."""
@@ -64,7 +67,9 @@ def mapped_state(
 
 def missing_sources(parts: Sequence[SaveColumns], weights: WeightMap) -> list[str]:
     """What the tensors of ``parts``, of all ranks, should be made of by ``weights`` and no rank has, in part
-    or at all; nothing where the inverse does not tell."""
+    or at all; nothing where the inverse does not tell, nor of too many."""
+    if sum(len(columns.item_tensors) for columns in parts) > _MAX_ITEMS:
+        return []
     sources: dict[str, MapSource] = {}
     boxes: dict[str, set[Box]] = {}
     for columns in parts:

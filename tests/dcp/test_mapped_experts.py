@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import dcp
+from dcp.saving import mapped
+from dcp.saving.mapped import mapped_state, missing_sources
 from dcp.storage.errors import PlanError
 from tests.dcp.test_load_mapped import assert_equal, numbered
 from tests.support.ranks import RankRaised, run_ranks
@@ -58,6 +60,10 @@ def save_own_experts(rank: int, world_size: int, path: str, groups: int, how: st
         dcp.save(own, checkpoint_id=path, map=weights)
     else:
         dcp.async_save(own, checkpoint_id=path, map=weights).result()
+    proof = dcp.prove(own, path, map=weights)
+    assert proof.ok, proof.findings
+    lacking = dcp.prove(part_of(rank, groups, without=3), path, map=weights)
+    assert {found.kind for found in lacking.findings} == {"incomplete"}
 
 
 def load_own_experts(rank: int, world_size: int, path: str, groups: int) -> None:
@@ -79,7 +85,7 @@ def load_own_experts(rank: int, world_size: int, path: str, groups: int) -> None
     ],
 )
 def test_each_rank_has_its_own_part_of_the_stack(tmp_path: Path, ranks: int, groups: int, how: str) -> None:
-    """Written by who has it, replicas once; and the other way, also by ranks that hold others."""
+    """Written by who has it, replicas once, and proved; and the other way, also by ranks that hold others."""
     run_ranks(ranks, save_own_experts, str(tmp_path), groups, how)
     assert_equal(dcp.read(tmp_path), stacked())
     assert dcp.read(tmp_path).keys() == stacked().keys()
@@ -116,6 +122,18 @@ def test_an_expert_that_no_rank_has_is_named_on_all(tmp_path: Path) -> None:
         weights = dcp.weight_map("qwen3:hf-to-titan", num_experts=EXPERTS)
         dcp.save(part_of(0, 1, without=3), checkpoint_id=tmp_path / "c", map=weights, no_dist=True)
     assert not (tmp_path / "c").exists()
+
+
+def test_what_is_missing_is_looked_for_among_so_many_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more the error has the names of the checkpoint, and nobody waits for minutes."""
+    planner = dcp.DefaultSavePlanner()
+    planner.begin_save(0)
+    planner.set_up_planner(part_of(0, 1, without=3), is_coordinator=True)
+    weights = dcp.weight_map("qwen3:hf-to-titan", num_experts=EXPERTS)
+    own = mapped_state(planner.create_local_columns(digests=False), weights, is_part=True).columns
+    assert len(missing_sources([own], weights)) == 2
+    monkeypatch.setattr(mapped, "_MAX_ITEMS", len(own.item_tensors) - 1)
+    assert missing_sources([own], weights) == []
 
 
 def save_by_transformers_map(rank: int, world_size: int, source: str, path: str) -> None:
