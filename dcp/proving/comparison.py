@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dcp.inspection.values.tensor_reading import TensorReader
+from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.load.selection import Selection
 from dcp.planners.per_rank import rank_holder, rank_number
 from dcp.proving.coverage import held_elements, overlaps
@@ -214,6 +215,7 @@ def _is_of_no_rank(fqn: str, world_size: int) -> bool:
     return rank_holder(fqn) is not None and rank_number(fqn) >= world_size
 
 
+@garbage_collection_paused()
 def _tensors_of(ranks: Sequence[RankDigests]) -> dict[str, _RanksTensor]:
     tensors: dict[str, _RanksTensor] = {}
     for rank, own in enumerate(ranks):

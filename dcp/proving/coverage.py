@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
+from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.storage.geometry.boxes import Box
 from dcp.storage.geometry.joins import BoxSet, disjoint, overlapping_pairs
 
@@ -17,19 +18,21 @@ def held_elements(boxes: Iterable[Box]) -> int:
     return sum(part.volume for _, part in disjoint([*boxes]))
 
 
+@garbage_collection_paused()
 def overlaps(boxes: Mapping[str, Collection[Box]]) -> dict[str, tuple[Box, Box]]:
     """By name of a tensor whose boxes are not apart two of them that share elements; ``boxes`` of one tensor
     are distinct."""
     names = [name for name, own in boxes.items() if len(own) > 1]
-    by_ndim: dict[int, list[tuple[int, Box]]] = {}
+    by_ndim: dict[int, tuple[list[int], list[Box]]] = {}
     for number, name in enumerate(names):
         for box in boxes[name]:
-            by_ndim.setdefault(len(box.sizes), []).append((number, box))
+            numbers, own = by_ndim.setdefault(len(box.sizes), ([], []))
+            numbers.append(number)
+            own.append(box)
     found: dict[str, tuple[Box, Box]] = {}
-    for numbered in by_ndim.values():
-        numbers, own = zip(*numbered, strict=True)
-        low = np.array([box.offsets for box in own], np.int64)
-        high = np.array([box.high for box in own], np.int64)
+    for numbers, own in by_ndim.values():  # of a thousand ranks there are millions
+        low, sizes = (np.array(column, np.int64) for column in zip(*own, strict=True))
+        high = low + sizes
         pairs = overlapping_pairs(BoxSet(np.array(numbers, np.int64), low, high))
         for one, other in zip(*(side.tolist() for side in pairs), strict=True):
             found.setdefault(names[numbers[one]], (own[one], own[other]))
