@@ -29,6 +29,7 @@ _MAX_RULES: Final = 10_000
 _MAX_MADE: Final = 1 << 19
 """More tensors than of the source: each takes some 1,300 bytes, and empty ones may be cut into any number."""
 _MAX_LISTED: Final = 10
+_INVERSE: Final = " (inverse)"
 _MAX_TOLD: Final = 200
 _MAX_NUMBER: Final = 1 << 62
 _RULE_KEYS: Final = frozenset({"from", "to", "sizes", "padding", "copies", "when"})
@@ -160,7 +161,8 @@ class WeightMap:
         rules = tuple(
             sorted((rule.inverse for rule in self.rules if rule.is_invertible), key=Rule.unspecific)
         )
-        name = f"{self.name or 'the weight map'} (inverse)"
+        own = self.name or "the weight map"
+        name = own.removesuffix(_INVERSE) if own.endswith(_INVERSE) else own + _INVERSE
         return replace(self, rules=rules, name=name, keys=self.keys[::-1])
 
     def below(self, key: str) -> WeightMap:
@@ -251,6 +253,8 @@ class WeightMap:
         """What helps."""
         if not self.config and any("not known" in problem for problem in problems):
             return ". Say which model it is: config, its config.json, or the sizes themselves"
+        if unknown and all(map(self.inverse.knows, unknown)):
+            return ". The map's other way knows them: is it the wrong way round (inverse)?"
         for key in dict.fromkeys(name.partition(".")[0] for name in unknown):
             if any(
                 self.knows(name.removeprefix(f"{key}.")) for name in unknown if name.startswith(f"{key}.")
@@ -328,7 +332,8 @@ def weight_map(
     """A map from one model definition's weights to another's, for `dcp.convert` and the like.
 
     Args:
-        source: The name of a ready map, as "llama:hf-to-titan"; a TOML or JSON file; or its data.
+        source: The name of a ready map, as "llama:hf-to-titan"; a TOML or JSON file; its data; or a map, as
+            that of `dcp.transformers_map`.
         config: What the map's expressions are about: a model's ``config.json``, or its content.
         inverse: The other way.
         below: The key that the source has the model below, as "model" of a training state.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,9 @@ def test_the_command_line(model: Path, tmp_path: Path) -> None:
     assert "layers.1.attention.qkv_linear.wq.weight" in checked.stdout
     wrong = run("map", "check", "llama:hf-to-titan", str(model), "--inverse")
     assert wrong.exit_code == 1
-    assert "no rule knows" in wrong.stdout
+    assert "no rule knows" in wrong.stdout and "is it the wrong way round (inverse)?" in wrong.stdout
+    first = run("map", "check", "llama:hf-to-titan", str(model), "--top", "3")
+    assert re.search(r"^and \d+ more tensors$", first.stdout, re.MULTILINE)
     there = run("convert", str(model), str(tmp_path / "titan"), "--to", "dcp", "--map", "llama:hf-to-titan")
     assert there.exit_code == 0, there.output
     assert open_source(str(tmp_path / "titan")).index.provenance["map"] == "llama:hf-to-titan"

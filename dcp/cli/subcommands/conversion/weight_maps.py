@@ -139,7 +139,7 @@ def check(
     print(f"{counted(len(sources), 'tensor')} become {len(tensors)}")
     rows: list[Sequence[str]] = [*map(_told, tensors)]
     print_table(("tensor", "shape", "made of"), top_of(rows, top))
-    print_rest(rows, top, "tensors")
+    print_rest(rows, top, "tensor")
 
 
 def _print_misfits(found: Sequence[Misfit], wanted: int, top: int | None, *, json: bool) -> None:
@@ -150,8 +150,9 @@ def _print_misfits(found: Sequence[Misfit], wanted: int, top: int | None, *, jso
     else:
         print(f"{wanted - lacking} of {counted(wanted, 'tensor')} fit")
         rows: list[Sequence[str]] = [*found]
-        print_table(("what", "tensor", "wanted", "found"), top_of(rows, top))
-        print_rest(rows, top, "tensors")
+        if rows:
+            print_table(("what", "tensor", "wanted", "found"), top_of(rows, top))
+        print_rest(rows, top, "tensor")
     if lacking:
         raise typer.Exit(EXIT_FINDINGS)
 
