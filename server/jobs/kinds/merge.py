@@ -110,16 +110,10 @@ class MergeKind(TargetKind[MergeParams]):
         return [find_subject(connection, number, visible) for number in numbers]
 
     def made_of(self, subject: Json, params: MergeParams) -> list[Json]:
-        """As `TargetKind.made_of`, with the weights. Of a source in another root than the target's the number
-        alone: who sees the job need not see that root."""
+        """As `TargetKind.made_of`, with the weights."""
         sums = params.arithmetic()
         weights = (*sums.weights, *sums.adapter_weights)
-        facts = (
-            {name: one[name] for name in ("id", "root", "key", "step")}
-            if one["root"] == params.target_root
-            else {"id": one["id"]}
-            for one in subject["subjects"]
-        )
+        facts = ({name: one[name] for name in ("id", "root", "key", "step")} for one in subject["subjects"])
         return [{**one, "weight": weight} for one, weight in zip(facts, weights, strict=True)]
 
     def open(self, context: JobContext, subject: Json) -> tuple[list[StorageRoot], Source]:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, and_, func, or_, select
+from sqlalchemy import BigInteger, ColumnElement, Connection, and_, cast, func, or_, select
 
 from dcp.server.database.documents import read_document
+from dcp.server.database.sql import items_of
 from dcp.server.database.tables import checkpoints, job_events, jobs, roots, tasks
 from dcp.server.jobs.ledger.rows import (
     KEY_END,
@@ -263,5 +264,13 @@ def _seen(visible: frozenset[str] | None) -> list[ColumnElement[Any]]:
             roots.c.name.in_(names),
             or_(jobs.c.checkpoint_id.is_(None), subject),
             or_(jobs.c.kind != "diff", first),
+            *(or_(jobs.c.kind != "merge", _all_inside(name, root_ids)) for name in ("sources", "adapters")),
         )
     ]
+
+
+def _all_inside(param: str, root_ids: Any) -> ColumnElement[bool]:
+    """Whether none of the checkpoints that a parameter lists is in another root."""
+    listed = items_of(jobs.c.params[param])
+    found = select(checkpoints.c.id).where(checkpoints.c.id == cast(listed.c.value, BigInteger))
+    return ~found.where(checkpoints.c.root_id.not_in(root_ids)).correlate(jobs).exists()

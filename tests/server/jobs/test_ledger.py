@@ -322,6 +322,26 @@ def test_visibility(database: Database) -> None:
         add(database, root="nowhere")
 
 
+@pytest.mark.parametrize("param", ["sources", "adapters"])
+def test_who_sees_a_merge_sees_all_that_it_is_made_of(database: Database, param: str) -> None:
+    """Its errors and its result name them: a job whose root and first checkpoint may be seen does not do."""
+    here = add_checkpoint(database, "run/step-1", root="main")
+    there = add_checkpoint(database, "run/step-1", root="other")
+    step(database, sync_roots, {"main": "/main", "other": "/other"})
+    given = {"kind": "merge", "root": "main", "checkpoint_id": here}
+    own = add(database, **given, params={"sources": [here], "adapters": []})
+    across = add(database, **given, params={"sources": [here], "adapters": [], param: [here, there]})
+    gone = add(database, **given, params={"sources": [here, 999], "adapters": []})
+    with database.read() as connection:
+        for visible, expected in (
+            (frozenset({"main"}), {own, gone}),
+            (frozenset({"main", "other"}), {own, across, gone}),
+            (frozenset({"other"}), set()),
+        ):
+            assert {job.id for job in ledger.list_jobs(connection, visible=visible)} == expected
+            assert (ledger.find_job(connection, across, visible) is not None) == (across in expected)
+
+
 def test_a_long_queue_is_no_burden(database: Database) -> None:
     """The next one of twenty thousand is found in an index, without looking at or sorting all of them."""
     row = {"kind": "verify", "state": "queued", "params": {}, "created_by": "test", "created_seconds": NOW}
