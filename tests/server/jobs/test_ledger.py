@@ -328,7 +328,7 @@ def test_who_sees_a_merge_sees_all_that_it_is_made_of(database: Database, param:
     here = add_checkpoint(database, "run/step-1", root="main")
     there = add_checkpoint(database, "run/step-1", root="other")
     step(database, sync_roots, {"main": "/main", "other": "/other"})
-    given = {"kind": "merge", "root": "main", "checkpoint_id": here}
+    given: dict[str, Any] = {"kind": "merge", "root": "main", "checkpoint_id": here}
     own = add(database, **given, params={"sources": [here], "adapters": []})
     across = add(database, **given, params={"sources": [here], "adapters": [], param: [here, there]})
     gone = add(database, **given, params={"sources": [here, 999], "adapters": []})
