@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from dcp.planners.columns import SaveColumns
+from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.layout.shared_storage import item_ties
 from dcp.planners.rank_state import RankState
 from dcp.planners.weight_maps.mapped_index import map_sources
@@ -38,6 +39,7 @@ class _MappedBox(NamedTuple):
     replicated: bool
 
 
+@garbage_collection_paused()
 def mapped_state(
     local: RankState, weights: WeightMap, *, is_part: bool = False, leads_back: bool = False
 ) -> RankState:

@@ -502,6 +502,8 @@ def call_with_a_map_that_one_rank_lacks(rank: int, world_size: int, path: str, w
         dcp.load(state, checkpoint_id=path, map=weights)
     elif way == "save":
         dcp.save(state, checkpoint_id=f"{path}-saved", map=weights)
+    elif way == "read":
+        dcp.read(path, map=weights)
     elif way == "prove":
         dcp.prove(state, path, map=weights)
     elif way == "restore":
@@ -511,7 +513,11 @@ def call_with_a_map_that_one_rank_lacks(rank: int, world_size: int, path: str, w
 
 
 @pytest.mark.parametrize(
-    "way", ["load", "save", "async_save", "restore", pytest.param("prove", marks=pytest.mark.exhaustive)]
+    "way",
+    [
+        *("load", "save", "async_save", "restore"),
+        *(pytest.param(way, marks=pytest.mark.exhaustive) for way in ("prove", "read")),
+    ],
 )
 def test_a_map_that_one_rank_lacks_is_told_to_all(saved: Path, way: str) -> None:
     """None waits for the one that cannot begin."""
