@@ -45,6 +45,7 @@ from dcp.storage.stores.base import Store
 from dcp.storage.stores.faults import Fault, FaultInjectingStore
 from dcp.storage.stores.opening import OpenWith
 from tests.dcp.manager.manager_support import Gate, Recorder
+from tests.support.crashes import Child, in_lab
 from tests.support.values import leaves
 from tests.support.with_optimizer import (
     OPTIMIZER_PART,
@@ -350,26 +351,23 @@ def test_what_a_crash_left_is_removed_once_stock_sees_the_same(tmp_path: Path) -
     assert finish_drop(PosixStore(tmp_path)) == ((), 0)
 
 
-def _killed_in_a_drop(folder: Path) -> None:
-    """A process that drops the optimizer is killed when its manifest is about to get its name."""
-
+def _drop_and_die(folder: Path) -> None:
     def kill(step: str, name: str) -> None:
         if (step, Path(name).name) == ("rename", MANIFEST_NAME):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    child = os.fork()
-    if child == 0:
-        try:
-            drop_parts(PosixStore(folder, observe=kill), [OPTIMIZER_PART], NOW)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    drop_parts(PosixStore(folder, observe=kill), [OPTIMIZER_PART], NOW)
+
+
+def _killed_in_a_drop(folder: Path) -> bool:
+    """A process that drops the optimizer is killed when its manifest is about to get its name."""
+    return Child(_drop_and_die, folder).wait().killed
 
 
 def test_the_next_drop_removes_what_a_killed_one_has_written_aside(tmp_path: Path) -> None:
     """Nothing of another that runs now: what was written aside a moment ago, or is no publish's."""
     save_apart(tmp_path)
-    _killed_in_a_drop(tmp_path)
+    assert in_lab(_killed_in_a_drop, tmp_path)
     (left,) = tmp_path.glob(".tmp-*")
     os.utime(left, times=(1, 1))
     young, ledger = tmp_path / f".tmp-{'0' * 32}", tmp_path / f".tmp-convert-{'0' * 16}"
