@@ -136,6 +136,8 @@ def test_through_a_weight_map(app: App, tmp_path: Path) -> None:
     for wrong, told in (
         ({"map": "qwen3:hf-to-titn"}, "is no ready map"),
         ({"below": "model"}, "there is none"),
+        ({"map": "x" * 300}, "256 characters"),
+        ({**chosen, "below": "x" * 1025}, "1024 characters"),
     ):
         problem = app.base.post(f"/api/v1{path}", params=wrong, json=body)
         assert (problem.status_code, told in problem.json()["detail"]) == (422, True), problem.text

@@ -19,7 +19,7 @@ from dcp.server.inputs import MAX_ID
 from dcp.server.jobs.kinds.shapes import ShapesParams
 from dcp.server.pages.queries import READ, pages_router
 from dcp.server.pages.rendering import page
-from dcp.server.pages.tokens import FormDep
+from dcp.server.pages.tokens import Form, FormDep
 from dcp.server.problems import NotFoundError, ProblemError, UnprocessableError
 from dcp.server.routes.catalog import checkpoints as checkpoints_api
 from dcp.server.routes.data import fitting as api
@@ -102,7 +102,7 @@ def will_it_load_form(
     from dcp.server.data.fitting.states import document_of_text, is_config  # only here: they import numpy
 
     text = form.text("text")
-    view = FitView(map=form.optional("map"), inverse=form.is_checked("inverse"), below=form.optional("below"))
+    view = _view_of(form)
     try:
         view.through.check()
         document = document_of_text(text)
@@ -117,6 +117,16 @@ def will_it_load_form(
     except UnprocessableError as problem:
         return _page(request, checkpoint_id, view, database, caller, None, text=text, fault=problem)
     return _page(request, checkpoint_id, view, database, caller, check, text=text)
+
+
+def _view_of(form: Form) -> FitView:
+    try:
+        return FitView(
+            map=form.optional("map"), inverse=form.is_checked("inverse"), below=form.optional("below")
+        )
+    except ValidationError as error:
+        (first, *_) = error.errors()
+        raise UnprocessableError(f"{first['loc'][0]}: {first['msg']}", field=str(first["loc"][0])) from None
 
 
 def _params(checkpoint_id: int, config: dict[str, Any]) -> ShapesParams:
