@@ -64,7 +64,11 @@ _MAX_DECODINGS: Final = 8
 _SHORT_PATIENCE: Final = MappingProxyType({"retry_seconds": 3.0, "request_timeout_seconds": 5.0})
 _NO_SUCH_PLACE: Final = frozenset({errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP})
 _UNPRINTABLE: Final = frozenset({"Cc", "Cs", "Zl", "Zp"})
-_SECRET: Final = re.compile(r"(?i)(secret|token|password|signature|credential|access.?key)[^\s,;]*")
+_SECRET: Final = re.compile(
+    r"(?i)(secret|token|password|signature|credential|access.?key)"
+    r"(?![\w./]{0,300}['\"]?[)?:]{0,3}(?:[\s,;]|$))[^\s,;]*"
+)
+"""But for names with nothing behind them: those of tensors and files, as ``embed_tokens.weight``."""
 
 
 def check_key(key: str) -> str:

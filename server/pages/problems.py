@@ -18,7 +18,7 @@ _ADVICE: Final = {
     401: "Sign in with an API key.",
     403: "An administrator can make a key that may: dcp keys create NAME --scope SCOPE.",
     404: "It may have been renamed, or be in a root that your key does not see.",
-    409: "Something else happened to it meanwhile. Look at it again.",
+    409: "As it is now that cannot be done. Look at it again.",
     410: "What the catalog knows of it is on the page of the checkpoint, and stays there.",
     412: "Somebody changed it since you saw it. Look at it again.",
     429: "Wait a little.",

@@ -115,6 +115,12 @@ def test_problems_hide_places(tmp_path: Path) -> None:
     root = _root(str(tmp_path))
     problem = root.problem(CorruptCheckpointError(f"{tmp_path}/run/a.bin is damaged, token=abc"))
     assert problem.detail == "prod:run/a.bin is damaged, ***"
+    for name in (
+        "'model.embed_tokens.weight': no",
+        "(did you mean 'model.embed_tokens.weight'?)",
+        "tokenizer.json",
+    ):
+        assert root.problem(PlanError(f"{name}, 'token':'abc'")).detail == f"{name}, '***"
     assert isinstance(root.problem(CheckpointNotFoundError("x"), is_known=True), GoneError)
     with pytest.raises(NotFoundError):
         root.source("nothing")
