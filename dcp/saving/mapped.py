@@ -69,13 +69,15 @@ def mapped_state(
 
 def missing_sources(parts: Sequence[SaveColumns], weights: WeightMap) -> list[str]:
     """What the tensors of ``parts``, of all ranks, should be made of by ``weights`` and no rank has, in part
-    or at all; nothing where the inverse does not tell, nor of too many."""
+    or at all; nothing where the inverse does not tell, where ranks do not go together, nor of too many."""
     if sum(len(columns.item_tensors) for columns in parts) > _MAX_ITEMS:
         return []
     sources: dict[str, MapSource] = {}
     boxes: dict[str, set[Box]] = {}
     for columns in parts:
-        sources |= {source[0]: source for source in map_sources(columns)}
+        for source in map_sources(columns):
+            if sources.setdefault(source[0], source)[:3] != source[:3]:
+                return []
         for name, box in _boxes(columns):
             boxes.setdefault(name, set()).add(box)
     back = weights.inverse

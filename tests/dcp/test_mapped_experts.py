@@ -136,6 +136,23 @@ def test_what_is_missing_is_looked_for_among_so_many_boxes(monkeypatch: pytest.M
     assert missing_sources([own], weights) == []
 
 
+def save_wide_on_one(rank: int, world_size: int, path: str) -> None:
+    """The experts of rank 1 have another shape."""
+    own = {
+        name: torch.zeros(HIDDEN, WIDTH + rank) if "experts" in name else tensor
+        for name, tensor in part_of(rank, world_size).items()
+    }
+    dcp.save(own, checkpoint_id=path, map=dcp.weight_map("qwen3:hf-to-titan", num_experts=EXPERTS))
+
+
+def test_experts_of_another_shape_are_not_said_to_be_missing(tmp_path: Path) -> None:
+    """Each expert is there, and that one rank's are other ones is what is wrong."""
+    for result in run_ranks(2, save_wide_on_one, str(tmp_path / "c"), failures=True):
+        assert isinstance(result, RankRaised)
+        assert "float32 [6, 8, 4] on rank 0, but float32 [6, 8, 5] on rank 1" in result.message
+        assert "no rank has" not in result.message
+
+
 def save_by_transformers_map(rank: int, world_size: int, source: str, path: str) -> None:
     """Every other expert of the checkpoint, stacked as the model has them."""
     own = {

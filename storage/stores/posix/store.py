@@ -334,7 +334,10 @@ class PosixStore(Store):
         return self._root / check_name(name)
 
     def _leads_within(self, path: str | Path) -> bool:
-        return self._links_within is not None and is_below(os.path.realpath(path), self._links_within)
+        if self._links_within is None:
+            return False
+        place = os.path.realpath(path)  # a link where links lead in a circle
+        return is_below(place, self._links_within) and not os.path.islink(place)
 
     def _check_within(self, path: Path, descriptor: int, *, is_link: bool) -> None:
         """That of the open file: a link, or a folder on the way, may have been exchanged since."""

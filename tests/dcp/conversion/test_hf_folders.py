@@ -251,6 +251,7 @@ def _hostile(folder: Path, template: Path) -> Path:
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(secret)
     (folder / "merges.txt").symlink_to("config.json")
+    (folder / "dict.txt").symlink_to("dict.txt")
     for name in (
         "modeling_evil.py",
         "pytorch_model.bin",
