@@ -164,7 +164,7 @@ class PosixStore(Store):
         """Folders, also behind symbolic links; names that no checkpoint may have are left out."""
         try:
             with os.scandir(self._root) as entries:
-                return sorted(entry.name for entry in entries if entry.is_dir() and is_name(entry.name))
+                return sorted(entry.name for entry in entries if _is_folder(entry) and is_name(entry.name))
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -337,7 +337,7 @@ class PosixStore(Store):
         if self._links_within is None:
             return False
         place = os.path.realpath(path)  # a link where links lead in a circle
-        return is_below(place, self._links_within) and not os.path.islink(place)
+        return is_below(place, self._links_within) and not Path(place).is_symlink()
 
     def _check_within(self, path: Path, descriptor: int, *, is_link: bool) -> None:
         """That of the open file: a link, or a folder on the way, may have been exchanged since."""
@@ -471,6 +471,16 @@ class PosixStore(Store):
         # Unlocking, not only closing: a forked child may hold a copy of the descriptor.
         fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Also of a link; one of those that lead in a circle is none, like one to nowhere."""
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return False
 
 
 def _file_info(name: str, status: os.stat_result) -> FileInfo:
