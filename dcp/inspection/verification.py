@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
+
 from dcp.calls.plain_errors import plain_errors
 from dcp.inspection.findings import Finding, ReportBytes, VerifyReport, kind_of
 from dcp.inspection.payload_checks import PayloadChecks
@@ -30,6 +32,7 @@ from dcp.storage.formats.opening.places_near import near_places_told
 from dcp.storage.formats.opening.sources import SourcePlace, index_at, locate
 from dcp.storage.formats.registry import is_of_files
 from dcp.storage.formats.torch.format import TORCH_DCP
+from dcp.storage.geometry.ragged import row_products
 from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.names import TEMPORARY_PREFIX
 from dcp.storage.stores.opening import OpenWith
@@ -117,6 +120,7 @@ def verify_place(
     report.files, report.tensors = len(index.files), index.tensor_count
     report.findings += _check_metadata(store, index, listing)
     report.findings += _check_files(index, listing)
+    report.findings += _check_parts(index)
     sums = StreamedSums(index) if with_digest or against is not None or any(index.digests) else None
     PayloadChecks(store, index, listing, report, progress, sums).run(threads)
     if report.ok and sums is not None:
@@ -156,6 +160,17 @@ def _check_metadata(store: Store, index: CheckpointIndex, listing: dict[str, Fil
         else:
             what = "differs from what was committed: it is damaged, and stock torch would trust it"
         yield Finding("metadata", f"{METADATA_NAME} {what}", METADATA_NAME)
+
+
+def _check_parts(index: CheckpointIndex) -> Iterator[Finding]:
+    """Tensors of which the index has fewer elements than they have, as where one rank's part was lost."""
+    held = np.zeros(index.tensor_count, np.int64)
+    np.add.at(held, index.chunk_tensors, row_products(index.chunk_sizes, index.box_start))
+    sizes = row_products(index.shape_values, index.shape_start)
+    for row in np.flatnonzero(held < sizes).tolist():
+        missing = int(sizes[row] - held[row])
+        told = f"{index.fqns[row]!r}: {missing:,} of {int(sizes[row]):,} elements are nowhere"
+        yield Finding("index", told, fqn=index.fqns[row])
 
 
 def _check_files(index: CheckpointIndex, listing: dict[str, FileInfo]) -> Iterator[Finding]:

@@ -283,7 +283,7 @@ def test_diff_prints_what_differs_and_exits_with_1(ours: Path, tmp_path: Path) -
         "model.scalar": "removed",
         "model.new": "added",
     }
-    renamed = run("diff", ours, folder, "--rename", r"scalar$=new", "--only", "model.new", "--only", "name")
+    renamed = run("diff", ours, folder, "--rename", r"scalar$=>new", "--only", "model.new", "--only", "name")
     assert renamed.status == 0
     assert run("diff", ours, folder, "--rename", "x").status == 2
     failed = run("diff", ours, tmp_path / "nothing")

@@ -52,7 +52,7 @@ def command(
     exclude: Annotated[list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Not these.")] = None,
     rename: Annotated[
         list[str] | None,
-        typer.Option("--rename", metavar="REGEX=TEXT", help="Replace this in the names of A before."),
+        typer.Option("--rename", metavar="REGEX=>NEW", help="Replace this in the names of A before."),
     ] = None,
     sort: Annotated[
         str, typer.Option("--sort", metavar="COLUMN", help="The largest first: differ, max, l2; or name.")
@@ -89,9 +89,10 @@ def command(
 
 
 def _rename(rule: str) -> tuple[str, str]:
-    regex, separator, text = rule.partition("=")
+    """As `dcp convert` has it; ``REGEX=NEW`` is how it was before, for rules without ``=>``."""
+    regex, separator, text = rule.partition("=>" if "=>" in rule else "=")
     if not separator:
-        raise typer.BadParameter(f"--rename {rule!r} is not of the form REGEX=TEXT")
+        raise typer.BadParameter(f"--rename {rule!r} is not of the form REGEX=>NEW")
     return regex, text
 
 
