@@ -110,14 +110,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             _try_fewer_examples(test)
 
 
-_FEW: Final = 20
+_FEW: Final = 15
 """Examples that each test is left, if it asked for as many."""
 
 
 def _try_fewer_examples(test: Any) -> None:
-    """Two of five that hypothesis makes: they are the same in each run, and `make test-all` has all."""
+    """Three of ten that hypothesis makes: they are the same in each run, and `make test-all` has all."""
     if (given := getattr(test, "_hypothesis_internal_use_settings", None)) is not None:
-        fewer = max(min(given.max_examples, _FEW), given.max_examples * 2 // 5)
+        fewer = max(min(given.max_examples, _FEW), given.max_examples * 3 // 10)
         test._hypothesis_internal_use_settings = settings(given, max_examples=fewer)
 
 

@@ -110,6 +110,7 @@ def test_with_a_key(sqlite_url: str, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.exhaustive
 def test_without_a_key(sqlite_url: str, tmp_path: Path) -> None:
     """The same of somebody whom the service does not know."""
     _run(

@@ -93,6 +93,7 @@ def test_safetensors_files_of_others(tmp_path: Path) -> None:
     assert_same(dict(sorted(got.items())), dict(sorted(tensors.items())))
 
 
+@pytest.mark.exhaustive
 def test_a_large_transposed_tensor_is_read_once_or_twice(tmp_path: Path) -> None:
     """Each window of the output has a little of all of the payload, which is not read whole for each; it is
     verified all the same."""
