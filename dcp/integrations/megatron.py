@@ -188,7 +188,7 @@ class DcpLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
         return dict_list_map_outplace(loaded, sharded_state_dict)
 
 
-class _Part(NamedTuple):
+class _OwnBox(NamedTuple):
     """A box of a global tensor that this rank has."""
 
     shape: torch.Size
@@ -200,7 +200,7 @@ class _Part(NamedTuple):
 class _Parts:
     """What this rank has of one global tensor, by torch's protocol for such."""
 
-    parts: list[_Part] = field(default_factory=list)
+    parts: list[_OwnBox] = field(default_factory=list)
 
     def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
         return [
@@ -234,20 +234,20 @@ def _objects(entries: Iterable[Any]) -> dict[str, Any]:
     return {entry.unique_key: (entry.data,) for entry in entries if isinstance(entry, ShardedObject)}
 
 
-def _by_name(parts: Iterable[tuple[str, _Part]]) -> dict[str, Any]:
+def _by_name(parts: Iterable[tuple[str, _OwnBox]]) -> dict[str, Any]:
     named: dict[str, Any] = defaultdict(_Parts)
     for name, part in parts:
         named[name].parts.append(part)
     return dict(named)
 
 
-def _part(tensor: Any, stored_shape: tuple[int, ...] | None = None) -> _Part:
+def _part(tensor: Any, stored_shape: tuple[int, ...] | None = None) -> _OwnBox:
     """Of a `ShardedTensor`, as far as it is within ``stored_shape``."""
     data = tensor.data.detach()[(None,) * tensor.prepend_axis_num]
     offsets, shape = tuple(tensor.global_offset), tuple(stored_shape or tensor.global_shape)
     ends = zip(data.shape, shape, offsets, strict=True)
     data = data[tuple(slice(max(0, min(size, extent - offset))) for size, extent, offset in ends)]
-    return _Part(torch.Size(shape), ChunkStorageMetadata(torch.Size(offsets), data.shape), data)
+    return _OwnBox(torch.Size(shape), ChunkStorageMetadata(torch.Size(offsets), data.shape), data)
 
 
 def _destinations(entries: Iterable[Any], index: CheckpointIndex) -> dict[str, Any]:

@@ -31,12 +31,12 @@ def weights_of(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str,
         if key in names:
             found[key] = value
         elif below:
-            found[key] = _Part(value, {name: name.removeprefix(f"{key}.") for name in below})
+            found[key] = _SomeEntries(value, {name: name.removeprefix(f"{key}.") for name in below})
     return found
 
 
 @dataclass(frozen=True)
-class _Part:
+class _SomeEntries:
     """Some entries of ``value``: by their names what they are called in it."""
 
     value: Any

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -39,6 +40,9 @@ from dcp.cli.subcommands.conversion.weight_maps import (
     refuse_without_map,
 )
 from dcp.cli.tables import counted
+
+if TYPE_CHECKING:
+    from dcp.planners.weight_maps.weight_map import WeightMap
 
 __all__ = ["command"]
 
@@ -149,14 +153,7 @@ def command(
         "accumulate": accumulate.value,
     }
     with errors_as_lines(debug=debug):
-        if weight_maps:
-            maps = [
-                None if one == _NO_MAP else map_of(one, config, sizes, inverse=inverse, below=below)
-                for one in weight_maps
-            ]
-            chosen["map"] = maps[0] if len(maps) == 1 else maps
-        else:
-            refuse_without_map(config, sizes, inverse=inverse, below=below)
+        chosen["map"] = _maps(weight_maps or (), config, sizes, inverse=inverse, below=below)
         places = [*(sources or ()), *(adapter or ()), *([run] if run else ())]
         remote = next((place for place in places if storage_options(place, options)), None)
         chosen["storage_options"] = storage_options(remote, options) if remote else None
@@ -173,3 +170,16 @@ def command(
     print_report(report)
     if report.unmerged:
         print(f"{counted(len(report.unmerged), 'tensor')} of whole numbers are the first source's")
+
+
+def _maps(
+    names: Sequence[str], config: str | None, sizes: list[str] | None, *, inverse: bool, below: str | None
+) -> WeightMap | list[WeightMap | None] | None:
+    """As `dcp.merge` takes them; a usage error for options about a map where none is."""
+    if not names:
+        refuse_without_map(config, sizes, inverse=inverse, below=below)
+        return None
+    maps = [
+        None if one == _NO_MAP else map_of(one, config, sizes, inverse=inverse, below=below) for one in names
+    ]
+    return maps[0] if len(maps) == 1 else maps
