@@ -11,7 +11,7 @@ from functools import cache
 from typing import Final
 
 from fastapi import APIRouter, FastAPI
-from fastapi.routing import APIRoute
+from fastapi.routing import APIRoute, iter_route_contexts
 from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
@@ -26,7 +26,9 @@ from dcp.server.http.middleware.authentication import AuthenticationMiddleware
 from dcp.server.http.middleware.hosts import HostMiddleware
 from dcp.server.http.middleware.idempotency import IdempotencyMiddleware
 from dcp.server.http.middleware.limits import LimitMiddleware
+from dcp.server.http.middleware.methods import MethodMiddleware
 from dcp.server.http.middleware.requests import RequestMiddleware
+from dcp.server.http.paths import Paths
 from dcp.server.http.readiness import Readiness
 from dcp.server.pages import app as pages
 from dcp.server.routes.administration import audit, health, keys, metrics, retention, rules, webhooks, whoami
@@ -91,6 +93,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.time) ->
         middleware=_middleware(service),
     )
     app.state.service = service
+    app.state.paths = _paths()
     app.state.readiness = Readiness(service)
     install_handlers(app)
     pages.install(app)
@@ -111,6 +114,11 @@ def _routes() -> list[BaseRoute]:
     return included.routes
 
 
+@cache
+def _paths() -> Paths:
+    return Paths(iter_route_contexts(_routes()))
+
+
 def _operation_id(route: APIRoute) -> str:
     return route.name
 
@@ -123,6 +131,7 @@ def _middleware(service: Service) -> list[Middleware]:
         Middleware(AuthenticationMiddleware, service=service),
         Middleware(LimitMiddleware, max_body_bytes=settings.max_body_bytes, seconds=settings.request_seconds),
         Middleware(IdempotencyMiddleware, service=service),
+        Middleware(MethodMiddleware),
     ]
     if settings.trusted_proxies:
         proxies = list(settings.trusted_proxies)

@@ -12,7 +12,6 @@ from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.routing import compile_path
 
 from dcp.server.catalog.errors import (
     CatalogError,
@@ -23,7 +22,6 @@ from dcp.server.catalog.errors import (
     StateError,
 )
 from dcp.server.database.engine import DatabaseUnavailableError
-from dcp.server.http.access import walk_routes
 from dcp.server.inputs import is_clean
 from dcp.server.problems import (
     BadRequestError,
@@ -39,7 +37,7 @@ from dcp.server.roots import storage_problem
 from dcp.server.schemas.common import PROBLEM_MEDIA_TYPE
 from dcp.storage.errors import CheckpointError
 
-__all__ = ["install_handlers", "problem_of", "problem_response", "wants_page"]
+__all__ = ["install_handlers", "method_problem", "problem_of", "problem_response", "wants_page"]
 
 _MAX_ERRORS: Final = 20
 _log = structlog.get_logger(__name__)
@@ -57,20 +55,16 @@ def install_handlers(app: FastAPI) -> None:
 
 
 async def _answer(request: Request, error: Exception) -> Response:
-    problem = problem_of(error)
-    if problem.status == 405:
-        # The framework names the methods of the first route of this path only.
-        problem.headers = {"Allow": ", ".join(_methods_of(request))}
+    # the framework names the methods of the first route of the path only
+    is_method = isinstance(error, HTTPException) and error.status_code == 405
+    problem = method_problem(request.scope) if is_method else problem_of(error)
     return problem_response(problem, request.scope)
 
 
-def _methods_of(request: Request) -> list[str]:
-    found: set[str] = set()
-    for route in walk_routes(request.app):
-        pattern, _, _ = compile_path(str(route.path))
-        if pattern.fullmatch(request.url.path):
-            found |= set(getattr(route, "methods", None) or ())
-    return sorted(found)
+def method_problem(scope: Any) -> ProblemError:
+    """405, with the methods that the path has."""
+    allowed = scope["app"].state.paths.methods(scope["path"])
+    return problem_of(HTTPException(405, headers={"Allow": ", ".join(sorted(allowed))}))
 
 
 def problem_of(error: Exception) -> ProblemError:

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 from fastapi import APIRouter
+from fastapi.routing import iter_route_contexts
 from fastapi.testclient import TestClient
 from pydantic import SecretStr
 
 from dcp.server.app import API, create_app
 from dcp.server.http.access import access_of, check_routes, walk_routes
 from dcp.server.http.dependencies import Public, Requires, public, requires
+from dcp.server.http.paths import Paths
 from dcp.server.settings import Settings
 from tests.support.app import App, running_app
 from tests.support.asgi_server import served
@@ -412,3 +414,38 @@ def test_methods_that_there_are_not(sqlite_app: App) -> None:
     assert (answer.status_code, answer.headers["allow"]) == (405, "GET, POST")
     answer = client.post(f"{API}/checkpoints/1/tags/a/b")
     assert (answer.status_code, answer.headers["allow"]) == (405, "DELETE, PUT")
+
+
+def test_a_path_that_is_spelled_out_has_its_own_methods_alone(sqlite_app: App) -> None:
+    """Of paths that other templates fit as well: what is no method of theirs is 405, and never an id that is
+    wrong; what is no path of its own stays an id."""
+    client = sqlite_app.client("admin")
+    methods: dict[str, set[str]] = {}
+    for route in walk_routes(sqlite_app.app):
+        methods.setdefault(str(route.path), set()).update(route.methods or ())
+    assert methods[f"{API}/checkpoints/facets"] == {"GET"} < methods[f"{API}/checkpoints/{{checkpoint_id}}"]
+    for path, own in methods.items():
+        if "{" in path or not path.startswith(API):
+            continue
+        for method in {"DELETE", "GET", "OPTIONS", "PATCH", "POST", "PUT"} - own:
+            answer = client.request(method, path)
+            assert (answer.status_code, answer.headers.get("allow")) == (405, ", ".join(sorted(own))), path
+            assert answer.json()["type"] == "/problems/method-not-allowed"
+    assert client.delete(f"{API}/checkpoints/facet").status_code == 422
+    assert sqlite_app.client().delete(f"{API}/checkpoints/facets").status_code == 401
+
+
+def test_of_two_templates_counts_the_one_that_spells_more() -> None:
+    """Also with parameters in both, whichever comes first; where neither spells more, both count."""
+    made = [("/a/{b}/{c}", ["GET", "PUT"]), ("/a/{x}/words", ["GET"]), ("/{y}/b/words", ["POST"])]
+    router = APIRouter()
+    for n, (path, methods) in enumerate(made):
+        router.add_api_route(path, lambda: None, methods=methods, name=str(n))
+    paths = Paths(iter_route_contexts(router.routes))
+    assert paths.methods("/a/1/2") == {"GET", "PUT"}
+    assert paths.methods("/a/1/words") == {"GET"}
+    assert paths.methods("/a/b/words") == {"GET", "POST"}
+    assert paths.methods("/nothing") == set()
+    assert paths.is_refused("PUT", "/a/1/words")
+    assert not paths.is_refused("GET", "/a/1/words")
+    assert not paths.is_refused("PUT", "/a/1/2")
