@@ -11,7 +11,6 @@ import torch
 from torch.distributed.checkpoint.storage import StorageReader
 from typing_extensions import deprecated
 
-from dcp.calls.given_maps import map_on_all
 from dcp.calls.plain_errors import plain_errors
 from dcp.calls.positional_storage import takes_storage_second
 from dcp.calls.storage_selection import choose_reader
@@ -29,6 +28,7 @@ from dcp.progress import ProgressCallback
 from dcp.ranks.alone import works_alone
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
+from dcp.ranks.given_maps import map_on_all
 from dcp.ranks.handshake import told_to_all
 from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import OptionError

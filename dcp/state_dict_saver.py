@@ -22,14 +22,12 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from typing_extensions import deprecated
 
 from dcp.background.future import SaveFuture
-from dcp.calls.given_maps import map_on_all
 from dcp.calls.plain_errors import plain_errors
 from dcp.calls.positional_storage import refuse_a_place, takes_storage_second
 from dcp.calls.stateful_values import stateful_to_plain
 from dcp.calls.storage_selection import choose_writer, with_own_id
 from dcp.calls.torch_names import names_of
 from dcp.engines import save_engine
-from dcp.manager.cleanup.retention import part_named
 from dcp.planners.save.plan_cache import PlanCache
 from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.planners.weight_maps.weight_map import WeightMap
@@ -37,11 +35,13 @@ from dcp.progress import ProgressCallback
 from dcp.ranks.alone import works_alone
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
+from dcp.ranks.given_maps import map_on_all
 from dcp.ranks.handshake import told_to_all
 from dcp.saving.columns import cache_of
 from dcp.saving.engine import RankPart, SaveOrder
 from dcp.saving.options import SaveOptions
 from dcp.saving.order import SaveOutcome, carry_out
+from dcp.steps.parts import patterns_of_part
 from dcp.storage.torch_storage.writer import FileSystemWriter
 
 if TYPE_CHECKING:
@@ -307,7 +307,7 @@ def _copied(user_metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def _patterns(apart: str | Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    return tuple(part_named(name).patterns for name in ([apart] if isinstance(apart, str) else apart))
+    return tuple(patterns_of_part(name) for name in ([apart] if isinstance(apart, str) else apart))
 
 
 def _stages_itself(writer: StorageWriter | None) -> TypeGuard[AsyncStager]:

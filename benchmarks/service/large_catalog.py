@@ -22,7 +22,7 @@ import dcp
 from dcp.server.catalog.checkpoints import upsert_checkpoints
 from dcp.server.catalog.contents.structures import StructureFacts, StructureTensor
 from dcp.server.catalog.facts import CheckpointFacts
-from dcp.server.catalog.lineage import add_lineage
+from dcp.server.catalog.labelling.lineage import add_lineage
 from dcp.server.catalog.roots import sync_roots
 from dcp.server.database.engine import Database
 from dcp.storage.commit_names import MANIFEST_NAME

@@ -23,6 +23,7 @@ import numpy as np
 
 from dcp.conversion.copying.batches import BatchRunner, BatchSettings
 from dcp.conversion.copying.checks import ResultChecks, refuse_faults
+from dcp.conversion.copying.source_marks import SourceChangedError, refuse_changed, source_mark
 from dcp.conversion.copying.tasks import TaskBatch, TaskResult, make_batches, make_tasks
 from dcp.conversion.layouts.columns import SourceColumns
 from dcp.conversion.layouts.layout import TargetLayout
@@ -31,12 +32,9 @@ from dcp.conversion.layouts.terms import TermColumns
 from dcp.conversion.plan import (
     ConversionOptions,
     Planned,
-    SourceChangedError,
     fingerprint,
     plan_target,
-    refuse_changed,
     refuse_itself,
-    source_mark,
 )
 from dcp.conversion.publishing.publisher import Publisher
 from dcp.conversion.report import ConversionReport, report_of

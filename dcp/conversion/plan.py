@@ -14,7 +14,6 @@ import numpy as np
 from dcp.conversion.contents.entries import Entries, TargetDtype, mapped_entries
 from dcp.conversion.contents.hf_folder import HfFolder
 from dcp.conversion.contents.values import SourceValues
-from dcp.conversion.copying.tasks import TASK_BYTES, TASK_COPIES, WINDOW_BYTES
 from dcp.conversion.merging.arithmetic import Arithmetic
 from dcp.conversion.merging.joined import members_of
 from dcp.conversion.merging.terms import merge_entries
@@ -27,35 +26,23 @@ from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.storage.commit_names import is_commit_object
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.errors import (
-    CheckpointConflictError,
     OptionError,
 )
 from dcp.storage.formats.checksums import crc32
-from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.opening.sources import Source
-from dcp.storage.formats.plain import encode_plain
 from dcp.storage.formats.registry import target_named
 from dcp.storage.formats.safetensors.format import SAFETENSORS
-from dcp.storage.stores.base import Store
-from dcp.version import __version__
 
 __all__ = [
     "ConversionOptions",
     "LayoutOptions",
     "Planned",
-    "SourceChangedError",
     "fingerprint",
     "plan_layout",
     "plan_target",
-    "refuse_changed",
     "refuse_itself",
-    "source_mark",
     "with_template",
 ]
-
-
-class SourceChangedError(CheckpointConflictError):
-    """The source is not what it was when the conversion was planned: it has to be converted anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,25 +138,6 @@ def plan_layout(
 
 
 # -- identity ------------------------------------------------------------------------------------------------
-
-
-def source_mark(store: Store, index: CheckpointIndex, to: str) -> str:
-    """Changes with the source's files, and with how this version converts to ``to``."""
-    listing = {info.name: info for info in store.list()}
-    facts = [
-        (name, listing[name].size_bytes, listing[name].modified_seconds)
-        for name in index.files
-        if name in listing
-    ]
-    sizes = [TASK_BYTES, TASK_COPIES, WINDOW_BYTES]
-    head = [__version__, store.url, to, *sizes, index.provenance.get("save_id"), facts]
-    return hashlib.sha256(encode_plain(head, limit_bytes=1 << 30) or b"").hexdigest()
-
-
-def refuse_changed(engine: ReadEngine, to: str, mark: str, name: str) -> None:
-    """SourceChangedError unless ``mark`` is still the `source_mark` of the source of that ``name``."""
-    if source_mark(engine.store, engine.index, to) != mark:
-        raise SourceChangedError(f"{name} has changed while it was converted; convert it again", path=name)
 
 
 def fingerprint(mark: str, planned: Planned, *, by_file: bool) -> str:

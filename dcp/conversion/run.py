@@ -17,9 +17,10 @@ from dcp.conversion.contents.hf_folder import read_hf_folder
 from dcp.conversion.copying.batches import BatchSettings, close_all, run_batch
 from dcp.conversion.copying.checks import FaultySumsError
 from dcp.conversion.copying.executors import open_executor
+from dcp.conversion.copying.source_marks import SourceChangedError
 from dcp.conversion.copying.tasks import TaskBatch
 from dcp.conversion.driver import Conversion
-from dcp.conversion.plan import ConversionOptions, LayoutOptions, SourceChangedError, with_template
+from dcp.conversion.plan import ConversionOptions, LayoutOptions, with_template
 from dcp.conversion.report import ConversionReport
 from dcp.conversion.targets.job import Chunks
 from dcp.conversion.targets.places import TargetPlace, place_of

@@ -8,7 +8,7 @@ or one host (``storage_options``), and what the coordinator's alone counts of (`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
@@ -18,9 +18,11 @@ from dcp.planners.load.options import LoadOptions
 from dcp.planners.load.planner import DefaultLoadPlanner
 from dcp.planners.save.options import PlanOptions
 from dcp.planners.weight_maps.weight_map import WeightMap
-from dcp.saving.options import SaveOptions
 from dcp.storage.torch_storage.reader import FileSystemReader
 from dcp.storage.torch_storage.writer import FileSystemWriter
+
+if TYPE_CHECKING:  # an engine's, which stands above
+    from dcp.saving.options import SaveOptions
 
 __all__ = ["kinds_of", "of_load", "of_map", "of_save"]
 

@@ -22,7 +22,7 @@ from dcp.staging.guarding.guard import changed_error
 from dcp.staging.guarding.samples import Guard
 from dcp.staging.layout import SourceStructure
 from dcp.staging.memory.arena import HostArena
-from dcp.staging.memory.pool import SlotPool
+from dcp.staging.pool import SlotPool
 from dcp.staging.tree import StateTree
 from dcp.storage.errors import StagingError
 from dcp.storage.formats.index import Int64

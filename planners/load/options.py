@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from dcp.planners.load.selection import Patterns, Rename, Selection, renamer
 from dcp.planners.load.unexpected import Unexpected
-from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import OptionError
+
+if TYPE_CHECKING:  # maps are made of what this folder finds
+    from dcp.planners.weight_maps.weight_map import WeightMap
 
 __all__ = ["LoadAttempt", "LoadDtype", "LoadOptions", "PerRankLoad"]
 

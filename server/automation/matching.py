@@ -14,7 +14,7 @@ from dcp.server.catalog import audit
 from dcp.server.catalog.checkpoints import CheckpointDetail, get_checkpoint
 from dcp.server.catalog.errors import CatalogError, MissingError
 from dcp.server.catalog.events import CatalogEvent
-from dcp.server.catalog.queries.patterns import matches
+from dcp.server.catalog.name_patterns import matches
 from dcp.server.database.tables import jobs, lineage
 from dcp.server.jobs.kinds import KINDS
 from dcp.server.jobs.kinds.convert import target_dedup_key

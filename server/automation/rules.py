@@ -11,8 +11,8 @@ from sqlalchemy import Connection, delete, select
 
 from dcp.server.automation.actions import Action, Condition
 from dcp.server.catalog.errors import MissingError
+from dcp.server.catalog.name_patterns import check_pattern
 from dcp.server.catalog.named import NamedRows
-from dcp.server.catalog.queries.patterns import check_pattern
 from dcp.server.database.tables import rules as table
 
 __all__ = ["NewRule", "RuleRow", "create_rule", "delete_rule", "get_rule", "list_rules", "update_rule"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from sqlalchemy import Connection, insert, select
 
-from dcp.server.catalog.queries.cursors import decode_cursor, encode_cursor
+from dcp.server.catalog.cursors import decode_cursor, encode_cursor
 from dcp.server.catalog.values import clean_json, clean_text
 from dcp.server.database.tables import audit
 

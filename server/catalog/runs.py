@@ -8,9 +8,9 @@ from typing import Any, Final, Literal
 
 from sqlalchemy import Column, Connection, Select, bindparam, select, tuple_, update
 
+from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
 from dcp.server.catalog.errors import MissingError
-from dcp.server.catalog.queries.cursors import decode_cursor, encode_cursor, query_mark
-from dcp.server.catalog.queries.patterns import check_pattern, contains, matches
+from dcp.server.catalog.name_patterns import check_pattern, contains, matches
 from dcp.server.database.records import shown_columns, values_of
 from dcp.server.database.sql import insert_missing
 from dcp.server.database.tables import checkpoints, metadata, roots, runs

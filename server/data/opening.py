@@ -19,7 +19,7 @@ from dcp.storage.stores.base import Store
 from dcp.storage.stores.names import TEMPORARY_PREFIX
 
 if TYPE_CHECKING:
-    from dcp.server.data.drawings.chunk_columns import ChunkColumns
+    from dcp.server.data.chunk_columns import ChunkColumns
     from dcp.storage.formats.index import CheckpointIndex
     from dcp.storage.formats.opening.sources import SourcePlace
 
@@ -142,7 +142,7 @@ class OpenCheckpoints:
             raise root.problem(error, is_known=True) from error
 
     def _chunks_of(self, root: StorageRoot, key: str, place: SourcePlace, stamp: _Stamp) -> OpenChunks:
-        from dcp.server.data.drawings.chunk_columns import ChunkColumns  # only here, as all that needs numpy
+        from dcp.server.data.chunk_columns import ChunkColumns  # only here, as all that needs numpy
 
         index = self._shared(root, key, place, stamp).index
         return OpenChunks(root.name, key, stamp.text, ChunkColumns.of(index), index.provenance)

@@ -60,7 +60,6 @@ from dcp.server.jobs.ledger import (
 )
 from dcp.server.jobs.ledger.states import Json
 from dcp.server.jobs.schedules import PeriodicWork, Scheduler
-from dcp.server.jobs.schedules_built_in import built_in_schedules
 from dcp.server.settings import Settings
 
 __all__ = ["DEFAULT_KINDS", "Worker"]
@@ -94,15 +93,16 @@ class _Entry:
 class Worker:
     """Does jobs of the ledger until it is told to stop; any number of them may share a database.
 
-    An ``executor`` that is given is not closed, and several may share it; else it is the one of the settings.
+    ``schedules`` are what it does periodically, beside jobs. An ``executor`` that is given is not closed, and
+    several may share it; else it is the one of the settings.
     """
 
     def __init__(
         self,
         settings: Settings,
         *,
+        schedules: Sequence[PeriodicWork],
         kinds: str = DEFAULT_KINDS,
-        schedules: Sequence[PeriodicWork] | None = None,
         backoff: Backoff = DEFAULT_BACKOFF,
         clock: Callable[[], float] = time.time,
         executor: Executor | None = None,
@@ -122,7 +122,7 @@ class Worker:
         self._scheduler = Scheduler(
             settings,
             self._database,
-            built_in_schedules(settings) if schedules is None else schedules,
+            schedules,
             self.owner,
             clock,
         )

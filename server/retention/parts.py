@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import Connection, case, func, or_, select
 
 from dcp.manager.cleanup.retention import Part
-from dcp.server.catalog.queries.patterns import check_pattern, matches
+from dcp.server.catalog.name_patterns import check_pattern, matches
 from dcp.server.database.tables import jobs, structure_tensors
 
 __all__ = ["PartBytes", "bytes_of_parts", "dropped_patterns", "in_use", "part_bytes"]

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 from sqlalchemy import Connection, select
 
 from dcp.manager.cleanup.retention import Part, Retention, plan
-from dcp.server.catalog.queries.patterns import matches
+from dcp.server.catalog.name_patterns import matches
 from dcp.server.database.tables import aliases, checkpoints, metrics, roots, runs
 from dcp.server.formats import format_in_catalog
 from dcp.server.records.administration import RetentionDecision

@@ -6,6 +6,7 @@ import signal
 import threading
 from typing import Final
 
+from dcp.server.automation.schedules import built_in_schedules
 from dcp.server.jobs.ledger import Backoff
 from dcp.server.jobs.worker import Worker
 from dcp.server.settings import Settings
@@ -19,4 +20,5 @@ def serve(settings: Settings) -> None:
     """Be a worker with all its periodic work, until SIGTERM."""
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    Worker(settings, kinds=SMALL_KINDS, backoff=Backoff(0.05, 0.2)).run(stop)
+    periodic = built_in_schedules(settings)
+    Worker(settings, schedules=periodic, kinds=SMALL_KINDS, backoff=Backoff(0.05, 0.2)).run(stop)

@@ -11,8 +11,8 @@ from functools import cached_property
 from dcp.conversion.copying.checks import SourceChecks, refuse_faults
 from dcp.conversion.copying.gather import RangeReader
 from dcp.conversion.copying.sinks import Output
+from dcp.conversion.copying.source_marks import refuse_changed
 from dcp.conversion.copying.tasks import Task, TaskBatch, TaskResult, carry_out
-from dcp.conversion.plan import refuse_changed
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import StorageError

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -12,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.conversion.layouts.pieces import SourcePart
+from dcp.planners.weight_maps.pieces import MappedTensor
 from dcp.storage.formats.index import Int64, starts
 from dcp.storage.geometry.ragged import expand_ranges
 
-__all__ = ["Gather", "TensorTerms", "Term", "TermColumns"]
+__all__ = ["Gather", "MergedTensors", "TensorTerms", "Term", "TermColumns"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +54,28 @@ class TensorTerms:
         """Equal for the same terms."""
         columns = (self.start, self.weights, self.lefts, self.rights, self.ranks, self.turned)
         return b"".join(column.tobytes() for column in columns)
+
+
+@dataclass(frozen=True, eq=False)
+class MergedTensors:
+    """The ``terms`` of tensors, by row of the first source, which are rows of all of them joined and are
+    added in the type of code ``accumulate``. ``unmerged`` are those taken from the first as they are, by new
+    name; ``origin`` is for the provenance. With weight maps terms are of the tensors ``mapped``, which are
+    made of those of all sources joined, and have their rows."""
+
+    terms: TensorTerms
+    accumulate: int
+    unmerged: tuple[str, ...]
+    origin: Mapping[str, Any]
+    mapped: Sequence[MappedTensor] = ()
+
+    @property
+    def identity(self) -> str:
+        """Equal for merges that compute the same of the same sources."""
+        digest = hashlib.sha256(self.terms.identity)
+        pieces = [(tensor.shape, tensor.pieces) for tensor in self.mapped]
+        digest.update(repr((self.accumulate, pieces)).encode())
+        return digest.hexdigest()
 
 
 class Gather(NamedTuple):

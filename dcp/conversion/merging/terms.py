@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, starmap
@@ -13,7 +12,7 @@ import numpy.typing as npt
 
 from dcp.conversion.contents.casting import CASTABLE
 from dcp.conversion.contents.entries import Entries, TargetDtype, TensorEntry, mapped_entries
-from dcp.conversion.layouts.terms import TensorTerms
+from dcp.conversion.layouts.terms import MergedTensors, TensorTerms
 from dcp.conversion.merging.adapters import LowRank, low_ranks
 from dcp.conversion.merging.arithmetic import Arithmetic
 from dcp.planners.load.selection import Patterns, Rename, Selection, check_patterns
@@ -27,7 +26,7 @@ from dcp.storage.formats.opening.sources import Source
 from dcp.storage.geometry.ragged import gather_rows, row_sums
 from dcp.storage.near_names import listed, near_names
 
-__all__ = ["MergedTensors", "merge_entries"]
+__all__ = ["merge_entries"]
 
 _MAX_LISTED: Final = 50
 _MAX_FACTOR_BYTES: Final = 64 << 20
@@ -38,28 +37,6 @@ _WHOLE_NUMBERS: Final = frozenset(
     dtypes.BY_NAME[name].code
     for name in ("uint8", "int8", "int16", "int32", "int64", "bool", "uint16", "uint32", "uint64")
 )
-
-
-@dataclass(frozen=True, eq=False)
-class MergedTensors:
-    """The ``terms`` of tensors, by row of the first source, which are rows of all of them joined and are
-    added in the type of code ``accumulate``. ``unmerged`` are those taken from the first as they are, by new
-    name; ``origin`` is for the provenance. With weight maps terms are of the tensors ``mapped``, which are
-    made of those of all sources joined, and have their rows."""
-
-    terms: TensorTerms
-    accumulate: int
-    unmerged: tuple[str, ...]
-    origin: Mapping[str, Any]
-    mapped: Sequence[MappedTensor] = ()
-
-    @property
-    def identity(self) -> str:
-        """Equal for merges that compute the same of the same sources."""
-        digest = hashlib.sha256(self.terms.identity)
-        pieces = [(tensor.shape, tensor.pieces) for tensor in self.mapped]
-        digest.update(repr((self.accumulate, pieces)).encode())
-        return digest.hexdigest()
 
 
 def merge_entries(

@@ -17,7 +17,7 @@ from dcp.conversion.contents.hf_folder import HfFolder
 from dcp.conversion.contents.values import SourceValues
 from dcp.conversion.layouts.layout import TargetLayout
 from dcp.conversion.layouts.sources import payload_crcs
-from dcp.conversion.merging.terms import MergedTensors
+from dcp.conversion.layouts.terms import MergedTensors
 from dcp.planners.weight_maps.mapped_index import MappedIndex
 from dcp.storage.errors import CheckpointFormatError, PlanError
 from dcp.storage.formats.plain import encode_plain

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple, Self, cast
 
+from dcp.steps.parts import patterns_of_part
 from dcp.steps.states import StepState
 from dcp.storage.errors import OptionError
 from dcp.storage.near_names import close_to
 
 __all__ = [
-    "OPTIMIZER",
     "Best",
     "Keep",
     "Part",
@@ -29,10 +29,6 @@ __all__ = [
     "part_named",
     "plan",
 ]
-
-OPTIMIZER: Final = ("optim*.state.*", "*.optim*.state.*", "optim*.param_groups*", "*.optim*.param_groups*")
-"""Names of what an optimizer keeps, as trainers call it: what is below ``state`` and ``param_groups`` under a
-key that begins with ``optim``. A weight that is called so has neither above it."""
 
 _MODES: Final = ("min", "max")
 _RULES: Final = ("last", "every_steps", "best", "younger_than_seconds")
@@ -143,7 +139,7 @@ class Part(NamedTuple):
 
 def part_named(name: str, keep: Keep | None = None) -> Part:
     """The part that ``name`` stands for: "optimizer", or a glob on names of entries."""
-    return Part(name, OPTIMIZER if name == "optimizer" else (name,), keep)
+    return Part(name, patterns_of_part(name), keep)
 
 
 @dataclass(frozen=True, slots=True)

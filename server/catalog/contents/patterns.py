@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, insert
 
-from dcp.server.catalog.queries.patterns import pattern_of
+from dcp.server.catalog.name_patterns import pattern_of
 from dcp.server.database.sql import insert_missing
 from dcp.server.database.tables import structure_patterns, tensor_patterns
 

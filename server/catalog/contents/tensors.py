@@ -8,8 +8,8 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, case, func, literal, select
 
-from dcp.server.catalog.queries.cursors import decode_cursor, encode_cursor, query_mark
-from dcp.server.catalog.queries.patterns import check_pattern, matches
+from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
+from dcp.server.catalog.name_patterns import check_pattern, matches
 from dcp.server.database.tables import structure_tensors
 from dcp.server.records.contents import EntryKind, Tensor, TreeNode
 

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Connection, Select, and_, exists, false, select
 
+from dcp.server.catalog.name_patterns import contains, is_glob, matches
 from dcp.server.catalog.queries.filters import CheckpointFilter, Comparison, MetricCondition
-from dcp.server.catalog.queries.patterns import contains, is_glob, matches
 from dcp.server.catalog.runs import RunFilter
 from dcp.server.database.tables import (
     aliases,

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Final, Literal, Self, get_args
 
 from dcp.server.catalog.errors import InvalidQueryError
-from dcp.server.catalog.facts import State, Verification
-from dcp.server.catalog.queries.patterns import check_pattern
+from dcp.server.catalog.name_patterns import check_pattern
 from dcp.server.catalog.values import check_label
 from dcp.server.formats import catalog_formats
+from dcp.server.records.checkpoints import State, Verification
 
 __all__ = ["CheckpointFilter", "MetricCondition", "Sort"]
 

@@ -7,9 +7,9 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, Select, select, tuple_
 
+from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
 from dcp.server.catalog.details import Checkpoint, joined, row_columns, with_labels
 from dcp.server.catalog.queries.conditions import conditions_of
-from dcp.server.catalog.queries.cursors import decode_cursor, encode_cursor, query_mark
 from dcp.server.catalog.queries.filters import CheckpointFilter, MetricCondition, Sort
 from dcp.server.catalog.queries.planning import ORDERS, order_of, plan, select_by
 from dcp.server.database.tables import checkpoints, metrics

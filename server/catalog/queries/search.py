@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, get_args
 from sqlalchemy import ColumnElement, Connection, Select, Text, case, cast, func, literal, or_, select
 
 from dcp.server.catalog.errors import InvalidQueryError
-from dcp.server.catalog.queries.patterns import check_text, contains, fold, pattern_of
+from dcp.server.catalog.name_patterns import check_text, contains, fold, pattern_of
 from dcp.server.database.tables import (
     aliases,
     checkpoint_names,

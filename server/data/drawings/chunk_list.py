@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from dcp.server.catalog.values import clean_text
-from dcp.server.data.drawings.chunk_columns import NO_RANK, ChunkColumns
+from dcp.server.data.chunk_columns import NO_RANK, ChunkColumns
 from dcp.server.records.contents import StoredChunk
 from dcp.storage.formats.index import CheckpointIndex
 

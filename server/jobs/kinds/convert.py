@@ -15,7 +15,7 @@ from sqlalchemy import Connection, select
 
 from dcp.conversion.contents.casting import check_castable
 from dcp.server.catalog.facts import CheckpointFacts
-from dcp.server.catalog.lineage import LineageKind
+from dcp.server.catalog.labelling.lineage import LineageKind
 from dcp.server.database.tables import checkpoints, roots
 from dcp.server.formats import TargetFormat, fault_of_target_name
 from dcp.server.inputs import Name

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from sqlalchemy import Connection
 
 from dcp.conversion.merging.arithmetic import Arithmetic, weights_of_adapters, weights_of_sources
-from dcp.server.catalog.lineage import LineageKind
+from dcp.server.catalog.labelling.lineage import LineageKind
 from dcp.server.catalog.queries.timeline import newest_steps
 from dcp.server.catalog.runs import get_run
 from dcp.server.jobs.kind import JobContext

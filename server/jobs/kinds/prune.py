@@ -20,8 +20,8 @@ from dcp.server.catalog.checkpoints import get_checkpoint
 from dcp.server.catalog.errors import StateError
 from dcp.server.database.tables import aliases, checkpoints
 from dcp.server.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
-from dcp.server.jobs.kinds.scan import scan_spec
 from dcp.server.jobs.kinds.shared.parameters import CheckpointId, Globs, Parameters
+from dcp.server.jobs.kinds.shared.scans import scan_spec
 from dcp.server.jobs.kinds.shared.subjects import (
     Subject,
     find_subject,

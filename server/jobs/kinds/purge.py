@@ -18,6 +18,7 @@ from dcp.server.catalog.errors import StateError
 from dcp.server.catalog.roots import root_row
 from dcp.server.database.tables import checkpoints
 from dcp.server.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
+from dcp.server.jobs.kinds.shared.deletion import purge_dedup_key
 from dcp.server.jobs.kinds.shared.parameters import CheckpointId, Parameters
 from dcp.server.jobs.kinds.shared.subjects import (
     Subject,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:  # imported where they are needed: the API process only makes 
     from dcp.manager.cleanup.removal import Removed
     from dcp.steps.folders import Commit
 
-__all__ = ["PurgeKind", "PurgeParams", "purge_dedup_key"]
+__all__ = ["PurgeKind", "PurgeParams"]
 
 _Weight = tuple[str, int, float]
 """Name, size in bytes, time of the last change: which content of a file is meant, as far as that shows."""
@@ -52,11 +53,6 @@ class PurgeParams(Parameters):
 
     checkpoint_id: CheckpointId
     now: bool = False
-
-
-def purge_dedup_key(checkpoint_id: int) -> str:
-    """One at a time of a checkpoint."""
-    return f"purge:{checkpoint_id}"
 
 
 class PurgeKind(Kind[PurgeParams]):

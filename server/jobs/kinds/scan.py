@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Final
 
@@ -13,6 +12,7 @@ from sqlalchemy import Connection
 from dcp.server.inputs import MAX_ID
 from dcp.server.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec
 from dcp.server.jobs.kinds.shared.parameters import Parameters
+from dcp.server.jobs.kinds.shared.scans import scan_spec
 from dcp.server.jobs.kinds.shared.subjects import open_database, storage_errors
 from dcp.server.jobs.ledger.states import JobRow, JobSpec, Json
 from dcp.server.problems import ForbiddenError, NotFoundError
@@ -21,7 +21,7 @@ from dcp.server.scanning.scanner import Scanner
 from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
 
-__all__ = ["ScanKind", "ScanParams", "scan_spec"]
+__all__ = ["ScanKind", "ScanParams"]
 
 _TOLD: Final = ("new", "changed", "incomplete", "unreadable", "vanished", "lost")
 _log = structlog.get_logger(__name__)
@@ -37,22 +37,6 @@ class ScanParams(Parameters):
     root: Annotated[str, Field(min_length=1, max_length=63)]
     below: Annotated[str, Field(max_length=1024)] = ""
     accept_lost: Annotated[int, Field(ge=0, le=MAX_ID)] = 0
-
-
-def scan_spec(
-    root: str, below: str = "", *, created_by: str, priority: int = 0, accept_lost: int = 0
-) -> JobSpec:
-    """A scan; there is one of a place at a time, however many ask for it."""
-    place = f"{root}/{below}\0{accept_lost}" if accept_lost else f"{root}/{below}"
-    digest = hashlib.sha256(place.encode()).hexdigest()[:40]
-    return JobSpec(
-        kind="scan",
-        params={"root": root, "below": below, "accept_lost": accept_lost},
-        created_by=created_by,
-        priority=priority,
-        root=root,
-        dedup_key=f"scan:{digest}",
-    )
 
 
 class ScanKind(Kind[ScanParams]):

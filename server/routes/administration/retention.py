@@ -6,8 +6,8 @@ from fastapi import APIRouter, Response
 from sqlalchemy import Connection
 
 from dcp.manager.cleanup.retention import Retention
-from dcp.server.catalog.queries.cursors import decode_cursor, encode_cursor, query_mark
-from dcp.server.catalog.queries.patterns import check_pattern
+from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
+from dcp.server.catalog.name_patterns import check_pattern
 from dcp.server.http.context import Service
 from dcp.server.http.dependencies import (
     Author,

@@ -10,7 +10,7 @@ from sqlalchemy import Connection
 from dcp.server.automation import rules
 from dcp.server.automation.actions import Action, Condition, ConvertAction
 from dcp.server.automation.rules import RuleRow
-from dcp.server.catalog.queries.cursors import decode_cursor, encode_cursor
+from dcp.server.catalog.cursors import decode_cursor, encode_cursor
 from dcp.server.http.context import Service
 from dcp.server.http.dependencies import Author, IfMatch, Page, ServiceDep, Writer, requires
 from dcp.server.http.idempotent_transaction import IdempotentDep

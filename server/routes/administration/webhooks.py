@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from sqlalchemy import Connection
 
 from dcp.server.catalog import audit
-from dcp.server.catalog.queries.cursors import decode_cursor, encode_cursor
+from dcp.server.catalog.cursors import decode_cursor, encode_cursor
 from dcp.server.http.context import Service
 from dcp.server.http.dependencies import Author, Caller, IfMatch, Page, ServiceDep, Writer, requires
 from dcp.server.http.idempotent_transaction import IdempotentDep

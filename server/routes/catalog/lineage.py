@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from dcp.server.catalog.lineage import lineage_of
+from dcp.server.catalog.labelling.lineage import lineage_of
 from dcp.server.http.dependencies import Caller, Db, requires
 from dcp.server.schemas.common import IdPath, problems
 from dcp.server.schemas.lineage import LineageAnswer

@@ -6,7 +6,6 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from dcp.manager.cleanup.retention import OPTIMIZER
 from dcp.server.catalog import runs
 from dcp.server.catalog.labelling.series import metric_series
 from dcp.server.catalog.queries.filters import CheckpointFilter, Sort
@@ -19,6 +18,7 @@ from dcp.server.schemas.common import IdPath, problems
 from dcp.server.schemas.queries import RunQuery, TensorBytesQuery, TimelineQuery
 from dcp.server.schemas.runs import RunAnswer, RunList, SeriesAnswer, TimelineAnswer
 from dcp.server.security.redaction import redact
+from dcp.steps.parts import OPTIMIZER
 
 __all__ = ["router"]
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 
-from dcp.server.catalog.queries.cursors import decode_cursor, encode_cursor, query_mark
-from dcp.server.catalog.queries.patterns import check_pattern
+from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
+from dcp.server.catalog.name_patterns import check_pattern
 from dcp.server.catalog.values import clean_text
 from dcp.server.data.access import DataAccess, DataDep
 from dcp.server.http.dependencies import Caller, Page, requires

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from dcp.server.catalog.queries.cursors import decode_cursor, encode_cursor, query_mark
+from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
 from dcp.server.data.access import DataDep
 from dcp.server.http.dependencies import Caller, Page, requires
 from dcp.server.schemas.common import IdPath, problems

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Response
 
 from dcp.server.catalog.contents.verifications import get_statistics as find_statistics
 from dcp.server.catalog.contents.verifications import statistics_tensors
-from dcp.server.catalog.queries.cursors import decode_cursor, encode_cursor, query_mark
+from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
 from dcp.server.http.dependencies import Author, Caller, Db, Page, ServiceDep, requires
 from dcp.server.http.idempotent_transaction import IdempotentDep
 from dcp.server.jobs.kinds.stats import StatsParams

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Body, Query, Request, Response
 from sqlalchemy import Connection
 
 from dcp.server.catalog import audit
-from dcp.server.catalog.queries.cursors import decode_cursor, encode_cursor, query_mark
+from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
 from dcp.server.catalog.queries.known import check_root
 from dcp.server.http.dependencies import Author, Caller, Db, Page, ServiceDep, Writer, requires
 from dcp.server.http.idempotent_transaction import IdempotentDep

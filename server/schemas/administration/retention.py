@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from dcp.manager.cleanup.retention import Retention
 from dcp.server.catalog.errors import InvalidQueryError
-from dcp.server.catalog.queries.patterns import check_pattern
+from dcp.server.catalog.name_patterns import check_pattern
 from dcp.server.inputs import Finite, Name, Request, Text
 from dcp.server.records import administration as records
 from dcp.server.retention.policies import NewPolicy

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
-from dcp.server.catalog.queries.patterns import check_pattern
+from dcp.server.catalog.name_patterns import check_pattern
 from dcp.server.inputs import Text
 from dcp.server.problems import UnprocessableError
 from dcp.server.records import drawings

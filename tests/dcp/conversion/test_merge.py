@@ -450,7 +450,7 @@ _PROGRAM = """
 import json, os, signal, sys
 from dcp.conversion.copying import tasks
 tasks.TASK_BYTES = 1 << 20
-from dcp.conversion.merging.run import merge
+from dcp.conversion.merge import merge
 from dcp.conversion.copying.sinks import observers
 *sources, target, kill_at, options = sys.argv[1:]
 steps = []
@@ -538,7 +538,7 @@ def test_a_faulty_sum_that_was_killed_is_refused_by_the_next_run(tmp_path: Path)
 @pytest.mark.exhaustive
 def test_no_torch_is_needed(three: list[Path], tmp_path: Path) -> None:
     """In an interpreter that cannot import it."""
-    program = "import sys; sys.modules['torch'] = None\nfrom dcp.conversion.merging.run import merge\n"
+    program = "import sys; sys.modules['torch'] = None\nfrom dcp.conversion.merge import merge\n"
     program += f"merge({list(map(str, three))!r}, {str(tmp_path / 'out.pt')!r}, weights={_WEIGHTS})"
     done = run_program("-c", program)
     assert done.returncode == 0, done.stderr

@@ -70,7 +70,7 @@ def test_a_source_that_changes_meanwhile_is_not_mixed(
 
 _LIMITED = """
 import json, resource, sys
-from dcp.conversion.merging.run import merge
+from dcp.conversion.merge import merge
 from dcp.storage.errors import StorageError
 *sources, target, options = sys.argv[1:]
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
@@ -103,7 +103,7 @@ import json, os, signal, sys
 from dcp.conversion.copying import tasks
 tasks.TASK_BYTES = 1 << 20
 from dcp.conversion.copying.sinks import observers
-from dcp.conversion.merging.run import merge
+from dcp.conversion.merge import merge
 *sources, target, kill_at, options = sys.argv[1:]
 steps = []
 def observe(op, name):

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import dcp
-from dcp.conversion.plan import ConversionOptions, LayoutOptions, SourceChangedError
+from dcp.conversion.copying.source_marks import SourceChangedError
+from dcp.conversion.plan import ConversionOptions, LayoutOptions
 from dcp.conversion.run import Means, run_conversion
 from dcp.conversion.targets.places import place_of
 from dcp.errors import MissingKeyError

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.manager.cleanup.retention import OPTIMIZER, Best, Keep, Retention, part_named, plan
+from dcp.manager.cleanup.retention import Best, Keep, Retention, part_named, plan
 from dcp.planners.load.selection import Selection
+from dcp.steps.parts import OPTIMIZER
 from dcp.steps.states import StepState
 from dcp.storage.errors import OptionError
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import insert, select
 
+from dcp.server.catalog.cursors import decode_cursor, encode_cursor
 from dcp.server.catalog.errors import InvalidQueryError
-from dcp.server.catalog.queries.cursors import decode_cursor, encode_cursor
-from dcp.server.catalog.queries.patterns import check_pattern, contains, matches
+from dcp.server.catalog.name_patterns import check_pattern, contains, matches
 from dcp.server.catalog.values import clean_json, clean_text, short_name
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import checkpoint_names

@@ -8,8 +8,8 @@ import pytest
 
 from dcp.server.catalog.checkpoints import CheckpointFacts, upsert_checkpoint, upsert_checkpoints
 from dcp.server.catalog.errors import InvalidQueryError, MissingError
+from dcp.server.catalog.labelling.lineage import MAX_NODES, add_lineage, lineage_of
 from dcp.server.catalog.labelling.series import metric_series
-from dcp.server.catalog.lineage import MAX_NODES, add_lineage, lineage_of
 from dcp.server.catalog.roots import list_roots, root_row, set_scanned, sync_roots
 from dcp.server.catalog.runs import RunFilter, RunSort, get_run, list_runs
 from dcp.server.database.engine import Database

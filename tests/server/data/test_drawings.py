@@ -16,9 +16,9 @@ import torch
 import dcp
 from dcp.inspection.checkpoints import open_index
 from dcp.server.catalog.contents.verifications import set_statistics
+from dcp.server.data.chunk_columns import ChunkColumns
 from dcp.server.data.drawings import grids
 from dcp.server.data.drawings import shard_map as shard_maps
-from dcp.server.data.drawings.chunk_columns import ChunkColumns
 from dcp.server.data.drawings.phases import save_phases
 from dcp.server.data.drawings.shard_map import shard_map
 from dcp.server.data.opening import OpenCheckpoints

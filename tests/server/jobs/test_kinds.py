@@ -15,7 +15,7 @@ import dcp
 from dcp.conversion.run import convert
 from dcp.demo.s3_server import S3Server
 from dcp.server.catalog.errors import MissingError
-from dcp.server.catalog.lineage import lineage_of
+from dcp.server.catalog.labelling.lineage import lineage_of
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import audit, events, jobs, statistics, verifications
 from dcp.server.security.principal import Principal

@@ -21,7 +21,7 @@ from dcp.conversion.copying.sinks import observers
 from dcp.demo.s3_server import S3Server
 from dcp.inspection.verification import verify_store
 from dcp.server.catalog.errors import StateError
-from dcp.server.catalog.lineage import lineage_of
+from dcp.server.catalog.labelling.lineage import lineage_of
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import audit, checkpoints, events, jobs
 from dcp.server.jobs.kinds.convert import ConvertOptions, ConvertParams

@@ -16,7 +16,7 @@ from sqlalchemy import select, update
 import dcp
 from dcp.demo.s3_server import S3Server
 from dcp.server.catalog.errors import MissingError, StateError
-from dcp.server.catalog.lineage import lineage_of
+from dcp.server.catalog.labelling.lineage import lineage_of
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import audit, checkpoints, events
 from dcp.server.jobs.kinds.merge import MergeParams

@@ -9,13 +9,13 @@ from typing import Any
 
 from sqlalchemy import Connection, func, insert, select, update
 
+from dcp.server.automation.schedules import built_in_schedules
 from dcp.server.database.documents import prepare_document, write_document
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import document_parts, job_events, jobs, lineage, roots, schedules, tasks
 from dcp.server.jobs.cleaning import forget_jobs, forget_scans
 from dcp.server.jobs.ledger import JobSpec, list_jobs, submit
 from dcp.server.jobs.schedules import PeriodicWork, ScheduleContext, Scheduler
-from dcp.server.jobs.schedules_built_in import built_in_schedules
 from dcp.server.settings import RootSettings
 from tests.support.catalog_rows import add_checkpoint
 from tests.support.job_workers import job_settings, put, until, wait_for_end, working

@@ -17,6 +17,7 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import insert, text
 
+from dcp.server.automation.schedules import built_in_schedules
 from dcp.server.database.engine import Database, DatabaseUnavailableError
 from dcp.server.database.tables import (
     checkpoints,
@@ -31,7 +32,6 @@ from dcp.server.database.tables import (
     verifications,
     webhooks,
 )
-from dcp.server.jobs.schedules_built_in import built_in_schedules
 from dcp.server.monitoring import Monitoring, install
 from dcp.server.monitoring.processes import FOLDER_VARIABLE, living_processes, shared_folder
 from dcp.server.monitoring.state import REGULAR_SCHEDULE

@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 
 from dcp.server.catalog.checkpoints import upsert_checkpoints
 from dcp.server.catalog.facts import CheckpointFacts
-from dcp.server.catalog.lineage import add_lineage
+from dcp.server.catalog.labelling.lineage import add_lineage
 from dcp.server.pages.drawings.graphs import BOX_HEIGHT, BOX_WIDTH, NodeBox, graph_of
 from dcp.server.records.declaring import moment
 from dcp.server.records.labels import LineageEdge, LineageNode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dcp.server.app import API
 from dcp.server.catalog import audit
-from dcp.server.catalog.lineage import add_lineage
+from dcp.server.catalog.labelling.lineage import add_lineage
 from tests.support.app import App
 from tests.support.catalog_rows import add_checkpoint
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dcp.server.jobs.kinds.scan import scan_spec
+from dcp.server.jobs.kinds.shared.scans import scan_spec
 from dcp.server.jobs.ledger import submit
 from dcp.server.roots import Roots
 from dcp.server.scanning.scanner import Scanner

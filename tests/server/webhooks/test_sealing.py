@@ -13,9 +13,9 @@ import pytest
 from pydantic import ValidationError
 from sqlalchemy import select
 
+from dcp.server.automation.schedules import built_in_schedules
 from dcp.server.database.tables import webhooks
 from dcp.server.jobs.schedules import ScheduleContext
-from dcp.server.jobs.schedules_built_in import built_in_schedules
 from dcp.server.settings import Settings
 from dcp.server.webhooks import deliver_due
 from dcp.server.webhooks.sealing import SEALED_PREFIX, Sealer, SealError

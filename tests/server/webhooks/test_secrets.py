@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from sqlalchemy import Table, select
 
+from dcp.server.automation.schedules import built_in_schedules
 from dcp.server.database.tables import metadata, webhooks
 from dcp.server.jobs.schedules import ScheduleContext
-from dcp.server.jobs.schedules_built_in import built_in_schedules
 from dcp.server.process.logs import configure_logs
 from dcp.server.schemas.administration.webhooks import SecretAnswer
 from dcp.server.settings import Settings

@@ -159,7 +159,7 @@ def command(
         chosen["storage_options"] = storage_options(remote, options) if remote else None
         chosen["target_options"] = storage_options(target, target_options)
         with with_progress(target) as chosen["progress"]:
-            from dcp.conversion.merging.run import merge  # here, because a usage message must not wait for it
+            from dcp.conversion.merge import merge  # here, because a usage message must not wait for it
 
             report = merge(sources or (), target, **chosen)
     if json:

@@ -36,6 +36,7 @@ def command(
     """
     with errors_as_lines(debug=debug):
         settings = read_settings(config, database_url=database, concurrency=concurrency)
+        from dcp.server.automation.schedules import built_in_schedules
         from dcp.server.jobs.worker import Worker
         from dcp.server.process.logs import configure_logs
 
@@ -45,7 +46,7 @@ def command(
             signal.signal(number, lambda _number, _frame: stop.set())
         if until_input_ends:
             threading.Thread(target=_watch_input, args=(stop,), name="input", daemon=True).start()
-        Worker(settings).run(stop)
+        Worker(settings, schedules=built_in_schedules(settings)).run(stop)
 
 
 def _watch_input(stop: threading.Event) -> None:

@@ -9,11 +9,15 @@ from dcp.server.catalog.details import lock_checkpoint
 from dcp.server.catalog.errors import StateError
 from dcp.server.catalog.labelling.labels import Change
 from dcp.server.database.tables import aliases, jobs
-from dcp.server.jobs.kinds.purge import purge_dedup_key
 from dcp.server.jobs.ledger import request_cancel
 from dcp.server.jobs.ledger.rows import lock_job
 
-__all__ = ["delete_softly", "restore"]
+__all__ = ["delete_softly", "purge_dedup_key", "restore"]
+
+
+def purge_dedup_key(checkpoint_id: int) -> str:
+    """One at a time of a checkpoint."""
+    return f"purge:{checkpoint_id}"
 
 
 def delete_softly(

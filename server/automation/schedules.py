@@ -14,7 +14,7 @@ from dcp.server.catalog.roots import sync_roots
 from dcp.server.database.documents import abandon_documents
 from dcp.server.database.drafts import forget_drafts
 from dcp.server.jobs.cleaning import forget_jobs, forget_scans
-from dcp.server.jobs.kinds.scan import scan_spec
+from dcp.server.jobs.kinds.shared.scans import scan_spec
 from dcp.server.jobs.ledger import submit
 from dcp.server.jobs.schedules import PeriodicWork, ScheduleContext
 from dcp.server.roots import Roots
