@@ -163,7 +163,7 @@ def work_off(
     Raises the first failure after all have stopped, which they do with the unit that they are at.
     """
     stop = threading.Event()
-    shared = _Shared(iter(units), stop)
+    shared = _SharedIterator(iter(units), stop)
 
     def one() -> None:
         try:
@@ -190,7 +190,7 @@ def work_off(
             future.result()
 
 
-class _Shared(Iterator[T], Generic[T]):
+class _SharedIterator(Iterator[T], Generic[T]):
     """An iterator for several threads; at its end once ``stop`` is set."""
 
     def __init__(self, units: Iterator[T], stop: threading.Event) -> None:

@@ -19,7 +19,7 @@ __all__ = ["ThreadWriter"]
 
 
 @dataclass
-class _Task:
+class _QueuedSave:
     order: SaveOrder
     payload: Payload
     future: SaveFuture
@@ -34,7 +34,7 @@ class ThreadWriter(BackgroundWriter):
 
     def __init__(self, ranks_for: Callable[[threading.Event], Ranks]) -> None:
         self._ranks_for = ranks_for
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[_QueuedSave | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._cache = PlanCache()
         self._closed = False
@@ -51,7 +51,7 @@ class ThreadWriter(BackgroundWriter):
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="dcp-writer", daemon=True)
             self._thread.start()
-        self._tasks.put(_Task(order, payload, future))
+        self._tasks.put(_QueuedSave(order, payload, future))
 
     def close(self, timeout_seconds: float) -> None:
         """Let the queue run empty, then end the thread."""
@@ -66,7 +66,7 @@ class ThreadWriter(BackgroundWriter):
             self._carry_out(task)
             del task  # it holds the staged copies of foreign stagers
 
-    def _carry_out(self, task: _Task) -> None:
+    def _carry_out(self, task: _QueuedSave) -> None:
         order, future = task.order, task.future
         try:
             metadata, outcome = carry_out(

@@ -56,7 +56,7 @@ _PICKLE_PROTOCOL: Final = b"\x80"
 """What a pickle begins with where torch was told not to write a zip."""
 
 
-class _Source:
+class _FileSpan:
     """A thread's view of the files: one span in memory, everything else read when it is asked for."""
 
     def __init__(self, store: Store, names: list[str], listing: Mapping[str, FileInfo]) -> None:
@@ -132,7 +132,7 @@ class _CheckedRange:
     offset: int
     size_bytes: int
     fqn: str
-    check: Callable[[_Source, _CheckedRange], None]
+    check: Callable[[_FileSpan, _CheckedRange], None]
 
     def __lt__(self, other: _CheckedRange) -> bool:
         return (self.file, self.offset) < (other.file, other.offset)
@@ -172,7 +172,7 @@ class PayloadChecks:
         work_off(spans, threads, self._check_all)
 
     def _check_all(self, spans: Iterator[list[_CheckedRange]]) -> None:
-        source = _Source(self._store, [*self._index.files], self._listing)
+        source = _FileSpan(self._store, [*self._index.files], self._listing)
         try:
             for span in spans:
                 source.go_to(span[0].file)
@@ -180,7 +180,7 @@ class PayloadChecks:
         finally:
             source.close()
 
-    def _check(self, source: _Source, span: list[_CheckedRange]) -> None:
+    def _check(self, source: _FileSpan, span: list[_CheckedRange]) -> None:
         begin, size_bytes = span[0].offset, span_bytes(span)
         try:
             if size_bytes <= SPAN_BYTES:
@@ -263,7 +263,7 @@ class PayloadChecks:
     # -- checks ----------------------------------------------------------------------------------------------
 
     def _check_block(
-        self, chunk: int, begin: int, expected: int, source: _Source, part: _CheckedRange
+        self, chunk: int, begin: int, expected: int, source: _FileSpan, part: _CheckedRange
     ) -> None:
         data = source.take(part.offset, part.size_bytes)
         got = crc32(data)
@@ -272,7 +272,7 @@ class PayloadChecks:
         if expected not in (UNKNOWN, got):
             self._found_mismatch(part, part.offset, part.size_bytes, expected, got)
 
-    def _check_record(self, chunk: int, expected: int, source: _Source, part: _CheckedRange) -> None:
+    def _check_record(self, chunk: int, expected: int, source: _FileSpan, part: _CheckedRange) -> None:
         """All of a record of ours whose payload is one block."""
         record, data = self._record(chunk), source.take(part.offset, part.size_bytes)
         begin, length = int(self._index.payload_offsets[chunk]), record.payload_bytes
@@ -285,7 +285,7 @@ class PayloadChecks:
         if data[:head] != record.prefix or data[head + length :] != record.suffix(expected):
             self._frame_differs(chunk, expected, source, part)
 
-    def _check_frame(self, chunk: int, source: _Source, part: _CheckedRange) -> None:
+    def _check_frame(self, chunk: int, source: _FileSpan, part: _CheckedRange) -> None:
         """Compare what surrounds a payload of ours, which stock torch goes by, with what we write there."""
         index = self._index
         record, whole = self._record(chunk), 0
@@ -303,7 +303,7 @@ class PayloadChecks:
         length, offset = int(index.payload_lengths[chunk]), int(index.record_offsets[chunk])
         return begin_record(dtype_code, index.box(chunk)[1], length, offset)
 
-    def _frame_differs(self, chunk: int, whole: int, source: _Source, part: _CheckedRange) -> None:
+    def _frame_differs(self, chunk: int, whole: int, source: _FileSpan, part: _CheckedRange) -> None:
         index = self._index
         sizes, dtype_code = index.box(chunk)[1], int(index.dtype_codes[index.chunk_tensors[chunk]])
         offset = int(index.record_offsets[chunk])
@@ -322,7 +322,9 @@ class PayloadChecks:
         message = "the zip around the tensor's bytes, which stock torch goes by, is damaged"
         self._found("record", message, part, offset, int(index.record_lengths[chunk]))
 
-    def _check_storage(self, chunk: int, expected: int | None, source: _Source, part: _CheckedRange) -> None:
+    def _check_storage(
+        self, chunk: int, expected: int | None, source: _FileSpan, part: _CheckedRange
+    ) -> None:
         """A storage of a torch.save file, whole, whatever views of it there are; or a safetensors tensor."""
         got, done = 0, part.offset - int(self._index.payload_offsets[chunk])
         for data in source.steps(part.offset, part.size_bytes):
@@ -333,7 +335,7 @@ class PayloadChecks:
         if expected not in (None, got):
             self._found_mismatch(part, part.offset, part.size_bytes, int(expected or 0), got)
 
-    def _check_foreign(self, chunk: int, source: _Source, part: _CheckedRange) -> None:
+    def _check_foreign(self, chunk: int, source: _FileSpan, part: _CheckedRange) -> None:
         index = self._index
         stored = self._locate(chunk, source, part)
         if stored is None:
@@ -352,7 +354,7 @@ class PayloadChecks:
                 part, stored.payload_offset, stored.payload_bytes, int(stored.crc32 or 0), got
             )
 
-    def _check_object(self, expected: int, source: _Source, part: _CheckedRange) -> None:
+    def _check_object(self, expected: int, source: _FileSpan, part: _CheckedRange) -> None:
         if expected == UNKNOWN:
             self._check_blob(source, part)
             return
@@ -361,7 +363,7 @@ class PayloadChecks:
         if got != expected:
             self._found_mismatch(part, part.offset, part.size_bytes, expected, got)
 
-    def _check_blob(self, source: _Source, part: _CheckedRange) -> None:
+    def _check_blob(self, source: _FileSpan, part: _CheckedRange) -> None:
         """An object of a foreign checkpoint: a zip with a CRC for each entry, or a bare pickle with none."""
         offset, length = part.offset, part.size_bytes
         head = source.read(offset, min(length, len(LOCAL_SIGNATURE)))
@@ -388,7 +390,7 @@ class PayloadChecks:
             self._found("record", f"the object cannot be read: {error}", part, offset, length)
         self._count(length, checked=checked)
 
-    def _locate(self, chunk: int, source: _Source, part: _CheckedRange) -> StoredTensor | None:
+    def _locate(self, chunk: int, source: _FileSpan, part: _CheckedRange) -> StoredTensor | None:
         index = self._index
         offset, length = int(index.record_offsets[chunk]), int(index.record_lengths[chunk])
         try:
@@ -438,7 +440,7 @@ class PayloadChecks:
         self._found("unreadable", message, part, part.offset, part.size_bytes)
 
 
-def _crc(source: _Source, offset: int, length: int) -> int:
+def _crc(source: _FileSpan, offset: int, length: int) -> int:
     crc = 0
     for data in source.steps(offset, length):
         crc = crc32(data, crc)

@@ -138,7 +138,7 @@ def own_part(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Refused:
+class _RefusedState:
     error: Exception
 
     def state_dict(self) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def refused_by_all(use: Callable[[dict[str, Any]], object]) -> Iterator[None]:
     except Exception as error:
         if dist.is_available() and dist.is_initialized():
             with suppress(CheckpointError):
-                use({"refused": _Refused(error)})
+                use({"refused": _RefusedState(error)})
         raise
 
 

@@ -43,7 +43,7 @@ def compare_ranks(
     ranks: Sequence[RankDigests], reader: TensorReader, selection: Selection | None, save_id: str | None
 ) -> Proof:
     """What of ``ranks``, by rank, is not what ``reader``'s checkpoint has."""
-    comparison = _Comparison(ranks, reader, selection)
+    comparison = _DigestComparison(ranks, reader, selection)
     findings = tuple(comparison.findings())
     return Proof(
         reader.name,
@@ -75,7 +75,7 @@ def _share(rank: int, own: RankDigests, differing: tuple[str, ...]) -> RankProof
     )
 
 
-class _Comparison:
+class _DigestComparison:
     """``tensors`` and ``values`` that both have are by name; ``sizes`` the bytes of these tensors."""
 
     def __init__(

@@ -27,7 +27,7 @@ _MAX_VALUE = 1000
 __all__ = ["begin", "check_same_checkpoint", "check_same_target", "told_to_all"]
 
 
-class _Operation(NamedTuple):
+class _OperationOfRank(NamedTuple):
     operation: str
     manner: str
     place: str
@@ -58,11 +58,11 @@ def begin(
 
     def part() -> bytes:
         told = {name: repr(value)[:_MAX_VALUE] for name, value in (options or {}).items()}
-        own = _Operation(ranks.operation, ", ".join(manner), place(), told, dict(kinds or {}))
+        own = _OperationOfRank(ranks.operation, ", ".join(manner), place(), told, dict(kinds or {}))
         return bytes(msgpack.packb(own, unicode_errors="surrogatepass"))
 
     parts = [
-        _Operation(*msgpack.unpackb(data, unicode_errors="surrogatepass"))
+        _OperationOfRank(*msgpack.unpackb(data, unicode_errors="surrogatepass"))
         for data in ranks.compare("begin", part)
     ]
     own = parts[ranks.coordinator]
@@ -71,7 +71,7 @@ def begin(
     return tuple(part.place for part in parts)
 
 
-def _check_alike(ranks: Ranks, parts: Sequence[_Operation]) -> None:
+def _check_alike(ranks: Ranks, parts: Sequence[_OperationOfRank]) -> None:
     own = parts[ranks.coordinator]
     odd = [rank for rank, part in enumerate(parts) if part[:2] != own[:2]]
     if odd:
@@ -132,7 +132,7 @@ def _tell(ranks: Ranks, error: Exception) -> None:
             raise
 
 
-def _not_alike(ranks: Ranks, parts: Sequence[_Operation], odd: Collection[int]) -> BaseException:
+def _not_alike(ranks: Ranks, parts: Sequence[_OperationOfRank], odd: Collection[int]) -> BaseException:
     same_operation = len({part.operation for part in parts}) == 1
     advice = (
         "Give all ranks the same options, and planners and storages of one kind."

@@ -1,8 +1,7 @@
 """The tensors of one rank as columns: which boxes of which global tensors lie where in local memory.
 
-Shared by saving and loading. There may be many thousands of tensors, and few of them differ in more than
-their name and memory: so boxes are found once a form (`_Form`), and of each tensor only the facts are asked
-that torch alone can tell.
+Shared by saving and loading. There may be many thousands of tensors, and most differ in name and memory only.
+So boxes are found once a form (`_LocalForm`), and each tensor is asked only what torch alone can tell.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ _COMPLEX = np.array([dtype.code for name, dtype in dtypes.BY_NAME.items() if nam
 _MAX_LISTED = 20
 
 
-class _Form(NamedTuple):
+class _LocalForm(NamedTuple):
     """What tensors have in common that differ in name, dtype and memory only.
 
     ``source_shapes`` are those of a tensor's plain local tensors, ``box_sources`` says which of these has
@@ -81,11 +80,11 @@ class _Forms:
     """Numbers of forms, and their rows in a table."""
 
     def __init__(self) -> None:
-        self.forms: list[_Form] = []
-        self._numbers: dict[_Form, int] = {}
+        self.forms: list[_LocalForm] = []
+        self._numbers: dict[_LocalForm, int] = {}
         self._by_layout: dict[int, int] = {}
 
-    def number(self, form: _Form) -> int:
+    def number(self, form: _LocalForm) -> int:
         number = self._numbers.setdefault(form, len(self.forms))
         if number == len(self.forms):
             self.forms.append(form)
@@ -95,7 +94,9 @@ class _Forms:
         """The form of DTensors of a layout with one box; a layout is of one shape."""
         number = self._by_layout.get(id(layout))
         if number is None:
-            form = _Form(tuple(shape), layout.boxes, (0,), (layout.local_shape,), True, layout.replicated)
+            form = _LocalForm(
+                tuple(shape), layout.boxes, (0,), (layout.local_shape,), True, layout.replicated
+            )
             number = self._by_layout[id(layout)] = self.number(form)
         return number
 
@@ -115,7 +116,7 @@ class _PlainForms(dict[tuple[int, ...], int]):
 
     def __missing__(self, shape: tuple[int, ...]) -> int:
         zeros, whole = (0,) * len(shape), tuple(shape)
-        form = _Form(whole, (LocalBox(zeros, whole, zeros),), (0,), (whole,), False, True)
+        form = _LocalForm(whole, (LocalBox(zeros, whole, zeros),), (0,), (whole,), False, True)
         number = self[shape] = self._forms.number(form)
         return number
 
@@ -251,7 +252,7 @@ class _Builder:
                 self.check_source(fqn, source, local.dtype)
                 sources.append(source)
             box_sources.append(len(sources) - 1)
-        form = _Form(
+        form = _LocalForm(
             tuple(local.shape),
             tuple(box for _, box in local.pieces),
             tuple(box_sources),

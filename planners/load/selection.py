@@ -41,12 +41,12 @@ _GLOB = re.compile(r"[*?\[]")
 
 
 @dataclass(frozen=True, slots=True)
-class _Pattern:
+class _Glob:
     text: str
     regex: re.Pattern[str] = field(repr=False)
 
     @classmethod
-    def of(cls, text: str) -> _Pattern:
+    def of(cls, text: str) -> _Glob:
         return cls(text, re.compile(f"{fnmatch.translate(text)}|{fnmatch.translate(text + '.*')}"))
 
     def matches(self, key: str) -> bool:
@@ -72,8 +72,8 @@ class Selection:
     """What ``only`` and ``exclude`` select: what any pattern of ``only`` matches (everything if that is None)
     and no pattern of ``exclude``."""
 
-    only: tuple[_Pattern, ...] | None
-    exclude: tuple[_Pattern, ...]
+    only: tuple[_Glob, ...] | None
+    exclude: tuple[_Glob, ...]
 
     @classmethod
     def of(cls, only: Patterns | None, exclude: Patterns | None) -> Selection | None:
@@ -212,12 +212,12 @@ def _checked(key: str, name: Any) -> str:
     return name
 
 
-def _patterns(option: str, given: Patterns) -> tuple[_Pattern, ...]:
+def _patterns(option: str, given: Patterns) -> tuple[_Glob, ...]:
     texts = [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
     wrong = next((text for text in texts if not isinstance(text, str) or not text), None)
     if wrong is not None:
         raise OptionError(f"{option} takes shell globs on flat keys, such as 'model.*', not {wrong!r}")
-    return tuple(map(_Pattern.of, texts))
+    return tuple(map(_Glob.of, texts))
 
 
 def _close(text: str, keys: Iterable[str]) -> list[str]:

@@ -34,7 +34,7 @@ class StoredParts:
     strides: Int64
 
 
-class _Names(Sequence[str]):
+class _NamesOfRows(Sequence[str]):
     """Those of ``rows``, made when they are asked for."""
 
     def __init__(self, fqns: Sequence[str], rows: Int64) -> None:
@@ -61,7 +61,7 @@ def stored_parts(
     plan = plan_load(
         index,
         WantedColumns(
-            fqns=_Names(index.fqns, rows),
+            fqns=_NamesOfRows(index.fqns, rows),
             dtype_codes=index.dtype_codes[rows],
             shape_start=starts(index.ndims[rows]),
             shape_values=gather_rows(index.shape_values, index.shape_start, rows),

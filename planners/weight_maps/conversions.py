@@ -97,7 +97,7 @@ class _Group:
 
     def rule(self, *, is_counted: bool) -> dict[str, Any]:
         """As a rule of a map, which says how many there are of a list where all groups have as many."""
-        tensors: dict[str, _Tensor] = {}
+        tensors: dict[str, _DeclaredTensor] = {}
         sources: dict[str, str] = {}
         texts: dict[str, _Text] = {}  # of axes that are made of others
         sizes: dict[str, Any] = {"item": self.count} if is_counted and self.count else {}
@@ -106,7 +106,7 @@ class _Group:
             found = self.members[pattern]
             dims = [f"s{number}_{dim}" for dim in range(len(found[0][2]))]
             sources[pattern] = self._name(pattern, found)
-            tensors[pattern] = _Tensor(dims, found[0][2], is_list="*" in pattern)
+            tensors[pattern] = _DeclaredTensor(dims, found[0][2], is_list="*" in pattern)
         work = _Work(self.converter, tensors, texts, sizes)
         own = {pattern: list(tensor.dims) for pattern, tensor in tensors.items()}
         for operation in self.converter.operations:
@@ -155,7 +155,7 @@ class _Group:
 
 
 @dataclass
-class _Tensor:
+class _DeclaredTensor:
     """Dimensions as texts of axes, and sizes where they are known; ``is_list``: one for each item."""
 
     dims: _Dims
@@ -168,7 +168,7 @@ class _Work:
     """The tensors between operations, by the patterns that transformers has for them."""
 
     converter: Any
-    tensors: dict[str, _Tensor]
+    tensors: dict[str, _DeclaredTensor]
     texts: dict[str, _Text]
     sizes: dict[str, Any]
 
@@ -188,7 +188,7 @@ class _Work:
         text = self.texts.get(axis)
         return axis if text is None else _AXIS.sub(lambda inner: self._resolved(inner[0]), text)
 
-    def _single(self) -> tuple[str, _Tensor]:
+    def _single(self) -> tuple[str, _DeclaredTensor]:
         if len(self.tensors) != 1:
             raise PlanError(f"{_told(self.converter)}: several tensors where one should be")
         return next(iter(self.tensors.items()))
@@ -202,7 +202,7 @@ class _Work:
             dims, shape = list(tensor.dims), list(tensor.shape)
             dims.insert(operation.dim, "item")
             shape.insert(operation.dim, None)
-            made[pattern] = _Tensor(dims, tuple(shape))
+            made[pattern] = _DeclaredTensor(dims, tuple(shape))
         if len(made) == 1 and len(self.converter.target_patterns) == 1:
             (tensor,) = made.values()
             made = {self.converter.target_patterns[0]: tensor}
@@ -224,7 +224,7 @@ class _Work:
             if size is not None and _AXIS.fullmatch(part.dims[dim]):
                 self.sizes[part.dims[dim]] = size
         shape = tuple(None if at == dim else size for at, size in enumerate(parts[0].shape))
-        self.tensors = {self.converter.target_patterns[0]: _Tensor(dims, shape)}
+        self.tensors = {self.converter.target_patterns[0]: _DeclaredTensor(dims, shape)}
 
     def chunk(self, operation: Any) -> None:
         """`Chunk`: equal parts for the targets."""
@@ -241,7 +241,7 @@ class _Work:
         for target, part in zip(targets, names, strict=True):
             dims, shape = list(tensor.dims), list(tensor.shape)
             dims[dim], shape[dim] = part, size // len(targets)
-            self.tensors[target] = _Tensor(dims, tuple(shape))
+            self.tensors[target] = _DeclaredTensor(dims, tuple(shape))
 
     def transpose(self, operation: Any) -> None:
         """`Transpose`: two dimensions change places."""
@@ -252,7 +252,7 @@ class _Work:
         for column in (dims, shape):
             a, b = operation.dim0, operation.dim1
             column[a], column[b] = column[b], column[a]
-        self._replace(pattern, _Tensor(dims, tuple(shape)))
+        self._replace(pattern, _DeclaredTensor(dims, tuple(shape)))
 
     def interleave(self, operation: Any) -> None:
         """`Interleave`: halves and pairs change places."""
@@ -273,7 +273,7 @@ class _Work:
                 if len(self.converter.source_patterns) == len(self.converter.target_patterns) == 1:
                     self._replace(pattern, tensor)
 
-    def _swap(self, tensor: _Tensor, dim: int, outer: str, inner: tuple[str, str]) -> None:
+    def _swap(self, tensor: _DeclaredTensor, dim: int, outer: str, inner: tuple[str, str]) -> None:
         axis = tensor.dims[dim]
         own = [f"{axis}_{name}" if name == "half" else name for name in inner]
         self._make(axis, f"({' '.join(filter(None, (outer, *own)))})")
@@ -286,7 +286,7 @@ class _Work:
             raise PlanError(f"{_told(self.converter)}: the same dimension is divided twice")
         self.texts[axis] = text
 
-    def _replace(self, pattern: str, tensor: _Tensor) -> None:
+    def _replace(self, pattern: str, tensor: _DeclaredTensor) -> None:
         """Of the only operation the result is the target."""
         targets = self.converter.target_patterns
         del self.tensors[pattern]

@@ -17,7 +17,7 @@ from dcp.storage.errors import OptionError, PlanError
 from dcp.storage.formats.dtypes import BY_CODE
 from dcp.storage.near_names import listed
 
-__all__ = ["FoundTensor", "Pattern", "Rule"]
+__all__ = ["FoundTensor", "MapRule", "Pattern"]
 
 _MAX_TARGETS: Final = 1 << 20
 _MAX_TOLD: Final = 8
@@ -49,7 +49,7 @@ class _SourceTerm(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rule:
+class MapRule:
     """``sources`` are made into ``targets``; by `inverse` the other way round.
 
     ``padding`` are axes that one side has alone: zeros in a target, left out of a source. ``copies`` are
@@ -84,11 +84,11 @@ class Rule:
         return " -> ".join(listed(names, most=_MAX_TOLD, show=str) for names in sides)
 
     @property
-    def inverse(self) -> Rule:
+    def inverse(self) -> MapRule:
         """From the targets to the sources."""
-        return Rule(self.targets, self.sources, self.sizes, self.padding, self.copies, self.when)
+        return MapRule(self.targets, self.sources, self.sizes, self.padding, self.copies, self.when)
 
-    def below(self, prefix: str) -> Rule:
+    def below(self, prefix: str) -> MapRule:
         """The same for sources whose names begin with ``prefix``."""
         names = {pattern.name.text for pattern in self.sources}
         return replace(

@@ -16,7 +16,7 @@ from dcp.planners.weight_maps.axes import Axes
 from dcp.planners.weight_maps.model_config import config_at
 from dcp.planners.weight_maps.names import NamePattern
 from dcp.planners.weight_maps.pieces import MappedTensor
-from dcp.planners.weight_maps.rules import FoundTensor, Pattern, Rule
+from dcp.planners.weight_maps.rules import FoundTensor, MapRule, Pattern
 from dcp.planners.weight_maps.sizes import evaluate, names_in
 from dcp.storage.errors import CheckpointError, OptionError, PlanError
 from dcp.storage.near_names import close_to, listed
@@ -48,7 +48,7 @@ class WeightMap:
     ``counts`` say how many there are of a part of names that is a number: layers, of which none is missing.
     """
 
-    rules: tuple[Rule, ...]
+    rules: tuple[MapRule, ...]
     sizes: Mapping[str, str | int] = field(default_factory=dict)
     name: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -159,7 +159,7 @@ class WeightMap:
         """The other way; what a rule drops is not there then. Rules of which names say more go first: what
         one took last, as ``{rest:*}``, another may have made."""
         rules = tuple(
-            sorted((rule.inverse for rule in self.rules if rule.is_invertible), key=Rule.unspecific)
+            sorted((rule.inverse for rule in self.rules if rule.is_invertible), key=MapRule.unspecific)
         )
         own = self.name or "the weight map"
         name = own.removesuffix(_INVERSE) if own.endswith(_INVERSE) else own + _INVERSE
@@ -277,7 +277,7 @@ class WeightMap:
         return self._met(name) is not None
 
     @cached_property
-    def _used(self) -> list[Rule]:
+    def _used(self) -> list[MapRule]:
         return [rule for rule in self.rules if rule.when is None or evaluate(rule.when, self.config)]
 
     @cached_property
@@ -305,10 +305,10 @@ class WeightMap:
                 return number, *met
         return None
 
-    def _known(self) -> tuple[list[Rule], dict[str, int]]:
+    def _known(self) -> tuple[list[MapRule], dict[str, int]]:
         return self._used, self._evaluated(self.sizes)
 
-    def _sizes_of(self, rule: Rule) -> dict[str, int]:
+    def _sizes_of(self, rule: MapRule) -> dict[str, int]:
         return self._evaluated(rule.sizes)
 
     def _evaluated(self, sizes: Mapping[str, str | int]) -> dict[str, int]:
@@ -369,7 +369,7 @@ def _parsed(text: str) -> Mapping[str, Any]:
     return found
 
 
-def _rule(given: Any, where: str) -> Rule:
+def _rule(given: Any, where: str) -> MapRule:
     if not isinstance(given, Mapping):
         raise OptionError(f"{where} is no table")
     _check_keys(given, _RULE_KEYS, where)
@@ -379,7 +379,7 @@ def _rule(given: Any, where: str) -> Rule:
     try:
         if when is not None:
             evaluate(when, {})
-        return Rule(
+        return MapRule(
             _patterns(given.get("from"), where),
             _patterns(given.get("to", {}), where),
             _sizes(given.get("sizes", {}), where),

@@ -13,26 +13,26 @@ from sqlalchemy.sql.functions import FunctionElement
 __all__ = ["dialect_insert", "insert_missing", "insert_or_update", "items_of"]
 
 
-class _Items(FunctionElement[Any]):
+class _JsonItems(FunctionElement[Any]):
     """The rows of a list in JSON, each with its ``value``."""
 
     inherit_cache = True
     name = "items"
 
 
-@compiles(_Items, "sqlite")
-def _(element: _Items, compiler: Any, **options: Any) -> str:
+@compiles(_JsonItems, "sqlite")
+def _(element: _JsonItems, compiler: Any, **options: Any) -> str:
     return f"json_each({compiler.process(element.clauses, **options)})"
 
 
-@compiles(_Items, "postgresql")
-def _(element: _Items, compiler: Any, **options: Any) -> str:
+@compiles(_JsonItems, "postgresql")
+def _(element: _JsonItems, compiler: Any, **options: Any) -> str:
     return f"jsonb_array_elements_text({compiler.process(element.clauses, **options)})"
 
 
 def items_of(document: ColumnElement[Any]) -> TableValuedAlias:
     """The items of a list in a JSON column as rows, to select from: their column is ``value``."""
-    return _Items(document).table_valued(column("value", Integer))
+    return _JsonItems(document).table_valued(column("value", Integer))
 
 
 def dialect_insert(connection: Connection, table: Table) -> sqlite.Insert | postgresql.Insert:

@@ -39,8 +39,8 @@ class RateLimits:
     """Limits such as ``600/minute`` or ``10 per 5 minutes``. Raises ValueError for another notation."""
 
     def __init__(self, rate: str, login_rate: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._requests = _Windows(*_parsed(rate), clock)
-        self._refused = _Windows(*_parsed(login_rate), clock)
+        self._requests = _RateWindows(*_parsed(rate), clock)
+        self._refused = _RateWindows(*_parsed(login_rate), clock)
 
     def count(self, who: str) -> None:
         """A request of ``who``. Raises `TooManyRequestsError` where it is one too many."""
@@ -66,7 +66,7 @@ def _parsed(rate: str) -> tuple[int, float]:
     return int(found["count"]), int(found["many"] or 1) * _UNIT_SECONDS[found["unit"].lower()]
 
 
-class _Windows:
+class _RateWindows:
     """Fixed windows, which begin with the first request of each caller."""
 
     def __init__(self, amount: int, window_seconds: float, clock: Callable[[], float]) -> None:

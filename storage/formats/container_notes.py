@@ -200,7 +200,7 @@ def join_notes(parts: Sequence[Noted]) -> tuple[Sequence[ContainerNote], list[st
     distinct = list({(id(part.notes), id(part.paths)): part for part in parts}.values())
     if all(_are_equal(part.notes, distinct[0].notes) for part in distinct[1:]):
         return (distinct[0].notes if distinct else ()), []
-    joiner = _Joiner([tuple(note["path"]) for part in distinct for note in part.notes])
+    joiner = _NotesJoiner([tuple(note["path"]) for part in distinct for note in part.notes])
     for part in distinct:
         joiner.add(part)
     return joiner.notes(), joiner.problems
@@ -222,7 +222,7 @@ def decode_notes(data: bytes) -> list[ContainerNote]:
     return list(notes_by_path({"containers": notes}).values())
 
 
-class _Joiner:
+class _NotesJoiner:
     def __init__(self, noted: Iterable[Path]) -> None:
         self._keys: dict[Path, dict[str, Any]] = {path: {} for path in noted}
         self._full: dict[Path, bool] = dict.fromkeys(self._keys, True)

@@ -32,19 +32,19 @@ __all__ = ["STORE_TYPE", "MemoryStore", "folder_names"]
 
 
 @dataclass
-class _File:
+class _MemoryFile:
     data: bytearray
     modified_seconds: float
 
 
 @dataclass
-class _Folder:
-    files: dict[str, _File] = field(default_factory=dict)
+class _MemoryFolder:
+    files: dict[str, _MemoryFile] = field(default_factory=dict)
     guard: threading.Lock = field(default_factory=threading.Lock)
     advisory: threading.RLock = field(default_factory=threading.RLock)
 
 
-_FOLDERS: dict[str, _Folder] = {}
+_FOLDERS: dict[str, _MemoryFolder] = {}
 _FOLDERS_GUARD = threading.Lock()
 
 
@@ -62,7 +62,7 @@ class MemoryStore(Store):
     def __init__(self, name: str) -> None:
         self.url = f"memory://{name}"
         with _FOLDERS_GUARD:
-            self._folder = _FOLDERS.setdefault(name, _Folder())
+            self._folder = _FOLDERS.setdefault(name, _MemoryFolder())
 
     def make_root(self) -> None:
         """Nothing to do: the folder exists as long as the process."""
@@ -97,7 +97,7 @@ class MemoryStore(Store):
         self, name: str, *, durable: bool, expected_bytes: int | None = None, replace: bool = False
     ) -> WriteHandle:
         """The file grows in memory; sizes and durability have no effect."""
-        file = _File(bytearray(), time.time())
+        file = _MemoryFile(bytearray(), time.time())
         with self._folder.guard:
             if replace:
                 self._folder.files.pop(check_name(name), None)
@@ -116,7 +116,7 @@ class MemoryStore(Store):
 
     def publish(self, name: str, data: bytes, *, durable: bool, expected: Expected = ANY) -> Version:
         """Compare and replace under one mutex."""
-        new = _File(bytearray(data), time.time())
+        new = _MemoryFile(bytearray(data), time.time())
         with self._folder.guard:
             if expected is not ANY and self.version(name) != expected:
                 raise self.conflict(name)
@@ -177,24 +177,24 @@ class MemoryStore(Store):
     def _name(self) -> str:
         return self.url.removeprefix("memory://")
 
-    def _file(self, name: str) -> _File:
+    def _file(self, name: str) -> _MemoryFile:
         file = self._folder.files.get(check_name(name))
         if file is None:
             raise CheckpointNotFoundError(f"{self.path_of(name)} does not exist", path=self.path_of(name))
         return file
 
-    def _forget(self, name: str, file: _File) -> None:
+    def _forget(self, name: str, file: _MemoryFile) -> None:
         with self._folder.guard:
             if self._folder.files.get(name) is file:
                 del self._folder.files[name]
 
 
 class _MemoryReadHandle(ReadHandle):
-    def __init__(self, name: str, path: str, file: _File) -> None:
+    def __init__(self, name: str, path: str, file: _MemoryFile) -> None:
         self.name = name
         self.size_bytes = len(file.data)
         self._path = path
-        self._file: _File | None = file
+        self._file: _MemoryFile | None = file
 
     def preadv(self, buffers: Sequence[memoryview], offset: int) -> None:
         if self._file is None:
@@ -217,7 +217,7 @@ class _MemoryReadHandle(ReadHandle):
 
 
 class _MemoryWriteHandle(WriteHandle):
-    def __init__(self, name: str, store: MemoryStore, file: _File) -> None:
+    def __init__(self, name: str, store: MemoryStore, file: _MemoryFile) -> None:
         self.name = name
         self._store = store
         self._file = file
@@ -250,7 +250,7 @@ class _MemoryWriteHandle(WriteHandle):
             )
 
 
-def _file_info(name: str, file: _File) -> FileInfo:
+def _file_info(name: str, file: _MemoryFile) -> FileInfo:
     return FileInfo(name, len(file.data), file.modified_seconds)
 
 

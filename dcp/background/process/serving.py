@@ -73,7 +73,7 @@ class WriterLoop:
         self._saves: dict[int, _ReceivedSave] = {}
         self._alone = False
         self._meeting = _Meeting()
-        self._memory = _Memory()
+        self._memory = _TrainerMemory()
         self._cache = PlanCache()
 
     def run(self) -> None:
@@ -307,7 +307,7 @@ class _Meeting:
             logger.debug("the writers' store is gone already: %s", error)
 
 
-class _Memory:
+class _TrainerMemory:
     """The trainer's host arenas as this process sees them; views are kept as long as the layout is."""
 
     def __init__(self) -> None:

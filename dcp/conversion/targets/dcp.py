@@ -42,7 +42,7 @@ class EncodedValue(NamedTuple):
     plain: bytes | None
 
 
-class _Chunk(NamedTuple):
+class _TargetChunk(NamedTuple):
     entry: int
     box: Box
     size_bytes: int
@@ -116,7 +116,7 @@ def dcp_layout(
     )
 
 
-def _place(entries: Entries, files: int, chunks: Chunks) -> list[_Chunk]:
+def _place(entries: Entries, files: int, chunks: Chunks) -> list[_TargetChunk]:
     """The chunks of all entries in their order, with the file of each. Tied ones are with their first."""
     boxes = [_boxes(entries, number, files, chunks) for number in range(len(entries.tensors))]
     sizes = [_box_sizes(entries, number, boxes[number]) for number in range(len(boxes))]
@@ -128,7 +128,7 @@ def _place(entries: Entries, files: int, chunks: Chunks) -> list[_Chunk]:
         split = len(boxes[number]) == files > 1 and chunks == "split"
         for part, (box, size) in enumerate(zip(boxes[number], sizes[number], strict=True)):
             file = part if split else min(files - 1, taken * files // total)
-            row.append(_Chunk(number, box, size, file))
+            row.append(_TargetChunk(number, box, size, file))
             taken += size
         placed[number] = row
     result = []
@@ -196,7 +196,7 @@ class _RecordLayout:
                 self._put(0, encoded.blob)
         return [known[encoded.blob] for encoded in values]
 
-    def add_chunks(self, entries: Entries, chunks: Sequence[_Chunk]) -> list[_ChunkPlace]:
+    def add_chunks(self, entries: Entries, chunks: Sequence[_TargetChunk]) -> list[_ChunkPlace]:
         """Where each chunk is; those of tied entries are where the first one's are."""
         places: dict[tuple[int, Box], _ChunkPlace] = {}
         for chunk in chunks:
@@ -205,7 +205,7 @@ class _RecordLayout:
                 places[chunk.entry, chunk.box] = self._add(entry.tensor, entry.dtype_code, chunk)
         return [places[entries.tensors[chunk.entry].tied_to, chunk.box] for chunk in chunks]
 
-    def _add(self, tensor: int, code: int, chunk: _Chunk) -> _ChunkPlace:
+    def _add(self, tensor: int, code: int, chunk: _TargetChunk) -> _ChunkPlace:
         begin = self.sizes[chunk.file]
         record = begin_record(code, chunk.box[1], chunk.size_bytes, begin)
         self._put(chunk.file, record.prefix)
@@ -224,7 +224,7 @@ class _RecordLayout:
 
 def _index(
     entries: Entries,
-    chunks: Sequence[_Chunk],
+    chunks: Sequence[_TargetChunk],
     places: Sequence[_ChunkPlace],
     values: Sequence[EncodedValue],
     blobs: Sequence[tuple[int, int]],

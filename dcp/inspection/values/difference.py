@@ -177,7 +177,7 @@ def diff_readers(
         found[pair.fqn] = difference
         if values and _has_values_to_compare(a.index, b.index, pair):
             compared.append(pair)
-    for pair, value in _Comparison(a, b, progress).run(compared):
+    for pair, value in _ValueComparison(a, b, progress).run(compared):
         known = found[pair.fqn]
         if value.differing == 0 and known.kind != "dtype":
             del found[pair.fqn]
@@ -326,7 +326,7 @@ def _whole_crc(reader: TensorReader, row: int) -> int | None:
 # -- by the values -------------------------------------------------------------------------------------------
 
 
-class _Comparison:
+class _ValueComparison:
     """Reads both sides of tensors, and adds up by how much they differ."""
 
     def __init__(self, a: TensorReader, b: TensorReader, progress: ReportBytes | None) -> None:

@@ -63,7 +63,7 @@ class DeleterClosedError(RuntimeError):
 
 
 @dataclass(slots=True)
-class _Job:
+class _Deletion:
     step: int
     what: What
     older_than_seconds: float = ABANDONED_AFTER_SECONDS
@@ -92,7 +92,7 @@ class Deleter:
         self._attempts = attempts
         self._pause_seconds = pause_seconds
         self._on_event = on_event
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, _Deletion] = {}
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -102,7 +102,7 @@ class Deleter:
 
     def delete(self, step: int) -> None:
         """Queue the checkpoint of ``step``; returns at once. It is kept if it is pinned."""
-        self._enqueue(_Job(step, "checkpoint"))
+        self._enqueue(_Deletion(step, "checkpoint"))
 
     def resume(self) -> list[int]:
         """Queue the steps whose deletion an earlier process began and did not finish; returns them."""
@@ -113,7 +113,7 @@ class Deleter:
 
     def finish(self, step: int) -> None:
         """Queue the rest of a deletion that an earlier process began; returns at once."""
-        self._enqueue(_Job(step, "rest"))
+        self._enqueue(_Deletion(step, "rest"))
 
     def abandoned(self, older_than_seconds: float = ABANDONED_AFTER_SECONDS) -> list[int]:
         """Queue the step folders whose saves have never committed; returns them.
@@ -129,10 +129,10 @@ class Deleter:
             and is_abandoned(self._folders.store(step).list(), older_than_seconds, now)
         ]
         for step in steps:
-            self._enqueue(_Job(step, "abandoned", older_than_seconds))
+            self._enqueue(_Deletion(step, "abandoned", older_than_seconds))
         return steps
 
-    def _enqueue(self, job: _Job) -> None:
+    def _enqueue(self, job: _Deletion) -> None:
         with self._changed:
             if self._closing:
                 raise DeleterClosedError("the deleter is closed")
@@ -166,7 +166,7 @@ class Deleter:
         self._take(step, timeout_seconds)
         files = self._folders.root.look_into(self._folders.name(step), (NOTES_NAME,))
         if NOTES_NAME in files and not any(map(is_commit_object, files)):
-            self._remove(_Job(step, "rest"))
+            self._remove(_Deletion(step, "rest"))
 
     def _take(self, step: int, timeout_seconds: float) -> None:
         with self._changed:
@@ -230,7 +230,7 @@ class Deleter:
             self._tell(job, removed, error, again, time.monotonic() - began)
             self._end(job, again)
 
-    def _next_job(self) -> _Job | None:
+    def _next_job(self) -> _Deletion | None:
         """Wait for what is due; None if nothing is left, and the thread with it."""
         with self._changed:
             while self._jobs and not self._give_up:
@@ -244,7 +244,7 @@ class Deleter:
             self._thread = None
             return None
 
-    def _remove(self, job: _Job) -> Removed:
+    def _remove(self, job: _Deletion) -> Removed:
         store = self._folders.store(job.step)
         try:
             if job.what == "abandoned":
@@ -254,7 +254,7 @@ class Deleter:
         finally:
             self._folders.forget(job.step)
 
-    def _is_worth_another(self, job: _Job, error: Exception | None) -> bool:
+    def _is_worth_another(self, job: _Deletion, error: Exception | None) -> bool:
         # Anything but a failure of the storage would fail the same way again.
         return (
             isinstance(error, CheckpointError | OSError)
@@ -262,7 +262,7 @@ class Deleter:
             and not self._closing
         )
 
-    def _end(self, job: _Job, again: bool) -> None:
+    def _end(self, job: _Deletion, again: bool) -> None:
         with self._changed:
             job.is_running = False
             if again:
@@ -272,7 +272,7 @@ class Deleter:
             self._changed.notify_all()
 
     def _tell(
-        self, job: _Job, removed: Removed, error: Exception | None, again: bool, seconds: float
+        self, job: _Deletion, removed: Removed, error: Exception | None, again: bool, seconds: float
     ) -> None:
         url, event = self._folders.checkpoint_id(job.step), None
         if error is not None:

@@ -64,7 +64,7 @@ def search(
     unknown = [kind for kind in kinds if kind not in _FINDERS]
     if unknown:
         raise InvalidQueryError("kind", f"one of {', '.join(get_args(HitKind))}")
-    one = _Search(connection, typed, fold(typed), _visible_ids(connection, visible), limit)
+    one = _SearchRequest(connection, typed, fold(typed), _visible_ids(connection, visible), limit)
     found = [hit for kind in kinds or _FINDERS for hit in _FINDERS[kind](one)]
     order: list[str] = list(_FINDERS)
     return SearchResult(tuple(sorted(found, key=lambda hit: (hit.rank, order.index(hit.kind)))))
@@ -78,7 +78,7 @@ def _visible_ids(connection: Connection, visible: frozenset[str] | None) -> list
 
 
 @dataclass(frozen=True, slots=True)
-class _Search:
+class _SearchRequest:
     connection: Connection
     typed: str
     text: str  # in small letters
@@ -115,7 +115,7 @@ class _Search:
 # -- runs, and names that people give ------------------------------------------------------------------------
 
 
-def _runs(one: _Search) -> Iterator[SearchHit]:
+def _runs(one: _SearchRequest) -> Iterator[SearchHit]:
     rank = one.rank(runs.c.key).label("rank")
     query = (
         select(runs.c.id, runs.c.key, roots.c.name.label("root"), runs.c.checkpoint_count, rank)
@@ -127,7 +127,7 @@ def _runs(one: _Search) -> Iterator[SearchHit]:
         yield SearchHit("run", row.key, row.rank, row.root, row.key, row.id, count=row.checkpoint_count)
 
 
-def _aliases(one: _Search) -> Iterator[SearchHit]:
+def _aliases(one: _SearchRequest) -> Iterator[SearchHit]:
     rank = one.rank(aliases.c.name).label("rank")
     query = (
         _select_checkpoints(aliases.c.name.label("text"), rank)
@@ -138,7 +138,7 @@ def _aliases(one: _Search) -> Iterator[SearchHit]:
     return (_hit("alias", row, row.text) for row in one.rows(query))
 
 
-def _tags(one: _Search) -> Iterator[SearchHit]:
+def _tags(one: _SearchRequest) -> Iterator[SearchHit]:
     known = _distinct_tags()
     name = known.c.tag
     rank = one.rank(name).label("rank")
@@ -170,7 +170,7 @@ def _distinct_tags() -> Any:
 # -- checkpoints ---------------------------------------------------------------------------------------------
 
 
-def _checkpoints(one: _Search) -> Iterator[SearchHit]:
+def _checkpoints(one: _SearchRequest) -> Iterator[SearchHit]:
     """By step, by name, and by the end of the run's key and the name with a slash between."""
     found: dict[int, SearchHit] = {}
     folder, slash, name = one.text.rpartition("/")
@@ -180,7 +180,7 @@ def _checkpoints(one: _Search) -> Iterator[SearchHit]:
     return iter(sorted(found.values(), key=lambda hit: hit.rank)[: one.limit])
 
 
-def _of_step(one: _Search) -> Iterator[SearchHit]:
+def _of_step(one: _SearchRequest) -> Iterator[SearchHit]:
     if not one.text.isdecimal() or not one.text.isascii() or int(one.text[:20]) > _MAX_STEP:
         return iter(())
     query = _select_checkpoints().where(
@@ -190,7 +190,7 @@ def _of_step(one: _Search) -> Iterator[SearchHit]:
     return (_hit("checkpoint", row, row.key, 0) for row in rows)
 
 
-def _of_name(one: _Search) -> Iterator[SearchHit]:
+def _of_name(one: _SearchRequest) -> Iterator[SearchHit]:
     name = checkpoint_names.c.name
     rank = one.rank(name).label("rank")
     names = select(name, rank).where(one.has(name)).order_by(rank, func.length(name), name.desc())
@@ -210,7 +210,7 @@ def _of_name(one: _Search) -> Iterator[SearchHit]:
     return (_hit("checkpoint", row, row.key, ranks[row.name]) for row in rows)
 
 
-def _of_path(one: _Search, folder: str, name: str) -> Iterator[SearchHit]:
+def _of_path(one: _SearchRequest, folder: str, name: str) -> Iterator[SearchHit]:
     """Below the newest runs whose keys end so."""
     key = one.folded(runs.c.key)
     is_it = or_(key == folder, func.substr(key, func.length(key) - len(folder)) == f"/{folder}")
@@ -241,13 +241,13 @@ def _hit(kind: HitKind, row: Any, text: str, rank: int | None = None) -> SearchH
 # -- tensors -------------------------------------------------------------------------------------------------
 
 
-class _Place(NamedTuple):
+class _TensorPlace(NamedTuple):
     structure_id: int
     name: str
     alike: int
 
 
-def _tensors(one: _Search) -> Iterator[SearchHit]:
+def _tensors(one: _SearchRequest) -> Iterator[SearchHit]:
     """One of all tensors whose names differ by numbers only."""
     pattern, text = tensor_patterns.c.pattern, pattern_of(one.text)
     query = select(pattern).where(contains(one.connection, pattern, text))
@@ -260,7 +260,7 @@ def _tensors(one: _Search) -> Iterator[SearchHit]:
     return islice((hit for hit in hits if hit is not None), one.limit)
 
 
-def _tensor(one: _Search, place: _Place) -> SearchHit | None:
+def _tensor(one: _SearchRequest, place: _TensorPlace) -> SearchHit | None:
     query = _select_checkpoints().where(
         checkpoints.c.structure_id == place.structure_id, one.seen(checkpoints.c.root_id)
     )
@@ -271,7 +271,7 @@ def _tensor(one: _Search, place: _Place) -> SearchHit | None:
     return replace(_hit("tensor", row, place.name, _rank_of(fold(place.name), one.text)), count=place.alike)
 
 
-def _structures(one: _Search, pattern: ColumnElement[Any]) -> Select[Any]:
+def _structures(one: _SearchRequest, pattern: ColumnElement[Any]) -> Select[Any]:
     """Structures with the pattern, of checkpoints that may be seen, the newest first."""
     own = structure_patterns.c
     query = select(own.structure_id, own.position, own.tensor_count)
@@ -279,7 +279,7 @@ def _structures(one: _Search, pattern: ColumnElement[Any]) -> Select[Any]:
     return query.order_by(own.structure_id.desc())
 
 
-def _is_seen(one: _Search, structure_id: ColumnElement[Any]) -> Select[Any]:
+def _is_seen(one: _SearchRequest, structure_id: ColumnElement[Any]) -> Select[Any]:
     query = select(checkpoints.c.id).where(
         checkpoints.c.structure_id == structure_id,
         checkpoints.c.state.not_in(("vanished", "purged")),
@@ -288,21 +288,21 @@ def _is_seen(one: _Search, structure_id: ColumnElement[Any]) -> Select[Any]:
     return query.with_hint(checkpoints, _BY_STRUCTURE, "sqlite")
 
 
-def _first(one: _Search, pattern: str) -> _Place | None:
+def _first(one: _SearchRequest, pattern: str) -> _TensorPlace | None:
     """The first tensor of the pattern, in the newest structure that has it."""
     row = one.connection.execute(_structures(one, literal(pattern)).limit(1)).one_or_none()
     if row is None:
         return None
     names = structure_tensors.c
     query = select(names.fqn).where(names.structure_id == row.structure_id, names.position == row.position)
-    return _Place(row.structure_id, one.connection.execute(query).scalar_one(), row.tensor_count)
+    return _TensorPlace(row.structure_id, one.connection.execute(query).scalar_one(), row.tensor_count)
 
 
 class _Numbered:
     """Tensors whose names have the text with the numbers that are in it. Names that begin with it are found
     by their index; else structures are looked through, the newest first, each once."""
 
-    def __init__(self, one: _Search) -> None:
+    def __init__(self, one: _SearchRequest) -> None:
         self._one = one
         self._known: dict[int, Mapping[str, str]] = {}
         self._left = _TENSORS
@@ -317,18 +317,18 @@ class _Numbered:
         for number, fqn in rows:
             self._begin.setdefault(pattern_of(fqn), (number, fqn))
 
-    def find(self, pattern: str) -> _Place | None:
+    def find(self, pattern: str) -> _TensorPlace | None:
         """The first tensor of the pattern; None if no name has the text."""
         query = _structures(self._one, literal(pattern))
         begin = self._begin.get(pattern)
         if begin is not None:
             query = query.where(structure_patterns.c.structure_id == begin[0])
             row = self._one.connection.execute(query).one_or_none()
-            return _Place(*begin, 1 if row is None else row.tensor_count)
+            return _TensorPlace(*begin, 1 if row is None else row.tensor_count)
         for row in self._one.connection.execute(query.limit(_NAMES)).all():
             name = self._of(row.structure_id).get(pattern)
             if name is not None:
-                return _Place(row.structure_id, name, row.tensor_count)
+                return _TensorPlace(row.structure_id, name, row.tensor_count)
         return None
 
     def _of(self, number: int) -> Mapping[str, str]:
@@ -358,7 +358,7 @@ def _rank_of(name: str, text: str) -> int:
     return 2 if any(f"{mark}{text}" in name for mark in _BEGIN_WORDS) else 3
 
 
-_FINDERS: Final[Mapping[HitKind, Callable[[_Search], Iterator[SearchHit]]]] = {
+_FINDERS: Final[Mapping[HitKind, Callable[[_SearchRequest], Iterator[SearchHit]]]] = {
     "run": _runs,
     "checkpoint": _checkpoints,
     "alias": _aliases,

@@ -58,7 +58,7 @@ def shard_map(
         place = slice(block.first - files.start, block.first - files.start + block.count)
         sums[:, place] = block.sums(columns.is_replicated)
         cells.add(block.chosen(block.lengths > 0), row_of_file[place])
-    ranks = _Ranks.of(columns.ranks[own], sums[0])
+    ranks = _RankBytes.of(columns.ranks[own], sums[0])
     edges = np.searchsorted(row_of_file, np.arange(row_count + 1)).tolist()
     return ShardMap(
         rank_count=len(ranks.ranks),
@@ -76,14 +76,14 @@ def shard_map(
 
 
 @dataclass(frozen=True, slots=True)
-class _Ranks:
+class _RankBytes:
     """How many bytes each rank has; files without a rank are nobody's."""
 
     ranks: Int64
     sums: Int64
 
     @classmethod
-    def of(cls, ranks: Int64, sizes: Int64) -> _Ranks:
+    def of(cls, ranks: Int64, sizes: Int64) -> _RankBytes:
         known = ranks != NO_RANK
         found, places = np.unique(ranks[known], return_inverse=True)
         return cls(found, _sums(places, sizes[known], len(found)))
@@ -114,14 +114,14 @@ def _row(columns: ChunkColumns, files: range, sums: Int64) -> ShardMapRow:
         files=len(files),
         file_bytes=None if (sizes == UNKNOWN).any() else int(sizes.sum()),
         tensor_bytes=tensor_bytes,
-        largest_rank_bytes=_Ranks.of(ranks, sums[0]).largest_bytes,
+        largest_rank_bytes=_RankBytes.of(ranks, sums[0]).largest_bytes,
         replicated_bytes=replicated_bytes,
         chunks=chunks,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _Files:
     """The chunks of ``count`` files from the ``first`` on; those of one are ``starts[i]:starts[i + 1]``."""
 
     first: int
@@ -144,12 +144,12 @@ class _Block:
         ]
         return np.stack([*by_file, counts])
 
-    def chosen(self, own: Bools) -> _Block:
+    def chosen(self, own: Bools) -> _Files:
         """Only those."""
         if own.all():
             return self
         starts = _before(own)[self.starts]
-        return _Block(self.first, starts, self.begins[own], self.lengths[own], self.tensors[own])
+        return _Files(self.first, starts, self.begins[own], self.lengths[own], self.tensors[own])
 
 
 def _before(values: npt.NDArray[Any]) -> Int64:
@@ -157,7 +157,7 @@ def _before(values: npt.NDArray[Any]) -> Int64:
     return np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
 
 
-def _blocks(columns: ChunkColumns, files: range, matching: Bools | None, most_files: int) -> Iterator[_Block]:
+def _blocks(columns: ChunkColumns, files: range, matching: Bools | None, most_files: int) -> Iterator[_Files]:
     """The chunks of ``files``, some files at a time, so that memory is bounded."""
     first = files.start
     while first < files.stop:
@@ -166,7 +166,7 @@ def _blocks(columns: ChunkColumns, files: range, matching: Bools | None, most_fi
         some = slice(int(columns.starts[first]), int(columns.starts[stop]))
         starts = columns.starts[first : stop + 1] - some.start
         lengths = columns.lengths[some].astype(np.int64)
-        block = _Block(first, starts, columns.begins[some], lengths, columns.tensors[some])
+        block = _Files(first, starts, columns.begins[some], lengths, columns.tensors[some])
         yield block if matching is None else block.chosen(matching[block.tensors])
         first = stop
 
@@ -202,7 +202,7 @@ class _Cells:
         count = rows * bins
         return cls(bins, bin_bytes, begin, end - begin, np.zeros((3, count), np.int64), np.full(count, -1))
 
-    def add(self, block: _Block, row_of_file: Int64) -> None:
+    def add(self, block: _Files, row_of_file: Int64) -> None:
         """What of the chunks lies in the bins, cut at their ends: of each where it begins, counted in runs of
         neighbours; and what of it is behind that."""
         low = block.begins - self.begin
@@ -222,7 +222,7 @@ class _Cells:
         files = np.searchsorted(block.starts, rest, "right") - 1
         self._put(self._rest(row_of_file[files], bin_ends[rest], reach[rest], block.tensors[rest]))
 
-    def _counts(self, block: _Block, low: Int64, edges: Int64) -> Int64:
+    def _counts(self, block: _Files, low: Int64, edges: Int64) -> Int64:
         """How many chunks begin in each bin of each file: by bisection, since they are sorted so."""
         files = np.arange(block.count) * (self.span + 2)
         keys = np.repeat(files, np.diff(block.starts)) + np.clip(low, -1, self.span)

@@ -236,7 +236,7 @@ class BodyResponse(Response):
 
     async def _send_body(self, scope: Scope, send: Send, gone: asyncio.Future[None]) -> None:
         parts = _while_allowed(self._source.parts(self._chosen.begin, self._chosen.end), self._is_allowed)
-        reader = _Reader(parts, self._streams.pool)
+        reader = _PartsReader(parts, self._streams.pool)
         left = self._chosen.end - self._chosen.begin
         has_begun = False
         try:
@@ -330,7 +330,7 @@ def _while_allowed(parts: Generator[memoryview], is_allowed: Callable[[], bool])
                 asked = time.monotonic()
 
 
-class _Reader:
+class _PartsReader:
     """Has a thread ask for the parts of a body, one at a time."""
 
     def __init__(self, parts: Generator[memoryview], pool: ThreadPoolExecutor) -> None:

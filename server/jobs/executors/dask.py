@@ -279,7 +279,7 @@ def carry_out_there(
         outcomes.append(outcome)
         ended.set()
 
-    is_wanted = _Wanted(_Variable(channel), name, lease_seconds)
+    is_wanted = _StillWanted(_Variable(channel), name, lease_seconds)
     if not is_wanted():
         return {"result": None, "error": None}
     worker.log_event(channel, {"name": name, "done_bytes": None})
@@ -292,7 +292,7 @@ def carry_out_there(
     return {"result": outcomes[0].result, "error": None if error is None else error.document()}
 
 
-class _Wanted:
+class _StillWanted:
     """Whether what gave the order is alive and still wants it."""
 
     def __init__(self, variable: Any, name: str, lease_seconds: float) -> None:

@@ -170,7 +170,7 @@ def _elements(index: CheckpointIndex) -> dict[str, int]:
 
 
 @dataclass(slots=True)
-class _Layer:
+class _LayerSums:
     elements: int = 0
     compared: int = 0
     differing: int = 0
@@ -191,15 +191,15 @@ class _Layer:
 def _layers(found: Difference, elements: Mapping[str, int]) -> dict[str, Any]:
     """By layer: the root mean square of its tensors' relative L2, weighed by elements; the share of elements
     that changed; how many of these are not finite. A tensor that was all 0 has no relative L2."""
-    layers: dict[str, _Layer] = {}
+    layers: dict[str, _LayerSums] = {}
     for fqn in found.equal:
-        layer = layers.setdefault(layer_of(fqn), _Layer())
+        layer = layers.setdefault(layer_of(fqn), _LayerSums())
         layer.elements += elements.get(fqn, 0)
         layer.compared += elements.get(fqn, 0)
     for one in found.tensors:
         if one.values is None:
             continue
-        layer = layers.setdefault(layer_of(one.fqn), _Layer())
+        layer = layers.setdefault(layer_of(one.fqn), _LayerSums())
         layer.elements += one.values.elements
         layer.differing += one.values.differing
         layer.nonfinite += one.values.nonfinite
@@ -224,7 +224,7 @@ def _together(layers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """As if they were one layer."""
     if len(layers) < 2:
         return layers[0] if layers else {}
-    whole = _Layer()
+    whole = _LayerSums()
     for one in layers:
         whole.elements += one["elements"]
         whole.differing += round(one["elements"] * (one["changed"] or 0))

@@ -36,7 +36,7 @@ NO_LIMITS: Final = ClaimLimits()
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
+class _Claimable:
     phase: Phase
     job_id: int
     priority: int
@@ -72,7 +72,7 @@ def claim(
 
 
 def _claim_task(
-    connection: Connection, job: JobRow, candidate: _Candidate, lease: Mapping[str, Any]
+    connection: Connection, job: JobRow, candidate: _Claimable, lease: Mapping[str, Any]
 ) -> Claim:
     row = connection.execute(
         update(tasks)
@@ -103,7 +103,7 @@ def _claim_phase(
 
 def _next(
     connection: Connection, now: float, limits: ClaimLimits, *, only_job: int | None = None
-) -> _Candidate | None:
+) -> _Claimable | None:
     known: ColumnElement[bool] = true()
     if limits.only is not None:
         known = jobs.c.kind.in_(sorted(limits.only))
@@ -124,7 +124,7 @@ def _next(
     return max(found, key=lambda one: one.priority, default=None)  # the first of the highest
 
 
-def _ending(connection: Connection, now: float, known: ColumnElement[bool]) -> _Candidate | None:
+def _ending(connection: Connection, now: float, known: ColumnElement[bool]) -> _Claimable | None:
     """A job that was given up, and of which nothing runs any more."""
     running = select(tasks.c.id).where(tasks.c.job_id == jobs.c.id, tasks.c.state == "running")
     for state in ("running", "publishing"):
@@ -139,13 +139,13 @@ def _ending(connection: Connection, now: float, known: ColumnElement[bool]) -> _
             )
         )
         if (row := connection.execute(query.limit(1)).one_or_none()) is not None:
-            return _Candidate("discard", row.id, row.priority)
+            return _Claimable("discard", row.id, row.priority)
     return None
 
 
 def _phase(
     connection: Connection, phase: Phase, state: str, now: float, allowed: ColumnElement[bool]
-) -> _Candidate | None:
+) -> _Claimable | None:
     conditions = (
         jobs.c.state == state,
         jobs.c.lease_owner.is_(None),
@@ -161,10 +161,10 @@ def _phase(
         return None
     oldest = select(jobs.c.id).where(*conditions, jobs.c.priority == priority).order_by(jobs.c.id)
     job_id = connection.execute(oldest.limit(1)).scalar_one_or_none()
-    return None if job_id is None else _Candidate(phase, job_id, priority)
+    return None if job_id is None else _Claimable(phase, job_id, priority)
 
 
-def _task(connection: Connection, now: float, allowed: ColumnElement[bool]) -> _Candidate | None:
+def _task(connection: Connection, now: float, allowed: ColumnElement[bool]) -> _Claimable | None:
     query = (
         select(tasks.c.id, tasks.c.job_id, jobs.c.priority)
         .join_from(tasks, jobs, tasks.c.job_id == jobs.c.id)
@@ -181,7 +181,7 @@ def _task(connection: Connection, now: float, allowed: ColumnElement[bool]) -> _
         .limit(1)
     )
     row = connection.execute(query).one_or_none()
-    return None if row is None else _Candidate("task", row.job_id, row.priority, row.id)
+    return None if row is None else _Claimable("task", row.job_id, row.priority, row.id)
 
 
 def _allowed(connection: Connection, limits: ClaimLimits) -> ColumnElement[bool]:

@@ -151,7 +151,7 @@ class ReadWorker:
         dtype = item_dtype(itemsize)
         # Without a checksum to compare there is no use in completing blocks.
         verify = self.source.verify != "none" and index.payload_crc(chunk) is not None
-        window = _Window(self, chunk, verify=verify)
+        window = _SlidingWindow(self, chunk, verify=verify)
         for part in box_parts(
             begin, lengths, strides, itemsize, limit_bytes=BLOCK_BYTES, gap_bytes=_SPARSE_GAP_BYTES
         ):
@@ -175,7 +175,7 @@ class ReadWorker:
         itemsize = self.source.itemsize(chunk)
         row_bytes = extent(inner, inner_strides, itemsize)
         sparse = row_stride - row_bytes > _SPARSE_GAP_BYTES and self.source.verify != "full"
-        window = _Window(self, chunk, verify=self.source.verify != "none" and not sparse)
+        window = _SlidingWindow(self, chunk, verify=self.source.verify != "none" and not sparse)
         row = 0
         while row < rows:
             first = position + row * row_stride
@@ -190,7 +190,7 @@ class ReadWorker:
             row += count
 
 
-class _Window:
+class _SlidingWindow:
     """Scratch that slides over a chunk's payload in whole blocks, so that each block is read and checked
     once."""
 

@@ -73,7 +73,7 @@ class ZipLayout:
     def add(self, name: str, data: bytes) -> None:
         """An entry whose contents are ``data``."""
         names = _EntryNames(self._folder + b"/" + name.encode())
-        one = _Entries.of(names, self.size_bytes, np.array([len(data)]), np.array([crc32(data)]))
+        one = _PlacedEntries.of(names, self.size_bytes, np.array([len(data)]), np.array([crc32(data)]))
         self._pieces += [*one.headers(local_crcs=one.crcs), data, *one.descriptors()]
         self.size_bytes = one.end
         self._note(one, np.full(1, -1))
@@ -95,7 +95,7 @@ class ZipLayout:
         for number, data in contents.items():
             crcs[number] = crc32(data)
         names = _EntryNames(self._folder + b"/" + folder.encode() + b"/", len(sizes))
-        rows = _Entries.of(names, self.size_bytes, sizes, crcs)
+        rows = _PlacedEntries.of(names, self.size_bytes, sizes, crcs)
         ends = rows.begins + sizes
         headers, descriptors = rows.headers(local_crcs=np.where(is_known, crcs, 0)), rows.descriptors()
         # What stands between two of them is one part: the end of the one, and the beginning of the other.
@@ -129,7 +129,7 @@ class ZipLayout:
         self._pieces = self._directory = []
         self.size_bytes += size + len(end)
 
-    def _note(self, rows: _Entries, keys: Int64) -> None:
+    def _note(self, rows: _PlacedEntries, keys: Int64) -> None:
         """``rows`` for the central directory."""
         records = rows.central()
         ends = self._directory_bytes + np.cumsum(rows.central_bytes)
@@ -166,7 +166,7 @@ class _EntryNames:
 
 
 @dataclass(frozen=True, eq=False)
-class _Entries:
+class _PlacedEntries:
     """Entries that follow one another: headers begin at ``offsets``, contents at ``begins``.
 
     ``end`` is behind the last.
@@ -181,7 +181,7 @@ class _Entries:
     end: int
 
     @classmethod
-    def of(cls, names: _EntryNames, offset: int, sizes: Int64, crcs: Int64) -> _Entries:
+    def of(cls, names: _EntryNames, offset: int, sizes: Int64, crcs: Int64) -> _PlacedEntries:
         """From ``offset`` of the file on."""
         digits = names.digits
         first_far = 0 if offset >= _UNSET_32 else len(sizes)

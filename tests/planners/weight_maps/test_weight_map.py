@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dcp.planners.weight_maps.names import NamePattern
 from dcp.planners.weight_maps.pieces import MappedTensor, Piece, PieceSide
-from dcp.planners.weight_maps.rules import Rule
+from dcp.planners.weight_maps.rules import MapRule
 from dcp.planners.weight_maps.weight_map import WeightMap, ready_maps, weight_map
 from dcp.storage.errors import OptionError, PlanError
 from dcp.storage.geometry.boxes import Box
@@ -194,13 +194,13 @@ def test_the_first_rule_that_knows_a_name_has_it(monkeypatch: pytest.MonkeyPatch
         first = [[pattern.match(name) is not None for pattern in patterns].index(True) for name in names]
         assert [int(tensor.name.partition(".")[0]) for tensor in found] == first
     compared: list[str] = []
-    match = Rule.match
+    match = MapRule.match
 
-    def counted(rule: Rule, name: str) -> Any:
+    def counted(rule: MapRule, name: str) -> Any:
         compared.append(name)
         return match(rule, name)
 
-    monkeypatch.setattr(Rule, "match", counted)
+    monkeypatch.setattr(MapRule, "match", counted)
     many = weight_map({"rules": [{"from": f"a{n}", "to": f"b{n}"} for n in range(1000)]})
     assert len(many.apply([(f"a{n}", (2,), 0, False) for n in range(1000)])) == len(compared) == 1000
     assert not many.knows("c") and len(compared) == 1000

@@ -99,13 +99,13 @@ def join(
     Pieces are divided where a block of their payload ends, if that leaves the request nearly full; else the
     block's checksum is to be combined from two.
     """
-    joiner = _Joiner(profile, request_bytes)
+    joiner = _RequestJoiner(profile, request_bytes)
     for piece in pieces:
         joiner.add(piece)
     return joiner.requests, joiner.copies
 
 
-class _Joiner:
+class _RequestJoiner:
     """Grows one request at a time."""
 
     def __init__(self, profile: ReadProfile, limit_bytes: int) -> None:

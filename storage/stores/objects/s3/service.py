@@ -292,7 +292,7 @@ class S3Client(PartsClient):
     def _arguments(self, method: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         # With what the user set for all requests: server-side encryption, requester pays, ...
         merged: dict[str, Any] = self._fs._get_s3_method_kwargs(
-            _Named(method), Bucket=self.place, **arguments
+            _MethodName(method), Bucket=self.place, **arguments
         )
         return merged
 
@@ -334,7 +334,7 @@ class S3Client(PartsClient):
                 ended.wait(_CANCEL_SECONDS)
 
 
-class _Named:
+class _MethodName:
     """What `S3FileSystem` wants to know of a method: its name."""
 
     def __init__(self, name: str) -> None:
