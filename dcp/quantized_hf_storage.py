@@ -24,8 +24,8 @@ if not TYPE_CHECKING:
 class QuantizedHuggingFaceStorageReader(TorchQuantizedReader):
     """torch's reader of Hugging Face folders with block-quantized weights; it gives them in ``target_dtype``.
 
-    torch's metadata tell of the quantized bytes, of MXFP4 even boxes of another dimension than the tensor's.
-    Here they tell of what the reader gives, so that it fits a state dict of ``target_dtype``.
+    torch's metadata describes the quantized bytes, which for MXFP4 have even another number of dimensions.
+    Here it describes what the reader gives, so that it fits a state dict of ``target_dtype``.
     """
 
     def read_metadata(self) -> Metadata:

@@ -86,8 +86,8 @@ def merge(
 
     Each tensor of floating-point numbers is the sum of those of its name, each times its source's weight and
     rounded, added in this order in the type ``accumulate``; then what adapters add; then rounded once, to
-    the nearest, ties to even. Tensors of whole numbers, values that are no tensors, names of nested state and
-    the dtypes of the target, unless ``dtype`` says others, are those of the first source.
+    the nearest, ties to even. From the first source come tensors of whole numbers, values that are no
+    tensors, names of nested state and, unless ``dtype`` says others, the target's dtypes.
 
     Args:
         sources: Checkpoints of any formats and shardings. None with ``run``.
@@ -192,12 +192,12 @@ def _places(what: str, given: Sequence[_Place]) -> list[str]:
 
 
 def _opened(place: str, storage_options: Mapping[str, Any] | None) -> OpenWith:
-    """The options are for those places that take any."""
+    """With the options, if it is a place that takes some."""
     return OpenWith(storage_options if "://" in place and type_of_place(place).takes_options else None)
 
 
 def _format_of(target: str, first: Callable[[], Source]) -> str:
-    """The format of a target of which nobody said one."""
+    """The format of a target for which none was given."""
     kinds = {kind: target_named(kind)[0] for kind in target_names()}
     for kind, one in kinds.items():
         if one.has_suffix(target.rstrip("/")):

@@ -35,7 +35,7 @@ PRIVATE_ATTRIBUTES: Final = (
     "_save_model_state_pre_hook",
     "_load_model_state_pre_hook",
 )
-"""Of an `Accelerator`: what it was given to prepare and to save, which no public name tells."""
+"""Of an `Accelerator`: what it prepares and saves. It has no public names for that."""
 
 _OF_ACCELERATE: Final = "random_states_*.pkl"  # in each checkpoint that it has written itself
 
@@ -43,15 +43,15 @@ _OF_ACCELERATE: Final = "random_states_*.pkl"  # in each checkpoint that it has 
 def use(
     accelerator: Accelerator, *, weights_only: bool | None = None, **options: Any
 ) -> AcceleratorCheckpoints:
-    """Let ``save_state`` and ``load_state`` of ``accelerator``, prepared or not, go through dcp; before
-    either is called. Alone, with DDP, and with FSDP2, whose checkpoints load on any number of ranks.
+    """Let ``save_state`` and ``load_state`` of ``accelerator`` go through dcp. To be called before either,
+    prepared or not. It works alone, with DDP, and with FSDP2, whose checkpoints load on any number of ranks.
 
     ``weights_only=False`` also loads registered objects whose values are of any class, by running pickles.
     ``options``: ``mode``; with ``automatic_checkpoint_naming`` all those of `CheckpointManager`.
 
     Returns what waits for saves under way, as ``end_training`` and the end of the process do. Raises
     ValueError for DeepSpeed, Megatron-LM, XLA and FSDP1, OptionError for wrong options, and RuntimeError
-    where Accelerate has not `PRIVATE_ATTRIBUTES`.
+    where Accelerate lacks one of `PRIVATE_ATTRIBUTES`.
     """
     shared.check_private("accelerate", accelerator, PRIVATE_ATTRIBUTES)
     _refuse_what_cannot_be(accelerator, options)
@@ -138,10 +138,10 @@ class AcceleratorCheckpoints:
     ) -> None:
         """As `Accelerator.load_state`; loads what Accelerate has written itself, too.
 
-        With ``automatic_checkpoint_naming`` no ``input_dir`` is the newest that is whole. ``load_kwargs`` and
-        ``kwargs`` are for Accelerate's own. Raises ValueError where there is no such folder, or other objects
-        are registered than were saved; CheckpointNotFoundError where nothing was committed, with the newest
-        beside it; and others of `dcp.load`.
+        Without ``input_dir`` it is the newest whole one, with ``automatic_checkpoint_naming``.
+        ``load_kwargs`` and ``kwargs`` are for Accelerate's own. Raises ValueError where there is no such
+        folder, or other objects are registered than were saved; CheckpointNotFoundError, which names the
+        newest one beside it, where nothing was committed; and what `dcp.load` raises.
         """
         self.wait()
         state: dict[str, Any] | None = None
@@ -183,7 +183,7 @@ class AcceleratorCheckpoints:
         return {"model" if number == 0 else f"model_{number}": model for number, model in enumerate(inner)}
 
     def _loaders(self) -> list[Any]:
-        """Those with a state of their own."""
+        """The data loaders that have a state of their own."""
         loaders = self._accelerator._dataloaders
         return [one for one in loaders if getattr(one, "use_stateful_dataloader", False)]
 
@@ -269,7 +269,7 @@ def _generator_of(loader: Any) -> Any:
 
 
 def _place_of(loader: Any) -> tuple[Any, Any]:
-    """Its epoch, which of a stateful one ends with the last batch, and the state of its generator."""
+    """The loader's epoch (a stateful one's ends with the last batch), and the state of its generator."""
     epoch: Any = getattr(loader, "iteration", None)
     own = _generator_of(loader)
     if getattr(loader, "use_stateful_dataloader", False) and loader.end_of_dataloader:
@@ -278,7 +278,7 @@ def _place_of(loader: Any) -> tuple[Any, Any]:
 
 
 def _position(loader: Any) -> Any:
-    """Within an epoch; {} begins the next one."""
+    """The loader's place within an epoch; {} begins the next one."""
     if loader.end_of_dataloader:
         return {}
     if type(loader.get_sampler()) is RandomSampler:

@@ -25,12 +25,12 @@ class LoadReport:
     """What `dcp.load` did on this rank.
 
     ``missing``: names in the state dict that the checkpoint lacks (only with partial loading allowed; their
-    values are as they were). ``unexpected``: names of the checkpoint that this rank did not load, be they not
-    asked for or, with ``unexpected="ignore"``, without a place; without those that ``only`` and ``exclude``
-    leave out. ``cast``: names of tensors converted from another stored dtype. ``renamed``: names of the
-    checkpoint by those of the state dict, where they differ. ``kept_per_rank``: `PerRank` values that are as
-    they were, because the checkpoint has none for this rank. ``rescaled``: `Rescale` values that their rules
-    made, because another number of ranks saved.
+    values are as they were). ``unexpected``: names of the checkpoint that this rank did not load because it
+    did not ask for them or, with ``unexpected="ignore"``, had no place for them; those that ``only`` and
+    ``exclude`` leave out do not count. ``cast``: names of tensors converted from another stored dtype.
+    ``renamed``: names of the checkpoint by those of the state dict, where they differ. ``kept_per_rank``:
+    `PerRank` values that are as they were, because the checkpoint has none for this rank. ``rescaled``:
+    `Rescale` values that their rules made, because another number of ranks saved.
 
     ``bytes_needed``: payload bytes that this rank asked for; ``bytes_read``: bytes fetched from storage for
     them. ``blocks_verified`` and ``blocks_unverified``: checksum blocks compared, and those read without
@@ -38,8 +38,8 @@ class LoadReport:
     where the checkpoint was replaced while it was being read, and its successor was loaded.
 
     ``storage`` is what this rank asked of the storage's service, empty for a disk: "requests" (each attempt)
-    and their number by kind, "retries", "bytes_received", "request_seconds" (summed, also over those at one
-    time) and "slowest_request_seconds".
+    and their number by kind, "retries", "bytes_received", "request_seconds" (the sum, also of concurrent
+    ones) and "slowest_request_seconds".
 
     ``save_id``, ``world_size`` (number of ranks that saved) and ``user_metadata`` are the checkpoint's, where
     its format and the storage tell them.

@@ -34,7 +34,8 @@ _MAX_ENCODED_BYTES = 1 << 30
 
 @dataclass(frozen=True, eq=False)
 class RankDigests:
-    """``added`` are two words by item of ``columns``; ``prints`` by value, as `value_print` has them."""
+    """What a rank has: ``added`` is two words for each item of ``columns``, ``prints`` what `value_print`
+    makes of each value."""
 
     columns: SaveColumns
     added: npt.NDArray[np.uint64]
@@ -56,7 +57,7 @@ class RankDigests:
 
 
 def digests_of_rank(local: RankState) -> RankDigests:
-    """What a rank has; all its tensors are read."""
+    """The digests of a rank's state; all its tensors are read."""
     begun = time.perf_counter()
     columns = local.columns
     places = _places(columns)
@@ -85,7 +86,7 @@ def _places(columns: SaveColumns) -> LogicalPlaces:
 
 
 def _check_inside(columns: SaveColumns, places: LogicalPlaces) -> None:
-    """PlanError for a part that reaches outside of its tensor, as of a save."""
+    """PlanError for a box that reaches outside of its tensor, as a save raises it."""
     offsets, sizes = places.offsets, places.sizes
     outside = np.flatnonzero((offsets < 0) | (sizes < 0) | (sizes > places.shapes - offsets))
     if len(outside):
@@ -101,8 +102,8 @@ def _check_inside(columns: SaveColumns, places: LogicalPlaces) -> None:
 
 
 def value_print(plain: bytes | None, blob: bytes) -> bytes:
-    """What two values have in common only if they are equal, type by type: ``v`` and a hash of what is no
-    class of the user's, else ``p`` and one of its pickle, which may differ for equal ones."""
+    """Values with the same print are equal, their types too. It is ``v`` and a hash of the value or, if
+    that has classes of the user's, ``p`` and a hash of its pickle, which may differ for equal values."""
     if plain is not None:
         return b"v" + _hash(plain)
     encoded: bytes | None = None

@@ -1,4 +1,4 @@
-"""What those who choose among steps have to know of each."""
+"""What retention, restores and merges have to know of each step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 __all__ = ["PARTIAL", "Health", "StepState", "partial_of"]
 
 PARTIAL: Final = "partial"
-"""Of the user metadata: which entries a checkpoint has that is not the whole state."""
+"""The name in the user metadata under which a partial checkpoint says which entries it has."""
 
 Health = Literal["good", "pending", "damaged", "partial"]
 """Of a committed step: to be counted on; being verified or replaced; known not to load as committed; saved
@@ -30,6 +30,6 @@ class StepState:
 
 
 def partial_of(user: Mapping[str, Any]) -> tuple[str, ...]:
-    """The entries that a checkpoint has which is no whole state, by its user metadata; () of all others."""
+    """The entries of a partial checkpoint, by its user metadata; () of one that is the whole state."""
     names = user.get(PARTIAL)
     return tuple(map(str, names)) if isinstance(names, list | tuple) else ()

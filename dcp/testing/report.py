@@ -41,8 +41,8 @@ class StateFinding:
     """``count`` of the ``total`` elements that ``rank`` has of ``name`` are not what was saved.
 
     ``places`` says which, as slices of the whole tensor's first dimension or the first element; ``found``
-    says what is there instead. Of elements that are elsewhere, ``from_name``, ``from_rank`` (of what is a
-    rank's own) and ``from_places`` say where they belong.
+    says what is there instead. If these elements belong elsewhere, ``from_name``, ``from_rank`` (of values
+    that are a rank's own) and ``from_places`` say where.
     """
 
     kind: StateFindingKind
@@ -64,8 +64,8 @@ class StateFinding:
 @dataclass(frozen=True)
 class Trial:
     """One save by ``saved_by`` ranks and one load by ``loaded_by``. ``tensors`` were compared on all ranks
-    together; ``own`` are names that are each rank's own, which another number of ranks does not have to
-    find."""
+    together; ``own`` are names of values that each rank has for itself; another number of ranks need not
+    find them."""
 
     saved_by: int
     loaded_by: int
@@ -87,7 +87,7 @@ class Report:
 
     @property
     def findings(self) -> tuple[StateFinding, ...]:
-        """Of all trials."""
+        """The findings of all trials."""
         return tuple(finding for trial in self.trials for finding in trial.findings)
 
     def to_json(self) -> dict[str, Any]:

@@ -30,10 +30,10 @@ _PER_RANK_ADVICE: Final = (
 
 @dataclass
 class LoadProblems:
-    """By kind, from the names of the state dict to what there is to say.
+    """What is wrong, by kind: each maps names of the state dict to the text about them.
 
-    ``missing`` has how to tell the name. In the words of the others, and of the message about missing ones,
-    is what stock torch says there, since programs look for it.
+    ``missing`` maps them to the name as it is shown. Messages have the words in which stock torch says the
+    same, since programs look for them.
     """
 
     missing: Mapping[str, str] = field(default_factory=dict)
@@ -43,7 +43,8 @@ class LoadProblems:
     lacks_per_rank: bool = False
 
     def raise_any(self, hint_for_missing: Callable[[], str]) -> None:
-        """One error for everything: of the specific class where all problems are of one kind."""
+        """Raise one error for all problems, if there are any: of their own class where they are of one
+        kind, else a PlanError."""
         kinds: list[tuple[type[PlanError], Mapping[str, str]]] = [
             (MissingKeyError, self.missing),
             (ShapeMismatchError, self.shapes),

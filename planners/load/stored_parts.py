@@ -21,9 +21,9 @@ __all__ = ["StoredParts", "stored_parts"]
 
 @dataclass(frozen=True, eq=False)
 class StoredParts:
-    """What of wanted boxes the chunks have, in the order of the boxes: by row the number of the box
-    (``wanted``), the chunk, and the first element's place in its payload (bytes); flat, sliced by
-    ``axis_start``, ``offsets`` in the box, ``lengths``, and the payload's ``strides`` (bytes)."""
+    """The parts of wanted boxes that chunks have, in the order of the boxes. A row has the number of its
+    box (``wanted``), its chunk, and where in the payload its first element is (bytes). Flat columns are
+    sliced by ``axis_start``: ``offsets`` in the box, ``lengths``, and the payload's ``strides`` (bytes)."""
 
     wanted: Int64
     chunks: Int64
@@ -35,7 +35,7 @@ class StoredParts:
 
 
 class _NamesOfRows(Sequence[str]):
-    """Those of ``rows``, made when they are asked for."""
+    """The names of ``rows``, looked up when they are asked for."""
 
     def __init__(self, fqns: Sequence[str], rows: Int64) -> None:
         self._fqns, self._rows = fqns, rows
@@ -56,7 +56,8 @@ class _NamesOfRows(Sequence[str]):
 def stored_parts(
     engine: ReadEngine, rows: Int64, tensor_of: Int64, box_offsets: Int64, box_sizes: Int64
 ) -> StoredParts:
-    """Of boxes of the tensors ``rows``; ``tensor_of`` says by box which of these."""
+    """Where boxes of the tensors ``rows`` are stored; ``tensor_of`` says of each box which of these
+    tensors it is of."""
     index = engine.index
     plan = plan_load(
         index,

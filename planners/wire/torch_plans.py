@@ -68,7 +68,8 @@ class NotedPlan(SavePlan):
 def write_items(
     columns: SaveColumns, sources: Sequence[torch.Tensor], order: Sequence[str]
 ) -> list[WriteItem]:
-    """One item a box and an object, in the order of the names ``order``; ``sources`` by source number."""
+    """An item for each box and each object, in the order of the names ``order``. ``sources`` are by source
+    number."""
     boxes: dict[str, list[WriteItem]] = {}
     offsets, sizes = columns.item_offsets.tolist(), columns.item_sizes.tolist()
     start, shape_start = columns.box_start.tolist(), columns.shape_start.tolist()
@@ -208,7 +209,8 @@ def _placed(item: WriteItem, box: Box, hint: int) -> WriteItem:
 
 
 def metadata_from_plans(index: CheckpointIndex, plans: Sequence[SavePlan]) -> Metadata:
-    """torch's metadata of a global plan; properties are those the local plans' items have."""
+    """torch's metadata of a global plan. A tensor's properties are those of its first item in a local
+    plan."""
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for plan in plans:
         for item in plan.items:
@@ -227,7 +229,7 @@ def metadata_from_plans(index: CheckpointIndex, plans: Sequence[SavePlan]) -> Me
 
 
 def index_from_metadata(metadata: Metadata) -> CheckpointIndex:
-    """Names, shapes and boxes of torch's metadata as columns; where bytes are is left out."""
+    """Names, shapes and boxes of torch's metadata as columns, without the places of bytes."""
     tensors, objects = _Tensors(), []
     counts: list[int] = []
     offsets: list[int] = []
@@ -258,7 +260,7 @@ def index_from_metadata(metadata: Metadata) -> CheckpointIndex:
 
 
 def known_provenance(metadata: Metadata) -> Mapping[str, Any]:
-    """Who saved it, where a reader of ours read it: torch's metadata do not tell."""
+    """Who saved it, if a reader of ours read it; torch's own metadata does not say."""
     return metadata.index.provenance if isinstance(metadata, LazyMetadata) and metadata.has_index else {}
 
 

@@ -40,7 +40,7 @@ def has_events(connection: Connection, now: float) -> bool:
 
 
 def consume_events(database: Database, settings: Settings, now: float) -> int:
-    """Apply the rules to what has happened since the last time; how many jobs that makes."""
+    """Apply the rules to what has happened since the last time. Returns how many jobs that made."""
     count = 0
     for _ in range(_MAX_BATCHES):
         made, is_done = database.transact(lambda connection: _consume(connection, settings, now))
@@ -82,7 +82,7 @@ def is_anything_due(connection: Connection, now: float, settings: Settings) -> b
 
 
 def submit_due(database: Database, settings: Settings, now: float) -> int:
-    """Jobs for what is due: retention policies, and purges; how many are new."""
+    """Submit jobs for what is due: retention policies, and purges. Returns how many are new."""
     return database.transact(
         lambda connection: (
             _submit_retention(connection, settings, now) + _submit_purges(connection, settings, now)
@@ -95,7 +95,7 @@ def _writable(settings: Settings) -> frozenset[str]:
 
 
 def _is_due(connection: Connection, name: str, interval_seconds: float, now: float) -> bool:
-    """Whether ``name`` is due; then it is the next time after the interval, and for nobody else now."""
+    """Whether ``name`` is due. If so the caller alone is told, and it is due again after the interval."""
     insert_missing(connection, schedules, [{"name": name, "due_seconds": now}])
     statement = (
         update(schedules)
@@ -117,8 +117,8 @@ def _submit_retention(connection: Connection, settings: Settings, now: float) ->
 
 
 def _due_purges(writable: frozenset[str], now: float) -> Select[Any]:
-    """Those whose grace is over, of roots that are written to: of the others many may wait for ever, and are
-    not to stand before these. One whose purge has failed lately is left alone for a while."""
+    """Deleted checkpoints whose grace is over, in ``writable`` roots alone: many in others may wait for
+    ever, and must not stand before these. One whose purge has failed lately is left alone for a while."""
     lately = exists().where(
         jobs.c.checkpoint_id == checkpoints.c.id,
         jobs.c.kind == PurgeKind.name,

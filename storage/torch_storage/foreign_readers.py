@@ -1,7 +1,7 @@
 """Readers of one foreign format each, by torch's names.
 
-`FileSystemReader` reads these formats as well. What the two add is torch's constructors, and that anything
-else than their format is refused.
+`FileSystemReader` reads these formats as well. These two add torch's constructors, and refuse all formats but
+their own.
 """
 
 from __future__ import annotations

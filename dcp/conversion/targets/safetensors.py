@@ -90,8 +90,8 @@ def _beside(layout: TargetLayout, entries: Entries, hf: HfFolder) -> TargetLayou
 
 
 def _check_names(entries: Entries, hf: HfFolder) -> None:
-    """PlanError where no tensor is called as one of the template's, or one not as PEFT calls an adapter's:
-    they would be passed over."""
+    """PlanError where no tensor has a name that the template has or, of an adapter, one has no name as
+    PEFT gives them: readers would pass over them."""
     names = [entry.fqn for entry in entries.tensors]
     odd = [name for name in names if not _ADAPTER_TENSOR.fullmatch(name)] if hf.is_adapter else []
     if odd:

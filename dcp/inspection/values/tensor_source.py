@@ -20,7 +20,8 @@ from dcp.storage.stores.base import Store
 __all__ = ["TensorSource"]
 
 _OPENED_BYTES: Final = 1 << 20
-"""Where requests are dear, payloads below this are as soon read as a record is opened for its checksum."""
+"""Where requests are dear, to read a payload below this takes no longer than to open its record for the
+checksum."""
 
 
 class TensorSource(Closable):
@@ -51,7 +52,7 @@ class TensorSource(Closable):
         self._engine.close()
 
     def rows(self, only: Patterns | None, exclude: Patterns | None) -> list[int]:
-        """Of the tensors that these patterns select. PlanError if they select none."""
+        """The rows of the tensors that these patterns select. PlanError if they select none."""
         selection = Selection.of(only, exclude)
         rows = [row for row, fqn in enumerate(self.index.fqns) if selection is None or selection.selects(fqn)]
         if not rows and selection is not None:
@@ -127,8 +128,8 @@ class TensorSource(Closable):
             self._engine.run(runs, regions)
 
     def block_end(self, chunk: int, position: int) -> int:
-        """The end of the block that has the payload byte before ``position``; that of the payload, if what is
-        left is so little that the engine would read it without a look at its checksum."""
+        """The end of the block that has the payload byte before ``position``. It is the payload's end if
+        so little is left that the engine would not compare its checksum."""
         payload_bytes = int(self.index.payload_lengths[chunk])
         end = -(-position // BLOCK_BYTES) * BLOCK_BYTES
         small_bytes = min(self.store.read_profile.join_below_bytes, BLOCK_BYTES)

@@ -11,7 +11,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int | None:
-    """Bytes to be had without killing anybody, about; None where the system does not say."""
+    """About how many bytes can be had before the system kills a process; None where it does not say."""
     known = [free for free in (_of_machine(), *_of_cgroups()) if free is not None]
     return min(known, default=None)
 
@@ -24,7 +24,8 @@ def _of_machine() -> int | None:
 
 
 def _of_cgroups() -> list[int | None]:
-    """Version 2 groups from this process's own up to the root: each may have a limit."""
+    """What is left in each control group (version 2) from this process's own up to the root: each may have
+    a limit."""
     try:
         lines = (_PROC / "self/cgroup").read_text().splitlines()
     except OSError:

@@ -8,7 +8,7 @@ from typing import Any, Final
 __all__ = ["BoxPicture", "DrawnBox", "box_picture"]
 
 _MOST: Final = 1024
-"""Boxes that can be told apart, and that a page should hold."""
+"""More boxes cannot be told apart, and a page should not hold them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class BoxPicture:
 
 
 def box_picture(tensor: Any) -> BoxPicture | None:
-    """Of a tensor with its chunks, as the API has it, over the two dimensions that they cut.
+    """The chunks of a tensor, as the API has it, over the two dimensions that they cut.
 
-    None where more are cut, where there are too many to be told apart, and for one without elements.
+    None where more are cut, where there are too many chunks, and for a tensor without elements.
     """
     shape = tensor.shape
     if not shape or 0 in shape or tensor.chunk_count > _MOST:
@@ -65,7 +65,7 @@ def _holder(chunk: Any) -> Any:
 
 
 def _span(chunk: Any, shape: Any, dimension: int | None) -> tuple[float, float]:
-    """Where it begins and how long it is, in per cent."""
+    """Where a chunk begins along ``dimension`` and how long it is, in per cent."""
     if dimension is None:
         return 0.0, 100.0
     size = shape[dimension]

@@ -33,7 +33,7 @@ class Layer:
 
     @property
     def norm(self) -> float:
-        """Of all weights as one vector."""
+        """The norm of all weights as one vector."""
         return math.sqrt(self._squares)
 
     @property
@@ -43,7 +43,7 @@ class Layer:
 
     @property
     def marks(self) -> Counter[str]:
-        """How many tensors are marked with what."""
+        """How many tensors have each mark."""
         return Counter(mark.kind for mark in self.marked.values())
 
     def add(
@@ -66,7 +66,7 @@ class Layer:
             self.largest = largest if self.largest is None else max(self.largest, largest)
 
     def add_second_moment(self, values: Mapping[str, Any]) -> None:
-        """Of one of its weights."""
+        """The second moment of one of its weights."""
         if values["mean"] is not None and values["mean"] >= 0:
             self._second += values["mean"] * values["count"]
             self._second_elements += values["count"]
@@ -77,9 +77,9 @@ def layers_of(
     weights: Mapping[str, str],
     is_state: Callable[[str], bool],
 ) -> list[Layer]:
-    """By the statistics of tensors, as a job keeps them.
+    """The layers, from the statistics of tensors as a job keeps them.
 
-    ``weights``: of states the weight that they belong to, whose layer is theirs too; other states are in
+    ``weights`` has the weight that a state belongs to, whose layer is the state's too; other states are in
     layers of their own.
     """
     known = {one["fqn"]: one for one in tensors if one["statistics"] is not None}

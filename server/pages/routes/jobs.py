@@ -1,4 +1,4 @@
-"""Jobs: all of them, and one as it goes on: the stream of its events has the page look again."""
+"""Jobs: the list of all, and the page of one, which follows the stream of its events."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _sources_of(job: JobAnswer) -> list[int]:
 def _names(
     jobs: Sequence[JobAnswer], database: Db, caller: Caller, also: Sequence[int] = ()
 ) -> dict[int, str]:
-    """What checkpoints that they are about are called, and ``also`` these."""
+    """The names of the checkpoints that these jobs are about, and of those in ``also``."""
     numbers = [*also, *(job.checkpoint_id for job in jobs if job.checkpoint_id is not None)]
     with database.read() as connection:
         return keys_of(connection, numbers, caller.roots)
@@ -106,15 +106,15 @@ def _names(
 def last_job(
     kind: str, dedup_key: str, database: Db, caller: Caller, shown: int | None = None
 ) -> JobAnswer | None:
-    """The newest one with this key that may be seen, for a page that waits for it; None where it is not newer
-    than the one whose result is ``shown``."""
+    """The newest job with this key that the caller may see, for a page that waits for it; None where it is
+    not newer than the job whose result is ``shown``."""
     with database.read() as connection:
         last, _ = jobs_of_key(connection, kind, dedup_key, caller.roots)
     return None if last is None or last <= (shown or 0) else api.get_job(last, database, caller)
 
 
 def _target_of(job: JobAnswer) -> str | None:
-    """Where the page of the checkpoint is that a conversion or merge has made."""
+    """The page of the checkpoint that a conversion or merge has made."""
     result = job.result or {}
     if job.kind not in ("convert", "merge") or not {"root", "key"} <= result.keys():
         return None

@@ -50,7 +50,7 @@ _NO_MAP = "-"
 
 
 class Accumulate(StrEnum):
-    """In what is added."""
+    """The type in which sums are made."""
 
     FLOAT32 = "float32"
     FLOAT64 = "float64"

@@ -1,8 +1,8 @@
 """Any fsspec file system as an object service, by the operations that all of them have.
 
 Whole objects by `pipe_file`, ranges by `cat_file`, larger files through `open`. What a file system promises
-beyond that differs: exclusive creation is atomic where it has its own `pipe_file` for it, and no file system
-of fsspec can compare and replace, except that this process may exclude itself from its own memory.
+beyond that differs: exclusive creation is atomic where it has its own `pipe_file` for it. None of fsspec's
+can compare and replace; in this process's memory a lock does it.
 """
 
 from __future__ import annotations
@@ -93,13 +93,13 @@ class FsspecClient(StreamClient):
 
     @property
     def replaces_conditionally(self) -> bool:
-        """Only this process' own memory."""
+        """Only this process's memory does."""
         return self._is_memory
 
     @property
     def creates_conditionally(self) -> bool | None:
-        """No where fsspec looks before it writes; to be tried where the file system says that it can: some
-        take the argument and ignore it."""
+        """False where fsspec looks before it writes. None, to be tried, where the file system takes the
+        argument: some ignore it."""
         if self._is_memory:
             return True
         method = getattr(type(self._fs), "_pipe_file", None) or type(self._fs).pipe_file
@@ -179,7 +179,7 @@ class FsspecClient(StreamClient):
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Around what is done with such a file: its errors are `RequestError`s."""
+        """Turns the errors of what is done with such a file into `RequestError`s."""
         with self._attempt():
             yield
 

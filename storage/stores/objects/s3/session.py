@@ -1,4 +1,4 @@
-"""Sessions of S3: what of them all clients share, and HTTP in which one attempt is one request."""
+"""Sessions of S3: what all clients share, and HTTP that sends nothing twice."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _KEPT: Final = "keepalive_timeout"
 
 
 def session_of(**options: Any) -> AioSession:
-    """aiobotocore's session with these options of its own. It reads the descriptions of the services that
-    another one has parsed: that takes a client a tenth of a second, and megabytes."""
+    """aiobotocore's session with these options. All sessions share the descriptions of services, which
+    take a tenth of a second to parse, and megabytes."""
     session = AioSession(**options)
     session.lazy_register_component("data_loader", lambda: _loader(session.get_config_variable("data_path")))
     return session
@@ -38,11 +38,11 @@ class OneAttemptSession(AIOHTTPSession):  # type: ignore[misc]  # it comes witho
     """aiobotocore's session, which sends nothing twice on its own.
 
     Where a kept connection breaks, aiohttp sends GET, HEAD, PUT and DELETE again and says nothing. That is
-    harmless only for requests without conditions. A commit whose answer was lost is answered with 412 when it
-    is repeated, and whoever does not know of the repetition takes the own commit for somebody else's.
+    harmless only for requests without conditions. A commit that is sent again because its answer was lost is
+    answered with 412; who does not know that takes its own commit for somebody else's.
 
-    botocore has resolved what the connections are to be like, so `bodies` is made here of the same settings;
-    None where they say what it cannot do.
+    `bodies` is made here, of the settings that botocore has found for its connections; None where they ask
+    for what it cannot do.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class OneAttemptSession(AIOHTTPSession):  # type: ignore[misc]  # it comes witho
 
 
 def _tls(verify: Any, client_cert: Any) -> ssl.SSLContext:
-    """As botocore makes it of the same settings."""
+    """The TLS context that botocore makes of the same settings."""
     if verify:
         context = ssl.create_default_context(cafile=get_cert_path(verify) or None)
     else:
