@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dcp.cli.command_group import Commands
+from dcp.cli.command_group import Application, Commands
 from dcp.cli.subcommands import cat, demo, diff, digest, ls, show, stats, verify, watch
 from dcp.cli.subcommands.conversion import convert, merge, weight_maps
 from dcp.cli.subcommands.removal import gc, prune, rm
@@ -15,7 +15,7 @@ from dcp.version import __version__
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(
+app = Application(
     name="dcp",
     help="Look at checkpoints, compare, verify, convert, remove them: sharded ones, torch.save, safetensors.",
     no_args_is_help=True,

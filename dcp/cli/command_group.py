@@ -1,9 +1,11 @@
-"""The list of commands in the help, and what becomes of a command whose reader has gone."""
+"""Which commands are made, their list in the help, and what becomes of one whose reader has gone."""
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import typer
@@ -11,7 +13,20 @@ from typer.core import TyperGroup
 
 from dcp.cli.common import nobody_reads
 
-__all__ = ["Commands"]
+__all__ = ["Application", "Commands"]
+
+
+class Application(typer.Typer):
+    """Makes the one command that is called: to make all of them takes as long as many a command does."""
+
+    def __call__(self, args: Sequence[str] | None = None, **options: Any) -> Any:
+        """As of `typer.Typer`; where ``args`` begin with no command's name all are there, to be listed."""
+        name = next(iter(sys.argv[1:] if args is None else args), None)
+        own = copy.copy(self)
+        own.registered_commands = [one for one in self.registered_commands if one.name == name]
+        own.registered_groups = [one for one in self.registered_groups if one.name == name]
+        is_there = own.registered_commands or own.registered_groups
+        return typer.Typer.__call__(own if is_there else self, args=args, **options)
 
 
 class Commands(TyperGroup):

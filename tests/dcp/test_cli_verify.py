@@ -89,13 +89,18 @@ def flips_not_found(folder: Path, offsets: Iterable[int]) -> list[int]:
     return missed
 
 
-def test_every_byte_of_our_files_is_watched(tmp_path: Path) -> None:
+SOME_AND_ALL = [5, pytest.param(1, marks=pytest.mark.exhaustive)]
+
+
+@pytest.mark.parametrize("every", SOME_AND_ALL)
+def test_every_byte_of_our_files_is_watched(tmp_path: Path, every: int) -> None:
     """A bit flipped anywhere in a data file is found: in payloads, values and the records around them."""
     folder = save_ours(tmp_path / "x", {"w": torch.ones(40), "name": "value" * 20})
-    assert flips_not_found(folder, range(data_file(folder).stat().st_size)) == []
+    assert flips_not_found(folder, range(0, data_file(folder).stat().st_size, every)) == []
 
 
-def test_every_stored_byte_of_stock_files_is_watched(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", SOME_AND_ALL)
+def test_every_stored_byte_of_stock_files_is_watched(tmp_path: Path, every: int) -> None:
     """Wherever a bit of a stock file flips, verify reports; in payloads and values it finds it."""
     folder = save_stock(tmp_path / "x", {"w": torch.ones(40), "name": "value" * 20})
     whole = data_file(folder).read_bytes()
@@ -104,7 +109,7 @@ def test_every_stored_byte_of_stock_files_is_watched(tmp_path: Path) -> None:
     assert payload > 0
     assert text > 0
     stored = {*range(payload, payload + 160), *range(text, text + 100)}
-    missed = flips_not_found(folder, sorted(stored | set(range(0, len(whole), 3))))
+    missed = flips_not_found(folder, sorted(stored | set(range(0, len(whole), 3)))[::every])
     assert stored.isdisjoint(missed)
 
 

@@ -282,10 +282,18 @@ def give_up_and_destroy(rank: int, world_size: int) -> float:
     return seconds
 
 
-KILLED = [(step, lost) for step in ("reduce_scatter", "reduce_broadcast", "all_gather") for lost in (0, 2)]
+Killed = tuple[str, int]
+KILLED: list[Killed] = [("reduce_scatter", 0), ("reduce_broadcast", 2), ("all_gather", 0)]
+"""In which step which rank dies; the other ranks that may are `ALSO_KILLED`."""
+ALSO_KILLED: list[Killed] = [(step, 2 - lost) for step, lost in KILLED]
+
+
+def _killed(cases: list[Killed]) -> dict[Any, Group]:
+    return {killed: Group(4, lose_rank, (*killed, "kill")) for killed in cases}
+
 
 _BROKEN: dict[Any, Group] = {
-    **{killed: Group(4, lose_rank, (*killed, "kill")) for killed in KILLED},
+    **_killed(KILLED),
     "stays away": Group(3, lose_rank, ("reduce_scatter", 1, "stay away")),
     "interrupted": Group(3, interrupted_rank),
     "without memory": Group(3, rank_without_memory),
@@ -296,14 +304,14 @@ _BROKEN: dict[Any, Group] = {
 """Groups whose ranks wait for some that do not come, side by side: each takes seconds, and little work."""
 
 
-def _break_all() -> dict[Any, list[Ending]]:
-    return dict(zip(_BROKEN, run_groups([*_BROKEN.values()], at_once=len(_BROKEN)), strict=True))
+def _break(groups: dict[Any, Group]) -> dict[Any, list[Ending]]:
+    return dict(zip(groups, run_groups([*groups.values()], at_once=len(groups)), strict=True))
 
 
 @pytest.fixture(scope="module")
 def broken() -> dict[Any, list[Ending]]:
     """How the ranks of each group ended."""
-    endings: dict[Any, list[Ending]] = in_lab(_break_all)
+    endings: dict[Any, list[Ending]] = in_lab(_break, _BROKEN)
     return endings
 
 
@@ -320,7 +328,19 @@ def test_a_killed_rank_is_named_by_all_others_in_time(
     broken: dict[Any, list[Ending]], step: str, lost: int
 ) -> None:
     """SIGKILL of any rank, the coordinator too, makes the others raise within seconds, naming it."""
-    for rank, ending in enumerate(broken[step, lost]):
+    assert_named(broken[step, lost], lost)
+
+
+@pytest.mark.exhaustive
+def test_other_killed_ranks_are_named_by_all_others_in_time() -> None:
+    """In each step the one that the test above leaves out."""
+    for (_, lost), endings in in_lab(_break, _killed(ALSO_KILLED)).items():
+        assert_named(endings, lost)
+
+
+def assert_named(endings: list[Ending], lost: int) -> None:
+    """By all that were not killed."""
+    for rank, ending in enumerate(endings):
         if rank == lost:
             assert ending.killed
             continue
@@ -401,8 +421,9 @@ except CollectiveTimeoutError:
 def test_a_process_that_gave_a_step_up_ends_at_once(tmp_path: Path) -> None:
     """Nor does the end of the interpreter wait for the collective; the other rank lives on meanwhile."""
 
-    options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "finalizes": True}
-    ranks = [Program("-c", _LEAVING, str(rank), tmp_path / "store", **options) for rank in range(2)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    store = tmp_path / "store"
+    ranks = [Program("-c", _LEAVING, str(rank), store, finalizes=rank == 0, **pipes) for rank in range(2)]
     try:
         output, _ = ranks[0].communicate(timeout=120)
         told = [line for line in output.splitlines() if not line.startswith("[Gloo]")]  # torch 2.10 greets

@@ -21,7 +21,7 @@ from dcp.storage.stores import open_store
 from tests.support.programs import Program
 
 ROOT = Path(__file__).parents[2]
-SAVE_EVERY = 2
+SAVE_EVERY = 1
 
 
 def start(*command: str | Path, is_fresh: bool = False) -> subprocess.Popen[str]:
@@ -77,24 +77,24 @@ def test_demo_from_end_to_end(tmp_path: Path) -> None:
     # the killed save left half of a file on each rank
     halves = re.findall(r"^ +(__[01]_0\.[0-9a-f]+\.distcp) +([0-9,]+) +([0-9,]+)$", output, re.MULTILINE)
     assert len(halves) == 2
-    killed = root / "checkpoints" / "run" / "step-00000006"
+    killed = root / "checkpoints" / "run" / "step-00000003"
     for name, size, full in halves:
         assert int(size.replace(",", "")) == 8 << 20
         assert int(full.replace(",", "")) > 8 << 20
         assert not (killed / name).exists()  # the resumed job saved the same step, and cleared them away
-    assert re.search(r"step-00000006 .* incomplete$", output, re.MULTILINE)
+    assert re.search(r"step-00000003 .* incomplete$", output, re.MULTILINE)
 
     # all three resumed after the last committed step, and went to the end
     for ranks in (1, 2, 3):
-        assert f"on {ranks}: went on with step 5" in output
+        assert f"on {ranks}: went on with step 3" in output
         log = (root / "results" / f"resumed-on-{ranks}" / "losses.jsonl").read_text().splitlines()
-        assert len(log) == 4
+        assert len(log) == 2
     loss_columns = re.findall(r"^ +(uninterrupted|resumed on 2) .* ([0-9.]+)$", output, re.MULTILINE)
     assert len(loss_columns) == 2
     assert loss_columns[0][1] == loss_columns[1][1]
 
     # the catalog converted by itself what was released, and gave it to its client
-    assert (root / "checkpoints" / "exports" / "step-00000008" / "model.safetensors").exists()
+    assert (root / "checkpoints" / "exports" / "step-00000004" / "model.safetensors").exists()
     assert len(re.findall(r"downloaded,[^:]*:\s+all\s+[0-9]+\s+tensors", output)) == 2
 
     # its pages say so, too
@@ -103,14 +103,14 @@ def test_demo_from_end_to_end(tmp_path: Path) -> None:
 
     # what is left: four committed checkpoints, and no process
     committed = [path.name for path in sorted((root / "checkpoints" / "run").iterdir())]
-    assert committed == [f"step-{step:08d}" for step in (2, 4, 6, 8)]
+    assert committed == [f"step-{step:08d}" for step in (1, 2, 3, 4)]
     assert all(has_checkpoint(open_store(root / "checkpoints" / "run" / name)) for name in committed)
     assert processes_with(str(root)) == []
 
     # a job that starts again takes the newest one that is whole, with or without leftovers beside it
     run = root / "checkpoints" / "run"
-    assert newest_checkpoint(run) == "step-00000008"
-    next((run / "step-00000008").glob("*.distcp")).write_bytes(bytes(100))
+    assert newest_checkpoint(run) == "step-00000004"
+    next((run / "step-00000004").glob("*.distcp")).write_bytes(bytes(100))
     (killed / "__0_0.00000000.distcp").write_bytes(bytes(100))
     assert newest_checkpoint(run) == killed.name
 

@@ -254,10 +254,21 @@ def begun() -> Iterator[list[subprocess.Popen[str]]]:
         process.communicate()
 
 
-def begin(processes: list[subprocess.Popen[str]], *arguments: str | Path) -> subprocess.Popen[str]:
+OFTEN = """
+from dcp.cli import main
+from dcp.watching.cursor import Cursor
+Cursor.__init__.__kwdefaults__["lease_seconds"] = 3.0
+main()
+"""
+"""Beats each second, so that others soon see that the cursor is held."""
+
+
+def begin(
+    processes: list[subprocess.Popen[str]], *arguments: str | Path, start: tuple[str, str] = ("-m", "dcp")
+) -> subprocess.Popen[str]:
     """``dcp watch`` in a process of its own."""
     pipe = subprocess.PIPE
-    process = Program("-m", "dcp", "watch", *arguments, stdout=pipe, stderr=pipe)
+    process = Program(*start, "watch", *arguments, stdout=pipe, stderr=pipe)
     processes.append(process)
     return process
 
@@ -344,7 +355,7 @@ def test_killed_while_a_command_runs(tmp_path: Path, begun: list[subprocess.Pope
     root, log = tmp_path / "run", tmp_path / "log"
     commit(root, 1, 2)
     command = f"sh -c 'echo $DCP_STEP $$ >> {log}; test $DCP_STEP = 1 || exec sleep 600'"
-    watcher = begin(begun, root, "--exec", command, "--interval", "0.1")
+    watcher = begin(begun, root, "--exec", command, "--interval", "0.1", start=("-c", OFTEN))
     pid = int(lines_of(log, 2)[1].split()[1])
     refused = run("watch", root, "--once")
     assert (refused.status, "one at a time" in refused.err) == (3, True)

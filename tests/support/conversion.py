@@ -21,7 +21,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "deep": ((9, 14, 22), torch.float16),
     "copy": ((11, 5), torch.int64),
     "both": ((64, 96), torch.float64),
-    "wide": ((3, 700_000), torch.float32),
+    "wide": ((3, 400_000), torch.float32),
 }
 
 
@@ -49,7 +49,7 @@ def many_kinds() -> dict[str, torch.Tensor]:
     state["scalar"] = torch.tensor(2.5)
     state["empty"] = torch.zeros(0, 5)
     state["none_wide"] = torch.zeros(4, 0, 2, dtype=torch.int8)
-    state["large"] = full_tensor("large", (1500, 1201), torch.float32)
+    state["large"] = full_tensor("large", (800, 1201), torch.float32)
     state["tied"] = state["large"]
     return state
 

@@ -15,22 +15,28 @@ __all__ = ["digest_of", "digests_of_state"]
 
 
 def digest_of(value: Any) -> str:
-    """SHA-256 of a tensor's dtype, shape and bytes, or of another value's type and repr.
-
-    A sharded tensor is gathered: all ranks have to call together.
-    """
+    """SHA-256 of a tensor's dtype, shape and bytes, or of another value's type and repr."""
     if not isinstance(value, torch.Tensor):
         return hashlib.sha256(f"{type(value).__name__} {value!r}".encode()).hexdigest()
-    full = value.full_tensor() if isinstance(value, DTensor) else value
-    full = full.detach().contiguous()
+    full = value.detach().contiguous()
     digest = hashlib.sha256(f"{full.dtype} {tuple(full.shape)} ".encode())
     digest.update(full.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
 def digests_of_state(state_dict: dict[str, Any]) -> dict[str, str]:
-    """Digests by the names that a checkpoint gives to the entries; those under `dcp.PerRank` of all ranks."""
-    flat, _ = flatten_state_dict(state_dict, rank=dist.get_rank())
+    """Digests by the names that a checkpoint gives to the entries; those under `dcp.PerRank` of all ranks.
+
+    Sharded tensors are gathered: all ranks have to call together.
+    """
+    rank = dist.get_rank()
+    flat, _ = flatten_state_dict(state_dict, rank=rank)
+    own: dict[str, str] = {}
+    for name in sorted(flat):
+        value = flat[name]
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        if full is value or rank == 0:  # what was gathered is the same on all ranks
+            own[name] = digest_of(full)
     found: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(found, {name: digest_of(flat[name]) for name in sorted(flat)})
+    dist.all_gather_object(found, own)
     return {name: digest for part in reversed(found) for name, digest in part.items()}

@@ -115,12 +115,13 @@ class Checkpoints:
         return dcp.FileSystemWriter(checkpoint_id)
 
     def save(self, loss: float) -> None:
-        """Save this step if it is time for that, and beside the checkpoints note what the state was, for the
-        comparison."""
+        """Save this step if it is time for that, and beside every second checkpoint note what the state was,
+        for the comparison."""
         training, job = self._training, self._job
         if not self.manager.should_save(training.step):
             return
-        _note_digests(training, job, f"saved-{training.step}.json")
+        if training.step % (2 * job.save_every) == 0:  # the one that is resumed from, and the last one
+            _note_digests(training, job, f"saved-{training.step}.json")
         state = {"app": training, "rng": dcp.PerRank(training.generator.get_state())}
         self.manager.save(training.step, state, metrics={"loss": loss})
         if self._crash is not None and self._crash.is_after_staging_of(training.step):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -13,10 +14,12 @@ from tests.support.writer_process import TIMEOUT_SECONDS
 
 
 @pytest.fixture(scope="module")
-def session() -> Iterator[AsyncSession]:
-    """One writer process for many tests, because it is started as users have it, which costs seconds."""
+def session(request: pytest.FixtureRequest) -> Iterator[AsyncSession]:
+    """One writer process for all tests of a module. For those of `test_process_writer` it is started as users
+    have it, which costs seconds."""
     kind = AsyncCheckpointerType.PROCESS
-    with cold_writers():
+    is_cold = request.path.stem == "test_process_writer"
+    with cold_writers() if is_cold else contextlib.nullcontext():
         made = AsyncSession(no_dist=True, kind=kind, in_flight=2, timeout_seconds=TIMEOUT_SECONDS, start=True)
     yield made
     made.close(240)

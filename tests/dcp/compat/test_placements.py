@@ -113,17 +113,20 @@ def check(saving: int, loading: int, case: list[Tensor]) -> None:
         assert run_ranks(loading, load_case, root, case) == [[]] * loading
 
 
+PAIRS = ((2, 3), (4, 1), (1, 4), (3, 2), (2, 2), (4, 4))
+
+
 @pytest.mark.parametrize(
-    ("saving", "loading"),
+    ("saving", "loading", "examples"),
     [
-        *((2, 3), (4, 1)),
-        *(pytest.param(*pair, marks=pytest.mark.exhaustive) for pair in ((1, 4), (3, 2), (2, 2), (4, 4))),
+        *((2, 3, 2), (4, 1, 2)),
+        *(pytest.param(*pair, 4, marks=pytest.mark.exhaustive) for pair in PAIRS),
     ],
 )
-def test_any_placement_loads_into_any_other(saving: int, loading: int) -> None:
+def test_any_placement_loads_into_any_other(saving: int, loading: int, examples: int) -> None:
     """Tensors of random shapes, dtypes, meshes and placements, forty at a time."""
 
-    @BOUNDED
+    @settings(BOUNDED, max_examples=examples)
     @given(st.lists(tensors(saving, loading), min_size=40, max_size=60))
     def run(case: list[Tensor]) -> None:
         check(saving, loading, case)

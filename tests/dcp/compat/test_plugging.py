@@ -333,7 +333,7 @@ def own_parts(rank: int, world: int, root: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_parts_written_from_the_interface_alone_work(world: int, tmp_path: Path) -> None:
     """A storage that pickles each item, and planners without any default, with the parts of both packages."""
     assert run_ranks(world, own_parts, str(tmp_path)) == [[]] * world

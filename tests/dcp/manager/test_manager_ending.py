@@ -227,8 +227,8 @@ except dcp.errors.CollectiveTimeoutError as error:
 @pytest.mark.timeout(600)
 def test_a_rank_can_end_while_the_others_are_busy(tmp_path: Path) -> None:
     """It does not wait for them to come to the exchange that it began: they may be waiting for its end."""
-    options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "finalizes": True}
-    ranks = [Program("-c", LEAVES, tmp_path, str(rank), **options) for rank in (0, 1)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    ranks = [Program("-c", LEAVES, tmp_path, str(rank), finalizes=rank == 1, **pipes) for rank in (0, 1)]
     try:
         assert ranks[1].wait(240) == 7
         output, _ = ranks[0].communicate("go on\n", timeout=240)
