@@ -132,7 +132,7 @@ def verify_place(
             report.findings += found.findings
             report.digest = found.digest if report.ok else None
         except CorruptCheckpointError as error:  # also of tensors of which a part is nowhere
-            report.findings.append(Finding(kind_of(error, "index"), str(error), fqn=error.facts.get("fqn")))
+            report.findings.append(Finding(kind_of(error, "index"), str(error), fqn=error.fqn or None))
     report.findings.sort(key=lambda found: (found.file or "", found.offset or 0))
     return report
 

@@ -79,23 +79,16 @@ def command(
     words = _words(exec_)
     try:
         with errors_as_lines(debug=debug), unwinding_on_sigterm():
-            # here, because a usage message must not wait for numpy
-            from dcp.storage.errors import OptionError
-            from dcp.watching.watch import watch
-
-            try:
-                steps = watch(
-                    run,
-                    consumer=consumer,
-                    since=since,
-                    once=once,
-                    interval_seconds=interval,
-                    cursor=cursor,
-                    name=folders,
-                    storage_options=storage_options(run, options),
-                )
-            except OptionError as error:
-                raise typer.BadParameter(str(error)) from error
+            steps = _steps(
+                run,
+                consumer=consumer,
+                since=since,
+                once=once,
+                interval_seconds=interval,
+                cursor=cursor,
+                name=folders,
+                storage_options=storage_options(run, options),
+            )
             with steps:
                 for step in steps:
                     status = 0 if words is None else _run(words, steps, step, tries, interval, json=json)
@@ -104,6 +97,17 @@ def command(
                         raise typer.Exit(EXIT_FINDINGS)
     except KeyboardInterrupt:
         raise typer.Exit(128 + signal.SIGINT) from None
+
+
+def _steps(run: str, **how: Any) -> Watch:
+    """As `dcp.watch`; a usage error for what it refuses."""
+    from dcp.storage.errors import OptionError  # here, because a usage message must not wait for numpy
+    from dcp.watching.watch import watch
+
+    try:
+        return watch(run, **how)
+    except OptionError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def _words(command: str | None) -> list[str] | None:

@@ -167,7 +167,7 @@ def drop_parts(store: Store, parts: Sequence[Part], now_seconds: float, *, rewri
                 raise CheckpointConflictError(f"{store.url} was pinned meanwhile", path=store.url)
         _publish(store, after, found.previous)
     except BaseException as error:
-        if not getattr(error, "committed", False):
+        if not (isinstance(error, CheckpointError) and error.committed):
             store.delete_all(copied)
         if isinstance(error, CheckpointNotFoundError):
             _refuse_changed(store, found.previous, error)

@@ -33,6 +33,7 @@ from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.registry import target_named
+from dcp.storage.formats.safetensors.format import SAFETENSORS
 
 if TYPE_CHECKING:  # imported where they are needed: the API process only makes such jobs
     from dcp.conversion.contents.hf_folder import HfFolder
@@ -96,7 +97,7 @@ class ConvertOptions(Parameters):
                 raise ValueError(str(error)) from None
         check_map(self.map, self.config, self.sizes, inverse=self.inverse, below=self.below)
         check_sets(self.rename or {})
-        if self.hf_key is not None and self.to != "safetensors":
+        if self.hf_key is not None and self.to != SAFETENSORS.name:
             raise ValueError("hf_key: only folders of safetensors have files of Hugging Face beside weights")
         if self.hf_root is not None and self.hf_key is None:
             raise ValueError("hf_root is about hf_key, which is missing")

@@ -184,7 +184,7 @@ def storage_errors(*roots: StorageRoot) -> Iterator[None]:
     except ProblemError:
         raise
     except (CheckpointError, OSError) as error:
-        path = str(getattr(error, "facts", {}).get("path", "") or getattr(error, "filename", "") or "")
+        path = error.path if isinstance(error, CheckpointError) else str(error.filename or "")
         named = next(
             (root for root in roots if path.startswith(root.url)), roots[0] if len(roots) == 1 else None
         )
