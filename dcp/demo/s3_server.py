@@ -110,7 +110,7 @@ class S3Server:
 
     @property
     def pid(self) -> int:
-        """Of the server's process. Raises `S3ServerError` if it is not started."""
+        """The process id of the server. Raises `S3ServerError` if it is not started."""
         if self._process is None:
             raise S3ServerError("the S3 server is not started")
         return self._process.pid

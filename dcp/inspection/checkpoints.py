@@ -334,7 +334,7 @@ def _committed_seconds(index: CheckpointIndex, listing: Mapping[str, FileInfo]) 
 
 
 def figures_by_rank(noted: object) -> tuple[dict[str, float], ...]:
-    """What of ``noted`` is figures by rank: a manifest may come from anybody."""
+    """The figures by rank that ``noted`` has, which need not be any: a manifest may come from anybody."""
     if not isinstance(noted, list):
         return ()
     ranks = [figures if isinstance(figures, dict) else {} for figures in noted]

@@ -51,7 +51,7 @@ class StreamedSums:
 
     @property
     def sums(self) -> dict[int, bytes]:
-        """By tensor row, once all payloads were read."""
+        """The sums by tensor row, once all payloads were read."""
         return {row: total.to_bytes(SUM_BYTES, "big") for row, total in self._sums.items()}
 
     def add(self, chunk: int, begin: int, data: memoryview) -> None:

@@ -183,7 +183,7 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
         }
 
     def _delete_later_ones(self, event: Event) -> None:
-        """Those of a run that this one does not go on with: to retention they would be the newest."""
+        """Delete those of a run that this one does not go on with: to retention they would be the newest."""
         manager, step = self._manager, event.step
         if event.kind == "saved" and step is not None and self.args.save_total_limit and not manager.rank:
             for later in (one for one in manager.all_steps() if one > step and one not in manager.pinned()):

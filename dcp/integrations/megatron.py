@@ -242,7 +242,7 @@ def _by_name(parts: Iterable[tuple[str, _OwnBox]]) -> dict[str, Any]:
 
 
 def _part(tensor: Any, stored_shape: tuple[int, ...] | None = None) -> _OwnBox:
-    """Of a `ShardedTensor`, as far as it is within ``stored_shape``."""
+    """The part of a `ShardedTensor`, as far as it is within ``stored_shape``."""
     data = tensor.data.detach()[(None,) * tensor.prepend_axis_num]
     offsets, shape = tuple(tensor.global_offset), tuple(stored_shape or tensor.global_shape)
     ends = zip(data.shape, shape, offsets, strict=True)

@@ -129,8 +129,8 @@ class TrainedOptimizers:
 
 
 def own_part(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """What of ``state`` this rank has to save: buffers that are whole are rank 0's, whose values go on in
-    DDP, too; the running means of batch norms differ by rank."""
+    """The part of ``state`` that this rank has to save: buffers that are whole are rank 0's, whose values
+    go on in DDP, too; the running means of batch norms differ by rank."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         return state
     buffers = {_plain(name) for name, _ in model.named_buffers(remove_duplicate=False)}

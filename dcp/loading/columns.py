@@ -110,7 +110,8 @@ class ColumnLoad(LoadEngine):
         return b"" if alone else encode_manifest(index)
 
     def _fingerprint(self, shared: bytes, places: Sequence[str]) -> bytes:
-        """Of the checkpoint at this rank's place; what the coordinator read there is not read again."""
+        """The fingerprint of the checkpoint at this rank's place; what the coordinator read there is not read
+        again."""
         ranks = self.ranks
         if places[ranks.rank] != places[ranks.coordinator]:
             with near_places_told(self._reader.path, self._reader.open_store):

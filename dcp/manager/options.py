@@ -51,7 +51,8 @@ _ALIKE = (
 
 @dataclass(frozen=True, kw_only=True)
 class ManagerOptions:
-    """Those of `CheckpointManager`, which says what they mean. Raises OptionError for what is no choice."""
+    """The options of `CheckpointManager`, which says what they mean. Raises OptionError for what is no
+    choice."""
 
     root: str | os.PathLike[str]
     process_group: ProcessGroup | None

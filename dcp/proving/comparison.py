@@ -42,7 +42,7 @@ class _RanksTensor:
 def compare_ranks(
     ranks: Sequence[RankDigests], reader: TensorReader, selection: Selection | None, save_id: str | None
 ) -> Proof:
-    """What of ``ranks``, by rank, is not what ``reader``'s checkpoint has."""
+    """Compare what each of ``ranks`` has with ``reader``'s checkpoint."""
     comparison = _DigestComparison(ranks, reader, selection)
     findings = tuple(comparison.findings())
     return Proof(

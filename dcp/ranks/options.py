@@ -48,7 +48,8 @@ _OF_PLANS = {
 def of_save(
     options: SaveOptions, writer: FileSystemWriter | None, plan: PlanOptions | None
 ) -> dict[str, Any]:
-    """Of a save by ``writer``, by the names that its caller knows; those of others (None) are not known."""
+    """The options of a save by ``writer``, by the names that its caller knows; those of others (None) are not
+    known."""
     told: dict[str, Any] = {} if options.step is None else {"step": options.step}
     told |= of_map(options.map)
     if writer is not None:
@@ -61,8 +62,8 @@ def of_save(
 def of_load(
     options: LoadOptions, planner: DefaultLoadPlanner | None, reader: FileSystemReader | None
 ) -> dict[str, Any]:
-    """Of a load with ``options``, by the names that its caller knows; what planners and storages of others
-    (None) make of them is not known."""
+    """The options of a load with ``options``, by the names that its caller knows; what planners and storages
+    of others (None) make of them is not known."""
     told: dict[str, Any] = {}
     if planner is not None:
         told |= _values(options, _OF_LOADS) | _values(planner, _OF_LOAD_PLANNERS)

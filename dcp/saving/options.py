@@ -18,8 +18,8 @@ __all__ = ["SaveOptions"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveOptions:
-    """Those of `dcp.save` and `CheckpointManager`, which say what they mean; of a manager's also its ``step``
-    and what its run was ``resumed_from``."""
+    """The options of `dcp.save` and `CheckpointManager`, which say what they mean; of a manager's also its
+    ``step`` and what its run was ``resumed_from``."""
 
     step: int | None = None
     resumed_from: Mapping[str, Any] | None = None

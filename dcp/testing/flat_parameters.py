@@ -36,7 +36,8 @@ FlatParts: TypeAlias = Mapping[torch.Tensor, list[NamedSlice]]
 
 
 def flat_parts(model: nn.Module, names: Mapping[nn.Module, str]) -> FlatParts:
-    """Of all that FSDP1 wraps in ``model``, whose modules have ``names``; empty where it wraps none.
+    """Which parts are in the flat parameters that FSDP1 makes in ``model``, whose modules have ``names``;
+    empty where it wraps none.
 
     Raises OptionError where a parameter is flat and divided by tensor parallelism besides: of that the flat
     one does not say which elements it has.

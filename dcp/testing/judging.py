@@ -202,7 +202,7 @@ def _joined(bits: Any, dtype: torch.dtype) -> npt.NDArray[np.uint64]:
 
 
 def _grams(values: npt.NDArray[np.uint64], width: int) -> npt.NDArray[np.uint64]:
-    """Of each place a hash of the ``width`` values that begin there."""
+    """For each place a hash of the ``width`` values that begin there."""
     count = len(values) - width + 1
     hashed = np.zeros(count, np.uint64)
     for step in range(width):

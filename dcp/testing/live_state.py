@@ -68,7 +68,7 @@ def clean_name(name: str, model: nn.Module) -> str:
 
 
 def parameter_names(model: nn.Module) -> dict[torch.Tensor, str]:
-    """Of each parameter its first name."""
+    """The first name of each parameter."""
     found: dict[torch.Tensor, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(parameter, clean_name(name, model))

@@ -74,8 +74,8 @@ class ConvertAction(ConvertOptions):
         return self
 
     def params(self, checkpoint_id: int, fields: Mapping[str, object]) -> ConvertParams:
-        """Of the job for a checkpoint. Raises ValueError for a field that is not there, and what the
-        parameters refuse."""
+        """The parameters of the job for this checkpoint. Raises ValueError for a field that is not there,
+        and what the parameters refuse."""
         given: dict[str, Any] = self.model_dump(exclude={"kind", "target_key"}, exclude_unset=True)
         key = expand_key(self.target_key, fields)
         return ConvertParams.model_validate({**given, "checkpoint_id": checkpoint_id, "target_key": key})

@@ -83,7 +83,7 @@ def get_rule(connection: Connection, rule_id: int) -> RuleRow:
 def list_rules(
     connection: Connection, *, after: int = 0, limit: int | None = None, is_enabled: bool | None = None
 ) -> list[RuleRow]:
-    """By id."""
+    """The rules by id."""
     query = select(table).where(table.c.id > after).order_by(table.c.id).limit(limit)
     if is_enabled is not None:
         query = query.where(table.c.is_enabled == is_enabled)

@@ -106,7 +106,7 @@ def bump(connection: Connection, checkpoint_id: int, now: float) -> None:
 
 
 def labels_of(connection: Connection, numbers: Iterable[int]) -> dict[int, dict[str, Any]]:
-    """By id: ``tags`` and ``aliases`` (sorted), and ``metrics``."""
+    """The labels by id: ``tags`` and ``aliases`` (sorted), and ``metrics``."""
     wanted = list(numbers)
     found: dict[int, dict[str, Any]] = {
         number: {"tags": (), "aliases": (), "metrics": {}} for number in wanted

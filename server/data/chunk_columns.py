@@ -52,7 +52,7 @@ class ChunkColumns:
 
     @classmethod
     def of(cls, index: CheckpointIndex) -> ChunkColumns:
-        """Those of an index."""
+        """The columns of an index."""
         known = map(rank_of, index.files)
         ranks = np.array([NO_RANK if rank is None else rank for rank in known], np.int64)
         by_rank = np.argsort(ranks, kind="stable")
@@ -113,7 +113,7 @@ def _sorted(places: Unsigned, begins: Int64) -> Int64:
 
 
 def _greatest(values: Int64, starts: Int64) -> Int64:
-    """Of each group of values; 0 of those without any."""
+    """The greatest of each group of values; 0 of those without any."""
     found = np.zeros(len(starts) - 1, np.int64)
     filled = np.flatnonzero(np.diff(starts))
     if len(filled):

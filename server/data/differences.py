@@ -102,7 +102,7 @@ def _known_facts(facts: Mapping[str, Any] | None) -> TensorFacts | None:
 
 
 def _counts(tensors: Collection[TensorDifference]) -> dict[str, int]:
-    """By kind of difference; every kind is there."""
+    """The counts by kind of difference; every kind is there."""
     found = dict.fromkeys(_KINDS, 0)
     for tensor in tensors:
         found[tensor.kind] += 1

@@ -54,7 +54,8 @@ class PlannedDownload:
 
 
 def download_etag(opened: OpenCheckpoint, options: DownloadOptions) -> str:
-    """Of the very bytes: a layout depends on nothing but the files, the options and the version of ours."""
+    """The entity tag of the very bytes: a layout depends on nothing but the files, the options and the
+    version of ours."""
     return opened.etag("download", __version__, options)
 
 

@@ -90,7 +90,8 @@ class OpenCheckpoint(_Stamped):
 
 @dataclass(frozen=True, eq=False)
 class OpenChunks(_Stamped):
-    """What of a checkpoint's index is asked for again and again where somebody looks around in it."""
+    """The part of a checkpoint's index that is asked for again and again while somebody looks around in
+    it."""
 
     columns: ChunkColumns
     provenance: Mapping[str, Any]
@@ -170,7 +171,7 @@ class _Stamp(NamedTuple):
 
 
 def _stamp(place: SourcePlace) -> _Stamp:
-    """Of all files of the checkpoint: one listing. CheckpointNotFoundError if there is nothing."""
+    """The stamp of all files of the checkpoint: one listing. CheckpointNotFoundError if there is nothing."""
     from dcp.storage.commit_names import is_commit_object
 
     if place.file is not None:

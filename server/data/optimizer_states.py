@@ -46,7 +46,8 @@ class KeptState:
 
 
 class OptimizerStates:
-    """Those of all optimizers in a checkpoint, by its names; none where these are more than a million."""
+    """The states of all optimizers in a checkpoint, by its names; none where these are more than a
+    million."""
 
     def __init__(self, index: CheckpointIndex) -> None:
         """``index`` is whole: values of groups that are plain data tell of them."""
@@ -162,7 +163,7 @@ def _groups(index: CheckpointIndex, prefix: str) -> list[dict[str, Any]]:
 
 
 def _names(groups: list[dict[str, Any]]) -> dict[str, str]:
-    """By number: where a group says both, in one order."""
+    """The names by number: where a group says both, in one order."""
     found: dict[str, str] = {}
     for group in groups:
         numbers, names = group.get("params"), group.get("param_names")

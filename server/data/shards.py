@@ -28,7 +28,7 @@ def rank_of(file: str) -> int | None:
 
 
 def rank_shares(index: CheckpointIndex) -> list[RankShare]:
-    """By rank; what has none is the last."""
+    """The shares by rank; what has none is the last."""
     ranks = [rank_of(name) for name in index.files]
     order = sorted(set(ranks), key=lambda rank: (rank is None, rank or 0))
     places = {rank: place for place, rank in enumerate(order)}

@@ -38,7 +38,8 @@ class _Making(Generic[V]):
 
 
 class SharedValues(Generic[K, V]):
-    """By a key that names the content, so that what was replaced is never given; safe to use from any thread.
+    """Values by a key that names the content, so that what was replaced is never given; safe to use from any
+    thread.
 
     Up to ``count`` of them are kept, of ``kept_bytes`` together. What is larger is shared while a request
     has it.

@@ -82,7 +82,7 @@ def read_document(connection: Connection, number: int) -> dict[str, Any]:
 
 
 def read_items(connection: Connection, number: int, field: str, begin: int, end: int) -> list[Any]:
-    """Those from ``begin`` to ``end`` of a list."""
+    """The items from ``begin`` to ``end`` of a list."""
     table = document_parts.c
     query = select(table.position, table.content).where(
         table.document_id == number,

@@ -28,7 +28,7 @@ _log = structlog.get_logger(__name__)
 
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """Of the application `create_app` makes."""
+    """The lifespan of the application that `create_app` makes."""
     service: Service = app.state.service
     readiness: Readiness = app.state.readiness
     try:

@@ -31,7 +31,7 @@ class Paths:
         ]
 
     def methods(self, path: str) -> frozenset[str]:
-        """Those that ``path`` has; none if there is nothing."""
+        """The methods that ``path`` has; none if there is nothing."""
         fit = [template for template, pattern in self._patterns.items() if pattern.fullmatch(path)]
         own = [template for template in fit if not any(self._spells_more(other, template) for other in fit)]
         return frozenset().union(*(self._methods[template] for template in own))

@@ -96,7 +96,7 @@ class Following:
 
 
 class FollowingOne(Following):
-    """Of one job."""
+    """Follows one job."""
 
     def __init__(self, job_id: int, after_id: int, key_id: int | None) -> None:
         super().__init__(after_id, key_id)
@@ -104,7 +104,7 @@ class FollowingOne(Following):
 
 
 class FollowingAll(Following):
-    """Of all jobs in ``visible`` roots, with the scans that the service makes by itself or without."""
+    """Follows all jobs in ``visible`` roots, with the scans that the service makes by itself or without."""
 
     def __init__(
         self, after_id: int, key_id: int | None, visible: frozenset[str] | None, own_scans: bool
@@ -243,7 +243,7 @@ class AllJobsFeed(_Feed[FollowingAll]):
 
 
 def new_events(one: FollowingAll, events: Sequence[JobEventRow]) -> list[JobEventRow]:
-    """Those behind the last one, and those before it that have become visible since the look before."""
+    """The events behind the last one, and those before it that have become visible since the look before."""
     if one.known is None:
         old = (event.id for event in events if event.id <= one.after_id)
         one.known = deque(old, maxlen=_KNOWN)

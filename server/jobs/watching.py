@@ -15,7 +15,7 @@ __all__ = ["log_line", "throughput_of"]
 def throughput_of(
     job: JobRow, progress: JobProgress | None, begun_seconds: float | None, now: float
 ) -> JobThroughput:
-    """Of a job whose tasks were begun then, if they were."""
+    """The throughput of a job whose tasks were begun then, if they were."""
     found = progress or JobProgress()
     until = now if job.finished_seconds is None else job.finished_seconds
     seconds = None if begun_seconds is None else max(0.0, until - begun_seconds)

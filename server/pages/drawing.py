@@ -53,7 +53,7 @@ class Timeline:
 
 
 def timeline(bins: Sequence[Any]) -> Timeline | None:
-    """Of the bins of a run's timeline, as the API has them; None without any."""
+    """The picture of the bins of a run's timeline, as the API has them; None without any."""
     if not bins:
         return None
     first, last = bins[0].first_step, bins[-1].last_step

@@ -48,14 +48,14 @@ class ListView(BaseModel):
 
 
 class CheckpointsView(ListView):
-    """Of all runs."""
+    """What the list of all runs' checkpoints is asked for."""
 
     root: Annotated[str, Field(max_length=63)] | None = None
     run: _Text | None = None
 
 
 class RunView(ListView):
-    """Of one run, and what retention is tried out on it."""
+    """What the page of a run is asked for: its checkpoints, and what retention is tried out on it."""
 
     sort: Annotated[str, Field(max_length=140)] = "-step"
     keep_last: _Count | None = None

@@ -15,7 +15,7 @@ __all__ = ["PartBytes", "bytes_of_parts", "dropped_patterns", "in_use", "part_by
 
 
 class PartBytes(NamedTuple):
-    """Of one structure: how many tensors match, their bytes, and those of all tensors."""
+    """The bytes of one structure: how many tensors match, their bytes, and those of all tensors."""
 
     tensors: int
     bytes: int
@@ -25,7 +25,7 @@ class PartBytes(NamedTuple):
 def part_bytes(
     connection: Connection, structures: Iterable[int], only: Sequence[str]
 ) -> dict[int, PartBytes]:
-    """Of tensors whose names match one of the globs ``only``, by structure."""
+    """The bytes of tensors whose names match one of the globs ``only``, by structure."""
     table = structure_tensors.c
     globs = [matches(connection, table.fqn, check_pattern("only", glob)) for glob in only]
     is_one = case((or_(*globs), 1), else_=0)
@@ -40,7 +40,8 @@ def part_bytes(
 def bytes_of_parts(
     connection: Connection, structures: Iterable[int], parts: Sequence[Part]
 ) -> dict[str, dict[int, PartBytes]]:
-    """By name of the part and structure; its patterns match what is below a name that they match, too."""
+    """Bytes by the part's name and by structure; a pattern also matches what is below a name that it
+    matches."""
     numbers = sorted(set(structures))
     return {
         part.name: part_bytes(

@@ -44,12 +44,12 @@ class RunPlan:
 
     @property
     def deleted(self) -> list[RetentionDecision]:
-        """Those that go."""
+        """The checkpoints that go."""
         return [one for one in self.decisions if not one.reasons]
 
     @property
     def dropped(self) -> list[RetentionDecision]:
-        """Those that stay, and lose a part."""
+        """The checkpoints that stay, and lose a part."""
         return [one for one in self.decisions if one.drops]
 
 

@@ -85,7 +85,7 @@ def list_policies(
     limit: int | None = None,
     is_enabled: bool | None = None,
 ) -> list[PolicyRow]:
-    """Those that may be seen, by id."""
+    """The policies that may be seen, by id."""
     query = _select(visible).where(table.c.id > after).order_by(table.c.id).limit(limit)
     if is_enabled is not None:
         query = query.where(table.c.is_enabled == is_enabled)

@@ -23,7 +23,8 @@ _MAX_PLANNED: Final = 50_000
 def retention_totals(
     connection: Connection, root: str, run_glob: str, keep: Retention, now: float
 ) -> RetentionTotals:
-    """Of all runs whose keys match, in their order, as long as they have some ten thousand checkpoints."""
+    """The totals of all runs whose keys match, in their order, as long as they have some ten thousand
+    checkpoints."""
     runs = kept = kept_bytes = deleted = deleted_bytes = unjudged = dropped = dropped_bytes = 0
     found = runs_of(connection, root, run_glob)
     for run_id, run in found:
@@ -60,8 +61,8 @@ def tensor_bytes(
     only: Sequence[str] = OPTIMIZER,
     below_step: int | None = None,
 ) -> TensorBytes:
-    """Of tensors whose names match one of ``only``, in the committed checkpoints of a run with a step below
-    ``below_step``, or in all. `MissingError` for a run that may not be seen."""
+    """The bytes of tensors whose names match one of ``only``, in the committed checkpoints of a run with a
+    step below ``below_step``, or in all. `MissingError` for a run that may not be seen."""
     get_run(connection, run_id, visible)
     column = checkpoints.c
     own = [column.run_id == run_id, column.state == "committed"]

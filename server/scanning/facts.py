@@ -88,7 +88,7 @@ def facts_of_source(
     marks: Sequence[FileInfo] | None = None,
     fingerprint: str | None = None,
 ) -> CheckpointFacts:
-    """Of an opened checkpoint. ``listing`` is that of the folder, which is asked for if None.
+    """The facts of an opened checkpoint. ``listing`` is that of the folder, which is asked for if None.
 
     ``marks`` and their ``fingerprint`` must be from before it was opened, so that a change in between shows;
     without ``marks`` they are those of ``listing``.
@@ -134,7 +134,7 @@ def facts_of_parts(
     modified_seconds: float,
     observed_seconds: float,
 ) -> CheckpointFacts:
-    """Of what an index says, in whatever way that was read."""
+    """The facts of what an index says, in whatever way that was read."""
     own = {} if is_of_files(format) else user  # there it is text that others wrote, by names of their own
     step = own.get("step")
     world_size = provenance.get("world_size")
@@ -173,8 +173,9 @@ def facts_without_index(
     fingerprint: str | None = None,
     problem: str | None = None,
 ) -> CheckpointFacts:
-    """Of one whose index cannot be read ("unreadable", ``problem`` says why), or of data that nothing has
-    committed ("incomplete"): a save is under way, or was killed. ``files`` is what there is of it."""
+    """The facts of one whose index cannot be read ("unreadable", ``problem`` says why), or of data that
+    nothing has committed ("incomplete"): a save is under way, or was killed. ``files`` is what there is of
+    it."""
     return CheckpointFacts(
         root=root,
         key=key,
@@ -264,7 +265,8 @@ def _moment(seconds: float) -> str | None:
 
 
 def _metrics(noted: Any) -> dict[str, float]:
-    """Those that a table, a cursor and JSON can hold: finite numbers, by names as the catalog takes them."""
+    """The metrics that a table, a cursor and JSON can hold: finite numbers, by names as the catalog takes
+    them."""
     found: dict[str, float] = {}
     for name, value in noted.items() if isinstance(noted, dict) else ():
         if type(name) is not str or not _METRIC.fullmatch(name) or len(found) >= _MAX_METRICS:

@@ -42,7 +42,7 @@ class Refused:
 
 
 class Links:
-    """Of one walk over the root at ``base``.
+    """The links of one walk over the root at ``base``.
 
     ``is_found`` says whether the walk comes by a key by itself, of a folder or (second argument) of a file.
     """

@@ -65,7 +65,7 @@ class Doubt:
 
 
 def judge(missing: Sequence[Missing], known: int, *, accepted: int = 0, before: Doubt = Doubt()) -> Losses:
-    """What of ``missing`` is believed, of a root that had ``known`` checkpoints in all.
+    """Which of ``missing`` are believed, of a root that had ``known`` checkpoints in all.
 
     All is, where a person has said that up to ``accepted`` are gone. As long as runs are smaller whose loss
     was doubted ``before``, it is doubted, so that it does not come to be a small share while the root grows;

@@ -187,7 +187,7 @@ def _normal(url: str) -> str:
 
 
 def _below(place: str, root: str) -> str | None:
-    """What of ``place`` is below ``root``, "" for the root itself; None if it is elsewhere."""
+    """The part of ``place`` that is below ``root``, "" for the root itself; None if it is elsewhere."""
     root = root.rstrip("/")
     if place == root:
         return ""

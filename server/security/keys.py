@@ -125,7 +125,7 @@ def whoami(connection: Connection, principal: Principal) -> Whoami:
 
 
 def valid_keys(connection: Connection, key_ids: Collection[int], now_seconds: float) -> set[int]:
-    """Those of the keys that are valid."""
+    """Which of the keys are valid."""
     if not key_ids:
         return set()
     found = connection.execute(select(api_keys).where(api_keys.c.id.in_(sorted(key_ids))))

@@ -114,7 +114,8 @@ class Allowed:
 
     @classmethod
     def parse(cls, entries: Sequence[str]) -> Allowed:
-        """Of ``webhook_allow_private``: ``10.0.0.0/8``, ``fd00::/8``, ``192.168.1.7``, ``hooks.internal``."""
+        """An entry of ``webhook_allow_private``: ``10.0.0.0/8``, ``fd00::/8``, ``192.168.1.7``,
+        ``hooks.internal``."""
         networks: list[IPv4Network | IPv6Network] = []
         hosts: set[str] = set()
         for entry in entries:

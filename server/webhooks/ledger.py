@@ -216,7 +216,7 @@ def retry_pause(attempt: int) -> float:
 def list_deliveries(
     connection: Connection, hook_id: int, state: str | None, before_event: int | None, limit: int
 ) -> list[DeliveryRow]:
-    """Those of a webhook, newest event first, of events before ``before_event``."""
+    """The deliveries of a webhook, newest event first, of events before ``before_event``."""
     query = _deliveries().where(deliveries.c.webhook_id == hook_id)
     if state is not None:
         query = query.where(deliveries.c.state == state)

@@ -99,7 +99,7 @@ def note_of(path: Path, keys: Iterable[Any], *, all_have_entries: bool) -> dict[
 
 
 def notes_above(notes: Iterable[Any], paths: Iterable[Path]) -> list[ContainerNote]:
-    """Those of containers that have an entry of ``paths`` below them; what is no note is none."""
+    """The notes of containers that have an entry of ``paths`` below them; what is no note is none."""
     parents = {path[:depth] for path in paths for depth in range(len(path))}
     own = [note for note in notes if isinstance(note, dict) and isinstance(note.get("path"), list)]
     return [
@@ -261,7 +261,7 @@ class _NotesJoiner:
         return names
 
     def notes(self) -> list[ContainerNote]:
-        """Those of all parts together."""
+        """The notes of all parts together."""
         return [
             note_of(path, keys.values(), all_have_entries=self._full[path])
             for path, keys in self._keys.items()

@@ -188,7 +188,8 @@ class CheckpointIndex:
     def of_whole_tensors(
         cls, format: str, tensors: Sequence[WholeTensor], file_sizes: Mapping[str, int]
     ) -> CheckpointIndex:
-        """Of a format without chunks, records, checksums and nesting; ``file_sizes`` (bytes) are by name.
+        """The index of a format without chunks, records, checksums and nesting; ``file_sizes`` (bytes) are by
+        name.
 
         Raises CheckpointFormatError as `check` does.
         """

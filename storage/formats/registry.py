@@ -115,7 +115,7 @@ def format_of(name: str) -> Format | None:
 
 
 def format_names() -> list[str]:
-    """Of all formats."""
+    """The names of all formats."""
     return [one.name for one in formats()]
 
 

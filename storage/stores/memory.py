@@ -162,7 +162,7 @@ class MemoryStore(Store):
         return sorted(name for name in self._below() if "/" not in name and is_name(name))
 
     def tree(self) -> Iterator[tuple[str, FileInfo]]:
-        """Of the other stores whose names begin as this one's, and of this one."""
+        """The files of the other stores whose names begin as this one's, and of this one."""
         for info in self.list():
             yield "", info
         for folder in sorted(self._below(), key=lambda name: f"{name}/"):

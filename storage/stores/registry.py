@@ -48,7 +48,8 @@ def register_store(store_type: StoreType) -> None:
 
 
 def store_type_of(scheme: str) -> StoreType:
-    """Of a scheme in lower case; that of object services where nobody else has registered it."""
+    """The kind of store of a scheme in lower case; that of object services where nobody else has registered
+    it."""
     if scheme not in _BY_SCHEME:
         found = loaded_extension(GROUP, scheme)
         if found is not None and not (isinstance(found, StoreType) and scheme in found.schemes):
@@ -62,5 +63,5 @@ def store_type_of(scheme: str) -> StoreType:
 
 
 def known_schemes() -> list[str]:
-    """Those that were registered or asked for so far, sorted."""
+    """The schemes that were registered or asked for so far, sorted."""
     return sorted(_BY_SCHEME)

@@ -135,7 +135,7 @@ def _listen(loopback: bool) -> socket.socket:
 
 
 def _host_name() -> str:
-    """By which name other hosts reach this one, the host of rank 0 of the group."""
+    """The name by which other hosts reach this one, the host of rank 0 of the group."""
     named = os.environ.get(HOST_VARIABLE)
     if named:
         return named

@@ -77,7 +77,7 @@ class Entries:
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Of each entry's tensor."""
+        """The shape of each entry's tensor."""
         return [self._shapes[entry.tensor] for entry in self.tensors]
 
     @cached_property

@@ -155,7 +155,7 @@ class _Beside(NamedTuple):
 
 
 def _below(parent: ParentFolder, also: Sequence[str]) -> Iterator[_Beside]:
-    """Of the folders directly below; of none that a link leads to."""
+    """The folders directly below, with their files; none that a link leads to."""
     for name, listing in parent.listings().items():
         is_link = parent.local_path is not None and (parent.local_path / name).is_symlink()
         if name.startswith((".", "__")) or is_link:

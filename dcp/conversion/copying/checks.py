@@ -89,8 +89,8 @@ class SourceChecks:
 
 
 class ResultChecks:
-    """Of all results of a conversion: ``source`` is compared, ``target`` is recorded for publishing, and so
-    are ``faults``."""
+    """The checks of all results of a conversion: ``source`` is compared, ``target`` is recorded for
+    publishing, and so are ``faults``."""
 
     def __init__(self, engine: ReadEngine, copies: Copies) -> None:
         self.source, self.target = SourceChecks(engine), TargetChecksums(copies)

@@ -218,6 +218,6 @@ def _sources(copy: TaskCopy) -> Iterator[SourcePart]:
 
 
 def _fill_with_zeros(stored: _Array, weight: float) -> None:
-    """Those that are 0.0 times ``weight``, and not -0.0: so are elements that no source has."""
+    """Fill in those that are 0.0 times ``weight``, and not -0.0: so are elements that no source has."""
     bits = stored.view(f"u{stored.itemsize}")
     bits.fill(1 << (8 * stored.itemsize - 1) if math.copysign(1.0, weight) < 0 else 0)

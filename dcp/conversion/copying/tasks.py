@@ -89,12 +89,12 @@ class TaskBatch:
 
     @property
     def file_names(self) -> tuple[str, ...]:
-        """Of the files that they write, or write ranges of."""
+        """The files that the tasks write, or write ranges of."""
         return tuple(dict.fromkeys(task.name for task in self.tasks))
 
     @property
     def chunks(self) -> Int64:
-        """Of the source, those that are read."""
+        """The source's chunks that are read."""
         return np.unique(np.concatenate([task.copies.sources.chunks for task in self.tasks]))
 
 
@@ -177,7 +177,7 @@ def make_tasks(
 
 
 def make_batches(tasks: Sequence[Task], batch_bytes: int) -> list[TaskBatch]:
-    """Of about ``batch_bytes``, or of more if they were too many; with 0 each task is one."""
+    """Batches of about ``batch_bytes``, or of more if they were too many; with 0 each task is one."""
     batches: list[TaskBatch] = []
     own: list[Task] = []
     size, total = 0, sum(task.end - task.begin for task in tasks)
@@ -306,7 +306,7 @@ class Assembler:
         wanted: list[Wanted],
         later: list[Callable[[], None]],
     ) -> None:
-        """What of ``copy`` belongs to bytes ``begin`` to ``end`` of the file."""
+        """Ask for the part of ``copy`` that belongs to bytes ``begin`` to ``end`` of the file."""
         low, high = max(begin, copy.begin) - copy.begin, min(end, copy.begin + copy.size_bytes) - copy.begin
         place = buffer[low + copy.begin - begin : high + copy.begin - begin]
         if copy.terms and self._sums is not None:

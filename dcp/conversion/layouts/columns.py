@@ -64,7 +64,7 @@ class SourceColumns:
     target_strides: Int64
 
     def take(self, copies: Int64) -> SourceColumns:
-        """Those of ``copies``, in that order."""
+        """The sources of ``copies``, in that order."""
         counts = self.start[copies + 1] - self.start[copies]
         rows = expand_ranges(self.start[copies], counts)
         flat = {name: gather_rows(getattr(self, name), self.axis_start, rows) for name in _BY_AXIS}
@@ -76,7 +76,7 @@ class SourceColumns:
         )
 
     def parts(self, first: int, last: int) -> Iterator[tuple[SourcePart, ...]]:
-        """Those of the copies ``first`` to ``last``, copy by copy."""
+        """The parts of the copies ``first`` to ``last``, copy by copy."""
         bounds = self.start[first : last + 1].tolist()
         rows = slice(bounds[0], bounds[-1])
         places = self.axis_start[bounds[0] : bounds[-1] + 1].tolist()
@@ -141,7 +141,7 @@ class TaskCopies:
         sources: SourceColumns,
         terms: TermColumns | None = None,
     ) -> TaskCopies:
-        """Those in ``rows`` of a layout's copies."""
+        """The copies in ``rows`` of a layout's copies."""
         summed, codes = None if terms is None else terms.take(rows), copies.dtype_codes[rows]
         own = sources.take(rows if terms is None else terms.gathers_of(rows))
         elements = copies.size_bytes[rows] // itemsizes(codes.astype(np.uint8))
@@ -176,7 +176,7 @@ class TaskCopies:
         return int(self.begins[last]) if last < len(self) else None
 
     def between(self, begin: int, end: int) -> Iterator[TaskCopy]:
-        """Those that reach into bytes ``begin`` to ``end`` of the file, in order."""
+        """The copies that reach into bytes ``begin`` to ``end`` of the file, in order."""
         first, last = self.rows_between(begin, end)
         if first == last:
             return

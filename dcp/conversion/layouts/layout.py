@@ -157,7 +157,7 @@ def _none(folder: str, names: Collection[str]) -> frozenset[str]:
 
 
 def _checked_path(path: str) -> str:
-    """Of a file of the folder, or of one directly below it."""
+    """The path of a file of the folder, or of one directly below it."""
     folder, slash, name = path.partition("/")
     return f"{check_name(folder)}/{check_name(name)}" if slash else check_name(path)
 

@@ -43,8 +43,8 @@ def sum_sources(
     accumulate: int,
     mapped: Sequence[MappedTensor] = (),
 ) -> tuple[SourceColumns, TermColumns]:
-    """Of copies that are sums of the source's tensors, or of those ``mapped``, which are made of them:
-    ``terms`` are by row of what is copied. Else as `copy_sources`."""
+    """The sources of copies that are sums of the source's tensors, or of those ``mapped``, which are made of
+    them: ``terms`` are by row of what is copied. Else as `copy_sources`."""
     counts = terms.start[copies.tensors + 1] - terms.start[copies.tensors]
     own = expand_ranges(terms.start[copies.tensors], counts)
     copy_of = np.repeat(np.arange(len(copies)), counts)
@@ -90,7 +90,7 @@ def _gathers(copies: Copies, terms: TensorTerms, own: Int64, copy_of: Int64) -> 
 
 
 def _widths(copies: Copies, ranks: Int64, copy_of: Int64) -> Int64:
-    """Of the products among terms; 0 of others."""
+    """The inner sizes of the products among terms; 0 of others."""
     found = np.zeros_like(ranks)
     products = np.flatnonzero(ranks)
     found[products] = copies.box_sizes[copies.box_start[copy_of[products]] + 1]
@@ -100,8 +100,8 @@ def _widths(copies: Copies, ranks: Int64, copy_of: Int64) -> Int64:
 def _box_sources(
     engine: ReadEngine, copies: Copies, turned: npt.NDArray[np.bool_] | None = None
 ) -> SourceColumns:
-    """Of boxes of the source's tensors; those that are ``turned`` have two dimensions, of which the second is
-    the slowest in what is made of them."""
+    """The sources of boxes of the source's tensors; those that are ``turned`` have two dimensions, of which
+    the second is the slowest in what is made of them."""
     index = engine.index
     rows, tensor_of = np.unique(copies.tensors, return_inverse=True)
     stored = stored_parts(engine, rows, tensor_of.astype(np.int64), copies.box_offsets, copies.box_sizes)
@@ -136,7 +136,7 @@ def _box_sources(
 
 
 def _mapped_sources(engine: ReadEngine, copies: Copies, tensors: Sequence[MappedTensor]) -> SourceColumns:
-    """Of copies of tensors that are made of the source's."""
+    """The sources of copies of tensors that are made of the source's."""
     index = engine.index
     stored = StoredTensors(engine, tensors)
     counts: list[int] = []

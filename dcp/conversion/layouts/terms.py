@@ -39,7 +39,7 @@ class TensorTerms:
 
     @classmethod
     def of(cls, count: int, rows: Int64, *columns: npt.NDArray[Any]) -> TensorTerms:
-        """Of ``count`` tensors; ``rows`` says by term which it is of."""
+        """The terms of ``count`` tensors; ``rows`` says by term which it is of."""
         order = np.argsort(rows, kind="stable")
         return cls(starts(np.bincount(rows, minlength=count)), *(column[order] for column in columns))
 
@@ -143,7 +143,7 @@ class TermColumns:
     def terms(
         self, first: int, last: int, parts: Iterator[tuple[SourcePart, ...]]
     ) -> Iterator[tuple[Term, ...]]:
-        """Those of the copies ``first`` to ``last``, copy by copy; ``parts`` are of their gathers."""
+        """The terms of the copies ``first`` to ``last``, copy by copy; ``parts`` are of their gathers."""
         codes = iter(self.codes[self.gathers[self.start[first]] :].tolist())
         for begin, end in pairwise(self.start[first : last + 1].tolist()):
             columns = (self.weights, self.ranks, self.widths)

@@ -74,7 +74,8 @@ class LowRank(NamedTuple):
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What of an ``adapter_config.json`` decides what is added. ``alphas`` are by end of a module's name."""
+    """The part of an ``adapter_config.json`` that decides what is added. ``alphas`` are by end of a
+    module's name."""
 
     rank: int
     alpha: float
@@ -110,11 +111,11 @@ class AdapterConfig:
         return cls(config["r"], float(config["lora_alpha"]), is_stabilised, is_turned, *by_end)
 
     def rank_of(self, module: str) -> int:
-        """Of its factors, as it is said here."""
+        """The rank of a module's factors, as this configuration has it."""
         return int(_by_end(self.ranks, module, self.rank))
 
     def scale(self, module: str) -> float:
-        """Of what is added to a module's weight."""
+        """The factor by which is multiplied what is added to a module's weight."""
         rank, alpha = self.rank_of(module), float(_by_end(self.alphas, module, self.alpha))
         return alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
 
@@ -167,7 +168,7 @@ def open_adapter(checkpoint_id: str, *, open_store: OpenStore) -> Source:
 
 
 def _config_of(store: Store) -> AdapterConfig:
-    """Of the adapter in ``store``."""
+    """The configuration of the adapter in ``store``."""
     return AdapterConfig.of(
         store.read(ADAPTER_CONFIG, limit_bytes=MAX_CONFIG_BYTES), store.path_of(ADAPTER_CONFIG)
     )

@@ -59,15 +59,16 @@ class Arithmetic:
 
     @property
     def code(self) -> int:
-        """Of the type in which is added."""
+        """The code of the type in which sums are made."""
         return check_castable(self.accumulate)
 
 
 def weights_of_sources(
     count: int, weights: Sequence[Weight] | None, formula: str | None, decay: Weight | None = None
 ) -> tuple[float, ...]:
-    """Of ``count`` sources, in their order: those given, a formula's, or of an average. OptionError for
-    another number of weights, for those that are no numbers, and for more than one of these."""
+    """The weights of ``count`` sources, in their order: those given, a formula's, or of an average.
+    OptionError for another number of weights, for those that are no numbers, and for more than one of
+    these."""
     if sum(one is not None for one in (weights, formula, decay)) > 1:
         raise OptionError("weights, formula and decay: give one of them")
     if not count:
@@ -80,7 +81,7 @@ def weights_of_sources(
 
 
 def weights_of_adapters(count: int, weights: Sequence[Weight] | None) -> tuple[float, ...]:
-    """Of ``count`` adapters; by default 1. OptionError as for those of sources."""
+    """The weights of ``count`` adapters; by default 1. OptionError as for those of sources."""
     if weights is None:
         return (1.0,) * count
     return _numbers("adapter_weights", weights, count, "adapters")
@@ -116,7 +117,7 @@ def _number(given: Any) -> float | None:
 
 
 def average_weights(count: int, decay: Weight | None) -> tuple[float, ...]:
-    """Of an average of ``count`` checkpoints, the newest first; they add up to 1.
+    """The weights of an average of ``count`` checkpoints, the newest first; they add up to 1.
 
     With ``decay`` an exponential moving average, that of number k is ``(1 - decay) * decay**k / (1 -
     decay**count)``; else all are the same.

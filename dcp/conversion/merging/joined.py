@@ -57,7 +57,7 @@ class JoinedStore(ReadOnlyStore):
         return store.path_of(own)
 
     def list(self) -> list[FileInfo]:
-        """Of all stores."""
+        """The files of all stores."""
         found = {store.url: store.list() for store in self.stores}
         return [
             replace(info, name=f"{number}.{info.name}")
@@ -66,13 +66,13 @@ class JoinedStore(ReadOnlyStore):
         ]
 
     def stat(self, name: str) -> FileInfo | None:
-        """Of the store which has it."""
+        """What the store says that has it."""
         store, own = self._owner(name)
         info = store.stat(own)
         return None if info is None else replace(info, name=name)
 
     def open_read(self, name: str, *, expected_bytes: int | None = None) -> ReadHandle:
-        """Of the store which has it."""
+        """A handle from the store that has it."""
         store, own = self._owner(name)
         return store.open_read(own, expected_bytes=expected_bytes)
 
@@ -133,7 +133,8 @@ def _sharing(member: Source, first: Source) -> Source:
 
 
 class _JoinedNames(Sequence[str]):
-    """Those of number 2 have ``2/`` in front. They are made when they are asked for."""
+    """The names of all sources: those of number 2 have ``2/`` in front. They are made when they are asked
+    for."""
 
     def __init__(self, members: Sequence[Sequence[str]]) -> None:
         self._members = members
@@ -157,7 +158,7 @@ class _JoinedNames(Sequence[str]):
 
 
 def _joined_index(parts: Sequence[CheckpointIndex]) -> CheckpointIndex:
-    """Of complete indexes, one behind the other."""
+    """One index of several complete ones, one behind the other."""
     tensors, chunks, files = (
         starts([len(getattr(part, name)) for part in parts]).tolist()
         for name in ("fqns", "chunk_files", "files")

@@ -143,7 +143,7 @@ def _made(number: int, entries: Entries, mapped: MappedIndex | None) -> Iterator
 
 
 def _matching(patterns: Patterns | None, names: Sequence[str]) -> list[str] | None:
-    """Those that match any of ``names``."""
+    """The names that match any of ``names``."""
     if patterns is None:
         return None
     given = [patterns] if isinstance(patterns, str) else patterns
@@ -171,7 +171,7 @@ class _Merging:
         self.unmerged: set[str] = set()
 
     def terms(self) -> TensorTerms:
-        """By row of the first source; what is wrong is noted."""
+        """The terms by row of the first source; what is wrong is noted."""
         names, rows = self._aligned()
         summed = self._summed(names, rows)
         kept = np.array([at for at, name in enumerate(names) if name in self.unmerged], np.int64)

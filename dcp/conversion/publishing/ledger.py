@@ -309,7 +309,7 @@ class StoredLedger(ConversionLedger):
                 self._store.delete_if(file, Version(version))
 
     def _files(self) -> dict[str, str]:
-        """By name what was noted of them."""
+        """By file what was noted of it."""
         noted = map(_noted, _entries(self._read())[0][1:])
         return {file: version for entry in noted if entry for file, version in entry[1].items()}
 

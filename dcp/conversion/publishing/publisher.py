@@ -199,7 +199,7 @@ class Publisher:
 
     @property
     def inode(self) -> int | None:
-        """Of what is to be renamed to the target, or has been, where that is local."""
+        """The inode of what is to be renamed to the target, or has been, where that is local."""
         if self._local is None or self._place.file_name is None:
             return self.ledger.inode
         return (self._local.output / self._place.file_name).stat().st_ino

@@ -162,7 +162,7 @@ def _storage(tensor: TensorRef | PickledTensor) -> str | PickledTensor:
 
 
 def _tensors_in(nested: Any) -> list[TensorRef | PickledTensor]:
-    """Those of a nested state dict in the order in which they are pickled."""
+    """The tensors of a nested state dict in the order in which they are pickled."""
     found: list[TensorRef | PickledTensor] = []
     _find(nested, found)
     return found

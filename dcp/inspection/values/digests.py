@@ -180,7 +180,8 @@ def _read(
 def sums_of(
     reader: TensorReader, rows: Sequence[int], progress: ReportBytes | None = None
 ) -> dict[int, bytes]:
-    """By row the sum behind its digest, as a manifest has it; all of them are read, in bounded memory."""
+    """By row the sum behind a tensor's digest, as a manifest has it; all the tensors are read, in bounded
+    memory."""
     index = reader.index
     sizes = {row: math.prod(index.shape(row)) * index.dtype(row).itemsize for row in rows}
     sums = {row: bytes(SUM_BYTES) for row in rows}

@@ -120,7 +120,8 @@ def statistics_of(
 
 
 def statistics_of_row(reader: TensorReader, row: int, *, bins: int = 32) -> ElementStatistics | None:
-    """Of one tensor of an open checkpoint, by its row in the index; None for bits without a meaning."""
+    """The statistics of one tensor of an open checkpoint, by its row in the index; None for bits without a
+    meaning."""
     if is_opaque(reader.index.dtype(row)):
         return None
     return next(summary for _, summary in _summaries(reader, [row], None)).result(bins)

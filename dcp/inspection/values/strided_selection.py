@@ -24,7 +24,7 @@ _MAX_SKIPS: Final = 1 << 16
 
 
 class ChunkPart(NamedTuple):
-    """What of a tensor is taken from ``chunk``, in the tensor's coordinates."""
+    """The part of a tensor that is taken from ``chunk``, in the tensor's coordinates."""
 
     chunk: int
     box: Box

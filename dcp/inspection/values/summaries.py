@@ -54,7 +54,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class ElementStatistics:
-    """Of ``count`` elements; those of complex tensors stand for their magnitudes.
+    """The statistics of ``count`` elements; those of complex tensors stand for their magnitudes.
 
     ``min``, ``max``, ``mean``, ``std``, ``norm`` (L2) and the histogram are of the finite elements, and None
     where there are none. ``std`` has Bessel's correction, as torch's; None for a single element. Bools are 0

@@ -118,7 +118,7 @@ class _Droppable:
         return sum(length for place, length in dict(own).items() if place not in kept)
 
     def size_of(self, names: Iterable[str]) -> int:
-        """Of files as they were listed."""
+        """The bytes of files as they were listed."""
         return sum(self.before[name].size_bytes for name in names if name in self.before)
 
 

@@ -81,7 +81,7 @@ class Refusal(NamedTuple):
 
 
 class Agreement:
-    """Of one rank with itself: whatever it wants is agreed at once."""
+    """The agreement of one rank with itself: whatever it wants is agreed at once."""
 
     def exchange(self, step: int, votes: Votes, saves: Callable[[Votes], bool] = lambda _: False) -> Votes:
         """What is agreed at ``step``, and this rank's ``votes`` for a later one; all ranks call it alike.
@@ -116,7 +116,7 @@ class Agreement:
 
 
 class RankAgreement(Agreement):
-    """Of all ranks of ``channel``, which nobody else may use.
+    """The agreement of all ranks of ``channel``, which nobody else may use.
 
     Votes cast at one step are agreed at the next, and not cast again by a rank that has just seen them
     granted. ``every_steps``: exchange only at each so many-th call. Waits are bounded by ``timeout_seconds``;

@@ -83,7 +83,7 @@ class DeferredBytes:
         self._arrivals.append(arrival)
 
     def values(self) -> Words:
-        """By window; waits for devices."""
+        """The values of each window; waits for devices."""
         while self._arrivals:
             self._arrivals.pop()()
         return self._words

@@ -215,13 +215,13 @@ def get_statistics(
 
 
 def statistics_tensors(connection: Connection, checkpoint_id: int, begin: int, end: int) -> list[Any]:
-    """Those of the tensors ``begin`` to ``end`` of a checkpoint that may be seen."""
+    """The statistics of the tensors ``begin`` to ``end`` of a checkpoint that may be seen."""
     query = select(statistics.c.document_id).where(statistics.c.checkpoint_id == checkpoint_id)
     return read_items(connection, connection.execute(query).scalar_one(), "tensors", begin, end)
 
 
 def statistics_of_tensor(connection: Connection, checkpoint_id: int, fqn: str) -> Any | None:
-    """Those of one tensor of a checkpoint that may be seen; None if there are none of it."""
+    """The statistics of one tensor of a checkpoint that may be seen; None if there are none of it."""
     query = select(statistics.c.document_id).where(statistics.c.checkpoint_id == checkpoint_id)
     number = connection.execute(query).scalar()
     if number is None:

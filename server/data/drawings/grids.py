@@ -73,8 +73,8 @@ def tensor_grid(
 
 
 def tensor_statistics(opened: OpenCheckpoint, fqn: str) -> TensorStatistics:
-    """Of a tensor of up to 64 MiB, all of which is read. Raises NotFoundError, UnprocessableError for a
-    larger one, and errors of reading."""
+    """The statistics of a tensor of up to 64 MiB, all of which is read. Raises NotFoundError,
+    UnprocessableError for a larger one, and errors of reading."""
     row = opened.row(fqn)
     dtype, shape = opened.index.dtype(row), opened.index.shape(row)
     if math.prod(shape) * dtype.itemsize > _MAX_BYTES:

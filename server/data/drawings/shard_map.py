@@ -135,7 +135,7 @@ class _Files:
         return len(self.starts) - 1
 
     def sums(self, is_replicated: Bools) -> Int64:
-        """By file: bytes, those of replicated tensors, and chunks."""
+        """The sums by file: bytes, those of replicated tensors, and chunks."""
         again = np.where(is_replicated[self.tensors], self.lengths, 0) if is_replicated.any() else None
         counts = np.diff(self.starts)
         by_file = [
@@ -252,7 +252,7 @@ class _Cells:
         self.sums[2][is_more], self.largest[is_more] = most[is_more], largest[is_more]
 
     def answer(self, columns: ChunkColumns) -> dict[str, tuple[Any, ...]]:
-        """Those of `ShardMap`, of cells that hold something."""
+        """The fields of `ShardMap`, for the cells that hold something."""
         numbers = np.flatnonzero(self.largest >= 0)
         largest = self.largest[numbers]
         tensors, places = np.unique(largest, return_inverse=True)

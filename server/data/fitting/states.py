@@ -76,8 +76,8 @@ def document_of_text(text: str) -> dict[str, Any]:
 
 
 def state_of_document(document: Mapping[str, Any]) -> StateNames:
-    """Of the output of ``dcp show --json``, the header of a safetensors file or its index, the shapes of a
-    state, or what the job `shapes` has found. Raises UnprocessableError."""
+    """The state of the output of ``dcp show --json``, the header of a safetensors file or its index, the
+    shapes of a state, or what the job `shapes` has found. Raises UnprocessableError."""
     tensors = document.get("tensors")
     if isinstance(tensors, list):
         objects = document.get("objects")

@@ -111,7 +111,7 @@ class ConvertOptions(Parameters):
         return self
 
     def options(self) -> ConversionOptions:
-        """Of the conversion."""
+        """The options of the conversion."""
         from dcp.conversion.plan import ConversionOptions, LayoutOptions
 
         layout = LayoutOptions(
@@ -175,7 +175,7 @@ T = TypeVar("T", bound=TargetParams)
 
 
 def _attempt_of(name: str) -> str:
-    """Of the conversion, by the attempt at its plan."""
+    """The conversion's own name for the attempt at the job's plan."""
     return hashlib.sha256(name.encode()).hexdigest()[:16]
 
 

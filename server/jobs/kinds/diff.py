@@ -35,7 +35,7 @@ class DiffParams(Parameters):
 
     @property
     def dedup_key(self) -> str:
-        """Of the job."""
+        """The key of the job."""
         return f"diff:{self.digest()}"
 
 

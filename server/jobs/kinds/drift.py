@@ -47,7 +47,7 @@ class DriftParams(Parameters):
 
     @property
     def dedup_key(self) -> str:
-        """Of the job."""
+        """The key of the job."""
         return f"drift:{self.digest()}"
 
 

@@ -72,7 +72,7 @@ class MergeParams(TargetParams):
 
     @property
     def source_ids(self) -> Sequence[int]:
-        """Those that are said."""
+        """The numbers of the sources that are said."""
         return (*self.sources, *self.adapters)
 
     def arithmetic(self) -> Arithmetic:
@@ -83,7 +83,7 @@ class MergeParams(TargetParams):
         return Arithmetic(own, added, self.accumulate)
 
     def options(self) -> ConversionOptions:
-        """Of the conversion."""
+        """The options of the conversion."""
         return replace(super().options(), arithmetic=self.arithmetic())
 
 

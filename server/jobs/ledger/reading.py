@@ -99,7 +99,7 @@ def latest_success(
 def jobs_of_key(
     connection: Connection, kind: str, dedup_key: str, visible: frozenset[str] | None = None
 ) -> tuple[int | None, int | None]:
-    """Of the jobs with this key that may be seen: the last one, and the last one that succeeded."""
+    """Of the jobs with this key that may be seen, the last one, and the last one that succeeded."""
     query = select(jobs.c.id).outerjoin_from(jobs, roots, roots.c.id == jobs.c.root_id)
     query = query.where(jobs.c.kind == kind, *_seen(visible)).order_by(jobs.c.id.desc()).limit(1)
     ended = jobs.c.dedup_key.startswith(f"{dedup_key}{KEY_END}", autoescape=True)
@@ -212,7 +212,7 @@ def tasks_begun_seconds(connection: Connection, job_id: int) -> float | None:
 
 
 def last_event_id(connection: Connection) -> int:
-    """Of all jobs; 0 if nothing happened yet."""
+    """The number of the last event of any job; 0 if nothing happened yet."""
     return connection.execute(select(func.max(job_events.c.id))).scalar() or 0
 
 

@@ -251,7 +251,8 @@ def _size(value: Any) -> int:
 
 
 def progress_of(connection: Connection, job_ids: Iterable[int]) -> dict[int, JobProgress]:
-    """By job, as it is now; jobs without tasks, and those that are being planned, are left out."""
+    """The progress by job, as it is now; jobs without tasks, and those that are being planned, are left
+    out."""
     is_done = tasks.c.state == "succeeded"
     query = (
         select(

@@ -52,8 +52,8 @@ class DriftPicture:
 def drift_picture(
     layers: Sequence[Any], width: int, value: DriftValue, first: int = 0, count: int | None = None
 ) -> DriftPicture:
-    """Of the layers of a run's drift, as the API has them, over ``width`` pairs of steps; of ``count`` from
-    ``first`` on."""
+    """The picture of the layers of a run's drift, as the API has them, over ``width`` pairs of steps; of
+    ``count`` from ``first`` on."""
     end = len(layers) if count is None else min(len(layers), first + count)
     rows = tuple(_rows(layers, range(min(first, end), end), value))
     edges = _edges([each for row in rows for each in row.values if each], value)

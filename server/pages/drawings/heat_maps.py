@@ -46,7 +46,7 @@ class Heat:
 
 
 def heat_of(grid: Any, value: str) -> Heat:
-    """Of a grid as the API has it, by one of its values."""
+    """The picture of a grid as the API has it, by one of its values."""
     values = getattr(grid, value)
     known = [abs(one) for one in values if one is not None]
     scale = max(known, default=0.0)

@@ -25,8 +25,9 @@ class Mark:
 
 
 def mark_of(dtype: str, values: Values | None, second_moment: Values | None = None) -> Mark | None:
-    """Of a tensor of floats with more than one element: exploding with NaN or infinite elements, or one above
-    `LARGE`; dead if all of it is 0, or its ``second_moment``, which is then what no gradient has reached."""
+    """The mark of a tensor of floats with more than one element: exploding with NaN or infinite elements, or
+    one above `LARGE`; dead if all of it is 0, or its ``second_moment``, which is then what no gradient has
+    reached."""
     if values is None or "float" not in dtype or values["count"] < 2:
         return None
     wrong = [

@@ -71,7 +71,7 @@ class Payloads:
 
     @property
     def permuted_chunks(self) -> Int64:
-        """Those of the resolved chunks that `is_permuted` holds for."""
+        """The rows of the resolved chunks that `is_permuted` holds for."""
         return np.array([*self._orders, *self._index.payload_strides], np.int64)
 
     def order(self, chunk: int) -> tuple[int, ...] | None:

@@ -90,7 +90,7 @@ class ByteRuns:
         return cls(*map(np.concatenate, columns))
 
     def take(self, rows: npt.NDArray[np.generic] | slice) -> ByteRuns:
-        """Those at ``rows``."""
+        """The rows at ``rows``."""
         return ByteRuns(
             self.chunks[rows], self.payload_positions[rows], self.sizes_bytes[rows], self.addresses[rows]
         )

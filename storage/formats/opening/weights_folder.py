@@ -53,12 +53,13 @@ class _Weights:
 
 
 def index_of_safetensors_folder(store: Store) -> CheckpointIndex | None:
-    """Of ``*.safetensors`` files, whatever they are called; None if there are none. Raises as `_index_of`."""
+    """The index of ``*.safetensors`` files, whatever they are called; None if there are none. Raises as
+    `_index_of`."""
     return _index_of(store, ".safetensors", "model.safetensors", takes_all=True)
 
 
 def index_of_bin_folder(store: Store) -> CheckpointIndex | None:
-    """Of ``pytorch_model.bin``, or the ``*.bin`` files that an index names; as
+    """The index of ``pytorch_model.bin``, or the ``*.bin`` files that an index names; as
     `index_of_safetensors_folder`."""
     return _index_of(store, ".bin", "pytorch_model.bin", takes_all=False)
 

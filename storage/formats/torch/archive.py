@@ -186,7 +186,7 @@ class TorchArchive:
         return places[0] if len(places) == 1 and places[0] >= least + 4 else None
 
     def _read_places(self, entries: list[ZipEntry]) -> dict[int, int]:
-        """By reading the local headers; those that are near to each other are read together."""
+        """Where contents begin, read from the local headers; near ones are read together."""
         found: dict[int, int] = {}
         window, window_at = b"", 0
         for entry in sorted(entries, key=lambda entry: entry.header_at):

@@ -161,7 +161,7 @@ def _provenance(flat: FlatFile) -> dict[str, Any]:
 
 
 def _stride_orders(tensors: list[TensorPickle]) -> dict[int, tuple[int, ...]]:
-    """Of the tensors that are dense, but not C-ordered (channels_last, a transpose)."""
+    """The stride orders of the tensors that are dense, but not C-ordered (channels_last, a transpose)."""
     orders = {}
     for row, tensor in enumerate(tensors):
         if not tensor.contiguous:

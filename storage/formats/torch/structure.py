@@ -76,8 +76,9 @@ class FlatFile:
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """Of a container: ``opens`` in a list that has it, ``must_open`` even in a tuple, ``size_bytes`` at
-    least, ``refused``: the first thing in it that is not harmless, ``plain``: nothing but plain data."""
+    """The facts of a container: ``opens`` in a list that has it, ``must_open`` even in a tuple,
+    ``size_bytes`` at least, ``refused``: the first thing in it that is not harmless, ``plain``: nothing but
+    plain data."""
 
     opens: bool
     must_open: bool

@@ -200,22 +200,22 @@ class _PlacedEntries:
 
     @cached_property
     def large(self) -> NDArray[np.bool_]:
-        """Those of 4 GiB and more."""
+        """The rows of 4 GiB and more."""
         return self.sizes >= _UNSET_32
 
     @cached_property
     def far(self) -> NDArray[np.bool_]:
-        """Those that begin behind 4 GiB and more."""
+        """The rows that begin behind 4 GiB and more."""
         return self.offsets >= _UNSET_32
 
     @cached_property
     def zip64_bytes(self) -> Int64:
-        """Of the field in the local header, and in the central directory."""
+        """The bytes of the field in the local header, and in the central directory."""
         return _zip64_bytes(2 * self.large + self.far)
 
     @property
     def central_bytes(self) -> Int64:
-        """Of each row's record in the central directory."""
+        """The bytes of each row's record in the central directory."""
         return _CENTRAL_BYTES + len(self.names.prefix) + self.digits + self.zip64_bytes
 
     @property

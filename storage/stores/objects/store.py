@@ -95,7 +95,8 @@ class FsspecStore(Store):
         return FsspecStore, (self.url, self._given)
 
     def traffic(self) -> dict[str, float]:
-        """Of this store object; "requests" has each attempt, "retries" those that were not the first."""
+        """The traffic of this store object; "requests" has each attempt, "retries" those that were not the
+        first."""
         return self._requests.traffic()
 
     # -- folders ---------------------------------------------------------------------------------------------

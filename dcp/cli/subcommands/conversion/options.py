@@ -47,7 +47,7 @@ _MAX_LISTED = 5
 
 
 def target_formats() -> list[str]:
-    """Those that can be written."""
+    """The formats that can be written."""
     from dcp.storage.formats.registry import target_names  # here, as it reads what is installed
 
     return target_names()

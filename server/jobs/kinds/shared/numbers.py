@@ -28,7 +28,7 @@ def _number(value: float | int | None) -> float | int | None:
 
 
 def statistics_json(found: ElementStatistics | None, *, histogram: bool) -> dict[str, Any] | None:
-    """Of one tensor; ``histogram``: with it."""
+    """The statistics of one tensor; ``histogram``: with it."""
     if found is None:
         return None
     numbers = ("min", "max", "mean", "std", "norm")

@@ -71,7 +71,7 @@ def record_target(
 
 
 def _facts(result: Json, step: int | None, tags: Iterable[str]) -> CheckpointFacts:
-    """Of the target; ``step`` is that of its source."""
+    """The facts of the target; ``step`` is that of its source."""
     found = result["target"]
     return CheckpointFacts(
         root=result["root"],

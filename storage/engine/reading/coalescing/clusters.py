@@ -41,7 +41,7 @@ class PlacedRuns:
         return cls(files, offsets, runs).take(order[runs.sizes_bytes[order] > 0])
 
     def take(self, rows: npt.NDArray[np.generic] | slice) -> PlacedRuns:
-        """Those at ``rows``."""
+        """The rows at ``rows``."""
         return PlacedRuns(self.files[rows], self.offsets[rows], self.runs.take(rows))
 
     def tuples(self) -> Iterator[tuple[int, int, int, int, int, int]]:
