@@ -16,9 +16,10 @@ __all__ = ["Written", "written_by"]
 
 @dataclass(slots=True)
 class Written:
-    """Of all transactions the most: bytes of texts, and rows of parts removed; and how many there were."""
+    """Of all transactions the most: bytes of texts, rows, rows of parts removed; and how many there were."""
 
     most: int = 0
+    most_inserted: int = 0
     most_removed: int = 0
     transactions: int = 0
 
@@ -26,7 +27,7 @@ class Written:
 @contextmanager
 def written_by(database: Database) -> Iterator[Written]:
     """What is written by this object."""
-    found, now = Written(), [0, 0]
+    found, now = Written(), [0, 0, 0]
 
     def on_statement(
         _c: Any, _cursor: Any, statement: str, parameters: Any, context: Any, _many: bool
@@ -34,16 +35,26 @@ def written_by(database: Database) -> Iterator[Written]:
         if statement.startswith("DELETE FROM document_parts"):
             now[1] += context.cursor.rowcount
         many = parameters if isinstance(parameters, list) else [parameters]
+        if statement.startswith("INSERT"):
+            now[2] += len(many)
         for one in many:
             values = one.values() if isinstance(one, dict) else one
             now[0] += sum(_size(value) for value in values)
 
     def on_commit(_connection: Connection) -> None:
         found.most, found.most_removed = max(found.most, now[0]), max(found.most_removed, now[1])
+        found.most_inserted = max(found.most_inserted, now[2])
         found.transactions += 1
-        now[:] = [0, 0]
+        on_rollback(_connection)
 
-    events: dict[str, Callable[..., None]] = {"after_cursor_execute": on_statement, "commit": on_commit}
+    def on_rollback(_connection: Connection) -> None:
+        now[:] = [0, 0, 0]
+
+    events: dict[str, Callable[..., None]] = {
+        "after_cursor_execute": on_statement,
+        "commit": on_commit,
+        "rollback": on_rollback,
+    }
     for name, act in events.items():
         event.listen(database.writer, name, act)
     try:

@@ -25,17 +25,16 @@ NOW = 1000.0
 def test_a_large_plan_is_stored_in_short_transactions(
     make_database: MakeDatabase, tmp_path: Path, tasks: int, payload_bytes: int
 ) -> None:
-    """Another process that writes gets its turn meanwhile: of a hundred megabytes within half a second."""
+    """None has more than its share and one task; another process that writes has its turns in between."""
     url = make_database()
     database, other = Database(url), Database(url)  # each with a connection of its own that writes
-    waits: list[float] = []
+    turns: list[int] = []  # how many of the plan's transactions were before each
     planned = threading.Event()
 
     def write() -> None:
         while not planned.is_set():
-            begun = time.monotonic()
             other.transact(lambda c: ledger.submit(c, JobSpec(kind="x", params={}, created_by="b"), NOW))
-            waits.append(time.monotonic() - begun)
+            turns.append(found.transactions)
             time.sleep(0.01)
 
     job_id = put(database, tmp_path, *["write"] * tasks, payload_bytes=payload_bytes)
@@ -55,9 +54,9 @@ def test_a_large_plan_is_stored_in_short_transactions(
     for one in (database, other):
         one.close()
     assert numbers == list(range(tasks))
-    assert found.most < 0.2 * tasks * payload_bytes
+    assert found.most < 200_000 + payload_bytes
     if tasks > 500:
-        assert max(waits) < 0.5
+        assert len({*turns}) > 10
 
 
 def claimed(database: Database, now: float) -> Claim:

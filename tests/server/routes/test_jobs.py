@@ -454,7 +454,7 @@ def test_streams_end_with_their_key(app: App) -> None:
         step(app, revoke_key, number, time.time())
         begun = time.monotonic()
         assert [event for event in streams[0] if "" not in event] == []
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 60
         plan(app, job_id, 0)
         assert "id" in next(event for event in streams[1] if "" not in event)
         streams[1].close()  # type: ignore[attr-defined]
