@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,4 +67,6 @@ def written_by(database: Database) -> Iterator[Written]:
 
 def _size(value: Any) -> int:
     value = getattr(value, "obj", value)  # psycopg's Jsonb
+    if isinstance(value, dict | list):
+        value = json.dumps(value)
     return len(value) if isinstance(value, str | bytes) else 0
