@@ -22,7 +22,9 @@ from dcp.demo.s3_server import S3Server
 from dcp.planners.garbage_collection import garbage_collection_paused
 from tests.support.fault_proxy import FaultProxy
 from tests.support.forking import set_preload, share_fork_server
+from tests.support.programs import use_cold_programs, use_warm_programs
 from tests.support.shared_servers import shared_server
+from tests.support.warm_writers import use_warm_writers
 
 # Alike on every machine: the same examples, however long a busy one takes to make and to try them. Others are
 # tried with --hypothesis-profile=default.
@@ -123,19 +125,19 @@ def _try_fewer_examples(test: Any) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config) -> None:
-    """Where CPU seconds are counted by test, each worker has processes of its own."""
-    if not config.pluginmanager.hasplugin("tests.support.cpu_seconds"):
-        share_fork_server()
+    """Workers are forked from where their processes will be: what they import takes longer than to collect.
+    Where CPU seconds are counted by test, each has processes of its own."""
+    if not config.pluginmanager.hasplugin("tests.support.cpu_seconds") and share_fork_server():
+        use_warm_programs()
 
 
 def pytest_collection_finish() -> None:
     """What all tests share is there, and its garbage may stay: each ``gc.collect()`` of a test took 0.4 s to
     look through it. A fork server starts with the first test that needs a process, if it is not shared."""
-    from tests.support.warm_writers import use_warm_writers  # above it would import torch too early
-
     gc.freeze()
     set_preload()
     use_warm_writers()
+    use_cold_programs()  # where a test wants another one, it says so
 
 
 @pytest.fixture(scope="session")

@@ -42,10 +42,14 @@ PRELOADED: Final = [
     "pytest",
     "hypothesis",
     "numpy.ma",
+    "playwright.sync_api",
+    "requests",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
+    "torch.distributed.optim",
     "torch.utils.serialization.config",
     "torch._dynamo",  # imported by the first optimizer of a process
+    "dcp.background.process.serving",  # what a writer imports
     "dcp.cli.app",
     "dcp.conversion.run",
     "dcp.conversion.targets.dcp",
@@ -90,13 +94,15 @@ def set_preload() -> None:
     _server.ensure_running = ensure_fork_server  # type: ignore[method-assign]
 
 
-def share_fork_server() -> None:
-    """Before workers are started: one for all of them, which imports what it has to while they collect."""
-    if not hasattr(_server, "_forkserver_authkey"):  # versions of Python that have it take none but their own
-        set_preload()
-        os.environ[ADDRESS] = f"tests-{uuid.uuid4().hex}"
-        ensure_fork_server()
-        os.environ[_SHARED] = _server._forkserver_address  # type: ignore[attr-defined]
+def share_fork_server() -> bool:
+    """Before workers are started: one for all of them. Whether this version of Python lets it be shared."""
+    if hasattr(_server, "_forkserver_authkey"):  # then it takes none but the process that has started it
+        return False
+    set_preload()
+    os.environ[ADDRESS] = f"tests-{uuid.uuid4().hex}"
+    ensure_fork_server()
+    os.environ[_SHARED] = _server._forkserver_address  # type: ignore[attr-defined]
+    return True
 
 
 def ensure_fork_server() -> None:

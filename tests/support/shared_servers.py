@@ -23,11 +23,13 @@ import pytest
 __all__ = ["shared_server"]
 
 _ROOT: Final = Path(__file__).parents[2]
-_RUN_PID: Final = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
-"""Of the process whose end is that of the run: where there are workers, the one that has started them."""
-
 Told = dict[str, Any]
 """Where a server is, and what one needs to talk to it."""
+
+
+def _run_pid() -> int:
+    """Of the process whose end is that of the run: where there are workers, the one that has started them."""
+    return os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
 
 
 def shared_server(
@@ -35,13 +37,13 @@ def shared_server(
 ) -> Told:
     """Where the server called ``name`` is. Who starts it calls ``prepare`` before another process has it."""
     folder = folders.getbasetemp()
-    if os.getpid() != _RUN_PID:
+    if os.getpid() != _run_pid():
         folder = folder.parent  # that of all workers
     place = folder / f"{name}-server.json"
     with place.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not place.exists():
-            told = _start(name, place.with_suffix(".log"), _RUN_PID)
+            told = _start(name, place.with_suffix(".log"), _run_pid())
             prepare(told)
             place.write_text(json.dumps(told))
         known: Told = json.loads(place.read_text())

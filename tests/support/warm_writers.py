@@ -26,7 +26,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import dcp.background.process.serving  # noqa: F401 - what a writer imports
 from dcp.background.process import child
 from dcp.background.process.main import main
 from tests.support.forking import ADDRESS, ensure_fork_server
