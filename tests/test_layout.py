@@ -112,13 +112,14 @@ def test_a_users_project_sees_the_types(tmp_path: Path) -> None:
 
 def test_every_folder_with_modules_is_a_listed_package() -> None:
     """A folder of modules that pyproject.toml does not list would be missing once installed."""
-    modules = [Path(name) for name in source_files() if name.endswith(".py")]
+    files = source_files()
+    modules = [Path(name) for name in files if name.endswith(".py")]
     on_disk = {".".join(module.parent.parts) for module in modules}
     packages = project_settings()["packages"]
     assert isinstance(packages, list)
     assert packages == sorted(on_disk)
     for name in on_disk:
-        assert f"{name.replace('.', '/')}/__init__.py" in source_files()
+        assert f"{name.replace('.', '/')}/__init__.py" in files
 
 
 def test_wheel_holds_exactly_the_source_files(tmp_path: Path) -> None:

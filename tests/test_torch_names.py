@@ -4,6 +4,7 @@ import ast
 import importlib
 import runpy
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.storage import torch_compat
 from dcp.storage.torch_compat import UntestedTorchWarning, warn_if_untested
 from tests.support.programs import run_program
@@ -37,11 +39,11 @@ def is_private(name: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
 
 
-def own_names(trees: dict[Path, ast.Module]) -> set[str]:
+def own_names(trees: Iterable[list[ast.AST]]) -> set[str]:
     """Private names that our own classes define: methods, fields, attributes of ``self``."""
     names = {"_fields", "_make", "_replace", "_asdict", "_mapping"}  # of named tuples, and SQLAlchemy's
-    for tree in trees.values():
-        for node in ast.walk(tree):
+    for nodes in trees:
+        for node in nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 names.add(node.name)
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -56,11 +58,11 @@ def own_names(trees: dict[Path, ast.Module]) -> set[str]:
     return names
 
 
-def torchs_names(path: Path, tree: ast.Module, own: set[str]) -> list[str]:
+def torchs_names(path: Path, nodes: list[ast.AST], own: set[str]) -> list[str]:
     """Private names of torch's that a module imports or looks up."""
     uses_torch = False
     found = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
             uses_torch = True
             door_of = f"torch.distributed.checkpoint.{path.stem}" if path.parent == Path("dcp") else None
@@ -70,9 +72,9 @@ def torchs_names(path: Path, tree: ast.Module, own: set[str]) -> list[str]:
             uses_torch |= any(alias.name.partition(".")[0] == "torch" for alias in node.names)
             found += [alias.name for alias in node.names if alias.name.startswith("torch.")]
     if path.parent == INTEGRATIONS:  # lists the names of its framework that it uses, for its test
-        texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+        texts = (node.value for node in nodes if isinstance(node, ast.Constant))
         own = own | {text for text in texts if isinstance(text, str)}
-    for node in ast.walk(tree) if uses_torch else ():
+    for node in nodes if uses_torch else ():
         if isinstance(node, ast.Attribute) and node.attr not in own and is_private(node.attr):
             holder = ast.unparse(node.value)
             if holder.partition(".")[0] not in {*OTHERS, "self", "cls"}:
@@ -82,9 +84,10 @@ def torchs_names(path: Path, tree: ast.Module, own: set[str]) -> list[str]:
 
 def test_one_module_has_all_private_names_of_torch() -> None:
     """A name that a new version drops is mended in one place, and has its fallback there."""
-    trees = {path: ast.parse((ROOT / path).read_text()) for path in modules()}
-    own = own_names({path: tree for path, tree in trees.items() if path != ONLY})
-    found = {str(path): names for path, tree in trees.items() if (names := torchs_names(path, tree, own))}
+    with garbage_collection_paused():
+        trees = {path: list(ast.walk(ast.parse((ROOT / path).read_text()))) for path in modules()}
+    own = own_names(nodes for path, nodes in trees.items() if path != ONLY)
+    found = {str(path): names for path, nodes in trees.items() if (names := torchs_names(path, nodes, own))}
     assert set(found) == {str(ONLY)}, found
 
 

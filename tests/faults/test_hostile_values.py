@@ -197,6 +197,14 @@ HOSTILE: dict[str, Any] = {
     "bytes of a number": _Call(_Global("builtins", "bytearray"), (1 << 40,)),
     "a set that collides": lambda: (np.ones(1), frozenset(n * ((1 << 61) - 1) for n in range(5000))),
 }
+
+
+def hostile(name: str) -> bytes:
+    """The pickle of one of them."""
+    value = HOSTILE[name]
+    return pickled(value() if callable(value) else value)
+
+
 BOUNDED = {
     "shared lists": layers(60),
     "a deque without end": _Call(_Global("collections", "deque"), ((), 1 << 62)),
@@ -220,8 +228,7 @@ def bounded() -> Iterator[None]:
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_values_are_refused(name: str) -> None:
     """Loaded from a checkpoint's object or found in an index: an error of ours, in bounded resources."""
-    value = HOSTILE[name]
-    data = pickled(value() if callable(value) else value)
+    data = hostile(name)
     with bounded():
         with pytest.raises(CheckpointFormatError):
             load_object("x", archive(data), weights_only=True)
@@ -239,7 +246,7 @@ def test_values_that_only_look_hostile_are_cheap(name: str) -> None:
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_values_of_a_file_do_no_harm(name: str) -> None:
     """In a torch.save file: the entry is refused or the whole file, in bounded resources."""
-    body = pickled(HOSTILE[name])[2:-1]
+    body = hostile(name)[2:-1]
     data = archive(b"\x80\x02}(X\x01\x00\x00\x00x" + body + b"X\x01\x00\x00\x00yK\x01u.")
     with bounded():
         try:

@@ -16,9 +16,9 @@ PART_BYTES = 5 << 20
 
 
 def state_of(name: str) -> dict[str, Any]:
-    """45 tensors, whose bytes ``name`` determines; one is larger than three parts."""
+    """45 tensors, whose bytes ``name`` determines; one is larger than a part."""
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "big": ((17, 1 << 18), torch.float32),
+        "big": ((6, 1 << 18), torch.float32),
         "empty": ((0, 3), torch.float32),
         "scalar": ((), torch.float64),
         "odd": ((7, 13, 3), torch.int8),

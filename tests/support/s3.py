@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import http.client
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import cache
 from typing import Any, Protocol
+from urllib.parse import quote, urlsplit
 
 import botocore.session
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSRequest
 from botocore.config import Config
 
 __all__ = ["RawS3", "raw_s3", "split_url"]
 
 _THREADS = 16
+_CONNECTIONS = 4
 
 
 class _Reachable(Protocol):
@@ -55,9 +60,23 @@ class RawS3:
         return str(self.client.put_object(Bucket=bucket, Key=key, Body=data)["ETag"])
 
     def write_many(self, objects: Sequence[tuple[str, bytes]]) -> None:
-        """Put several objects at a time."""
-        with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(lambda pair: self.write(*pair), objects))
+        """Put several objects at a time. Only their signatures are botocore's: a thousand requests of its own
+        take seconds of a processor."""
+        with ThreadPoolExecutor(_CONNECTIONS) as pool:
+            list(pool.map(self._write_some, (objects[n::_CONNECTIONS] for n in range(_CONNECTIONS))))
+
+    def _write_some(self, objects: Sequence[tuple[str, bytes]]) -> None:
+        where = urlsplit(self.client.meta.endpoint_url)
+        signer = S3SigV4Auth(self.client._request_signer._credentials, "s3", self.client.meta.region_name)
+        with closing(http.client.HTTPConnection(where.netloc)) as connection:
+            for url, data in objects:
+                path = quote("/{}/{}".format(*split_url(url)))
+                request = AWSRequest("PUT", where.geturl() + path, data=data)
+                signer.add_auth(request)
+                connection.request("PUT", path, data, dict(request.headers))
+                with connection.getresponse() as answer:
+                    assert answer.status == http.client.OK, answer.read()
+                    answer.read()
 
     def delete(self, url: str) -> None:
         """Delete one object; a missing one is fine."""
