@@ -37,7 +37,7 @@ __all__ = ["load_engine", "save_engine", "save_engine_again"]
 
 
 def save_engine(writer: StorageWriter, planner: SavePlanner | None, options: SaveOptions) -> SaveEngine:
-    """What saves with ``planner`` (ours, if there is none) and ``writer``.
+    """The engine that saves with ``planner`` (ours, if there is none) and ``writer``.
 
     Raises OptionError for user metadata that is no plain data, and CheckpointError for any that a user's own
     storage has no place for.
@@ -61,7 +61,7 @@ def save_engine(writer: StorageWriter, planner: SavePlanner | None, options: Sav
 
 
 def save_engine_again(writer: FileSystemWriter, *, on_columns: bool) -> SaveEngine:
-    """One that takes the steps of another rank's, with a planner of ours."""
+    """An engine that takes the same steps as another rank's, with a planner of ours."""
     if on_columns:
         return ColumnSaveEngine(writer, None, PlanOptions())
     planner = DefaultSavePlanner()
@@ -71,7 +71,7 @@ def save_engine_again(writer: FileSystemWriter, *, on_columns: bool) -> SaveEngi
 def load_engine(
     reader: StorageReader, planner: LoadPlanner, ranks: Ranks, options: LoadOptions
 ) -> LoadEngine:
-    """What loads with ``planner`` and ``reader``.
+    """The engine that loads with ``planner`` and ``reader``.
 
     Raises PlanError for options that cannot be meant, and CheckpointError for those that a planner or reader
     of somebody else's does not know.

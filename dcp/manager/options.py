@@ -95,7 +95,7 @@ class ManagerOptions:
         grace_of(self.grace_seconds, handle_sigterm=self.handle_sigterm)  # said before any rank waits
 
     def alike(self) -> dict[str, Any]:
-        """What all ranks must have the same of."""
+        """The options that must be the same on all ranks."""
         by_clock = self.every_seconds and "given"  # by the clock of rank 0
         alike = {name: getattr(self, name) for name in _ALIKE}
         alike |= {"every_seconds": by_clock, "grace_seconds": self.grace_seconds is not None}
@@ -103,7 +103,7 @@ class ManagerOptions:
 
     @property
     def weights_map(self) -> WeightMap | None:
-        """What each step is saved through."""
+        """The map that each step is saved through."""
         return None if self.map is None else WeightMap.of(self.map)
 
     @property

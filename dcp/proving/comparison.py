@@ -1,4 +1,5 @@
-"""The coordinator's work: what the ranks have against the index, and the bytes of what it does not tell."""
+"""The coordinator's work: comparing what the ranks have with the index, and with stored bytes where that
+tells nothing."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def compare_ranks(
 
 
 def _differing(world_size: int, findings: Sequence[ProofFinding]) -> list[tuple[str, ...]]:
-    """By rank the names of its findings."""
+    """For each rank the names of its findings."""
     names: list[list[str]] = [[] for _ in range(world_size)]
     for found in findings:
         for rank in found.ranks:
@@ -116,7 +117,7 @@ class _DigestComparison:
     # -- tensors ---------------------------------------------------------------------------------------------
 
     def _types(self, fqn: str, held: _RanksTensor) -> list[ProofFinding]:
-        """What is no tensor of the saved dtype and shape."""
+        """What ranks have that is no tensor of the saved dtype and shape."""
         row = self._index.position[fqn]
         dtype, shape = self._index.dtype(row), self._index.shape(row)
         found = []
@@ -131,7 +132,7 @@ class _DigestComparison:
     def _tensor(
         self, fqn: str, held: _RanksTensor, overlapping: tuple[Box, Box] | None
     ) -> Iterator[ProofFinding]:
-        """Of one that all ranks have in the saved dtype and shape: its parts, and their bytes."""
+        """Compare a tensor that all ranks have in the saved dtype and shape: its parts, and their bytes."""
         row = self._index.position[fqn]
         elements = math.prod(self._index.shape(row))
         parts = sum(box.volume for box in held.boxes)

@@ -1,8 +1,9 @@
-"""How far a consumer of a run has come, and who it is now: one small file, by which a killed one goes on.
+"""How far a consumer of a run has come, and who holds it now: one small file, so that the next goes on after
+a kill.
 
-The file names what was acknowledged, and its holder, who replaces it every few seconds with another beat. All
-changes compare and replace, so that of two holders one finds out at its next change that it is none any more;
-and whether a holder lives is told by whether its beat goes on, not by anybody's clock. Torch-free.
+The file has what was acknowledged, and its holder, who writes it anew with another beat every few seconds.
+Each change compares and replaces, so that one of two holders finds out at its next change that it has lost
+the file. A holder lives as long as its beat changes; no clock of another machine is believed. Torch-free.
 """
 
 from __future__ import annotations

@@ -54,10 +54,10 @@ logger = logging.getLogger(__name__)
 
 _PIECE_BYTES: Final = 8 << 20
 _ASIDE_SECONDS: Final = 900.0
-"""No file is written aside, and published, for so long."""
+"""Writing a file aside and publishing it never takes so long."""
 
 _ALIGNED_BYTES: Final = 64
-"""Payloads stand at multiples of it, and shall after they were copied."""
+"""Payloads begin at multiples of it, also after they were copied."""
 
 Outcome = Literal["dropped", "absent", "pinned", "shared"]
 
@@ -109,7 +109,8 @@ class _Droppable:
 
     @cached_property
     def shared_bytes(self) -> int:
-        """Of what is dropped in those; what a tensor that stays has for its own does not count."""
+        """The bytes of what is dropped in those files; what a tensor that stays has as well does not
+        count."""
         index = self.index
         shared = np.isin(index.chunk_files, [index.files.index(name) for name in self.shared])
         places = list(zip(index.chunk_files.tolist(), index.record_offsets.tolist(), strict=True))
@@ -272,7 +273,8 @@ def _rows_of(index: CheckpointIndex, names: Collection[str]) -> npt.NDArray[np.b
 
 
 def _described(found: _Droppable) -> CheckpointIndex:
-    """The index to publish: of a checkpoint of stock torch's, too, ours, which can say what was dropped."""
+    """The index to publish. It is one of ours also for a checkpoint of stock torch's, since ours can say
+    what was dropped."""
     provenance: dict[str, Any] = dict(found.after.provenance)
     for part in found.parts:
         provenance = noted_in(provenance, part)
@@ -296,8 +298,8 @@ def _publish(store: Store, index: CheckpointIndex, previous: commit.Previous) ->
 
 
 def _remove_aside(store: Store, now: Mapping[str, FileInfo]) -> None:
-    """What killed publishes have left, as of a drop before this one. Older by far than what was published
-    just now, by the same clock: another's may be about to get its name."""
+    """Remove what killed publishes have left, such as an earlier drop's. It must be older by far than what
+    was published just now, by the same clock: a younger file may be about to get its name."""
     published = now[MANIFEST_NAME].modified_seconds if MANIFEST_NAME in now else 0.0
     old = {name for name, info in now.items() if info.modified_seconds < published - _ASIDE_SECONDS}
     for name, error in store.delete_all(sorted(filter(is_left_aside, old))).items():

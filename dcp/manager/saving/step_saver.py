@@ -123,8 +123,8 @@ class StepSaver:
 
     @contextmanager
     def refused_by_all(self, step: int, reason: Reason) -> Iterator[None]:
-        """Around what a rank does before `begin`: what it raises fails the save of ``step`` that other ranks
-        begin, on all of them."""
+        """For what a rank does before `begin`: an error there fails, on all ranks, the save of ``step``
+        that the others begin."""
         try:
             yield
         except Exception as error:
@@ -134,8 +134,8 @@ class StepSaver:
 
     @contextmanager
     def step_refused_by_all(self, *, saves: bool) -> Iterator[None]:
-        """The same around what finds out which step it is. Where the ranks exchange nothing at it, the others
-        hear of it if they save whatever the step is, by the interval or because of the call (``saves``)."""
+        """The same for what finds out which step it is. At a step without an exchange the others hear of
+        it only if they save whatever the step is, by the interval or because of the call (``saves``)."""
         try:
             yield
         except Exception as error:

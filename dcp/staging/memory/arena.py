@@ -206,7 +206,8 @@ def _owned(address: int, size_bytes: int, *, lock: bool) -> _Memory:
 
 
 def _page_lock(address: int, size_bytes: int) -> None:
-    """Of exactly what is needed: torch's allocator of pinned memory takes powers of two, and keeps them."""
+    """Page-lock exactly what is needed: torch's allocator of pinned memory takes powers of two, and keeps
+    them."""
     status = int(_cuda().cudaHostRegister(address, size_bytes, _PORTABLE))
     if status != 0:
         _libc.munmap(address, size_bytes)
