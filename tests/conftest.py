@@ -65,6 +65,7 @@ LONGEST = (
     "faults/test_kill_async_process.py",
     "dcp/compat/test_parallel_models.py",
     "server/test_serving.py",
+    "server/test_schemathesis.py",
 )
 """Below tests/. They are begun first, so that at the end no worker is at one of them alone."""
 
