@@ -98,7 +98,8 @@ def planner_options(rank: int, world: int, root: str, ways: list[Way]) -> list[s
         planner = PACKAGES[base].DefaultSavePlanner(**options[name])
         for cache in (c for n, c in vars(SavePlanner).items() if n.startswith("_cached_")):
             cache.clear()  # torch's planners of a process share them, by class name: whatever the storage
-        for number in (0, 1, 1):  # the later saves of one planner may use what it kept of the first
+        # the later saves of one planner may use what it kept of the first
+        for number in (0, 1, 1) if name == "cached" or ways == ALL else (0,):
             folder = f"{root}/{engine}-{base}-{storage}-{name}-{number}"
             writer = PACKAGES[storage].FileSystemWriter(folder)
             PACKAGES[engine].save(fill(flat_state(world)), storage_writer=writer, planner=planner)
