@@ -139,8 +139,9 @@ class Ranks:
             ready = wait([*waiting, *sentinels], timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 self.close()
+                late = sorted(waiting.values())
                 raise AssertionError(
-                    f"ranks {sorted(waiting.values())} did not end within {timeout_seconds} s"
+                    f"ranks {late} did not end within {timeout_seconds} s; the others did with {results}"
                 )
             for item in ready:
                 rank = waiting[item] if isinstance(item, Connection) else sentinels[item]

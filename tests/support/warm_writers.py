@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import os
 import pickle
-import select
 import signal
 import socket
 import struct
@@ -148,34 +147,38 @@ def end_with_parent(number: signal.Signals) -> None:
 
 
 def _serve(listener: socket.socket) -> Callable[[], None]:
-    """Fork what is asked for, and tell of each process its id, and its status once it has ended; returns in
-    these processes only: what each has to do."""
+    """Returns in the processes that are asked for only: what each has to do."""
     os.closerange(3, listener.fileno())
     os.closerange(listener.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    running: dict[int, tuple[int, socket.socket]] = {}
     while True:
-        for fd in select.select([listener.fileno(), *running], [], [])[0]:
-            if fd in running:
-                os.close(fd)
-                pid, connection = running.pop(fd)
-                _tell(connection, os.waitpid(pid, 0)[1])
-                connection.close()
-                continue
-            connection, _ = listener.accept()
-            if (pid := os.fork()) == 0:
-                for other in (listener, *(one for _, one in running.values())):
-                    other.close()
-                with connection:
-                    (what, order), fds = _received(connection)
-                return partial(what, fds, *order)
-            _tell(connection, pid)
-            running[os.pidfd_open(pid)] = pid, connection
+        connection, _ = listener.accept()
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if os.fork() == 0:
+            listener.close()
+            return _keep(connection)
+        connection.close()
 
 
-def _tell(connection: socket.socket, number: int) -> None:
-    with contextlib.suppress(OSError):  # who asked is gone
-        connection.sendall(_NUMBER.pack(number))
+def _keep(connection: socket.socket) -> Callable[[], None]:
+    """Start one process, and tell of it and of its end; returns in that process only: what it has to do."""
+    end_with_parent(signal.SIGKILL)
+    (what, order), fds = _received(connection)
+    pid = os.fork()
+    if pid == 0:
+        connection.close()
+        return partial(what, fds, *order)
+    for fd in fds:
+        os.close(fd)
+    try:
+        connection.sendall(_NUMBER.pack(pid))
+        connection.sendall(_NUMBER.pack(os.waitpid(pid, 0)[1]))
+    except OSError:
+        pass
+    finally:
+        os._exit(0)
 
 
 def _received(connection: socket.socket) -> tuple[Any, list[int]]:
