@@ -54,12 +54,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             turns[path] += 1
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _plain_tracebacks() -> None:
+    """As the service writes them: to draw one as structlog does by itself takes seconds."""
+    renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    structlog.configure(processors=[*structlog.get_config()["processors"][:-1], renderer])
+
+
 @pytest.fixture
 def logs_as_before() -> Iterator[None]:
     """What `configure_logs` changes is undone."""
-    root = logging.getLogger()
+    root, logs = logging.getLogger(), structlog.get_config()
     handlers, level = root.handlers[:], root.level
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
-    structlog.reset_defaults()
+    structlog.configure(**logs)

@@ -31,10 +31,12 @@ class App:
     def client(self, *scopes: Scope, roots: list[str] | None = None, name: str | None = None) -> TestClient:
         """Of a new key with these scopes; without scopes one without a key (everybody, with auth=off)."""
         headers = {"Authorization": f"Bearer {self.key(*scopes, roots=roots, name=name)}"} if scopes else {}
-        # no context manager: the application runs already
-        return TestClient(
+        # no context manager: the application runs already, in a loop that all share
+        made = TestClient(
             self.app, base_url="http://localhost", headers=headers, raise_server_exceptions=False
         )
+        made.portal = self.base.portal
+        return made
 
     def key(self, *scopes: Scope, roots: list[str] | None = None, name: str | None = None) -> str:
         """A new key."""
