@@ -17,6 +17,7 @@ from tests.support.databases import (
     empty_database,
     make_database,
     postgres_server,
+    share_statements,
     shared_database,
 )
 
@@ -55,8 +56,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _plain_tracebacks() -> None:
-    """As the service writes them: to draw one as structlog does by itself takes seconds."""
+def _cheap_services() -> None:
+    """Tracebacks are as the service writes them: to draw one as structlog does by itself takes seconds."""
+    share_statements()
     renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
     structlog.configure(processors=[*structlog.get_config()["processors"][:-1], renderer])
 
