@@ -100,7 +100,7 @@ def share_statements() -> None:
         return type(dialect), dialect.statement_compiler, dialect._json_serializer
 
     for dialect in (PGDialect_psycopg, SQLiteDialect_pysqlite):  # which are in the keys
-        dialect.__hash__ = lambda one: hash(likeness(one))  # type: ignore[method-assign]
+        dialect.__hash__ = lambda one: hash(likeness(one))  # type: ignore[assignment, method-assign]
         dialect.__eq__ = lambda one, other: likeness(one) == likeness(other)  # type: ignore[method-assign]
 
 
