@@ -11,7 +11,7 @@ from functools import cache
 from typing import Final
 
 from fastapi import APIRouter, FastAPI
-from fastapi.routing import APIRoute, iter_route_contexts
+from fastapi.routing import iter_route_contexts
 from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
@@ -30,6 +30,7 @@ from dcp.server.http.middleware.methods import MethodMiddleware
 from dcp.server.http.middleware.requests import RequestMiddleware
 from dcp.server.http.paths import Paths
 from dcp.server.http.readiness import Readiness
+from dcp.server.http.routers import API, operation_id
 from dcp.server.pages import app as pages
 from dcp.server.routes.administration import audit, health, keys, metrics, retention, rules, webhooks, whoami
 from dcp.server.routes.catalog import checkpoints, deletion, labels, lineage, roots, runs, search
@@ -39,8 +40,6 @@ from dcp.server.settings import Settings
 from dcp.version import __version__
 
 __all__ = ["API", "create_app"]
-
-API: Final = "/api/v1"
 
 _OUTSIDE: Final[tuple[APIRouter, ...]] = (health.router, metrics.router, documentation.router)
 """Not below `API`."""
@@ -72,6 +71,11 @@ _ROUTERS: Final[tuple[APIRouter, ...]] = (
 )
 """Below `API`."""
 
+_ROUTES: Final[list[BaseRoute]] = [
+    route for router in (*_OUTSIDE, *_ROUTERS, *pages.ROUTERS, health.welcome) for route in router.routes
+]
+"""In the order in which they are looked through for each request; of "/" browsers get the page."""
+
 
 def create_app(settings: Settings, *, clock: Callable[[], float] = time.time) -> FastAPI:
     """The service as an ASGI application; opens nothing before it is started.
@@ -84,12 +88,12 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.time) ->
         version=__version__,
         summary="A catalog of checkpoints, and jobs on them.",
         lifespan=lifespan,
-        routes=_routes(),
+        routes=_ROUTES,
         openapi_url=None,  # ours are offline, and declare their access as all routes do
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        generate_unique_id_function=_operation_id,
+        generate_unique_id_function=operation_id,
         middleware=_middleware(service),
     )
     app.state.service = service
@@ -104,23 +108,8 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.time) ->
 
 
 @cache
-def _routes() -> list[BaseRoute]:
-    """All of them. FastAPI works out once, and not for each application, what a route asks for."""
-    included = APIRouter(generate_unique_id_function=_operation_id)
-    for router in (*pages.ROUTERS, *_OUTSIDE):  # of "/" browsers get the page
-        included.include_router(router)
-    for router in _ROUTERS:
-        included.include_router(router, prefix=API)
-    return included.routes
-
-
-@cache
 def _paths() -> Paths:
-    return Paths(iter_route_contexts(_routes()))
-
-
-def _operation_id(route: APIRoute) -> str:
-    return route.name
+    return Paths(iter_route_contexts(_ROUTES))
 
 
 def _middleware(service: Service) -> list[Middleware]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any, Final
 
-from fastapi.routing import iter_route_contexts
 from sqlalchemy import Connection, Engine, event
 from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.exc import InterfaceError, OperationalError
@@ -27,7 +26,6 @@ class MeasureMiddleware:
     def __init__(self, app: ASGIApp, instruments: Instruments) -> None:
         self.app = app
         self.instruments = instruments
-        self._templates: dict[Any, str] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, and look."""
@@ -40,17 +38,7 @@ class MeasureMiddleware:
             await self.app(scope, receive, watched.send)
         finally:
             self.instruments.requests_in_progress.dec()
-            watched.end(self._template(scope))
-
-    def _template(self, scope: Scope) -> str:
-        # The route in the scope knows nothing of the prefix that its router was included with.
-        endpoint = scope.get("endpoint")
-        if endpoint is None:
-            return "(none)"
-        if endpoint not in self._templates:
-            routes = iter_route_contexts(scope["app"].routes)
-            self._templates = {route.endpoint: route.path_format or "(none)" for route in routes}
-        return self._templates.setdefault(endpoint, "(none)")
+            watched.end(getattr(scope.get("route"), "path_format", "(none)"))
 
 
 class _MeasuredAnswer:

@@ -51,7 +51,7 @@ ROUTERS: Final[tuple[APIRouter, ...]] = (
     tensors.router,
     will_it_load.router,
 )
-"""Before all others: ``/`` is a page for browsers alone."""
+"""Before the welcome: ``/`` is a page for browsers alone."""
 
 
 def install(app: FastAPI) -> None:

@@ -35,7 +35,11 @@ def configure_logs(settings: Settings) -> None:
         _redacted,
     ]
     structlog.configure(
-        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        processors=[
+            structlog.stdlib.filter_by_level,  # first, so that what nobody reads costs nothing
+            *shared,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
         logger_factory=structlog.stdlib.LoggerFactory(),
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,
@@ -89,8 +93,6 @@ def _printable(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> M
 
 
 def _redacted(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    for name, value in event.items():
-        if name.startswith("_"):  # structlog's own, such as the record
-            continue
-        event[name] = redact({name: value})[name]
+    own = {name: value for name, value in event.items() if not name.startswith("_")}  # others: structlog's
+    event.update(redact(own))
     return event

@@ -25,8 +25,9 @@ class RecordAnswer(Answer):
     """A record as it is answered with: see `answers`."""
 
     record: ClassVar[type[Any]]
-    written: ClassVar[tuple[tuple[RecordField, Callable[[Any], Any] | None], ...]]
-    """Each member, and what JSON makes of its value if not the same."""
+    members: ClassVar[tuple[RecordField, ...]]
+    written: ClassVar[tuple[tuple[str, Callable[[Any], Any]], ...]]
+    """Members whose values JSON has in another way, and what makes it of them."""
 
     if TYPE_CHECKING:  # the members of the record
 
@@ -35,24 +36,30 @@ class RecordAnswer(Answer):
     @classmethod
     def of(cls, found: Any, **others: Any) -> Self:
         """The record, or a row with the same (times as seconds), besides what ``others`` say."""
-        values = dict(others)
-        for field, write in cls.written:
-            value = others.get(field.name, _ABSENT)
-            if value is _ABSENT:
-                value = _found(found, field)
-            if value is _ABSENT:
-                raise TypeError(
-                    f"{cls.__name__} is of a {cls.record.__name__}, not of a {type(found).__name__}, which "
-                    f"has no {field.name}"
-                )
-            values[field.name] = value if write is None or value is None else write(value)
+        if isinstance(found, cls.record):  # lists have thousands of values
+            values = {field.name: getattr(found, field.name) for field in cls.members}
+        else:
+            values = {
+                field.name: cls._found(found, field) for field in cls.members if field.name not in others
+            }
+        values |= others
+        for name, write in cls.written:
+            if values[name] is not None:
+                values[name] = write(values[name])
         return cls.model_construct(**values)
 
-
-def _found(found: Any, field: RecordField) -> Any:
-    if isinstance(found, Mapping):
-        return found.get(field.name, found.get(field.column, _default(field)))
-    return getattr(found, field.name, getattr(found, field.column, _ABSENT))
+    @classmethod
+    def _found(cls, found: Any, field: RecordField) -> Any:
+        if isinstance(found, Mapping):
+            value = found.get(field.name, found.get(field.column, _default(field)))
+        else:
+            value = getattr(found, field.name, getattr(found, field.column, _ABSENT))
+        if value is _ABSENT:
+            raise TypeError(
+                f"{cls.__name__} is of a {cls.record.__name__}, not of a {type(found).__name__}, which "
+                f"has no {field.name}"
+            )
+        return value
 
 
 def _default(field: RecordField) -> Any:
@@ -66,12 +73,14 @@ def answers(record: type[Any]) -> Callable[[type[R]], type[R]]:
 
     def made(answer: type[R]) -> type[R]:
         fields = fields_of(record)
-        members: dict[str, Any] = {field.name: (_type(field), _described(field)) for field in fields}
+        types: dict[str, Any] = {field.name: (_type(field), _described(field)) for field in fields}
         model = create_model(
-            answer.__name__, __base__=answer, __module__=answer.__module__, __doc__=answer.__doc__, **members
+            answer.__name__, __base__=answer, __module__=answer.__module__, __doc__=answer.__doc__, **types
         )
         model.record = record
-        model.written = tuple((field, _writer(field.hint)) for field in fields)
+        model.members = fields
+        writers = {field.name: _writer(field.hint) for field in fields}
+        model.written = tuple((name, write) for name, write in writers.items() if write is not None)
         _ANSWERS[record] = model
         return model
 

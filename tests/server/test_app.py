@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from fastapi import APIRouter
-from fastapi.routing import iter_route_contexts
+from fastapi.routing import APIRoute, iter_route_contexts
 from fastapi.testclient import TestClient
 from pydantic import SecretStr
 
@@ -56,6 +56,16 @@ def test_every_route_says_who_may_use_it(sqlite_app: App) -> None:
     below = {path: access for path, access in found.items() if str(path).startswith(API)}
     assert below
     assert all(isinstance(access, Requires) for access in below.values())
+
+
+def test_routes_are_looked_through_once_and_pages_last(sqlite_app: App) -> None:
+    """Every request goes through them in order: what machines ask comes before the many pages."""
+    routes = sqlite_app.app.router.routes
+    assert all(isinstance(route, APIRoute) for route in routes)  # none in another router
+    paths = [route.path for route in routes if isinstance(route, APIRoute)]
+    below = [number for number, path in enumerate(paths) if path.startswith(API)]
+    pages = [number for number, path in enumerate(paths) if path.startswith(("/jobs", "/runs", "/static"))]
+    assert paths.index("/healthz") < below[0] <= below[-1] < pages[0]
 
 
 def test_a_route_without_scope_is_refused(tmp_path: Path) -> None:

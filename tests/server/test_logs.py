@@ -39,6 +39,22 @@ def test_secrets_by_name() -> None:
     assert found == {"a": [{"api_key": "***", "Password": "***", "path": "/x"}], "session_token": "***"}
 
 
+def test_what_is_below_the_level_is_not_even_made(
+    logs_as_before: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line that nobody reads costs nothing: its values are not looked at."""
+
+    class Unprintable:
+        def __str__(self) -> str:
+            raise AssertionError("looked at")
+
+    configure_logs(Settings(log_level="warning"))
+    structlog.get_logger("ours").info("%s", Unprintable())
+    assert capsys.readouterr().err == ""
+    with pytest.raises(AssertionError, match="looked at"):
+        structlog.get_logger("ours").warning("%s", Unprintable())
+
+
 def test_json_lines(logs_as_before: None, capsys: pytest.CaptureFixture[str]) -> None:
     """Ours and those of other libraries alike are one JSON object a line, tracebacks included."""
     configure_logs(Settings(log_format="json"))

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 
 from dcp.server.catalog import audit
 from dcp.server.http.dependencies import Db, Page, requires
+from dcp.server.http.routers import api_router
 from dcp.server.inputs import Text, Time
 from dcp.server.schemas.administration.audit import AuditAnswer, AuditList
 
 __all__ = ["router"]
 
-router = APIRouter(prefix="/audit", tags=["audit"], dependencies=[requires("admin", all_roots=True)])
+router = api_router("/audit", tags=["audit"], dependencies=[requires("admin", all_roots=True)])
 
 
 @router.get("")

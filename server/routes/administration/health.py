@@ -10,13 +10,16 @@ from pydantic import Field
 
 from dcp.server.http.dependencies import public
 from dcp.server.http.readiness import OK, Readiness
+from dcp.server.http.routers import operation_id
 from dcp.server.schemas.common import Answer
 from dcp.server.security.principal import Principal
 from dcp.version import __version__
 
-__all__ = ["router"]
+__all__ = ["router", "welcome"]
 
-router = APIRouter(tags=["health"], dependencies=[public])
+router = APIRouter(tags=["health"], dependencies=[public], generate_unique_id_function=operation_id)
+welcome = APIRouter(tags=["health"], dependencies=[public], generate_unique_id_function=operation_id)
+"""For those who are shown no pages."""
 
 
 class Health(Answer):
@@ -49,7 +52,7 @@ async def _readiness(request: Request) -> Readiness:
     return readiness
 
 
-@router.get("/")
+@welcome.get("/")
 async def get_welcome() -> Welcome:
     """What this is, and where its pages and its API are."""
     return Welcome(version=__version__, api="/api/v1", docs="/docs", openapi="/openapi.json", ready="/readyz")

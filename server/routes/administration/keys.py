@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from dcp.server.catalog import audit
 from dcp.server.http.dependencies import Caller, Db, ServiceDep, requires
+from dcp.server.http.routers import api_router
 from dcp.server.problems import NotFoundError, UnprocessableError
 from dcp.server.schemas.administration.keys import KeyAnswer, KeyList, NewKey, NewKeyAnswer
 from dcp.server.schemas.common import IdPath, problems
@@ -13,7 +14,7 @@ from dcp.server.security import keys
 
 __all__ = ["router"]
 
-router = APIRouter(prefix="/keys", tags=["keys"], dependencies=[requires("admin", all_roots=True)])
+router = api_router("/keys", tags=["keys"], dependencies=[requires("admin", all_roots=True)])
 
 
 @router.get("")

@@ -7,13 +7,14 @@ from typing import cast
 from fastapi import APIRouter, Request, Response
 
 from dcp.server.http.dependencies import ServiceDep, public
+from dcp.server.http.routers import operation_id
 from dcp.server.monitoring import CONTENT_TYPE, Monitoring
 from dcp.server.problems import ForbiddenError, UnauthorizedError
 from dcp.server.security.principal import Principal
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["monitoring"])
+router = APIRouter(tags=["monitoring"], generate_unique_id_function=operation_id)
 
 
 # Public to the walk over all routes, because a setting decides: the check is the first thing it does.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+from fastapi import Response
 from sqlalchemy import Connection
 
 from dcp.manager.cleanup.retention import Retention
@@ -21,6 +21,7 @@ from dcp.server.http.dependencies import (
     requires,
 )
 from dcp.server.http.idempotent_transaction import IdempotentDep
+from dcp.server.http.routers import api_router
 from dcp.server.jobs.kinds.retention import RetentionParams
 from dcp.server.problems import ForbiddenError, NotFoundError
 from dcp.server.retention import policies
@@ -43,7 +44,7 @@ from dcp.server.schemas.jobs import JobAnswer
 
 __all__ = ["router"]
 
-router = APIRouter(prefix="/retention", tags=["retention"])
+router = api_router("/retention", tags=["retention"])
 
 _CURSOR = "retention"
 _MAX_RUNS = 50

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fastapi import APIRouter, Response
+from fastapi import Response
 from sqlalchemy import Connection
 
 from dcp.server.automation import rules
@@ -14,13 +14,14 @@ from dcp.server.catalog.cursors import decode_cursor, encode_cursor
 from dcp.server.http.context import Service
 from dcp.server.http.dependencies import Author, IfMatch, Page, ServiceDep, Writer, requires
 from dcp.server.http.idempotent_transaction import IdempotentDep
+from dcp.server.http.routers import api_router
 from dcp.server.problems import UnprocessableError
 from dcp.server.schemas.administration.rules import RuleAnswer, RuleChange, RulePage, RuleRequest
 from dcp.server.schemas.common import IdPath, problems
 
 __all__ = ["router"]
 
-router = APIRouter(prefix="/rules", tags=["rules"], dependencies=[requires("admin", all_roots=True)])
+router = api_router("/rules", tags=["rules"], dependencies=[requires("admin", all_roots=True)])
 
 _CURSOR = "rules"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from sqlalchemy import Connection
 
 from dcp.server.catalog import audit
@@ -13,6 +13,7 @@ from dcp.server.catalog.cursors import decode_cursor, encode_cursor
 from dcp.server.http.context import Service
 from dcp.server.http.dependencies import Author, Caller, IfMatch, Page, ServiceDep, Writer, requires
 from dcp.server.http.idempotent_transaction import IdempotentDep
+from dcp.server.http.routers import api_router
 from dcp.server.problems import ConflictError, ForbiddenError, UnprocessableError
 from dcp.server.schemas.administration.webhooks import (
     DeliveryAnswer,
@@ -34,7 +35,7 @@ from dcp.server.webhooks.sealing import Sealer
 
 __all__ = ["router"]
 
-router = APIRouter(prefix="/webhooks", tags=["webhooks"], dependencies=[requires("admin")])
+router = api_router("/webhooks", tags=["webhooks"], dependencies=[requires("admin")])
 
 _USUAL = (400, 401, 403, 421, 422, 429, 503)
 _CURSOR = "webhooks"

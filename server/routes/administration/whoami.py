@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
-
 from dcp.server.http.dependencies import Caller, Db, requires
+from dcp.server.http.routers import api_router
 from dcp.server.schemas.administration.keys import WhoamiAnswer
 from dcp.server.security.keys import whoami
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["keys"], dependencies=[requires("read")])
+router = api_router(tags=["keys"], dependencies=[requires("read")])
 
 
 @router.get("/whoami")

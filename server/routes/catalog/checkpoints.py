@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import Header, Query, Request, Response
 from sqlalchemy import Connection
 
 from dcp.server.catalog.details import get_checkpoint as find_checkpoint
@@ -12,6 +12,7 @@ from dcp.server.catalog.queries import listing
 from dcp.server.catalog.queries.known import check_filter, notes_of
 from dcp.server.http.dependencies import Caller, Db, ServiceDep, requires
 from dcp.server.http.idempotent_transaction import IdempotentDep
+from dcp.server.http.routers import api_router
 from dcp.server.scanning.registering import observe
 from dcp.server.schemas.checkpoints import (
     CheckpointAnswer,
@@ -26,7 +27,7 @@ from dcp.server.security.redaction import redact
 
 __all__ = ["router"]
 
-router = APIRouter(prefix="/checkpoints", tags=["checkpoints"])
+router = api_router("/checkpoints", tags=["checkpoints"])
 
 _REGISTERED: dict[int | str, dict[str, Any]] = {
     200: {"model": RegisteredAnswer, "description": "It was known."},

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Response
+from fastapi import Query, Response
 from sqlalchemy import Connection
 
 from dcp.server.catalog.details import CheckpointDetail, get_checkpoint
 from dcp.server.http.context import Service
 from dcp.server.http.dependencies import Author, IfMatch, ServiceDep, Writer, requires
 from dcp.server.http.idempotent_transaction import IdempotentDep
+from dcp.server.http.routers import api_router
 from dcp.server.jobs.kinds.shared import deletion
 from dcp.server.problems import ForbiddenError
 from dcp.server.schemas.checkpoints import CheckpointDetailAnswer
@@ -18,7 +19,7 @@ from dcp.server.schemas.common import IdPath, problems
 
 __all__ = ["router"]
 
-router = APIRouter(prefix="/checkpoints", tags=["deletion"])
+router = api_router("/checkpoints", tags=["deletion"])
 
 _MAX_GRACE_SECONDS = 3660 * 86_400.0
 

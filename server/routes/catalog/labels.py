@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fastapi import APIRouter, Response
+from fastapi import Response
 from sqlalchemy import Connection
 
 from dcp.server.catalog.details import CheckpointDetail
@@ -17,13 +17,14 @@ from dcp.server.catalog.labelling import aliases, labels
 from dcp.server.catalog.labelling.labels import Change
 from dcp.server.catalog.runs import get_run
 from dcp.server.http.dependencies import Author, Caller, Db, IfMatch, requires
+from dcp.server.http.routers import api_router
 from dcp.server.schemas.checkpoints import CheckpointDetailAnswer
 from dcp.server.schemas.common import IdPath, NamePath, problems
 from dcp.server.schemas.labels import AliasAnswer, AliasChange, AliasList, MetricsChange
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["labels"])
+router = api_router(tags=["labels"])
 
 _CHECKPOINT = "/checkpoints/{checkpoint_id}"
 _ALIAS = "/runs/{run_id}/aliases/{name:path}"

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
-
 from dcp.server.catalog.labelling.lineage import lineage_of
 from dcp.server.http.dependencies import Caller, Db, requires
+from dcp.server.http.routers import api_router
 from dcp.server.schemas.common import IdPath, problems
 from dcp.server.schemas.lineage import LineageAnswer
 
 __all__ = ["router"]
 
-router = APIRouter(prefix="/checkpoints/{checkpoint_id}", tags=["checkpoints"])
+router = api_router("/checkpoints/{checkpoint_id}", tags=["checkpoints"])
 
 
 @router.get("/lineage", dependencies=[requires("read")], responses=problems(404))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path
+from fastapi import Path
 
 from dcp.server.catalog.roots import RootRow, list_roots, root_row
 from dcp.server.http.context import Service
 from dcp.server.http.dependencies import Caller, ServiceDep, check_visible, requires
+from dcp.server.http.routers import api_router
 from dcp.server.schemas.common import problems
 from dcp.server.schemas.roots import RootAnswer, RootList
 from dcp.server.security.principal import Principal
@@ -16,7 +17,7 @@ from dcp.server.security.redaction import redact
 
 __all__ = ["RootName", "router"]
 
-router = APIRouter(prefix="/roots", tags=["roots"])
+router = api_router("/roots", tags=["roots"])
 
 RootName = Annotated[str, Path(min_length=1, max_length=63, pattern=r"^[a-z0-9][a-z0-9._-]*$")]
 

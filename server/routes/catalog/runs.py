@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 
 from dcp.server.catalog import runs
 from dcp.server.catalog.labelling.series import metric_series
@@ -12,6 +12,7 @@ from dcp.server.catalog.queries.filters import CheckpointFilter, Sort
 from dcp.server.catalog.queries.known import check_filter, check_root, notes_of
 from dcp.server.catalog.queries.timeline import run_timeline
 from dcp.server.http.dependencies import Caller, Db, requires
+from dcp.server.http.routers import api_router
 from dcp.server.retention.totals import tensor_bytes
 from dcp.server.schemas.administration.retention import TensorBytesAnswer
 from dcp.server.schemas.common import IdPath, problems
@@ -22,7 +23,7 @@ from dcp.steps.parts import OPTIMIZER
 
 __all__ = ["router"]
 
-router = APIRouter(prefix="/runs", tags=["runs"])
+router = api_router("/runs", tags=["runs"])
 
 
 @router.get("", dependencies=[requires("read")])

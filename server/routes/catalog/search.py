@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Response
+from fastapi import Query, Response
 
 from dcp.server.catalog.queries.facets import checkpoint_facets
 from dcp.server.catalog.queries.filters import Sort
@@ -15,6 +15,7 @@ from dcp.server.catalog.queries.known import check_filter
 from dcp.server.catalog.queries.lookup import CheckpointName, find_checkpoint
 from dcp.server.catalog.queries.search import search
 from dcp.server.http.dependencies import Caller, Db, ServiceDep, requires
+from dcp.server.http.routers import api_router
 from dcp.server.problems import UnprocessableError
 from dcp.server.scanning.registering import place_of
 from dcp.server.schemas.checkpoints import CheckpointDetailAnswer
@@ -24,7 +25,7 @@ from dcp.server.schemas.search import FacetsAnswer, SearchAnswer
 
 __all__ = ["router"]
 
-router = APIRouter(dependencies=[requires("read")])
+router = api_router(dependencies=[requires("read")])
 
 
 @router.get("/search", name="search", tags=["search"])

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 
 from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
 from dcp.server.catalog.name_patterns import check_pattern
 from dcp.server.catalog.values import clean_text
 from dcp.server.data.access import DataAccess, DataDep
 from dcp.server.http.dependencies import Caller, Page, requires
+from dcp.server.http.routers import api_router
 from dcp.server.inputs import MAX_ID
 from dcp.server.problems import NotFoundError
 from dcp.server.records.contents import Basis, DifferenceKind, DifferenceOrder
@@ -21,7 +22,7 @@ from dcp.server.security.principal import Principal
 
 __all__ = ["router"]
 
-router = APIRouter(prefix="/checkpoints/{checkpoint_id}", tags=["data"], dependencies=[requires("read")])
+router = api_router("/checkpoints/{checkpoint_id}", tags=["data"], dependencies=[requires("read")])
 
 _MAX_OBJECTS = 500
 _BASIS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from fastapi import Depends, Path, Query, Request, Response
 from fastapi.responses import RedirectResponse
 from pydantic import StringConstraints
 
@@ -30,12 +30,13 @@ from dcp.server.data.sending.responses import (
 )
 from dcp.server.formats import DownloadFormat
 from dcp.server.http.dependencies import Caller, requires
+from dcp.server.http.routers import api_router
 from dcp.server.schemas.common import IdPath, problems
 from dcp.server.schemas.contents.data import FileAnswer, FileList, binary
 
 __all__ = ["DATA_PROBLEMS", "router"]
 
-router = APIRouter(prefix="/checkpoints/{checkpoint_id}", tags=["data"], dependencies=[requires("read")])
+router = api_router("/checkpoints/{checkpoint_id}", tags=["data"], dependencies=[requires("read")])
 
 DATA_PROBLEMS = (400, 401, 403, 404, 409, 410, 421, 422, 429, 503)
 _FORMAT = "torch is for torch.load(weights_only=True), unless numpy arrays or the like are among the values."

@@ -6,13 +6,14 @@ import sys
 from dataclasses import replace
 from typing import Annotated, Any, get_args
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import Query, Request, Response
 
 from dcp.server.data.access import DataDep
 from dcp.server.data.opening import OpenCheckpoint, OpenChunks
 from dcp.server.data.sending.responses import is_unchanged, not_modified
 from dcp.server.data.slices import parse_slices
 from dcp.server.http.dependencies import Caller, requires
+from dcp.server.http.routers import api_router
 from dcp.server.routes.data.tensors import Fqn
 from dcp.server.schemas.common import IdPath, problems
 from dcp.server.schemas.contents.drawings import (
@@ -26,7 +27,7 @@ from dcp.server.schemas.contents.drawings import (
 
 __all__ = ["router"]
 
-router = APIRouter(prefix="/checkpoints/{checkpoint_id}", tags=["data"], dependencies=[requires("read")])
+router = api_router("/checkpoints/{checkpoint_id}", tags=["data"], dependencies=[requires("read")])
 
 _PROBLEMS = problems(400, 401, 403, 404, 409, 410, 412, 421, 422, 429, 503)
 _RESPONSES: dict[int | str, dict[str, Any]] = {

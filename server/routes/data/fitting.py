@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import Depends, Query
 
 from dcp.server.catalog.errors import StateError
 from dcp.server.catalog.values import clean_text
@@ -14,6 +14,7 @@ from dcp.server.data.access import DataAccess, DataDep, Readable
 from dcp.server.data.fitting.maps import MapChoice
 from dcp.server.http.context import Service
 from dcp.server.http.dependencies import Caller, Db, ServiceDep, requires
+from dcp.server.http.routers import api_router
 from dcp.server.inputs import MAX_ID
 from dcp.server.jobs import ledger
 from dcp.server.problems import UnprocessableError
@@ -26,7 +27,7 @@ from dcp.server.security.redaction import redact
 
 __all__ = ["check_document", "router"]
 
-router = APIRouter(prefix="/checkpoints/{checkpoint_id}", tags=["data"], dependencies=[requires("read")])
+router = api_router("/checkpoints/{checkpoint_id}", tags=["data"], dependencies=[requires("read")])
 
 _PROBLEMS = problems(400, 401, 403, 404, 409, 410, 413, 421, 422, 429, 503)
 _Number = Annotated[int | None, Query(ge=1, le=MAX_ID)]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from itertools import islice
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 
 from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
 from dcp.server.data.access import DataDep
 from dcp.server.http.dependencies import Caller, Page, requires
+from dcp.server.http.routers import api_router
 from dcp.server.schemas.common import IdPath, problems
 from dcp.server.schemas.contents.data import (
     RankShareAnswer,
@@ -23,9 +24,7 @@ from dcp.server.schemas.contents.drawings import StoredChunksQuery
 
 __all__ = ["router"]
 
-router = APIRouter(
-    prefix="/checkpoints/{checkpoint_id}/shards", tags=["data"], dependencies=[requires("read")]
-)
+router = api_router("/checkpoints/{checkpoint_id}/shards", tags=["data"], dependencies=[requires("read")])
 
 _PROBLEMS = problems(400, 401, 403, 404, 409, 410, 421, 422, 429, 503)
 _PAGE_CHUNKS = 20_000

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+from fastapi import Response
 
 from dcp.server.catalog.contents.verifications import get_statistics as find_statistics
 from dcp.server.catalog.contents.verifications import statistics_tensors
 from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
 from dcp.server.http.dependencies import Author, Caller, Db, Page, ServiceDep, requires
 from dcp.server.http.idempotent_transaction import IdempotentDep
+from dcp.server.http.routers import api_router
 from dcp.server.jobs.kinds.stats import StatsParams
 from dcp.server.problems import NotFoundError
 from dcp.server.routes.jobs.submitting import submit_kind
@@ -18,7 +19,7 @@ from dcp.server.schemas.jobs import JobAnswer
 
 __all__ = ["router"]
 
-router = APIRouter(prefix="/checkpoints/{checkpoint_id}", tags=["data"], dependencies=[requires("read")])
+router = api_router("/checkpoints/{checkpoint_id}", tags=["data"], dependencies=[requires("read")])
 
 
 @router.get("/statistics", responses=problems(404))

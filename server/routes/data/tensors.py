@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import Depends, Query, Request, Response
 
 from dcp.server.catalog.contents.tensors import tensors_page, tree_level
 from dcp.server.data.access import DataDep
@@ -17,15 +17,14 @@ from dcp.server.data.sending.responses import (
 )
 from dcp.server.data.slices import TensorFormat, parse_slices
 from dcp.server.http.dependencies import Caller, Db, Page, requires
+from dcp.server.http.routers import api_router
 from dcp.server.problems import UnprocessableError
 from dcp.server.schemas.common import IdPath, problems
 from dcp.server.schemas.contents.data import TensorAnswer, TensorPage, TreeNodeAnswer, TreePageAnswer, binary
 
 __all__ = ["router"]
 
-router = APIRouter(
-    prefix="/checkpoints/{checkpoint_id}/tensors", tags=["data"], dependencies=[requires("read")]
-)
+router = api_router("/checkpoints/{checkpoint_id}/tensors", tags=["data"], dependencies=[requires("read")])
 
 _USUAL = (400, 401, 403, 404, 421, 422, 429, 503)
 _MAX_NAME = 4096

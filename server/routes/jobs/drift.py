@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+from fastapi import Response
 
 from dcp.server.catalog.runs import get_run
 from dcp.server.http.dependencies import Author, Caller, Db, ServiceDep, requires
 from dcp.server.http.idempotent_transaction import IdempotentDep
+from dcp.server.http.routers import api_router
 from dcp.server.jobs.kinds.drift import DriftParams
 from dcp.server.jobs.ledger import latest_success
 from dcp.server.problems import NotFoundError
@@ -17,7 +18,7 @@ from dcp.server.schemas.jobs import JobAnswer
 
 __all__ = ["router"]
 
-router = APIRouter(prefix="/runs/{run_id}", tags=["runs"], dependencies=[requires("read")])
+router = api_router("/runs/{run_id}", tags=["runs"], dependencies=[requires("read")])
 
 
 @router.get("/drift", responses=problems(404))

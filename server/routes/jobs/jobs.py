@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Query, Request, Response
+from fastapi import Body, Query, Request, Response
 from sqlalchemy import Connection
 
 from dcp.server.catalog import audit
@@ -14,6 +14,7 @@ from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
 from dcp.server.catalog.queries.known import check_root
 from dcp.server.http.dependencies import Author, Caller, Db, Page, ServiceDep, Writer, requires
 from dcp.server.http.idempotent_transaction import IdempotentDep
+from dcp.server.http.routers import api_router
 from dcp.server.inputs import MAX_ID, Name
 from dcp.server.jobs import ledger
 from dcp.server.jobs.kinds import KINDS
@@ -37,7 +38,7 @@ from dcp.server.security.principal import SYSTEM, Principal, Scope
 
 __all__ = ["router"]
 
-router = APIRouter(prefix="/jobs", tags=["jobs"])
+router = api_router("/jobs", tags=["jobs"])
 
 # What a job may do depends on its kind, and so does who may submit, cancel and retry it: see `_check_scope`.
 _BY_KIND = requires("read")

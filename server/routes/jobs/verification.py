@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Response
+from fastapi import Query, Response
 
 from dcp.server.catalog.contents.verifications import list_verifications as find_verifications
 from dcp.server.catalog.details import get_checkpoint
 from dcp.server.http.dependencies import Author, Caller, Db, ServiceDep, requires
 from dcp.server.http.idempotent_transaction import IdempotentDep
+from dcp.server.http.routers import api_router
 from dcp.server.jobs.kinds.verify import VerifyParams
 from dcp.server.routes.jobs.submitting import submit_kind
 from dcp.server.schemas.common import IdPath, problems
@@ -18,7 +19,7 @@ from dcp.server.schemas.jobs import JobAnswer
 
 __all__ = ["router"]
 
-router = APIRouter(prefix="/checkpoints/{checkpoint_id}", tags=["data"])
+router = api_router("/checkpoints/{checkpoint_id}", tags=["data"])
 
 
 @router.get("/verifications", dependencies=[requires("read")], responses=problems(404))
