@@ -186,6 +186,7 @@ def look(scenario: Scenario, folder: Path, step: str, killed: bool) -> Crash:
 
 
 COMBINED = (
+    "first",
     "first, no fsync",
     "first, two files",
     "overwrite, file per tensor",
@@ -195,8 +196,9 @@ COMBINED = (
     "bare over stock",
     "overwrite, through a map",
 )
-"""What each of them combines, others have; and the commit of one kind over another is interrupted at every
-operation by tests/storage/test_commit_interleavings.py."""
+"""What each of them combines, others have, and a large first save takes all steps of a small one. The
+commit of one kind over another is interrupted at every operation by
+tests/storage/test_commit_interleavings.py."""
 
 
 @pytest.fixture(

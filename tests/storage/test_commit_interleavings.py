@@ -276,8 +276,9 @@ def two_switches(scene: Scene, stage: type[Stage] = Stage) -> Iterator[list[tupl
             yield [(first, before), (second, during), (first, 99)]
 
 
-LONG = ("create, create bare", "overwrite, overwrite bare", "overwrite bare with both")
-"""They have the most plans; `test_three_writers_in_any_order` draws from their like."""
+LONG = ("create, create bare", "overwrite, overwrite bare", "overwrite bare with both", "overwrite stock")
+"""They have the most plans; `test_three_writers_in_any_order` and `test_a_writer_is_killed_beside_another`
+draw from their like."""
 
 
 @pytest.mark.parametrize(

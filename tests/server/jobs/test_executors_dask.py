@@ -253,6 +253,8 @@ def test_a_result_that_cannot_be_fetched_ends_its_task(
     try:
         for number, future in enumerate((stopped, cancelled)):
             lost = Begun(executor, tmp_path, 1 + number, "wait:never")
+            remote: Any = lost.running
+            until(lambda remote=remote: remote.future is not None, "that it is handed over")  # type: ignore[misc]
             executor._done(lost.running, future)  # type: ignore[arg-type]  # that of the cluster
             error = lost.outcome().error
             assert error is not None and (error.type, error.is_retryable) == ("DaskError", True)

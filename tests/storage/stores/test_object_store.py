@@ -98,9 +98,12 @@ def test_conditions_are_tried_once_for_all_stores(
     assert sorted(raw.list(store.url)) == ["a", "b"]
 
 
-def test_a_manifest_of_many_parts_is_published_under_its_condition(store: FsspecStore) -> None:
-    """Above 64 MiB it is uploaded in parts, and still created, replaced and refused as a whole."""
-    data = pattern_bytes(65 * _MIB)
+def test_a_manifest_of_many_parts_is_published_under_its_condition(
+    store: FsspecStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large one is uploaded in parts, and still created, replaced and refused as a whole."""
+    monkeypatch.setattr("dcp.storage.stores.objects.store._WHOLE_PUT_BYTES", 16 * _MIB)
+    data = pattern_bytes(17 * _MIB)
     version = store.publish("m", data, durable=True, expected=None)
     assert store.version("m") == version
     with pytest.raises(CheckpointConflictError):

@@ -69,7 +69,7 @@ def _check(options: dict[str, object], *words: str) -> None:
             assert word in str(failed.value)
 
 
-@pytest.mark.parametrize("status", [301, 307])
+@pytest.mark.parametrize("status", [pytest.param(301, marks=pytest.mark.exhaustive), 307])
 def test_a_redirection_that_does_not_say_where(status: int) -> None:
     """botocore asks for the region, and is redirected again; that is no recursion of ours, nor patience."""
     with _elsewhere(status, "PermanentRedirect") as options:
