@@ -10,6 +10,7 @@ from typing import Any
 
 import typer
 from typer.core import TyperGroup
+from typer.models import CommandInfo, TyperInfo
 
 from dcp.cli.common import nobody_reads
 
@@ -17,16 +18,46 @@ __all__ = ["Application", "Commands"]
 
 
 class Application(typer.Typer):
-    """Makes the one command that is called: to make all of them takes as long as many a command does."""
+    """Makes what a call needs: to make all commands with all their options takes as long as many a command
+    does."""
 
     def __call__(self, args: Sequence[str] | None = None, **options: Any) -> Any:
-        """As of `typer.Typer`; where ``args`` begin with no command's name all are there, to be listed."""
-        name = next(iter(sys.argv[1:] if args is None else args), None)
+        """As of `typer.Typer`: of the one command that is called, or of the list in the help."""
+        given = list(sys.argv[1:] if args is None else args)
+        if given and not given[0].startswith("-"):
+            own = self._called(given[0]) or self
+        else:  # a shell that completes has its words elsewhere
+            own = self._listed() if given[:1] == ["--help"] else self
+        return typer.Typer.__call__(own, args=args, **options)
+
+    def _called(self, name: str) -> typer.Typer | None:
         own = copy.copy(self)
         own.registered_commands = [one for one in self.registered_commands if one.name == name]
         own.registered_groups = [one for one in self.registered_groups if one.name == name]
-        is_there = own.registered_commands or own.registered_groups
-        return typer.Typer.__call__(own if is_there else self, args=args, **options)
+        return own if own.registered_commands or own.registered_groups else None
+
+    def _listed(self) -> typer.Typer:
+        own = copy.copy(self)
+        own.registered_commands = [_without_options(one) for one in self.registered_commands]
+        own.registered_groups = [_without_commands(one) for one in self.registered_groups]
+        return own
+
+
+def _without_options(one: CommandInfo) -> CommandInfo:
+    def nothing() -> None: ...
+
+    nothing.__doc__ = one.callback and one.callback.__doc__
+    bare = copy.copy(one)
+    bare.callback = nothing
+    return bare
+
+
+def _without_commands(one: TyperInfo) -> TyperInfo:
+    bare = copy.copy(one)
+    bare.typer_instance = copy.copy(one.typer_instance)
+    if bare.typer_instance is not None:
+        bare.typer_instance.registered_commands = []
+    return bare
 
 
 class Commands(TyperGroup):

@@ -12,9 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import typer.main
 from safetensors.torch import save_file
 
 import dcp
+from dcp.cli.app import app
 from dcp.cli.common import describe_bytes, describe_time, print_json
 from dcp.inspection.checkpoints import list_checkpoints
 from dcp.inspection.entries import module_tree, tensor_rows
@@ -263,6 +265,17 @@ def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
     assert wrong.status == 2
     assert "Usage: dcp" in wrong.err
     assert "Traceback" not in wrong.err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["map", "--help"], ["convert", "--help"]])
+def test_help_is_as_if_all_commands_were_made(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Commands and options that a call does not need are left out of the making, not of what is printed."""
+    with pytest.raises(SystemExit) as ended:
+        typer.main.get_command(app)(args=arguments, prog_name="dcp")
+    assert ended.value.code == 0
+    assert run(*arguments).out == capsys.readouterr().out
 
 
 def test_a_scheme_without_a_store_fails_clearly() -> None:
