@@ -70,7 +70,7 @@ def test_peak_memory_of_a_merge(tmp_path: Path, adapter: bool) -> None:
         named = {f"base_model.model.m.lora_{name}.weight": value for name, value in factors.items()}
         save_file(named, folder / "adapter_model.safetensors")
         sources, adapters = sources[:1], [str(folder)]
-    program = _PROGRAM.replace("conversion.run import convert", "conversion.merging.run import merge")
+    program = _PROGRAM.replace("conversion.run import convert", "conversion.merge import merge")
     call = f"merge({sources!r}, target, to=to, adapters={adapters!r}, accumulate='float64'"
     program = program.replace("convert(source, target, to=to", call)
     command = [sys.executable, "-c", program, "", str(tmp_path / "out"), "dcp", "1"]
@@ -98,7 +98,7 @@ def test_peak_memory_of_a_merge_of_many_tensors(tmp_path: Path, to: str) -> None
     for number in range(1, 4):
         (tmp_path / f"{number}.safetensors").hardlink_to(tmp_path / "0.safetensors")
     sources = [str(tmp_path / f"{number}.safetensors") for number in range(4)]
-    program = _PROGRAM.replace("conversion.run import convert", "conversion.merging.run import merge")
+    program = _PROGRAM.replace("conversion.run import convert", "conversion.merge import merge")
     program = program.replace("convert(source, target, to=to", f"merge({sources!r}, target, to=to")
     program = program.replace("own + 2 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss", "own")
     target = tmp_path / ("out" if to == "dcp" else "out.safetensors")
