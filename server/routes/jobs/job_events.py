@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, cast
 
 import anyio
 from fastapi import Header, Request
+from pydantic import BeforeValidator, Field
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -35,9 +36,16 @@ _MAX_STREAM_SECONDS: Final = 3600.0
 _MAX_STREAMS: Final = 256
 _MAX_STREAMS_EACH: Final = 32
 
+
+def _digits(text: str) -> str:
+    if not (text.isascii() and text.isdecimal()):  # pydantic takes "+0.0" and "1_000"
+        raise ValueError("an event's id has digits only")
+    return text
+
+
 LastEventId = Annotated[
-    int | None,
-    Header(alias="Last-Event-ID", ge=0, le=MAX_ID, description="Of the last event that was seen."),
+    Annotated[int, Field(ge=0, le=MAX_ID), BeforeValidator(_digits)] | None,
+    Header(alias="Last-Event-ID", description="Of the last event that was seen."),
 ]
 
 

@@ -302,6 +302,14 @@ def test_events_are_followed_to_the_end(app: App) -> None:
     assert found[-1]["event"] == "end" and json.loads(found[-1]["data"]) == {"state": "succeeded"}
 
 
+@pytest.mark.parametrize("last", ["+0.0", "-1", "1_0", "1.0", "\u0661", "x", ""])
+def test_what_is_no_events_id_is_refused(app: App, last: str) -> None:
+    """Also spellings of a number that no event is sent with."""
+    client, headers = app.client("read"), {b"Last-Event-ID": last.encode()}
+    for stream in (f"{JOBS}/events", f"{JOBS}/{submit(app)}/events"):
+        assert client.get(stream, headers=headers).status_code == 422
+
+
 def test_one_stream_has_the_events_of_all_jobs(app: App) -> None:
     """From now on, or behind an event, of jobs that the key may see; own scans if they are asked for."""
     before = submit(app)
