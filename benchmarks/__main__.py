@@ -377,7 +377,7 @@ def _terminated(signal_number: int, frame: FrameType | None) -> NoReturn:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 2 wrong options or no space, 3 a rank failed, 130 interrupted."""
     options = _parse(arguments)
-    signal.signal(signal.SIGTERM, _terminated)
+    before = signal.signal(signal.SIGTERM, _terminated)
     try:
         with tempfile.TemporaryDirectory(prefix="dcp-bench-", dir=options.tmp) as name:
             folder = Path(name)
@@ -396,6 +396,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; the checkpoints are removed", file=sys.stderr)
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
 
 

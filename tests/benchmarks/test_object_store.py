@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,7 +80,9 @@ def test_the_whole_workload_on_a_server_of_its_own(tmp_path: Path, capfd: pytest
     work = tmp_path / "work"
     work.mkdir()
     folders = ["--out", str(tmp_path / "out"), "--tmp", str(work)]
+    before = signal.getsignal(signal.SIGTERM)
     assert main(["--only", "s3", "--scale", "0.001", "--rounds", "1", *folders]) == 0, capfd.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before
     document = json.loads((tmp_path / "out" / "benchmarks.json").read_text())
     rows = {(row["workload"], row["operation"], row["ranks"]): row for row in document["rows"]}
     assert {("W1", SAVE, 1), ("W1", LOAD, 1), ("W2", SAVE, 1), ("W2", LOAD, 1)} <= rows.keys()
