@@ -8,11 +8,11 @@ service or the formats does not pay for torch.
 import warnings
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 from dcp.calls.torch_names import MODULES as _MODULES_OF_TORCH
 from dcp.calls.torch_names import find_modules as _find_modules
 
+TYPE_CHECKING = False  # type checkers know the name; `typing` would be most of what `import dcp` takes
 if TYPE_CHECKING:
     from dcp._fsspec_filesystem import FsspecReader as FsspecReader
     from dcp._fsspec_filesystem import FsspecWriter as FsspecWriter

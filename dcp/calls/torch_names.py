@@ -7,10 +7,13 @@ too gets what it lacks by `names_of`; one that we do not have is torch's module 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+
+TYPE_CHECKING = False  # every `import dcp` would pay for `typing`
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _TORCH = "torch.distributed.checkpoint"
 MODULES = frozenset(
