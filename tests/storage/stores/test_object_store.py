@@ -24,7 +24,7 @@ from dcp.storage.stores.objects.options import ObjectOptions
 from dcp.storage.stores.objects.requests import Requests, ServiceError
 from dcp.storage.stores.objects.s3.errors import request_error
 from dcp.storage.stores.objects.s3.service import S3Client
-from dcp.storage.stores.objects.store import FsspecStore
+from dcp.storage.stores.objects.store import _WHOLE_PUT_BYTES, FsspecStore
 from dcp.storage.stores.objects.writing import part_bytes_for
 from tests.support.s3 import RawS3, raw_s3
 
@@ -98,12 +98,13 @@ def test_conditions_are_tried_once_for_all_stores(
     assert sorted(raw.list(store.url)) == ["a", "b"]
 
 
+@pytest.mark.parametrize("limit", [16 * _MIB, pytest.param(_WHOLE_PUT_BYTES, marks=pytest.mark.exhaustive)])
 def test_a_manifest_of_many_parts_is_published_under_its_condition(
-    store: FsspecStore, monkeypatch: pytest.MonkeyPatch
+    store: FsspecStore, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
     """A large one is uploaded in parts, and still created, replaced and refused as a whole."""
-    monkeypatch.setattr("dcp.storage.stores.objects.store._WHOLE_PUT_BYTES", 16 * _MIB)
-    data = pattern_bytes(17 * _MIB)
+    monkeypatch.setattr("dcp.storage.stores.objects.store._WHOLE_PUT_BYTES", limit)
+    data = pattern_bytes(limit + _MIB)
     version = store.publish("m", data, durable=True, expected=None)
     assert store.version("m") == version
     with pytest.raises(CheckpointConflictError):
