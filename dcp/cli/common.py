@@ -219,7 +219,10 @@ def describe_bytes(count: int | None) -> str:
 
 
 def describe_time(seconds: float | None) -> str:
-    """Seconds since the epoch as local time; - where it is not known."""
+    """Seconds since the epoch as local time; - where it is not known, or in no year that a calendar has."""
     if seconds is None:
         return "-"
-    return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    try:
+        return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):
+        return "-"

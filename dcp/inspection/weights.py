@@ -43,6 +43,6 @@ def is_weight_file(store: Store, file: FileInfo) -> bool:
         return True
     try:
         begin, _ = store.read_start(file.name, BEGIN_BYTES)
+        return any(one.begins_so(begin) for one in formats())
     except CheckpointError:  # whoever opens it will tell
         return True
-    return any(one.begins_so(begin) for one in formats())

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from dcp.storage.errors import UnsupportedFormatError
+
 if TYPE_CHECKING:
     from dcp.storage.formats.index import CheckpointIndex
     from dcp.storage.stores.base import Store
@@ -107,5 +109,14 @@ class Format:
         return marks is not None and marks.fullmatch(name) is not None
 
     def begins_so(self, begin: bytes) -> bool:
-        """Whether a file that begins with these bytes is of this format."""
-        return self.begins is not None and self.begins(begin)
+        """Whether a file that begins with these bytes is of this format.
+
+        Raises UnsupportedFormatError, which names the format, where it fails to say.
+        """
+        try:
+            return self.begins is not None and self.begins(begin)
+        except Exception as error:  # whatever a format of others does
+            raise UnsupportedFormatError(
+                f"the format {self.name!r} cannot tell whether a file is of it: "
+                f"{type(error).__name__}: {error}. Mend its package, or uninstall it"
+            ) from error

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
@@ -150,10 +151,12 @@ def index_of_file(store: Store, name: str) -> CheckpointIndex:
 
 def _format_of_file(name: str, begin: bytes) -> Format:
     of_files = [one for one in by_precedence(formats()) if one.read_file is not None]
-    meant = [one for one in of_files if one.names_suffice and one.has_suffix(name)]
-    meant += [one for one in of_files if one.begins_so(begin)]
-    meant += [one for one in of_files if one.takes_the_rest]
-    return meant[0]
+    meant = chain(
+        (one for one in of_files if one.names_suffice and one.has_suffix(name)),
+        (one for one in of_files if one.begins_so(begin)),
+        (one for one in of_files if one.takes_the_rest),
+    )
+    return next(meant)  # no more are asked: one of others may fail
 
 
 @contextmanager

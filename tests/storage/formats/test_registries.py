@@ -92,6 +92,18 @@ def test_a_reader_with_a_fault_costs_its_own_checkpoints(read: Callable[..., Any
     }
 
 
+def test_a_format_that_fails_to_tell_costs_no_file_of_others(tmp_path: Path) -> None:
+    """Files whose names suffice are read; where only the begin could tell, the error names the format."""
+    registry.register_format(
+        Format(name="faulty", suffixes=(".odd",), names_suffice=False, begins=raising, read_file=raising)
+    )
+    (tmp_path / "a.odd").write_bytes(b"data")
+    (tmp_path / "b.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+    rows = {row.name: row.problem for row in list_checkpoints(tmp_path)}
+    assert "the format 'faulty' cannot tell" in (rows["a.odd"] or "")
+    assert dcp.open_index(tmp_path / "b.safetensors").format == "safetensors"
+
+
 def test_an_index_that_lies_is_refused_with_its_place(tmp_path: Path) -> None:
     """A folder's as a file's."""
 

@@ -9,7 +9,11 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
+from dcp.cli.app import app
+from dcp.cli.subcommands.conversion.options import target_format
 from dcp.storage import extensions
 from dcp.storage.errors import UnsupportedFormatError
 from dcp.storage.formats import registry
@@ -44,8 +48,12 @@ def test_a_package_that_is_broken_is_named_and_ours_are_written(
     registry._load_extensions.cache_clear()
     for name in ("dcp", "torch", "safetensors"):
         assert target_named(name)[1].name == name
+        assert target_format(name) == name
     with pytest.raises(UnsupportedFormatError, match="the entry point odd of the group"):
         formats()
+    with pytest.raises(typer.BadParameter, match="the entry point odd of the group"):
+        target_format("odd")
+    assert "--drop-objects" in CliRunner().invoke(app, ["convert", "--help"]).output
 
 
 def test_patterns_mean_the_same_among_others() -> None:

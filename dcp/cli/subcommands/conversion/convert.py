@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -57,9 +58,11 @@ class ConvertCommand(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """As of any command."""
-        for option in self.params:
-            if option.name == "to":
-                option.metavar = f"[{'|'.join(target_formats())}]"
+        with suppress(typer.BadParameter):  # help is there for whom a broken package is in the way, too
+            known = "|".join(target_formats())
+            for option in self.params:
+                if option.name == "to":
+                    option.metavar = f"[{known}]"
         super().format_help(ctx, formatter)
 
 

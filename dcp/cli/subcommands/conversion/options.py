@@ -13,6 +13,7 @@ import typer
 from dcp.cli.common import describe_bytes, printable, unwinding_on_sigterm
 from dcp.cli.progress import progress_bar
 from dcp.cli.tables import counted
+from dcp.storage.errors import CheckpointError, OptionError
 
 if TYPE_CHECKING:
     from dcp.conversion.report import ConversionReport
@@ -47,16 +48,26 @@ _MAX_LISTED = 5
 
 
 def target_formats() -> list[str]:
-    """The formats that can be written."""
+    """The formats that can be written. BadParameter where a package that has one cannot be imported."""
     from dcp.storage.formats.registry import target_names  # here, as it reads what is installed
 
-    return target_names()
+    try:
+        return target_names()
+    except CheckpointError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def target_format(name: str) -> str:
-    """One of the formats that can be written."""
-    if name not in target_formats():
-        raise typer.BadParameter(f"{name!r} is not one of {', '.join(map(repr, target_formats()))}.")
+    """One of the formats that can be written; for ours nothing is read of what is installed."""
+    from dcp.storage.formats.registry import target_named
+
+    try:
+        target_named(name)
+    except OptionError:
+        known = ", ".join(map(repr, target_formats()))
+        raise typer.BadParameter(f"{name!r} is not one of {known}.") from None
+    except CheckpointError as error:
+        raise typer.BadParameter(str(error)) from error
     return name
 
 
