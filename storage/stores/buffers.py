@@ -26,7 +26,7 @@ _RELEASE_GIL_BYTES: Final = 64 << 10
 class BounceBuffer:
     """One aligned block of memory. ``view`` is writable and as long as the pool's ``size_bytes``."""
 
-    __slots__ = ("generation", "view")
+    __slots__ = ("__weakref__", "generation", "view")
 
     def __init__(self, size_bytes: int, generation: int) -> None:
         # Private, not shared: after a fork the child's writes must not reach a file that the parent writes.
@@ -36,7 +36,10 @@ class BounceBuffer:
 
 
 class BufferPool:
-    """Keeps up to ``count`` buffers of ``size_bytes`` each. Thread-safe; starts afresh in a forked child."""
+    """Keeps up to ``count`` buffers of ``size_bytes`` each. Thread-safe; starts afresh in a forked child.
+
+    A buffer that an interrupted caller lost counts no more once it is garbage.
+    """
 
     def __init__(self, count: int = 4, size_bytes: int = 8 << 20) -> None:
         if count < 1 or size_bytes < ALIGNMENT_BYTES or size_bytes % ALIGNMENT_BYTES:
@@ -54,36 +57,31 @@ class BufferPool:
         # were out belong to handles of the parent.
         self._lock = threading.Lock()
         self._free: list[BounceBuffer] = []
-        self._out = 0
+        self._out: weakref.WeakSet[BounceBuffer] = weakref.WeakSet()
         self._generation += 1
 
     def try_take(self) -> BounceBuffer | None:
         """A buffer if fewer than ``count`` are out, else None: a second one, to overlap copy and write."""
         with self._lock:
-            if self._out >= self.count:
-                return None
-            self._out += 1
-            if self._free:
-                return self._free.pop()
-            generation = self._generation
-        return self._allocate(generation)
+            return None if len(self._out) >= self.count else self._hand_out()
 
     def take(self) -> BounceBuffer:
         """A buffer, beyond the bound if need be: for the first one, without which no progress is possible."""
         with self._lock:
-            self._out += 1
-            if self._free:
-                return self._free.pop()
-            generation = self._generation
-        return self._allocate(generation)
+            return self._hand_out()
+
+    def _hand_out(self) -> BounceBuffer:
+        buffer = self._free.pop() if self._free else self._allocate(self._generation)
+        self._out.add(buffer)
+        return buffer
 
     def give(self, buffer: BounceBuffer) -> None:
         """Return a buffer; one that is beyond the bound, or from before a fork, is let go."""
         with self._lock:
             if buffer.generation != self._generation:
                 return
-            self._out -= 1
-            if self._out + len(self._free) < self.count:
+            self._out.discard(buffer)
+            if len(self._out) + len(self._free) < self.count:
                 self._free.append(buffer)
 
     def _allocate(self, generation: int) -> BounceBuffer:

@@ -168,8 +168,12 @@ class PartsWriteHandle(_ObjectWriteHandle):
             self._reap()
 
     def _reap(self) -> None:
-        """Wait for the oldest part under way; raises what kept it from being stored."""
-        self._parts.append(result_of(self._sent.popleft()[0]))
+        """Wait for the oldest part under way; raises what kept it from being stored.
+
+        Until it has ended it stays among those under way, so that an interrupted wait leaves it to `abort`.
+        """
+        self._parts.append(result_of(self._sent[0][0]))
+        self._sent.popleft()
 
     def _send(self) -> None:
         """Hand the buffer on to a thread."""
