@@ -21,8 +21,10 @@ from dcp.server.http import documentation
 from dcp.server.http.access import check_routes
 from dcp.server.http.context import Service
 from dcp.server.http.handlers import install_handlers
+from dcp.server.http.large_bodies import LargeBodies
 from dcp.server.http.lifespan import lifespan
 from dcp.server.http.middleware.authentication import AuthenticationMiddleware
+from dcp.server.http.middleware.compression import CompressionMiddleware
 from dcp.server.http.middleware.hosts import HostMiddleware
 from dcp.server.http.middleware.idempotency import IdempotencyMiddleware
 from dcp.server.http.middleware.limits import LimitMiddleware
@@ -98,6 +100,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.time) ->
     )
     app.state.service = service
     app.state.paths = _paths()
+    app.state.large_bodies = LargeBodies()
     app.state.readiness = Readiness(service)
     install_handlers(app)
     pages.install(app)
@@ -116,6 +119,7 @@ def _middleware(service: Service) -> list[Middleware]:
     settings = service.settings
     stack = [
         Middleware(RequestMiddleware),
+        Middleware(CompressionMiddleware),
         Middleware(HostMiddleware, allowed=settings.allowed_hosts, is_keyless=settings.auth == "off"),
         Middleware(AuthenticationMiddleware, service=service),
         Middleware(LimitMiddleware, max_body_bytes=settings.max_body_bytes, seconds=settings.request_seconds),

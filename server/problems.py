@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 __all__ = [
     "BadRequestError",
+    "BrokenBodyError",
     "ConflictError",
     "ForbiddenError",
     "GoneError",
@@ -52,6 +53,11 @@ class ProblemError(Exception):
         if instance is not None:
             body["instance"] = instance
         return self.extra | body
+
+
+class BrokenBodyError(Exception):
+    """Ends a request whose answer has begun and cannot be completed, once the reason is in the log: the
+    server closes the connection, so that nobody takes a part for the whole."""
 
 
 class BadRequestError(ProblemError):

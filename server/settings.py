@@ -96,14 +96,15 @@ class Settings(BaseSettings):
     trusted_proxies: tuple[str, ...] = ()
     max_body_bytes: int = Field(default=8 << 20, ge=1024)
     request_seconds: Seconds = 60.0
-    max_downloads: int = Field(default=8, ge=1)
+    max_downloads: int = Field(default=8, ge=1)  # half of them for one key
+    min_download_bytes_per_second: int = Field(default=64 << 10, ge=0)
     shutdown_seconds: Seconds = 15.0
 
     # -- who may --
     auth: Literal["keys", "off"] = "off"
     metrics_need_key: bool = True
     rate_limit: str = "600/minute"  # by key, or by address without one
-    login_limit: str = "30/minute"  # of refused keys by address
+    login_limit: str = "30/minute"  # of refused keys, by prefix and address
     session_seconds: Seconds = 12 * 3600.0  # of a browser that is signed in with a key
 
     # -- jobs --
@@ -117,6 +118,7 @@ class Settings(BaseSettings):
     poll_seconds: Seconds = 0.5
     work_folder: Path | None = None  # for what cannot stream; the system's temporary folder
     delete_grace_seconds: float = Field(default=7 * 86_400.0, ge=0)
+    max_queued_jobs: int = Field(default=1000, ge=1)  # of one key
     keep_jobs_seconds: Seconds = 30 * 86_400.0
 
     # -- webhooks --

@@ -13,7 +13,7 @@ from dcp.server.catalog.cursors import decode_cursor, encode_cursor
 from dcp.server.catalog.values import clean_json, clean_text
 from dcp.server.database.tables import audit
 
-__all__ = ["AuditEntry", "AuditPage", "audit_page", "record"]
+__all__ = ["AuditEntry", "AuditPage", "audit_page", "last_removal", "record"]
 
 _CURSOR = "audit"
 
@@ -63,6 +63,20 @@ def record(
             address=None if address is None else clean_text(address)[:64],
         )
     )
+
+
+def last_removal(connection: Connection, checkpoint_id: int) -> AuditEntry | None:
+    """The entry of the last time that the checkpoint was deleted; None where the log has none any more."""
+    to = audit.c.detail["to"].as_string()
+    query = (
+        select(audit)
+        .where(audit.c.target == f"checkpoint:{checkpoint_id}")
+        .where(audit.c.action == "checkpoint.state", to == "deleted")
+        .order_by(audit.c.id.desc())
+        .limit(1)
+    )
+    row = connection.execute(query).one_or_none()
+    return None if row is None else AuditEntry(**row._mapping)
 
 
 def audit_page(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from sqlalchemy import Connection, Select, select, update
 
 from dcp.server.catalog.errors import ChangedError, MissingError
+from dcp.server.catalog.values import NONFINITE
 from dcp.server.database.records import shown_columns, values_of
 from dcp.server.database.tables import aliases, checkpoints, metadata, metrics, roots, runs, structures, tags
 from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail
+from dcp.steps.states import PARTIAL, partial_of
 
 __all__ = [
     "Checkpoint",
@@ -25,10 +27,16 @@ __all__ = [
 
 C = TypeVar("C", bound=Checkpoint)
 
+_NOTED_METRICS: Final = "noted_metrics"
+_NOTED_PARTS: Final = "noted_parts"
+"""What the user metadata say of metrics, which may not be finite, and of a partial save."""
+
 
 def row_columns(record: type[Checkpoint] = Checkpoint) -> list[Any]:
     """The columns of a `Checkpoint` but for its labels, of the tables that `joined` joins."""
-    return shown_columns(record, "checkpoints", metadata)
+    user = checkpoints.c.user_metadata
+    noted = user["metrics"].label(_NOTED_METRICS), user[PARTIAL].label(_NOTED_PARTS)
+    return [*shown_columns(record, "checkpoints", metadata), *noted]
 
 
 def joined(query: Select[Any]) -> Select[Any]:
@@ -68,7 +76,15 @@ def with_labels(connection: Connection, rows: Sequence[Mapping[Any, Any]]) -> li
 
 
 def _made(record: type[C], row: Mapping[Any, Any], labels: Mapping[str, Any]) -> C:
-    return record(**values_of(record, row), **labels, etag=f'"c{row["id"]}-{row["version"]}"')
+    noted = row[_NOTED_METRICS] if isinstance(row[_NOTED_METRICS], dict) else {}
+    missing = noted.keys() - labels["metrics"].keys()
+    return record(
+        **values_of(record, row),
+        **labels,
+        nonfinite_metrics={name: noted[name] for name in sorted(missing) if noted[name] in NONFINITE},
+        partial=partial_of({PARTIAL: row[_NOTED_PARTS]}),
+        etag=f'"c{row["id"]}-{row["version"]}"',
+    )
 
 
 def lock_checkpoint(

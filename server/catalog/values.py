@@ -16,6 +16,7 @@ from dcp.server.catalog.errors import InvalidQueryError
 
 __all__ = [
     "MAX_KEY_BYTES",
+    "NONFINITE",
     "check_key",
     "check_label",
     "clean_integer",
@@ -25,6 +26,8 @@ __all__ = [
 ]
 
 MAX_KEY_BYTES: Final = 1024
+NONFINITE: Final = ("nan", "inf", "-inf")
+"""Numbers that JSON does not have, as `clean_json` writes them."""
 _MAX_NAME_BYTES: Final = 1024
 _MAX_INTEGER: Final = (1 << 63) - 1
 _MAX_DEPTH: Final = 32

@@ -27,6 +27,10 @@ OnBytes = Callable[[int, int], None]
 _CONTENT_RANGE: Final = re.compile(r"bytes (?:([0-9]+)-([0-9]+)|\*)/([0-9]+)")
 _MAX_NOTE_BYTES: Final = 64 << 10
 _BUFFER_BYTES: Final = 1 << 20
+_NO_FOLDER_SYNC: Final = frozenset(
+    {errno.EACCES, errno.EBADF, errno.EINVAL, errno.EISDIR, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
+)
+"""As `dcp.storage.stores.posix.refusals` has it, which a client does without."""
 
 
 class Download:
@@ -168,14 +172,15 @@ class Download:
 
 def _sync_folder(folder: Path) -> None:
     """So that a name outlasts a power cut; some network file systems have no such call."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno not in _NO_FOLDER_SYNC:
             raise
-    finally:
-        os.close(descriptor)
 
 
 def _boot() -> str:

@@ -75,7 +75,8 @@ class DataAccess:
     def __init__(self, service: Service) -> None:
         self._service = service
         self.checkpoints = OpenCheckpoints()
-        self.streams = Streams(service.settings.max_downloads)
+        settings = service.settings
+        self.streams = Streams(settings.max_downloads, settings.min_download_bytes_per_second)
         self.plans = Plans()
         self._differences: SharedValues[str, ContentDifference]
         self._differences = SharedValues(count=_DIFFERENCES, kept_bytes=_DIFFERENCES_BYTES)

@@ -5,6 +5,7 @@ Nothing here reads a payload.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -14,6 +15,7 @@ from dcp.inspection.values.difference import TensorDifference, TensorFacts, diff
 from dcp.inspection.values.object_differences import ObjectDifference
 from dcp.inspection.values.tensor_differences import ValueDifference
 from dcp.inspection.values.tensor_reading import TensorReader
+from dcp.server.catalog.contents.layers import is_of_optimizer
 from dcp.server.data.opening import OpenCheckpoint
 from dcp.server.records.contents import Basis, DifferenceOrder
 from dcp.storage.formats.index import CheckpointIndex
@@ -73,10 +75,16 @@ def _most(amount: Callable[[ValueDifference], float | None]) -> Callable[[Tensor
     return key
 
 
-_ORDERS: Final[Mapping[str, Callable[[TensorDifference], float]]] = {
-    "relative_l2": _most(lambda values: values.relative_l2),
+def _distance(values: ValueDifference) -> float | None:
+    """What nobody can measure because nothing in it is finite has moved the most."""
+    return math.inf if values.relative_l2 is None and values.nonfinite else values.relative_l2
+
+
+_ORDERS: Final[Mapping[str, Callable[[TensorDifference], Any]]] = {
+    "relative_l2": _most(_distance),
     "changed": _most(lambda values: values.differing / (values.elements or 1)),
     "nonfinite": _most(lambda values: values.nonfinite),
+    "weights": lambda one: (is_of_optimizer(one.fqn), _most(_distance)(one)),
 }
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
 from dcp.server.data.opening import OpenCheckpoint
 from dcp.server.problems import NotFoundError
-from dcp.server.records.contents import FileRole
+from dcp.server.records.contents import FileRole, LostFile
 from dcp.storage.stores.base import FileInfo
 from dcp.storage.stores.names import TEMPORARY_PREFIX, check_name
 
-__all__ = ["PRESIGNED_SECONDS", "RawFile", "file_etag", "file_of", "files_of", "presigned_url"]
+__all__ = ["PRESIGNED_SECONDS", "RawFile", "file_etag", "file_of", "files_of", "lost_files", "presigned_url"]
 
 PRESIGNED_SECONDS: Final = 300
 """A client follows a redirect at once; a download that has begun is not ended by it."""
@@ -41,6 +42,19 @@ def files_of(opened: OpenCheckpoint) -> list[RawFile]:
         if not info.name.startswith(TEMPORARY_PREFIX):
             is_commit = is_commit_object(info.name)
             found.append(RawFile(info, "data" if info.name in data else "commit" if is_commit else "other"))
+    return found
+
+
+def lost_files(opened: OpenCheckpoint, present: Iterable[RawFile]) -> list[LostFile]:
+    """The data files that the index names and that are not among those ``present``, or of another size."""
+    from dcp.storage.formats.index import UNKNOWN
+
+    sizes = {file.info.name: file.info.size_bytes for file in present}
+    found = []
+    for name, size in zip(opened.index.files, opened.index.file_sizes.tolist(), strict=True):
+        expected = None if size == UNKNOWN else size
+        if name not in sizes or expected not in (None, sizes[name]):
+            found.append(LostFile(name, sizes.get(name), expected))
     return found
 
 

@@ -34,7 +34,10 @@ from dcp.server.database.records import ID, JSON_DOCUMENT, NAME, checks_of, colu
 from dcp.server.records.checkpoints import CheckpointDetail
 from dcp.server.records.runs import Run
 
-__all__ = ["metadata"]
+__all__ = ["COUNTED", "metadata"]
+
+COUNTED: Final = "ix_checkpoints_counted"
+"""The index by which checkpoints are counted."""
 
 metadata: Final = MetaData(
     naming_convention={
@@ -163,6 +166,16 @@ checkpoints: Final = Table(
     Index(None, "verification", "committed_seconds", "id"),
     Index(None, "is_pinned", "committed_seconds", "id"),
     Index(None, "structure_id", "id"),
+    Index(  # the counts beside lists are made of it alone, without the rows
+        COUNTED,
+        "state",
+        "verification",
+        "format",
+        "is_pinned",
+        "root_id",
+        "run_id",
+        "structure_id",
+    ),
     Index(None, "save_id"),  # by which a checkpoint is found that another was resumed from
     Index(None, "resumed_from"),
     Index(None, "content_digest"),  # who has the same tensors
@@ -324,7 +337,9 @@ jobs: Final = Table(
     Column(
         "dedup_key", String(128), unique=True
     ),  # one unfinished job for the same thing; cleared at the end
-    Index(None, "state", "priority", "id"),
+    Column("turn", BigInteger, nullable=False, server_default="0"),  # the lower the sooner, in one priority
+    Index(None, "state", "priority", "turn", "id"),
+    Index(None, "created_by", "state", "turn"),
     Index(None, "kind", "state"),
     Index(None, "finished_seconds"),
     CheckConstraint(

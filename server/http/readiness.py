@@ -1,7 +1,8 @@
-"""Whether the service can do what it is there for: its database has the right schema, its roots answer.
+"""Check the database, which decides whether the service is ready, and the roots, which do not.
 
-Each thing is looked at by a thread of its own, one at a time and not more often than every other second: the
-answer comes in time although what is looked at hangs, and says so.
+A balancer that took a service out because of one root would take away the catalog of all of them. Each thing
+is looked at by a thread of its own, one at a time and not more often than every other second: the answer
+comes in time although what is looked at hangs, and says so.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from importlib import resources
-from typing import Final
+from typing import Annotated, Final
 
 import structlog
+from fastapi import Depends, Request
 from sqlalchemy import inspect, text
 
 from dcp.server.catalog.errors import MissingError
@@ -26,7 +28,7 @@ from dcp.server.http.context import Service
 from dcp.server.problems import UnavailableError
 from dcp.server.roots import StorageRoot
 
-__all__ = ["OK", "Readiness", "needed_revision", "prepare_database"]
+__all__ = ["OK", "Readiness", "ReadinessDep", "needed_revision", "prepare_database"]
 
 OK: Final = "ok"
 _FRESH_SECONDS: Final = 2.0
@@ -37,6 +39,7 @@ _NOT_MOUNTED: Final = "it is empty, and the catalog knows checkpoints in it: is 
 _OTHER_PLACE: Final = (
     "none of the checkpoints that the catalog knows was found in it; dcp roots list says more"
 )
+_NO_ANSWER: Final = "does not answer"
 _NAME: Final = ".dcp-readiness"
 """Of a file that there is not: to ask for it is the cheapest question that a storage has to answer."""
 
@@ -51,21 +54,25 @@ class Readiness:
         self._lock = threading.Lock()
         self._is_prepared = False
         patience_seconds = min(_PATIENCE_SECONDS, service.settings.request_seconds / 2)
-        looks: dict[str, Callable[[], str]] = {"database": self._look_at_database}
-        for root in service.roots:
-            looks[_check_of(root)] = partial(_look_at_root, root)
-        self._probes = {name: _Probe(name, look, patience_seconds) for name, look in looks.items()}
+        self._database = _Probe("database", self._look_at_database, patience_seconds)
+        self._roots = {
+            root.name: _Probe(f"root {root.name}", partial(_look_at_root, root), patience_seconds)
+            for root in service.roots
+        }
         self._catalog = _Probe("catalog", self._look_at_catalog, patience_seconds)
         self._empty: frozenset[str] = frozenset()
         self._doubts: dict[str, str] = {}
 
     async def check(self) -> dict[str, str]:
-        """Look at all of them, at one time; then at what the catalog knows of the roots, if it answers."""
-        found = await asyncio.gather(*(probe.ask() for probe in self._probes.values()))
-        results = dict(zip(self._probes, found, strict=True))
+        """Check what the service cannot do without: its database. Waits for no root."""
+        return {"database": await self._database.ask()}
+
+    async def check_roots(self) -> dict[str, str]:
+        """Check all roots at one time, by name; then what the catalog knows of them, if it answers."""
+        found = await asyncio.gather(*(probe.ask() for probe in self._roots.values()))
+        results = dict(zip(self._roots, found, strict=True))
         self._empty = frozenset(name for name, result in results.items() if result == _EMPTY)
-        if results["database"] == OK:
-            await self._catalog.ask()
+        await self._catalog.ask()
         doubts = self._doubts
         return {
             name: doubts.get(name, OK) if result in (OK, _EMPTY) else result
@@ -96,15 +103,22 @@ class Readiness:
     def _look_at_catalog(self) -> str:
         doubts = {}
         with suppress(DatabaseUnavailableError), self._service.database.read() as connection:
-            for root in self._service.roots:
-                name = _check_of(root)
+            for name in self._roots:
                 with suppress(MissingError):
-                    if root_row(connection, root.name).is_other_place:
+                    if root_row(connection, name).is_other_place:
                         doubts[name] = _OTHER_PLACE
-                    elif name in self._empty and has_living(connection, root.name):
+                    elif name in self._empty and has_living(connection, name):
                         doubts[name] = _NOT_MOUNTED
             self._doubts = doubts
         return OK
+
+
+async def _readiness(request: Request) -> Readiness:
+    readiness: Readiness = request.app.state.readiness
+    return readiness
+
+
+ReadinessDep = Annotated[Readiness, Depends(_readiness)]
 
 
 def prepare_database(service: Service) -> str | None:
@@ -146,10 +160,6 @@ def _revision(database: Database) -> str | None:
         return connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one_or_none()
 
 
-def _check_of(root: StorageRoot) -> str:
-    return f"root {root.name}"
-
-
 def _look_at_root(root: StorageRoot) -> str:
     try:
         root.check_there()
@@ -175,21 +185,25 @@ class _Probe:
         self._until_seconds = 0.0
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
         self._is_running = False
+        self._hangs_from_seconds = 0.0
 
     async def ask(self) -> str:
-        """What it found, at most some seconds ago."""
+        """What it found, at most some seconds ago. Nobody waits for what is known to hang."""
         done = asyncio.Event()
         with self._lock:
             if time.monotonic() < self._until_seconds:
                 return self._result
+            if self._is_running and time.monotonic() >= self._hangs_from_seconds:
+                return _NO_ANSWER
             self._waiting.append((asyncio.get_running_loop(), done))
             if not self._is_running:
                 self._is_running = True
+                self._hangs_from_seconds = time.monotonic() + self._patience_seconds
                 threading.Thread(target=self._run, name=f"probe {self._name}", daemon=True).start()
         try:
             await asyncio.wait_for(done.wait(), self._patience_seconds)
         except TimeoutError:
-            return "does not answer"
+            return _NO_ANSWER
         return self._result
 
     def _run(self) -> None:

@@ -13,6 +13,8 @@ from typing import Any, Final
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
+from dcp.server.http.large_bodies import LargeBodyRoute
+
 __all__ = ["API", "api_router", "operation_id"]
 
 API: Final = "/api/v1"
@@ -32,4 +34,5 @@ def api_router(
         tags=[*tags],
         dependencies=dependencies,
         generate_unique_id_function=operation_id,
+        route_class=LargeBodyRoute,
     )

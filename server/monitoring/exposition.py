@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -40,9 +40,11 @@ class Monitoring:
         self._state = _StateCollector(database)
         self._processes = _ProcessCollector(self.folder)
 
-    def text(self) -> bytes:
-        """In Prometheus' text format; if the database is away, ``dcp_database_up`` 0 in place of its part."""
+    def text(self, roots: Mapping[str, bool]) -> bytes:
+        """In Prometheus' text format; if the database is away, ``dcp_database_up`` 0 in place of its part.
+        ``roots``: whether each answers."""
         registry = CollectorRegistry()
+        registry.register(_RootCollector(roots))
         registry.register(self._state)
         registry.register(self._processes)
         if self.folder is None:
@@ -103,6 +105,17 @@ class _StateCollector(Collector):
             GaugeMetricFamily("dcp_database_state_seconds", "How long reading these took", value=seconds),
             *found,
         ]
+
+
+class _RootCollector(Collector):
+    def __init__(self, roots: Mapping[str, bool]) -> None:
+        self._roots = roots
+
+    def collect(self) -> Iterator[Metric]:
+        up = GaugeMetricFamily("dcp_root_up", "1 if the storage of a root answers", labels=["root"])
+        for name, is_up in self._roots.items():
+            up.add_metric([name], is_up)
+        yield up
 
 
 class _ProcessCollector(Collector):

@@ -5,18 +5,32 @@ from __future__ import annotations
 import glob
 import json
 import math
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from dcp.server.catalog.values import short_name
+from markupsafe import Markup
 
-__all__ = ["FILTERS", "bytes_text", "count_text", "seconds_text", "times_text"]
+from dcp.server.catalog.values import short_name
+from dcp.server.pages.drawings.marks import norm_of
+
+__all__ = ["FILTERS", "bytes_text", "count_text", "metrics_of", "seconds_text", "times_text", "visible"]
 
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _AGES: Final = ((60, "s"), (3600, "min"), (86_400, "h"), (30 * 86_400, "d"), (365 * 86_400, "mo"))
 _UNKNOWN: Final = "\N{EN DASH}"
+_TURNING: Final = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _TIMES: Final = " \N{MULTIPLICATION SIGN} "
+
+
+def visible(value: Any) -> Any:
+    """Text with the characters written out that turn the direction of what follows them (``\\u202e``): a name
+    must not read as another one. What is markup already, and no text, is as it was: ``|e`` keeps a value that
+    a form is to send back."""
+    if not isinstance(value, str) or isinstance(value, Markup) or not _TURNING.search(value):
+        return value
+    return _TURNING.sub(lambda match: f"\\u{ord(match.group()):04x}", value)
 
 
 def bytes_text(size: float | None) -> str:
@@ -53,9 +67,17 @@ def large_text(count: float | None) -> str:
 
 def number_text(value: float | None) -> str:
     """A metric: five digits that count."""
-    if value is None or not math.isfinite(value):
-        return _UNKNOWN if value is None else str(value)
+    if value is None:
+        return _UNKNOWN
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else edge_text(value)
     return f"{value:.5g}"
+
+
+def metrics_of(one: Any) -> dict[str, float]:
+    """All metrics of a checkpoint as the API has it, by name: also those that are NaN or infinite."""
+    odd = {name: float(text) for name, text in one.nonfinite_metrics.items()}
+    return dict(sorted({**one.metrics, **odd}.items()))
 
 
 def edge_text(value: float) -> str:
@@ -167,8 +189,11 @@ FILTERS: Final[dict[str, Any]] = {
     "count": count_text,
     "edge": edge_text,
     "glob_below": glob_below_text,
+    "is_finite": math.isfinite,
     "json": json_text,
     "large": large_text,
+    "metrics": metrics_of,
+    "norm": norm_of,
     "number": number_text,
     "percent": percent_text,
     "seconds": seconds_text,
@@ -177,5 +202,6 @@ FILTERS: Final[dict[str, Any]] = {
     "short": short_name,
     "time": time_text,
     "times": times_text,
+    "visible": visible,
 }
 """Of templates."""

@@ -26,6 +26,29 @@ _ADVICE: Final = {
     503: "It is tried again by itself in a moment.",
 }
 
+_MAX_FIELDS: Final = 50
+_MAX_NAME: Final = 128
+_UNSEEN: Final = frozenset(
+    {"etag", "alias_etag", "prefix", "fqn", "next", "cursor", "done", "remove", "pinned"}
+)
+_LABELS: Final = {
+    "target_root": "In the root",
+    "target_key": "As",
+    "dtype": "Cast to",
+    "map": "Through the weight map",
+    "inverse": "The map's other way (true or nothing)",
+    "below": "The map's model is below",
+    "drop_objects": "Leave out values that the format cannot hold (true or nothing)",
+    "exclude": "Leave out",
+    "leave_out": "Leave out",
+    "formula": "Or a formula",
+    "last": "How many",
+    "decay": "Each older one weighs as much less",
+    "keep_last": "Newest",
+    "keep_every": "Each so many steps",
+    "keep_days": "Younger than days",
+}
+
 _BELOW: Final = re.compile(r"(/(checkpoint|job|run)s/[1-9][0-9]{0,17})/.")
 """The path of what is below the page of something, and of forms that change it."""
 
@@ -53,11 +76,30 @@ def problem_page(problem: ProblemError, scope: Any) -> Response:
         problem=problem.document(),
         advice=_ADVICE.get(problem.status, ""),
         **_above(request, problem),
+        sent=_sent(request, problem),
         request_id=scope.get("state", {}).get("request_id"),
         retry_seconds=problem.headers.get("Retry-After") if request.method == "GET" else None,
     )
     answer.headers.update(problem.headers)
     return answer
+
+
+def _sent(request: Request, problem: ProblemError) -> list[tuple[str, str, str]]:
+    """The fields of the form that was refused, so that nothing is to be typed again: names, labels ("" of
+    those that are not shown) and values."""
+    if request.method == "POST" and problem.status in (409, 422):
+        form = getattr(request.state, "sent_form", None) or {}
+        found = [(name, value) for name, values in form.items() for value in values if name != "token"]
+    elif request.method == "GET" and problem.status == 422:
+        given = request.query_params.multi_items()
+        found = [pair for pair in given if pair[0] not in ("cursor", "done")]
+    else:
+        return []
+    return [(name[:_MAX_NAME], _label(name), value) for name, value in found[:_MAX_FIELDS]]
+
+
+def _label(name: str) -> str:
+    return "" if name in _UNSEEN else _LABELS.get(name, name.replace("_", " ").capitalize())
 
 
 def _above(request: Request, problem: ProblemError) -> dict[str, str | None]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Depends, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
 from starlette.routing import Match
 from starlette.types import Scope as AsgiScope
 
@@ -14,7 +16,9 @@ from dcp.server.http.dependencies import requires
 from dcp.server.http.handlers import wants_page
 from dcp.server.pages.problems import MovedError
 
-__all__ = ["READ", "BrowserRoute", "pages_router"]
+__all__ = ["READ", "BrowserRoute", "pages_router", "query_of"]
+
+Q = TypeVar("Q", bound=BaseModel)
 
 
 async def _tidy(request: Request) -> None:
@@ -40,6 +44,16 @@ class BrowserRoute(APIRoute):
     def matches(self, scope: AsgiScope) -> tuple[Match, AsgiScope]:
         """None for others."""
         return super().matches(scope) if wants_page(scope) else (Match.NONE, {})
+
+
+def query_of(kind: type[Q], **given: Any) -> Q:
+    """Ask the API for what the address of a page says. Raises RequestValidationError, as the API's own routes
+    do, for what ``kind`` refuses."""
+    try:
+        return kind(**given)
+    except ValidationError as error:
+        found = [{**one, "loc": ("query", *one["loc"])} for one in error.errors(include_url=False)]
+        raise RequestValidationError(found) from None
 
 
 READ: Final[list[Any]] = [requires("read")]

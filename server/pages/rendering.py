@@ -13,7 +13,7 @@ from fastapi.responses import HTMLResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from dcp.server.pages.assets import asset_url
-from dcp.server.pages.formatting import FILTERS
+from dcp.server.pages.formatting import FILTERS, visible
 from dcp.server.pages.tokens import VISIT_COOKIE, form_token, is_visit, set_cookie
 from dcp.server.security.principal import Principal
 from dcp.version import __version__
@@ -45,6 +45,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         auto_reload=False,
+        finalize=visible,
     )
     environment.filters.update(FILTERS)
     environment.globals.update(asset=asset_url, version=__version__)

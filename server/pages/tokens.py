@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
+import secrets
 from collections.abc import Mapping
 from typing import Annotated, Final
 from urllib.parse import parse_qs
@@ -23,6 +24,8 @@ __all__ = ["VISIT_COOKIE", "Form", "FormDep", "form_token", "is_visit", "set_coo
 VISIT_COOKIE: Final = "dcphub_visit"
 _VISIT: Final = re.compile(r"[A-Za-z0-9_-]{43}")
 _MAX_FIELDS: Final = 200
+_TOKEN_BYTES: Final = hashlib.sha256().digest_size
+_TOKEN: Final = re.compile(f"[0-9a-f]{{{4 * _TOKEN_BYTES}}}")
 
 
 def is_visit(value: str) -> bool:
@@ -31,9 +34,27 @@ def is_visit(value: str) -> bool:
 
 
 def form_token(request: Request, visit: str) -> str:
-    """What the forms of this browser have to send."""
+    """What the forms of this browser have to send: behind a random mask, so that no two pages have the same
+    letters, which lengths of compressed answers would tell."""
+    mask = secrets.token_bytes(_TOKEN_BYTES)
+    return (mask + _masked(_secret(request, visit), mask)).hex()
+
+
+def _secret(request: Request, visit: str) -> bytes:
     secret = request.cookies.get(SESSION_COOKIE, "") + "." + visit
-    return hmac.digest(secret.encode(), b"a form of dcphub", hashlib.sha256).hex()
+    return hmac.digest(secret.encode(), b"a form of dcphub", hashlib.sha256)
+
+
+def _masked(value: bytes, mask: bytes) -> bytes:
+    return bytes(one ^ other for one, other in zip(value, mask, strict=True))
+
+
+def _is_token(given: str, request: Request, visit: str) -> bool:
+    if _TOKEN.fullmatch(given) is None:
+        return False
+    sent = bytes.fromhex(given)
+    found = _masked(sent[_TOKEN_BYTES:], sent[:_TOKEN_BYTES])
+    return hmac.compare_digest(found, _secret(request, visit))
 
 
 def set_cookie(
@@ -82,9 +103,9 @@ async def _form(request: Request) -> Form:
         raise BadRequestError("this is no form") from None
     form = Form(fields)
     visit = request.cookies.get(VISIT_COOKIE, "")
-    expected, given = form_token(request, visit).encode(), form.text("token").encode()
-    if not is_visit(visit) or not hmac.compare_digest(given, expected):
+    if not is_visit(visit) or not _is_token(form.text("token"), request, visit):
         raise ForbiddenError("this form was not made for this browser, or is too old: load its page again")
+    request.state.sent_form = fields
     return form
 
 

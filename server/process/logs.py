@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import structlog
 
+from dcp.server.problems import BrokenBodyError
 from dcp.server.security.redaction import redact
 from dcp.server.settings import Settings
 
@@ -77,9 +78,11 @@ def configure_logs(settings: Settings) -> None:
 
 
 def _is_worth_telling(record: logging.LogRecord) -> bool:
-    # uvicorn shows where each request was that it ends itself, by a second signal or behind its time limit.
+    # uvicorn shows where each request was that it ends itself, by a second signal or behind its time limit;
+    # and each whose answer was broken off, for a reason that is in the log already.
     error = record.exc_info[1] if record.exc_info else None
-    return not (record.name == "uvicorn.error" and isinstance(error, asyncio.CancelledError))
+    is_known = isinstance(error, asyncio.CancelledError | BrokenBodyError)
+    return not (record.name == "uvicorn.error" and is_known)
 
 
 def _printable(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

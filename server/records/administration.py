@@ -182,7 +182,7 @@ class RetentionPreview:
 
 @dataclass(frozen=True, slots=True)
 class RetentionTotals:
-    """What would become of all runs together. ``is_cut``: there are more runs than were looked at."""
+    """What would become of all runs together."""
 
     runs: int
     kept: int
@@ -190,7 +190,7 @@ class RetentionTotals:
     deleted: int
     deleted_bytes: Annotated[int, Shown("What is freed once the grace is over.")]
     unjudged_runs: Annotated[int, Shown("Runs with a rule by a metric that nothing in them has.")]
-    is_cut: Annotated[bool, Shown("There are more runs than were looked at.")]
+    is_cut: Annotated[bool, Shown("Always false: all runs are counted.")]
     dropped: Annotated[int, Shown("Of those kept, how many lose a part.", may_be_absent=True)] = 0
     dropped_bytes: Annotated[int, Shown("Of the tensors of these parts.", may_be_absent=True)] = 0
 

@@ -77,6 +77,12 @@ class Checkpoint:
     tags: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    nonfinite_metrics: Annotated[
+        Mapping[str, str], Shown('By name "nan", "inf" or "-inf", which JSON has no numbers for.')
+    ] = field(default_factory=dict)
+    partial: Annotated[
+        tuple[str, ...], Shown("What was saved of a state that was not saved whole; empty: all of it.")
+    ] = ()
     version: Annotated[int, OwnColumn("integer", default=1)]  # counts every change
     etag: str
 

@@ -23,6 +23,7 @@ __all__ = [
     "LoadFindings",
     "LoadProblem",
     "LoadProblemKind",
+    "LostFile",
     "ObjectDifference",
     "RankShare",
     "ShardedTensor",
@@ -40,7 +41,7 @@ Basis = Literal["values", "checksums", "structure"]
 """values: as the job "diff" has found last. checksums: whether they differ, by the CRC-32s in both indexes.
 structure: names, shapes and dtypes alone."""
 DifferenceKind = Literal["added", "removed", "shape", "dtype", "changed", "undecided"]
-DifferenceOrder = Literal["name", "relative_l2", "changed", "nonfinite"]
+DifferenceOrder = Literal["name", "relative_l2", "changed", "nonfinite", "weights"]
 """name: as they were saved. The others: those first that differ most."""
 LoadAnswer = Literal["yes", "rename", "cast", "no"]
 LoadProblemKind = Literal["missing", "shape", "dtype", "kind", "unexpected"]
@@ -60,6 +61,15 @@ class File:
     role: Annotated[
         str, OneOf(FileRole), Shown("data: it holds tensors; commit: it makes the folder a checkpoint.")
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class LostFile:
+    """A data file that the index names and the storage does not have whole."""
+
+    name: str
+    bytes: Annotated[int | None, Shown("That the storage has; null: there is no such file.")]
+    expected_bytes: Annotated[int | None, Shown("That were written; null where the index does not tell.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +160,20 @@ class ValueDifference:
     elements: int
     differing: Annotated[int, Shown("That are not the same.")]
     nonfinite: Annotated[int, Shown("Of these, NaN or infinite on a side.")]
-    max_abs: Annotated[float | None, Shown("The greatest difference; null for bits without a meaning.")]
+    max_abs: Annotated[
+        float | None,
+        Shown("The greatest difference; null for bits without a meaning, and where nothing is finite."),
+    ]
     relative_l2: Annotated[
         float | None,
-        Shown("The L2 norm of the differences divided by that of the tensor before; null if that is 0."),
+        Shown(
+            "The L2 norm of the differences divided by that of the tensor before; null if that is 0, and "
+            "where nothing is finite."
+        ),
     ]
+    nonfinite_after: Annotated[
+        int, Shown("NaN or infinite in the tensor after, whether they differ or not.", may_be_absent=True)
+    ] = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,12 +40,17 @@ class SeriesPoint:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A metric over the steps of a run; ``count`` checkpoints have it."""
+    """A metric over the steps of a run; ``count`` checkpoints have it as a finite number."""
 
     run_id: int
     metric: str
     count: Annotated[int, Shown("Checkpoints with a step and this metric.")]
     points: tuple[SeriesPoint, ...]
+    nonfinite_count: Annotated[
+        int, Shown("Checkpoints with a step of which it is NaN or infinite.", may_be_absent=True)
+    ] = 0
+    first_nonfinite_step: Annotated[int | None, Shown("The first of these.", may_be_absent=True)] = None
+    last_nonfinite_step: Annotated[int | None, Shown("The last of these.", may_be_absent=True)] = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,10 +36,10 @@ class Facet:
 @dataclass(frozen=True, slots=True)
 class CheckpointFacets:
     """Checkpoints that a list would have (``count``), and by the values of each filter those that it would
-    have with another value of that filter. ``is_cut``: of the newest checkpoints only."""
+    have with another value of that filter."""
 
     count: int
-    is_cut: Annotated[bool, Shown("The catalog is large: counted are the newest checkpoints only.")]
+    is_cut: Annotated[bool, Shown("Always false: all checkpoints are counted.")]
     facets: tuple[Facet, ...]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 from sqlalchemy import Connection, case, func, or_, select
 
@@ -17,17 +16,13 @@ from dcp.steps.parts import OPTIMIZER
 
 __all__ = ["retention_totals", "tensor_bytes"]
 
-_MAX_PLANNED: Final = 50_000
-
 
 def retention_totals(
     connection: Connection, root: str, run_glob: str, keep: Retention, now: float
 ) -> RetentionTotals:
-    """The totals of all runs whose keys match, in their order, as long as they have some ten thousand
-    checkpoints."""
+    """Add up the plans of all runs whose keys match."""
     runs = kept = kept_bytes = deleted = deleted_bytes = unjudged = dropped = dropped_bytes = 0
-    found = runs_of(connection, root, run_glob)
-    for run_id, run in found:
+    for run_id, run in runs_of(connection, root, run_glob):
         plan = plan_run(connection, run_id, run, keep, now)
         freed = sum(one.bytes for one in plan.deleted)
         runs += 1
@@ -38,8 +33,6 @@ def retention_totals(
         unjudged += bool(plan.unjudged)
         dropped += len(plan.dropped)
         dropped_bytes += sum(one.dropped_bytes for one in plan.dropped)
-        if kept + deleted >= _MAX_PLANNED:
-            break
     return RetentionTotals(
         runs,
         kept,
@@ -47,9 +40,9 @@ def retention_totals(
         deleted,
         deleted_bytes,
         unjudged,
-        runs < len(found),
-        dropped,
-        dropped_bytes,
+        is_cut=False,
+        dropped=dropped,
+        dropped_bytes=dropped_bytes,
     )
 
 

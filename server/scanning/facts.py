@@ -39,7 +39,12 @@ __all__ = [
 ]
 
 _LARGEST_STEP: Final = (1 << 63) - 1
-_STEP: Final = re.compile(r"([0-9]+)(?:\.[A-Za-z]+)?$")
+_STEP: Final = re.compile(
+    r"(?:^|step|iter|iteration|update|batch|epoch|checkpoint|ckpt|snapshot|save|state|model|weight)s?"
+    r"[^A-Za-z0-9]*([0-9]+)(?:\.[A-Za-z]+)?$",
+    re.IGNORECASE,
+)
+"""A number after a word that trainers put before a step, or by itself: not that of a seed or a version."""
 _REVISION: Final = re.compile(r"[0-9a-f]{40}")
 _METRIC: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:@+=-]{0,127}")
 _MAX_METRICS: Final = 1000
@@ -192,8 +197,8 @@ def facts_without_index(
 
 
 def step_of_name(key: str) -> int | None:
-    """The number at the end of the last part of ``key``, before a suffix; None without one, and of a revision
-    of a model hub."""
+    """The number at the end of the last part of ``key``, before a suffix, where it is all of that or stands
+    after a word for steps; None without one, and of a revision of a model hub."""
     name = key.rpartition("/")[2]
     match = None if _REVISION.fullmatch(name) else _STEP.search(name)
     return None if match is None or len(match[1]) > 18 else int(match[1])

@@ -182,7 +182,10 @@ def _normal(url: str) -> str:
         return os.path.realpath(url) if Path(url).is_absolute() else ""
     scheme = match[1].lower()
     if scheme == "file":
-        return os.path.realpath(unquote(urlsplit(url).path))
+        try:
+            return os.path.realpath(unquote(urlsplit(url).path))
+        except ValueError:  # such as file://[, which is nowhere
+            return ""
     return f"{'s3' if scheme == 's3a' else scheme}://{match[2].rstrip('/')}"
 
 

@@ -32,7 +32,9 @@ __all__ = [
 class _AnyJob(Request):
     """What all new jobs have in common; each kind has its own ``kind`` and ``params``."""
 
-    priority: int = Field(default=0, ge=-100, le=100, description="The higher the sooner.")
+    priority: int = Field(
+        default=0, ge=-100, le=100, description="The higher the sooner; above 0 needs the scope admin."
+    )
 
     if TYPE_CHECKING:
         kind: str

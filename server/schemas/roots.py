@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from dcp.server.records.roots import Root
 from dcp.server.schemas.common import Answer
 from dcp.server.schemas.records import RecordAnswer, answers
 
-__all__ = ["RootAnswer", "RootList"]
+__all__ = ["RootAnswer", "RootCheck", "RootCheckList", "RootList"]
 
 
 @answers(Root)
@@ -18,3 +20,17 @@ class RootList(Answer):
     """All roots that the key may see, by name."""
 
     items: list[RootAnswer]
+
+
+class RootCheck(Answer):
+    """Whether the storage of a root answers now, and is the one that the catalog knows."""
+
+    root: str
+    is_ok: bool
+    detail: str | None = Field(description="What is wrong; null if nothing is.")
+
+
+class RootCheckList(Answer):
+    """All roots of the settings that the key may see, by name."""
+
+    items: list[RootCheck]

@@ -32,6 +32,7 @@ __all__ = [
     "find_key",
     "get_key",
     "list_keys",
+    "prefix_of",
     "revoke_key",
     "valid_keys",
     "whoami",
@@ -155,6 +156,12 @@ def find_key(connection: Connection, secret: str, now_seconds: float) -> KeyReco
         return None
     record = _record(row)
     return record if record.is_valid(now_seconds) else None
+
+
+def prefix_of(secret: str) -> str:
+    """Return the prefix of a key; an empty one if ``secret`` does not look like a key."""
+    match = KEY_PATTERN.fullmatch(secret)
+    return "" if match is None else match[1]
 
 
 class KeyRing:

@@ -1,4 +1,4 @@
-"""How often one may ask: by key, or by address without one; refused keys by address, and less often.
+"""How often one may ask: by key, or by address without one; refused keys by prefix and address, less often.
 
 Counted in the memory of each process: of several API processes each allows as much. It is there to stop a
 runaway script and the guessing of keys, not to bill.
@@ -47,15 +47,20 @@ class RateLimits:
         if not self._requests.count(who):
             raise self._requests.refusal(who, "requests")
 
-    def check_refused(self, address: str) -> None:
-        """Raises `TooManyRequestsError` if the address has tried too many keys that are not valid."""
-        who = network_of(address)
-        if self._refused.is_full(who):
-            raise self._refused.refusal(who, "keys that are not valid")
+    def count_address(self, address: str) -> None:
+        """Count a request without a key, by the network of its address. Raises as `count` does."""
+        self.count(f"address:{network_of(address)}")
 
-    def count_refused(self, address: str) -> None:
-        """A key of this address was refused."""
-        self._refused.count(network_of(address))
+    def count_refused(self, address: str, prefix: str) -> None:
+        """Count a request with a key that is not valid, by its prefix and address.
+
+        Raises `TooManyRequestsError` where they are too many, and as `count_address` does, since prefixes can
+        be made up. Called after the key was looked up: a valid key passes, whatever else its address sends.
+        """
+        who = f"{network_of(address)} {prefix}"
+        if not self._refused.count(who):
+            raise self._refused.refusal(who, "keys that are not valid")
+        self.count_address(address)
 
 
 def _parsed(rate: str) -> tuple[int, float]:
@@ -88,11 +93,6 @@ class _RateWindows:
                 return False
             self._counts[who] = (end_seconds, count + 1)
             return True
-
-    def is_full(self, who: str) -> bool:
-        with self._lock:
-            end_seconds, count = self._counts.get(who, (0.0, 0))
-            return self._clock() < end_seconds and count >= self.amount
 
     def refusal(self, who: str, what: str) -> TooManyRequestsError:
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -9,7 +10,9 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from fastapi import APIRouter
 from fastapi.routing import APIRoute, iter_route_contexts
@@ -20,6 +23,7 @@ from dcp.server.app import API, create_app
 from dcp.server.http.access import access_of, check_routes, walk_routes
 from dcp.server.http.dependencies import Public, Requires, public, requires
 from dcp.server.http.paths import Paths
+from dcp.server.roots import StorageRoot
 from dcp.server.settings import Settings
 from tests.support.app import App, running_app
 from tests.support.asgi_server import served
@@ -174,6 +178,48 @@ def test_two_lengths_of_one_body(sqlite_app: App) -> None:
     assert b"exclude each other" in answer
 
 
+def test_large_bodies_hold_up_nobody(sqlite_app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While they are parsed others are answered; one key has two at a time, and others have their own."""
+    begun, go_on, real = threading.Semaphore(0), threading.Event(), json.loads
+
+    def slow(text: Any, **options: Any) -> Any:
+        if len(text) > 1 << 18:
+            begun.release()
+            assert go_on.wait(60)
+        return real(text, **options)
+
+    monkeypatch.setattr("starlette.requests.json.loads", slow)
+    one, other = (
+        {"Authorization": f"Bearer {sqlite_app.key('read', name=name)}"} for name in ("one", "other")
+    )
+    statuses: list[int] = []
+    with (
+        served(sqlite_app.app) as port,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as http,
+    ):
+
+        def post(headers: dict[str, str]) -> httpx.Response:
+            return http.post(f"{API}/jobs", json={"kind": "x" * (1 << 18)}, headers=headers)
+
+        threads = [
+            threading.Thread(target=lambda headers=headers: statuses.append(post(headers).status_code))
+            for headers in (one, one, other)
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+                assert begun.acquire(timeout=10)
+            assert http.get("/healthz").status_code == 200
+            refused = post(one)
+            assert (refused.status_code, "retry-after" in refused.headers) == (429, True)
+        finally:
+            go_on.set()
+            for thread in threads:
+                thread.join()
+        assert statuses == [422] * 3
+        assert post(one).status_code == 422
+
+
 def test_pages_of_other_sites_read_nothing_without_keys(tmp_path: Path) -> None:
     """An image on another site's page has no download made; links lead to pages, and other clients ask."""
     url = f"{API}/checkpoints/1/download"
@@ -197,7 +243,8 @@ def test_pages_of_other_sites(sqlite_app: App) -> None:
     own, other = {"Origin": "http://localhost"}, {"Origin": "http://evil.example"}
     body = {"name": "new"}
     assert client.post(f"{API}/keys", json=body, headers=other).status_code == 403
-    assert client.post(f"{API}/keys", json=body, headers={"Origin": "null"}).status_code == 403
+    for origin in ("null", "http://["):
+        assert client.post(f"{API}/keys", json=body, headers={"Origin": origin}).status_code == 403
     assert client.post(f"{API}/keys", json=body, headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
     assert client.post(f"{API}/keys", json=body, headers=own).status_code == 201
     preflight = client.options(f"{API}/keys", headers={**other, "Access-Control-Request-Method": "POST"})
@@ -307,9 +354,24 @@ def test_rates(tmp_path: Path) -> None:
         assert 3500 <= int(refused.headers["retry-after"]) <= 3600
         assert app.client("read", name="b").get(f"{API}/roots").status_code == 200
         assert [app.client().get("/healthz").status_code for _ in range(20)] == [200] * 20
-        wrong = {"Authorization": f"Bearer dcp_abcdefgh_{'x' * 43}"}
-        statuses = [app.client().get(f"{API}/roots", headers=wrong).status_code for _ in range(4)]
-        assert statuses == [401, 401, 401, 429]
+
+
+def test_a_wrong_key_locks_nobody_out(tmp_path: Path) -> None:
+    """Refused keys are counted by prefix and address: others of the same address pass, be it with a key of
+    the same prefix; whoever tries many prefixes is stopped as one who asks without a key."""
+    url = f"sqlite:///{tmp_path / 'catalog.sqlite'}"
+
+    def status(app: App, key: str) -> int:
+        headers = {"Authorization": f"Bearer {key}"}
+        return app.client().get(f"{API}/roots", headers=headers).status_code
+
+    with running_app(url, tmp_path, rate_limit="8/hour", login_limit="3/hour") as app:
+        valid = app.key("read")
+        wrong = f"{valid[:13]}{'x' * 43}"
+        assert [status(app, wrong) for _ in range(5)] == [401, 401, 401, 429, 429]
+        assert status(app, valid) == 200
+        assert [status(app, f"dcp_abcdefg{n}_{'x' * 43}") for n in range(6)] == [401] * 5 + [429]
+        assert status(app, valid) == 200
 
 
 def test_addresses_behind_a_proxy(tmp_path: Path) -> None:
@@ -374,17 +436,45 @@ def test_no_torch(tmp_path: Path) -> None:
 
 
 def test_ready(make_database: MakeDatabase, tmp_path: Path) -> None:
-    """Ready with the database and the roots; roots are named to those with a key for all of them only."""
+    """Ready with the database, whatever roots do; a key sees the checks of its roots."""
     with running_app(make_database(), tmp_path) as app:
-        named = app.client("read").get("/readyz")
-        assert named.status_code == 200
-        assert named.json() == {
-            "status": "ok",
-            "checks": {"database": "ok", "root main": "ok", "root other": "ok"},
-        }
-        unnamed = {"status": "ok", "checks": {"database": "ok", "roots": "ok"}}
-        assert app.client().get("/readyz").json() == unnamed
-        assert app.client("read", roots=["main"]).get("/readyz").json() == unnamed
+        (tmp_path / "main").rmdir()
+        answer = app.client().get("/readyz")
+        assert (answer.status_code, answer.json()["checks"]) == (200, {"database": "ok"})
+        away = {"root": "main", "is_ok": False, "detail": "the folder of root main is not there"}
+        other = {"root": "other", "is_ok": True, "detail": None}
+        checks = f"{API}/root-checks"
+        assert app.client("read").get(checks).json() == {"items": [away, other]}
+        assert app.client("read", roots=["other"]).get(checks).json() == {"items": [other]}
+        assert app.client("write").get(checks).status_code == 403
+
+
+def test_a_root_that_hangs_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks later is answered at once, metrics as well, until it answers again."""
+    go_on = threading.Event()
+    real = StorageRoot.is_empty
+
+    def hang(root: StorageRoot) -> bool:
+        if root.name == "main":
+            go_on.wait(60)
+        return real(root)
+
+    monkeypatch.setattr(StorageRoot, "is_empty", hang)
+    url = f"sqlite:///{tmp_path / 'catalog.sqlite'}"
+    with running_app(url, tmp_path, auth="off", request_seconds=2.0) as app:
+        try:
+            for _ in range(2):
+                begun = time.monotonic()
+                found = app.base.get(f"{API}/root-checks").json()["items"][0]
+                assert (found["is_ok"], found["detail"]) == (False, "does not answer")
+            assert 'dcp_root_up{root="main"} 0.0' in app.base.get("/metrics").text
+            assert time.monotonic() - begun < 0.9
+        finally:
+            go_on.set()
+        give_up = time.monotonic() + 60
+        while not app.base.get(f"{API}/root-checks").json()["items"][0]["is_ok"]:
+            assert time.monotonic() < give_up
+            time.sleep(0.05)
 
 
 def test_not_ready_without_the_schema(tmp_path: Path) -> None:
@@ -396,17 +486,17 @@ def test_not_ready_without_the_schema(tmp_path: Path) -> None:
         assert "dcp db upgrade" in answer.json()["checks"]["database"]
 
 
-def test_not_ready_with_a_root_that_cannot_be_used(tmp_path: Path) -> None:
-    """A root that is no folder makes the service not ready; it is ready again once that is put right."""
+def test_a_root_that_cannot_be_used(tmp_path: Path) -> None:
+    """A root that is no folder is not well; it is well again once that is put right."""
     url = f"sqlite:///{tmp_path / 'catalog.sqlite'}"
     roots = {"main": {"url": str(tmp_path / "file")}}
     (tmp_path / "file").write_text("no folder")
     with running_app(url, tmp_path, auth="off", roots=roots) as app:
-        assert app.base.get("/readyz").json()["checks"]["root main"] == "the folder of root main is not there"
+        assert not app.base.get(f"{API}/root-checks").json()["items"][0]["is_ok"]
         (tmp_path / "file").unlink()
         (tmp_path / "file").mkdir()
         give_up = time.monotonic() + 60
-        while app.base.get("/readyz").status_code != 200:
+        while not app.base.get(f"{API}/root-checks").json()["items"][0]["is_ok"]:
             assert time.monotonic() < give_up
             time.sleep(0.1)
 

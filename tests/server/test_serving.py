@@ -30,7 +30,7 @@ def test_with_nothing_configured(tmp_path: Path) -> None:
     """It serves ./checkpoints on SQLite to this machine, with a worker, and ends when told, with status 0."""
     with Service(tmp_path, is_fresh=True) as service:
         with service.client() as client:
-            assert client.get("/readyz").json()["checks"] == {"database": "ok", "root checkpoints": "ok"}
+            assert client.get("/readyz").json()["checks"] == {"database": "ok"}
             listed = client.get("/api/v1/checkpoints").json()
             assert (listed["items"], listed["next_cursor"]) == ([], None)
             wait_until(lambda: service.pids("worker"), "a worker")
@@ -239,8 +239,8 @@ def test_what_it_says_on_its_start(tmp_path: Path) -> None:
         assert re.search(rf"serving .*api={service.url}/api/v1 docs={service.url}/docs", log)
         assert re.search(r"scanned .* found=1 new=1 root=my-runs", log)
         with service.client() as client:
-            answer = client.get("/readyz")
-            assert answer.json()["checks"]["root away"] == "the folder of root away is not there"
+            checks = client.get("/api/v1/root-checks").json()["items"]
+            assert checks[0]["detail"] == "the folder of root away is not there"
             assert client.get("/").json()["docs"] == "/docs"
     assert not (tmp_path / "nowhere").exists()
 

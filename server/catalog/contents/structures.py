@@ -18,6 +18,7 @@ import msgpack
 from sqlalchemy import Connection, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
+from dcp.server.catalog.contents.layers import in_order
 from dcp.server.catalog.contents.patterns import write_patterns
 from dcp.server.catalog.values import clean_integer, clean_text, short_name
 from dcp.server.database.drafts import STRUCTURES
@@ -106,7 +107,7 @@ def _write(connection: Connection, facts: StructureFacts) -> int:
     if number is None:  # another process has written it since, and this waited for its end
         return _ids(connection, [facts.digest])[facts.digest]
     if facts.tensors:
-        connection.execute(insert(structure_tensors), _tensor_rows(number, facts.tensors))
+        connection.execute(insert(structure_tensors), _tensor_rows(number, _as_counted(facts)))
     _write_patterns(connection, number, facts)
     _insert_dtypes(connection, number, columns["dtypes"])
     return number
@@ -115,14 +116,20 @@ def _write(connection: Connection, facts: StructureFacts) -> int:
 def _prepare(database: Database, facts: StructureFacts, now: float) -> None:
     columns = _columns(facts)
     number = STRUCTURES.begin(database, columns, now)
-    starts = range(0, len(facts.tensors), _DRAFT_ROWS)
+    tensors = _as_counted(facts)
+    starts = range(0, len(tensors), _DRAFT_ROWS)
     STRUCTURES.write(
         database,
-        (_tensor_rows(number, facts.tensors[begin : begin + _DRAFT_ROWS], begin) for begin in starts),
+        (_tensor_rows(number, tensors[begin : begin + _DRAFT_ROWS], begin) for begin in starts),
     )
     publish = partial(_publish, number=number, facts=facts, dtypes=columns["dtypes"])
     if not database.transact(publish):
         STRUCTURES.remove(database, number)
+
+
+def _as_counted(facts: StructureFacts) -> list[StructureTensor]:
+    """As people count: layer 2 before layer 10. Their places are kept with them."""
+    return sorted(facts.tensors, key=lambda tensor: in_order(tensor.fqn))
 
 
 def _publish(connection: Connection, number: int, facts: StructureFacts, dtypes: Mapping[str, int]) -> bool:

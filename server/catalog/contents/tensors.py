@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Connection, case, func, literal, select
+from sqlalchemy import ColumnElement, Connection, Row, Select, case, func, literal, select
 
+from dcp.server.catalog.contents.layers import in_order
 from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
 from dcp.server.catalog.name_patterns import check_pattern, matches
 from dcp.server.database.tables import structure_tensors
 from dcp.server.records.contents import EntryKind, Tensor, TreeNode
 
 __all__ = ["EntryPage", "TreePage", "tensors_page", "tree_level"]
+
+_COUNTED: Final = 2000
+"""Names of one level of a tree that are put in order as people count; more would be read for each page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +93,8 @@ def tree_level(
     ).where(table.structure_id == structure_id)
     if start:
         query = query.where(func.substr(table.fqn, 1, len(start)) == start)
-    if cursor is not None:
-        query = query.where(name > literal(decode_cursor(cursor, mark, str)[0]))
-    rows = connection.execute(query.group_by(name).order_by(name).limit(limit + 1)).all()
+    last = None if cursor is None else decode_cursor(cursor, mark, str)[0]
+    rows = _ordered(connection, query.group_by(name).order_by(name), name, last, limit + 1)
     shown = rows[:limit]
     own = _entries(connection, structure_id, [f"{start}{row.name}" for row in shown])
     nodes = tuple(
@@ -104,6 +108,24 @@ def tree_level(
         for row in shown
     )
     return TreePage(nodes, encode_cursor(mark, nodes[-1].name) if len(rows) > limit else None)
+
+
+def _ordered(
+    connection: Connection, query: Select[Any], name: ColumnElement[Any], last: str | None, limit: int
+) -> Sequence[Row[Any]]:
+    """The rows behind the name ``last``, as people count; by code point where there are very many."""
+    rows = connection.execute(query.limit(_COUNTED + 1)).all()
+    if len(rows) > _COUNTED and last is None:
+        return rows[:limit]
+    if len(rows) > _COUNTED:
+        return connection.execute(query.where(name > literal(last)).limit(limit)).all()
+    found = sorted(rows, key=lambda row: (in_order(row.name), row.name))
+    start = (
+        0
+        if last is None
+        else bisect_right(found, (in_order(last), last), key=lambda row: (in_order(row.name), row.name))
+    )
+    return found[start : start + limit]
 
 
 def _entries(connection: Connection, structure_id: int, names: Sequence[str]) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ __all__ = [
     "add_verification",
     "get_statistics",
     "list_verifications",
+    "outcomes_of_jobs",
     "set_statistics",
     "statistics_of_tensor",
     "statistics_tensors",
@@ -116,6 +117,12 @@ def add_verification(
     problem = None if outcome == "good" else _first(findings)
     _change(connection, row, outcome, mode, problem, content_digest or row["content_digest"], now)
     return True
+
+
+def outcomes_of_jobs(connection: Connection, jobs: Collection[int]) -> dict[int, str]:
+    """What these jobs found out, by their numbers; of those that verified nothing, nothing."""
+    query = select(verifications.c.job_id, verifications.c.outcome).where(verifications.c.job_id.in_(jobs))
+    return {row.job_id: row.outcome for row in connection.execute(query)} if jobs else {}
 
 
 def _change(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sqlalchemy import Connection, func, select
 
 from dcp.server.catalog.runs import get_run
+from dcp.server.catalog.values import NONFINITE
 from dcp.server.database.tables import checkpoints, metrics
 from dcp.server.records.declaring import moment
 from dcp.server.records.labels import Series, SeriesPoint
@@ -54,4 +55,16 @@ def metric_series(
         SeriesPoint(**{**row, "last_at": moment(row["last_at"])})
         for row in connection.execute(query).mappings()
     )
-    return Series(run_id, metric, sum(point.count for point in found), found)
+    noted = checkpoints.c.user_metadata[("metrics", metric)].as_string()
+    odd = connection.execute(
+        select(func.count(), func.min(checkpoints.c.step), func.max(checkpoints.c.step)).where(
+            checkpoints.c.run_id == run_id,
+            checkpoints.c.state == "committed",
+            checkpoints.c.step.is_not(None),
+            noted.in_(NONFINITE),
+        )
+    ).one()
+    count = sum(point.count for point in found)
+    return Series(
+        run_id, metric, count, found, odd[0], first_nonfinite_step=odd[1], last_nonfinite_step=odd[2]
+    )

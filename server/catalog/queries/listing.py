@@ -108,12 +108,6 @@ class Search:
             query = query.where(order >= tuple_(*end) if self._sort.descending else order <= tuple_(*end))
         return select_by(self._connection, self._plan, query)
 
-    def among(self, rows: int) -> tuple[Select[Any], bool]:
-        """Positions and ids of what there is among the first ``rows`` rows that are read in order, or of all
-        where few are; whether there may be more."""
-        end = self._nth(None, rows) if self._plan.driver is None else None
-        return self.query(None, end), end is not None
-
     def _nth(self, last: _Place | None, count: int) -> _Place | None:
         # Of the index alone, which is quick.
         query = select_by(self._connection, self._plan, self._in_order(last)).limit(1).offset(count - 1)

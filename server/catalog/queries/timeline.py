@@ -15,6 +15,7 @@ from sqlalchemy import Connection, Row, Select, func, select
 
 from dcp.server.catalog.errors import StateError
 from dcp.server.catalog.runs import get_run
+from dcp.server.catalog.values import NONFINITE
 from dcp.server.database.tables import aliases, checkpoints, lineage, metrics
 from dcp.server.records.declaring import moment
 from dcp.server.records.runs import BinValues, RunTimeline, TimelineBin
@@ -167,9 +168,10 @@ def _aliases(connection: Connection, run_id: int) -> dict[int, tuple[str, ...]]:
 
 
 def _metric_names(connection: Connection, run_id: int) -> tuple[str, ...]:
-    """One look along the index of the run: of all its checkpoints it would be a look at each."""
-    newest = (
-        select(checkpoints.c.id)
+    """One look along the index of the run: of all its checkpoints it would be a look at each. Those that are
+    NaN there count, too."""
+    newest = connection.execute(
+        select(checkpoints.c.id, checkpoints.c.user_metadata["metrics"])
         .where(
             checkpoints.c.run_id == run_id,
             checkpoints.c.state == "committed",
@@ -177,9 +179,13 @@ def _metric_names(connection: Connection, run_id: int) -> tuple[str, ...]:
         )
         .order_by(checkpoints.c.step_order.desc(), checkpoints.c.id.desc())
         .limit(1)
-    )
-    query = select(metrics.c.name).where(metrics.c.checkpoint_id == newest.scalar_subquery())
-    return tuple(connection.execute(query.order_by(metrics.c.name)).scalars())
+    ).one_or_none()
+    if newest is None:
+        return ()
+    query = select(metrics.c.name).where(metrics.c.checkpoint_id == newest.id)
+    noted = newest[1] if isinstance(newest[1], dict) else {}
+    odd = {name for name, value in noted.items() if value in NONFINITE}
+    return tuple(sorted(odd | set(connection.execute(query).scalars())))
 
 
 @dataclass(slots=True)

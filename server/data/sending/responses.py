@@ -1,8 +1,8 @@
 """Answers whose bodies are read while they are sent: ranges, entity tags, and what happens if one side stops.
 
 A body has a known Content-Length. If reading fails after the head has gone out, the connection is closed
-before the last byte, so that nobody takes a part for the whole. If the client goes away, or takes nothing for
-a long time, reading stops.
+before the last byte, so that nobody takes a part for the whole. If the client goes away, or takes less than a
+minimum rate for a long time, reading stops.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,8 +25,16 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dcp.server.data.sending.bodies import Body
-from dcp.server.problems import PreconditionFailedError, ProblemError, RangeError, UnavailableError
+from dcp.server.problems import (
+    BrokenBodyError,
+    PreconditionFailedError,
+    ProblemError,
+    RangeError,
+    TooManyRequestsError,
+    UnavailableError,
+)
 from dcp.server.roots import storage_problem
+from dcp.server.security.principal import Principal
 from dcp.storage.errors import CheckpointError, CorruptCheckpointError
 
 __all__ = [
@@ -44,11 +53,14 @@ __all__ = [
 CACHE: Final = "private, no-cache"
 """To be kept by whoever asked, and asked for again each time: there are entity tags."""
 
-STALL_SECONDS: Final = 120.0
-"""A client that has taken nothing for so long is gone, or means to hold the place of another."""
+STALL_SECONDS: Final = 60.0
+"""So far a client may fall behind the minimum rate: one that pauses for longer is gone, or holds a place that
+another client waits for."""
 
 KEY_SECONDS: Final = 2.0
 """Between two looks at whether a key still is one, while a body is sent."""
+
+_RETRY_SECONDS: Final = 10
 
 SMALL_BYTES: Final = 4 << 20
 """So little is no download: it holds no place, and waits for no more than a thread."""
@@ -59,10 +71,6 @@ _log = structlog.get_logger(__name__)
 
 class _NotAllowedError(Exception):
     """Whoever asked may not any more."""
-
-
-class BrokenBodyError(ConnectionError):
-    """Ends a request whose answer cannot be completed: the server closes the connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,16 +138,26 @@ def disposition(name: str) -> str:
 
 
 class Streams:
-    """What all bodies of a process share: the threads that read, and how many downloads there may be."""
+    """What all bodies of a process share: the threads that read, and how many downloads there may be.
 
-    def __init__(self, max_downloads: int) -> None:
+    One key holds half of the places at most, so that its downloads leave some to the others. A client that
+    takes fewer than ``min_bytes_per_second`` for long is cut off.
+    """
+
+    def __init__(self, max_downloads: int, min_bytes_per_second: int = 0) -> None:
         self.max_downloads = max_downloads
-        self._slots = threading.Semaphore(max_downloads)
+        self.max_of_key = -(-max_downloads // 2)
+        self.seconds_per_byte = 1 / min_bytes_per_second if min_bytes_per_second else 0.0
         self._threads = max_downloads + 2
         self._pool: ThreadPoolExecutor | None = None
         self._pid = 0
         self._lock = threading.Lock()
-        self.running = 0
+        self._places: Counter[int | None] = Counter()
+
+    @property
+    def running(self) -> int:
+        """The places that are taken."""
+        return self._places.total()
 
     @property
     def pool(self) -> ThreadPoolExecutor:
@@ -151,19 +169,29 @@ class Streams:
             return self._pool
 
     @contextlib.contextmanager
-    def slot(self) -> Generator[None]:
-        """One of the downloads; UnavailableError if there are as many as there may be."""
-        if not self._slots.acquire(blocking=False):
-            raise UnavailableError(
-                f"{self.max_downloads} downloads are under way, and no more at a time are allowed",
-                retry_seconds=10,
-            )
-        self.running += 1
+    def slot(self, scope: Scope) -> Generator[None]:
+        """One of the places, for the key of the request. Raises UnavailableError where all are taken, and
+        TooManyRequestsError where the key has its share of them."""
+        principal = scope.get("state", {}).get("principal")
+        key_id = principal.key_id if isinstance(principal, Principal) else None
+        with self._lock:
+            if self.running >= self.max_downloads:
+                raise UnavailableError(
+                    f"{self.max_downloads} downloads are under way, and no more at a time are allowed",
+                    retry_seconds=_RETRY_SECONDS,
+                )
+            if key_id is not None and self._places[key_id] >= self.max_of_key:
+                raise TooManyRequestsError(
+                    f"{self.max_of_key} downloads with this key are under way, as many as one key may have",
+                    headers={"Retry-After": str(_RETRY_SECONDS)},
+                )
+            self._places[key_id] += 1
         try:
             yield
         finally:
-            self.running -= 1
-            self._slots.release()
+            with self._lock:
+                self._places[key_id] -= 1
+                self._places += Counter()  # forgets keys that have none
 
     def close(self) -> None:
         """End the threads that are idle; those that read end with their part."""
@@ -208,7 +236,7 @@ class BodyResponse(Response):
         if scope["method"] == "HEAD":
             await self._send_head(send)
             return
-        with contextlib.nullcontext() if self.is_small else self._streams.slot():
+        with contextlib.nullcontext() if self.is_small else self._streams.slot(scope):
             gone = asyncio.ensure_future(_departure(receive))
             try:
                 await self._send_body(scope, send, gone)
@@ -239,6 +267,7 @@ class BodyResponse(Response):
         reader = _PartsReader(parts, self._streams.pool)
         left = self._chosen.end - self._chosen.begin
         has_begun = False
+        patience_seconds = self._stall_seconds
         try:
             reader.read_ahead()
             while left > 0:
@@ -249,8 +278,13 @@ class BodyResponse(Response):
                 left -= len(part)
                 if left > 0:
                     reader.read_ahead()
-                async with asyncio.timeout(self._stall_seconds):
+                due_seconds = len(part) * self._streams.seconds_per_byte
+                begun = time.monotonic()
+                async with asyncio.timeout(patience_seconds + due_seconds):
                     await send({"type": "http.response.body", "body": part, "more_body": left > 0})
+                if due_seconds:
+                    late_seconds = time.monotonic() - begun - due_seconds
+                    patience_seconds = min(self._stall_seconds, patience_seconds - late_seconds)
                 if gone.done():
                     _log.info("client went away", path=scope["path"], left_bytes=left)
                     return
@@ -258,7 +292,10 @@ class BodyResponse(Response):
                 await self._start(send)
                 await send({"type": "http.response.body", "body": b""})
         except TimeoutError:
-            raise BrokenBodyError("the client takes nothing") from None
+            _log.info(
+                "answer broken off", path=scope["path"], left_bytes=left, error="the client is too slow"
+            )
+            raise BrokenBodyError("the client is too slow") from None
         except _NotAllowedError:
             _log.info("answer broken off", path=scope["path"], left_bytes=left, error="the key has ended")
             raise BrokenBodyError("the key has ended") from None
@@ -293,14 +330,14 @@ class PlannedResponse(Response):
         with contextlib.ExitStack() as place:
             has_place = self._is_costly()
             if has_place:
-                place.enter_context(self._streams.slot())
+                place.enter_context(self._streams.slot(scope))
             gone = asyncio.ensure_future(_departure(receive))
             try:
                 response = await _unless(gone, self._plan())
                 if response.is_small or scope["method"] == "HEAD":
                     place.close()
                 elif not has_place:
-                    place.enter_context(self._streams.slot())
+                    place.enter_context(self._streams.slot(scope))
                 await response.answer(scope, send, gone)
             finally:
                 gone.cancel()

@@ -20,7 +20,7 @@ from dcp.server.http.context import Service
 from dcp.server.http.handlers import problem_of, problem_response
 from dcp.server.http.middleware.hosts import API_PREFIX, FOREIGN, SAFE
 from dcp.server.problems import ProblemError, UnauthorizedError, UnavailableError
-from dcp.server.security.keys import KeyRecord
+from dcp.server.security.keys import KeyRecord, prefix_of
 from dcp.server.security.principal import LOCAL, Principal
 from dcp.server.security.sessions import find_session
 
@@ -57,19 +57,18 @@ class AuthenticationMiddleware:
         is_counted = not (scope["path"] in _UNCOUNTED or scope["path"].startswith(STATIC_PREFIX))
         if self._service.settings.auth == "off":
             if is_counted:
-                rates.count(f"address:{address}")
+                rates.count_address(address)
             return LOCAL
         secret = _secret_of(Headers(scope=scope))
         token = session_token(scope) if secret is None else None
         if secret is not None:
-            rates.check_refused(address)
             record = await self._in_time(self._service.keys.find, secret)
             if record is None:
-                rates.count_refused(address)
+                rates.count_refused(address, prefix_of(secret))
                 raise UnauthorizedError("this key is unknown, has been revoked or has expired")
         elif token is None or (record := await self._in_time(self._of_session, token)) is None:
             if is_counted:
-                rates.count(f"address:{address}")
+                rates.count_address(address)
             if scope["path"].startswith(API_PREFIX):
                 raise UnauthorizedError("send a key: Authorization: Bearer dcp_...")
             return None

@@ -84,7 +84,12 @@ def _is_foreign(headers: Headers, host: str) -> bool:
     if headers.get("sec-fetch-site", "") in FOREIGN:
         return True
     origin = headers.get("origin")
-    return origin is not None and urlsplit(origin).netloc.lower() != host.strip().lower()
+    if origin is None:
+        return False
+    try:
+        return urlsplit(origin).netloc.lower() != host.strip().lower()
+    except ValueError:  # it is no origin, and so not this one
+        return True
 
 
 def _is_link(headers: Headers, scope: Scope) -> bool:

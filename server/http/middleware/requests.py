@@ -12,6 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dcp.server.http.handlers import problem_of, problem_response
+from dcp.server.problems import BrokenBodyError
 
 __all__ = ["CSP", "RequestMiddleware"]
 
@@ -66,12 +67,13 @@ class RequestMiddleware:
 
         try:
             await self.app(scope, receive, send_guarded)
+        except BrokenBodyError:
+            raise
         except Exception as error:
             _log.exception("request failed", method=scope["method"], path=scope["path"])
-            if not status:
-                await problem_response(problem_of(error), scope)(scope, receive, send_guarded)
-            else:
-                raise  # the server closes the connection, so that nobody takes half a body for all of it
+            if status:
+                raise BrokenBodyError("the answer had begun") from error
+            await problem_response(problem_of(error), scope)(scope, receive, send_guarded)
         finally:
             seconds = time.perf_counter() - started_seconds
             log = _log.debug if scope["path"] in _QUIET else _log.info

@@ -155,6 +155,8 @@ class TargetParams(ConvertOptions):
     @model_validator(mode="after")
     def _found_again(self) -> Self:
         fault = fault_of_target_name(target_named(self.to)[0], self.target_key.lower())
+        if any(part.startswith(".") and part.strip(".") for part in self.target_key.split("/")):
+            fault = "no part may begin with '.': scans pass over what is hidden, so the result would be lost"
         if fault is not None:
             raise ValueError(f"target_key: {fault}")
         return self

@@ -59,6 +59,7 @@ class DriftKind(Kind[DriftParams]):
     params = DriftParams
     preload: ClassVar[tuple[str, ...]] = (
         "dcp.inspection.values.difference",
+        "dcp.inspection.values.statistics",
         "dcp.inspection.values.tensor_reading",
     )
 
@@ -85,8 +86,11 @@ class DriftKind(Kind[DriftParams]):
         subjects = context.prepared["subjects"]
         shared = {"only": params.only, "exclude": params.exclude}
         tasks = [
-            TaskSpec(payload={"a": a, "b": b, **shared}, weight_bytes=a["bytes"] + b["bytes"])
-            for a, b in pairwise(subjects)
+            TaskSpec(
+                payload={"a": a, "b": b, "is_first": number == 0, **shared},
+                weight_bytes=a["bytes"] + b["bytes"],
+            )
+            for number, (a, b) in enumerate(pairwise(subjects))
         ]
         return JobPlan(tasks=tasks, plan_data={"run_id": params.run_id})
 
@@ -95,12 +99,12 @@ class DriftKind(Kind[DriftParams]):
         a, b = Subject(**payload["a"]), Subject(**payload["b"])
         step = {"a": a.id, "b": b.id, "from_step": a.step, "step": b.step, "problem": None}
         try:
-            found, elements = _compare(context, a, b, payload, report_progress)
+            found, elements, before = _compare(context, a, b, payload, report_progress)
         except ProblemError as error:
-            if error.status >= 500 or error.status == 429:
-                raise
+            _raise_passing(error)
             nothing = {"added": 0, "removed": 0, "bytes_read": 0}
-            return {"step": {**step, **nothing, "problem": error.detail}, "layers": {}}
+            told = {"step": {**step, **nothing, "problem": error.detail}}
+            return told | {"layers": {}, "nonfinite": None, "before": _nonfinite_of(context, b, payload)}
         return {
             "step": {
                 **step,
@@ -109,10 +113,13 @@ class DriftKind(Kind[DriftParams]):
                 "bytes_read": found.bytes_read,
             },
             "layers": _layers(found, elements),
+            "nonfinite": _nonfinite(found),
+            "before": before,
         }
 
     def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
         """As `Kind.publish`."""
+        _carry_nonfinite(results)
         names = sorted({name for result in results for name in result["layers"]}, key=in_order)
         size = -(-len(names) // _MAX_LAYERS) or 1
         bins = [names[begin : begin + size] for begin in range(0, len(names), size)]
@@ -140,9 +147,11 @@ def _chosen(connection: Connection, params: DriftParams) -> list[int]:
 
 def _compare(
     context: JobContext, a: Subject, b: Subject, payload: Json, report_progress: ReportProgress
-) -> tuple[Difference, Mapping[str, int]]:
-    """What differs, and the elements of each tensor of ``b``."""
+) -> tuple[Difference, Mapping[str, int], Mapping[str, int]]:
+    """What differs, the elements of each tensor of ``b``, and how many are not finite in those that are the
+    same, if these are the first two steps: nobody else reads them."""
     from dcp.inspection.values.difference import diff_readers
+    from dcp.inspection.values.statistics import statistics_of_row
     from dcp.inspection.values.tensor_reading import TensorReader
 
     root_a, first = open_source(context, a)
@@ -159,7 +168,27 @@ def _compare(
             exclude=payload["exclude"],
             progress=lambda done, total: report_progress(done),
         )
-    return found, _elements(second.index)
+        counts = {}
+        for fqn in found.equal if payload.get("is_first") else ():
+            statistics = statistics_of_row(before, before.index.position[fqn])
+            counts[fqn] = 0 if statistics is None else statistics.nans + statistics.infs
+    return found, _elements(second.index), {fqn: count for fqn, count in counts.items() if count}
+
+
+def _nonfinite_of(context: JobContext, b: Subject, payload: Json) -> Mapping[str, int]:
+    """How many elements are not finite in the tensors of ``b``, which could not be compared with the step
+    before: so the step behind it knows. Nothing if it was ``b`` that cannot be read."""
+    try:
+        return _compare(context, b, b, {**payload, "is_first": True}, lambda done: None)[2]
+    except ProblemError as error:
+        _raise_passing(error)
+        return {}
+
+
+def _raise_passing(error: ProblemError) -> None:
+    """Raise what may be over soon, so that the task is tried again."""
+    if error.status >= 500 or error.status == 429:
+        raise error
 
 
 def _elements(index: CheckpointIndex) -> dict[str, int]:
@@ -178,7 +207,8 @@ class _LayerSums:
     squares: float = 0.0
 
     def document(self) -> dict[str, Any]:
-        squares = self.squares / self.compared if self.compared else None
+        is_known = self.compared and self.nonfinite < self.elements
+        squares = self.squares / self.compared if is_known else None
         return {
             "relative_l2": None if squares is None else math.sqrt(squares),
             "changed": self.differing / self.elements if self.elements else None,
@@ -190,7 +220,7 @@ class _LayerSums:
 
 def _layers(found: Difference, elements: Mapping[str, int]) -> dict[str, Any]:
     """By layer: the root mean square of its tensors' relative L2, weighed by elements; the share of elements
-    that changed; how many of these are not finite. A tensor that was all 0 has no relative L2."""
+    that changed; how many elements are not finite. A tensor that was all 0 has no relative L2."""
     layers: dict[str, _LayerSums] = {}
     for fqn in found.equal:
         layer = layers.setdefault(layer_of(fqn), _LayerSums())
@@ -202,12 +232,41 @@ def _layers(found: Difference, elements: Mapping[str, int]) -> dict[str, Any]:
         layer = layers.setdefault(layer_of(one.fqn), _LayerSums())
         layer.elements += one.values.elements
         layer.differing += one.values.differing
-        layer.nonfinite += one.values.nonfinite
+        layer.nonfinite += one.values.nonfinite_after
         distance = one.values.relative_l2
         if distance is not None and math.isfinite(distance):
             layer.compared += one.values.elements
             layer.squares += one.values.elements * distance**2
     return {name: layer.document() for name, layer in layers.items()}
+
+
+def _nonfinite(found: Difference) -> dict[str, int]:
+    """How many elements are not finite after the step, by name, of tensors that had or got some; 0 of those
+    that are not compared. Tensors that did not change are as the step before left them."""
+    return {
+        one.fqn: 0 if one.values is None else one.values.nonfinite_after
+        for one in found.tensors
+        if one.values is None or one.values.nonfinite or one.values.nonfinite_after
+    }
+
+
+def _carry_nonfinite(results: Sequence[Json]) -> None:
+    """Count what is not finite in the layers of later steps, too: nothing that has become NaN changes any
+    more, and what does not change is not read."""
+    present: dict[str, int] = {}
+    for result in results:
+        if result["nonfinite"] is None:  # could not be compared
+            present = dict(result["before"])
+            continue
+        present |= result["before"]
+        for fqn, count in present.items():
+            layer = result["layers"].get(layer_of(fqn))
+            if fqn not in result["nonfinite"] and layer is not None:
+                layer["nonfinite"] += count
+                if layer["nonfinite"] >= layer["elements"]:
+                    layer["relative_l2"] = None
+        present |= result["nonfinite"]
+        present = {fqn: count for fqn, count in present.items() if count}
 
 
 def _row(names: Sequence[str], steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

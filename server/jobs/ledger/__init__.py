@@ -8,6 +8,7 @@ from dcp.server.jobs.ledger.claims import NO_LIMITS, ClaimLimits, claim, has_wor
 from dcp.server.jobs.ledger.failures import DEFAULT_BACKOFF, expire_leases, fail, has_expired
 from dcp.server.jobs.ledger.reading import (
     JobFilter,
+    count_queued,
     find_job,
     get_job,
     job_events_after,
@@ -71,6 +72,7 @@ __all__ = [
     "complete_plan",
     "complete_publish",
     "complete_task",
+    "count_queued",
     "expire_leases",
     "fail",
     "find_job",

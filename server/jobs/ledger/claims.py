@@ -7,11 +7,12 @@ wakes up changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Connection, and_, func, or_, select, text, true, update
+from sqlalchemy import ColumnElement, Connection, Row, and_, func, not_, or_, select, text, true, update
 
 from dcp.server.database.tables import jobs, tasks
 from dcp.server.jobs.ledger.rows import by_priority, emit, lock_job, task_of_row
@@ -19,6 +20,8 @@ from dcp.server.jobs.ledger.states import Claim, Held, JobRow, Phase
 
 __all__ = ["NO_LIMITS", "ClaimLimits", "claim", "has_work", "renew", "stopped"]
 
+_AT_WORK: Final = ("planning", "running", "publishing")
+_FOUND: Final[Sequence[ColumnElement[Any]]] = (jobs.c.id, jobs.c.priority, jobs.c.created_by, jobs.c.root_id)
 _CLAIMS_LOCK: Final = 7_218_330_041
 """PostgreSQL's advisory lock of claims: they are short, and in turn they need not look around for others."""
 
@@ -33,6 +36,8 @@ class ClaimLimits:
 
 
 NO_LIMITS: Final = ClaimLimits()
+_Share = tuple[str, int | None]
+"""Who made a job, and the number of its root: these have equal shares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,7 @@ class _Claimable:
     phase: Phase
     job_id: int
     priority: int
+    share: _Share
     task_id: int | None = None
 
 
@@ -53,8 +59,8 @@ def claim(
 ) -> Claim | None:
     """The next thing to do, for ``owner`` alone until the lease is over; None if there is nothing.
 
-    First what clears away, then by priority; in one priority what is begun before what is not, the oldest
-    job first.
+    First what clears away, then by priority; in one priority for the key and root with the least at work, so
+    that all have a fair share; of these what is begun before what is not, and by turn.
     """
     if connection.dialect.name == "postgresql":
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _CLAIMS_LOCK})
@@ -113,15 +119,35 @@ def _next(
         return ending
     allowed = and_(known, _allowed(connection, limits))
     found = [
-        candidate
-        for candidate in (
-            _phase(connection, "publish", "publishing", now, allowed),
-            _task(connection, now, allowed),
-            _phase(connection, "plan", "queued", now, allowed),
-        )
-        if candidate is not None
+        *_phase(connection, "publish", "publishing", now, allowed),
+        *_tasks(connection, now, allowed),
+        *_phase(connection, "plan", "queued", now, allowed),
     ]
-    return max(found, key=lambda one: one.priority, default=None)  # the first of the highest
+    if len(found) < 2 and not (only_job is None and any(one.phase == "plan" for one in found)):
+        best = found[0] if found else None
+    else:
+        best = _fairest(connection, found, now, allowed)
+    return _with_task(connection, best, now) if best is not None and best.phase == "task" else best
+
+
+def _fairest(
+    connection: Connection, found: list[_Claimable], now: float, allowed: ColumnElement[bool]
+) -> _Claimable:
+    """The first of those with the least at work, also of queued jobs behind the one whose turn it is."""
+    at_work = _at_work(connection)
+    best = min(found, key=lambda one: (-one.priority, at_work[one.share]))
+    while any(one.phase == "plan" for one in found) and (count := at_work[best.share]):
+        busy = [_is_of(share) for share, many in at_work.items() if many >= count]
+        behind = _phase(connection, "plan", "queued", now, and_(allowed, not_(or_(*busy))))
+        if not behind or behind[0].priority < best.priority:
+            break
+        (best,) = behind
+    return best
+
+
+def _is_of(share: _Share) -> ColumnElement[bool]:
+    created_by, root_id = share
+    return and_(jobs.c.created_by == created_by, jobs.c.root_id.is_not_distinct_from(root_id))
 
 
 def _ending(connection: Connection, now: float, known: ColumnElement[bool]) -> _Claimable | None:
@@ -129,7 +155,7 @@ def _ending(connection: Connection, now: float, known: ColumnElement[bool]) -> _
     running = select(tasks.c.id).where(tasks.c.job_id == jobs.c.id, tasks.c.state == "running")
     for state in ("running", "publishing"):
         query = by_priority(
-            select(jobs.c.id, jobs.c.priority).where(
+            select(*_FOUND).where(
                 jobs.c.state == state,
                 or_(jobs.c.cancel_seconds.is_not(None), jobs.c.error.is_not(None)),
                 jobs.c.lease_owner.is_(None),
@@ -139,13 +165,13 @@ def _ending(connection: Connection, now: float, known: ColumnElement[bool]) -> _
             )
         )
         if (row := connection.execute(query.limit(1)).one_or_none()) is not None:
-            return _Claimable("discard", row.id, row.priority)
+            return _claimable("discard", row)
     return None
 
 
 def _phase(
     connection: Connection, phase: Phase, state: str, now: float, allowed: ColumnElement[bool]
-) -> _Claimable | None:
+) -> list[_Claimable]:
     conditions = (
         jobs.c.state == state,
         jobs.c.lease_owner.is_(None),
@@ -154,34 +180,56 @@ def _phase(
         jobs.c.not_before_seconds <= now,
         allowed,
     )
-    # Two steps, each along the index: sorting by priority downwards and id upwards is along none.
+    # Two steps, each along the index: sorting by priority downwards and turn upwards is along none.
     first = by_priority(select(jobs.c.priority).where(*conditions))
     priority = connection.execute(first.limit(1)).scalar_one_or_none()
     if priority is None:
-        return None
-    oldest = select(jobs.c.id).where(*conditions, jobs.c.priority == priority).order_by(jobs.c.id)
-    job_id = connection.execute(oldest.limit(1)).scalar_one_or_none()
-    return None if job_id is None else _Claimable(phase, job_id, priority)
+        return []
+    query = select(*_FOUND).where(*conditions, jobs.c.priority == priority).order_by(jobs.c.turn, jobs.c.id)
+    return [_claimable(phase, row) for row in connection.execute(query.limit(1))]
 
 
-def _task(connection: Connection, now: float, allowed: ColumnElement[bool]) -> _Claimable | None:
+def _tasks(connection: Connection, now: float, allowed: ColumnElement[bool]) -> list[_Claimable]:
+    """The jobs that have a task to be done, of the highest priority, by turn; without the task."""
     query = (
-        select(tasks.c.id, tasks.c.job_id, jobs.c.priority)
-        .join_from(tasks, jobs, tasks.c.job_id == jobs.c.id)
+        select(*_FOUND)
         .where(
             jobs.c.state == "running",
             jobs.c.cancel_seconds.is_(None),
             jobs.c.error.is_(None),
             jobs.c.not_before_seconds <= now,
-            tasks.c.state == "queued",
-            tasks.c.not_before_seconds <= now,
+            select(tasks.c.id).where(*_is_due(jobs.c.id, now)).exists(),
             allowed,
         )
-        .order_by(jobs.c.priority.desc(), jobs.c.id, tasks.c.number)
-        .limit(1)
+        .order_by(jobs.c.priority.desc(), jobs.c.turn, jobs.c.id)
     )
-    row = connection.execute(query).one_or_none()
-    return None if row is None else _Claimable("task", row.job_id, row.priority, row.id)
+    found = [_claimable("task", row) for row in connection.execute(query)]
+    return [one for one in found if one.priority == found[0].priority]
+
+
+def _with_task(connection: Connection, found: _Claimable, now: float) -> _Claimable:
+    query = select(tasks.c.id).where(*_is_due(found.job_id, now)).order_by(tasks.c.number).limit(1)
+    return replace(found, task_id=connection.execute(query).scalar_one())
+
+
+def _is_due(job_id: ColumnElement[int] | int, now: float) -> tuple[ColumnElement[bool], ...]:
+    return tasks.c.job_id == job_id, tasks.c.state == "queued", tasks.c.not_before_seconds <= now
+
+
+def _claimable(phase: Phase, row: Row[Any]) -> _Claimable:
+    return _Claimable(phase, row.id, row.priority, (row.created_by, row.root_id))
+
+
+def _at_work(connection: Connection) -> Counter[_Share]:
+    """How many phases and tasks of each share are leased."""
+    # Counted here, and in order of the index: else SQLite goes along all jobs there are to find these few.
+    share = select(jobs.c.created_by, jobs.c.root_id)
+    leased = [share.where(jobs.c.state == state, jobs.c.lease_owner.is_not(None)) for state in _AT_WORK]
+    of_tasks = share.select_from(tasks).join(jobs, tasks.c.job_id == jobs.c.id)
+    found: Counter[_Share] = Counter()
+    for query in (*map(by_priority, leased), of_tasks.where(tasks.c.state == "running")):
+        found.update((row.created_by, row.root_id) for row in connection.execute(query))
+    return found
 
 
 def _allowed(connection: Connection, limits: ClaimLimits) -> ColumnElement[bool]:

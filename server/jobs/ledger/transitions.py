@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from sqlalchemy import Connection, func, insert, null, select, update
+from sqlalchemy import ColumnElement, Connection, func, insert, null, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 
@@ -85,18 +85,20 @@ def submit_or_join(connection: Connection, spec: JobSpec, now: float) -> tuple[i
     """The id, and whether it is a new job. Raises NotFoundError if there is no such root."""
     if spec.dedup_key is not None and len(spec.dedup_key) > MAX_DEDUP_KEY_CHARACTERS:
         raise ValueError(f"a dedup_key has at most {MAX_DEDUP_KEY_CHARACTERS} characters")
+    root_id = _root_id(connection, spec.root)
     values = {
         "kind": spec.kind,
         "state": "queued",
         "priority": spec.priority,
         "params": dict(spec.params),
-        "root_id": _root_id(connection, spec.root),
+        "root_id": root_id,
         "checkpoint_id": spec.checkpoint_id,
         "created_by": spec.created_by,
         "created_seconds": now,
         "not_before_seconds": spec.not_before_seconds,
         "max_attempts": spec.max_attempts,
         "dedup_key": spec.dedup_key,
+        "turn": _turn(connection, spec.created_by, root_id, spec.priority, now),
     }
     dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
     while True:  # until there is no job with that key, or one that does not end in this instant
@@ -109,6 +111,30 @@ def submit_or_join(connection: Connection, spec: JobSpec, now: float) -> tuple[i
         query = select(jobs.c.id).where(jobs.c.dedup_key == spec.dedup_key)
         if (joined := connection.execute(query).scalar_one_or_none()) is not None:
             return int(joined), False
+
+
+def _turn(connection: Connection, created_by: str, root_id: int | None, priority: int, now: float) -> int:
+    """The place of a new job among those of its priority: behind those of the same key and root, each
+    of which has a turn of its own, and beside the one that is at work now.
+
+    So keys and roots take turns, however many jobs one of them has queued: start-time fair queuing (Goyal,
+    Vin and Cheng, SIGCOMM 1996) with jobs of equal cost.
+    """
+    turn, is_queued = jobs.c.turn, jobs.c.state == "queued"
+    is_at_work = jobs.c.state.in_(("planning", "running", "publishing"))
+    is_own = jobs.c.created_by == created_by, jobs.c.root_id.is_not_distinct_from(root_id)
+
+    def first(order: ColumnElement[int], *conditions: ColumnElement[bool]) -> int | None:
+        query = select(turn).where(jobs.c.priority == priority, *conditions).order_by(order).limit(1)
+        return connection.execute(query).scalar_one_or_none()
+
+    now_served = first(turn.desc(), is_at_work)
+    if now_served is None:
+        now_served = first(turn.asc(), is_queued, jobs.c.not_before_seconds <= now) or 0
+    last = first(turn.desc(), is_queued, *is_own)
+    if last is None:
+        last = first(turn.desc(), is_at_work, *is_own)
+    return now_served if last is None else max(now_served, last + 1)
 
 
 def _root_id(connection: Connection, name: str | None) -> int | None:
@@ -287,6 +313,7 @@ def retry(connection: Connection, job_id: int, now: float, actor: str) -> JobRow
     nothing = dict.fromkeys(("plan", "progress", "result", "document_id", "error", "waiting"), null())
     anew: dict[str, Any] = {"state": "queued", "attempt": 0, "not_before_seconds": 0.0, **nothing}
     anew |= {"finished_seconds": None, "cancel_seconds": None, "dedup_key": job.dedup_key}
+    anew["turn"] = _turn(connection, job.created_by, _root_id(connection, job.root), job.priority, now)
     try:
         connection.execute(update(jobs).where(jobs.c.id == job_id).values(**anew))
     except IntegrityError as error:  # one was submitted in this instant

@@ -50,7 +50,7 @@ class WeightChange:
         if one.values is None:
             self.added += one.kind == "added"
             self.unbounded += one.kind != "added"
-        elif one.values.relative_l2 is None:
+        elif one.values.relative_l2 is None or one.values.nonfinite:
             self.unbounded += one.values.differing > 0
         else:
             size = math.prod(after.shape) * dtypes.BY_NAME[after.dtype].itemsize

@@ -60,8 +60,8 @@ def drift_picture(
     cells = [
         (f"l{_level(each, edges)}", row, x)
         for row in rows
-        for x, each in enumerate(row.values)
-        if each is not None
+        for x, (each, wrong) in enumerate(zip(row.values, row.nonfinite, strict=True))
+        if each is not None and (each or not wrong)  # what has NaN is not called unchanged
     ]
     flags = [("nan", row, x) for row in rows for x, each in enumerate(row.nonfinite) if each]
     known = [(each, row, x) for row in rows for x, each in enumerate(row.values) if each]

@@ -10,6 +10,8 @@ from typing import Any, Final
 
 __all__ = ["HistogramBar", "HistogramPicture", "histogram_picture"]
 
+_ROOM: Final = 18.0
+"""Per cent of the width from one tick to the next, so that their names have room on a phone."""
 _LEAST: Final = 0.8
 """Per cent of the height that a bar of one element has, so that a single outlier is seen."""
 
@@ -99,11 +101,19 @@ def _gathered(edges: Sequence[float], own: Sequence[float], counts: Sequence[int
 
 
 def _ticks(edges: Sequence[float]) -> tuple[tuple[float, float], ...]:
-    """Both ends, where zero is, and the middle between."""
+    """Both ends, where zero is, and the middle between; those alone that have room for their names."""
     last = len(edges) - 1
     zero = bisect_right(edges, 0.0) - 1
-    places = {0, last} if not 0 < zero < last else {0, zero // 2, last - (last - zero - 1) // 2, last}
-    ticks = [(round(100 * place / last, 2), edges[place]) for place in sorted(places)]
+    wanted: list[tuple[float, float]] = [(0, edges[0]), (last, edges[last])]
     if 0 <= zero < last and edges[zero] < 0 < edges[zero + 1]:
-        ticks.append((round(100 * (zero + 0.5) / last, 2), 0.0))
+        wanted.append((zero + 0.5, 0.0))
+    elif 0 < zero < last:
+        wanted.append((zero, edges[zero]))
+    if 0 < zero < last:
+        wanted += [(place, edges[place]) for place in (zero // 2, last - (last - zero - 1) // 2)]
+    ticks: list[tuple[float, float]] = []
+    for place, value in wanted:
+        at = round(100 * place / last, 2)
+        if all(abs(at - other) >= _ROOM for other, _ in ticks):
+            ticks.append((at, value))
     return tuple(sorted(ticks))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dcp.server.catalog.contents.layers import layer_of
-from dcp.server.pages.drawings.marks import Mark, largest_of, mark_of
+from dcp.server.pages.drawings.marks import Mark, largest_of, mark_of, norm_of
 
 __all__ = ["Layer", "layers_of"]
 
@@ -33,12 +33,12 @@ class Layer:
 
     @property
     def norm(self) -> float:
-        """The norm of all weights as one vector."""
+        """The norm of all weights as one vector; NaN or infinite where an element is."""
         return math.sqrt(self._squares)
 
     @property
     def gradient_rms(self) -> float | None:
-        """The root of the mean second moment."""
+        """The root of the mean second moment; NaN or infinite where an element of that is."""
         return math.sqrt(self._second / self._second_elements) if self._second_elements else None
 
     @property
@@ -60,16 +60,20 @@ class Layer:
         self.tensors += 1
         self.elements += values["count"]
         self.zeros += values["zeros"]
-        self._squares += (values["norm"] or 0.0) ** 2
+        self._squares += (norm_of(values) or 0.0) ** 2
         largest = largest_of(values)
         if largest is not None:
             self.largest = largest if self.largest is None else max(self.largest, largest)
 
     def add_second_moment(self, values: Mapping[str, Any]) -> None:
         """The second moment of one of its weights."""
-        if values["mean"] is not None and values["mean"] >= 0:
+        if values["nans"] + values["infs"]:
+            self._second += math.nan if values["nans"] else math.inf
+        elif values["mean"] is None or values["mean"] < 0:
+            return
+        else:
             self._second += values["mean"] * values["count"]
-            self._second_elements += values["count"]
+        self._second_elements += values["count"]
 
 
 def layers_of(

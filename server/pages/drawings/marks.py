@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-__all__ = ["LARGE", "Mark", "largest_of", "mark_of", "rms_of"]
+__all__ = ["LARGE", "Mark", "largest_of", "mark_of", "norm_of", "rms_of"]
 
 LARGE: Final = 10_000.0
 """A magnitude that weights and their moments do not have where training goes well."""
@@ -51,6 +51,11 @@ def largest_of(values: Values) -> float | None:
         return None
     ends = [values["min"], values["max"]]
     return math.inf if None in ends else float(max(map(abs, ends)))
+
+
+def norm_of(values: Values) -> float | None:
+    """The norm of all elements: NaN or infinite where one of them is."""
+    return math.nan if values["nans"] else math.inf if values["infs"] else values["norm"]
 
 
 def rms_of(values: Values) -> float | None:

@@ -8,6 +8,8 @@ from fastapi import Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from dcp.planners.weight_maps.weight_map import ready_maps
+from dcp.server.catalog.audit import AuditEntry, last_removal
+from dcp.server.catalog.contents.layers import in_order
 from dcp.server.data.access import DataDep
 from dcp.server.http.dependencies import Caller, Db, PageParams, ServiceDep
 from dcp.server.jobs.kinds.diff import DiffParams
@@ -89,6 +91,7 @@ def checkpoint_page(
         run_link=f"/runs/{found.run_id}",
         verifications=verifications,
         verified_by=_asker(verifications, database, caller),
+        removal=_removal(found, database),
         undo=undo_of(view.done, found, database, caller),
         lineage=lineage_api.get_lineage(checkpoint_id, database, caller),
         before=before,
@@ -167,6 +170,14 @@ def _asker(verifications: list[VerificationAnswer], database: Db, caller: Caller
     return None if job_id is None else jobs_api.get_job(job_id, database, caller).created_by
 
 
+def _removal(found: CheckpointDetailAnswer, database: Db) -> AuditEntry | None:
+    """Who deleted it and when, by the audit log; None of one that is there."""
+    if found.state not in ("deleted", "purged"):
+        return None
+    with database.read() as connection:
+        return last_removal(connection, found.id)
+
+
 def _parents(prefix: str) -> list[tuple[str, str]]:
     """The last eight of the names above, each with what is below it."""
     parts = prefix.split(".") if prefix else []
@@ -190,12 +201,16 @@ def files_page(
 ) -> Response:
     """Its files, as they are in storage now, and whether stock torch finds what it needs among them."""
     found = api.get_checkpoint(checkpoint_id, database, caller, Response())
-    files = downloads_api.list_files(checkpoint_id, data, caller).items
+    listed = downloads_api.list_files(checkpoint_id, data, caller)
+    verifications = verification_api.list_verifications(checkpoint_id, database, caller, 1).items
     return page(
         request,
         "files.html",
         twin=f"/api/v1/checkpoints/{checkpoint_id}/files",
         found=found,
-        files=files,
-        has_metadata=any(file.name == METADATA_NAME for file in files),
+        files=sorted(listed.items, key=lambda file: in_order(file.name)),
+        missing=listed.missing,
+        has_metadata=any(file.name == METADATA_NAME for file in listed.items),
+        verifications=verifications,
+        verified_by=_asker(verifications, database, caller),
     )

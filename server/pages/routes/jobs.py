@@ -9,6 +9,7 @@ from urllib.parse import urlencode
 from fastapi import Query, Request, Response
 from fastapi.responses import RedirectResponse
 
+from dcp.server.catalog.contents.verifications import outcomes_of_jobs
 from dcp.server.catalog.details import keys_of
 from dcp.server.http.dependencies import Author, Caller, Db, Page, PageParams, ServiceDep, requires
 from dcp.server.http.idempotent_transaction import IdempotentDep
@@ -54,6 +55,7 @@ def jobs_page(
         twin=f"/api/v1/jobs?{urlencode(given)}" if given else "/api/v1/jobs",
         jobs=found.items,
         names=_names(found.items, database, caller),
+        outcomes=_outcomes(found.items, database),
         next_cursor=found.next_cursor,
         kinds=sorted(KINDS),
         state=state,
@@ -76,6 +78,7 @@ def job_page(job_id: IdPath, request: Request, service: ServiceDep, database: Db
         job=job,
         sources=sources,
         names=_names([job], database, caller, sources),
+        outcomes=_outcomes([job], database),
         tasks=tasks.items,
         has_more_tasks=tasks.next_cursor is not None,
         log=api.get_job_log(job_id, database, caller, PageParams(_LINES, None)).items,
@@ -101,6 +104,12 @@ def _names(
     numbers = [*also, *(job.checkpoint_id for job in jobs if job.checkpoint_id is not None)]
     with database.read() as connection:
         return keys_of(connection, numbers, caller.roots)
+
+
+def _outcomes(jobs: Sequence[JobAnswer], database: Db) -> dict[int, str]:
+    """What those of these jobs found that verified a checkpoint: "good" or "damaged"."""
+    with database.read() as connection:
+        return outcomes_of_jobs(connection, [job.id for job in jobs if job.kind == "verify"])
 
 
 def last_job(
@@ -129,7 +138,9 @@ def cancel_form(job_id: IdPath, form: FormDep, author: Author, transact: Idempot
 
 
 @router.post("/jobs/{job_id}/retry", dependencies=[requires("read")])
-def retry_form(job_id: IdPath, form: FormDep, author: Author, transact: IdempotentDep) -> Response:
+def retry_form(
+    job_id: IdPath, form: FormDep, author: Author, service: ServiceDep, transact: IdempotentDep
+) -> Response:
     """Begin it anew."""
-    api.retry_job(job_id, author, transact)
+    api.retry_job(job_id, author, service, transact)
     return RedirectResponse(f"/jobs/{job_id}", 303)

@@ -9,7 +9,8 @@ from urllib.parse import urlencode
 from fastapi import Query, Request, Response
 
 from dcp.server.http.dependencies import Caller, Db
-from dcp.server.pages.queries import READ, pages_router
+from dcp.server.pages.formatting import metrics_of
+from dcp.server.pages.queries import READ, pages_router, query_of
 from dcp.server.pages.rendering import page
 from dcp.server.pages.views import CheckpointsView, ListView
 from dcp.server.routes.catalog import checkpoints as api
@@ -30,7 +31,7 @@ def checkpoints_page(
 ) -> Response:
     """Those of all runs, the newest first."""
     found = listed(view, database, caller)
-    names = {name for one in found["checkpoints"] for name in one.metrics}
+    names = {name for one in found["checkpoints"] for name in metrics_of(one)}
     metric = view.metric or loss_of(sorted(names))
     query = urlencode({**view.filters, "sort": view.sort}, doseq=True)
     return page(request, "checkpoints.html", twin=f"/api/v1/checkpoints?{query}", metric=metric, **found)
@@ -39,9 +40,9 @@ def checkpoints_page(
 def listed(view: ListView, database: Db, caller: Caller, run_id: int | None = None) -> dict[str, Any]:
     """What `checkpoint_list.html` shows; of one run, or of all."""
     filters = view.filters | ({} if run_id is None else {"run_id": run_id})
-    query = CheckpointQuery(**filters, sort=view.sort, cursor=view.cursor, limit=_ROWS)
+    query = query_of(CheckpointQuery, **filters, sort=view.sort, cursor=view.cursor, limit=_ROWS)
     found = api.list_checkpoints(query, database, caller)
-    facets = search_api.get_checkpoint_facets(FacetQuery(**filters, values=12), database, caller)
+    facets = search_api.get_checkpoint_facets(query_of(FacetQuery, **filters, values=12), database, caller)
     return {
         "view": view,
         "run_id": run_id,
@@ -49,7 +50,6 @@ def listed(view: ListView, database: Db, caller: Caller, run_id: int | None = No
         "next_cursor": found.next_cursor,
         "notes": found.notes,
         "count": facets.count,
-        "is_cut": facets.is_cut,
         "facets": [one for one in facets.facets if run_id is None or one.name not in _OF_ALL],
         "is_filtered": bool(view.filters),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Final
 from urllib.parse import urlencode
@@ -10,7 +11,8 @@ from fastapi import Query, Request, Response
 
 from dcp.server.http.dependencies import Caller, Db, PageParams, ServiceDep
 from dcp.server.pages.drawing import polyline
-from dcp.server.pages.queries import READ, BrowserRoute, pages_router
+from dcp.server.pages.formatting import metrics_of
+from dcp.server.pages.queries import READ, BrowserRoute, pages_router, query_of
 from dcp.server.pages.rendering import page
 from dcp.server.pages.routes.lists import loss_of
 from dcp.server.routes.catalog import checkpoints as checkpoints_api
@@ -54,7 +56,7 @@ def overview_page(
     cursor: Annotated[str | None, Query(max_length=4096)] = None,
 ) -> Response:
     """Runs, the one with the newest checkpoint first, each with its last values; jobs and roots in a line."""
-    query = RunQuery(root=root, cursor=cursor, limit=_RUNS)
+    query = query_of(RunQuery, root=root, cursor=cursor, limit=_RUNS)
     found = runs_api.list_runs(query, database, caller)
     roots = roots_api.list_all(service, caller).items
     active = ["queued", "planning", "running", "publishing"]
@@ -64,7 +66,6 @@ def overview_page(
         "overview.html",
         twin=f"/api/v1/runs?{urlencode({'root': root})}" if root else "/api/v1/runs",
         rows=[_row(run, database, caller) for run in found.items],
-        notes=found.notes,
         next_cursor=found.next_cursor,
         roots=roots,
         troubled=[one for one in roots if one.scan_error or one.lost],
@@ -83,9 +84,9 @@ router.add_api_route(
 def _row(run: RunAnswer, database: Db, caller: Caller) -> RunRow:
     query = CheckpointQuery(run_id=run.id, sort="-step", limit=_NEWEST)
     newest = checkpoints_api.list_checkpoints(query, database, caller).items
-    metric = loss_of({name for one in newest for name in one.metrics})
+    metric = loss_of({name for one in newest for name in metrics_of(one)})
     oldest_first = newest[::-1]
-    values = [one.metrics[metric] for one in oldest_first if metric in one.metrics]
+    values = [found[metric] for one in oldest_first if metric in (found := metrics_of(one))]
     return RunRow(
         run=run,
         newest=newest[0] if newest else None,
@@ -94,6 +95,6 @@ def _row(run: RunAnswer, database: Db, caller: Caller) -> RunRow:
         good=sum(one.verification == "good" for one in newest),
         metric_name=metric,
         metric_last=values[-1] if values else None,
-        metric=polyline(values),
+        metric=polyline([value for value in values if math.isfinite(value)]),
         sizes=polyline([one.bytes for one in oldest_first]),
     )

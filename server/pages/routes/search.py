@@ -9,7 +9,7 @@ from fastapi import Query, Request, Response
 from fastapi.responses import RedirectResponse
 
 from dcp.server.http.dependencies import Caller, Db, ServiceDep
-from dcp.server.pages.queries import READ, pages_router
+from dcp.server.pages.queries import READ, pages_router, query_of
 from dcp.server.pages.rendering import page
 from dcp.server.routes.catalog import search as api
 from dcp.server.schemas.queries import LookupQuery, SearchQuery
@@ -25,7 +25,7 @@ def search_page(
     request: Request, database: Db, caller: Caller, q: Annotated[str | None, Query(max_length=256)] = None
 ) -> Response:
     """Runs, checkpoints, aliases, tags and tensors; the best first."""
-    query = None if q is None or not q.strip() else SearchQuery(q=q.strip())
+    query = None if q is None or not q.strip() else query_of(SearchQuery, q=q.strip())
     hits = [] if query is None else api.search_names(query, database, caller).items
     twin = None if query is None else f"/api/v1/search?{urlencode({'q': query.q})}"
     return page(request, "search.html", twin=twin, q=q or "", hits=[(hit, _link(hit)) for hit in hits])

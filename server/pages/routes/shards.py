@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from dcp.server.data.access import DataAccess, DataDep
 from dcp.server.http.dependencies import Caller, Db
-from dcp.server.pages.queries import READ, pages_router
+from dcp.server.pages.queries import READ, pages_router, query_of
 from dcp.server.pages.rendering import page
 from dcp.server.pages.sentences import balance_of
 from dcp.server.records.drawings import ShardMap
@@ -113,7 +113,7 @@ def chunks_page(part: ViewedShardsDep) -> Response:
     """The same as a table: tensors, boxes, places."""
     chunks = None
     if not part.is_late(with_boxes=True):
-        query = StoredChunksQuery(**part.view.part, limit=_CHUNKS, cursor=part.view.cursor)
+        query = query_of(StoredChunksQuery, **part.view.part, limit=_CHUNKS, cursor=part.view.cursor)
         chunks = shards_api.list_stored_chunks(part.found.id, query, part.data, part.caller)
     return part.page(
         "chunks.html",
@@ -144,6 +144,6 @@ def is_late(
 def _map(part: ViewedShards) -> ShardMap:
     from dcp.server.data.drawings.shard_map import shard_map  # only here, as all that reads checkpoints
 
-    query = ShardMapQuery(**part.view.part, rows=_ROWS, bins=1)
+    query = query_of(ShardMapQuery, **part.view.part, rows=_ROWS, bins=1)
     query.check()
     return shard_map(part.data.chunks(part.found.id, part.caller).columns, **query.model_dump())

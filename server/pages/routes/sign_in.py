@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Annotated
-from urllib.parse import urlsplit
 
 from fastapi import Query, Request
 from fastapi.responses import RedirectResponse, Response
@@ -16,7 +15,7 @@ from dcp.server.http.middleware.authentication import SESSION_COOKIE
 from dcp.server.pages.queries import pages_router
 from dcp.server.pages.rendering import THEME_COOKIE, THEMES, page
 from dcp.server.pages.tokens import VISIT_COOKIE, FormDep, set_cookie
-from dcp.server.security.keys import KeyRecord
+from dcp.server.security.keys import KeyRecord, prefix_of
 from dcp.server.security.sessions import begin_session, end_session
 
 __all__ = ["router"]
@@ -41,10 +40,10 @@ def sign_in_form(request: Request, service: ServiceDep, form: FormDep) -> Respon
     """A session of the key, in a cookie; the key itself stays nowhere."""
     target = _own(form.text("next"))
     address = "unknown" if request.client is None else request.client.host
-    service.rates.check_refused(address)
-    record = service.keys.find(form.text("key"))
+    secret = form.text("key")
+    record = service.keys.find(secret)
     if record is None:
-        service.rates.count_refused(address)
+        service.rates.count_refused(address, prefix_of(secret))
         fault = "This key is unknown, has been revoked or has expired."
         return page(request, "sign_in.html", 403, next=target, fault=fault)
     answer = RedirectResponse(target, 303)
@@ -96,6 +95,5 @@ def _begun(service: Service, record: KeyRecord, request: Request, address: str) 
 
 def _own(url: str) -> str:
     """A page of this service: nobody is sent elsewhere by a link to the form."""
-    parts = urlsplit(url)
     is_path = url.startswith("/") and not url.startswith("//") and "\\" not in url and url.isprintable()
-    return url if is_path and not parts.scheme and not parts.netloc else "/"
+    return url if is_path else "/"

@@ -14,6 +14,9 @@
     return getComputedStyle(probe).color;
   };
 
+  // Characters that turn the direction of what follows them, written out as the service does it.
+  window.visible = (text) => text.replace(/[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, (one) => `\\u${one.charCodeAt(0).toString(16).padStart(4, "0")}`);
+
   // Over HTTP/1.1 browsers open six connections to a service, for all tabs: those that nobody looks at give theirs back.
   class Stream {
     constructor(url) {
@@ -88,6 +91,7 @@
   };
 
   const copied = (button) => {
+    if (button.dataset.text !== undefined) return button.dataset.text; // as it is, where it is shown in another way
     const of = button.dataset.copy ? document.getElementById(button.dataset.copy) : button.previousElementSibling;
     return of.textContent.trim();
   };

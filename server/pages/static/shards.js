@@ -353,7 +353,7 @@
     const said = document.createElement("dd");
     const text = document.createElement("bdi");
     term.textContent = label;
-    text.textContent = value.length > 300 ? `${value.slice(0, 300)}…` : value;
+    text.textContent = visible(value.length > 300 ? `${value.slice(0, 300)}…` : value);
     said.append(text);
     box.append(term, said);
     return box;

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import cast
 
+from anyio import from_thread
 from fastapi import APIRouter, Request, Response
 
 from dcp.server.http.dependencies import ServiceDep, public
+from dcp.server.http.readiness import OK, ReadinessDep
 from dcp.server.http.routers import operation_id
 from dcp.server.monitoring import CONTENT_TYPE, Monitoring
 from dcp.server.problems import ForbiddenError, UnauthorizedError
@@ -29,12 +31,14 @@ router = APIRouter(tags=["monitoring"], generate_unique_id_function=operation_id
         }
     },
 )
-def get_metrics(request: Request, service: ServiceDep) -> Response:
+def get_metrics(request: Request, service: ServiceDep, readiness: ReadinessDep) -> Response:
     """All metrics. They tell of all roots, so a key has to be for all of them."""
     if service.settings.metrics_need_key:
         _check(getattr(request.state, "principal", None))
     monitoring = cast(Monitoring, request.app.state.monitoring)
-    return Response(monitoring.text(), media_type=CONTENT_TYPE, headers={"Cache-Control": "no-store"})
+    checks = from_thread.run(readiness.check_roots)
+    roots = {name: found == OK for name, found in checks.items()}
+    return Response(monitoring.text(roots), media_type=CONTENT_TYPE, headers={"Cache-Control": "no-store"})
 
 
 def _check(principal: Principal | None) -> None:

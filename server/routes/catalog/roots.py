@@ -9,20 +9,21 @@ from fastapi import Path
 from dcp.server.catalog.roots import RootRow, list_roots, root_row
 from dcp.server.http.context import Service
 from dcp.server.http.dependencies import Caller, ServiceDep, check_visible, requires
+from dcp.server.http.readiness import OK, ReadinessDep
 from dcp.server.http.routers import api_router
 from dcp.server.schemas.common import problems
-from dcp.server.schemas.roots import RootAnswer, RootList
+from dcp.server.schemas.roots import RootAnswer, RootCheck, RootCheckList, RootList
 from dcp.server.security.principal import Principal
 from dcp.server.security.redaction import redact
 
 __all__ = ["RootName", "router"]
 
-router = api_router("/roots", tags=["roots"])
+router = api_router(tags=["roots"])
 
 RootName = Annotated[str, Path(min_length=1, max_length=63, pattern=r"^[a-z0-9][a-z0-9._-]*$")]
 
 
-@router.get("", dependencies=[requires("read")], name="list_roots")
+@router.get("/roots", dependencies=[requires("read")], name="list_roots")
 def list_all(service: ServiceDep, caller: Caller) -> RootList:
     """All roots."""
     with service.database.read() as connection:
@@ -30,13 +31,26 @@ def list_all(service: ServiceDep, caller: Caller) -> RootList:
     return RootList(items=[_answer(row, service, caller) for row in rows])
 
 
-@router.get("/{root}", dependencies=[requires("read")], responses=problems(404))
+@router.get("/roots/{root}", dependencies=[requires("read")], responses=problems(404))
 def get_root(root: RootName, service: ServiceDep, caller: Caller) -> RootAnswer:
     """One root."""
     check_visible(caller, root)
     with service.database.read() as connection:
         row = root_row(connection, root)
     return _answer(row, service, caller)
+
+
+@router.get("/root-checks", dependencies=[requires("read")])
+async def check_roots(readiness: ReadinessDep, caller: Caller) -> RootCheckList:
+    """Whether the storage of each root answers: looked at now, or within the last two seconds."""
+    found = await readiness.check_roots()
+    return RootCheckList(
+        items=[
+            RootCheck(root=name, is_ok=result == OK, detail=None if result == OK else result)
+            for name, result in sorted(found.items())
+            if caller.may_see(name)
+        ]
+    )
 
 
 def _answer(row: RootRow, service: Service, caller: Principal) -> RootAnswer:

@@ -44,7 +44,11 @@ def diff_checkpoints(
     ] = None,
     glob: Annotated[str | None, Query(min_length=1, max_length=256, examples=["layers.*.weight"])] = None,
     order: Annotated[
-        DifferenceOrder, Query(description="Those first that differ most; name: as they were saved.")
+        DifferenceOrder,
+        Query(
+            description="Those first that differ most; name: as they were saved; weights: by relative_l2, "
+            "those of optimizers last."
+        ),
     ] = "name",
 ) -> DiffAnswer:
     """What differs from the checkpoint `before`. No tensor is read; for values there is the job `diff`."""

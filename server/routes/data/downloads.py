@@ -18,7 +18,7 @@ from dcp.server.data.downloads import (
     is_small_download,
     plan_download,
 )
-from dcp.server.data.files import file_etag, file_of, files_of, presigned_url
+from dcp.server.data.files import file_etag, file_of, files_of, lost_files, presigned_url
 from dcp.server.data.sending.bodies import FileBody
 from dcp.server.data.sending.responses import (
     BodyResponse,
@@ -32,7 +32,7 @@ from dcp.server.formats import DownloadFormat
 from dcp.server.http.dependencies import Caller, requires
 from dcp.server.http.routers import api_router
 from dcp.server.schemas.common import IdPath, problems
-from dcp.server.schemas.contents.data import FileAnswer, FileList, binary
+from dcp.server.schemas.contents.data import FileAnswer, FileList, LostFileAnswer, binary
 
 __all__ = ["DATA_PROBLEMS", "router"]
 
@@ -111,11 +111,14 @@ def list_files(checkpoint_id: IdPath, data: DataDep, caller: Caller) -> FileList
     found = data.open(checkpoint_id, caller)
     with found.problems():
         files = files_of(found.opened)
+    missing = [
+        LostFileAnswer.of(lost, name=clean_text(lost.name)) for lost in lost_files(found.opened, files)
+    ]
     items = [
         FileAnswer.of(file.info, name=clean_text(file.info.name), bytes=file.info.size_bytes, role=file.role)
         for file in files
     ]
-    return FileList(items=items)
+    return FileList(items=items, missing=missing)
 
 
 @router.head("/files/{name}", name="head_file", include_in_schema=False)

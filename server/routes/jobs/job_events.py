@@ -11,9 +11,11 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Final, cast
 
 import anyio
+import structlog
 from fastapi import Header, Request
 from pydantic import BeforeValidator, Field
 from sse_starlette import EventSourceResponse, ServerSentEvent
+from sse_starlette.sse import SendTimeoutError
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -22,7 +24,7 @@ from dcp.server.inputs import MAX_ID
 from dcp.server.jobs.following import POLL_SECONDS, AllJobsFeed, Following, JobFeed
 from dcp.server.jobs.ledger import get_job, job_events_after, last_event_id
 from dcp.server.jobs.ledger.states import JobEventRow
-from dcp.server.problems import TooManyRequestsError, UnavailableError
+from dcp.server.problems import BrokenBodyError, TooManyRequestsError, UnavailableError
 from dcp.server.records.jobs import JobProgress
 from dcp.server.schemas.jobs import JobEventAnswer
 from dcp.server.security.principal import Principal
@@ -35,6 +37,7 @@ _SEND_SECONDS: Final = 30.0
 _MAX_STREAM_SECONDS: Final = 3600.0
 _MAX_STREAMS: Final = 256
 _MAX_STREAMS_EACH: Final = 32
+_log = structlog.get_logger(__name__)
 
 
 def _digits(text: str) -> str:
@@ -125,7 +128,7 @@ class _Stream(EventSourceResponse):
         self._who = who
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI. Raises UnavailableError and TooManyRequestsError."""
+        """ASGI. Raises UnavailableError and TooManyRequestsError; BrokenBodyError once it has begun."""
         streams, who = self._streams, self._who
         if streams.total() >= _MAX_STREAMS:
             raise UnavailableError("too many streams of events are open; ask for the job itself")
@@ -137,6 +140,9 @@ class _Stream(EventSourceResponse):
         streams[who] += 1
         try:
             await super().__call__(scope, receive, send)
+        except SendTimeoutError:
+            _log.info("answer broken off", path=scope["path"], error="the client takes no events")
+            raise BrokenBodyError("the client takes no events") from None
         finally:
             streams[who] -= 1
             if not streams[who]:

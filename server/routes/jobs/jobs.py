@@ -23,6 +23,7 @@ from dcp.server.jobs.watching import log_line, throughput_of
 from dcp.server.problems import ForbiddenError, UnprocessableError
 from dcp.server.records.jobs import JobState
 from dcp.server.routes.jobs.job_events import LastEventId, all_jobs_stream, job_stream
+from dcp.server.routes.jobs.submitting import check_queue, submit_new
 from dcp.server.schemas.common import IdPath, problems
 from dcp.server.schemas.jobs import (
     JobAnswer,
@@ -79,21 +80,18 @@ def submit_job(
     service: ServiceDep,
     author: Author,
     transact: IdempotentDep,
-    request: Request,
     response: Response,
 ) -> JobAnswer:
     """Have something done. If an unfinished job does the same already, the answer is that one."""
     _check_scope(author.principal, body.kind)
+    if body.priority > 0 and not author.principal.may("admin"):
+        raise ForbiddenError("a priority above 0 needs a key with the scope 'admin'", scope="admin")
     kind = KINDS[body.kind]
 
     def submit(connection: Connection) -> JobAnswer:
         spec = kind.specify(connection, body.params, author.principal, service.settings)
         spec = replace(spec, priority=body.priority)
-        job_id, is_new = ledger.submit_or_join(connection, spec, author.now_seconds)
-        if is_new:
-            _note(connection, author, "job.submit", job_id, kind=spec.kind, params=dict(spec.params))
-        response.headers["Location"] = f"{request.url.path}/{job_id}"
-        return JobAnswer.of(ledger.get_job(connection, job_id))
+        return submit_new(connection, spec, service, author, response)
 
     return transact(submit)
 
@@ -246,13 +244,15 @@ def cancel_job(job_id: IdPath, author: Author, transact: IdempotentDep) -> JobAn
 
 
 @router.post("/{job_id}/retry", status_code=202, dependencies=[_BY_KIND], responses=problems(403, 404, 409))
-def retry_job(job_id: IdPath, author: Author, transact: IdempotentDep) -> JobAnswer:
+def retry_job(job_id: IdPath, author: Author, service: ServiceDep, transact: IdempotentDep) -> JobAnswer:
     """Begin a job anew that has failed or was cancelled."""
 
     def retry(connection: Connection) -> JobAnswer:
         _found(connection, author, job_id)
         _note(connection, author, "job.retry", job_id)
-        return JobAnswer.of(ledger.retry(connection, job_id, author.now_seconds, author.principal.name))
+        job = ledger.retry(connection, job_id, author.now_seconds, author.principal.name)
+        check_queue(connection, author, service.settings.max_queued_jobs)
+        return JobAnswer.of(job)
 
     return transact(retry)
 

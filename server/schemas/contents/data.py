@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import Field
+
 from dcp.server.records import contents
 from dcp.server.schemas.common import Answer
 from dcp.server.schemas.records import RecordAnswer, answers
@@ -16,6 +18,7 @@ __all__ = [
     "LoadCheckAnswer",
     "LoadFindingsAnswer",
     "LoadProblemAnswer",
+    "LostFileAnswer",
     "ObjectDifferenceAnswer",
     "RankShareAnswer",
     "RankShareList",
@@ -39,10 +42,16 @@ class FileAnswer(RecordAnswer):
     """A file of a checkpoint."""
 
 
+@answers(contents.LostFile)
+class LostFileAnswer(RecordAnswer):
+    """A data file that the index names and the storage does not have whole."""
+
+
 class FileList(Answer):
-    """All files of a checkpoint, by name."""
+    """All files of a checkpoint, by name; and those that it lacks."""
 
     items: list[FileAnswer]
+    missing: list[LostFileAnswer] = Field(default_factory=list)
 
 
 @answers(contents.Tensor)

@@ -11,6 +11,7 @@ from sqlalchemy import Connection, event, func, select
 
 from dcp.server.catalog.checkpoints import CheckpointFacts, get_checkpoint, upsert_checkpoint
 from dcp.server.catalog.contents import structures
+from dcp.server.catalog.contents.layers import in_order
 from dcp.server.catalog.contents.structures import (
     StructureFacts,
     StructureTensor,
@@ -115,7 +116,7 @@ def test_a_large_structure_is_written_in_short_transactions(
         sum(4 * n for n in range(3_210)),
     )
     assert [(entry.fqn, entry.shape) for entry in page.items] == [
-        (tensor.fqn, tensor.shape) for tensor in facts.tensors
+        (tensor.fqn, tensor.shape) for tensor in sorted(facts.tensors, key=lambda one: in_order(one.fqn))
     ]
 
 

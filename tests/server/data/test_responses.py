@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
@@ -22,7 +23,10 @@ from dcp.server.data.sending.responses import (
     is_unchanged,
 )
 from dcp.server.http.handlers import install_handlers
+from dcp.server.http.middleware.requests import RequestMiddleware
 from dcp.server.problems import PreconditionFailedError, RangeError
+from dcp.server.process.logs import configure_logs
+from dcp.server.settings import Settings
 from dcp.storage.errors import CorruptCheckpointError
 from tests.support.asgi_server import served
 
@@ -116,17 +120,40 @@ def test_a_client_that_leaves_stops_the_reading() -> None:
         assert body.read_bytes < 1 << 30
 
 
-def test_a_client_that_takes_nothing_is_cut_off() -> None:
-    """A stalled client does not hold a place for ever, and memory does not grow while it stalls."""
+def test_a_client_that_takes_nothing_is_cut_off(
+    logs_as_before: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A stalled client does not hold a place for ever, and memory does not grow while it stalls; the log says
+    so in a line, without tracebacks."""
     body, streams = Counted(1 << 40), Streams(1)
     with (
-        served(app_of(body, streams, stall_seconds=0.5)) as port,
+        served(RequestMiddleware(app_of(body, streams, stall_seconds=0.5))) as port,
         socket.create_connection(("127.0.0.1", port)) as client,
     ):
+        configure_logs(Settings())
+        logging.getLogger("uvicorn.error").setLevel("ERROR")
         client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         assert body.closed.wait(60)
         _wait_for(lambda: streams.running == 0)
         assert body.read_bytes < 64 << 20
+    log = capsys.readouterr().err
+    assert "the client is too slow" in log
+    assert "Traceback" not in log and "Exception" not in log
+
+
+def test_a_client_that_takes_too_little_is_cut_off() -> None:
+    """One that takes something all the time, but less than the minimum rate, does not hold a place."""
+    body, streams = Counted(1 << 40), Streams(1, 1 << 30)
+    with served(app_of(body, streams, stall_seconds=1.5)) as port, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 18)
+        client.connect(("127.0.0.1", port))
+        client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        deadline = time.monotonic() + 30
+        while not body.closed.is_set() and time.monotonic() < deadline:
+            client.recv(1 << 18)
+            time.sleep(0.01)
+        assert body.closed.is_set()
+        _wait_for(lambda: streams.running == 0)
 
 
 def test_no_more_downloads_than_allowed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import shutil
 import time
@@ -304,21 +305,24 @@ _OTHERS = [pytest.param(what, marks=pytest.mark.exhaustive) for what in ("files/
 
 @pytest.mark.parametrize("what", ["download", *_OTHERS])
 def test_downloads_end_with_their_key(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Revoked while a body is sent, a key gets no more than what is under way already; others get it all."""
+    """Revoked while a body is sent, a key gets no more than what is under way already; others get it all.
+
+    One key has half of the places; where all are taken others are refused as well, by another status."""
     monkeypatch.setattr(responses, "KEY_SECONDS", 0.1)
     folder = tmp_path / "main" / "big"
     dcp.save({"w": torch.arange(_MANY)}, checkpoint_id=folder)
     (data,) = folder.glob("*.distcp")
-    with running_app(f"sqlite:///{tmp_path / 'catalog.sqlite'}", tmp_path) as app:
+    with running_app(f"sqlite:///{tmp_path / 'catalog.sqlite'}", tmp_path, max_downloads=2) as app:
         url = f"/api/v1/checkpoints/{known(app, 'big')}/{what.replace('FILE', data.name)}"
         with served(app.app) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
-            one, other = (
-                {"Authorization": f"Bearer {app.key('read', name=name)}"} for name in ("one", "other")
+            one, other, third = (
+                {"Authorization": f"Bearer {app.key('read', name=name)}"}
+                for name in ("one", "other", "third")
             )
-            with (
-                client.stream("GET", url, headers=one) as ended,
-                client.stream("GET", url, headers=other) as whole,
-            ):
+            with client.stream("GET", url, headers=one) as ended, contextlib.ExitStack() as stack:
+                assert client.get(url, headers=one).status_code == 429
+                whole = stack.enter_context(client.stream("GET", url, headers=other))
+                assert client.get(url, headers=third).status_code == 503
                 bodies = [answer.iter_raw(1 << 16) for answer in (ended, whole)]
                 received = [len(next(body)) for body in bodies]
                 with app.service.database.read() as connection:

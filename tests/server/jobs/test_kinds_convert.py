@@ -355,6 +355,8 @@ def test_refused_targets(runs: KindRuns, tmp_path: Path) -> None:
     [
         {"target_key": "x.safetensors"},
         {"target_key": "x"},
+        {"target_key": ".hidden/x.pt"},
+        {"target_key": "run/.x.pt"},
         {"to": "dcp", "target_key": "x.pt"},
         {"to": "numpy"},
         {"dtype": "int8"},

@@ -12,6 +12,7 @@ import dcp
 from dcp.server.catalog.errors import MissingError, StateError
 from dcp.server.database.engine import Database
 from dcp.server.jobs.ledger import latest_success
+from dcp.server.pages.drawings.drift import drift_picture
 from dcp.server.schemas.contents.drawings import DriftAnswer
 from dcp.server.security.principal import LOCAL, Principal
 from tests.support.app import running_app
@@ -19,7 +20,8 @@ from tests.support.kind_runs import KindRuns
 
 
 def state(step: int) -> dict[str, Any]:
-    """Layer 2 does not change, layer 10 does at each step, the head gets a NaN at step 3."""
+    """Layer 2 does not change, layer 10 does at each step. At step 3 the head gets a NaN, and layer
+    11 becomes NaN: both stay so."""
     head = torch.ones(4)
     if step >= 3:
         head[1] = float("nan")
@@ -27,6 +29,7 @@ def state(step: int) -> dict[str, Any]:
     tensors = {
         "m.layers.10.w": torch.full((8,), scale),
         "m.layers.10.b": torch.zeros(8),
+        "m.layers.11.w": torch.full((6,), float("nan") if step >= 3 else 1.0),
         "m.layers.2.w": torch.ones(5),
         "m.head": head,
     }
@@ -61,15 +64,28 @@ def test_a_run_layer_by_layer(runs: KindRuns, tmp_path: Path) -> None:
         (3, 4, 0, 1),
     ]
     layers = {layer.name: layer for layer in shown.layers}
-    assert list(layers) == ["m", "m.layers.2", "m.layers.10"]  # as people count
+    assert list(layers) == ["m", "m.layers.2", "m.layers.10", "m.layers.11"]  # as people count
     assert layers["m.layers.2"].relative_l2 == [0.0, 0.0, 0.0]
+    assert layers["m.layers.11"].relative_l2 == [0.0, None, None], "NaN is not unchanged"
     ten = layers["m.layers.10"]
     assert ten.changed == [0.5, 0.5, 0.5]
     assert ten.relative_l2[0] == pytest.approx(0.1 / 1.1 / 2**0.5, rel=1e-5)
-    assert layers["m"].nonfinite == [0, 1, 0]
+    assert (layers["m"].nonfinite, layers["m.layers.11"].nonfinite) == ([0, 1, 1], [0, 6, 6])
+    picture = drift_picture([layers["m.layers.11"]], 3, "relative_l2")
+    assert {kind: path.count("M") for kind, path in picture.paths.items()} == {"l0": 1, "nan": 2}
     (data,) = (tmp_path / "main/run/step-2").glob("*.distcp")
     data.write_bytes(b"x" * data.stat().st_size)
     again = runs.do("drift", run_id=1, max_step=4, only=["m.layers.*"])
+    after_lost = runs.do("drift", run_id=1, min_step=2).result
+    assert after_lost is not None
+    by_name = {layer["name"]: layer for layer in after_lost["layers"]}
+    assert by_name["m.layers.11"]["nonfinite"] == [None, 6], "nobody could see it become NaN"
+    assert by_name["m.layers.11"]["relative_l2"] == [None, None]
+    last = runs.do("drift", run_id=1, min_step=3).result
+    assert last is not None
+    by_name = {layer["name"]: layer for layer in last["layers"]}
+    assert by_name["m.layers.11"]["nonfinite"] == [6], "it was NaN before, and did not change"
+    assert by_name["m.layers.11"]["relative_l2"] == [None]
     problems = [step["problem"] is None for step in again.result["steps"]] if again.result else []
     assert (again.state, problems) == ("succeeded", [False, False, True])
 

@@ -121,6 +121,51 @@ def test_priorities_and_age(database: Database) -> None:
     assert order == [(job_id, phase) for job_id in (high, old, young, low) for phase in phases]
 
 
+def test_keys_and_roots_take_turns(database: Database) -> None:
+    """However many jobs one key has queued, others need not wait for all of them; a key has a share in each
+    root, and whoever has much at work comes after those who have less."""
+    database.transact(
+        lambda connection: sync_roots(connection, {"main": "/main", "other": "/other"}, now=NOW)
+    )
+    many = [add(database, created_by="key:many", root="main") for _ in range(6)]
+    assert taken(database).job.id == many[0]
+    few = [add(database, created_by="key:few", root="main") for _ in range(2)]
+    other = add(database, created_by="key:many", root="other")
+    urgent = add(database, created_by="key:many", root="main", priority=1)
+    order = [taken(database).job.id for _ in range(9)]
+    assert order == [urgent, few[0], other, few[1], *many[1:]]
+
+
+def test_a_job_of_many_tasks_leaves_a_share_to_others(database: Database) -> None:
+    """With several places, who has one already is served after who has none."""
+    large = planned(database, 9, created_by="key:many")
+    second = add(database, created_by="key:many")
+    small = add(database, created_by="key:few")
+    first = taken(database)
+    assert (first.job.id, first.phase) == (large, "task")
+    made = taken(database)
+    assert (made.job.id, made.phase) == (small, "plan")
+    step(database, ledger.complete_plan, made.held, {}, [TaskSpec(payload={})] * 3, NOW)
+    order = [taken(database).job.id for _ in range(12)]
+    assert order == [small, large, small, large, small, *[large] * 6, second]
+
+
+def test_who_has_less_at_work_is_not_held_up_by_whose_turn_it_is(database: Database) -> None:
+    """The queued job whose turn it is may be of one who has the other places already: those behind it go."""
+    large = planned(database, 9, created_by="key:many")
+    add(database, created_by="key:many")
+    small = [add(database, created_by="key:few") for _ in range(3)]
+    assert taken(database).job.id == large
+    for number in small:
+        made = taken(database)
+        assert (made.job.id, made.phase) == (number, "plan")
+        step(database, ledger.complete_plan, made.held, {}, [], NOW)
+        made = taken(database)
+        assert (made.job.id, made.phase) == (number, "publish")
+        step(database, ledger.complete_publish, made.held, {}, NOW)
+    assert taken(database).job.id == large
+
+
 def test_limits_of_kinds(database: Database) -> None:
     """A kind has as many at a time as it may; others pass by; kinds that are not known wait."""
     first, second = add(database), add(database)

@@ -122,6 +122,11 @@ def test_looking_around(site: Site) -> None:
         page.keyboard.press("Enter")
         page.wait_for_url("**/runs/1")
         expect(page.locator(".uplot canvas")).to_be_visible()
+        page.get_by_label("Metric").select_option("accuracy")
+        page.wait_for_url("**/runs/1?metric=accuracy*")
+        page.wait_for_function("scrollY > 0")  # where it was chosen, not at the top
+        page.go_back()
+        page.wait_for_url("**/runs/1")
         page.locator("#checkpoints").get_by_role("link", name="good").click()
         page.wait_for_url("**/runs/1?verification=good")
         expect(page.locator("#checkpoints tbody tr")).to_have_count(1)
@@ -133,6 +138,7 @@ def test_looking_around(site: Site) -> None:
         expect(page.locator("#stock, [hx-trigger=load]").first).to_contain_text(
             "torch.distributed.checkpoint"
         )
+        assert page.title().startswith("Step 400"), "parts of other pages do not name the tab"
         page.get_by_label("Name").first.fill("layers_1.*weight")
         expect(page.locator("#tensors tbody tr")).to_have_count(1)
         assert "glob=layers_1" in seen.path

@@ -151,8 +151,14 @@ def test_how_two_are_chosen(site: Site) -> None:
     assert f"/diff?a={three}&b={two}" in site.browser.page(f"/diff?a={two}&b={three}").links
     assert "Which two?" in site.browser.page("/diff").text
     assert str(site.browser.get(f"/diff?of={two}").url).endswith(f"/diff?a={one}&b={two}")
-    for wrong in (f"of={one}", "of=1&of=2&of=3", f"b={one}", "a=1&b=x", f"a={one}&b={three}&cursor=x"):
+    for wrong in (f"of={one}", f"b={one}", "a=1&b=x", f"a={one}&b={three}&cursor=x"):
         assert site.browser.get(f"/diff?{wrong}").status_code == 422, wrong
+    many = site.browser.page(f"/diff?of={three}&of={two}&of={one}")
+    assert "3 checkpoints are ticked." in many.text
+    chosen = site.browser.submit(many.form("/diff"))
+    assert str(chosen.url).endswith(f"/diff?a={one}&b={three}"), (
+        "the first and the last, if no other is chosen"
+    )
     for gone in ("a=1&b=99", "of=1&of=99"):
         assert site.browser.get(f"/diff?{gone}").status_code == 404, gone
 
@@ -202,7 +208,8 @@ def test_hostile_names_are_text(site: Site) -> None:
     (link,) = [link for link in page.links if "tensor=" in link and "onerror" in link]
     chosen = site.browser.page(link)
     assert faults_of(chosen) == [] and not [1 for name, _ in chosen.elements if name == "img"]
-    assert f"m.{HOSTILE}" in chosen.text and HOSTILE in page.text
+    shown = HOSTILE.replace("\u202e", "\\u202e")
+    assert f"m.{shown}" in chosen.text and shown in page.text and "\u202e" not in page.text
 
 
 def test_names_longer_than_addresses(site: Site, tmp_path: Path) -> None:
@@ -260,6 +267,9 @@ def test_weights_are_not_outshone_by_their_optimizer(site: Site, tmp_path: Path)
     assert f"/runs/{run}/drift?of=all" in page.links
     assert "optim 9" in site.browser.page(f"/runs/{run}/drift?of=all").text
     path = f"/diff?a={a}&b={b}"
+    site.runs.do("diff", a=a, b=b)
+    rows = rows_of(site.browser.page(path))
+    assert rows.index("m.w") < rows.index("optim.exp_avg"), "which moved most"
     assert {f"{path}&top=m", f"{path}&top=optim"} <= set(site.browser.page(path).links)
     assert "optim" not in rows_of(site.browser.page(f"{path}&top=m"))
     assert "1 of 2" in site.browser.page(f"{path}&top=optim&glob=avg").text
@@ -280,6 +290,8 @@ def test_thousands_of_layers_are_binned() -> None:
     opened = drift_picture(layers(500), 3, "relative_l2", binned.first, binned.count)
     assert [row.label for row in opened.rows if row.count][-1] == "499"
     assert picture.rows[0].label == "m.layers" and not picture.rows[0].count
+    nan = drift_picture([DriftLayer("a", (0.0, 0.0), (0.0, 0.0), (0, 3))], 2, "changed")
+    assert {kind: path.count("M") for kind, path in nan.paths.items()} == {"l0": 1, "nan": 1}
 
 
 @pytest.mark.parametrize("values", [(None,), (0.0,), (0.5,), (1e-30, 1.0), (1e300, 1e-300)])

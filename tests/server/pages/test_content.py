@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import time
@@ -20,7 +21,8 @@ from dcp.server.catalog.checkpoints import upsert_checkpoints
 from dcp.server.catalog.contents.structures import StructureFacts, StructureTensor
 from dcp.server.catalog.contents.verifications import add_verification
 from dcp.server.catalog.facts import CheckpointFacts
-from dcp.server.database.tables import checkpoints
+from dcp.server.catalog.roots import set_scanned
+from dcp.server.database.tables import checkpoints, jobs
 from tests.support.app import App, running_app
 from tests.support.catalog_rows import T0, add_checkpoint
 from tests.support.pages import Browser, PageText, faults_of
@@ -111,7 +113,8 @@ def test_all_that_is_linked_is_there(app: App) -> None:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_names_of_any_kind_are_text(app: App, name: str) -> None:
-    """Of runs, checkpoints and tensors, and in metadata: escaped, isolated, whole in the title."""
+    """Of runs, checkpoints and tensors, and in metadata: escaped, isolated, whole in the title. What turns
+    the direction of letters is written out, but in what a form sends back."""
     tensors = (
         StructureTensor(fqn=f"model.{name * 11}", kind="tensor", dtype="float32", shape=(4,), bytes=16),
     )
@@ -125,10 +128,13 @@ def test_names_of_any_kind_are_text(app: App, name: str) -> None:
         provenance={"torch_version": name},
     )
     browser = Browser(app.client())
-    run = key.split("/")[0]
+    run = re.sub("[\u202e\u2067]", lambda found: f"\\u{ord(found.group()):04x}", key.split("/")[0])
+    form = browser.page(f"/checkpoints/{found}").form(f"/checkpoints/{found}/convert")
+    assert form.fields["target_key"].startswith(key[:300])
     for path in ("/", "/checkpoints", "/runs/1", f"/checkpoints/{found}", f"/checkpoints/{found}?view=list"):
         page = browser.page(path)
         assert run in page.text.replace("\n", " ") or run.split()[0] in page.text, path
+        assert not re.search("[\u202a-\u202e\u2066-\u2069]", page.text), path
         isolated = {n for n, given in page.elements} >= {"bdi"}
         assert isolated, path
         assert len([1 for n, _ in page.elements if n == "img"]) == 0, path
@@ -380,13 +386,19 @@ def test_deleting_and_undoing(app: App) -> None:
     browser = Browser(app.client())
     before = browser.page(f"/checkpoints/{number}")
     deleted = PageText(browser.submit(before.form(f"/checkpoints/{number}/delete")).text)
-    assert "Its bytes are there until" in deleted.text
+    assert re.search(r"Deleted \S.* by local \. Its bytes are there until", deleted.text), "who and when"
     restored = PageText(browser.submit(deleted.form(f"/checkpoints/{number}/restore")).text)
     assert "It is restored." in restored.text
     stale = browser.submit(before.form(f"/checkpoints/{number}/delete"))
     assert (stale.status_code, f"/checkpoints/{number}" in PageText(stale.text).links) == (412, True)
-    wrong = browser.submit(before.form(f"/checkpoints/{number}/convert"), target_key="../away")
+    path = f"/checkpoints/{number}/convert"
+    wrong = browser.submit(before.form(path), target_key="../away", dtype="float16")
     assert (wrong.status_code, f"/checkpoints/{number}" in PageText(wrong.text).links) == (422, True)
+    again = PageText(wrong.text).form(path)
+    assert (again.fields["target_key"], again.fields["dtype"]) == ("../away", "float16")
+    made = browser.submit(again, to="safetensors", target_key="run/half")
+    assert made.url.path == "/jobs/1", "nothing else is typed again"
+    assert app.base.get("/api/v1/jobs/1").json()["params"]["dtype"] == "float16"
 
 
 def test_what_is_damaged_is_not_said_to_load(app: App) -> None:
@@ -403,6 +415,139 @@ def test_what_is_damaged_is_not_said_to_load(app: App) -> None:
         assert "damaged" in strip or "vanished" in strip
 
 
+def good_ones(page: PageText) -> int:
+    """How many badges of a page are green."""
+    return sum(given.get("class") == "badge good" for _, given in page.elements)
+
+
+def test_a_checkpoint_without_its_data_is_not_green(app: App, tmp_path: Path) -> None:
+    """Verified before a file of it was lost: no box says that it loads, and the files say which is gone."""
+    folder = tmp_path / "main/run/step-1"
+    dcp.save({"w": torch.ones(4)}, checkpoint_id=folder, no_dist=True)
+    number = app.base.post("/api/v1/checkpoints", json={"root": "main", "key": "run/step-1"}).json()["id"]
+    with app.service.database.write() as connection:
+        connection.execute(update(checkpoints).values(verification="good"))
+    browser, path = Browser(app.client()), "/api/v1/checkpoints/1/files"
+    page = browser.page(f"/checkpoints/{number}")
+    assert any(f"/checkpoints/{number}/files" == given.get("hx-get") for _, given in page.elements)
+    assert good_ones(page) == 2, "committed and verified; of the others nobody knows before it is looked at"
+    whole = browser.page(f"/checkpoints/{number}/files")
+    assert (good_ones(whole), app.base.get(path).json()["missing"]) == (4, [])
+    (data,) = folder.glob("*.distcp")
+    size = data.stat().st_size
+    data.write_bytes(b"x")
+    cut = browser.page(f"/checkpoints/{number}/files")
+    assert good_ones(cut) == 0 and f"{data.name} has 1 B" in cut.text
+    data.unlink()
+    lost = browser.page(f"/checkpoints/{number}/files")
+    assert good_ones(lost) == 0 and f"{data.name} is missing" in lost.text
+    missing = {"name": data.name, "bytes": None, "expected_bytes": size}
+    assert app.base.get(path).json()["missing"] == [missing]
+
+
+def test_what_is_partial_or_not_finite_says_so(app: App) -> None:
+    """A save of a part is called one; a loss that is NaN stands where the last finite one would."""
+    for step, user in ((1, {}), (2, {"metrics": {"loss": math.nan, "lr": 0.1}, "partial": ["model"]})):
+        metrics = {"loss": 0.25} if step == 1 else {"lr": 0.1}
+        number = add_checkpoint(app.service.database, f"run/step-{step}", user_metadata=user, metrics=metrics)
+    found = app.base.get(f"/api/v1/checkpoints/{number}").json()
+    assert (found["nonfinite_metrics"], found["partial"]) == ({"loss": "nan"}, ["model"])
+    browser = Browser(app.client())
+    shown = browser.page(f"/checkpoints/{number}").text
+    assert "a part of the state only model" in shown and "loss NaN" in shown
+    assert "partial" in browser.page(f"/checkpoints/{number}").text.partition("Committed")[0]
+    assert "loss NaN" in browser.page("/").text and "0.25" not in browser.page("/").text
+    rows = browser.page("/checkpoints").text
+    assert "NaN" in rows and "partial" in rows
+    run = browser.page("/runs/1").text
+    assert "NaN or infinite in 1 checkpoint, at step 2" in run
+    series = app.base.get("/api/v1/runs/1/series?metric=loss").json()
+    assert (series["count"], series["nonfinite_count"], series["last_nonfinite_step"]) == (1, 1, 2)
+
+
+def test_a_job_that_found_damage_is_not_green(app: App) -> None:
+    """Its page and the list say so; the checkpoint's page has the findings where it was begun."""
+    number = add_checkpoint(app.service.database, "run/step-1")
+    browser = Browser(app.client())
+    browser.submit(browser.page(f"/checkpoints/{number}").form(f"/checkpoints/{number}/verify"))
+    finding = {"kind": "checksum", "message": "block 7 of w", "file": None, "fqn": "w"}
+    with app.service.database.write() as connection:
+        result = {"outcome": "damaged", "findings": [finding]}
+        connection.execute(update(jobs).values(state="succeeded", result=result))
+        add_verification(
+            connection,
+            number,
+            fingerprint="print-run/step-1",
+            mode="full",
+            outcome="damaged",
+            findings=[finding],
+            checked_bytes=1,
+            seconds=1,
+            job_id=1,
+        )
+    for path in ("/jobs", "/jobs/1"):
+        page = browser.page(path)
+        assert "found damage" in page.text and not good_ones(page), path
+    assert "block 7 of w" in browser.page("/jobs/1").text
+    work = browser.page(f"/checkpoints/{number}").text.partition("Work on it")[2]
+    assert "checksum block 7 of w Verify again" in work
+
+
+def test_an_alert_is_there_once(app: App) -> None:
+    """Of a root whose last scan failed, on the first page and on that of roots."""
+    add_checkpoint(app.service.database, "run/step-1")
+    app.service.database.transact(
+        lambda connection: set_scanned(
+            connection, "main", state={"lost": 7}, error="7 of 9 checkpoints were not found", now=T0
+        )
+    )
+    browser = Browser(app.client())
+    for path in ("/", "/roots", "/checkpoints"):
+        assert browser.page(path).text.count("not found") == 1, path
+
+
+def test_names_as_people_count(app: App) -> None:
+    """Layer 2 comes before layer 10, in the tree, in the list and from page to page."""
+    names = [f"m.layers.{n}.w" for n in (0, 1, 2, 10, 11, 100)]
+    tensors = [StructureTensor(name, "tensor", "float32", (1,), 4) for name in sorted(names)]
+    number = add_checkpoint(app.service.database, "run/step-1", structure=StructureFacts.of(tensors))
+    browser = Browser(app.client())
+    listed = browser.page(f"/checkpoints/{number}?view=list").text
+    assert re.findall(r"m\.layers\.\d+\.w", listed) == names
+    found: list[str] = []
+    cursor: dict[str, str] = {}
+    while True:
+        path = f"/api/v1/checkpoints/{number}/tensors/tree"
+        answer = app.base.get(path, params={"prefix": "m.layers", "limit": 4, **cursor}).json()
+        found += [one["name"] for one in answer["items"]]
+        if answer["next_cursor"] is None:
+            break
+        cursor = {"cursor": answer["next_cursor"]}
+    assert found == ["0", "1", "2", "10", "11", "100"]
+
+
+def test_answers_are_compressed(app: App) -> None:
+    """Of pages a fifth is sent, to whoever takes it; small ones, and those that must stay as they are, whole.
+    No two pages have the same token."""
+    for step in range(40):
+        add_checkpoint(app.service.database, f"run/step-{step}")
+    client = app.client()
+    whole = client.get("/runs/1", headers={"Accept": "text/html", "Accept-Encoding": "identity"})
+    sent = client.get("/runs/1", headers={"Accept": "text/html", "Accept-Encoding": "br, gzip"})
+    assert "content-encoding" not in whole.headers and sent.headers["content-encoding"] == "gzip"
+    assert int(sent.headers["content-length"]) * 5 < int(whole.headers["content-length"])
+    assert "Accept-Encoding" in whole.headers["vary"] and "Accept-Encoding" in sent.headers["vary"]
+    assert abs(len(sent.text) - len(whole.text)) < 100 and "step 39" in sent.text
+    tokens = {PageText(one.text).form("/theme").fields["token"] for one in (whole, sent)}
+    assert len(tokens) == 2
+    for path, given in (
+        ("/healthz", {}),
+        ("/api/v1/checkpoints/1", {}),  # has an entity tag
+        ("/runs/1", {"Accept": "text/html", "Accept-Encoding": "gzip;q=0"}),
+    ):
+        assert "content-encoding" not in client.get(path, headers=given).headers, path
+
+
 def test_a_job_is_cancelled_and_begun_anew(app: App) -> None:
     """By the buttons of its page, which follow from its state; its log says who did it. It says what it is
     about by its name."""
@@ -412,6 +557,10 @@ def test_a_job_is_cancelled_and_begun_anew(app: App) -> None:
     queued = browser.page("/jobs/1")
     assert "run/step-1" in queued.text and "run/step-1" in browser.page("/jobs").text
     assert any("/api/v1/jobs/1/events" in given.get("sse-connect", "") for _, given in queued.elements)
+    followed = browser.page(f"/checkpoints/{number}")
+    assert ".live > *" in {given.get("hx-select") for _, given in followed.elements}
+    for page in (queued, followed):  # what the one follows of the other has its state, which changes
+        assert "its-state" in {given.get("class") for _, given in page.elements}
     assert browser.submit(queued.form("/jobs/1/cancel")).status_code == 200
     assert browser.submit(queued.form("/jobs/1/cancel")).status_code == 200  # again is fine
     cancelled = browser.page("/jobs/1")

@@ -37,6 +37,10 @@ def test_bars_are_the_bins() -> None:
     ]
     assert 0.0 in [value for _, value in picture.ticks]
     assert all(0 <= place <= 100 for place, _ in picture.ticks)
+    near = histogram_picture({"a": {"edges": [-1, -0.5, 0.5, *range(1, 40)], "counts": [1] * 41}})
+    assert near is not None
+    places = [place for place, _ in near.ticks]
+    assert min(b - a for a, b in pairwise(places)) > 15, "their names do not lie over each other"
 
 
 def test_several_have_common_edges() -> None:

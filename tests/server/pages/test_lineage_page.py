@@ -112,7 +112,10 @@ def test_a_family_is_shown(app: App) -> None:
     browser = Browser(app.client())
     browser.sign_in(app.key("read", roots=["main"]))
     path = f"/checkpoints/{mine}/lineage"
-    assert path in browser.page(f"/checkpoints/{mine}").links
+    own = browser.page(f"/checkpoints/{mine}")
+    assert path in own.links
+    origins, _, made = own.text.partition("Where it comes from")[2].partition("What became of it")
+    assert "base/step-1" in origins and "exports/model" not in origins and "exports/model" in made
     page = browser.page(path)
     assert {f"/checkpoints/{one}/lineage" for one in (base, export)} <= set(page.links)
     assert "resumed from step-1" in page.text and "converted from step-2" in page.text

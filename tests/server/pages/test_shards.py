@@ -71,6 +71,8 @@ def test_which_rank_wrote_how_much(app: App, tmp_path: Path) -> None:
     assert "Rank 0 wrote 1.02 times" not in page.text
     assert "All wrote about as much" in page.text and "1 of 5 ranks wrote nothing." in page.text
     assert "80 B are of tensors that are stored more than once: replicas." in page.text
+    for below in ("shards", "shards/chunks"):
+        assert browser.get(f"/checkpoints/{number}/{below}?glob=a%7F").status_code == 422
     part = next(link for link in page.links if "first_rank=2" in link)
     assert parse_qs(urlsplit(part).query) == {"first_rank": ["2"], "last_rank": ["2"]}
     narrowed = browser.page(part)

@@ -17,6 +17,7 @@ from dcp.server.http.access import walk_routes
 from dcp.server.http.middleware.authentication import SESSION_COOKIE
 from dcp.server.security.keys import revoke_key
 from tests.support.app import App, running_app
+from tests.support.catalog_rows import add_checkpoint
 from tests.support.pages import Browser, PageText, faults_of
 
 STATIC = Path(__file__).parents[3] / "server/pages/static"
@@ -186,12 +187,39 @@ def test_refused_keys_are_counted(tmp_path: Path, _sqlite_template: Path) -> Non
             answer = browser.sign_in(f"dcp_abcdefgh_{'x' * 43}")
             assert answer.status_code == 403
             assert "unknown, has been revoked or has expired" in PageText(answer.text).text
-        assert browser.sign_in(app.key("read")).status_code == 429
+        assert browser.sign_in(f"dcp_abcdefgh_{'x' * 43}").status_code == 429
+        assert browser.sign_in(app.key("read")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "/?root=<x",
+        "/checkpoints?sort=foo",
+        "/checkpoints?dtype=<x",
+        "/checkpoints?root=<x",
+        "/checkpoints?run=a%7F",
+        f"/checkpoints?name_contains={'x' * 300}",
+        "/runs/{run}?sort=foo",
+        "/runs/{run}?dtype=<x",
+        f"/runs/{{run}}?tensor={'x' * 300}",
+        "/search?q=a%7F",
+    ],
+)
+def test_what_an_address_cannot_mean_is_said(keyless: App, address: str) -> None:
+    """As by the API, and not as an error of the service."""
+    add_checkpoint(keyless.service.database, "run/step-1")
+    browser = keyless.client()
+    answer = browser.get(address.format(run=1), headers={"Accept": "text/html"})
+    assert answer.status_code == 422
+    name = address.partition("?")[2].partition("=")[0]
+    assert f"query.{name}" in PageText(answer.text).text
 
 
 @pytest.mark.parametrize(
     "next",
     [
+        "http://[",
         "//evil.example/",
         "https://evil.example/",
         "/\\evil.example",

@@ -73,6 +73,7 @@ def state(step: int) -> dict[str, Any]:
         "odd": {
             "empty": torch.ones(0, 5),
             "scalar": torch.tensor(2.5),
+            "nothing": torch.full((2, 3), math.nan),
             "complex": torch.ones(3, 4, dtype=torch.complex64),
             "flags": torch.tensor([True, False, True]),
         },
@@ -197,6 +198,7 @@ def test_a_slice_as_cells(site: Any) -> None:
     ("name", "says"),
     [
         ("empty", "It has no elements"),
+        ("nothing", "of which there are none"),
         ("scalar", "2.5"),
         ("complex", "no values that can be ordered"),
         ("flags", "0.66667"),
@@ -208,6 +210,7 @@ def test_tensors_of_every_kind(site: Any, name: str, says: str) -> None:
     page = browser.page(tensor(1, f"odd.{name}"))
     assert says in browser.page(tensor(1, f"odd.{name}", "/slice")).text + page.text
     assert browser.page(tensor(1, f"odd.{name}", "/steps")).text
+    assert name != "nothing" or "for the histogram" not in page.text
 
 
 def test_what_is_large_is_read_only_when_it_is_asked_for(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +324,11 @@ def test_layers_dead_and_exploding(site: Any) -> None:
     page = browser.page("/checkpoints/2/layers")
     row = page.text.partition("model.layers.1")[2].partition("model.layers.2")[0]
     assert "exploding" in row
+    assert " NaN " in row.partition("exploding")[0], "the norm of a layer that has NaN"
     assert "1 NaN and 1 infinite" in browser.get("/checkpoints/2/layers").text
+    assert "126 finite elements; 2 are left out" in browser.page(tensor(2, "model.layers.1.weight")).text
+    by_norm = browser.page("/checkpoints/2/layers?sort=norm").text
+    assert by_norm.index("model.layers.1") < by_norm.index("model.layers.0")
     norm = weights(2)["layers.0.weight"].double().norm()
     assert f"{norm:.5g}" in page.text
     dead = browser.page("/checkpoints/2/layers?mark=dead")

@@ -114,6 +114,8 @@ def test_through_a_weight_map(app: App, tmp_path: Path) -> None:
     stored = {"model": {"model.norm.weight": torch.ones(4), **experts}, "step": 1}
     dcp.save(stored, checkpoint_id=tmp_path / "main/hf/step-1", no_dist=True)
     dcp.save({name.format(1): torch.ones(3, 2)}, checkpoint_id=tmp_path / "main/hf/step-2", no_dist=True)
+    for step in ("step-1", "step-2"):
+        (tmp_path / "main/hf" / step / "config.json").write_text('{"num_experts": 2}')
     Scanner(app.service.database, app.service.roots).scan("main")
     stacked = "layers.0.moe.routed_experts.inner_experts.w1_EFD"
     state = {"norm.weight": [4], stacked: [2, 3, 2], "lm_head.weight": [5, 4]}
@@ -173,7 +175,7 @@ def test_what_does_not_fit_is_listed(app: App) -> None:
     page = pasted(app, "bare/step-1", json.dumps(given))
     assert "No." in page.text and "1 of 4 names fit" in page.text
     for kind, name, facts in (
-        ("Missing 1", f"new.{HOSTILE}", ""),
+        ("Missing 1", f"new.{HOSTILE}".replace("\u202e", "\\u202e"), ""),
         ("Other shape 1", "0.bias", "float32 9 float32 3"),
         ("Other dtype 1", "0.weight", f"bfloat16 3 {TIMES} 4 float32 3 {TIMES} 4"),
         ("Unexpected 2", "1.bias", "float32 2"),

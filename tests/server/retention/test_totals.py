@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from sqlalchemy import text
 
 from dcp.manager.cleanup.retention import Retention
 from dcp.server.catalog.contents.structures import StructureFacts, StructureTensor
 from dcp.server.catalog.errors import MissingError
 from dcp.server.catalog.labelling.labels import Change, set_pinned
+from dcp.server.catalog.queries.facets import checkpoint_facets
+from dcp.server.catalog.queries.filters import CheckpointFilter
 from dcp.server.database.engine import Database
-from dcp.server.retention import totals
+from dcp.server.database.tables import checkpoints
 from dcp.server.retention.totals import retention_totals, tensor_bytes
 from tests.support.catalog_rows import add_checkpoint
 
@@ -31,15 +34,35 @@ def catalog(database: Database) -> Database:
     return database
 
 
-def test_totals_of_a_policy(catalog: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts and bytes of all runs; of very many checkpoints the first runs, and a word of it."""
+def test_totals_of_a_policy(catalog: Database) -> None:
+    """Counts and bytes of all runs."""
     with catalog.read() as connection:
         found = retention_totals(connection, "main", "*", Retention(last=2), 0.0)
         assert (found.runs, found.kept, found.deleted, found.deleted_bytes) == (2, 5, 5, 1500)
         assert (found.kept_bytes, found.is_cut) == (1500, False)
         assert retention_totals(connection, "other", "*", Retention(last=2), 0.0).runs == 0
-        monkeypatch.setattr(totals, "_MAX_PLANNED", 3)
-        assert retention_totals(connection, "main", "*", Retention(last=2), 0.0).is_cut
+
+
+@pytest.mark.exhaustive  # many rows
+def test_a_large_catalog_is_counted_to_the_end(catalog: Database) -> None:
+    """What will be deleted is never understated: neither totals nor facets stop after some rows."""
+    names = [column.name for column in checkpoints.c if column.name not in ("id", "step_order")]
+    more = {"key": "key || '/' || s.n", "step": "100 + s.n"}
+    chosen = ", ".join(more.get(name, name) for name in names)
+    with catalog.write() as connection:
+        connection.execute(
+            text(
+                f"INSERT INTO checkpoints ({', '.join(names)}) WITH RECURSIVE s(n) AS"
+                " (SELECT 1 UNION ALL SELECT n + 1 FROM s WHERE n < 26000)"
+                f" SELECT {chosen} FROM checkpoints, s WHERE step = 2"
+            )
+        )
+    with catalog.read() as connection:
+        found = retention_totals(connection, "main", "*", Retention(last=2), 0.0)
+        assert (found.runs, found.kept, found.deleted, found.is_cut) == (2, 5, 52_005, False)
+        facets = checkpoint_facets(connection, CheckpointFilter())
+        assert (facets.count, facets.is_cut) == (52_010, False)
+        assert sum(one.count for one in facets.facets[5].values) == 52_010
 
 
 def test_bytes_of_optimizers(catalog: Database) -> None:

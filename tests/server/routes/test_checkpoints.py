@@ -187,6 +187,7 @@ def test_registration(app: App, tmp_path: object) -> None:
         ({"root": "main", "key": "run/step-8"}, 404),
         ({"root": "nowhere", "key": "run/step-7"}, 404),
         ({"root_url": "/somewhere/else", "key": "step-7"}, 404),
+        ({"root_url": "file://[", "key": "step-7"}, 404),
         ({"root": "main", "key": "../run/step-7"}, 422),
         ({"root": "main", "key": "/etc"}, 422),
         ({"key": "run/step-7"}, 422),

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,7 +23,7 @@ from dcp.server.jobs.cleaning import forget_jobs
 from dcp.server.jobs.ledger import FailureFacts, JobSpec, TaskSpec
 from dcp.server.routes.jobs import job_events
 from dcp.server.security.keys import list_keys, revoke_key
-from tests.support.app import App
+from tests.support.app import App, running_app
 from tests.support.catalog_rows import add_checkpoint
 from tests.support.sockets import listening
 
@@ -69,7 +70,7 @@ def end(app: App, job_id: int) -> None:
 def test_a_job_is_submitted_and_shown(app: App) -> None:
     """202 and where it is; the same again is the same job; the audit log has who wanted it, once."""
     checkpoint_id = add_checkpoint(app.service.database, "run/step-1")
-    client = app.client("read", "write", name="ci")
+    client = app.client("read", "write", "admin", name="ci")
     body = {"kind": "verify", "params": {"checkpoint_id": checkpoint_id}, "priority": 7}
     first = client.post(JOBS, json=body)
     assert first.status_code == 202, first.text
@@ -106,6 +107,32 @@ def test_what_cannot_be_meant_is_refused(app: App, body: Any, status: int) -> No
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/problem+json"
     assert client.get(JOBS).json() == {"items": [], "next_cursor": None}
+
+
+def test_a_key_has_so_many_jobs_and_no_priority(tmp_path: Path) -> None:
+    """Only an admin's job goes first; so many of one key are queued at a time, others have their own; what
+    joins a job is not one more."""
+    with running_app(f"sqlite:///{tmp_path / 'catalog.sqlite'}", tmp_path, max_queued_jobs=2) as app:
+        bodies = [
+            {"kind": "verify", "params": {"checkpoint_id": add_checkpoint(app.service.database, f"run/{n}")}}
+            for n in range(3)
+        ]
+        client = app.client("read", "write", name="one")
+        refused = client.post(JOBS, json=bodies[0] | {"priority": 1})
+        assert (refused.status_code, refused.json()["scope"]) == (403, "admin")
+        assert client.post(JOBS, json=bodies[0] | {"priority": -1}).status_code == 202
+        assert client.post(f"{API}/checkpoints/2/verifications", json={}).status_code == 202
+        for path, body in ((JOBS, bodies[2]), (f"{API}/checkpoints/3/verifications", {})):
+            refused = client.post(path, json=body)
+            assert (refused.status_code, "retry-after" in refused.headers) == (429, True)
+        assert client.post(JOBS, json=bodies[1]).status_code == 202
+        assert len(client.get(JOBS).json()["items"]) == 2
+        assert app.client("read", "write", name="other").post(JOBS, json=bodies[2]).status_code == 202
+        assert client.post(f"{JOBS}/1/cancel").json()["state"] == "cancelled"
+        fourth = {"checkpoint_id": add_checkpoint(app.service.database, "run/4")}
+        assert client.post(JOBS, json=bodies[0] | {"params": fourth}).status_code == 202
+        assert client.post(f"{JOBS}/1/retry").status_code == 429
+        assert client.get(f"{JOBS}/1").json()["state"] == "cancelled"
 
 
 def test_the_scope_is_that_of_the_kind(app: App) -> None:

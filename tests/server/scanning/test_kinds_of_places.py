@@ -184,11 +184,18 @@ def test_a_folder_that_may_not_be_listed(tmp_path: Path) -> None:
         ("checkpoint-7", 7),
         ("epoch-3.pt", 3),
         ("run-5/last", None),
-        ("model-00001-of-00002.safetensors", 2),
+        ("global_step100", 100),
+        ("Epoch=1-step=0200.ckpt", 200),
+        ("run/1200", 1200),
+        ("model_1000.pt", 1000),
+        ("exports/seed-1.safetensors", None),
+        ("model-00001-of-00002.safetensors", None),
+        ("last-v1.ckpt", None),
+        ("2026-11-23", None),
         ("9" * 30, None),
         (f"snapshots/{'a1' * 20}", None),
     ],
 )
 def test_step_of_a_name(key: str, step: int | None) -> None:
-    """The number at the end, before a suffix, if it is one that a step can be."""
+    """The number at the end, before a suffix, after a word for steps or by itself; no seed or date."""
     assert step_of_name(key) == step

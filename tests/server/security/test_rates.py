@@ -29,17 +29,16 @@ def test_windows() -> None:
         limits.count("a")
 
 
-def test_refused_keys_are_counted_by_network() -> None:
-    """One who has a /64 of IPv6 has it as one address; looking does not count."""
-    limits = RateLimits("1/second", "2/minute")
-    for _ in range(5):
-        limits.check_refused("2001:db8::1")
-    limits.count_refused("2001:db8::1")
-    limits.count_refused("2001:db8::2")
+def test_refused_keys_are_counted_by_network_and_prefix() -> None:
+    """One who has a /64 of IPv6 has it as one address; another prefix and another network have their own."""
+    limits = RateLimits("60/minute", "2/minute")
+    limits.count_refused("2001:db8::1", "abcdefgh")
+    limits.count_refused("2001:db8::2", "abcdefgh")
     with pytest.raises(TooManyRequestsError):
-        limits.check_refused("2001:db8::3")
-    limits.check_refused("2001:db8:0:1::1")
-    limits.check_refused("10.0.0.1")
+        limits.count_refused("2001:db8::3", "abcdefgh")
+    limits.count_refused("2001:db8::3", "ijklmnop")
+    limits.count_refused("2001:db8:0:1::1", "abcdefgh")
+    limits.count_refused("10.0.0.1", "abcdefgh")
     assert network_of("testclient") == "testclient"
 
 

@@ -80,6 +80,7 @@ def difference_document(found: Difference) -> dict[str, Any]:
                     "nonfinite": values.nonfinite,
                     "max_abs": _number(values.max_abs),
                     "relative_l2": _number(values.relative_l2),
+                    "nonfinite_after": values.nonfinite_after,
                 },
             }
         )

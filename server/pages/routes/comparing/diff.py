@@ -39,6 +39,8 @@ router = pages_router()
 _LONG_NAME: Final = 40
 _ROWS: Final = 100
 _OBJECTS: Final = 50
+_OFFERED: Final = 50
+"""Of those that were ticked in a list, where these are more than two."""
 
 _NOBODY: Final[dict[str, Any]] = {"before": None, "after": None, "gone": []}
 
@@ -75,10 +77,15 @@ def diff_page(
     view: Annotated[DiffView, Query()], request: Request, database: Db, data: DataDep, caller: Caller
 ) -> Response:
     """What differs; without two checkpoints in the address how they are chosen."""
-    if view.of:
+    if view.of and len(view.of) <= 2:
         raise MovedError(_ticked(view.of, database, caller))
-    if view.b is None:
-        return page(request, "diff.html", found=None, view=view, twin="/api/v1/checkpoints", **_NOBODY)
+    if view.of or view.b is None:
+        many = [
+            checkpoints_api.get_checkpoint(one, database, caller, Response()) for one in view.of[:_OFFERED]
+        ]
+        many.sort(key=_age)
+        twin = "/api/v1/checkpoints"
+        return page(request, "diff.html", found=None, view=view, ticked=many, twin=twin, **_NOBODY)
     if view.a is None:
         raise MovedError(_with_step_before(view.b, database, caller))
     before = checkpoints_api.get_checkpoint(view.a, database, caller, Response())
@@ -118,7 +125,7 @@ def _histograms(a: int, b: int, fqn: str, data: DataAccess, caller: Caller) -> d
 
 
 def _order(view: DiffView, found: DiffAnswer) -> DifferenceOrder:
-    return view.order or ("relative_l2" if found.basis == "values" else "name")
+    return view.order or "weights"
 
 
 def _found(a: int, b: int, view: DiffView, data: DataAccess, caller: Caller) -> tuple[DiffAnswer, str]:
@@ -127,11 +134,11 @@ def _found(a: int, b: int, view: DiffView, data: DataAccess, caller: Caller) -> 
     params = PageParams(_ROWS, view.cursor)
     given: dict[str, Any] = {"before": a, "kind": view.kind, "glob": view.pattern}
     try:
-        order = view.order or "relative_l2"
+        order = view.order or "weights"
         found = api.diff_checkpoints(b, a, data, caller, params, "values", kinds, view.pattern, order)
         given |= {"basis": "values", "order": order}
     except NotFoundError:
-        found = api.diff_checkpoints(b, a, data, caller, params, None, kinds, view.pattern, "name")
+        found = api.diff_checkpoints(b, a, data, caller, params, None, kinds, view.pattern, "weights")
     query = urlencode({name: value for name, value in given.items() if value is not None})
     return found, f"/api/v1/checkpoints/{b}/diff?{query}"
 
@@ -151,8 +158,6 @@ def _nonfinite(
 def _ticked(numbers: list[int], database: Db, caller: Caller) -> str:
     if len(numbers) == 1:
         return _with_step_before(numbers[0], database, caller)
-    if len(numbers) > 2:
-        raise UnprocessableError(f"tick two checkpoints to compare them, not {len(numbers)}")
     both = [checkpoints_api.get_checkpoint(one, database, caller, Response()) for one in numbers]
     before, after = sorted(both, key=_age)
     return f"/diff?a={before.id}&b={after.id}"

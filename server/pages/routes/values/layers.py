@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import Query, Request, Response
@@ -25,12 +26,19 @@ router = pages_router()
 
 _ROWS: Final = 200
 _Order = Literal["name", "norm", "largest", "zeros", "gradient"]
+
+
+def _falling(value: float | None) -> float:
+    """NaN comes before all numbers, and what is not known after them."""
+    return 1.0 if value is None else -math.inf if math.isnan(value) else -value
+
+
 _KEYS: Final[dict[str, Any]] = {
     "name": lambda layer: in_order(layer.name),
-    "norm": lambda layer: -layer.norm,
-    "largest": lambda layer: -(layer.largest or 0.0),
+    "norm": lambda layer: _falling(layer.norm),
+    "largest": lambda layer: _falling(layer.largest),
     "zeros": lambda layer: -layer.zeros / max(1, layer.elements),
-    "gradient": lambda layer: -(layer.gradient_rms or 0.0),
+    "gradient": lambda layer: _falling(layer.gradient_rms),
 }
 
 

@@ -22,7 +22,7 @@ from dcp.server.pages.drawings.boxes import box_picture
 from dcp.server.pages.drawings.heat_maps import default_parts, heat_of, spans_of
 from dcp.server.pages.drawings.histograms import histogram_picture
 from dcp.server.pages.drawings.marks import LARGE, largest_of, mark_of, rms_of
-from dcp.server.pages.queries import READ, pages_router
+from dcp.server.pages.queries import READ, pages_router, query_of
 from dcp.server.pages.rendering import page
 from dcp.server.pages.snippets import tensor_snippets
 from dcp.server.pages.tokens import FormDep
@@ -190,7 +190,8 @@ def _neighbour(named: Named, database: Db, caller: Caller, *, is_next: bool) -> 
         return None
     wanted: dict[str, Any] = {"min_step": step + 1} if is_next else {"max_step": step - 1}
     order = "step" if is_next else "-step"
-    query = CheckpointQuery(run_id=named.found.run_id, tensor=named.fqn, sort=order, limit=1, **wanted)
+    wanted |= {"run_id": named.found.run_id, "tensor": named.fqn}
+    query = query_of(CheckpointQuery, **wanted, sort=order, limit=1)
     return next(iter(checkpoints_api.list_checkpoints(query, database, caller).items), None)
 
 
@@ -287,6 +288,8 @@ def _moments(
     """
     first, second, step = (found.get(name) for name in ("exp_avg", "exp_avg_sq", "step"))
     of_weight = None if weight is None else rms_of(weight)
+    if second is not None and second["nans"] + second["infs"]:
+        return math.nan if second["nans"] else math.inf, of_weight, None, False
     if second is None or second["mean"] is None or second["mean"] < 0:
         return None, of_weight, None, False
     steps = step["min"] if step is not None and step["count"] == 1 else None
@@ -401,7 +404,7 @@ def _around(named: Named, database: Db, caller: Principal) -> list[CheckpointAns
     if step is None or not _is_plain(named.fqn):
         return [named.found]
     wanted: dict[str, Any] = {"run_id": named.found.run_id, "tensor": named.fqn, "limit": _STEPS // 2}
-    later = CheckpointQuery(**wanted, sort="step", min_step=step)
-    earlier = CheckpointQuery(**wanted, sort="-step", max_step=max(0, step - 1))
+    later = query_of(CheckpointQuery, **wanted, sort="step", min_step=step)
+    earlier = query_of(CheckpointQuery, **wanted, sort="-step", max_step=max(0, step - 1))
     before = checkpoints_api.list_checkpoints(earlier, database, caller).items if step else []
     return [*before[::-1], *checkpoints_api.list_checkpoints(later, database, caller).items]
