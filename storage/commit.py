@@ -71,6 +71,7 @@ _CONFLICT = (
     "{}: another writer published here while this save ran; nothing of this save is kept. Give each save "
     "its own id, or let one job write to an id."
 )
+_DOUBT = "may not outlast a power cut, so that what it replaced is kept"
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,8 @@ def commit(
     Returns the index as published. Raises CheckpointConflictError if the id changed since ``previous`` was
     taken, StorageError or StorageFullError if publishing failed. In both cases nothing of this save is
     visible, except where the error says ``committed=True``: the checkpoint stands, but `.metadata` could
-    not be written.
+    not be written, or the manifest may not outlast a power cut. Then what it has replaced stays, but for
+    a `.metadata` which stock torch would load instead.
     """
     index.check()
     metadata_bytes = (
@@ -230,16 +232,17 @@ def commit(
             raise CheckpointConflictError(_CONFLICT.format(store.url), path=store.url)
         if names == Names():
             _require_files(store, index, previous)
-        ours = _publish_manifest(store, names, manifest_bytes, previous, durable=durable)
+        ours, doubt = _publish_manifest(store, names, manifest_bytes, previous, durable=durable)
         try:
             stands = _settle_metadata(store, names, ours, metadata_bytes, previous.metadata, durable=durable)
         except Exception as error:
-            kind = type(error) if isinstance(error, StorageError) else StorageError
-            raise kind(
-                f"{store.url}: the checkpoint is committed and loads with dcp, but {names.metadata} for "
-                f"stock torch could not be written: {error}",
-                **(getattr(error, "facts", {}) | {"path": store.url, "committed": True}),
-            ) from error
+            if isinstance(error, StorageError) and error.published:
+                raise _after_commit(store, _DOUBT, error) from error
+            fate = _remove_stale(store, names, previous.metadata, durable=durable)
+            what = f"{names.metadata} for stock torch could not be written{fate}"
+            raise _after_commit(store, what, error) from error
+    if doubt is not None:
+        raise _after_commit(store, _DOUBT, doubt) from doubt
     if stands:
         _clean_up(store, names, index, previous)
     else:
@@ -266,19 +269,44 @@ def _require_files(store: Store, index: CheckpointIndex, previous: Previous) -> 
         )
 
 
+def _after_commit(store: Store, what: str, error: Exception) -> StorageError:
+    kind = type(error) if isinstance(error, StorageError) else StorageError
+    return kind(
+        f"{store.url}: the checkpoint is committed and loads with dcp, but {what}: {error}",
+        **(getattr(error, "facts", {}) | {"path": store.url, "committed": True}),
+    )
+
+
 def _publish_manifest(
     store: Store, names: Names, data: bytes, previous: Previous, *, durable: bool
-) -> Version:
+) -> tuple[Version, StorageError | None]:
+    """Its version, and why it may not outlast a power cut, if it may not."""
     try:
-        return store.publish(names.manifest, data, durable=durable, expected=previous.manifest)
+        return store.publish(names.manifest, data, durable=durable, expected=previous.manifest), None
     except CheckpointConflictError as error:
         raise CheckpointConflictError(_CONFLICT.format(store.url), path=store.url) from error
-    except StorageError:
+    except StorageError as error:
         version = _version_if(store, names.manifest, data)
         if version is None:
+            if error.published:
+                fate = _remove_stale(store, names, previous.metadata, durable=durable)
+                what = f"{_DOUBT}, and {names.metadata} for stock torch was not written{fate}"
+                raise _after_commit(store, what, error) from error
             raise
-        logger.warning("%s: publishing reported an error, but the manifest is in place", store.url)
-        return version
+        logger.warning("%s: publishing reported an error, but the manifest is in place: %s", store.url, error)
+        return version, _doubt(store, error) if durable else None
+
+
+def _doubt(store: Store, error: StorageError) -> StorageError | None:
+    """Why what was published with ``error`` may not be durable. What a folder's fsync has failed to write it
+    may not try again, so that a second one proves nothing."""
+    if error.published:
+        return error
+    try:
+        store.sync()
+    except StorageError as failed:
+        return failed
+    return None
 
 
 def _version_if(store: Store, name: str, data: bytes) -> Version | None:
@@ -324,6 +352,21 @@ def _settle_metadata(
         _mend_metadata(store, names, data, written, durable=durable)
         return False
     raise StorageError(f"others replaced it {_ATTEMPTS} times meanwhile", path=store.path_of(names.metadata))
+
+
+def _remove_stale(store: Store, names: Names, there: Version | None, *, durable: bool) -> str:
+    """Remove the `.metadata` of the checkpoint before, which stock torch would load; the end of a message
+    about it. Never raises: what led here is the error to report."""
+    if there is None:
+        return ""
+    try:
+        if not store.delete_if(names.metadata, there):
+            return ""  # another one is there, perhaps ours
+        if durable:
+            store.sync()
+    except Exception as error:  # noqa: BLE001 - as said
+        return f", nor the one before be removed ({error}), which stock torch loads"
+    return "; the one before was removed, so that stock torch loads nothing instead of that"
 
 
 def _was_replaced(store: Store, names: Names, ours: Version) -> bool:

@@ -191,6 +191,9 @@ class MissingKeyError(PlanError, KeyError):
 class UnexpectedKeyError(PlanError):
     """The checkpoint has keys below those that were asked for which no rank's state dict has a place for."""
 
+    lost: Sequence[str] = ()
+    """All of them; ``fqns`` has the first."""
+
 
 class ShapeMismatchError(PlanError):
     """A tensor's global shape differs between state dict and checkpoint."""
@@ -212,6 +215,8 @@ class StorageError(CheckpointError, OSError):
     bucket: str = ""
     op: str = ""
     """The operation, such as "put"."""
+    published: bool = False
+    """Whether the file has its new content all the same, which may not outlast a power cut."""
     timeout_seconds: float | None = None
 
     def __init__(self, message: str = "", **facts: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from operator import attrgetter
@@ -42,6 +42,7 @@ __all__ = [
     "UntestedTorchWarning",
     "all_process_groups",
     "backend_of",
+    "copies_in_state",
     "copy_tensors",
     "devices_of",
     "dtensor_of_parts",
@@ -50,7 +51,6 @@ __all__ = [
     "flat_slices",
     "flatten_sharded_tensors",
     "group_of_sharded",
-    "has_internal_overlap",
     "local_part",
     "mesh_of_parts",
     "mesh_parts",
@@ -148,19 +148,6 @@ preserved_versions: Callable[[tuple[torch.Tensor, ...]], AbstractContextManager[
 # -- plain tensors -------------------------------------------------------------------------------------------
 
 
-def _is_expanded(tensor: torch.Tensor) -> int:
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    return int(any(size > 1 and stride == 0 for size, stride in pairs))
-
-
-_overlap: Callable[[torch.Tensor], int] = getattr(torch, "_debug_has_internal_overlap", _is_expanded)
-
-
-def has_internal_overlap(tensor: torch.Tensor) -> bool:
-    """Whether elements are known to share memory, as those of an expanded tensor do."""
-    return _overlap(tensor) == 1
-
-
 use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", None) or (lambda tensor: 1)
 """How many references to a tensor there are, Python's being one together; without it, as if no other."""
 
@@ -200,6 +187,39 @@ local_part: Callable[[DTensor], torch.Tensor] = (
     attrgetter("_local_tensor") if hasattr(DTensor, "_local_tensor") else DTensor.to_local
 )
 """What `DTensor.to_local` gives, without autograd and without its making of a new Parameter a call."""
+
+
+def copies_in_state(state: Mapping[str, Any]) -> list[str]:
+    """Names in what a module's ``state_dict()`` returned of tensors that share no memory with the module, as
+    hooks make them; none where no entry shares any: the module is gone, or this torch does not tell.
+
+    The memory of any other entry is that of a parameter or buffer as well.
+    """
+    count_holders = getattr(torch._C, "_storage_Use_Count", None)
+    if not hasattr(state, "_metadata") or count_holders is None:
+        return []
+    own: dict[int, set[int]] = {}  # by storage, the tensors in the state dict, and what they are views of
+    names: dict[int, list[str]] = {}
+    kept: list[Any] = []  # so that no two have one id
+    for name, value in state.items():
+        tensor = local_part(value) if isinstance(value, DTensor) else value
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta:
+            continue
+        if isinstance(value, nn.Parameter):
+            return []  # of keep_vars=True: these are the module's own
+        storage = tensor.untyped_storage()
+        holders = [each for each in (tensor, tensor._base) if each is not None]
+        kept += [storage, *holders]
+        own.setdefault(storage._cdata, set()).update(map(id, holders))
+        names.setdefault(storage._cdata, []).append(name)
+    copies = [
+        storage for storage, holders in own.items() if count_holders(storage) == len(holders) + _PYTHONS_OWN
+    ]
+    return [name for one in copies for name in names[one]] if len(copies) < len(own) else []
+
+
+_PYTHONS_OWN: Final = 1
+"""Of the references to a storage, that of its object in Python."""
 
 
 def _public_spec(tensor: DTensor) -> Any:

@@ -23,6 +23,7 @@ import numpy as np
 
 from dcp.conversion.copying.batches import BatchRunner, BatchSettings
 from dcp.conversion.copying.checks import ResultChecks, refuse_faults
+from dcp.conversion.copying.sinks import Output
 from dcp.conversion.copying.source_marks import SourceChangedError, refuse_changed, source_mark
 from dcp.conversion.copying.tasks import TaskBatch, TaskResult, make_batches, make_tasks
 from dcp.conversion.layouts.columns import SourceColumns
@@ -43,13 +44,20 @@ from dcp.conversion.wire import decode_layout, encode_layout
 from dcp.storage.closable import Closable
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import Verify
-from dcp.storage.errors import CheckpointError
+from dcp.storage.errors import CheckpointConflictError, CheckpointError
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.native.format import DCP
+from dcp.storage.formats.native.manifest import encode_manifest
+from dcp.storage.formats.opening.folder import open_index
 from dcp.storage.formats.opening.sources import Source, complete_index
 
 __all__ = ["BATCH_BYTES", "Conversion", "Prepared", "SourceChangedError", "discard_attempt"]
 
 BATCH_BYTES: Final = 512 << 20
 """What a batch of a job writes, about: enough that a process for it does not count beside it."""
+
+_OF_A_RUN: Final = ("time", "dcphub_version")
+"""In the provenance of a ``dcp`` target: they differ each time."""
 
 _ATTEMPT: Final = re.compile("[0-9a-f]{16}")
 
@@ -200,9 +208,11 @@ class Conversion(Closable):
         if not publisher.is_published(layout, prepared.inode):
             try:
                 publisher.publish(layout, checks.target)
-            except (CheckpointError, OSError):
-                if not publisher.is_published(layout, prepared.inode):  # by a quicker attempt
+            except (CheckpointError, OSError) as error:
+                is_committed = isinstance(error, CheckpointError) and error.committed
+                if is_committed or not publisher.is_published(layout, prepared.inode):  # by a quicker attempt
                     raise
+        publisher.make_durable()
         publisher.clear(prepared.batch_count)
         return report_of(
             layout,
@@ -215,6 +225,48 @@ class Conversion(Closable):
             tasks=prepared.batch_count,
             dropped_objects=prepared.dropped,
             unmerged=prepared.unmerged,
+        )
+
+    def of_finished(self) -> ConversionReport | None:
+        """The report on a target that is there, if it is what this conversion would make, to the last byte;
+        else None. Writes nothing."""
+        engine, store, to = self._engine, self.place.store, self._options.layout.to
+        there = None
+        if to == DCP.name:
+            try:
+                there = open_index(store)
+            except CheckpointError:
+                return None
+            self._save_id = str(there.provenance.get("save_id"))
+        planned = plan_target(engine, self._source, self.place, self._options, self._save_id)
+        layout, mapped = planned.layout, planned.mapped
+        publisher = Publisher(self.place, self._save_id)
+        inode = self.place.path.stat().st_ino if self.place.path is not None else None
+        if not publisher.is_published(layout, inode) or not _is_same(layout.index, there):
+            return None
+        sources, terms = _sources(engine, layout, planned)
+        codes = (mapped.index if mapped else engine.index).dtype_codes
+        tasks = make_tasks(engine.index, layout, sources, codes, terms, by_file=True)
+        checks = ResultChecks(engine, layout.copies)
+        output = Output(store, in_place=False)  # whose files are there, and are compared
+        with closing(BatchRunner(engine.store, output, lambda: engine, engine.verify)) as runner:
+            for batch in make_batches(tasks, 0):
+                try:
+                    checks.add(runner.run(batch))
+                except CheckpointConflictError:
+                    return None
+        return report_of(
+            layout,
+            checks.target,
+            checks.source.stats,
+            source=self._source.name,
+            target=self.place.url,
+            format=to,
+            bytes_read=checks.bytes_read,
+            tasks=len(tasks),
+            tasks_resumed=len(tasks),
+            dropped_objects=planned.dropped,
+            unmerged=planned.merged.unmerged if planned.merged is not None else (),
         )
 
     def discard(self) -> None:
@@ -240,6 +292,25 @@ def _sources(
         merged = planned.merged
         return sum_sources(engine, layout.copies, merged.terms, merged.accumulate, merged.mapped)
     return copy_sources(engine, layout, planned.mapped.tensors if planned.mapped else None), None
+
+
+def _is_same(made: CheckpointIndex | None, there: CheckpointIndex | None) -> bool:
+    """Whether two indexes tell of the same tensors and values at the same places; checksums of blocks and
+    digests follow from the bytes."""
+    if made is None or there is None:
+        return made is there
+    made, there = (
+        replace(
+            index,
+            provenance={key: value for key, value in index.provenance.items() if key not in _OF_A_RUN},
+            crc_start=np.zeros(len(index.crc_start), np.int64),
+            crcs=np.zeros(0, np.uint32),
+            digests=(),
+            torch_metadata_crc=None,
+        )
+        for index in (made, there)
+    )
+    return encode_manifest(made) == encode_manifest(there)
 
 
 def _save_id_of(attempt: str) -> str:

@@ -17,6 +17,7 @@ from dcp.conversion.contents.values import SourceValues
 from dcp.conversion.merging.arithmetic import Arithmetic
 from dcp.conversion.merging.joined import members_of
 from dcp.conversion.merging.terms import merge_entries
+from dcp.conversion.publishing import local_files
 from dcp.conversion.targets.job import LayoutJob, LayoutOptions, Planned
 from dcp.conversion.targets.places import TargetPlace
 from dcp.planners.garbage_collection import garbage_collection_paused
@@ -80,8 +81,12 @@ def _refuse_same(source: Source, place: TargetPlace) -> None:
         raise OptionError(f"source and target are both {place.url}; convert to another place", path=place.url)
     if place.file_name in source.index.files or is_commit_object(place.file_name or ""):
         raise OptionError(f"{place.url} is a file of the source; convert to another place", path=place.url)
-    if place.file_name is None:
-        raise OptionError(f"{place.url} has the source in it; convert to another place", path=place.url)
+    if place.file_name is None and (source.file is None or not local_files.stays(source.file)):
+        raise OptionError(
+            f"the source {source.name} is a file that the new checkpoint in {place.url} would replace; "
+            "convert to another place",
+            path=place.url,
+        )
 
 
 def _real(url: str) -> str:
@@ -104,8 +109,9 @@ def plan_target(
         weights = maps[0] if maps else None
         entries, mapped = mapped_entries(engine.index, engine.store, weights, **chosen)
     else:
-        members = members_of(source)
-        entries, mapped, merged = merge_entries(members, options.arithmetic, maps, **chosen)
+        members, hf = members_of(source), options.layout.hf
+        beside = hf.config if hf is not None else None
+        entries, mapped, merged = merge_entries(members, options.arithmetic, maps, config=beside, **chosen)
     origin = dict(merged.origin) if merged is not None else {}
     if told := list(dict.fromkeys(one.told for one in maps if one is not None)):
         origin["map"] = ", ".join(told)

@@ -70,7 +70,7 @@ def convert(
     Args:
         source: A path or URL: a checkpoint of ours or of stock torch, a torch.save file, a safetensors file,
             or a Hugging Face folder.
-        target: Where it goes; refused if something is there, unless ``overwrite``.
+        target: Where it goes; refused if something else is there, unless ``overwrite``.
         to: "dcp" (a folder that stock torch loads too), "torch" (one file for `torch.load`), or "safetensors"
             (one file if ``target`` ends so, else a Hugging Face folder), or whatever else is registered.
         only: Shell globs on the source's names: what they match, and everything below.
@@ -97,7 +97,8 @@ def convert(
         verify: "none" compares no checksums of the source.
         progress: True for a bar, or a function that gets `dcp.progress.Progress`.
         resume: Go on with a conversion that was killed, where it was called in the same way on an unchanged
-            source.
+            source. Of one that was finished the target is compared with what it would be, and nothing is
+            written.
 
     Returns:
         What was written, and at what cost.
@@ -113,7 +114,7 @@ def convert(
     begun = time.perf_counter()
     opened = OpenWith(storage_options)
     place = place_of(target, to, OpenWith(target_options))
-    if place.path is not None and not overwrite and not os.path.lexists(place.work_folder):
+    if not (overwrite or resume or place.is_begun):
         place.refuse_existing()  # before anything is read; else it may be what a killed run has made
     reopen = partial(open_source, source, open_store=opened)
     options = ConversionOptions(
@@ -160,6 +161,12 @@ def run_conversion(
     found = reopen()
     if not (found.store.capabilities.is_shared and place.store.capabilities.is_shared):
         means = replace(means, executor="inline")  # a store that is in this process alone
+    if means.resume and not (means.overwrite or place.is_begun) and place.exists():
+        with Conversion(found, place, options, verify=means.verify) as conversion:
+            finished = conversion.of_finished()
+        if finished is not None:
+            return replace(finished, seconds={"total": time.perf_counter() - begun})
+        place.refuse_existing()
     with (
         _changes_told(found, reopen),
         Conversion(found, place, options, overwrite=means.overwrite, verify=means.verify) as conversion,

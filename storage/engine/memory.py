@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import re
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -14,13 +17,17 @@ from dcp.storage.geometry.strides import extent
 
 __all__ = [
     "GATHERED_BYTES",
+    "Place",
     "ScratchBuffers",
     "array_at",
     "copy_small",
     "gather_small",
+    "is_read_only",
     "item_dtype",
     "item_view",
+    "repeats_places",
     "scatter_small",
+    "share_memory",
     "view",
 ]
 
@@ -114,6 +121,63 @@ def array_at(
     """The elements (`item_dtype`) from ``address`` on; ``strides`` are in bytes, and ``sizes`` have no 0."""
     memory = view(address, extent(sizes, strides, itemsize))
     return np.ndarray(sizes, _ITEMS[itemsize], memory, 0, strides)
+
+
+_MAPPINGS = Path("/proc/self/maps")
+_FIXED = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) [r-]-", re.MULTILINE)
+
+
+def is_read_only(addresses: Int64) -> npt.NDArray[np.bool_]:
+    """Which of ``addresses`` cannot be written to; none where the system does not say (it is no Linux).
+
+    To write there ends the process, or looks like a file that cannot be read.
+    """
+    try:
+        found = _FIXED.findall(_MAPPINGS.read_text())
+    except OSError:
+        return np.zeros(len(addresses), np.bool_)
+    bounds = np.array([int(number, 16) for ends in found for number in ends], np.uint64)  # ascending
+    within: npt.NDArray[np.bool_] = np.searchsorted(bounds, addresses.astype(np.uint64), "right") % 2 == 1
+    return within
+
+
+class Place(NamedTuple):
+    """Elements in memory, at least one: the address of the first, the size of each, sizes, strides in
+    bytes."""
+
+    address: int
+    itemsize: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+_MOST_WORK: Any = 10_000
+_NOWHERE = 1 << 62
+
+
+def share_memory(first: Place, second: Place) -> bool:
+    """Whether elements of both have a byte in common, of which nothing is read. True where strides are too
+    strange to find it out within milliseconds."""
+    return bool(np.may_share_memory(array_at(*first), array_at(*second), max_work=_MOST_WORK))
+
+
+def repeats_places(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements of a box (``strides`` in elements) stand at one place, as those of an expanded
+    tensor do."""
+    if 0 in sizes:
+        return False
+    inner: list[tuple[int, int]] = []
+    reach = 0
+    for step, size in sorted((step, size) for size, step in zip(sizes, strides, strict=True) if size > 1):
+        if step <= reach or not step:
+            # steps along this dimension against all that the inner ones can make, forth and back
+            along = Place(_NOWHERE + step, 1, (size - 1,), (step,))
+            back = tuple(2 * count - 1 for _, count in inner)
+            if share_memory(along, Place(_NOWHERE - reach, 1, back, tuple(each for each, _ in inner))):
+                return True
+        inner.append((step, size))
+        reach += (size - 1) * step
+    return False
 
 
 class ScratchBuffers:

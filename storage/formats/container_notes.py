@@ -169,7 +169,7 @@ def empty_dicts(notes: Mapping[Path, ContainerNote], paths: Iterable[Path]) -> l
         for path, note in notes.items()
         if path
         and path not in parents
-        and note.get("kind", "dict") not in ("list", "tuple")
+        and note.get("kind", "dict") not in ("list", "tuple", "deque")
         and not (note.get("keys") or note.get("int_keys"))
     ]
 

@@ -231,7 +231,7 @@ class Store(ABC):
 
         ``expected=None`` publishes only if the name does not exist, a `Version` only over that content, `ANY`
         always. Raises `CheckpointConflictError` if something else is there. Any other error leaves open what
-        happened: the caller has to look.
+        happened, unless it says that it is ``published``: the caller has to look.
         """
 
     @abstractmethod

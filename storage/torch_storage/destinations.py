@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dcp.storage.engine.memory import item_view
+from dcp.storage.engine.memory import item_view, repeats_places
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import (
     BoxRequest,
@@ -33,7 +33,6 @@ from dcp.storage.geometry.boxes import Box, split_box
 from dcp.storage.geometry.ragged import row_matrix
 from dcp.storage.geometry.strides import c_strides, contiguous_positions, is_c_ordered
 from dcp.storage.tensors import LocalMemory, as_copied, is_addressable, narrow, torch_dtype
-from dcp.storage.torch_compat import has_internal_overlap
 
 __all__ = ["Filled", "Reads", "classify", "reads_into", "refuse_shared"]
 
@@ -180,10 +179,10 @@ def _filled(engine: ReadEngine, row: _BoxRead) -> Filled:
 
 def refuse_shared(fqn: str, target: torch.Tensor) -> None:
     """PlanError for a tensor to load into whose elements share memory."""
-    if not target.is_contiguous() and has_internal_overlap(target):
+    if not target.is_contiguous() and repeats_places(target.shape, target.stride()):
         raise PlanError(
-            f"{fqn!r} cannot be loaded into an expanded tensor, whose elements share memory; load into a "
-            "clone() of it",
+            f"{fqn!r} cannot be loaded into an expanded tensor, or a view by as_strided(), whose elements "
+            "share memory; load into a clone() of it",
             fqn=fqn,
         )
 
@@ -209,7 +208,9 @@ def _staged_box(engine: ReadEngine, filled: Filled) -> BoxRequest:
     @torch.inference_mode()
     def put(at: tuple[int, ...], elements: npt.NDArray[Any]) -> None:
         aligned = elements if elements.flags.aligned else elements.copy()
-        narrow(target, at, elements.shape).copy_(torch.from_numpy(aligned).view(saved))
+        stored = torch.from_numpy(aligned).view(saved)
+        narrow(target, at, elements.shape).copy_(stored)
+        _note_loss(engine, filled.elements.chunk, stored, target.dtype)
 
     return BoxRequest(filled.elements, put)
 
@@ -245,5 +246,46 @@ def _staged(engine: ReadEngine, filled: Filled) -> Unit:
             else:
                 worker.read_region(StridedRegion(part, staged.data_ptr(), c_strides(sizes, itemsize)))
             narrow(target, offsets, sizes).copy_(staged)
+            _note_loss(engine, chunk, staged, target.dtype)
 
     return unit
+
+
+def _note_loss(engine: ReadEngine, chunk: int, stored: torch.Tensor, dtype: torch.dtype) -> None:
+    """Note for the report where values of ``stored`` are lost in ``dtype``: more than digits."""
+    if stored.dtype == dtype or not stored.numel():
+        return
+    loss = _loss(stored, dtype)
+    if loss is not None:
+        fqn = engine.index.fqns[int(engine.index.chunk_tensors[chunk])]
+        engine.stats.lossy[fqn] = f"{stored.dtype} to {dtype}: {loss}".replace("torch.", "")
+
+
+def _loss(stored: torch.Tensor, dtype: torch.dtype) -> str | None:
+    """What of the values is lost, if anything is."""
+    if stored.dtype.is_complex:
+        if dtype.is_complex:
+            return _loss(torch.view_as_real(stored), dtype.to_real())
+        return "imaginary parts were dropped" if bool(stored.imag.any()) else _loss(stored.real, dtype)
+    if stored.dtype.is_floating_point and stored.element_size() == 1:
+        stored = stored.float()  # torch compares no others of that size
+    if not dtype.is_floating_point:
+        if dtype.is_complex or bool((stored.to(dtype).to(stored.dtype) == stored).all()):
+            return None
+        return "values were cut off"
+    most = torch.finfo(dtype).max
+    if not stored.dtype.is_floating_point:
+        if stored.dtype == torch.bool or torch.iinfo(stored.dtype).max <= most:
+            return None
+        stored = stored.double()
+    elif torch.finfo(stored.dtype).max <= most:
+        return None
+    low, high = stored.aminmax()
+    if -most <= low and high <= most:
+        return None
+    found = stored.to(dtype).to(stored.dtype)
+    if bool((found.isfinite() < stored.isfinite()).any()):
+        return "values beyond its range became inf or nan"
+    # float8_e4m3fn has no infinity: torch takes its largest value instead, here by more than is rounded.
+    cut = (stored.abs() - most > most * torch.finfo(dtype).eps / 2) & found.isfinite()
+    return f"values beyond its range became {most:g}" if bool(cut.any()) else None

@@ -24,12 +24,14 @@ from torch.futures import Future
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import ReadColumns, ReadStats, Verify
 from dcp.storage.errors import (
+    CheckpointConflictError,
     CheckpointError,
     CheckpointFormatError,
     CorruptCheckpointError,
     OptionError,
     PlanError,
     ShapeMismatchError,
+    StorageError,
 )
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
@@ -200,7 +202,10 @@ class FileSystemReader(NoFileSystem, StorageReader):
         return frozenset(info for info in self.store.list() if info.name in names)
 
     def was_replaced(self) -> bool:
-        """Whether another checkpoint was committed under the id since this load read the index."""
+        """Whether another checkpoint was committed under the id since this load read the index.
+
+        Raises StorageError where that cannot be found out.
+        """
         if self._index is None:
             return False
         rank, own_rank = self._read_as
@@ -209,6 +214,10 @@ class FileSystemReader(NoFileSystem, StorageReader):
         try:
             current = index_at(self.place, rank=rank, own_rank=own_rank)
             return encode_manifest(current) != encode_manifest(self._index)
+        except StorageError:
+            raise
+        except CheckpointConflictError:  # replaced again while it was being looked at
+            return True
         except CheckpointError:  # deleted or damaged: nothing to load instead
             return False
 
@@ -323,6 +332,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
                 after.bytes_read - before.bytes_read,
                 after.blocks_verified - before.blocks_verified,
                 after.blocks_unverified - before.blocks_unverified,
+                after.lossy,
             )
         )
         return self.stats

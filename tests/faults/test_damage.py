@@ -71,6 +71,16 @@ SAVES: dict[str, Callable[[Path], None]] = {
 }
 
 
+def test_a_lost_manifest_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Stock's file of the save is read in its place, which has less; of a checkpoint of stock's own nothing
+    is said."""
+    for kind, said in (("ours", False), ("stock", False), ("without manifest", True)):
+        SAVES[kind](tmp_path / kind)
+        caplog.clear()
+        dcp.read(tmp_path / kind)
+        assert (f"{tmp_path / kind / 'manifest.msgpack'} is missing" in caplog.text) == said, kind
+
+
 @dataclass
 class Tally:
     """What loads of damaged checkpoints gave, and what `verify` said where a load gave an error."""

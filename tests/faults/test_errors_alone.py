@@ -145,7 +145,8 @@ def test_an_error_at_any_operation_is_raised_typed_and_undoes_the_save(
         if seen != ABSENT:
             kinds = {finding.kind for finding in verify(folder).findings}
             assert kinds <= {"stray-file", "metadata"}, where
-            assert seen_by_stock(folder) in (old, NEW), where
+            # a `.metadata` that could not be written leaves none beside a newer manifest
+            assert seen_by_stock(folder) in ((ABSENT, NEW) if made.committed else (old, NEW)), where
     assert seen_errors >= 8
 
 

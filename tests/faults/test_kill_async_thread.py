@@ -312,7 +312,7 @@ def check_losses(crashes: list[Crash]) -> None:
                 assert saved.startswith("CollectiveTimeoutError"), (crash, saved)
                 assert gone in saved
             assert any(gone in end for end in following), (crash, following)
-            assert closed == ""
+            assert closed == "" or gone in closed  # of a save that failed behind the last of them
 
 
 def test_killed_ranks_leave_the_last_commit_and_survivors_who_know(tmp_path: Path) -> None:

@@ -7,19 +7,10 @@ from pathlib import Path
 from tests.support.programs import run_program
 
 _WITHOUT_FLOCK = """
-import ctypes, errno, fcntl, platform, struct, sys
+import errno, fcntl, sys
+from tests.support.refused_calls import refuse
 
-def forbid(number):  # a filter of system calls (seccomp), for this process and those that it starts
-    steps = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x00050000 | errno.ENOSYS),
-             (0x06, 0, 0, 0x7FFF0000)]
-    code = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *step) for step in steps))
-    class Program(ctypes.Structure):
-        _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_void_p)]
-    program, libc = Program(len(steps), ctypes.addressof(code)), ctypes.CDLL(None)
-    assert libc.prctl(38, 1, 0, 0, 0) == 0
-    assert libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0
-
-forbid({"x86_64": 73, "aarch64": 32}[platform.machine()])
+refuse("flock", errno.ENOSYS)
 try:
     fcntl.flock(0, fcntl.LOCK_SH)
 except OSError as error:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,19 @@ import pytest
 import torch
 
 import dcp
-from dcp.storage.errors import CorruptCheckpointError, PlanError
+from dcp.inspection.verification import verify_store
+from dcp.manager.restore import restore
+from dcp.storage.errors import (
+    CheckpointConflictError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    PlanError,
+    StorageError,
+)
 from dcp.storage.stores import PosixStore
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.faults import Fault, FaultInjectingStore
+from dcp.storage.stores.posix.files import storage_error
 from tests.support.ranks import RankRaised, run_ranks
 from tests.support.versions import save_version, version_of, version_state
 
@@ -28,7 +39,8 @@ class TakesObjects(dcp.DefaultLoadPlanner):
 
 
 def reader(path: Any, overtake: Callable[[], None], *, times: int = 1) -> dcp.FileSystemReader:
-    """A reader before which somebody replaces the checkpoint, each time it first opens a data file."""
+    """A reader before which another job replaces the checkpoint, each time it first opens a data file; what
+    ``overtake`` raises the file system says."""
     left = [times]
 
     def hook(_: object) -> None:
@@ -64,21 +76,76 @@ def test_the_successor_is_loaded_whole(tmp_path: Path, planner: type[dcp.Default
     assert report.missing == report.unexpected == []
 
 
-def test_it_is_looked_at_once_more_and_not_for_ever(tmp_path: Path) -> None:
-    """A reader that is overtaken again raises what it found."""
+def refuse(number: int, path: Path) -> None:
+    """What a file system says of a data file."""
+    if number == errno.ENOENT:
+        raise CheckpointNotFoundError(f"{path} does not exist", path=str(path))
+    raise storage_error(OSError(number, os.strerror(number)), "open", path)
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.ESTALE])
+def test_one_refusal_of_a_data_file_is_no_damage(tmp_path: Path, number: int, is_replaced: bool) -> None:
+    """The names that a host knows may be behind those of the server: the manifest decides."""
     save_version(tmp_path, 1)
-    replace, calls = replacing(tmp_path), []
+
+    def overtake() -> None:
+        if is_replaced:
+            save_version(tmp_path, 2)
+        refuse(number, tmp_path / "data")
+
+    state = version_state(0)
+    report = dcp.load(state, storage_reader=reader(tmp_path, overtake))
+    assert version_of(state) == (2 if is_replaced else 1)
+    assert report.attempts == (1 if number == errno.ENOENT and not is_replaced else 2)
+
+
+def test_a_file_that_stays_stale_is_the_storages_fault(tmp_path: Path) -> None:
+    """Nothing was replaced, and no attempt can open it."""
+    save_version(tmp_path, 1)
+    with pytest.raises(StorageError) as caught:
+        dcp.load(
+            version_state(0),
+            storage_reader=reader(tmp_path, partial(refuse, errno.ESTALE, tmp_path / "data"), times=99),
+        )
+    assert (caught.value.op, caught.value.path) == ("open", str(tmp_path / "data"))
+
+
+def test_a_reader_that_is_overtaken_again_and_again(tmp_path: Path) -> None:
+    """The error says so; a restore does not take it for damage, and loads no older step for it."""
+    root = tmp_path / "run"
+    for step in (1, 2):
+        save_version(root / f"step-{step}", step)
+    newest, calls = root / "step-2", []
+    replace = replacing(newest)
 
     def overtake() -> None:
         calls.append(1)
         replace()
 
-    with pytest.raises(CorruptCheckpointError, match="is missing"):
-        dcp.load(version_state(0), storage_reader=reader(tmp_path, overtake, times=99))
-    assert len(calls) == 2
-    state = version_state(0)
-    dcp.load(state, checkpoint_id=tmp_path)
-    assert version_of(state) == 3
+    with pytest.raises(CheckpointConflictError, match="was replaced while it was being read") as caught:
+        dcp.load(version_state(0), storage_reader=reader(newest, overtake, times=99))
+    assert isinstance(caught.value, dcp.RankFailedError) and caught.value.path == str(newest)
+    assert len(calls) == 3
+    state, calls[:] = version_state(0), []
+    restored = restore(
+        state,
+        list_steps=lambda: [2, 1],
+        checkpoint_id=lambda step: str(root / f"step-{step}"),
+        reader=lambda place: reader(place, overtake, times=3 if place.endswith("2") and not calls else 0),
+        retry_pause_seconds=0,
+    )
+    assert restored is not None and restored.step == 2 and not restored.skipped
+    assert version_of(state) == 7
+
+
+def test_verifying_beside_a_save_finds_no_damage(tmp_path: Path) -> None:
+    """Files that a successor has deleted are not missing from what is there."""
+    save_version(tmp_path, 1)
+    replace = Fault("open_read", name="*.distcp", hook=lambda _: save_version(tmp_path, 2))
+    with pytest.raises(CheckpointConflictError, match="was replaced while it was being verified"):
+        verify_store(FaultInjectingStore(PosixStore(tmp_path), replace))
+    assert verify_store(PosixStore(tmp_path)).ok
 
 
 @pytest.mark.parametrize("gone", ["*.distcp", "*"])

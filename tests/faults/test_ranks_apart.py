@@ -152,7 +152,7 @@ def test_ranks_in_different_operations_fail_at_once(tmp_path: Path, other: str) 
     """Long before the timeout of 1800 s, by the names of the operations; the next one works."""
     words = {
         "load": ("rank 1: load ", "must call the same function"),
-        "make a manager": ("rank 1: session", "must call the same function"),
+        "make a manager": ("rank 1: CheckpointManager", "must call the same function"),
         "save alone": ("without collectives", "the same options"),
         "fail": ("rank 1", "checkpoint_id"),
     }[other]

@@ -1,4 +1,5 @@
-"""A state with large and small tensors, saved to and loaded from an S3 server: what tests of faults need."""
+"""A state with large and small tensors, saved to and loaded from an S3 server, and a store that loses a file:
+what tests of faults need."""
 
 from __future__ import annotations
 
@@ -7,9 +8,21 @@ from typing import Any
 import torch
 
 import dcp
+from dcp.storage.commit_names import METADATA_NAME
+from dcp.storage.errors import StorageError
+from dcp.storage.stores import PosixStore, Store
+from dcp.storage.stores.faults import Fault, FaultInjectingStore
 from tests.support.values import full_tensor, raw
 
-__all__ = ["PART_BYTES", "assert_loads", "impatient", "patient", "small_state", "state_of"]
+__all__ = [
+    "PART_BYTES",
+    "assert_loads",
+    "impatient",
+    "patient",
+    "small_state",
+    "state_of",
+    "without_metadata",
+]
 
 PART_BYTES = 5 << 20
 """The least that S3 takes."""
@@ -56,3 +69,11 @@ def impatient(options: dict[str, Any], *, request_timeout_seconds: float = 30.0)
     """Options of a job that is to give up soon, where it gets answers within the timeout."""
     patience = {"retry_seconds": 0.1, "request_timeout_seconds": request_timeout_seconds}
     return {**options, "part_bytes": PART_BYTES, **patience}
+
+
+def without_metadata(path: Any) -> Store:
+    """A folder in which `.metadata` cannot be written; of a module, so that processes can have it."""
+    error = StorageError("the storage is away")
+    return FaultInjectingStore(
+        PosixStore(path), Fault("publish", name=METADATA_NAME, onwards=True, error=error)
+    )

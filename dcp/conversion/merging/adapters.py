@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from dcp.conversion.contents.hf_folder import ADAPTER_CONFIG
+from dcp.conversion.merging.module_patterns import ModulePattern
 from dcp.planners.weight_maps.model_config import MAX_CONFIG_BYTES
-from dcp.storage.errors import CheckpointFormatError, PlanError, UnsupportedFormatError
+from dcp.storage.errors import CheckpointFormatError, OptionError, PlanError, UnsupportedFormatError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.opening.sources import Source, open_source
 from dcp.storage.formats.safetensors.json_documents import parse_json
@@ -30,7 +31,7 @@ _FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
 _MAX_LISTED: Final = 10
 _MAX_PATTERNS: Final = 10_000
 _MAX_NUMBER: Final = 1e30
-_FLAGS: Final = ("use_rslora", "fan_in_fan_out")
+_FLAGS: Final = ("use_rslora", "fan_in_fan_out", "ensure_weight_tying")
 _FACTOR: Final = re.compile(
     r"base_model\.model\.(?P<module>.+)\.lora_(?:(?P<factor>[AB])\.weight|embedding_(?P<of_embedding>[AB]))",
     re.DOTALL,
@@ -55,13 +56,14 @@ _NOT_DONE: Final = {
 }
 
 
-_ByEnd = Sequence[tuple[re.Pattern[str], Any]]
+_ByEnd = Sequence[tuple[re.Pattern[str] | ModulePattern, Any]]
 """Values by the end of a module's name."""
 
 
 class LowRank(NamedTuple):
     """What is added to the weight ``target``: names of the factors B and A, and that of their product;
-    ``is_turned`` where a square weight is the other way round."""
+    ``is_turned`` where a square weight is the other way round, ``is_embedding`` for factors of an embedding.
+    ``keeps_ties``: the same is added to weights that are tied to the embeddings."""
 
     target: str
     left: str
@@ -70,6 +72,8 @@ class LowRank(NamedTuple):
     rank: int
     scale: float
     is_turned: bool
+    is_embedding: bool
+    keeps_ties: bool
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,7 @@ class AdapterConfig:
     alpha: float
     rank_stabilised: bool
     fan_in_fan_out: bool
+    keeps_ties: bool
     ranks: _ByEnd
     alphas: _ByEnd
 
@@ -97,18 +102,20 @@ class AdapterConfig:
         if config.get("init_lora_weights") not in _INITIAL:
             asked.append(f"weights of the base that were changed by {config['init_lora_weights']!r:.80}")
         patterns = [config.get(name) or {} for name in ("rank_pattern", "alpha_pattern")]
-        if not all(isinstance(one, dict) and all(map(_is_plain, one)) for one in patterns):
-            asked.append("patterns of ranks and alphas that are no ends of names")
-        if asked:
-            raise UnsupportedFormatError(f"{path} asks for {'; '.join(asked)}: that is not merged", path=path)
+        if not all(isinstance(one, dict) for one in patterns):
+            asked.append("patterns of ranks and alphas that are no tables")
+            patterns = []
         if any(len(one) > _MAX_PATTERNS for one in patterns):
             raise CheckpointFormatError(f"{path} has more than {_MAX_PATTERNS} patterns", path=path)
+        by_end = [[*_compiled(one, asked)] for one in patterns]
+        if asked:
+            raise UnsupportedFormatError(f"{path} asks for {'; '.join(asked)}: that is not merged", path=path)
         faults = [*_faults(config)]
         if faults:
             raise CheckpointFormatError(f"{path}: {listed(faults, most=_MAX_LISTED, show=str)}", path=path)
-        is_stabilised, is_turned = (bool(config.get(name)) for name in _FLAGS)
-        by_end = [_compiled(one) for one in patterns]
-        return cls(config["r"], float(config["lora_alpha"]), is_stabilised, is_turned, *by_end)
+        stabilised, turned, keeps_ties = (bool(config.get(name)) for name in _FLAGS)
+        alpha = float(config["lora_alpha"])
+        return cls(config["r"], alpha, stabilised, turned, keeps_ties, *by_end)
 
     def rank_of(self, module: str) -> int:
         """The rank of a module's factors, as this configuration has it."""
@@ -136,7 +143,7 @@ def _faults(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_plain(pattern: str) -> bool:
-    """Whether it can be compared as it is: expressions of strangers may take for ever."""
+    """Whether `re` may compare it as it is, which is quick: other expressions may take it for ever."""
     return re.fullmatch(r"\^?[\w.\\-]+", pattern) is not None and "\\" not in pattern.replace("\\.", "")
 
 
@@ -149,8 +156,16 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and _is_number(value)
 
 
-def _compiled(patterns: Mapping[str, Any]) -> _ByEnd:
-    return [(re.compile(rf"(.*\.)?({end})$"), value) for end, value in patterns.items()]
+def _compiled(
+    patterns: Mapping[str, Any], refused: list[str]
+) -> Iterator[tuple[re.Pattern[str] | ModulePattern, Any]]:
+    """With what matches them; what cannot be matched is ``refused``."""
+    for end, value in patterns.items():
+        try:
+            plain = re.compile(rf"(.*\.)?({end})$") if _is_plain(end) else None
+            yield plain or ModulePattern.parse(end), value
+        except OptionError as error:
+            refused.append(str(error))
 
 
 def _by_end(patterns: _ByEnd, module: str, default: Any) -> Any:
@@ -195,11 +210,13 @@ def low_ranks(index: CheckpointIndex, store: Store) -> list[LowRank]:
         )
     _check_ranks(index, config, modules, store.url)
     found = []
+    keeps_ties = config.keeps_ties and any("lora_embedding_" in own["B"] for own in modules.values())
     for module, factors in modules.items():
         rows, rank = _shape(index, factors["B"])
-        is_turned = config.fan_in_fan_out or "lora_embedding_" in factors["B"]
+        is_embedding = "lora_embedding_" in factors["B"]
+        own = (config.fan_in_fan_out or is_embedding, is_embedding, keeps_ties)
         shape, scale = (rows, _shape(index, factors["A"])[1]), config.scale(module)
-        found.append(LowRank(f"{module}.weight", factors["B"], factors["A"], shape, rank, scale, is_turned))
+        found.append(LowRank(f"{module}.weight", factors["B"], factors["A"], shape, rank, scale, *own))
     return found
 
 

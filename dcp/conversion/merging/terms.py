@@ -17,6 +17,7 @@ from dcp.conversion.merging.adapters import LowRank, low_ranks
 from dcp.conversion.merging.arithmetic import Arithmetic
 from dcp.planners.load.selection import Patterns, Rename, Selection, check_patterns
 from dcp.planners.weight_maps.mapped_index import MappedIndex, map_sources
+from dcp.planners.weight_maps.model_config import model_config
 from dcp.planners.weight_maps.pieces import MappedTensor
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.storage.errors import PlanError
@@ -33,6 +34,8 @@ _MAX_FACTOR_BYTES: Final = 64 << 20
 """Of a product one factor is in memory whole."""
 _METRICS: Final = "metrics"
 """Of the user metadata: measured of one checkpoint, and not of what is made of several."""
+_OUTPUT: Final = ("lm_head", "embed_out")
+"""Modules of transformers' that may be tied to the embeddings."""
 _WHOLE_NUMBERS: Final = frozenset(
     dtypes.BY_NAME[name].code
     for name in ("uint8", "int8", "int16", "int32", "int64", "bool", "uint16", "uint32", "uint64")
@@ -44,6 +47,7 @@ def merge_entries(
     arithmetic: Arithmetic,
     weight_maps: Sequence[WeightMap | None] = (),
     *,
+    config: Mapping[str, Any] | None = None,
     only: Patterns | None = None,
     exclude: Patterns | None = None,
     rename: Rename | None = None,
@@ -51,7 +55,8 @@ def merge_entries(
 ) -> tuple[Entries, MappedIndex | None, MergedTensors]:
     """What is to be written, the first source under its map, and of what all is made. ``members`` are the
     sources and, behind them, adapters. ``weight_maps`` is one for all sources, or one for each, and goes
-    without adapters. ``only``, ``exclude`` and ``rename`` are about the names of each.
+    without adapters. ``config`` is the model's in the target, without which adapters look for that beside the
+    first source. ``only``, ``exclude`` and ``rename`` are about the names of each.
 
     PlanError that says of all tensors which do not go together, why; MissingKeyError for patterns that match
     nothing in any source.
@@ -61,7 +66,10 @@ def merge_entries(
     maps = weight_maps if len(weight_maps) == count else [*weight_maps, None][:1] * count
     chosen = _Chosen(sources, maps, only, exclude, rename, dtype)
     added = [low_ranks(adapter.index, adapter.store) for adapter in adapters]
-    merging = _Merging(chosen.members, list(zip(adapters, added, strict=True)), arithmetic)
+    if adapters and config is None:
+        config = model_config(sources[0].store)
+    is_tied = bool(config and config.get("tie_word_embeddings"))
+    merging = _Merging(chosen.members, list(zip(adapters, added, strict=True)), arithmetic, is_tied)
     terms = merging.terms()
     merging.raise_problems([source.name for source in members])
     first = _untied(chosen.first, chosen.members[1:], terms)
@@ -159,7 +167,9 @@ class _Merging:
         sources: Sequence[_Member],
         adapters: Sequence[tuple[Source, Sequence[LowRank]]],
         arithmetic: Arithmetic,
+        is_tied: bool = False,
     ) -> None:
+        self._is_tied = is_tied
         self._sources = sources
         self._adapters = adapters
         self._arithmetic = arithmetic
@@ -263,6 +273,14 @@ class _Merging:
         name, shape = low_rank.target, low_rank.shape
         if name in self._problems:
             return None
+        if self._is_tied and (low_rank.is_embedding or name.removesuffix(".weight").endswith(_OUTPUT)):
+            if not low_rank.keeps_ties:
+                self._problems[name] = (
+                    "is tied to the other end of the model (tie_word_embeddings of config.json), which would "
+                    "change as well: give a base that was saved untied"
+                )
+            if row is None or not low_rank.keeps_ties:  # the tied one has the same added, and is there
+                return None
         if row is None:
             close = near_names(name, tensors, most=1)
             meant = f" (did you mean {close[0]!r}?)" if close else ""

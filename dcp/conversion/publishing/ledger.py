@@ -14,7 +14,6 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import shutil
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -25,12 +24,13 @@ from typing import Any, Final
 import msgpack
 
 from dcp.conversion.copying.sinks import announce
+from dcp.conversion.publishing import local_files
 from dcp.storage.commit_names import DATA_SUFFIX
-from dcp.storage.errors import CheckpointConflictError, CheckpointNotFoundError
+from dcp.storage.errors import CheckpointConflictError, CheckpointError, CheckpointNotFoundError, StorageError
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.stores.base import Store, Version
-from dcp.storage.stores.posix.files import step
-from dcp.storage.stores.posix.store import NO_LOCKS
+from dcp.storage.stores.posix.files import is_named, step
+from dcp.storage.stores.posix.refusals import NO_LOCKS, WITHOUT_LOCKS, warn_once
 
 __all__ = ["LEDGER_NAME", "ConversionLedger", "LocalLedger", "StoredLedger"]
 
@@ -40,6 +40,8 @@ _HEAD: Final = struct.Struct("<II")
 _VERSION: Final = 5
 _SAVE_ID: Final = re.compile("[0-9a-f]{8}")
 _MAX_BYTES: Final = 1 << 30
+_ATTEMPTS: Final = 100
+"""To lock a file that whoever held it may have removed just then."""
 _EXPECTED: Final = "of bytes: "
 """Where the version of a file belongs that is not written yet; its size follows."""
 
@@ -139,11 +141,21 @@ class LocalLedger(ConversionLedger):
         return self._folder / f"output-{self.save_id}"
 
     def open(self, fingerprint: str) -> bool:
-        """The folder is made if it is not there."""
+        """The folder is made if it is not there; a replacement that was interrupted is undone."""
         announce("mkdir", self._folder)
         with step(None, "open", self._path):
-            while not self._hold():
+            for _ in range(_ATTEMPTS):
+                if self._hold():
+                    break
                 self.close()
+            else:
+                raise StorageError(
+                    f"{self._path} is removed or replaced as soon as it is made, so that nobody can be kept "
+                    "from converting to the same target",
+                    path=str(self._path),
+                    op="lock",
+                )
+            local_files.settle(self._folder)
             size = min(os.fstat(self._descriptor).st_size, _MAX_BYTES)
             entries, end = _entries(os.pread(self._descriptor, size, 0))
             if not self._take(entries, fingerprint):
@@ -160,7 +172,7 @@ class LocalLedger(ConversionLedger):
             self._folder.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(self._path, flags, 0o666)
             self._lock()
-            return os.path.samestat(os.fstat(self._descriptor), self._path.stat(follow_symlinks=False))
+            return is_named(self._path, self._descriptor)
         except (FileNotFoundError, FileExistsError):
             is_none = os.path.lexists(self._folder) and not self._folder.is_dir()
             if is_none or not self._folder.parent.is_dir():
@@ -207,24 +219,27 @@ class LocalLedger(ConversionLedger):
 
     def close(self) -> None:
         """Releases the lock."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            with suppress(OSError):  # closed all the same; entries that are lost cost work, not correctness
+                os.close(descriptor)
 
     def remove(self) -> None:
         """The folder with all that is left in it; best effort, the conversion has its outcome."""
         announce("remove", self._folder)
-        with suppress(OSError):
+        with suppress(OSError, CheckpointError):
             self._clear()
             self._path.unlink()  # last: as long as it is there, nobody else begins
-            self._folder.rmdir()
         self.close()
+        with suppress(OSError):  # only now: NFS and FUSE keep a removed file in the folder while it is open
+            self._folder.rmdir()
 
     def _clear(self) -> None:
-        """What lies beside the ledger."""
+        """What lies beside the ledger, unless it is the only copy of something."""
+        local_files.settle(self._folder)
         for entry in self._folder.iterdir():
             if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
+                _remove_tree(entry)
             elif entry != self._path:
                 entry.unlink()
 
@@ -239,13 +254,28 @@ class LocalLedger(ConversionLedger):
                 path=str(self._path),
             ) from None
         except OSError as error:
-            if error.errno not in NO_LOCKS:  # then two conversions to one target are not told apart
+            if error.errno not in NO_LOCKS:
                 raise
+            warn_once(self._folder.parent, error, WITHOUT_LOCKS)
 
     def _write(self, data: bytes) -> None:
         view = memoryview(data)
         while view:
             view = view[os.write(self._descriptor, view) :]
+
+
+def _remove_tree(folder: Path) -> None:
+    """As `shutil.rmtree`, which refuses folders whose inode numbers change."""
+    for place, folders, files in os.walk(folder, topdown=False):
+        for name in files:
+            Path(place, name).unlink()
+        for name in folders:
+            path = Path(place, name)
+            if path.is_symlink():
+                path.unlink()
+            else:
+                path.rmdir()
+    folder.rmdir()
 
 
 class StoredLedger(ConversionLedger):

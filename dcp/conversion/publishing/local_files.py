@@ -2,32 +2,56 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import os
 import shutil
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from dcp.conversion.contents.hf_folder import HF_NAMES
 from dcp.conversion.copying.checks import TargetChecksums
 from dcp.conversion.copying.sinks import announce
 from dcp.conversion.layouts.layout import TargetLayout
 from dcp.storage.commit_names import DATA_SUFFIX, MANIFEST_NAME, METADATA_NAME
-from dcp.storage.errors import PlanError
+from dcp.storage.errors import CheckpointConflictError, PlanError, StorageError
 from dcp.storage.formats.registry import formats
 from dcp.storage.stores.names import LOCK_NAME
 from dcp.storage.stores.posix.files import step
+from dcp.storage.stores.posix.refusals import NO_EXCHANGE, is_link_refused
 from dcp.storage.stores.posix.store import PosixStore
 
-__all__ = ["exchange", "fill_holes", "have_sizes", "keep_others", "rename", "reserve"]
+__all__ = [
+    "exchange",
+    "fill_holes",
+    "has_only_others",
+    "have_sizes",
+    "keep_others",
+    "move_late",
+    "only_copies",
+    "refusal_to_put_back",
+    "rename",
+    "reserve",
+    "settle",
+    "stays",
+]
 
 _NOTES: Final = ("notes.msgpack", LOCK_NAME)
 """Beside the commit objects of a checkpoint."""
 
 _RENAME_EXCHANGE: Final = 2
 _AT_FDCWD: Final = -100
+
+_NEW: Final = "replacement"
+"""In a work folder: what is about to take the place of the target, or has been exchanged with it."""
+
+_ASIDE: Final = "aside"
+"""In a work folder: a folder in which the target is, under its name, while there are two steps."""
+
+_OUTDATED: Final = "outdated"
+"""The same once something else is in its place."""
 
 
 def reserve(folder: Path, layout: TargetLayout) -> None:
@@ -94,7 +118,7 @@ def rename(source: Path, target: Path, *, overwrite: bool) -> None:
     try:
         os.link(source, target)
     except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+        if not is_link_refused(error, source):
             raise
         if os.path.lexists(target):  # without hard links, this and the rename are two steps
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from error
@@ -107,19 +131,41 @@ def keep_others(folder: Path, target: Path, layout: TargetLayout) -> None:
 
     Raises PlanError for what would have to be moved.
     """
-    entries = {entry.name: entry for entry in target.iterdir()}
-    replaced = layout.replaced("", entries)
-    for name, entry in entries.items():
-        if name in replaced or _is_replaced(name) or _is_replaced_folder(entry, folder / name, layout):
-            continue
+    for entry in _others(target, folder, layout):
         if entry.is_dir() or entry.is_symlink():
             raise PlanError(
                 f"{entry} is in the folder to be replaced, and would have to be moved; convert to another "
                 "target and put the folders together yourself",
                 path=str(entry),
             )
-        _keep(entry, folder / name)
+        _keep(entry, folder / entry.name)
     PosixStore(folder).sync()  # what is kept is there before its only other name goes
+
+
+def move_late(old: Path, target: Path, layout: TargetLayout) -> None:
+    """Into ``target`` what has come into the folder that it replaces since `keep_others` looked."""
+    for entry in _others(old, target, layout):
+        if not os.path.lexists(target / entry.name):
+            entry.rename(target / entry.name)
+
+
+def _others(old: Path, new: Path, layout: TargetLayout) -> Iterator[Path]:
+    """What is in a folder that ``new`` does not replace."""
+    entries = {entry.name: entry for entry in old.iterdir()}
+    replaced = layout.replaced("", entries)
+    for name, entry in entries.items():
+        if not (name in replaced or _is_replaced(name) or _is_replaced_folder(entry, new / name, layout)):
+            yield entry
+
+
+def stays(name: str) -> bool:
+    """Whether a file of a folder stays there, whatever is converted to the folder."""
+    return not _is_replaced(name) and name not in HF_NAMES
+
+
+def has_only_others(target: Path) -> bool:
+    """Whether nothing in a folder is of a checkpoint."""
+    return not any(_is_replaced(entry.name) for entry in target.iterdir())
 
 
 def _is_replaced_folder(entry: Path, made: Path, layout: TargetLayout) -> bool:
@@ -147,25 +193,107 @@ def _keep(entry: Path, kept: Path) -> None:
     try:
         os.link(entry, kept)
     except OSError:
-        shutil.copy2(entry, kept)
-        with kept.open("rb") as file:
-            os.fsync(file.fileno())
+        kept.unlink(missing_ok=True)  # it may have been made all the same: then both are one file
+        with entry.open("rb") as file, kept.open("xb") as copy:
+            shutil.copyfileobj(file, copy)
+            copy.flush()
+            shutil.copystat(entry, kept)
+            os.fsync(copy.fileno())
 
 
-def exchange(folder: Path, target: Path) -> None:
-    """Put ``folder`` in the place of ``target``, and remove that: one step where the kernel can, else two."""
-    new = folder.with_name("replacement")  # a name that no ledger goes by
+def exchange(folder: Path, target: Path) -> Path:
+    """Put ``folder`` in the place of ``target``, and return where that is now: one step where the file system
+    can, else two, which `settle` undoes or finishes if they are interrupted."""
+    new = folder.with_name(_NEW)  # a name that no ledger goes by
     folder.rename(new)
-    libc = ctypes.CDLL(None, use_errno=True)
-    arguments = (_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE)
-    is_exchanged = False
-    with contextlib.suppress(AttributeError):
-        is_exchanged = libc.renameat2(*arguments) == 0
-    if not is_exchanged:
-        aside = new.with_name("replaced")
-        target.rename(aside)
-        new.rename(target)
-        aside.rename(new)
+    announce("exchange", target)
+    if _is_exchanged(new, target):
+        old = new
+    else:
+        old = new.with_name(_ASIDE) / target.name
+        old.parent.mkdir()
+        for durable in (old.parent, new.parent, target.parent):  # the way to where it is moved
+            PosixStore(durable).sync()
+        try:
+            announce("move aside", target)
+            target.rename(old)
+            announce("move into place", target)
+            new.rename(target)
+        except BaseException as error:
+            settle(new.parent)
+            if new.exists() or not isinstance(error, OSError):
+                raise
+            old = new.with_name(_OUTDATED) / target.name  # it was done all the same
     announce("exchanged", target)
-    PosixStore(target.parent).sync()  # before the old files go
-    shutil.rmtree(new, ignore_errors=True)
+    return old
+
+
+def _is_exchanged(one: Path, other: Path) -> bool:
+    """Exchange two folders; False where the kernel or the file system has no such call."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number not in NO_EXCHANGE:  # after any other failure they may have been exchanged
+        raise OSError(number, os.strerror(number), str(other))
+    return False
+
+
+def only_copies(work: Path) -> Iterator[tuple[Path, Path]]:
+    """(where it is now, the target) of what `exchange` has moved aside in a work folder, and replaced by
+    nothing yet."""
+    aside = work / _ASIDE
+    for old in sorted(aside.iterdir()) if aside.is_dir() else ():
+        target = work.parent / old.name
+        if not _is_taken(target) or (work / _NEW).exists():
+            yield old, target
+
+
+def refusal_to_put_back(work: Path) -> str | None:
+    """The reason why what was moved aside in a work folder can neither be put back nor go; None if there is
+    none."""
+    for old, target in only_copies(work):
+        if _is_taken(target):
+            return (
+                f"{target} has come into being while a conversion was replacing what was there before, which "
+                f"is in {old} now: move that to where you want it, or delete it"
+            )
+    return None
+
+
+def settle(work: Path) -> None:
+    """Put back what an interrupted `exchange` has moved aside in the work folder of a conversion, if the new
+    folder is not in its place. What it replaced may go after that.
+
+    Raises CheckpointConflictError if something else is in its place, StorageError if it cannot be put back.
+    """
+    new, aside = work / _NEW, work / _ASIDE
+    if not new.exists() and not aside.exists():
+        return
+    if refusal := refusal_to_put_back(work):
+        raise CheckpointConflictError(refusal, path=str(work))
+    for old, target in only_copies(work):
+        announce("put back", target)
+        try:
+            old.rename(target)
+        except OSError as error:
+            raise StorageError(
+                f"{target} could not be put back ({error.strerror}): its files are in {old}. The next "
+                "conversion to it puts them back once the storage works again, and so does dcp gc",
+                path=str(target),
+                op="rename",
+                errno=error.errno,
+            ) from error
+    PosixStore(work.parent).sync()  # a name must outlast a power cut before what it replaced goes
+    with step(announce, "settled", work):
+        if aside.exists():  # else what is left of it could be taken for what is to be put back
+            aside.rename(work / _OUTDATED)
+
+
+def _is_taken(target: Path) -> bool:
+    """Whether anything but an empty folder is there, in whose place another can be put."""
+    if target.is_dir() and not target.is_symlink():
+        return any(target.iterdir())
+    return os.path.lexists(target)

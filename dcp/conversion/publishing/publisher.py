@@ -1,8 +1,8 @@
 """From finished bytes to a target that exists: room for it, what of it is done, one atomic step.
 
 A local target is built in a folder beside it and gets its name by a rename. What replaces a checkpoint of
-ours goes through its commit; another folder is exchanged. Behind a store files appear one by one, each whole,
-the one that makes them a checkpoint last.
+ours, or comes to files that are of none, goes through its commit; another folder is exchanged. Behind a store
+files appear one by one, each whole, the one that makes them a checkpoint last.
 
 All of it may be repeated, also while an earlier attempt at it still runs. Nothing is replaced unless it is to
 be.
@@ -51,7 +51,7 @@ from dcp.storage.formats.torch.metadata.writer import encode_torch_metadata
 from dcp.storage.stores.base import ANY, Store
 from dcp.storage.stores.folders import ParentFolder
 from dcp.storage.stores.names import TEMPORARY_PREFIX
-from dcp.storage.stores.posix.files import storage_error
+from dcp.storage.stores.posix.files import step, storage_error
 from dcp.storage.stores.posix.store import PosixStore
 
 __all__ = ["Publisher"]
@@ -95,10 +95,15 @@ class Publisher:
             return layout, []
         if place.path is not None:
             PosixStore(place.path.parent).make_root()
+        is_known = ledger.open(fingerprint)
         if layout.index is not None and (place.path is None or (self._overwrite and place.exists())):
-            # What the commit compares with is taken before anything is written.
-            self._previous = commit.previous_state(place.store, commit.Names())
-        if ledger.open(fingerprint) and (done := _results(ledger.done)) is not None:
+            try:  # what the commit compares with is taken before anything is written
+                self._previous = commit.previous_state(place.store, commit.Names())
+            except BaseException:
+                if self._local is not None and not is_known:
+                    ledger.remove()
+                raise
+        if is_known and (done := _results(ledger.done)) is not None:
             new, self._save_id = self._save_id, ledger.save_id
             resumed = _with_save_id(layout, new, self._save_id)
             if self._local is None or self._is_built(self._local, resumed):
@@ -202,7 +207,9 @@ class Publisher:
         """The inode of what is to be renamed to the target, or has been, where that is local."""
         if self._local is None or self._place.file_name is None:
             return self.ledger.inode
-        return (self._local.output / self._place.file_name).stat().st_ino
+        path = self._local.output / self._place.file_name
+        with step(None, "stat", path):
+            return path.stat().st_ino
 
     # -- publishing ------------------------------------------------------------------------------------------
 
@@ -238,7 +245,11 @@ class Publisher:
         local_files.fill_holes(output, layout, checksums)
         for name, data in layout.last_files.items():
             self._write(output, name, data)
-        if index is not None and self._previous is not None and self._previous.exists:
+        if (
+            index is not None
+            and self._previous is not None
+            and (self._previous.exists or local_files.has_only_others(target))
+        ):
             self._commit_over(output, index, self._previous)
             return
         if index is not None:
@@ -259,12 +270,25 @@ class Publisher:
             if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
                 raise self._conflict() from error
             raise storage_error(error, "rename", target) from error
-        PosixStore(target.parent).sync()
+
+    def make_durable(self) -> None:
+        """The target's name, which it has. Raises StorageError (``committed``) where that fails."""
+        if self._local is None:
+            return
+        try:
+            PosixStore(Path(self._place.url).parent).sync()
+        except StorageError as error:
+            raise type(error)(
+                f"{self._place.url} is complete, but may not outlast a power cut: {error}",
+                **error.facts | {"committed": True},
+            ) from error
 
     def _replace(self, ledger: LocalLedger, target: Path, layout: TargetLayout) -> None:
         local_files.keep_others(ledger.output, target, layout)
         ledger.forget()  # a run that went on from here would take the old files for its own
-        local_files.exchange(ledger.output, target)
+        self.has_begun = False  # what is aside from now on may be the only copy: the next run looks at it
+        old = local_files.exchange(ledger.output, target)
+        local_files.move_late(old, target, layout)
 
     def _write(self, output: Path, path: str, data: bytes) -> None:
         announce("write", path)
@@ -284,8 +308,8 @@ class Publisher:
         store = self._place.store
         try:
             for name in index.files:
-                announce("move", name)
-                (output / name).rename(store.path_of(name))
+                with step(announce, "move", output / name):
+                    (output / name).rename(store.path_of(name))
             store.sync()
             self._commit(store, index, previous)
         except BaseException:
@@ -316,8 +340,10 @@ class Publisher:
     def is_published(self, layout: TargetLayout, inode: int | None) -> bool:
         """Whether the target is what this conversion makes, and complete."""
         path, store = self._place.path, self._place.store
-        if path is not None and not (path.exists() and path.stat().st_ino == inode):
-            return False
+        if path is not None:
+            with step(None, "stat", path):
+                if not path.exists() or path.stat().st_ino != inode:
+                    return False
         for name, size in zip(layout.file_names, layout.file_sizes, strict=True):
             info = store.stat(name)
             if info is None or info.size_bytes != size:

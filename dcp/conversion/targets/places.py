@@ -16,7 +16,7 @@ from dcp.storage.stores import OpenStore
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.names import TEMPORARY_PREFIX, check_name, place_text
 from dcp.storage.stores.opening import OpenWith
-from dcp.storage.stores.posix.files import storage_error
+from dcp.storage.stores.posix.files import step, storage_error
 from dcp.storage.stores.posix.store import PosixStore
 
 __all__ = ["TargetPlace", "is_written_under", "place_of"]
@@ -57,6 +57,13 @@ class TargetPlace:
         """Name of the ledger's object, for a target that is not local."""
         return _ledger_name(self.file_name)
 
+    @property
+    def is_begun(self) -> bool:
+        """Whether a conversion has left something to go on from."""
+        if self.path is not None:
+            return os.path.lexists(self.work_folder)
+        return self.store.stat(self.ledger_name) is not None
+
     def ledger_of(self, batch: int) -> str:
         """As `ledger_name`, where an attempt has one for each batch."""
         return _work_name(f"{self.attempt}/{batch}")
@@ -71,8 +78,9 @@ class TargetPlace:
         """Whether anything is at the target: a file, or a folder that is not empty. Of objects in a folder
         ledgers do not count, nor those whose names ``is_leftover`` takes."""
         if self.path is not None:
-            is_empty = self.path.is_dir() and not self.path.is_symlink() and not any(self.path.iterdir())
-            return os.path.lexists(self.path) and (self.file_name is not None or not is_empty)
+            with step(None, "stat", self.path):
+                is_empty = self.path.is_dir() and not self.path.is_symlink() and not any(self.path.iterdir())
+                return os.path.lexists(self.path) and (self.file_name is not None or not is_empty)
         if self.file_name is not None:
             return self.store.stat(self.file_name) is not None
         names = (info.name for info in self.store.list() if not info.name.startswith(_WORK_PREFIX))

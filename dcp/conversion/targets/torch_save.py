@@ -9,6 +9,7 @@ containers and keys.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import starmap
 from typing import Any, Final
@@ -48,6 +49,11 @@ def lay_out(job: LayoutJob) -> Planned:
     kept, dropped = job.kept(refused)
     pairs = [(value, contents[value.fqn]) for value in kept]
     distrusted = [value.fqn for value, content in pairs if not torch_allows(content)]
+    distrusted += [
+        ".".join(map(str, note["path"]))
+        for note in (job.entries.structure() or {}).get("containers", ())
+        if note.get("kind") in ("deque", "defaultdict")
+    ]
     if distrusted:
         logger.warning(
             "torch.load will need weights_only=False for the file, because of %s; dcp.load does not",
@@ -171,7 +177,7 @@ def _tensors_in(nested: Any) -> list[TensorRef | PickledTensor]:
 def _find(value: Any, found: list[TensorRef | PickledTensor]) -> None:
     if isinstance(value, TensorRef | PickledTensor):
         found.append(value)
-    elif isinstance(value, dict | list | tuple):
+    elif isinstance(value, dict | list | tuple | deque):
         for item in value.values() if isinstance(value, dict) else value:
             if type(item) is TensorRef:  # the most there is
                 found.append(item)

@@ -60,8 +60,12 @@ class OpenFiles:
 
     def _open(self, file: int) -> ReadHandle:
         name, expected = self._facts(file)
-        with self.missing_is_damage():
-            handle = self._store.open_read(name, expected_bytes=None if expected == UNKNOWN else expected)
+        expected_bytes = None if expected == UNKNOWN else expected
+        try:
+            handle = self._store.open_read(name, expected_bytes=expected_bytes)
+        except CheckpointNotFoundError:  # a cache of names on a network file system may be behind
+            with self.missing_is_damage():
+                handle = self._store.open_read(name, expected_bytes=expected_bytes)
         if expected not in (UNKNOWN, handle.size_bytes):
             size = handle.size_bytes
             handle.close()

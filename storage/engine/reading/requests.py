@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -151,12 +151,14 @@ class BoxRequest:
 
 @dataclass
 class ReadStats:
-    """What a read cost: bytes asked for, bytes fetched from storage, blocks checked and not checked."""
+    """What a read cost: bytes asked for, bytes fetched from storage, blocks checked and not checked; and what
+    conversions lost, by stored tensor."""
 
     bytes_needed: int = 0
     bytes_read: int = 0
     blocks_verified: int = 0
     blocks_unverified: int = 0
+    lossy: dict[str, str] = field(default_factory=dict)
 
     def add(self, other: ReadStats) -> None:
         """Sum up another thread's figures."""
@@ -164,3 +166,4 @@ class ReadStats:
         self.bytes_read += other.bytes_read
         self.blocks_verified += other.blocks_verified
         self.blocks_unverified += other.blocks_unverified
+        self.lossy |= other.lossy

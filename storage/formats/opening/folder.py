@@ -102,8 +102,16 @@ def _open_pair(store: Store, manifest_name: str, metadata_name: str) -> Checkpoi
             if metadata is None:
                 return None
             # A save of ours writes its manifest first, and it may have come between the two readings.
-            if _OUR_DATA_FILE.search(metadata) and store.stat(manifest_name) is not None:
-                continue
+            if _OUR_DATA_FILE.search(metadata):
+                if store.stat(manifest_name) is not None:
+                    continue
+                logger.warning(
+                    "%s is missing, although dcp saved this checkpoint: it is read by %s alone, without "
+                    "types of keys (they are strings now), empty dicts, digests, user metadata, provenance. "
+                    "Restore the manifest from a copy, or load the checkpoint and save it again",
+                    store.path_of(manifest_name),
+                    metadata_name,
+                )
             with _located(store.path_of(metadata_name)):
                 return decode_torch_metadata(metadata)
         if start is None or _is_long_start_of(index, start):

@@ -11,12 +11,15 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeAlias
 
+import numpy as np
+
 from dcp.storage.errors import (
     CheckpointError,
     CheckpointFormatError,
     UnsafeObjectError,
     UnsupportedFormatError,
 )
+from dcp.storage.formats.container_notes import NO_PLAIN_KEY, plain_key
 from dcp.storage.formats.pickle.values import BuiltDict, Constructor, Find, Ignored, Instance, Limits
 
 __all__ = ["DOUBLE", "INT32", "UINT16", "UINT32", "UINT64", "Handler", "PickleMachine"]
@@ -144,12 +147,15 @@ class PickleMachine:
         if self.copied < 0:
             raise self.malformed("it repeats values to many times its own length")
 
-    def check_key(self, key: Any) -> None:
-        """Hashing a key must take time linear in the file, and must not collide at the file's will."""
+    def key(self, key: Any) -> Any:
+        """``key``, or what stands for it: hashing must take time linear in the file, and must not collide at
+        the file's will. Numbers and strings of numpy's are plain ones, other types `Ignored`."""
+        if isinstance(key, np.generic) and (plain := plain_key(key)) is not NO_PLAIN_KEY:
+            key = plain
         pending = [key]
         for _ in range(self.limits.key_parts):
             if not pending:
-                return
+                return key
             item = pending.pop()
             kind = type(item)
             if kind is tuple:
@@ -161,7 +167,10 @@ class PickleMachine:
                     if self.large_keys < 0:
                         raise self.malformed("too many integer keys beyond 60 bits")
             elif kind not in _CHEAP_KEYS and not isinstance(item, Instance):
-                raise self.malformed(f"a {kind.__name__} as a key")
+                if kind.__hash__ is None:
+                    raise self.malformed(f"a {kind.__name__} as a key")
+                self.contain()
+                return Ignored(getattr(item, "kind", None) or f"a {kind.__name__}")
         raise self.malformed("a key of too many parts")
 
     # -- containers ----------------------------------------------------------------------------------------
@@ -193,9 +202,7 @@ class PickleMachine:
         """FROZENSET."""
         items = self.pop_mark()
         self.contain(4)
-        for item in items:
-            self.check_key(item)
-        self.stack.append(frozenset(items))
+        self.stack.append(frozenset(map(self.key, items)))
 
     def dict(self) -> None:
         """DICT."""
@@ -238,11 +245,9 @@ class PickleMachine:
             raise self.malformed(f"sets an item of a {type(target).__name__}")
         if len(items) % 2:
             raise self.malformed("a key without a value")
-        for key in items[::2]:
-            if type(key) is not str:
-                self.check_key(key)
-        expected = len(target) + len(items) // 2
-        target.update(zip(items[::2], items[1::2], strict=True))
+        keys = [key if type(key) is str else self.key(key) for key in items[::2]]
+        expected = len(target) + len(keys)
+        target.update(zip(keys, items[1::2], strict=True))
         if len(target) != expected:
             raise self.malformed("a key stands twice in one dict")
 
@@ -258,9 +263,7 @@ class PickleMachine:
         target = self.stack[-1]
         if not isinstance(target, set):
             raise self.malformed(f"adds items to a {type(target).__name__}")
-        for item in items:
-            self.check_key(item)
-        target.update(items)
+        target.update(map(self.key, items))
 
     # -- memo ----------------------------------------------------------------------------------------------
 

@@ -16,7 +16,10 @@ import uuid
 from collections.abc import Callable
 from typing import Any, Final
 
+import numpy as np
+
 from dcp.storage.errors import CheckpointFormatError
+from dcp.storage.formats.container_notes import plain_key
 from dcp.storage.formats.pickle.values import BuiltDict, Constructor, Ignored, Instance
 
 __all__ = [
@@ -210,8 +213,12 @@ def _items(args: tuple[Any, ...], kind: type[Any]) -> Any:
     if not args:
         return kind()
     (items,) = args
-    if type(items) not in (list, tuple) or not all(map(_is_cheap_key, items)):
-        raise ValueError("an item that is no short atom")
+    if type(items) not in (list, tuple):
+        raise ValueError("no list of items")
+    items = [plain_key(item) if isinstance(item, np.generic) else item for item in items]
+    strange = next((item for item in items if not _is_cheap_key(item)), None)
+    if strange is not None:
+        return Ignored(f"a {kind.__name__} of more than numbers and text")
     return kind(items)
 
 

@@ -17,6 +17,7 @@ from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError, Unsuppo
 from dcp.storage.formats.pickle.decoder import BuiltDict, Constructor, Ignored, Limits, decode_pickle
 from dcp.storage.formats.pickle.numpy_classes import NUMPY_GLOBALS
 from dcp.storage.formats.pickle.stdlib_classes import STDLIB_GLOBALS
+from dcp.storage.formats.pickle.values import Instance
 from dcp.storage.formats.torch.tensor_pickle import (
     MAX_DIMENSIONS,
     TENSOR_GLOBALS,
@@ -44,6 +45,7 @@ ORDERED_DICT: Final = "collections.OrderedDict"
 COUNTER: Final = "collections.Counter"
 SIZE: Final = "torch.Size"
 DEVICE: Final = "torch.device"
+LAYOUT: Final = "torch.layout"
 
 _CONTAINERS_PER_BYTE: Final = 0.25
 """A view with a name of one letter takes 50 bytes and needs seven."""
@@ -62,6 +64,7 @@ class SizePickle(tuple[int, ...]):
     """A torch.Size."""
 
     __slots__ = ()
+    kind: ClassVar[str] = SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +246,7 @@ def _globals() -> dict[tuple[str, str], Any]:
             ("collections", "Counter"): _mapping(COUNTER),
             ("torch", "Size"): Constructor(SIZE, reduce=_size),
             ("torch", "device"): Constructor(DEVICE, reduce=_device),
+            ("torch.serialization", "_get_layout"): Constructor(LAYOUT, reduce=lambda _: Instance(LAYOUT)),
             ("_codecs", "encode"): Constructor("_codecs.encode", reduce=_bytes),
             ("builtins", "complex"): Constructor("builtins.complex", reduce=_complex),
         }

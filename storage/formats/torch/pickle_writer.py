@@ -7,7 +7,7 @@ is an entry of the file's zip, named by a persistent id.
 from __future__ import annotations
 
 import struct
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
+from dcp.storage.formats.pickle.stdlib_classes import FACTORIES
 from dcp.storage.formats.torch.pickle_reader import DevicePickle
 from dcp.storage.formats.torch.python_values import harmless_pickle
 from dcp.storage.geometry.strides import c_strides
@@ -25,6 +26,9 @@ MAX_DEPTH: Final = 256
 """Nesting above this is refused: torch's own pickler stops at Python's recursion limit."""
 
 _EMPTY_ORDERED: Final = b"ccollections\nOrderedDict\n)R"
+_FACTORIES: Final[Mapping[Any, bytes]] = {None: b"N"} | {
+    kind: f"c__builtin__\n{kind.__name__}\n".encode() for kind in FACTORIES.values()
+}
 
 
 _SHORT_TEXTS: Final = [b"X" + size.to_bytes(4, "little") for size in range(256)]
@@ -69,7 +73,8 @@ class PickledTensor:
 def encode_torch_pickle(value: Any, keys: Mapping[Any, str] | None = None) -> bytes:
     """The pickle of ``value``: dict, OrderedDict (also with ``_metadata``), Counter, list, tuple, set,
     None, bool, int, float, complex, str, bytes, `SizeValue` and `TensorRef`, nested, torch's dtypes and
-    devices as `Dtype` and `DevicePickle`, and what is harmless (`python_values`). ``keys`` names the
+    devices as `Dtype` and `DevicePickle`, deques and defaultdicts of all these, and what is harmless
+    (`python_values`). ``keys`` names the
     storages of every `PickledTensor` in it, and anew those of `TensorRef`s that it has. PlanError
     for anything else."""
     writer = _PickleWriter(keys or {})
@@ -138,6 +143,16 @@ class _PickleWriter:
             put(b"etR")
         elif (inner := harmless_pickle(value)) is not None:
             put(inner)
+        elif kind is deque:
+            put(b"ccollections\ndeque\n(]")
+            self.write(value.maxlen, depth)
+            put(b"tR(")
+            self._write_all(value, depth)
+            put(b"e")
+        elif kind is defaultdict and value.default_factory in _FACTORIES:
+            put(b"ccollections\ndefaultdict\n(" + _FACTORIES[value.default_factory] + b"tR(")
+            self._write_all((part for item in value.items() for part in item), depth)
+            put(b"u")
         else:
             raise PlanError(f"a {kind.__name__} cannot be written to a torch.save file without torch")
 

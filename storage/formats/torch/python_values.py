@@ -279,5 +279,5 @@ class _PythonValues:
 
 def _checked_key(key: Any) -> Any:
     if not _is_key(key):
-        raise UnsafeObjectError(f"needs a {type(key).__name__} as a key")
+        raise UnsafeObjectError(f"needs {getattr(key, 'kind', None) or f'a {type(key).__name__}'} as a key")
     return key

@@ -13,17 +13,19 @@ What names and paths do not tell is noted in ``provenance["structure"]``, which 
      "values": {fqn: "torch.Size"}}
 
 ``path`` has str for keys and int for positions, as ``planner_data``. ``kind`` is "dict", "OrderedDict",
-"Counter", "defaultdict" (with "factory", the name of a builtin type), "list", "tuple", or at the root
-"tensor" or "value" (no container). ``keys`` are all keys in order, where one is no str or has no entry below
-it (an empty container); of a save also "int_keys", see `dcp.storage.formats.container_notes`.
-``metadata`` is the attribute ``_metadata`` that a module's state dict has, with plain dicts in it. Listed
-are containers that are not what their paths suggest: a dict, or a list under an int. ``values`` has the
-types of values that are stored as another: a torch.Size as a tuple. Torch-free.
+"Counter", "defaultdict" (with "factory", the name of a builtin type), "list", "tuple", "deque" (with
+"maxlen"), or at the root "tensor" or "value" (no container). ``keys`` are all keys in order, where one is no
+str or has no entry below it (an empty container); of a save also "int_keys", see
+`dcp.storage.formats.container_notes`. ``metadata`` is the attribute ``_metadata`` that a module's state dict
+has, with plain dicts in it. Listed are containers that are not what their paths suggest: a dict, or a list
+under an int. ``values`` has the types of values that are stored as another: a torch.Size as a tuple.
+Torch-free.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -57,6 +59,7 @@ _FREE_ENTRIES: Final = 4096
 _FREE_BYTES: Final = 1 << 20
 _PLAIN_ATOMS: Final = frozenset((type(None), bool, int, float, complex, str, bytes))
 _SEQUENCES: Final = (list, tuple, SizePickle)
+_OPENED: Final = (list, tuple, DequePickle)
 _NAMED_KEYS: Final = frozenset((type(None), bool, int, float, str, bytes))
 
 
@@ -107,7 +110,7 @@ class _FileFlattener:
         self._bytes_left = 2 * pickle_bytes + _FREE_BYTES
 
     def run(self, root: Any) -> FlatFile:
-        if isinstance(root, dict) or (type(root) in (list, tuple) and self.facts(root, 0).opens):
+        if isinstance(root, dict) or (type(root) in _OPENED and self.facts(root, 0).opens):
             self._open("", (), root, 0)
         else:
             name = "tensor" if isinstance(root, TensorPickle) else "value"
@@ -161,6 +164,8 @@ class _FileFlattener:
         must_open |= isinstance(value, BuiltDict)
         if is_mapping:
             size_bytes += sum(len(key) + 1 if type(key) is str else 1 for key in value)
+            nameless = next((key for key in value if type(key) is not str and _key_name(key) is None), None)
+            refused = refused or (None if nameless is None else f"{_kind_of(nameless)} as a key")
         elif isinstance(value, tuple):
             opens = must_open
         return _Facts(opens, must_open, refused, size_bytes, plain)
@@ -189,12 +194,15 @@ class _FileFlattener:
         self._note_container(path, value)
         prefix = f"{fqn}." if path else ""
         if isinstance(value, dict):
-            names = [_key_name(key, fqn) for key in value]
+            found = [(_key_name(key), key, item) for key, item in value.items()]
+            names = [name for name, _, _ in found if name is not None]
             if len(set(names)) < len(names):
-                name = Counter(names).most_common(1)[0][0]
-                raise _collision(f"{prefix}{name}")
-            for name, item in zip(names, value.values(), strict=True):
-                self._visit(f"{prefix}{name}", (*path, name), item, depth + 1)
+                raise _collision(f"{prefix}{Counter(names).most_common(1)[0][0]}")
+            for position, (name, key, item) in enumerate(found):
+                if name is None:
+                    self.result.refused[f"{prefix}<key {position}>"] = f"{_kind_of(key)} as a key"
+                else:
+                    self._visit(f"{prefix}{name}", (*path, name), item, depth + 1)
         else:
             for position, item in enumerate(value):
                 self._visit(f"{prefix}{position}", (*path, position), item, depth + 1)
@@ -255,12 +263,14 @@ class _FileFlattener:
             note |= self._metadata(value.state)
         elif isinstance(value, tuple):
             note["kind"] = "tuple"
+        elif isinstance(value, DequePickle):
+            note |= {"kind": "deque", "maxlen": value.max_length}
         elif isinstance(value, list) and not (path and value):
             note["kind"] = "list"
         if isinstance(value, dict) and (
             any(type(key) is not str for key in value) or any(map(self._is_empty, value.values()))
         ):
-            note["keys"] = list(value)
+            note["keys"] = [key for key in value if _key_name(key) is not None]
         if note or self._is_empty(value):
             self._containers.append({"path": list(path), "kind": "dict", **note})
 
@@ -312,15 +322,13 @@ def _kind_of(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def _key_name(key: Any, fqn: str) -> str:
-    """The part of a name that a dict's key gives."""
+def _key_name(key: Any) -> str | None:
+    """The part of a name that a dict's key gives; None for a key that no entry can have."""
     if type(key) is str:
         return key
     parts = key if type(key) is tuple else (key,)
     if not all(type(part) in _NAMED_KEYS for part in parts):
-        raise UnsupportedFormatError(
-            f"a dict below {fqn!r:.200} has a key of type {_kind_of(key)}, which names no entry"
-        )
+        return None
     try:
         return str(key)
     except ValueError as error:  # an integer of more digits than Python prints
@@ -374,13 +382,15 @@ def _node_at(tree: _Node, path: Path) -> _Node:
 def _build(tree: _Node, path: Path, notes: Mapping[Path, Mapping[str, Any]]) -> Any:
     note = notes.get(path, {})
     is_list = bool(tree) and all(type(part) is int for part in tree)
-    kind = note.get("kind", "list" if is_list else "dict")
+    kind, most = note.get("kind", "list" if is_list else "dict"), note.get("maxlen")
     children = {
         part: _build(child, (*path, part), notes) if type(child) is _Node else child
         for part, child in tree.items()
     }
-    if kind in ("list", "tuple") and (is_list or not tree):
+    if kind in ("list", "tuple", "deque") and (is_list or not tree):
         items = [children[part] for part in sorted(children)]
+        if kind == "deque":
+            return deque(items, most if type(most) is int and 0 <= most <= sys.maxsize else None)
         return tuple(items) if kind == "tuple" else items
     if kind == "dict" and "keys" not in note and "int_keys" not in note:
         return children

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 import os
 import stat
 import threading
@@ -43,30 +42,27 @@ from dcp.storage.stores.posix.files import (
     PosixReadHandle,
     broken_link,
     is_below,
+    is_named,
     path_of_descriptor,
     step,
     storage_error,
 )
+from dcp.storage.stores.posix.refusals import NO_LOCKS, WITHOUT_LOCKS, is_link_refused, sync_folder, warn_once
 
-__all__ = ["NO_LOCKS", "STORE_TYPE", "PosixStore"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["STORE_TYPE", "PosixStore"]
 
 _MAKE_ATTEMPTS: Final = 20
 _PUBLISH_LOCK_SECONDS: Final = 60.0
 """A replacement holds the lock for a read and a rename; longer waits mean a hanging file system."""
 
-NO_LOCKS: Final = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
-"""What flock says on file systems that have none: Lustre mounted without ``flock``, NFS without lockd."""
+_LOCK_BUSY: Final = frozenset({errno.EWOULDBLOCK, errno.EACCES, errno.EINTR, errno.ENOENT, errno.ESTALE})
+"""Held by another writer, or removed by its last holder since it was opened: ENOENT here, ESTALE on NFS."""
 
-_LINK_REFUSED: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
-_LOCK_BUSY: Final = frozenset({errno.EWOULDBLOCK, errno.EACCES, errno.EINTR, errno.ENOENT})
 _VERSION_LIMIT_BYTES: Final = 1 << 34
 
 _NO_LOCK: Final = -1
 _own_lock = threading.RLock()
 """Between the threads of this process, where the file system has no locks."""
-_warned: set[int] = set()
 
 
 def _absolute(path: str) -> Path:
@@ -137,7 +133,7 @@ class PosixStore(Store):
             except StorageError as error:
                 if error.errno not in (errno.ENOENT, errno.EEXIST):
                     raise
-            if self._root.is_dir():
+            if self.exists():
                 return
             if os.path.lexists(self._root):
                 break
@@ -207,8 +203,10 @@ class PosixStore(Store):
         path = self._path(name)
         # Without O_NONBLOCK opening a FIFO would wait for a writer for ever; regular files ignore it.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-        follow = self._follow_links or (path.is_symlink() and self._leads_within(path))
+        follow = self._follow_links
         try:
+            if self._links_within is not None and not follow:
+                follow = path.is_symlink() and self._leads_within(path)
             descriptor = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointNotFoundError(f"{path} does not exist", path=str(path)) from error
@@ -267,7 +265,11 @@ class PosixStore(Store):
                 temporary.unlink()
             raise
         if durable:
-            self.sync()
+            try:
+                self.sync()
+            except StorageError as error:
+                error.published = True
+                raise
         return version_of_published(data)
 
     def delete(self, name: str) -> None:
@@ -344,7 +346,8 @@ class PosixStore(Store):
         place = path_of_descriptor(descriptor)
         if is_below(place, self._links_within or "") or not (place or is_link):
             return
-        os.close(descriptor)
+        with suppress(OSError):  # what is wrong with it is said below
+            os.close(descriptor)
         raise CheckpointFormatError(f"{path} leads elsewhere by a symbolic link", path=str(path))
 
     def _missing_folders(self) -> Sequence[Path]:
@@ -361,16 +364,7 @@ class PosixStore(Store):
 
     def _sync_folder(self, folder: Path) -> None:
         with step(self._observe, "fsync_folder", folder):
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            except OSError as error:
-                if (
-                    error.errno != errno.EINVAL
-                ):  # file systems without durable folders, such as SMB, have no such call
-                    raise
-            finally:
-                os.close(descriptor)
+            sync_folder(folder)
 
     def _commit(self, temporary: Path, name: str, expected: Expected) -> None:
         """The instant at which ``name`` changes from old to new content."""
@@ -389,7 +383,13 @@ class PosixStore(Store):
             with step(self._observe, "link", target):
                 target.hardlink_to(temporary)
         except StorageError as error:
-            if error.errno in _LINK_REFUSED:
+            if is_link_refused(error, temporary):
+                warn_once(
+                    self._root,
+                    error,
+                    "a file system without hard links: a new checkpoint gets its name by a rename under the "
+                    "lock, which other tools do not take",
+                )
                 return False
             # NFS may repeat a request whose answer was lost: then the name exists because it is ours.
             if error.errno != errno.EEXIST:
@@ -405,15 +405,21 @@ class PosixStore(Store):
         give_up = time.monotonic() + timeout_seconds
         pause_seconds = 0.001
         while True:
+            is_new = not os.path.lexists(path)
             descriptor = self._open_lock(path)
             try:
                 if self._try_lock(descriptor, path):
                     return descriptor
             except StorageError as error:
-                if error.errno not in NO_LOCKS:
+                is_refused = error.errno in NO_LOCKS
+                if is_new or is_refused:  # else it may be another writer's, who holds it
+                    with suppress(OSError):
+                        path.unlink()
+                if not is_refused:
                     raise
-                return self._do_without(path, timeout_seconds)
-            os.close(descriptor)
+                return self._do_without(error, timeout_seconds)
+            with step(None, "lock", path):
+                os.close(descriptor)
             left_seconds = give_up - time.monotonic()
             if left_seconds <= 0:
                 raise self._is_locked(timeout_seconds)
@@ -429,19 +435,9 @@ class PosixStore(Store):
             timeout_seconds=timeout_seconds,
         )
 
-    def _do_without(self, path: Path, timeout_seconds: float) -> int:
+    def _do_without(self, error: OSError, timeout_seconds: float) -> int:
         """Keep out the threads of this process alone."""
-        with suppress(OSError):
-            path.unlink()
-        device = self._root.stat().st_dev
-        if device not in _warned:
-            _warned.add(device)
-            logger.warning(
-                "%s is on a file system without locks, so that two jobs which replace one checkpoint at the "
-                "same time are not kept apart: let one job write to an id, or mount it with locks (Lustre: "
-                "-o flock)",
-                self.url,
-            )
+        warn_once(self._root, error, WITHOUT_LOCKS)
         if not _own_lock.acquire(timeout=max(0.0, timeout_seconds)):
             raise self._is_locked(timeout_seconds)
         return _NO_LOCK
@@ -455,22 +451,26 @@ class PosixStore(Store):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The last holder removed the file since we opened it: a lock on a removed file excludes nobody.
-            return os.path.samestat(os.fstat(descriptor), path.stat(follow_symlinks=False))
+            return is_named(path, descriptor)
         except OSError as error:
             if error.errno in _LOCK_BUSY:
                 return False
-            os.close(descriptor)
+            with suppress(OSError):  # the error before it is the one to report
+                os.close(descriptor)
             raise storage_error(error, "lock", path) from error
 
     def _release(self, descriptor: int) -> None:
         if descriptor == _NO_LOCK:
             _own_lock.release()
             return
-        with suppress(OSError):  # left behind, the file does no harm: only the flock counts
+        # None of this may fail what was done under the lock, such as a commit. Left behind, the file does no
+        # harm: only the flock counts, and that ends with the descriptor, whatever close says.
+        with suppress(OSError):
             (self._root / LOCK_NAME).unlink()
-        # Unlocking, not only closing: a forked child may hold a copy of the descriptor.
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
+        with suppress(OSError):  # not only closing: a forked child may hold a copy of the descriptor
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        with suppress(OSError):
+            os.close(descriptor)
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -492,6 +492,8 @@ def _same_file(first: Path, second: Path) -> bool:
         return os.path.samestat(first.stat(follow_symlinks=False), second.stat(follow_symlinks=False))
     except FileNotFoundError:
         return False
+    except OSError as error:
+        raise storage_error(error, "stat", second) from error
 
 
 def _open(place: str, options: Mapping[str, Any] | None) -> Store:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import format_utils as stock
 
+import dcp
 from dcp import format_utils
 from dcp.conversion.run import convert
 from dcp.storage.errors import CheckpointNotFoundError, PlanError
@@ -52,6 +53,38 @@ def test_what_is_there_is_replaced(original: Path, tmp_path: Path) -> None:
         format_utils.torch_save_to_dcp(source, tmp_path / "folder")
         format_utils.dcp_to_torch_save(tmp_path / "folder", tmp_path / "back.pt")
     assert_same(torch.load(tmp_path / "back.pt", weights_only=True), {"w": torch.ones(2)})
+
+
+@pytest.mark.parametrize("to", ["dcp", "safetensors"])
+def test_a_folder_keeps_what_is_not_the_checkpoints(tmp_path: Path, to: str) -> None:
+    """The source among it: as torch's own tests do it. A folder within stays where a checkpoint of ours comes
+    into being; a source that the target would replace is refused."""
+    folder = tmp_path / "run"
+    (folder / "logs").mkdir(parents=True)
+    (folder / "logs" / "log.txt").write_text("log")
+    (folder / "readme.txt").write_text("mine")
+    if to != "dcp":
+        (folder / "logs" / "log.txt").unlink()
+        (folder / "logs").rmdir()
+    others = sorted(path.relative_to(folder) for path in folder.rglob("*"))
+    for number in (1.0, 2.0):  # and again, over the checkpoint
+        torch.save({"model": {"w": torch.full((3,), number)}}, folder / "model.pt")
+        inode = (folder / "model.pt").stat().st_ino
+        if to == "dcp":
+            format_utils.torch_save_to_dcp(folder / "model.pt", folder)
+        else:
+            convert(folder / "model.pt", folder, to=to, overwrite=True, executor="inline")
+        assert (folder / "model.pt").stat().st_ino == inode
+        assert set(others) < {path.relative_to(folder) for path in folder.rglob("*")}
+        assert (folder / "readme.txt").read_text() == "mine"
+        assert torch.load(folder / "model.pt")["model"]["w"].tolist() == [number] * 3
+        flat = dcp.read(folder)
+        assert (flat["model"]["w"] if to == "dcp" else flat["model.w"]).tolist() == [number] * 3
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    convert(folder / "model.pt", folder / "model.safetensors", to="safetensors", overwrite=True)
+    with pytest.raises(PlanError, match="is a file that"):
+        convert(folder / "model.safetensors", folder, to="dcp", overwrite=True)
+    assert (folder / "model.safetensors").exists()
 
 
 class Custom:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Callable
@@ -46,6 +47,47 @@ def test_one_that_is_removed_meanwhile_is_made_again(
         third.open("f")
     assert second.output.is_dir()
     second.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_close_that_fails_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The descriptor is closed all the same, and its number may be another file's by then."""
+    ledger, close = begun(tmp_path / "work", "0000000a"), os.close
+
+    def failing(descriptor: int) -> None:
+        close(descriptor)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "close", failing)
+    ledger.close()
+    monkeypatch.undo()
+    with (tmp_path / "mine").open("wb") as mine:
+        ledger.close()
+        mine.write(b"x")
+    assert LocalLedger(tmp_path / "work").open("f")
+
+
+def test_a_file_system_that_keeps_a_removed_file_while_it_is_open_keeps_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NFS does, and FUSE: under another name, in the folder, until it is closed."""
+    ledger, hidden = begun(tmp_path / "work", "0000000a"), tmp_path / "work" / ".nfs0001"
+    unlink, close = Path.unlink, os.close
+
+    def renaming(path: Path, **options: Any) -> None:
+        if path.name == LEDGER_NAME:
+            path.rename(hidden)
+        else:
+            unlink(path, **options)
+
+    def closing(descriptor: int) -> None:
+        close(descriptor)
+        unlink(hidden, missing_ok=True)
+
+    monkeypatch.setattr(Path, "unlink", renaming)
+    monkeypatch.setattr(os, "close", closing)
+    ledger.remove()
+    monkeypatch.undo()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import dcp
 from dcp.conversion.copying import sums, tasks
-from dcp.storage.errors import CheckpointFormatError, PlanError, UnsupportedFormatError
+from dcp.conversion.merging.adapters import AdapterConfig
+from dcp.conversion.merging.module_patterns import ModulePattern
+from dcp.storage.errors import CheckpointFormatError, OptionError, PlanError, UnsupportedFormatError
 from tests.dcp.conversion.test_merge import names_in, same
 
 # Elsewhere in the tests that need them: each worker collects this file, and one has to run it.
@@ -70,6 +75,15 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
             "alpha_pattern": {"layers.0.mlp.up_proj": 3},
         },
     ),
+    "expressions": (
+        llama,
+        {
+            "r": 4,
+            "target_modules": r".*\.(q|up)_proj",
+            "rank_pattern": {r"model\.layers\.[1-9]\d*\..*_proj": 2, r"^model.*\.0\.self_attn.*q_proj": 7},
+            "alpha_pattern": {r"mlp\.(gate|up)_proj": 3, r".*\.self_attn\..+": 5},
+        },
+    ),
     "embeddings": (llama, {"r": 3, "target_modules": ["embed_tokens", "lm_head"]}),
     "conv1d": (gpt2, {"r": 4, "target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
 }
@@ -98,6 +112,54 @@ def test_as_peft_merges_it(tmp_path: Path, case: str) -> None:
     loaded = make().from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
         logits = loaded(tokens).logits, peft.eval()(tokens).logits
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+def tied_llama() -> LlamaForCausalLM:
+    """One layer, whose output is its embedding."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=11,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("modules", [["lm_head"], ["embed_tokens"], ["embed_tokens", "lm_head"]])
+def test_an_adapter_of_a_tied_output(tmp_path: Path, modules: list[str]) -> None:
+    """What it adds to one end would be added to both: an error, also where the folder that is written says
+    so; without a configuration the two are weights of their own then. An adapter that keeps them tied is
+    merged into both."""
+    tied_llama().save_pretrained(tmp_path / "base")
+    torch.save(tied_llama().state_dict(), tmp_path / "base.pt")
+    save_adapter(tied_llama(), tmp_path / "adapter", r=2, target_modules=modules)
+    adapter: dict[str, Any] = {"adapters": [tmp_path / "adapter"], "executor": "inline"}
+    out = tmp_path / "out"
+    for source, hf in ((tmp_path / "base", None), (tmp_path / "base.pt", tmp_path / "base")):
+        with pytest.raises(PlanError, match=r"is tied to the other end of the model .*saved untied"):
+            dcp.merge([source], out, to="safetensors", hf=hf, **adapter)
+    dcp.merge([tmp_path / "base.pt"], tmp_path / "out.pt", **adapter)
+    made, base = torch.load(tmp_path / "out.pt"), tied_llama().state_dict()
+    changed = {name for name in base if not torch.equal(made[name], base[name])}
+    names = {"lm_head": "lm_head.weight", "embed_tokens": "model.embed_tokens.weight"}
+    assert changed == {names[module] for module in modules}
+    if len(modules) == 1:
+        return
+    from peft import PeftModel
+
+    save_adapter(tied_llama(), tmp_path / "both", r=2, target_modules=modules, ensure_weight_tying=True)
+    dcp.merge([tmp_path / "base"], out, hf=tmp_path / "base", adapters=[tmp_path / "both"], executor="inline")
+    tokens = torch.arange(10).view(1, -1)
+    peft = PeftModel.from_pretrained(tied_llama(), tmp_path / "both").eval()
+    with torch.no_grad():
+        loaded: Any = tied_llama().from_pretrained(out)
+        logits = peft(tokens).logits, loaded.eval()(tokens).logits
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
@@ -172,7 +234,7 @@ _FACTORS = {"m.lora_A.weight": torch.ones(2, 5), "m.lora_B.weight": torch.ones(3
         ({"bias": "all"}, "bias 'all'"),
         ({"modules_to_save": ["head"]}, "modules that are saved whole"),
         ({"init_lora_weights": "pissa"}, "changed by 'pissa'"),
-        ({"rank_pattern": {"(a+)+b": 3}}, "patterns of ranks and alphas"),
+        ({"rank_pattern": {"(a+)+b": 3}}, "of the pattern"),
         ({"use_dora": True, "bias": "all"}, "DoRA; bias 'all'"),
         ({"r": 0}, "r is 0, which is no whole number above 0"),
         ({"r": -2}, "r is -2, which is no whole number above 0"),
@@ -239,3 +301,39 @@ def test_factors_that_do_not_fit(tmp_path: Path, change: dict[str, torch.Tensor 
     with pytest.raises(PlanError, match=words):
         dcp.merge([tmp_path / "base.safetensors"], tmp_path / "out", adapters=[tmp_path / "lora"])
     assert names_in(tmp_path) == ["base.safetensors", "lora"]
+
+
+_ATOMS = st.sampled_from(
+    ["a", "b", ".", r"\.", r"\d", r"\w", "[ab]", "[^a.]", "[0-9_]", "(a|b.)", "(?:ab|)", "^", "$"]
+)
+_REPEATS = st.sampled_from(["", "", "*", "+", "?", "*?", "{2}", "{1,2}", "{2,}"])
+_PATTERNS = st.lists(
+    st.lists(st.tuples(_ATOMS, _REPEATS).map("".join), max_size=5).map("".join), min_size=1, max_size=3
+).map("|".join)
+
+
+@given(_PATTERNS, st.text("ab.1", max_size=8))
+def test_patterns_match_as_peft_matches_them(pattern: str, name: str) -> None:
+    """Whatever part of regular expressions they use."""
+    try:
+        found = ModulePattern.parse(pattern)
+    except OptionError:
+        assert "^" in pattern or "$" in pattern  # repeated, which Python refuses, too, or matches as once
+        return
+    assert found.match(name) == bool(re.match(rf"(.*\.)?({pattern})$", name))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["(a+)+", "(?=a)", r"(a)\1", "a**", "(a", "a)|(b", "[", "\\", r"\p", "a{2,1}", "(" * 99, "(a)" * 400],
+)
+def test_patterns_that_are_refused(pattern: str) -> None:
+    """What would take for ever, look around or refer back, and what is no expression; long names as well."""
+    with pytest.raises(OptionError, match="pattern"):
+        ModulePattern.parse(pattern)
+    with pytest.raises(UnsupportedFormatError, match="that is not merged"):
+        config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "alpha_pattern": {pattern: 2}}
+        AdapterConfig.of(json.dumps(config).encode(), "config")
+    with pytest.raises(OptionError, match="longer than"):
+        ModulePattern.parse(".*a").match("a" * 1001)
+    assert not ModulePattern.parse("(a|b)*[ab]*.*a*b*" * 9 + "c").match("ab" * 400 + "_")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import struct
 from collections.abc import Callable
@@ -115,6 +116,31 @@ def test_a_target_is_the_old_one_or_the_new_one(to: str, every: int, tmp_path: P
         _convert(b, target, to)
         assert _values(target) == {2}, what
         assert to != "safetensors" or (target / "config.json").read_text() == "{}", what
+
+
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_a_folder_replaced_by_two_renames_is_not_lost(
+    every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a C library that cannot exchange two folders. What is at the target after a power cut is whole, if
+    anything is; another call makes it the new one, and the folder's other files are there."""
+    a, b = _save(tmp_path / "a", 1), _save(tmp_path / "b", 2)
+    work = tmp_path / "work"
+    work.mkdir()
+    target = work / "folder"
+    _convert(a, target, "safetensors")
+    (target / "config.json").write_text("{}")
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: None)
+    with Recording(work) as recording:
+        _convert(b, target, "safetensors")
+    images = list(recording.images())
+    assert any("rename" in what for what, _ in images)
+    for what, make in images[::every]:
+        make(work)
+        assert not target.exists() or _values(target) in ({1}, {2}), what
+        _convert(b, target, "safetensors")
+        assert _values(target) == {2}, what
+        assert (target / "config.json").read_text() == "{}", what
 
 
 def test_another_folder_with_the_inode_of_a_copied_one_is_not_taken_for_it(tmp_path: Path) -> None:

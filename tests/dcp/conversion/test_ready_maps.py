@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 
 import dcp
 from dcp.planners.weight_maps.weight_map import ready_maps
+from dcp.storage.errors import PlanError
 
 _DECODER: dict[str, Any] = {
     "hidden_size": 32,
@@ -30,6 +32,11 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {**_DECODER, "head_dim": 16, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {**_DECODER, "head_dim": 16}),
     "qwen3-moe": ("Qwen3Moe", {**_DECODER, **_EXPERTS, "head_dim": 16}),
+    "qwen3-moe-and-dense": (
+        "Qwen3Moe",
+        {**_DECODER, **_EXPERTS, "head_dim": 16, "num_hidden_layers": 4, "decoder_sparse_step": 2}
+        | {"mlp_only_layers": [3]},  # of these layers the second alone has experts
+    ),
     "mixtral": ("Mixtral", {**_DECODER, "num_local_experts": 4}),
     "gpt2": ("GPT2", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 16, "vocab_size": 37}),
     "deepseek": (
@@ -64,11 +71,13 @@ _CASES = [
     ("qwen3", "qwen3:hf-to-megatron"),
     ("qwen3-moe", "qwen3:hf-to-titan"),
     ("qwen3-moe", "qwen3:hf-to-megatron"),
+    ("qwen3-moe-and-dense", "qwen3:hf-to-titan"),
+    ("qwen3-moe-and-dense", "qwen3:hf-to-megatron"),
     ("mixtral", "mixtral:hf-to-megatron"),
     ("gpt2", "gpt2:hf-to-megatron"),
     ("deepseek", "deepseek-v3:hf-to-titan"),
 ]
-_USUAL = [("llama-tied", "llama:hf-to-titan"), ("qwen3-moe", "qwen3:hf-to-megatron")]
+_USUAL = [("llama-tied", "llama:hf-to-titan"), ("qwen3-moe-and-dense", "qwen3:hf-to-megatron")]
 
 
 def outputs_of(model: Any) -> torch.Tensor:
@@ -79,11 +88,24 @@ def outputs_of(model: Any) -> torch.Tensor:
     return found
 
 
+def check_megatron_layers(model: Any, names: Collection[str]) -> None:
+    """Whether the norm before experts has a name of its own, by what each layer of the model is, and whether
+    all experts are there."""
+    for number, layer in enumerate(model.base_model.layers if hasattr(model, "model") else ()):
+        own = f"decoder.layers.{number}"
+        experts = getattr(getattr(layer.mlp, "experts", None), "num_experts", 0)
+        assert (f"{own}.pre_mlp_layernorm.weight" in names) == bool(experts)
+        assert (f"{own}.mlp.linear_fc1.layer_norm_weight" in names) == (not experts)
+        assert sum(name.startswith(f"{own}.mlp.experts.linear_fc2") for name in names) == experts
+
+
 @pytest.mark.parametrize(
     ("model", "name"),
     [pytest.param(*case, marks=() if case in _USUAL else pytest.mark.exhaustive) for case in _CASES],
 )
-def test_a_model_is_what_it_was(tmp_path: Path, model: str, name: str) -> None:
+def test_a_model_is_what_it_was(
+    tmp_path: Path, model: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Through the map and its inverse: each tensor bit for bit, and what `from_pretrained` makes of them."""
     import transformers  # seconds of each process that collects tests
 
@@ -96,7 +118,13 @@ def test_a_model_is_what_it_was(tmp_path: Path, model: str, name: str) -> None:
         torch.nn.init.normal_(parameter, std=0.05)
     made.save_pretrained(tmp_path / "hf")
     dcp.convert(tmp_path / "hf", tmp_path / "mapped", to="dcp", map=name)
+    if name.endswith("hf-to-megatron"):
+        check_megatron_layers(made, dcp.read(tmp_path / "mapped").keys())
+    if "routed" in "".join(dcp.read(tmp_path / "mapped")):  # experts that are stacked
+        with pytest.raises(PlanError, match="there are 3 of expert, and should be 4"):
+            dcp.convert(tmp_path / "hf", tmp_path / "3", to="dcp", map=name, exclude="*.experts.3.*")
     weights = dcp.weight_map(name, tmp_path / "hf", inverse=True)
+    assert "for models of the type" not in caplog.text
     dcp.convert(tmp_path / "mapped", tmp_path / "back" / "model.safetensors", to="safetensors", map=weights)
     before, after = (
         load_file(tmp_path / "hf/model.safetensors"),

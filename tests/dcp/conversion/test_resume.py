@@ -146,7 +146,7 @@ def test_what_a_killed_run_has_published_is_its_own(
     to: str, source: Path, whole: Callable[[str], list[str]], tmp_path: Path
 ) -> None:
     """Killed when the target has its name, and called again, it takes that for what it has made, reads
-    nothing, and clears up; called once more it is refused, as of any target that exists."""
+    nothing, and clears up; called once more it compares, and with resume=False it is refused."""
     target = tmp_path / _TARGETS[to]
     steps = whole(to)[4:]
     assert _run(source, target, to, steps.index("remove") + 1).returncode == -signal.SIGKILL
@@ -157,8 +157,10 @@ def test_what_a_killed_run_has_published_is_its_own(
     assert (done, read) == (tasks, 0)
     assert folder_of(target) == [target.name]
     _check(target)
+    compared = convert(source, target, to=to, executor="inline")
+    assert compared.tasks_resumed == compared.tasks
     with pytest.raises(CheckpointConflictError, match="exists; give another target"):
-        convert(source, target, to=to, executor="inline")
+        convert(source, target, to=to, executor="inline", resume=False)
 
 
 def test_another_target_in_place_of_a_killed_runs_is_refused_at_once(
@@ -308,3 +310,39 @@ def test_what_was_replaced_does_not_come_back(kill_at: str, tmp_path: Path) -> N
     assert loaded() == {2}
     assert (tmp_path / "target" / "config.json").read_text() == "{}"
     assert not list(tmp_path.glob(".tmp-*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("x.pt", {"to": "torch"}),
+        ("x.safetensors", {"to": "safetensors", "only": "m", "dtype": "float16"}),
+        ("folder", {"to": "safetensors", "only": "m"}),
+        ("dcp", {"to": "dcp", "only": "m", "rename": {"^m": "n"}}),
+        ("memory://resume-finished/dcp", {"to": "dcp"}),
+    ],
+)
+def test_one_that_was_finished_is_compared(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+    """Run again it is done, and writes nothing; what is not its result, by options or a bit, is refused."""
+    for which, number in (("a", 1.0), ("b", 2.0)):
+        state = {"m": {"w": torch.full((10, 3), number), "v": torch.ones(2)}, "step": 3, "none": {}}
+        dcp.save(state, checkpoint_id=tmp_path / which)
+    target = name if "://" in name else str(tmp_path / name)
+    first = dcp.convert(tmp_path / "a", target, **options)
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    again = dcp.convert(tmp_path / "a", target, **options)
+    assert (again.tasks_resumed, again.files) == (again.tasks, first.files)
+    assert (first.tasks_resumed, again.checksums) == (0, first.checksums)
+    for source, changed in (("b", {}), ("a", {"exclude": "m.v"}), ("a", {"resume": False})):
+        with pytest.raises(CheckpointConflictError, match="exists"):
+            dcp.convert(tmp_path / source, target, **options | changed)
+    if "://" not in target:
+        (written,) = [path for path in tmp_path.rglob(first.files[0]) if path.parent.name not in "ab"]
+        data = written.read_bytes()
+        at = data.index(torch.ones(2, dtype=torch.float16 if "dtype" in options else None).numpy().tobytes())
+        written.write_bytes(data[:at] + b"\x01" + data[at + 1 :])
+        with pytest.raises(CheckpointConflictError, match="exists"):
+            dcp.convert(tmp_path / "a", target, **options)
+        written.write_bytes(data)
+        files.pop(written)
+    assert all(path.stat().st_mtime_ns == when for path, when in files.items())

@@ -151,7 +151,6 @@ MALFORMED: dict[str, bytes] = {
     "set as key": b"\x80\x04}\x8fNs.",
     "list in set": b"\x80\x04\x8f(]\x90.",
     "list in frozenset": b"\x80\x04(]\x91.",
-    "global as key": b"\x80\x02}ctorch\nSize\nNs.",
     "long beyond end": b"\x80\x02\x8b\xff\xff\xff\x7f\x01.",
     "negative long": b"\x80\x02\x8b\xff\xff\xff\xff\x01.",
     "huge text": b"\x80\x04X\xff\xff\xff\xffx.",

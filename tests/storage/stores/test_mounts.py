@@ -1,0 +1,183 @@
+"""Mounts that lack an operation, or fail at one: what is done instead, what is raised, what is left."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dcp
+from dcp.inspection.verification import verify
+from dcp.storage.errors import CheckpointError, StorageError
+from dcp.storage.stores.posix.store import PosixStore
+from tests.support.bad_mount import bad_mount
+from tests.support.crashes import in_lab
+from tests.support.versions import save_version, seen_by_dcp, version_state
+
+MIB = 1 << 20
+
+REFUSALS = {
+    "fsync": ("EINVAL", "EBADF", "EOPNOTSUPP", "ENOSYS", "EACCES", "EPERM"),
+    "link": ("EINVAL", "EACCES", "EPERM", "EOPNOTSUPP", "ENOSYS", "EMLINK", "EXDEV", "ENOENT"),
+    "flock": ("EINVAL", "EBADF", "EPERM", "EOPNOTSUPP", "ENOSYS", "ENOLCK"),
+}
+"""fsync of folders alone; link says ENOENT where files have no link count."""
+
+FAILURES = [
+    (call, name)
+    for call in REFUSALS
+    for name in ("EIO", "ENOSPC", "EDQUOT", "ESTALE", "ETIMEDOUT")
+    if (call, name) != ("flock", "ESTALE")  # the lock file was removed on another host, and is opened again
+]
+
+
+def refusing(call: str, name: str) -> Callable[[str, Path], int]:
+    """An ``errno_of`` of a mount without ``call``; files can be synced."""
+    number = getattr(errno, name)
+
+    def errno_of(called: str, path: Path) -> int:
+        return number if called == call and (call != "fsync" or path.is_dir()) else 0
+
+    return errno_of
+
+
+def odd_files(folder: Path) -> list[str]:
+    """Files that no checkpoint has."""
+    return sorted(path.name for path in folder.rglob(".*") if path.name != ".metadata")
+
+
+def saves_where_refused(root: Path) -> tuple[list[Any], list[str]]:
+    """By each refusal what is seen after a save, one over it and a conversion; all that was logged."""
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dcp").addHandler(handler)
+    seen = []
+    for call, names in REFUSALS.items():
+        for name in names:
+            folder = root / f"{call}-{name}"
+            with bad_mount(root, refusing(call, name)):
+                save_version(folder / "x", 1)
+                save_version(folder / "x", 2)
+                dcp.convert(folder / "x", folder / "x.pt", to="torch", executor="inline")
+            is_made = (folder / "x.pt").is_file()
+            seen.append((call, name, seen_by_dcp(folder / "x"), is_made, odd_files(root)))
+    return seen, logged
+
+
+def test_what_a_mount_refuses_is_done_otherwise(tmp_path: Path) -> None:
+    """Saves and conversions go on, leave nothing behind, and one line for each thing says what is missing."""
+    seen, logged = in_lab(saves_where_refused, tmp_path)
+    assert seen == [(call, name, 2, True, []) for call, names in REFUSALS.items() for name in names]
+    missing = ["a file system that cannot sync folders", "a file system without hard links"]
+    for what in (*missing, "a file system without locks"):
+        assert sum(what in line for line in logged) == 1, logged
+    assert len(logged) == 3
+
+
+@pytest.mark.parametrize(("call", "name"), FAILURES)
+def test_a_failure_is_not_taken_for_a_refusal(tmp_path: Path, call: str, name: str) -> None:
+    """It is raised with operation, path and errno; what was there stays, and nothing else does."""
+    folder = tmp_path / "x"
+    save_version(folder, 1)
+    target = tmp_path / "new" if call == "link" else folder
+    with bad_mount(tmp_path, refusing(call, name)), pytest.raises(StorageError) as caught:
+        save_version(target, 2)
+    assert caught.value.errno == getattr(errno, name)
+    assert caught.value.op in ("fsync_folder", "link", "lock") and str(tmp_path) in caught.value.path
+    assert seen_by_dcp(folder) == 1
+    assert odd_files(tmp_path) == []
+
+
+def test_what_cannot_be_done_otherwise_names_the_option(tmp_path: Path) -> None:
+    """A mount that cannot sync files, and one that can neither link nor rename."""
+
+    def no_sync(call: str, path: Path) -> int:
+        return errno.EINVAL if call == "fsync" else 0
+
+    def no_names(call: str, path: Path) -> int:
+        return errno.ENOSYS if call in ("link", "rename") else 0
+
+    state = {"w": [1.0]}
+    with bad_mount(tmp_path, no_sync):
+        with pytest.raises(StorageError, match=r"save with FileSystemWriter\(path, sync_files=False\)"):
+            dcp.save(state, checkpoint_id=tmp_path / "a")
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "a", sync_files=False))
+    with bad_mount(tmp_path, no_names), pytest.raises(StorageError, match=r"save to the URL of the store"):
+        dcp.save(state, checkpoint_id=tmp_path / "b")
+    assert dcp.read(tmp_path / "a") == state
+    assert odd_files(tmp_path) == []
+
+
+def test_a_mount_that_ignores_what_cuts_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that O_DIRECT has padded would be too long, and damaged: refused, with the option to set."""
+    cut: list[str] = []
+    monkeypatch.setattr(os, "ftruncate", lambda *_: cut.append("ignored"))
+    data = bytes(2 * MIB + 1)
+    try:
+        with PosixStore(tmp_path).create("direct", durable=True) as handle:
+            handle.write(data)
+    except StorageError as error:
+        assert "direct_io=False" in str(error) and (error.op, error.path) == (
+            "ftruncate",
+            str(tmp_path / "direct"),
+        )
+    else:
+        assert not cut  # no O_DIRECT here
+    with PosixStore(tmp_path, direct_io=False).create("cached", durable=True) as handle:
+        handle.write(data)
+    sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    assert sizes == ({"cached": len(data)} if cut else dict.fromkeys(("cached", "direct"), len(data)))
+
+
+ACTS: dict[str, Callable[[Path], object]] = {
+    "load": lambda root: dcp.load(version_state(0), checkpoint_id=root / "x", no_dist=True),
+    "verify": lambda root: verify(root / "x"),
+    "save": lambda root: save_version(root / "new", 1),
+    "replace": lambda root: save_version(root / "x", 2),
+    "convert": lambda root: dcp.convert(root / "x", root / "x.pt", to="torch", executor="inline"),
+    "manager": lambda root: dcp.CheckpointManager(root / "run").all_steps(),
+}
+
+
+def fail_at_each_call(root: Path, act: str) -> list[str]:
+    """Fail each system call of ``act`` once; the errors that do not tell operation and path."""
+    faults = []
+    for at in itertools.count(1):
+        folder = root / str(at)
+        save_version(folder / "x", 1)
+        calls: list[tuple[str, str]] = []
+
+        def errno_of(call: str, path: Path, calls: list[tuple[str, str]] = calls, at: int = at) -> int:
+            if path.name.endswith(" (deleted)"):  # a lock's file: the outcome is there before it is let go
+                return 0
+            calls.append((call, path.name))
+            return errno.EIO if len(calls) == at else 0
+
+        try:
+            with bad_mount(folder, errno_of):
+                ACTS[act](folder)
+        except CheckpointError as error:
+            path = getattr(error, "path", "")
+            if not isinstance(error, StorageError) or not error.op or not path or path not in str(error):
+                faults.append(f"{calls[at - 1]}: {error!r}")
+        except OSError as error:
+            faults.append(f"{calls[at - 1]}: {error!r}")
+        if len(calls) < at:
+            return faults
+    return faults
+
+
+@pytest.mark.parametrize(
+    "act",
+    [act if act in ("load", "verify") else pytest.param(act, marks=pytest.mark.exhaustive) for act in ACTS],
+)
+def test_all_failures_are_typed(tmp_path: Path, act: str) -> None:
+    """Whatever call of the system fails, the error is a StorageError with its operation and path."""
+    assert in_lab(fail_at_each_call, tmp_path, act) == []
