@@ -89,11 +89,14 @@ def load(
     `Stateful` objects give their ``state_dict()`` to be filled and get it back by ``load_state_dict()``.
     Optimizers that have made no step get the state that the checkpoint has, also those that are attributes of
     such an object. The checkpoint may be of ours or of stock torch, saved by any number of ranks. One that is
-    replaced while it is being read is read anew, once.
+    replaced while it is being read is read anew, at most twice.
 
     Entries of the checkpoint under keys of the top level that ``state_dict`` does not have are not asked for
-    and not loaded. But what lies below a key that it has, and has no place in the dict or object there on any
-    rank, would be lost: see ``unexpected``. `LoadReport.unexpected` has what was not loaded.
+    and not loaded. An object is given what was saved also where its own ``state_dict()`` has less or another
+    kind: an empty dict or list, a plain tensor of another shape, None in place of a tensor, which then comes
+    whole and on the CPU. Dicts that name the parameters of models and optimizers do not change by that. What
+    lies below a key of ``state_dict``, and has no place in the dict or object there on any rank, would be
+    lost: see ``unexpected``. `LoadReport.unexpected` has what was not loaded.
 
     The arguments up to ``no_dist`` are torch's, with torch's meaning. Given a planner or reader, its own
     settings hold where those of here are None.
@@ -144,6 +147,8 @@ def load(
         ShapeMismatchError: A tensor has another shape there.
         DtypeMismatchError: A tensor has another dtype there, without ``dtype="cast"``.
         CorruptCheckpointError: Bytes are not those that were committed.
+        CheckpointConflictError: It was replaced again and again while it was being read.
+        StorageError: The storage cannot be read.
         UnsafeObjectError: A value needs ``weights_only=False``.
         PlanError: An option cannot be meant, a pattern matches nothing, or the ranks are not about the same.
         CollectiveTimeoutError: Ranks did not answer in time.

@@ -29,7 +29,7 @@ def by_value(value: Any) -> Any:
 
     Classes that the user told torch are safe stay what they are.
     """
-    return _by_value(value, 0) if type(value) not in _EXACT else value
+    return _by_value(value, 0, {}) if type(value) not in _EXACT else value
 
 
 def encode_by_value(value: Any) -> bytes | None:
@@ -41,35 +41,51 @@ def encode_by_value(value: Any) -> bytes | None:
     return encoded
 
 
-def _by_value(value: Any, depth: int) -> Any:
+def _by_value(value: Any, depth: int, seen: dict[int, Any]) -> Any:
+    """``seen`` is by identity what containers have become, which are looked at once: many may hold one
+    another, or themselves."""
     kind = type(value)
     if kind in _EXACT or depth > _MAX_DEPTH:
         return value
+    if not isinstance(value, (list, tuple, dict)):
+        is_other = isinstance(value, np.generic) or _is_allowed(kind) or not isinstance(value, _ATOMS)
+        return value if is_other else _atom(value, kind)
+    if id(value) not in seen:
+        seen[id(value)] = value
+        seen[id(value)] = _container(value, kind, depth + 1, seen)
+    return seen[id(value)]
+
+
+def _container(value: Any, kind: type, depth: int, seen: dict[int, Any]) -> Any:
     if kind in (list, tuple):
-        items = [_by_value(item, depth + 1) for item in value]
+        items = [_by_value(item, depth, seen) for item in value]
         same = all(new is old for new, old in zip(items, value, strict=True))
         return value if same else kind(items)
     if kind is dict:
-        changed = {key: _by_value(item, depth + 1) for key, item in value.items()}
+        changed = {key: _by_value(item, depth, seen) for key, item in value.items()}
         return value if all(changed[key] is item for key, item in value.items()) else changed
-    if isinstance(value, np.generic) or _is_allowed(kind):
+    if _is_allowed(kind):
         return value
-    if isinstance(value, _ATOMS):
-        return _atom(value, kind)
     if isinstance(value, tuple) and _is_named(kind):
-        return tuple([_by_value(item, depth + 1) for item in value])
-    if isinstance(value, list) and not getattr(value, "__dict__", None):
-        return [_by_value(item, depth + 1) for item in value]
+        return tuple([_by_value(item, depth, seen) for item in value])
+    if isinstance(value, list) and not _has_more(value):
+        return [_by_value(item, depth, seen) for item in value]
     return value
 
 
 def _atom(value: Any, kind: type) -> Any:
     """The plain value, unless the class has more to it, or compares otherwise."""
-    if getattr(value, "__dict__", None) and not isinstance(value, enum.Enum):
+    if _has_more(value) and not isinstance(value, enum.Enum):
         return value
     base = next(base for base in _ATOMS if issubclass(kind, base))
     plain = base.__str__(value) if base is str else base.__bytes__(value) if base is bytes else base(value)
     return plain if type(plain) is base and plain == value else value
+
+
+def _has_more(value: Any) -> bool:
+    """Whether an object has attributes beside the value that its base class holds."""
+    slots = any(getattr(base, "__slots__", ()) for base in type(value).__mro__)
+    return slots or bool(getattr(value, "__dict__", None))
 
 
 def _is_named(kind: type) -> bool:
@@ -106,6 +122,12 @@ def like(current: Any, value: Any) -> Any:
         return member if member == value else value
     if type(value) is tuple and isinstance(current, tuple) and _is_named(kind) and len(current) == len(value):
         return kind._make(map(like, current, value))
+    if type(value) in _ATOMS and isinstance(current, type(value)) and by_value(current) is not current:
+        return type(value).__new__(kind, value)  # as pickle would: the class's own code is not asked
+    if type(value) is list and isinstance(current, list) and by_value(current) is not current:
+        made = list.__new__(kind)
+        list.extend(made, _like_inside([*current], value))
+        return made
     return value
 
 

@@ -33,9 +33,10 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class SaveObjects:
-    """One rank's non-tensor values: names, and a digest of the value where it can be compared.
+    """One rank's non-tensor values: names, and a digest of each value.
 
-    ``digests`` is uint64, 0 for "not comparable" (an object of a class of the user's).
+    ``digests`` is uint64: 0 for "not known" (a plan that was made elsewhere), NOT_COMPARABLE of
+    `dcp.planners.value_digests` for a value without state to compare.
     ``sizes`` is the bytes each will take, about (for balancing).
     """
 

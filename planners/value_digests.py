@@ -1,16 +1,24 @@
 """Digests of values that are no plain data, so that ranks can compare them as they compare tensors.
 
 What equal values have in common, a pickle has not: it tells which of their parts are one object. So a value
-is taken apart here, as far as it is made of containers, tensors, numpy's arrays and the library's values.
+is taken apart here, down to containers, tensors, arrays and the library's values; an object of any other
+class by the state that it gives pickle.
 """
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import enum
+import hashlib
 import io
 import marshal
+import sys
+import types
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -20,66 +28,183 @@ from dcp.planners.by_value import by_value
 from dcp.planners.digest import digest_bytes, digest_tensors
 from dcp.storage.formats.torch.python_values import is_harmless_leaf
 
-__all__ = ["digest_value"]
+__all__ = ["NOT_COMPARABLE", "digest_value"]
+
+NOT_COMPARABLE: Final = (1 << 64) - 1
+"""In place of a digest, which is never so high."""
 
 _MAX_DEPTH: Final = 256
+_MAX_BYTES: Final = 256
+_OPEN: Final = b"in "
+"""Before the depth of a container that is being looked at. No description begins so."""
 _SEQUENCES: Final = (list, tuple, deque, torch.Size)
 _SETS: Final = (set, frozenset)
 _DICTS: Final = (dict, OrderedDict, Counter, defaultdict)
-_NUMBERS: Final = frozenset((type(None), bool, int, float))
-_ATOMS: Final = (*_NUMBERS, complex, str)
+_CONTAINERS: Final = frozenset((*_SEQUENCES, *_SETS, *_DICTS))
+_QUICK: Final = frozenset((type(None), bool, int, float, str))
+_ATOMS: Final = (*_QUICK, complex)
+_GLOBALS: Final = (type, types.FunctionType, types.BuiltinFunctionType)
 _NAMED: Final = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+_NO_REFERENCES: Final = 0
+"""The version of marshal that does not tell which parts are one object."""
+
+_PICKLE_PROTOCOL: Final = 2
+"""The one of torch.save."""
 
 
 class _NotComparableError(Exception):
-    """Nothing is known of what equality means for it."""
+    """It is nested too deeply."""
 
 
 def digest_value(value: Any) -> int:
-    """A digest that equal values have in common; 0, for "not known", where ``value`` has an object of a class
-    that is neither a dataclass nor an enum nor the library's, numpy's or torch's."""
+    """A digest that values of equal state have in common; NOT_COMPARABLE for a value that contains itself,
+    or has an object of a class that does not give its state."""
     try:
-        return digest_bytes(_described(by_value(value), 0))
-    except (_NotComparableError, AttributeError, RuntimeError, TypeError, ValueError):  # of its own code, too
-        return 0
+        return digest_bytes(_Describer().described(by_value(value), 0))
+    except Exception:  # noqa: BLE001 - the value's own code may raise anything; the save names the value
+        return NOT_COMPARABLE
 
 
-def _described(value: Any, depth: int) -> bytes:
-    kind = type(value)
-    if depth > _MAX_DEPTH:
-        raise _NotComparableError
-    if kind in (list, tuple) and _NUMBERS.issuperset(map(type, value)):
-        parts = [marshal.dumps(value, 0)]  # the version that tells no references; quick, for long histories
-    elif kind in _SEQUENCES:
-        parts = [_described(item, depth + 1) for item in value]
-    elif kind in _SETS:
-        parts = sorted(_described(item, depth + 1) for item in value)
-    elif kind in _DICTS:
-        parts = [_described(part, depth + 1) for item in value.items() for part in item]
-    elif dataclasses.is_dataclass(kind) and kind.__dataclass_params__.eq:  # type: ignore[attr-defined]
-        fields = [field.name for field in dataclasses.fields(kind) if field.compare]
-        parts = [_described(getattr(value, name), depth + 1) for name in fields]
-    else:
-        parts = [_leaf(value, kind)]
+class _Describer:
+    """Describes one value as bytes, which values of equal state have in common."""
+
+    def __init__(self) -> None:
+        self._objects: dict[int, tuple[Any, bytes]] = {}
+        self._containers: dict[int, tuple[Any, bytes]] = {}
+        self._open = 0
+
+    def described(self, value: Any, depth: int) -> bytes:
+        kind = type(value)
+        if depth > _MAX_DEPTH:
+            raise _NotComparableError
+        if kind in (list, tuple) and _QUICK.issuperset(map(type, value)):
+            parts = [marshal.dumps(value, _NO_REFERENCES)]  # for long histories
+        elif kind in _CONTAINERS or _is_equal_by_fields(value, kind):
+            return self._container(value, kind, depth)
+        elif isinstance(value, np.ma.MaskedArray):
+            whole = (value.filled(), np.ma.getmaskarray(value), value.fill_value)
+            parts = [self.described(part, depth + 1) for part in whole]
+        else:
+            leaf = _leaf(value, kind)
+            parts = [self._object(value, kind, depth) if leaf is None else leaf]
+        return _named(kind, parts)
+
+    def _container(self, value: Any, kind: type, depth: int) -> bytes:
+        """What it holds, which is looked at once: many containers may hold one another."""
+        if id(value) in self._containers:
+            known = self._containers[id(value)][1]
+            if known.startswith(_OPEN) and not self._open:  # it contains itself, with no object between
+                raise _NotComparableError
+            return known
+        if kind not in _CONTAINERS:
+            self._open += 1
+        # for references to it from what it holds
+        self._containers[id(value)] = (value, b"%s%d" % (_OPEN, depth))
+        parts = [self.described(item, depth + 1) for item in _held(value, kind)]
+        if kind in _SETS:
+            parts.sort()
+        elif kind in _DICTS:
+            parts += self._items(value, kind, depth)
+        if kind not in _CONTAINERS:
+            self._open -= 1
+        found = _named(kind, parts)
+        self._containers[id(value)] = (value, found)
+        return found
+
+    def _items(self, value: Any, kind: type, depth: int) -> list[bytes]:
+        """The items of a dict, whose order counts for an OrderedDict only: others are made of sets, too."""
+        if set(map(type, value)) == {str} and _QUICK.issuperset(map(type, value.values())):
+            items = value.items() if kind is OrderedDict else sorted(value.items())
+            return [marshal.dumps(list(chain.from_iterable(items)), _NO_REFERENCES)]
+        pairs = [
+            (self.described(key, depth + 1), self.described(item, depth + 1)) for key, item in value.items()
+        ]
+        return list(chain.from_iterable(pairs if kind is OrderedDict else sorted(pairs)))
+
+    def _object(self, value: Any, kind: type, depth: int) -> bytes:
+        """What pickle is given of an object: a function, its arguments, the state, items."""
+        if id(value) in self._objects:
+            return self._objects[id(value)][1]
+        self._objects[id(value)] = (value, b"%d" % self._open)  # for references to it from its own state
+        self._open += 1
+        reduce = copyreg.dispatch_table.get(kind)
+        reduced = value.__reduce_ex__(_PICKLE_PROTOCOL) if reduce is None else reduce(value)
+        if not isinstance(reduced, str):
+            function, args, state, items, entries = (*reduced, None, None, None)[:5]
+            reduced = [
+                function,
+                args,
+                state,
+                list(items or ()),
+                [part for pair in entries or () for part in pair],
+            ]
+        found = self.described(reduced, depth + 1)
+        self._open -= 1
+        self._objects[id(value)] = (value, found)
+        return found
+
+
+def _named(kind: type, parts: Sequence[bytes]) -> bytes:
+    """Of a length that does not grow with what is described."""
     name = f"{kind.__module__}.{kind.__qualname__}"
-    return b"%s %d:" % (name.encode(), len(parts)) + b"".join(b"%d " % len(part) + part for part in parts)
+    whole = b"%s %d:" % (name.encode(), len(parts)) + b"".join(b"%d " % len(part) + part for part in parts)
+    return whole if len(whole) <= _MAX_BYTES else hashlib.blake2b(whole, digest_size=32).digest()
 
 
-def _leaf(value: Any, kind: type) -> bytes:
+def _held(value: Any, kind: type) -> Iterator[Any]:
+    """What a container holds besides the items of a dict."""
+    if kind is deque:
+        yield value.maxlen
+    elif kind is defaultdict:
+        yield value.default_factory
+    if kind in (*_SEQUENCES, *_SETS):
+        yield from value
+    elif kind not in _DICTS:
+        yield from _compared(value, kind)
+
+
+def _is_equal_by_fields(value: Any, kind: type) -> bool:
+    is_one = dataclasses.is_dataclass(kind) and kind.__dataclass_params__.eq  # type: ignore[attr-defined]
+    return is_one and not isinstance(value, (*_SEQUENCES, *_SETS, dict))
+
+
+def _compared(value: Any, kind: type) -> Iterator[Any]:
+    """The fields of a dataclass that it is compared by, and attributes that are none; but for those which
+    are made of others when they are asked for."""
+    fields = dataclasses.fields(kind)
+    yield from (getattr(value, field.name) for field in fields if field.compare)
+    others = getattr(value, "__dict__", {}).keys() - {field.name for field in fields}
+    for name in sorted(others):
+        if not isinstance(getattr(kind, name, None), cached_property):
+            yield name
+            yield vars(value)[name]
+
+
+def _leaf(value: Any, kind: type) -> bytes | None:
+    """The value itself; None for an object that has to be asked for its state."""
     if kind in (bytes, bytearray):
         return b"%d %d" % (len(value), digest_bytes(value))
     if kind is io.BytesIO:
         return _leaf(value.getvalue(), bytes)
     if isinstance(value, torch.Generator):
         return _leaf(bytes(value.get_state().numpy()), bytes)
-    if kind in (torch.Tensor, torch.nn.Parameter):
-        plain = value.detach().resolve_conj().resolve_neg()
-        return repr((plain.dtype, tuple(plain.shape), int(digest_tensors([plain], "full")[0]))).encode()
+    if kind in (torch.Tensor, torch.nn.Parameter) and _is_dense(value):
+        plain = value.detach().cpu().resolve_conj().resolve_neg()
+        return repr((plain.dtype, tuple(plain.shape), int(digest_tensors([plain])[0]))).encode()
+    if isinstance(value, torch.UntypedStorage | torch.TypedStorage):  # its pickle has an address
+        data = torch.empty(0, dtype=torch.uint8).set_(getattr(value, "_untyped_storage", value).cpu())
+        return _leaf(data, torch.Tensor)
     if isinstance(value, np.ndarray | np.generic) and is_harmless_leaf(value):
         array = np.ascontiguousarray(value)
-        return repr((array.dtype.str, np.shape(value), digest_bytes(array.tobytes()))).encode()
+        return repr((array.dtype, np.shape(value), digest_bytes(array.tobytes()))).encode()
     if isinstance(value, enum.Enum):
         return value.name.encode("utf-8", "surrogatepass")
     if kind in _ATOMS or isinstance(value, _NAMED) or is_harmless_leaf(value):
         return repr(value).encode("utf-8", "surrogatepass")
-    raise _NotComparableError
+    is_global = isinstance(value, _GLOBALS) and isinstance(getattr(value, "__self__", sys), types.ModuleType)
+    return f"{value.__module__}.{value.__qualname__}".encode() if is_global else None
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)

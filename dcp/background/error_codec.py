@@ -109,13 +109,17 @@ def verdict(endings: Mapping[int, Ending], rank: int, *, together: bool) -> Verd
     """The verdict of ``endings`` by rank, as ``rank`` raises it; ranks that nobody knows of are left out.
 
     A save that all ranks make ``together`` is committed if one of them knows so, whatever befell the others'
-    writers after that. A death comes before what it made other ranks raise.
+    writers after that; an error of the commit itself, such as of `.metadata`, is raised all the same. A death
+    comes before what it made other ranks raise.
     """
     restart = any(ending.died or ending.broken for ending in endings.values())
     deaths = {number: ending.died for number, ending in endings.items() if ending.died}
     notes = tuple(f"the writer process of rank {number} {died}" for number, died in deaths.items())
     own = endings[rank]
-    if together and any(ending.committed for ending in endings.values()):
+    known = [ending for ending in (own, *endings.values()) if ending.committed]
+    if together and known and all(ending.error and not ending.broken for ending in known):
+        return Verdict(error_from_data(known[0].error, rank), "", restart, notes)
+    if together and known:
         save_id = next((ending.save_id for ending in endings.values() if ending.save_id), "")
         return Verdict(None, save_id, restart, notes)
     if deaths:

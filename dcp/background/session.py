@@ -85,7 +85,9 @@ class AsyncSession:
         self._in_flight = in_flight
         self._own_channel = None
         if not alone:
-            shared = Ranks(process_group, use_dist=True, timeout_seconds=timeout_seconds, operation="session")
+            shared = Ranks(
+                process_group, use_dist=True, timeout_seconds=timeout_seconds, operation="async_save"
+            )
             self._own_channel = own_channel(shared, manner=[self.kind.value])
         self.rank = 0 if self._own_channel is None else self._own_channel.rank
         self.world_size = 1 if self._own_channel is None else self._own_channel.world_size
@@ -259,7 +261,9 @@ class AsyncSession:
     def _ended(self, future: SaveFuture) -> None:
         error = future.exception()
         if error is not None:
-            logger.error("asynchronous save to %s failed: %s", future.checkpoint_id, error)
+            committed = isinstance(error, CheckpointError) and error.committed
+            what = "is committed, but what followed failed" if committed else "failed"
+            logger.error("asynchronous save to %s %s: %s", future.checkpoint_id, what, error)
         self._forget(future)
 
     def _forget(self, future: SaveFuture) -> None:
@@ -415,7 +419,7 @@ def _known_kind(
             next(iter(sessions.values())).refuse(refused)
         if sessions or group is None:
             raise refused from error
-        with told_to_all(Ranks(group, use_dist=True, operation="session")):
+        with told_to_all(Ranks(group, use_dist=True, operation="async_save")):
             raise refused from error
 
 

@@ -24,9 +24,17 @@ from dcp.inspection.values.digests import CheckpointDigests, check_digests, dige
 from dcp.inspection.values.tensor_reading import TensorReader
 from dcp.planners.load.selection import Patterns
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, NOTES_NAME
-from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, OptionError
+from dcp.storage.errors import (
+    CheckpointConflictError,
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    OptionError,
+)
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
+from dcp.storage.formats.native.manifest import encode_manifest
 from dcp.storage.formats.opening.folder import MAX_TORCH_METADATA_BYTES
 from dcp.storage.formats.opening.places_near import near_places_told
 from dcp.storage.formats.opening.sources import SourcePlace, index_at, locate
@@ -75,6 +83,7 @@ def verify(
 
     Raises:
         CheckpointNotFoundError: Nothing is committed there.
+        CheckpointConflictError: It was replaced meanwhile.
         PlanError: ``only`` selects nothing, or there is nothing to compare with.
         StorageError: The store as a whole cannot be read.
     """
@@ -122,7 +131,11 @@ def verify_place(
     report.findings += _check_files(index, listing)
     report.findings += _check_parts(index)
     sums = StreamedSums(index) if with_digest or against is not None or any(index.digests) else None
-    PayloadChecks(store, index, listing, report, progress, sums).run(threads)
+    try:
+        PayloadChecks(store, index, listing, report, progress, sums).run(threads)
+    except CheckpointNotFoundError as error:  # deleted since it was listed
+        name = error.path.rpartition("/")[2]
+        report.findings.append(Finding("missing-file", f"{name} is missing", name or None))
     if report.ok and sums is not None:
         other = None if against is None else against()
         with_digest = with_digest and sums.left_bytes <= _MOST_AGAIN * report.bytes + _SMALL_BYTES
@@ -133,8 +146,20 @@ def verify_place(
             report.digest = found.digest if report.ok else None
         except CorruptCheckpointError as error:  # also of tensors of which a part is nowhere
             report.findings.append(Finding(kind_of(error, "index"), str(error), fqn=error.fqn or None))
+    if report.findings and _was_replaced(place, index):
+        raise CheckpointConflictError(
+            f"{place.url} was replaced while it was being verified; verify it again", path=place.url
+        )
     report.findings.sort(key=lambda found: (found.file or "", found.offset or 0))
     return report
+
+
+def _was_replaced(place: SourcePlace, index: CheckpointIndex) -> bool:
+    """Whether another checkpoint is there than that of ``index``; one that is gone or damaged is not."""
+    try:
+        return encode_manifest(index_at(place)) != encode_manifest(index)
+    except CheckpointError:
+        return False
 
 
 def _check_metadata(store: Store, index: CheckpointIndex, listing: dict[str, FileInfo]) -> Iterator[Finding]:

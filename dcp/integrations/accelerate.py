@@ -37,6 +37,7 @@ PRIVATE_ATTRIBUTES: Final = (
 )
 """Of an `Accelerator`: what it prepares and saves. It has no public names for that."""
 
+_ENDED: Final = "ended_epoch"
 _OF_ACCELERATE: Final = "random_states_*.pkl"  # in each checkpoint that it has written itself
 
 
@@ -233,7 +234,10 @@ class AcceleratorCheckpoints:
                 own.set_state(generator)
         positions = state["dataloaders"].value[0]  # None from other ranks
         for loader, position in zip(self._loaders(), positions or (), strict=positions is not None):
-            loader.load_state_dict(position)
+            ended = position.get(_ENDED)
+            loader.load_state_dict(position if ended is None else {})
+            if ended is not None:
+                _let_end(loader, ended)
         accelerator.step = values["step"]
         RandomState().load_state_dict(state["random"])
 
@@ -272,18 +276,38 @@ def _place_of(loader: Any) -> tuple[Any, Any]:
     """The loader's epoch (a stateful one's ends with the last batch), and the state of its generator."""
     epoch: Any = getattr(loader, "iteration", None)
     own = _generator_of(loader)
-    if getattr(loader, "use_stateful_dataloader", False) and loader.end_of_dataloader:
-        epoch += any(loader is active for active in loader.gradient_state.dataloader_references)
+    if getattr(loader, "use_stateful_dataloader", False):
+        epoch += _is_at_last_batch(loader)
     return epoch, None if own is None else own.get_state()
 
 
+def _is_at_last_batch(loader: Any) -> bool:
+    references = loader.gradient_state.dataloader_references
+    return bool(loader.end_of_dataloader) and any(loader is active for active in references)
+
+
 def _position(loader: Any) -> Any:
-    """The loader's place within an epoch; {} begins the next one."""
+    """The loader's place within an epoch; {} begins the next one, and so does the number of the one whose
+    last batch was the last, unless the loop begins that again."""
+    if _is_at_last_batch(loader):
+        return {_ENDED: loader.iteration}
     if loader.end_of_dataloader:
         return {}
     if type(loader.get_sampler()) is RandomSampler:
         logger.warning("a loader's order is not saved: set DataLoaderConfiguration.use_seedable_sampler")
     return loader.state_dict()
+
+
+def _let_end(loader: Any, epoch: int) -> None:
+    """If the loader is set to ``epoch`` next, that has no batches left, once."""
+    base = loader.base_dataloader
+    iterate = base.__iter__
+
+    def begin() -> Any:
+        del base.__iter__
+        return iter(()) if loader.iteration == epoch else iterate()
+
+    base.__iter__ = begin  # Accelerate calls it by this name
 
 
 def _refuse_what_cannot_be(accelerator: Accelerator, options: dict[str, Any]) -> None:

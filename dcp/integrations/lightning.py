@@ -27,7 +27,7 @@ with shared.package_of("lightning"):
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
     from lightning.pytorch.strategies import ModelParallelStrategy
-    from lightning.pytorch.utilities import rank_zero_warn
+    from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 
 __all__ = ["DcpCheckpointIO", "DcpModelParallelStrategy", "DcpStrategyMixin", "RankStates"]
 
@@ -216,10 +216,12 @@ class RankStates(Callback):
     positions of stateful data loaders, which it saves of rank 0 alone.
 
     On another number of ranks generators stay as they are and loops are rank 0's, with a warning. Within an
-    epoch a run goes on with the same data only if the loader has a state, as torchdata's has.
+    epoch a run goes on with the same data only if the loader has a state, as torchdata's has, and its order
+    follows from that: see docs/trainers.md. ``shuffle=True`` draws it from a generator, and a save warns.
     """
 
     _resumed: _State | None = None
+    _has_warned = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Raise OptionError for a `DcpCheckpointIO` that the strategy would never ask."""
@@ -230,6 +232,13 @@ class RankStates(Callback):
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: _State) -> None:
         """Gather what all ranks have."""
+        if not (self._has_warned or trainer.is_last_batch) and _is_shuffled(trainer):
+            self._has_warned = True
+            rank_zero_warn(
+                "saved within an epoch of a data loader with shuffle=True, whose order is not saved: a run "
+                "that resumes here may see other samples. Give StatefulDataLoader "
+                "sampler=dcp.integrations.torchdata.RescalableSampler(dataset, seed=...)"
+            )
         own = {"loops": checkpoint["loops"], "random": RandomState().get()}
         checkpoint["rank_states"] = shared.gathered(own)
 
@@ -253,6 +262,14 @@ class RankStates(Callback):
         resumed, self._resumed = self._resumed, None
         if resumed is not None and batch_idx:
             RandomState().set(resumed)
+
+
+def _is_shuffled(trainer: Any) -> bool:
+    """Whether a loader of the training draws its order from a generator."""
+    loaders = CombinedLoader(trainer.train_dataloader).flattened
+    samplers = [getattr(loader, "sampler", None) for loader in loaders]
+    # torchdata's is no subclass of torch's
+    return any(type(sampler).__name__ == "RandomSampler" for sampler in samplers)
 
 
 class _NothingYet(dict[str, Any]):

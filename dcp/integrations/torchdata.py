@@ -158,6 +158,8 @@ class RescalableDataLoader(StatefulDataLoader):  # type: ignore[misc]
 
     The parameters are torchdata's. ``sampler`` is a `RescalableSampler`, and made where none is given: a rank
     sees its part of the data set. As many ranks and workers as saved take torchdata's own state as well.
+    Without ``generator`` workers are seeded by the program's seed and the epoch: torchdata would draw their
+    seed from the generator that training draws from, once more after a load within an epoch.
 
     Raises TypeError for data sets and samplers whose order is not known here, and ValueError for
     ``in_order=False``.
@@ -177,6 +179,9 @@ class RescalableDataLoader(StatefulDataLoader):  # type: ignore[misc]
         if sampler is None:
             drop_last = bool(options.get("drop_last", False))
             sampler, shuffle = RescalableSampler(dataset, shuffle=bool(shuffle), drop_last=drop_last), None
+        self._seeds_itself = options.get("generator") is None
+        if self._seeds_itself:
+            options["generator"] = torch.Generator()
         super().__init__(dataset, batch_size, shuffle, sampler, None, num_workers, **options)
         self._begin, self._batches, self._has_ended = 0, 0, False
         self._epoch: int | None = None
@@ -187,6 +192,8 @@ class RescalableDataLoader(StatefulDataLoader):  # type: ignore[misc]
         loaded, self._loaded = self._loaded, None
         self._begin, self._batches, self._has_ended = 0, 0, False
         self._epoch = self.sampler.epoch
+        if self._seeds_itself:
+            self.generator.manual_seed((torch.initial_seed() + self._epoch) % 2**63)
         if loaded is not None:
             self._go_on(loaded["position"], has_ended=loaded["has_ended"])
         batches = super().__iter__()

@@ -13,6 +13,7 @@ from typing import cast
 import msgpack
 
 from dcp.loading.engine import LoadEngine
+from dcp.loading.fitted_state import keys_with_empty
 from dcp.loading.mapped import mapped_fills
 from dcp.loading.objects import load_objects
 from dcp.loading.report import LoadReport
@@ -29,7 +30,7 @@ from dcp.progress import reporting
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.handshake import begin, check_same_checkpoint
 from dcp.ranks.options import of_load
-from dcp.storage.errors import OptionError, PlanError
+from dcp.storage.errors import CheckpointError, OptionError, PlanError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
 from dcp.storage.formats.opening.folder import saved_by_rank
@@ -82,7 +83,15 @@ class ColumnLoad(LoadEngine):
         report.seconds["index"] = time.perf_counter() - begun
         if chosen:
             self.ranks.reduce_alike("select", lambda: self._select(shared), _agree_on_patterns)
-        self.ranks.reduce_alike("plan", lambda: self._plan(shared, report), self._check_left)
+
+        def plan() -> None:
+            try:
+                self.ranks.reduce_alike("plan", lambda: self._plan(shared, report), self._check_left)
+            except CheckpointError:
+                self._ready = None
+                raise
+
+        self.plan_fitting(targets, plan)
 
     def read(self, report: LoadReport) -> None:
         """Tensors, and only then the values that are none."""
@@ -138,7 +147,9 @@ class ColumnLoad(LoadEngine):
                 index = self._mapped.index
             values = index.objects.position
             names = ChainMap(*cast("list[dict[str, int]]", [index.position, values]))
-            state = self._targets.state(Stored(names, values))
+            state = self._targets.state(
+                Stored(names, values, lambda: index, ranks.rank, lambda: keys_with_empty(index))
+            )
             self._planner.set_up_planner(state, LazyMetadata.of(lambda: index), ranks.is_coordinator)
             self._ready = index
         return self._ready

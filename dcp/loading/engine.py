@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -16,7 +18,7 @@ from dcp.loading.targets import GivenState
 from dcp.planners.load.options import LoadAttempt, LoadOptions
 from dcp.ranks.failures import causes_of, is_damage
 from dcp.ranks.handshake import told_to_all
-from dcp.storage.errors import CheckpointError
+from dcp.storage.errors import CheckpointConflictError, CheckpointError, StorageError
 from dcp.storage.near_names import listed
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ __all__ = ["LoadEngine"]
 logger = logging.getLogger(__name__)
 
 _MAX_LISTED = 10
+_ATTEMPTS = 3
 
 
 class LoadEngine(ABC):
@@ -85,14 +88,39 @@ class LoadEngine(ABC):
             return report
 
     def _load_committed(self, targets: GivenState, filled: set[str]) -> LoadReport:
-        """Once more where the checkpoint was replaced after its index was read, so that files of it are
-        gone."""
-        try:
-            return self._attempt(targets, filled)
-        except CheckpointError as error:
-            if not all(map(is_damage, causes_of(error))) or not self._was_replaced():
-                raise
-        return replace(self._attempt(targets, filled), attempts=2)
+        """Again where the checkpoint was replaced after its index was read, so that files of it are gone.
+
+        Raises CheckpointConflictError if that has no end: it is no damage, for which an older one is taken.
+        """
+        attempts = 1
+        while True:
+            try:
+                return replace(self._attempt(targets, filled), attempts=attempts)
+            except CheckpointError as error:
+                self._look_again(error, attempts)
+            attempts += 1
+
+    def _look_again(self, error: CheckpointError, attempts: int) -> None:
+        """Raise ``error``, or what it means, unless another attempt may end better."""
+        causes, storage = causes_of(error), self._storage
+        if storage is None or not all(is_damage(cause) or _is_stale(cause) for cause in causes):
+            raise error
+
+        def look() -> bytes:
+            if not storage.was_replaced():
+                return b""
+            if attempts < _ATTEMPTS:
+                return b"\x01"
+            place = storage.place.url
+            raise CheckpointConflictError(
+                f"{place} was replaced while it was being read, in each of {attempts} attempts; load again "
+                f"when no job saves there, and give each save its own id. The last attempt: {error}",
+                path=place,
+            ) from error
+
+        is_replaced = bool(self.ranks.broadcast("look again", look))
+        if not is_replaced and (attempts == _ATTEMPTS or not any(map(_is_stale, causes))):
+            raise error
 
     def _attempt(self, targets: GivenState, filled: set[str]) -> LoadReport:
         report = LoadReport()
@@ -120,11 +148,16 @@ class LoadEngine(ABC):
             report.storage = self._storage.traffic
         return report
 
-    def _was_replaced(self) -> bool:
-        storage = self._storage
-        return storage is not None and bool(
-            self.ranks.broadcast("look again", lambda: b"\x01" if storage.was_replaced() else b"")
-        )
+    def plan_fitting(self, targets: GivenState, plan: Callable[[], object]) -> None:
+        """Call ``plan``, which asks ``targets`` for the state, until it succeeds or nothing else may fit."""
+        while True:
+            try:
+                plan()
+            except CheckpointError as error:
+                if not targets.fits_after(error):
+                    raise
+            else:
+                return
 
     def _give_back_together(self, targets: GivenState, filled: set[str]) -> None:
         try:
@@ -145,6 +178,11 @@ class LoadEngine(ABC):
     def _note_filled(self, targets: GivenState, filled: set[str]) -> None:
         if self._ours is not None:
             filled |= self._ours.touched_keys - targets.made
+
+
+def _is_stale(cause: BaseException) -> bool:
+    """Whether a file has been deleted or replaced on another host since it was opened, as NFS says it."""
+    return isinstance(cause, StorageError) and cause.errno == errno.ESTALE
 
 
 def _warn_of_other_ranks(planner: DefaultLoadPlanner, report: LoadReport, ranks: Ranks) -> None:

@@ -2,7 +2,8 @@
 
 torch does the same in its state dict helpers (`torch.distributed.checkpoint.state_dict._init_optim_state`): a
 step with gradients and learning rates of zero. Here nothing of it remains: parameters, gradients, groups and
-hooks are as before, and so is the optimizer's state, since the state dict alone has what was made.
+hooks are as before, and so is the optimizer's state, since the state dict alone has what was made. Where such
+a step fails, as that of LBFGS does, which needs a closure, the state is made in the form that was saved.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dcp.planners.load.optimizer_dicts import optimizer_dicts
+from dcp.storage.formats.index import CheckpointIndex, Path
+from dcp.storage.formats.torch.structure import restore_structure
+from dcp.storage.tensors import torch_dtype
 from dcp.storage.torch_compat import preserved_versions
 
 __all__ = ["optimizers_without_state", "parameter_groups", "state_dict_with_state"]
@@ -47,28 +52,65 @@ def state_dict_with_state(
     optimizers: list[Optimizer],
     key: str,
     is_stored: Callable[[str, Any], bool],
+    index_of: Callable[[], CheckpointIndex],
 ) -> dict[str, Any]:
     """What ``stateful.state_dict()`` gives while the ``optimizers`` have state for all of their parameters.
 
     ``without`` is what it gives else. Of what is more, such as the state of one parameter, only that is kept
     of which ``is_stored(name, entry)`` says that the checkpoint has it; ``name`` is its flat key, and begins
-    with ``key``. An optimizer whose step fails stays without state.
+    with ``key``. The state of an optimizer whose step fails is made as the index of the checkpoint has it,
+    unless its parameters are sharded.
     """
+    failed: list[tuple[Optimizer, Exception]] = []
     with ExitStack() as made:
         for optimizer in optimizers:
             try:
                 made.enter_context(_with_state(optimizer))
             except Exception as error:  # noqa: BLE001 - a step of anybody's; what is lost by it is told later
-                logger.warning(
-                    "%r: %s has no state yet, and a step that would make it failed: %s: %s",
-                    key,
-                    type(optimizer).__name__,
-                    type(error).__name__,
-                    error,
-                )
+                failed.append((optimizer, error))
         state = stateful.state_dict()
     pruned: dict[str, Any] = _pruned(state, without, key, is_stored)
+    for optimizer, failure in failed:
+        if any(isinstance(each, DTensor) for group in optimizer.param_groups for each in group["params"]):
+            logger.warning(
+                "%r: %s has no state yet, and a step that would make it failed: %s: %s",
+                key,
+                type(optimizer).__name__,
+                type(failure).__name__,
+                failure,
+            )
+            return pruned
+    if failed:
+        _add_stored_state(pruned, f"{key}.", index_of(), is_stored)
     return pruned
+
+
+def _add_stored_state(
+    state: Mapping[str, Any], prefix: str, index: CheckpointIndex, is_stored: Callable[[str, Any], bool]
+) -> None:
+    """Give parameters in state dicts of optimizers, in ``state`` or below it, a state of the stored form."""
+
+    def place_for(name: str) -> Any:
+        row = index.position.get(name)
+        if row is None:
+            return None
+        return torch.empty(index.shape(row), dtype=torch_dtype(int(index.dtype_codes[row])), device="cpu")
+
+    paths = index.planner_data if isinstance(index.planner_data, Mapping) else {}
+    for begin, optimizer in optimizer_dicts(state, prefix):
+        own_state, groups = optimizer["state"], optimizer["param_groups"]
+        if not isinstance(own_state, dict):
+            continue
+        parameters = [each for group in groups for each in group.get("params", ())]
+        lacking = {f"{begin}state.{each}": each for each in parameters if not own_state.get(each)}
+        found: dict[Any, dict[str, Path]] = {}
+        for name, path in paths.items():
+            for depth in range(1, len(path) if isinstance(path, tuple) else 0):
+                above = ".".join(map(str, path[:depth]))
+                if above in lacking and is_stored(name, None):
+                    found.setdefault(lacking[above], {})[name] = path[depth:]
+        for parameter, own in found.items():
+            own_state[parameter] = restore_structure(None, own, place_for)
 
 
 def parameter_groups(state: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, dict[Any, Any]]]:
@@ -153,6 +195,9 @@ def _step(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
         counted = tuple(parameter for parameter in parameters if not parameter.is_inference())
         with preserved_versions(counted):
             try:
+                train = getattr(optimizer, "train", None)
+                if callable(train):  # those of schedulefree make a step in that mode only
+                    train()
                 # Not as it is called: schedulers and profilers count the steps that are made through them.
                 step = type(optimizer).step
                 step = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]

@@ -28,14 +28,15 @@ class LoadReport:
     values are as they were). ``unexpected``: names of the checkpoint that this rank did not load because it
     did not ask for them or, with ``unexpected="ignore"``, had no place for them; those that ``only`` and
     ``exclude`` leave out do not count. ``cast``: names of tensors converted from another stored dtype.
-    ``renamed``: names of the checkpoint by those of the state dict, where they differ. ``kept_per_rank``:
-    `PerRank` values that are as they were, because the checkpoint has none for this rank. ``rescaled``:
-    `Rescale` values that their rules made, because another number of ranks saved.
+    ``lossy``: what such a conversion lost besides digits, by the checkpoint's name: values beyond the range,
+    imaginary parts, fractions. ``renamed``: names of the checkpoint by those of the state dict, where they
+    differ. ``kept_per_rank``: `PerRank` values that are as they were, because the checkpoint has none for
+    this rank. ``rescaled``: `Rescale` values that their rules made, because another number of ranks saved.
 
     ``bytes_needed``: payload bytes that this rank asked for; ``bytes_read``: bytes fetched from storage for
     them. ``blocks_verified`` and ``blocks_unverified``: checksum blocks compared, and those read without
-    being compared (partly needed, or the format has no checksum). ``seconds``: by phase. ``attempts``: 2
-    where the checkpoint was replaced while it was being read, and its successor was loaded.
+    being compared (partly needed, or the format has no checksum). ``seconds``: by phase. ``attempts``:
+    more than 1 where the checkpoint was replaced while it was being read, and its successor was loaded.
 
     ``storage`` is what this rank asked of the storage's service, empty for a disk: "requests" (each attempt)
     and their number by kind, "retries", "bytes_received", "request_seconds" (the sum, also of concurrent
@@ -61,6 +62,7 @@ class LoadReport:
     world_size: int | None = None
     user_metadata: dict[str, Any] = field(default_factory=dict)
     rescaled: list[str] = field(default_factory=list)
+    lossy: dict[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         values = (f"{each.name}={_SHORT.repr(getattr(self, each.name))}" for each in fields(self))
@@ -84,3 +86,4 @@ class LoadReport:
         """Take what reading cost."""
         self.bytes_needed, self.bytes_read = stats.bytes_needed, stats.bytes_read
         self.blocks_verified, self.blocks_unverified = stats.blocks_verified, stats.blocks_unverified
+        self.lossy = dict(stats.lossy)

@@ -3,21 +3,26 @@ their state before and given it back after."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from dcp.calls.plain_errors import warn_caller
 from dcp.calls.stateful_values import check_top_level, stateful_keys
+from dcp.loading.fitted_state import StoredForms
 from dcp.loading.optimizer_state import optimizers_without_state, parameter_groups, state_dict_with_state
 from dcp.planners.flatten import flatten_state_dict
 from dcp.planners.load.options import LoadOptions
 from dcp.planners.load.selection import Selection, renamer
+from dcp.ranks.failures import causes_of
 from dcp.ranks.options import kinds_of
-from dcp.storage.errors import CheckpointError, PlanError
+from dcp.storage.errors import CheckpointError, OptionError, PlanError, UnexpectedKeyError
+from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.near_names import listed
+from dcp.storage.torch_compat import copies_in_state
 
 __all__ = ["GivenState", "LoadTargets", "Stored"]
 
@@ -25,10 +30,14 @@ _MAX_LISTED = 5
 
 
 class Stored(NamedTuple):
-    """Names of a checkpoint's entries, and those of them that are no tensors."""
+    """Names of a checkpoint's entries, and those of them that are no tensors; its index, and the rank that
+    loads; keys of the top level with empty dicts below, which have no names."""
 
     names: Collection[str]
     values: Collection[str]
+    index_of: Callable[[], CheckpointIndex]
+    rank: int
+    with_empty: Callable[[], Collection[str]] = frozenset
 
 
 class GivenState:
@@ -65,6 +74,11 @@ class GivenState:
         """What to load into, from a checkpoint with the entries ``stored``."""
         return self._state_dict
 
+    def fits_after(self, error: CheckpointError) -> bool:
+        """Whether `state` may give what fits, asked again after a plan failed on all ranks; the same on all
+        of them."""
+        return False
+
     def take_back(self) -> None:
         """Undo what `state` has added to the state dict, for a load that has failed."""
 
@@ -95,9 +109,12 @@ class LoadTargets(GivenState):
             reaches = self._selection.reaches
             self._keys = [key for key in keys if reaches(str(key))]
             self.unasked = tuple(str(key) for key in keys if not reaches(str(key)))
+        self._warn_of_copies()
         self._plain: dict[str, Any] = {}
         self._stateful: Collection[Any] = ()
         self._added: list[tuple[dict[Any, Any], str]] = []
+        self._misfits: set[bool] = set()
+        self._lost: frozenset[str] = frozenset()
 
     @property
     def made(self) -> frozenset[str]:
@@ -126,6 +143,10 @@ class LoadTargets(GivenState):
         self._stateful = dict.fromkeys(stateful_keys(self._keys, values))
         for key in self._stateful:
             self._plain[key] = self._state_of(key, self._plain[key], stored, made)
+        with_empty = stored.with_empty() if self._stateful and not self._misfits else ()
+        fitted = [key for key in self._stateful if self._misfits or str(key) in with_empty]
+        if fitted:
+            self._fit(fitted, stored, made)
         self._add_settings(self._plain, "", stored)
         self._made = frozenset(made)
         return self._plain
@@ -142,6 +163,34 @@ class LoadTargets(GivenState):
                 value = self._state_dict[key]
                 self._give(key, value)
                 self._check_kept(key, value, materialised)
+
+    def fits_after(self, error: CheckpointError) -> bool:
+        """As in `GivenState`: states of objects are fitted to the stored ones, once their kinds and once more
+        their sizes.
+
+        Those that lack what other ranks have fit as they are, so that a plan is tried without that first.
+        """
+        causes = causes_of(error)
+        if any(isinstance(cause, OptionError) or not isinstance(cause, PlanError) for cause in causes):
+            return False
+        is_lost = all(isinstance(cause, UnexpectedKeyError) for cause in causes)
+        if is_lost in self._misfits:
+            return False
+        self._misfits.add(is_lost)
+        self._lost |= {name for cause in causes for name in getattr(cause, "lost", ())}
+        return True
+
+    def _fit(self, keys: Iterable[Any], stored: Stored, made: set[str]) -> None:
+        forms = StoredForms(
+            stored.index_of(),
+            lost=self._lost,
+            selection=self._selection,
+            renamed=self._renamed,
+            rank=stored.rank,
+        )
+        for key in keys:
+            self._plain[key] = forms.fit(key, self._state_dict[key], self._plain[key])
+        made |= forms.made
 
     def _give(self, key: Any, value: Any) -> None:
         try:
@@ -164,7 +213,8 @@ class LoadTargets(GivenState):
         flat = _flat(key, state)
         if not self._may_lose(f"{key}.", flat, stored):
             return state
-        full = state_dict_with_state(value, state, optimizers, str(key), partial(self._is_stored, stored))
+        is_stored = partial(self._is_stored, stored)
+        full = state_dict_with_state(value, state, optimizers, str(key), is_stored, stored.index_of)
         made |= _flat(key, full).keys() - flat.keys()
         return full
 
@@ -251,12 +301,32 @@ class LoadTargets(GivenState):
                 fqns=meta[:_MAX_LISTED],
             )
 
+    # -- tensors that are copies -----------------------------------------------------------------------------
+
+    def _warn_of_copies(self) -> None:
+        """Warn of entries of a module's state dict whose memory is not the module's."""
+        copies = [fqn for fqn in _copies(self._state_dict) if self._selects(fqn)]
+        if copies:
+            warn_caller(
+                f"{_told(copies)} in the memory of no parameter or buffer: the module's state_dict() made "
+                "copies, and a load fills these. Give the module what was loaded: state = "
+                "module.state_dict(); dcp.load(state, ...); module.load_state_dict(state)"
+            )
+
     def _selects(self, fqn: str) -> bool:
         return self._selection is None or self._selection.selects(fqn)
 
 
 def _flat(key: Any, state: Any) -> dict[str, Any]:
     return flatten_state_dict({key: state})[0]
+
+
+def _copies(state: Mapping[Any, Any], prefix: str = "", depth: int = 2) -> Iterator[str]:
+    """Names of copies in the state dicts of modules, also in those below keys."""
+    yield from (prefix + name for name in copies_in_state(state))
+    for key, value in state.items() if depth else ():
+        if isinstance(value, Mapping):
+            yield from _copies(value, f"{prefix}{key}.", depth - 1)
 
 
 def _told(names: Sequence[str]) -> str:

@@ -59,12 +59,13 @@ _TROUBLE = frozenset(
 class Event:
     """Something that happened to the checkpoint of a step.
 
-    On every rank: ``saved`` (committed; ``seconds`` by phase and ``size_bytes`` are this rank's),
-    ``save_failed``, ``save_cancelled`` (it was called off, by `CheckpointManager.cancel` or for want of
-    time), ``save_retried`` (it worked, after ``data["attempts"]``), ``save_skipped`` (the one before was not
-    finished), ``restored``, ``skipped_damaged`` and ``skipped_partial`` (`restore` took an older one instead,
-    because it cannot be read, or is not the whole state), and ``stop_requested``. On the coordinator only:
-    ``verified``, ``verify_failed``, ``deleted``, ``delete_failed``, and ``dropped`` and ``drop_failed`` (of
+    On every rank: ``saved`` (committed; ``seconds`` by phase and ``size_bytes`` are this rank's, ``error`` is
+    what failed after the commit, such as writing `.metadata`), ``save_failed``, ``save_cancelled`` (it was
+    called off, by `CheckpointManager.cancel` or for want of time), ``save_retried`` (it worked, after
+    ``data["attempts"]``), ``save_skipped`` (the one before was not finished), ``restored``,
+    ``skipped_damaged`` and ``skipped_partial`` (`restore` took an older one instead, because it cannot be
+    read, or is not the whole state), and ``stop_requested``. On the coordinator only: ``verified``,
+    ``verify_failed``, ``deleted``, ``delete_failed``, and ``dropped`` and ``drop_failed`` (of
     ``data["parts"]`` of a step that stays).
 
     ``error`` is the text of what went wrong, ``data`` whatever else there is, ``time`` seconds since the
@@ -139,7 +140,7 @@ class Events:
 
     def _log(self, event: Event) -> None:
         """One record whose ``extra`` has the event's fields, for handlers that write structured logs."""
-        level = logging.WARNING if event.kind in _TROUBLE else logging.INFO
+        level = logging.WARNING if event.kind in _TROUBLE or event.error is not None else logging.INFO
         if not logger.isEnabledFor(level):
             return
         details = [f"{name} {spent:.3f} s" for name, spent in event.seconds.items()]

@@ -99,8 +99,10 @@ class CheckpointManager(KeptSteps):
         when_busy: What a save by interval does while the one before is not finished: "wait", "skip" (until
             the next interval) or "raise"; the same on all ranks. Last, forced and stopping saves wait.
         on_failure: A save that failed in spite of ``retries`` is logged, told as an event and counted in
-            `failures`, and training goes on ("warn"); or `save` raises what it raised at the next call, on
-            all ranks at the same step, and so do `wait` and `close` ("raise").
+            `failures`, and training goes on ("warn"), unless the saves to come would fail as well: a state
+            that cannot be saved (PlanError), ranks that do not come (CollectiveTimeoutError). `save` raises
+            such an error, or with "raise" any, at the next call, on all ranks at the same step, and so do
+            `wait` and `close`.
         retries: How often a save is tried again after an error of the storage.
         retry_pause_seconds: The pause before that, doubled each time.
         verify_saved: After each commit, in the background, "sizes" sees to it that all files are there with
@@ -178,7 +180,10 @@ class CheckpointManager(KeptSteps):
         del given["self"]
         self._no_dist = works_alone(process_group, no_dist=no_dist, operation="save")
         ranks = Ranks(
-            process_group, use_dist=not self._no_dist, timeout_seconds=timeout_seconds, operation="session"
+            process_group,
+            use_dist=not self._no_dist,
+            timeout_seconds=timeout_seconds,
+            operation="CheckpointManager",
         )
         with told_to_all(ranks):
             options = self._options = ManagerOptions(**given)
@@ -237,8 +242,7 @@ class CheckpointManager(KeptSteps):
 
         Raises:
             OptionError: ``step`` is no whole number from 0.
-            CheckpointError: The manager is closed; with ``on_failure="raise"`` also what an earlier save
-                raised.
+            CheckpointError: The manager is closed; or what an earlier save raised (see ``on_failure``).
         """
         self._check_open()
         with self._saver.step_refused_by_all(saves=last):
@@ -279,8 +283,8 @@ class CheckpointManager(KeptSteps):
             The save's future, whose ``result()`` waits for the commit, or None if nothing is saved.
 
         Raises:
-            CheckpointError: The manager is closed, or busy with ``when_busy="raise"``; with
-                ``on_failure="raise"`` also what an earlier save raised.
+            CheckpointError: The manager is closed, or busy with ``when_busy="raise"``; or what an earlier
+                save raised (see ``on_failure``).
             PlanError: ``state_dict`` is no dict.
             OptionError: A metric is no number, or ``user_metadata`` no plain data.
             OptionError: ``step`` is no whole number from 0.
@@ -458,7 +462,8 @@ class CheckpointManager(KeptSteps):
             Whether all have ended.
 
         Raises:
-            CheckpointError: With ``on_failure="raise"``, what a save raised, and what was found damaged.
+            CheckpointError: What a save raised (see ``on_failure``), and with ``on_failure="raise"`` what was
+                found damaged.
         """
         self._events.refuse_to_wait("wait()")
         begun = time.monotonic()
@@ -482,12 +487,14 @@ class CheckpointManager(KeptSteps):
             timeout_seconds: How long at most; None is the manager's own.
 
         Raises:
-            CheckpointError: With ``on_failure="raise"``, what a save raised, and what was found damaged;
-                not where a ``with`` block is left by an exception.
+            CheckpointError: What a save raised (see ``on_failure``), and with ``on_failure="raise"`` what was
+                found damaged; or saves failed and none of this manager was ever committed. Not where a
+                ``with`` block is left by an exception.
         """
         self._events.refuse_to_wait("close()")
         self._close(self._options.timeout_seconds if timeout_seconds is None else timeout_seconds)
         self._ledger.raise_failure(damage=True)
+        self._ledger.raise_unsaved()
 
     def _close(self, timeout_seconds: float, *, together: bool = True) -> None:
         if self._closed:

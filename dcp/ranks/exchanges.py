@@ -7,6 +7,8 @@ raise an error that names it.
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import os
 import re
 import threading
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DEFAULT_TIMEOUT_SECONDS", "STAMP_BYTES", "Exchanges"]
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT_SECONDS = 1800.0
@@ -38,6 +42,11 @@ STAMP_BYTES = 8
 
 _SLICE = timedelta(milliseconds=50)
 """Between two looks at whether to go on waiting, signals of Python's among them."""
+
+_LATE_SECONDS = 30.0
+"""After so long in one step, or a quarter of the time there is for it, the log says who has not come."""
+
+_MAX_LISTED = 16
 
 _CALLED_OFF_SECONDS = 0.2
 """Between two looks at whether another rank has called the operation off."""
@@ -81,6 +90,8 @@ class Exchanges:
         self.rank, self.world_size = 0, 1
         self.abort = abort
         self._told_called_off = False
+        self._steps = 0
+        self._step = ""
         self._channel: Channel | None = None
         if not use_dist:
             return
@@ -242,6 +253,8 @@ class Exchanges:
 
     def _guard(self, step: str, exchange: Callable[[], T]) -> T:
         """Run one exchange; turn a broken or late one into an error that names the missing ranks."""
+        self._steps += 1
+        self._step = step
         try:
             self._check_in_step()
             return exchange()
@@ -294,6 +307,8 @@ class Exchanges:
         bound = max(self.timeout_seconds - grace_seconds(self.timeout_seconds), self.timeout_seconds / 2)
         pause, look_seconds = 0.0, Presence.pause_seconds(self.timeout_seconds)
         next_look = begun + look_seconds
+        late = begun + min(_LATE_SECONDS, self.timeout_seconds / 4)
+        tell: float | None = None
         while not work.is_completed():
             if self.abort is not None and self.abort.is_set():
                 self._tell_called_off()
@@ -303,6 +318,7 @@ class Exchanges:
             if now >= next_look:
                 next_look = now + look_seconds
                 self._look_for_aborts()
+                tell = self._look_who_is_late(now, late, tell)
             if self._blocks:
                 # Asking again and again would keep the core from the rank that is waited for.
                 with contextlib.suppress(RuntimeError):  # not yet; or it failed, and is complete then
@@ -310,6 +326,36 @@ class Exchanges:
                 continue
             time.sleep(pause)
             pause = 0.0 if now - begun < 0.002 else min(0.01, pause + 0.0002)
+
+    def _look_who_is_late(self, now: float, late: float, tell: float | None) -> float | None:
+        """From ``late`` on ask the other ranks whether they wait here too, and at ``tell`` log who does not.
+        Returns when to tell; infinity once it is done."""
+        step = str(self._steps)
+        try:
+            if tell is None:
+                if now >= late:
+                    self._presence.call(step)
+                elif not self._presence.is_called(step):
+                    return None
+                self._presence.come(step)
+                return now + 4 * Presence.pause_seconds(self.timeout_seconds)
+            if now < tell:
+                return tell
+            missing = self._presence.absent(step)
+        except RuntimeError:  # the store is gone: the wait ends by that, or needs no store
+            return math.inf
+        if missing:
+            logger.warning(
+                "%s: rank %s of %d has not come to step %r; the others have waited for %.0f s, and do so for "
+                "%g s in all. All ranks have to call it, not only rank 0",
+                self.operation,
+                ", ".join(map(str, missing[:_MAX_LISTED])),
+                self.world_size,
+                self._step,
+                now - late + min(_LATE_SECONDS, self.timeout_seconds / 4),
+                self.timeout_seconds,
+            )
+        return math.inf
 
     def _lost(self, reason: str, deadline: float | None = None) -> NoReturn:
         raise self._lost_error(reason, deadline)

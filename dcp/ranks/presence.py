@@ -54,6 +54,29 @@ class Presence:
         for key in self._keys:
             self._store.set(f"{key}/alive/{self._rank}", "1")
 
+    def come(self, step: str) -> None:
+        """Say that this rank waits in ``step``."""
+        self._store.set(f"{self._keys[-1]}/late/{step}/{self._rank}", "1")
+
+    def is_called(self, step: str) -> bool:
+        """Whether a rank asks who has come to ``step``."""
+        return bool(self._store.check([f"{self._keys[-1]}/late/{step}"]))
+
+    def call(self, step: str) -> None:
+        """Ask who has come to ``step``; who waits there says so within a `pause_seconds`."""
+        self._store.set(f"{self._keys[-1]}/late/{step}", "1")
+
+    def absent(self, step: str) -> list[int]:
+        """The ranks that have not said that they wait in ``step``, for the lowest of those that have; for
+        the others none, so that not every rank asks for every other."""
+        absent: list[int] = []
+        for rank in range(self._world_size):
+            if rank != self._rank and not self._store.check([f"{self._keys[-1]}/late/{step}/{rank}"]):
+                absent.append(rank)
+            elif rank < self._rank:
+                return []
+        return absent
+
     def missing(self, deadline: float) -> list[int]:
         """The ranks that have given no sign of life until ``deadline`` (`time.monotonic`)."""
         missing = list(range(self._world_size))

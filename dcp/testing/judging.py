@@ -49,11 +49,13 @@ class SavedTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class SavedState:
-    """What all ranks of a world had. ``own``: parameters and buffers whose tensors are each rank's own."""
+    """What all ranks of a world had. ``own``: parameters and buffers whose tensors are each rank's own;
+    ``replicas``: those of which several ranks had plain tensors that are alike."""
 
     world: int
     tensors: Mapping[tuple[str, str, int | None], SavedTensor]
     own: frozenset[str]
+    replicas: frozenset[str] = frozenset()
 
     def of(self, live: LiveTensor, rank: int) -> SavedTensor | None:
         """What ``live`` should have; None if nobody had that."""

@@ -33,6 +33,7 @@ from dcp.state_dict_saver import save as dcp_save
 from dcp.storage.errors import OptionError
 from dcp.testing.judging import SavedState, SavedTensor, judge
 from dcp.testing.live_state import LiveTensor, PartOf, Whole, parameter_names, tensors_of
+from dcp.testing.random_numbers import random_by_rank
 from dcp.testing.rank_processes import RankFailure, RankProcesses
 from dcp.testing.report import Report, StateFinding, Trial
 from dcp.testing.values import Identity, bits_of, coded_bits, number_of, write_bits
@@ -106,6 +107,7 @@ def check(
     worlds: Sequence[int] = (2, 1, 3),
     only: str | Sequence[str] = "*",
     own: str | Sequence[str] = (),
+    replicas: str | Sequence[str] = (),
     part_of: PartOf = _whole,
     folder: str | os.PathLike[str] | None = None,
     timeout_seconds: float = 120.0,
@@ -124,7 +126,11 @@ def check(
         worlds: Numbers of ranks.
         only: Globs of the parameters and buffers that a checkpoint has to have, such as "*.lora_*".
         own: Globs of those that are each rank's own though they have one name. Plain tensors that differ
-            between ranks as they are built are taken for such without.
+            between ranks as they are built are taken for such without. Torch's random numbers differ by rank
+            while ``build`` runs before the save, also after ``torch.manual_seed()``.
+        replicas: Globs of those that all ranks have alike although they begin as random numbers that nothing
+            broadcasts. Plain tensors that are alike as they are built are taken for such without; the report
+            says which.
         part_of: What a plain tensor is a part of, where parallelism makes no `DTensor`: a function of a
             module, which gives a `Whole`, or None.
         folder: Where checkpoints go; by default a temporary folder.
@@ -140,7 +146,7 @@ def check(
     """
     if not _are_worlds(worlds):
         raise OptionError(f"worlds must be numbers of ranks, as (2, 1, 3), not {worlds!r}")
-    asked = _Asked(build, part_of, _globs(only), _globs(own))
+    asked = _Asked(build, part_of, _globs(only), _globs(own), _globs(replicas))
     with tempfile.TemporaryDirectory(prefix="dcp-conformance-") as made, RankProcesses(context) as ranks:
         root = made if folder is None else os.fspath(folder)
         rows = ranks.run(worlds[0], _save_on_rank, asked, save, root, timeout_seconds=timeout_seconds)
@@ -163,6 +169,7 @@ class _Asked:
     part_of: PartOf
     only: tuple[str, ...]
     own: tuple[str, ...]
+    replicas: tuple[str, ...]
 
     def tensors(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int, world: int
@@ -184,7 +191,7 @@ def _globs(given: str | Sequence[str]) -> tuple[str, ...]:
 def _refuse_idle(asked: _Asked, saved: SavedState) -> None:
     """OptionError for globs that match nothing: all would seem to be well."""
     names = {one.fqn for one in saved.tensors.values()}
-    for what, globs in (("only", asked.only), ("own", asked.own)):
+    for what, globs in (("only", asked.only), ("own", asked.own), ("replicas", asked.replicas)):
         idle = [glob for glob in globs if not any(fnmatchcase(name, glob) for name in names)]
         if idle:
             raise OptionError(f"{what}: {', '.join(map(repr, idle))} match no parameter or buffer")
@@ -193,7 +200,9 @@ def _refuse_idle(asked: _Asked, saved: SavedState) -> None:
 def _trial(saved: SavedState, world: int, results: Sequence[Any]) -> Trial:
     good = [result for result in results if not isinstance(result, RankFailure)]
     findings = (*_failures("load", results), *(finding for _, found in good for finding in found))
-    return Trial(saved.world, world, sum(count for count, _ in good), tuple(sorted(saved.own)), findings)
+    counted = sum(count for count, _ in good)
+    names = tuple(sorted(saved.own)), findings, tuple(sorted(saved.replicas))
+    return Trial(saved.world, world, counted, *names)
 
 
 def _failures(what: str, results: Iterable[Any]) -> tuple[StateFinding, ...]:
@@ -215,12 +224,13 @@ def _told(message: str) -> str:
 
 def _save_on_rank(
     rank: int, world: int, asked: _Asked, save: Save, folder: str
-) -> tuple[list[SavedTensor], set[str]]:
-    model, optimizer = asked.build(rank, world)
+) -> tuple[list[SavedTensor], set[str], set[str]]:
+    with random_by_rank(rank):
+        model, optimizer = asked.build(rank, world)
     if optimizer is not None:
         get_optimizer_state_dict(model, optimizer)  # makes its state, where it has made no step
     live = asked.tensors(model, optimizer, rank, world)
-    fqns = _own_names(live, asked.own)
+    fqns, replicas = _own_names(live, asked)
     for moment in ("earlier", "saved"):
         _seed(live, moment, rank, fqns)
         for group in optimizer.param_groups if optimizer is not None else ():
@@ -229,7 +239,7 @@ def _save_on_rank(
         if hasattr(pending, "result"):
             _seed(live, "later", rank, fqns)
             pending.result()
-    return [_saved_tensor(one, rank, fqns) for one in live], fqns
+    return [_saved_tensor(one, rank, fqns) for one in live], fqns, replicas
 
 
 def _saved_tensor(live: LiveTensor, rank: int, own: Iterable[str]) -> SavedTensor:
@@ -237,8 +247,8 @@ def _saved_tensor(live: LiveTensor, rank: int, own: Iterable[str]) -> SavedTenso
     return SavedTensor(live.name, live.fqn, live.part, live.shape, live.local.dtype, owner)
 
 
-def _own_names(live: Sequence[LiveTensor], globs: Sequence[str]) -> set[str]:
-    """Parameters and buffers that several ranks have, and not the same of."""
+def _own_names(live: Sequence[LiveTensor], asked: _Asked) -> tuple[set[str], set[str]]:
+    """Parameters and buffers that several ranks have, and not the same of; and those that are the same."""
     rows = {
         (one.fqn, one.name, one.shape, hashlib.sha256(bits_of(one.local).tobytes()).hexdigest())
         for one in live
@@ -247,8 +257,13 @@ def _own_names(live: Sequence[LiveTensor], globs: Sequence[str]) -> set[str]:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, rows)
     kinds = Counter((fqn, name) for fqn, name, *_ in set().union(*gathered))
-    named = {fqn for fqn, _ in kinds if any(fnmatchcase(fqn, glob) for glob in globs)}
-    return named | {fqn for (fqn, _), count in kinds.items() if count > 1}
+    holders = Counter(fqn for of_rank in gathered for fqn in {fqn for fqn, *_ in of_rank})
+    named, alike = (
+        {fqn for fqn in holders if any(fnmatchcase(fqn, glob) for glob in globs)}
+        for globs in (asked.own, asked.replicas)
+    )
+    own = named | ({fqn for (fqn, _), count in kinds.items() if count > 1} - alike)
+    return own, {fqn for fqn, count in holders.items() if count > 1} - own
 
 
 def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
@@ -268,8 +283,8 @@ def _rate(moment: str) -> float:
 
 
 def _saved_state(rows: Sequence[Any]) -> SavedState:
-    tensors = {(one.part, one.name, one.rank): one for of_rank, _ in rows for one in of_rank}
-    return SavedState(len(rows), tensors, frozenset(rows[0][1]))
+    tensors = {(one.part, one.name, one.rank): one for of_rank, *_ in rows for one in of_rank}
+    return SavedState(len(rows), tensors, *map(frozenset, rows[0][1:]))
 
 
 # -- on a rank that loads ------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
+from dcp.storage.near_names import listed
+
 __all__ = ["Report", "StateFinding", "StateFindingKind", "Trial"]
 
 StateFindingKind = Literal[
@@ -34,6 +36,7 @@ _MEANINGS: Final[dict[StateFindingKind, str]] = {
     "failed": "the save or the load raised, died or hung",
 }
 _SHOWN: Final = 60
+_MAX_NAMED: Final = 5
 
 
 @dataclass(frozen=True)
@@ -65,13 +68,14 @@ class StateFinding:
 class Trial:
     """One save by ``saved_by`` ranks and one load by ``loaded_by``. ``tensors`` were compared on all ranks
     together; ``own`` are names of values that each rank has for itself; another number of ranks need not
-    find them."""
+    find them. ``replicas`` are names of plain tensors that ranks had alike, and are taken for one."""
 
     saved_by: int
     loaded_by: int
     tensors: int = 0
     own: tuple[str, ...] = ()
     findings: tuple[StateFinding, ...] = ()
+    replicas: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,10 @@ def _lines(report: Report) -> Iterator[str]:
         who = f"saved by {_ranks(trial.saved_by)}, loaded by {trial.loaded_by}"
         yield f"{who}: {trial.tensors} tensors, {told}"
         if trial.own and trial.saved_by != trial.loaded_by:
-            yield f"  not compared, as they are each rank's own: {', '.join(trial.own[:5])}"
+            yield f"  not compared, as they are each rank's own: {', '.join(trial.own[:_MAX_NAMED])}"
+        elif trial.saved_by == trial.loaded_by:
+            yield from _taken(trial.own, "each rank's own", "replicas=")
+            yield from _taken(trial.replicas, "replicas", "own=")
         yield from _table([_row(finding) for finding in trial.findings[:_SHOWN]])
         if len(trial.findings) > _SHOWN:
             yield f"  and {len(trial.findings) - _SHOWN} more"
@@ -117,6 +124,12 @@ def _lines(report: Report) -> Iterator[str]:
 
 def _ranks(count: int) -> str:
     return f"{count} rank{'s' if count != 1 else ''}"
+
+
+def _taken(names: Sequence[str], what: str, otherwise: str) -> Iterator[str]:
+    if names:
+        were = f"{len(names)} plain tensor{'s were' if len(names) != 1 else ' was'} taken for {what}"
+        yield f"  {were} ({otherwise} names those that are not): {listed(names, most=_MAX_NAMED, show=str)}"
 
 
 def _row(finding: StateFinding) -> tuple[str, ...]:

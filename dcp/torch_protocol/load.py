@@ -23,6 +23,7 @@ from dcp.loading.rescaling import rescale
 from dcp.loading.targets import GivenState, Stored
 from dcp.planners.load.options import LoadOptions
 from dcp.planners.load.unexpected import unexpected_keys
+from dcp.planners.wire.torch_plans import index_from_metadata
 from dcp.ranks.handshake import begin, check_same_checkpoint
 from dcp.ranks.options import of_load
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, PlanError
@@ -73,17 +74,22 @@ class ProtocolLoad(LoadEngine):
             options=of_load(self.options, self._ours, storage),
             kinds=targets.kinds,
         )
-        self._reply = ranks.reduce_scatter(
-            "plan",
-            lambda: plan_transport.pack(self._local_plan(targets)),
-            lambda parts: [
-                plan_transport.pack(p) for p in self._global_plan([plan_transport.unpack(p) for p in parts])
-            ],
-        )
-        if storage is not None:  # of others nobody knows what a checkpoint is known by
-            check_same_checkpoint(ranks, places, lambda: _fingerprint(storage) if self._together else b"")
-        if refuses and (planner := self._ours) is not None:
-            ranks.reduce_alike("unexpected", lambda: self._left(planner), _check_left)
+
+        def plan() -> None:
+            self._reply = ranks.reduce_scatter(
+                "plan",
+                lambda: plan_transport.pack(self._local_plan(targets)),
+                lambda parts: [
+                    plan_transport.pack(p)
+                    for p in self._global_plan([plan_transport.unpack(p) for p in parts])
+                ],
+            )
+            if storage is not None:  # of others nobody knows what a checkpoint is known by
+                check_same_checkpoint(ranks, places, lambda: _fingerprint(storage) if self._together else b"")
+            if refuses and (planner := self._ours) is not None:
+                ranks.reduce_alike("unexpected", lambda: self._left(planner), _check_left)
+
+        self.plan_fitting(targets, plan)
         report.seconds["plan"] = time.perf_counter() - begun
 
     def read(self, report: LoadReport) -> None:
@@ -108,7 +114,7 @@ class ProtocolLoad(LoadEngine):
         metadata, self._together = _read_metadata(reader, ranks.rank)
         if self._storage is not None:
             self._storage.use_verify(self.options.verify)
-        planner.set_up_planner(targets.state(_stored(metadata)), metadata, ranks.is_coordinator)
+        planner.set_up_planner(targets.state(_stored(metadata, ranks.rank)), metadata, ranks.is_coordinator)
         call_with_optional(
             reader.set_up_storage_reader,
             (metadata, ranks.is_coordinator),
@@ -161,9 +167,10 @@ def _check_left(ranks: list[bytes]) -> bytes:
     return b""
 
 
-def _stored(metadata: Metadata) -> Stored:
+def _stored(metadata: Metadata, rank: int) -> Stored:
     entries = metadata.state_dict_metadata
-    return Stored(entries, {name for name, kind in entries.items() if isinstance(kind, BytesStorageMetadata)})
+    values = {name for name, kind in entries.items() if isinstance(kind, BytesStorageMetadata)}
+    return Stored(entries, values, lambda: index_from_metadata(metadata), rank)
 
 
 def _fingerprint(reader: FileSystemReader) -> bytes:

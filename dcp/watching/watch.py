@@ -17,9 +17,10 @@ from typing import Any, Final
 from dcp.calls.plain_errors import plain_errors
 from dcp.steps.folders import StepFacts, StepFolders, whole_step
 from dcp.storage.closable import Closable
-from dcp.storage.commit_names import is_commit_object
+from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, is_commit_object
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, OptionError
 from dcp.storage.stores import type_of_place
+from dcp.storage.stores.base import Store
 from dcp.storage.stores.folders import SmallFiles
 from dcp.storage.stores.names import place_text
 from dcp.storage.stores.opening import OpenWith
@@ -64,9 +65,17 @@ class Watch(Closable, Iterator[WatchedStep]):
     """What `watch` returns: an iterator, and a context manager that lets go of the consumer's name."""
 
     def __init__(
-        self, folders: StepFolders, cursor: Cursor, *, interval_seconds: float, since: int, once: bool
+        self,
+        folders: StepFolders,
+        cursor: Cursor,
+        *,
+        place: Store,
+        interval_seconds: float,
+        since: int,
+        once: bool,
     ) -> None:
         self._folders = folders
+        self._place = place
         self._cursor = cursor
         self._interval_seconds = interval_seconds
         self._since = since
@@ -103,6 +112,11 @@ class Watch(Closable, Iterator[WatchedStep]):
         self._delivered = None
         self._finalizer()
 
+    @property
+    def has_found_run(self) -> bool:
+        """Whether the run's folder was there at a look so far."""
+        return self._claimed
+
     def is_committed(self, step: WatchedStep) -> bool:
         """Whether this very checkpoint is still there: neither deleted nor saved anew."""
         facts = self._facts(step.step)
@@ -128,11 +142,21 @@ class Watch(Closable, Iterator[WatchedStep]):
     def _is_claimed(self) -> bool:
         """Whether this process is the consumer; where no run is, nothing is made."""
         if not self._claimed and self._folders.root.exists():
+            self._check_run()
             self._claimed = self._cursor.claim(self._stop)
         elif not self._claimed and not self._told:
             self._told = True
             logger.warning("%s is not there yet", self._folders.root.url)
         return self._claimed
+
+    def _check_run(self) -> None:
+        """Refuse a checkpoint in the place of a run, in which no step would ever be."""
+        if self._place.version(MANIFEST_NAME) is None and self._place.version(METADATA_NAME) is None:
+            return
+        if not self._folders.committed():
+            raise OptionError(
+                f"{self._place.url} is a checkpoint, and no run: give the folder that its steps are in"
+            )
 
     def _look(self) -> None:
         now_seconds, there = time.time(), self._folders.committed()
@@ -232,7 +256,8 @@ def watch(
         OptionError: An argument cannot be.
 
         The iterator raises CheckpointConflictError where another process is this consumer, or has become it,
-        CheckpointFormatError for a cursor that is none, and StorageError where it cannot be written.
+        OptionError where ``root`` is a checkpoint and no run, CheckpointFormatError for a cursor that is
+        none, and StorageError where it cannot be written.
     """
     if not (isinstance(interval_seconds, int | float) and 0 < interval_seconds < math.inf):
         raise OptionError(f"interval_seconds must be more than 0, not {interval_seconds!r}")
@@ -245,6 +270,7 @@ def watch(
     return Watch(
         folders,
         Cursor(place, consumer),
+        place=opener(root),
         interval_seconds=interval_seconds,
         since=whole_step(since),
         once=once,

@@ -32,6 +32,7 @@ from dcp.planners.layout.local_tensor import (
 )
 from dcp.planners.layout.placements import LocalBox
 from dcp.planners.rank_state import RankState
+from dcp.storage.engine.memory import is_read_only
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import Int64, itemsizes, starts
@@ -55,7 +56,7 @@ class _Codes(dict[torch.dtype, int]):
 
 
 _CODES = _Codes(DTYPE_CODES)
-_nbytes = torch.UntypedStorage.nbytes
+_nbytes, _is_resizable = torch.UntypedStorage.nbytes, torch.UntypedStorage.resizable
 _dtype, _is_cpu, _requires_grad = map(attrgetter, ("dtype", "is_cpu", "requires_grad"))
 _COMPLEX = np.array([dtype.code for name, dtype in dtypes.BY_NAME.items() if name.startswith("complex")])
 _MAX_LISTED = 20
@@ -143,6 +144,8 @@ class _SourceFacts:
     is_cpu: npt.NDArray[np.bool_]
     is_cut: npt.NDArray[np.bool_]
     """Whether memory that the tensor has was given back: the storage was resized."""
+    is_foreign: npt.NDArray[np.bool_]
+    """Whether another library owns the memory, such as numpy."""
 
     @classmethod
     def ask(cls, sources: Sequence[torch.Tensor]) -> _SourceFacts:
@@ -158,9 +161,11 @@ class _SourceFacts:
         for number in np.flatnonzero(~is_contiguous).tolist():
             items[number] = _extent(sources[number])
         ends = items + np.fromiter(map(tensor.storage_offset, sources), np.int64, count)
-        there = np.fromiter(map(_nbytes, map(tensor.untyped_storage, sources)), np.int64, count)
+        storages = list(map(tensor.untyped_storage, sources))
+        there = np.fromiter(map(_nbytes, storages), np.int64, count)
         is_cut = (ends * itemsizes(codes) > there) & (items > 0)
-        return cls(codes, pointers, is_contiguous, is_lazy, is_cpu, is_cut)
+        is_foreign = ~np.fromiter(map(_is_resizable, storages), np.bool_, count)
+        return cls(codes, pointers, is_contiguous, is_lazy, is_cpu, is_cut, is_foreign)
 
 
 @dataclass(eq=False)
@@ -367,10 +372,25 @@ class _Builder:
             for number in np.flatnonzero(facts.is_lazy).tolist():
                 self.sources[number] = self.sources[number].detach().resolve_conj().resolve_neg()
             facts = _SourceFacts.ask(self.sources)
-        is_bad = facts is None or facts.is_cut.any() or not facts.codes.all()
+        if facts is not None and self.loading:
+            self._note_read_only(facts, rows)
+        is_bad = bool(self.problems) or facts is None or facts.is_cut.any() or not facts.codes.all()
         if facts is None or is_bad or not self._have_memory(facts.pointers):
             self._raise_problems(rows)
         return facts
+
+    def _note_read_only(self, facts: _SourceFacts, rows: Int64) -> None:
+        numbers = np.flatnonzero(facts.is_foreign & facts.is_cpu & (facts.pointers != 0))
+        is_fixed = is_read_only(facts.pointers[numbers]) if len(numbers) else np.zeros(0, np.bool_)
+        for number in numbers[is_fixed].tolist():
+            row = int(rows[number])
+            self.problems.append(
+                (
+                    row,
+                    f"{self.fqns[row]!r}: its memory is read-only, as that of a numpy memory map of mode 'r' "
+                    "is; load into a clone(), or open the map with mode 'r+' or 'c'",
+                )
+            )
 
     def _have_memory(self, pointers: Int64) -> bool:
         return not any(self.sources[number].numel() for number in np.flatnonzero(pointers == 0).tolist())

@@ -43,6 +43,12 @@ def parts_of(fqn: str, value: Any) -> dict[str, Any]:
     """
     outer = value if isinstance(value, DTensor) else None
     tensor: Any = value if outer is None else local_part(outer)
+    if tensor.is_nested:
+        raise PlanError(
+            f"tensor {fqn!r}: nested tensors cannot be stored; store its values() and offsets(), or what "
+            "unbind() gives",
+            fqn=fqn,
+        )
     names, context = tensor.__tensor_flatten__()
     parts: dict[str, Any] = {}
     for name in names:
@@ -60,7 +66,7 @@ def parts_of(fqn: str, value: Any) -> dict[str, Any]:
             "shape": list(map(int, shape)),
             "context": _plain(context, {tuple(tensor.shape): shape}),
         }
-    except (TypeError, RuntimeError) as error:
+    except (TypeError, RuntimeError, AttributeError) as error:
         raise _refused(fqn, tensor, f"what else makes it is no plain data ({error})") from error
     return {**parts, FACTS: facts}
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from dcp.storage.near_names import listed, near_names
 
-__all__ = ["hint_for_missing", "rename_for_missing"]
+__all__ = ["OTHER_GROUPS", "hint_for_missing", "is_group", "rename_for_missing"]
 
 WRAPPERS: Final = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """What wrappers of modules put into keys: DDP, torch.compile, FSDP, activation checkpointing."""
@@ -21,8 +21,17 @@ _SUGGESTED: Final = 2
 _DEPTH: Final = 64
 """Beginnings of one name that are taken away; modules are not nested deeper."""
 
+_GROUP: Final = re.compile(r"(?:^|\.)param_groups\.[0-9]+(?:\.params)?$")
+
 _PREFIXES: Final = 8
 """Other beginnings of names that are tried."""
+
+OTHER_GROUPS: Final = (
+    "Groups of an optimizer are numbered: where some were added or removed, others may get their state. Save "
+    "and load by the names of parameters, get_optimizer_state_dict() with "
+    "StateDictOptions(flatten_optimizer_state_dict=True)"
+)
+"""What to say in place of options that would leave a group out."""
 
 Rules = Mapping[str, str]
 
@@ -49,8 +58,15 @@ def hint_for_missing(
     if close:
         told = ", ".join(f"{names[0]!r} for {name!r}" for name, names in close.items())
         return f"Did you mean {told}?"
+    if any(map(is_group, missing)) and any(map(is_group, found)):
+        return f"{OTHER_GROUPS}."
     there = f"It has {listed(_summary(unused), show=str)} besides; dcp show lists all. " if unused else ""
     return f"{there}What it lacks may stay as it is with allow_partial_load=True."
+
+
+def is_group(name: str) -> bool:
+    """Whether it is a group of an optimizer, or the entry that each of them has."""
+    return _GROUP.search(name) is not None
 
 
 def _summary(names: Sequence[str]) -> list[str]:

@@ -39,6 +39,7 @@ from dcp.planners.load.selection import (
     choose,
     renamer,
 )
+from dcp.planners.load.shared_targets import SharedTarget, load_apart, store_shared
 from dcp.planners.load.unexpected import Unexpected, names_within, unexpected_keys
 from dcp.planners.per_rank import PerRank, current_rank, rank_holder, rank_number
 from dcp.planners.rescale import Rescale
@@ -122,6 +123,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         self._later: list[tuple[Sequence[str], Sequence[Any]]] = []
         self._made: list[tuple[Rescale, Any]] = []
         self._copies: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self._shared: list[SharedTarget] = []
         self._lookup = BoxLookup()
 
     def begin_load(self, rank: int, world_size: int, attempt: LoadAttempt | None = None) -> None:
@@ -132,7 +134,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         self.unexpected_keys, self.lost_keys, self.left_per_rank = (), (), ()
         self.materialised_keys, self.rescaled = (), ()
         self._touched = self._attempt.must_fill
-        self._later, self._made, self._copies = [], [], []
+        self._later, self._made, self._copies, self._shared = [], [], [], []
 
     def end_load(self) -> None:
         """The load is done, be it well or not: what was found stays, what it was asked for does not."""
@@ -203,11 +205,13 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
     def create_load_columns(self, index: CheckpointIndex) -> tuple[LoadColumns, LocalMemory]:
         """(what to read, local tensors by destination number).
 
-        The tensors are the state dict's own and may require grad. Raises one error with everything that does
+        The tensors are the state dict's own and may require grad; but where some share memory, others may
+        take their places until `store_values`. Raises one error with everything that does
         not fit (see `dcp.planners.load.plan.plan_load`).
         """
         with garbage_collection_paused():
-            columns, _, memory = self._plan(index)
+            columns, wanted, memory = self._plan(index)
+            memory, self._shared = load_apart(columns, index, wanted, memory)
             return columns, memory
 
     def store_object(self, fqn: str, value: Any) -> None:
@@ -240,7 +244,10 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
             value.target.value = made
 
     def store_values(self) -> None:
-        """Put what has waited for the whole load to succeed."""
+        """Put what has waited for the whole load to succeed. Raises PlanError where entries that differ were
+        to be put into the same memory."""
+        shared, self._shared = self._shared, []
+        store_shared(shared)
         rescaled, self._made = self._made, []
         for target, made in rescaled:
             target.value = made
@@ -399,6 +406,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         be of another number of ranks.
         """
         keeps = self._load_options.per_rank == "keep"
+        self._copies = []
         own = [
             fqn for fqn, name in self._owners.items() if keeps or isinstance(self._per_rank[name], Rescale)
         ]
@@ -418,6 +426,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         self.missing_keys, self.cast_keys = findings.missing, findings.cast
         self.unexpected_keys = self._of_no_other_rank(chosen.unexpected(findings.unexpected), chosen)
         self.kept_per_rank = chosen.kept
+        self.lost_keys = ()
         options = self._load_options
         if options.unexpected == "error" and self.flatten_state_dict and self.unexpected_keys:
             self.lost_keys = names_within(

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.planners.flatten import LIST, MAPPING, PER_RANK, is_closed_list, kind_of
+from dcp.planners.load.key_hints import OTHER_GROUPS, is_group
 from dcp.storage.errors import UnexpectedKeyError
 from dcp.storage.formats.index import Path
 from dcp.storage.near_names import listed
@@ -134,12 +135,16 @@ def unexpected_keys(
         hint = " (an optimizer has state once it has made a step; torch's get_state_dict() makes it)"
     if any(name in unmapped for name in lost):
         hint = ", and the map a rule" + hint
+    advice = f'To load without: {patterns}, unexpected="ignore" leaves out whatever there is'
+    if any(map(is_group, groups)):
+        advice = OTHER_GROUPS
     what = "entry that has" if len(lost) == 1 else "entries that have"
     return UnexpectedKeyError(
         f"the checkpoint has {len(lost)} {what} no place in the state dict, below keys that it asks for, and "
         f"would be lost: {listed(told, most=_MAX_LISTED, show=str)}. Give the state dict a place for what is "
-        f'needed{hint}. To load without: {patterns}, unexpected="ignore" leaves out whatever there is',
+        f"needed{hint}. {advice}",
         fqns=list(lost)[:_MAX_LISTED],
+        lost=list(lost),
     )
 
 

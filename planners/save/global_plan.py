@@ -20,6 +20,7 @@ from dcp.planners.save.validate import (
     check_bounds,
     check_boxes,
     check_kinds,
+    check_nesting,
     check_replica_digests,
     check_volumes,
     raise_problems,
@@ -201,8 +202,16 @@ def plan_save(
     objects = global_objects(all_columns, check_replicas=check_replicas)
     items = gather_items(all_columns, tensors)
     notes, mixed_keys = join_notes([Noted(part.notes, part.planner_data or {}) for part in all_columns])
+    paths = join_planner_data([columns.planner_data for columns in all_columns])
+    nesting = check_nesting(all_columns, paths or {}, notes)
     # here already: what follows compares boxes of one tensor, which must be one
-    problems = [*tensors.problems, *check_volumes(tensors), *check_kinds(tensors, objects), *mixed_keys]
+    problems = [
+        *tensors.problems,
+        *check_volumes(tensors),
+        *check_kinds(tensors, objects),
+        *nesting,
+        *mixed_keys,
+    ]
     if problems:
         raise_problems(problems, objects.mismatches)
     complete = world_size > 1 if check_coverage is None else check_coverage
@@ -216,7 +225,7 @@ def plan_save(
     chunk_items, offsets, sizes, local_offsets = _chunks(items, dealt)
     index = replace(
         _index(tensors, objects, items.tensors[chunk_items], offsets, sizes),
-        planner_data=join_planner_data([columns.planner_data for columns in all_columns]),
+        planner_data=paths,
         provenance=structure_of_notes(notes),
     )
     return GlobalSavePlan(

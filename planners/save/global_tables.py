@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.planners.columns import SaveColumns
+from dcp.planners.value_digests import NOT_COMPARABLE
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import Int64, starts
 from dcp.storage.geometry.ragged import gather_rows
@@ -151,7 +152,8 @@ class GlobalObjects:
     """Objects by first appearance.
 
     ``owners`` is the lowest rank that has each; ``rows[r]`` maps rank r's object rows to rows here.
-    ``mismatches`` describes objects whose known digests differ.
+    ``mismatches`` describes objects whose known digests differ, or that several ranks have and nobody can
+    compare.
     """
 
     fqns: list[str]
@@ -179,7 +181,7 @@ def global_objects(all_columns: Sequence[SaveColumns], *, check_replicas: bool) 
     count = len(position)
     owners, sizes = np.full(count, len(all_columns), np.int64), np.zeros(count, np.int64)
     digests = np.zeros(count, np.uint64)
-    differs = np.zeros(count, bool)
+    differs, opaque = np.zeros(count, bool), np.zeros(count, bool)
     for rank, (columns, rows) in enumerate(zip(all_columns, rows_by_rank, strict=True)):
         if not len(rows):
             continue
@@ -189,12 +191,20 @@ def global_objects(all_columns: Sequence[SaveColumns], *, check_replicas: bool) 
         mine, known = columns.objects.digests, digests[rows]
         # A value that cannot be compared is another one than those that can.
         differs[rows] |= is_known & (mine != known)
+        opaque[rows] |= is_known & (mine == NOT_COMPARABLE)
         digests[rows] = np.where(known == 0, mine, known)
     found = GlobalObjects(list(position), owners, sizes, rows_by_rank)
     if check_replicas:
         for row in np.flatnonzero(differs).tolist():
             sides = _sides(row, rows_by_rank, [columns.objects.digests for columns in all_columns])
             found.mismatches.append((found.fqns[row], f"object {found.fqns[row]!r} differs: {sides}"))
+        for row in np.flatnonzero(opaque & ~differs).tolist():
+            fqn, ranks = found.fqns[row], rank_list(found.holders(row))
+            why = (
+                "pickle gets no state of it, or it contains itself: keep it out of the state dict, "
+                "or give what describes it as plain data"
+            )
+            found.mismatches.append((fqn, f"object {fqn!r} of {ranks} cannot be compared ({why})"))
     return found
 
 

@@ -16,7 +16,7 @@ class PlanOptions:
 
     dedup_to_lowest_rank: bool = False
     split_bytes: int | None = None
-    replica_check: ReplicaCheck = "sampled"
+    replica_check: ReplicaCheck = "full"
 
     @classmethod
     def of(cls, planner: DefaultSavePlanner) -> PlanOptions:

@@ -25,6 +25,7 @@ from dcp.planners.digest import ReplicaCheck
 from dcp.planners.rank_state import RankState
 from dcp.planners.save.global_plan import GlobalSavePlan
 from dcp.planners.save.replica_sets import differing, folds_of
+from dcp.planners.value_digests import NOT_COMPARABLE
 from dcp.planners.wire.codec import decode_rank_sets, encode_rank_sets
 from dcp.storage.engine.write_tables import WriteColumns
 from dcp.storage.errors import PlanError
@@ -57,7 +58,7 @@ sizes, which only say what is well balanced."""
 class _Structure:
     """All of a rank's part that a plan follows from.
 
-    ``comparable`` says which values have digests. ``options`` are packed.
+    ``comparable`` says which values can be compared. ``options`` are packed.
     """
 
     columns: SaveColumns
@@ -133,11 +134,12 @@ class PlanCache:
     ) -> bytes:
         """This rank's message to the coordinator: the plan it has for its part, and folds; empty for none.
 
-        ``object_digests`` are those of the values now, 0 for what cannot be compared. ``options`` is all else
+        ``object_digests`` are those of the values now. ``options`` is all else
         that decides on what this rank has to write, its number and that of all ranks with it; plain data.
         """
+        comparable = (object_digests != 0) & (object_digests != NOT_COMPARABLE)
         self._structure = _Structure(
-            part.columns, part.replicated, (object_digests != 0).tobytes(), _packed([check, *options])
+            part.columns, part.replicated, comparable.tobytes(), _packed([check, *options])
         )
         mine = self._mine
         if mine is None or not mine.structure.same_as(self._structure):

@@ -41,9 +41,10 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
 
     The positional parameters are torch's. ``enable_plan_caching`` is kept for the engine (`dcp.save` caches
     by digest, in the object that saves); torch's caches, which all planners of a process share, are never
-    touched. ``replica_check`` says how replicas are compared between ranks: by samples, in full, or not at
-    all. ``split_bytes``: a replicated box above it is written by several ranks, a part each; None: never
-    split. ``rank`` is this process's number in the save, the default process group's if not set before.
+    touched. ``replica_check`` says how replicas are compared between ranks: all of their bytes ("full"), up
+    to 64 KiB of each ("sampled"), or not at all ("off"). ``split_bytes``: a replicated box above it is
+    written by several ranks, a part each; None: never split. ``rank`` is this process's number in the save,
+    the default process group's if not set before.
     """
 
     mappings: dict[str, Path]
@@ -57,7 +58,7 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
         dedup_save_to_lowest_rank: bool = False,
         enable_plan_caching: bool = False,
         *,
-        replica_check: ReplicaCheck = "sampled",
+        replica_check: ReplicaCheck = "full",
         split_bytes: int | None = SPLIT_BYTES,
     ) -> None:
         super().__init__(

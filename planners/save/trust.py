@@ -13,12 +13,13 @@ import numpy as np
 import torch
 
 from dcp.planners.by_value import by_value
+from dcp.storage.formats.container_notes import NO_PLAIN_KEY, plain_key
 from dcp.storage.formats.torch.python_values import is_harmless_leaf
 
 __all__ = ["foreign_values"]
 
 _ATOMS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Tensor})
-_SEQUENCES: Final = frozenset((list, tuple, set, frozenset, collections.deque))
+_SEQUENCES: Final = frozenset((list, tuple, collections.deque))
 _MAPPINGS: Final = frozenset((dict, collections.OrderedDict, collections.Counter, collections.defaultdict))
 _TORCH: Final = (torch.Tensor, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 _MAX_DEPTH: Final = 64
@@ -43,18 +44,32 @@ def _foreign(value: Any, allowed: set[Any], depth: int) -> str | None:
     kind = type(value)
     if kind in _ATOMS:
         return None
+    if kind in (set, frozenset):
+        return _foreign_key(value, allowed)
     if kind in _SEQUENCES:
         return _foreign_in(value, allowed, depth + 1)
     if kind in _MAPPINGS:
         factory = getattr(value, "default_factory", None)
         if factory is not None and getattr(factory, "__module__", None) != "builtins":
             return "collections.defaultdict with a factory"
-        return _foreign_in(value, allowed, depth + 1) or _foreign_in(value.values(), allowed, depth + 1)
+        return _foreign_key(value, allowed) or _foreign_in(value.values(), allowed, depth + 1)
     if isinstance(value, _TORCH) or is_harmless_leaf(value) or kind in allowed:
         return None
     if isinstance(value, np.ndarray | np.generic | np.dtype):
         return f"numpy.{kind.__name__} of {getattr(value, 'dtype', value)}"
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _foreign_key(keys: Iterable[Any], allowed: set[Any]) -> str | None:
+    """The first of ``keys`` that a load hashes for a trusted checkpoint only."""
+    for key in keys:
+        foreign = _foreign(key, allowed, 0)
+        is_known = isinstance(key, _TORCH) or type(key) in allowed
+        if foreign is None and plain_key(key) is NO_PLAIN_KEY and not is_known:
+            foreign = f"{type(key).__module__}.{type(key).__qualname__}"
+        if foreign is not None:
+            return f"{foreign} as a key"
+    return None
 
 
 def _foreign_in(items: Iterable[Any], allowed: set[Any], depth: int) -> str | None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from dcp.planners.columns import SaveColumns
+from dcp.planners.digest import is_made_on_device
 from dcp.planners.save.boxes import Boxes, Items
 from dcp.planners.save.global_tables import GlobalObjects, GlobalTensors, describe_sides, rank_list
 from dcp.storage.errors import PlanError, ReplicaMismatchError
-from dcp.storage.formats.index import Int64, starts
+from dcp.storage.formats.container_notes import ContainerNote
+from dcp.storage.formats.index import Int64, Path, starts
 from dcp.storage.geometry.joins import BoxSet, overlapping_pairs
 from dcp.storage.geometry.ragged import by_ndim
 
@@ -18,6 +21,7 @@ __all__ = [
     "check_bounds",
     "check_boxes",
     "check_kinds",
+    "check_nesting",
     "check_replica_digests",
     "check_volumes",
     "raise_problems",
@@ -47,6 +51,11 @@ def raise_problems(problems: Sequence[str], mismatches: Sequence[tuple[str, str]
             ". Only one of the differing values would be stored: synchronise them, "
             "or wrap state that is meant to differ by rank in dcp.PerRank"
         )
+        if any(text.startswith("tensor ") for _, text in mismatches):
+            message += (
+                ". Buffers such as those of BatchNorm under DDP: give all ranks rank 0's before each save, "
+                "for buffer in model.buffers(): torch.distributed.broadcast(buffer, 0)"
+            )
     fqns = sorted({fqn for fqn, _ in mismatches})[:MAX_LISTED]
     if problems:
         raise PlanError(message, problems=shown, fqns=fqns)
@@ -82,6 +91,39 @@ def check_kinds(tensors: GlobalTensors, objects: GlobalObjects) -> list[str]:
             f"{fqn!r} is a tensor on {rank_list(holders)}, but another value on {rank_list(others)}"
         )
     return problems
+
+
+def check_nesting(
+    all_columns: Sequence[SaveColumns], paths: Mapping[str, Path], notes: Sequence[ContainerNote]
+) -> list[str]:
+    """Names that are a value on one rank and a dict or list on another, which no nested state can hold.
+
+    ``paths`` and ``notes`` are those of all ranks together.
+    """
+    if len({id(columns.planner_data) for columns in all_columns}) == 1:
+        return []
+    level = {path[:-1] for path in paths.values()} | {tuple(note["path"]) for note in notes}
+    problems, seen = set[Path](), set[Path]()
+    while level := level - seen:
+        seen |= level
+        problems |= {path for path in level if paths.get(".".join(map(str, path))) == path}
+        level = {path[:-1] for path in level if path}
+    return [_nesting_problem(path, all_columns) for path in sorted(problems, key=str)]
+
+
+def _nesting_problem(path: Path, all_columns: Sequence[SaveColumns]) -> str:
+    name = ".".join(map(str, path))
+    holders = [rank for rank, part in enumerate(all_columns) if (part.planner_data or {}).get(name) == path]
+    opened = [
+        rank
+        for rank, part in enumerate(all_columns)
+        if any(other[: len(path)] == path != other for other in (part.planner_data or {}).values())
+        or any(tuple(note["path"]) == path for note in part.notes)
+    ]
+    return (
+        f"{name!r} is one value on {rank_list(holders)} (so is a list without tensors and dicts), but has "
+        f"entries of its own on {rank_list(opened)}"
+    )
 
 
 def check_bounds(items: Items, tensors: GlobalTensors) -> tuple[npt.NDArray[np.bool_], list[str]]:
@@ -160,5 +202,10 @@ def check_replica_digests(items: Items, boxes: Boxes, tensors: GlobalTensors) ->
                 sides.setdefault(int(items.digests[item]), []).append(int(items.ranks[item]))
         fqn = tensors.fqns[int(items.tensors[members[0]])]
         where = f"tensor {fqn!r}, box {items.box_text(int(members[0]))}, differs between replicas"
+        if len(set(map(is_made_on_device, sides))) > 1:
+            where += (
+                ", or is in host memory on one rank and on an accelerator on another, which are compared "
+            )
+            where += 'by samples only: DefaultSavePlanner(replica_check="sampled")'
         mismatches.append((fqn, f"{where}: {describe_sides(list(sides.values()))}"))
     return mismatches

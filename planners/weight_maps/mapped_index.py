@@ -73,7 +73,7 @@ def map_index(
     weights = weights.beside(model_config(store))
     selects = selection.selects if selection is not None else lambda _: True
     wanted = (source for source in map_sources(index) if selects(source[0]))
-    tensors = weights.apply(wanted, is_whole=selection is None)
+    tensors = weights.apply(wanted, is_whole=selection is None, names=index.position)
     chosen = [row for row, name in enumerate(index.objects.fqns) if selects(name)]
     check_mapped(tensors, (index.objects.fqns[row] for row in chosen))
     return MappedIndex(_index_of(index, tensors), tensors, frozenset(chosen))
@@ -92,7 +92,7 @@ def map_all(index: CheckpointIndex, weights: WeightMap) -> MappedIndex:
         else:
             unknown.append(MappedTensor.same(*source))
     left = frozenset(tensor.name for tensor in unknown)
-    mapped = weights.apply(known, is_whole=True)
+    mapped = weights.apply(known, is_whole=True, names=index.position)
     check_mapped(mapped, left.union(index.objects.fqns))
     tensors = [*mapped, *unknown]
     made = _index_of(index, tensors, left)

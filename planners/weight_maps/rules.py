@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -54,7 +54,8 @@ class MapRule:
 
     ``padding`` are axes that one side has alone: zeros in a target, left out of a source. ``copies`` are
     names of targets that have what others have already; as sources they are left out. A rule without targets
-    drops what it matches.
+    drops what it matches. Beside a tensor ``present`` alone, of the same parts, it has others: beside a
+    layer's router, say. ``present_back`` is that of the inverse.
     """
 
     sources: tuple[Pattern, ...]
@@ -63,6 +64,8 @@ class MapRule:
     padding: frozenset[str] = frozenset()
     copies: frozenset[str] = frozenset()
     when: str | None = None
+    present: NamePattern | None = None
+    present_back: NamePattern | None = None
 
     def __post_init__(self) -> None:
         given = [pattern.axes is None for pattern in (*self.sources, *self.targets)]
@@ -74,6 +77,7 @@ class MapRule:
             if not self._has_axis(name):
                 raise OptionError(f"{self.told}: {{{name}}} is on one side alone, and no axis of the other")
         self._check_copies()
+        self._check_present()
         for side, parts in ((self.sources, self.stacked), (self.targets, self.unstacked)):
             self._check_ways(side, parts)
 
@@ -86,7 +90,13 @@ class MapRule:
     @property
     def inverse(self) -> MapRule:
         """From the targets to the sources."""
-        return MapRule(self.targets, self.sources, self.sizes, self.padding, self.copies, self.when)
+        return replace(
+            self,
+            sources=self.targets,
+            targets=self.sources,
+            present=self.present_back,
+            present_back=self.present,
+        )
 
     def below(self, prefix: str) -> MapRule:
         """The same for sources whose names begin with ``prefix``."""
@@ -94,6 +104,7 @@ class MapRule:
         return replace(
             self,
             sources=tuple(Pattern(name.below(prefix), axes) for name, axes in self.sources),
+            present=self.present and self.present.below(prefix),
             copies=frozenset(prefix + name if name in names else name for name in self.copies),
         )
 
@@ -109,6 +120,8 @@ class MapRule:
         told: dict[str, Any] = {"from": _written(self.sources), "to": _written(self.targets)}
         told |= {"sizes": dict(self.sizes), "padding": sorted(self.padding), "copies": sorted(self.copies)}
         told["when"] = self.when
+        for key, pattern in (("present", self.present), ("present_back", self.present_back)):
+            told[key] = pattern and pattern.text
         return {key: value for key, value in told.items() if value}
 
     @property
@@ -141,6 +154,12 @@ class MapRule:
         if self.targets and any(side <= self.copies for side in sides):
             raise OptionError(f"{self.told}: what copies are of is not there")
 
+    def _check_present(self) -> None:
+        """Its name is known where one of the sources' is."""
+        for side, pattern in ((self.sources, self.present), (self.targets, self.present_back)):
+            if pattern is not None and not all(set(pattern.parts) <= set(own.name.parts) for own in side):
+                raise OptionError(f"{self.told}: present {pattern.text!r} has a part that its own names lack")
+
     def _check_ways(self, side: Sequence[Pattern], parts: frozenset[str]) -> None:
         """Elements are told from others by their axes: of one side, no two parts have the same ones."""
         there: set[frozenset[str]] = set()
@@ -171,12 +190,14 @@ class MapRule:
             name in pattern.name.numbers for pattern in own if name in pattern.name.parts
         )
 
-    def match(self, name: str) -> tuple[int, dict[str, str]] | None:
-        """(which of the sources, the varying parts) of a name; None if it is none of them."""
+    def match(self, name: str, names: Container[str] | None = None) -> tuple[int, dict[str, str]] | None:
+        """(which of the sources, the varying parts) of a name; None if it is none of them, or if what it has
+        to be beside is none of ``names``."""
         for number, pattern in enumerate(self.sources):
             parts = pattern.name.match(name)
             if parts is not None:
-                return number, parts
+                is_there = names is None or self.present is None or self.present.format(parts) in names
+                return (number, parts) if is_there else None
         return None
 
     def key(self, found: FoundTensor) -> tuple[tuple[str, str], ...]:

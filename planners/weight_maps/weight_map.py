@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -32,11 +33,17 @@ _MAX_LISTED: Final = 10
 _INVERSE: Final = " (inverse)"
 _MAX_TOLD: Final = 200
 _MAX_NUMBER: Final = 1 << 62
-_RULE_KEYS: Final = frozenset({"from", "to", "sizes", "padding", "copies", "when"})
-_MAP_KEYS: Final = frozenset({"name", "description", "sizes", "counts", "rules"})
+_RULE_KEYS: Final = frozenset({"from", "to", "sizes", "padding", "copies", "when", "present", "present_back"})
+_MAP_KEYS: Final = frozenset({"name", "description", "models", "sizes", "counts", "rules"})
+_MODEL_TYPE: Final = "model_type"
+
+logger = logging.getLogger(__name__)
 
 MapSource = tuple[str, tuple[int, ...], int, bool]
 """A tensor of the source: name, shape, dtype code, whether it requires grad."""
+
+_Parts = tuple[tuple[str, str], ...]
+"""Parts of a name that vary, and their texts."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,7 @@ class WeightMap:
     ``sizes`` are of axes, in all rules: whole numbers, or expressions of ``config``'s names. What neither
     says is told by the shapes of the source, where these can. ``numbers``, by axis, go before all of them.
     ``counts`` say how many there are of a part of names that is a number: layers, of which none is missing.
+    ``models`` are the model types of configurations that it was made for; for others it warns.
     """
 
     rules: tuple[MapRule, ...]
@@ -57,6 +65,7 @@ class WeightMap:
     counts: Mapping[str, str | int] = field(default_factory=dict)
     keys: tuple[str, str] = ("", "")
     """What source and target have the model below; "" where it is at the top."""
+    models: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, source: WeightMap | Mapping[str, Any] | str | os.PathLike[str]) -> WeightMap:
@@ -101,11 +110,13 @@ class WeightMap:
             name,
             description=str(given.get("description", "")),
             counts=_sizes(given.get("counts", {}), where),
+            models=tuple(_texts(given.get("models", []), f"{where}: models")),
         )
 
     def with_config(self, config: Mapping[str, Any]) -> WeightMap:
         """The same with these names for its expressions: a model's ``config.json``, or sizes by hand, which
         go before those of before."""
+        self._warn_of_another_model(config)
         return replace(self, config={**self.config, **config})
 
     def with_numbers(self, sizes: Mapping[str, int]) -> WeightMap:
@@ -121,7 +132,21 @@ class WeightMap:
 
     def beside(self, config: Mapping[str, Any]) -> WeightMap:
         """The same for a checkpoint with this ``config.json``; what was said before goes before it."""
+        if _MODEL_TYPE not in self.config:
+            self._warn_of_another_model(config)
         return replace(self, config={**config, **self.config})
+
+    def _warn_of_another_model(self, config: Mapping[str, Any]) -> None:
+        """Log a warning for a configuration of a model that the map was not made for."""
+        model = config.get(_MODEL_TYPE)
+        if model is not None and self.models and model not in self.models:
+            logger.warning(
+                "%s is for models of the type %s, and this configuration says %r: names may match although "
+                "the weights mean something else",
+                self.name or "the weight map",
+                " or ".join(self.models),
+                model,
+            )
 
     @property
     def told(self) -> str:
@@ -143,7 +168,8 @@ class WeightMap:
     def data(self) -> dict[str, Any]:
         """What `from_data` takes, of rules and sizes."""
         rules = [rule.data for rule in self.rules]
-        return {"name": self.name, "sizes": dict(self.sizes), "counts": dict(self.counts), "rules": rules}
+        sizes = {"sizes": dict(self.sizes), "counts": dict(self.counts)}
+        return {"name": self.name, "models": list(self.models), **sizes, "rules": rules}
 
     @property
     def size_names(self) -> frozenset[str]:
@@ -200,28 +226,37 @@ class WeightMap:
         return set()
 
     def apply(
-        self, tensors: Iterable[MapSource], *, is_whole: bool = False, is_part: bool = False
+        self,
+        tensors: Iterable[MapSource],
+        *,
+        is_whole: bool = False,
+        is_part: bool = False,
+        names: Container[str] | None = None,
     ) -> list[MappedTensor]:
         """The target's tensors, in the order of the source's.
 
         PlanError that names all that is wrong: tensors that no rule knows, parts that are missing, shapes
         that do not fit, names that would be there twice; and of ``is_whole`` models layers that are missing.
         ``is_part``: of what is stacked there may be more elsewhere, as many as the map says there are.
+        ``names`` are those of all tensors of the source, where ``tensors`` are not all of them.
         """
         rules, sizes = self._known()
-        numbers: dict[str, set[int]] = {name: set() for name in self.counts}
-        groups: dict[tuple[int, tuple[tuple[str, str], ...]], list[FoundTensor]] = {}
+        tensors = list(tensors)
+        names = {name for name, *_ in tensors} if names is None else names
+        numbers: dict[str, dict[_Parts, set[int]]] = {name: {} for name in self.counts}
+        groups: dict[tuple[int, _Parts], list[FoundTensor]] = {}
         unknown: list[str] = []
         for name, shape, code, requires_grad in tensors:
-            if (met := self._met(name)) is None:
+            if (met := self._met(name, names)) is None:
                 unknown.append(name)
                 continue
             number, source, parts = met
             found = FoundTensor(name, shape, code, requires_grad, source, parts)
             groups.setdefault((number, rules[number].key(found)), []).append(found)
             for part in numbers.keys() & parts.keys():
-                numbers[part].add(int(parts[part]))
-        problems = [f"no rule knows {name!r}" for name in unknown]
+                before = list(parts).index(part)
+                numbers[part].setdefault(tuple(parts.items())[:before], set()).add(int(parts[part]))
+        problems = list(map(self._told_unknown, unknown))
         problems += self._uncounted(numbers) if is_whole else []
         mapped: dict[str, MappedTensor] = {}
         left = _MAX_MADE + sum(map(len, groups.values()))
@@ -230,9 +265,9 @@ class WeightMap:
             if not rule.targets:
                 continue
             try:
-                for tensor in rule.apply(
-                    group, {**sizes, **self._sizes_of(rule), **self.numbers}, is_part=is_part
-                ):
+                known = {**sizes, **self._sizes_of(rule), **self.numbers}
+                self._check_counted(rule, known)
+                for tensor in rule.apply(group, known, is_part=is_part):
                     if (left := left - 1) < 0:
                         raise PlanError("too many tensors would be made")
                     if tensor.name in mapped:
@@ -262,15 +297,33 @@ class WeightMap:
                 return f". It would know what is below {key!r}: say so (below), and choose that alone (only)"
         return ". What no rule knows can be left out (only, exclude)" if unknown else ""
 
-    def _uncounted(self, numbers: Mapping[str, set[int]]) -> Iterator[str]:
-        """What is missing of parts of names, where anything is there."""
+    def _told_unknown(self, name: str) -> str:
+        """Why no rule takes a name."""
+        found = ((rule, rule.match(name)) for rule in self._used if rule.present is not None)
+        told = [repr(rule.present.format(met[1])) for rule, met in found if met and rule.present is not None]
+        if told:
+            return f"which rule is for {name!r} is not known: there is no {' and no '.join(told)}"
+        return f"no rule knows {name!r}"
+
+    def _check_counted(self, rule: MapRule, known: Mapping[str, int]) -> None:
+        """PlanError where the map says of what ``rule`` stacks how many there are, and that is not known:
+        the last of them may be missing."""
+        for part in sorted(rule.stacked - known.keys()):
+            if (said := rule.sizes.get(part, self.sizes.get(part))) is not None:
+                raise PlanError(f"how many there are of {part} ({said}) is not known")
+
+    def _uncounted(self, numbers: Mapping[str, Mapping[_Parts, set[int]]]) -> Iterator[str]:
+        """What is missing of parts of names, where anything is there: of layers, and of the experts of each
+        layer that has any."""
         for part, count in self._evaluated(self.counts).items():
-            missing = (
-                sorted(set(range(count)) - numbers[part]) if numbers[part] and count <= _MAX_RULES else []
-            )
-            if missing:
-                more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-                yield f"there should be {count} of {part} ({self.counts[part]}): {missing[0]}{more} missing"
+            for before, there in numbers[part].items() if count <= _MAX_RULES else ():
+                if missing := sorted(set(range(count)) - there):
+                    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+                    where = "".join(f", {name} {text}" for name, text in before)
+                    yield (
+                        f"there should be {count} of {part} ({self.counts[part]}){where}: {missing[0]}{more} "
+                        "missing"
+                    )
 
     def knows(self, name: str) -> bool:
         """Whether a rule is about the source's tensors of this name."""
@@ -287,7 +340,7 @@ class WeightMap:
             (pattern.name.text, number)
             for number, rule in enumerate(self._used)
             for pattern in rule.sources
-            if not pattern.name.parts
+            if not pattern.name.parts and rule.present is None
         ]
         return dict(reversed(named))
 
@@ -295,13 +348,18 @@ class WeightMap:
     def _varying(self) -> list[int]:
         """The other rules."""
         rules = enumerate(self._used)
-        return [number for number, rule in rules if any(pattern.name.parts for pattern in rule.sources)]
+        return [
+            number
+            for number, rule in rules
+            if rule.present is not None or any(pattern.name.parts for pattern in rule.sources)
+        ]
 
-    def _met(self, name: str) -> tuple[int, int, dict[str, str]] | None:
-        """The first rule that knows a name, which of its sources that is, and the varying parts."""
+    def _met(self, name: str, names: Container[str] | None = None) -> tuple[int, int, dict[str, str]] | None:
+        """The first rule that knows a name, which of its sources that is, and the varying parts; where
+        ``names`` are given, of rules beside whose tensors is what has to be."""
         named = self._by_name.get(name, len(self._used))
         for number in (*(number for number in self._varying if number < named), named):
-            if number < len(self._used) and (met := self._used[number].match(name)) is not None:
+            if number < len(self._used) and (met := self._used[number].match(name, names)) is not None:
                 return number, *met
         return None
 
@@ -376,6 +434,9 @@ def _rule(given: Any, where: str) -> MapRule:
     when = given.get("when")
     if when is not None and not isinstance(when, str):
         raise OptionError(f"{where}: when is an expression")
+    beside = [given.get(key) for key in ("present", "present_back")]
+    if not all(isinstance(name, str | None) for name in beside):
+        raise OptionError(f"{where}: present is the name of a tensor")
     try:
         if when is not None:
             evaluate(when, {})
@@ -386,6 +447,7 @@ def _rule(given: Any, where: str) -> MapRule:
             frozenset(_texts(given.get("padding", []), f"{where}: padding")),
             frozenset(_texts(given.get("copies", []), f"{where}: copies")),
             when,
+            *(name if name is None else NamePattern.parse(name) for name in beside),
         )
     except OptionError as error:
         raise OptionError(f"{where}: {error}") from None

@@ -229,6 +229,8 @@ def test_prune_drops_the_optimizer_only_if_told_to(tmp_path: Path) -> None:
     assert (planned.status, planned.err) == (0, "dcp: nothing was dropped: --yes does it\n")
     assert planned.out.count("would drop optimizer, 1 file, ") == 2
     assert run("prune", tmp_path, "--last", "1", "--yes", "--dry-run").out == planned.out
+    rows = run("prune", tmp_path, "--last", "1", "--json").json
+    assert [(row["outcome"], row["done"]) for row in rows] == [("would drop", False)] * 2
     assert content(tmp_path) == before
     done = run("prune", tmp_path, "--last", "1", "--yes")
     assert (done.status, done.err) == (0, "")

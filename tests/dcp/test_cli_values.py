@@ -201,6 +201,7 @@ def test_stats_prints_a_row_a_tensor_and_the_whole(ours: Path) -> None:
     assert (shown.status, shown.err) == (0, "")
     summary, table, histogram = shown.out.split("\n\n")
     assert summary.startswith(f"{ours}: 5 tensors, 2,006 values, ") and "1 NaN, 0 infinite" in summary
+    assert summary.endswith("of the finite elements; nan and inf count the others")
     rows = {line.split()[0]: line.split()[1:] for line in table.splitlines()}
     assert rows["tensor"] == [
         "dtype",
@@ -288,6 +289,22 @@ def test_diff_prints_what_differs_and_exits_with_1(ours: Path, tmp_path: Path) -
     assert run("diff", ours, folder, "--rename", "x").status == 2
     failed = run("diff", ours, tmp_path / "nothing")
     assert (failed.status, failed.err.count("\n")) == (3, 1)
+
+
+def test_diff_with_other_prefixes_says_how_to_compare(tmp_path: Path) -> None:
+    """Of a checkpoint and what was converted of it: the rule that it names makes them equal."""
+    model = {f"layer{number}.{name}": torch.ones(2) * number for number in range(2) for name in "wb"}
+    state = {"model": model, "optim": {"state": {name: {"m": torch.ones(2)} for name in model}}}
+    dcp.save(state, checkpoint_id=tmp_path / "a")
+    dcp.convert(tmp_path / "a", tmp_path / "b", to="safetensors", only="model", rename={r"^model\.": ""})
+    told = run("diff", tmp_path / "a", tmp_path / "b")
+    rule = r"'^model\.=>'"
+    assert (told.status, told.err) == (
+        1,
+        f"dcp: the same names with another prefix: --rename {rule} compares these\n",
+    )
+    same = run("diff", tmp_path / "a", tmp_path / "b", "--exclude", "optim", "--rename", rule.strip("'"))
+    assert (same.status, same.err) == (0, "")
 
 
 def test_pictures_show_whatever_is_not_zero() -> None:

@@ -99,7 +99,8 @@ def test_demo_from_end_to_end(tmp_path: Path) -> None:
 
     # its pages say so, too
     assert len(re.findall(r"^ +ok +pages: ", output, re.MULTILINE)) == 4
-    assert re.search(r"^ +/checkpoints/[0-9]+ +Verified: verified, .* by job [0-9]+", output, re.MULTILINE)
+    verified = r"^ +/checkpoints/[0-9]+/files +Verified: verified, .* by job [0-9]+"
+    assert re.search(verified, output, re.MULTILINE)
 
     # what is left: four committed checkpoints, and no process
     committed = [path.name for path in sorted((root / "checkpoints" / "run").iterdir())]

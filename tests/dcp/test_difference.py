@@ -155,6 +155,22 @@ def test_bits_decide_and_nonfinite_is_counted_apart(tmp_path: Path) -> None:
     assert (found.values.differing, found.values.nonfinite) == (4, 2)
     assert found.values.max_abs == 0.5
     assert found.values.relative_l2 == pytest.approx(0.5 / math.sqrt(5))
+    assert found.values.nonfinite_after == 2
+
+
+def test_what_has_become_nan_has_no_distance(tmp_path: Path) -> None:
+    """None, and not 0: there is nothing that could be measured. Beside it the rest is measured as before."""
+    nan, ones = torch.full((4,), math.nan), torch.ones(4)
+    before = {"all": ones, "half": ones, "late": nan}
+    after = {"all": nan, "half": torch.tensor([1.0, 1.0, math.nan, math.inf]), "late": -nan}
+    found = {
+        one.fqn: one.values
+        for one in diff(save_ours(tmp_path / "a", before), save_ours(tmp_path / "b", after)).tensors
+    }
+    assert {
+        fqn: (one and (one.nonfinite, one.nonfinite_after, one.max_abs, one.relative_l2))
+        for fqn, one in found.items()
+    } == {"all": (4, 4, None, None), "half": (2, 2, 0.0, 0.0), "late": (4, 4, None, None)}
 
 
 @pytest.mark.parametrize(

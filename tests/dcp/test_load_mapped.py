@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dcp
@@ -284,6 +285,74 @@ def test_a_folder_of_transformers_tells_its_sizes(tmp_path: Path) -> None:
     state = {"layers.0.attention.qkv_linear.wq.weight": model.weight}
     dcp.load(state, checkpoint_id=tmp_path, map="llama:hf-to-titan", no_dist=True)
     assert torch.equal(model.weight, weight.view(2, 2, 2, 8).transpose(1, 2).reshape(8, 8))
+
+
+class FusedByHooks(nn.Module):
+    """As torchtitan's attention: fused in memory, and apart in a state dict, of copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused, self.norm = nn.Linear(4, 6, bias=False), nn.LayerNorm(4)
+        self.register_state_dict_post_hook(self.split)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(self.merge)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def split(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """On the way out."""
+        fused = state.pop(f"{prefix}fused.weight")
+        if isinstance(fused, DTensor):
+            fused = fused.redistribute(fused.device_mesh, [Replicate()])
+        for number, name in enumerate("qkv"):
+            state[f"{prefix}{name}.weight"] = fused.view(2, 3, 4)[:, number].contiguous()
+
+    @staticmethod
+    def merge(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """On the way in."""
+        parts = [state.pop(f"{prefix}{name}.weight") for name in "qkv"]
+        state[f"{prefix}fused.weight"] = torch.stack(parts, 1).view(6, 4)
+
+
+FUSED_BY_HOOKS = {"rules": [{"from": "model.{name:*}", "to": "{name:*}"}]}
+
+
+def load_by_hooks(rank: int, world_size: int, path: str) -> None:
+    """Copies are told where they are given, and what the page says fills the parameter."""
+    saved = dcp.read(path)
+    sharded = FusedByHooks()
+    fully_shard(sharded)
+    for model in (FusedByHooks(), sharded):
+        state: Any = model.state_dict()
+        with pytest.warns(UserWarning, match=r"'q.weight', 'k.weight', 'v.weight' are in the memory of no"):
+            dcp.load(state, checkpoint_id=path, map=FUSED_BY_HOOKS)
+        model.load_state_dict(state)
+        fused = model.fused.weight
+        whole = fused.full_tensor() if isinstance(fused, DTensor) else fused
+        assert torch.equal(
+            whole, torch.stack([saved[f"model.{name}.weight"] for name in "qkv"], 1).view(6, 4)
+        )
+        assert torch.equal(state["norm.weight"], model.state_dict()["norm.weight"])
+
+
+def test_copies_that_hooks_of_a_module_make_are_told(tmp_path: Path) -> None:
+    """A load would fill them and not the module. Nothing is said of the module itself, of its own memory, of
+    views, of what is not asked for, nor of a state dict whose module is gone."""
+    model = FusedByHooks()
+    saved = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    run_ranks(2, load_by_hooks, str(tmp_path))
+    ours: dict[str, Any] = {"model": model}
+    plain = nn.LayerNorm(4)
+    views = plain.state_dict() | {"half": plain.weight.detach()[:2], "other": plain.bias.detach()[2:]}
+    dcp.save({"norm": views, "model": model.state_dict()}, checkpoint_id=tmp_path / "own", no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dcp.load(ours, checkpoint_id=tmp_path / "own", no_dist=True)
+        dcp.load({"norm": views}, checkpoint_id=tmp_path / "own", no_dist=True)
+        below = {"model": model.state_dict()}
+        dcp.load(below, checkpoint_id=tmp_path / "own", only="model.norm", no_dist=True)
+        dcp.load({"model": FusedByHooks().state_dict()}, checkpoint_id=tmp_path / "own", no_dist=True)
+    with pytest.warns(UserWarning, match=r"'model.q.weight', .*module\.load_state_dict\(state\)"):
+        dcp.load({"model": model.state_dict()}, checkpoint_id=tmp_path / "own", no_dist=True)
 
 
 def test_files_of_torch_save_and_views_of_them(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dcp
-from dcp.storage.errors import MissingKeyError
+from dcp.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from dcp.storage.errors import MissingKeyError, PlanError
 from tests.support.ranks import run_ranks
 
 
@@ -301,3 +302,58 @@ def _fsdp(rank: int, world_size: int, path: str) -> bool:
 def test_sharded_optimizers(tmp_path: Path) -> None:
     """State of DTensors is of DTensors."""
     assert run_ranks(2, _fsdp, str(tmp_path)) == [True, True]
+
+
+def test_other_groups_of_parameters_by_name(tmp_path: Path) -> None:
+    """As docs/recipes.md has it: groups cut anew, with a parameter more, or fewer; settings are those of the
+    new groups. By numbers it is an error."""
+    by_name = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def made(layers: int, *rates: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+        net = nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
+        cut = layers if len(rates) == 1 else 1
+        groups = [{"params": list(net[cut:].parameters())}, {"params": list(net[:cut].parameters())}]
+        pairs = zip(groups[-len(rates) :], rates, strict=True)
+        return net, torch.optim.AdamW([group | {"lr": rate} for group, rate in pairs])
+
+    net, optimizer = made(2, 0.1)
+    torch.autograd.backward(net(torch.ones(1, 2)).sum())
+    optimizer.step()
+    state = {"optimizer": get_optimizer_state_dict(net, optimizer, options=by_name)}
+    dcp.save(state, checkpoint_id=tmp_path / "named")
+    dcp.save({"optimizer": optimizer}, checkpoint_id=tmp_path / "numbered")
+    for layers, rates in ((3, (0.5, 0.01)), (1, (0.3,))):
+        other, its = made(layers, *rates)
+        with pytest.raises(PlanError):
+            dcp.load({"optimizer": its}, checkpoint_id=tmp_path / "numbered")
+        state = {"optimizer": get_optimizer_state_dict(other, its, options=by_name)}
+        dcp.load(
+            state,
+            checkpoint_id=tmp_path / "named",
+            exclude="optimizer.param_groups",
+            allow_partial_load=True,
+            unexpected="ignore",
+        )
+        set_optimizer_state_dict(other, its, state["optimizer"], options=by_name)
+        assert [group["lr"] for group in its.param_groups] == list(rates)
+        parameters = dict(net.named_parameters())
+        for name, parameter in other.named_parameters():
+            if name in parameters:
+                saved = optimizer.state[parameters[name]]["exp_avg"]
+                assert torch.equal(its.state[parameter]["exp_avg"], saved)
+
+
+def test_the_error_of_other_groups_advises_names(tmp_path: Path) -> None:
+    """Options that load nevertheless are not advised: by numbers, state may get to other parameters."""
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    one = torch.optim.AdamW(first.parameters())
+    two = torch.optim.AdamW([{"params": list(net.parameters())} for net in (first, second)])
+    for name, saved, loaded in (("less", one, two), ("more", two, one)):
+        dcp.save({"optimizer": saved}, checkpoint_id=tmp_path / name)
+        with pytest.raises(PlanError, match="flatten_optimizer_state_dict") as caught:
+            dcp.load({"optimizer": loaded}, checkpoint_id=tmp_path / name)
+        assert "allow_partial_load" not in str(caught.value)
+        assert "unexpected=" not in str(caught.value)
+    dcp.save({"optimizer": {}, "model": first}, checkpoint_id=tmp_path / "weights")
+    with pytest.raises(MissingKeyError, match="allow_partial_load"):
+        dcp.load({"optimizer": one}, checkpoint_id=tmp_path / "weights")

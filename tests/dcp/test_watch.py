@@ -291,6 +291,13 @@ def test_steps_as_lines(tmp_path: Path) -> None:
     assert (shown.status, shown.err) == (0, "")
     assert shown.out.splitlines() == [str(tmp_path / f"step-0000000{step}") for step in (1, 2)]
     assert run("watch", tmp_path, "--once").out == ""
+    mistyped = run("watch", tmp_path / "rnu", "--once")
+    assert (mistyped.status, mistyped.out) == (3, "")
+    assert "rnu is not there" in mistyped.err
+    checkpoint = run("watch", tmp_path / "step-00000002")
+    assert (checkpoint.status, checkpoint.out) == (3, "")
+    assert "is a checkpoint, and no run: give the folder that its steps are in" in checkpoint.err
+    assert not (tmp_path / "step-00000002" / ".watch").exists()
     rows = [
         json.loads(line)
         for line in run("watch", tmp_path, "--once", "--json", "--consumer", "b").out.splitlines()

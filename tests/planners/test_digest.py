@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,6 +12,7 @@ from dcp.planners.digest import (
     SAMPLE_BYTES,
     WHOLE_LIMIT_BYTES,
     ReplicaCheck,
+    block_sums,
     digest_bytes,
     digest_tensors,
 )
@@ -54,6 +58,21 @@ def test_large_tensors_are_sampled_at_head_tail_and_between() -> None:
     tensor.zero_()
     tensor[SAMPLE_BYTES + 1] = 1
     assert digest_tensor(tensor) == sampled
+
+
+@pytest.mark.parametrize(
+    "digest", [lambda data: digest_tensor(data, "full"), block_sums], ids=["crc", "sums"]
+)
+def test_every_bit_counts(digest: Callable[[torch.Tensor], Any]) -> None:
+    """Wherever it is, also where two differ in the highest bit of a word; and memory may begin anywhere."""
+    memory = torch.randint(256, ((2 << 20) + 8,), dtype=torch.uint8)
+    data = memory[3 : 3 + (2 << 20) + 5]
+    before = torch.as_tensor(digest(data))
+    assert torch.equal(torch.as_tensor(digest(data.clone())), before)
+    for places in ((0,), ((1 << 20) - 1,), (1 << 20,), (-1,), (3, 7), (3, (64 << 10) + 3), (-2, -6)):
+        changed = data.clone()
+        changed[list(places)] ^= 0x80
+        assert not torch.equal(torch.as_tensor(digest(changed)), before), places
 
 
 def test_samples_cover_all_of_a_changed_tensor() -> None:

@@ -11,6 +11,7 @@ import pytest
 from dcp.planners.layout.placements import LocalBox
 from dcp.planners.save.dealing import LARGE_OBJECT_BYTES
 from dcp.planners.save.global_plan import plan_save
+from dcp.planners.value_digests import NOT_COMPARABLE
 from dcp.storage.errors import PlanError, ReplicaMismatchError
 from tests.planners.simulation import Held, save_columns, whole_tensor, write
 
@@ -141,13 +142,18 @@ def test_replicas_that_differ_are_refused() -> None:
 
 @pytest.mark.parametrize("digests", [(0, 7, 7), (7, 0, 7), (7, 7, 0)])
 def test_a_value_that_cannot_be_compared_differs_from_one_that_can(digests: tuple[int, ...]) -> None:
-    """Plain on some ranks and opaque on others, it is not the same value; opaque on all, nobody can tell."""
+    """Plain on some ranks and opaque on others, it is not the same value; opaque on all, it is refused,
+    unless the plan was made elsewhere (0), and on one alone it need not be compared."""
     columns = [save_columns({}, {"hook": digest}) for digest in digests]
     told = r"object 'hook' differs: rank.* one value, rank.* another"
     with pytest.raises(ReplicaMismatchError, match=told):
         plan_save(columns)
     opaque = [save_columns({}, {"hook": 0})] * 3
     assert [writes.object_rows.tolist() for writes in plan_save(opaque).writes] == [[0], [], []]
+    opaque = [save_columns({}, {"hook": NOT_COMPARABLE}) for _ in range(2)]
+    with pytest.raises(ReplicaMismatchError, match="'hook' of ranks 0, 1 cannot be compared"):
+        plan_save(opaque)
+    assert len(plan_save([opaque[0], save_columns({}, {})]).index.objects.fqns) == 1
 
 
 PROBLEMS = {

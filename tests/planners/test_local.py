@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+import dcp
 from dcp.planners.layout.local import DTYPE_CODES, collect_tensors
 from dcp.planners.layout.local_tensor import is_tensor_like, local_tensor
 from dcp.storage.errors import PlanError
@@ -207,6 +209,15 @@ def test_unsupported_tensors_are_all_named_with_advice() -> None:
     for problem, (name, (_, advice)) in zip(problems, REFUSED.items(), strict=True):
         assert repr(name) in problem
         assert advice in problem
+
+
+@pytest.mark.parametrize("use", [dcp.save, dcp.load])
+def test_a_jagged_tensor_is_named(tmp_path: Path, use: Callable[..., Any]) -> None:
+    """It is made of inner tensors and has a size that is no number."""
+    jagged = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
+    dcp.save({}, checkpoint_id=tmp_path)
+    with pytest.raises(PlanError, match=r"'m\.x': nested tensors cannot be stored; store its values\(\)"):
+        use({"m": {"x": jagged}}, checkpoint_id=tmp_path)
 
 
 def test_lazy_views_are_saved_by_value_and_loaded_into_as_they_are() -> None:

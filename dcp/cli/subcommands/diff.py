@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,7 @@ from dcp.cli.common import (
     Options,
     describe_bytes,
     errors_as_lines,
+    print_error,
     print_json,
     printable,
     storage_options,
@@ -84,6 +86,8 @@ def command(
         print_json(found)
     else:
         _print(found, list(found.tensors) if by is None else sorted(found.tensors, key=by), top)
+    if (told := _renaming(found)) and not renames:
+        print_error(f"the same names with another prefix: --rename {told} compares these")
     if not found.is_empty:
         raise typer.Exit(EXIT_FINDINGS)
 
@@ -94,6 +98,28 @@ def _rename(rule: str) -> tuple[str, str]:
     if not separator:
         raise typer.BadParameter(f"--rename {rule!r} is not of the form REGEX=>NEW")
     return regex, text
+
+
+def _renaming(found: Difference) -> str:
+    """A rule for ``--rename`` by which tensors that A alone has are some that B alone has; "" without any."""
+    # here, because a usage message must not wait for numpy
+    from dcp.planners.load.key_hints import rename_for_missing
+
+    alone: dict[str, list[str]] = {"removed": [], "added": []}
+    for tensor in found.tensors:
+        if tensor.kind in alone:
+            alone[tensor.kind].append(tensor.fqn)
+    groups: dict[str, list[str]] = {}
+    for name in alone["removed"]:  # the model's, beside those of an optimizer
+        for depth in (1, 2):
+            groups.setdefault(".".join(name.split(".")[:depth]), []).append(name)
+    best, most = "", 0
+    for names in groups.values() if alone["added"] else ():
+        rules, count = rename_for_missing(names, alone["added"], found.equal)
+        if rules and len(rules) == 1 and count > most:
+            ((regex, text),) = rules.items()
+            best, most = shlex.quote(f"{regex}=>{text}"), count
+    return best
 
 
 def _print(found: Difference, tensors: list[TensorDifference], top: int | None) -> None:

@@ -103,6 +103,8 @@ def _print(
         describe_bytes(found.bytes_read),
     )
     print(printable(f"{found.url}: {', '.join(sizes)} read, {total.nans:,} NaN, {total.infs:,} infinite"))
+    if total.nans + total.infs:
+        print("min, max, mean, std, norm and values are of the finite elements; nan and inf count the others")
     print()
     rows = [
         (tensor.fqn, tensor.dtype, "x".join(map(str, tensor.shape)) or "scalar", *_cells(tensor.statistics))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from dcp.cli.common import (
+    EXIT_FAILURE,
     EXIT_FINDINGS,
     Debug,
     Json,
@@ -74,7 +75,7 @@ def command(
 
     A step is printed or given to the command once for each consumer; one that was not acknowledged, because
     the command failed or this was killed, is given again to whoever continues. With --json a line of JSON a
-    step. SIGINT and SIGTERM end it, and the command with it.
+    step. SIGINT and SIGTERM end it, and the command with it. A run that is not there fails with --once.
     """
     words = _words(exec_)
     try:
@@ -95,6 +96,9 @@ def command(
                     _tell(step, status if words is not None else None, json=json)
                     if status:
                         raise typer.Exit(EXIT_FINDINGS)
+                if not steps.has_found_run:  # --once
+                    print_error(f"{run} is not there: --once has no steps to give")
+                    raise typer.Exit(EXIT_FAILURE)
     except KeyboardInterrupt:
         raise typer.Exit(128 + signal.SIGINT) from None
 

@@ -26,7 +26,8 @@ class ValueDifference:
     is itself. Of two dtypes their values are compared, and all NaNs are one. ``nonfinite`` of those that
     differ are NaN or infinite on a side; ``max_abs`` and ``relative_l2`` (the L2 norm of the differences
     divided by that of the first tensor; infinite where that is 0) are of the others. Both are None for bits
-    without a meaning.
+    without a meaning, and where no element is finite on both sides. ``nonfinite_after`` elements of the
+    second tensor are NaN or infinite, whether they differ or not.
     """
 
     elements: int
@@ -34,6 +35,7 @@ class ValueDifference:
     nonfinite: int
     max_abs: float | None
     relative_l2: float | None
+    nonfinite_after: int = 0
 
 
 def are_comparable(first: Dtype, second: Dtype) -> bool:
@@ -52,7 +54,7 @@ class Deltas:
         self._has_values = not is_opaque(first)
         self._is_wide = first == second and is_integral(first) and first.itemsize == 8
         self.elements = self.differing = 0
-        self._nonfinite = 0
+        self._nonfinite = self._nonfinite_after = self._finite = 0
         self._max_abs = self._delta_squares = self._squares = 0.0
 
     def add(self, first: Array, second: Array) -> None:
@@ -74,13 +76,14 @@ class Deltas:
             differ = (a != b) & ~(np.isnan(a) & np.isnan(b))
         count = int(np.count_nonzero(differ))
         self.differing += count
-        if np.isfinite(a).all() and np.isfinite(b).all():
-            self._squares += _square_sum(a)
-        else:
-            finite = np.isfinite(a) & np.isfinite(b)
+        finite, finite_after = np.isfinite(a), np.isfinite(b)
+        if not (finite.all() and finite_after.all()):
+            finite &= finite_after
             self._nonfinite += int(np.count_nonzero(differ & ~finite))
-            self._squares += _square_sum(a[finite])
+            self._nonfinite_after += int(np.count_nonzero(~finite_after))
             first, second, a, b = first[finite], second[finite], a[finite], b[finite]
+        self._finite += len(a)
+        self._squares += _square_sum(a)
         if count:
             self._add_deltas(_exact(first, second) if self._is_wide else np.abs(a - b))
 
@@ -93,12 +96,14 @@ class Deltas:
         relative = 0.0
         if self._delta_squares:
             relative = math.sqrt(self._delta_squares / self._squares) if self._squares else math.inf
+        is_known = self._has_values and (self._finite > 0 or self.elements == 0)
         return ValueDifference(
             self.elements,
             self.differing,
             self._nonfinite,
-            self._max_abs if self._has_values else None,
-            relative if self._has_values else None,
+            self._max_abs if is_known else None,
+            relative if is_known else None,
+            self._nonfinite_after,
         )
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from dcp.storage.stores.posix.refusals import sync_folder
+
 __all__ = ["MAX_NOTE_BYTES", "Note", "Spool"]
 
 logger = logging.getLogger(__name__)
@@ -84,7 +86,7 @@ class Spool:
                 added += self._add(note, data)
         if added:
             try:
-                self._sync_folder()
+                sync_folder(self.folder)
             except OSError as error:
                 self._tell(error)
 
@@ -133,13 +135,6 @@ class Spool:
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > _STALE_SECONDS:
                 path.unlink()
-
-    def _sync_folder(self) -> None:
-        descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
     def _tell(self, error: OSError) -> None:
         if not self._is_told:

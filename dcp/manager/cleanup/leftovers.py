@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
 from dcp.conversion.publishing.ledger import LEDGER_NAME, LocalLedger
+from dcp.conversion.publishing.local_files import only_copies, refusal_to_put_back
 from dcp.conversion.targets.places import is_written_under
 from dcp.manager.cleanup.dropping import finish_drop
 from dcp.manager.cleanup.removal import (
@@ -50,7 +52,7 @@ OLD_SECONDS: Final = 86_400.0
 
 _LOCK_TIMEOUT_SECONDS: Final = 60.0
 
-LeftoverKind = Literal["abandoned", "removal", "strays", "conversion", "uploads"]
+LeftoverKind = Literal["abandoned", "removal", "strays", "conversion", "replacement", "uploads"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,8 @@ class Leftovers:
     """What is left in one folder.
 
     ``kind``: "abandoned" (nothing was committed), "removal" (one was interrupted), "strays" (files beside a
-    checkpoint), "conversion" (one that was killed), "uploads" (nothing else). ``files`` can go. ``uploads``
+    checkpoint), "conversion" (one that was killed), "replacement" (a conversion that was killed while it
+    replaced its target, which is put back), "uploads" (nothing else). ``files`` can go. ``uploads``
     are names of unfinished ones, of saves and conversions that may be running. ``problem`` says why the
     folder was not looked into any further.
     """
@@ -107,20 +110,28 @@ def _conversions(root: Path, before_seconds: float) -> Iterator[tuple[Store, Lef
     """Folders in which conversions to something in ``root`` were at work, and have written nothing since."""
     for folder in sorted(root.glob(f"{TEMPORARY_PREFIX}convert-*")):
         paths = [path for path in folder.rglob("*") if path.is_file()]
-        stats = {str(path.relative_to(folder)): path.stat() for path in paths}
-        files = [FileInfo(name, stat.st_size, stat.st_mtime) for name, stat in sorted(stats.items())]
-        if LEDGER_NAME in stats and max(info.modified_seconds for info in files) < before_seconds:
-            yield PosixStore(folder), Leftovers(str(folder), "conversion", tuple(files))
+        stats = {path: path.stat() for path in paths}
+        if folder / LEDGER_NAME not in stats or max(one.st_mtime for one in stats.values()) >= before_seconds:
+            continue
+        kept = [old for old, _ in only_copies(folder)]
+        files = tuple(
+            FileInfo(str(path.relative_to(folder)), stat.st_size, stat.st_mtime)
+            for path, stat in sorted(stats.items())
+            if not any(path.is_relative_to(old) for old in kept)
+        )
+        kind: LeftoverKind = "replacement" if kept else "conversion"
+        problem = refusal_to_put_back(folder)
+        yield PosixStore(folder), Leftovers(str(folder), kind, files, problem=problem)
 
 
 def _remove_conversion(left: Leftovers) -> Removed:
-    """Under the ledger's own lock: one that goes on just now stays."""
-    ledger = LocalLedger(Path(left.url))
-    try:
-        ledger.open("")
-    except CheckpointConflictError:
-        return Removed("replaced")
-    ledger.remove()
+    """Under the ledger's own lock: one that goes on just now stays. What was to be replaced is put back."""
+    with closing(LocalLedger(Path(left.url))) as ledger:
+        try:
+            ledger.open("")
+        except CheckpointConflictError:
+            return Removed("replaced")
+        ledger.remove()
     return Removed("deleted", len(left.files), left.size_bytes)
 
 
@@ -192,7 +203,7 @@ def remove_leftovers(
     """
     if left.kind == "removal":
         removed = finish_removal(store, now_seconds)
-    elif left.kind == "conversion":
+    elif left.kind in ("conversion", "replacement"):
         removed = _remove_conversion(left)
     elif left.kind == "abandoned":
         removed = remove_abandoned(store, older_than_seconds, now_seconds)
@@ -200,6 +211,7 @@ def remove_leftovers(
         # Before files go that a `.metadata` from before a drop may refer to.
         finished, finished_bytes = finish_drop(store)
         with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):  # no save commits between look and deletion
+            store.sync()  # the commit that made them strays may not have been durable
             still = {*_still_left(store, now_seconds, older_than_seconds)} & {*left.files}
             removed = remove_strays(store, still.__contains__)
         removed = replace(

@@ -18,10 +18,12 @@ from dcp.inspection.verification import verify_store
 from dcp.manager.cleanup import retention
 from dcp.manager.cleanup.deletion import Deleter, DeleterClosedError, DeletionEvent
 from dcp.manager.cleanup.dropping import drop_parts, finish_drop
+from dcp.manager.cleanup.other_runs import OtherRuns
 from dcp.manager.cleanup.retention import Part, Retention
 from dcp.manager.events import Events
 from dcp.steps.folders import Commit, StepFolders, read_commit
 from dcp.steps.notes import Verified
+from dcp.storage.commit_names import METADATA_NAME
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from dcp.storage.formats.index import UNKNOWN
 from dcp.storage.stores.base import Store
@@ -44,7 +46,11 @@ def problem_of(store: Store, commit: Commit, check: Check) -> str | None:
     if index is None:
         return str(commit.problem)
     if check == "full":
-        return "; ".join(found.message for found in verify_store(store).faults[:8]) or None
+        found = verify_store(store).faults
+        for fault in found:
+            if fault.file == METADATA_NAME:  # stock torch's alone: dcp loads, and retention counts it
+                logger.warning("%s: %s", store.url, fault.message)
+        return "; ".join([one.message for one in found if one.file != METADATA_NAME][:8]) or None
     sizes = {info.name: info.size_bytes for info in store.list()}
     wrong = []
     for name, size in zip(index.files, index.file_sizes.tolist(), strict=True):
@@ -82,6 +88,7 @@ class PostCommitWorker:
         self._check = check
         self._events = events
         self._on_damage = on_damage
+        self._others = OtherRuns(folders)
         self._deleter = Deleter(folders, on_event=self._on_deletion)
         self._changed = threading.Condition()
         self._committed: list[int] = []
@@ -112,6 +119,7 @@ class PostCommitWorker:
 
     def saving(self, step: int) -> None:
         """A save of ``step`` begins: a deletion there is finished first, whatever became of it."""
+        self._others.saving(step)
         with self._changed:
             self._unsettled[step] += 1
             unknown = not self._resumed
@@ -128,8 +136,9 @@ class PostCommitWorker:
         """The save of ``step`` did not commit."""
         self._settle(step)
 
-    def committed(self, step: int) -> None:
+    def committed(self, step: int, save_id: str = "") -> None:
         """The save of ``step`` has committed: look after it in the background."""
+        self._others.committed(step, save_id)
         with self._changed:
             self._committed.append(step)
         self._wake()
@@ -274,6 +283,7 @@ class PostCommitWorker:
                     self._on_damage(problem)
         finally:
             self._settle(step)
+        self._others.look(step, self._unsettled_now())
         self._retain(step)
 
     def _go_on_with_what_was_left(self) -> None:
@@ -291,6 +301,7 @@ class PostCommitWorker:
             self._deleter.abandoned()
             for state in self._folders.survey(self._unsettled_now()) if self._drops else ():
                 if state.dropped and state.health == "good":
+                    self._others.dropping(state.step)
                     finish_drop(self._folders.store(state.step))
             if self._check != "off":
                 for step in sorted(set(self._folders.unverified()) - self._unsettled_now()):
@@ -366,6 +377,7 @@ class PostCommitWorker:
                 return
             self._dropping = step
         begun, names = time.monotonic(), ", ".join(part.name for part in parts)
+        self._others.dropping(step)
         try:
             found = drop_parts(self._folders.store(step), parts, time.time())
             if found.outcome in ("absent", "shared"):

@@ -128,7 +128,10 @@ class RankAgreement(Agreement):
             raise OptionError(f"agree_every_steps must be at least 1, not {every_steps}")
         self._channel = channel
         self._ranks = Ranks(
-            use_dist=True, channel=channel, timeout_seconds=timeout_seconds, operation="agreement"
+            use_dist=True,
+            channel=channel,
+            timeout_seconds=timeout_seconds,
+            operation="CheckpointManager.save",
         )
         self._every_steps = every_steps
         self._calls = 0

@@ -7,7 +7,7 @@ import threading
 from collections import deque
 
 from dcp.background.future import SaveFuture
-from dcp.storage.errors import CheckpointError, CorruptCheckpointError
+from dcp.storage.errors import CheckpointError, CollectiveTimeoutError, CorruptCheckpointError, PlanError
 
 __all__ = ["SaveLedger"]
 
@@ -20,7 +20,8 @@ _PHASES = ("blocked", "save")
 class SaveLedger:
     """Filled by the threads that carry out saves, asked by the training thread.
 
-    ``keep_failures``: the last failure is kept until it is raised; else they are only counted.
+    ``keep_failures``: the last failure is kept until it is raised; else only one that every save will hit,
+    and the others are counted.
     """
 
     def __init__(self, *, keep_failures: bool) -> None:
@@ -31,6 +32,8 @@ class SaveLedger:
         self._closing = False
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
         self._failure: BaseException | None = None
+        self._untold: BaseException | None = None
+        self._has_committed = False
         self._damage: CorruptCheckpointError | None = None
 
     # -- written ---------------------------------------------------------------------------------------------
@@ -46,9 +49,13 @@ class SaveLedger:
         with self._changed:
             if error is None and future.outcome is not None:
                 self._seconds.append(sum(future.outcome.seconds.get(name, 0.0) for name in _PHASES))
+            is_committed = error is None or (isinstance(error, CheckpointError) and error.committed)
+            self._has_committed |= is_committed
             if error is not None and (self._closing or not future.cancelled()):
-                self._failures += 1
-                self._failure = error if self._keep_failures else None
+                self._failures += not is_committed
+                self._untold = None if future.cancelled() else error
+                if self._keep_failures or _is_lasting(error):
+                    self._failure = error
             self._running.pop(future, None)
             self._changed.notify_all()
 
@@ -98,8 +105,20 @@ class SaveLedger:
             if damage:
                 found, self._damage = self._damage, None
                 error = error if error is not None else found
+            if error is not None:
+                self._untold = None
         if error is not None:
             raise error
+
+    def raise_unsaved(self) -> None:
+        """Raise CheckpointError where saves failed, the last of them was not raised, and none committed."""
+        with self._changed:
+            error, self._untold = self._untold, None
+        if error is not None and not self._has_committed:
+            raise CheckpointError(
+                f"nothing was saved: no save of this manager was committed, and {self._failures} failed, the "
+                f"last one by: {error}"
+            ) from error
 
     def wait(self, timeout_seconds: float | None) -> bool:
         """Whether no save is under way any more, within ``timeout_seconds``."""
@@ -114,3 +133,11 @@ class SaveLedger:
                 f"the save of step {steps} has not ended within {timeout_seconds:g} s: the storage hangs, or "
                 "timeout_seconds is too short for it"
             )
+
+
+def _is_lasting(error: BaseException) -> bool:
+    """Whether the saves to come will fail as well: an entry cannot be saved as it is, or the ranks do not
+    come together any more."""
+    if isinstance(error, PlanError):
+        return bool(error.fqn or error.fqns or error.problems)
+    return isinstance(error, CollectiveTimeoutError)

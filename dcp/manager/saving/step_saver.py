@@ -147,17 +147,25 @@ class StepSaver:
         """In the thread that carried out the save."""
         error = future.exception()
         try:
-            self._tell_end(step, what, future, error)
             committed = error is None or (isinstance(error, CheckpointError) and error.committed)
-            if self.post_commit is not None:
-                (self.post_commit.committed if committed else self.post_commit.failed)(step)
+            self._tell_end(step, what, future, error, committed=committed)
+            if self.post_commit is not None and committed:
+                self.post_commit.committed(step, future.outcome.save_id if future.outcome else "")
+            elif self.post_commit is not None:
+                self.post_commit.failed(step)
         finally:
             self.ledger.ended(future, error)
 
     def _tell_end(
-        self, step: int, what: dict[str, Any], future: SaveFuture, error: BaseException | None
+        self,
+        step: int,
+        what: dict[str, Any],
+        future: SaveFuture,
+        error: BaseException | None,
+        *,
+        committed: bool,
     ) -> None:
-        if error is not None:
+        if not committed:
             kind: EventKind = "save_cancelled" if future.cancelled() else "save_failed"
             self.events.emit(kind, step, error=error, **what)
             return
@@ -169,6 +177,7 @@ class StepSaver:
             step,
             seconds=outcome.seconds,
             size_bytes=outcome.staged_bytes,
+            error=error,
             save_id=outcome.save_id,
             **what,
         )

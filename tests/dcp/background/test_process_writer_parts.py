@@ -30,6 +30,7 @@ from dcp.storage.errors import (
     CheckpointError,
     CollectiveTimeoutError,
     ReplicaMismatchError,
+    StorageError,
     WriterProcessError,
 )
 from tests.support.ranks import run_ranks
@@ -279,6 +280,10 @@ def test_a_rank_that_does_not_come_to_the_meeting_is_named() -> None:
 
 
 FAILED = error_to_data(failure_of("plan", {1: ReplicaMismatchError("differ", fqn="w")}, 0, None))
+LATE = error_to_data(failure_of("write", {0: StorageError("no .metadata", committed=True)}, 0, None))
+"""The checkpoint is there, and something of it is not."""
+UNHEARD = error_to_data(CheckpointError("late", committed=True))
+"""It is there, and not every rank has heard of it."""
 
 
 @pytest.mark.parametrize(
@@ -290,11 +295,9 @@ FAILED = error_to_data(failure_of("plan", {1: ReplicaMismatchError("differ", fqn
         ([Ending(died="was killed"), Ending(error=FAILED, broken=True)], True, ("WriterProcessError", True)),
         ([Ending(error=FAILED), Ending(error=FAILED)], True, ("ReplicaMismatchError", False)),
         ([Ending(saved=True, save_id="a"), Ending(died="was killed")], False, ("WriterProcessError", True)),
-        (
-            [Ending(error=error_to_data(CheckpointError("late", committed=True))), Ending(died="x")],
-            True,
-            (None, True),
-        ),
+        ([Ending(error=UNHEARD, broken=True), Ending(died="x")], True, (None, True)),
+        ([Ending(error=LATE), Ending(error=LATE)], True, ("StorageError", False)),
+        ([Ending(error=LATE), Ending(died="x")], True, ("StorageError", True)),
     ],
 )
 def test_all_ranks_make_the_same_of_all_endings(

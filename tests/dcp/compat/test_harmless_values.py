@@ -99,12 +99,13 @@ def same(first: Any, second: Any) -> bool:
     if isinstance(first, np.ndarray):
         shape = first.dtype == second.dtype and first.shape == second.shape
         return bool(shape and first.tobytes() == second.tobytes())
-    if isinstance(first, list | tuple):
-        return len(first) == len(second) and all(map(same, first, second))
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple | collections.deque):
+        is_as_long = len(first) == len(second) and getattr(first, "maxlen", 0) == getattr(second, "maxlen", 0)
+        return is_as_long and all(map(same, first, second))
     if isinstance(first, io.BytesIO):
         return bool(first.getvalue() == second.getvalue() and first.tell() == second.tell())
-    if isinstance(first, collections.deque):
-        return bool(first == second) and first.maxlen == second.maxlen
     return bool(first == second)
 
 
@@ -200,6 +201,41 @@ def test_a_conversion_tells_what_torch_load_will_refuse(
     assert len(said) == 1 and "because of 'x';" in said[0]
     convert(tmp_path / "c", tmp_path / "other.pt", to="torch", exclude="x")
     assert torch.load(tmp_path / "other.pt", weights_only=True)["s"] == {1}
+
+
+def test_a_torch_file_keeps_its_containers_and_names_what_it_cannot(tmp_path: Path) -> None:
+    """Deques with tensors stay deques, also on the way to the next file; numpy's numbers are plain keys; a
+    layout and other keys are refused by name, and spoil no other entry."""
+    kept: dict[str, Any] = {
+        "deque": collections.deque([torch.ones(1), {"a": 1}], 3),
+        "default": collections.defaultdict(list, {"a": torch.ones(1)}),
+        "numpy": ({np.int64(3): 1, np.str_("a"): {np.float32(0.5)}}, {np.int64(4): torch.ones(1)}),
+    }
+    refused = {
+        "layout": (torch.strided,),
+        "dtype": {torch.float32: torch.ones(1), "w": torch.ones(1)},
+        "date": {datetime.date(2026, 1, 1): 1},
+        "closed": ({"a": [{decimal.Decimal(1): 1}]},),
+        "set": {datetime.date(2026, 1, 1)},
+    }
+    torch.save({**kept, **refused}, tmp_path / "a.pt")
+    with pytest.raises(dcp.errors.UnsafeObjectError) as caught:
+        dcp.read(tmp_path / "a.pt")
+    for name, need in [
+        ("layout", "torch.layout"),
+        ("dtype.<key 0>", "a Dtype as a key"),
+        ("date.<key 0>", "a date as a key"),
+        ("closed", "a Decimal as a key"),
+        ("set", "a set of more than"),
+    ]:
+        assert f"'{name}" in str(caught.value) and need in str(caught.value), str(caught.value)
+    convert(tmp_path / "a.pt", tmp_path / "b", to="dcp", drop_objects=True)
+    convert(tmp_path / "b", tmp_path / "c.pt", to="torch")
+    for place in ("a.pt", "b", "c.pt"):
+        found = dcp.read(tmp_path / place, exclude=[] if place != "a.pt" else [*refused, "*<key*"])
+        assert all(same(found[name], value) for name, value in kept.items()), place
+        assert found["deque"].maxlen == 3 and found["default"].default_factory is list
+    assert same(torch.load(tmp_path / "c.pt", weights_only=False)["deque"], kept["deque"])
 
 
 def test_safetensors_refuses_and_names_them(tmp_path: Path) -> None:

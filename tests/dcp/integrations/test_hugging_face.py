@@ -498,6 +498,44 @@ def epochs(root: str, *, until: int, stateful: bool = False) -> list[float]:
     return sums
 
 
+def numbered_epochs(root: str) -> list[list[float]]:
+    """By a loop that numbers its epochs, saves at the last batch of one, and is made anew: what each epoch of
+    the two runs has seen."""
+    import torch
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+
+    import dcp.integrations.accelerate
+
+    seen: list[list[float]] = []
+    for start in (0, 1):
+        loading = DataLoaderConfiguration(
+            use_stateful_dataloader=True, use_seedable_sampler=True, data_seed=0
+        )
+        accelerator = Accelerator(cpu=True, dataloader_config=loading)
+        dcp.integrations.accelerate.use(accelerator, mode="sync")
+        data: Any = torch.arange(8.0)
+        loader: Any = accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=2, shuffle=True))
+        if start:
+            accelerator.load_state(f"{root}/saved")
+        for epoch in range(start, 3):  # the loop's own number is that of the epoch whose last batch was saved
+            loader.set_epoch(epoch)
+            seen.append([])
+            for batch in loader:
+                seen[-1] += batch.tolist()
+                if (start, epoch) == (0, 1) and len(seen[-1]) == 8:
+                    accelerator.save_state(f"{root}/saved")
+    return seen
+
+
+@pytest.mark.exhaustive
+def test_an_epoch_whose_last_batch_was_saved_is_not_seen_again(tmp_path: Path) -> None:
+    """A loop that begins it again finds nothing left of it, and then the next one as ever."""
+    zero, one, two, rest, again = in_lab(numbered_epochs, str(tmp_path))
+    assert len({tuple(zero), tuple(one), tuple(two)}) == 3 and sorted(two) == list(range(8))
+    assert (rest, again) == ([], two)
+
+
 def loops_of_accelerate(root: str) -> dict[str, Any]:
     """In the laboratory: the newest is damaged; there is none; the loader has a state of its own."""
     from tests.support.trainer_runs import LoopRun

@@ -7,6 +7,7 @@ import os
 import pickle
 import sys
 import time
+import warnings
 from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
@@ -317,6 +318,62 @@ def test_objects_need_to_be_allowed(tmp_path: Path) -> None:
     assert "fit(..., weights_only=False)" in "".join(caught.value.__notes__)
     loaded = plugin.load_checkpoint(tmp_path / LAST, weights_only=False)
     assert isinstance(loaded["hyper_parameters"]["model"], Unknown)
+
+
+def test_the_order_of_samples_goes_on_within_an_epoch(tmp_path: Path) -> None:
+    """With the sampler that the pages give, whatever the seed of the program is by then, as do numbers that
+    are drawn; with shuffle=True the save says that it may not."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    from dcp.integrations.lightning import DcpCheckpointIO, RankStates
+    from dcp.integrations.torchdata import RescalableSampler
+
+    class Net(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+            self.seen: list[Any] = []
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            self.seen.append((batch.flatten().tolist(), torch.rand(()).item()))
+            loss: torch.Tensor = self.layer(batch).sum()
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    data: Any = [torch.tensor([float(number)]) for number in range(12)]
+
+    def fitted(seed: int, name: str, steps: int, resume: str | None = None, **options: Any) -> list[Any]:
+        torch.manual_seed(seed)
+        net = Net()
+        saves = ModelCheckpoint(tmp_path / name, "{step}", every_n_train_steps=4, save_top_k=-1)
+        trainer = pl.Trainer(
+            max_steps=steps,
+            accelerator="cpu",
+            plugins=[DcpCheckpointIO()],
+            callbacks=[RankStates(), saves],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        loader: Any = StatefulDataLoader(data, batch_size=2, **options)
+        trainer.fit(net, loader, ckpt_path=resume)
+        return net.seen
+
+    def sampler() -> dict[str, Any]:
+        return {"sampler": RescalableSampler(data, seed=7)}
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        whole = fitted(1, "whole", 14, **sampler())
+        rest = fitted(5, "rest", 14, str(tmp_path / "whole" / "step=8.ckpt"), **sampler())
+    assert rest == whole[8:]
+    assert not any("RescalableSampler" in str(one.message) for one in told)
+    with pytest.warns(UserWarning, match="sampler=.*RescalableSampler"):
+        fitted(1, "shuffled", 4, shuffle=True)
 
 
 def test_wrong_use_says_what_to_do(tmp_path: Path) -> None:

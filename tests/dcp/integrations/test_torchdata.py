@@ -143,6 +143,42 @@ def test_prefetched_batches_are_not_consumed() -> None:
             assert seen + rest[0] == taken(loaders(24, 1)[0])
 
 
+def test_it_draws_nothing_from_the_generator_that_training_draws_from() -> None:
+    """So that what a model draws goes on bit for bit where a loader is made within an epoch. Seeds of workers
+    differ by epoch, and by the seed of the program."""
+
+    def trained(loader: Any, count: int | None = None) -> list[float]:
+        drawn = []
+        for number, _ in enumerate(loader):
+            drawn.append(torch.rand(()).item())
+            if number + 1 == count:
+                break
+        return drawn
+
+    def run(count: int | None = None, loaded: dict[str, Any] | None = None) -> tuple[Any, list[float]]:
+        torch.manual_seed(3)
+        loader = RescalableDataLoader(Numbers(10), 2, shuffle=True)
+        if loaded is not None:
+            loader.load_state_dict(loaded["loader"])
+            torch.set_rng_state(loaded["random"])
+        return loader, trained(loader, count)
+
+    _, whole = run()
+    loader, before = run(2)
+    _, after = run(loaded={"loader": loader.state_dict(), "random": torch.get_rng_state()})
+    assert before + after == whole
+    seeds = [loader.generator.initial_seed()]
+    loader.sampler.set_epoch(1)
+    trained(loader)
+    seeds.append(loader.generator.initial_seed())
+    torch.manual_seed(4)
+    trained(loader)
+    assert len({*seeds, loader.generator.initial_seed()}) == 3
+    own = torch.Generator().manual_seed(11)
+    trained(given := RescalableDataLoader(Numbers(10), 2, generator=own))
+    assert given.generator is own and own.initial_seed() == 11
+
+
 def test_epochs() -> None:
     """A state between two epochs begins the next one, an epoch that is broken off is, and one that was set to
     another begins there."""

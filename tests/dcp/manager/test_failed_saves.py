@@ -21,6 +21,7 @@ from tests.dcp.manager.manager_support import (
     state_at,
     writer_with,
 )
+from tests.support.faulty_saves import without_metadata
 
 
 @pytest.mark.parametrize(("check", "found"), [("sizes", True), ("full", True), ("off", False)])
@@ -104,6 +105,29 @@ def test_a_failed_save_does_not_end_training(tmp_path: Path, mode: Any) -> None:
     assert data_files(tmp_path / "step-00000001") == []
 
 
+def _writer_without_metadata(checkpoint_id: str) -> dcp.FileSystemWriter:
+    return dcp.FileSystemWriter(checkpoint_id, sync_files=False, open_store=without_metadata)
+
+
+@pytest.mark.parametrize("mode", ["thread", "process", "sync"])
+def test_a_save_that_fails_behind_its_commit_is_committed(tmp_path: Path, mode: Any) -> None:
+    """`.metadata` cannot be written: the same error in every mode says so, and the step counts as saved, and
+    as sound, however it is verified."""
+    seen = Recorder()
+    options: dict[str, Any] = {"mode": mode, "on_event": seen, "verify_saved": "full"}
+    with manager_of(tmp_path, writer=_writer_without_metadata, **options) as manager:
+        future = manager.save(1, state_at(1))
+        assert manager.wait(240)
+        assert (manager.failures, manager.all_steps()) == (0, [1])
+    assert isinstance(future, dcp.state_dict_saver.SaveFuture)
+    error = future.exception()
+    assert isinstance(error, dcp.errors.StorageError) and error.committed
+    assert "is committed and loads with dcp, but .metadata" in str(error)
+    assert seen.kinds("saved", "save_failed", "verified") == [("saved", 1), ("verified", 1)]
+    assert "the storage is away" in str(seen.one("saved").error)
+    assert loaded_step(manager.checkpoint_id(1)) == 1
+
+
 def test_a_failure_is_raised_at_the_next_call(tmp_path: Path) -> None:
     """With on_failure="raise": once, by whatever is called next; then the manager goes on."""
     failing = Failing()
@@ -127,6 +151,27 @@ def test_a_failure_is_raised_at_the_next_call(tmp_path: Path) -> None:
     with pytest.raises(dcp.errors.StorageError, match="the storage is away"):
         other.close()
     other.close()
+
+
+def test_a_run_that_saved_nothing_does_not_end_well(tmp_path: Path) -> None:
+    """With on_failure="warn", too: `close` raises where all saves failed, once; not after a commit."""
+    failing = Failing()
+    manager = manager_of(tmp_path, writer=writer_with(failing), retries=0)
+    for step in (1, 2):
+        manager.save(step, state_at(step))
+    with pytest.raises(dcp.CheckpointError, match=r"nothing was saved: .* 2 failed, .*the storage is away"):
+        manager.close()
+    manager.close()
+    with (
+        pytest.raises(ZeroDivisionError),
+        manager_of(tmp_path, writer=writer_with(failing), retries=0) as other,
+    ):
+        other.save(3, state_at(3))
+        1 / 0  # noqa: B018
+    with manager_of(tmp_path, writer=writer_with(Failing(times=1)), retries=0) as other:
+        for step in (4, 5):
+            other.save(step, state_at(step))
+    assert (other.failures, other.all_steps()) == (1, [5])
 
 
 def test_sync_failures_are_raised_at_once(tmp_path: Path) -> None:

@@ -177,6 +177,7 @@ def test_two_managers_do_not_influence_each_other(tmp_path: Path) -> None:
     one_options: dict[str, Any] = {"every_steps": 2, "writer": writer_with(Failing()), "retries": 0}
     other_options: dict[str, Any] = {"every_steps": 3, "keep": dcp.Retention(last=1)}
     with (
+        pytest.raises(dcp.CheckpointError, match="nothing was saved"),  # by one
         manager_of(tmp_path / "one", **one_options) as one,
         manager_of(tmp_path / "other", on_failure="raise", **other_options) as other,
         manager_of(tmp_path / "slow", writer=writer_with(gate)) as slow,

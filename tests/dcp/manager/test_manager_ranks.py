@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import dcp
 from dcp.manager.events import Event
@@ -295,6 +297,63 @@ def test_one_ranks_failure_is_raised_on_all_ranks_at_one_step(tmp_path: Path) ->
         assert "failed on rank 1" in message
 
 
+def _batch_norm(rank: int, world_size: int, root: str, mode: str) -> list[Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    with manager_of(root, mode=mode, every_steps=2) as manager:
+        for step in range(1, 8):
+            model(torch.full((2, 3), float(rank)) + torch.eye(2, 3))  # as DDP does, with batches of its own
+            try:
+                manager.save(step, {"model": model})
+            except dcp.errors.ReplicaMismatchError as error:
+                assert "under DDP: give all ranks rank 0's before each save" in str(error)
+                for buffer in model.buffers():  # as the message says
+                    dist.broadcast(buffer, 0)
+                manager.save(8, {"model": model})
+                manager.wait(240)
+                restored = manager.restore({"model": model})
+                return [step, restored and restored.step]
+            manager._ledger.wait(240)  # so that the failure is there at a known step
+    return []
+
+
+@pytest.mark.parametrize(("mode", "step"), [("thread", 4), ("sync", 2)])
+def test_a_state_that_cannot_be_saved_ends_training(tmp_path: Path, mode: str, step: int) -> None:
+    """Whatever on_failure is: running means differ by rank, and each further save would fail as well, until
+    what the message says is done."""
+    assert run_ranks(2, _batch_norm, str(tmp_path), mode) == [[step, 8]] * 2
+
+
+def _only_rank_0_saves(rank: int, world_size: int, root: str) -> list[str]:
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dcp").addHandler(handler)
+    manager = dcp.CheckpointManager(root, writer=plain_writer, timeout_seconds=4.0)
+    try:
+        if rank == 0:
+            with pytest.raises(dcp.errors.CollectiveTimeoutError):
+                for step in range(1, 4):
+                    manager.save(step, {"w": torch.ones(1)})
+        else:
+            time.sleep(5)
+        manager.end_with_interpreter(failed=True)
+    finally:
+        logging.getLogger("dcp").removeHandler(handler)
+    return [text for text in told if "has not come" in text]
+
+
+def test_ranks_that_do_not_save_are_told_of_early(tmp_path: Path) -> None:
+    """``if rank == 0:`` around save(): the log says so after 30 s, or a quarter of a shorter timeout."""
+    first, second = run_ranks(2, _only_rank_0_saves, str(tmp_path))
+    assert second == []
+    assert {text.partition(" of 2 ")[0] for text in first} == {
+        "CheckpointManager.save: rank 1",
+        "save: rank 1",
+    }
+    assert all("All ranks have to call it, not only rank 0" in text for text in first)
+
+
 def _damaged(rank: int, world_size: int, root: str) -> str:
     def truncate(operation: Operation) -> None:
         for file in data_files(Path(root) / "step-00000001"):
@@ -363,6 +422,7 @@ def _two_managers(rank: int, world_size: int, root: str) -> list[Any]:
     """Two managers that save at the same steps and at others, one of them failing on one rank."""
     failing = _failing_on(rank, 1, 1000)
     with (
+        pytest.raises(dcp.CheckpointError, match="nothing was saved"),  # by the other
         manager_of(f"{root}/one", every_steps=2, keep=dcp.Retention(last=1)) as one,
         manager_of(f"{root}/other", every_steps=3, writer=failing, retries=0) as other,
         manager_of(f"{root}/third", every_steps=3) as third,
@@ -378,7 +438,7 @@ def _two_managers(rank: int, world_size: int, root: str) -> list[Any]:
             third.save(step, changing_state(step + 200, rank))
         assert one.wait(240)
         assert other.wait(240)
-        return [one.failures, other.failures, third.failures, one.stop_requested, third.stop_requested]
+    return [one.failures, other.failures, third.failures, one.stop_requested, third.stop_requested]
 
 
 def test_two_managers_do_not_influence_each_other(tmp_path: Path) -> None:
@@ -438,7 +498,8 @@ def _group_comes_and_goes(rank: int, world_size: int, root: str) -> list[str]:
     future = sync.save(1, state_at(1, rank))
     assert future is not None
     messages.append(str(future.exception()))
-    sync.close()
+    with pytest.raises(dcp.CheckpointError, match="nothing was saved"):
+        sync.close()
     thread.save(1, state_at(1, rank))  # over a group of its own
     thread.close()
     try:

@@ -17,9 +17,11 @@ import torch
 
 import dcp
 from dcp.background.process.writer import ProcessWriter
+from dcp.manager.cleanup.other_runs import OtherRuns
 from dcp.manager.saving.executor import _BackgroundExecutor
 from dcp.staging.copies import HostCopier, HostCopies
 from dcp.staging.stager import DefaultStager
+from dcp.steps.folders import StepFolders
 from dcp.storage.formats.index import Int64
 from tests.dcp.manager.manager_support import (
     Failing,
@@ -252,3 +254,48 @@ def test_one_loses_its_writer_process_and_the_other_does_not_notice(tmp_path: Pa
         assert pid_of(other) == pids[1]
     assert (one.failures, other.failures) == (1, 0)
     assert (one.all_steps(), other.all_steps()) == ([1], [1, 2, 3])
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_steps_of_another_live_run_are_told_of(
+    tmp_path: Path, step: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two jobs that were given one folder: a step between those of this run, or over one of them; once. That
+    a run goes on where one has ended, or saves a step again, is none of that."""
+
+    def told() -> list[str]:
+        return [record.getMessage() for record in caplog.records if "another run" in record.getMessage()]
+
+    for first in (1, 3):  # one after the other
+        with manager_of(tmp_path / "alone", keep=dcp.Retention(last=2)) as manager:
+            for each in (first, first + 1, first + 1):
+                manager.save(each, state_at(each), force=True)
+                assert manager.wait(TIMEOUT_SECONDS)
+    assert told() == []
+    parts = dcp.Retention(optimizer=dcp.Keep(last=1))
+    for first in (1, 3):  # the second run drops the optimizer of what the first has saved
+        with manager_of(tmp_path / "dropped", keep=parts) as manager:
+            for each in (first, first + 1):
+                manager.save(each, {"optimizer": {"state": state_at(each)}, **state_at(each)}, force=True)
+                assert manager.wait(TIMEOUT_SECONDS)
+    assert told() == []
+    with manager_of(tmp_path / "shared") as one:
+        one.save(1, state_at(1))
+        assert one.wait(TIMEOUT_SECONDS)
+        with manager_of(tmp_path / "shared") as other:
+            other.save(step, state_at(step))
+        assert told() == []
+        for each in (3, 4):
+            one.save(each, state_at(each))
+            assert one.wait(TIMEOUT_SECONDS)
+        (message,) = told()
+    assert f"step-0000000{step} was committed by another run" in message
+
+
+def test_a_listing_that_fails_ends_no_work_behind_a_commit(tmp_path: Path) -> None:
+    """The next commit looks for other runs again; retention goes on."""
+    root = tmp_path / "a file by now"
+    root.touch()
+    with pytest.raises(dcp.errors.StorageError):
+        StepFolders(root).folders()
+    OtherRuns(StepFolders(root)).look(1, ())

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -23,6 +24,7 @@ __all__ = [
     "expert_of_rank",
     "experts_by_number",
     "experts_renumbered",
+    "experts_seeded_alike",
     "experts_sharded",
     "fsdp1",
     "fsdp1_flat",
@@ -162,19 +164,33 @@ def _experts() -> list[nn.Linear]:
     return [nn.Linear(5, 4) for _ in range(EXPERTS)]
 
 
+def _router() -> nn.Linear:
+    """The same on all ranks, as rank 0 has it."""
+    router = nn.Linear(5, EXPERTS)
+    for parameter in router.parameters():
+        dist.broadcast(parameter.data, 0)
+    return router
+
+
 def experts_by_number(rank: int, world: int) -> Built:
     """Each rank has its experts, under their own numbers, and a router that all have."""
     count = EXPERTS // world
     own = {str(n): expert for n, expert in enumerate(_experts()) if n // count == rank}
-    return _with_optimizer(nn.ModuleDict({"experts": nn.ModuleDict(own), "router": nn.Linear(5, EXPERTS)}))
+    return _with_optimizer(nn.ModuleDict({"experts": nn.ModuleDict(own), "router": _router()}))
 
 
 def experts_renumbered(rank: int, world: int) -> Built:
     """The same, but each rank counts its own from 0."""
     count = EXPERTS // world
     own = nn.ModuleList(_experts()[rank * count : (rank + 1) * count])
-    torch.manual_seed(1)
-    return nn.ModuleDict({"experts": own, "router": nn.Linear(5, EXPERTS)}), None
+    return nn.ModuleDict({"experts": own, "router": _router()}), None
+
+
+def experts_seeded_alike(rank: int, world: int) -> Built:
+    """The same, but each rank makes its own experts alone, and a router besides, from one seed."""
+    torch.manual_seed(0)
+    own = nn.ModuleList(nn.Linear(5, 4) for _ in range(EXPERTS // world))
+    return nn.ModuleDict({"experts": own, "router": nn.Linear(5, EXPERTS), "norm": nn.LayerNorm(5)}), None
 
 
 def expert_of_rank(name: str, tensor: torch.Tensor, rank: int, world: int) -> Whole | None:
@@ -196,7 +212,7 @@ class Stacked(nn.Module):
         mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
         weights = torch.randn(EXPERTS, 4, 5)
         self.experts = nn.Parameter(distribute_tensor(weights, mesh, [Shard(0)]))
-        self.router = nn.Linear(5, EXPERTS)
+        self.router = _router()
 
 
 def experts_sharded(rank: int, world: int) -> Built:

@@ -64,6 +64,22 @@ def test_experts_of_one_rank_alone() -> None:
         assert (name, other) in pairs or (other, name) in pairs
 
 
+def test_experts_of_one_rank_alone_that_all_ranks_seed_alike() -> None:
+    """The same fault where each rank has the same random numbers: those are given by rank. What is alike
+    nevertheless is taken for replicas, and so is what the user says; the report has them."""
+    report = tried(builds.experts_seeded_alike, stock.save, stock.load, worlds=(2,), replicas="router.*")
+    names = {f"experts.{n}.{which}" for n in range(3) for which in ("weight", "bias")}
+    assert {(found.kind, found.name) for found in report.findings} == {("mixed up", name) for name in names}
+    (trial,) = report.trials
+    assert trial.replicas == ("norm.bias", "norm.weight", "router.bias", "router.weight")
+    _, own, replicas, *_ = str(report).splitlines()
+    assert "6 plain tensors were taken for each rank's own (replicas= names those that are not): ex" in own
+    assert (
+        "4 plain tensors were taken for replicas (own= names those that are not): norm.bias, norm" in replicas
+    )
+    assert report.to_json()["trials"][0]["replicas"] == trial.replicas
+
+
 @pytest.mark.parametrize(
     "build", [builds.fsdp2_adapted, pytest.param(builds.fsdp2_peft, marks=pytest.mark.exhaustive)]
 )
@@ -330,7 +346,7 @@ def test_what_cannot_be_sent_to_a_process() -> None:
     for worlds in ((), (0,), 2, "2"):
         with pytest.raises(OptionError, match="worlds"):
             tried(builds.ddp, worlds=worlds)
-    for options in ({"only": "*.lora_*"}, {"own": ["*", "*.experts.*"]}):
+    for options in ({"only": "*.lora_*"}, {"own": ["*", "*.experts.*"]}, {"replicas": "*.experts.*"}):
         with pytest.raises(OptionError, match=r"'\*\.[a-z_]+\*?[.a-z*]*' match no parameter or buffer"):
             tried(builds.tied, worlds=(1,), **options)
 

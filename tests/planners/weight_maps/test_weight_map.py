@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dcp.planners.weight_maps.names import NamePattern
 from dcp.planners.weight_maps.pieces import MappedTensor, Piece, PieceSide
 from dcp.planners.weight_maps.rules import MapRule
-from dcp.planners.weight_maps.weight_map import WeightMap, ready_maps, weight_map
+from dcp.planners.weight_maps.weight_map import MapSource, WeightMap, ready_maps, weight_map
 from dcp.storage.errors import OptionError, PlanError
 from dcp.storage.geometry.boxes import Box
 from dcp.storage.geometry.lattices import parts_between
@@ -196,9 +196,9 @@ def test_the_first_rule_that_knows_a_name_has_it(monkeypatch: pytest.MonkeyPatch
     compared: list[str] = []
     match = MapRule.match
 
-    def counted(rule: MapRule, name: str) -> Any:
+    def counted(rule: MapRule, name: str, names: Any = None) -> Any:
         compared.append(name)
-        return match(rule, name)
+        return match(rule, name, names)
 
     monkeypatch.setattr(MapRule, "match", counted)
     many = weight_map({"rules": [{"from": f"a{n}", "to": f"b{n}"} for n in range(1000)]})
@@ -517,3 +517,89 @@ def test_a_map_is_its_data() -> None:
         again = WeightMap.from_data(weights.data)
         assert again.rules == weights.rules
         assert again.identity == weights.identity != weights.inverse.identity
+
+
+def moe(layers: Mapping[int, str], experts: int = 4) -> list[MapSource]:
+    """As transformers names them: of each layer its norm, and a dense MLP or experts with a router."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer, kind in layers.items():
+        own = f"model.layers.{layer}"
+        shapes[f"{own}.post_attention_layernorm.weight"] = (8,)
+        if kind == "moe":
+            shapes[f"{own}.mlp.gate.weight"] = (experts, 8)
+        for expert in range(experts) if kind == "moe" else [None]:
+            mlp = f"{own}.mlp" if expert is None else f"{own}.mlp.experts.{expert}"
+            shapes |= {
+                f"{mlp}.gate_proj.weight": (6, 8),
+                f"{mlp}.up_proj.weight": (6, 8),
+                f"{mlp}.down_proj.weight": (8, 6),
+            }
+    return [(name, shape, 1, False) for name, shape in shapes.items()]
+
+
+_QWEN: dict[str, Any] = {"model_type": "qwen3_moe", "num_hidden_layers": 3}
+_QWEN |= {"intermediate_size": 6, "moe_intermediate_size": 6}
+
+
+def test_norms_are_those_of_their_layer() -> None:
+    """Dense layers among those with experts are told by what the layer has, whatever the configuration says;
+    a layer that does not tell is an error, and the way back needs nothing."""
+    source = moe({0: "dense", 1: "moe", 2: "dense"})
+    norm = "model.layers.{}.post_attention_layernorm.weight"
+    for config in (_QWEN, {**_QWEN, "num_experts": 4}, {**_QWEN, "num_local_experts": 4}):
+        weights = weight_map("qwen3:hf-to-megatron", config)
+        made = weights.apply(source)
+        norms = [one.name for one in made if one.sources[0].endswith("norm.weight")]
+        dense = "decoder.layers.{}.mlp.linear_fc1.layer_norm_weight"
+        assert norms == [dense.format(0), "decoder.layers.1.pre_mlp_layernorm.weight", dense.format(2)]
+        targets = [(one.name, one.shape, one.dtype_code, one.requires_grad) for one in made]
+        assert {one.name for one in weights.inverse.apply(targets)} == {name for name, *_ in source}
+        assert weights.inverse.inverse.apply(source) == made
+        lone = [one for one in source if one[0] == norm.format(1)]
+        with pytest.raises(PlanError, match=r"which rule is for .* there is no 'model.layers.1.mlp.gate.w"):
+            weights.apply(lone)
+        assert len(weights.apply(lone, names=[name for name, *_ in source])) == 1
+        prefixed = [(f"model.{name}", shape, code, grad) for name, shape, code, grad in source]
+        below = weights.below("model").apply(prefixed)
+        assert [one.name for one in below] == [one.name for one in made]
+
+
+@pytest.mark.parametrize("name", ["qwen3:hf-to-titan", "qwen3:hf-to-megatron"])
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+def test_an_expert_that_is_missing_is_told(name: str, key: str) -> None:
+    """Under either name that transformers has written for how many there are; without a configuration a stack
+    could be of any size, which is an error."""
+    source = moe({0: "dense", 1: "moe", 2: "moe"})
+    lacking = [one for one in source if "layers.2.mlp.experts.3." not in one[0]]
+    weights = weight_map(name, {**_QWEN, key: 4})
+    assert weights.apply(source, is_whole=True)
+    with pytest.raises(PlanError, match=r"are 3 of expert, and should be 4|should be 4 of expert .*: 3 m"):
+        weights.apply(lacking, is_whole=True)
+    if name.endswith("titan"):
+        with pytest.raises(PlanError, match=r"how many there are of expert .* is not known.*config\.json"):
+            weight_map(name).apply(source)
+
+
+def test_a_condition_needs_a_name_that_is_known() -> None:
+    """A part that the rule's own names lack could be any."""
+    with pytest.raises(OptionError, match="has a part that its own names lack"):
+        of({"from": "a.{n}", "to": "b.{n}", "present": "c.{m}"})
+    with pytest.raises(OptionError, match="present is the name of a tensor"):
+        of({"from": "a.{n}", "to": "b.{n}", "present": 3})
+
+
+def test_a_model_of_another_family_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Names may match although the weights mean something else; once for each configuration."""
+    for name in ready_maps():
+        weights = WeightMap.of(name)
+        assert weights.models
+        for model in weights.models:
+            weights.with_config({"model_type": model}).with_numbers({}).beside({"model_type": "other"})
+    weight_map("llama:hf-to-titan", {"num_attention_heads": 4}, heads=3)
+    of({"from": "a", "to": "b"}).beside({"model_type": "gemma"})
+    assert not caplog.records
+    weight_map("llama:hf-to-titan").inverse.beside({"model_type": "gemma2"}).beside({"model_type": "x"})
+    weight_map("llama:hf-to-titan", {"model_type": "qwen3"}, heads=4)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2 and "for models of the type llama or mistral" in told[0]
+    assert "'gemma2'" in told[0] and "'qwen3'" in told[1]

@@ -107,7 +107,8 @@ def command(
 ) -> None:
     """Convert between dcp, torch.save and safetensors, in constant memory, without running pickles.
 
-    A conversion that was killed goes on where it was when the same command is given again.
+    A conversion that was killed goes on where it was when the same command is given again. Of one that was
+    finished the target is compared, and nothing is written.
     """
     chosen = options_of(locals())
     with errors_as_lines(debug=debug):

@@ -35,6 +35,7 @@ _WHAT: Final = {
     "removal": "a removal that was interrupted",
     "strays": "files that the checkpoint does not refer to",
     "conversion": "a conversion that was killed, and can still be resumed",
+    "replacement": "a conversion that was killed while it replaced a folder, which is put back",
     "uploads": "uploads that were not finished",
 }
 

@@ -77,7 +77,7 @@ def command(
             except typer.Exit:
                 failed = True
     if json:
-        print_json([asdict(one) | {"done": is_done} for one, is_done in found])
+        print_json([asdict(one) | _outcome(one, yes=yes) | {"done": is_done} for one, is_done in found])
     elif any(one.outcome == "dropped" for one, _ in found) and not yes:
         print_error("nothing was dropped: --yes does it")
     if failed:
@@ -128,6 +128,10 @@ def _prune(
     if tell:
         _print(found, is_done=is_done)
     return found, is_done
+
+
+def _outcome(found: Drop, *, yes: bool) -> dict[str, str]:
+    return {"outcome": "would drop" if found.outcome == "dropped" and not yes else found.outcome}
 
 
 def _print(found: Drop, *, is_done: bool) -> None:
