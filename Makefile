@@ -19,7 +19,7 @@ WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
 PYTEST_ARGS ?=
 PACKAGES_ARGS ?=
 
-.PHONY: help demo test test-all test-torch test-trainer browser check lint types contracts bench packages format pictures sync-client clean
+.PHONY: help demo test test-all test-torch test-trainer mutants browser check lint types contracts bench packages format pictures sync-client clean
 
 help:
 	@echo "make demo      train, kill in a save, resume on other ranks, flip a bit, serve; checks every claim"
@@ -29,6 +29,7 @@ help:
 	@echo "make test-all  all tests: also every combination, world size 8 and long runs"
 	@echo "make test-torch TORCH=2.10.0  what depends on torch, with that version, in an environment of its own"
 	@echo "make test-trainer TRAINER=ray  or torchtitan, megatron: with that package, in an environment of its own"
+	@echo "make mutants   seeds each fault of tests/mutants, and says which test finds it; MUTANTS=area chooses"
 	@echo "make check     ruff, mypy, import contracts; each alone: make lint, types, contracts"
 	@echo "make bench     ours, stock torch and others in turn, on the same data"
 	@echo "make packages  a wheel and an sdist, installed with each extra on each Python, and tried"
@@ -50,6 +51,11 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
+
+MUTANTS ?=
+
+mutants: $(STAMP)
+	$(BIN)/python -m tests.support.mutants $(MUTANTS)
 
 # With another torch: what depends on it. An index without NVIDIA's libraries (PIP_EXTRA_INDEX_URL) saves some GB.
 TORCH ?= 2.13.0
