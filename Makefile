@@ -14,9 +14,12 @@ DEMO = demo$(if $(S3),-s3)
 DEMO_STAMP = .venv/.installed-$(DEMO)
 
 # One more than the two cores, because tests wait for a third of their time; each worker takes ten seconds of a
-# core to start. A file stays on one worker, and those that take longest are first (tests/conftest.py).
-WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
+# core to start. A file stays on one worker, and those with most tests are first.
+WORKERS ?= -n 3 --dist loadfile
 PYTEST_ARGS ?=
+# SHARD=2/4 runs the second quarter of the files, for four machines
+SHARD ?=
+PYTEST = $(BIN)/python -m pytest $(WORKERS) $(if $(SHARD),--shard=$(SHARD))
 PACKAGES_ARGS ?=
 
 .PHONY: help demo test test-all test-torch test-trainer mutants browser check lint types contracts bench packages format pictures sync-client clean
@@ -27,6 +30,7 @@ help:
 	@echo "make demo SERVE=1  keeps the catalog up at the end, to look at it in a browser"
 	@echo "make test      tries every promise, in some minutes on two cores"
 	@echo "make test-all  all tests: also every combination, world size 8 and long runs"
+	@echo "make test-all SHARD=1/4  a quarter of them, as of make test; for four machines"
 	@echo "make test-torch TORCH=2.10.0  what depends on torch, with that version, in an environment of its own"
 	@echo "make test-trainer TRAINER=ray  or torchtitan, megatron: with that package, in an environment of its own"
 	@echo "make mutants   seeds each fault of tests/mutants, and says which test finds it; MUTANTS=area chooses"
@@ -47,10 +51,10 @@ test test-all: export PYTHONDONTWRITEBYTECODE =
 test test-all: browser
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(WORKERS) -m "not exhaustive" $(PYTEST_ARGS)
+	$(PYTEST) -m "not exhaustive" $(PYTEST_ARGS)
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 MUTANTS ?=
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 SAVE_EVERY = 1
 
 
-def start(*command: str | Path, is_fresh: bool = False) -> subprocess.Popen[str]:
+def start(*command: str | Path, is_fresh: bool = False) -> subprocess.Popen[str] | Program:
     """``python COMMAND`` with no terminal. Unless it ``is_fresh``, it and what it starts need not import
     torch."""
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "utf-8"}
@@ -34,7 +34,7 @@ def start(*command: str | Path, is_fresh: bool = False) -> subprocess.Popen[str]
     )
 
 
-def read_until_served(process: subprocess.Popen[str]) -> tuple[str, str]:
+def read_until_served(process: subprocess.Popen[str] | Program) -> tuple[str, str]:
     """What it prints until its catalog is up, and where that is."""
     assert process.stdout is not None
     output = ""

@@ -245,9 +245,9 @@ def test_a_cursor_does_not_grow_for_ever(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def begun() -> Iterator[list[subprocess.Popen[str]]]:
+def begun() -> Iterator[list[Program]]:
     """Processes that a test has begun; none outlives it."""
-    processes: list[subprocess.Popen[str]] = []
+    processes: list[Program] = []
     yield processes
     for process in processes:
         process.kill()
@@ -264,8 +264,8 @@ main()
 
 
 def begin(
-    processes: list[subprocess.Popen[str]], *arguments: str | Path, start: tuple[str, str] = ("-m", "dcp")
-) -> subprocess.Popen[str]:
+    processes: list[Program], *arguments: str | Path, start: tuple[str, str] = ("-m", "dcp")
+) -> Program:
     """``dcp watch`` in a process of its own."""
     pipe = subprocess.PIPE
     process = Program(*start, "watch", *arguments, stdout=pipe, stderr=pipe)
@@ -313,7 +313,7 @@ def test_steps_as_lines(tmp_path: Path) -> None:
     }
 
 
-def test_a_command_for_each_step(tmp_path: Path, begun: list[subprocess.Popen[str]]) -> None:
+def test_a_command_for_each_step(tmp_path: Path, begun: list[Program]) -> None:
     """It gets the path in place of {} and in the environment, no shell looks at either; its own output is not
     mixed with the JSON."""
     root = tmp_path / "a run; with 'quotes'"
@@ -356,7 +356,7 @@ def test_a_step_that_goes_under_its_command_is_no_failure(tmp_path: Path) -> Non
     assert (tmp_path / "log").read_text().split() == ["1", "2"]
 
 
-def test_killed_while_a_command_runs(tmp_path: Path, begun: list[subprocess.Popen[str]]) -> None:
+def test_killed_while_a_command_runs(tmp_path: Path, begun: list[Program]) -> None:
     """The step before is not given again, that of the command is, at once; the command of the killed one is
     not left at work beside it."""
     root, log = tmp_path / "run", tmp_path / "log"
@@ -378,7 +378,7 @@ def test_killed_while_a_command_runs(tmp_path: Path, begun: list[subprocess.Pope
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it(tmp_path: Path, begun: list[subprocess.Popen[str]], number: int) -> None:
+def test_a_signal_ends_it(tmp_path: Path, begun: list[Program], number: int) -> None:
     """With the command, without a traceback, and with the name let go; while it waits, too."""
     root, log = tmp_path / "run", tmp_path / "log"
     commit(root, 1)
@@ -398,7 +398,7 @@ def test_a_signal_ends_it(tmp_path: Path, begun: list[subprocess.Popen[str]], nu
 
 
 @pytest.mark.exhaustive
-def test_killed_at_any_time(tmp_path: Path, begun: list[subprocess.Popen[str]]) -> None:
+def test_killed_at_any_time(tmp_path: Path, begun: list[Program]) -> None:
     """Twenty kills while a run saves, repeats and deletes: what was acknowledged never comes again, and each
     commit that stayed was given."""
     root, log = tmp_path / "run", tmp_path / "log"

@@ -6,7 +6,6 @@ import json
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +25,8 @@ from tests.dcp import cli_support
 from tests.support.conversion import assert_same, training_state
 from tests.support.fault_plan import HANG
 from tests.support.fault_proxy import FaultProxy
-from tests.support.programs import Program, run_program, warm_programs
+from tests.support.programs import Program, run_program
 from tests.support.s3 import raw_s3
-
-
-@pytest.fixture(autouse=True)
-def warm() -> Iterator[None]:
-    """Worker processes need not import the client of S3 anew."""
-    with warm_programs():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,6 @@ from tests.support.fault_proxy import FaultProxy
 from tests.support.ranks import run_ranks
 from tests.support.s3 import raw_s3
 from tests.support.versions import version_of, version_state
-from tests.support.warm_writers import cold_writers
 
 PROCESS, THREAD = dcp.AsyncCheckpointerType.PROCESS, dcp.AsyncCheckpointerType.THREAD
 
@@ -132,8 +131,7 @@ def waiting_store(path: Any, options: dict[str, Any], hook: Callable[[Operation]
 def die_after_staging(root: str, options: dict[str, Any]) -> None:
     """A trainer that is killed when its second save is staged, and not committed."""
     save = partial(dcp.async_save, no_dist=True, async_checkpointer_type=PROCESS)
-    with cold_writers():  # another's command line and environment tell nothing
-        save(version_state(1), checkpoint_id=f"{root}/1", storage_options=options).result(60)
+    save(version_state(1), checkpoint_id=f"{root}/1", storage_options=options).result(60)
     worker = default_session(None, no_dist=True, kind=PROCESS)._worker
     assert isinstance(worker, ProcessWriter)
     told = Path(f"/proc/{worker.pid}/cmdline").read_bytes() + Path(f"/proc/{worker.pid}/environ").read_bytes()

@@ -26,7 +26,6 @@ from dcp.server.jobs.worker import Worker
 from dcp.server.settings import Settings
 from tests.support.forking import forkserver_context
 from tests.support.job_kinds import TEST_KINDS, log_lines
-from tests.support.programs import warm_programs
 
 __all__ = [
     "HANG_SECONDS",
@@ -89,14 +88,13 @@ def working(
     worker = Worker(settings, kinds=kinds, schedules=schedules, backoff=_QUICK, executor=executor)
     stop = threading.Event()
     thread = threading.Thread(target=worker.run, args=(stop,), name="test-worker")
-    with warm_programs():
-        thread.start()
-        try:
-            yield worker
-        finally:
-            stop.set()
-            thread.join(HANG_SECONDS)
-            assert not thread.is_alive(), "the worker does not stop"
+    thread.start()
+    try:
+        yield worker
+    finally:
+        stop.set()
+        thread.join(HANG_SECONDS)
+        assert not thread.is_alive(), "the worker does not stop"
 
 
 def _serve(settings: Settings) -> None:

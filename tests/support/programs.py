@@ -1,194 +1,211 @@
-"""Python programs of tests that come from a process which has torch imported: to start one costs no seconds.
+"""Python programs of tests that are forked from a process which has torch imported: to start one costs no
+seconds.
 
-They are run as by ``python -c`` and ``python -m``: with a ``__main__``, arguments, folder, environment and
-files of their own, and under their own command line; what they start of Python comes from there, too. A test
-that is about what a program imports, about its memory or about its start has to use `subprocess`.
+They run as by ``python -c``, ``python -m`` and ``python FILE``: with a ``__main__``, arguments, folder,
+environment and files of their own, under their own command line. What they start is cold, and before Python
+3.13 they call no exit handlers. A test that is about how a program starts, what it imports or how its
+interpreter ends says ``finalizes=True``, and gets a plain Python.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import inspect
 import multiprocessing
 import os
 import runpy
-import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import traceback
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import IO, Any, Final, Self
 
-from dcp.background.process import child
-from tests.support.forking import ADDRESS
-from tests.support.processes import lives, rename_process
-from tests.support.warm_writers import end_with_parent, fork_one, start_warm
+from tests.support.forking import end_with_parent, forkserver_context
+from tests.support.processes import rename_process
 
-__all__ = ["Program", "run_program", "use_cold_programs", "use_warm_programs", "warm_programs"]
+__all__ = ["Program", "run_program"]
 
-_FROZEN: Final = ("runpy", "importlib._bootstrap", "importlib._bootstrap_external")
-_HEEDED: Final = {
-    *("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONIOENCODING", "PYTHONWARNINGS")
-}
-"""Of the variables that Python has; or they make no difference here."""
+_Stream = int | IO[Any] | None
 
-_execute_child: Final = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+_asking: Final = threading.Lock()
+"""multiprocessing looks after all its processes in whatever thread starts one or asks for its end."""
 
 
 @dataclass(frozen=True)
 class _Order:
     """What a process is to become."""
 
-    parent: int
     command: list[str]
     folder: str
     environment: dict[str, str]
     has_session: bool
-    finalizes: bool
     ends_with_parent: bool
 
 
-class Program(subprocess.Popen[str]):
-    """`subprocess.Popen`, of what follows ``python`` on a command line: ``-c``, ``-m`` or a file, arguments.
+class Program:
+    """What follows ``python`` on a command line, as a process: ``-c``, ``-m`` or a file, and arguments.
 
-    Where nothing else is said, its output is that of this process. It ends once its threads and exit handlers
-    have; only with ``finalizes`` does it take the time to end its interpreter, which has all of torch to let
-    go. With ``ends_with_parent`` it gets SIGTERM if the tests end before it.
+    It has of `subprocess.Popen` what tests use; pipes are text. Where nothing else is said, its output is
+    that of this process. If the tests end before it, it gets SIGTERM with ``ends_with_parent``, else SIGKILL.
     """
 
-    _teller: socket.socket
-    _finalizes = False
-    _ends_with_parent = False
-
     def __init__(
-        self, *arguments: str | Path, finalizes: bool = False, ends_with_parent: bool = False, **options: Any
-    ) -> None:
-        self._finalizes, self._ends_with_parent = finalizes, ends_with_parent
-        super().__init__([sys.executable, *map(str, arguments)], text=True, **options)
-
-    def _execute_child(
         self,
-        command: Sequence[Any],
-        _executable: object,
-        _preexec: object,
-        _close_fds: object,
-        _pass_fds: object,
-        cwd: str | Path | None,
-        environment: Mapping[str, str] | None,
-        _startupinfo: object,
-        _creationflags: object,
-        _shell: object,
-        *more: Any,
+        *arguments: str | Path,
+        finalizes: bool = False,
+        ends_with_parent: bool = False,
+        stdin: _Stream = None,
+        stdout: _Stream = None,
+        stderr: _Stream = None,
+        cwd: str | Path | None = None,
+        env: Mapping[str, str] | None = None,
+        start_new_session: bool = False,
+        encoding: str | None = None,
+        errors: str | None = None,
     ) -> None:
-        """In place of fork and exec."""
-        pipes, has_session = more[:6], more[-2]
-        fds = [number if end == -1 else end for number, end in enumerate((pipes[0], pipes[3], pipes[5]))]
+        self.args = [sys.executable, *map(str, arguments)]
+        self.returncode: int | None = None
+        self._talks: dict[str, tuple[threading.Thread, list[str]]] = {}
         order = _Order(
-            os.getpid(),
-            [os.fspath(word) for word in command],
-            str(Path.cwd() if cwd is None else cwd),
-            dict(os.environ if environment is None else environment),
-            has_session,
-            self._finalizes,
-            self._ends_with_parent,
+            self.args,
+            str(Path.cwd() / (cwd or "")),
+            dict(os.environ if env is None else env),
+            start_new_session,
+            ends_with_parent,
         )
-        ready, not_yet = os.pipe()
-        try:
-            self._teller, self.pid = fork_one(_become, (order,), [*fds, not_yet])
-        finally:
-            os.close(not_yet)
-            self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
-        self._child_created = True
-        with os.fdopen(ready) as pipe:
-            pipe.read()
+        self.stdin, self.stdout, self.stderr = None, None, None
+        with contextlib.ExitStack() as theirs:
+            ends: list[Connection] = []
+            for name, wanted in (("stdin", stdin), ("stdout", stdout), ("stderr", stderr)):
+                end, ours = _ends(wanted, len(ends), ends)
+                ends.append(theirs.enter_context(end))
+                if ours is not None:
+                    mode = "w" if name == "stdin" else "r"
+                    setattr(self, name, os.fdopen(ours, mode, encoding=encoding, errors=errors))
+            self._process = _start_cold(order, ends) if finalizes else _start_forked(order, ends)
+        self.pid: int = self._process.pid or 0
 
-    def _internal_poll(self, _deadstate: object = None) -> int | None:
-        """Its parent is another, who tells."""
-        lock = self._waitpid_lock  # type: ignore[attr-defined]
-        if self.returncode is None and lock.acquire(blocking=False):
-            try:
-                pid, status = self._try_wait(os.WNOHANG)
-                if pid == self.pid and self.returncode is None:
-                    self._handle_exitstatus(status)  # type: ignore[attr-defined]
-            finally:
-                lock.release()
+    stdin: IO[str] | None
+    stdout: IO[str] | None
+    stderr: IO[str] | None
+
+    def poll(self) -> int | None:
+        """Its exit status, negative for a signal; None while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
         return self.returncode
 
-    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
-        if wait_flags & os.WNOHANG and not select.select([self._teller], [], [], 0)[0]:
-            return 0, 0
-        told = self._teller.recv(8, socket.MSG_WAITALL)
-        self._teller.close()
-        return self.pid, int.from_bytes(told, sys.byteorder) if told else signal.SIGKILL
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit status, once it has ended; `subprocess.TimeoutExpired`."""
+        if self.returncode is None:
+            if isinstance(self._process, subprocess.Popen):
+                self.returncode = self._process.wait(timeout)
+            elif not wait([self._process.sentinel], timeout):
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            else:
+                with _asking:
+                    self.returncode = self._process.exitcode
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """SIGTERM, unless it has ended."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL, unless it has ended."""
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, text: str | None = None, timeout: float | None = None) -> tuple[str, str]:
+        """Write that to its input, read its pipes to their ends, and wait; "" for what is no pipe.
+
+        After `subprocess.TimeoutExpired` another call takes it up again.
+        """
+        for name, pipe in (("stdin", self.stdin), ("stdout", self.stdout), ("stderr", self.stderr)):
+            if pipe is not None and name not in self._talks:
+                said: list[str] = []
+                arguments = (pipe, text or "", said)
+                thread = threading.Thread(target=_talk, args=arguments, daemon=True)
+                self._talks[name] = thread, said
+                thread.start()
+        self.wait(timeout)
+        for thread, _ in self._talks.values():
+            thread.join(timeout)
+            if thread.is_alive():  # what it has started holds the pipe
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        output, errors = ("".join(self._talks[one][1]) if one in self._talks else "" for one in _OUTPUTS)
+        return output, errors
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pipe in (self.stdout, self.stderr, self.stdin):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        self.wait()
 
 
-def use_warm_programs() -> None:
-    """What this process starts of Python from now on comes from the warm process, too."""
-    subprocess.Popen._execute_child = _execute_any  # type: ignore[attr-defined]
+_OUTPUTS: Final = ("stdout", "stderr")
 
 
-def use_cold_programs() -> None:
-    """What this process starts is its child again, and has its limits."""
-    subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
+def _ends(wanted: _Stream, number: int, before: list[Connection]) -> tuple[Connection, int | None]:
+    """The end of a stream that the process gets, and ours if it is a pipe."""
+    if wanted == subprocess.PIPE:
+        reader, writer = multiprocessing.Pipe(duplex=False)
+        ours, theirs = (writer, reader) if number == 0 else (reader, writer)
+        with ours:
+            return theirs, os.dup(ours.fileno())
+    if wanted == subprocess.DEVNULL:
+        return Connection(os.open(os.devnull, os.O_RDWR)), None
+    if wanted == subprocess.STDOUT:
+        return Connection(os.dup(before[1].fileno())), None
+    if wanted is None:
+        wanted = number
+    return Connection(os.dup(wanted if isinstance(wanted, int) else wanted.fileno())), None
 
 
-@contextlib.contextmanager
-def warm_programs() -> Iterator[None]:
-    """`use_warm_programs` until the end of the block."""
-    before = subprocess.Popen._execute_child  # type: ignore[attr-defined]
-    use_warm_programs()
-    try:
-        yield
-    finally:
-        subprocess.Popen._execute_child = before  # type: ignore[attr-defined]
+def _talk(pipe: IO[str], text: str, said: list[str]) -> None:
+    with contextlib.suppress(BrokenPipeError), pipe:
+        if pipe.writable():
+            pipe.write(text)
+        else:
+            said.append(pipe.read())
 
 
-def _execute_any(process: subprocess.Popen[Any], *given: Any) -> None:
-    """As a method of `subprocess.Popen`."""
-    if _is_for_python(*given):
-        process.__class__ = Program
-        Program._execute_child(process, *given)  # type: ignore[arg-type]
-    else:
-        _execute_child(process, *given)
+def _start_cold(order: _Order, ends: list[Connection]) -> subprocess.Popen[bytes]:
+    stdin, stdout, stderr = (end.fileno() for end in ends)
+    return subprocess.Popen(
+        order.command,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        cwd=order.folder,
+        env=order.environment,
+        start_new_session=order.has_session,
+    )
 
 
-def _is_for_python(
-    command: Any,
-    executable: str | None,
-    preexec: object,
-    _close_fds: object,
-    pass_fds: Sequence[int],
-    _cwd: object,
-    environment: Mapping[str, str] | None,
-    _startupinfo: object,
-    _creationflags: object,
-    shell: bool,
-    *more: Any,
-) -> bool:
-    """Whether it is a program of this Python, as a warm process can become one."""
-    if isinstance(command, str | bytes) or executable or preexec or pass_fds or shell:
-        return False
-    is_other_user, in_group = more[7:11] != (None, None, None, -1), more[-1] != -1
-    if is_other_user or in_group or command[0] != sys.executable:
-        return False
-    variables = os.environ if environment is None else environment
-    wishes = {name for name in variables if name.startswith("PYTHON")} - _HEEDED - os.environ.keys()
-    if wishes or variables.get(ADDRESS) is None or variables[ADDRESS] != os.environ.get(ADDRESS):
-        return False
-    return _program_of(command)[:1] in (["-c"], ["-m"]) or not str(_program_of(command)[0]).startswith("-")
-
-
-def _program_of(command: Sequence[str]) -> list[str]:
-    """Behind ``python`` and its options."""
-    words = list(command[1:])
-    return words[1:] if words[0] == "-u" else words
+def _start_forked(order: _Order, ends: list[Connection]) -> BaseProcess:
+    ready, not_yet = multiprocessing.Pipe(duplex=False)
+    with ready:
+        with not_yet, _asking:
+            process = forkserver_context().Process(target=_become, args=(order, not_yet, *ends))
+            process.start()
+        ready.poll(None)  # from here on the system knows it by its name, and signals are the program's
+    return process
 
 
 def run_program(
@@ -197,73 +214,57 @@ def run_program(
     """Run one to its end, as `subprocess.run` does with ``capture_output``."""
     pipe = subprocess.PIPE
     streams = {"stdin": subprocess.DEVNULL if stdin is None else pipe, "stdout": pipe, "stderr": pipe}
-    with Program(*arguments, **streams | options) as program:
+    with Program(*arguments, **{**streams, **options}) as program:
         try:
             output, errors = program.communicate(stdin, timeout=timeout_seconds)
         except BaseException:
             program.kill()
             raise
-    return subprocess.CompletedProcess(program.args, program.returncode, output, errors)
+    return subprocess.CompletedProcess(program.args, program.wait(), output, errors)
 
 
 # -- the process that is forked ------------------------------------------------------------------------------
 
 
-def _become(fds: Sequence[int], order: _Order) -> NoReturn:
-    """Run the program; SystemExit, or what it raised, is for the interpreter to end by."""
-    *streams, not_yet = fds
-    for number, fd in enumerate(streams):
-        os.dup2(fd, number)
-    os.set_inheritable(not_yet, False)
-    os.closerange(3, not_yet)
-    os.closerange(not_yet + 1, os.sysconf("SC_OPEN_MAX"))
+def _become(order: _Order, not_yet: Connection, *ends: Connection) -> None:
+    for number, end in enumerate(ends):
+        os.dup2(end.fileno(), number)
+        end.close()
     if order.has_session:
         os.setsid()
-    if order.ends_with_parent:
-        end_with_parent(signal.SIGTERM)
+    end_with_parent(signal.SIGTERM if order.ends_with_parent else signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(order.folder)
     try:
         rename_process(order.command, order.environment)
     except OSError:  # a system that does not let itself be told: as everywhere, then
         os.execve(sys.executable, order.command, order.environment)
-    os.close(not_yet)  # from here on it is known by its name, and signals are the program's
+    not_yet.close()
     _take_over(order)
     try:
-        _run(*_program_of(order.command))
-    except SystemExit as end:
-        if not order.finalizes and isinstance(end.code, int | None):
-            _end(end.code or 0)
-        raise
-    except ImportError:  # the fork server would go on
+        _run(*(order.command[2:] if order.command[1] == "-u" else order.command[1:]))
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        sys.stdout.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except Exception:  # noqa: BLE001 - as any program that fails
         traceback.print_exc()
         sys.exit(1)
-    if not order.finalizes:
-        _end(0)
-    sys.exit(0)
 
 
 def _take_over(order: _Order) -> None:
     """What this process knows of the one it was forked from becomes what Python says at its start."""
     os.environ.clear()
     os.environ.update(order.environment)
-    _open_streams("-u" in order.command[1:2] or bool(os.environ.get("PYTHONUNBUFFERED")))
+    is_unbuffered = order.command[1] == "-u" or bool(os.environ.get("PYTHONUNBUFFERED"))
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False, buffering=1 if os.isatty(1) else -1)
+    sys.stdout.reconfigure(write_through=is_unbuffered)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = ["", *paths, *(path for path in sys.path if path not in ("", *paths))]
-    own, kernel_says = os.getpid(), os.getppid
-
-    def parent() -> int:
-        if os.getpid() != own:
-            return kernel_says()
-        return order.parent if lives(order.parent) else 1
-
-    os.getppid = parent
-    # The fork server's frames lie below the program's. For each whose module is not known inspect.stack(),
-    # which torchrun often calls, looks through all that there are.
-    inspect.modulesbyfile.update({f"<frozen {name}>": name for name in _FROZEN}, **{"<string>": "__main__"})
-    vars(multiprocessing.current_process()).pop("_inheriting", None)  # the fork server is at its imports
-    child._popen = start_warm
-    use_warm_programs()
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
 
 
 def _run(kind: str, *rest: str) -> None:
@@ -277,18 +278,3 @@ def _run(kind: str, *rest: str) -> None:
         sys.path[0] = str(Path(kind).resolve().parent)
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     exec(compile(text, name, "exec"), main.__dict__)
-
-
-def _end(status: int) -> None:
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
-def _open_streams(is_unbuffered: bool) -> None:
-    sys.stdin = os.fdopen(0, closefd=False)
-    sys.stdout = os.fdopen(1, "w", closefd=False)
-    sys.stdout.reconfigure(write_through=is_unbuffered)
-    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)

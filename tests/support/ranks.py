@@ -21,8 +21,6 @@ from tests.support.forking import forkserver_context
 
 __all__ = ["RankDied", "RankRaised", "Ranks", "all_are_here", "run_ranks"]
 
-_context = forkserver_context()
-
 _MOST_THREADS: Final = 32
 """Of a process of the pool. A group that garbage still holds has three threads, one of which looks a hundred
 times a second for what has come: 160 of them take a seventh of a core. To collect garbage is no way: gloo may
@@ -163,8 +161,9 @@ class Ranks:
 
     def _grow(self, world_size: int) -> None:
         while len(self._workers) < world_size:
-            ours, theirs = _context.Pipe()
-            process = _context.Process(target=_serve, args=(theirs, len(self._workers)), daemon=True)
+            context = forkserver_context()
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, len(self._workers)), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))

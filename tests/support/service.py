@@ -83,7 +83,7 @@ class DcpProcess:
         self.extra_environment = dict(environment or {})
         self.mark = uuid.uuid4().hex
         self.log_path = folder / f"dcp-{self.arguments[0]}-{self.mark[:8]}.log"
-        self._process: subprocess.Popen[Any] | None = None
+        self._process: subprocess.Popen[Any] | Program | None = None
 
     # -- life ------------------------------------------------------------------------------------------------
 

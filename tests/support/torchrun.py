@@ -51,7 +51,7 @@ def torchrun(
     return output
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: Program) -> None:
     process.terminate()  # it ends the ranks, which are in sessions of their own
     try:
         process.wait(_GRACE_SECONDS)

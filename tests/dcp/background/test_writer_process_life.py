@@ -102,10 +102,8 @@ def test_a_save_still_in_the_socket_outlives_sigterm_and_its_trainer(tmp_path: P
 _FORKED = """
 import os, signal, sys, time, dcp
 from dcp.background.session import AsyncSession
-from tests.support.warm_writers import cold_writers
 sys.path.insert(0, sys.argv[1])  # where a sitecustomize keeps the writer from looking at its trainer
-with cold_writers():
-    session = AsyncSession(no_dist=True, kind=dcp.AsyncCheckpointerType.PROCESS, start=True)
+session = AsyncSession(no_dist=True, kind=dcp.AsyncCheckpointerType.PROCESS, start=True)
 forked = os.fork()
 if forked == 0:
     signal.pause()

@@ -29,7 +29,6 @@ from tests.support.forking import forkserver_context
 from tests.support.job_workers import HANG_SECONDS, until, wait_for_end
 from tests.support.kind_runs import KindRuns
 from tests.support.outages import limited_files
-from tests.support.programs import use_cold_programs
 
 FULL_DISK_KINDS: Final = "tests.support.full_disk:KINDS"  # importing them changes the process
 HOUR: Final = 3600.0
@@ -176,7 +175,6 @@ def serve(settings: Settings, full: bool, gate: str) -> None:
     The limit on the size of files holds for its subprocesses too, and any user may have one.
     """
     if full:
-        use_cold_programs()
         limits = limited_files(os.getpid(), FILE_BYTES, with_children=True)
         limits.__enter__()
 

@@ -19,9 +19,7 @@ from tests.support.programs import Program
 MIB = 1 << 20
 
 
-def start(
-    code: str, *arguments: object, prefix: tuple[str, ...] = (), finalizes: bool = False
-) -> subprocess.Popen[str]:
+def start(code: str, *arguments: object, prefix: tuple[str, ...] = (), finalizes: bool = False) -> Program:
     """A Python process that runs ``code``."""
     pipe, command = subprocess.PIPE, ["-c", code, *map(str, arguments)]
     if not prefix:

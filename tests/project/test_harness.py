@@ -1,0 +1,188 @@
+"""The frame of the tests keeps its word: programs, fork server, shared servers, shards and summary."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy import make_url
+
+from tests.support.crashes import wait_for_end
+from tests.support.examples import examples
+from tests.support.forking import PRELOADED, forkserver_context
+from tests.support.processes import command_of, environment_of
+from tests.support.programs import Program, run_program
+from tests.support.service import wait_until
+from tests.support.shards import shard_of
+
+_ROOT = Path(__file__).parents[2]
+
+_SAYS = """
+import atexit, os, sys, threading, time
+atexit.register(os.write, 1, b"exit handler\\n")
+threading.Thread(target=lambda: (time.sleep(0.1), os.write(1, b"thread\\n"))).start()
+print(__name__, sys.argv, os.getcwd(), sys.stdin.read(), os.environ["SAID"], "HOME" in os.environ, flush=True)
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("finalizes", [False, True])
+def test_a_program_has_what_it_is_given_and_waits_for_its_threads(tmp_path: Path, finalizes: bool) -> None:
+    """Arguments, folder, input and environment are its own; a cold one calls its exit handlers, too."""
+    ended = run_program("-c", _SAYS, "a", stdin="in", env={"SAID": "so"}, cwd=tmp_path, finalizes=finalizes)
+    first, *rest = ended.stdout.splitlines()
+    assert first == f"__main__ ['-c', 'a'] {tmp_path} in so False"
+    assert rest[0] == "thread" and (rest[1:] == ["exit handler"] or not finalizes)
+    assert (ended.returncode, ended.stderr) == (3, "")
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "error"),
+    [
+        ("pass", 0, ""),
+        ("raise SystemExit('no')", 1, "no\n"),
+        ("import no_such_module", 1, "ModuleNotFoundError: No module named 'no_such_module'\n"),
+        ("1 / 0", 1, "ZeroDivisionError: division by zero\n"),
+        ("import os; os.kill(os.getpid(), 2)", -signal.SIGINT, "KeyboardInterrupt\n"),
+        ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL, ""),
+    ],
+)
+def test_the_status_of_a_program_is_that_of_python(text: str, status: int, error: str) -> None:
+    """With what it has raised as the last line of its traceback."""
+    ended = run_program("-c", text)
+    assert (ended.returncode, ended.stderr[-len(error) :] if error else ended.stderr) == (status, error)
+
+
+def test_a_program_may_be_a_module_or_a_file_and_is_known_by_its_name(tmp_path: Path) -> None:
+    """Signals reach it, and the system shows its own command line and environment."""
+    assert "usage" in run_program("-m", "json.tool", "--help").stdout
+    (tmp_path / "script.py").write_text("import signal, sys; print(sys.argv, flush=True); signal.pause()")
+    with Program("script.py", "a", cwd=tmp_path, env={"SAID": "so"}, stdout=subprocess.PIPE) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "['script.py', 'a']\n"
+        assert command_of(program.pid).split() == [sys.executable, "script.py", "a"]
+        assert environment_of(program.pid) == b"SAID=so\0"
+        assert program.poll() is None
+        program.terminate()
+    assert program.returncode == -signal.SIGTERM
+
+
+def test_a_forked_process_has_imported_what_it_needs() -> None:
+    """The fork server passes over what it cannot import: each process would import torch by itself."""
+    look = f"import sys; sys.exit(', '.join(set({PRELOADED}) - set(sys.modules)) or 0)"
+    process = forkserver_context().Process(target=exec, args=(look,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+_RUN = """
+import subprocess, signal
+from tests.support.programs import Program
+print(Program("-c", "import signal; signal.pause()", stdout=subprocess.DEVNULL).pid, flush=True)
+signal.pause()
+"""
+
+
+def test_programs_end_with_a_run_that_is_killed() -> None:
+    """The fork server goes with the process that asked, and takes what it has forked."""
+    with subprocess.Popen([sys.executable, "-c", _RUN], cwd=_ROOT, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        pid = int(run.stdout.readline())
+        run.kill()
+    wait_for_end(pid)
+
+
+_SERVED = """
+import json, pathlib, sys
+from tests.support.shared_servers import shared_server
+
+class Folders:
+    def getbasetemp(self):
+        return pathlib.Path(sys.argv[2])
+
+for _ in range(2):
+    told = shared_server(sys.argv[1], Folders(), lambda told: print("prepared", flush=True))
+    print(json.dumps(told), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=str)
+@pytest.mark.parametrize("name", ["postgres", "s3"])
+def test_a_shared_server_is_started_once_and_ends_with_the_run(
+    tmp_path: Path, name: str, number: signal.Signals
+) -> None:
+    """However that ends, no process and no folder is left."""
+    mark = uuid.uuid4().hex
+    environment = {key: value for key, value in os.environ.items() if key != "PYTEST_XDIST_WORKER"}
+
+    def marked() -> list[int]:
+        pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
+        return [pid for pid in pids if f"DCP_TEST_RUN={mark}".encode() in environment_of(pid).split(b"\0")]
+
+    with subprocess.Popen(
+        [sys.executable, "-c", _SERVED, name, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment | {"DCP_TEST_RUN": mark},
+    ) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "prepared\n"
+        told, again = (json.loads(run.stdout.readline()) for _ in range(2))
+        assert told == again
+        folder = Path(told["folder"] if name == "s3" else str(make_url(told["url"]).query["host"]))
+        assert folder.is_dir() and len(marked()) >= 3
+        run.send_signal(number)
+    wait_until(lambda: not marked(), "no process left", 60)
+    assert not folder.exists()
+
+
+@examples(100)
+@given(st.dictionaries(st.text(max_size=3), st.integers(1, 500), max_size=40), st.integers(1, 6))
+def test_each_file_is_in_one_shard_and_shards_are_alike(sizes: dict[str, int], count: int) -> None:
+    """No shard has more than the smallest one and its largest file."""
+    shards = shard_of(sizes, count)
+    assert shards.keys() == sizes.keys() and set(shards.values()) <= set(range(1, count + 1))
+    totals = [sum(sizes[name] for name in sizes if shards[name] == one) for one in range(1, count + 1)]
+    assert max(totals) - min(totals) <= max(sizes.values(), default=0)
+    assert shard_of(dict(reversed(sizes.items())), count) == shards
+
+
+_TESTS = """
+from hypothesis import given, settings, strategies
+import pytest
+@pytest.mark.parametrize("name", ["a b", "c"])
+def test_fails(name):
+    assert name == "c"
+@settings(print_blob=True)
+@given(strategies.integers())
+def test_property(number):
+    assert number < 100
+"""
+
+
+def test_a_run_ends_with_what_one_needs_next(tmp_path: Path) -> None:
+    """A command for each failure, hypothesis's blob, the memory; and of two shards one has the file."""
+    (tmp_path / "test_it.py").write_text(_TESTS)
+    given = ("-p", "tests.support.shards", "-p", "tests.support.summary", "-p", "no:cacheprovider")
+    runs = [
+        run_program("-m", "pytest", *given, f"--shard={shard}", "test_it.py", cwd=tmp_path)
+        for shard in ("1/2", "2/2", "3/2")
+    ]
+    outputs = [run.stdout for run in runs]
+    assert ".venv/bin/python -m pytest -n0 'test_it.py::test_fails[a b]'" in outputs[0]
+    assert "test_it.py::test_property  # with @reproduce_failure(" in outputs[0]
+    assert "most memory of a process of tests: " in outputs[0]
+    assert "3 deselected" in outputs[1]
+    assert "3/2: write 1/4 for the first of four" in runs[2].stderr

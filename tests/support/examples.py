@@ -1,0 +1,35 @@
+"""How many examples hypothesis tries: fewer in `make test` than in `make test-all`, the same in each run."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from hypothesis import HealthCheck, settings
+
+__all__ = ["choose_profile", "examples"]
+
+_QUICK_EXAMPLES: Final = 30
+_ALL_EXAMPLES: Final = 100
+_FEW: Final = 15
+
+
+def choose_profile(*, is_quick: bool) -> None:
+    """Before tests are collected. Other examples are tried with ``--hypothesis-profile=default``."""
+    for name, count in (("quick", _QUICK_EXAMPLES), ("exhaustive", _ALL_EXAMPLES)):
+        settings.register_profile(
+            name,
+            max_examples=count,
+            derandomize=True,
+            deadline=None,
+            print_blob=True,
+            suppress_health_check=[HealthCheck.too_slow],
+        )
+    settings.load_profile("quick" if is_quick else "exhaustive")
+
+
+def examples(count: int, *, steps: int = 50) -> settings:
+    """``@examples(200)`` on a property, ``TestX.settings = examples(50, steps=30)`` for a state machine: that
+    many in `make test-all`, and three of ten in `make test`, though 15 where there are as many."""
+    if settings.get_current_profile_name() == "quick":
+        count = max(min(count, _FEW), count * _QUICK_EXAMPLES // _ALL_EXAMPLES)
+    return settings(max_examples=count, stateful_step_count=steps)
