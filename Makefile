@@ -64,7 +64,7 @@ mutants: $(STAMP)
 # With another torch: what depends on it. An index without NVIDIA's libraries (PIP_EXTRA_INDEX_URL) saves some GB.
 TORCH ?= 2.13.0
 TORCH_ENV ?= .venv-torch/$(TORCH)
-TORCH_TESTS ?= tests/test_torch_names.py tests/test_api_names.py tests/planners tests/dcp/staging \
+TORCH_TESTS ?= tests/project/test_torch_names.py tests/project/test_api_names.py tests/planners tests/dcp/staging \
 	tests/dcp/state_dict tests/dcp/background tests/dcp/compat tests/dcp/test_collectives.py \
 	tests/dcp/test_load_optimizer.py tests/dcp/test_plan_cache_ranks.py tests/dcp/test_torch_matrix.py \
 	tests/dcp/testing \

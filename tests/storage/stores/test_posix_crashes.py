@@ -19,7 +19,9 @@ from tests.support.programs import Program
 MIB = 1 << 20
 
 
-def start(code: str, *arguments: object, prefix: tuple[str, ...] = (), finalizes: bool = False) -> Program:
+def start(
+    code: str, *arguments: object, prefix: tuple[str, ...] = (), finalizes: bool = False
+) -> Program | subprocess.Popen[str]:
     """A Python process that runs ``code``."""
     pipe, command = subprocess.PIPE, ["-c", code, *map(str, arguments)]
     if not prefix:

@@ -15,7 +15,7 @@ from dcp.storage.torch_compat import VERSION
 from tests.support.programs import run_program
 
 TORCH = "torch.distributed.checkpoint"
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 # module below dcp, and below torch.distributed.checkpoint -> names that are ours, names that are torch's own
 TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

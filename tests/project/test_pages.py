@@ -23,7 +23,7 @@ from dcp.demo.s3_server import S3Server
 from tests.support.programs import Program
 from tests.support.s3 import raw_s3
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def blocks_of(page: str) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MODULE = re.compile(r"`([\w/]+\.py)`")
 FOLDER = re.compile(r"`((?:dcp|docs|planners|server|storage|tests|benchmarks|examples)/[\w/]*/)`")

@@ -20,7 +20,7 @@ from dcp.storage.torch_compat import UntestedTorchWarning, warn_if_untested
 from tests.support.programs import run_program
 from tests.support.ranks import run_ranks
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDERS = ("dcp", "planners", "server", "storage")
 ONLY = Path("storage/torch_compat.py")
 INTEGRATIONS = Path("dcp/integrations")
