@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import ast
-import gc
 import re
 import statistics
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
+
+from tests.support.suite import ROOT, Module, modules
 
 
 def _stands_for_torchs(name: str) -> bool:
     return find_spec(f"torch.distributed.checkpoint.{name}") is not None
 
 
-ROOT: Final = Path(__file__).parents[2]
-TESTS: Final = ROOT / "tests"
 INSIDE: Final = ("architecture.md", "contributing.md")
 """Pages that describe how it is built; the modules that they name are not promised to anybody."""
 
@@ -42,94 +38,6 @@ _FOREIGN: Final = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Collected:
-    """A function that pytest collects."""
-
-    name: str
-    lines: int
-    has_docstring: bool
-
-
-@dataclass(frozen=True)
-class Module:
-    """A file below tests/."""
-
-    path: Path
-    text: str
-    first_line: str
-    imported: frozenset[str]
-    private: frozenset[str]
-    tests: tuple[Collected, ...]
-
-    @property
-    def is_test(self) -> bool:
-        """Whether pytest collects it."""
-        return self.path.name.startswith("test_")
-
-    def internal(self) -> set[str]:
-        """What it imports of ours that no page promises."""
-        return {name for name in self.imported if name.split(".")[0] == "dcp" and not is_public(name)}
-
-
-@cache
-def modules() -> tuple[Module, ...]:
-    """All of them; garbage is not collected meanwhile (python/cpython#106905)."""
-    gc.disable()
-    try:
-        return tuple(_module(path) for path in sorted(TESTS.rglob("*.py")))
-    finally:
-        gc.enable()
-
-
-def _module(path: Path) -> Module:
-    text = path.read_text()
-    tree = ast.parse(text)
-    name = path.relative_to(ROOT).as_posix()
-    first = (ast.get_docstring(tree) or "").partition("\n")[0]
-    return Module(path, text, first, frozenset(_imported(tree)), _private(tree), tuple(_tests(name, tree)))
-
-
-def _imported(tree: ast.Module) -> Iterator[str]:
-    """Dotted names of modules; of ``from dcp.x import y`` also ``dcp.x.y``, where that is a module."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            parts = [f"{node.module}.{alias.name}" for alias in node.names]
-            inner = [part for part in parts if node.module.startswith("dcp") and _is_module(part)]
-            yield from inner
-            if len(inner) < len(parts):
-                yield node.module
-
-
-def _private(tree: ast.Module) -> frozenset[str]:
-    """Attributes that begin with an underscore, but for a test's own and those that Python documents."""
-    return frozenset(
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__")
-        if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
-        if node.attr not in {"_exit", "_asdict", "_replace", "_fields"}
-    )
-
-
-def _is_module(name: str) -> bool:
-    place = ROOT / name.replace(".", "/")
-    return place.with_suffix(".py").exists() or (place / "__init__.py").exists()
-
-
-def _tests(name: str, tree: ast.Module) -> Iterator[Collected]:
-    bodies = [("", tree.body), *((n.name, n.body) for n in tree.body if isinstance(n, ast.ClassDef))]
-    for owner, body in bodies:
-        for node in body:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
-                lines = (node.end_lineno or 0) - node.lineno + 1
-                yield Collected(
-                    "::".join(filter(None, (name, owner, node.name))), lines, bool(ast.get_docstring(node))
-                )
-
-
 @cache
 def _named_by_pages() -> frozenset[str]:
     pages = [page for page in (ROOT / "docs").glob("*.md") if page.name not in INSIDE]
@@ -144,23 +52,24 @@ def is_public(name: str) -> bool:
     return name in DOORS or any(said == name or said.startswith(f"{name}.") for said in _named_by_pages())
 
 
+def internal(module: Module) -> list[str]:
+    """What it imports of ours that no page promises."""
+    return sorted(name for name in module.imported if name.startswith("dcp.") and not is_public(name))
+
+
 def test_the_suite_has_no_more_lines_than_it_may() -> None:
     """What is said twice is found and said once before more is added."""
-    lines = {module.path: module.text.count("\n") for module in modules()}
-    assert sum(lines.values()) <= MOST_LINES, sorted(lines, key=lambda path: -lines[path])[:20]
+    lines = {module.name: module.text.count("\n") for module in modules()}
+    assert sum(lines.values()) <= MOST_LINES, sorted(lines, key=lambda name: -lines[name])[:20]
 
 
 def test_few_files_look_inside_and_say_why() -> None:
-    """Of the inside only what is pure and small; the first line of the file has "Internal:" and the reason."""
+    """Of the inside only what is pure and small; the file's first line has "Internal:" and the reason."""
     tests = [module for module in modules() if module.is_test]
-    inside = [module for module in tests if module.internal()]
-    silent = {
-        module.path.relative_to(ROOT).as_posix(): sorted(module.internal())
-        for module in inside
-        if "Internal:" not in module.first_line
-    }
+    inside = [module for module in tests if internal(module)]
+    silent = {module.name: internal(module) for module in inside if "Internal:" not in module.first_line}
     assert not silent, silent
-    assert len(inside) <= MOST_INTERNAL * len(tests), [module.path.name for module in inside]
+    assert len(inside) <= MOST_INTERNAL * len(tests), [module.name for module in inside]
 
 
 def test_every_test_says_in_a_sentence_what_it_holds() -> None:
@@ -170,32 +79,32 @@ def test_every_test_says_in_a_sentence_what_it_holds() -> None:
 
 def test_half_of_the_tests_fit_in_a_glance() -> None:
     """A long test holds several behaviours, or builds what a fixture should."""
-    lines = [test.lines for module in modules() for test in module.tests]
+    lines = [test.lines for module in modules() for test in module.tests if test.lines]
     assert statistics.median(lines) <= MEDIAN_LINES
 
 
 def test_hardly_anything_is_patched() -> None:
     """A test of a patched product holds something that no user has."""
-    found = {m.path.relative_to(ROOT).as_posix(): len(_PATCH.findall(m.text)) for m in _others()}
+    found = {m.name: len(_PATCH.findall(m.text)) for m in _others()}
     assert sum(found.values()) <= MOST_PATCHES, {name: count for name, count in found.items() if count}
 
 
 def test_no_private_attribute_is_looked_at() -> None:
     """What a rebuilding may rename without asking is no behaviour; "Internal:" files may name theirs."""
     tests = [module for module in modules() if module.is_test and "Internal:" not in module.first_line]
-    found = {m.path.relative_to(ROOT).as_posix(): sorted(m.private) for m in tests if m.private}
+    found = {m.name: sorted(m.private) for m in tests if m.private}
     assert not found, found
 
 
 def test_no_private_name_of_the_tools_is_used() -> None:
     """The next release of pytest, hypothesis or Python may be without it."""
-    found = {m.path.relative_to(ROOT).as_posix(): _FOREIGN.findall(m.text) for m in _others()}
+    found = {m.name: _FOREIGN.findall(m.text) for m in _others()}
     assert not {name: names for name, names in found.items() if names}
 
 
 def test_examples_are_counted_by_the_profile() -> None:
     """`tests.support.examples` has fewer in `make test`; a number of its own would be tried in full."""
-    found = [m.path.relative_to(ROOT).as_posix() for m in _others() if "max_examples=" in m.text]
+    found = [m.name for m in _others() if "max_examples=" in m.text]
     assert found == ["tests/support/examples.py"]
 
 

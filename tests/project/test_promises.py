@@ -1,0 +1,62 @@
+"""Each promise of the README has tests that `make test` runs, and faults that break it (docs/promises.md)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import pytest
+
+from tests.support.mutants import mutants
+from tests.support.suite import ROOT, has_test
+
+BENEATH = {
+    "what is saved by one is loaded by the other",
+    "`dcp.save`, `dcp.load`, `dcp.async_save`, planners, readers and writers under torch's names",
+}
+"""What the README says in sentences."""
+
+MEASURED = {"time"}
+"""By `make bench`; no fault of a line or two shows in a test of seconds."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the page."""
+
+    promise: str
+    tests: tuple[str, ...]
+    faults: tuple[str, ...]
+
+
+def cells(page: str, heading: str) -> list[list[str]]:
+    """The lines of the first table behind a heading."""
+    text = (ROOT / page).read_text().partition(heading)[2]
+    table = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    assert table is not None, page
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table[0].splitlines()[2:]]
+
+
+def rows() -> list[Row]:
+    """Names of tests and of faults are in backticks."""
+    return [
+        Row(promise, *(tuple(re.findall(r"`([^`]+)`", cell)) for cell in (tests, faults)))
+        for promise, tests, faults in cells("docs/promises.md", "# What is promised")
+    ]
+
+
+def test_the_page_has_the_promises_of_the_readme() -> None:
+    """A line for each line of its table, by its first words, and for the sentences beneath."""
+    promised = {first for first, *_ in cells("README.md", "## What changes")}
+    assert len(promised) >= 12
+    assert {row.promise for row in rows()} == promised | BENEATH
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.promise)
+def test_a_promise_has_tests_and_faults(row: Row) -> None:
+    """The tests are there and not among the exhaustive ones; the faults are patches of tests/mutants."""
+    assert row.tests
+    assert not [test for test in row.tests if not has_test(test)]
+    known = {mutant.name for mutant in mutants()}
+    if row.promise not in MEASURED:
+        assert row.faults and not [fault for fault in row.faults if fault not in known]

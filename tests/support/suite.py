@@ -1,0 +1,127 @@
+"""The tests as text: what each file imports and what each test is called, without importing any."""
+
+from __future__ import annotations
+
+import ast
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+__all__ = ["ROOT", "Collected", "Module", "has_test", "modules"]
+
+ROOT: Final = Path(__file__).parents[2]
+TESTS: Final = ROOT / "tests"
+
+
+@dataclass(frozen=True)
+class Collected:
+    """A function that pytest collects."""
+
+    name: str
+    lines: int
+    has_docstring: bool
+    is_exhaustive: bool
+
+
+@dataclass(frozen=True)
+class Module:
+    """A file below tests/."""
+
+    path: Path
+    text: str
+    first_line: str
+    imported: frozenset[str]
+    private: frozenset[str]
+    tests: tuple[Collected, ...]
+
+    @property
+    def name(self) -> str:
+        """As pytest names it."""
+        return self.path.relative_to(ROOT).as_posix()
+
+    @property
+    def is_test(self) -> bool:
+        """Whether pytest collects it."""
+        return self.path.name.startswith("test_")
+
+
+@cache
+def modules() -> tuple[Module, ...]:
+    """All of them; garbage is not collected meanwhile (python/cpython#106905)."""
+    gc.disable()
+    try:
+        return tuple(_module(path) for path in sorted(TESTS.rglob("*.py")))
+    finally:
+        gc.enable()
+
+
+def _module(path: Path) -> Module:
+    text = path.read_text()
+    tree = ast.parse(text)
+    name = path.relative_to(ROOT).as_posix()
+    first = (ast.get_docstring(tree) or "").partition("\n")[0]
+    return Module(path, text, first, frozenset(_imported(tree)), _private(tree), tuple(_tests(name, tree)))
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    """Dotted names of modules; of ``from dcp.x import y`` also ``dcp.x.y``, where that is a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            parts = [f"{node.module}.{alias.name}" for alias in node.names]
+            inner = [part for part in parts if node.module.startswith("dcp") and _is_module(part)]
+            yield from inner
+            if len(inner) < len(parts):
+                yield node.module
+
+
+def _private(tree: ast.Module) -> frozenset[str]:
+    """Attributes that begin with an underscore, but for a test's own and those that Python documents."""
+    return frozenset(
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__")
+        if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+        if node.attr not in {"_exit", "_asdict", "_replace", "_fields"}
+    )
+
+
+def _is_module(name: str) -> bool:
+    place = ROOT / name.replace(".", "/")
+    return place.with_suffix(".py").exists() or (place / "__init__.py").exists()
+
+
+def _tests(name: str, tree: ast.Module) -> Iterator[Collected]:
+    marked = [node for node in tree.body if isinstance(node, ast.Assign) and _is_mark(node)]
+    marks = any("exhaustive" in ast.unparse(node) for node in marked)
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    for owner, body in [("", tree.body), *((one.name, one.body) for one in classes)]:
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+                yield Collected(
+                    "::".join(filter(None, (name, owner, node.name))),
+                    (node.end_lineno or 0) - node.lineno + 1,
+                    bool(ast.get_docstring(node)),
+                    marks or any(ast.unparse(d) == "pytest.mark.exhaustive" for d in node.decorator_list),
+                )
+    for one in classes:  # a state machine's, or one that inherits its tests
+        yield Collected(f"{name}::{one.name}", 0, True, marks)
+    targets = [one.targets[0] for one in tree.body if isinstance(one, ast.Assign)]
+    for target in targets:  # `TestX = Machine.TestCase`
+        if isinstance(target, ast.Name) and target.id.startswith("Test"):
+            yield Collected(f"{name}::{target.id}", 0, True, marks)
+
+
+def _is_mark(node: ast.Assign) -> bool:
+    return any(isinstance(target, ast.Name) and target.id == "pytestmark" for target in node.targets)
+
+
+def has_test(node_id: str) -> bool:
+    """Whether a file, a class or a test of that name is there and in `make test`; without parameters."""
+    wanted = node_id.partition("[")[0]
+    found = [test for module in modules() for test in module.tests if module.is_test]
+    return any(f"{test.name}::".startswith(f"{wanted}::") and not test.is_exhaustive for test in found)
