@@ -46,50 +46,45 @@ class Checkout:
         return installed + [call[1] for call in calls if call[1] != "pip"]
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Checkout:
-    """Fresh, but for the environment."""
-    return Checkout(tmp_path)
+@pytest.mark.parametrize(
+    "calls",
+    [
+        {"demo": ".[demo]", "demo ": "", "test": ".[dev]", "test ": "", "demo  ": "", "demo S3=1": ""},
+        {"demo": ".[demo]", "demo S3=1": ".[demo-s3]", "demo SERVE=1": ""},
+        {"bench": ".[dev] .[bench]", "bench ": "", "test": ""},
+    ],
+    ids=["test", "s3", "bench"],
+)
+def test_each_target_installs_what_it_needs_once(tmp_path: Path, calls: dict[str, str]) -> None:
+    """One after the other in a fresh clone: no more than is needed, and nothing that is there already."""
+    checkout = Checkout(tmp_path)
+    module = {"demo": "dcp.demo", "test": "pytest", "bench": "benchmarks"}
+    found = {words: checkout.make(*words.split()) for words in calls}
+    assert found == {words: [*extras.split(), module[words.split()[0]]] for words, extras in calls.items()}
 
 
-def test_the_demo_installs_what_it_needs_and_no_more(checkout: Checkout) -> None:
-    """Once; the tests' packages come with the tests, and what is there then serves the demos, too."""
-    assert checkout.make("demo") == [".[demo]", "dcp.demo"]
-    assert checkout.make("demo") == ["dcp.demo"]
+def test_packages_that_change_are_installed_anew(tmp_path: Path) -> None:
+    """For what is called then."""
+    checkout = Checkout(tmp_path)
     assert checkout.make("test") == [".[dev]", "pytest"]
-    assert checkout.make("test") == ["pytest"]
-    assert checkout.make("demo") == ["dcp.demo"]
-    assert checkout.make("demo", "S3=1") == ["dcp.demo"]
-
-
-def test_the_tests_first_and_then_the_demo(checkout: Checkout) -> None:
-    """Nothing more is installed; but it is once the packages that are needed change."""
-    assert checkout.make("test") == [".[dev]", "pytest"]
-    assert checkout.make("demo") == ["dcp.demo"]
-    later = (checkout.folder / ".venv/.installed").stat().st_mtime + 10
-    os.utime(checkout.folder / "constraints.txt", (later, later))
+    later = (tmp_path / ".venv/.installed").stat().st_mtime + 10
+    os.utime(tmp_path / "constraints.txt", (later, later))
     assert checkout.make("demo") == [".[demo]", "dcp.demo"]
 
 
-def test_the_demo_on_s3_needs_a_server(checkout: Checkout) -> None:
-    """Which the other one does not bring."""
-    assert checkout.make("demo") == [".[demo]", "dcp.demo"]
-    assert checkout.make("demo", "S3=1") == [".[demo-s3]", "dcp.demo"]
-
-
-def test_the_demo_may_stay_up_for_a_browser(checkout: Checkout) -> None:
-    """Only if it is asked to."""
-    assert checkout.make("demo") == [".[demo]", "dcp.demo"]
-    assert "--serve" not in checkout.calls.read_text()
-    assert checkout.make("demo", "SERVE=1") == ["dcp.demo"]
-    assert "-m dcp.demo --serve" in checkout.calls.read_text()
-
-
-def test_benchmarks_bring_what_they_compare_with(checkout: Checkout) -> None:
-    """On top of the tests' packages, and once."""
-    assert checkout.make("bench") == [".[dev]", ".[bench]", "benchmarks"]
-    assert checkout.make("bench") == ["benchmarks"]
-    assert checkout.make("test") == ["pytest"]
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("demo SERVE=1", "-m dcp.demo --serve"),
+        ("test SHARD=2/4", "--shard=2/4 -m not exhaustive"),
+        ("test-all SHARD=2/4", "--shard=2/4"),
+    ],
+)
+def test_what_is_asked_for_is_passed_on(tmp_path: Path, words: str, said: str) -> None:
+    """A catalog that stays up, a part of the tests."""
+    checkout = Checkout(tmp_path)
+    checkout.make(*words.split())
+    assert said in checkout.calls.read_text()
 
 
 def test_what_is_for_development_is_not_in_the_demo() -> None:
