@@ -13,7 +13,7 @@ from dcp.inspection.values.digests import digests
 from dcp.inspection.verification import verify
 from dcp.proving.proof import Proof
 from dcp.storage.stores.opening import OpenWith
-from tests.dcp.test_prove import Training
+from tests.save_load.test_prove import Training
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.exhaustive

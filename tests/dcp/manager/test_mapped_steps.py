@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import dcp
 from dcp.manager.saving.executor import Mode
 from dcp.storage.errors import PlanError
-from tests.dcp.test_load_mapped import FUSED, apart, assert_equal, fused
+from tests.save_load.test_load_mapped import FUSED, apart, assert_equal, fused
 from tests.support.ranks import RankRaised, run_ranks
 
 WEIGHTS = dcp.weight_map(FUSED, below="model", vocab=13, hidden=24)

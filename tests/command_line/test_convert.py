@@ -1,0 +1,99 @@
+"""``dcp convert``: the formats there and back, its options, what it prints, and how it fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import dcp
+from tests.command_line.cli_support import run, save_ours
+
+
+def _model() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {
+        "module.a.weight": torch.randn(40, 30, generator=generator),
+        "module.b.weight": torch.randn(50, 30, generator=generator),
+        "module.count": torch.arange(4),
+    }
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of ours."""
+    return save_ours(tmp_path_factory.mktemp("source") / "step-1", _model())
+
+
+def test_there_and_back(source: Path, tmp_path: Path) -> None:
+    """dcp to torch.save to safetensors to dcp: every tensor as it was; each says what it wrote."""
+    for before, after, to in (
+        (source, tmp_path / "model.pt", "torch"),
+        (tmp_path / "model.pt", tmp_path / "model.safetensors", "safetensors"),
+        (tmp_path / "model.safetensors", tmp_path / "again", "dcp"),
+    ):
+        shown = run("convert", before, after, "--to", to, "--executor", "inline")
+        assert (shown.status, shown.err) == (0, "")
+        assert f"{after}: 3 tensors in 1 file," in shown.out
+    torch.testing.assert_close(torch.load(tmp_path / "model.pt", weights_only=True), _model(), rtol=0, atol=0)
+    torch.testing.assert_close(load_file(tmp_path / "model.safetensors"), _model(), rtol=0, atol=0)
+    state = {name: torch.zeros_like(tensor) for name, tensor in _model().items()}
+    dcp.load(state, checkpoint_id=tmp_path / "again", no_dist=True)
+    torch.testing.assert_close(state, _model(), rtol=0, atol=0)
+
+
+def test_options_reach_the_conversion(source: Path, tmp_path: Path) -> None:
+    """Filters, renames, casts and sizes of shards, and the report as JSON."""
+    shown = run(
+        *("convert", source, tmp_path / "hf", "--to", "safetensors", "--executor", "inline", "--json"),
+        *("--exclude", "*.count", "--rename", r"^module\.=>", "--dtype", "*.a.*=bfloat16"),
+        *("--shard-size", "4KB"),
+    )
+    assert shown.status == 0, shown.err
+    assert shown.json["tensor_count"] == 2
+    shards = sorted((tmp_path / "hf").glob("*.safetensors"))
+    assert len(shards) == 2
+    tensors = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+    assert torch.equal(tensors["a.weight"], _model()["module.a.weight"].bfloat16())
+    assert torch.equal(tensors["b.weight"], _model()["module.b.weight"])
+
+
+def test_what_is_there_stays_unless_asked(source: Path, tmp_path: Path) -> None:
+    """An existing target is refused in one line, and replaced with --overwrite."""
+    target = tmp_path / "model.pt"
+    target.write_bytes(b"precious")
+    refused = run("convert", source, target, "--to", "torch", "--executor", "inline")
+    assert refused.status == 3
+    assert str(target) in refused.err and refused.err.count("\n") == 1
+    assert target.read_bytes() == b"precious"
+    assert run("convert", source, target, "--to", "torch", "--executor", "inline", "--overwrite").status == 0
+    assert torch.load(target, weights_only=True).keys() == _model().keys()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--to", "pickle"), "pickle"),
+        ((), "--to"),
+        (("--to", "dcp", "--shard-size", "many"), "is no size"),
+        (("--to", "dcp", "--shard-size", "9" * 400), "is no size"),
+        (("--to", "dcp", "--rename", "abc"), "REGEX=>NEW"),
+        (("--to", "dcp", "--files", "0"), "--files"),
+    ],
+)
+def test_wrong_usage(source: Path, tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    """Exit status 2, and what was wrong; nothing is written."""
+    shown = run("convert", source, tmp_path / "out", *arguments)
+    assert shown.status == 2
+    assert words in shown.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_source(tmp_path: Path) -> None:
+    """One line, and exit status 3."""
+    shown = run("convert", tmp_path / "absent", tmp_path / "out", "--to", "dcp")
+    assert shown.status == 3
+    assert "absent" in shown.err and shown.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()

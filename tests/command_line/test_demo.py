@@ -1,0 +1,146 @@
+"""The demo, end to end, with fewer steps: what it prints is what happened."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from dcp.demo.checks import compare_digests, largest_difference
+from tests.command_line.cli_support import run as command
+from tests.support.programs import Program
+
+ROOT = Path(__file__).parents[2]
+SAVE_EVERY = 1
+
+
+def start(*command: str | Path, is_fresh: bool = False) -> subprocess.Popen[str] | Program:
+    """``python COMMAND`` with no terminal. Unless it ``is_fresh``, it and what it starts need not import
+    torch."""
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "utf-8"}
+    options |= {"cwd": ROOT, "env": os.environ | {"PYTHONIOENCODING": "utf-8"}}
+    return (
+        subprocess.Popen([sys.executable, *command], **options) if is_fresh else Program(*command, **options)
+    )
+
+
+def read_until_served(process: subprocess.Popen[str] | Program) -> tuple[str, str]:
+    """What it prints until its catalog is up, and where that is."""
+    assert process.stdout is not None
+    output = ""
+    for line in process.stdout:
+        output += line
+        if found := re.search(r"The catalog is at (http://\S+) until Ctrl-C", line):
+            return output, found[1]
+    raise AssertionError(output)
+
+
+def processes_with(text: str) -> list[int]:
+    """Living processes with ``text`` in their command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            try:
+                line = (entry / "cmdline").read_bytes()
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue
+            if text.encode() in line:
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.timeout(1200)
+def test_demo_from_end_to_end(tmp_path: Path) -> None:
+    """It passes its own checks, and its claims about files and steps hold when looked at from outside; then
+    it serves what it has trained to a browser, until Ctrl-C."""
+    root = tmp_path / "demo"
+    process = start("-m", "dcp.demo", "--root", root, "--save-every", str(SAVE_EVERY), "--serve")
+    output, url = read_until_served(process)
+    assert "uninterrupted" in httpx.get(url, headers={"accept": "text/html"}, trust_env=False).text
+    process.send_signal(signal.SIGINT)
+    output += process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    assert "It is stopped." in output
+    assert "FAILED" not in output
+    assert re.search(r"All ([0-9]+) checks passed", output), output
+
+    # the killed save left half of a file on each rank
+    halves = re.findall(r"^ +(__[01]_0\.[0-9a-f]+\.distcp) +([0-9,]+) +([0-9,]+)$", output, re.MULTILINE)
+    assert len(halves) == 2
+    killed = root / "checkpoints" / "run" / "step-00000003"
+    for name, size, full in halves:
+        assert int(size.replace(",", "")) == 8 << 20
+        assert int(full.replace(",", "")) > 8 << 20
+        assert not (killed / name).exists()  # the resumed job saved the same step, and cleared them away
+    assert re.search(r"step-00000003 .* incomplete$", output, re.MULTILINE)
+
+    # all three resumed after the last committed step, and went to the end
+    for ranks in (1, 2, 3):
+        assert f"on {ranks}: went on with step 3" in output
+        log = (root / "results" / f"resumed-on-{ranks}" / "losses.jsonl").read_text().splitlines()
+        assert len(log) == 2
+    loss_columns = re.findall(r"^ +(uninterrupted|resumed on 2) .* ([0-9.]+)$", output, re.MULTILINE)
+    assert len(loss_columns) == 2
+    assert loss_columns[0][1] == loss_columns[1][1]
+
+    # the catalog converted by itself what was released, and gave it to its client
+    assert (root / "checkpoints" / "exports" / "step-00000004" / "model.safetensors").exists()
+    assert len(re.findall(r"downloaded,[^:]*:\s+all\s+[0-9]+\s+tensors", output)) == 2
+
+    # its pages say so, too
+    assert len(re.findall(r"^ +ok +pages: ", output, re.MULTILINE)) == 4
+    verified = r"^ +/checkpoints/[0-9]+/files +Verified: verified, .* by job [0-9]+"
+    assert re.search(verified, output, re.MULTILINE)
+
+    # what is left: four committed checkpoints, and no process
+    rows = command("ls", root / "checkpoints" / "run", "--json").json
+    assert [(row["step"], row["state"]) for row in rows] == [(step, "committed") for step in (1, 2, 3, 4)]
+    assert processes_with(str(root)) == []
+
+
+@pytest.mark.exhaustive  # the parts that it ends are the same as at its own end
+@pytest.mark.timeout(600)
+def test_demo_ends_its_processes_when_it_is_ended(tmp_path: Path) -> None:
+    """SIGTERM while ranks train: the demo ends with 143, and its launcher and ranks with it."""
+    root = tmp_path / "demo"
+    process = start("-m", "dcp.demo", "--root", root, "--save-every", "1000", is_fresh=True)
+    log = root / "results" / "uninterrupted" / "losses.jsonl"
+    give_up = time.monotonic() + 400
+    while not (log.exists() and log.read_text()) and time.monotonic() < give_up:
+        assert process.poll() is None
+        time.sleep(0.1)
+    assert len(processes_with(str(root))) == 4  # the demo, the launcher, two ranks
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert processes_with(str(root)) == []
+
+
+@pytest.mark.parametrize("command", [("dcp.demo",), ("dcp", "demo")], ids=["module", "dcp demo"])
+def test_demo_wants_a_folder_of_its_own(tmp_path: Path, command: tuple[str, ...]) -> None:
+    """A folder with something in it is refused with status 2, and stays as it was."""
+    (tmp_path / "mine").write_text("mine")
+    process = start("-m", *command, "--root", tmp_path)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 2
+    assert "not empty" in output
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_checks_do_not_pass_on_nothing() -> None:
+    """Digests or logs that are missing count as different, so that a check cannot pass for lack of data."""
+    assert compare_digests({}, {}) == "there are no digests to compare with"
+    assert compare_digests({"a": "1"}, {}) == "1 of 1 entries differ, such as a"
+    assert compare_digests({"a": "1", "rng.rank-0": "2"}, {"a": "1"}, without="rng.") == ""
+    assert largest_difference({1: 2.0}, {}, [1]) == float("inf")
+    assert largest_difference({1: 2.0}, {1: 2.0}, []) == float("inf")
+    assert largest_difference({1: [1.0, 2.0]}, {1: [1.0, 2.5]}, [1]) == 0.5
+    assert largest_difference({1: [1.0, 2.0]}, {1: [1.0]}, [1]) == float("inf")

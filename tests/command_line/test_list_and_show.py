@@ -1,0 +1,372 @@
+"""``dcp``, ``dcp ls`` and ``dcp show``: what is printed, as text and as JSON, and the exit status."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import dcp
+from tests.command_line.cli_support import data_file, run, save_ours, save_stock
+from tests.support.programs import Program, run_program
+
+ROOT = Path(dcp.__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of ours."""
+    return save_ours(tmp_path_factory.mktemp("run") / "step-00000012")
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of stock torch."""
+    return save_stock(tmp_path_factory.mktemp("run") / "step-00000013")
+
+
+def test_ls_lists_a_folder_by_step_with_the_state_of_each(tmp_path: Path) -> None:
+    """Committed, incomplete and unreadable checkpoints are told apart; other folders are left out."""
+    save_ours(tmp_path / "step-10")
+    save_stock(tmp_path / "step-9")
+    save_ours(tmp_path / "step-2")
+    for name in ("manifest.msgpack", ".metadata"):
+        (tmp_path / "step-2" / name).unlink()
+    (tmp_path / "step-11").mkdir()
+    (tmp_path / "step-11" / "manifest.msgpack").write_bytes(b"not a manifest")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "readme.txt").write_text("nothing here")
+    listed = run("ls", tmp_path)
+    summary, _, table = listed.out.partition("\n\n")
+    assert summary.startswith(f"{tmp_path}: 4 checkpoints, 1 incomplete, 1 unreadable, ")
+    lines = [line.split() for line in table.splitlines()]
+    assert lines[0] == ["name", "step", "committed", "format", "tensors", "size", "ranks", "state"]
+    assert [(line[0], line[1], line[-1]) for line in lines[1:]] == [
+        ("step-2", "2", "incomplete"),
+        ("step-9", "9", "committed"),
+        ("step-10", "10", "committed"),
+        ("step-11", "11", "unreadable"),
+    ]
+    assert (listed.status, "step-11: " in listed.err) == (0, True)
+
+
+def test_ls_json_has_the_facts_as_numbers(tmp_path: Path) -> None:
+    """Sizes are bytes, times are seconds since the epoch, what is not known is null."""
+    before = time.time()
+    folder = save_ours(tmp_path / "a-000100")
+    save_stock(tmp_path / "b")
+    own, foreign = sorted(run("ls", tmp_path, "--json").json, key=lambda row: str(row["name"]))
+    facts = {"state": "committed", "step": 100, "tensors": 5, "world_size": 1, "format": "dcp"}
+    assert {name: own[name] for name in facts} == facts
+    assert (own["bytes"], own["url"]) == (data_file(folder).stat().st_size, str(folder))
+    assert before - 1 <= own["committed_seconds"] <= time.time()
+    assert (foreign["format"], foreign["step"], foreign["world_size"]) == ("torch_dcp", None, None)
+    (alone,) = run("ls", folder, "--json").json
+    assert alone == own
+    assert run("ls", folder.as_uri(), "--json").json[0]["name"] == own["name"]
+
+
+def test_ls_quick_opens_nothing(tmp_path: Path) -> None:
+    """Committed or not, time and size are by the listing alone: damage is not noticed."""
+    folder = save_ours(tmp_path / "step-3")
+    (folder / "manifest.msgpack").write_bytes(b"not a manifest")
+    save_stock(tmp_path / "step-4")
+    (tmp_path / "step-4" / ".metadata").unlink()
+    rows = run("ls", "--quick", tmp_path, "--json").json
+    assert [(row["step"], row["state"], row["format"], row["tensors"]) for row in rows] == [
+        (3, "committed", None, None),
+        (4, "incomplete", None, None),
+    ]
+    assert rows[0]["bytes"] == data_file(folder).stat().st_size
+    newest = max((folder / name).stat().st_mtime for name in ("manifest.msgpack", ".metadata"))
+    assert rows[0]["committed_seconds"] == newest
+
+
+def test_ls_lists_weights_without_a_commit(tmp_path: Path) -> None:
+    """Single files and folders of shards are listed beside checkpoints; not what only has such a name."""
+    root = tmp_path / "trained"
+    save_ours(root / "step-9")
+    torch.save({"w": torch.ones(3), "b": torch.ones(2)}, root / "model-7.pt")
+    torch.save(Path, root / "args.bin")
+    (root / "tokens.bin").write_bytes(b"no weights")
+    (root / "hf-8").mkdir()
+    save_file({"w": torch.ones(3)}, root / "hf-8" / "model.safetensors")
+    torch.save({"state": {}}, root / "hf-8" / "optimizer.pt")
+    save_file({"v": torch.ones(5)}, root / "model.safetensors")
+    rows = {row["name"]: row for row in run("ls", root, "--json").json}
+    facts = ("step", "state", "format", "tensors")
+    assert {name: tuple(row[fact] for fact in facts) for name, row in rows.items()} == {
+        root.name: (None, "complete", "safetensors", 1),
+        "args.bin": (None, "unreadable", None, None),
+        "hf-8": (8, "complete", "safetensors", 1),
+        "model-7.pt": (7, "complete", "torch_save", 2),
+        "step-9": (9, "committed", "dcp", 5),
+    }
+    assert rows["model-7.pt"]["bytes"] == (root / "model-7.pt").stat().st_size
+    assert run("ls", root / "model-7.pt", "--json").json == [rows["model-7.pt"]]
+    quick = {row["name"]: row["state"] for row in run("ls", "--quick", root, "--json").json}
+    assert quick["model-7.pt"] == quick["hf-8"] == quick[root.name] == "unopened"
+
+
+def test_ls_shows_files_of_several_models_one_by_one(tmp_path: Path) -> None:
+    """Files of a folder that do not make one set of weights are listed each."""
+    for step in (1, 2):
+        save_file({"w": torch.full((step,), 1.0)}, tmp_path / f"epoch-{step}.safetensors")
+    rows = {row["name"]: row["state"] for row in run("ls", tmp_path, "--json").json}
+    files = {f"epoch-{step}.safetensors": "complete" for step in (1, 2)}
+    assert rows == {tmp_path.name: "unreadable"} | files
+
+
+def test_ls_of_nothing_says_so(tmp_path: Path) -> None:
+    """An empty folder is not an error; a folder or a store that is not there is one, with status 3."""
+    empty = run("ls", tmp_path)
+    assert (empty.status, empty.out) == (0, "")
+    assert "no checkpoints" in empty.err
+    assert run("ls", tmp_path, "--json").json == []
+    absent = run("ls", tmp_path / "absent")
+    assert (absent.status, absent.out) == (3, "")
+    assert absent.err == f"dcp: {tmp_path / 'absent'} holds no checkpoint: it does not exist.\n"
+    failed = run("ls", "gopher://host/x")
+    assert (failed.status, failed.err.count("\n"), "gopher" in failed.err) == (3, 1, True)
+
+
+def test_show_prints_provenance_and_tensors(ours: Path) -> None:
+    """The header says what wrote the checkpoint; the table has a row for each tensor."""
+    shown = run("show", ours)
+    assert shown.status == 0
+    header, _, table = shown.out.partition("\n\n")
+    facts = {line[:10].strip(): line[12:] for line in header.splitlines()}
+    assert (facts["checkpoint"], facts["format"], facts["ranks"]) == (str(ours), "dcp", "1")
+    assert f"torch {torch.__version__}" in facts["written by"]
+    assert facts["save id"] in data_file(ours).name
+    assert [phase.split()[0] for phase in facts["seconds"].split(", ")][-1] == "write"
+    rows = {line.split()[0]: line.split()[1:] for line in table.splitlines()}
+    assert rows["tensor"] == ["dtype", "shape", "chunks", "size", "files"]
+    assert rows["model.embed"] == ["float32", "300x70", "1", "82.0", "KiB", "1"]
+    assert rows["model.scale"] == ["bfloat16", "scalar", "1", "2", "B", "1"]
+    assert rows["model.empty"][:2] == ["float32", "0x3"]
+
+
+@pytest.mark.parametrize("kind", ["ours", "stock"])
+def test_show_json_has_tensors_and_objects(kind: str, request: pytest.FixtureRequest) -> None:
+    """Both formats show the same tensors and the same values; what JSON cannot say is shown as its repr."""
+    shown = run("show", request.getfixturevalue(kind), "--objects", "--json").json
+    tensors = {row["fqn"]: row for row in shown["tensors"]}
+    layer = tensors["model.layers.0.w"]
+    assert (layer["shape"], layer["bytes"], len(layer["files"])) == ([8, 8], 256, 1)
+    objects = {row["fqn"]: row for row in shown["objects"]}
+    values = {"step": 7, "lr": [0.1, [1, 2]], "schedule.warmup": "inf", "device": None}
+    assert {name: objects[name]["value"] for name in values} == values
+    assert objects["device"]["is_plain"] is False
+    assert (shown["checkpoint"]["tensors"], shown["checkpoint"]["objects"]) == (5, len(objects))
+    phases = [set(phases) >= {"local_plan", "write"} for phases in shown["checkpoint"]["rank_seconds"]]
+    assert phases == ([True] if kind == "ours" else [])
+
+
+def test_show_objects_prints_values_and_their_types(ours: Path) -> None:
+    """Plain values are printed as Python writes them, others by where they are."""
+    lines = run("show", ours, "--objects").out.splitlines()
+    assert any(line.split() == ["step", "int", "7"] for line in lines)
+    assert any(line.startswith("lr ") and line.endswith("[0.1, (1, 2)]") for line in lines)
+    assert any(line.startswith("device ") and "pickled" in line for line in lines)
+
+
+def test_show_tree_sums_by_module(ours: Path) -> None:
+    """Every module has the number, elements and bytes of the tensors below it."""
+    tree = run("show", ours, "--tree", "--json").json["modules"]
+    (model,) = tree["children"]
+    elements = 300 * 70 + 64 + 64 + 0 + 1
+    assert (model["name"], model["tensors"], model["elements"]) == ("model", 5, elements)
+    layers = next(child for child in model["children"] if child["name"] == "layers")
+    assert (layers["tensors"], layers["bytes"]) == (2, 512)
+    lines = [line.split() for line in run("show", ours, "--tree").out.splitlines()]
+    assert ["layers", "2", "128", "512", "B", "▎"] in lines
+    (all_of_it,) = [line for line in lines if line[:2] == ["model", "5"]]
+    assert all_of_it[-1] == 24 * "█"
+    assert ["total", "5", "21,129", "82.5", "KiB"] in lines
+
+
+def test_sizes_have_three_digits_and_a_binary_unit(tmp_path: Path) -> None:
+    """Sizes are short, and honest about the unit."""
+    sizes = {0: "0 B", 1023: "1023 B", 1024: "1.00 KiB", 10_240: "10.0 KiB", 1024 * 1000: "0.98 MiB"}
+    state = {f"w{size}": torch.zeros(size, dtype=torch.uint8) for size in sizes}
+    table = run("show", save_ours(tmp_path / "x", dict(state))).out.partition("\n\n")[2]
+    rows = {line.split()[0]: " ".join(line.split()[4:6]) for line in table.splitlines()}
+    assert {name: rows[name] for name in state} == {f"w{size}": text for size, text in sizes.items()}
+
+
+def test_show_of_what_is_not_committed_fails_with_one_line(tmp_path: Path) -> None:
+    """Data files without a manifest are no checkpoint: status 3, and the message says what is missing."""
+    folder = save_ours(tmp_path / "x")
+    for name in ("manifest.msgpack", ".metadata"):
+        (folder / name).unlink()
+    failed = run("show", folder)
+    assert (failed.status, failed.out, failed.err.count("\n")) == (3, "", 1)
+    assert "no committed checkpoint" in failed.err
+    assert "Traceback" in run("show", folder, "--debug").err
+
+
+def test_files_of_other_tools_are_shown(tmp_path: Path) -> None:
+    """show takes a file or folder of weights; one of an old torch is named as such."""
+    torch.save({"layer": {"w": torch.ones(2, 3)}, "lr": 0.5}, tmp_path / "m.pt")
+    shown = run("show", tmp_path / "m.pt", "--objects", "--json").json
+    assert shown["checkpoint"]["format"] == "torch_save" and shown["checkpoint"]["url"].endswith("m.pt")
+    assert [row["fqn"] for row in shown["tensors"]] == ["layer.w"]
+    assert shown["objects"][0]["value"] == 0.5
+    buffer = io.BytesIO()
+    torch.save(torch.ones(1), buffer, _use_new_zipfile_serialization=False)
+    (tmp_path / "old.pt").write_bytes(buffer.getvalue())
+    assert "before 1.6" in run("show", tmp_path / "old.pt").err
+    assert run("show", tmp_path / "absent.pt").status == 3
+
+
+def test_names_cannot_steer_the_terminal(tmp_path: Path) -> None:
+    """Control characters in names and values come from files, and are printed escaped."""
+    folder = save_ours(tmp_path / "x", {"a\x1b[31m": torch.ones(2), "b\r\n": "\x1b]0;owned\x07"})
+    for command in (("show", folder, "--objects", "--tree"), ("stats", folder), ("cat", folder, "b\r\n")):
+        printed = run(*command).out
+        assert "\x1b" not in printed and "\r" not in printed
+    assert "a\\x1b[31m" in run("show", folder).out
+
+
+def test_json_of_any_name_on_any_terminal(tmp_path: Path) -> None:
+    """Letters that a terminal has not are escaped in JSON."""
+    folder = save_ours(tmp_path / "x", {"\u00e9": torch.ones(1)})
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "dcp", "show", str(folder), "--json"]
+    done = subprocess.run(command, cwd=ROOT, env=ascii_only, capture_output=True, text=True)
+    assert done.returncode == 0 and '"fqn": "\\u00e9"' in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [["ls"], ["frobnicate"], ["show", ".", "--nonsense"], ["verify"], ["show", "a", "b"]]
+)
+def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
+    """A mistake on the command line is told apart from a failure."""
+    wrong = run(*arguments)
+    assert wrong.status == 2
+    assert "Usage: dcp" in wrong.err and "Traceback" not in wrong.err
+
+
+def test_every_command_of_the_help_has_a_help() -> None:
+    """All commands of the list answer, with their options."""
+    listed = run("--help").out.partition("Look:")[2]
+    commands = re.findall(r"^  ([a-z][a-z-]*)  ", listed, re.MULTILINE)
+    assert {"ls", "show", "cat", "verify", "convert", "map", "gc", "serve", "demo", "watch"} <= {*commands}
+    for command in commands:
+        told = run(command, "--help")
+        assert told.status == 0 and f"Usage: dcp {command}" in told.out and "--help" in told.out
+
+
+WITHOUT = """
+import sys
+sys.modules['torch'] = None
+from dcp.cli import main
+for arguments in ({commands}):
+    sys.argv = ['dcp', *arguments.split()]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, arguments
+    print('END')
+"""
+
+
+def test_everything_works_without_torch(ours: Path, stock: Path) -> None:
+    """Commands that look, compare, verify and list removals run where torch cannot be imported."""
+    commands = [f"{command} {ours}" for command in ("ls", "show --objects", "verify", "stats", "rm", "gc")]
+    commands += [f"cat {ours} model.embed", f"diff {ours} {stock}", f"digest {stock}"]
+    program = WITHOUT.format(commands=", ".join(map(repr, commands)))
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("END\n") == len(commands)
+
+
+def test_the_commands_start_without_numpy_and_rich() -> None:
+    """Help and mistakes must not wait for what only the work needs."""
+    program = (
+        "import sys, dcp.cli.app\n"
+        "heavy = {'numpy', 'torch', 'msgpack', 'isal', 'fsspec', 'rich.progress'} & {*sys.modules}\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_installed_command_and_module_are_the_same() -> None:
+    """``dcp`` as installed and ``python -m dcp`` print the version."""
+    installed = Path(sys.executable).parent / "dcp"
+    for command in ([str(installed)], [sys.executable, "-m", "dcp"]):
+        done = subprocess.run([*command, "--version"], cwd=ROOT, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (0, f"{dcp.version.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "package"),
+    [
+        (["serve"], "pydantic_settings"),
+        (["worker"], "structlog"),
+        (["db", "status"], "alembic"),
+        (["keys", "list"], "sqlalchemy"),
+    ],
+)
+def test_a_command_whose_packages_are_not_installed_names_the_extra(
+    arguments: list[str], package: str, tmp_path: Path
+) -> None:
+    """A missing package is no fault to report: the line says what to install."""
+    program = f"import sys; sys.modules[{package!r}] = None; from dcp.cli import main; main()"
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 3
+    assert done.stderr == f"dcp: this needs {package}: pip install 'dcphub[server]'\n"
+
+
+@pytest.mark.parametrize("command", ["show", "stats"])
+def test_a_reader_that_has_seen_enough_is_no_failure(tmp_path: Path, command: str) -> None:
+    """``dcp show | head``: status 0 and nothing on standard error, from a pipe that is full or closed."""
+    folder = save_ours(tmp_path / "x", {f"layer{number}.w": torch.ones(1) for number in range(3000)})
+    pipe = subprocess.PIPE
+    with Program("-m", "dcp", command, folder, stdout=pipe, stderr=pipe) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert command == "stats" or process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("command", ["stats", "verify"])
+def test_a_terminal_gets_a_progress_bar_and_a_pipe_does_not(tmp_path: Path, command: str) -> None:
+    """Rate and time left are for people who watch: nothing of it is in a log or a script's output."""
+    folder = save_ours(tmp_path / "x", {"w": torch.zeros(5_000_000)})
+    arguments = ["-m", "dcp", command, str(folder)]
+    piped = run_program(*arguments)
+    assert (piped.returncode, piped.stderr) == (0, "")
+    controller, terminal = os.openpty()
+    with Program(*arguments, stdout=subprocess.PIPE, stderr=terminal) as process:
+        os.close(terminal)
+        drawn = b""
+        try:
+            while piece := os.read(controller, 4096):
+                drawn += piece
+        except OSError:  # how Linux says that the other end of the terminal is closed
+            pass
+        out, _ = process.communicate()
+    os.close(controller)
+    assert out == piped.stdout
+    assert folder.name.encode() in drawn
+
+
+def test_twenty_thousand_tensors_are_listed(tmp_path: Path) -> None:
+    """The table and the tree of a large checkpoint have all of it."""
+    folder = save_ours(tmp_path / "x", {f"layers.{n // 8}.w{n % 8}": torch.ones(1) for n in range(20_000)})
+    assert len(run("show", folder).out.splitlines()) > 20_000
+    tree = run("show", folder, "--tree", "--json").json["modules"]
+    assert (tree["tensors"], tree["bytes"]) == (20_000, 80_000)

@@ -1,0 +1,266 @@
+"""``dcp rm``, ``dcp gc`` and ``dcp prune``: nothing goes without --yes, nothing of use goes with it."""
+
+import fcntl
+import importlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp
+from dcp.errors import StorageError
+from tests.command_line.cli_support import begin_deletion, data_file, run, save_ours, save_stock
+from tests.support.with_optimizer import parts_there, save_apart, save_mixed
+
+DAY = 86_400
+
+
+def age(path: Path, seconds: float) -> Path:
+    """Make a file look as if it was last written so long ago."""
+    then = time.time() - seconds
+    os.utime(path, (then, then))
+    return path
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """All files below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_rm_lists_and_removes_only_if_asked_to(tmp_path: Path) -> None:
+    """A dry run names every file and touches none; --yes removes them and the folder, and says so."""
+    folders = [save_ours(tmp_path / "a"), save_stock(tmp_path / "b")]
+    names = [f"{folder}/{path.name}" for folder in folders for path in sorted(folder.iterdir())]
+    before = content(tmp_path)
+    planned = run("rm", *folders)
+    assert (planned.status, planned.err) == (0, "dcp: nothing was removed: --yes does it\n")
+    assert [line for line in planned.out.splitlines() if ": would remove " not in line] == names
+    assert content(tmp_path) == before
+    done = run("rm", *folders, "--yes")
+    assert (done.status, done.err) == (0, "")
+    assert [line.split(": ")[1].split(",")[0] for line in done.out.splitlines()] == [
+        "removed 3 files",
+        "removed 2 files",
+    ]
+    assert not any(folder.exists() for folder in folders)
+
+
+def test_rm_leaves_other_files_and_pinned_checkpoints(tmp_path: Path) -> None:
+    """A user's own file keeps its folder; a pin refuses; both are said; others are removed all the same."""
+    own, pinned, plain = (save_ours(tmp_path / f"step-0000000{step}") for step in (1, 2, 3))
+    (own / "notes.txt").write_text("mine")
+    with dcp.CheckpointManager(tmp_path, no_dist=True) as manager:
+        manager.pin(2)
+    for arguments in ([], ["--yes"]):
+        done = run("rm", own, pinned, plain, *arguments)
+        assert done.status == 3
+        assert f"{pinned} is pinned" in done.err
+        assert "1 other files stay" in done.out
+    assert content(own) == {"notes.txt": b"mine"}
+    assert run("verify", pinned).status == 0
+    assert not plain.exists()
+
+
+def test_rm_of_what_is_no_checkpoint_fails(tmp_path: Path) -> None:
+    """A folder without a commit, whatever it has, is not touched, and JSON lists what was."""
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "__0_0.distcp").write_bytes(b"data")
+    torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
+    whole = save_ours(tmp_path / "whole")
+    done = run("rm", tmp_path / "x", tmp_path / "absent", tmp_path / "model.pt", whole, "--yes", "--json")
+    assert done.status == 3
+    assert done.err.count("\n") == 3
+    assert "absent holds no checkpoint: it does not exist" in done.err
+    (row,) = done.json
+    assert (row["url"], row["removed"], row["files"]) == (str(whole), True, 3)
+    assert content(tmp_path).keys() == {"x/__0_0.distcp", "model.pt"}
+
+
+def leave_things(root: Path) -> set[str]:
+    """Whole checkpoints and all kinds of remains below ``root``; returns what may go."""
+    for name in ("step-1", "step-2"):
+        save_ours(root / name, {"w": torch.ones(100)})
+    save_stock(root / "step-3", {"w": torch.ones(100)})
+    for name in content(root):
+        age(root / name, 3 * DAY)
+    old = {
+        "step-1/__0_0.0123abcd.distcp": 2 * DAY,  # a save over it that was killed
+        "step-1/.tmp-0123456789abcdef0123456789abcdef": 2 * DAY,
+        "step-3/.metadata.tmp": 2 * DAY,
+        "killed/__0_0.0123abcd.distcp": 2 * DAY,
+        "killed/__1_0.0123abcd.distcp": 3 * DAY,
+    }
+    young = {
+        "step-2/__0_0.0123abcd.distcp": 60.0,  # still being written
+        "step-2/__1_0.0123abcd.distcp": 2 * DAY,  # of the same save
+        "running/__0_0.0123abcd.distcp": 60.0,
+        "running/__1_0.0123abcd.distcp": 2 * DAY,
+        "step-1/readme.txt": 9 * DAY,
+        "other/data.distcp.txt": 9 * DAY,
+        "step-3/model.safetensors": 9 * DAY,
+    }
+    for name, seconds in (old | young).items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_bytes(b"remains")
+        age(root / name, seconds)
+    return set(old)
+
+
+def test_gc_does_not_end_at_what_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that refuses is an error, and the others are cleared all the same."""
+    leave_things(tmp_path)
+    at_work = "dcp.manager.cleanup.leftovers.remove_leftovers"
+    module, _, name = at_work.rpartition(".")
+    removing = getattr(importlib.import_module(module), name)
+
+    def remove(store: Any, *given: Any, **named: Any) -> Any:
+        if store.url.endswith("step-1"):
+            raise StorageError(f"unlink in {store.url} failed", path=store.url, op="unlink")
+        return removing(store, *given, **named)
+
+    monkeypatch.setattr(at_work, remove)
+    done = run("gc", tmp_path, "--yes", "--json")
+    assert (done.status, done.err) == (3, f"dcp: unlink in {tmp_path / 'step-1'} failed\n")
+    assert {Path(row["url"]).name: row["removed"] for row in done.json} == {"killed": True, "step-3": True}
+    assert not (tmp_path / "killed").exists()
+
+
+def test_gc_removes_what_killed_saves_left_and_nothing_else(tmp_path: Path) -> None:
+    """Dry run first; then what is old and nobody's goes, and the checkpoints verify as before."""
+    gone = leave_things(tmp_path)
+    before = content(tmp_path)
+    planned = run("gc", tmp_path)
+    assert planned.status == 0
+    assert "--yes does it" in planned.err
+    assert f"{tmp_path}: would remove 5 files, 35 B" in planned.out
+    assert all(f"  {Path(name).name}\n" in planned.out for name in gone)
+    assert content(tmp_path) == before
+    done = run("gc", tmp_path, "--yes", "--json")
+    assert (done.status, done.err) == (0, "")
+    found = {f"{Path(row['url']).name}/{name}" for row in done.json for name in row["files"]}
+    assert found == gone
+    assert content(tmp_path) == {name: data for name, data in before.items() if name not in gone}
+    assert not (tmp_path / "killed").exists()
+    for step in ("step-1", "step-2", "step-3"):
+        state = {"w": torch.zeros(100)}
+        dcp.load(state, checkpoint_id=tmp_path / step, no_dist=True)
+        assert state["w"].sum() == 100
+    again = run("gc", tmp_path, "--yes")
+    assert (again.status, again.out) == (0, f"{tmp_path}: removed 0 files, 0 B\n")
+
+
+def test_gc_takes_the_age_that_it_is_given(tmp_path: Path) -> None:
+    """``--hours 0`` takes what is not yet a day old, of the checkpoint that is named itself."""
+    folder = save_ours(tmp_path / "x")
+    age(folder / data_file(folder).name, DAY)
+    (folder / "__3_0.0123abcd.distcp").write_bytes(b"half")
+    age(folder / "__3_0.0123abcd.distcp", 3600)
+    assert "would remove 0 files" in run("gc", folder).out
+    assert "removed 1 file," in run("gc", folder, "--hours", "0.5", "--yes").out
+    assert run("verify", folder).status == 0
+
+
+def test_gc_finishes_a_removal(tmp_path: Path) -> None:
+    """A removal that was killed after the commit object had gone is finished, however young the files are."""
+    folder = save_ours(tmp_path / "x")
+    begin_deletion(folder)
+    for name in ("manifest.msgpack", ".metadata"):
+        (folder / name).unlink()
+    assert "removed 2 files" in run("gc", tmp_path, "--yes").out
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("folder", ["", "run"])
+def test_gc_removes_conversions_that_nobody_resumed(folder: str, tmp_path: Path) -> None:
+    """The work folder of a killed conversion, to something in the folder or in one of its folders, goes when
+    it is old, and not while a process is at it."""
+    work = tmp_path / folder / ".tmp-convert-0123456789abcdef"
+    (work / "output").mkdir(parents=True)
+    (work / "output" / "model.pt").write_bytes(b"half")
+    (work / "ledger").write_bytes(b"")
+    for path in (work / "output" / "model.pt", work / "ledger"):
+        age(path, 3600)
+    assert "would remove 0 files" in run("gc", tmp_path).out
+    with (work / "ledger").open("r+b") as ledger:
+        fcntl.flock(ledger, fcntl.LOCK_EX)
+        held = run("gc", tmp_path, "--hours", "0.5", "--yes")
+        assert (held.status, held.err) == (0, "")
+        assert "in use now, it stays" in held.out
+        assert "removed 0 files" in held.out
+        assert (work / "output" / "model.pt").read_bytes() == b"half"
+    done = run("gc", tmp_path, "--hours", "0.5", "--yes")
+    assert (done.status, done.err) == (0, "")
+    assert "  output/model.pt\n" in done.out
+    assert not work.exists()
+
+
+def test_gc_leaves_alone_what_it_cannot_read(tmp_path: Path) -> None:
+    """Beside a damaged manifest nobody knows which files are in use: it is said, and nothing goes."""
+    leave_things(tmp_path)
+    age(tmp_path / "step-1" / "manifest.msgpack", 3 * DAY).write_bytes(b"damaged")
+    before = content(tmp_path / "step-1")
+    done = run("gc", tmp_path, "--yes")
+    assert done.status == 0
+    assert "step-1 is left alone" in done.err
+    assert content(tmp_path / "step-1") == before
+    assert not (tmp_path / "killed").exists()
+
+
+def test_gc_of_nothing_fails(tmp_path: Path) -> None:
+    """A folder that is not there is an error of one line."""
+    failed = run("gc", tmp_path / "absent")
+    assert (failed.status, failed.err) == (3, f"dcp: {tmp_path / 'absent'}: no such folder\n")
+
+
+def test_prune_drops_the_optimizer_only_if_asked_to(tmp_path: Path) -> None:
+    """Of a run the older steps lose it; a dry run lists what would be freed, and touches nothing."""
+    for step in (5, 10, 15):
+        save_apart(tmp_path / f"step-{step}", step)
+    (tmp_path / "logs").mkdir()
+    before = content(tmp_path)
+    planned = run("prune", tmp_path, "--last", "1")
+    assert (planned.status, planned.err) == (0, "dcp: nothing was dropped: --yes does it\n")
+    assert planned.out.count("would drop optimizer, 1 file, ") == 2
+    assert run("prune", tmp_path, "--last", "1", "--yes", "--dry-run").out == planned.out
+    rows = run("prune", tmp_path, "--last", "1", "--json").json
+    assert [(row["outcome"], row["done"]) for row in rows] == [("would drop", False)] * 2
+    assert content(tmp_path) == before
+    done = run("prune", tmp_path, "--last", "1", "--yes")
+    assert (done.status, done.err) == (0, "")
+    assert done.out == planned.out.replace("would drop", "dropped")
+    found = [parts_there(tmp_path / f"step-{step}", step) for step in (5, 10, 15)]
+    assert found == ["weights", "weights", "whole"]
+    assert run("prune", tmp_path, "--last", "1", "--yes").out == f"{tmp_path}: has nothing to drop\n"
+    assert "optimizer was dropped on" in run("show", tmp_path / "step-5").out
+    (row,) = run("prune", tmp_path / "step-5", "--json", "--yes").json
+    assert (row["outcome"], row["done"], row["freed_bytes"]) == ("absent", False, 0)
+    assert run("verify", tmp_path / "step-5").status == 0
+
+
+def test_prune_says_what_stays_in_files_with_others(tmp_path: Path) -> None:
+    """Parts in files with others are freed where files may be rewritten; any part by a glob."""
+    save_mixed(tmp_path / "a")
+    before = content(tmp_path)
+    done = run("prune", tmp_path / "a", "--yes")
+    assert done.status == 0
+    assert "in files with what stays; --rewrite frees them" in done.out
+    assert content(tmp_path) == before
+    assert "written anew" in run("prune", tmp_path / "a", "--rewrite", "--yes").out
+    assert parts_there(tmp_path / "a") == "weights"
+    (row,) = run("prune", tmp_path / "a", "--part", "app.model.head", "--rewrite", "--yes", "--json").json
+    assert [part["name"] for part in row["parts"]] == ["app.model.head"]
+
+
+def test_prune_of_what_is_no_run(tmp_path: Path) -> None:
+    """A run without rules, nothing at all, and folders of several runs; the others are done all the same."""
+    save_apart(tmp_path / "step-1")
+    wrong = run("prune", tmp_path, "--yes")
+    assert wrong.status == 2 or wrong.status == 3
+    assert "--last 2" in wrong.err
+    save_apart(tmp_path / "epoch-1")
+    assert "several runs" in run("prune", tmp_path, "--last", "1").err
+    mixed = run("prune", tmp_path / "none", tmp_path / "step-1", "--yes")
+    assert (mixed.status, parts_there(tmp_path / "step-1")) == (3, "weights")

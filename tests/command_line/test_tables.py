@@ -1,0 +1,307 @@
+"""What fits where: tables, sorted and cut, the lists of runs, and what each command prints of values."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import dcp
+from tests.command_line.cli_support import data_file, flip, run, save_ours, save_stock
+from tests.support.programs import run_program
+
+LAYER = "transformer.encoder.layers.{}.self_attention.query_key_value.weight"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs of two steps with long names, and a safetensors file beside them."""
+    root = tmp_path_factory.mktemp("runs")
+    for n, name in enumerate(("a/step-1", "a/step-20", "b/nested/step-3", "b/nested/step-4")):
+        tensors = {LAYER.format(layer): torch.randn(4, 40 + layer) + n for layer in range(6)}
+        save_ours(root / name, tensors | {"options": {"betas": [0.9] * 40}, "step": n})
+    save_file({"w": torch.ones(3)}, root / "w.safetensors")
+    return root
+
+
+def lines_of(*arguments: str | Path) -> list[str]:
+    """What a command that may find differences prints."""
+    outcome = run(*arguments)
+    assert outcome.status in (0, 1), outcome.err
+    return outcome.out.splitlines()
+
+
+@pytest.mark.parametrize("columns", [80, 100, 200])
+def test_tables_fit_the_terminal(runs: Path, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    """No row is wider than the terminal; lines that name a place alone may be longer, to be copied."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    one, other = runs / "a/step-1", runs / "a/step-20"
+    commands: list[list[str | Path]] = [
+        ["show", one, "--objects"],
+        ["show", one, "--tree"],
+        ["stats", one],
+        ["diff", one, other],
+        ["ls", runs / "a"],
+        ["ls", runs],
+        ["ls", "-r", runs],
+    ]
+    for command in commands:
+        for line in lines_of(*command):
+            assert len(line) <= columns or str(runs) in line, line
+
+
+def test_nothing_is_left_out_where_nobody_watches(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe gets whole names, for grep; a narrow terminal both ends, and what is sorted by."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    lines = lines_of("stats", runs / "a/step-1")
+    assert any(line.startswith(LAYER.format(5)) for line in lines)
+    assert "norm" in lines[2] and "inf" in lines[2]
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = lines_of("stats", runs / "a/step-1", "--sort", "norm", "--top", "2")
+    assert lines[2].split() == ["tensor", "min", "max", "mean", "norm"]
+    assert lines[3].startswith("transf") and lines[3].split()[0].endswith(".weight")
+    assert "…" in lines[3]
+
+
+def test_sorted_and_cut(runs: Path) -> None:
+    """--sort puts the largest first; --top shows some rows and how many more there are; the whole counts."""
+    one, other = runs / "a/step-1", runs / "a/step-20"
+    lines = lines_of("show", one, "--sort", "size", "--top", "2")
+    assert [line.split()[0] for line in lines[-3:-1]] == [LAYER.format(5), LAYER.format(4)]
+    assert lines[-1] == "and 4 more tensors"
+    lines = lines_of("stats", one, "--sort", "size", "--top", "1")
+    assert lines[0].startswith(f"{one}: 6 tensors, 1,020 values, ")
+    assert lines[3].startswith(LAYER.format(5)) and lines[4].startswith("total") and "5 more" in lines[5]
+    lines = lines_of("diff", one, other, "--sort", "max", "--top", "3")
+    assert lines[0].startswith(f"{one} and {other}: 6 tensors and 1 object differ (")
+    largest = [float(line.split()[-2]) for line in lines[3:6]]
+    assert largest == sorted(largest, reverse=True)
+    assert len(run("stats", one, "--top", "1", "--json").json["tensors"]) == 6
+
+
+@pytest.mark.parametrize("command", ["show", "stats", "diff"])
+def test_an_unknown_column_is_wrong_usage(runs: Path, command: str) -> None:
+    """Before anything is opened the columns that there are are listed."""
+    wrong = run(command, *[runs / "nothing"] * (2 if command == "diff" else 1), "--sort", "colour")
+    assert wrong.status == 2 and "name" in wrong.err
+
+
+def test_ls_lists_runs_and_with_r_their_checkpoints(runs: Path) -> None:
+    """Runs may be in folders of folders; their newest step is that of the last commit."""
+    summary, files, table = run("ls", runs).out.split("\n\n")
+    assert summary == f"{runs}: 1 checkpoint, 76 B, 2 runs below (-r: with their checkpoints)"
+    assert files.split()[:4] == ["name", "step", "modified", "format"]
+    rows = [line.split()[:3] for line in table.splitlines()]
+    assert rows[1:] == [["a", "2", "20"], ["b/nested", "2", "4"]]
+    by_name = {row["name"]: row for row in run("ls", runs, "--json").json}
+    assert (by_name["a"]["state"], by_name["a"]["checkpoints"], by_name["a"]["step"]) == ("run", 2, 20)
+    assert by_name[runs.name]["state"] == "complete"
+    names = [row["name"] for row in run("ls", "-r", runs, "--json").json]
+    assert names == [runs.name, "a/step-1", "a/step-20", "b/nested/step-3", "b/nested/step-4"]
+    assert [row["name"] for row in run("ls", "-r", runs / "a/step-1", "--json").json] == ["step-1"]
+
+
+def test_the_newest_step_of_a_run_is_of_those_that_have_one(tmp_path: Path) -> None:
+    """A checkpoint that is called otherwise, and was committed later, does not hide it."""
+    for name in ("run/step-7", "run/by-hand", "other/by-hand"):
+        save_ours(tmp_path / name, {"n": 1})
+    rows = {row["name"]: (row["checkpoints"], row["step"]) for row in run("ls", tmp_path, "--json").json}
+    assert rows == {"other": (1, None), "run": (2, 7)}
+
+
+def test_runs_of_an_object_store_are_found() -> None:
+    """A run in memory is listed as one on disk."""
+    for step in (1, 2):
+        dcp.save({"n": 1}, checkpoint_id=f"memory://runs-of-memory/step-{step}", no_dist=True)
+    assert [row["step"] for row in run("ls", "memory://runs-of-memory", "--json").json] == [1, 2]
+
+
+def test_files_without_checksums_are_not_said_to_be_ok(runs: Path) -> None:
+    """They were read, and that is all; and their time is that of their last change."""
+    verified = run("verify", runs / "w.safetensors")
+    assert verified.status == 0
+    assert verified.out == f"{runs / 'w.safetensors'}: readable, no checksums (1 tensor, 1 file, 12 B read)\n"
+    assert "\nmodified    20" in run("show", runs / "w.safetensors").out
+    assert "\ncommitted   20" in run("show", runs / "a/step-1").out
+
+
+@pytest.mark.parametrize("columns", [60, 200])
+def test_the_help_uses_the_width_and_has_groups(columns: int) -> None:
+    """No sentence of the list of commands is cut."""
+    done = run_program("-m", "dcp", "--help", env=os.environ | {"COLUMNS": str(columns)})
+    assert done.returncode == 0
+    longest = max(map(len, done.stdout.splitlines()))
+    assert min(columns, 120) - 20 < longest <= columns
+    assert "..." not in done.stdout.partition("Options:")[2]
+    panels = [line for line in done.stdout.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert panels == ["Options:", "Look:", "Check and convert:", "Remove:", "The service:", "Try it:"]
+
+
+# -- cat, stats and diff -------------------------------------------------------------------------------------
+
+
+def state() -> dict[str, Any]:
+    """A model with numbers that are easily told apart, and values beside it."""
+    return {
+        "model": {
+            "w": torch.arange(2000, dtype=torch.float32).reshape(40, 50),
+            "half": torch.tensor([1.5, -2.0, math.nan]).bfloat16(),
+            "scalar": torch.tensor(3, dtype=torch.int16),
+            "z": torch.tensor([1 + 2j, 0j]),
+            "empty": torch.zeros(0, 2),
+        },
+        "step": 7,
+        "name": "a\x1b[31m",
+        "device": torch.device("cpu"),
+    }
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of ours."""
+    return save_ours(tmp_path_factory.mktemp("run") / "step-1", state())
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of stock torch."""
+    return save_stock(tmp_path_factory.mktemp("run") / "step-1", state())
+
+
+@pytest.mark.parametrize("kind", ["ours", "stock"])
+def test_cat_prints_as_numpy_does(kind: str, request: pytest.FixtureRequest) -> None:
+    """Values are as numpy prints them, then the type; as JSON nested lists, and reprs of what that lacks."""
+    folder = request.getfixturevalue(kind)
+    w = state()["model"]["w"].numpy()
+    shown = run("cat", folder, "model.w", "--slice", "0:2, ::-20")
+    assert (shown.status, shown.err) == (0, "")
+    assert shown.out == f"{np.array2string(w[0:2, ::-20], separator=', ')}\nfloat32 2x3\n"
+    assert run("cat", folder, "model.w", "--slice", "-1,...,3").out == "1953.\nfloat32 scalar\n"
+    assert run("cat", folder, "model.half").out == "[ 1.5, -2. ,  nan]\nbfloat16 3\n"
+    assert run("cat", folder, "model.empty").out == "[]\nfloat32 0x2\n"
+    found = run("cat", folder, "model.half", "--json").json
+    assert found == {"fqn": "model.half", "dtype": "bfloat16", "shape": [3], "values": [1.5, -2.0, "nan"]}
+    assert run("cat", folder, "model.z", "--json").json["values"] == ["(1+2j)", "0j"]
+    assert run("cat", folder, "model.scalar", "--json").json["values"] == 3
+
+
+@pytest.mark.parametrize("kind", ["ours", "stock"])
+def test_cat_prints_other_values(kind: str, request: pytest.FixtureRequest) -> None:
+    """Plain values are printed as Python writes them, and cannot steer the terminal; pickles are not run."""
+    folder = request.getfixturevalue(kind)
+    assert run("cat", folder, "step").out == "7\n"
+    assert run("cat", folder, "name").out == "'a\\x1b[31m'\n"
+    assert run("cat", folder, "step", "--json").json == {"fqn": "step", "type": "int", "value": 7}
+    pickled = run("cat", folder, "device")
+    assert (pickled.status, pickled.out) == (3, "") and "pickles are not run" in pickled.err
+    sliced = run("cat", folder, "step", "--slice", "0")
+    assert sliced.status == 3 and "no tensor" in sliced.err
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("model.half2", "did you mean 'model.half'"),
+        ("qqqqqqqq", "dcp show"),
+        ("model", "'model' is not a value, 5 are below it: model.w, model.half, model.scalar, "),
+    ],
+)
+def test_cat_of_what_is_not_there_says_what_is(ours: Path, name: str, hint: str) -> None:
+    """A misspelt name comes with those that are like it; errors are one line and status 3."""
+    failed = run("cat", ours, name)
+    assert (failed.status, failed.out, failed.err.count("\n")) == (3, "", 1)
+    assert hint in failed.err
+
+
+@pytest.mark.parametrize("text", ["", "a", "1.5", "0:2;3", "::0", "1:2:3:4", "--1", "0,,1"])
+def test_a_slice_that_is_none_is_wrong_usage(ours: Path, text: str) -> None:
+    """Mistakes on the command line are status 2, and nothing is opened."""
+    wrong = run("cat", ours, "model.w", f"--slice={text}")
+    assert wrong.status == 2 and "--slice" in wrong.err
+
+
+def test_cat_writes_npy_to_a_pipe(ours: Path, tmp_path: Path) -> None:
+    """`numpy.load` reads what comes, in a slice too; JSON and numpy do not go together."""
+    arguments = ("cat", str(ours), "model.w", "--slice", "5:1:-2,1:", "--npy", "-")
+    with (tmp_path / "x.npy").open("wb") as file:
+        done = run_program("-m", "dcp", *arguments, stdout=file)
+    assert done.returncode == 0
+    assert np.array_equal(np.load(tmp_path / "x.npy"), state()["model"]["w"].numpy()[5:1:-2, 1:])
+    assert run(*arguments, "--json").status == 2
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    """Where damage is found while writing, the target is as it was."""
+    folder = save_ours(tmp_path / "x", {"w": torch.ones(5000)})
+    flip(data_file(folder), 3000)
+    target = tmp_path / "w.npy"
+    target.write_bytes(b"old")
+    failed = run("cat", folder, "w", "--npy", target)
+    assert failed.status == 3 and "damaged" in failed.err
+    assert target.read_bytes() == b"old"
+    assert not list(tmp_path.glob(".tmp-*"))
+    assert run("cat", folder, "w", "--npy", tmp_path / "no" / "folder.npy").status == 3
+
+
+def test_stats_prints_a_row_a_tensor_and_the_whole(ours: Path) -> None:
+    """Figures, counts, a sparkline of each tensor, and the histogram of all."""
+    shown = run("stats", ours)
+    assert (shown.status, shown.err) == (0, "")
+    summary, table, histogram = shown.out.split("\n\n")
+    assert summary.startswith(f"{ours}: 5 tensors, 2,006 values, ") and "1 NaN, 0 infinite" in summary
+    assert summary.endswith("of the finite elements; nan and inf count the others")
+    rows = {line.split()[0]: line.split()[1:] for line in table.splitlines()}
+    header = ["dtype", "shape", "min", "max", "mean", "std", "norm", "nan", "inf", "zero", "values"]
+    assert rows["tensor"] == header
+    assert rows["model.w"][:6] == ["float32", "40x50", "0", "1999", "999.5", "577.5"]
+    assert rows["model.half"][:8] == ["bfloat16", "3", "-2", "1.5", "-0.25", "2.475", "2.5", "1"]
+    assert rows["model.empty"][2:7] == ["-"] * 5
+    assert "█" in rows["model.w"][-1]
+    counts = [int(line.split()[2].replace(",", "")) for line in histogram.splitlines()[1:]]
+    assert sum(counts) == 2000 + 2 + 1 + 2
+
+
+def test_diff_prints_what_differs_and_exits_with_1(ours: Path, stock: Path, tmp_path: Path) -> None:
+    """Equal checkpoints are status 0; else tensors have their figures, and values both sides."""
+    shown = run("diff", ours, stock)
+    assert (shown.status, shown.err) == (0, "")
+    assert shown.out.startswith(f"{ours} and {stock}: equal (5 tensors and 3 objects equal")
+    other = state()
+    other["model"]["w"][3, 4:6] += 0.5
+    other["model"]["half"][2] = 1.0
+    other["model"]["new"] = other["model"].pop("scalar")
+    other["step"] = 8
+    folder = save_ours(tmp_path / "x", other)
+    shown = run("diff", ours, folder)
+    assert (shown.status, shown.err) == (1, "")
+    verdict, tensors, objects = shown.out.split("\n\n")
+    rows = {line.split()[0]: [cell.strip() for cell in line.split("  ")] for line in tensors.splitlines()}
+    cells = [cell for cell in rows["model.w"] if cell][:6]
+    assert cells == ["model.w", "changed", "float32 40x50", "float32 40x50", "2", "0.5"]
+    assert "1 (1 nan or inf)" in tensors
+    assert "removed" in rows["model.scalar"] and "added" in rows["model.new"]
+    assert objects.splitlines()[1].split() == ["step", "changed", "7", "8"]
+    assert ": 4 tensors and 1 object differ (2 tensors and 2 objects equal, " in verdict
+    assert run("diff", ours, folder, "--rename", "x").status == 2
+    failed = run("diff", ours, tmp_path / "nothing")
+    assert (failed.status, failed.err.count("\n")) == (3, 1)
+
+
+def test_diff_with_other_prefixes_says_how_to_compare(tmp_path: Path) -> None:
+    """Of a checkpoint and its conversion: the rule that the hint names makes them equal."""
+    model = {f"layer{number}.{name}": torch.ones(2) * number for number in range(2) for name in "wb"}
+    state = {"model": model, "optim": {"state": {name: {"m": torch.ones(2)} for name in model}}}
+    a, b = tmp_path / "a", tmp_path / "b"
+    dcp.save(state, checkpoint_id=a)
+    dcp.convert(a, b, to="safetensors", only="model", rename={r"^model\.": ""})
+    told = run("diff", a, b)
+    hint = r"dcp: the same names with another prefix: --rename '^model\.=>' compares these"
+    assert (told.status, told.err) == (1, f"{hint}\n")
+    same = run("diff", a, b, "--exclude", "optim", "--rename", r"^model\.=>")
+    assert (same.status, same.err) == (0, "")

@@ -1,0 +1,153 @@
+"""Names of faults. Internal: pure judgements of elements; each case would else cost a run of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dcp.testing.judging import SavedState, SavedTensor, judge
+from dcp.testing.live_state import LiveTensor
+from dcp.testing.report import StateFinding
+from dcp.testing.values import Identity, bits_of, coded_bits, gram_width, write_bits
+
+_SHAPE = (8, 50)
+_DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex64,
+    torch.int64,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+
+
+def saved(dtype: torch.dtype) -> SavedState:
+    """Two tensors of all ranks, and one of which each of two ranks has its own."""
+    rows = [
+        SavedTensor(name, name, "model", _SHAPE, dtype, rank)
+        for name, rank in (("a", None), ("b", None), ("own", 0), ("own", 1))
+    ]
+    return SavedState(2, {(row.part, row.name, row.rank): row for row in rows}, frozenset({"own"}))
+
+
+def values(dtype: torch.dtype, name: str, rank: int | None = None, moment: str = "saved") -> torch.Tensor:
+    """What a whole tensor has."""
+    made = torch.zeros(_SHAPE, dtype=dtype)
+    index = np.arange(made.numel(), dtype=np.int64)
+    write_bits(made, coded_bits(Identity(name, rank, moment), index, dtype))
+    return made
+
+
+def found(tensor: torch.Tensor, name: str = "a", rank: int = 0) -> list[StateFinding]:
+    """What is said of ``tensor`` in the place of ``name``."""
+    index = np.arange(tensor.numel(), dtype=np.int64)
+    live = LiveTensor("model", name, name, tensor, _SHAPE, index, is_alone=name == "own")
+    return list(judge(live, rank, saved(tensor.dtype)))
+
+
+def rows_turned(dtype: torch.dtype) -> torch.Tensor:
+    """The first two rows are the last two."""
+    return values(dtype, "a")[[6, 7, 2, 3, 4, 5, 0, 1]]
+
+
+def row_twice(dtype: torch.dtype) -> torch.Tensor:
+    """Row 3 is row 2."""
+    return values(dtype, "a")[[0, 1, 2, 2, 4, 5, 6, 7]]
+
+
+def half_of_another(dtype: torch.dtype) -> torch.Tensor:
+    """From row 4 on another tensor's."""
+    return torch.cat([values(dtype, "a")[:4], values(dtype, "b")[4:]])
+
+
+def half_before(dtype: torch.dtype) -> torch.Tensor:
+    """Up to row 4 it was not read."""
+    return torch.cat([values(dtype, "a", moment="before")[:4], values(dtype, "a")[4:]])
+
+
+def half_earlier(dtype: torch.dtype) -> torch.Tensor:
+    """Up to row 4 an earlier save."""
+    return torch.cat([values(dtype, "a", moment="earlier")[:4], values(dtype, "a")[4:]])
+
+
+def half_zero(dtype: torch.dtype) -> torch.Tensor:
+    """From row 4 on nothing."""
+    made = values(dtype, "a")
+    made[4:] = torch.zeros(1).to(dtype)
+    return made
+
+
+_FAULTS: dict[Callable[[torch.dtype], torch.Tensor], tuple[str, str, str]] = {
+    rows_turned: ("shuffled", "[0:2, 6:8]", "has [6:8, 0:2] of itself"),
+    row_twice: ("doubled", "[3:4]", "has [2:3] of itself"),
+    half_of_another: ("mixed up", "[4:8]", "has [4:8] of b"),
+    half_before: ("lost", "[0:4]", "what it was before the load"),
+    half_earlier: ("stale", "[0:4]", "an earlier save's"),
+    half_zero: ("lost", "[4:8]", "zeros"),
+}
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+@pytest.mark.parametrize("fault", _FAULTS, ids=lambda fault: fault.__name__)
+def test_what_a_fault_is_called(dtype: torch.dtype, fault: Any) -> None:
+    """Its kind, places and origin; where values have few bits some are right by chance, so that places may be
+    told by their number."""
+    kind, places, origin = _FAULTS[fault]
+    (one,) = found(fault(dtype))
+    assert one.kind == kind and (one.name, one.rank) == ("a", 0)
+    if gram_width(dtype) <= 2:
+        assert (one.places, one.found) == (places, origin)
+    elif not origin.startswith("has"):
+        assert one.found == origin
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+def test_values_are_finite_and_of_their_place(dtype: torch.dtype) -> None:
+    """No NaN that never equals itself; another name, rank or moment is another value."""
+    made = values(dtype, "a")
+    assert not found(made.clone())
+    others = [values(dtype, "b"), values(dtype, "a", 1), values(dtype, "a", None, "before")]
+    for other in others:
+        same = float((bits_of(made) == bits_of(other)).mean())
+        assert same < 0.6
+    assert dtype == torch.bool or len(np.unique(bits_of(made))) > 20
+    if dtype.is_floating_point:
+        assert bool(torch.isfinite(made.float()).all())
+
+
+def test_another_rank_s() -> None:
+    """Of what is a rank's own."""
+    assert not found(values(torch.float32, "own", 1), "own", rank=1)
+    (one,) = found(values(torch.float32, "own", 0), "own", rank=1)
+    assert (one.kind, one.from_rank, one.from_name, one.places) == ("mixed up", 0, "own", "all")
+
+
+def test_garbage_and_what_nobody_had() -> None:
+    """A sample of it; and a tensor whose name or shape no rank had."""
+    made = values(torch.float32, "a")
+    made[2] = float("nan")
+    (one,) = found(made)
+    assert (one.kind, one.places, one.found) == ("garbage", "[2:3]", "nan, nan, nan")
+    (one,) = found(values(torch.float32, "c"), "c")
+    assert one.kind == "never saved"
+
+
+def test_columns_and_single_elements_are_told() -> None:
+    """Columns as such; otherwise how many there are, and where they begin."""
+    made = values(torch.float32, "a")
+    made[:, 10:12] = 0
+    (one,) = found(made)
+    assert one.places == "[0:8; 10:12]"
+    made = values(torch.float32, "a")
+    made[3, 7] = made[5, 9] = 0
+    (one,) = found(made)
+    assert one.places == "2 from [3, 7] on"

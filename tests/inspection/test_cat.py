@@ -1,0 +1,282 @@
+"""``dcp cat``: any part of any tensor of any format, as numpy and torch have it; damage is never shown."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from tests.command_line.cli_support import BLOCK_BYTES, data_file, flip, run, save_ours, save_stock
+from tests.support.sharded import grid, save_sharded, tensor_bytes
+
+FORMATS = ["ours", "stock", "sharded", "torch", "safetensors", "huggingface"]
+
+
+def taken(place: Path, name: str, index: str | None = None) -> np.ndarray:
+    """What ``--npy`` writes."""
+    target = place.parent / "taken.npy"
+    options = () if index is None else (f"--slice={index}",)
+    done = run("cat", place, name, *options, "--npy", target)
+    assert (done.status, done.out, done.err) == (0, "", "")
+    found: np.ndarray = np.load(target)
+    return found
+
+
+def refused(place: Path, name: str, *options: str) -> str:
+    """The one line that the command fails with."""
+    failed = run("cat", place, name, *options)
+    assert (failed.status, failed.out, failed.err.count("\n")) == (3, "", 1)
+    return failed.err
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """Views, ties, expanded, turned, empty and scalar tensors, of several types."""
+    generator = torch.Generator().manual_seed(4)
+    weight = torch.randn(120, 100, generator=generator)
+    return {
+        "a": weight,
+        "tied": weight,
+        "view": weight[10:20, ::2],
+        "turned": torch.randn(60, 40, generator=generator).t(),
+        "channels": torch.randn(2, 6, 5, 4, generator=generator).to(memory_format=torch.channels_last),
+        "expanded": torch.randn(1, 5, generator=generator).expand(4, 5),
+        "half": torch.randn(9, generator=generator).bfloat16(),
+        "eighth": torch.randn(33, generator=generator).to(torch.float8_e4m3fn),
+        "empty": torch.zeros(0, 3),
+        "scalar": torch.tensor(3),
+        "flags": torch.tensor([True, False]),
+    }
+
+
+def write(root: Path, kind: str, state: dict[str, torch.Tensor]) -> Path:
+    """``state`` in a format; returns its checkpoint id."""
+    plain = {name: tensor.contiguous().clone() for name, tensor in state.items()}
+    if kind == "ours":
+        return save_ours(root / "ours", dict(state))
+    if kind == "stock":
+        return save_stock(root / "stock", dict(state))
+    if kind == "sharded":
+        boxes = {"a": grid((120, 100), (3, 2)), "view": grid((10, 50), (4, 1))}
+        return save_sharded(root / "sharded", state, boxes)
+    if kind == "torch":
+        torch.save(state, root / "model.pt")
+        return root / "model.pt"
+    if kind == "safetensors":
+        save_file(plain, root / "model.safetensors")
+        return root / "model.safetensors"
+    folder = root / "hf"
+    folder.mkdir()
+    files = {name: f"model-0000{1 + n % 2}-of-00002.safetensors" for n, name in enumerate(sorted(plain))}
+    for file in {*files.values()}:
+        save_file({name: plain[name] for name in plain if files[name] == file}, folder / file)
+    index = {"metadata": {}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The model in every format."""
+    root = tmp_path_factory.mktemp("formats")
+    return {kind: write(root, kind, tensors()) for kind in FORMATS}
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_tensor_is_read_from_every_format(places: dict[str, Path], kind: str) -> None:
+    """Whole and in slices the elements are those that torch had."""
+    for name, tensor in tensors().items():
+        wanted = tensor if tensor.dtype in (torch.float32, torch.int64, torch.bool) else tensor.float()
+        assert np.array_equal(taken(places[kind], name), wanted.numpy()), name
+        if tensor.ndim:
+            assert np.array_equal(taken(places[kind], name, "::-2"), wanted.numpy()[::-2]), name
+    assert run("cat", places[kind], "scalar").out == "3\nint64 scalar\n"
+
+
+@pytest.mark.parametrize("kind", FORMATS[1:])
+def test_figures_do_not_depend_on_the_format(places: dict[str, Path], kind: str) -> None:
+    """Statistics are the same, sums up to the order in which they were added up; nothing differs."""
+    ours, other = (run("stats", places[one], "--json").json["tensors"] for one in ("ours", kind))
+    others = {tensor["fqn"]: tensor for tensor in other}
+    assert len(others) == len(ours)
+    for tensor in ours:
+        mine, found = tensor["statistics"], others[tensor["fqn"]]["statistics"]
+        for fact in ("count", "zeros", "min", "max", "histogram"):
+            assert mine[fact] == found[fact], (tensor["fqn"], fact)
+        assert found["norm"] == (None if mine["norm"] is None else pytest.approx(mine["norm"], rel=1e-12))
+    same = run("diff", places[kind], places["ours"], "--json")
+    assert (same.status, same.err, len(same.json["equal"])) == (0, "", len(tensors()))
+
+
+@pytest.mark.parametrize("first", FORMATS[1:])
+def test_one_model_is_equal_in_all_formats(places: dict[str, Path], first: str) -> None:
+    """Between any two formats nothing differs, whatever has to be read for that."""
+    for second in FORMATS[FORMATS.index(first) :]:
+        same = run("diff", places[first], places[second])
+        assert (same.status, same.err) == (0, ""), second
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_one_changed_element_is_found_in_every_format(
+    places: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    """Where one element was changed exactly that is found, against ours and against the same format."""
+    state = {name: tensor.clone() for name, tensor in tensors().items()}
+    state["a"][119, 99] += 2.0
+    state["turned"][39, 59] -= 1.0
+    changed = write(tmp_path, kind, state)
+    for before in (places["ours"], places[kind]):
+        found = {tensor["fqn"]: tensor for tensor in run("diff", before, changed, "--json").json["tensors"]}
+        assert set(found) == {"a", "turned"}
+        for name, size in (("a", 2.0), ("turned", 1.0)):
+            assert found[name]["values"]["differing"] == 1
+            assert found[name]["values"]["max_abs"] == pytest.approx(size, rel=1e-6)
+
+
+def test_torch_files_are_compared_by_their_checksums(tmp_path: Path) -> None:
+    """Two torch.save files of one state are equal without a payload read."""
+    state = {"w": torch.randn(300_000), "turned": torch.randn(300, 400).t()}
+    for name in ("a.pt", "b.pt"):
+        torch.save(state, tmp_path / name)
+    assert run("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--json").json["bytes_read"] == 0
+
+
+@st.composite
+def slicings(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], str]:
+    """(shape, cuts, slices as they are written) of an array."""
+    shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
+    cuts = tuple(draw(st.integers(1, 3)) for _ in shape)
+    bound = st.just("") | st.integers(-9, 9).map(str)
+    step = st.just("") | st.integers(-4, 4).filter(bool).map(str)
+    parts = st.builds(lambda low, high, by: f"{low}:{high}:{by}", bound, bound, step)
+    items = [
+        draw(parts | st.integers(-size, max(0, size - 1)).map(str))
+        for size in shape[: draw(st.integers(0, len(shape)))]
+    ]
+    if draw(st.booleans()) or not items:
+        items.insert(draw(st.integers(0, len(items))), "...")
+    return shape, cuts, ",".join(items)
+
+
+def as_numpy(text: str) -> tuple[Any, ...]:
+    """The slices as objects."""
+    return eval(f"np.s_[{text},]", {"np": np})  # type: ignore[no-any-return]
+
+
+@settings(max_examples=80, deadline=None)
+@given(case=slicings())
+def test_slices_are_numpys(
+    tmp_path_factory: pytest.TempPathFactory, case: tuple[tuple[int, ...], tuple[int, ...], str]
+) -> None:
+    """Any slices of any sharding give what numpy's indexing of the whole gives, and fail where it fails."""
+    shape, cuts, text = case
+    tensor = torch.arange(math.prod(shape), dtype=torch.int16).reshape(shape)
+    folder = save_sharded(tmp_path_factory.mktemp("slices") / "x", {"w": tensor}, {"w": grid(shape, cuts)})
+    try:
+        expected = tensor.numpy()[as_numpy(text)]
+    except IndexError:
+        assert "'w'" in refused(folder, "w", f"--slice={text}")
+        return
+    found = taken(folder, "w", text)
+    assert found.shape == expected.shape and np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("0,0,0", "has 2 dimensions"), ("...,...", "has 2 dimensions"), ("4", "4 elements along dimension 0")],
+)
+def test_wrong_slices_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    """What numpy does not take is one clear error with the tensor's name."""
+    folder = save_ours(tmp_path / "x", {"w": torch.zeros(4, 4)})
+    told = refused(folder, "w", f"--slice={text}")
+    assert message in told and "'w'" in told
+
+
+def test_replicated_and_overlapping_chunks_are_one_tensor(tmp_path: Path) -> None:
+    """Chunks that share rows, as ranks that save on their own leave them, have each element once."""
+    tensor = torch.randn(12, 7, generator=torch.Generator().manual_seed(2))
+    boxes = [((0, 0), (8, 7)), ((0, 0), (8, 7)), ((5, 0), (7, 7)), ((2, 3), (3, 2))]
+    save_sharded(tmp_path / "x", {"w": tensor}, {"w": boxes})
+    assert np.array_equal(taken(tmp_path / "x", "w"), tensor.numpy())
+    assert np.array_equal(taken(tmp_path / "x", "w", "4:11:3"), tensor.numpy()[4:11:3])
+    assert run("stats", tmp_path / "x", "--json").json["total"]["count"] == 84
+
+
+def test_a_missing_chunk_is_an_error(tmp_path: Path) -> None:
+    """Half a tensor is never taken for a whole one."""
+    save_sharded(tmp_path / "x", {"w": torch.ones(8, 2)}, {"w": [((0, 0), (5, 2))]})
+    assert "10 of 16 elements of 'w'" in refused(tmp_path / "x", "w")
+    assert "10 of 16" in run("stats", tmp_path / "x").err
+
+
+def test_a_large_tensor_is_read_at_its_edges_only(tmp_path: Path) -> None:
+    """Damage in what numpy would leave out is not noticed, damage at an edge is."""
+    tensor = torch.arange(10_000_000, dtype=torch.uint8).reshape(100_000, 100)
+    folder = save_ours(tmp_path / "x", {"w": tensor})
+    expected = np.array2string(tensor.numpy(), separator=", ", threshold=1000, max_line_width=100)
+    assert run("cat", folder, "w").out == f"{expected}\nuint8 100000x100\n"
+    flip(data_file(folder), 6_000_000)
+    assert run("cat", folder, "w").out == f"{expected}\nuint8 100000x100\n"
+    flip(data_file(folder), 1_000)
+    assert "damaged" in run("cat", folder, "w").err
+
+
+def test_no_damaged_number_is_shown(tmp_path: Path) -> None:
+    """Of a slice the blocks that it is in are read whole and checked, wherever in them the damage is."""
+    folder = save_ours(tmp_path / "x", {"w": torch.arange(100_000)})
+    assert run("cat", folder, "w", "--slice", "7").out == "7\nint64 scalar\n"
+    flip(data_file(folder), 500_000)
+    assert "'w' is damaged" in refused(folder, "w", "--slice", "7")
+
+
+@pytest.mark.parametrize("save", [save_ours, save_stock])
+def test_damage_in_any_block_is_found(tmp_path: Path, save: Callable[[Path, dict[str, Any]], Path]) -> None:
+    """A flipped bit is found by the checksums of blocks, and by the only one that stock's zip has."""
+    size = 2 * BLOCK_BYTES + 5000
+    tensor = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (size // 8, 8), dtype=np.uint8))
+    folder = save(tmp_path / "x", {"w": tensor})
+    begin = data_file(folder).read_bytes().find(tensor_bytes(tensor)[:64])
+    for position in (17, BLOCK_BYTES + 1, 2 * BLOCK_BYTES - 1, size - 100):
+        flip(data_file(folder), begin + position)
+        for command in (("cat", folder, "w", "--npy", tmp_path / "w.npy"), ("stats", folder)):
+            damaged = run(*command)
+            assert damaged.status == 3 and "'w' is damaged" in damaged.err
+        flip(data_file(folder), begin + position)
+    assert not (tmp_path / "w.npy").exists()
+
+
+FLOATS = ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"]
+
+
+def test_every_code_is_decoded_as_torch_does(tmp_path: Path) -> None:
+    """All codes of the small types have the same value, the same NaNs and the same signs of zeros."""
+    state = {}
+    for name in [*FLOATS, "float8_e8m0fnu"]:
+        itemsize = getattr(torch, name).itemsize
+        codes = np.arange(256**itemsize, dtype=f"u{itemsize}")
+        state[name] = torch.from_numpy(codes).view(getattr(torch, name))
+    folder = save_ours(tmp_path / "x", dict(state))
+    for name, tensor in state.items():
+        expected, found = tensor.to(torch.float32).numpy(), taken(folder, name)
+        assert np.array_equal(found.astype(np.float32), expected, equal_nan=True), name
+        numbers = ~np.isnan(expected)
+        assert np.array_equal(np.signbit(found[numbers]), np.signbit(expected[numbers])), name
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+def test_types_that_numpy_lacks(tmp_path: Path) -> None:
+    """Two halves are a complex number; pairs of four bits are the sixteen values of e2m1, low bits first."""
+    complex32 = torch.randn(5, 3, dtype=torch.complex64).to(torch.complex32)
+    pairs = torch.tensor([[0x10, 0x32], [0x54, 0xFE]], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    folder = save_ours(tmp_path / "x", {"c": complex32, "p": pairs})
+    assert np.array_equal(taken(folder, "c"), complex32.to(torch.complex64).numpy())
+    values = [[0.0, 0.5, 1.0, 1.5], [2.0, 3.0, -4.0, -6.0]]
+    assert run("cat", folder, "p", "--json").json["values"] == values

@@ -1,0 +1,274 @@
+"""``dcp diff --json``: by checksums where they tell, else by values as torch sees them."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.command_line.cli_support import BLOCK_BYTES, data_file, flip, run, save_ours, save_stock, state
+from tests.support.ranks import run_ranks
+from tests.support.sharded import grid, save_sharded
+
+Save = Callable[[Path, dict[str, Any]], Path]
+
+
+def diff(a: Path, b: Path, *options: str) -> Any:
+    """What the command tells; its status says if anything differs."""
+    told = run("diff", a, b, "--json", *options)
+    assert told.status in (0, 1), told.err
+    found = told.json
+    assert told.status == bool(found["tensors"] or found["objects"])
+    return found
+
+
+def by_name(found: Any) -> dict[str, Any]:
+    """The tensors that differ."""
+    return {tensor["fqn"]: tensor for tensor in found["tensors"]}
+
+
+def is_empty(found: Any) -> bool:
+    """Nothing differs."""
+    return not found["tensors"] and not found["objects"]
+
+
+def assert_measures(tensor: Any, before: torch.Tensor, after: torch.Tensor) -> None:
+    """The figures are what torch computes in float64."""
+    a, b = before.double(), after.double()
+    finite = torch.isfinite(a) & torch.isfinite(b)
+    deltas = (a - b)[finite]
+    assert tensor["values"]["elements"] == before.numel()
+    assert tensor["values"]["max_abs"] == pytest.approx(deltas.abs().max().item(), rel=1e-12)
+    relative = deltas.norm().item() / a[finite].norm().item()
+    assert tensor["values"]["relative_l2"] == pytest.approx(relative, rel=1e-9)
+
+
+def changed_values(tmp_path: Path, before: torch.Tensor, after: torch.Tensor) -> Any:
+    """By how much one tensor differs."""
+    a, b = save_ours(tmp_path / "a", {"w": before}), save_ours(tmp_path / "b", {"w": after})
+    (tensor,) = diff(a, b)["tensors"]
+    return tensor["values"]
+
+
+@pytest.mark.parametrize("save", [save_ours, save_stock])
+def test_equal_checkpoints_are_equal_by_their_checksums(tmp_path: Path, save: Save) -> None:
+    """Of two saves of one state no payload is read."""
+    big = {"big": torch.randn(BLOCK_BYTES // 2), "same": torch.tensor([math.nan, -0.0])}
+    a, b = save(tmp_path / "a", state() | big), save(tmp_path / "b", state() | big)
+    found = diff(a, b)
+    assert is_empty(found)
+    assert (len(found["equal"]), found["equal_objects"]) == (7, 5)
+    assert found["bytes_read"] == 0 if save is save_ours else found["bytes_read"] < 60_000
+    assert is_empty(diff(a, b, "--no-values")) or save is save_stock
+
+
+def test_ours_and_stocks_are_compared_across(tmp_path: Path) -> None:
+    """The same state in two formats is equal, by the checksums of both."""
+    tensors = {"big": torch.randn(1_000_000), "turned": torch.randn(300, 200).T, "none": torch.zeros(0, 5)}
+    found = diff(save_ours(tmp_path / "a", state() | tensors), save_stock(tmp_path / "b", state() | tensors))
+    assert is_empty(found)
+    assert found["equal_objects"] == 5 and found["bytes_read"] < 1_000_000
+
+
+def test_every_kind_of_difference_is_told(tmp_path: Path) -> None:
+    """Added, removed, another shape, another dtype and other values are told, with the distance."""
+    generator = torch.Generator().manual_seed(0)
+    same, weight = torch.randn(40, generator=generator), torch.randn(300, 500, generator=generator)
+    changed = weight.clone()
+    changed[7, 100:200] += 0.25
+    changed[250, 3] = -1000.0
+    a = {"same": same, "gone": same, "w": weight, "shape": same, "dtype": weight, "cast": torch.ones(3)}
+    b = {"same": same, "new": same, "w": changed, "shape": same[:39]}
+    b |= {"dtype": weight.bfloat16(), "cast": torch.ones(3, dtype=torch.int64)}
+    found = diff(save_ours(tmp_path / "a", a), save_ours(tmp_path / "b", b))
+    tensors = by_name(found)
+    kinds = {"gone": "removed", "w": "changed", "shape": "shape", "dtype": "dtype", "cast": "dtype"}
+    assert {fqn: tensor["kind"] for fqn, tensor in tensors.items()} == kinds | {"new": "added"}
+    assert found["equal"] == ["same"]
+    assert (tensors["w"]["values"]["differing"], tensors["w"]["values"]["nonfinite"]) == (101, 0)
+    assert_measures(tensors["w"], weight, changed)
+    assert_measures(tensors["dtype"], weight, weight.bfloat16())
+    assert tensors["cast"]["values"]["differing"] == 0
+    assert (tensors["shape"]["before"]["shape"], tensors["shape"]["after"]["shape"]) == ([40], [39])
+    assert tensors["shape"]["values"] is None
+    assert tensors["gone"]["after"] is None and tensors["new"]["before"] is None
+
+
+CUTS = [((1, 1), (4, 1)), ((4, 1), (3, 1)), ((1, 4), (1, 1)), ((2, 3), (5, 1)), ((2, 2), (2, 2))]
+
+
+@pytest.mark.parametrize(("cut_a", "cut_b"), CUTS)
+def test_shardings_do_not_matter(tmp_path: Path, cut_a: tuple[int, int], cut_b: tuple[int, int]) -> None:
+    """Chunks that follow one another in memory are compared by combined checksums, others by reading."""
+    tensor = torch.randn(61, 47)
+    changed = tensor.clone()
+    changed[60, 46] += 1
+    shape = tensor.shape
+    a = save_sharded(tmp_path / "a", {"w": tensor}, {"w": grid(shape, cut_a)})
+    same = save_sharded(tmp_path / "same", {"w": tensor}, {"w": grid(shape, cut_b)})
+    other = save_sharded(tmp_path / "other", {"w": changed}, {"w": grid(shape, cut_b)})
+    by_checksums = cut_a == cut_b or cut_a[1] == cut_b[1] == 1
+    found = diff(a, same)
+    assert is_empty(found) and (found["bytes_read"] == 0) == by_checksums
+    assert is_empty(diff(a, same, "--no-values")) == by_checksums
+    (told,) = diff(a, other)["tensors"]
+    assert told["values"]["differing"] == 1
+    assert_measures(told, tensor, changed)
+    (unread,) = diff(a, other, "--no-values")["tensors"]
+    assert unread["kind"] == ("changed" if by_checksums else "undecided")
+    assert unread["values"] is None
+
+
+def test_large_tensors_cut_differently_are_compared_in_slabs(tmp_path: Path) -> None:
+    """Columns against rows over several blocks, one side stored turned: every element is compared once."""
+    tensor = torch.arange(1500 * 3000, dtype=torch.int32).reshape(1500, 3000)
+    changed = tensor.clone()
+    changed[::100, ::1000] ^= 1
+    columns = save_sharded(tmp_path / "a", {"w": tensor}, {"w": grid(tensor.shape, (1, 3))})
+    turned = save_stock(tmp_path / "b", {"w": changed.T.contiguous().T})
+    for before, after in ((columns, turned), (turned, columns)):
+        (found,) = diff(before, after)["tensors"]
+        assert (found["values"]["elements"], found["values"]["differing"]) == (1500 * 3000, 45)
+        assert found["values"]["max_abs"] == 1.0
+
+
+def test_bits_decide_and_nonfinite_is_counted_apart(tmp_path: Path) -> None:
+    """A NaN is itself; zeros of two signs differ by nothing; infinities do not spoil the figures."""
+    before = torch.tensor([math.nan, 0.0, math.inf, 1.0, 2.0, -math.inf])
+    after = torch.tensor([math.nan, -0.0, 5.0, 1.0, 2.5, math.inf])
+    values = changed_values(tmp_path, before, after)
+    assert (values["differing"], values["nonfinite"], values["nonfinite_after"]) == (4, 2, 2)
+    assert values["max_abs"] == 0.5
+    assert values["relative_l2"] == pytest.approx(0.5 / math.sqrt(5))
+
+
+def test_what_has_become_nan_has_no_distance(tmp_path: Path) -> None:
+    """Where nothing can be measured there is no distance, which is not 0; the rest is measured as before."""
+    nan, ones = torch.full((4,), math.nan), torch.ones(4)
+    before = {"all": ones, "half": ones, "late": nan}
+    after = {"all": nan, "half": torch.tensor([1.0, 1.0, math.nan, math.inf]), "late": -nan}
+    found = by_name(diff(save_ours(tmp_path / "a", before), save_ours(tmp_path / "b", after)))
+    names = ("nonfinite", "nonfinite_after", "max_abs", "relative_l2")
+    told = {fqn: [one["values"][name] for name in names] for fqn, one in found.items()}
+    assert told == {"all": [4, 4, None, None], "half": [2, 2, 0.0, 0.0], "late": [4, 4, None, None]}
+
+
+LARGE = 2**62
+DTYPES: list[tuple[torch.dtype, list[Any], list[Any], float, int]] = [
+    (torch.int64, [LARGE, 5], [LARGE + 1, 2], 3.0, 2),
+    (torch.uint64, [LARGE, 5], [LARGE + 1, 2], 3.0, 2),
+    (torch.int64, [LARGE], [LARGE + 1], 1.0, 1),
+    (torch.complex128, [3 + 4j, 1], [0j, 1], 5.0, 1),
+    *((dtype, [0, 1, 1], [1, 1, 0], 1.0, 2) for dtype in (torch.int32, torch.bool, torch.float8_e5m2)),
+]
+
+
+@pytest.mark.parametrize(("dtype", "before", "after", "largest", "count"), DTYPES)
+def test_differences_of_other_dtypes(
+    tmp_path: Path, dtype: torch.dtype, before: list[Any], after: list[Any], largest: float, count: int
+) -> None:
+    """Integers are subtracted exactly however large they are; complex numbers differ by a magnitude."""
+    values = changed_values(tmp_path, torch.tensor(before).to(dtype), torch.tensor(after).to(dtype))
+    assert (values["max_abs"], values["differing"]) == (largest, count)
+
+
+def test_a_norm_of_zero_makes_the_relative_change_infinite(tmp_path: Path) -> None:
+    """Zeros have no scale to compare with."""
+    assert changed_values(tmp_path, torch.zeros(3), torch.ones(3))["relative_l2"] == "inf"
+
+
+@pytest.mark.parametrize(
+    ("save_a", "save_b"), [(save_ours, save_ours), (save_ours, save_stock), (save_stock, save_stock)]
+)
+def test_values_that_are_no_tensors(tmp_path: Path, save_a: Save, save_b: Save) -> None:
+    """Plain values are compared by value and type, pickled ones by their pickles."""
+    a = {"w": torch.ones(2), "step": 1, "lr": 0.1, "gone": 1, "one": 1, "nan": math.nan}
+    b = {"w": torch.ones(2), "step": 2, "lr": 0.1, "new": [1, 2], "one": 1.0, "nan": math.nan}
+    a |= {"device": torch.device("cpu"), "size": torch.Size([1]), "odd": OrderedDict(a=torch.device("cpu"))}
+    b |= {"device": torch.device("meta"), "size": torch.Size([1]), "odd": OrderedDict(a=torch.device("cpu"))}
+    found = diff(save_a(tmp_path / "a", a), save_b(tmp_path / "b", b))
+    assert {value["fqn"]: (value["kind"], value["before"], value["after"]) for value in found["objects"]} == {
+        "step": ("changed", 1, 2),
+        "gone": ("removed", 1, None),
+        "new": ("added", None, [1, 2]),
+        "one": ("changed", 1, 1.0),
+        "device": ("changed", None, None),
+    }
+    assert (found["equal_objects"], found["tensors"]) == (4, [])
+
+
+def test_names_are_chosen_and_renamed(tmp_path: Path) -> None:
+    """``--rename`` maps the first one's names to the second's, and globs are on those; clashes are errors."""
+    first = {"model.a": torch.ones(3), "model.b": torch.ones(4), "optim.x": torch.ones(5)}
+    a = save_ours(tmp_path / "a", first)
+    b = save_ours(tmp_path / "b", {"net.a": torch.ones(3), "net.b": torch.zeros(4)})
+    rename = ("--rename", r"^model\.=>net.")
+    found = diff(a, b, *rename, "--only", "net")
+    assert found["equal"] == ["net.a"]
+    (tensor,) = found["tensors"]
+    assert (tensor["fqn"], tensor["kind"], tensor["before"]["fqn"]) == ("net.b", "changed", "model.b")
+    assert is_empty(diff(a, b, *rename, "--exclude", "optim", "--exclude", "*.b"))
+    for options, words in (
+        (("--only", "nothing"), "select nothing"),
+        (("--rename", r"^model\..=>x"), "gives 'x' for both 'model.a' and 'model.b'"),
+    ):
+        refused = run("diff", a, b, *options)
+        assert refused.status == 3 and words in refused.err
+
+
+def test_only_what_differs_is_read(tmp_path: Path) -> None:
+    """A tensor with equal checksums costs nothing."""
+    same, weight = torch.randn(300_000), torch.randn(400_000)
+    a = save_ours(tmp_path / "a", {"same": same, "w": weight})
+    b = save_ours(tmp_path / "b", {"same": same, "w": weight + 1})
+    assert diff(a, b)["bytes_read"] == 2 * weight.nbytes
+
+
+def test_damage_is_an_error_and_no_difference(tmp_path: Path) -> None:
+    """Bytes that are not those committed are not compared as if they were."""
+    weight = torch.randn(5000, 30)
+    a, b = save_ours(tmp_path / "a", {"w": weight}), save_ours(tmp_path / "b", {"w": weight + 1})
+    flip(data_file(b), 3000)
+    refused = run("diff", a, b)
+    assert refused.status == 3 and "'w' is damaged" in refused.err
+
+
+def test_many_tensors_are_compared_together(tmp_path: Path) -> None:
+    """Hundreds of small tensors that all changed, with empty ones between, have their own figures."""
+    a = {f"t{number}": torch.full((number % 5, 2), float(number)) for number in range(500)}
+    b = {fqn: tensor + number for number, (fqn, tensor) in enumerate(a.items())}
+    found = diff(save_ours(tmp_path / "a", dict(a)), save_ours(tmp_path / "b", dict(b)))
+    tensors = by_name(found)
+    assert list(tensors) == [f"t{number}" for number in range(1, 500) if number % 5]
+    assert all(tensor["values"]["max_abs"] == float(fqn[1:]) for fqn, tensor in tensors.items())
+    assert len(found["equal"]) == 500 - len(tensors)
+
+
+def save_with_digests(rank: int, world: int, folder: str) -> None:
+    """Sharded by rows in ``a``, by columns in ``b``."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    import dcp
+
+    mesh = init_device_mesh("cpu", (world,))
+    for number, name in enumerate("ab"):
+        full = {
+            name: torch.randn(8, 6, generator=torch.Generator().manual_seed(n))
+            for n, name in enumerate("xyz")
+        }
+        sharded = {name: distribute_tensor(one, mesh, [Shard(number)]) for name, one in full.items()}
+        dcp.save(dict(sharded), storage_writer=dcp.FileSystemWriter(f"{folder}/{name}", digests=True))
+
+
+def test_digests_tell_where_no_checksum_compares(tmp_path: Path) -> None:
+    """Of rows here and columns there nothing is read, if both have digests."""
+    run_ranks(2, save_with_digests, str(tmp_path))
+    for options in ((), ("--no-values",)):
+        found = diff(tmp_path / "a", tmp_path / "b", *options)
+        assert is_empty(found) and found["bytes_read"] == 0 and len(found["equal"]) == 3

@@ -1,0 +1,369 @@
+"""One digest a tensor, whatever the ranks, sharding and format; computed while saving, or by reading."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import dcp
+from dcp.errors import CheckpointFormatError
+from tests.command_line.cli_support import rewrite_manifest, run
+from tests.support.ranks import run_ranks
+from tests.support.sharded import grid, save_sharded
+from tests.support.with_optimizer import save_apart
+
+State = dict[str, Any]
+
+
+def full_state() -> State:
+    """Tensors whose rows, columns and items fall within blocks of 16 bytes in all ways."""
+    made = torch.Generator().manual_seed(5)
+    return {
+        "rows": torch.randn(8, 6, generator=made),
+        "odd": torch.randn(7, 5, generator=made).bfloat16(),
+        "bytes": torch.randint(0, 255, (9, 13), dtype=torch.uint8, generator=made),
+        "deep": torch.randn(4, 6, 8, generator=made).half(),
+        "large": torch.randn(256, 1100, generator=made),
+        "complex": torch.randn(6, 8, dtype=torch.complex64, generator=made),
+        "small": torch.arange(3),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 4),
+    }
+
+
+def digests(place: Path, *arguments: str) -> Any:
+    """What the command tells."""
+    told = run("digest", place, *arguments, "--json")
+    assert told.status == 0, told.err
+    return told.json
+
+
+def by_name(place: Path, *arguments: str) -> dict[str, str]:
+    """Digests by name."""
+    return {tensor["fqn"]: tensor["digest"] for tensor in digests(place, *arguments)["tensors"]}
+
+
+def known(place: Path) -> dict[str, str]:
+    """Those of the manifest alone."""
+    found = digests(place)
+    assert found["bytes_read"] == 0 and not any(tensor["is_read"] for tensor in found["tensors"])
+    return by_name(place)
+
+
+def are_read(place: Path) -> bool:
+    """Whether the manifest has no digest of any tensor."""
+    return all(tensor["is_read"] for tensor in digests(place)["tensors"] if tensor["fqn"] != "empty")
+
+
+def writer(place: Path | str, **options: Any) -> dcp.FileSystemWriter:
+    """One that computes digests."""
+    return dcp.FileSystemWriter(place, digests=True, **options)
+
+
+def save_with_placements(rank: int, world: int, folder: str, how: str) -> None:
+    """Save `full_state` by one placement on all ranks; in two dimensions on a grid."""
+    mesh = init_device_mesh("cpu", (2, world // 2) if how == "grid" else (world,))
+    places: dict[str, list[Placement]] = {
+        "grid": [Shard(0), Shard(1)],
+        "copy": [Replicate()],
+        "0": [Shard(0)],
+        "1": [Shard(1)],
+    }
+    state = {
+        name: distribute_tensor(full, mesh, places[how]) if full.ndim >= 2 else full
+        for name, full in full_state().items()
+    }
+    dcp.save(state, storage_writer=writer(folder))
+
+
+@pytest.mark.parametrize(
+    ("how", "world"),
+    [
+        ("grid", 4),
+        *(
+            pytest.param(how, world, marks=pytest.mark.exhaustive)
+            for how in ("0", "1", "copy")
+            for world in (2, 3, 4)
+        ),
+    ],
+)
+def test_saves_by_ranks_know_the_digests_of_one_process(how: str, world: int, tmp_path: Path) -> None:
+    """The manifest of shards of unequal size, empty ones and replicas has what one process's file has."""
+    torch.save(full_state(), tmp_path / "whole.pt")
+    run_ranks(world, save_with_placements, str(tmp_path / "ranks"), how)
+    assert known(tmp_path / "ranks") == by_name(tmp_path / "whole.pt")
+    assert known(tmp_path / "ranks") == by_name(tmp_path / "ranks", "--recompute")
+
+
+class Block(nn.Module):
+    """What tensor parallelism cuts by columns and by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(12, 24)
+        self.down = nn.Linear(24, 12)
+
+
+def save_fsdp_and_tp(rank: int, world: int, folder: str) -> None:
+    """A 2D mesh: sharded twice along one dimension, and by both."""
+    torch.manual_seed(3)
+    model, mesh = Block(), init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    state = get_model_state_dict(model)
+    dcp.save({"model": state}, storage_writer=writer(folder))
+    full = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in state.items()}
+    if rank == 0:
+        torch.save({"model": full}, f"{folder}.pt")
+
+
+def test_fsdp2_with_tensor_parallelism_knows_the_digests_of_the_whole(tmp_path: Path) -> None:
+    """Strided shards of real modules on four ranks have the digests of the whole tensors."""
+    run_ranks(4, save_fsdp_and_tp, str(tmp_path / "two"))
+    assert known(tmp_path / "two") == by_name(tmp_path / "two.pt")
+
+
+def test_formats_and_options_of_writers_do_not_show(tmp_path: Path) -> None:
+    """torch.save, safetensors, several files, payloads without containers and async_save give one digest."""
+    state = {name: tensor for name, tensor in full_state().items() if name != "complex"}
+    dcp.save(state, storage_writer=writer(tmp_path / "one"))
+    expected = known(tmp_path / "one")
+    torch.save(state, tmp_path / "x.pt")
+    save_file(state, tmp_path / "x.safetensors")
+    for name in ("x.pt", "x.safetensors"):
+        assert by_name(tmp_path / name) == expected
+    options: list[State] = [
+        {"thread_count": 3, "sync_files": False},
+        {"single_file_per_rank": False},
+        {"torch_compatible": False},
+    ]
+    for number, option in enumerate(options):
+        dcp.save(state, storage_writer=writer(tmp_path / str(number), **option))
+        assert known(tmp_path / str(number)) == expected
+    dcp.save(state, checkpoint_id=tmp_path / "off")
+    assert are_read(tmp_path / "off") and by_name(tmp_path / "off") == expected
+    dcp.async_save(state, storage_writer=writer(tmp_path / "later")).result()
+    assert known(tmp_path / "later") == expected
+
+
+DTYPES = "float64 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz int8 int16 int32 int64 uint16"
+DTYPES += " uint64 bool complex64 complex128"
+
+
+def test_every_dtype_strides_ties_and_parts_of_memory(tmp_path: Path) -> None:
+    """Transposed, expanded, narrowed, tied and conjugate tensors of each dtype have those of their copies."""
+    base = torch.arange(600, dtype=torch.float32).reshape(20, 30)
+    state: State = {
+        "turned": base.t(),
+        "part": base[3:17, 5:21],
+        "wide": torch.randn(1, 40).expand(9, 40),
+        "tied": base,
+        "again": base,
+        "conjugate": torch.randn(5, 7, dtype=torch.complex64).conj(),
+        **{f"of_{name}": (base % 7).to(getattr(torch, name)) for name in DTYPES.split()},
+    }
+    bits = base.to(torch.uint8).view(torch.float4_e2m1fn_x2)
+    dcp.save({**state, "bits": bits}, storage_writer=writer(tmp_path / "one"))
+    found = known(tmp_path / "one")
+    assert found == by_name(tmp_path / "one", "--recompute")
+    assert found["tied"] == found["again"]
+    copies = {name: tensor.resolve_conj().contiguous().clone() for name, tensor in state.items()}
+    torch.save(copies, tmp_path / "copies.pt")
+    assert by_name(tmp_path / "copies.pt") == {name: found[name] for name in copies}
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_any_chunks_have_the_digest_of_the_whole(data: st.DataObject, tmp_path_factory: Any) -> None:
+    """Grids of chunks in any number of dimensions have the digest of one chunk."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 11), min_size=1, max_size=3)))
+    dtype = data.draw(st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.float64]))
+    tensor = torch.randint(0, 250, shape).to(dtype)
+    cuts = [data.draw(st.integers(1, min(3, size))) for size in shape]
+    folder = tmp_path_factory.mktemp("chunks")
+    save_sharded(folder / "cut", {"x": tensor}, {"x": grid(shape, cuts)})
+    torch.save({"x": tensor}, folder / "whole.pt")
+    assert by_name(folder / "cut") == by_name(folder / "whole.pt")
+
+
+def test_a_changed_bit_row_shape_or_name_is_another_digest(tmp_path: Path) -> None:
+    """One bit, two rows changed for each other, another shape or dtype of the same bytes are told apart; and
+    of a whole checkpoint other names."""
+    weight = torch.randn(64, 40)
+    flipped, swapped = weight.clone(), weight.clone()
+    flipped.view(torch.int32)[63, 39] ^= 1
+    swapped[[3, 50]] = swapped[[50, 3]]
+    others = {"flipped": flipped, "swapped": swapped, "shape": weight.reshape(40, 64)}
+    state = {"weight": weight, **others, "dtype": weight.view(torch.int32)}
+    dcp.save(state, storage_writer=writer(tmp_path / "one"))
+    assert len({*known(tmp_path / "one").values()}) == 5
+    dcp.save({name.upper(): one for name, one in state.items()}, storage_writer=writer(tmp_path / "two"))
+    assert [*known(tmp_path / "one").values()] == [*known(tmp_path / "two").values()]
+    assert digests(tmp_path / "one")["digest"] != digests(tmp_path / "two")["digest"]
+
+
+def save_alone(rank: int, world: int, folder: str) -> None:
+    """Each rank its own part."""
+    mesh = init_device_mesh("cpu", (world,))
+    state = {
+        name: distribute_tensor(full, mesh, [Shard(0)]) if full.ndim >= 2 else full
+        for name, full in full_state().items()
+    }
+    dcp.save(state, storage_writer=writer(folder), use_collectives=False)
+
+
+def test_ranks_that_save_alone_say_nothing_of_what_they_have_in_part(tmp_path: Path) -> None:
+    """Their parts together have no digests, and by reading those of the whole."""
+    run_ranks(2, save_alone, str(tmp_path / "one"))
+    torch.save(full_state(), tmp_path / "whole.pt")
+    assert are_read(tmp_path / "one")
+    assert by_name(tmp_path / "one") == by_name(tmp_path / "whole.pt")
+
+
+def test_the_command_prints_names_and_json(tmp_path: Path) -> None:
+    """A line a tensor, one for all; names select; what matches nothing is an error."""
+    state = {"model": {"a": torch.ones(3), "b": torch.ones(3)}, "step": 1}
+    dcp.save(state, storage_writer=writer(tmp_path / "one"))
+    shown = run("digest", tmp_path / "one")
+    assert shown.status == 0 and shown.out.count(known(tmp_path / "one")["model.a"]) == 2
+    answer = digests(tmp_path / "one", "model.a", "--recompute")
+    (tensor,) = answer["tensors"]
+    assert (tensor["fqn"], tensor["is_read"], answer["bytes_read"]) == ("model.a", True, 12)
+    assert run("digest", tmp_path / "one", "nothing").status == 3
+
+
+HALVES = {"rules": [{"from": {"a": "(x + y) c"}, "to": {"top": "x c", "low": "c y"}, "sizes": {"x": 13}}]}
+"""A map that cuts the rows of one tensor, and transposes the rest."""
+
+
+def test_conversions_keep_digests_of_what_they_do_not_change(tmp_path: Path) -> None:
+    """Renamed and chosen tensors keep theirs, those of cast ones and of what a map makes are computed; a sum
+    of checkpoints has none."""
+    state = {"a": torch.randn(30, 40), "b": torch.randn(7), "c": torch.arange(9)}
+    dcp.save(state, storage_writer=writer(tmp_path / "one"))
+    names = known(tmp_path / "one")
+    dcp.convert(tmp_path / "one", tmp_path / "two", to="dcp", rename={"^a$": "x"}, exclude="c")
+    assert known(tmp_path / "two") == {"x": names["a"], "b": names["b"]}
+    dcp.convert(tmp_path / "one", tmp_path / "cast", to="dcp", dtype={"a": "bfloat16"})
+    cast = known(tmp_path / "cast")
+    assert cast == by_name(tmp_path / "cast", "--recompute")
+    assert cast | {"a": names["a"]} == names and cast["a"] != names["a"]
+    options: State = {"map": HALVES, "only": "a"}
+    dcp.convert(tmp_path / "one", tmp_path / "mapped", to="dcp", chunks="split", files=2, **options)
+    assert known(tmp_path / "mapped") == by_name(tmp_path / "mapped", "--recompute")
+    assert known(tmp_path / "mapped").keys() == {"top", "low"}
+    assert run("verify", tmp_path / "mapped").status == 0
+    dcp.save(state, checkpoint_id=tmp_path / "plain")
+    dcp.convert(tmp_path / "plain", tmp_path / "none", to="dcp", **options)
+    dcp.merge([tmp_path / "one"], tmp_path / "half", weights=[0.5])
+    assert are_read(tmp_path / "none") and are_read(tmp_path / "half")
+    assert by_name(tmp_path / "half")["b"] != names["b"]
+
+
+def test_verify_against_another_compares_by_digests(tmp_path: Path) -> None:
+    """What is the same passes, another value, a missing and an additional name are findings; --only chooses
+    what has to be here."""
+    state = {"a": torch.randn(30, 40), "b": torch.randn(7), "c": torch.arange(9)}
+    one = tmp_path / "one"
+    dcp.save(state, storage_writer=writer(one))
+    dcp.convert(one, tmp_path / "x.safetensors", to="safetensors")
+    dcp.convert(one, tmp_path / "cast", to="dcp", dtype={"a": "bfloat16"})
+    dcp.convert(one, tmp_path / "two", to="dcp", rename={"^a$": "x"}, exclude="c")
+    dcp.convert(one, tmp_path / "y.safetensors", to="safetensors", only=["a", "b"])
+    assert run("verify", tmp_path / "x.safetensors", "--against", one).status == 0
+    other = run("verify", tmp_path / "cast", "--against", one)
+    assert other.status == 1 and "'a' is another one" in other.out and "'b'" not in other.out
+    lacking = run("verify", tmp_path / "two", "--against", one, "--json")
+    kinds = {(found["kind"], found["fqn"]) for found in lacking.json[0]["findings"]}
+    assert lacking.status == 1 and kinds == {("digest", "a"), ("digest", "x"), ("digest", "c")}
+    part = ("verify", tmp_path / "y.safetensors", "--against", one)
+    assert run(*part).status == 1
+    assert run(*part, "--only", "a", "--only", "b").status == 0
+    assert run(*part, "--only", "a").status == 1
+    assert run("verify", one, "--only", "a").status > 1
+
+
+def cut_in_both_ways(rank: int, world: int, folder: str) -> None:
+    """One sharded by rows, one by columns, one that is larger than a block of checksums."""
+    mesh = init_device_mesh("cpu", (world,))
+    made = torch.Generator().manual_seed(1)
+    state = {
+        "rows": distribute_tensor(torch.randn(33, 5, generator=made), mesh, [Shard(0)]),
+        "columns": distribute_tensor(torch.randn(33, 5, generator=made), mesh, [Shard(1)]),
+        "large": distribute_tensor(torch.randn(1201, 1003, generator=made), mesh, [Shard(0)]),
+        "empty": torch.zeros(0, 3),
+    }
+    state["tied"] = state["again"] = torch.arange(40)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, digests=True))
+
+
+def test_a_verification_compares_digests_however_tensors_are_cut(tmp_path: Path) -> None:
+    """Rows of several ranks, columns, ties and another format agree with the manifest and with each other."""
+    run_ranks(2, cut_in_both_ways, str(tmp_path / "one"))
+    assert run("verify", tmp_path / "one").status == 0
+    dcp.convert(tmp_path / "one", tmp_path / "two", to="safetensors")
+    for pair in (("one", "two"), ("two", "one")):
+        same = run("verify", tmp_path / pair[0], "--against", tmp_path / pair[1])
+        assert same.status == 0, same.out
+
+
+def sealed(body: bytes) -> bytes:
+    """A manifest whose own checksum is right."""
+    return body + zlib.crc32(body).to_bytes(4, "big")
+
+
+@pytest.mark.parametrize("fqn", ["a", "empty", "scalar"])
+def test_a_manifest_that_tells_another_digest_is_found_out(tmp_path: Path, fqn: str) -> None:
+    """Its own checksum and all bytes are right: what it says of one tensor is not, and verify names that."""
+    state = {"a": torch.randn(30, 7), "empty": torch.zeros(0, 3), "scalar": torch.tensor(-0.0)}
+    dcp.save(state, storage_writer=writer(tmp_path))
+    assert run("verify", tmp_path).status == 0
+    index, manifest = dcp.open_index(tmp_path), (tmp_path / "manifest.msgpack").read_bytes()
+    sums = b"".join(index.digests)
+    assert manifest.count(sums) == 1
+    row = index.position[fqn]
+    other = sums[: 16 * row] + b"\x01" * 16 + sums[16 * row + 16 :]
+    (tmp_path / "manifest.msgpack").write_bytes(sealed(manifest.replace(sums, other)[:-4]))
+    told = run("verify", tmp_path, "--json")
+    assert [(found["kind"], found["fqn"]) for found in told.json[0]["findings"]] == [("digest", fqn)]
+    assert told.status == 1
+
+
+HOSTILE: list[Any] = [
+    5,
+    [],
+    {},
+    [[2, None, 16, 0, 0, b""], [1 << 40, 0, b""]],
+    [[3, None, 16, 0, 0, b""], [48, 0, b"x" * 48]],
+]
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_a_hostile_section_of_digests_is_refused(hostile: Any, tmp_path: Path) -> None:
+    """Of another type, of a size that it has not, of more tensors than there are: a typed error."""
+    dcp.save({"a": torch.ones(3), "b": torch.ones(2)}, storage_writer=writer(tmp_path / "one"))
+    rewrite_manifest(tmp_path / "one", lambda fields: fields["tensors"].update(digests=hostile))
+    with pytest.raises(CheckpointFormatError):
+        dcp.open_index(tmp_path / "one")
+
+
+def test_what_is_left_of_a_checkpoint_keeps_its_digests(tmp_path: Path) -> None:
+    """Weights keep theirs when the optimizer is dropped."""
+    save_apart(tmp_path / "one", digests=True)
+    before = known(tmp_path / "one")
+    assert run("prune", tmp_path / "one", "--yes").status == 0
+    weights = {name: digest for name, digest in before.items() if "optimizer" not in name}
+    assert known(tmp_path / "one") == weights and weights != before

@@ -1,0 +1,260 @@
+"""``dcp stats --json``: the figures of each tensor are those that torch computes in float64."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.command_line.cli_support import data_file, run, save_ours, save_stock
+from tests.support.sharded import grid, save_sharded
+
+
+def statistics(folder: Path, *options: str) -> Any:
+    """What the command tells."""
+    told = run("stats", folder, "--json", *options)
+    assert told.status == 0, told.err
+    return told.json
+
+
+def reference(tensor: torch.Tensor) -> dict[str, Any]:
+    """The facts by torch, in float64."""
+    if tensor.is_complex():
+        wide = tensor.to(torch.complex128)
+        nans = torch.isnan(wide)
+        infs = torch.isinf(wide) & ~nans
+        values = torch.from_numpy(np.abs(wide[~nans & ~infs].numpy()))  # torch's differs in the last bit
+    else:
+        exact = tensor.to(torch.float64)
+        nans, infs = torch.isnan(exact), torch.isinf(exact)
+        values = exact[~nans & ~infs]
+    some = values.numel() > 0
+    is_whole = not tensor.is_complex() and not tensor.is_floating_point()
+    bounds = tensor.reshape(-1).tolist() if is_whole else values.tolist()
+    return {
+        "count": tensor.numel(),
+        "nans": int(nans.sum()),
+        "infs": int(infs.sum()),
+        "zeros": int((values == 0).sum()),
+        "min": min(bounds, default=None),
+        "max": max(bounds, default=None),
+        "mean": values.mean().item() if some else None,
+        "std": values.std().item() if values.numel() > 1 else None,
+        "norm": torch.linalg.vector_norm(values).item() if some else None,
+    }
+
+
+def assert_describes(found: dict[str, Any], tensor: torch.Tensor) -> None:
+    """Counts and bounds are exact, sums within rounding, and each finite value is in a bin."""
+    expected = reference(tensor)
+    for name in ("count", "nans", "infs", "zeros", "min", "max"):
+        assert found[name] == expected[name], name
+    scale = max(abs(expected["min"] or 0), abs(expected["max"] or 0))
+    for name in ("mean", "std", "norm"):
+        wanted = expected[name]
+        wanted = None if wanted is None else pytest.approx(wanted, rel=1e-9, abs=1e-12 * scale)
+        assert found[name] == wanted, name
+    if found["histogram"] is not None:
+        counts = found["histogram"]["counts"]
+        assert sum(counts) == found["count"] - found["nans"] - found["infs"]
+        assert len(found["histogram"]["edges"]) == len(counts) + 1
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """All kinds of dtypes and values."""
+    generator = torch.Generator().manual_seed(3)
+    normal = torch.randn(300, 257, generator=generator) * 0.02
+    special = normal.clone()
+    special[3, 5:9] = float("nan")
+    special[7, :3] = float("inf")
+    special[7, 3] = float("-inf")
+    special[100], special[101] = 0.0, -0.0
+    special[102] = 1e-42  # subnormal
+    whole = torch.randint(-(2**62), 2**62, (5000,), generator=generator)
+    fp8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+    return {
+        "float32": special,
+        "float64": special.double() * 1e100,
+        "float16": special.half(),
+        "bfloat16": special.bfloat16(),
+        "bfloat16_small": special[:4].bfloat16(),
+        "large_mean": 1e6 + normal.double(),
+        "complex64": torch.complex(special, normal),
+        "complex128": torch.complex(normal.double(), special.double()),
+        "complex32": torch.complex(special, normal).to(torch.complex32),
+        "bool": normal > 0,
+        "int64": whole,
+        "int32": whole.to(torch.int32),
+        "int16": torch.randint(-(2**15), 2**15, (60_000,), generator=generator).to(torch.int16),
+        "int8": whole.to(torch.int8),
+        "uint8": whole.to(torch.uint8),
+        "uint64": torch.tensor([0, 1, 2**63 + 5], dtype=torch.uint64),
+        "one": torch.tensor(-3.5),
+        "step": torch.tensor(7),
+        "zeros": torch.zeros(10),
+        "empty": torch.zeros(0, 3),
+        "nothing_finite": torch.full((4,), math.nan),
+        **{name: normal.to(getattr(torch, name)) for name in fp8},
+    }
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of `tensors`."""
+    return save_ours(tmp_path_factory.mktemp("run") / "ours", tensors())
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+@pytest.mark.parametrize("kind", ["ours", "stock"])
+def test_statistics_are_torchs(ours: Path, tmp_path: Path, kind: str) -> None:
+    """Every dtype is described right, with NaN and infinities apart, subnormal numbers and large means."""
+    state = tensors()
+    found = statistics(ours if kind == "ours" else save_stock(tmp_path / "x", tensors()))
+    assert [tensor["fqn"] for tensor in found["tensors"]] == list(state)
+    for tensor in found["tensors"]:
+        source = state[tensor["fqn"]]
+        assert tensor["dtype"] == str(source.dtype).rpartition(".")[2]
+        assert tensor["shape"] == [*source.shape]
+        assert_describes(tensor["statistics"], source)
+        if tensor["fqn"] in ("int64", "int8", "uint64", "bool", "step"):
+            assert type(tensor["statistics"]["min"]) is int
+    assert found["total"]["count"] == sum(tensor.numel() for tensor in state.values())
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    parts=st.lists(st.lists(st.floats(width=32, allow_nan=True), max_size=20), min_size=1, max_size=6),
+    name=st.sampled_from(["float32", "bfloat16", "float16", "float8_e5m2"]),
+)
+def test_the_total_is_that_of_all_elements(
+    tmp_path_factory: pytest.TempPathFactory, parts: list[list[float]], name: str
+) -> None:
+    """The figures of several tensors, put together, are those of one tensor with all their values."""
+    arrays = [torch.tensor(part, dtype=torch.float32).to(getattr(torch, name)) for part in parts]
+    folder = tmp_path_factory.mktemp("parts") / "x"
+    found = statistics(save_ours(folder, {f"t{n}": array for n, array in enumerate(arrays)}))
+    assert_describes(found["total"], torch.cat([array.to(torch.float64) for array in arrays]))
+
+
+def test_means_that_differ_by_far_are_put_together(tmp_path: Path) -> None:
+    """Merged moments are right where means differ by far more than deviations."""
+    state = {f"t{number}": torch.randn(997) * 10.0**number + 10.0 ** (2 * number) for number in range(4)}
+    found = statistics(save_ours(tmp_path / "x", dict(state)))
+    assert_describes(found["total"], torch.cat(list(state.values())))
+
+
+@pytest.mark.parametrize("cuts", [(3, 1), (1, 4), (2, 3)])
+def test_sharding_does_not_matter(tmp_path: Path, cuts: tuple[int, ...]) -> None:
+    """Any cutting gives the same figures, also where a chunk is stored twice."""
+    tensor = torch.randn(211, 133)
+    boxes = [*grid(tensor.shape, cuts), grid(tensor.shape, cuts)[0]]
+    found = statistics(save_sharded(tmp_path / "x", {"w": tensor}, {"w": boxes}))
+    assert_describes(found["tensors"][0]["statistics"], tensor)
+
+
+def test_tied_tensors_count_by_name_and_are_read_once(tmp_path: Path) -> None:
+    """Two names of one tensor have their figures each; the bytes of both are fetched once."""
+    weight = torch.randn(500, 300)
+    folder = save_ours(tmp_path / "x", {"a": weight, "b": weight, "c": weight[:0]})
+    assert data_file(folder).stat().st_size < 2 * weight.nbytes
+    found = statistics(folder)
+    assert found["bytes_read"] == weight.nbytes
+    assert found["tensors"][0]["statistics"] == found["tensors"][1]["statistics"]
+    assert_describes(found["total"], torch.cat([weight, weight]))
+
+
+def test_globs_choose_tensors(tmp_path: Path) -> None:
+    """Only chosen tensors are read; a choice of nothing fails, and too few bins are wrong usage."""
+    state = {"m": {"a": torch.ones(40), "b": torch.ones(90_000)}, "o": torch.ones(60)}
+    folder = save_ours(tmp_path / "x", state)
+    found = statistics(folder, "--only", "m", "--only", "o", "--exclude", "*.b")
+    assert [tensor["fqn"] for tensor in found["tensors"]] == ["m.a", "o"]
+    assert (found["bytes_read"], found["total"]["count"]) == (4 * 100, 100)
+    nothing = run("stats", folder, "--only", "nothing")
+    assert (nothing.status, nothing.err.count("\n")) == (3, 1)
+    assert "select none of its 3 tensors" in nothing.err
+    assert run("stats", folder, "--bins", "2").status == 2
+
+
+def test_bits_without_a_meaning_have_no_statistics(tmp_path: Path) -> None:
+    """Opaque types are listed, and not part of the whole."""
+    save_ours(tmp_path / "x", {"q": torch.zeros(8, dtype=torch.uint8).view(torch.bits8), "w": torch.ones(3)})
+    found = statistics(tmp_path / "x")
+    told = [(tensor["fqn"], tensor["statistics"] is None) for tensor in found["tensors"]]
+    assert told == [("q", True), ("w", False)]
+    assert found["total"]["count"] == 3
+
+
+def counts_by_numpy(values: np.ndarray, edges: list[float]) -> list[int]:
+    """The histogram's counts, by comparing each value with each bin's edges."""
+    found = []
+    for low, high in itertools.pairwise(edges):
+        if low >= 0 < high and not (low == 0 or high == 0):
+            inside = (low <= values) & (values < high)
+        elif high <= 0 and low < 0 and high != 0:
+            inside = (low < values) & (values <= high)
+        else:
+            inside = ((low < values) & (values < high)) | (values == 0)
+        found.append(int(inside.sum()))
+    return found
+
+
+@pytest.mark.parametrize("bins", [3, 4, 9, 32, 100])
+def test_histograms_count_what_is_between_their_edges(ours: Path, bins: int) -> None:
+    """Bins are of powers of two, at most as many as asked for, and every finite value is in one of them."""
+    state = tensors()
+    names = ("float32", "float64", "bfloat16", "int64", "uint8", "int8", "one", "zeros")
+    for tensor in statistics(ours, "--bins", str(bins))["tensors"]:
+        if tensor["fqn"] not in names:
+            continue
+        histogram = tensor["statistics"]["histogram"]
+        edges = [float(edge) for edge in histogram["edges"]]
+        assert len(histogram["counts"]) <= bins
+        assert edges == sorted(edges)
+        assert all(edge == 0 or abs(math.frexp(edge)[0]) == 0.5 for edge in edges)
+        values = state[tensor["fqn"]].double().numpy().reshape(-1)
+        assert histogram["counts"] == counts_by_numpy(values[np.isfinite(values)], edges), tensor["fqn"]
+
+
+def test_a_histogram_shows_sign_and_size(tmp_path: Path) -> None:
+    """Ones and minus twos are in the bins that begin at their magnitudes."""
+    signed = torch.tensor([1.0, 1.0, 1.5, -2.0, 0.0, 2.0**-40], dtype=torch.float64)
+    found = statistics(save_ours(tmp_path / "x", {"w": signed}), "--bins", "7")["tensors"][0]["statistics"]
+    inner = [2.0**-13, 2.0**-8, 2.0**-3]
+    edges = [-4.0, *(-edge for edge in inner[::-1]), *inner, 4.0]
+    assert found["histogram"] == {"edges": edges, "counts": [1, 0, 0, 2, 0, 0, 3]}
+
+
+def test_sums_that_float64_cannot_hold_are_infinite(tmp_path: Path) -> None:
+    """Doubles near the limit have no finite norm; their bounds and counts are right all the same."""
+    huge = torch.tensor([1e308, -1e308, 1e308], dtype=torch.float64)
+    found = statistics(save_ours(tmp_path / "x", {"w": huge}))["tensors"][0]["statistics"]
+    assert (found["min"], found["max"], found["std"], found["norm"]) == (-1e308, 1e308, "inf", "inf")
+    assert found["histogram"]["counts"] == [1, 0, 2]
+
+
+@pytest.mark.parametrize("kind", ["in order", "turned"])
+def test_memory_does_not_grow_with_the_tensor(tmp_path: Path, kind: str) -> None:
+    """96 MiB are described in less memory than they have, whatever the order of their dimensions."""
+    tensor = torch.ones(6, 8 << 20, dtype=torch.bfloat16)
+    folder = tmp_path / "x"
+    if kind == "turned":
+        save_stock(folder, {"w": tensor.T})
+    else:
+        save_ours(folder, {"w": tensor})
+    tracemalloc.start()
+    try:
+        found = statistics(folder)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found["total"]["mean"] == 1.0
+    assert peak < 64 << 20

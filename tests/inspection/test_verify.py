@@ -1,0 +1,259 @@
+"""``dcp verify``: every kind of damage is found, with its place; what is whole passes."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp
+from tests.command_line.cli_support import (
+    BLOCK_BYTES,
+    data_file,
+    flip,
+    payload_of,
+    run,
+    save_ours,
+    save_stock,
+)
+
+Save = Callable[..., Path]
+
+
+def report_of(folder: Path) -> Any:
+    """What the command tells as JSON; its status agrees."""
+    told = run("verify", folder, "--json")
+    (report,) = told.json
+    assert told.status == (0 if report["ok"] else 1), told.err
+    return report
+
+
+def findings(folder: Path) -> list[Any]:
+    """What is wrong."""
+    return list(report_of(folder)["findings"])
+
+
+def only_finding(folder: Path) -> Any:
+    """The one finding."""
+    (finding,) = findings(folder)
+    return finding
+
+
+@pytest.mark.parametrize("save", [save_ours, save_stock])
+def test_a_whole_checkpoint_passes(tmp_path: Path, save: Save) -> None:
+    """Of a whole checkpoint nothing is found, and every byte of every tensor and value was compared."""
+    folder = save(tmp_path / "x")
+    report = report_of(folder)
+    assert (report["findings"], report["tensors"], report["unchecked_bytes"]) == ([], 5, 0)
+    assert report["bytes"] > dcp.open_index(folder).tensor_bytes
+    done = run("verify", folder)
+    assert (done.status, done.err) == (0, "")
+    assert f"{folder}: ok (5 tensors, 1 file, " in done.out
+
+
+@pytest.mark.parametrize("block", [0, 2, 3])
+def test_a_flipped_bit_is_found_at_its_block(tmp_path: Path, block: int) -> None:
+    """The finding names file, tensor, and the block of the file in which the bit is, the last one too."""
+    big = torch.arange(3 * BLOCK_BYTES // 4 + 5, dtype=torch.int32)
+    folder = save_ours(tmp_path / "x", {"small": torch.ones(3), "big": big})
+    offset, length = payload_of(folder, "big")
+    flip(data_file(folder), offset + block * BLOCK_BYTES + 17)
+    finding = only_finding(folder)
+    assert (finding["kind"], finding["file"], finding["fqn"]) == ("checksum", data_file(folder).name, "big")
+    begin = block * BLOCK_BYTES
+    assert (finding["offset"], finding["length"]) == (offset + begin, min(BLOCK_BYTES, length - begin))
+
+
+def test_each_of_several_files_is_read(tmp_path: Path) -> None:
+    """Damage in the first, a middle and the last file is found by one verification."""
+    state = {f"w{number}": torch.full((500,), float(number)) for number in range(6)}
+    writer = dcp.FileSystemWriter(tmp_path, single_file_per_rank=False, sync_files=False)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    index = dcp.open_index(tmp_path)
+    for name in ("w0", "w3", "w5"):
+        chunk = index.chunks(index.position[name])[0]
+        flip(tmp_path / index.files[int(index.chunk_files[chunk])], payload_of(tmp_path, name)[0] + 40)
+    assert {finding["fqn"] for finding in findings(tmp_path)} == {"w0", "w3", "w5"}
+
+
+def test_findings_are_printed_and_the_status_is_1(tmp_path: Path) -> None:
+    """The text names file, tensor and offset."""
+    folder = save_ours(tmp_path / "x")
+    offset, _ = payload_of(folder, "model.embed")
+    flip(data_file(folder), offset + 1)
+    done = run("verify", folder)
+    lines = done.out.splitlines()
+    assert done.status == 1
+    assert lines[0].startswith(f"checksum: {data_file(folder).name}: 'model.embed' at byte {offset}: ")
+    assert lines[-1].startswith(f"{folder}: 1 finding (")
+
+
+def flips_not_found(folder: Path, offsets: Iterable[int]) -> list[int]:
+    """Those offsets of the data file at which one flipped bit leaves the command content."""
+    path = data_file(folder)
+    whole = path.read_bytes()
+    missed = []
+    for offset in offsets:
+        flip(path, offset)
+        if run("verify", folder).status == 0:
+            missed.append(offset)
+        path.write_bytes(whole)
+    return missed
+
+
+SOME_AND_ALL = [11, pytest.param(1, marks=pytest.mark.exhaustive)]
+
+
+@pytest.mark.parametrize("every", SOME_AND_ALL)
+def test_every_byte_of_our_files_is_watched(tmp_path: Path, every: int) -> None:
+    """A bit flipped anywhere in a data file is found: in payloads, values and the records around them."""
+    folder = save_ours(tmp_path / "x", {"w": torch.ones(40), "name": "value" * 20})
+    assert flips_not_found(folder, range(0, data_file(folder).stat().st_size, every)) == []
+
+
+@pytest.mark.parametrize("every", SOME_AND_ALL)
+def test_every_stored_byte_of_stock_files_is_watched(tmp_path: Path, every: int) -> None:
+    """Wherever a bit of a payload or value in a stock file flips, it is found."""
+    folder = save_stock(tmp_path / "x", {"w": torch.ones(40), "name": "value" * 20})
+    whole = data_file(folder).read_bytes()
+    payload, text = whole.find(torch.ones(40).numpy().tobytes()), whole.find(b"value" * 20)
+    assert payload > 0 and text > 0
+    assert flips_not_found(folder, [*range(payload, payload + 160), *range(text, text + 100)][::every]) == []
+
+
+def test_a_truncated_file_is_found_with_the_tensors_it_costs(tmp_path: Path) -> None:
+    """Both the wrong size and each unreadable payload are named; what is left is still checked."""
+    folder = save_ours(tmp_path / "x", {"first": torch.ones(5000), "last": torch.ones(5000)})
+    with data_file(folder).open("r+b") as file:
+        file.truncate(payload_of(folder, "last")[0] + 100)
+    report = report_of(folder)
+    assert "file-size" in {finding["kind"] for finding in report["findings"]}
+    unreadable = {finding["fqn"] for finding in report["findings"] if finding["kind"] == "unreadable"}
+    assert unreadable == {"last"} and report["bytes"] >= 20_000
+
+
+def test_missing_and_stray_files_are_found(tmp_path: Path) -> None:
+    """A file that the index names and a file that it does not name are findings of their own."""
+    folder = save_ours(tmp_path / "x")
+    path = data_file(folder)
+    path.rename(folder / "__0_0.other.distcp")
+    (folder / ".tmp-left").write_bytes(b"half")
+    found = {finding["file"]: finding for finding in findings(folder)}
+    assert found[path.name]["kind"] == "missing-file"
+    assert found["__0_0.other.distcp"]["kind"] == found[".tmp-left"]["kind"] == "stray-file"
+    assert "interrupted" in found[".tmp-left"]["message"]
+
+
+def test_a_stray_file_is_a_note(tmp_path: Path) -> None:
+    """A file that a power cut brings back after it was deleted harms no checkpoint: the status is 0."""
+    folder = save_ours(tmp_path / "x")
+    (folder / "__0_0.01234567.distcp").write_bytes(b"old")
+    assert report_of(folder)["ok"]
+    told = run("verify", folder)
+    assert "note: __0_0.01234567.distcp does not belong to the checkpoint" in told.out
+    assert told.status == 0 and ": ok (" in told.out and "finding" not in told.out
+
+
+def test_damaged_metadata_beside_a_manifest_is_found(tmp_path: Path) -> None:
+    """Stock torch would trust `.metadata`, so one that is damaged or gone is a finding."""
+    folder = save_ours(tmp_path / "x")
+    metadata = folder / ".metadata"
+    flip(metadata, metadata.stat().st_size // 2)
+    finding = only_finding(folder)
+    assert (finding["kind"], finding["file"]) == ("metadata", ".metadata")
+    assert "damaged" in finding["message"]
+    metadata.unlink()
+    assert "missing" in only_finding(folder)["message"]
+
+
+def test_a_save_of_stock_torch_over_ours_is_found(tmp_path: Path) -> None:
+    """What stock wrote last is what is verified, and the manifest left behind is reported."""
+    folder = save_ours(tmp_path / "x")
+    old = data_file(folder).name
+    save_stock(folder, {"w": torch.ones(4)})
+    report = report_of(folder)
+    assert report["tensors"] == 1
+    told = {(finding["kind"], finding["file"]) for finding in report["findings"]}
+    assert told == {("metadata", "manifest.msgpack"), ("stray-file", old)}
+
+
+def test_a_damaged_manifest_is_a_finding(tmp_path: Path) -> None:
+    """The index is the first thing that is verified; without it there is nothing else to check."""
+    folder = save_ours(tmp_path / "x")
+    flip(folder / "manifest.msgpack", 300)
+    finding = only_finding(folder)
+    assert finding["kind"] == "index" and finding["file"].endswith("manifest.msgpack")
+
+
+def test_a_damaged_record_header_is_found(tmp_path: Path) -> None:
+    """The zip around a tensor is checked, too, for stock torch goes by that."""
+    folder = save_ours(tmp_path / "x", {"w": torch.ones(16)})
+    flip(data_file(folder), data_file(folder).stat().st_size - 10)  # in the end of the zip's directory
+    finding = only_finding(folder)
+    assert (finding["kind"], finding["fqn"]) == ("record", "w")
+
+
+def test_damage_in_a_stock_checkpoint_is_found_by_the_zip_checksum(tmp_path: Path) -> None:
+    """Stock records one CRC a tensor and value: damage is found, and stock itself would have loaded it."""
+    folder = save_stock(tmp_path / "x", {"w": torch.full((1000,), 3.25), "text": "abcdefgh" * 100})
+    path = data_file(folder)
+    whole = path.read_bytes()
+    for content, fqn in ((torch.full((1000,), 3.25).numpy().tobytes(), "w"), (b"abcdefgh" * 100, "text")):
+        flip(path, whole.find(content) + 500)
+        finding = only_finding(folder)
+        assert (finding["kind"], finding["fqn"]) == ("checksum", fqn)
+        path.write_bytes(whole)
+
+
+def test_damage_in_a_file_of_torch_save_is_found(tmp_path: Path) -> None:
+    """A flipped bit in a storage is found in whole tensors and in views of it; half a file has no index."""
+    path = tmp_path / "model.pt"
+    state = {"w": torch.arange(1000.0), "view": torch.arange(5000.0)[100:200], "ok": torch.ones(3)}
+    torch.save(state, path)
+    assert report_of(path)["ok"] and report_of(path)["unchecked_bytes"] == 0
+    index = dcp.open_index(path)
+    for fqn in ("w", "view"):
+        flip(path, int(index.record_offsets[index.position[fqn]]) + 77)
+    assert {(finding["kind"], finding["fqn"]) for finding in findings(path)} == {
+        ("checksum", "w"),
+        ("checksum", "view"),
+    }
+    dcp.load({"ok": torch.zeros(3)}, checkpoint_id=path)
+    with pytest.raises(dcp.CorruptCheckpointError, match="'w' is damaged"):
+        dcp.load({"w": torch.zeros(1000)}, checkpoint_id=path)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    assert [finding["kind"] for finding in findings(path)] == ["index"]
+
+
+def test_a_part_that_is_nowhere_is_a_finding(tmp_path: Path) -> None:
+    """Of a checkpoint of stock torch whose metadata says that there is more of a tensor."""
+    folder = save_stock(tmp_path / "one", {"w": torch.arange(10.0)})
+    metadata = folder / ".metadata"
+    told = pickle.loads(metadata.read_bytes())
+    told.state_dict_metadata["w"].size = torch.Size([20])
+    metadata.write_bytes(pickle.dumps(told))
+    finding = only_finding(folder)
+    assert (finding["kind"], finding["fqn"]) == ("index", "w")
+
+
+def test_several_checkpoints_are_all_verified(tmp_path: Path) -> None:
+    """One that cannot be opened does not hide the others; failure (3) outranks findings (1)."""
+    good, bad = save_ours(tmp_path / "good"), save_ours(tmp_path / "bad")
+    flip(data_file(bad), payload_of(bad, "model.embed")[0])
+    done = run("verify", bad, good)
+    assert done.status == 1 and f"{good}: ok" in done.out
+    done = run("verify", tmp_path / "absent", bad, good)
+    assert (done.status, done.err.count("\n")) == (3, 1)
+    assert str(tmp_path / "absent") in done.err
+    assert f"{bad}: 1 finding" in done.out and f"{good}: ok" in done.out
+
+
+def test_elements_that_are_stored_once_are_not_read_for_ever(tmp_path: Path) -> None:
+    """An element that is expanded to gigabytes is verified without reading it again and again."""
+    torch.save({"x": torch.zeros(1).expand(1 << 30)}, tmp_path / "wide.pt")
+    report = report_of(tmp_path / "wide.pt")
+    assert report["ok"] and report["bytes"] < 1000

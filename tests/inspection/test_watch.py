@@ -1,0 +1,412 @@
+"""`dcp.watch` and ``dcp watch``: committed steps, each acknowledged once for a consumer, through kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dcp
+from dcp.errors import CheckpointConflictError, CheckpointFormatError, OptionError
+from tests.command_line.cli_support import begin_deletion, run
+from tests.support.processes import lives
+from tests.support.programs import Program
+from tests.support.versions import save_version
+
+
+def commit(root: Path, *steps: int) -> None:
+    """A checkpoint of each step, saved in this order."""
+    for step in steps:
+        save_version(root / f"step-{step:08d}", step + 1, sync_files=False)
+
+
+def given(root: Path, consumer: str = "default", **options: Any) -> list[int]:
+    """The steps that a consumer is given now, and acknowledges."""
+    with dcp.watch(root, consumer=consumer, once=True, **options) as steps:
+        return [step.step for step in steps]
+
+
+def change_cursor(root: Path, **fields: Any) -> dict[str, Any]:
+    """Write the one cursor of a run anew with other fields, in one step; returns what it was."""
+    (file,) = (root / ".watch").glob("*.cursor")
+    before: dict[str, Any] = json.loads(file.read_bytes())
+    (root / "cursor").write_text(json.dumps(before | fields))
+    (root / "cursor").replace(file)
+    return before
+
+
+@contextmanager
+def many_beats(root: Path) -> Iterator[None]:
+    """The holder of the cursor gives a sign of life ten times a second."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(0.1):
+            (file,) = (root / ".watch").glob("*.cursor")
+            change_cursor(root, beat=json.loads(file.read_bytes())["beat"] + 1)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+# -- which steps ---------------------------------------------------------------------------------------------
+
+
+def test_every_consumer_is_given_every_step_once(tmp_path: Path) -> None:
+    """In the order of the steps, those that come later and lower ones too; each name has its own cursor."""
+    commit(tmp_path, 20, 10)
+    assert given(tmp_path) == [10, 20]
+    commit(tmp_path, 30, 5)
+    assert given(tmp_path) == [5, 30]
+    assert given(tmp_path) == []
+    assert given(tmp_path, "other", since=20) == [20, 30]
+    with dcp.watch(tmp_path, consumer="third", once=True) as steps:
+        first = next(steps)
+    assert (first.step, first.checkpoint_id) == (5, str(tmp_path / "step-00000005"))
+    assert first.committed_seconds is not None
+    assert given(tmp_path, "third") == [5, 10, 20, 30]
+
+
+def test_what_is_not_committed_is_not_given(tmp_path: Path) -> None:
+    """Data without a manifest, a step whose deletion has begun and a damaged manifest wait for a commit."""
+    commit(tmp_path, 1, 2, 3, 4)
+    (tmp_path / "step-00000001" / "manifest.msgpack").unlink()
+    (tmp_path / "step-00000001" / ".metadata").unlink()
+    begin_deletion(tmp_path / "step-00000002")
+    (tmp_path / "step-00000003" / "manifest.msgpack").write_bytes(b"damaged")
+    assert given(tmp_path) == [4]
+    commit(tmp_path, 3, 1)
+    assert given(tmp_path) == [1, 3]
+
+
+def test_a_step_saved_anew_is_another_commit(tmp_path: Path) -> None:
+    """A replaced step is given once more, before or after it was acknowledged, or deleted in between."""
+    commit(tmp_path, 1)
+    with dcp.watch(tmp_path, once=True) as steps:
+        first = next(steps)
+        assert steps.is_committed(first)
+        commit(tmp_path, 1)
+        assert not steps.is_committed(first)
+        second = next(steps)
+        assert second.step == 1 and second.save_id != first.save_id
+        assert list(steps) == []
+    assert given(tmp_path) == []
+    for path in (tmp_path / "step-00000001").iterdir():
+        path.unlink()
+    assert given(tmp_path) == []
+    commit(tmp_path, 1)
+    assert given(tmp_path) == [1]
+
+
+def test_what_is_deleted_before_its_turn_is_not_given(tmp_path: Path) -> None:
+    """Retention need not wait for consumers, nor do they stumble over what has gone since it was listed."""
+    commit(tmp_path, 1, 2, 3)
+    with dcp.watch(tmp_path, once=True) as steps:
+        assert next(steps).step == 1
+        for path in (tmp_path / "step-00000002").iterdir():
+            path.unlink()
+        assert [step.step for step in steps] == [3]
+
+
+def test_an_acknowledged_step_is_known_by_its_listing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A consumer that continues opens no old manifest of what it has done, and that of a young one, which
+    could be replaced without its size and time showing it."""
+    commit(tmp_path, 1, 2)
+    old, young = 1e9, time.time() + 3600  # however long this takes
+    folders = {tmp_path / "step-00000001": old, tmp_path / "step-00000002": young}
+
+    def set_times() -> None:
+        for folder, seconds in folders.items():
+            for path in folder.iterdir():
+                os.utime(path, (seconds, seconds))
+
+    set_times()
+    assert given(tmp_path) == [1, 2]
+    for folder in folders:
+        manifest = folder / "manifest.msgpack"
+        manifest.write_bytes(bytes(manifest.stat().st_size))
+    set_times()
+    assert given(tmp_path) == []
+    opened = [record.getMessage() for record in caplog.records if "is passed over" in record.getMessage()]
+    assert len(opened) == 1 and "step-00000002" in opened[0]
+
+
+def test_a_run_that_is_not_there_yet(tmp_path: Path) -> None:
+    """Nothing is made for it; ``once`` ends, and else its first step is waited for, until stop()."""
+    root, found = tmp_path / "run", threading.Event()
+    assert given(root) == []
+    assert not root.exists()
+    steps, seen = dcp.watch(root, interval_seconds=0.05), []
+
+    def consume() -> None:
+        for step in steps:
+            seen.append(step.step)
+            found.set()
+
+    thread = threading.Thread(target=consume)
+    thread.start()
+    commit(root, 7)
+    assert found.wait(60)
+    steps.stop()
+    thread.join(60)
+    assert (seen, thread.is_alive()) == ([7], False)
+    assert given(root) == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"consumer": "../x"}, {"consumer": ""}, {"interval_seconds": 0}, {"since": -1}, {"name": "step"}],
+)
+def test_arguments_that_cannot_be(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    """Each is refused with an OptionError."""
+    with pytest.raises(OptionError):
+        dcp.watch(tmp_path, **wrong)
+
+
+def test_a_cursor_elsewhere_and_one_that_is_none(tmp_path: Path) -> None:
+    """The run's folder may be read-only; a file that is no cursor is an error that says what to do."""
+    commit(tmp_path / "run", 1)
+    assert given(tmp_path / "run", cursor=tmp_path / "mine") == [1]
+    assert not (tmp_path / "run" / ".watch").exists()
+    (file,) = (tmp_path / "mine").iterdir()
+    for damaged in (b"", b"{}", b"[1]", file.read_bytes()[:-20], b'{"kind": "dcphub.cursor", "version": 1}'):
+        file.write_bytes(damaged)
+        with pytest.raises(CheckpointFormatError, match="begins anew"):
+            given(tmp_path / "run", cursor=tmp_path / "mine")
+    assert [row["name"] for row in run("ls", tmp_path / "run", "--json").json] == ["step-00000001"]
+
+
+def test_a_cursor_does_not_grow_for_ever(tmp_path: Path) -> None:
+    """Of steps that are gone the last thousand are remembered."""
+    commit(tmp_path, 0)
+    assert given(tmp_path) == [0]
+    known = change_cursor(tmp_path)["acknowledged"]
+    change_cursor(tmp_path, acknowledged=known | {str(step): ["x", ""] for step in range(1, 2001)})
+    commit(tmp_path, 5000)
+    assert given(tmp_path) == [5000]
+    left = {int(step) for step in change_cursor(tmp_path)["acknowledged"]}
+    assert {0, 5000, 2000, 1001} <= left and 1000 not in left and len(left) == 1002
+
+
+# -- one process at a time -----------------------------------------------------------------------------------
+
+
+def test_two_of_one_name(tmp_path: Path) -> None:
+    """The second is refused while the first gives signs of life, and goes on once that has let go."""
+    commit(tmp_path, 1, 2)
+    with dcp.watch(tmp_path, once=True) as first:
+        assert next(first).step == 1
+        with (
+            many_beats(tmp_path),
+            dcp.watch(tmp_path, once=True) as second,
+            pytest.raises(CheckpointConflictError, match="one at a"),
+        ):
+            next(second)
+    assert given(tmp_path) == [1, 2]
+
+
+@pytest.mark.exhaustive  # half a minute goes by
+def test_a_holder_elsewhere_is_gone_when_its_beats_are(tmp_path: Path) -> None:
+    """One that was taken for gone, and is not, can acknowledge nothing more."""
+    commit(tmp_path, 1, 2)
+    first = dcp.watch(tmp_path, once=True)
+    step = next(first)
+    holder = change_cursor(tmp_path)["holder"]
+    change_cursor(tmp_path, holder=holder | {"machine": "another", "token": "another"})
+    with dcp.watch(tmp_path, once=True) as second:
+        assert next(second).step == 1
+        with pytest.raises(CheckpointConflictError, match="one at a time"):
+            step.acknowledge()
+        assert [step.step for step in second] == [2]
+    assert given(tmp_path) == []
+
+
+# -- the command ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def begun() -> Iterator[list[Program]]:
+    """Processes that a test has begun; none outlives it."""
+    processes: list[Program] = []
+    yield processes
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def begin(processes: list[Program], *arguments: str | Path) -> Program:
+    """``dcp watch`` in a process of its own."""
+    pipe = subprocess.PIPE
+    process = Program("-m", "dcp", "watch", *arguments, stdout=pipe, stderr=pipe)
+    processes.append(process)
+    return process
+
+
+def lines_of(log: Path, count: int) -> list[str]:
+    """The lines of a file once it has so many."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        lines = log.read_text().splitlines() if log.exists() else []
+        if len(lines) >= count:
+            return lines
+        time.sleep(0.02)
+    raise AssertionError(f"{log} has not got {count} lines")
+
+
+def test_steps_as_lines(tmp_path: Path) -> None:
+    """A path a line, or JSON a line; status 0 at the end of --once; nothing where nothing is new."""
+    commit(tmp_path, 1, 2)
+    shown = run("watch", tmp_path, "--once")
+    assert (shown.status, shown.err) == (0, "")
+    assert shown.out.splitlines() == [str(tmp_path / f"step-0000000{step}") for step in (1, 2)]
+    assert run("watch", tmp_path, "--once").out == ""
+    lines = run("watch", tmp_path, "--once", "--json", "--consumer", "b").out.splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["step"] for row in rows] == [1, 2]
+    facts = {"step", "checkpoint", "save_id", "committed_seconds", "metrics", "partial"}
+    assert rows[0].keys() == facts
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    """A folder that is not there, and a checkpoint in the place of a run, are status 3."""
+    commit(tmp_path, 2)
+    mistyped = run("watch", tmp_path / "rnu", "--once")
+    assert (mistyped.status, mistyped.out) == (3, "")
+    assert "rnu is not there" in mistyped.err
+    checkpoint = run("watch", tmp_path / "step-00000002")
+    assert (checkpoint.status, checkpoint.out) == (3, "")
+    assert "is a checkpoint, and no run: give the folder that its steps are in" in checkpoint.err
+    assert not (tmp_path / "step-00000002" / ".watch").exists()
+
+
+def test_a_command_for_each_step(tmp_path: Path, begun: list[Program]) -> None:
+    """It gets the path in place of {} and in the environment, no shell looks at either; its own output is not
+    mixed with the JSON."""
+    root = tmp_path / "a run; with 'quotes'"
+    commit(root, 1, 2)
+    script = "import os, sys; print(sys.argv[1] == os.environ['DCP_CHECKPOINT'], os.environ['DCP_STEP'])"
+    process = begin(begun, root, "--once", "--json", "--exec", f'{sys.executable} -S -c "{script}" {{}}')
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert [(row["step"], row["exit"]) for row in map(json.loads, out.splitlines())] == [(1, 0), (2, 0)]
+    assert err.splitlines() == ["True 1", "True 2"]
+
+
+def test_a_command_that_fails(tmp_path: Path) -> None:
+    """After so many tries the status is 1, and whoever continues begins with that step."""
+    commit(tmp_path / "run", 1, 2)
+    log = tmp_path / "log"
+    failing = f"sh -c 'echo $DCP_STEP >> {log}; test -e {tmp_path}/fixed'"
+    ended = run("watch", tmp_path / "run", "--once", "--exec", failing, "--tries", "2", "--interval", "0.05")
+    assert ended.status == 1
+    assert "ended with status 1 (try 2 of 2)" in ended.err
+    (tmp_path / "fixed").touch()
+    assert run("watch", tmp_path / "run", "--once", "--exec", failing).status == 0
+    assert log.read_text().split() == ["1", "1", "1", "2"]
+    missing = run("watch", tmp_path / "run", "--once", "--exec", "/no/such", "--consumer", "b")
+    assert (missing.status, "/no/such" in missing.err) == (3, True)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--exec", "'"), ("--exec", ""), ("--consumer", "../b"), ("--folders", "step")]
+)
+def test_options_that_cannot_be(tmp_path: Path, option: str, value: str) -> None:
+    """A wrong value is wrong usage, status 2."""
+    refused = run("watch", tmp_path, option, value)
+    assert refused.status == 2 and "Invalid value" in refused.err
+
+
+def test_a_step_that_goes_under_its_command_is_no_failure(tmp_path: Path) -> None:
+    """Retention may delete what is being evaluated: a line says so, and the next step follows."""
+    commit(tmp_path / "run", 1, 2)
+    command = (
+        f"sh -c 'echo $DCP_STEP >> {tmp_path}/log; test $DCP_STEP = 2 || {{ rm -r $DCP_CHECKPOINT; false; }}'"
+    )
+    ended = run("watch", tmp_path / "run", "--once", "--exec", command)
+    assert (ended.status, "was deleted" in ended.err) == (0, True)
+    assert (tmp_path / "log").read_text().split() == ["1", "2"]
+
+
+def test_killed_while_a_command_runs(tmp_path: Path, begun: list[Program]) -> None:
+    """The step before is not given again, that of the command is, at once; the command of the killed one is
+    not left at work beside it."""
+    root, log = tmp_path / "run", tmp_path / "log"
+    commit(root, 1, 2)
+    command = f"sh -c 'echo $DCP_STEP $$ >> {log}; test $DCP_STEP = 1 || exec sleep 600'"
+    watcher = begin(begun, root, "--exec", command, "--interval", "0.1")
+    pid = int(lines_of(log, 2)[1].split()[1])
+    with many_beats(root):
+        refused = run("watch", root, "--once")
+    assert (refused.status, "one at a time" in refused.err) == (3, True)
+    watcher.kill()
+    watcher.wait(60)
+    ended = run("watch", root, "--once", "--exec", f"sh -c 'echo $DCP_STEP >> {log}'")
+    assert ended.status == 0, ended.err
+    assert [line.split()[0] for line in log.read_text().splitlines()] == ["1", "2", "2"]
+    deadline = time.monotonic() + 60
+    while lives(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not lives(pid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it(tmp_path: Path, begun: list[Program], number: int) -> None:
+    """With the command, without a traceback, and with the name let go; while it waits, too."""
+    root, log = tmp_path / "run", tmp_path / "log"
+    commit(root, 1)
+    waiting = begin(begun, root, "--consumer", "waiting", "--interval", "300")
+    working = begin(begun, root, "--exec", f"sh -c 'echo x >> {log}; exec sleep 600'")
+    lines_of(log, 1)
+    assert waiting.stdout is not None
+    assert waiting.stdout.readline()
+    for process in (waiting, working):
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 128 + number
+        assert "Traceback" not in err
+    assert all(json.loads(path.read_bytes())["holder"] is None for path in (root / ".watch").glob("*.cursor"))
+    assert given(root) == [1]
+
+
+@pytest.mark.exhaustive
+def test_killed_at_any_time(tmp_path: Path, begun: list[Program]) -> None:
+    """Twenty kills while a run saves and repeats steps: nothing that was acknowledged comes again, and each
+    commit that stayed was given."""
+    root, log = tmp_path / "run", tmp_path / "log"
+    root.mkdir()
+    command = f"sh -c 'echo $DCP_STEP $DCP_SAVE_ID >> {log}'"
+    for number in range(20):
+        watcher = begin(begun, root, "--exec", command, "--interval", "0.05")
+        commit(root, number, number + 100)
+        if number % 5 == 4:
+            commit(root, 100)
+        time.sleep(0.4 + 0.03 * number)  # the moment of the kill, which is any
+        watcher.kill()
+        watcher.wait(60)
+    assert run("watch", root, "--once", "--exec", command).status == 0
+    lines = log.read_text().splitlines()
+    wanted = {
+        f"{int(path.name.removeprefix('step-'))} {dcp.open_index(path).provenance['save_id']}"
+        for path in root.glob("step-*")
+    }
+    assert wanted <= {*lines}
+    assert len(lines) <= len({*lines}) + 20  # one in the making, a kill
+    assert run("watch", root, "--once", "--exec", command).status == 0
+    assert log.read_text().splitlines() == lines

@@ -1,0 +1,123 @@
+"""A save warns of values that will need weights_only=False, and of no others."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import enum
+import logging
+import pathlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+
+import dcp
+
+
+class Mode(enum.Enum):
+    """An enumeration of the user's program."""
+
+    FAST = 1
+
+
+class Settings:
+    """A class of the user's program."""
+
+    def __init__(self) -> None:
+        self.width = 3
+
+
+SAFE: dict[str, Any] = {
+    "arrays": [np.arange(3), np.ones((2, 2), np.float16), np.array(["text"])],
+    "scalars": (np.float64(1.5), np.int32(3), np.bool_(True)),
+    "stdlib": [datetime.date(2026, 1, 2), datetime.timedelta(3), complex(1, 2), {1, 2}, frozenset({3})],
+    "betas": (torch.ones(1), torch.nn.Parameter(torch.ones(1))),
+    "torch": [torch.float32, torch.device("cpu"), torch.Size([1])],
+    "counts": (collections.Counter("aab"), collections.OrderedDict(a=1)),
+    "path": pathlib.PurePosixPath("a/b"),
+    "long": [0.5] * 1000,
+}
+FOREIGN: dict[str, Any] = {
+    "mode": Mode.FAST,
+    "settings": [1, ("x", Settings())],
+    "objects": np.array([1, None]),
+    "masked": np.ma.zeros(2),
+    "scheduler": {"deep": (Settings(),)},
+    "lambda": (collections.defaultdict(Settings),),
+}
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The warnings of a save about values."""
+    told = [record.getMessage() for record in caplog.records]
+    return [message for message in told if "weights_only=False" in message]
+
+
+@pytest.mark.parametrize("name", SAFE)
+def test_a_value_that_loads_is_not_warned_of(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Values that are safe by type or by their contents are saved in silence, and load."""
+    with caplog.at_level(logging.WARNING):
+        dcp.save({"x": SAFE[name]}, checkpoint_id=tmp_path / "c")
+    assert warnings_of(caplog) == []
+    dcp.load({"x": None}, checkpoint_id=tmp_path / "c")
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_value_that_a_load_will_refuse_is_named(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning names it, with what a load needs; without that the load refuses."""
+    with caplog.at_level(logging.WARNING):
+        dcp.save({"x": FOREIGN[name]}, checkpoint_id=tmp_path / "c")
+    (said,) = warnings_of(caplog)
+    assert "'x" in said
+    target: dict[str, Any] = {"x": {"deep": None} if isinstance(FOREIGN[name], dict) else None}
+    with pytest.raises(dcp.errors.UnsafeObjectError):
+        dcp.load(target, checkpoint_id=tmp_path / "c")
+
+
+@pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.exhaustive)])
+def test_a_save_behind_the_loop_warns_at_once(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """async_save warns in the training process, once a save, before it returns."""
+    chosen = dcp.AsyncCheckpointerType(kind)
+    state = {"w": torch.ones(2), "mode": Mode.FAST, "a": np.ones(2)}
+    with caplog.at_level(logging.WARNING):
+        future = dcp.async_save(state, checkpoint_id=tmp_path / "c", async_checkpointer_type=chosen)
+        said = warnings_of(caplog)
+    future.result(120)
+    assert len(said) == 1 and "'mode'" in said[0] and "Mode" in said[0] and "'a'" not in said[0]
+
+
+def test_a_class_that_torch_was_given_is_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The user has done what the warning would ask for."""
+    with torch.serialization.safe_globals([Settings]), caplog.at_level(logging.WARNING):
+        dcp.save({"x": [Settings()]}, checkpoint_id=tmp_path / "c")
+    assert warnings_of(caplog) == []
+
+
+class _ByItems(dcp.DefaultSavePlanner):
+    """A planner that is asked item by item, as it overrides one of the steps."""
+
+    def transform_object(self, write_item: WriteItem, value: Any) -> Any:
+        return super().transform_object(write_item, value)
+
+
+@pytest.mark.parametrize("planner", [_ByItems, stock.DefaultSavePlanner])
+def test_a_save_by_another_planner_warns(
+    planner: type[SavePlanner], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Planners of torch's or of the user's own give the same warning of the same values."""
+    state = {"w": torch.ones(2), "mode": {"now": Mode.FAST}, "a": np.ones(2)}
+    with caplog.at_level(logging.WARNING):
+        dcp.save(state, checkpoint_id=tmp_path / "c", planner=planner())
+    (said,) = warnings_of(caplog)
+    assert "'mode.now'" in said and "'a'" not in said and "1 of the saved values" in said

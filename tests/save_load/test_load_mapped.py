@@ -1,0 +1,645 @@
+"""`dcp.load` through a weight map: into parameters that are fused, split or permuted otherwise than what was
+saved."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import dcp
+from dcp.errors import (
+    CorruptCheckpointError,
+    DtypeMismatchError,
+    MissingKeyError,
+    OptionError,
+    PlanError,
+    ShapeMismatchError,
+    UnexpectedKeyError,
+)
+from dcp.storage.stores import PosixStore
+from tests.save_load.roads import TakesObjects
+from tests.support.ranks import RankRaised, run_ranks
+from tests.support.recording import RecordingStore
+from tests.support.sharded import grid, save_sharded
+
+GROUPS, QUERIES, HEAD, WIDTH = 4, 3, 6, 16
+
+FUSED: dict[str, Any] = {
+    "rules": [
+        {
+            "from": {
+                "{layer}.q.weight": "(groups queries two half) width",
+                "{layer}.k.weight": "(groups key two half) width",
+                "{layer}.v.weight": "(groups value head) width",
+            },
+            "to": {
+                "{layer}.qk.weight": "(groups (queries + key) half two) width",
+                "{layer}.v.weight": "(groups value head) width",
+            },
+        },
+        {
+            "from": {"{layer}.gate": "hidden width", "{layer}.up": "hidden2 width"},
+            "to": {"{layer}.gate_up": "(hidden + hidden2) width"},
+        },
+        {"from": {"{layer}.down.weight": "width hidden"}, "to": {"{layer}.down.weight": "hidden width"}},
+        {
+            "from": {"emb.weight": "vocab width"},
+            "to": {"emb.weight": "(vocab + pad) width"},
+            "padding": ["pad"],
+        },
+        {"from": {"experts.{expert}": "out width"}, "to": {"experts": "expert width out"}},
+        {"from": "norm.{rest:*}", "to": "final.{rest:*}"},
+    ],
+    "sizes": {
+        "groups": GROUPS,
+        "queries": QUERIES,
+        "key": 1,
+        "value": 1,
+        "two": 2,
+        "half": HEAD // 2,
+        "head": HEAD,
+        "pad": 3,
+    },
+}
+
+
+def numbered(*shape: int, first: int = 0) -> torch.Tensor:
+    """Elements that are all different, and none 0."""
+    return torch.arange(first + 1, first + math.prod(shape) + 1, dtype=torch.float32).view(shape)
+
+
+def apart() -> dict[str, torch.Tensor]:
+    """A model whose parts are tensors of their own."""
+    state = {
+        "0.q.weight": numbered(GROUPS * QUERIES * HEAD, WIDTH),
+        "0.k.weight": numbered(GROUPS * HEAD, WIDTH, first=10_000),
+        "0.v.weight": numbered(GROUPS * HEAD, WIDTH, first=20_000),
+        "0.gate": numbered(24, WIDTH, first=30_000),
+        "0.up": numbered(24, WIDTH, first=40_000),
+        "0.down.weight": numbered(WIDTH, 24, first=50_000),
+        "emb.weight": numbered(13, WIDTH, first=60_000),
+        "norm.weight": numbered(WIDTH, first=70_000),
+    }
+    return state | {f"experts.{at}": numbered(8, WIDTH, first=1000 * at + 80_000) for at in range(5)}
+
+
+def fused() -> dict[str, torch.Tensor]:
+    """The same as one reshapes it in memory."""
+    own = apart()
+    queries, keys = (own[f"0.{name}.weight"].view(GROUPS, -1, 2, HEAD // 2, WIDTH) for name in "qk")
+    both = torch.cat([queries, keys], dim=1).transpose(2, 3)
+    return {
+        "0.qk.weight": both.reshape(-1, WIDTH),
+        "0.v.weight": own["0.v.weight"],
+        "0.gate_up": torch.cat([own["0.gate"], own["0.up"]]),
+        "0.down.weight": own["0.down.weight"].T.contiguous(),
+        "emb.weight": torch.cat([own["emb.weight"], torch.zeros(3, WIDTH)]),
+        "experts": torch.stack([own[f"experts.{at}"].T for at in range(5)]),
+        "final.weight": own["norm.weight"],
+    }
+
+
+def like(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same in new memory, of something else."""
+    return {name: torch.full_like(tensor, -1.0) for name, tensor in state.items()}
+
+
+def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """Bit for bit."""
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A checkpoint of the parts."""
+    dcp.save(apart(), checkpoint_id=tmp_path / "apart", no_dist=True)
+    return tmp_path / "apart"
+
+
+def test_it_is_what_a_conversion_and_a_load_are(saved: Path, tmp_path: Path) -> None:
+    """Fused by groups, permuted, transposed, padded, stacked and renamed; and the other way."""
+    state = like(fused())
+    report = dcp.load(state, checkpoint_id=saved, map=FUSED, no_dist=True)
+    assert_equal(state, fused())
+    assert report.bytes_needed == sum(tensor.nbytes for tensor in apart().values())
+    assert report.unexpected == []
+    dcp.convert(saved, tmp_path / "converted", to="dcp", map=FUSED)
+    converted = like(fused())
+    dcp.load(converted, checkpoint_id=tmp_path / "converted", no_dist=True)
+    assert_equal(converted, state)
+    back = like(apart())
+    inverse = dcp.weight_map(FUSED, inverse=True, vocab=13, hidden=24)
+    dcp.load(back, checkpoint_id=tmp_path / "converted", map=inverse, no_dist=True)
+    assert_equal(back, apart())
+
+
+@dataclass(frozen=True)
+class Case:
+    """A rule, its tensors on both sides, and how these are cut."""
+
+    rule: dict[str, Any]
+    sizes: dict[str, int]
+    sources: dict[str, torch.Tensor]
+    target: torch.Tensor
+    cuts: list[list[int]]
+    order: list[int]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Some tensors with axes in any order and any dimensions, which are one behind the other in a target of
+    any order and dimensions, with zeros behind."""
+    common = ["a", "b", "c"][: draw(st.integers(1, 3))]
+    parts = [f"p{number}" for number in range(draw(st.integers(1, 3)))]
+    sizes = {name: draw(st.integers(1, 4)) for name in (*common, *parts)}
+    sizes["pad"] = draw(st.integers(0, 3))
+
+    def dims(names: list[str]) -> list[list[str]]:
+        order = draw(st.permutations(names))
+        ends = sorted(draw(st.sets(st.integers(1, len(order)), max_size=3)) | {len(order)})
+        return [order[low:high] for low, high in itertools.pairwise([0, *ends])]
+
+    def arranged(tensor: torch.Tensor, names: list[str], ways: list[list[str]]) -> torch.Tensor:
+        flat = [name for way in ways for name in way]
+        moved = tensor.permute([names.index(name) for name in flat])
+        extents = dict(zip(names, tensor.shape, strict=True))
+        made = moved.reshape([math.prod(extents[name] for name in way) for way in ways])
+        return made.clone(memory_format=torch.contiguous_format)
+
+    sources, wholes, texts = {}, [], {}
+    for number, part in enumerate(parts):
+        names = [*common, part]
+        whole = numbered(*(sizes[name] for name in names), first=1000 * number)
+        ways = dims(names)
+        sources[f"s{number}"] = arranged(whole, names, ways)
+        texts[f"s{number}"] = " ".join(f"({' '.join(way)})" for way in ways)
+        wholes.append(whole)
+    ways = dims([*common, "all"])
+    target = arranged(torch.cat(wholes, dim=-1), [*common, "all"], ways)
+    target = torch.cat([target, torch.zeros(sizes["pad"], *target.shape[1:])])
+    text = [" ".join(f"({' + '.join(parts)})" if name == "all" else name for name in way) for way in ways]
+    text[0] += " + pad"
+    rule = {"from": texts, "to": {"t": " ".join(f"({each})" for each in text)}, "padding": ["pad"]}
+    shapes = [*(tensor.shape for tensor in sources.values()), target.shape]
+    cuts = [[draw(st.integers(1, min(3, max(n, 1)))) for n in shape] for shape in shapes]
+    return Case(rule, sizes, sources, target, cuts, draw(st.permutations(range(target.ndim))))
+
+
+def claimed(case: Case, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(every other box of the target in one tensor of another order of dimensions, what should be in it)."""
+    shape = tuple(case.target.shape)
+    boxes = grid(shape, case.cuts[-1])[::2]
+    back = [case.order.index(dim) for dim in range(len(shape))]
+    local = torch.full([shape[dim] for dim in case.order], -1, dtype=kind).permute(back)
+    offsets, sizes = (tuple(each) for each in zip(*boxes, strict=True))
+    wanted = torch.full_like(local, -1)
+    for offset, size in boxes:
+        box = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
+        wanted[box] = case.target[box].to(kind)
+    claim = {"global_shape": shape, "global_offsets": offsets, "local_offsets": offsets}
+    for name, value in {**claim, "local_sizes": sizes}.items():  # a `dcp.CheckpointableTensor`
+        setattr(local, name, value)
+    return local, wanted
+
+
+@pytest.mark.parametrize(
+    "examples", [12, pytest.param(600, marks=pytest.mark.exhaustive)], ids=["few", "many"]
+)
+def test_any_map_of_any_shards(examples: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Every element of the boxes that a rank has is the one that the rule says, and no other is touched."""
+
+    @settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(
+        cases(),
+        st.sampled_from([torch.float32, torch.float64]),
+        st.sampled_from(["blocks", "full", "none"]),
+        st.booleans(),
+    )
+    def check(case: Case, kind: torch.dtype, verify: Any, scatters: bool) -> None:
+        cuts = zip(case.sources, case.cuts, strict=False)
+        boxes = {name: grid(tuple(case.sources[name].shape), own) for name, own in cuts}
+        path = tmp_path_factory.mktemp("case")
+        store = RecordingStore(str(path)) if scatters else PosixStore(path)
+        save_sharded(store, case.sources, boxes, files=2)
+        local, wanted = claimed(case, kind)
+        weights = {"rules": [case.rule], "sizes": case.sizes}
+        reader = dcp.FileSystemReader(path, verify=verify, open_store=lambda _: store)
+        dcp.load({"t": local}, storage_reader=reader, map=weights, dtype="cast", no_dist=True)
+        assert torch.equal(local, wanted)
+
+    check()
+
+
+def test_what_the_map_makes_is_read(saved: Path) -> None:
+    """Entries are read by the names behind the map, without a state dict."""
+    assert_equal(dcp.read(saved, map=FUSED), fused())
+    found = dcp.read(saved, map=FUSED, only="0.d*", exclude="emb.weight", rename={"^0": "1"})
+    assert found.keys() == {"1.down.weight"}
+    assert torch.equal(found["1.down.weight"], fused()["0.down.weight"])
+    half = dcp.read(saved, map=FUSED, only="0.qk.*", dtype="float16")
+    assert torch.equal(half["0.qk.weight"], fused()["0.qk.weight"].half())
+    with pytest.raises(MissingKeyError, match=r"0\.q\.weight"):
+        dcp.read(saved, map=FUSED, only="0.q.weight")
+
+
+def test_what_no_rule_knows_is_read_as_it_is(tmp_path: Path) -> None:
+    """At its place in the nested state, also beside what the map is about."""
+    model = {"model": apart(), "optim": {"state": [{"step": torch.ones(2)}]}, "step": 7}
+    dcp.save(model, checkpoint_id=tmp_path, no_dist=True)
+    found = dcp.read(tmp_path, map=dcp.weight_map(FUSED, below="model"))
+    assert_equal(found, fused())
+    assert torch.equal(found["optim"]["state"][0]["step"], torch.ones(2))
+    assert found["step"] == 7
+    assert "model" not in found
+
+
+def test_a_folder_of_transformers_tells_its_sizes(tmp_path: Path) -> None:
+    """By the config.json beside the weights; a ready map, into a module."""
+    config = {"num_attention_heads": 2, "hidden_size": 8, "head_dim": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weight = numbered(8, 8)
+    save_file({"model.layers.0.self_attn.q_proj.weight": weight}, tmp_path / "model.safetensors")
+    model = nn.Linear(8, 8, bias=False)
+    state = {"layers.0.attention.qkv_linear.wq.weight": model.weight}
+    dcp.load(state, checkpoint_id=tmp_path, map="llama:hf-to-titan", no_dist=True)
+    assert torch.equal(model.weight, weight.view(2, 2, 2, 8).transpose(1, 2).reshape(8, 8))
+
+
+class FusedByHooks(nn.Module):
+    """As torchtitan's attention: fused in memory, and apart in a state dict, of copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused, self.norm = nn.Linear(4, 6, bias=False), nn.LayerNorm(4)
+        self.register_state_dict_post_hook(self.split)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(self.merge)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def split(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """On the way out."""
+        fused = state.pop(f"{prefix}fused.weight")
+        if isinstance(fused, DTensor):
+            fused = fused.redistribute(fused.device_mesh, [Replicate()])
+        for number, name in enumerate("qkv"):
+            state[f"{prefix}{name}.weight"] = fused.view(2, 3, 4)[:, number].contiguous()
+
+    @staticmethod
+    def merge(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """On the way in."""
+        parts = [state.pop(f"{prefix}{name}.weight") for name in "qkv"]
+        state[f"{prefix}fused.weight"] = torch.stack(parts, 1).view(6, 4)
+
+
+FUSED_BY_HOOKS = {"rules": [{"from": "model.{name:*}", "to": "{name:*}"}]}
+
+
+def load_by_hooks(rank: int, world_size: int, path: str) -> None:
+    """Copies are told where they are given, and what the page says fills the parameter."""
+    saved = dcp.read(path)
+    sharded = FusedByHooks()
+    fully_shard(sharded)
+    for model in (FusedByHooks(), sharded):
+        state: Any = model.state_dict()
+        with pytest.warns(UserWarning, match=r"'q.weight', 'k.weight', 'v.weight' are in the memory of no"):
+            dcp.load(state, checkpoint_id=path, map=FUSED_BY_HOOKS)
+        model.load_state_dict(state)
+        fused = model.fused.weight
+        whole = fused.full_tensor() if isinstance(fused, DTensor) else fused
+        assert torch.equal(
+            whole, torch.stack([saved[f"model.{name}.weight"] for name in "qkv"], 1).view(6, 4)
+        )
+        assert torch.equal(state["norm.weight"], model.state_dict()["norm.weight"])
+
+
+def test_copies_that_hooks_of_a_module_make_are_told(tmp_path: Path) -> None:
+    """A load would fill them and not the module. Nothing is said of the module itself, of its own memory, of
+    views, of what is not asked for, nor of a state dict whose module is gone."""
+    model = FusedByHooks()
+    saved = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    run_ranks(2, load_by_hooks, str(tmp_path))
+    ours: dict[str, Any] = {"model": model}
+    plain = nn.LayerNorm(4)
+    views = plain.state_dict() | {"half": plain.weight.detach()[:2], "other": plain.bias.detach()[2:]}
+    dcp.save({"norm": views, "model": model.state_dict()}, checkpoint_id=tmp_path / "own", no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dcp.load(ours, checkpoint_id=tmp_path / "own", no_dist=True)
+        dcp.load({"norm": views}, checkpoint_id=tmp_path / "own", no_dist=True)
+        below = {"model": model.state_dict()}
+        dcp.load(below, checkpoint_id=tmp_path / "own", only="model.norm", no_dist=True)
+        dcp.load({"model": FusedByHooks().state_dict()}, checkpoint_id=tmp_path / "own", no_dist=True)
+    with pytest.warns(UserWarning, match=r"'model.q.weight', .*module\.load_state_dict\(state\)"):
+        dcp.load({"model": model.state_dict()}, checkpoint_id=tmp_path / "own", no_dist=True)
+
+
+def test_files_of_torch_save_and_views_of_them(tmp_path: Path) -> None:
+    """Payloads of any strides, which are no boxes of a C-ordered array."""
+    own = apart()
+    own["0.down.weight"] = own["0.down.weight"].T.contiguous().T
+    own["0.v.weight"] = own["0.v.weight"].repeat(2, 2)[::2, ::2][:, :]
+    wanted = fused() | {"0.v.weight": own["0.v.weight"].contiguous()}
+    torch.save(own, tmp_path / "model.pt")
+    state = like(wanted)
+    dcp.load(state, checkpoint_id=tmp_path / "model.pt", map=FUSED, no_dist=True)
+    assert_equal(state, wanted)
+
+
+def load_by_config(rank: int, world_size: int, path: str) -> None:
+    """Where the sizes are in the configuration alone."""
+    state = {"layers.0.attention.qkv_linear.wq.weight": torch.zeros(8, 8)}
+    mesh = init_device_mesh("cpu", (world_size,))
+    sharded = {name: distribute_tensor(tensor, mesh, [Shard(1)]) for name, tensor in state.items()}
+    dcp.load(dict(sharded), checkpoint_id=path, map="llama:hf-to-titan")
+    (found,) = sharded.values()
+    wanted = numbered(8, 8).view(2, 2, 2, 8).transpose(1, 2).reshape(8, 8)
+    assert torch.equal(found.full_tensor(), wanted)
+
+
+def test_all_ranks_have_the_sizes_of_one_configuration(tmp_path: Path) -> None:
+    """That of the coordinator."""
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 2, "hidden_size": 8, "head_dim": 4}')
+    weights = {"model.layers.0.self_attn.q_proj.weight": numbered(8, 8)}
+    save_file(weights, tmp_path / "model.safetensors")
+    run_ranks(2, load_by_config, str(tmp_path))
+
+
+class Fused(nn.Module):
+    """A model of the fused names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = nn.Module()
+        block.qk = nn.Linear(WIDTH, GROUPS * (QUERIES + 1) * HEAD, bias=False)
+        block.v = nn.Linear(WIDTH, GROUPS * HEAD, bias=False)
+        block.gate_up = nn.Parameter(torch.zeros(48, WIDTH))
+        block.down = nn.Linear(WIDTH, 24, bias=False)
+        self.add_module("0", block)
+        self.emb = nn.Embedding(16, WIDTH)
+        self.experts = nn.Parameter(torch.zeros(5, WIDTH, 8))
+        self.final = nn.LayerNorm(WIDTH, bias=False)
+
+
+def sharded(kind: str) -> nn.Module:
+    """The fused model by FSDP2, or by FSDP2 and tensor parallelism."""
+    model = Fused()
+    if kind == "fsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+        return model
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plan = {"0.qk": ColwiseParallel(), "0.v": ColwiseParallel(), "0.down": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    fully_shard(model, mesh=mesh["dp"])
+    return model
+
+
+def load_sharded(rank: int, world_size: int, path: str, kind: str) -> tuple[int, int, int]:
+    """(needed, read and local bytes) of a load into a sharded model, which is then as a plain one."""
+    model = sharded(kind)
+    rename = {r"^model\.": ""}
+    report = dcp.load({"model": model}, checkpoint_id=path, map=FUSED, rename=rename, verify="none")
+    wanted = fused()
+    state = model.state_dict()
+    assert state.keys() == wanted.keys()
+    local = 0
+    for name, tensor in state.items():
+        assert isinstance(tensor, DTensor), name
+        assert torch.equal(tensor.full_tensor(), wanted[name]), name
+        local += tensor.to_local().nbytes
+    return report.bytes_needed, report.bytes_read, local
+
+
+@pytest.mark.parametrize("kind", [pytest.param("fsdp", marks=pytest.mark.exhaustive), "fsdp and tp"])
+def test_into_a_sharded_model(saved: Path, kind: str) -> None:
+    """FSDP2, and FSDP2 over tensor parallelism; each rank asks for what it holds, but for zeros, and reads
+    little beside it."""
+    results = run_ranks(4, load_sharded, str(saved), kind)
+    padding = 3 * WIDTH * 4
+    assert sum(needed for needed, _, _ in results) >= sum(t.nbytes for t in apart().values())
+    for needed, _, local in results:
+        assert local - padding <= needed <= local
+    if kind == "fsdp":
+        assert sum(needed for needed, _, _ in results) == sum(t.nbytes for t in apart().values())
+
+
+def load_rows(rank: int, world_size: int, path: str) -> tuple[int, int]:
+    """What a rank that holds a quarter of the columns of large matrices reads."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    state = {"both": distribute_tensor(torch.zeros(4096, 1024), mesh, [Shard(0)])}
+    weights = {
+        "rules": [
+            {
+                "from": {"a": "(groups head) width", "b": "(groups head2) width"},
+                "to": {"both": "(groups (head + head2)) width"},
+            }
+        ],
+        "sizes": {"groups": 4},
+    }
+    report = dcp.load(state, checkpoint_id=path, map=weights, verify="none")
+    a, b = (numbered(2048, 1024, first=at) for at in (0, 7))
+    rows = slice(512 * rank, 512 * rank + 512)
+    assert torch.equal(state["both"].to_local(), torch.cat([a[rows], b[rows]]))
+    return report.bytes_needed, report.bytes_read
+
+
+def test_a_rank_reads_only_what_it_needs(tmp_path: Path) -> None:
+    """Of its groups, and nothing of the others'."""
+    state = {name: numbered(2048, 1024, first=at) for name, at in (("a", 0), ("b", 7))}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    for needed, read in run_ranks(4, load_rows, str(tmp_path)):
+        assert needed == 4096 * 1024
+        assert read <= needed + (64 << 10)
+
+
+def test_damage_is_noticed(saved: Path) -> None:
+    """A flipped bit, and a file that is gone."""
+    (data,) = saved.glob("*.distcp")
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 4
+    data.write_bytes(content)
+    with pytest.raises(CorruptCheckpointError, match="is damaged: block"):
+        dcp.load(like(fused()), checkpoint_id=saved, map=FUSED, no_dist=True)
+    data.unlink()
+    with pytest.raises(CorruptCheckpointError):
+        dcp.load(like(fused()), checkpoint_id=saved, map=FUSED, no_dist=True)
+
+
+def test_what_does_not_fit_is_told_with_all_names(saved: Path) -> None:
+    """As of a plain load, by the names behind the map."""
+    state = like(fused())
+    state["0.gate_up"] = torch.zeros(47, WIDTH)
+    with pytest.raises(ShapeMismatchError, match=r"0\.gate_up"):
+        dcp.load(state, checkpoint_id=saved, map=FUSED, no_dist=True)
+    state = like(fused()) | {"more": torch.zeros(2), "most": torch.zeros(2)}
+    with pytest.raises(MissingKeyError) as missing:
+        dcp.load(state, checkpoint_id=saved, map=FUSED, no_dist=True)
+    assert missing.value.fqns == ["more", "most"]
+    report = dcp.load(state, checkpoint_id=saved, map=FUSED, no_dist=True, allow_partial_load=True)
+    assert report.missing == ["more", "most"]
+    assert_equal(state, fused())
+    halves = {name: tensor.half() for name, tensor in like(fused()).items()}
+    with pytest.raises(DtypeMismatchError, match=r"0\.gate_up.*and 4 more"):
+        dcp.load(halves, checkpoint_id=saved, map=FUSED, no_dist=True)
+    report = dcp.load(halves, checkpoint_id=saved, map=FUSED, no_dist=True, dtype="cast")
+    assert_equal(halves, {name: tensor.half() for name, tensor in fused().items()})
+    assert sorted(report.cast) == sorted(halves)
+    expanded = {"experts": torch.zeros(1, WIDTH, 8).expand(5, WIDTH, 8)}
+    with pytest.raises(PlanError, match="share memory"):
+        dcp.load(expanded, checkpoint_id=saved, map=FUSED, no_dist=True)
+
+
+def test_a_part_of_the_names_behind_the_map(saved: Path) -> None:
+    """With only and exclude; the rest is as it was."""
+    state = like(fused())
+    report = dcp.load(state, checkpoint_id=saved, map=FUSED, only="0.*", exclude="0.v", no_dist=True)
+    assert_equal(state, {name: fused()[name] for name in ("0.qk.weight", "0.gate_up", "0.down.weight")})
+    assert (state["0.v.weight"] == -1).all()
+    assert report.bytes_needed == sum(
+        apart()[f"0.{name}"].nbytes for name in ("q.weight", "k.weight", "gate", "up", "down.weight")
+    )
+    with pytest.raises(PlanError, match=r"'1\.q'"):
+        dcp.load(state, checkpoint_id=saved, map=FUSED, only="1.q", no_dist=True)
+
+
+@pytest.mark.parametrize("other", [7, torch.ones(3)], ids=["value", "tensor"])
+def test_no_tensor_gets_the_name_of_another_entry(other: object, tmp_path: Path) -> None:
+    """Neither on the way in nor out, nor in a conversion: one of them would be lost."""
+    state, renamed = {"a": torch.ones(2), "b": other}, {"rules": [{"from": "a", "to": "b"}]}
+    dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    with pytest.raises(PlanError, match="gives a tensor the name 'b'"):
+        dcp.load({"b": torch.zeros(2)}, checkpoint_id=tmp_path / "saved", map=renamed, no_dist=True)
+    refused = "gives a tensor the name 'b'" if isinstance(other, int) else "no rule knows 'b'"
+    with pytest.raises(PlanError, match=refused):
+        dcp.save(state, checkpoint_id=tmp_path / "mapped", map=renamed, no_dist=True)
+    with pytest.raises(PlanError, match=refused):
+        dcp.convert(tmp_path / "saved", tmp_path / "mapped", to="dcp", map=renamed, executor="inline")
+    assert not (tmp_path / "mapped").exists()
+
+
+def test_tensors_that_no_rule_knows(tmp_path: Path) -> None:
+    """Are there as they are; none is lost beside those that the map is about, unless that is asked for."""
+    more = {"0.q.bias": numbered(4), "opt.q": numbered(3), "step": 7}
+    dcp.save(apart() | more, checkpoint_id=tmp_path, no_dist=True)
+    state = like(fused())
+    with pytest.raises(UnexpectedKeyError, match=r"'0\.q\.bias'.* needed, and the map a rule\.") as caught:
+        dcp.load(state, checkpoint_id=tmp_path, map=FUSED, no_dist=True)
+    assert caught.value.fqns == ["0.q.bias"]
+    report = dcp.load(state, checkpoint_id=tmp_path, map=FUSED, exclude="0.q.bias", no_dist=True)
+    assert sorted(report.unexpected) == ["opt.q", "step"]
+    assert_equal(state, fused())
+    report = dcp.load(state, checkpoint_id=tmp_path, map=FUSED, unexpected="ignore", no_dist=True)
+    assert sorted(report.unexpected) == ["0.q.bias", "opt.q", "step"]
+    given: dict[str, Any] = {"0.q.bias": torch.zeros(4), "opt": {"q": torch.zeros(3)}, "step": 0}
+    dcp.load(state | given, checkpoint_id=tmp_path, map=FUSED, no_dist=True)
+    assert torch.equal(given["0.q.bias"], numbered(4))
+    assert torch.equal(given["opt"]["q"], numbered(3))
+
+
+def load_with_other_maps(rank: int, world_size: int, path: str) -> None:
+    """Each rank with a map of its own."""
+    weights = {"rules": [{"from": "norm.weight", "to": f"norm{rank}"}]}
+    dcp.load({f"norm{rank}": torch.zeros(WIDTH)}, checkpoint_id=path, map=weights)
+
+
+def call_with_a_map_that_one_rank_lacks(rank: int, world_size: int, path: str, way: str) -> None:
+    """As of a file on the first one's host alone."""
+    weights = Path(path, f"map{rank}.toml")
+    state = {"final.weight": torch.zeros(WIDTH)}
+    if way == "load":
+        dcp.load(state, checkpoint_id=path, map=weights)
+    elif way == "save":
+        dcp.save(state, checkpoint_id=f"{path}-saved", map=weights)
+    elif way == "read":
+        dcp.read(path, map=weights)
+    elif way == "prove":
+        dcp.prove(state, path, map=weights)
+    elif way == "restore":
+        dcp.CheckpointManager(path).restore(state, map=weights)
+    else:
+        dcp.async_save(state, checkpoint_id=f"{path}-saved", map=weights).result()
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        *("load", "save", "async_save", "restore"),
+        *(pytest.param(way, marks=pytest.mark.exhaustive) for way in ("prove", "read")),
+    ],
+)
+def test_a_map_that_one_rank_lacks_is_told_to_all(saved: Path, way: str) -> None:
+    """None waits for the one that cannot begin."""
+    (saved / "map0.toml").write_text('rules = [{ from = "{rest:*}", to = "{rest:*}" }]')
+    for result in run_ranks(2, call_with_a_map_that_one_rank_lacks, str(saved), way, failures=True):
+        assert isinstance(result, RankRaised)
+        assert "map1.toml' is no weight map" in result.message
+
+
+def load_by_objects(rank: int, world_size: int, path: str) -> None:
+    """A planner of the user's on one rank alone."""
+    planner = TakesObjects() if rank else None
+    dcp.load({"final.weight": torch.zeros(WIDTH)}, checkpoint_id=path, planner=planner, map=FUSED)
+
+
+def test_all_ranks_say_what_cannot_be(saved: Path) -> None:
+    """Ranks with different maps, and ways to load that know nothing of maps."""
+    for result in run_ranks(2, load_with_other_maps, str(saved), failures=True):
+        assert isinstance(result, RankRaised)
+        assert "the option 'map' is not the same on all ranks" in result.message
+    for result in run_ranks(2, load_by_objects, str(saved), failures=True):
+        assert isinstance(result, RankRaised)
+        assert "map needs a planner" in result.message
+    with pytest.raises(OptionError, match="map needs"):
+        dcp.load({}, storage_reader=stock.FileSystemReader(saved), map=FUSED, no_dist=True)
+    with pytest.raises(OptionError, match="did you mean llama:hf-to-titan"):
+        dcp.load({}, checkpoint_id=saved, map="llama:hf-to-titn", no_dist=True)
+
+
+def test_an_optimizer_whose_names_the_rules_know(tmp_path: Path) -> None:
+    """Its moments are laid out as the weights are; one that has made no step gets them too."""
+    own = {name: tensor for name, tensor in apart().items() if name.startswith(("0.q", "0.k"))}
+    state = {"model": own, "optim": {"state": {name: {"exp_avg": t * 2} for name, t in own.items()}}}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    axes = {"q": "(groups queries two half) width", "k": "(groups key two half) width"}
+    rules = [
+        {
+            "from": {f"{before}{{layer}}.{name}.weight{behind}": text for name, text in axes.items()},
+            "to": {f"{before}{{layer}}.qk.weight{behind}": "(groups (queries + key) half two) width"},
+        }
+        for before, behind in (("model.", ""), ("optim.state.", ".exp_avg"))
+    ]
+    wanted = fused()["0.qk.weight"]
+    found: dict[str, Any] = {
+        "model": {"0.qk.weight": torch.zeros_like(wanted)},
+        "optim": {"state": {"0.qk.weight": {"exp_avg": torch.zeros_like(wanted)}}},
+    }
+    dcp.load(found, checkpoint_id=tmp_path, map={"rules": rules, "sizes": FUSED["sizes"]}, no_dist=True)
+    assert torch.equal(found["model"]["0.qk.weight"], wanted)
+    assert torch.equal(found["optim"]["state"]["0.qk.weight"]["exp_avg"], wanted * 2)
+
+
+def test_lazily_conjugated_targets(tmp_path: Path) -> None:
+    """Copies heed that."""
+    whole = torch.complex(numbered(4, 6), numbered(4, 6, first=50))
+    dcp.save({"x": whole}, checkpoint_id=tmp_path, no_dist=True)
+    weights = {"rules": [{"from": {"x": "a b"}, "to": {"y": "b a"}}]}
+    memory = torch.zeros(6, 4, dtype=torch.complex64)
+    dcp.load({"y": memory.conj()}, checkpoint_id=tmp_path, map=weights, no_dist=True)
+    assert torch.equal(memory.conj(), whole.T)

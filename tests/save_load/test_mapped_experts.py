@@ -1,0 +1,170 @@
+"""Experts that are on several ranks and one tensor of the checkpoint: each rank writes and reads its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp
+from dcp.errors import PlanError
+from tests.save_load.test_load_mapped import assert_equal, numbered
+from tests.support.ranks import RankRaised, run_ranks
+
+EXPERTS, HIDDEN, WIDTH = 6, 8, 4
+STACKED = "layers.0.moe.routed_experts.inner_experts"
+
+
+def hf_weights() -> dict[str, torch.Tensor]:
+    """Of transformers' names: experts apart."""
+    found = {"model.norm.weight": numbered(WIDTH)}
+    for expert in range(EXPERTS):
+        for number, part in enumerate(("gate_proj", "up_proj")):
+            first = 1000 * (2 * expert + number)
+            name = f"model.layers.0.mlp.experts.{expert}.{part}.weight"
+            found[name] = numbered(HIDDEN, WIDTH, first=first)
+    return found
+
+
+def stacked() -> dict[str, torch.Tensor]:
+    """The same under torchtitan's names."""
+    own = hf_weights()
+    made = {
+        f"{STACKED}.{name}": torch.stack(
+            [own[f"model.layers.0.mlp.experts.{expert}.{part}.weight"] for expert in range(EXPERTS)]
+        )
+        for name, part in (("w1_EFD", "gate_proj"), ("w3_EFD", "up_proj"))
+    }
+    return made | {"norm.weight": own["model.norm.weight"]}
+
+
+def part_of(rank: int, groups: int, without: int | None = None) -> dict[str, torch.Tensor]:
+    """What a rank has: every so many-th expert, and all that is no expert."""
+    return {
+        name: tensor
+        for name, tensor in hf_weights().items()
+        if "experts" not in name
+        or (int(name.split(".")[5]) % groups == rank % groups and f"experts.{without}." not in name)
+    }
+
+
+def save_own_experts(rank: int, world_size: int, path: str, groups: int, how: str) -> None:
+    """Stacked by the save, with or without a wait for it."""
+    weights = dcp.weight_map("qwen3:hf-to-titan", num_experts=EXPERTS)
+    own = part_of(rank, groups)
+    if how == "save":
+        dcp.save(own, checkpoint_id=path, map=weights)
+    else:
+        dcp.async_save(own, checkpoint_id=path, map=weights).result()
+    proof = dcp.prove(own, path, map=weights)
+    assert proof.ok, proof.findings
+    lacking = dcp.prove(part_of(rank, groups, without=3), path, map=weights)
+    assert {found.kind for found in lacking.findings} == {"incomplete"}
+
+
+def load_own_experts(rank: int, world_size: int, path: str, groups: int) -> None:
+    """Unstacked by the load: of the stacked tensors nothing but this rank's experts is read."""
+    own = {name: torch.zeros_like(tensor) for name, tensor in part_of(rank, groups).items()}
+    weights = dcp.weight_map("qwen3:hf-to-titan", num_experts=EXPERTS, inverse=True)
+    report = dcp.load(own, checkpoint_id=path, map=weights)
+    assert_equal(own, part_of(rank, groups))
+    assert report.bytes_needed == sum(tensor.nbytes for tensor in own.values())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "groups", "how"),
+    [
+        (2, 2, "save"),
+        pytest.param(2, 2, "async", marks=pytest.mark.exhaustive),
+        pytest.param(4, 4, "save", marks=pytest.mark.exhaustive),
+        pytest.param(4, 2, "save", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_each_rank_has_its_own_part_of_the_stack(tmp_path: Path, ranks: int, groups: int, how: str) -> None:
+    """Written by who has it, replicas once, and proved; and the other way, also by ranks that hold others."""
+    run_ranks(ranks, save_own_experts, str(tmp_path), groups, how)
+    assert_equal(dcp.read(tmp_path), stacked())
+    assert dcp.read(tmp_path).keys() == stacked().keys()
+    stored = sum(path.stat().st_size for path in tmp_path.glob("*.distcp"))
+    assert stored < sum(tensor.nbytes for tensor in stacked().values()) + (8 << 10)
+    for groups in (ranks, 1):
+        run_ranks(ranks, load_own_experts, str(tmp_path), groups)
+
+
+def save_without_one(rank: int, world_size: int, path: str, config: dict[str, int]) -> None:
+    """Expert 3 is nowhere."""
+    own = part_of(rank, world_size, without=3)
+    dcp.save(own, checkpoint_id=path, map=dcp.weight_map("qwen3:hf-to-titan", config))
+
+
+def test_an_expert_that_no_rank_has_is_named_on_all(tmp_path: Path) -> None:
+    """Before anything is written; so is that nobody says how many there are."""
+    for result in run_ranks(
+        2, save_without_one, str(tmp_path / "c"), {"num_experts": EXPERTS}, failures=True
+    ):
+        assert isinstance(result, RankRaised)
+        assert "PlanError" in result.class_names
+        assert (
+            "no rank has (all of) 'model.layers.0.mlp.experts.3.gate_proj.weight', "
+            "'model.layers.0.mlp.experts.3.up_proj.weight': " in result.message
+        )
+    for result in run_ranks(2, save_without_one, str(tmp_path / "c"), {"num_experts": 2}, failures=True):
+        assert isinstance(result, RankRaised)
+        assert "there is expert" in result.message
+    for result in run_ranks(2, save_without_one, str(tmp_path / "c"), {}, failures=True):
+        assert isinstance(result, RankRaised)
+        assert "how many there are of expert (num_experts or num_local_experts) is not" in result.message
+    with pytest.raises(PlanError, match="expert 3 is missing"):
+        weights = dcp.weight_map("qwen3:hf-to-titan", num_experts=EXPERTS)
+        dcp.save(part_of(0, 1, without=3), checkpoint_id=tmp_path / "c", map=weights, no_dist=True)
+    assert not (tmp_path / "c").exists()
+
+
+def save_wide_on_one(rank: int, world_size: int, path: str) -> None:
+    """The experts of rank 1 have another shape."""
+    own = {
+        name: torch.zeros(HIDDEN, WIDTH + rank) if "experts" in name else tensor
+        for name, tensor in part_of(rank, world_size).items()
+    }
+    dcp.save(own, checkpoint_id=path, map=dcp.weight_map("qwen3:hf-to-titan", num_experts=EXPERTS))
+
+
+def test_experts_of_another_shape_are_not_said_to_be_missing(tmp_path: Path) -> None:
+    """Each expert is there, and that one rank's are other ones is what is wrong."""
+    for result in run_ranks(2, save_wide_on_one, str(tmp_path / "c"), failures=True):
+        assert isinstance(result, RankRaised)
+        assert "float32 [6, 8, 4] on rank 0, but float32 [6, 8, 5] on rank 1" in result.message
+        assert "no rank has" not in result.message
+
+
+def save_by_transformers_map(rank: int, world_size: int, source: str, path: str) -> None:
+    """Every other expert of the checkpoint, stacked as the model has them."""
+    own = {
+        name: tensor
+        for name, tensor in dcp.read(source, no_dist=True).items()
+        if ".experts." not in name or int(name.split(".experts.")[1].split(".")[0]) % world_size == rank
+    }
+    dcp.save(own, checkpoint_id=path, map=dcp.transformers_map(source))
+
+
+@pytest.mark.exhaustive
+def test_a_mixtral_of_transformers(tmp_path: Path) -> None:
+    """Its files' experts on two ranks become the stacked and fused ones of its model."""
+    import transformers  # seconds of each process that collects tests
+
+    config: Any = transformers.MixtralConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=37,
+        num_local_experts=4,
+    )
+    build: Any = transformers.AutoModelForCausalLM.from_config
+    made = build(config)
+    made.save_pretrained(tmp_path / "hf")
+    run_ranks(2, save_by_transformers_map, str(tmp_path / "hf"), str(tmp_path / "c"))
+    assert_equal(dcp.read(tmp_path / "c"), made.state_dict())

@@ -1,0 +1,305 @@
+"""What users see of their usual mistakes."""
+
+from __future__ import annotations
+
+import errno
+import pickle
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+import dcp
+from tests.support.ranks import run_ranks
+
+MAX_LINES = 12
+MAX_COLUMNS = 400
+
+
+def model() -> torch.nn.Module:
+    """With enough tensors that naming all of them would be a flood."""
+    return torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 6)
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two steps, a Hugging Face folder whose names begin otherwise, and a pickled module."""
+    root = tmp_path_factory.mktemp("places")
+    state = model().state_dict()
+    for step in (10, 20):
+        dcp.save({"model": state, "step": step}, checkpoint_id=root / f"run/step-{step:08d}", no_dist=True)
+    (root / "hf").mkdir()
+    save_file({f"transformer.{name}": value for name, value in state.items()}, root / "hf/model.safetensors")
+    torch.save(model(), root / "pickled.pt")
+    return root
+
+
+def shown(act: Callable[[], Any]) -> str:
+    """What the interpreter would print of what ``act`` raises."""
+    with pytest.raises(Exception) as caught:
+        act()
+    trace = caught.value.__traceback__
+    while trace is not None and trace.tb_next is not None and _is_here(trace.tb_next):
+        trace = trace.tb_next  # a script's mistake has one frame
+    return "".join(traceback.format_exception(type(caught.value), caught.value, trace))
+
+
+def _is_here(trace: TracebackType) -> bool:
+    return trace.tb_frame.f_code.co_filename == __file__
+
+
+def load(state: Any, where: Path, **options: Any) -> None:
+    """As a process alone loads."""
+    dcp.load(state, checkpoint_id=where, no_dist=True, **options)
+
+
+STEP = "run/step-00000020"
+WEIGHT = "layers.0.linear1.weight"
+
+MISTAKES: dict[str, Callable[[Path], Any]] = {
+    "wrong key": lambda root: load({"model": {"layers.0.linear1.weigth": torch.zeros(16, 8)}}, root / STEP),
+    "no key at all": lambda root: load({"net": model().state_dict()}, root / STEP),
+    "shape": lambda root: load({"model": {WEIGHT: torch.zeros(16, 9)}}, root / STEP),
+    "dtype": lambda root: load({"model": {WEIGHT: torch.zeros(16, 8, dtype=torch.int8)}}, root / STEP),
+    "no such path": lambda root: load({"step": 0}, root / "run/step-00000030"),
+    "run folder": lambda root: load({"step": 0}, root / "run"),
+    "other names": lambda root: load(model().state_dict(), root / "hf"),
+    "pickled module": lambda root: load(model().state_dict(), root / "pickled.pt"),
+    "swapped in load": lambda root: dcp.load(str(root / STEP), {"step": 0}),  # type: ignore
+    "swapped in save": lambda root: dcp.save(str(root / "x"), {"step": 0}),  # type: ignore
+    "swapped in async_save": lambda root: dcp.async_save(str(root / "x"), checkpoint_id={}),  # type: ignore
+    "no place": lambda root: dcp.save({"step": 0}),
+    "value": lambda root: dcp.save({"f": lambda: 0}, checkpoint_id=root / "x", no_dist=True),
+    "async_save": lambda root: dcp.async_save(
+        {"f": lambda: 0}, checkpoint_id=root / "x", no_dist=True
+    ).result(),
+    "async_save, staging": lambda root: dcp.async_save(
+        {"t": torch.zeros(2)}, checkpoint_id=root / "pickled.pt/x", no_dist=True
+    ).result(),
+    "convert": lambda root: dcp.convert(root / "run", root / "x.safetensors", to="safetensors"),
+    "open_index": lambda root: dcp.open_index(root / "run"),
+    "read": lambda root: dcp.read(root / "run"),
+    "merge": lambda root: dcp.merge([root / "run"], root / "x"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_usual_mistake_is_shown_in_a_few_lines(places: Path, mistake: str) -> None:
+    """The call and the message; no line is a flood either."""
+    text = shown(lambda: MISTAKES[mistake](places))
+    lines = text.splitlines()
+    assert len(lines) <= MAX_LINES, text
+    assert max(map(len, lines)) <= MAX_COLUMNS, text
+
+
+def test_the_manager_is_as_brief(places: Path) -> None:
+    """Restoring, deleting and what is wrong with its arguments."""
+    with dcp.CheckpointManager(places / "run", no_dist=True, handle_sigterm=False) as manager:
+        for act in (
+            lambda: manager.restore({"model": {"absent": torch.zeros(1)}}),
+            lambda: manager.restore({"step": 0}, step=30),
+            lambda: manager.delete(30),
+        ):
+            text = shown(act)
+            assert len(text.splitlines()) <= MAX_LINES, text
+
+
+def test_classes_facts_and_causes_are_as_ever(places: Path) -> None:
+    """What programs see: the class of the cause, RankFailedError, the ranks, torch's failures by rank."""
+    with pytest.raises(dcp.MissingKeyError) as caught:
+        MISTAKES["wrong key"](places)
+    error: Any = caught.value
+    assert isinstance(error, dcp.RankFailedError) and isinstance(error, dcp.CheckpointException)
+    assert error.ranks == [0]
+    assert error.fqns == ["model.layers.0.linear1.weigth"]
+    cause, summary = error.failures[0]
+    assert type(cause) is dcp.errors.MissingKeyError and len(summary) > 3
+    assert error.__cause__ is None and error.__context__ is cause
+    assert str(error).startswith(str(cause)) and str(error).endswith("(failed on rank 0 in step 'plan')")
+
+
+def test_causes_may_form_a_ring(tmp_path: Path) -> None:
+    """As those do that a library keeps and raises again: the error comes all the same."""
+
+    class Broken:
+        def state_dict(self) -> dict[str, Any]:
+            first, second = dcp.CheckpointError("the first"), ValueError("the second")
+            first.__cause__, second.__cause__ = second, first
+            raise first
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            """Nothing is loaded."""
+
+    with pytest.raises(dcp.CheckpointError, match="the first"):
+        dcp.save({"app": Broken()}, checkpoint_id=tmp_path / "step-1", no_dist=True)
+
+
+def test_debugging_shows_everything(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With DCP_DEBUG the error has its frames and its cause."""
+    monkeypatch.setenv("DCP_DEBUG", "1")
+    text = shown(lambda: MISTAKES["wrong key"](places))
+    assert "in plan_load" in text and "direct cause" in text
+
+
+class Broken:
+    """A `Stateful` of the user's with a bug."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Fails in a function of its own."""
+        return self._collect()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Never called."""
+
+    def _collect(self) -> dict[str, Any]:
+        return {"value": 1 / 0}
+
+
+def test_where_the_users_own_code_failed_is_shown(tmp_path: Path) -> None:
+    """The cause is no error of ours: its traceback stays, from the first frame that is not of ours."""
+    text = shown(lambda: dcp.save({"app": Broken()}, checkpoint_id=tmp_path / "x", no_dist=True))
+    assert '{"value": 1 / 0}' in text and "ZeroDivisionError" in text
+    assert "state_dict_saver.py" not in text and "collectives.py" not in text
+    assert len(text.splitlines()) <= 20
+
+
+class Unloadable:
+    """A `Stateful` of the user's that takes nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Some value."""
+        return {"step": 0}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Fails."""
+        raise KeyError("of the user")
+
+
+def test_where_the_users_load_state_dict_failed_is_shown(places: Path) -> None:
+    """The error says what failed, and its cause where."""
+    text = shown(lambda: load({"x": Unloadable()}, places / STEP, rename={r"^x\.": ""}))
+    assert 'raise KeyError("of the user")' in text
+    assert len(text.splitlines()) <= 20, text
+
+
+def raised(act: Callable[[], Any]) -> Any:
+    """The error of ``act``, and that it is the same after a pickle."""
+    with pytest.raises(dcp.CheckpointError) as caught:
+        act()
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert type(copy) is type(caught.value)
+    assert (str(copy), copy.facts) == (str(caught.value), caught.value.facts)
+    return copy
+
+
+def test_errors_of_ranks_are_what_they_are_elsewhere(tmp_path: Path) -> None:
+    """The system's number has its place in OSError, and a foreign cause makes no other class of a copy."""
+    (tmp_path / "file").write_bytes(b"")
+    error = raised(lambda: dcp.save({"a": 1}, checkpoint_id=tmp_path / "file" / "x", no_dist=True))
+    assert isinstance(error, dcp.errors.StorageError)
+    assert error.errno == error.facts["errno"] == errno.ENOTDIR
+    error = raised(lambda: dcp.save({"app": Broken()}, checkpoint_id=tmp_path / "x", no_dist=True))
+    assert isinstance(error, dcp.errors.RemoteError)
+
+
+@pytest.mark.parametrize("wrong", [[1], "text", {"o": object()}, {1: 2}, {"t": torch.ones(1)}])
+def test_user_metadata_is_looked_at_before_anything_is_written(wrong: Any, tmp_path: Path) -> None:
+    """The end of a save of hours would be late for it."""
+    place = tmp_path / "x"
+    for save in (dcp.save, dcp.async_save):
+        with pytest.raises(dcp.errors.OptionError, match="user_metadata"):
+            save({"a": 1}, checkpoint_id=place, no_dist=True, user_metadata=wrong)
+    assert not place.exists()
+
+
+def test_a_device_that_is_none_is_told(places: Path) -> None:
+    """As any other option."""
+    with pytest.raises(dcp.errors.OptionError, match="'cpuu'"):
+        dcp.read(places / STEP, device="cpuu")
+
+
+def test_a_relative_path_in_a_folder_that_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is of no folder, and the error says so."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for act in (
+        lambda: dcp.save({"a": 1}, checkpoint_id="x", no_dist=True),
+        lambda: dcp.read("x", no_dist=True),
+        lambda: dcp.CheckpointManager("x"),
+    ):
+        with pytest.raises(
+            dcp.errors.StorageError, match="'x' is relative to the current folder, which is not"
+        ):
+            act()
+
+
+def test_an_empty_name_is_a_name(tmp_path: Path) -> None:
+    """What was saved under it is read and converted."""
+    dcp.save({"": torch.ones(2), "a": 1}, checkpoint_id=tmp_path / "x", no_dist=True)
+    assert torch.equal(dcp.read(tmp_path / "x", no_dist=True)[""], torch.ones(2))
+    dcp.convert(tmp_path / "x", tmp_path / "x.pt", to="torch")
+    assert set(torch.load(tmp_path / "x.pt")) == {"", "a"}
+    with pytest.raises(dcp.errors.PlanError, match="rename leaves nothing of the name 'a'"):
+        dcp.read(tmp_path / "x", rename={"^a$": ""}, no_dist=True)
+
+
+def test_a_module_below_the_top_level_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is pickled whole, as by stock, where its tensors were meant."""
+    linear = torch.nn.Linear(1, 1)
+    dcp.save({"app": {"model": linear}, "top": linear}, checkpoint_id=tmp_path, no_dist=True)
+    (told,) = (record.getMessage() for record in caplog.records if "at the top level" in record.getMessage())
+    assert told.startswith("'app.model': objects with a state_dict()")
+
+
+def test_nested_tensors_are_told_what_to_do(tmp_path: Path) -> None:
+    """Instead of what torch says of an internal error."""
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(dcp.errors.PlanError, match=r"'n': nested tensors .* unbind\(\)"):
+        dcp.save({"n": nested}, checkpoint_id=tmp_path, no_dist=True)
+
+
+def mistakes_of_ranks(rank: int, world_size: int, root: Path) -> dict[str, str]:
+    """What each rank would print."""
+    found = {}
+    app: Any = Broken() if rank == 0 else {"value": 1}
+    found["of one rank"] = shown(lambda: dcp.save({"app": app}, checkpoint_id=root / "broken"))
+    found["other keys on each rank"] = shown(
+        lambda: dcp.load({f"absent-{rank}": torch.zeros(2)}, checkpoint_id=root / STEP)
+    )
+    step = (20, 30)[rank]
+    found["other places"] = shown(
+        lambda: dcp.load({"step": 0}, checkpoint_id=root / f"run/step-{step:08d}", timeout_seconds=60)
+    )
+    store: Any = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        state = {"t": torch.zeros(2)}
+        found["alone"] = shown(lambda: dcp.save(state, checkpoint_id=root / "x", timeout_seconds=2))
+        store.set("done", "1")
+    else:
+        while not store.check(["done"]):
+            time.sleep(0.1)
+    return found
+
+
+def test_ranks_are_as_brief(places: Path) -> None:
+    """An error of one rank, others on each, and a rank that saves alone; the user's own frames on all."""
+    results = run_ranks(2, mistakes_of_ranks, places)
+    for rank, found in enumerate(results):
+        for mistake, text in found.items():
+            limit = 30 if mistake == "of one rank" else MAX_LINES
+            assert len(text.splitlines()) <= limit, (rank, mistake, text)
+        assert '{"value": 1 / 0}' in found["of one rank"]
+        assert "collectives.py" not in found["of one rank"]
+        assert "/run has step-00000020, step-00000010." in found["other places"]
+        other_keys = found["other keys on each rank"]
+        assert "rank 0: Missing" in other_keys and "rank 1: Missing" in other_keys

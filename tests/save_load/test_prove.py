@@ -1,0 +1,351 @@
+"""`dcp.prove`: what was saved is what is in the model now, or which ranks have what otherwise."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import dcp
+from dcp.errors import PlanError
+from tests.support.ranks import run_ranks
+
+
+class Model(nn.Module):
+    """What tensor parallelism cuts by columns and by rows, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(10, 24)
+        self.down = nn.Linear(24, 10)
+        self.register_buffer("seen", torch.tensor(7))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        """Whatever has gradients."""
+        result: torch.Tensor = self.down(torch.relu(self.up(batch)))
+        return result
+
+
+class Training:
+    """A model on a mesh, its optimizer, a data loader and a generator of each rank, after some steps."""
+
+    def __init__(self, rank: int, world: int, how: str, seed: int) -> None:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        torch.manual_seed(seed)
+        self.model = Model()
+        if how == "2d":
+            mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
+            parallelize_module(self.model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            fully_shard(self.model, mesh=mesh["dp"])
+        elif world > 1:
+            fully_shard(self.model, mesh=init_device_mesh("cpu", (world,)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.loader = StatefulDataLoader([*range(40)], batch_size=2, shuffle=True)
+        self.generator = torch.Generator().manual_seed(rank)
+
+    def step(self, count: int) -> None:
+        """``count`` steps on batches that all ranks have alike."""
+        for number, _ in zip(range(count), self.loader, strict=False):
+            torch.manual_seed(number)
+            self.model(torch.randn(4, 10)).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def state(self) -> dict[str, Any]:
+        """What is saved, loaded and proved."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "loader": dcp.PerRank(self.loader.state_dict()),
+            "generator": dcp.PerRank(self.generator.get_state()),
+            "random": dcp.PerRank(random.getstate()),
+            "schedule": {"warmup": 10, "milestones": (1, 2), "name": "cosine"},
+        }
+
+
+def save_and_prove(rank: int, world: int, folder: str) -> str:
+    """Three steps, a save, a proof."""
+    training = Training(rank, world, "2d", seed=1)
+    training.step(3)
+    dcp.save(training.state(), storage_writer=dcp.FileSystemWriter(folder, digests=True))
+    return dcp.prove(training.state(), folder).to_json()
+
+
+def load_and_prove(rank: int, world: int, folder: str, how: str) -> str:
+    """Another mesh with other values is filled, and proved; not what is of ranks alone."""
+    training = Training(rank, world, how, seed=2)
+    state = {
+        key: value for key, value in training.state().items() if key in ("model", "optimizer", "schedule")
+    }
+    before = dcp.prove(state, folder, only=["model", "optimizer.state", "schedule"])
+    assert not before.ok and "tensor" in {found.kind for found in before.findings}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        training.model,
+        training.optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    now = {
+        **state,
+        **dict(zip(("model", "optimizer"), get_state_dict(training.model, training.optimizer), strict=True)),
+    }
+    return dcp.prove(now, folder, exclude=["loader", "generator", "random"]).to_json()
+
+
+def test_what_was_saved_is_there_on_the_same_and_on_other_meshes(tmp_path: Path) -> None:
+    """FSDP2 with tensor parallelism on four ranks, then FSDP2 on three, and one process: nothing but the
+    manifest is read, and each rank's report says what it has."""
+    folder = str(tmp_path / "one")
+    reports = run_ranks(4, save_and_prove, folder)
+    assert len({*reports}) == 1
+    proof = dcp.Proof.of_json(reports[0])
+    assert proof.ok and proof.bytes_read == 0 and proof.world_size == 4 and not proof.left
+    assert [share.rank for share in proof.ranks] == [0, 1, 2, 3]
+    assert all(share.bytes > 0 and share.values > 5 and share.tensors > 10 for share in proof.ranks)
+    assert json.loads(reports[0])["ok"] is True
+    for world, how in ((3, "fsdp"), (1, "alone")):
+        found = dcp.Proof.of_json(run_ranks(world, load_and_prove, folder, how)[0])
+        assert found.ok, found.findings
+        assert found.bytes_read == 0 and found.world_size == world
+        names = [fqn for fqn in dcp.open_index(folder).fqns if fqn.startswith(("model.", "optimizer."))]
+        assert found.tensors == len(names) == 17
+
+
+def damage_and_prove(rank: int, world: int, folder: str, what: str) -> str:
+    """One thing is not what was saved, on some ranks."""
+    training = Training(rank, world, "fsdp", seed=1)
+    training.step(2)
+    dcp.save(training.state(), storage_writer=dcp.FileSystemWriter(folder, digests=True))
+    state = training.state()
+    weight = state["model"]["up.weight"]
+    if what == "shard" and rank == 2:
+        weight.to_local()[1, 3] += 0.5
+    elif what == "replica" and rank == 1:
+        state["model"]["seen"] = state["model"]["seen"] + 1
+    elif what == "moment" and rank == 0:
+        moment = state["optimizer"]["state"]["down.weight"]["exp_avg"]
+        moment.to_local()[0, 0] = 3.0
+    elif what == "generator" and rank == 1:
+        torch.rand(1, generator=training.generator)
+        state["generator"] = dcp.PerRank(training.generator.get_state())
+    elif what == "loader" and rank == 2:
+        next(iter(training.loader))
+        state["loader"] = dcp.PerRank(training.loader.state_dict())
+    elif what == "value":
+        state["schedule"]["warmup"] = 11 if rank == 1 else 10
+    elif what == "names":
+        state["model"]["other"] = state["model"].pop("up.bias")
+    elif what == "dtype":
+        local = weight.to_local().double()
+        state["model"]["up.weight"] = DTensor.from_local(local, weight.device_mesh, weight.placements)
+    return dcp.prove(state, folder).to_json()
+
+
+DAMAGES = [
+    ("shard", "tensor", "model.up.weight", (2,)),
+    ("replica", "tensor", "model.seen", (1,)),
+    ("value", "value", "schedule.warmup", (1,)),
+    pytest.param(
+        "moment", "tensor", "optimizer.state.down.weight.exp_avg", (0,), marks=pytest.mark.exhaustive
+    ),
+    pytest.param("generator", "tensor", "generator.rank-1", (1,), marks=pytest.mark.exhaustive),
+    pytest.param("dtype", "dtype", "model.up.weight", (0, 1, 2), marks=pytest.mark.exhaustive),
+]
+
+
+@pytest.mark.parametrize(("what", "kind", "fqn", "ranks"), DAMAGES)
+def test_what_differs_is_named_with_the_ranks_that_have_it(
+    what: str, kind: str, fqn: str, ranks: tuple[int, ...], tmp_path: Path
+) -> None:
+    """An element of one shard, one replica, an Adam moment, a generator, a value, a dtype."""
+    (proof, *_) = map(dcp.Proof.of_json, run_ranks(3, damage_and_prove, str(tmp_path / "one"), what))
+    assert [(found.kind, found.fqn, found.ranks) for found in proof.findings] == [(kind, fqn, ranks)]
+    assert [share.rank for share in proof.ranks if share.differing] == [*ranks]
+    assert not proof.ok and all(name in proof.findings[0].message for name in (fqn, str(ranks[-1])))
+
+
+@pytest.mark.exhaustive
+def test_a_loader_that_went_on_and_other_names_differ(tmp_path: Path) -> None:
+    """A batch more on one rank; a parameter under another name is missing here, unexpected there."""
+    (proof, *_) = map(dcp.Proof.of_json, run_ranks(3, damage_and_prove, str(tmp_path / "one"), "loader"))
+    assert proof.findings and all(found.fqn.startswith("loader.rank-2") for found in proof.findings)
+    (proof, *_) = map(dcp.Proof.of_json, run_ranks(3, damage_and_prove, str(tmp_path / "two"), "names"))
+    assert [(found.kind, found.fqn) for found in proof.findings] == [
+        ("missing", "model.up.bias"),
+        ("unexpected", "model.other"),
+    ]
+
+
+def test_checkpoints_without_digests_and_other_formats_are_read(tmp_path: Path) -> None:
+    """torch.save, and a save without digests: the tensors are read, and equal; then one differs."""
+    state: dict[str, Any] = {
+        "w": torch.randn(30, 7),
+        "s": torch.tensor(1.5),
+        "e": torch.zeros(0, 3),
+        "n": {"k": (1, "x")},
+    }
+    torch.save(state, tmp_path / "x.pt")
+    dcp.save(state, checkpoint_id=tmp_path / "off")
+    for name in ("x.pt", "off"):
+        proof = dcp.prove(state, tmp_path / name)
+        assert proof.ok and proof.bytes_read >= state["w"].nbytes, proof.findings
+    state["w"][29, 6] += 1
+    state["n"]["k"] = (1.0, "x")
+    for name in ("x.pt", "off"):
+        found = dcp.prove(state, tmp_path / name).findings
+        assert [(one.kind, one.fqn, one.ranks) for one in found] == [
+            ("tensor", "w", (0,)),
+            ("value", "n.k", (0,)),
+        ]
+
+
+def lack_a_part(rank: int, world: int, folder: str) -> str:
+    """Rank 1 has forgotten its half."""
+    mesh = init_device_mesh("cpu", (world,))
+    whole = torch.arange(12.0).reshape(4, 3)
+    half = whole[rank * 2 : rank * 2 + 2].clone()
+    dcp.save({"w": DTensor.from_local(half, mesh, [Shard(0)])}, checkpoint_id=folder)
+    state = {"w": DTensor.from_local(half, mesh, [Shard(0)])} if rank == 0 else {}
+    return dcp.prove(state, folder).to_json()
+
+
+def test_a_part_that_no_rank_has_is_told(tmp_path: Path) -> None:
+    """A rank without its shard."""
+    (proof, _) = map(dcp.Proof.of_json, run_ranks(2, lack_a_part, str(tmp_path / "one")))
+    assert [found.kind for found in proof.findings] == ["incomplete"]
+
+
+class Parts(torch.Tensor):
+    """A subclass that says by torch's protocol which rows of a tensor it has; it holds these, one part behind
+    the other."""
+
+    parts: Sequence[tuple[int, int]]
+
+    @staticmethod
+    def of(whole: torch.Tensor, *parts: tuple[int, int]) -> Parts:
+        """The rows ``first`` to ``end`` of ``whole``, for each of ``parts``."""
+        made = torch.cat([whole[first:end] for first, end in parts]).as_subclass(Parts)
+        made.parts, made.rows = parts, len(whole)
+        return made
+
+    rows: int
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(torch.Size([first]), torch.Size([end - first])) for first, end in self.parts
+        ]
+
+    def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
+        size, properties = torch.Size([self.rows]), TensorProperties(self.dtype)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, size),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        begin = 0
+        for first, end in self.parts:
+            if index.offset == torch.Size([first]):
+                return self.as_subclass(torch.Tensor)[begin : begin + end - first]
+            begin += end - first
+        raise KeyError(index)
+
+
+HELD = {
+    "apart": ([(0, 3), (3, 8)], []),
+    "overlap, and as many are missing": ([(0, 4), (2, 6)], ["overlap", "incomplete"]),
+    "overlap": ([(0, 5), (3, 8)], ["overlap"]),
+    "one within another": ([(0, 6), (2, 4)], ["overlap", "incomplete"]),
+    "missing": ([(0, 3), (4, 8)], ["incomplete"]),
+}
+
+
+@pytest.mark.parametrize("has_digests", [True, False])
+@pytest.mark.parametrize("name", HELD)
+def test_parts_have_each_element_once(tmp_path: Path, name: str, has_digests: bool) -> None:
+    """Their bytes are those that were saved, and parts that overlap do not make up for elements that nobody
+    has."""
+    whole = torch.arange(8.0)
+    dcp.save({"w": whole}, storage_writer=dcp.FileSystemWriter(tmp_path, digests=has_digests))
+    parts, kinds = HELD[name]
+    found = dcp.prove({"w": Parts.of(whole, *parts)}, tmp_path).findings
+    assert [one.kind for one in found] == kinds
+    if "incomplete" in kinds:
+        held = len({row for first, end in parts for row in range(first, end)})
+        assert f"{held} of its 8 elements" in found[-1].message
+
+
+def test_a_part_outside_of_its_tensor_is_refused(tmp_path: Path) -> None:
+    """As by a save: it has no place among the tensor's bytes."""
+    whole = torch.arange(8.0)
+    dcp.save({"w": whole}, checkpoint_id=tmp_path)
+    beyond = Parts.of(whole, (0, 3), (3, 8))
+    beyond.parts = [(0, 3), (5, 10)]
+    with pytest.raises(PlanError, match=r"'w' has a part, \[5\] from \[5\] on, outside of its shape \[8\]"):
+        dcp.prove({"w": beyond}, tmp_path)
+
+
+def hostile_state() -> dict[str, Any]:
+    """What equality of numbers would misjudge, and what has no elements or several in one memory."""
+    made = torch.arange(24.0)
+    return {
+        "nan": torch.tensor([float("nan"), 1.0, -float("inf")]),
+        "zero": torch.tensor([0.0, -0.0]),
+        "scalar": torch.tensor(-0.0, dtype=torch.bfloat16),
+        "empty": torch.zeros(0, 5),
+        "complex": torch.randn(6, dtype=torch.complex64).conj(),
+        "fp8": made.to(torch.float8_e4m3fn),
+        "tied": made.view(4, 6),
+        "again": made.view(4, 6).t(),
+        "odd/name.\x1b[31m*?[a]": torch.ones(2),
+        "values": {"nan": float("nan"), "zero": -0.0, "text": "ä\x00", "none": None},
+    }
+
+
+CHANGES: dict[str, tuple[str, Any]] = {
+    "nan": (
+        "tensor",
+        torch.tensor([0x7FC00001, 0x3F800000, -0x800000], dtype=torch.int32).view(torch.float32),
+    ),
+    "zero": ("tensor", torch.tensor([0.0, 0.0])),
+    "scalar": ("shape", torch.tensor([-0.0], dtype=torch.bfloat16)),
+    "empty": ("shape", torch.zeros(5, 0)),
+    "complex": ("dtype", torch.zeros(6, dtype=torch.complex128)),
+    "fp8": ("dtype", torch.arange(24.0).to(torch.float8_e5m2)),
+    "again": ("tensor", torch.zeros(6, 4)),
+}
+
+
+@pytest.mark.parametrize("has_digests", [True, False])
+def test_bytes_are_proved_and_not_numbers(tmp_path: Path, has_digests: bool) -> None:
+    """A NaN is itself and no other one, -0.0 is not 0.0; tensors without elements or dimensions, of 8 bits,
+    conjugate, tied and transposed; each change is told, by its kind."""
+    state = hostile_state()
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path, digests=has_digests))
+    assert dcp.prove(state, tmp_path).findings == ()
+    for fqn, (kind, other) in CHANGES.items():
+        (found,) = dcp.prove({**state, fqn: other}, tmp_path).findings
+        assert (found.kind, found.fqn, found.ranks) == (kind, fqn, (0,))
+    state["values"]["zero"] = 0.0
+    (found,) = dcp.prove(state, tmp_path).findings
+    assert (found.kind, found.fqn) == ("value", "values.zero")

@@ -1,0 +1,247 @@
+"""`dcp.read`: a checkpoint without a state dict that says what is wanted."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as stock
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import dcp
+from tests.command_line.cli_support import rewrite_manifest
+from tests.support.ranks import run_ranks
+
+
+def a_state() -> dict[str, Any]:
+    """What training saves: nested, with keys that are ints, lists, empty dicts and plain values."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    return {
+        "model": dict(model.state_dict()),
+        "optim": optimizer.state_dict(),
+        "layers": [{"w": torch.full((2,), float(number))} for number in range(3)],
+        "empty": {},
+        "history": [1, 2.5, "three", None],
+        "size": (2, 3),
+        "step": 7,
+    }
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal in values, and in the types of all containers and keys."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        keys = [(type(key), key) for key in one] == [(type(key), key) for key in other]
+        return keys and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def test_a_state_dict_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+    """Nesting, order, kinds of keys and values, without a template; an optimizer takes its state."""
+    state = a_state()
+    dcp.save(state, checkpoint_id=tmp_path)
+    found = dcp.read(tmp_path)
+    assert same(found, state)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+    model.load_state_dict(found["model"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.load_state_dict(found["optim"])
+    first = next(iter(model.parameters()))
+    assert torch.equal(optimizer.state[first]["exp_avg"], state["optim"]["state"][0]["exp_avg"])
+
+
+def test_parts_by_the_names_of_the_checkpoint(tmp_path: Path) -> None:
+    """Globs choose and leave out; what is chosen of a list stays at its place."""
+    state = a_state()
+    dcp.save(state, checkpoint_id=tmp_path)
+    assert same(dcp.read(tmp_path, only="model"), {"model": state["model"]})
+    assert same(
+        dcp.read(tmp_path, only=["*.bias", "step"], exclude="model.1.bias"),
+        {
+            "model": {"0.bias": state["model"]["0.bias"]},
+            "step": 7,
+        },
+    )
+    assert same(dcp.read(tmp_path, only="layers.1"), {"layers": [None, state["layers"][1]]})
+    found = dcp.read(tmp_path, only="optim.state.0.*")
+    assert same(found, {"optim": {"state": {0: state["optim"]["state"][0]}}})
+    with pytest.raises(dcp.MissingKeyError, match="did you mean model"):
+        dcp.read(tmp_path, only="modle")
+    with pytest.raises(dcp.errors.PlanError, match="leave nothing"):
+        dcp.read(tmp_path, only="step", exclude="st*")
+
+
+def test_names_and_dtypes_are_changed_as_in_a_conversion(tmp_path: Path) -> None:
+    """``rename`` goes from the checkpoint's names to the result's; integers keep their dtype."""
+    state = {"net": {"w": torch.arange(4.0), "n": torch.arange(3)}, "step": 1}
+    dcp.save(state, checkpoint_id=tmp_path)
+    found = dcp.read(tmp_path, rename={r"^net\.": "model."}, dtype=torch.bfloat16)
+    assert same(found["model.w"], torch.arange(4.0, dtype=torch.bfloat16))
+    assert same(found["model.n"], torch.arange(3))
+    assert found["step"] == 1
+    found = dcp.read(tmp_path, only="net", dtype={"*.w": "float64"})
+    assert found["net"]["w"].dtype is torch.float64
+    with pytest.raises(dcp.errors.PlanError, match="dtype"):
+        dcp.read(tmp_path, dtype="int3")
+
+
+def test_tied_tensors_are_one_tensor(tmp_path: Path) -> None:
+    """Which they were: a change of one is a change of both."""
+    weight = torch.arange(6.0)
+    torch.save({"embed": weight, "head": weight, "other": weight.clone()}, tmp_path / "m.pt")
+    found = dcp.read(tmp_path / "m.pt")
+    assert found["embed"] is found["head"]
+    assert found["other"] is not found["head"]
+    assert list(found) == ["embed", "head", "other"]
+
+
+@pytest.mark.parametrize("kind", ["stock", "torch", "safetensors", "hf"])
+def test_checkpoints_of_every_format(tmp_path: Path, kind: str) -> None:
+    """Stock torch's folders, files of torch.save with all their containers, safetensors, Hugging Face."""
+    weights = {"model.a": torch.arange(4.0), "model.b": torch.ones(2, 2)}
+    place, expected = tmp_path / "x", dict[str, Any](weights)
+    if kind == "stock":
+        expected = {"model": {"a": weights["model.a"]}, "step": 3}
+        stock.save(expected, checkpoint_id=place, no_dist=True)
+    elif kind == "torch":
+        place = tmp_path / "x.pt"
+        expected = {
+            "model": OrderedDict(a=torch.ones(2)),
+            "pair": (torch.zeros(1), "text"),
+            "state": {0: {"step": torch.tensor(1.0)}, 1: {}},
+            "shape": torch.Size([2, 3]),
+        }
+        torch.save(expected, place)
+    elif kind == "safetensors":
+        place = tmp_path / "x.safetensors"
+        save_file(weights, place)
+    else:
+        place.mkdir()
+        names = {name: f"model-{number}-of-2.safetensors" for number, name in enumerate(weights)}
+        for name, file in names.items():
+            save_file({name: weights[name]}, place / file)
+        index = {"metadata": {}, "weight_map": names}
+        (place / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert same(dcp.read(place), expected)
+
+
+def test_a_file_that_is_no_dict(tmp_path: Path) -> None:
+    """By the names that everything else has for its entries."""
+    torch.save(torch.arange(3), tmp_path / "tensor.pt")
+    torch.save([torch.zeros(1), {"a": torch.ones(1)}], tmp_path / "list.pt")
+    assert same(dcp.read(tmp_path / "tensor.pt"), {"tensor": torch.arange(3)})
+    assert list(dcp.read(tmp_path / "list.pt")) == ["0", "1.a"]
+
+
+class Own:
+    """A class of the user's."""
+
+
+def test_values_that_need_trust(tmp_path: Path) -> None:
+    """Refused by name, left out, or allowed: nothing is silently missing."""
+    dcp.save({"w": torch.ones(2), "own": Own()}, checkpoint_id=tmp_path / "dcp")
+    torch.save({"w": torch.ones(2), "own": Own()}, tmp_path / "x.pt")
+    for place in (tmp_path / "dcp", tmp_path / "x.pt"):
+        with pytest.raises(dcp.errors.UnsafeObjectError, match="own"):
+            dcp.read(place)
+        assert list(dcp.read(place, exclude="own")) == ["w"]
+    assert isinstance(dcp.read(tmp_path / "dcp", weights_only=False)["own"], Own)
+
+
+def test_storages_of_others_and_options_that_cannot_be_meant(tmp_path: Path) -> None:
+    """torch's own reader serves; mistakes are errors before anything is read."""
+    dcp.save({"a": {"w": torch.arange(3.0)}, "step": 2}, checkpoint_id=tmp_path)
+    found = dcp.read(storage_reader=stock.FileSystemReader(tmp_path), only="a")
+    assert same(found, {"a": {"w": torch.arange(3.0)}})
+    with pytest.raises(dcp.CheckpointError, match="verify"):
+        dcp.read(storage_reader=stock.FileSystemReader(tmp_path), verify="full")
+    with pytest.raises(dcp.errors.PlanError, match="only"):
+        dcp.read(tmp_path, only=[])
+    with pytest.raises(dcp.CheckpointNotFoundError):
+        dcp.read(tmp_path / "absent")
+    with pytest.raises(dcp.CheckpointError, match="checkpoint_id"):
+        dcp.read()
+
+
+def test_damage_is_found(tmp_path: Path) -> None:
+    """As by a load."""
+    dcp.save({"w": torch.arange(1000.0)}, checkpoint_id=tmp_path)
+    (file,) = tmp_path.glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    at = data.index(torch.arange(100.0, 110.0).numpy().tobytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(dcp.CorruptCheckpointError):
+        dcp.read(tmp_path)
+    assert dcp.read(tmp_path, verify="none")["w"].shape == (1000,)
+
+
+@pytest.mark.parametrize(
+    ("notes", "has_parts"),
+    [
+        ({"containers": [], "values": 5}, False),
+        ({"containers": [], "values": ["b"]}, False),
+        ({"containers": [{"path": ["a"], "kind": "dict", "keys": 5}], "values": {}}, True),
+    ],
+)
+def test_notes_on_containers_that_nobody_writes(
+    tmp_path: Path, notes: dict[str, Any], has_parts: bool
+) -> None:
+    """A stranger's are an error of the format; parts do without a note on one container."""
+    dcp.save({"a": {0: torch.ones(2)}, "b": torch.ones(2)}, checkpoint_id=tmp_path)
+
+    def change(fields: dict[str, Any]) -> None:
+        _, zero, packed = fields["provenance"]
+        provenance = msgpack.unpackb(packed) | {"structure": {"version": 1, **notes}}
+        packed = msgpack.packb(provenance)
+        fields["provenance"] = [len(packed), zero, packed]
+
+    rewrite_manifest(tmp_path, change)
+    with pytest.raises(dcp.errors.CheckpointFormatError, match="notes on the structure"):
+        dcp.read(tmp_path)
+    if has_parts:
+        assert torch.equal(dcp.read(tmp_path, only="a")["a"]["0"], torch.ones(2))
+    else:
+        with pytest.raises(dcp.errors.CheckpointFormatError, match="notes on the structure"):
+            dcp.read(tmp_path, only="a")
+
+
+def read_together(rank: int, world_size: int, root: Path) -> Any:
+    """A sharded state of two ranks, read by both and by one alone."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    whole = torch.arange(20.0).reshape(5, 4)
+    state = {"w": distribute_tensor(whole, mesh, [Shard(0)]), "own": dcp.PerRank({"rank": rank})}
+    dcp.save(state, checkpoint_id=root)
+    found = dcp.read(root)
+    alone = dcp.read(root, only="own", no_dist=True)
+    dist.barrier()
+    try:
+        dcp.read(root, only="w" if rank == 0 else "absent")
+    except dcp.MissingKeyError as error:
+        return found["w"].equal(whole), alone, str(error)
+    return None
+
+
+def test_every_rank_gets_whole_tensors(tmp_path: Path) -> None:
+    """However they were sharded; each rank's own values are there for all; one rank's error is all ranks'."""
+    for result in run_ranks(2, read_together, tmp_path / "x"):
+        is_whole, alone, message = result
+        assert is_whole
+        assert sorted(value["rank"] for value in alone["own"].values()) == [0, 1]
+        assert "rank 1" in message

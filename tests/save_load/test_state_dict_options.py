@@ -1,0 +1,230 @@
+"""`dcp.state_dict`: state of models and optimizers out, through a checkpoint, and back into others."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as stock
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import dcp
+from dcp.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from tests.support.parallel import RECIPES, Block, Training
+from tests.support.ranks import run_ranks
+from tests.support.values import differences, fill, leaves, raw
+
+SAVE = {"ours": dcp.save, "stock": stock.save}
+ROUTES = (("ours", dcp.load), ("ours", stock.load), ("stock", dcp.load))
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def state_of(training: Training, options: StateDictOptions | None = None) -> dict[str, Any]:
+    """Model and optimizer as one state."""
+    model, optimizer = get_state_dict(training.model, training.optimizer, options=options)
+    return {"model": model, "optimizer": optimizer}
+
+
+def put_back(training: Training, state: dict[str, Any], options: StateDictOptions | None = None) -> None:
+    """Set model and optimizer from one state."""
+    set_state_dict(
+        training.model,
+        training.optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=options,
+    )
+
+
+def set_into_another(
+    rank: int, world: int, root: str, name: str, flatten: bool, routes: list[int]
+) -> list[str]:
+    """Save one training, load and set into one built anew; what its model and optimizer then lack."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    found = []
+    for saver, load in (ROUTES[number] for number in routes):
+        folder = f"{root}/{name}-{flatten}-{saver}-{load.__module__}"
+        state = state_of(RECIPES[name][0](world), options)
+        SAVE[saver](fill(state), checkpoint_id=folder)
+        training = RECIPES[name][0](world)
+        for parameter in training.model.parameters():
+            parameter.data.zero_()
+        target = state_of(training, options)
+        load(target, checkpoint_id=folder)
+        put_back(training, target, options)
+        found += [f"{saver} {item}" for item in differences(state_of(training, options))]
+    return found
+
+
+WORLDS = {
+    "fsdp1": 2,
+    "fsdp2": 3,
+    "ddp": 2,
+    "tensor_parallel": 2,
+    "fsdp2_tensor_parallel": 4,
+    "hybrid_sharded": 4,
+    "frozen": 2,
+}
+FLATTENED = ("fsdp2", "fsdp2_tensor_parallel")
+ALL_ROUTES = [*range(len(ROUTES))]
+SETTING = [
+    # each by one of the routes, which all load the same (test_parallel_models)
+    *((name, world, name in FLATTENED, [number % 3]) for number, (name, world) in enumerate(WORLDS.items())),
+    ("pipeline", 2, True, [0]),  # in groups, those of its stages collide
+    *(
+        pytest.param(name, world, flatten, ALL_ROUTES, marks=pytest.mark.exhaustive)
+        for flatten in (False, True)
+        for name, world in (WORLDS | ({"pipeline": 2} if flatten else {})).items()
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "world", "flatten", "routes"), SETTING)
+def test_models_and_optimizers_get_back_what_was_saved(
+    name: str, world: int, flatten: bool, routes: list[int], tmp_path: Path
+) -> None:
+    """set_state_dict after load restores every parameter, buffer and optimizer tensor."""
+    assert run_ranks(world, set_into_another, str(tmp_path), name, flatten, routes) == [[]] * world
+
+
+def full_state(rank: int, world: int, root: str, name: str) -> list[str]:
+    """Save a full, offloaded state dict of rank 0; set it from rank 0 into all; what differs on any rank."""
+    training = RECIPES[name][0](world)
+    put_back(training, fill(state_of(training)))
+    full = state_of(training, FULL)
+    found = [] if rank == 0 or not list(leaves(full["model"])) else [f"rank {rank} has a full state"]
+    if rank == 0:
+        found += [f"full {item}" for item in differences(full)]
+        dcp.save(full, checkpoint_id=f"{root}/full", no_dist=True)
+    dist.barrier()
+    other = RECIPES[name][0](world)
+    loaded = state_of(other, FULL)
+    if rank == 0:
+        for value in (value for _, value in leaves(loaded) if isinstance(value, torch.Tensor)):
+            value.zero_()
+        dcp.load(loaded, checkpoint_id=f"{root}/full", no_dist=True)
+        if tuple(map(int, torch.__version__.split(".")[:2])) < (
+            2,
+            13,
+        ):  # full tensors have odd strides there, and torch broadcasts memory
+            for _, value in leaves(loaded):
+                if isinstance(value, torch.Tensor):
+                    value.data = value.contiguous()
+    broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    # not set_state_dict: where the model state is empty it leaves the model out, and rank 0 waits for ever
+    set_model_state_dict(other.model, loaded["model"], options=broadcast)
+    set_optimizer_state_dict(other.model, other.optimizer, loaded["optimizer"], options=broadcast)
+    found += [f"set {item}" for item in differences(state_of(other))]
+    # and the full checkpoint loads straight into the sharded state
+    third = state_of(RECIPES[name][0](world))
+    dcp.load(third, checkpoint_id=f"{root}/full")
+    return found + [f"sharded {item}" for item in differences(third)]
+
+
+@pytest.mark.parametrize(
+    ("name", "world"), [("fsdp2", 2), ("tensor_parallel", 2), ("fsdp2_tensor_parallel", 4)]
+)
+def test_a_full_state_of_rank_0_is_saved_broadcast_and_resharded(
+    name: str, world: int, tmp_path: Path
+) -> None:
+    """full_state_dict and cpu_offload to save, broadcast_from_rank0 to set; the full one loads sharded."""
+    assert run_ranks(world, full_state, str(tmp_path), name) == [[]] * world
+
+
+def separately(rank: int, world: int, root: str) -> list[str]:
+    """Model alone and optimizer alone, each its own checkpoint."""
+    training = RECIPES["fsdp2"][0](world)
+    dcp.save({"model": fill(get_model_state_dict(training.model))}, checkpoint_id=f"{root}/model")
+    optimizer = get_optimizer_state_dict(training.model, training.optimizer)
+    dcp.save({"optimizer": fill(optimizer)}, checkpoint_id=f"{root}/optimizer")
+    other = RECIPES["fsdp2"][0](world)
+    model = {"model": get_model_state_dict(other.model)}
+    dcp.load(model, checkpoint_id=f"{root}/model")
+    set_model_state_dict(other.model, model["model"])
+    found = differences(dict(get_model_state_dict(other.model)))
+    state = {"optimizer": get_optimizer_state_dict(other.model, other.optimizer)}
+    dcp.load(state, checkpoint_id=f"{root}/optimizer")
+    set_optimizer_state_dict(other.model, other.optimizer, state["optimizer"])
+    return found + differences(dict(get_optimizer_state_dict(other.model, other.optimizer)))
+
+
+def test_model_and_optimizer_are_saved_apart(tmp_path: Path) -> None:
+    """get_model_state_dict and get_optimizer_state_dict, each through a checkpoint of its own."""
+    assert run_ranks(2, separately, str(tmp_path)) == [[], []]
+
+
+def without_frozen(rank: int, world: int, root: str) -> list[Any]:
+    """Save without frozen parameters; names stored, strict and other loads of them."""
+    training = RECIPES["frozen"][0](world)
+    trained_only = StateDictOptions(ignore_frozen_params=True)
+    state = state_of(training, trained_only)
+    dcp.save(fill(state), checkpoint_id=root)
+    names = [name for name in dcp.open_index(root).fqns if name.startswith("model.")]
+    other = RECIPES["frozen"][0](world)
+    target = state_of(other, trained_only)
+    dcp.load(target, checkpoint_id=root)
+    put_back(other, target, StateDictOptions(ignore_frozen_params=True, strict=False))
+    everything = state_of(other)
+    before = {n: raw(v.to_local()) for n, v in everything["model"].items() if n.startswith("first")}
+    try:
+        dcp.load(everything, checkpoint_id=root)
+        refused = False
+    except dcp.MissingKeyError:
+        refused = True
+    report = dcp.load(everything, checkpoint_id=root, allow_partial_load=True)
+    after = {n: raw(v.to_local()) for n, v in everything["model"].items() if n.startswith("first")}
+    return [
+        names,
+        differences(state_of(other, trained_only)),
+        refused,
+        sorted(report.missing),
+        before == after,
+    ]
+
+
+def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
+    """ignore_frozen_params stores none of them; a full load is refused, a partial one keeps and reports
+    them."""
+    for names, differing, refused, missing, kept in run_ranks(2, without_frozen, str(tmp_path)):
+        assert not any("first" in name for name in names) and len(names) == 4
+        assert (differing, refused, kept) == ([], True, True)
+        assert missing == ["model.first.bias", "model.first.weight"]
+
+
+def fewer_layers(rank: int, world: int, root: str) -> list[str]:
+    """A checkpoint of fewer layers than the model has, set with strict=False; what is missing."""
+    mesh = init_device_mesh("cpu", (world,))
+
+    def sharded(*names: str) -> nn.Module:
+        model = nn.Sequential(OrderedDict((name, Block()) for name in names))
+        fully_shard(model, mesh=mesh)
+        return model
+
+    dcp.save(fill({"model": get_model_state_dict(sharded("a"))}), checkpoint_id=root)
+    larger = sharded("a", "b")
+    target = {"model": get_model_state_dict(larger)}
+    dcp.load(target, checkpoint_id=root, allow_partial_load=True)
+    part = {name: value for name, value in target["model"].items() if name.startswith("a.")}
+    keys = set_model_state_dict(larger, part, options=StateDictOptions(strict=False))
+    assert differences({"model": part}) == []
+    return sorted(keys.missing_keys)
+
+
+def test_a_part_of_a_model_is_set_without_strict(tmp_path: Path) -> None:
+    """What the checkpoint lacks is told by set_model_state_dict's result."""
+    missing = sorted(f"b.{name}" for name in Block().state_dict())
+    assert run_ranks(2, fewer_layers, str(tmp_path)) == [missing, missing]

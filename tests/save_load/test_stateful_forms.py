@@ -1,0 +1,235 @@
+"""Objects that have less state when they are made than they had when they were saved."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, OrderedDict, defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as stock
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import dcp
+from dcp.errors import MissingKeyError, UnexpectedKeyError
+from tests.save_load.roads import TakesObjects
+from tests.support.ranks import run_ranks
+
+
+class Holder:
+    """Has whatever state it is given, and remembers that it was given some."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+        self.loads = 0
+
+    def state_dict(self) -> Any:
+        """The state itself, not a copy."""
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take the state."""
+        self.state = state
+        self.loads += 1
+
+
+def tensor(*values: float) -> torch.Tensor:
+    """A small tensor."""
+    return torch.tensor(values, dtype=torch.float32)
+
+
+FORMS: dict[str, tuple[Any, Any]] = {
+    "empty dict": ({}, {"a": 1}),
+    "empty dict, deeper": ({"seen": {}}, {"seen": {"a": {"b": [1, 2]}, "t": tensor(1)}}),
+    "dict of tensors": ({"x": {"a": tensor(0)}}, {"x": {"a": tensor(1), "b": tensor(2, 3)}}),
+    "counter": (Counter(), Counter({"a": 2, "b": 3})),
+    "counter within": ({"counts": Counter({"a": 0})}, {"counts": Counter({"a": 2, "b": 3})}),
+    "counter that has lost a key": ({"counts": Counter({"z": 1})}, {"counts": Counter({"a": 2})}),
+    "defaultdict": ({"by": defaultdict(int)}, {"by": defaultdict(int, {"a": 2})}),
+    "integer keys": ({"by": {1: 0}}, {"by": {1: 5, 2: 6}}),
+    "empty dict in a dict": ({}, {"a": {}}),
+    "order": ({"lru": OrderedDict(b=0)}, {"lru": OrderedDict(a=1, b=2)}),
+    "list of values": ({"list": []}, {"list": [1, 2, 3]}),
+    "list of tensors": ({"list": []}, {"list": [tensor(1), tensor(2)]}),
+    "longer list": ({"list": [tensor(0)]}, {"list": [tensor(1), tensor(2)]}),
+    "shorter list": ({"list": [tensor(0), tensor(0)]}, {"list": [tensor(1)]}),
+    "emptied list": ({"list": [tensor(0), tensor(0)]}, {"list": []}),
+    "list of dicts": ({"queue": []}, {"queue": [{"a": 1}, {"a": 2, "t": tensor(1)}]}),
+    "none to tensor": ({"x": None}, {"x": tensor(1, 2)}),
+    "none to value": ({"x": None}, {"x": 3}),
+    "none to dict": ({"x": None}, {"x": {"a": 1, "t": tensor(1)}}),
+    "tensor to none": ({"x": tensor(1)}, {"x": None}),
+    "dict to none": ({"x": {"a": 1}}, {"x": None}),
+    "empty tensor": ({"history": torch.zeros(0)}, {"history": tensor(1, 2, 3)}),
+    "grown tensor": ({"history": tensor(0)}, {"history": tensor(1, 2, 3)}),
+    "own of the rank": ({"own": dcp.PerRank({})}, {"own": dcp.PerRank({"a": 1})}),
+    "all at once": (
+        {"a": {}, "b": None, "c": [], "d": {"t": tensor(0)}},
+        {"a": {"x": 1}, "b": tensor(1), "c": [tensor(2)], "d": {"t": tensor(3), "u": tensor(4)}},
+    ),
+}
+
+
+def told(value: Any) -> Any:
+    """A value with its types, and lists for tensors."""
+    if isinstance(value, torch.Tensor):
+        return ("tensor", str(value.dtype), value.tolist())
+    if isinstance(value, dcp.PerRank):
+        return ("own", told(value.value))
+    if isinstance(value, dict):
+        return [type(value).__name__, [(key, told(entry)) for key, entry in value.items()]]
+    return [told(entry) for entry in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("road", ["columns", "objects", "stock"])
+def test_an_object_is_given_what_was_saved(tmp_path: Path, road: str) -> None:
+    """Whatever it has when it is made: by each way through a load, and of what stock torch saved.
+
+    A state that is not there yet keeps the classes of its containers as far as the checkpoint tells them.
+    """
+    planner = TakesObjects() if road == "objects" else None
+    left_out = (
+        {"own of the rank", "empty dict in a dict"} if road == "stock" else set()
+    )  # which stock does not save
+    forms = {name: form for name, form in FORMS.items() if name not in left_out}
+    saved = {name: Holder(copy.deepcopy(after)) for name, (_, after) in forms.items()}
+    fresh = {name: Holder(copy.deepcopy(before)) for name, (before, _) in forms.items()}
+    before = {name: copy.deepcopy(holder.state) for name, holder in fresh.items()}
+    (stock.save if road == "stock" else dcp.save)(saved, checkpoint_id=tmp_path)
+    own = {name: holder.state for name, holder in fresh.items()}
+    dcp.load(fresh, checkpoint_id=tmp_path, planner=planner)
+    for name, (_, after) in forms.items():
+        assert told(fresh[name].state) == told(after), name
+        assert fresh[name].loads == 1
+        if own[name] is not fresh[name].state:  # a container that grew is a copy
+            assert set(own[name]) == set(before[name]), name
+
+
+@pytest.mark.parametrize("road", ["columns", "objects"])
+def test_what_names_parameters_does_not_grow(tmp_path: Path, road: str) -> None:
+    """A model or an optimizer that lacks something is no less an error within an object than beside it; so is
+    what an object asks for that the checkpoint has not."""
+    planner = TakesObjects() if road == "objects" else None
+    net, smaller = (nn.Sequential(*(nn.Linear(2, 2) for _ in range(count))) for count in (2, 1))
+    optimizer, other = (torch.optim.AdamW(each.parameters()) for each in (net, smaller))
+    torch.autograd.backward(net(torch.ones(1, 2)).sum())
+    optimizer.step()
+    models = {"net": net.state_dict(), "plain": dict(net.state_dict()), "optim": optimizer.state_dict()}
+    saved: dict[str, Any] = {"app": Holder({**models, "list": [net.state_dict()] * 2}), "net": net}
+    dcp.save(saved, checkpoint_id=tmp_path)
+    cases: list[tuple[dict[str, Any], Any, str]] = [
+        ({"net": smaller}, UnexpectedKeyError, "'net.1'"),
+        (
+            {"app": Holder({**saved["app"].state, "net": smaller.state_dict()})},
+            UnexpectedKeyError,
+            "'app.net.1",
+        ),
+        (
+            {"app": Holder({**saved["app"].state, "plain": dict(smaller.state_dict())})},
+            UnexpectedKeyError,
+            "'app.plain.1",
+        ),
+        (
+            {"app": Holder({**saved["app"].state, "optim": other.state_dict()})},
+            UnexpectedKeyError,
+            "'app.optim.state",
+        ),
+        (
+            {"app": Holder({**saved["app"].state, "list": [net.state_dict()]})},
+            UnexpectedKeyError,
+            "'app.list.1'",
+        ),
+        (
+            {"app": Holder({**saved["app"].state, "list": [net.state_dict()] * 3})},
+            MissingKeyError,
+            "app.list.2",
+        ),
+        ({"app": Holder({**saved["app"].state, "more": tensor(1)})}, MissingKeyError, "app.more"),
+        ({"app": Holder({**saved["app"].state, "more": 1})}, MissingKeyError, "app.more"),
+        ({"app": saved["app"].state | {"list": []}}, MissingKeyError, "app.list"),  # a dict is no object
+    ]
+    for state, error, name in cases:
+        with pytest.raises(error, match=name):
+            dcp.load(state, checkpoint_id=tmp_path, planner=planner)
+        assert all(value.loads == 0 for value in state.values() if isinstance(value, Holder))
+
+
+class Extra(nn.Linear):
+    """A module with state beside its parameters, which it has once it was used."""
+
+    extra: Any = None
+
+    def get_extra_state(self) -> Any:
+        """As torch calls it."""
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        """As torch calls it."""
+        self.extra = state
+
+
+def test_the_extra_state_of_a_module(tmp_path: Path) -> None:
+    """Below a module's own keys the same holds as for any object."""
+    modules = {name: Extra(2, 2) for name in ("tensor", "dict", "list")}
+    modules["tensor"].extra, modules["dict"].extra, modules["list"].extra = tensor(1), {"a": 1}, [tensor(2)]
+    dcp.save(dict(modules), checkpoint_id=tmp_path)
+    fresh = {name: Extra(2, 2) for name in modules}
+    dcp.load(dict(fresh), checkpoint_id=tmp_path)
+    for name, module in modules.items():
+        assert told(fresh[name].extra) == told(module.extra)
+        assert torch.equal(fresh[name].weight, module.weight)
+
+
+def test_a_part_of_an_object(tmp_path: Path) -> None:
+    """What patterns leave out stays as it is, and what is left out of what is lost."""
+    saved = {"app": Holder({"a": {"x": 1}, "b": tensor(1), "c": [tensor(1)], "n": None})}
+    dcp.save(saved, checkpoint_id=tmp_path)
+    fresh = {"app": Holder({"a": {}, "b": None, "c": [], "n": tensor(5)})}
+    dcp.load(fresh, checkpoint_id=tmp_path, only="app.c")
+    assert told(fresh["app"].state) == told({"a": {}, "b": None, "c": [tensor(1)], "n": tensor(5)})
+    fresh = {"app": Holder({"a": {}, "b": None, "c": [], "n": tensor(5)})}
+    dcp.load(fresh, checkpoint_id=tmp_path, exclude="app.a", rename={"^other": "one"})
+    assert told(fresh["app"].state) == told(saved["app"].state | {"a": {}})
+    fresh = {"app": Holder({"a": {}, "b": tensor(0), "c": [tensor(0)], "n": None})}
+    dcp.load(fresh, checkpoint_id=tmp_path, unexpected="ignore")
+    assert fresh["app"].state["a"] == {}
+
+
+def _sharded(rank: int, world_size: int, path: str, road: str) -> list[Any]:
+    """Tensors that the ranks have in parts, in an object whose dict has none of the rest when it is made."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    whole = torch.arange(24.0).reshape(4, 6)
+    own = {"layer0": tensor(0)} if rank == 0 else {"layer1": tensor(1)}
+    grown = {
+        "weight": distribute_tensor(whole, mesh, [Shard(0)]),
+        "seen": {"a": 1, "t": tensor(7)},
+        "x": tensor(3),
+    }
+    save = stock.save if road == "stock" else dcp.save
+    ranks = {} if road == "stock" else {"own": dcp.PerRank({"rank": rank})}
+    save({"app": Holder(grown | {"stage": own} | ranks)}, checkpoint_id=path)
+    weight = distribute_tensor(torch.zeros(4, 6), mesh, [Shard(1)])
+    fresh = Holder({"weight": weight, "seen": {}, "x": None, "stage": {key: tensor(9) for key in own}})
+    fresh.state |= dict.fromkeys(ranks, dcp.PerRank({}))
+    planner = TakesObjects() if road == "objects" else None
+    dcp.load({"app": fresh}, checkpoint_id=path, planner=planner)
+    dist.barrier()
+    state = fresh.state
+    assert state["weight"] is weight and isinstance(weight, DTensor)
+    assert torch.equal(weight.full_tensor(), whole)
+    assert torch.equal(weight.to_local(), whole.chunk(world_size, 1)[rank])
+    assert told(state.get("own", ranks.get("own"))) == told(ranks.get("own"))
+    return [told(state["seen"]), told(state["x"]), told(state["stage"])]
+
+
+@pytest.mark.parametrize("road", ["columns", "objects", "stock"])
+def test_ranks_that_share_an_object(tmp_path: Path, road: str) -> None:
+    """What some rank has stays its own, sharded as it is there; what no rank has comes whole to each."""
+    for rank, (seen, x, stage) in enumerate(run_ranks(2, _sharded, str(tmp_path), road)):
+        assert seen == told({"a": 1, "t": tensor(7)}) and x == told(tensor(3))
+        assert stage == told({f"layer{rank}": tensor(rank)})

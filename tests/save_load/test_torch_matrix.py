@@ -1,0 +1,17 @@
+"""The matrix of writers and readers, with the one torch that is installed here."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.torch_matrix import matrix, table
+
+
+@pytest.mark.exhaustive
+def test_stock_and_ours_read_each_other(tmp_path: Path) -> None:
+    """Written by two ranks, read by one and, sharded otherwise, by two."""
+    found = matrix([sys.executable], tmp_path)
+    assert [len(answers) for answers in found.values()] == [2, 2]
+    assert not [wrong for answers in found.values() for wrong in answers.values() if wrong], found
+    assert table(found).splitlines()[-1].endswith("| yes | yes |")

@@ -1,0 +1,239 @@
+"""Entries of a checkpoint below what was asked for, which nobody takes: an error, unless left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+from torch import nn
+
+import dcp
+from dcp.errors import MissingKeyError, PlanError, UnexpectedKeyError
+from tests.save_load.roads import ROADS, load
+from tests.support.ranks import RankRaised, run_ranks
+
+
+def save(path: Path, **more: Any) -> None:
+    """A model with an encoder, and beside it what nobody asks for."""
+    model = {"encoder": {"w": torch.ones(2), "b": torch.ones(2)}, "head": {"w": torch.ones(3), "n": 4}}
+    dcp.save({"model": model, "optim": {"m": torch.ones(2)}, "step": 3} | more, checkpoint_id=path)
+
+
+def encoder() -> dict[str, Any]:
+    """A part of the model."""
+    return {"model": {"encoder": {"w": torch.zeros(2), "b": torch.zeros(2)}}}
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_what_nobody_takes_is_an_error_that_says_how_to_allow_it(tmp_path: Path, road: str) -> None:
+    """Before anything is read; each of the ways that the message names loads the rest."""
+    save(tmp_path)
+    state = encoder()
+    with pytest.raises(UnexpectedKeyError) as caught:
+        load(state, tmp_path, road)
+    message = str(caught.value)
+    assert "'model.head' (2 below it, such as 'model.head.w')" in message
+    assert 'unexpected="ignore"' in message and "exclude=['model.head']" in message
+    assert "'optim" not in message and "'step'" not in message
+    assert sorted(caught.value.fqns) == ["model.head.n", "model.head.w"]
+    assert isinstance(caught.value, PlanError)
+    assert not state["model"]["encoder"]["w"].any()
+
+    report = load(state, tmp_path, road, unexpected="ignore")
+    assert sorted(report.unexpected) == ["model.head.n", "model.head.w", "optim.m", "step"]
+    assert state["model"]["encoder"]["w"].all()
+    for allowed in ({"exclude": ["model.head"]}, {"only": "model.encoder"}):
+        state = encoder()
+        load(state, tmp_path, road, **allowed)
+        assert state["model"]["encoder"]["b"].all()
+
+
+def test_keys_of_the_top_level_are_not_asked_for(tmp_path: Path) -> None:
+    """Of a nested checkpoint, and of a flat one with dots in its keys."""
+    save(tmp_path / "nested")
+    state: dict[str, Any] = {"step": 0}
+    dcp.load(state, checkpoint_id=tmp_path / "nested")
+    assert state["step"] == 3
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    dcp.save(net.state_dict(), checkpoint_id=tmp_path / "flat")
+    flat = {"0.weight": torch.zeros(2, 2)}
+    dcp.load(flat, checkpoint_id=tmp_path / "flat")
+    assert torch.equal(flat["0.weight"], net.state_dict()["0.weight"])
+
+
+def test_a_model_that_has_lost_a_layer(tmp_path: Path) -> None:
+    """As ``load_state_dict(strict=True)`` would say, and nothing is changed."""
+    dcp.save({"model": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))}, checkpoint_id=tmp_path)
+    layer = nn.Linear(2, 2)
+    model = nn.Sequential(layer)
+    before = layer.weight.clone()
+    with pytest.raises(UnexpectedKeyError, match=r"'model\.1'"):
+        dcp.load({"model": model}, checkpoint_id=tmp_path)
+    assert torch.equal(layer.weight, before)
+    dcp.load({"model": model}, checkpoint_id=tmp_path, unexpected="ignore")
+    assert not torch.equal(layer.weight, before)
+
+
+def test_the_state_dict_of_an_optimizer_without_state(tmp_path: Path) -> None:
+    """A plain dict has no optimizer to make its state, so that it is said what to do; empty dicts and lists
+    are asked for as others."""
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    torch.autograd.backward(net(torch.ones(1, 2)).sum())
+    optimizer.step()
+    state = {"optim": optimizer.state_dict(), "found": {"a": 1}, "many": [torch.ones(1), torch.ones(1)]}
+    dcp.save(state, checkpoint_id=tmp_path)
+    new = torch.optim.AdamW(net.parameters())
+    with pytest.raises(UnexpectedKeyError, match=r"'optim\.state'.*has made a step"):
+        dcp.load({"optim": new.state_dict()}, checkpoint_id=tmp_path)
+    with pytest.raises(UnexpectedKeyError, match="'found'"):
+        dcp.load({"found": {}}, checkpoint_id=tmp_path)
+    with pytest.raises(UnexpectedKeyError, match=r"'many\.1'"):
+        dcp.load({"many": [torch.zeros(1)]}, checkpoint_id=tmp_path)
+
+
+class StepsInTrainModeOnly(torch.optim.SGD):
+    """As schedulefree's optimizers do."""
+
+    def train(self) -> None:
+        """The mode for steps."""
+        for group in self.param_groups:
+            group["train_mode"] = True
+
+    def step(self, closure: Any = None) -> Any:
+        """In that mode."""
+        if not all(group.get("train_mode") for group in self.param_groups):
+            raise RuntimeError("not in train mode")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("kind", ["LBFGS", "one step of LBFGS", "train mode"])
+def test_optimizers_that_make_no_step_by_themselves(tmp_path: Path, kind: str, road: str) -> None:
+    """LBFGS needs a closure, others a mode. A fresh one gets its state, and goes on as the one saved."""
+    makes: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+        "LBFGS": lambda net: torch.optim.LBFGS(net.parameters(), max_iter=3, history_size=4),
+        "one step of LBFGS": lambda net: torch.optim.LBFGS(net.parameters(), max_iter=1),
+        "train mode": lambda net: StepsInTrainModeOnly(net.parameters(), lr=0.1, momentum=0.9),
+    }
+    torch.manual_seed(0)
+    nets = [nn.Linear(2, 2) for _ in range(2)]
+    saved, fresh = [makes[kind](net) for net in nets]
+
+    def train(net: nn.Module, optimizer: Any) -> None:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = net(torch.ones(1, 2)).square().sum()
+            torch.autograd.backward(loss)
+            return loss
+
+        if kind == "train mode":
+            optimizer.train()
+        optimizer.step(closure)
+
+    train(nets[0], saved)
+    dcp.save({"net": nets[0], "optim": saved}, checkpoint_id=tmp_path)
+    load({"net": nets[1], "optim": fresh}, tmp_path, road)
+    assert repr(fresh.state_dict()) == repr(saved.state_dict())
+    for net, optimizer in zip(nets, (saved, fresh), strict=True):
+        train(net, optimizer)
+    assert torch.equal(nets[0].weight, nets[1].weight)
+
+
+def test_what_is_missing_comes_first(tmp_path: Path) -> None:
+    """A prefix too many makes every key both missing and unexpected; the missing ones are the matter."""
+    save(tmp_path)
+    with pytest.raises(MissingKeyError):
+        dcp.load({"model": {"module": {"w": torch.zeros(2)}}}, checkpoint_id=tmp_path)
+
+
+@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize(
+    ("rename", "state", "lost"),
+    [
+        ({"^net": "model"}, {"net": encoder()["model"]}, "'model.head'"),
+        ({"^enc": "model.encoder"}, {"enc": {"w": torch.zeros(2)}}, "'model.encoder.b'"),
+        ({"^enc": "model.encoder"}, {"enc": encoder()["model"]["encoder"]}, None),
+        ({r"^a\.": ""}, {"a": {"step": 0}}, None),
+        ({r"\.module\.": "."}, {"model": {"module": encoder()["model"]}}, "'model.head'"),
+    ],
+)
+def test_under_other_names(tmp_path: Path, road: str, rename: Any, state: Any, lost: str | None) -> None:
+    """What a dict is called in the checkpoint follows from what its entries are."""
+    save(tmp_path)
+    if lost is None:
+        load(state, tmp_path, road, rename=rename)
+        return
+    with pytest.raises(UnexpectedKeyError) as caught:
+        load(state, tmp_path, road, rename=rename)
+    assert lost in str(caught.value)
+
+
+def test_the_planner_brings_it_too(tmp_path: Path) -> None:
+    """The option of a planner holds where the call has none; nonsense is refused."""
+    save(tmp_path)
+    lenient = dcp.DefaultLoadPlanner(unexpected="ignore")
+    dcp.load(encoder(), checkpoint_id=tmp_path, planner=lenient)
+    with pytest.raises(UnexpectedKeyError):
+        dcp.load(encoder(), checkpoint_id=tmp_path, planner=lenient, unexpected="error")
+    with pytest.raises(PlanError, match="unexpected must be"):
+        dcp.load(encoder(), checkpoint_id=tmp_path, unexpected="drop")  # type: ignore[arg-type]
+
+
+def test_planners_of_others_decide_themselves(tmp_path: Path) -> None:
+    """torch's leave out what they do not know, as torch's load does; so do torch's functions with ours."""
+    save(tmp_path)
+    by_ours, by_stock = encoder(), encoder()
+    dcp.load(by_ours, checkpoint_id=tmp_path, planner=stock.DefaultLoadPlanner())
+    stock.load(by_stock, storage_reader=dcp.FileSystemReader(tmp_path), planner=dcp.DefaultLoadPlanner())
+    for state in (by_ours, by_stock):
+        assert all(tensor.tolist() == [1, 1] for tensor in state["model"]["encoder"].values())
+
+
+def _stages(rank: int, world_size: int, path: str, road: str) -> list[str]:
+    full = {f"layer{number}": {"w": torch.full((2,), float(number))} for number in range(world_size)}
+    dcp.save({"model": full, "more": {"x": 1, "y": 2}}, checkpoint_id=path)
+    own: dict[str, Any] = {"model": {f"layer{rank}": {"w": torch.zeros(2)}}}
+    load(own, Path(path), road)  # each stage takes its layer
+    assert own["model"][f"layer{rank}"]["w"].tolist() == [rank, rank]
+    other: dict[str, Any] = {"more": {"x": 0}} if rank == 0 else {}
+    other |= {"model": {"layer0": {"w": torch.zeros(2)}}}
+    load(other, Path(path), road)
+    return []
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_ranks_take_what_others_leave(tmp_path: Path, road: str) -> None:
+    """A stage of a pipeline has its own layers only; what no rank takes is an error on all."""
+    for result in run_ranks(2, _stages, str(tmp_path), road, failures=True):
+        assert isinstance(result, RankRaised)
+        assert result.type_name == "UnexpectedKeyError"
+        assert "'model.layer1'" in result.message and "'more.y'" in result.message
+        assert "layer0" not in result.message
+
+
+def test_the_manager_takes_the_option(tmp_path: Path) -> None:
+    """A restore raises it at once: an older step would not fit better."""
+    with dcp.CheckpointManager(tmp_path, every_steps=1) as manager:
+        for step in (1, 2):
+            manager.save(step, {"model": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))})
+    state = {"model": nn.Sequential(nn.Linear(2, 2))}
+    with dcp.CheckpointManager(tmp_path, every_steps=1) as manager:
+        with pytest.raises(UnexpectedKeyError):
+            manager.restore(state)
+        restored = manager.restore(state, unexpected="ignore")
+    assert restored is not None and restored.step == 2
+
+
+def test_files_of_other_formats(tmp_path: Path) -> None:
+    """The same rule for what torch.save and safetensors hold."""
+    torch.save({"model": {"a": torch.ones(2), "b": torch.ones(2)}, "args": 1}, tmp_path / "x.pt")
+    state = {"model": {"a": torch.zeros(2)}}
+    with pytest.raises(UnexpectedKeyError, match=r"'model\.b'"):
+        dcp.load(state, checkpoint_id=tmp_path / "x.pt")
+    dcp.load(state, checkpoint_id=tmp_path / "x.pt", exclude="model.b")
+    assert state["model"]["a"].all()

@@ -1,0 +1,109 @@
+"""Tensors of every dtype and memory layout, with bytes that are all different, for tests of staging."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+import dcp
+from tests.support.values import raw
+
+__all__ = ["DTYPES", "TensorSpec", "bits", "collect", "make_tensors", "tensor_specs"]
+
+_NAMES = (
+    *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"),
+    *("float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2", "complex128", "complex64", "complex32"),
+    *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool", "bits8", "bits16"),
+)
+DTYPES = tuple(name for name in _NAMES if hasattr(torch, name))
+Memory = Literal["contiguous", "transposed", "stepped", "offset", "expanded", "conjugated", "tied", "leaf"]
+_MEMORY: tuple[Memory, ...] = (
+    "contiguous",
+    "transposed",
+    "stepped",
+    "offset",
+    "expanded",
+    "conjugated",
+    "tied",
+    "leaf",
+)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor; ``tied`` is the previous one once more."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    memory: Memory
+    seed: int
+
+
+def tensor_specs() -> st.SearchStrategy[list[TensorSpec]]:
+    """Lists of specs, empty and 0-dimensional tensors among them."""
+    spec = st.builds(
+        TensorSpec,
+        dtype=st.sampled_from(DTYPES),
+        shape=st.lists(st.integers(0, 6) | st.just(33), max_size=3).map(tuple),
+        memory=st.sampled_from(_MEMORY),
+        seed=st.integers(0, 1 << 16),
+    )
+    return st.lists(spec, min_size=1, max_size=8)
+
+
+def _filled(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    itemsize = dtype.itemsize
+    count = int(np.prod(shape, dtype=np.int64))
+    data = np.random.default_rng(seed).integers(
+        0, 2 if dtype == torch.bool else 256, count * itemsize, np.uint8
+    )
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(data).view(dtype).view(shape)
+
+
+def _make(spec: TensorSpec, previous: torch.Tensor | None) -> torch.Tensor:
+    dtype, shape = getattr(torch, spec.dtype), spec.shape
+    if spec.memory == "tied" and previous is not None:
+        return previous
+    if spec.memory == "transposed" and shape:
+        return _filled(dtype, shape[::-1], spec.seed).permute(*range(len(shape))[::-1])
+    if spec.memory == "stepped" and shape:
+        return _filled(dtype, (*shape[:-1], 2 * shape[-1]), spec.seed)[..., ::2]
+    if spec.memory == "offset" and shape:
+        return _filled(dtype, (shape[0] + 1, *shape[1:]), spec.seed)[1:]
+    if spec.memory == "expanded" and shape:
+        return _filled(dtype, (1, *shape[1:]), spec.seed).expand(shape)
+    filled = _filled(dtype, shape, spec.seed)
+    if spec.memory == "conjugated" and dtype in (torch.complex64, torch.complex128):
+        return filled.conj()
+    if spec.memory == "leaf" and dtype in (torch.float32, torch.bfloat16):
+        return torch.nn.Parameter(filled)
+    return filled
+
+
+def make_tensors(specs: list[TensorSpec]) -> dict[str, torch.Tensor]:
+    """The tensors, as a flat state dict."""
+    made: dict[str, torch.Tensor] = {}
+    previous = None
+    for number, spec in enumerate(specs):
+        previous = made[f"layer.{number}"] = _make(spec, previous)
+    return made
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """The elements as bytes in C order, whatever the dtype and the strides."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return raw(tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor)
+
+
+def collect(state_dict: Mapping[str, Any]) -> Any:
+    """What a session gives to a stager."""
+    planner = dcp.DefaultSavePlanner()
+    planner.set_up_planner(dict(state_dict), None, True)
+    return planner.create_local_columns(digests=False).encoded()

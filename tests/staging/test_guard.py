@@ -1,0 +1,184 @@
+"""A staged copy that is not what the state was when the save began is an error that names the tensors."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from dcp.errors import StagingError
+from dcp.staging import DefaultStager, check_staged, sample_state
+from tests.staging.sources import TensorSpec, bits, make_tensors, tensor_specs
+
+FAST = settings(max_examples=40, deadline=None)
+
+
+def copied(state: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """What a stager gives."""
+    stager = DefaultStager(**options)
+    staged = stager.stage(state)
+    found = staged.result(240) if isinstance(staged, Future) else staged
+    stager.close()
+    return found
+
+
+def patterns(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as integers, where they are."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().view(kinds[tensor.itemsize])
+
+
+@FAST
+@given(specs=tensor_specs(), guard=st.sampled_from(["sampled", "full", "off"]), threads=st.integers(1, 3))
+def test_every_dtype_stride_and_tie_is_staged_bit_for_bit(
+    specs: list[TensorSpec], guard: str, threads: int
+) -> None:
+    """No false alarm for any tensor: copies are contiguous, of equal shape and dtype, and ties stay ties."""
+    state = make_tensors(specs)
+    samples = sample_state(state)
+    staged = copied(state, guard=guard, threads=threads)
+    check_staged(state, staged, samples)
+    for number, (name, source) in enumerate(state.items()):
+        copy = staged[name]
+        assert (copy.shape, copy.dtype, copy.requires_grad) == (source.shape, source.dtype, False)
+        assert bits(copy) == bits(source), name
+        if specs[number].memory == "tied" and number and source.numel() and not source.is_conj():
+            assert copy.data_ptr() == staged[f"layer.{number - 1}"].data_ptr()
+
+
+@FAST
+@given(specs=tensor_specs(), data=st.data())
+def test_a_tensor_overwritten_between_sample_and_copy_is_found(
+    specs: list[TensorSpec], data: st.DataObject
+) -> None:
+    """Samples see a tensor that became another, whatever its memory looks like, and no other one."""
+    state = make_tensors(specs)
+    name = data.draw(st.sampled_from([*state]))
+    victim = state[name]
+    assume(victim.numel() and victim.itemsize < 16 and 0 not in victim.stride() and not victim.is_conj())
+    samples = sample_state(state)
+    patterns(victim).bitwise_not_()
+    same_memory = [other for other, tensor in state.items() if tensor.data_ptr() == victim.data_ptr()]
+    with pytest.raises(StagingError) as caught:
+        check_staged(state, copied(state), samples)
+    assert set(caught.value.fqns) == {*same_memory} >= {name}
+
+
+@settings(max_examples=30, deadline=None)
+@given(count=st.integers(1, 5000), data=st.data())
+def test_full_sees_every_byte(count: int, data: st.DataObject) -> None:
+    """With guard='full' any single change is found."""
+    state = {"w": torch.arange(count, dtype=torch.int16)}
+    samples = sample_state(state, "full")
+    state["w"][data.draw(st.integers(0, count - 1))] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(StagingError, match="'w'"):
+        check_staged(state, {"w": state["w"].clone()}, samples)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.int64, torch.float32])
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_samples_see_every_element_of_a_tiny_tensor(dtype: torch.dtype, count: int) -> None:
+    """Steps and counters of a few elements are compared whole."""
+    for element in range(count):
+        state = {"large": torch.zeros(100), "tiny": torch.arange(count).to(dtype)}
+        samples = sample_state(state)
+        patterns(state["tiny"])[element] ^= 1
+        with pytest.raises(StagingError, match="'tiny'"):
+            check_staged(state, copied(state), samples)
+
+
+def test_samples_of_later_saves_look_at_other_places() -> None:
+    """A change that is missed once is not missed for ever: half of a percent is met within some saves."""
+    state = {"w": torch.zeros(1 << 20, dtype=torch.uint8)}
+    found = []
+    for serial in range(40):
+        samples = sample_state(state, serial=serial)
+        staged = {"w": state["w"].clone()}
+        staged["w"][500_000:505_000] = 1
+        try:
+            check_staged(state, staged, samples)
+            found.append(False)
+        except StagingError:
+            found.append(True)
+    assert any(found) and not all(found)
+
+
+def test_views_of_one_memory_that_differ_are_copied_each() -> None:
+    """Equal addresses alone are no tie: shape, dtype and strides count."""
+    whole = torch.arange(16.0).reshape(4, 4)
+    state = {"whole": whole, "t": whole.t(), "head": whole[0], "bits": whole.view(torch.int32)}
+    staged = copied({**state, "again": whole})
+    for name, tensor in state.items():
+        assert torch.equal(staged[name], tensor), name
+    assert len({staged[name].data_ptr() for name in state}) == 4
+    assert staged["whole"].data_ptr() == staged["again"].data_ptr()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_large_tensors_are_cut_over_threads(threads: int) -> None:
+    """Of tensors larger than a share, odd ones, and small ones between, each byte is copied."""
+    state = {"transposed": torch.arange(3 << 20, dtype=torch.int16).view(1024, -1).t()}
+    for number, size in enumerate(((21 << 20) + 3, 1, 130_000, 9 << 20, 7, 200_001)):
+        state[f"t{number}"] = torch.arange(size, dtype=torch.int64).mul_(number + 7).to(torch.uint8)
+    staged = copied(state, threads=threads, guard="full")
+    assert all(torch.equal(staged[name], tensor) for name, tensor in state.items())
+
+
+def test_the_error_names_sixteen_tensors_and_counts_all() -> None:
+    """Of many changed tensors some are named; facts carry the number."""
+    state = {f"layer.{number:02}": torch.zeros(50) for number in range(30)}
+    state["untouched"] = torch.zeros(50)
+    samples = sample_state(state)
+    for name in list(state)[:30]:
+        state[name].add_(1)
+    with pytest.raises(StagingError, match=r"30 tensors differ.*'layer.15' and 14 more") as caught:
+        check_staged(state, copied(state), samples)
+    assert caught.value.fqns == [f"layer.{number:02}" for number in range(16)]
+    assert caught.value.count == 30
+
+
+def test_a_stager_that_returns_the_state_itself_is_caught() -> None:
+    """Memory of the state in the staged dict is an error, for views and parts of it too."""
+    state = {"weight": torch.arange(100.0), "bias": torch.ones(3)}
+    samples = sample_state(state)
+    with pytest.raises(StagingError, match="'weight', 'bias'"):
+        check_staged(state, dict(state), samples)
+    shifted = {"weight": state["weight"].clone(), "bias": state["weight"][50:53]}
+    with pytest.raises(StagingError, match="in memory of the state") as caught:
+        check_staged(state, shifted, samples)
+    assert caught.value.fqns == ["bias"]
+
+
+def test_a_stale_copy_is_caught() -> None:
+    """A cache that is not refreshed passes once and fails after the state has changed."""
+    state = {"weight": torch.arange(10_000.0), "bias": torch.ones(3)}
+    cache = {name: value.clone() for name, value in state.items()}
+    check_staged(state, cache, sample_state(state))
+    state["bias"].mul_(2)
+    with pytest.raises(StagingError, match="'bias'") as caught:
+        check_staged(state, cache, sample_state(state, serial=1))
+    assert caught.value.fqns == ["bias"]
+
+
+def test_a_staged_dict_of_another_shape_is_caught() -> None:
+    """Tensors that are missing, cast or reshaped are named with what is wrong."""
+    state = {"a": torch.ones(4), "b": torch.ones(4), "c": {"d": torch.ones(4)}}
+    staged = {"a": torch.ones(4).bfloat16(), "b": torch.ones(2, 2), "c": {}}
+    with pytest.raises(StagingError) as caught:
+        check_staged(state, staged, sample_state(state))
+    told = ("'a' is torch.bfloat16 of shape (4,)", "'b' is torch.float32 of shape (2, 2)", "'c.d' is missing")
+    assert all(part in str(caught.value) for part in told)
+    assert caught.value.count == 3
+
+
+def test_nested_and_sparse_state_is_compared_as_far_as_it_can_be() -> None:
+    """Names are the flat keys; what has no strided memory is passed over, not refused."""
+    state: dict[str, Any] = {"list": [torch.ones(3), {"x": 1}], "sparse": torch.eye(3).to_sparse()}
+    samples = sample_state(state)
+    check_staged(state, {**state, "list": [torch.ones(3), {"x": 1}]}, samples)
+    with pytest.raises(StagingError, match=r"'list\.0'"):
+        check_staged(state, {**state, "list": [torch.zeros(3), {"x": 1}]}, samples)

@@ -1,0 +1,228 @@
+import collections
+import os
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+from torch.distributed.checkpoint import staging as torch_staging
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import dcp
+from dcp.errors import PlanError
+from dcp.staging import BlockingAsyncStager, DefaultStager, StagingOptions
+from tests.support.ranks import run_ranks
+from tests.support.values import differences, fill
+
+Stager = DefaultStager | BlockingAsyncStager
+
+STAGERS: dict[str, Callable[[], Stager]] = {
+    "default": lambda: DefaultStager(),
+    "default, all off": lambda: DefaultStager(StagingOptions(False, False, False, False)),
+    "blocking": lambda: BlockingAsyncStager(),
+    "blocking, cached": lambda: BlockingAsyncStager(cache_staged_state_dict=True),
+}
+
+
+class ModuleState(collections.OrderedDict[str, torch.Tensor]):
+    """A state dict with an attribute, as those of modules have."""
+
+    _metadata: dict[str, int]
+
+
+class Pair(NamedTuple):
+    """A named tuple of a state dict."""
+
+    left: torch.Tensor
+    right: int
+
+
+def staged_by(stager: Stager, state: dict[str, Any]) -> dict[str, Any]:
+    """The staged dict, waited for."""
+    result = stager.stage(state)
+    return result.result(240) if isinstance(result, Future) else result
+
+
+@pytest.fixture(params=STAGERS)
+def stager(request: pytest.FixtureRequest) -> Any:
+    """Each of our stagers."""
+    made = STAGERS[request.param]()
+    yield made
+    made.close()
+    made.close()
+
+
+def test_they_are_torchs_stagers_too(stager: Stager) -> None:
+    """Code that looks for torch's classes or its protocol finds them, GPU or not."""
+    base = (
+        torch_staging.DefaultStager
+        if isinstance(stager, DefaultStager)
+        else torch_staging.BlockingAsyncStager
+    )
+    assert isinstance(stager, base)
+    assert isinstance(stager, torch_staging.AsyncStager)
+    stager.synchronize_staging()
+    assert isinstance(stager.should_synchronize_after_execute, bool)
+
+
+def test_structure_is_kept_and_nothing_is_shared(stager: Stager) -> None:
+    """Containers of all kinds come back as they were, with copies of all tensors and of mutable values."""
+    shared = torch.arange(4.0)
+    ordered = ModuleState(b=torch.ones(2, dtype=torch.bool), a=torch.zeros(3))
+    ordered._metadata = {"version": 2}
+    state: dict[str, Any] = {
+        "model": ordered,
+        "list": [shared, {"tied": shared}, [1, 2]],
+        "tuple": (torch.tensor(5), "x"),
+        "pair": Pair(torch.ones(1), 2),
+        "own": dcp.PerRank({"position": torch.tensor(9)}),
+        "numbers": {0: {"step": torch.tensor(1.0)}, "set": {1, 2}},
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+        "sparse": torch.eye(2).to_sparse(),
+        "step": 3,
+    }
+    staged = staged_by(stager, state)
+    state["numbers"]["set"].add(3)
+    state["list"][2].append(3)
+    shared.zero_()
+    ordered["a"].fill_(1)
+    assert list(staged) == list(state)
+    assert type(staged["model"]) is ModuleState
+    assert staged["model"]._metadata == {"version": 2}
+    assert staged["model"]["a"].tolist() == [0, 0, 0]
+    assert staged["list"][0].tolist() == [0, 1, 2, 3]
+    assert staged["list"][0] is staged["list"][1]["tied"]
+    assert staged["list"][2] == [1, 2]
+    assert staged["tuple"][0].item() == 5
+    assert isinstance(staged["pair"], Pair)
+    assert staged["pair"].left.data_ptr() != state["pair"].left.data_ptr()
+    assert staged["own"].value["position"].item() == 9
+    assert staged["numbers"][0]["step"].item() == 1.0
+    assert staged["numbers"]["set"] == {1, 2}
+    assert not staged["parameter"].requires_grad
+    assert staged["conjugate"].tolist() == [1 - 2j]
+    assert staged["sparse"].to_dense().tolist() == torch.eye(2).tolist()
+    assert staged["step"] == 3
+
+
+def test_buffers_are_used_again_and_copies_without_a_cache_are_not() -> None:
+    """A caching stager gives the same memory each time, with or without a GPU; the other one fresh memory."""
+    state = {"w": torch.zeros(1000)}
+    for made, again in (
+        (DefaultStager(), True),
+        (BlockingAsyncStager(cache_staged_state_dict=True), True),
+        (BlockingAsyncStager(), False),
+    ):
+        first = staged_by(made, state)
+        state["w"].add_(1)
+        second = staged_by(made, state)
+        assert (first["w"].data_ptr() == second["w"].data_ptr()) == again
+        assert torch.equal(second["w"], state["w"])
+        assert torch.equal(first["w"], state["w"] if again else state["w"] - 1)
+        made.close()
+        assert torch.equal(second["w"], state["w"])
+
+
+def test_async_staging_gives_a_future_where_torchs_does() -> None:
+    """Without an accelerator torch's stager takes ``use_async_staging`` only without non-blocking copies."""
+    options = StagingOptions(use_pinned_memory=False, use_shared_memory=False, use_non_blocking_copy=False)
+    for made in (torch_staging.DefaultStager(options), DefaultStager(options)):
+        w = torch.arange(3.0)
+        staged = made.stage({"w": w})
+        assert isinstance(staged, Future)
+        assert staged.result(240)["w"].tolist() == [0, 1, 2]
+        made.close()
+
+
+def test_results_of_a_stager_with_two_arenas_take_turns() -> None:
+    """The result of the call before stays valid, so that a save under way is not overwritten."""
+    stager = DefaultStager(arenas=2)
+    state = {"w": torch.zeros(100)}
+    results = []
+    for step in range(4):
+        state["w"].fill_(step)
+        results.append(staged_by(stager, state)["w"])
+        assert results[-1][0].item() == step
+        if step:
+            assert results[-2][0].item() == step - 1
+    assert results[0].data_ptr() == results[2].data_ptr() != results[1].data_ptr()
+    stager.close()
+
+
+def test_type_check_refuses_other_values() -> None:
+    """As torch's stager says of its argument, with the name of the value."""
+    state = {"a": {"odd": {1, 2}}, "w": torch.ones(2)}
+    with pytest.raises(PlanError, match=r"'a\.odd' is a set"):
+        BlockingAsyncStager(type_check=True).stage(state)
+    assert BlockingAsyncStager(type_check=False).stage(state)["a"]["odd"] == {1, 2}
+
+
+def test_stock_async_save_works_with_our_stagers(stager: Stager, tmp_path: Path) -> None:
+    """Saves through torch's own function: each checkpoint has the state of its call, loaded by stock."""
+    model = torch.nn.Linear(8, 4)
+    state = {"model": model.state_dict(), "step": 0, "list": [torch.zeros(3)]}
+    for step in range(3):
+        with torch.no_grad():
+            model.weight.fill_(step)
+        state["step"] = step
+        response: Any = stock.async_save(
+            state, checkpoint_id=str(tmp_path / str(step)), async_stager=stager, no_dist=True
+        )
+        if hasattr(response, "staging_completion"):
+            response.staging_completion.result(240)
+        with torch.no_grad():
+            model.weight.fill_(-1)
+        getattr(response, "upload_completion", response).result(240)
+    for step in range(3):
+        loaded = {"model": {"weight": torch.empty(4, 8)}, "step": -1}
+        stock.load(loaded, checkpoint_id=str(tmp_path / str(step)), no_dist=True)
+        assert loaded["step"] == step
+        assert bool((loaded["model"]["weight"] == step).all())  # type: ignore[index]
+
+
+def _stage_sharded(rank: int, world_size: int, folder: str) -> list[str]:
+    mesh = init_device_mesh("cpu", (world_size,))
+    state: dict[str, Any] = {
+        "rows": distribute_tensor(torch.zeros(5, 4), mesh, [Shard(0)]),
+        "columns": distribute_tensor(torch.zeros(3, 6), mesh, [Shard(1)]),
+        "whole": distribute_tensor(torch.zeros(3), mesh, [Replicate()]),
+        "shards": sharded_tensor.zeros(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 6, 2),
+        "plain": torch.zeros(4),
+    }
+    fill(state)
+    problems = []
+    for make in (STAGERS["default"], STAGERS["blocking"]):
+        stager = make()
+        staged = staged_by(stager, state)
+        for name in ("rows", "columns", "whole"):
+            source, copy = state[name], staged[name]
+            assert isinstance(copy, DTensor)
+            assert copy.placements == source.placements
+            assert copy.device_mesh == source.device_mesh
+            assert copy.shape == source.shape
+            if copy.to_local().numel():
+                assert copy.to_local().data_ptr() != source.to_local().data_ptr()
+        assert staged["shards"].metadata() == state["shards"].metadata()
+        problems += differences(staged)
+        response: Any = stock.async_save(state, checkpoint_id=folder, async_stager=stager)
+        getattr(response, "upload_completion", response).result(240)
+        stager.close()
+    return problems
+
+
+def test_sharded_tensors_are_staged_as_what_they_are() -> None:
+    """On two ranks DTensors keep mesh and placements, ShardedTensors their metadata; stock saves them."""
+    with tempfile.TemporaryDirectory() as folder:
+        assert run_ranks(2, _stage_sharded, folder) == [[], []]
+        loaded = {"rows": torch.empty(5, 4), "columns": torch.empty(3, 6), "shards": torch.empty(6, 2)}
+        stock.load(loaded, checkpoint_id=folder, no_dist=True)
+        assert differences(loaded) == []
+        assert ".metadata" in os.listdir(folder)  # noqa: PTH208
