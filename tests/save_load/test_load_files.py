@@ -83,21 +83,6 @@ def test_every_value_of_a_torch_file(tmp_path: Path) -> None:
     assert report.missing == [] and report.unexpected == []
 
 
-def test_torchs_own_load_reads_the_file_through_our_reader(tmp_path: Path) -> None:
-    """The reader's other side: torch's planner gets metadata and bytes of values, as from a checkpoint."""
-    import torch.distributed.checkpoint as stock
-
-    base = torch.arange(12.0)
-    state = {
-        "t": base.view(3, 4).t(),
-        "n": {"lr": 0.5, "words": ["a", "b"], "e": base[:3, None].expand(3, 2)},
-    }
-    torch.save(state, tmp_path / "model.pt")
-    target = {"t": torch.zeros(4, 3), "n": {"lr": 0.0, "words": [], "e": torch.zeros(3, 2)}}
-    stock.load(target, storage_reader=dcp.FileSystemReader(tmp_path / "model.pt"), no_dist=True)
-    assert_same(target, state)
-
-
 @pytest.mark.parametrize("dtype", ["exact", "cast"])
 def test_a_large_transposed_tensor_is_read_once(tmp_path: Path, dtype: Any) -> None:
     """Threads and conversions take parts as they lie in the file, so that nothing is read for two of them."""

@@ -17,6 +17,8 @@ from dcp.errors import MissingKeyError, PlanError
 from dcp.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from tests.support.ranks import run_ranks
 
+AdamW = torch.optim.AdamW
+
 
 def exactly(first: Any, second: Any) -> bool:
     """Whether two states are equal, bits and types."""
@@ -43,9 +45,18 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
         optimizer.zero_grad()
 
 
-OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
-    (torch.optim.AdamW, {}),
-    (torch.optim.AdamW, {"lr": torch.tensor(0.1), "fused": True}),
+def trained(cls: Any = AdamW, steps: int = 2, seed: int = 0, **options: Any) -> tuple[nn.Sequential, Any]:
+    """A model, and an optimizer that has made some steps."""
+    net = model(seed)
+    optimizer = cls(net.parameters(), **copy.deepcopy(options))
+    train(net, optimizer, steps)
+    return net, optimizer
+
+
+OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
+    (AdamW, {}),
+    (AdamW, {"lr": torch.tensor(0.1), "fused": True}),
+    (torch.optim.Adam, {"eps": 0.0}),
     (torch.optim.Adam, {"eps": 0.0, "weight_decay": 0.5, "amsgrad": True}),
     (torch.optim.SGD, {"momentum": 0.9, "lr": 0.1}),
     (torch.optim.SGD, {"lr": 0.1}),
@@ -57,17 +68,13 @@ OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
 
 @pytest.mark.parametrize("number", range(len(OPTIMIZERS)))
 def test_a_new_optimizer_is_filled(tmp_path: Path, number: int) -> None:
-    """State as saved; parameters, gradients, rates and schedulers as they were, whatever the class does in a
-    step: with ``eps=0`` it would make all parameters NaN."""
+    """State is as saved; parameters, gradients and hooks are as they were, whatever the class does in a step:
+    with ``eps=0`` it would make all parameters NaN."""
     cls, options = OPTIMIZERS[number]
-    net = model()
-    optimizer = cls(net.parameters(), **copy.deepcopy(options))
-    train(net, optimizer, 3)
+    net, optimizer = trained(cls, 3, **options)
     dcp.save({"model": net, "optim": optimizer}, checkpoint_id=tmp_path)
-
-    new = model(1)
+    new, resumed = trained(cls, 0, seed=1, **options)
     before = {name: value.clone() for name, value in new.state_dict().items()}
-    resumed = cls(new.parameters(), **copy.deepcopy(options))
     called: list[str] = []
     resumed.register_step_pre_hook(lambda *_: called.append("before"))
     resumed.register_step_post_hook(lambda *_: called.append("after"))
@@ -79,73 +86,55 @@ def test_a_new_optimizer_is_filled(tmp_path: Path, number: int) -> None:
 
 
 def test_state_that_is_loaded_in_inference_mode_can_be_trained_with(tmp_path: Path) -> None:
-    """It outlives the load, and tensors of inference mode may not be changed outside of it."""
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters())
-    train(net, optimizer, 3)
+    """The state outlives the load, and tensors of inference mode may not be changed outside of it."""
+    net, optimizer = trained()
     dcp.save({"model": net, "optim": optimizer}, checkpoint_id=tmp_path)
-    new = model(1)
-    resumed = torch.optim.AdamW(new.parameters())
+    new, resumed = trained(steps=0, seed=1)
     with torch.inference_mode():
         dcp.load({"model": new, "optim": resumed}, checkpoint_id=tmp_path)
-    assert exactly(resumed.state_dict(), optimizer.state_dict())
     train(net, optimizer, 1)
     train(new, resumed, 1)
     assert exactly(dict(new.state_dict()), dict(net.state_dict()))
-
     with torch.inference_mode():
-        made_there = model()
-        dcp.load({"optim": torch.optim.AdamW(made_there.parameters())}, checkpoint_id=tmp_path)
+        dcp.load({"optim": AdamW(model().parameters())}, checkpoint_id=tmp_path)
 
 
 def test_schedulers_do_not_count_the_step(tmp_path: Path) -> None:
     """A scheduler notices steps of its optimizer; none was made."""
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.5)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    train(net, optimizer, 2)
+    net, optimizer = trained(lr=0.5)
     dcp.save({"optim": optimizer}, checkpoint_id=tmp_path)
-    resumed = torch.optim.AdamW(net.parameters(), lr=0.5)
+    resumed = AdamW(net.parameters(), lr=0.5)
     other = torch.optim.lr_scheduler.StepLR(resumed, 1)
     counted = copy.deepcopy(other.state_dict())
     dcp.load({"optim": resumed}, checkpoint_id=tmp_path)
     assert other.state_dict() == counted
     assert not hasattr(resumed, "_opt_called")
     assert resumed.param_groups[0]["lr"] == 0.5
-    assert scheduler.last_epoch == 0
 
 
 @pytest.mark.parametrize("steps", [0, 1])
 def test_settings_of_a_scheduler_that_is_made_later_are_kept(tmp_path: Path, steps: int) -> None:
-    """``initial_lr``, without which it would begin at the rate of the last step; also by other names, and for
-    an optimizer that has state."""
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.5)
+    """``initial_lr`` is kept, without which it would begin at the rate of the last step; also by other names,
+    and for an optimizer that has state."""
+    net, optimizer = trained(steps=0, lr=0.5)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     for _ in range(3):
         train(net, optimizer, 1)
         scheduler.step()
     dcp.save({"optim": optimizer}, checkpoint_id=tmp_path)
     for name in ("optim", "other"):
-        new = model(1)
-        resumed = torch.optim.AdamW(new.parameters(), lr=0.5)
-        train(new, resumed, steps)
+        _, resumed = trained(steps=steps, seed=1, lr=0.5)
         dcp.load({name: resumed}, checkpoint_id=tmp_path, rename={"^other": "optim"})
         assert resumed.param_groups[0]["initial_lr"] == 0.5
-        later = torch.optim.lr_scheduler.StepLR(resumed, 1, last_epoch=3)
-        assert later.base_lrs == [0.5]
+        assert torch.optim.lr_scheduler.StepLR(resumed, 1, last_epoch=3).base_lrs == [0.5]
 
 
 def test_settings_in_a_plain_dict(tmp_path: Path) -> None:
     """They are put into the dict that was given, or, if the load fails, not."""
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.5)
-    train(net, optimizer, 1)
-    other = torch.optim.AdamW(net.parameters(), lr=0.5)
-    train(net, other, 1)
+    _, optimizer = trained(lr=0.5)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     dcp.save({"app": {"optim": optimizer.state_dict()}}, checkpoint_id=tmp_path)
-    given = other.state_dict()
+    given = trained(lr=0.5)[1].state_dict()
     with pytest.raises(MissingKeyError):
         dcp.load({"app": {"optim": given, "more": 1}}, checkpoint_id=tmp_path)
     assert "initial_lr" not in given["param_groups"][0]
@@ -156,25 +145,16 @@ def test_settings_in_a_plain_dict(tmp_path: Path) -> None:
 class Trainer:
     """Holds optimizers in a list and a dict, and gives their states nested in its own."""
 
-    def __init__(self, seed: int) -> None:
-        self.nets = [model(seed), model(seed + 1)]
-        first, second = (torch.optim.AdamW(net.parameters()) for net in self.nets)
+    def __init__(self, seed: int, steps: int) -> None:
+        (_, first), (_, second) = trained(steps=steps, seed=seed), trained(steps=steps, seed=seed + 1)
         self.inner = type("Inner", (), {})()
         self.inner.optimizers = {"first": first}
         self.others = [second]
 
-    def train(self) -> None:
-        """Two steps of each."""
-        train(self.nets[0], self.inner.optimizers["first"], 2)
-        train(self.nets[1], self.others[0], 2)
-
     def state_dict(self) -> dict[str, Any]:
         """All of it."""
-        return {
-            "first": self.inner.optimizers["first"].state_dict(),
-            "others": [optimizer.state_dict() for optimizer in self.others],
-            "epoch": 1,
-        }
+        others = [optimizer.state_dict() for optimizer in self.others]
+        return {"first": self.inner.optimizers["first"].state_dict(), "others": others, "epoch": 1}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Give each its own."""
@@ -184,51 +164,48 @@ class Trainer:
 
 
 def test_optimizers_of_another_object_are_filled(tmp_path: Path) -> None:
-    """A wrapper gives the states of its optimizers, which have none yet, as a part of its own."""
-    saved, resumed = Trainer(0), Trainer(5)
-    saved.train()
+    """A wrapper may give the states of its optimizers, which have none yet, as a part of its own."""
+    saved, resumed = Trainer(0, 2), Trainer(5, 0)
     dcp.save({"trainer": saved}, checkpoint_id=tmp_path)
     dcp.load({"trainer": resumed}, checkpoint_id=tmp_path)
     assert exactly(resumed.state_dict(), saved.state_dict())
 
 
-def test_only_parameters_that_the_checkpoint_has_state_of_get_some(tmp_path: Path) -> None:
-    """One that was never used has none; nor has an optimizer saved before its first step."""
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters())
-    dcp.save({"optim": optimizer}, checkpoint_id=tmp_path / "none")
+def half_trained(seed: int) -> torch.optim.Optimizer:
+    """An optimizer that has used the first layer alone."""
+    net, optimizer = trained(steps=0, seed=seed)
     torch.autograd.backward(net[0](torch.ones(1, 3)).sum())
     optimizer.step()
-    dcp.save({"optim": optimizer}, checkpoint_id=tmp_path / "half")
+    done: torch.optim.Optimizer = optimizer
+    return done
 
+
+def test_only_parameters_that_the_checkpoint_has_state_of_get_some(tmp_path: Path) -> None:
+    """A parameter that was never used has none; nor has an optimizer saved before its first step."""
+    half = half_trained(0)
+    dcp.save({"optim": trained(steps=0)[1]}, checkpoint_id=tmp_path / "none")
+    dcp.save({"optim": half}, checkpoint_id=tmp_path / "half")
     for name, count in (("none", 0), ("half", 2)):
-        resumed = torch.optim.AdamW(model(1).parameters())
+        _, resumed = trained(steps=0, seed=1)
         dcp.load({"optim": resumed}, checkpoint_id=tmp_path / name)
         assert len(resumed.state) == count
-    assert exactly(resumed.state_dict(), optimizer.state_dict())
+    assert exactly(resumed.state_dict(), half.state_dict())
 
 
 def test_parameters_that_were_not_used_yet_get_state(tmp_path: Path) -> None:
     """State of the others is there, and is filled as ever."""
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters())
-    train(net, optimizer, 2)
+    _, optimizer = trained()
     dcp.save({"optim": optimizer}, checkpoint_id=tmp_path)
-    half = model(1)
-    resumed = torch.optim.AdamW(half.parameters())
-    torch.autograd.backward(half[0](torch.ones(1, 3)).sum())
-    resumed.step()
+    resumed = half_trained(1)
     dcp.load({"optim": resumed}, checkpoint_id=tmp_path)
     assert exactly(resumed.state_dict(), optimizer.state_dict())
 
 
 def test_a_load_that_fails_leaves_it_without_state(tmp_path: Path) -> None:
     """As all objects, it has its state once the load has succeeded."""
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters())
-    train(net, optimizer, 1)
+    net, optimizer = trained()
     dcp.save({"optim": optimizer}, checkpoint_id=tmp_path)
-    resumed = torch.optim.AdamW(net.parameters())
+    resumed = AdamW(net.parameters())
     with pytest.raises(MissingKeyError):
         dcp.load({"optim": resumed, "more": torch.zeros(1)}, checkpoint_id=tmp_path)
     assert len(resumed.state) == 0
@@ -236,124 +213,108 @@ def test_a_load_that_fails_leaves_it_without_state(tmp_path: Path) -> None:
 
 def test_a_part_of_other_names(tmp_path: Path) -> None:
     """Names are chosen and renamed as for all entries."""
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters())
-    train(net, optimizer, 1)
+    net, optimizer = trained()
     dcp.save({"old": optimizer, "step": 1}, checkpoint_id=tmp_path)
-    resumed = torch.optim.AdamW(net.parameters())
+    resumed = AdamW(net.parameters())
     dcp.load({"optim": resumed}, checkpoint_id=tmp_path, rename={"^optim": "old"})
     assert exactly(resumed.state_dict(), optimizer.state_dict())
-    other = torch.optim.AdamW(net.parameters(), lr=0.7)
+    other = AdamW(net.parameters(), lr=0.7)
     dcp.load({"old": other}, checkpoint_id=tmp_path, only="old.param_groups")
-    assert len(other.state) == 0
-    assert other.param_groups[0]["lr"] == 1e-3
+    assert len(other.state) == 0 and other.param_groups[0]["lr"] == 1e-3
+
+
+def restored_step(root: Path, state: dict[str, Any]) -> int | None:
+    """The step that a manager restores."""
+    with dcp.CheckpointManager(root, every_steps=1) as manager:
+        restored = manager.restore(state)
+    return restored and restored.step
 
 
 def test_the_manager_restores_it(tmp_path: Path) -> None:
-    """From an older step too, which has no state of it, after one that is damaged."""
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters())
+    """Also from an older step, which has no state of it, after one that is damaged."""
+    net, optimizer = trained(steps=0)
     with dcp.CheckpointManager(tmp_path, every_steps=1) as manager:
         manager.save(1, {"model": net, "optim": optimizer})
         train(net, optimizer, 1)
         manager.save(2, {"model": net, "optim": optimizer})
-    new = model(1)
-    resumed = torch.optim.AdamW(new.parameters())
-    with dcp.CheckpointManager(tmp_path, every_steps=1) as manager:
-        restored = manager.restore({"model": new, "optim": resumed})
-    assert restored is not None and restored.step == 2
+    new, resumed = trained(steps=0, seed=1)
+    assert restored_step(tmp_path, {"model": new, "optim": resumed}) == 2
     assert exactly(resumed.state_dict(), optimizer.state_dict())
-
     for data in tmp_path.glob("*2/*.distcp"):
         data.write_bytes(bytes(data.stat().st_size))
-    again = torch.optim.AdamW(new.parameters())
-    with dcp.CheckpointManager(tmp_path, every_steps=1) as manager:
-        restored = manager.restore({"model": new, "optim": again})
-    assert restored is not None and restored.step == 1
+    again = AdamW(new.parameters())
+    assert restored_step(tmp_path, {"model": new, "optim": again}) == 1
     assert len(again.state) == 0
 
 
-def _fsdp(rank: int, world_size: int, path: str) -> bool:
-    mesh = init_device_mesh("cpu", (world_size,))
+def local_state(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """This rank's part of all state."""
+    values = [value for own in optimizer.state_dict()["state"].values() for value in own.values()]
+    return [value.to_local() if hasattr(value, "to_local") else value for value in values]
 
-    def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-        net = model(seed)
-        fully_shard(net, mesh=mesh)
-        return net, torch.optim.AdamW(net.parameters())
 
-    net, optimizer = build(0)
-    train(net, optimizer, 2)
-    dcp.save({"model": net, "optim": optimizer}, checkpoint_id=path)
-    new, resumed = build(1)
-    dcp.load({"model": new, "optim": resumed}, checkpoint_id=path)
-
-    def local(state: dict[str, Any]) -> list[Any]:
-        return [
-            value.to_local() if hasattr(value, "to_local") else value
-            for own in state["state"].values()
-            for value in own.values()
-        ]
-
-    return (
-        bool(exactly(local(resumed.state_dict()), local(optimizer.state_dict()))) and len(resumed.state) > 0
-    )
+def save_and_load_sharded(rank: int, world_size: int, path: str) -> None:
+    """By FSDP2, into a new model."""
+    nets = [model(seed) for seed in range(2)]
+    for net in nets:
+        fully_shard(net, mesh=init_device_mesh("cpu", (world_size,)))
+    optimizer, resumed = (AdamW(net.parameters()) for net in nets)
+    train(nets[0], optimizer, 2)
+    dcp.save({"model": nets[0], "optim": optimizer}, checkpoint_id=path)
+    dcp.load({"model": nets[1], "optim": resumed}, checkpoint_id=path)
+    assert exactly(local_state(resumed), local_state(optimizer)) and len(resumed.state) > 0
 
 
 def test_sharded_optimizers(tmp_path: Path) -> None:
     """State of DTensors is of DTensors."""
-    assert run_ranks(2, _fsdp, str(tmp_path)) == [True, True]
+    run_ranks(2, save_and_load_sharded, str(tmp_path))
 
 
-def test_other_groups_of_parameters_by_name(tmp_path: Path) -> None:
-    """As docs/recipes.md has it: groups cut anew, with a parameter more, or fewer; settings are those of the
-    new groups. By numbers it is an error."""
+def grouped(layers: int, *rates: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Layers whose parameters are in one group, or in two."""
+    net = nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
+    cut = layers if len(rates) == 1 else 1
+    groups = [{"params": list(net[cut:].parameters())}, {"params": list(net[:cut].parameters())}]
+    pairs = zip(groups[-len(rates) :], rates, strict=True)
+    return net, AdamW([group | {"lr": rate} for group, rate in pairs])
+
+
+@pytest.mark.parametrize(("layers", "rates"), [(3, (0.5, 0.01)), (1, (0.3,))])
+def test_other_groups_of_parameters_by_name(tmp_path: Path, layers: int, rates: tuple[float, ...]) -> None:
+    """As docs/recipes.md has it: groups are cut anew, with a parameter more, or fewer; settings are those of
+    the new groups. By numbers it is an error."""
     by_name = StateDictOptions(flatten_optimizer_state_dict=True)
-
-    def made(layers: int, *rates: float) -> tuple[nn.Module, torch.optim.Optimizer]:
-        net = nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
-        cut = layers if len(rates) == 1 else 1
-        groups = [{"params": list(net[cut:].parameters())}, {"params": list(net[:cut].parameters())}]
-        pairs = zip(groups[-len(rates) :], rates, strict=True)
-        return net, torch.optim.AdamW([group | {"lr": rate} for group, rate in pairs])
-
-    net, optimizer = made(2, 0.1)
+    net, optimizer = grouped(2, 0.1)
     torch.autograd.backward(net(torch.ones(1, 2)).sum())
     optimizer.step()
     state = {"optimizer": get_optimizer_state_dict(net, optimizer, options=by_name)}
     dcp.save(state, checkpoint_id=tmp_path / "named")
     dcp.save({"optimizer": optimizer}, checkpoint_id=tmp_path / "numbered")
-    for layers, rates in ((3, (0.5, 0.01)), (1, (0.3,))):
-        other, its = made(layers, *rates)
-        with pytest.raises(PlanError):
-            dcp.load({"optimizer": its}, checkpoint_id=tmp_path / "numbered")
-        state = {"optimizer": get_optimizer_state_dict(other, its, options=by_name)}
-        dcp.load(
-            state,
-            checkpoint_id=tmp_path / "named",
-            exclude="optimizer.param_groups",
-            allow_partial_load=True,
-            unexpected="ignore",
-        )
-        set_optimizer_state_dict(other, its, state["optimizer"], options=by_name)
-        assert [group["lr"] for group in its.param_groups] == list(rates)
-        parameters = dict(net.named_parameters())
-        for name, parameter in other.named_parameters():
-            if name in parameters:
-                saved = optimizer.state[parameters[name]]["exp_avg"]
-                assert torch.equal(its.state[parameter]["exp_avg"], saved)
+    other, its = grouped(layers, *rates)
+    with pytest.raises(PlanError):
+        dcp.load({"optimizer": its}, checkpoint_id=tmp_path / "numbered")
+    state = {"optimizer": get_optimizer_state_dict(other, its, options=by_name)}
+    options: dict[str, Any] = {"exclude": "optimizer.param_groups", "unexpected": "ignore"}
+    dcp.load(state, checkpoint_id=tmp_path / "named", allow_partial_load=True, **options)
+    set_optimizer_state_dict(other, its, state["optimizer"], options=by_name)
+    assert [group["lr"] for group in its.param_groups] == list(rates)
+    parameters = dict(net.named_parameters())
+    for name, parameter in other.named_parameters():
+        if name in parameters:
+            saved = optimizer.state[parameters[name]]["exp_avg"]
+            assert torch.equal(its.state[parameter]["exp_avg"], saved)
 
 
 def test_the_error_of_other_groups_advises_names(tmp_path: Path) -> None:
     """Options that load nevertheless are not advised: by numbers, state may get to other parameters."""
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-    one = torch.optim.AdamW(first.parameters())
-    two = torch.optim.AdamW([{"params": list(net.parameters())} for net in (first, second)])
+    one = AdamW(first.parameters())
+    two = AdamW([{"params": list(net.parameters())} for net in (first, second)])
     for name, saved, loaded in (("less", one, two), ("more", two, one)):
         dcp.save({"optimizer": saved}, checkpoint_id=tmp_path / name)
         with pytest.raises(PlanError, match="flatten_optimizer_state_dict") as caught:
             dcp.load({"optimizer": loaded}, checkpoint_id=tmp_path / name)
-        assert "allow_partial_load" not in str(caught.value)
-        assert "unexpected=" not in str(caught.value)
+        assert "allow_partial_load" not in str(caught.value) and "unexpected=" not in str(caught.value)
     dcp.save({"optimizer": {}, "model": first}, checkpoint_id=tmp_path / "weights")
     with pytest.raises(MissingKeyError, match="allow_partial_load"):
         dcp.load({"optimizer": one}, checkpoint_id=tmp_path / "weights")

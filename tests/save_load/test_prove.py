@@ -138,22 +138,11 @@ def damage_and_prove(rank: int, world: int, folder: str, what: str) -> str:
         weight.to_local()[1, 3] += 0.5
     elif what == "replica" and rank == 1:
         state["model"]["seen"] = state["model"]["seen"] + 1
-    elif what == "moment" and rank == 0:
-        moment = state["optimizer"]["state"]["down.weight"]["exp_avg"]
-        moment.to_local()[0, 0] = 3.0
     elif what == "generator" and rank == 1:
         torch.rand(1, generator=training.generator)
         state["generator"] = dcp.PerRank(training.generator.get_state())
-    elif what == "loader" and rank == 2:
-        next(iter(training.loader))
-        state["loader"] = dcp.PerRank(training.loader.state_dict())
     elif what == "value":
         state["schedule"]["warmup"] = 11 if rank == 1 else 10
-    elif what == "names":
-        state["model"]["other"] = state["model"].pop("up.bias")
-    elif what == "dtype":
-        local = weight.to_local().double()
-        state["model"]["up.weight"] = DTensor.from_local(local, weight.device_mesh, weight.placements)
     return dcp.prove(state, folder).to_json()
 
 
@@ -161,11 +150,7 @@ DAMAGES = [
     ("shard", "tensor", "model.up.weight", (2,)),
     ("replica", "tensor", "model.seen", (1,)),
     ("value", "value", "schedule.warmup", (1,)),
-    pytest.param(
-        "moment", "tensor", "optimizer.state.down.weight.exp_avg", (0,), marks=pytest.mark.exhaustive
-    ),
     pytest.param("generator", "tensor", "generator.rank-1", (1,), marks=pytest.mark.exhaustive),
-    pytest.param("dtype", "dtype", "model.up.weight", (0, 1, 2), marks=pytest.mark.exhaustive),
 ]
 
 
@@ -173,23 +158,11 @@ DAMAGES = [
 def test_what_differs_is_named_with_the_ranks_that_have_it(
     what: str, kind: str, fqn: str, ranks: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """An element of one shard, one replica, an Adam moment, a generator, a value, a dtype."""
+    """An element of one shard, one replica, a generator and a value are found, and nothing else."""
     (proof, *_) = map(dcp.Proof.of_json, run_ranks(3, damage_and_prove, str(tmp_path / "one"), what))
     assert [(found.kind, found.fqn, found.ranks) for found in proof.findings] == [(kind, fqn, ranks)]
     assert [share.rank for share in proof.ranks if share.differing] == [*ranks]
     assert not proof.ok and all(name in proof.findings[0].message for name in (fqn, str(ranks[-1])))
-
-
-@pytest.mark.exhaustive
-def test_a_loader_that_went_on_and_other_names_differ(tmp_path: Path) -> None:
-    """A batch more on one rank; a parameter under another name is missing here, unexpected there."""
-    (proof, *_) = map(dcp.Proof.of_json, run_ranks(3, damage_and_prove, str(tmp_path / "one"), "loader"))
-    assert proof.findings and all(found.fqn.startswith("loader.rank-2") for found in proof.findings)
-    (proof, *_) = map(dcp.Proof.of_json, run_ranks(3, damage_and_prove, str(tmp_path / "two"), "names"))
-    assert [(found.kind, found.fqn) for found in proof.findings] == [
-        ("missing", "model.up.bias"),
-        ("unexpected", "model.other"),
-    ]
 
 
 def test_checkpoints_without_digests_and_other_formats_are_read(tmp_path: Path) -> None:
