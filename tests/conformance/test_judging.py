@@ -54,29 +54,11 @@ def found(tensor: torch.Tensor, name: str = "a", rank: int = 0) -> list[StateFin
     return list(judge(live, rank, saved(tensor.dtype)))
 
 
-def rows_turned(dtype: torch.dtype) -> torch.Tensor:
-    """The first two rows are the last two."""
-    return values(dtype, "a")[[6, 7, 2, 3, 4, 5, 0, 1]]
-
-
-def row_twice(dtype: torch.dtype) -> torch.Tensor:
-    """Row 3 is row 2."""
-    return values(dtype, "a")[[0, 1, 2, 2, 4, 5, 6, 7]]
-
-
-def half_of_another(dtype: torch.dtype) -> torch.Tensor:
-    """From row 4 on another tensor's."""
-    return torch.cat([values(dtype, "a")[:4], values(dtype, "b")[4:]])
-
-
-def half_before(dtype: torch.dtype) -> torch.Tensor:
-    """Up to row 4 it was not read."""
-    return torch.cat([values(dtype, "a", moment="before")[:4], values(dtype, "a")[4:]])
-
-
-def half_earlier(dtype: torch.dtype) -> torch.Tensor:
-    """Up to row 4 an earlier save."""
-    return torch.cat([values(dtype, "a", moment="earlier")[:4], values(dtype, "a")[4:]])
+def half(dtype: torch.dtype, first: int, **of_another: Any) -> torch.Tensor:
+    """From row ``first`` on, for four rows, something else."""
+    made, other = values(dtype, "a"), values(dtype, **({"name": "a"} | of_another))
+    made[first : first + 4] = other[first : first + 4]
+    return made
 
 
 def half_zero(dtype: torch.dtype) -> torch.Tensor:
@@ -86,23 +68,35 @@ def half_zero(dtype: torch.dtype) -> torch.Tensor:
     return made
 
 
-_FAULTS: dict[Callable[[torch.dtype], torch.Tensor], tuple[str, str, str]] = {
-    rows_turned: ("shuffled", "[0:2, 6:8]", "has [6:8, 0:2] of itself"),
-    row_twice: ("doubled", "[3:4]", "has [2:3] of itself"),
-    half_of_another: ("mixed up", "[4:8]", "has [4:8] of b"),
-    half_before: ("lost", "[0:4]", "what it was before the load"),
-    half_earlier: ("stale", "[0:4]", "an earlier save's"),
-    half_zero: ("lost", "[4:8]", "zeros"),
+_FAULTS: dict[str, tuple[Callable[[torch.dtype], torch.Tensor], str, str, str]] = {
+    "rows turned": (
+        lambda dtype: values(dtype, "a")[[6, 7, 2, 3, 4, 5, 0, 1]],
+        *("shuffled", "[0:2, 6:8]", "has [6:8, 0:2] of itself"),
+    ),
+    "row twice": (
+        lambda dtype: values(dtype, "a")[[0, 1, 2, 2, 4, 5, 6, 7]],
+        *("doubled", "[3:4]", "has [2:3] of itself"),
+    ),
+    "half of another": (lambda dtype: half(dtype, 4, name="b"), "mixed up", "[4:8]", "has [4:8] of b"),
+    "half before": (
+        lambda dtype: half(dtype, 0, moment="before"),
+        *("lost", "[0:4]", "what it was before the load"),
+    ),
+    "half earlier": (
+        lambda dtype: half(dtype, 0, moment="earlier"),
+        *("stale", "[0:4]", "an earlier save's"),
+    ),
+    "half zero": (half_zero, "lost", "[4:8]", "zeros"),
 }
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
-@pytest.mark.parametrize("fault", _FAULTS, ids=lambda fault: fault.__name__)
-def test_what_a_fault_is_called(dtype: torch.dtype, fault: Any) -> None:
+@pytest.mark.parametrize("fault", _FAULTS)
+def test_each_fault_has_its_name(dtype: torch.dtype, fault: str) -> None:
     """Its kind, places and origin; where values have few bits some are right by chance, so that places may be
     told by their number."""
-    kind, places, origin = _FAULTS[fault]
-    (one,) = found(fault(dtype))
+    make, kind, places, origin = _FAULTS[fault]
+    (one,) = found(make(dtype))
     assert one.kind == kind and (one.name, one.rank) == ("a", 0)
     if gram_width(dtype) <= 2:
         assert (one.places, one.found) == (places, origin)

@@ -59,17 +59,6 @@ def kill_one(rank: int, world_size: int, root: Path, lost: int) -> None:
         store_of_group().wait(others, timedelta(seconds=120))
 
 
-def other_call(rank: int, world_size: int, root: Path) -> None:
-    """Rank 0 loads what the others save."""
-    try:
-        if rank == 0:
-            dcp.load({"w": torch.zeros(2)}, checkpoint_id=root, timeout_seconds=6)
-        else:
-            dcp.save({"w": torch.zeros(2)}, checkpoint_id=root, timeout_seconds=6)
-    finally:
-        all_have(rank, world_size, "done")
-
-
 def two_saves(rank: int, world_size: int, root: Path) -> None:
     """Rank 2 takes no part in the first save, and knows nothing of its end when the second begins."""
     if rank < 2:
@@ -100,7 +89,6 @@ def break_groups(root: Path) -> dict[str, list[Ending]]:
     groups = {
         "killed 0": Group(4, kill_one, (root / "a", 0)),
         "killed 2": Group(4, kill_one, (root / "b", 2)),
-        "other call": Group(3, other_call, (root / "c",)),
         "two saves": Group(3, two_saves, (root / "d",)),
         "destroyed": Group(2, give_up_and_destroy, (root / "e",)),
     }
@@ -130,14 +118,6 @@ def test_a_killed_rank_is_named_by_all_others(broken: dict[str, list[Ending]], l
         error = raised(ending)
         assert "CollectiveTimeoutError" in error.class_names, error.traceback_text
         assert error.facts["ranks"] == [lost], error.message
-
-
-def test_ranks_that_call_something_else_are_not_called_dead(broken: dict[str, list[Ending]]) -> None:
-    """A load here and a save there fails on all ranks, and blames no rank that is alive."""
-    for ending in broken["other call"]:
-        error = raised(ending)
-        assert "CheckpointError" in error.class_names, error.traceback_text
-        assert "died" not in error.message, error.message
 
 
 def test_a_group_that_is_out_of_step_says_so_at_once(broken: dict[str, list[Ending]]) -> None:

@@ -216,19 +216,6 @@ def test_ranks_take_what_others_leave(tmp_path: Path, road: str) -> None:
         assert "layer0" not in result.message
 
 
-def test_the_manager_takes_the_option(tmp_path: Path) -> None:
-    """A restore raises it at once: an older step would not fit better."""
-    with dcp.CheckpointManager(tmp_path, every_steps=1) as manager:
-        for step in (1, 2):
-            manager.save(step, {"model": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))})
-    state = {"model": nn.Sequential(nn.Linear(2, 2))}
-    with dcp.CheckpointManager(tmp_path, every_steps=1) as manager:
-        with pytest.raises(UnexpectedKeyError):
-            manager.restore(state)
-        restored = manager.restore(state, unexpected="ignore")
-    assert restored is not None and restored.step == 2
-
-
 def test_files_of_other_formats(tmp_path: Path) -> None:
     """The same rule for what torch.save and safetensors hold."""
     torch.save({"model": {"a": torch.ones(2), "b": torch.ones(2)}, "args": 1}, tmp_path / "x.pt")
