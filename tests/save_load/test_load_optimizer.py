@@ -102,6 +102,7 @@ def test_state_that_is_loaded_in_inference_mode_can_be_trained_with(tmp_path: Pa
 def test_schedulers_do_not_count_the_step(tmp_path: Path) -> None:
     """A scheduler notices steps of its optimizer; none was made."""
     net, optimizer = trained(lr=0.5)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
     dcp.save({"optim": optimizer}, checkpoint_id=tmp_path)
     resumed = AdamW(net.parameters(), lr=0.5)
     other = torch.optim.lr_scheduler.StepLR(resumed, 1)
