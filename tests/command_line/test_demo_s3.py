@@ -45,7 +45,7 @@ def damage_a_copy(place: Place, job: str) -> None:
 
 
 def test_copies_and_damage_are_the_same_in_folders_and_on_s3(s3_server: S3Server, tmp_path: Path) -> None:
-    """What the story does to checkpoints goes through the stores, and has the same effect on both."""
+    """Copying and damaging goes through the stores, and has the same effect on both."""
     for place in (FolderPlace(tmp_path), BucketPlace(s3_server)):
         job = f"demo-{tmp_path.name}-whole"
         url = place.checkpoint(job, 2)

@@ -34,7 +34,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_ls_lists_a_folder_by_step_with_the_state_of_each(tmp_path: Path) -> None:
-    """Committed, incomplete and unreadable checkpoints are told apart; other folders are left out."""
+    """Committed, incomplete and unreadable checkpoints have each their state; other folders are left out."""
     save_ours(tmp_path / "step-10")
     save_stock(tmp_path / "step-9")
     save_ours(tmp_path / "step-2")
@@ -250,7 +250,7 @@ def test_json_of_any_name_on_any_terminal(tmp_path: Path) -> None:
     "arguments", [["ls"], ["frobnicate"], ["show", ".", "--nonsense"], ["verify"], ["show", "a", "b"]]
 )
 def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
-    """A mistake on the command line is told apart from a failure."""
+    """A mistake on the command line has another status than a failure."""
     wrong = run(*arguments)
     assert wrong.status == 2
     assert "Usage: dcp" in wrong.err and "Traceback" not in wrong.err
@@ -267,13 +267,12 @@ def test_every_command_of_the_help_has_a_help() -> None:
 
 
 WITHOUT = """
-import sys
+import runpy, sys
 sys.modules['torch'] = None
-from dcp.cli import main
 for arguments in ({commands}):
     sys.argv = ['dcp', *arguments.split()]
     try:
-        main()
+        runpy.run_module('dcp', run_name='__main__')
     except SystemExit as end:
         assert not end.code, arguments
     print('END')
@@ -322,7 +321,8 @@ def test_a_command_whose_packages_are_not_installed_names_the_extra(
     arguments: list[str], package: str, tmp_path: Path
 ) -> None:
     """A missing package is no fault to report: the line says what to install."""
-    program = f"import sys; sys.modules[{package!r}] = None; from dcp.cli import main; main()"
+    without = f"import runpy, sys; sys.modules[{package!r}] = None; "
+    program = without + "runpy.run_module('dcp', run_name='__main__')"
     command = [sys.executable, "-c", program, *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 3

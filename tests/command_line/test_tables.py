@@ -237,7 +237,7 @@ def test_cat_writes_npy_to_a_pipe(ours: Path, tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
-    """Where damage is found while writing, the target is as it was."""
+    """Damage that is found while writing leaves the target as it was."""
     folder = save_ours(tmp_path / "x", {"w": torch.ones(5000)})
     flip(data_file(folder), 3000)
     target = tmp_path / "w.npy"

@@ -161,7 +161,7 @@ def test_an_optimizer_that_nobody_finds_again() -> None:
 
 
 def test_a_save_behind_the_loop_that_copies_nothing() -> None:
-    """What came after the save is in the checkpoint, and is called so."""
+    """Values from after the save are found in the checkpoint, and called so."""
     report = tried(builds.tied, faulty.save_later_without_a_copy, faulty.load_weights_alone, worlds=(1,))
     (weight,) = [found for found in report.findings if found.part == "model"]
     assert (weight.kind, weight.name, weight.found) == ("stale", "embed.weight", "what came after the save")
@@ -218,7 +218,7 @@ def test_fsdp1_over_tensor_parallelism_is_refused() -> None:
 
 
 def test_ours_refuses_experts_that_are_counted_by_rank() -> None:
-    """Where stock torch drops one rank's without a word."""
+    """An error comes here, and stock torch drops one rank's without a word."""
     report = tried(builds.experts_renumbered, worlds=(2,))
     assert {found.kind for found in report.findings} == {"failed"}
     assert "ReplicaMismatchError" in str(report) and "experts.0" in str(report)
@@ -287,7 +287,7 @@ def _await(condition: Callable[[], bool]) -> None:
 
 
 def test_a_rank_that_raises() -> None:
-    """What it said is there."""
+    """The report has its message."""
     report = tried(raise_on_the_last, worlds=(2,))
     assert any("no memory on this one" in found.found for found in report.findings if found.rank == 1)
 

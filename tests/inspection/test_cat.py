@@ -128,7 +128,7 @@ def test_one_model_is_equal_in_all_formats(places: dict[str, Path], first: str) 
 def test_one_changed_element_is_found_in_every_format(
     places: dict[str, Path], tmp_path: Path, kind: str
 ) -> None:
-    """Where one element was changed exactly that is found, against ours and against the same format."""
+    """Exactly the one changed element is found, against ours and against the same format."""
     state = {name: tensor.clone() for name, tensor in tensors().items()}
     state["a"][119, 99] += 2.0
     state["turned"][39, 59] -= 1.0
@@ -194,7 +194,7 @@ def test_slices_are_numpys(
     [("0,0,0", "has 2 dimensions"), ("...,...", "has 2 dimensions"), ("4", "4 elements along dimension 0")],
 )
 def test_wrong_slices_are_refused(tmp_path: Path, text: str, message: str) -> None:
-    """What numpy does not take is one clear error with the tensor's name."""
+    """A slice that numpy does not take is one clear error with the tensor's name."""
     folder = save_ours(tmp_path / "x", {"w": torch.zeros(4, 4)})
     told = refused(folder, "w", f"--slice={text}")
     assert message in told and "'w'" in told

@@ -76,7 +76,7 @@ def test_ours_and_stocks_are_compared_across(tmp_path: Path) -> None:
 
 
 def test_every_kind_of_difference_is_told(tmp_path: Path) -> None:
-    """Added, removed, another shape, another dtype and other values are told, with the distance."""
+    """Added, removed, another shape, another dtype and other values are found, with the distance."""
     generator = torch.Generator().manual_seed(0)
     same, weight = torch.randn(40, generator=generator), torch.randn(300, 500, generator=generator)
     changed = weight.clone()
@@ -148,7 +148,7 @@ def test_bits_decide_and_nonfinite_is_counted_apart(tmp_path: Path) -> None:
 
 
 def test_what_has_become_nan_has_no_distance(tmp_path: Path) -> None:
-    """Where nothing can be measured there is no distance, which is not 0; the rest is measured as before."""
+    """A tensor without anything to measure has no distance, which is not 0; the rest is as before."""
     nan, ones = torch.full((4,), math.nan), torch.ones(4)
     before = {"all": ones, "half": ones, "late": nan}
     after = {"all": nan, "half": torch.tensor([1.0, 1.0, math.nan, math.inf]), "late": -nan}

@@ -274,7 +274,7 @@ def test_conversions_keep_digests_of_what_they_do_not_change(tmp_path: Path) -> 
 
 
 def test_verify_against_another_compares_by_digests(tmp_path: Path) -> None:
-    """What is the same passes, another value, a missing and an additional name are findings; --only chooses
+    """Equal tensors pass; another value, a missing and an additional name are findings; --only chooses
     what has to be here."""
     state = {"a": torch.randn(30, 40), "b": torch.randn(7), "c": torch.arange(9)}
     one = tmp_path / "one"

@@ -171,7 +171,7 @@ def test_damaged_metadata_beside_a_manifest_is_found(tmp_path: Path) -> None:
 
 
 def test_a_save_of_stock_torch_over_ours_is_found(tmp_path: Path) -> None:
-    """What stock wrote last is what is verified, and the manifest left behind is reported."""
+    """The later save is verified, and the manifest left behind is reported."""
     folder = save_ours(tmp_path / "x")
     old = data_file(folder).name
     save_stock(folder, {"w": torch.ones(4)})

@@ -209,7 +209,7 @@ def test_a_cursor_does_not_grow_for_ever(tmp_path: Path) -> None:
 
 
 def test_two_of_one_name(tmp_path: Path) -> None:
-    """The second is refused while the first gives signs of life, and goes on once that has let go."""
+    """The second is refused while the first gives signs of life, and is served once that has let go."""
     commit(tmp_path, 1, 2)
     with dcp.watch(tmp_path, once=True) as first:
         assert next(first).step == 1

@@ -50,7 +50,7 @@ def test_torchs_example_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_values_load_too(tmp_path: Path) -> None:
-    """Where torch's planner raises for anything that is no tensor."""
+    """Values load as well, for which torch's planner raises."""
     torch.save(_state(), tmp_path / "model.pt")
     state = _empty()
     dcp.load(
@@ -63,7 +63,7 @@ def test_values_load_too(tmp_path: Path) -> None:
 
 
 def test_hugging_face_folders_of_stocks_writer(tmp_path: Path) -> None:
-    """What torch's writer of safetensors wrote, our reader of that name loads, by both loads."""
+    """Folders of torch's writer of safetensors are loaded by the reader of that name, by both loads."""
     tensors = {"a": torch.randn(7, 5), "b": torch.randn(3).to(torch.bfloat16)}
     dcp.save(dict(tensors), storage_writer=HuggingFaceStorageWriter(path=str(tmp_path)), no_dist=True)
     for module in (dcp, stock):

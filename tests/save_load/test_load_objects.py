@@ -38,7 +38,7 @@ def _one_fails(rank: int, world_size: int, path: str) -> None:
 
 
 def test_a_load_state_dict_that_fails_fails_all_ranks(tmp_path: Path) -> None:
-    """Each gets the cause, and the rank and name of it; none goes on to train with the others gone."""
+    """Each gets the cause, and the rank and name of it; none trains while the others are gone."""
     for result in run_ranks(3, _one_fails, str(tmp_path), failures=True):
         assert isinstance(result, RankRaised)
         assert result.type_name == "RankFailedError"

@@ -53,7 +53,7 @@ def test_only_the_model(saved: Path, road: str) -> None:
 
 @pytest.mark.parametrize("road", ROADS)
 def test_without_a_part(saved: Path, road: str) -> None:
-    """What is excluded keeps its value, and goes back to its object with what was loaded beside it."""
+    """An excluded entry keeps its value, and goes back to its object with what was loaded beside it."""
     state = fresh()
     load(state, saved, road, exclude=["model.head", "*.lr"])
     (given,) = state["model"].given
@@ -114,7 +114,7 @@ def test_two_names_for_one_entry(saved: Path, road: str) -> None:
 
 @pytest.mark.parametrize("road", ROADS)
 def test_patterns_are_about_the_names_before_the_renaming(saved: Path, road: str) -> None:
-    """What is selected is called as in the state dict, whatever the checkpoint calls it."""
+    """Patterns choose by the names of the state dict, whatever the checkpoint calls it."""
     state = {"model": {"w": torch.zeros(2, 3)}, "ema": {"w": torch.zeros(2, 3)}}
     load(state, saved, road, rename={"^ema": "model"}, only="ema")
     assert state["ema"]["w"].any() and not state["model"]["w"].any()

@@ -112,7 +112,7 @@ def test_the_manager_is_as_brief(places: Path) -> None:
 
 
 def test_classes_facts_and_causes_are_as_ever(places: Path) -> None:
-    """What programs see: the class of the cause, RankFailedError, the ranks, torch's failures by rank."""
+    """Programs find the class of the cause, RankFailedError, the ranks, torch's failures by rank."""
     with pytest.raises(dcp.MissingKeyError) as caught:
         MISTAKES["wrong key"](places)
     error: Any = caught.value
@@ -163,7 +163,7 @@ class Broken:
 
 
 def test_where_the_users_own_code_failed_is_shown(tmp_path: Path) -> None:
-    """The cause is no error of ours: its traceback stays, from the first frame that is not of ours."""
+    """The traceback of the user's error stays, from the first frame outside of this package."""
     text = shown(lambda: dcp.save({"app": Broken()}, checkpoint_id=tmp_path / "x", no_dist=True))
     assert '{"value": 1 / 0}' in text and "ZeroDivisionError" in text
     assert "state_dict_saver.py" not in text and "collectives.py" not in text
@@ -244,7 +244,7 @@ def test_a_relative_path_in_a_folder_that_was_removed(
 
 
 def test_an_empty_name_is_a_name(tmp_path: Path) -> None:
-    """What was saved under it is read and converted."""
+    """A value saved under it is read and converted."""
     dcp.save({"": torch.ones(2), "a": 1}, checkpoint_id=tmp_path / "x", no_dist=True)
     assert torch.equal(dcp.read(tmp_path / "x", no_dist=True)[""], torch.ones(2))
     dcp.convert(tmp_path / "x", tmp_path / "x.pt", to="torch")

@@ -82,7 +82,7 @@ def save_through_failures(rank: int, world_size: int, folder: str) -> list[str]:
 
 
 def test_every_save_holds_its_own_step_whatever_failed_before(tmp_path: Path) -> None:
-    """Where the plan is known a replica that differs is named all the same, and after any failure on one rank
+    """A replica that differs is named also where the plan is known, and after any failure on one rank
     the next save is right."""
     for seen in run_ranks(4, save_through_failures, str(tmp_path)):
         assert [seen[number] for number in (0, 1, 3, 5)] == ["saved"] * 4

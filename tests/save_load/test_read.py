@@ -102,7 +102,7 @@ def test_names_and_dtypes_are_changed_as_in_a_conversion(tmp_path: Path) -> None
 
 
 def test_tied_tensors_are_one_tensor(tmp_path: Path) -> None:
-    """Which they were: a change of one is a change of both."""
+    """Tensors that were tied are so again: a change of one is a change of both."""
     weight = torch.arange(6.0)
     torch.save({"embed": weight, "head": weight, "other": weight.clone()}, tmp_path / "m.pt")
     found = dcp.read(tmp_path / "m.pt")

@@ -132,7 +132,7 @@ class OwnPlanner(dcp.DefaultLoadPlanner):
 
 
 def test_by_torchs_protocol(tmp_path: Path) -> None:
-    """A planner that overrides a step rescales as well; a reader of somebody else's cannot, and says so."""
+    """A planner that overrides a step rescales as well; a foreign reader cannot, and says so."""
     run_ranks(2, saved, str(tmp_path))
     state: dict[str, Any] = {"app": {"queue": dcp.Rescale([], "split")}}
     dcp.load(state, checkpoint_id=tmp_path, planner=OwnPlanner(), unexpected="ignore")

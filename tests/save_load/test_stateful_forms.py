@@ -186,7 +186,7 @@ def test_the_extra_state_of_a_module(tmp_path: Path) -> None:
 
 
 def test_a_part_of_an_object(tmp_path: Path) -> None:
-    """What patterns leave out stays as it is, and what is left out of what is lost."""
+    """Entries that patterns leave out stay as they are."""
     saved = {"app": Holder({"a": {"x": 1}, "b": tensor(1), "c": [tensor(1)], "n": None})}
     dcp.save(saved, checkpoint_id=tmp_path)
     fresh = {"app": Holder({"a": {}, "b": None, "c": [], "n": tensor(5)})}
@@ -229,7 +229,7 @@ def _sharded(rank: int, world_size: int, path: str, road: str) -> list[Any]:
 
 @pytest.mark.parametrize("road", ["columns", "objects", "stock"])
 def test_ranks_that_share_an_object(tmp_path: Path, road: str) -> None:
-    """What some rank has stays its own, sharded as it is there; what no rank has comes whole to each."""
+    """Entries that a rank has stay its own, sharded as there; those that no rank has come whole to each."""
     for rank, (seen, x, stage) in enumerate(run_ranks(2, _sharded, str(tmp_path), road)):
         assert seen == told({"a": 1, "t": tensor(7)}) and x == told(tensor(3))
         assert stage == told({f"layer{rank}": tensor(rank)})

@@ -114,7 +114,7 @@ class StepsInTrainModeOnly(torch.optim.SGD):
 @pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize("kind", ["LBFGS", "one step of LBFGS", "train mode"])
 def test_optimizers_that_make_no_step_by_themselves(tmp_path: Path, kind: str, road: str) -> None:
-    """LBFGS needs a closure, others a mode. A fresh one gets its state, and goes on as the one saved."""
+    """LBFGS needs a closure, others a mode. A fresh one gets its state, and trains as the one saved."""
     makes: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         "LBFGS": lambda net: torch.optim.LBFGS(net.parameters(), max_iter=3, history_size=4),
         "one step of LBFGS": lambda net: torch.optim.LBFGS(net.parameters(), max_iter=1),
@@ -163,7 +163,7 @@ def test_what_is_missing_comes_first(tmp_path: Path) -> None:
     ],
 )
 def test_under_other_names(tmp_path: Path, road: str, rename: Any, state: Any, lost: str | None) -> None:
-    """What a dict is called in the checkpoint follows from what its entries are."""
+    """The name of a dict in the checkpoint follows from those of its entries."""
     save(tmp_path)
     if lost is None:
         load(state, tmp_path, road, rename=rename)

@@ -39,7 +39,7 @@ def test_a_reader_that_loads_again_sees_what_was_saved_since(tmp_path: Path) -> 
 
 
 def test_a_reader_serves_one_thread_at_a_time(tmp_path: Path) -> None:
-    """It would mix up two loads; so the second one says so, and the first one goes on."""
+    """It would mix up two loads; so the second one says so, and the first one ends well."""
     dcp.save({"w": torch.ones(4), "own": {"x": 1}}, checkpoint_id=tmp_path)
     reader, asked, go_on = FileSystemReader(tmp_path), threading.Event(), threading.Event()
 
@@ -67,7 +67,7 @@ def test_a_reader_serves_one_thread_at_a_time(tmp_path: Path) -> None:
 
 
 def test_options_of_one_load_do_not_stay(tmp_path: Path) -> None:
-    """What `dcp.load` is told holds for that load, not for the reader's and planner's next one."""
+    """Options of `dcp.load` hold for that load, not for the reader's and planner's next one."""
     dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path)
     reader, planner = FileSystemReader(tmp_path), dcp.DefaultLoadPlanner()
     wanted = {"w": torch.zeros(4, dtype=torch.float64), "more": torch.zeros(1)}

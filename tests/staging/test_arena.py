@@ -70,7 +70,7 @@ def test_an_arena_is_not_allocated_again_while_it_is_big_enough(kind: Kind) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors_outlive_growth_and_close(kind: Kind) -> None:
-    """What views an arena stays readable and writable when that grows or is closed, twice."""
+    """Views of an arena stay readable and writable when that grows or is closed, twice."""
     arena = HostArena(kind)
     arena.reserve(1 << 20)
     old = bytes_of(arena)[:4096]
@@ -109,7 +109,7 @@ def test_a_shared_arena_takes_one_descriptor_and_is_gone_with_its_views() -> Non
 
 
 def test_a_child_reads_a_shared_arena_through_a_duplicate_of_its_descriptor() -> None:
-    """What the trainer staged is what another process sees, and the child's end takes nothing from it."""
+    """Another process sees the staged bytes, and the child's end takes nothing from them."""
     arena = HostArena("shared")
     arena.reserve(1 << 20)
     bytes_of(arena)[:5] = torch.tensor(list(b"state"), dtype=torch.uint8)
@@ -145,7 +145,7 @@ def test_memory_that_is_not_there_is_an_error_at_once(kind: Kind) -> None:
 
 
 def test_a_full_memory_file_is_an_error_and_no_signal_later() -> None:
-    """Where the pages cannot be had the reservation fails, not the copy that would touch them."""
+    """The reservation fails if the pages cannot be had, not the copy that would touch them."""
     arena = HostArena("shared")
     arena.reserve(2 << 20)
     bytes_of(arena).fill_(5)
