@@ -228,7 +228,7 @@ def restored_step(root: Path, state: dict[str, Any]) -> int | None:
     """The step that a manager restores."""
     with dcp.CheckpointManager(root, every_steps=1) as manager:
         restored = manager.restore(state)
-    return restored and restored.step
+    return None if restored is None else restored.step
 
 
 def test_the_manager_restores_it(tmp_path: Path) -> None:
