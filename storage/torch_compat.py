@@ -1,7 +1,7 @@
 """All that is used of torch beyond what it promises to keep: private names, and those that versions lack.
 
-Nobody else imports or looks up such a name (tests/project/test_torch_names.py). Each has what serves where it is
-gone: a public way that is slower, or, for a kind of tensor, a class without instances. So a torch that is
+Nobody else imports or looks up such a name (tests/project/test_torch_names.py). Each has what serves where it
+is gone: a public way that is slower, or, for a kind of tensor, a class without instances. So a torch that is
 newer than those that were tested works as far as it can, and is warned of.
 """
 
