@@ -16,7 +16,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 __all__ = ["AXE", "Window", "accessibility_faults", "running_chromium", "window"]
 
-AXE: Final = Path(__file__).parents[1] / "server/pages/vendor/axe-core-4.14.1.min.js"
+AXE: Final = Path(__file__).parents[1] / "service/pages/vendor/axe-core-4.14.1.min.js"
 _NAMES: Final = ("chromium", "chromium-browser", "google-chrome")
 _QUIET: Final = (
     "--disable-gpu",

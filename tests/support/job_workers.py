@@ -16,11 +16,24 @@ from pathlib import Path
 from typing import Any, Final
 
 from pydantic import SecretStr
+from sqlalchemy import func, select, update
 
 from dcp.server.database.engine import Database
+from dcp.server.database.tables import audit, jobs, tasks
 from dcp.server.jobs.executors.executor import ProcessExecutor
 from dcp.server.jobs.executors.subprocess_main import Setup
-from dcp.server.jobs.ledger import Backoff, JobRow, JobSpec, find_job, request_cancel, submit
+from dcp.server.jobs.ledger import (
+    Backoff,
+    JobEventRow,
+    JobRow,
+    JobSpec,
+    TaskRow,
+    find_job,
+    job_events_after,
+    list_tasks,
+    request_cancel,
+    submit,
+)
 from dcp.server.jobs.schedules import PeriodicWork
 from dcp.server.jobs.worker import Worker
 from dcp.server.settings import Settings
@@ -29,12 +42,18 @@ from tests.support.job_kinds import TEST_KINDS, log_lines
 
 __all__ = [
     "HANG_SECONDS",
+    "Database",
     "WorkerProcess",
     "cancel",
+    "events_of",
     "job_settings",
+    "let_leases_end",
+    "pids_of",
     "put",
+    "records_of",
     "seconds_to_cancel",
     "state_of",
+    "tasks_of",
     "until",
     "wait_for_end",
     "working",
@@ -164,6 +183,36 @@ def state_of(database: Database, job_id: int) -> JobRow:
     return job
 
 
+def tasks_of(database: Database, job_id: int) -> list[TaskRow]:
+    """By number."""
+    with database.read() as connection:
+        return list_tasks(connection, job_id)
+
+
+def events_of(database: Database, job_id: int) -> list[JobEventRow]:
+    """What happened to the job, in order."""
+    with database.read() as connection:
+        return list(job_events_after(connection, job_id))
+
+
+def records_of(database: Database) -> int:
+    """How often a job of the kind "made" was recorded."""
+    with database.read() as connection:
+        return connection.execute(select(func.count()).select_from(audit)).scalar_one()
+
+
+def let_leases_end(database: Database) -> None:
+    """As if their time had passed; for whoever does not renew them any more."""
+    for table in (jobs, tasks):
+        late = update(table).where(table.c.lease_owner.is_not(None)).values(lease_until_seconds=1.0)
+        database.transact(lambda connection, late=late: connection.execute(late))  # type: ignore[misc]
+
+
+def pids_of(folder: Path, what: str = "task ") -> list[int]:
+    """Of the processes that have begun with it."""
+    return [int(line.split()[-1]) for line in log_lines(folder) if line.startswith(what)]
+
+
 def until(holds: Callable[[], object], what: str) -> None:
     """Wait for it."""
     end = time.monotonic() + HANG_SECONDS
@@ -183,20 +232,16 @@ def seconds_to_cancel(
         place = folder / f"cancelled-{number}"
         place.mkdir()
         job_id = put(database, place, *acts)
-        until(lambda place=place: len(_pids(place)) >= begun, f"{begun} tasks")  # type: ignore[misc]
+        until(lambda place=place: len(pids_of(place)) >= begun, f"{begun} tasks")  # type: ignore[misc]
         asked = time.monotonic()
         cancel(database, job_id)
         assert wait_for_end(database, job_id).state == "cancelled"
-        assert not any(Path(f"/proc/{pid}").exists() for pid in _pids(place))
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids_of(place))
         best = min(best, time.monotonic() - asked)
         assert "discard" in log_lines(place) and not any("done" in line for line in log_lines(place))
         if best <= within:
             break
     return best
-
-
-def _pids(folder: Path) -> list[int]:
-    return [int(line.split()[2]) for line in log_lines(folder) if line.startswith("task ")]
 
 
 def wait_for_end(database: Database, job_id: int) -> JobRow:

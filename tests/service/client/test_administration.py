@@ -1,0 +1,188 @@
+"""What admins do, by both clients against the real application: keys, webhooks, rules, retention."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+from dcp.server.client import (
+    AsyncClient,
+    Client,
+    ConflictError,
+    ForbiddenError,
+    NotFoundError,
+    PreconditionFailedError,
+    ProblemError,
+    TransportError,
+)
+from tests.support.app import App, running_app
+from tests.support.both_clients import KINDS, client_of
+from tests.support.catalog_rows import add_checkpoint
+from tests.support.sockets import listening
+
+MakeClient = Callable[..., Client]
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> Iterator[App]:
+    """The application with the roots "main" and "other"."""
+    with running_app(f"sqlite:///{tmp_path / 'catalog.sqlite'}", tmp_path) as running:
+        yield running
+
+
+@pytest.fixture(params=KINDS)
+def connect(request: pytest.FixtureRequest, app: App) -> Iterator[MakeClient]:
+    """Makes clients with keys of given scopes."""
+    with ExitStack() as stack:
+        url = stack.enter_context(listening(app.app))
+
+        def make(*scopes: str, key: str | None = None) -> Client:
+            key = key or app.key(*scopes)  # type: ignore[arg-type]
+            return stack.enter_context(client_of(request.param, url, key=key))
+
+        yield make
+
+
+def test_keys(connect: MakeClient) -> None:
+    """A key is made, works for what it is for, is listed without its secret, and ends when it is revoked."""
+    admin = connect("admin")
+    made = admin.create_key("trainers", scopes=["read", "write"], roots=["main"], expires_in_seconds=3600)
+    assert (made.scopes, made.roots) == (("read", "write"), ("main",))
+    assert made.prefix in made.key and made.key not in repr(made)
+    assert made.expires_at is not None and made.expires_at.tzinfo is not None
+    user = connect(key=made.key)
+    assert [root.name for root in user.roots()] == ["main"]
+    with pytest.raises(ForbiddenError):
+        user.keys()
+    listed = admin.keys()
+    assert made.id in [key.id for key in listed]
+    assert admin.key(made.id).revoked_at is None
+    assert admin.revoke_key(made.id).revoked_at == admin.revoke_key(made.id).revoked_at is not None
+    with pytest.raises(ProblemError):
+        user.roots()
+
+
+def test_webhooks_and_deliveries(connect: MakeClient) -> None:
+    """A webhook is made, changed by whoever has seen it last, tried out, listed by pages, and removed."""
+    admin = connect("admin")
+    made = admin.create_webhook(
+        "https://93.184.215.14/one", events=["checkpoint.tagged"], roots=("main",), description="first"
+    )
+    assert made.secret.startswith("whsec_") and made.secret not in repr(made)
+    other = admin.create_webhook("https://93.184.215.14/two")
+    assert [hook.id for hook in admin.webhooks(page_size=1)] == [made.id, other.id]
+    shown = admin.webhook(made.id)
+    assert (shown.events, shown.roots, shown.etag) == (("checkpoint.tagged",), ("main",), made.etag)
+    changed = admin.change_webhook(made.id, etag=made.etag, roots=None, is_enabled=False)
+    assert (changed.roots, changed.is_enabled, changed.description) == (None, False, "first")
+    with pytest.raises(PreconditionFailedError):
+        admin.delete_webhook(made.id, etag=made.etag)
+    with pytest.raises(ConflictError):
+        admin.test_webhook(made.id)
+    rotated = admin.rotate_webhook_secret(other.id, overlap_seconds=60, etag=other.etag)
+    assert rotated.secret != other.secret and rotated.previous_secret_until is not None
+    sent = [admin.test_webhook(other.id) for _ in range(3)]
+    listed = admin.deliveries(other.id, state="waiting", page_size=2).all()
+    assert [each.id for each in listed] == [each.id for each in reversed(sent)]
+    assert (listed[0].event, listed[0].attempts) == ("webhook.test", 0)
+    assert admin.redeliver(other.id, sent[0].id).message_id == sent[0].message_id
+    assert admin.deliveries(other.id, state="failed").first() is None
+    admin.delete_webhook(made.id)
+    with pytest.raises(NotFoundError):
+        admin.webhook(made.id)
+
+
+def test_rules(connect: MakeClient) -> None:
+    """A rule is made, shown as it was given, changed, listed and removed."""
+    admin = connect("admin")
+    convert = {"kind": "convert", "to": "safetensors", "target_root": "other", "target_key": "{run}/{name}"}
+    made = admin.create_rule(
+        "export", [{"kind": "verify"}, convert], condition={"root": "main", "formats": ("dcp",)}
+    )
+    assert (made.event, made.is_enabled) == ("checkpoint.committed", True)
+    assert made.condition == {"root": "main", "formats": ["dcp"]}
+    assert made.actions == ({"kind": "verify"}, convert)
+    changed = admin.change_rule(made.id, etag=made.etag, event="checkpoint.tagged", actions=[convert])
+    assert (changed.event, changed.actions, changed.name) == ("checkpoint.tagged", (convert,), "export")
+    with pytest.raises(PreconditionFailedError):
+        admin.change_rule(made.id, etag=made.etag, is_enabled=False)
+    with pytest.raises(ConflictError):
+        admin.create_rule("export", [{"kind": "verify"}])
+    assert admin.rules().all() == [admin.rule(made.id)] == [changed]
+    admin.delete_rule(made.id, etag=changed.etag)
+    assert admin.rules().first() is None
+
+
+def test_retention(connect: MakeClient, app: App) -> None:
+    """What a policy would do is shown without one and of one; it is made, changed, run and removed."""
+    for run in ("one", "two"):
+        for step in (1, 2, 3):
+            add_checkpoint(app.service.database, f"{run}/step-{step}")
+    client = connect("delete", "read")
+    keep = {"last": 2}
+    preview = client.preview_retention("main", keep, run_glob="*", page_size=1).all()
+    assert [(run.run, run.kept, run.deleted) for run in preview] == [("one", 2, 1), ("two", 2, 1)]
+    assert [(each.step, bool(each.reasons)) for each in preview[0].checkpoints][:1] == [(1, False)]
+    made = client.create_retention_policy("tidy", "main", keep, run_glob="one", grace_seconds=60)
+    assert (made.keep, made.run_glob, made.grace_seconds) == (keep, "one", 60.0)
+    assert client.preview_retention_policy(made.id).all() == preview[:1]
+    changed = client.change_retention_policy(made.id, etag=made.etag, keep={"last": 3}, is_enabled=False)
+    assert (changed.keep, changed.is_enabled, changed.grace_seconds) == ({"last": 3}, False, 60.0)
+    with pytest.raises(PreconditionFailedError):
+        client.delete_retention_policy(made.id, etag=made.etag)
+    assert client.retention_policies(page_size=1).all() == [client.retention_policy(made.id)] == [changed]
+    dry, real = (client.run_retention_policy(made.id, dry_run=is_dry) for is_dry in (True, False))
+    assert [job.params for job in (dry, real)] == [
+        {"policy_id": made.id, "dry_run": True},
+        {"policy_id": made.id, "dry_run": False},
+    ]
+    client.delete_retention_policy(made.id, etag=changed.etag)
+    assert client.retention_policies().first() is None
+    assert len(client.checkpoints().all()) == 6
+
+
+@pytest.mark.parametrize("lost", [502, None], ids=["a proxy's 502", "no answer"])
+def test_what_answers_with_a_secret_is_asked_once(lost: int | None) -> None:
+    """If the answer is lost nobody has the secret, and a second one would make a second key."""
+    seen: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        if lost is None:
+            raise httpx.ReadTimeout("lost", request=request)
+        return httpx.Response(lost)
+
+    with Client("http://localhost", transport=httpx.MockTransport(answer)) as client:
+        with pytest.raises(TransportError if lost is None else ProblemError):
+            client.create_key("one")
+        with pytest.raises(TransportError if lost is None else ProblemError):
+            client.rotate_webhook_secret(1)
+    assert [request.method for request in seen] == ["POST", "POST"]
+
+
+def test_a_preview_leaves_nothing() -> None:
+    """It is a POST that changes nothing, so that its answer is not kept for a second one."""
+    seen: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return httpx.Response(200, json={"items": [], "next_cursor": None})
+
+    with Client("http://localhost", transport=httpx.MockTransport(answer)) as client:
+        assert client.preview_retention("main", {"last": 1}).all() == []
+    assert [(request.method, "Idempotency-Key" in request.headers) for request in seen] == [("POST", False)]
+
+
+def test_both_clients_have_the_same_methods() -> None:
+    """With the same parameters."""
+
+    def methods(kind: type[object]) -> dict[str, list[str]]:
+        found = inspect.getmembers(kind, inspect.isfunction)
+        return {name: list(inspect.signature(each).parameters) for name, each in found if name[0] != "_"}
+
+    assert methods(Client) == methods(AsyncClient)

@@ -1,0 +1,297 @@
+"""Both clients against the real application on a real socket."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load as load_safetensors
+from safetensors.torch import load_file
+
+import dcp
+from dcp.server.client import (
+    Client,
+    ConflictError,
+    ForbiddenError,
+    JobCancelledError,
+    NotFoundError,
+    PreconditionFailedError,
+    UnauthorizedError,
+    UnprocessableError,
+    WaitTimeoutError,
+)
+from tests.support.app import App, running_app
+from tests.support.both_clients import KINDS, client_of
+from tests.support.sockets import listening
+
+MakeClient = Callable[..., Client]
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two steps of a run in the root "main"."""
+    folder = tmp_path_factory.mktemp("template")
+    with dcp.CheckpointManager(folder / "main" / "run", mode="sync", no_dist=True) as manager:
+        for step in (1, 2):
+            manager.save(step, state_at(step), metrics={"loss": 1 / step}, force=True)
+    return folder
+
+
+@pytest.fixture
+def app(template: Path, tmp_path: Path) -> Iterator[App]:
+    """The application over a copy of the template."""
+    shutil.copytree(template, tmp_path, dirs_exist_ok=True)
+    with running_app(f"sqlite:///{tmp_path / 'catalog.sqlite'}", tmp_path) as running:
+        yield running
+
+
+def state_at(step: int) -> dict[str, object]:
+    """What the checkpoint of a step holds."""
+    return {
+        "model": {
+            "weight": torch.arange(12, dtype=torch.float32).reshape(3, 4) + step,
+            "bias": torch.full((5,), step, dtype=torch.bfloat16),
+        },
+        "lr": 0.1,
+    }
+
+
+@pytest.fixture(params=KINDS)
+def connect(request: pytest.FixtureRequest, app: App) -> Iterator[MakeClient]:
+    """Makes clients with keys of given scopes."""
+    with ExitStack() as stack:
+        url = stack.enter_context(listening(app.app))
+
+        def make(*scopes: str, **options: object) -> Client:
+            key = app.key(*scopes) if scopes else "dcp_wrong"  # type: ignore[arg-type]
+            return stack.enter_context(client_of(request.param, url, key=key, **options))
+
+        yield make
+
+
+def registered(client: Client) -> list[int]:
+    """The checkpoints' ids, by step."""
+    return [client.register(f"run/step-0000000{step}", root="main").id or 0 for step in (1, 2)]
+
+
+def test_the_catalog(connect: MakeClient, tmp_path: Path) -> None:
+    """Registered checkpoints are listed, filtered, sorted, page by page, and shown."""
+    client = connect("read", "write")
+    assert [(root.name, root.is_configured) for root in client.roots()] == [("main", True), ("other", True)]
+    first = client.register("step-00000001", root_url=str(tmp_path / "main" / "run"), tags=["good"])
+    assert (first.root, first.key, first.is_new, first.is_present) == (
+        "main",
+        "run/step-00000001",
+        True,
+        True,
+    )
+    one, two = registered(client)
+    assert one == first.id
+    assert [found.step for found in client.checkpoints(root="main", page_size=1)] == [2, 1]
+    assert [len(page) for page in client.checkpoints(page_size=1).pages()] == [1, 1]
+    best = client.checkpoints(metric="loss<0.9", sort="metric:loss").first()
+    assert best is not None and best.id == two and best.metrics == {"loss": 0.5}
+    assert client.checkpoints(tag=["none"]).first() is None
+    assert [found.id for found in client.checkpoints(tag="good", state=["committed", "vanished"])] == [one]
+    detail = client.checkpoint(two)
+    assert (detail.format, detail.tensor_count, detail.world_size) == ("dcp", 2, 1)
+    assert detail.committed_at.tzinfo is not None
+    since = client.checkpoints(since=detail.committed_at).all()
+    assert two in [found.id for found in since] and len(since) <= 2
+    (run,) = client.runs(root="main")
+    assert (run.key, run.checkpoint_count, run.latest_step) == ("run", 2, 2)
+    assert client.run(run.id) == run
+    series = client.run_series(run.id, "loss", points=1)
+    assert (series.run_id, series.metric, len(series.points)) == (run.id, "loss", 1 if series.count else 0)
+    assert [node.id for node in client.lineage(one).nodes] == [one]
+
+
+def test_labels(connect: MakeClient) -> None:
+    """Tags, pins, metrics and aliases; what has changed since is not overwritten."""
+    client = connect("read", "write")
+    one, two = registered(client)
+    before = client.checkpoint(one)
+    tagged = client.add_tag(one, "team/a:b", etag=before.etag)
+    assert tagged.tags == ("team/a:b",)
+    with pytest.raises(PreconditionFailedError):
+        client.pin(one, etag=before.etag)
+    assert client.pin(one).is_pinned
+    assert not client.unpin(one).is_pinned
+    assert client.remove_tag(one, "team/a:b").tags == ()
+    assert client.set_metrics(one, {"eval/acc": 0.9, "loss": None}).metrics == {"eval/acc": 0.9}
+    run = before.run_id
+    alias = client.set_alias(run, "best", one)
+    assert [each.name for each in client.aliases(run)] == ["best"]
+    moved = client.set_alias(run, "best", two, etag=alias.etag)
+    assert client.alias(run, "best").checkpoint_id == two
+    with pytest.raises(PreconditionFailedError):
+        client.delete_alias(run, "best", etag=alias.etag)
+    client.delete_alias(run, "best", etag=moved.etag)
+    with pytest.raises(NotFoundError):
+        client.alias(run, "best")
+
+
+def test_what_is_in_it(connect: MakeClient) -> None:
+    """Names, trees, values, slices, shards, files and differences."""
+    client = connect("read", "write")
+    one, two = registered(client)
+    assert [(t.fqn, t.kind, t.shape) for t in client.tensors(two, page_size=1)] == [
+        ("lr", "object", None),
+        ("model.bias", "tensor", (5,)),
+        ("model.weight", "tensor", (3, 4)),
+    ]
+    assert [t.fqn for t in client.tensors(two, glob="*.bias")] == ["model.bias"]
+    assert [(node.name, node.tensors) for node in client.tensor_tree(two)] == [("lr", 0), ("model", 2)]
+    np.testing.assert_array_equal(
+        client.tensor(two, "model.weight"), np.arange(12, dtype=np.float32).reshape(3, 4) + 2
+    )
+    np.testing.assert_array_equal(client.tensor(two, "model.weight", "1,:2"), [6.0, 7.0])
+    (bias,) = load_safetensors(client.tensor_bytes(two, "model.bias")).values()
+    assert torch.equal(bias, torch.full((5,), 2, dtype=torch.bfloat16))
+    shards = {tensor.fqn: tensor.chunks for tensor in client.shards(two)}
+    assert [chunk.sizes for chunk in shards["model.weight"]] == [(3, 4)]
+    assert [(share.rank, share.tensors) for share in client.rank_shares(two)] == [(0, 2)]
+    assert "manifest.msgpack" in [file.name for file in client.files(two)]
+    difference = client.diff(two, one)
+    assert {tensor.fqn for tensor in difference.tensors} == {"model.weight", "model.bias"}
+    with pytest.raises(NotFoundError):
+        client.statistics(two)
+
+
+def test_downloads(connect: MakeClient, tmp_path: Path) -> None:
+    """The checkpoint as a file that libraries read, and its own files as they are."""
+    client = connect("read", "write")
+    _, two = registered(client)
+    seen: list[tuple[int, int]] = []
+    path = client.download(two, tmp_path / "model.safetensors", on_bytes=lambda *at: seen.append(at))
+    loaded = load_file(path)
+    assert torch.equal(loaded["model.weight"], state_at(2)["model"]["weight"])  # type: ignore[index]
+    assert seen[-1] == (path.stat().st_size, path.stat().st_size)
+    with pytest.raises(FileExistsError):
+        client.download(two, path)
+    client.download(two, path, only="*.bias", dtype="float32", overwrite=True)
+    assert load_file(path)["model.bias"].dtype is torch.float32
+    saved = torch.load(client.download(two, tmp_path / "model.pt", format="torch"), weights_only=True)
+    assert torch.equal(saved["model"]["bias"], state_at(2)["model"]["bias"])  # type: ignore[index]
+    assert saved["lr"] == 0.1
+    manifest = client.download_file(two, "manifest.msgpack", tmp_path / "manifest")
+    source = tmp_path / "main" / "run" / "step-00000002" / "manifest.msgpack"
+    assert manifest.read_bytes() == source.read_bytes()
+    assert [each.name for each in tmp_path.glob(".*.part*")] == []
+
+
+def test_a_download_goes_on(connect: MakeClient, tmp_path: Path) -> None:
+    """What an interrupted call has fetched is not fetched again; of another content nothing is kept."""
+    client = connect("read", "write")
+    one, two = registered(client)
+
+    class Interrupt(Exception):
+        pass
+
+    def interrupt(done: int, total: int) -> None:
+        raise Interrupt
+
+    target = tmp_path / "model.safetensors"
+    for number in (one, two):
+        with pytest.raises(Interrupt):
+            client.download(number, target, on_bytes=interrupt)
+    whole = client.download(two, tmp_path / "whole.safetensors").read_bytes()
+    part = tmp_path / ".model.safetensors.part"
+    assert part.read_bytes() == whole
+    part.write_bytes(whole[:100])
+    begun: list[int] = []
+    client.download(two, target, on_bytes=lambda done, total: begun.append(done))
+    assert target.read_bytes() == whole
+    assert begun[0] > 100 and len(begun) >= 1
+    assert not part.exists()
+
+
+def test_refusals(connect: MakeClient) -> None:
+    """Each is the error of its status, with the detail of the service and the request's id."""
+    with pytest.raises(UnauthorizedError):
+        connect().roots()
+    reader = connect("read")
+    with pytest.raises(ForbiddenError) as forbidden:
+        reader.register("run/step-00000001", root="main")
+    assert forbidden.value.extra["scope"] == "write"
+    with pytest.raises(NotFoundError) as missing:
+        reader.checkpoint(12345)
+    assert "12345" in missing.value.detail and missing.value.request_id
+    with pytest.raises(UnprocessableError):
+        reader.checkpoints(sort="nonsense").first()
+    with pytest.raises(ValueError, match="time zone"):
+        reader.checkpoints(since=datetime(2026, 1, 1))
+    assert reader.request("GET", "/checkpoints", params={"limit": 1})["items"] == []
+
+
+def test_deleting_and_taking_it_back(connect: MakeClient) -> None:
+    """A deleted one is not listed, and can be restored; a pinned one is not deleted."""
+    client = connect("read", "write", "delete")
+    one, two = registered(client)
+    client.pin(two)
+    with pytest.raises(ConflictError):
+        client.delete(two)
+    gone = client.delete(one, grace_seconds=3600)
+    assert gone.state == "deleted" and gone.purge_after is not None
+    assert [found.id for found in client.checkpoints()] == [two]
+    assert [found.id for found in client.checkpoints(state="deleted")] == [one]
+    assert client.restore(one, etag=gone.etag).state == "committed"
+
+
+def test_what_pages_ask_for(connect: MakeClient) -> None:
+    """Runs in bins, counts, one by its name, search, pictures, totals: each by its method."""
+    client = connect("read", "write")
+    one, two = registered(client)
+    assert client.whoami().scopes == ("read", "write")
+    run_id = client.checkpoint(one).run_id
+    timeline = client.run_timeline(run_id, metric=["loss"], points=1)
+    assert (timeline.count, timeline.bins[0].metrics[0].last) == (2, 0.5)
+    (states,) = [facet for facet in client.checkpoint_facets(state="any").facets if facet.name == "state"]
+    assert [(value.value, value.count) for value in states.values] == [("committed", 2)]
+    assert client.lookup(run="run", step=1).id == client.lookup(key="run/step-00000001").id == one
+    found = {(hit.kind, hit.checkpoint_id) for hit in client.search("weight")}
+    assert found == {("tensor", two)} and not client.search("weight", kind=["run"])
+    assert client.tensor_grid(one, "model.weight", rows=1, columns=1).max == (12.0,)
+    statistics = client.tensor_statistics(one, "model.weight").statistics
+    assert statistics is not None and statistics["max"] == 12.0
+    assert client.phases(one).rank_count == client.shard_map(one, bins=4).rank_count == 1
+    assert client.run_tensor_bytes(run_id, only="model.*").tensors == 4
+    assert client.retention_totals("main", {"last": 1}).deleted == 1
+    with pytest.raises(NotFoundError):
+        client.run_drift(run_id)
+    job = client.compute_drift(run_id)
+    assert next(line.text for line in client.job_log(job.id)).startswith("submitted by key:")
+    assert client.job_throughput(job.id).state == "queued"
+    events = client.watch_jobs(after_id=0)
+    assert [(event.kind, event.job_id) for event in islice(events, 2)] == [
+        ("ready", None),
+        ("submitted", job.id),
+    ]
+
+
+def test_jobs_wait_their_turn(connect: MakeClient) -> None:
+    """Submitted jobs are listed, cancelled and begun anew; the same twice is one."""
+    client = connect("read", "write")
+    one, _ = registered(client)
+    job = client.verify(one)
+    assert (job.kind, job.state, job.checkpoint_id) == ("verify", "queued", one)
+    assert client.verify(one).id == job.id
+    scan = client.scan("main", below="run")
+    assert [found.id for found in client.jobs()] == [scan.id, job.id]
+    assert [found.id for found in client.jobs(kind="verify", checkpoint_id=one)] == [job.id]
+    assert client.cancel(job.id).state == "cancelled"
+    with pytest.raises(JobCancelledError):
+        client.wait(job)
+    kinds = [event.kind for event in client.watch(job.id)]
+    assert kinds[0] == "submitted" and kinds[-1] == "end"
+    assert client.retry(job.id).state == "queued"
+    assert client.job_tasks(job.id).all() == []
+    with pytest.raises(WaitTimeoutError):
+        client.wait(job.id, timeout_seconds=0.05)

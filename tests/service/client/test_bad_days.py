@@ -1,0 +1,435 @@
+"""Both clients when the network breaks, the service is busy, or something else answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from dcp.server.client import (
+    AnswerError,
+    Client,
+    ClientError,
+    ConflictError,
+    DownloadError,
+    JobCancelledError,
+    JobFailedError,
+    ProblemError,
+    TransportError,
+    UnavailableError,
+    WaitTimeoutError,
+)
+from tests.support.both_clients import KINDS, client_of
+from tests.support.ports import refusing_port
+from tests.support.power_cuts import Recording
+from tests.support.scripted_service import Answer, Asked, ScriptedService, scripted_service
+
+Connect = Callable[..., Client]
+
+BYTES = bytes(range(256)) * 1000
+TAGGED = {"ETag": '"v1"', "Content-Type": "application/octet-stream", "Accept-Ranges": "bytes"}
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between attempts: how often one tries is the subject, not how long that takes."""
+    monkeypatch.setattr("dcp.server.client.transport._FIRST_PAUSE_SECONDS", 0.02)
+
+
+@pytest.fixture(params=KINDS)
+def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
+    """Makes a client of a service."""
+    with ExitStack() as stack:
+
+        def make(service: ScriptedService | str, **options: Any) -> Client:
+            url = service if isinstance(service, str) else service.url
+            return stack.enter_context(client_of(request.param, url, **{"retries": 2} | options))
+
+        yield make
+
+
+def problem(status: int, **more: Any) -> Answer:
+    """A problem document."""
+    body = {"type": "/problems/x", "title": "Title", "status": status, "detail": "why", **more}
+    return Answer(status, body, {"Content-Type": "application/problem+json", "Retry-After": "0"})
+
+
+def job(state: str, **more: Any) -> dict[str, Any]:
+    """A job as the service answers."""
+    given = {"id": 7, "kind": "verify", "state": state, "params": {}, "created_by": "key:a"}
+    return given | {"created_at": "2026-01-01T00:00:00.000Z"} | more
+
+
+def test_what_passes_is_tried_again(connect: Connect) -> None:
+    """A busy service is asked again; a POST can be recognised as the same by its Idempotency-Key."""
+    answers = iter([problem(503), problem(429), Answer(202, job("queued"))])
+    with scripted_service(lambda asked: next(answers)) as service:
+        assert connect(service).submit("verify", {"checkpoint_id": 1}).state == "queued"
+        keys = [asked.headers["Idempotency-Key"] for asked in service.asked]
+    assert len(keys) == 3 and len(set(keys)) == 1
+    assert service.bodies() == [{"kind": "verify", "params": {"checkpoint_id": 1}, "priority": 0}] * 3
+
+
+def test_the_first_one_is_still_at_work(connect: Connect) -> None:
+    """A POST that is sent again too early is sent once more, until there is the answer of the first."""
+    answers = iter(
+        [Answer(202, job("queued"), cut=3), problem(409, state="working"), Answer(202, job("queued"))]
+    )
+    with scripted_service(lambda asked: next(answers)) as service:
+        assert connect(service).submit("verify", {"checkpoint_id": 1}).state == "queued"
+        assert len({asked.headers["Idempotency-Key"] for asked in service.asked}) == 1
+        assert len(service.asked) == 3
+
+
+def test_not_for_ever(connect: Connect) -> None:
+    """After so many attempts it is the error, with what the service said."""
+    with scripted_service(lambda asked: problem(503)) as service:
+        with pytest.raises(UnavailableError, match="why") as caught:
+            connect(service).roots()
+        assert len(service.asked) == 3
+    assert caught.value.retry_after_seconds == 0
+
+
+def test_what_is_final_is_not_tried_again(connect: Connect) -> None:
+    """Nor what would have to wait for long."""
+    with scripted_service(lambda asked: problem(409, state="running")) as service:
+        with pytest.raises(ConflictError) as caught:
+            connect(service).cancel(7)
+        assert caught.value.extra["state"] == "running"
+        service.answer = lambda asked: Answer(429, {"detail": "slow"}, {"Retry-After": "3600"})
+        with pytest.raises(ProblemError, match="429"):
+            connect(service).job(7)
+        assert len(service.asked) == 2
+
+
+def test_a_change_that_may_have_happened(connect: Connect) -> None:
+    """One with If-Match is not repeated when the answer is lost: its second try would be refused."""
+    with scripted_service(lambda asked: Answer(200, {"id": 1}, cut=3)) as service:
+        client = connect(service)
+        with pytest.raises(TransportError):
+            client.pin(1, etag='"c1-1"')
+        assert len(service.asked) == 1
+        with pytest.raises(TransportError):
+            client.checkpoint(1)
+        assert len(service.asked) == 4
+
+
+def test_nobody_there(connect: Connect) -> None:
+    """A service that cannot be reached is one error of the client's tree, whatever the network said."""
+    with refusing_port() as port:
+        client = connect(f"http://127.0.0.1:{port}", retries=0)
+        with pytest.raises(TransportError, match=str(port)):
+            client.roots()
+        with pytest.raises(ClientError):
+            list(client.checkpoints())
+
+
+def test_something_else_answers(connect: Connect) -> None:
+    """A page of some proxy is no answer."""
+    with scripted_service(lambda asked: Answer(200, b"<html>", {"Content-Type": "text/html"})) as service:
+        client = connect(service)
+        for ask in (client.roots, lambda: client.checkpoint(1), lambda: client.checkpoints().first()):
+            with pytest.raises(AnswerError):
+                ask()
+        with pytest.raises(AnswerError, match="no array"):
+            client.tensor(1, "w")
+        service.answer = lambda asked: Answer(404, b"<html>", {"Content-Type": "text/html"})
+        with pytest.raises(ProblemError, match="404 Not Found"):
+            client.roots()
+
+
+@pytest.mark.parametrize("url", ["localhost:8470", "ftp://host", "", "http://"])
+def test_no_url(url: str) -> None:
+    """What is no URL of a service is refused at once."""
+    with pytest.raises(ValueError, match="no URL"):
+        Client(url)
+
+
+def test_the_key_is_not_shown() -> None:
+    """Neither in a repr nor in the error for one that is none."""
+    assert "dcp_secret" not in repr(Client("http://host", key="dcp_secret"))
+    with pytest.raises(ValueError, match="key") as caught:
+        Client("http://host", key="s\u00fcss")
+    assert "s\u00fcss" not in str(caught.value)
+
+
+# -- downloads -----------------------------------------------------------------------------------------------
+
+
+def ranged(asked: Asked, data: bytes, etag: str, cut: int | None = None) -> Answer:
+    """As a server answers that knows ranges, sending ``cut`` bytes of it at most."""
+    headers = TAGGED | {"ETag": etag}
+    begin = asked.headers.get("Range", "").removeprefix("bytes=").removesuffix("-")
+    if not begin or asked.headers.get("If-Range") != etag:
+        return Answer(200, data, headers, cut=cut)
+    at = int(begin)
+    if at >= len(data):
+        return Answer(416, b"{}", {"Content-Range": f"bytes */{len(data)}"})
+    span = f"bytes {at}-{len(data) - 1}/{len(data)}"
+    return Answer(206, data[at:], headers | {"Content-Range": span}, cut=cut)
+
+
+def test_a_download_that_breaks_off(connect: Connect, tmp_path: Path) -> None:
+    """Is gone on with where it broke off, as often as it takes, as long as it goes on."""
+    with scripted_service(lambda asked: ranged(asked, BYTES, '"v1"', cut=60_000)) as service:
+        path = connect(service, retries=1).download(1, tmp_path / "file")
+        assert path.read_bytes() == BYTES
+        ranges = [asked.headers.get("Range") for asked in service.asked]
+    assert ranges == [None, "bytes=60000-", "bytes=120000-", "bytes=180000-", "bytes=240000-"]
+
+
+def test_one_that_ends_at_the_same_byte(connect: Connect, tmp_path: Path) -> None:
+    """As a damaged checkpoint does: an error that says so, and no file; the part stays."""
+
+    def answer(asked: Asked) -> Answer:
+        found = ranged(asked, BYTES, '"v1"')
+        return Answer(found.status, found.body, found.headers, cut=0 if "Range" in asked.headers else 999)
+
+    with scripted_service(answer) as service:
+        with pytest.raises(DownloadError, match="999 of 256000 bytes"):
+            connect(service).download(1, tmp_path / "file")
+        assert not (tmp_path / "file").exists()
+        service.answer = lambda asked: ranged(asked, BYTES, '"v1"')
+        connect(service).download(1, tmp_path / "file")
+        assert service.asked[-1].headers["Range"] == "bytes=999-"
+    assert (tmp_path / "file").read_bytes() == BYTES
+
+
+def test_other_content_meanwhile(connect: Connect, tmp_path: Path) -> None:
+    """A part of what is not there any more is thrown away."""
+    with scripted_service(lambda asked: ranged(asked, BYTES, '"v1"', cut=5000)) as service:
+        with pytest.raises(DownloadError):
+            connect(service, retries=0).download(1, tmp_path / "file")
+        service.answer = lambda asked: ranged(asked, BYTES[::-1], '"v2"')
+        connect(service).download(1, tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == BYTES[::-1]
+
+
+def test_a_part_that_was_whole(connect: Connect, tmp_path: Path) -> None:
+    """Killed right before the end: nothing is fetched again, but the service is asked if it still holds."""
+    part, note = tmp_path / ".file.part", tmp_path / ".file.part.json"
+    with scripted_service(lambda asked: ranged(asked, BYTES, '"v1"', cut=5000)) as service:
+        with pytest.raises(DownloadError):
+            connect(service, retries=0).download(1, tmp_path / "file")
+        part.write_bytes(BYTES)
+        service.answer = lambda asked: ranged(asked, BYTES, '"v1"')
+        connect(service).download(1, tmp_path / "file")
+        assert service.asked[-1].headers["Range"] == "bytes=256000-"
+    assert (tmp_path / "file").read_bytes() == BYTES
+    assert not part.exists() and not note.exists()
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Content-Range": "bytes 5-9/10"},
+        {"Content-Range": "nonsense"},
+        {"Content-Range": "bytes 5000-255999/999999"},
+        {},
+    ],
+)
+def test_a_range_that_was_not_asked_for(connect: Connect, tmp_path: Path, headers: dict[str, str]) -> None:
+    """Is not put into the file: it is fetched from its beginning."""
+    with scripted_service(lambda asked: ranged(asked, BYTES, '"v1"', cut=5000)) as service:
+        with pytest.raises(DownloadError):
+            connect(service, retries=0).download(1, tmp_path / "file")
+
+        def answer(asked: Asked) -> Answer:
+            if "Range" in asked.headers:
+                return Answer(206, b"wrong", TAGGED | headers)
+            return ranged(asked, BYTES, '"v1"')
+
+        service.answer = answer
+        connect(service).download(1, tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == BYTES
+
+
+def test_a_redirect_learns_no_key(connect: Connect, tmp_path: Path) -> None:
+    """A file that S3 gives itself is fetched from there, without the service's key."""
+    with scripted_service(lambda asked: ranged(asked, BYTES, '"s3"')) as storage:
+        place = {"Location": f"{storage.url}/bucket/file?X-Amz-Signature=1"}
+        with scripted_service(lambda asked: Answer(307, b"", place)) as service:
+            client = connect(service, key="dcp_secret")
+            client.download_file(1, "a b.distcp", tmp_path / "file")
+            assert service.asked[0].path.endswith("/checkpoints/1/files/a%20b.distcp")
+            assert service.asked[0].headers["Authorization"] == "Bearer dcp_secret"
+        assert "Authorization" not in storage.asked[0].headers
+        assert storage.asked[0].path == "/bucket/file?X-Amz-Signature=1"
+    assert (tmp_path / "file").read_bytes() == BYTES
+
+
+def test_a_refused_download_leaves_nothing(connect: Connect, tmp_path: Path) -> None:
+    """The error is the service's, and no part lies about."""
+    with scripted_service(lambda asked: problem(404)) as service, pytest.raises(ProblemError, match="404"):
+        connect(service).download(1, tmp_path / "file")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cache_that_has_other_content(connect: Connect, tmp_path: Path) -> None:
+    """Begins anew where a range comes of another content than the part that is there."""
+    with scripted_service(lambda asked: ranged(asked, BYTES, '"v1"', cut=5000)) as service:
+        with pytest.raises(DownloadError):
+            connect(service, retries=0).download(1, tmp_path / "file")
+
+        def stale(asked: Asked) -> Answer:
+            whole = ranged(asked, BYTES[::-1], '"v2"')
+            if "Range" not in asked.headers:
+                return whole
+            span = f"bytes 5000-{len(BYTES) - 1}/{len(BYTES)}"
+            return Answer(206, BYTES[::-1][5000:], whole.headers | {"Content-Range": span})
+
+        service.answer = stale
+        connect(service).download(1, tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == BYTES[::-1]
+
+
+@pytest.mark.parametrize("before", [None, b"old" * 1000])
+def test_a_power_cut_leaves_the_old_file_or_the_new_one(before: bytes | None, tmp_path: Path) -> None:
+    """Leaves never a part of one, and the new one once the download has returned."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    target = folder / "model.pt"
+    if before is not None:
+        target.write_bytes(before)
+    with (
+        scripted_service(lambda asked: Answer(200, BYTES, TAGGED)) as service,
+        Client(service.url) as client,
+        Recording(folder) as recording,
+    ):
+        client.download(1, target, overwrite=True)
+    for what, make in recording.images():
+        make(folder)
+        assert (target.read_bytes() if target.exists() else None) in (before, BYTES), what
+    images = list(recording.images(at_end=True))
+    assert images
+    for what, make in images:
+        make(folder)
+        assert target.read_bytes() == BYTES, what
+
+
+def test_pages_may_be_empty_and_the_list_goes_on(connect: Connect) -> None:
+    """Finds what comes last where the service gave up searching before a page was full."""
+    pages = {None: ([], "a"), "a": ([], "b"), "b": ([job("queued")], "c"), "c": ([], None)}
+
+    def answer(asked: Asked) -> Answer:
+        items, cursor = pages[parse_qs(urlsplit(asked.path).query).get("cursor", [None])[0]]
+        return Answer(200, {"items": items, "next_cursor": cursor})
+
+    with scripted_service(answer) as service:
+        found = connect(service).jobs()
+        assert [len(page) for page in found.pages()] == [0, 0, 1, 0]
+        assert [one.id for one in found] == [one.id for one in found.all()] == [7]
+        first = found.first()
+        assert first is not None and first.id == 7
+
+
+# -- jobs ----------------------------------------------------------------------------------------------------
+
+
+def test_waiting(connect: Connect) -> None:
+    """Until it has succeeded; a failure, a cancellation and a late one are errors that have the job."""
+    states = iter(["queued", "running", "succeeded"])
+    with scripted_service(lambda asked: Answer(200, job(next(states), result={"ok": 1}))) as service:
+        client = connect(service)
+        seen: list[str] = []
+        done = client.wait(7, on_progress=lambda found: seen.append(found.state))
+        assert done.result == {"ok": 1}
+        assert seen == ["queued", "running", "succeeded"]
+        why = {"type": "CorruptCheckpointError", "detail": "block 7", "is_retryable": False}
+        service.answer = lambda asked: Answer(200, job("failed", error=why))
+        with pytest.raises(JobFailedError, match="block 7") as failed:
+            client.wait(done)
+        assert failed.value.job.error is not None and failed.value.job.error.type == why["type"]
+        service.answer = lambda asked: Answer(200, job("cancelled"))
+        with pytest.raises(JobCancelledError):
+            client.wait(7)
+        service.answer = lambda asked: Answer(200, job("running"))
+        with pytest.raises(WaitTimeoutError, match="running"):
+            client.wait(7, timeout_seconds=0.2)
+
+
+def _text(data: Any) -> str:
+    # As the service writes it: control characters escaped, the others as they are.
+    return json.dumps(data, ensure_ascii=False).replace("\u000b", "\\u000b")
+
+
+def event(number: int | None, kind: str, data: Any) -> str:
+    """A server-sent event as the service writes it."""
+    head = "" if number is None else f"id: {number}\n"
+    return f"{head}event: {kind}\ndata: {_text(data)}\n\n"
+
+
+def shown(number: int, kind: str, note: str = "") -> str:
+    """An event of the ledger."""
+    inner = {"n": number} | ({"note": note} if note else {})
+    data = {"id": number, "job_id": 7, "kind": kind, "at": "2026-01-01T00:00:00.000Z", "data": inner}
+    return event(number, kind, data)
+
+
+STREAM = {"Content-Type": "text/event-stream"}
+
+
+def test_watching(connect: Connect) -> None:
+    """Events come in order to the end; a connection that ends or breaks goes on behind the last one seen."""
+    parts = [
+        Answer(200, f": hello\nretry: 10\n\n{shown(1, 'submitted')}{shown(2, 'state')}".encode(), STREAM),
+        problem(503),
+        Answer(200, (shown(3, "state") + shown(4, "state")).encode(), STREAM, cut=len(shown(3, "state")) + 9),
+        Answer(
+            200,
+            (
+                shown(4, "state") + event(None, "progress", {"done_tasks": 1}) + event(None, "end", {})
+            ).encode(),
+            STREAM,
+        ),
+    ]
+    answers = iter(parts)
+    with scripted_service(lambda asked: next(answers)) as service:
+        events = list(connect(service).watch(7))
+        last = [asked.headers.get("Last-Event-ID") for asked in service.asked]
+    assert [(found.id, found.kind) for found in events] == [
+        (1, "submitted"),
+        (2, "state"),
+        (3, "state"),
+        (4, "state"),
+        (None, "progress"),
+        (None, "end"),
+    ]
+    assert events[1].data == {"n": 2} and events[1].at is not None
+    assert events[4].data == {"done_tasks": 1}
+    assert last == [None, "2", "2", "3"]
+
+
+def test_nothing_left_to_watch(connect: Connect) -> None:
+    """A job that is over, and was seen to its end."""
+    with scripted_service(lambda asked: Answer(204, b"")) as service:
+        assert list(connect(service).watch(7, after_id=9)) == []
+        assert service.asked[0].headers["Last-Event-ID"] == "9"
+
+
+def test_watching_what_is_not_there(connect: Connect) -> None:
+    """An error of the service ends the stream."""
+    with scripted_service(lambda asked: problem(404)) as service, pytest.raises(ProblemError, match="404"):
+        list(connect(service).watch(7))
+
+
+def test_text_that_looks_like_the_end_of_a_line(connect: Connect) -> None:
+    """Only a line feed is one: names and messages may have what Unicode has besides."""
+    note = "a\u2028b\u0085c\u000bd"
+    stream = (shown(1, "state", note) + event(None, "end", {})).replace("\n", "\r\n").encode()
+    with scripted_service(lambda asked: Answer(200, stream, STREAM)) as service:
+        first, last = connect(service).watch(7)
+    assert first.data == {"n": 1, "note": note} and last.kind == "end"
+
+
+def test_a_proxy_that_packs(connect: Connect, tmp_path: Path) -> None:
+    """What comes packed is not written: its size would be right, and its bytes wrong."""
+    packed = Answer(200, BYTES, TAGGED | {"Content-Encoding": "gzip"})
+    with scripted_service(lambda asked: packed) as service, pytest.raises(AnswerError, match="packs"):
+        connect(service).download(1, tmp_path / "file")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,62 @@
+"""The client's models say what the service's answers say, without importing them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dcp.server.client
+from dcp.server.client import AnswerError, Client
+from tests.support.app import running_app
+from tests.support.programs import run_program
+from tests.support.scripted_service import Answer, scripted_service
+
+
+def test_models_have_the_members_of_answers(tmp_path: Path) -> None:
+    """Has a member for each of an answer's, and none that no answer has."""
+    with running_app(f"sqlite:///{tmp_path / 'catalog.sqlite'}", tmp_path, auth="off") as app:
+        schemas = app.base.get("/openapi.json").json()["components"]["schemas"]
+    answers = [set(schema.get("properties", {})) - {"next_cursor"} for schema in schemas.values()]
+    models = [
+        one
+        for _, one in inspect.getmembers(dcp.server.client, inspect.isclass)
+        if dataclasses.is_dataclass(one) and one.__module__.startswith("dcp.server.records")
+    ]
+    assert len(models) > 30
+    for model in models:
+        assert {field.name for field in dataclasses.fields(model)} in answers, model
+
+
+def test_a_later_service_may_say_more() -> None:
+    """Passes over members that this client does not know."""
+    job = {"id": 7, "kind": "verify", "state": "queued", "params": {}, "created_by": "key:a", "new": 1}
+    job |= {"created_at": "2026-01-01T00:00:00.000Z", "progress": {"done_tasks": 1, "new": {"deep": 2}}}
+    with scripted_service(lambda asked: Answer(200, job)) as service:
+        assert Client(service.url).job(7).state == "queued"
+
+
+@pytest.mark.parametrize("document", [None, [], {}, {"id": "x"}, {"id": 7, "kind": 3}])
+def test_answers_that_are_none(document: Any) -> None:
+    """Raises an error of the client's tree, which says what is wrong."""
+    with (
+        scripted_service(lambda asked: Answer(200, document)) as service,
+        pytest.raises(AnswerError, match="Job"),
+    ):
+        Client(service.url).job(7)
+
+
+def test_the_client_imports_nothing_of_the_service() -> None:
+    """Needs httpx, and neither the service's parts nor their dependencies, nor torch, nor numpy."""
+    code = (
+        "import sys, dcp.server.client;"
+        "bad = {'torch', 'numpy', 'fastapi', 'pydantic', 'sqlalchemy', 'dcp.server.settings'};"
+        "ours = {m for m in sys.modules if m.startswith('dcp.server.') and '.client' not in m"
+        " and not m.startswith('dcp.server.records')};"
+        "found = (bad & set(sys.modules)) | ours; print(found); sys.exit(bool(found))"
+    )
+    ended = run_program("-c", code)
+    assert ended.returncode == 0, ended.stdout

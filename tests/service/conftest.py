@@ -1,0 +1,74 @@
+"""Fixtures of the service's tests."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+import structlog
+
+from tests.support.databases import (
+    _sqlite_template,
+    database,
+    empty_database,
+    make_database,
+    postgres_server,
+    share_statements,
+    shared_database,
+)
+
+__all__ = [
+    "_sqlite_template",
+    "database",
+    "empty_database",
+    "make_database",
+    "postgres_server",
+    "shared_database",
+]
+
+
+_KINDS: Final = ("postgresql", "sqlite")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test, with each value that it has beside its database, is tried on one of them, in turn, and on the
+    other in the exhaustive runs; on both where it is marked ``each_database``."""
+    tried: dict[tuple[str, str], dict[str, pytest.Item]] = defaultdict(dict)
+    for item in items:
+        if not isinstance(item, pytest.Function) or item.get_closest_marker("each_database"):
+            continue
+        test, _, values = item.nodeid.removesuffix("]").partition("[")
+        for kind in _KINDS:
+            if kind in (others := values.split("-")):
+                others.remove(kind)
+                tried[test, "-".join(others)][kind] = item
+    turns: Counter[Path] = Counter()
+    for on in tried.values():
+        if len(on) == len(_KINDS) and not any(item.get_closest_marker("exhaustive") for item in on.values()):
+            path = on[_KINDS[0]].path
+            on[_KINDS[turns[path] % 2]].add_marker(pytest.mark.exhaustive)
+            turns[path] += 1
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cheap_services() -> None:
+    """Tracebacks are as the service writes them: to draw one as structlog does by itself takes seconds."""
+    share_statements()
+    renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    structlog.configure(processors=[*structlog.get_config()["processors"][:-1], renderer])
+
+
+@pytest.fixture
+def logs_as_before() -> Iterator[None]:
+    """What `configure_logs` changes is undone."""
+    root, logs = logging.getLogger(), structlog.get_config()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.configure(**logs)

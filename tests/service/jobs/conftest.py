@@ -1,0 +1,83 @@
+"""Catalogs with jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp
+from dcp.demo.s3_server import S3Server
+from tests.support.databases import MakeDatabase
+from tests.support.job_site import JobSite, running_jobs
+
+STATE: dict[str, Any] = {
+    "weight": torch.arange(600.0).reshape(20, 30),
+    "bias": torch.ones(7, dtype=torch.bfloat16),
+    "step": 5,
+}
+
+
+@pytest.fixture
+def state() -> dict[str, Any]:
+    """What ``run/step-5`` holds."""
+    return STATE
+
+
+@contextmanager
+def on_disk(database_url: str, tmp_path: Path) -> Iterator[JobSite]:
+    """``run/step-5`` in the root "main", beside the empty "export" and "frozen", which is only read."""
+    names = ("main", "export", "frozen")
+    roots = {name: {"url": str(tmp_path / name), "readonly": name == "frozen"} for name in names}
+    dcp.save(STATE, checkpoint_id=tmp_path / "main/run/step-5", no_dist=True)
+    for name in ("export", "frozen"):
+        (tmp_path / name).mkdir()
+    with running_jobs(database_url, tmp_path, roots) as site:
+        site.scan("main")
+        yield site
+
+
+@contextmanager
+def in_bucket(database_url: str, tmp_path: Path, server: S3Server, root: str) -> Iterator[JobSite]:
+    """The same on S3, without "frozen"."""
+    options = server.storage_options
+    dcp.save(STATE, checkpoint_id=f"{root}/main/run/step-5", storage_options=options, no_dist=True)
+    roots = {name: {"url": f"{root}/{name}", "storage_options": options} for name in ("main", "export")}
+    with running_jobs(database_url, tmp_path, roots) as site:
+        site.scan("main")
+        yield site
+
+
+@pytest.fixture
+def local(make_database: MakeDatabase, tmp_path: Path) -> Iterator[JobSite]:
+    """On a disk."""
+    with on_disk(make_database(), tmp_path) as site:
+        yield site
+
+
+@pytest.fixture
+def on_s3(
+    make_database: MakeDatabase, tmp_path: Path, s3_server: S3Server, s3_root: str
+) -> Iterator[JobSite]:
+    """In a bucket."""
+    with in_bucket(make_database(), tmp_path, s3_server, s3_root) as site:
+        yield site
+
+
+@pytest.fixture(params=["local", "s3"])
+def either(
+    request: pytest.FixtureRequest,
+    make_database: MakeDatabase,
+    tmp_path: Path,
+    s3_server: S3Server,
+    s3_root: str,
+) -> Iterator[JobSite]:
+    """Both, one after the other."""
+    url = make_database()
+    is_local = request.param == "local"
+    with on_disk(url, tmp_path) if is_local else in_bucket(url, tmp_path, s3_server, s3_root) as site:
+        yield site

@@ -1,0 +1,304 @@
+"""Deleting with grace, restoring, purging, dropping parts: only what the catalog knows goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp
+from dcp.demo.s3_server import S3Server
+from tests.support.catalog_roots import age
+from tests.support.databases import MakeDatabase
+from tests.support.job_site import JobSite, RefusedError, running_jobs
+from tests.support.s3 import raw_s3
+from tests.support.with_optimizer import parts_there, save_apart, save_mixed, save_stock, stock_sees
+
+_STATE = {"weight": torch.arange(600.0), "bias": torch.ones(70), "step": 5}
+_KEYS = ("run/step-5", "run/stock-6", "run/model-7.pt", "run/one-8.safetensors", "run/shards-9")
+
+
+@pytest.fixture
+def site(make_database: MakeDatabase, tmp_path: Path) -> Iterator[JobSite]:
+    """A run with a checkpoint of each format."""
+    run = tmp_path / "main/run"
+    for step in (4, 5):
+        dcp.save(_STATE, checkpoint_id=run / f"step-{step}", no_dist=True)
+    torch.distributed.checkpoint.save(_STATE, checkpoint_id=run / "stock-6", no_dist=True)
+    torch.save(_STATE, run / "model-7.pt")
+    dcp.convert(run / "step-5", run / "one-8.safetensors", to="safetensors", drop_objects=True)
+    dcp.convert(run / "step-5", run / "shards-9", to="safetensors", shard_bytes=100, drop_objects=True)
+    with running_jobs(make_database(), tmp_path) as made:
+        made.scan("main")
+        yield made
+
+
+def delete(site: JobSite, key: str, grace_seconds: float = 0.0) -> int:
+    """Mark it; its id."""
+    number = site.id("main", key)
+    query = {"grace_seconds": grace_seconds}
+    answer = site.http.delete(f"/api/v1/checkpoints/{number}", params=query)
+    assert answer.is_success, answer.text
+    return number
+
+
+def contents(path: Path) -> dict[Path, bytes]:
+    """Of a file, or of all below a folder."""
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    return {file: file.read_bytes() for file in files if file.is_file()}
+
+
+@pytest.mark.parametrize("key", _KEYS)
+def test_deleted_restored_and_purged(key: str, site: JobSite, tmp_path: Path) -> None:
+    """Keeps the bytes until the purge, which takes all of them and nothing of the others."""
+    path, run = tmp_path / "main" / key, tmp_path / "main/run"
+    others = {file: data for file, data in contents(run).items() if not file.is_relative_to(path)}
+    number = delete(site, key)
+    site.scan("main")
+    assert site.found("main", key).state == "deleted" and path.exists(), "a scan does not bring it back"
+    site.api.post(f"/checkpoints/{number}/restore")
+    assert site.found("main", key).state == "committed"
+    delete(site, key)
+    result = site.result("purge", checkpoint_id=number)
+    assert result["outcome"] == "deleted" and result["bytes"] > 0
+    assert not path.exists() and contents(run) == others
+    site.scan("main")
+    assert site.found("main", key).state == "purged"
+    assert len(site.audited("checkpoint.purge", number)) == 1
+
+
+def test_purge_on_s3(on_s3: JobSite, s3_server: S3Server, s3_root: str) -> None:
+    """Removes the objects of a checkpoint, and not what lies beside them."""
+    with raw_s3(s3_server) as raw:
+        raw.write(f"{s3_root}/main/run/notes.txt", b"mine")
+        number = delete(on_s3, "run/step-5")
+        assert on_s3.result("purge", checkpoint_id=number)["outcome"] == "deleted"
+        assert list(raw.list(f"{s3_root}/main")) == ["run/notes.txt"]
+    assert on_s3.found("main", "run/step-5").state == "purged"
+
+
+@pytest.mark.parametrize("key", _KEYS)
+def test_what_was_saved_anew_stays(key: str, site: JobSite, tmp_path: Path) -> None:
+    """Purges nothing where something else is under the key than what was deleted."""
+    path = tmp_path / "main" / key
+    number = delete(site, key)
+    values = {"weight": torch.zeros(700), "step": 6}
+    if key == "run/step-5":
+        dcp.save(values, checkpoint_id=path, no_dist=True)
+    elif key == "run/stock-6":
+        torch.distributed.checkpoint.save(values, checkpoint_id=path, no_dist=True)
+    elif path.is_file():
+        torch.save(values, path)
+    else:
+        (path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    before = contents(path)
+    assert site.result("purge", checkpoint_id=number)["outcome"] == "replaced"
+    assert contents(path) == before
+    assert site.found("main", key).state == "vanished"
+
+
+@pytest.mark.parametrize("key", ["run/model-7.pt", "run/one-8.safetensors", "run/shards-9"])
+def test_an_export_of_the_same_size_stays(key: str, site: JobSite, tmp_path: Path) -> None:
+    """Purges nothing that was written since the plan, though names and sizes are the same."""
+    number = delete(site, key)
+    job = site.submit("purge", checkpoint_id=number)
+    site.step("plan")
+    before = contents(tmp_path / "main" / key)
+    for file, data in before.items():
+        file.write_bytes(data)
+        age(file)
+    site.worker.drain()
+    assert site.job(job).result["outcome"] == "replaced"
+    assert contents(tmp_path / "main" / key) == before
+    assert site.found("main", key).state == "vanished"
+
+
+@pytest.mark.parametrize("key", ["run/step-5", "run/shards-9", "run/model-7.pt"])
+def test_a_purge_that_is_lost_is_finished(key: str, site: JobSite, tmp_path: Path) -> None:
+    """Finds what is left after a worker that was killed in the middle or behind its work."""
+    job = site.submit("purge", checkpoint_id=delete(site, key))
+    site.step("plan")
+    if key == "run/shards-9":
+        (tmp_path / "main" / key / "model.safetensors.index.json").unlink()  # as far as it came
+    made = site.next("task")
+    assert not isinstance(site.worker.carry_out(made), Exception)
+    site.lose(made)
+    site.worker.drain()
+    assert site.job(job).state == "succeeded" and not (tmp_path / "main" / key).exists()
+    assert site.found("main", key).state == "purged"
+
+
+def test_pins_and_aliases_keep_a_checkpoint(site: JobSite) -> None:
+    """Deletes neither by a request nor by a job what is pinned, or what an alias names."""
+    four, five, other = (site.found("main", key) for key in ("run/step-4", "run/step-5", "run/model-7.pt"))
+    site.http.put(f"/api/v1/checkpoints/{four.id}/pin").raise_for_status()
+    alias = f"/api/v1/runs/{five.run_id}/aliases/best"
+    site.http.put(alias, json={"checkpoint_id": five.id}).raise_for_status()
+    for one, why in ((four, "pinned"), (five, "best")):
+        answer = site.http.delete(f"/api/v1/checkpoints/{one.id}")
+        assert answer.status_code == 409 and why in answer.text
+    site.result("delete", checkpoint_ids=[four.id, five.id, other.id], grace_seconds=100)
+    keys = ("run/step-4", "run/step-5", "run/model-7.pt")
+    assert [site.found("main", key).state for key in keys] == ["committed", "committed", "deleted"]
+
+
+def test_a_pin_of_the_trainer_is_respected(site: JobSite, tmp_path: Path) -> None:
+    """Keeps the bytes of what is pinned in its folder, and takes it back into the catalog."""
+    with dcp.CheckpointManager(tmp_path / "main/trained", mode="sync", no_dist=True) as manager:
+        manager.save(1, _STATE, force=True)
+        manager.pin(1)
+    site.scan("main")
+    key = "trained/step-00000001"
+    number = site.id("main", key)
+    if site.found("main", key).is_pinned:
+        site.http.delete(f"/api/v1/checkpoints/{number}/pin").raise_for_status()
+    delete(site, key)
+    assert site.result("purge", checkpoint_id=number)["outcome"] == "pinned"
+    found = site.found("main", key)
+    assert found.state == "committed" and "pinned" in found.problem
+    assert (tmp_path / "main" / key / "manifest.msgpack").exists()
+
+
+def test_grace_and_restoring_beside_a_purge(site: JobSite) -> None:
+    """Waits for the grace; restoring cancels a purge that waits, and is refused beside one that has begun."""
+    number = delete(site, "run/step-5", grace_seconds=1000)
+    with pytest.raises(RefusedError, match="grace"):
+        site.submit("purge", checkpoint_id=number)
+    waiting = site.submit("purge", checkpoint_id=number, now=True)
+    site.api.post(f"/checkpoints/{number}/restore")
+    assert site.job(waiting).state == "cancelled"
+    site.worker.drain()
+    assert site.found("main", "run/step-5").state == "committed"
+    delete(site, "run/step-5")
+    site.submit("purge", checkpoint_id=number)
+    made = site.next("plan")
+    answer = site.http.post(f"/api/v1/checkpoints/{number}/restore")
+    assert answer.status_code == 409 and "being purged" in answer.text
+    site.worker.complete(made, site.worker.carry_out(made))
+    site.worker.drain()
+    assert site.found("main", "run/step-5").state == "purged"
+    assert site.http.post(f"/api/v1/checkpoints/{number}/restore").status_code == 409
+
+
+def test_a_root_that_is_only_read(make_database: MakeDatabase, tmp_path: Path) -> None:
+    """Deletes, purges and drops nothing of it."""
+    save_apart(tmp_path / "main/run/step-1", 1)
+    roots = {"main": {"url": str(tmp_path / "main"), "readonly": True}}
+    with running_jobs(make_database(), tmp_path, roots) as site:
+        site.scan("main")
+        number = site.id("main", "run/step-1")
+        wanted: dict[str, dict[str, Any]] = {
+            "delete": {"checkpoint_ids": [number]},
+            "prune": {"checkpoint_id": number},
+        }
+        for kind, params in wanted.items():
+            with pytest.raises(RefusedError, match="read-only") as refused:
+                site.submit(kind, **params)
+            assert refused.value.status == 403
+        assert site.http.delete(f"/api/v1/checkpoints/{number}").status_code == 403
+
+
+# -- parts ---------------------------------------------------------------------------------------------------
+
+STEPS = {1: save_apart, 2: save_mixed, 3: save_stock, 4: save_apart}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Steps with an optimizer, saved in each way."""
+    for step, save in STEPS.items():
+        save(tmp_path / f"main/run/step-{step}", step)
+    return tmp_path / "main/run"
+
+
+@pytest.fixture
+def lean(make_database: MakeDatabase, tmp_path: Path, run: Path) -> Iterator[JobSite]:
+    """The catalog of them."""
+    with running_jobs(make_database(), tmp_path) as made:
+        made.scan("main")
+        yield made
+
+
+def there(run: Path) -> list[str]:
+    """What of each step is there, which stock torch must see as well."""
+    found = [parts_there(run / f"step-{step}", step) for step in STEPS]
+    assert [stock_sees(run / f"step-{step}", step) for step in STEPS] == found
+    return found
+
+
+def numbers(site: JobSite) -> list[int]:
+    """By step."""
+    return [site.id("main", f"run/step-{step}") for step in STEPS]
+
+
+def policy(site: JobSite) -> int:
+    """One that keeps the optimizer of the newest step of each format."""
+    keep = {"optimizer": {"last": 1}}
+    given = {"name": "lean", "root": "main", "run_glob": "*", "keep": keep, "grace_seconds": 0}
+    return int(site.api.post("/retention/policies", given)["id"])
+
+
+@pytest.mark.parametrize("step", [1, *(pytest.param(step, marks=pytest.mark.exhaustive) for step in (2, 3))])
+def test_a_job_drops_the_optimizer(lean: JobSite, run: Path, step: int) -> None:
+    """Leaves a checkpoint that loads and verifies, the same one in the catalog, of its new size."""
+    before = lean.found("main", f"run/step-{step}")
+    result = lean.result("prune", checkpoint_id=before.id)
+    assert (result["outcome"], result["parts"][0]["name"]) == ("dropped", "optimizer")
+    assert there(run)[step - 1] == "weights"
+    assert lean.result("verify", checkpoint_id=before.id)["outcome"] == "good"
+    after = lean.found("main", f"run/step-{step}")
+    assert (after.id, after.state, after.step) == (before.id, "committed", step)
+    assert after.bytes == sum(path.stat().st_size for path in (run / f"step-{step}").glob("*.distcp"))
+    assert before.bytes - after.bytes == result["freed_bytes"] > 0
+    assert after.provenance["dropped"][0]["name"] == "optimizer"
+    assert [one["freed_bytes"] for one in lean.audited("checkpoint.prune")] == [result["freed_bytes"]]
+    assert lean.result("prune", checkpoint_id=before.id)["outcome"] == "absent"
+
+
+def test_parts_of_what_is_held_stay(lean: JobSite, run: Path) -> None:
+    """Drops nothing of what is pinned, named by an alias, or read by another job."""
+    pinned, named, used, _ = numbers(lean)
+    run_id = lean.found("main", "run/step-1").run_id
+    lean.http.put(f"/api/v1/checkpoints/{pinned}/pin").raise_for_status()
+    lean.http.put(f"/api/v1/runs/{run_id}/aliases/best", json={"checkpoint_id": named}).raise_for_status()
+    lean.submit("verify", checkpoint_id=used)
+    for number, why in ((pinned, "is pinned"), (named, "'best' of its run"), (used, "a job is about")):
+        with pytest.raises(RefusedError, match=why):
+            lean.submit("prune", checkpoint_id=number)
+    assert there(run) == ["whole"] * 4
+
+
+def test_a_part_of_what_was_saved_anew_stays(lean: JobSite, run: Path) -> None:
+    """Drops nothing of another checkpoint than the one that the catalog knows."""
+    save_apart(run / "step-1", 1)
+    assert lean.do("prune", checkpoint_id=numbers(lean)[0]).state == "failed"
+    assert there(run)[0] == "whole"
+
+
+@pytest.mark.parametrize("is_real", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_a_policy_by_part(lean: JobSite, run: Path, is_real: bool) -> None:
+    """Keeps the optimizer of the newest; each other step loses it by a job of its own, or none on trial."""
+    result = lean.result("retention", policy_id=policy(lean), dry_run=not is_real)
+    assert (result["kept"], result["deleted"], result["dropped"]) == (4, 0, 2)
+    assert result["dropped_bytes"] > 2 * 4 * 3000 * 4
+    # formats are counted apart: stock's is the newest of its own
+    assert there(run) == (["weights", "weights", "whole", "whole"] if is_real else ["whole"] * 4)
+    made = lean.jobs(kind="prune")
+    assert sorted(job["checkpoint_id"] for job in made) == (numbers(lean)[:2] if is_real else [])
+    assert {job["created_by"] for job in made} <= {"retention:lean"}
+
+
+def test_what_cannot_be_dropped_is_not_tried_each_round(lean: JobSite, run: Path) -> None:
+    """Makes one job for a damaged file, however often the policy is applied, until it was saved anew."""
+    (file,) = (run / "step-2").glob("*.distcp")
+    file.write_bytes(bytes(byte ^ 1 for byte in file.read_bytes()))
+    number = policy(lean)
+    rounds = [lean.result("retention", policy_id=number)["dropped"] for _ in range(2)]
+    assert rounds == [2, 0]
+    save_mixed(run / "step-2", 2)
+    lean.scan("main")
+    assert lean.result("retention", policy_id=number)["dropped"] == 1
+    assert there(run)[:2] == ["weights", "weights"]

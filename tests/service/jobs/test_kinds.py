@@ -1,0 +1,290 @@
+"""Jobs that look at checkpoints: what verify, stats, diff, scan and drift find, and what is kept of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp
+from dcp.demo.s3_server import S3Server
+from tests.support.catalog_roots import age
+from tests.support.databases import MakeDatabase
+from tests.support.job_site import JobSite, RefusedError, flip_bit, running_jobs
+
+
+def state(step: int) -> dict[str, object]:
+    """Some tensors, one without a finite value, and a plain value."""
+    return {
+        "model": {"weight": torch.arange(600.0).reshape(20, 30) * step, "bias": torch.ones(7) / 3},
+        "odd": torch.full((3,), float("inf")),
+        "step": step,
+    }
+
+
+@pytest.fixture
+def site(make_database: MakeDatabase, tmp_path: Path) -> Iterator[JobSite]:
+    """Two steps of a run in the first of two roots."""
+    for step in (1, 2):
+        dcp.save(state(step), checkpoint_id=tmp_path / f"main/run/step-{step}", no_dist=True)
+    (tmp_path / "other").mkdir()
+    with running_jobs(make_database(), tmp_path) as made:
+        made.scan("main")
+        yield made
+
+
+def test_verify_says_good_and_damaged(site: JobSite, tmp_path: Path) -> None:
+    """Keeps the verdict with the checkpoint; findings name no place."""
+    flip_bit(tmp_path / "main/run/step-2")
+    good, bad = site.id("main", "run/step-1"), site.id("main", "run/step-2")
+    result = site.result("verify", checkpoint_id=good)
+    assert (result["outcome"], result["findings"], result["tensors"]) == ("good", [], 3)
+    assert result["checked_bytes"] > 0
+    before = site.found("main", "run/step-2").etag
+    result = site.result("verify", checkpoint_id=bad)
+    assert result["outcome"] == "damaged" and str(tmp_path) not in json.dumps(result)
+    assert site.found("main", "run/step-1").verification == "good"
+    found = site.found("main", "run/step-2")
+    assert found.verification == "damaged" and found.etag != before
+    assert "differ from what was committed" in found.problem and str(tmp_path) not in found.problem
+    assert [one["outcome"] for one in site.audited("checkpoint.verify")] == ["damaged", "good"]
+
+
+def test_a_stray_file_is_noted_and_no_damage(site: JobSite, tmp_path: Path) -> None:
+    """Finds something else beside a checkpoint, which does not make it a bad one."""
+    (tmp_path / "main/run/step-1/README").write_text("mine")
+    result = site.result("verify", checkpoint_id=site.id("main", "run/step-1"))
+    assert result["outcome"] == "good"
+    assert [found["kind"] for found in result["findings"]] == ["stray-file"]
+
+
+def test_verify_finds_those_with_the_same_tensors(site: JobSite, tmp_path: Path) -> None:
+    """Names equal checkpoints of any format, until one gets another content."""
+    step = tmp_path / "main/run/step-1"
+    dcp.save(state(1), storage_writer=dcp.FileSystemWriter(tmp_path / "main/run/step-3", digests=True))
+    dcp.convert(step, tmp_path / "main/export.safetensors", to="safetensors")
+    site.scan("main")
+    one = site.id("main", "run/step-1")
+
+    def also() -> set[str]:
+        return {node["key"] for node in site.api.get(f"/checkpoints/{one}/lineage")["also_in"]}
+
+    assert also() == set()
+    for name in ("run/step-1", "run/step-2", "export.safetensors"):
+        site.result("verify", checkpoint_id=site.id("main", name))
+    site.scan("main")
+    assert also() == {"export.safetensors", "run/step-3"}
+    dcp.save(state(9), checkpoint_id=step, no_dist=True)
+    site.scan("main")
+    assert also() == set()
+
+
+def test_a_verdict_on_replaced_content_changes_nothing(site: JobSite, tmp_path: Path) -> None:
+    """Keeps no verdict of content that was replaced, and found so, since it was read."""
+    site.submit("verify", checkpoint_id=site.id("main", "run/step-1"))
+    site.step("plan")
+    site.step("task")
+    made = site.next("publish")
+    answer = site.worker.carry_out(made)
+    dcp.save(state(9), checkpoint_id=tmp_path / "main/run/step-1", no_dist=True)
+    site.scan("main")
+    site.worker.complete(made, answer)
+    assert site.found("main", "run/step-1").verification == "unverified"
+
+
+def test_what_is_gone_fails_with_a_reason(site: JobSite, tmp_path: Path) -> None:
+    """Makes no verdict of bytes that are not there, and names no place."""
+    number = site.submit("verify", checkpoint_id=site.id("main", "run/step-1"))
+    for path in (tmp_path / "main/run/step-1").iterdir():
+        path.unlink()
+    site.worker.drain()
+    job = site.job(number)
+    assert (job.state, job.error["type"]) == ("failed", "GoneError")
+    assert str(tmp_path) not in job.error["detail"]
+    assert site.found("main", "run/step-1").verification == "unverified"
+
+
+@pytest.mark.parametrize("key", ["run/step-9", "run/one-9.safetensors"])
+def test_findings_outlive_the_next_scan(site: JobSite, tmp_path: Path, key: str) -> None:
+    """Keeps verdict and statistics of what was registered just now, until it is saved anew."""
+    path = tmp_path / "main" / key
+
+    def save() -> None:
+        if key.endswith("safetensors"):
+            path.unlink(missing_ok=True)
+            dcp.convert(tmp_path / "main/run/step-1", path, to="safetensors", drop_objects=True)
+        else:
+            dcp.save(state(1), checkpoint_id=path, no_dist=True)
+
+    save()
+    number = site.api.register("main", key)
+    for kind in ("verify", "stats"):
+        site.result(kind, checkpoint_id=number)
+
+    def known() -> tuple[str, bool]:
+        answer = site.api.get(f"/checkpoints/{number}/statistics")
+        return site.found("main", key).verification, answer["is_stale"]
+
+    assert known() == ("good", False)
+    site.scan("main")
+    assert known() == ("good", False)
+    save()
+    age(path)  # so that it shows by times alone
+    site.scan("main")
+    assert known() == ("unverified", True)
+
+
+def test_statistics_are_kept_unless_of_a_part(site: JobSite) -> None:
+    """Keeps those of all tensors; infinities are null, since JSON has none."""
+    number = site.id("main", "run/step-1")
+    part = site.result("stats", checkpoint_id=number, only=["model.bias"])
+    assert [one["fqn"] for one in part["tensors"]] == ["model.bias"]
+    assert site.http.get(f"/api/v1/checkpoints/{number}/statistics").status_code == 404
+    result = site.result("stats", checkpoint_id=number)
+    found = {one["fqn"]: one["statistics"] for one in result["tensors"]}
+    assert (found["model.weight"]["max"], found["model.weight"]["count"]) == (599.0, 600)
+    assert found["model.weight"]["histogram"]["counts"]
+    assert (found["odd"]["infs"], found["odd"]["max"]) == (3, None)
+    assert site.api.get(f"/checkpoints/{number}/statistics")["total"] == result["total"]
+
+
+def test_diff_over_roots_and_formats(site: JobSite, tmp_path: Path) -> None:
+    """Compares a safetensors file of one root with checkpoints of another."""
+    dcp.convert(tmp_path / "main/run/step-1", tmp_path / "other/w.safetensors", to="safetensors")
+    site.scan("other")
+    old, one, two = (site.id("other", "w.safetensors"), *(site.id("main", f"run/step-{n}") for n in (1, 2)))
+    same = site.result("diff", a=old, b=one)
+    assert (same["tensors"], same["equal_tensors"]) == ([], 3)
+    assert [(found["fqn"], found["kind"]) for found in same["objects"]] == [("step", "added")]
+    (changed,) = site.result("diff", a=old, b=two)["tensors"]
+    assert (changed["fqn"], changed["values"]["max_abs"]) == ("model.weight", 599.0)
+
+
+def test_scan_finds_what_is_new_and_what_is_gone(site: JobSite, tmp_path: Path) -> None:
+    """Looks through a root or a folder; one of a place at a time."""
+    dcp.save(state(3), checkpoint_id=tmp_path / "main/next/step-3", no_dist=True)
+    first = site.submit("scan", root="main")
+    assert site.submit("scan", root="main") == first
+    site.worker.drain()
+    result = site.job(first).result
+    assert (result["found"], result["new"], result["vanished"]) == (3, 1, 0)
+    for path in (tmp_path / "main/run/step-2").iterdir():
+        path.unlink()
+    (tmp_path / "main/run/step-2").rmdir()
+    assert site.result("scan", root="main", below="run")["vanished"] == 1
+    assert site.found("main", "run/step-2").state == "vanished"
+    assert site.found("main", "next/step-3").state == "committed"
+
+
+def test_a_key_for_other_roots_makes_no_job(site: JobSite) -> None:
+    """Says that there is no such checkpoint, root or run to a key that may not see it."""
+    stranger = site.app.client("read", "write", "convert", "delete", roots=["other"])
+    number = site.id("main", "run/step-1")
+    for kind, params in {
+        "verify": {"checkpoint_id": number},
+        "stats": {"checkpoint_id": number},
+        "diff": {"a": number, "b": number},
+        "drift": {"run_id": 1},
+        "convert": {"checkpoint_id": number, "to": "torch", "target_root": "other", "target_key": "a.pt"},
+        "merge": {"sources": [number], "to": "dcp", "target_root": "other", "target_key": "x"},
+        "delete": {"checkpoint_ids": [number]},
+        "scan": {"root": "main"},
+    }.items():
+        with pytest.raises(RefusedError, match="there is no") as refused:
+            site.submit(kind, stranger, **params)
+        assert refused.value.status == 404, kind
+    assert site.jobs() == []
+
+
+def test_kinds_on_s3(on_s3: JobSite, s3_server: S3Server, s3_root: str) -> None:
+    """Reads objects as files, and shows neither the bucket nor its keys."""
+    number = on_s3.id("main", "run/step-5")
+    verified = on_s3.result("verify", checkpoint_id=number)
+    assert verified["outcome"] == "good" and verified["checked_bytes"] > 0
+    described = on_s3.result("stats", checkpoint_id=number)
+    assert described["total"]["count"] == 607
+    compared = on_s3.result("diff", a=number, b=number)
+    assert compared["is_empty"]
+    said = json.dumps([verified, described, compared])
+    assert s3_root not in said and s3_server.storage_options["secret"] not in said
+
+
+# -- the steps of a run --------------------------------------------------------------------------------------
+
+
+def moving(step: int) -> dict[str, Any]:
+    """Layer 2 stays, layer 10 moves at each step; at step 3 the head gets a NaN and layer 11 becomes NaN."""
+    head = torch.ones(4)
+    head[1] = float("nan") if step >= 3 else 1.0
+    tensors = {
+        "m.layers.10.w": torch.full((8,), 1.0 + step / 10),
+        "m.layers.10.b": torch.zeros(8),
+        "m.layers.11.w": torch.full((6,), float("nan") if step >= 3 else 1.0),
+        "m.layers.2.w": torch.ones(5),
+        "m.head": head,
+    }
+    return tensors | ({"m.extra": torch.ones(1)} if step == 3 else {})
+
+
+@pytest.fixture
+def drifting(make_database: MakeDatabase, tmp_path: Path) -> Iterator[JobSite]:
+    """A run of four steps, and another one of two that do not differ."""
+    for step in range(1, 5):
+        dcp.save(moving(step), checkpoint_id=tmp_path / f"main/run/step-{step}", no_dist=True)
+    for step in (1, 2):
+        dcp.save({"w": torch.ones(1)}, checkpoint_id=tmp_path / f"main/still/step-{step}", no_dist=True)
+    with running_jobs(make_database(), tmp_path) as made:
+        made.scan("main")
+        yield made
+
+
+def test_a_run_layer_by_layer(drifting: JobSite) -> None:
+    """Has distances, shares and NaNs by step, in the order in which people count."""
+    run = drifting.found("main", "run/step-1").run_id
+    drifting.result("drift", run_id=run)
+    shown = drifting.api.get(f"/runs/{run}/drift")
+    assert [(one["from_step"], one["step"], one["added"], one["removed"]) for one in shown["steps"]] == [
+        (1, 2, 0, 0),
+        (2, 3, 1, 0),
+        (3, 4, 0, 1),
+    ]
+    layers = {layer["name"]: layer for layer in shown["layers"]}
+    assert list(layers) == ["m", "m.layers.2", "m.layers.10", "m.layers.11"]
+    assert layers["m.layers.2"]["relative_l2"] == [0.0, 0.0, 0.0]
+    assert layers["m.layers.11"]["relative_l2"] == [0.0, None, None], "NaN is not unchanged"
+    assert layers["m.layers.10"]["changed"] == [0.5, 0.5, 0.5]
+    assert layers["m.layers.10"]["relative_l2"][0] == pytest.approx(0.1 / 1.1 / 2**0.5, rel=1e-5)
+    assert (layers["m"]["nonfinite"], layers["m.layers.11"]["nonfinite"]) == ([0, 1, 1], [0, 6, 6])
+
+
+def test_a_step_that_cannot_be_read_hides_no_other(drifting: JobSite, tmp_path: Path) -> None:
+    """Compares the others, and says of which step nobody knows when it became NaN."""
+    run = drifting.found("main", "run/step-1").run_id
+    (data,) = (tmp_path / "main/run/step-2").glob("*.distcp")
+    data.write_bytes(b"x" * data.stat().st_size)
+
+    def layer(**given: Any) -> Any:
+        found = drifting.result("drift", run_id=run, **given)["layers"]
+        return next(one for one in found if one["name"] == "m.layers.11")
+
+    steps = drifting.result("drift", run_id=run, only=["m.layers.*"])["steps"]
+    assert [step["problem"] is None for step in steps] == [False, False, True]
+    assert layer(min_step=2)["nonfinite"] == [None, 6]
+    last = layer(min_step=3)
+    assert (last["nonfinite"], last["relative_l2"]) == ([6], [None])
+
+
+def test_drift_is_of_its_run_and_for_its_keys(drifting: JobSite) -> None:
+    """Shows no drift of another run, and none to a key that may not see it; one step is no drift."""
+    run, still = (drifting.found("main", f"{name}/step-1").run_id for name in ("run", "still"))
+    drifting.result("drift", run_id=min(run, still), points=2)
+    assert drifting.http.get(f"/api/v1/runs/{max(run, still)}/drift").status_code == 404
+    stranger = drifting.app.client("read", roots=["other"])
+    assert stranger.get(f"/api/v1/runs/{min(run, still)}/drift").status_code == 404
+    with pytest.raises(RefusedError) as refused:
+        drifting.submit("drift", run_id=run, min_step=4)
+    assert refused.value.status == 409

@@ -1,0 +1,252 @@
+"""Merges as jobs: of several roots and formats, registered with all their sources as parents."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import dcp
+from dcp.demo.s3_server import S3Server
+from tests.support.catalog_rows import add_checkpoint
+from tests.support.databases import MakeDatabase
+from tests.support.job_site import JobSite, RefusedError, running_jobs
+
+_SHAPE = (20, 30)
+_EMA: dict[str, Any] = {"to": "dcp", "target_root": "main", "only": ["weight"], "decay": 0.5}
+
+
+def weight(number: int) -> torch.Tensor:
+    """Of the source of that number."""
+    return torch.randn(_SHAPE, generator=torch.Generator().manual_seed(number))
+
+
+def summed(factors: list[float]) -> torch.Tensor:
+    """In float32, in order."""
+    terms = [weight(number).numpy() * np.float32(factor) for number, factor in enumerate(factors)]
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return torch.from_numpy(total)
+
+
+def save_sources(main: str, export: str, **options: Any) -> None:
+    """Two steps of a run under one root, and one under another."""
+    for number in range(2):
+        values = {"weight": weight(number), "step": number}
+        place = f"{main}/run/step-{number}"
+        dcp.save(values, checkpoint_id=place, no_dist=True, user_metadata={"step": number}, **options)
+    dcp.save({"weight": weight(2)}, checkpoint_id=f"{export}/third", no_dist=True, **options)
+
+
+@pytest.fixture
+def site(make_database: MakeDatabase, tmp_path: Path) -> Iterator[JobSite]:
+    """Three checkpoints in two local roots."""
+    roots = {name: {"url": str(tmp_path / name)} for name in ("main", "export")}
+    save_sources(str(tmp_path / "main"), str(tmp_path / "export"))
+    with running_jobs(make_database(), tmp_path, roots) as made:
+        made.scan("main")
+        made.scan("export")
+        yield made
+
+
+def ids(site: JobSite) -> list[int]:
+    """Of the three."""
+    return [site.id("main", "run/step-0"), site.id("main", "run/step-1"), site.id("export", "third")]
+
+
+def run_id(site: JobSite) -> int:
+    """Of the run in the root "main"."""
+    return int(site.found("main", "run/step-0").run_id)
+
+
+def check(site: JobSite, key: str, sources: list[int], root: str = "export") -> None:
+    """It is in the catalog, with all sources as its parents, and in the audit log once."""
+    row = site.found(root, key)
+    assert row.state == "committed" and row.tensor_count
+    assert site.edges(row.id) == [(row.id, source, "merged_from") for source in sorted(sources)]
+    assert len(site.audited("checkpoint.merge", row.id)) == 1
+
+
+@pytest.mark.parametrize(
+    ("to", "key", "options", "weights"),
+    [
+        ("safetensors", "a/soup.safetensors", {"weights": [0.5, 0.3, 0.2]}, [0.5, 0.3, 0.2]),
+        ("dcp", "a/arithmetic", {"formula": "A + 0.4*(B - C)"}, [1.0, 0.4, -0.4]),
+        ("torch", "average.pt", {"decay": 0.5}, [4 / 7, 2 / 7, 1 / 7]),
+    ],
+)
+def test_from_two_roots(
+    site: JobSite, tmp_path: Path, to: str, key: str, options: Any, weights: list[float]
+) -> None:
+    """Sums in each format, by each way to give the weights, and notes where it comes from."""
+    target = {"to": to, "target_root": "export", "target_key": key}
+    result = site.result("merge", sources=ids(site), only=["weight"], **target, **options)
+    assert torch.equal(dcp.read(tmp_path / "export" / key)["weight"], summed(weights))
+    check(site, key, ids(site))
+    shown = [(one["id"], one["weight"]) for one in result["sources"]]
+    assert shown == list(zip(ids(site), weights, strict=True))
+    assert str(tmp_path) not in json.dumps(result)
+
+
+def test_under_another_definition(site: JobSite, tmp_path: Path) -> None:
+    """Applies one map to all sources."""
+    rules = [{"from": {"weight": "rows columns"}, "to": {"turned": "columns rows"}}]
+    target = {"to": "dcp", "target_root": "export", "target_key": "turned", "only": ["weight"]}
+    result = site.result("merge", sources=ids(site), map={"name": "turn", "rules": rules}, **target)
+    assert result["map"] == "turn"
+    assert torch.equal(dcp.read(tmp_path / "export/turned")["turned"], summed([1 / 3] * 3).T)
+
+
+def test_adapters(site: JobSite, tmp_path: Path) -> None:
+    """Takes an adapter of the catalog like any checkpoint, and as a parent."""
+    folder = tmp_path / "main/lora"
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 3}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    factors = {"lora_A.weight": torch.ones(1, _SHAPE[1]), "lora_B.weight": torch.full((_SHAPE[0], 1), 2.0)}
+    named = {f"base_model.model.m.{name}": value for name, value in factors.items()}
+    save_file(named, folder / "adapter_model.safetensors")
+    dcp.save({"m.weight": torch.ones(_SHAPE)}, checkpoint_id=tmp_path / "main/base", no_dist=True)
+    site.scan("main")
+    base, lora = site.id("main", "base"), site.id("main", "lora/adapter_model.safetensors")
+    target = {"to": "dcp", "target_root": "export", "target_key": "tuned"}
+    site.result("merge", sources=[base], adapters=[lora], adapter_weights=[0.5], **target)
+    assert torch.equal(dcp.read(tmp_path / "export/tuned")["m.weight"], torch.full(_SHAPE, 1 + 0.5 * 3 * 2.0))
+    check(site, "tuned", [base, lora])
+
+
+def test_on_s3(make_database: MakeDatabase, tmp_path: Path, s3_server: S3Server, s3_root: str) -> None:
+    """Reads sources from a store and writes the target there."""
+    options = s3_server.storage_options
+    save_sources(f"{s3_root}/main", f"{s3_root}/export", storage_options=options)
+    roots = {name: {"url": f"{s3_root}/{name}", "storage_options": options} for name in ("main", "export")}
+    with running_jobs(make_database(), tmp_path, roots) as site:
+        site.scan("main")
+        site.scan("export")
+        target = {"to": "safetensors", "target_root": "export", "target_key": "soup.safetensors"}
+        site.result("merge", sources=ids(site), only=["weight"], **target)
+        check(site, "soup.safetensors", ids(site))
+    made = dcp.read(f"{s3_root}/export/soup.safetensors", storage_options=options)
+    assert torch.equal(made["weight"], summed([1 / 3] * 3))
+
+
+def test_what_does_not_go_together_fails_for_good(site: JobSite, tmp_path: Path) -> None:
+    """Names the tensors and no path, for other shapes and for sums that are no numbers."""
+    target = {"to": "dcp", "target_root": "export", "target_key": "out"}
+    dcp.save({"weight": torch.ones(3)}, checkpoint_id=tmp_path / "main/other", no_dist=True)
+    dcp.save({"weight": torch.full(_SHAPE, torch.inf)}, checkpoint_id=tmp_path / "main/inf", no_dist=True)
+    site.scan("main")
+    for name, words in (("other", "'weight' has the shapes"), ("inf", "'weight' (600 NaN or infinite)")):
+        job = site.do("merge", sources=[ids(site)[0], site.id("main", name)], **target)
+        assert job.state == "failed" and words in str(job.error)
+        assert str(tmp_path) not in str(job.error)
+    assert [path.name for path in (tmp_path / "export").iterdir()] == ["third"]
+
+
+def test_the_newest_steps_of_a_run(site: JobSite, tmp_path: Path) -> None:
+    """Takes those that are there when the job is planned; what a job has made of the run is none of them."""
+    number = site.submit("merge", run_id=run_id(site), last=2, target_key="run/ema", **_EMA)
+    place = tmp_path / "main/run/step-2"
+    dcp.save({"weight": weight(2)}, checkpoint_id=place, no_dist=True, user_metadata={"step": 2})
+    site.scan("main")
+    site.worker.drain()
+    sources = site.job(number).result["sources"]
+    newest = [site.id("main", f"run/step-{step}") for step in (2, 1)]
+    assert [(one["id"], one["step"], one["weight"]) for one in sources] == [
+        (newest[0], 2, 2 / 3),
+        (newest[1], 1, 1 / 3),
+    ]
+    total = weight(2).numpy() * np.float32(2 / 3) + weight(1).numpy() * np.float32(1 / 3)
+    assert np.array_equal(dcp.read(tmp_path / "main/run/ema")["weight"].numpy(), total)
+    check(site, "run/ema", newest, root="main")
+    assert site.found("main", "run/ema").step == 2
+    more = site.result("merge", run_id=run_id(site), last=3, target_key="run/more", **_EMA)
+    assert [one["step"] for one in more["sources"]] == [2, 1, 0]
+
+
+def test_steps_that_cannot_be_counted_on(site: JobSite, tmp_path: Path) -> None:
+    """Names what is missing, damaged, partial or there twice, before there is a job."""
+    run, database = run_id(site), site.app.service.database
+    given = {"run_id": run, "target_key": "run/ema", **_EMA}
+
+    def refused(last: int, words: str) -> None:
+        with pytest.raises(RefusedError, match=words):
+            site.submit("merge", last=last, **given | {"target_key": "run/other"})
+
+    refused(3, "there are 2 committed steps, and 3 are asked for")
+    (data,) = (tmp_path / "main/run/step-0").glob("*.distcp")
+    data.write_bytes(b"x" * data.stat().st_size)
+    site.result("verify", checkpoint_id=site.id("main", "run/step-0"))
+    refused(2, "step 0 was found damaged when it was verified")
+    add_checkpoint(database, "run/step-7", user_metadata={"partial": ["model"]})
+    refused(1, "step 7 has only model")
+    add_checkpoint(database, "run/again-7")
+    refused(1, "step 7 is there 2 times")
+
+
+def test_a_step_that_goes_bad_while_its_job_waits(site: JobSite, tmp_path: Path) -> None:
+    """Fails for good, naming the step, where one was found damaged or was deleted since it was asked for."""
+    number = site.submit("merge", run_id=run_id(site), last=2, target_key="run/ema", **_EMA)
+    site.http.delete(f"/api/v1/checkpoints/{site.id('main', 'run/step-1')}").raise_for_status()
+    site.worker.drain()
+    job = site.job(number)
+    assert job.state == "failed" and "there are 1 committed steps" in job.error["detail"]
+    assert not job.error["is_retryable"]
+
+
+def test_only_what_may_be_seen_is_merged(site: JobSite) -> None:
+    """Refuses sources and runs of other roots, and a target in a source."""
+    caller = site.app.client("read", "write", "convert", roots=["main"])
+    with pytest.raises(RefusedError, match="there is no"):
+        site.submit("merge", caller, sources=ids(site), to="dcp", target_key="x")
+    other = site.app.client("read", "convert", roots=["export"])
+    with pytest.raises(RefusedError, match="there is no run"):
+        site.submit("merge", other, run_id=run_id(site), last=1, to="dcp", target_key="x")
+    with pytest.raises(RefusedError, match="in the source itself"):
+        site.submit("merge", sources=ids(site), to="dcp", target_root="export", target_key="third")
+
+
+@pytest.mark.parametrize("param", ["sources", "adapters"])
+def test_who_sees_a_merge_sees_all_that_it_is_made_of(param: str, site: JobSite) -> None:
+    """Shows a merge, whose errors and result name its sources, to keys for all of their roots alone."""
+    here, _, there = ids(site)
+    own = site.submit("merge", sources=[here], to="dcp", target_root="main", target_key="own")
+    given: dict[str, Any] = {"sources": [here], param: [here, there] if param == "sources" else [there]}
+    across = site.submit("merge", to="dcp", target_root="main", target_key="across", **given)
+    for roots, expected in ((["main"], {own}), (["export"], set()), (["main", "export"], {own, across})):
+        client = site.app.client("read", roots=roots)
+        assert {one["id"] for one in client.get("/api/v1/jobs").json()["items"]} == expected, roots
+        for number in (own, across):
+            assert (client.get(f"/api/v1/jobs/{number}").status_code == 200) == (number in expected), roots
+
+
+def test_parameters_that_cannot_be(site: JobSite) -> None:
+    """Refuses them at once, and not by a job that fails."""
+    for wrong in (
+        {"weights": [1.0]},
+        {"weights": [1.0, 1.0], "formula": "A+B"},
+        {"weights": [1.0, "NaN"]},
+        {"formula": "A"},
+        {"formula": "A*B"},
+        {"decay": 1.0},
+        {"adapter_weights": [1.0]},
+        {"sources": []},
+        {"sources": [1, 1]},
+        {"accumulate": "float16"},
+        {"run_id": 1},
+        {"last": 2},
+        {"run_id": 1, "last": 2},
+        {"sources": [], "run_id": 1, "last": 2, "weights": [1, 1]},
+        {"sources": [], "run_id": 1, "last": 0},
+        {"map": "llama:hf-to-titan", "adapters": [3]},
+    ):
+        with pytest.raises(RefusedError) as refused:
+            site.submit("merge", **{"sources": [1, 2], "to": "dcp", "target_key": "x", **wrong})
+        assert refused.value.status == 422, wrong

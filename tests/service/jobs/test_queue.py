@@ -1,0 +1,318 @@
+"""A queue of jobs, its workers, and processes for their tasks: on this machine or on a real Dask cluster."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.dask_cluster import dask_cluster
+from tests.support.job_kinds import log_lines
+from tests.support.job_workers import (
+    Database,
+    WorkerProcess,
+    cancel,
+    events_of,
+    job_settings,
+    pids_of,
+    put,
+    records_of,
+    seconds_to_cancel,
+    state_of,
+    tasks_of,
+    until,
+    wait_for_end,
+    working,
+)
+from tests.support.processes import environment_of, lives, parent_of
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A scheduler, and two workers that are processes of their own and are started again if they die."""
+    with dask_cluster(threads=2) as made:
+        yield made
+
+
+def address_of(cluster: Any) -> str:
+    """As the settings have it."""
+    return str(cluster.scheduler_address).replace("tcp://", "dask://")
+
+
+@pytest.fixture(params=["processes", "dask"])
+def executor(request: pytest.FixtureRequest) -> str:
+    """Where tasks run."""
+    if request.param == "processes":
+        return "processes"
+    return address_of(request.getfixturevalue("cluster"))
+
+
+# -- one contract for both executors -------------------------------------------------------------------------
+
+
+def test_a_job_from_its_plan_to_its_record(database: Database, tmp_path: Path, executor: str) -> None:
+    """Runs tasks, publishes their results once, and records them with the completion."""
+    job_id = put(database, tmp_path, "write", "sleep:0.1", "write")
+    settings = job_settings(database, tmp_path, executor=executor)
+    with working(settings, own_executor=executor != "processes"):
+        job = wait_for_end(database, job_id)
+    assert (job.state, job.result) == ("succeeded", {"parts": 3, "text": "0\n1\n2"})
+    assert job.progress == {"done_tasks": 3, "total_tasks": 3, "done_bytes": 300, "total_bytes": 300}
+    assert (tmp_path / "target").read_text() == "0\n1\n2"
+    assert log_lines(tmp_path)[0] == "plan 3" and log_lines(tmp_path).count("published") == 1
+    states = [event.data["state"] for event in events_of(database, job_id) if event.kind == "state"]
+    assert states == ["planning", "running", "publishing", "succeeded"]
+    assert records_of(database) == 1
+
+
+def test_what_fails_in_passing_is_tried_again(database: Database, tmp_path: Path, executor: str) -> None:
+    """Repeats errors of storage and killed processes, and keeps the work of others."""
+    job_id = put(database, tmp_path, "fail_once", "die_once", "write", plan_act="fail_once")
+    settings = job_settings(database, tmp_path, executor=executor)
+    with working(settings, own_executor=executor != "processes"):
+        assert wait_for_end(database, job_id).state == "succeeded"
+    lines = log_lines(tmp_path)
+    assert lines.count("plan 3") == 2
+    assert [sum(line.startswith(f"task {n} ") for line in lines) for n in range(3)] == [2, 2, 1]
+    assert [task.attempt for task in tasks_of(database, job_id)] == [1, 1, 0]
+    assert [event.kind for event in events_of(database, job_id)].count("retry") == 3
+
+
+def test_what_fails_for_good_ends_the_job(database: Database, tmp_path: Path, executor: str) -> None:
+    """Keeps the error, stops the other tasks, and clears away what they left."""
+    job_id = put(database, tmp_path, "write", "fail", "sleep:1000")
+    settings = job_settings(database, tmp_path, executor=executor, concurrency=3)
+    with working(settings, own_executor=executor != "processes"):
+        job = wait_for_end(database, job_id)
+    assert job.state == "failed" and job.error is not None
+    assert [job.error[name] for name in ("type", "detail", "task")] == ["PermanentJobError", "never", 1]
+    assert not list(tmp_path.glob("part-*")) and not (tmp_path / "target").exists()
+    assert log_lines(tmp_path)[-1] == "discard"
+
+
+def test_cancelling_ends_deaf_tasks_within_seconds(database: Database, tmp_path: Path, executor: str) -> None:
+    """Kills tasks that hear nothing, and those that wait for their turn; no process of them is left."""
+    settings = job_settings(database, tmp_path, executor=executor, concurrency=7, poll_seconds=1.0)
+    with working(settings, own_executor=executor != "processes"):
+        within = 2.0 if executor == "processes" else 4.0
+        assert seconds_to_cancel(database, tmp_path, ["hold:1000"] * 5, begun=4, within=within) < 60
+        assert not list(tmp_path.glob("*/part-*"))
+
+
+def test_progress_is_known_while_a_task_runs(database: Database, tmp_path: Path, executor: str) -> None:
+    """Tells the bytes that are done before the task has ended."""
+    job_id = put(database, tmp_path, "sleep:30")
+    settings = job_settings(database, tmp_path, executor=executor, lease_seconds=1.0)
+    with working(settings, own_executor=executor != "processes"):
+        until(lambda: any(0 < task.done_bytes < 100 for task in tasks_of(database, job_id)), "a part")
+        cancel(database, job_id)
+        assert wait_for_end(database, job_id).state == "cancelled"
+
+
+# -- on a cluster --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.exhaustive
+def test_a_process_of_the_cluster_dies(database: Database, tmp_path: Path, cluster: Any) -> None:
+    """Has its tasks done by the others."""
+    job_id = put(database, tmp_path, *["wait:go"] * 4)
+    settings = job_settings(database, tmp_path, executor=address_of(cluster), concurrency=4)
+    with working(settings, own_executor=True):
+        until(lambda: len(pids_of(tmp_path)) == 4, "four tasks")
+        hosts = {parent_of(parent_of(pid) or 0) for pid in pids_of(tmp_path)}
+        assert len(hosts) == 2, "both processes of the cluster are at work"
+        os.kill(min(host for host in hosts if host), signal.SIGKILL)
+        (tmp_path / "go").touch()
+        assert wait_for_end(database, job_id).result == {"parts": 4, "text": "0\n1\n2\n3"}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
+def test_the_cluster_ends_the_tasks_of_a_dead_worker(
+    database: Database, tmp_path: Path, cluster: Any
+) -> None:
+    """Ends processes within a lease where nobody asks for them any more."""
+    put(database, tmp_path, "hold:1000")
+    settings = job_settings(database, tmp_path, executor=address_of(cluster), lease_seconds=2.0)
+    with WorkerProcess(settings) as worker:
+        until(lambda: pids_of(tmp_path), "the task")
+        worker.kill()
+        until(lambda: not lives(pids_of(tmp_path)[0]), "its end")
+
+
+@pytest.mark.exhaustive  # waits for the limit of time
+@pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
+def test_a_cluster_that_is_not_there(database: Database, tmp_path: Path) -> None:
+    """Waits, and says what for; the attempt has failed in passing."""
+    job_id = put(database, tmp_path, "write")
+    with working(job_settings(database, tmp_path, executor="dask://127.0.0.1:1"), own_executor=True):
+        until(lambda: any(one.kind == "retry" for one in events_of(database, job_id)), "a failed attempt")
+        (retry, *_) = [one for one in events_of(database, job_id) if one.kind == "retry"]
+        assert retry.data["error"]["type"] == "DaskError"
+        cancel(database, job_id)
+
+
+@pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
+def test_executors_are_chosen_by_name(database: Database, tmp_path: Path) -> None:
+    """Refuses to begin with one that there is not."""
+    with (
+        pytest.raises(ValueError, match="'processes' or 'dask://HOST:PORT'"),
+        working(job_settings(database, tmp_path, executor="threads"), own_executor=True),
+    ):
+        pass
+
+
+# -- processes of tasks --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
+def test_memory_is_bounded(database: Database, tmp_path: Path) -> None:
+    """Kills what takes more, also where it takes it at once, and does not try it again."""
+    settings = job_settings(database, tmp_path, task_memory_bytes=256 << 20)
+    with working(settings):
+        for act in ("take:500", "grab:4000"):
+            job = wait_for_end(database, put(database, tmp_path, act))
+            assert job.state == "failed" and job.error is not None
+            assert job.error["type"] == "TaskMemoryError" and not job.error["is_retryable"]
+        assert wait_for_end(database, put(database, tmp_path, "write")).state == "succeeded"
+
+
+@pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
+def test_time_is_bounded(database: Database, tmp_path: Path) -> None:
+    """Kills what hangs, whatever it holds on to, and tries it again."""
+    job_id = put(database, tmp_path, "hold:1000", max_attempts=2)
+    with working(job_settings(database, tmp_path, task_seconds=0.5)):
+        job = wait_for_end(database, job_id)
+    assert job.state == "failed" and job.error is not None and job.error["type"] == "TaskTimeoutError"
+    assert len(pids_of(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
+def test_large_plans_and_results_pass(database: Database, tmp_path: Path) -> None:
+    """Hands over more than a socket holds at a time, in both directions."""
+    job_id = put(database, tmp_path, *["write"] * 40, payload_bytes=300_000)
+    with working(job_settings(database, tmp_path, concurrency=4)):
+        job = wait_for_end(database, job_id)
+    assert job.result == {"parts": 40, "text": "\n".join(str(n) for n in range(40))}
+
+
+@pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
+def test_what_is_no_json_fails_for_good(database: Database, tmp_path: Path) -> None:
+    """Keeps no result that has a NaN, and says so."""
+    job_id = put(database, tmp_path, "nan")
+    with working(job_settings(database, tmp_path)):
+        job = wait_for_end(database, job_id)
+    assert job.state == "failed" and job.error is not None and job.error["type"] == "ValueError"
+
+
+@pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
+def test_errors_tell_no_secrets_and_attempts_are_bounded(database: Database, tmp_path: Path) -> None:
+    """Fails after the last attempt; what storage said of itself stays out of the ledger."""
+    job_id = put(database, tmp_path, "secret", max_attempts=2)
+    with working(job_settings(database, tmp_path)):
+        job = wait_for_end(database, job_id)
+    assert job.state == "failed" and job.error is not None and job.error["type"] == "FileNotFoundError"
+    assert "SECRET" not in f"{job.error}{events_of(database, job_id)}"
+    assert len(pids_of(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
+def test_the_warm_process_has_no_threads_and_no_secrets(database: Database, tmp_path: Path) -> None:
+    """Forks tasks from a process without threads, without torch, and without settings in its environment."""
+    put(database, tmp_path, "wait:go")
+    with working(job_settings(database, tmp_path)):
+        until(lambda: pids_of(tmp_path), "the task")
+        (pid,) = pids_of(tmp_path)
+        warm = parent_of(pid)
+        assert len(list(Path(f"/proc/{warm}/task").iterdir())) == 1
+        assert b"DCP_SERVER" not in environment_of(pid)
+        maps = Path(f"/proc/{pid}/maps").read_text()
+        assert "libtorch" not in maps and "numpy" in maps
+        (tmp_path / "go").touch()
+
+
+@pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
+def test_a_work_folder_that_was_removed_is_made_again(database: Database, tmp_path: Path) -> None:
+    """Gives each task a folder, whatever somebody clears away meanwhile; none is left at the end."""
+    with working(job_settings(database, tmp_path), own_executor=True):
+        for _ in range(2):
+            assert wait_for_end(database, put(database, tmp_path, "keep")).state == "succeeded"
+            work = next(line.split()[1] for line in log_lines(tmp_path) if line.startswith("work"))
+            until(lambda work=work: not Path(work).exists(), "its removal")  # type: ignore[misc]
+            for folder in (tmp_path / "work").iterdir():
+                for path in folder.iterdir():
+                    path.unlink() if path.is_file() else path.rmdir()
+                folder.rmdir()
+
+
+def test_kinds_that_cannot_be_imported(database: Database, tmp_path: Path) -> None:
+    """Refuses to begin with kinds that there are not."""
+    settings = job_settings(database, tmp_path)
+    with pytest.raises(ModuleNotFoundError), working(settings, kinds="dcp.no_such:KINDS", own_executor=True):
+        pass
+
+
+# -- one after the other -------------------------------------------------------------------------------------
+
+
+def test_long_jobs_leave_a_slot_for_scans(database: Database, tmp_path: Path) -> None:
+    """Does what has a slot of its own beside jobs that last, and of these never more than `concurrency`."""
+    folders = {name: tmp_path / name for name in ("long", "brief", "more")}
+    for folder in folders.values():
+        folder.mkdir()
+    job_id = put(database, folders["long"], "wait:go", "wait:go", "wait:go")
+    with working(job_settings(database, tmp_path, concurrency=2)):
+        until(lambda: len(log_lines(folders["long"])) == 3, "two of them")  # the plan, and two tasks
+        briefs = [put(database, folders["brief"], "write", kind="brief") for _ in range(3)]
+        more = put(database, folders["more"], "write", priority=100)
+        for brief in briefs:
+            assert wait_for_end(database, brief).state == "succeeded"
+        assert state_of(database, more).state == "queued"
+        assert len(log_lines(folders["long"])) == 3
+        (folders["long"] / "go").touch()
+        for job in (more, job_id):
+            assert wait_for_end(database, job).state == "succeeded"
+
+
+def test_a_kind_runs_as_often_as_it_may(database: Database, tmp_path: Path) -> None:
+    """Bounds the tasks of a kind by `kind_concurrency`, however many places there are."""
+    job_id = put(database, tmp_path, *["sleep:0.05"] * 4)
+    with working(job_settings(database, tmp_path, concurrency=4, kind_concurrency={"made": 1})):
+        assert wait_for_end(database, job_id).state == "succeeded"
+    acts = [line.split()[0] for line in log_lines(tmp_path) if line.startswith(("task", "done"))]
+    assert acts == ["task", "done"] * 4
+
+
+def test_a_kind_that_the_worker_does_not_know_waits(database: Database, tmp_path: Path) -> None:
+    """Leaves to newer workers what only they can do, during an upgrade."""
+    job_id = put(database, tmp_path, "write")
+    with working(job_settings(database, tmp_path), kinds="tests.support.job_kinds:NO_KINDS"):
+        pass
+    assert state_of(database, job_id).state == "queued" and log_lines(tmp_path) == []
+
+
+def test_a_worker_that_stops_gives_back_what_it_has(database: Database, tmp_path: Path) -> None:
+    """Lets another one do it at once, not when a lease is over, and counts no attempt."""
+    job_id = put(database, tmp_path, "write", "wait:go")
+    with working(job_settings(database, tmp_path, shutdown_seconds=0.2)):
+        until(lambda: pids_of(tmp_path, "task 1"), "the second task")
+    assert state_of(database, job_id).state == "running"
+    found = [(task.state, task.attempt) for task in tasks_of(database, job_id)]
+    assert found == [("succeeded", 0), ("queued", 0)]
+    (tmp_path / "go").touch()
+    with working(job_settings(database, tmp_path)):
+        assert wait_for_end(database, job_id).state == "succeeded"
+
+
+def test_a_job_is_cancelled_while_it_is_planned(database: Database, tmp_path: Path) -> None:
+    """Ends a plan that takes for ever, with nothing to clear away."""
+    job_id = put(database, tmp_path, "write", plan_act="sleep:1000")
+    with working(job_settings(database, tmp_path)):
+        until(lambda: log_lines(tmp_path) == ["plan 1"], "the plan")
+        cancel(database, job_id)
+        assert wait_for_end(database, job_id).state == "cancelled"
+    assert log_lines(tmp_path) == ["plan 1"]

@@ -1,0 +1,162 @@
+"""Keys and the audit log as pages: a secret is seen once, revoking asks, and only those who may see any."""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import urlsplit
+
+import pytest
+from httpx2 import Response
+
+from tests.support.app import App
+from tests.support.catalog_rows import T0, add_checkpoint
+from tests.support.page_rows import note
+from tests.support.pages import Browser, PageText, faults_of
+
+SECRET = re.compile(r"dcp_[a-z0-9]{8}_[A-Za-z0-9_-]{43}")
+
+
+@pytest.fixture
+def admin(keyed: App) -> Browser:
+    """Signed in with a key that may everything."""
+    browser = Browser(keyed.client())
+    browser.sign_in(keyed.key("admin", name="ada"))
+    return browser
+
+
+def make_key(
+    browser: Browser, name: str, *scopes: str, roots: tuple[str, ...] = (), days: str = ""
+) -> Response:
+    """By the form, whose boxes have one name."""
+    token = browser.page("/keys").form("/keys").fields["token"]
+    data = {"token": token, "name": name, "scope": list(scopes), "root": list(roots), "days": days}
+    return browser.client.post("/keys", data=data)
+
+
+def test_a_key_is_shown_once_and_works(keyed: App, admin: Browser) -> None:
+    """In one answer that no browser keeps, in no address, and nowhere afterwards; it is as asked for."""
+    answer = make_key(admin, "ci", "read", "write", roots=("main",), days="30")
+    assert answer.status_code == 201
+    assert faults_of(PageText(answer.text)) == []
+    assert answer.headers["cache-control"] == "no-store"
+    assert str(answer.url) == "http://localhost/keys"
+    (secret,) = set(SECRET.findall(answer.text))
+    ends = [given["data-copy"] for _, given in PageText(answer.text).elements if given.get("data-copy")]
+    assert ends == ["secret"], "the button copies it"
+    for path in ("/keys", "/audit", "/api/v1/keys", "/api/v1/audit", "/keys/2/revoke"):
+        assert not SECRET.search(admin.get(path).text), path
+    program = keyed.client()
+    program.headers["authorization"] = f"Bearer {secret}"
+    told = program.get("/api/v1/whoami").json()
+    assert (told["name"], told["scopes"], told["roots"]) == ("key:ci", ["read", "write"], ["main"])
+    assert told["expires_at"] is not None
+
+
+def test_revoking_asks_and_ends_it_at_once(keyed: App, admin: Browser) -> None:
+    """With its sessions; it is then among those that have ended, and the log says who did it."""
+    other = Browser(keyed.client())
+    other.sign_in(keyed.key("read", name="old"))
+    asked = admin.page("/keys/2/revoke")
+    assert "Revoke old ?" in asked.text and "Its scope is read, and it was never used." in asked.text
+    assert other.get("/roots").url.path == "/roots"
+    answer = admin.submit(asked.form("/keys/2/revoke"))
+    assert (answer.url.path, answer.url.query) == ("/keys", b"done=revoked")
+    assert "1 revoked or expired" in PageText(answer.text).text
+    assert other.get("/roots").url.path == "/sign-in"
+    assert "It has ended already" in admin.page("/keys/2/revoke").text
+    found = keyed.client("admin", name="x").get("/api/v1/audit?action=key.revoke").json()["items"]
+    assert [(one["actor"], one["target"]) for one in found] == [("key:ada", "key:2")]
+    assert admin.get("/keys/77/revoke").status_code == 404
+
+
+def test_revoking_ones_own_key(keyed: App, admin: Browser) -> None:
+    """It is said before: one is signed out, and nobody may make keys any more; then one is."""
+    asked = admin.page("/keys/1/revoke")
+    assert "You are signed in with it" in asked.text
+    assert "No other key may make keys" in asked.text
+    keyed.key("admin", name="second")
+    keyed.key("admin", name="of-one-root", roots=["main"])
+    assert "No other key" not in admin.page("/keys/1/revoke").text
+    assert admin.submit(asked.form("/keys/1/revoke")).url.path == "/sign-in"
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "said"),
+    [
+        ({"name": "no blanks"}, 422, "A name has"),
+        ({"scope": []}, 422, "Choose what the key may"),
+        ({"scope": ["read", "root"]}, 422, "Choose what the key may"),
+        ({"root": ["elsewhere"]}, 422, "elsewhere"),
+        ({"days": "-1"}, 422, "Choose one of the times"),
+        ({"days": "1e400"}, 422, "Choose one of the times"),
+        ({"name": "ada"}, 409, "take another name"),
+    ],
+)
+def test_what_is_no_key_is_said_beside_what_was_typed(
+    keyed: App, admin: Browser, fields: dict[str, str | list[str]], status: int, said: str
+) -> None:
+    """Nothing is made, and nothing has to be typed again."""
+    token = admin.page("/keys").form("/keys").fields["token"]
+    data = {"token": token, "name": "new", "scope": ["convert"], "days": "7", **fields}
+    answer = admin.client.post("/keys", data=data)
+    assert answer.status_code == status
+    page = PageText(answer.text)
+    assert said in page.text
+    assert page.form("/keys").fields["name"] == data["name"]
+    assert len(keyed.client("admin", name="x").get("/api/v1/keys").json()["items"]) == 2
+
+
+def test_who_may_not_is_told_so(keyed: App) -> None:
+    """A key that only reads, and one for a single root: who one is and what that may; no link leads there."""
+    for number, roots in enumerate((None, ["main"])):
+        browser = Browser(keyed.client())
+        browser.sign_in(keyed.key("admin" if roots else "read", name=f"k{number}", roots=roots))
+        assert not {"/keys", "/audit"} & set(browser.page("/roots").links)
+        for path in ("/keys", "/audit", "/keys/1/revoke"):
+            answer = browser.get(path)
+            assert answer.status_code == 403, path
+            text = PageText(answer.text).text
+            assert f"You are signed in as key:k{number}" in text and "dcp keys create" in text
+        token = browser.page("/roots").form("/theme").fields["token"]
+        assert browser.client.post("/keys", data={"token": token, "name": "x"}).status_code == 403
+        assert browser.client.post("/keys/1/revoke", data={"token": token}).status_code == 403
+
+
+def test_the_log_is_filtered_and_paged(keyed: App, admin: Browser) -> None:
+    """By who, what, to what and whole days, all in the address, whose JSON has the same entries."""
+    number = add_checkpoint(keyed.service.database, "run/step-1")
+
+    for day in range(3):
+        for _ in range(25):
+            target, now = f"checkpoint:{number}", T0 + day * 86_400
+            note(keyed, f"key:k{day}", "tag.add", target, {"tag": "x"}, now=now)
+    page = admin.page("/audit")
+    assert {f"/checkpoints/{number}", "/audit?actor=key%3Ak2", "/audit?action=tag.add"} <= set(page.links)
+    assert _rows(admin.page("/audit?actor=key%3Ak1")) == 25
+    first = admin.page("/audit?action=tag.add")
+    (more,) = [given["href"] for _, given in first.elements if given.get("rel") == "next"]
+    assert (_rows(first), _rows(admin.page(more))) == (50, 25)
+    day = "2023-11-15"  # the second, as T0 is in the evening of the 14th
+    one = admin.page(f"/audit?since={day}&until={day}")
+    assert _rows(one) == 25 and "key:k1" in one.text and "key:k0" not in one.text
+    (twin,) = [given["href"] for _, given in one.elements if given.get("class") == "twin"]
+    assert len(admin.get(twin).json()["items"]) == 25
+    assert "Nothing like this was done" in admin.page("/audit?target=nothing").text
+    for query in ("since=tomorrow", "since=0000-01-01", "until=9999-12-31", "other=1"):
+        assert admin.get(f"/audit?{query}").status_code == 422, query
+
+
+def _rows(page: PageText) -> int:
+    return sum(name == "tr" for name, _ in page.elements) - 1
+
+
+@pytest.mark.parametrize(
+    "text", ["<script>alert(1)</script>", "\u202e\U0001f4a5", "'onclick='x", "y" * 10_000]
+)
+def test_foreign_words_in_the_log_are_text(keyed: App, admin: Browser, text: str) -> None:
+    """In whatever member; a line of it stays one."""
+    note(keyed, text, text, f"root:{text}", {text: {"deep": [text]}}, address=text)
+    page = admin.page("/audit")
+    assert text[:60].replace("\u202e", "\\u202e") in page.text
+    of_ours = {"", "/", "/audit", "/keys", "/api/v1/audit", "/docs", "/checkpoints", "/jobs", "/roots"}
+    assert {urlsplit(link).path for link in page.links} <= of_ours

@@ -1,0 +1,605 @@
+"""What pages show of the catalog, without script: names of any kind, filters, actions, roots, large runs."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlencode, urlsplit
+
+import pytest
+import torch
+
+import dcp
+from tests.support.app import App
+from tests.support.catalog_rows import add_checkpoint
+from tests.support.page_rows import add_steps, found_damaged, scan_failed, set_columns, structure_of
+from tests.support.pages import Browser, PageText, faults_of
+
+HOSTILE = (
+    "<script>alert(1)</script>",
+    "\"><img src=x onerror='alert(1)'>",
+    "\u202egnp.exe \u2067\u05d0\u05d1",
+    "\U0001f4a5\U0001f469\u200d\U0001f680 caf\u00e9",
+    "{{ 7*7 }}{% raw %}",
+    "x" * 900,
+)
+
+
+def reached(browser: Browser, *starts: str, most: int = 120) -> dict[str, PageText]:
+    """All pages that links lead to from ``starts``, one of each sort and all their JSON, but for those that
+    read files: there are none."""
+    found: dict[str, PageText] = {}
+    waiting, seen = [*starts], set()
+    while waiting and len(found) < most:
+        path = waiting.pop(0)
+        parts = urlsplit(path)
+        kind = (re.sub(r"\d+", "1", parts.path), re.sub(r"=[^&]*", "", parts.query))
+        if (
+            kind in seen
+            or parts.path in ("/docs", "")
+            or parts.path.endswith(("/download", "/files", "/diff", "/tensors", "/shards", "/anatomy"))
+        ):
+            continue
+        seen.add(kind)
+        if parts.path.startswith("/api/"):
+            assert browser.get(path).status_code == 200, path
+            continue
+        answer = browser.get(path)
+        page = PageText(answer.text)
+        assert answer.status_code in (200, 410) and faults_of(page) == [], path
+        if answer.status_code == 410:  # the rows of these tests have no files
+            assert "/".join(parts.path.split("/")[:3]) in page.links, path
+            continue
+        found[path] = page
+        waiting += page.links
+    return found
+
+
+def test_all_that_is_linked_is_there(app: App) -> None:
+    """Every page that one comes to, with its JSON beside it, and nothing in it that the policy would stop."""
+    first = add_checkpoint(app.service.database, "team/run/step-1", metrics={"loss": 2.0, "acc": 0.1})
+    add_checkpoint(app.service.database, "team/run/step-2", metrics={"loss": 1.0, "acc": 0.3})
+    add_checkpoint(app.service.database, "lonely", root="other", step=None)
+    browser = Browser(app.client())
+    form = browser.page(f"/checkpoints/{first}").form(f"/checkpoints/{first}/verify")
+    assert browser.submit(form).url.path == "/jobs/1"
+    pages = reached(browser, "/", "/search?q=run")
+    kinds = {re.sub(r"\d+", "1", urlsplit(path).path) for path in pages}
+    assert {
+        "/",
+        "/checkpoints",
+        "/checkpoints/1",
+        "/jobs",
+        "/jobs/1",
+        "/roots",
+        "/runs/1",
+        "/search",
+    } <= kinds
+    for path, page in pages.items():
+        twins = [given["href"] for name, given in page.elements if given.get("class") == "twin"]
+        assert twins, path
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_names_of_any_kind_are_text(app: App, name: str) -> None:
+    """Of runs, checkpoints and tensors, and in metadata: escaped, isolated, whole in the title. What turns
+    the direction of letters is written out, but in what a form sends back."""
+    key = f"{name.replace('/', '|')[:400]}/{name.replace('/', '|')[:400]}"
+    found = add_checkpoint(
+        app.service.database,
+        key,
+        step=1,
+        structure=structure_of([f"model.{name * 11}"]),
+        user_metadata={name: name},
+        provenance={"torch_version": name},
+    )
+    browser = Browser(app.client())
+    run = re.sub("[\u202e\u2067]", lambda found: f"\\u{ord(found.group()):04x}", key.split("/")[0])
+    form = browser.page(f"/checkpoints/{found}").form(f"/checkpoints/{found}/convert")
+    assert form.fields["target_key"].startswith(key[:300])
+    for path in ("/", "/checkpoints", "/runs/1", f"/checkpoints/{found}", f"/checkpoints/{found}?view=list"):
+        page = browser.page(path)
+        assert run in page.text.replace("\n", " ") or run.split()[0] in page.text, path
+        assert not re.search("[\u202a-\u202e\u2066-\u2069]", page.text), path
+        isolated = {n for n, given in page.elements} >= {"bdi"}
+        assert isolated, path
+        assert len([1 for n, _ in page.elements if n == "img"]) == 0, path
+    listed = browser.get(f"/checkpoints/{found}?view=list").text
+    assert len(listed) < 200_000 + 3 * len(name) * 11
+    assert faults_of(PageText(browser.get("/search", params={"q": name[:200]}).text)) == []
+
+
+def test_filters_counts_and_pages(app: App) -> None:
+    """What is chosen is in the address; counts say what another choice brings; pages follow each other."""
+    add_checkpoint(app.service.database, "run/step-0")
+    add_steps(app, "run/step", range(1, 121), mixed=True)
+    browser = Browser(app.client())
+    first = browser.page("/runs/1?format=torch_dcp")
+    assert "60 checkpoints" in first.text
+    assert "torch_dcp 60" in first.text and "dcp 61" in first.text
+    assert len(_steps(first)) == 50
+    (next_page,) = [given["href"] for _, given in first.elements if given.get("rel") == "next"]
+    assert "format=torch_dcp" in next_page
+    second = browser.page(next_page)
+    assert len(_steps(second)) == 10
+    assert not set(_steps(first)) & set(_steps(second))
+    assert browser.get("/runs/1?format=nonsense").status_code == 422
+    nothing = browser.page("/runs/1?format=torch_dcp&verification=damaged")
+    assert "damaged 0" in nothing.text and "/runs/1?format=torch_dcp" in nothing.links  # takes it away again
+    assert browser.get("/runs/1?unknown=1").status_code == 422
+    assert "115 would go" in browser.page("/runs/1?keep_last=3&format=dcp").text  # of both formats, whole
+
+
+def _steps(page: PageText) -> list[str]:
+    """Checkpoints in the list."""
+    places = [given.get("id") for _, given in page.elements]
+    rows = page.elements[places.index("checkpoints") : places.index("retention")]
+    return [given["href"] for name, given in rows if given.get("href", "").startswith("/checkpoints/")]
+
+
+def test_which_is_good_is_said(app: App) -> None:
+    """The least and the greatest of the metric that is shown, each with its checkpoint."""
+    for step, loss in ((1, 3.0), (2, 0.5), (3, 1.25)):
+        add_checkpoint(app.service.database, f"run/step-{step}", metrics={"loss": loss, "accuracy": -loss})
+    browser = Browser(app.client())
+    assert "least 0.5 step 2 greatest 3 step 1" in browser.page("/runs/1").text
+    assert "least -3 step 1 greatest -0.5 step 2" in browser.page("/runs/1?metric=accuracy").text
+    app.base.delete("/api/v1/checkpoints/2").raise_for_status()
+    assert "least 1.25 step 3" in browser.page("/runs/1").text
+
+
+def test_weights_without_their_optimizer(app: App) -> None:
+    """Offered where there are both; the conversion and the download leave out all below its name alone."""
+    names = ("model.optimal_head", "optim_[0].state.w.exp_avg", "optim_[0].param_groups", "optimum")
+    both = add_checkpoint(app.service.database, "run/step-1", structure=structure_of(names))
+    alone = add_checkpoint(app.service.database, "run/step-2", structure=structure_of(names[1:3]))
+    browser = Browser(app.client())
+    page = browser.page(f"/checkpoints/{both}?prefix=model")
+    assert "without 32 B of the optimizer" in page.text
+    (link, *_) = [link for link in page.links if "exclude=" in link]
+    assert parse_qs(urlsplit(link).query)["exclude"] == ["optim_[[]0].*"]
+    chosen = {"to": "safetensors", "target_root": "main", "exclude": "optim_[[]0].*"}
+    answer = browser.submit(page.form(f"/checkpoints/{both}/convert"), **chosen)
+    assert answer.url.path == "/jobs/1"
+    assert app.base.get("/api/v1/jobs/1").json()["params"]["exclude"] == ["optim_[[]0].*"]
+    mapped = {"to": "dcp", "target_key": "titan", "map": "llama:hf-to-titan", "inverse": "true"}
+    browser.submit(page.form(f"/checkpoints/{both}/convert"), **mapped, below="model")
+    params = app.base.get("/api/v1/jobs/2").json()["params"]
+    assert (params["map"], params["inverse"], params["below"]) == ("llama:hf-to-titan", True, "model")
+    held = structure_of([f"app.{name}" for name in names[:3]])
+    inner = add_checkpoint(app.service.database, "run/step-3", structure=held)
+    assert any("exclude=app.optim_" in link for link in browser.page(f"/checkpoints/{inner}").links)
+    assert "of the optimizer" not in browser.page(f"/checkpoints/{alone}").text
+
+
+def test_what_would_lose_its_optimizer(app: App) -> None:
+    """Tried out on the page of a run: which steps would lose it, and how much that is."""
+    names = ("model.w", "optimizer.state.w.exp_avg", "optimizer.state.w.exp_avg_sq")
+    for step in (1, 2, 3):
+        add_checkpoint(app.service.database, f"run/step-{step}", structure=structure_of(names), bytes=48)
+    browser = Browser(app.client())
+    page = browser.page("/runs/1?keep_optimizer=1").text
+    assert "3 would stay, of which 2 would lose a part of 64 B" in page
+    assert page.count("lose optimizer") == 2
+    assert "lose a part" not in browser.page("/runs/1?keep_optimizer=3").text
+    note: dict[str, Any] = {
+        "name": "optimizer",
+        "patterns": [],
+        "at": None,
+        "tensors": 2,
+        "objects": 0,
+        "bytes": 32,
+    }
+    lean = add_checkpoint(app.service.database, "run/step-4", provenance={"dropped": [note]})
+    page = browser.page(f"/checkpoints/{lean}").text
+    assert "what is left of it optimizer dropped" in page
+    assert "Dropped optimizer, 32 B" in page
+
+
+def test_labels_by_forms(app: App) -> None:
+    """Tags and pins are given and taken; an alias that names another one is moved after asking."""
+    one = add_checkpoint(app.service.database, "run/step-1")
+    two = add_checkpoint(app.service.database, "run/step-2")
+    browser = Browser(app.client())
+
+    def send(number: int, action: str, place: int = 0, **fields: str) -> PageText:
+        forms = [f for f in browser.page(f"/checkpoints/{number}").forms if f.action.endswith(f"/{action}")]
+        answer = browser.submit(forms[place], **fields)
+        assert answer.status_code == 200, answer.text
+        return PageText(answer.text)
+
+    assert "The tag is given." in send(one, "tags", tag="release").text
+    assert app.base.get(f"/api/v1/checkpoints/{one}").json()["tags"] == ["release"]
+    assert "The tag is taken away." in send(one, "tags").text
+    assert "It is pinned" in send(one, "pin").text
+    assert "not pinned any more" in send(one, "pin").text
+    assert "names this checkpoint" in send(one, "alias", alias="best").text
+    asked = send(two, "alias", alias="best")
+    assert "Move best ?" in asked.text
+    assert app.base.get("/api/v1/runs/1/aliases/best").json()["checkpoint_id"] == one
+    assert browser.submit(asked.form(f"/checkpoints/{two}/alias")).status_code == 200
+    assert app.base.get("/api/v1/runs/1/aliases/best").json()["checkpoint_id"] == two
+    assert "is removed." in send(two, "unalias").text
+    bad = browser.page(f"/checkpoints/{one}").forms
+    answer = browser.submit(next(form for form in bad if form.action.endswith("/alias")), alias="no blanks")
+    assert answer.status_code == 422
+
+
+def test_what_is_done_to_an_alias_is_undone(app: App) -> None:
+    """Moved back or given again by the page that says it; not once somebody else has changed it since."""
+    one, two, three = (add_checkpoint(app.service.database, f"run/step-{n}") for n in (1, 2, 3))
+    stranger = add_checkpoint(app.service.database, "another/step-1")
+    browser = Browser(app.client())
+
+    def named() -> int | None:
+        answer = app.base.get("/api/v1/runs/1/aliases/best")
+        return answer.json()["checkpoint_id"] if answer.status_code == 200 else None
+
+    def set_to(number: int) -> PageText:
+        page = browser.page(f"/checkpoints/{number}")
+        asked = PageText(browser.submit(page.form(f"/checkpoints/{number}/alias"), alias="best").text)
+        forms = [form for form in asked.forms if form.action == f"/checkpoints/{number}/alias"]
+        return asked if "Labels" in asked.text else PageText(browser.submit(forms[0]).text)
+
+    set_to(one)
+    moved = set_to(two)
+    assert "names this checkpoint now" in moved.text and "Undo: let it name step 1 again" in moved.text
+    back = PageText(browser.submit(moved.form(f"/checkpoints/{one}/alias")).text)
+    assert named() == one and "Undo: let it name step 2 again" in back.text
+    removed = PageText(browser.submit(back.form(f"/checkpoints/{one}/unalias")).text)
+    assert named() is None and "is removed" in removed.text
+    browser.submit(next(form for form in removed.forms if form.fields.get("alias") == "best"))
+    assert named() == one
+    moved = set_to(two)
+    set_to(three)
+    assert browser.submit(moved.form(f"/checkpoints/{one}/alias")).status_code == 412
+    assert named() == three
+    for done in (
+        f"moved:{one}:best",  # it names another one by now
+        f"moved:{stranger}:best",
+        "moved:99:best",
+        "moved:9999999999999999999:best",
+        "moved:٣:best",
+        "moved::",
+        "moved:1:<script>",
+        f"unaliased:{stranger}:best",
+    ):
+        assert "Undo" not in browser.page(f"/checkpoints/{two}?{urlencode({'done': done})}").text, done
+
+
+def test_whose_job_verified_it_is_said(keyed: App) -> None:
+    """By the name of the key that asked for it, beside the job."""
+    number = add_checkpoint(keyed.service.database, "run/step-1")
+    browser = Browser(keyed.client())
+    browser.sign_in(keyed.key("read", "write", name="ada"))
+    browser.submit(browser.page(f"/checkpoints/{number}").form(f"/checkpoints/{number}/verify"))
+    found_damaged(keyed, number, "good")
+    text = browser.page(f"/checkpoints/{number}").text
+    assert "by job 1 of key:ada" in text.partition("Loads in stock torch")[0]
+
+
+def test_merging_and_averaging(app: App) -> None:
+    """A checkpoint with others, by number or by address, and the newest steps of a run, as jobs; what cannot
+    be meant is said."""
+    numbers = [add_checkpoint(app.service.database, f"run/step-{step}") for step in (1, 2, 3)]
+    browser = Browser(app.client())
+    path = f"/checkpoints/{numbers[0]}"
+    form = browser.page(path).form(f"{path}/merge")
+    assert form.fields["target_key"] == "run/step-1-merged"
+    others = f"{numbers[1]}, http://here/checkpoints/{numbers[2]}?view=list"
+    given = {"with": others, "target_key": "soup", "leave_out": "optimizer, lr*", "accumulate": "float64"}
+    given["to"] = "safetensors"
+    answer = browser.submit(form, **given, weights="0.5, -1e-1,2")
+    assert answer.url.path == "/jobs/1"
+    params = app.base.get("/api/v1/jobs/1").json()["params"]
+    assert (params["sources"], params["weights"]) == (numbers, [0.5, -0.1, 2.0])
+    assert (params["exclude"], params["accumulate"]) == (["optimizer", "lr*"], "float64")
+    browser.submit(form, **given | {"target_key": "other"}, formula="A + 0.4*(B - C)")
+    assert app.base.get("/api/v1/jobs/2").json()["params"]["formula"] == "A + 0.4*(B - C)"
+    run = app.base.get(f"/api/v1{path}").json()["run_id"]
+    average = browser.page(f"/runs/{run}").form(f"/runs/{run}/merge")
+    assert average.fields["last"] == "3" and average.fields["target_key"] == "run-average"
+    assert browser.submit(average, to="dcp", decay="0.9").url.path == "/jobs/3"
+    params = app.base.get("/api/v1/jobs/3").json()["params"]
+    assert (params["run_id"], params["last"], params["decay"]) == (run, 3, 0.9)
+    for wrong in (
+        {"with": "step-2"},
+        {"with": str(numbers[1]), "weights": "1"},
+        {"with": str(numbers[1]), "weights": "1, much"},
+        {"with": str(numbers[1]), "weights": "nan, 1"},
+        {"with": str(numbers[0])},
+    ):
+        assert browser.submit(form, **{"to": "dcp", "target_key": "no", **wrong}).status_code == 422, wrong
+    for odd in ({"last": "inf"}, {"last": "1.5"}, {"last": "0"}, {"last": "3", "decay": "1"}):
+        assert browser.submit(average, **{"to": "dcp", "target_key": "no", **odd}).status_code == 422, odd
+    assert browser.submit(average, to="dcp", last="4", target_key="no").status_code == 409
+
+
+def test_deleting_and_undoing(app: App) -> None:
+    """The page that says it is deleted has the button that takes it back; what is old changes nothing."""
+    number = add_checkpoint(app.service.database, "run/step-1")
+    browser = Browser(app.client())
+    before = browser.page(f"/checkpoints/{number}")
+    deleted = PageText(browser.submit(before.form(f"/checkpoints/{number}/delete")).text)
+    assert re.search(r"Deleted \S.* by local \. Its bytes are there until", deleted.text), "who and when"
+    restored = PageText(browser.submit(deleted.form(f"/checkpoints/{number}/restore")).text)
+    assert "It is restored." in restored.text
+    stale = browser.submit(before.form(f"/checkpoints/{number}/delete"))
+    assert (stale.status_code, f"/checkpoints/{number}" in PageText(stale.text).links) == (412, True)
+    path = f"/checkpoints/{number}/convert"
+    wrong = browser.submit(before.form(path), target_key="../away", dtype="float16")
+    assert (wrong.status_code, f"/checkpoints/{number}" in PageText(wrong.text).links) == (422, True)
+    again = PageText(wrong.text).form(path)
+    assert (again.fields["target_key"], again.fields["dtype"]) == ("../away", "float16")
+    made = browser.submit(again, to="safetensors", target_key="run/half")
+    assert made.url.path == "/jobs/1", "nothing else is typed again"
+    assert app.base.get("/api/v1/jobs/1").json()["params"]["dtype"] == "float16"
+
+
+def test_what_is_damaged_is_not_said_to_load(app: App) -> None:
+    """Nor what is not there: the health of a checkpoint promises nothing that it cannot keep."""
+    number = add_checkpoint(app.service.database, "run/step-1")
+    browser = Browser(app.client())
+    assert "any number of ranks" in browser.page(f"/checkpoints/{number}").text
+    for values in ({"verification": "damaged"}, {"verification": "unverified", "state": "vanished"}):
+        set_columns(app, **values)
+        text = browser.page(f"/checkpoints/{number}").text
+        strip = text.partition("Loads in stock torch")[2].partition("Facts")[0]
+        assert "any number" not in strip and " yes" not in strip
+        assert "damaged" in strip or "vanished" in strip
+
+
+def good_ones(page: PageText) -> int:
+    """How many badges of a page are green."""
+    return sum(given.get("class") == "badge good" for _, given in page.elements)
+
+
+def test_a_checkpoint_without_its_data_is_not_green(app: App, tmp_path: Path) -> None:
+    """Verified before a file of it was lost: no box says that it loads, and the files say which is gone."""
+    folder = tmp_path / "main/run/step-1"
+    dcp.save({"w": torch.ones(4)}, checkpoint_id=folder, no_dist=True)
+    number = app.base.post("/api/v1/checkpoints", json={"root": "main", "key": "run/step-1"}).json()["id"]
+    set_columns(app, verification="good")
+    browser, path = Browser(app.client()), "/api/v1/checkpoints/1/files"
+    page = browser.page(f"/checkpoints/{number}")
+    assert any(f"/checkpoints/{number}/files" == given.get("hx-get") for _, given in page.elements)
+    assert good_ones(page) == 2, "committed and verified; of the others nobody knows before it is looked at"
+    whole = browser.page(f"/checkpoints/{number}/files")
+    assert (good_ones(whole), app.base.get(path).json()["missing"]) == (4, [])
+    (data,) = folder.glob("*.distcp")
+    size = data.stat().st_size
+    data.write_bytes(b"x")
+    cut = browser.page(f"/checkpoints/{number}/files")
+    assert good_ones(cut) == 0 and f"{data.name} has 1 B" in cut.text
+    data.unlink()
+    lost = browser.page(f"/checkpoints/{number}/files")
+    assert good_ones(lost) == 0 and f"{data.name} is missing" in lost.text
+    missing = {"name": data.name, "bytes": None, "expected_bytes": size}
+    assert app.base.get(path).json()["missing"] == [missing]
+
+
+def test_what_is_partial_or_not_finite_says_so(app: App) -> None:
+    """A save of a part is called one; a loss that is NaN stands where the last finite one would."""
+    for step, user in ((1, {}), (2, {"metrics": {"loss": math.nan, "lr": 0.1}, "partial": ["model"]})):
+        metrics = {"loss": 0.25} if step == 1 else {"lr": 0.1}
+        number = add_checkpoint(app.service.database, f"run/step-{step}", user_metadata=user, metrics=metrics)
+    found = app.base.get(f"/api/v1/checkpoints/{number}").json()
+    assert (found["nonfinite_metrics"], found["partial"]) == ({"loss": "nan"}, ["model"])
+    browser = Browser(app.client())
+    shown = browser.page(f"/checkpoints/{number}").text
+    assert "a part of the state only model" in shown and "loss NaN" in shown
+    assert "partial" in browser.page(f"/checkpoints/{number}").text.partition("Committed")[0]
+    assert "loss NaN" in browser.page("/").text and "0.25" not in browser.page("/").text
+    rows = browser.page("/checkpoints").text
+    assert "NaN" in rows and "partial" in rows
+    run = browser.page("/runs/1").text
+    assert "NaN or infinite in 1 checkpoint, at step 2" in run
+    series = app.base.get("/api/v1/runs/1/series?metric=loss").json()
+    assert (series["count"], series["nonfinite_count"], series["last_nonfinite_step"]) == (1, 1, 2)
+
+
+def test_a_job_that_found_damage_is_not_green(app: App) -> None:
+    """Its page and the list say so; the checkpoint's page has the findings where it was begun."""
+    number = add_checkpoint(app.service.database, "run/step-1")
+    browser = Browser(app.client())
+    browser.submit(browser.page(f"/checkpoints/{number}").form(f"/checkpoints/{number}/verify"))
+    finding = {"kind": "checksum", "message": "block 7 of w", "file": None, "fqn": "w"}
+    found_damaged(app, number, findings=[finding])
+    for path in ("/jobs", "/jobs/1"):
+        page = browser.page(path)
+        assert "found damage" in page.text and not good_ones(page), path
+    assert "block 7 of w" in browser.page("/jobs/1").text
+    work = browser.page(f"/checkpoints/{number}").text.partition("Work on it")[2]
+    assert "checksum block 7 of w Verify again" in work
+
+
+def test_an_alert_is_there_once(app: App) -> None:
+    """Of a root whose last scan failed, on the first page and on that of roots."""
+    add_checkpoint(app.service.database, "run/step-1")
+    scan_failed(app, "7 of 9 checkpoints were not found")
+    browser = Browser(app.client())
+    for path in ("/", "/roots", "/checkpoints"):
+        assert browser.page(path).text.count("not found") == 1, path
+
+
+def test_names_as_people_count(app: App) -> None:
+    """Layer 2 comes before layer 10, in the tree, in the list and from page to page."""
+    names = [f"m.layers.{n}.w" for n in (0, 1, 2, 10, 11, 100)]
+    number = add_checkpoint(app.service.database, "run/step-1", structure=structure_of(sorted(names)))
+    browser = Browser(app.client())
+    listed = browser.page(f"/checkpoints/{number}?view=list").text
+    assert re.findall(r"m\.layers\.\d+\.w", listed) == names
+    found: list[str] = []
+    cursor: dict[str, str] = {}
+    while True:
+        path = f"/api/v1/checkpoints/{number}/tensors/tree"
+        answer = app.base.get(path, params={"prefix": "m.layers", "limit": 4, **cursor}).json()
+        found += [one["name"] for one in answer["items"]]
+        if answer["next_cursor"] is None:
+            break
+        cursor = {"cursor": answer["next_cursor"]}
+    assert found == ["0", "1", "2", "10", "11", "100"]
+
+
+def test_answers_are_compressed(app: App) -> None:
+    """Of pages a fifth is sent, to whoever takes it; small ones, and those that must stay as they are, whole.
+    No two pages have the same token."""
+    for step in range(40):
+        add_checkpoint(app.service.database, f"run/step-{step}")
+    client = app.client()
+    whole = client.get("/runs/1", headers={"Accept": "text/html", "Accept-Encoding": "identity"})
+    sent = client.get("/runs/1", headers={"Accept": "text/html", "Accept-Encoding": "br, gzip"})
+    assert "content-encoding" not in whole.headers and sent.headers["content-encoding"] == "gzip"
+    assert int(sent.headers["content-length"]) * 5 < int(whole.headers["content-length"])
+    assert "Accept-Encoding" in whole.headers["vary"] and "Accept-Encoding" in sent.headers["vary"]
+    assert abs(len(sent.text) - len(whole.text)) < 100 and "step 39" in sent.text
+    tokens = {PageText(one.text).form("/theme").fields["token"] for one in (whole, sent)}
+    assert len(tokens) == 2
+    for path, given in (
+        ("/healthz", {}),
+        ("/api/v1/checkpoints/1", {}),  # has an entity tag
+        ("/runs/1", {"Accept": "text/html", "Accept-Encoding": "gzip;q=0"}),
+    ):
+        assert "content-encoding" not in client.get(path, headers=given).headers, path
+
+
+def test_a_job_is_cancelled_and_begun_anew(app: App) -> None:
+    """By the buttons of its page, which follow from its state; its log says who did it. It says what it is
+    about by its name."""
+    number = add_checkpoint(app.service.database, "run/step-1")
+    browser = Browser(app.client())
+    browser.submit(browser.page(f"/checkpoints/{number}").form(f"/checkpoints/{number}/verify"))
+    queued = browser.page("/jobs/1")
+    assert "run/step-1" in queued.text and "run/step-1" in browser.page("/jobs").text
+    assert any("/api/v1/jobs/1/events" in given.get("sse-connect", "") for _, given in queued.elements)
+    followed = browser.page(f"/checkpoints/{number}")
+    assert ".live > *" in {given.get("hx-select") for _, given in followed.elements}
+    for page in (queued, followed):  # what the one follows of the other has its state, which changes
+        assert "its-state" in {given.get("class") for _, given in page.elements}
+    assert browser.submit(queued.form("/jobs/1/cancel")).status_code == 200
+    assert browser.submit(queued.form("/jobs/1/cancel")).status_code == 200  # again is fine
+    cancelled = browser.page("/jobs/1")
+    assert app.base.get("/api/v1/jobs/1").json()["state"] == "cancelled"
+    assert "local" in cancelled.text.partition("What happened")[2]
+    assert browser.submit(cancelled.form("/jobs/1/retry")).status_code == 200
+    assert app.base.get("/api/v1/jobs/1").json()["state"] == "queued"
+
+
+def test_a_merge_says_all_that_it_joins(app: App) -> None:
+    """By their names, not the first alone."""
+    first, second = (add_checkpoint(app.service.database, f"run/step-{step}", step=step) for step in (1, 2))
+    params = {"sources": [first, second], "to": "safetensors", "target_key": "soup.safetensors"}
+    assert app.base.post("/api/v1/jobs", json={"kind": "merge", "params": params}).is_success
+    page = Browser(app.client()).page("/jobs/1")
+    assert {f"/checkpoints/{first}", f"/checkpoints/{second}"} <= set(page.links)
+    assert "run/step-1" in page.text and "run/step-2" in page.text
+
+
+def test_what_a_key_may_not_is_not_offered(keyed: App) -> None:
+    """A reader sees the facts and the lines that load it, no form of theirs; sent anyway it is refused."""
+    number = add_checkpoint(keyed.service.database, "run/step-1")
+    reader, writer = Browser(keyed.client()), Browser(keyed.client())
+    reader.sign_in(keyed.key("read"))
+    writer.sign_in(keyed.key("read", "write", "convert", "delete"))
+    actions = {"verify", "convert", "merge", "delete", "tags", "alias", "pin"}
+    offered = {form.action.rpartition("/")[2] for form in writer.page(f"/checkpoints/{number}").forms}
+    assert actions <= offered
+    page = reader.page(f"/checkpoints/{number}")
+    assert not actions & {form.action.rpartition("/")[2] for form in page.forms}
+    assert "/main" not in page.text.replace("runs/main", ""), "where a root is, only administrators see"
+    token = page.form("/theme").fields["token"]
+    for action in sorted(actions):
+        answer = reader.client.post(f"/checkpoints/{number}/{action}", data={"token": token, "tag": "x"})
+        assert answer.status_code == 403, action
+    assert keyed.client("read", name="r2").get(f"/api/v1/checkpoints/{number}").json()["tags"] == []
+
+
+def test_other_roots_do_not_show(keyed: App) -> None:
+    """Not in lists, counts, search or neighbours; by number they are not there."""
+    own = add_checkpoint(keyed.service.database, "shared-name/step-1")
+    other = add_checkpoint(keyed.service.database, "secret-name/step-2", root="other")
+    browser = Browser(keyed.client())
+    browser.sign_in(keyed.key("read", roots=["main"]))
+    for path in (
+        "/",
+        "/checkpoints",
+        "/checkpoints?state=any",
+        "/search?q=name",
+        "/roots",
+        f"/checkpoints/{own}",
+    ):
+        assert "secret" not in browser.get(path).text, path
+        assert "other" not in PageText(browser.get(path).text).text.replace("Other values", ""), path
+    for path in (f"/checkpoints/{other}", f"/checkpoints/{other}/files", "/runs/2"):
+        assert browser.get(path).status_code == 404, path
+    hidden, missing = browser.get("/?root=other"), browser.get("/?root=another")
+    assert hidden.status_code == missing.status_code == 422
+    assert browser.get("/lookup?root=other&key=secret-name/step-2").status_code == 404
+
+
+def test_nothing_is_compared_with_what_is_in_other_roots(keyed: App, tmp_path: Path) -> None:
+    """By no page below a checkpoint's own, no difference and no job: all is as if it were not there."""
+    own = add_checkpoint(keyed.service.database, "shared-name/step-1")
+    other = add_checkpoint(keyed.service.database, "secret-name/step-2", root="other")
+    dcp.save({"w": torch.ones(1)}, checkpoint_id=tmp_path / "main/shared-name/step-1", no_dist=True)
+    everybody = keyed.client("read", name="everybody")
+    for a, b in ((own, other), (other, own)):
+        body = {"kind": "diff", "params": {"a": a, "b": b}}
+        assert everybody.post("/api/v1/jobs", json=body).status_code == 202
+    browser = Browser(keyed.client())
+    browser.sign_in(keyed.key("read", roots=["main"]))
+    parts = ("shards", "shards/chunks", "anatomy", "layers", "lineage", "will-it-load", "tensors?fqn=w")
+    for path in (
+        *(f"/checkpoints/{other}/{part}" for part in parts),
+        *(f"/checkpoints/{other}/tensors/{part}?fqn=w" for part in ("slice", "steps")),
+        f"/diff?a={own}&b={other}",
+        f"/diff?a={other}&b={own}",
+        f"/diff?of={own}&of={other}",
+        f"/diff?b={other}",
+        f"/checkpoints/{own}/will-it-load?state_of={other}",
+        f"/checkpoints/{own}/will-it-load?shapes_job=1",
+        "/runs/2/drift",
+        *(
+            f"/{page}/{job}{rest}"
+            for job in (1, 2)
+            for page, rest in (("jobs", ""), ("api/v1/jobs", "/events"))
+        ),
+    ):
+        assert browser.get(path).status_code == 404, path
+    assert not [link for link in browser.page("/jobs").links if link.startswith("/jobs/")]
+    token = browser.page("/jobs").form("/theme").fields["token"]
+    for path, fields in (
+        ("/diff/values", {"a": other, "b": own}),
+        ("/diff/values", {"a": own, "b": other}),
+        (f"/checkpoints/{own}/change", {"before": other}),
+        (f"/checkpoints/{other}/statistics", {}),
+        (f"/checkpoints/{other}/will-it-load", {"text": '{"w": [1]}'}),
+        ("/runs/2/drift", {}),
+        ("/jobs/1/cancel", {}),
+    ):
+        answer = browser.client.post(path, data={"token": token, **fields})
+        assert answer.status_code == 404, (path, answer.text)
+
+
+@pytest.mark.parametrize(
+    ("steps", "layers"), [(2_000, 1_000), pytest.param(5_000, 5_000, marks=pytest.mark.exhaustive)]
+)
+def test_large_runs_and_checkpoints_stay_small_pages(app: App, steps: int, layers: int) -> None:
+    """Thousands of steps, ten tensors a layer: each page is bounded, whatever the catalog has."""
+    structure = structure_of([f"m.layers.{n}.{part}" for n in range(layers) for part in "abcdefghij"])
+    number = add_checkpoint(app.service.database, "big/step-0", structure=structure)
+    add_steps(app, "big/step", range(1, steps + 1), loss=True)
+    browser = Browser(app.client())
+    for path in (
+        "/",
+        "/checkpoints",
+        "/runs/1",
+        f"/checkpoints/{number}",
+        f"/checkpoints/{number}?glob=layers.4",
+    ):
+        answer = browser.get(path)
+        assert answer.status_code == 200, path
+        assert len(answer.content) < 400_000, (path, len(answer.content))
+    assert f"{steps + 1:,}" in browser.page("/runs/1").text

@@ -1,0 +1,166 @@
+"""The pages of a checkpoint's shards and of its save: what they say, in which part, of which checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+import torch
+
+import dcp
+from tests.support.app import App
+from tests.support.catalog_roots import age, write_manifest
+from tests.support.catalog_rows import add_checkpoint
+from tests.support.page_rows import registered as note_one
+from tests.support.page_rows import set_provenance
+from tests.support.pages import Browser, PageText, faults_of
+from tests.support.ranks import run_ranks
+from tests.support.sharded import grid, save_sharded
+
+HOSTILE = "<img src=x onerror='alert(1)'>\u202e{{ 7*7 }}"
+
+
+def sharded(
+    app: App, tmp_path: Path, key: str = "run/step-1", parts: tuple[int, int] = (4, 1), **provenance: Any
+) -> int:
+    """A checkpoint of four ranks, of which the first has half of it; one tensor is stored twice."""
+    tensors = {"layers.0.w": torch.ones(64, 64), HOSTILE: torch.ones(6, 8), "twice": torch.ones(10)}
+    boxes = {
+        "layers.0.w": grid((64, 64), parts),
+        HOSTILE: grid((6, 8), (3, 2)),
+        "twice": [((0,), (10,))] * 2,
+    }
+    path = save_sharded(tmp_path / "main" / key, tensors, boxes)
+    set_provenance(path, {"world_size": 5, **provenance})
+    return registered(app, path, key)
+
+
+def registered(app: App, path: Path, key: str) -> int:
+    """Its number in the catalog."""
+    age(path)
+    return note_one(app, key)
+
+
+def test_which_rank_wrote_how_much(app: App, tmp_path: Path) -> None:
+    """In words and by rank; each rank leads to its part, which leads back; chunks are a page of their own."""
+    number = sharded(app, tmp_path)
+    browser = Browser(app.client())
+    assert f"/checkpoints/{number}/shards" in browser.page(f"/checkpoints/{number}").links
+    page = browser.page(f"/checkpoints/{number}/shards")
+    assert "Rank 0 wrote 1.02 times" not in page.text
+    assert "All wrote about as much" in page.text and "1 of 5 ranks wrote nothing." in page.text
+    assert "80 B are of tensors that are stored more than once: replicas." in page.text
+    for below in ("shards", "shards/chunks"):
+        assert browser.get(f"/checkpoints/{number}/{below}?glob=a%7F").status_code == 422
+    part = next(link for link in page.links if "first_rank=2" in link)
+    assert parse_qs(urlsplit(part).query) == {"first_rank": ["2"], "last_rank": ["2"]}
+    narrowed = browser.page(part)
+    assert "Rank 2 wrote all of it" in narrowed.text and "nothing" not in narrowed.text
+    twin = next(given["href"] for _, given in narrowed.elements if given.get("class") == "twin")
+    assert [row["first_rank"] for row in browser.get(twin).json()["rows"]] == [2]
+    assert f"/checkpoints/{number}/shards" in narrowed.links
+    chunks = next(link for link in narrowed.links if "/shards/chunks?" in link)
+    assert "first_rank=2" in chunks
+    listed = browser.page(chunks)
+    assert "32:48, 0:64" in listed.text and "__2_0.0badc0de.distcp" in listed.text
+    assert browser.get(f"/checkpoints/{number}/shards?first_rank=9").text.count("No rank in this part") == 1
+    for wrong in ("begin=5&end=5", "colour=red", "x=1", "first_rank=-1"):
+        assert browser.get(f"/checkpoints/{number}/shards?{wrong}").status_code == 422, wrong
+
+
+def test_chunks_are_text_and_come_in_pages(app: App, tmp_path: Path) -> None:
+    """Names of any kind; each chunk once; a part of a name finds them; how often a box is stored."""
+    number = sharded(app, tmp_path, parts=(16, 8))
+    browser = Browser(app.client())
+    page, rows = browser.page(f"/checkpoints/{number}/shards/chunks"), 0
+    while True:
+        rows += len([1 for name, given in page.elements if name == "th" and given.get("scope") == "row"])
+        following = [given["href"] for _, given in page.elements if given.get("rel") == "next"]
+        if not following:
+            break
+        page = browser.page(following[0])
+    assert rows == 128 + 6 + 2
+    found = browser.get(f"/checkpoints/{number}/shards/chunks", params={"glob": HOSTILE[:20]})
+    hostile = PageText(found.text)
+    assert faults_of(hostile) == [] and not [1 for name, _ in hostile.elements if name == "img"]
+    assert "0:2, 0:4" in hostile.text and "layers.0.w" not in hostile.text
+    assert "Nothing lies there." in browser.page(f"/checkpoints/{number}/shards/chunks?glob=none").text
+
+
+@pytest.mark.exhaustive
+def test_a_large_index_is_not_waited_for(app: App, tmp_path: Path) -> None:
+    """Shows the page before an index of half a million chunks is read, and how to have it."""
+    write_manifest(tmp_path / "main/big/step-1", tensors=500_001)
+    number = note_one(app, "big/step-1")
+    browser = Browser(app.client())
+    first = browser.page(f"/checkpoints/{number}/shards")
+    assert "takes seconds" in first.text and "wrote" not in first.text
+    (later,) = {given["hx-get"] for _, given in first.elements if given.get("hx-select") == "#late > *"}
+    assert (later, f"{later}?wait=true" in first.links) == (f"/checkpoints/{number}/shards", True)
+    assert "wrote" in browser.page(f"{later}?wait=true").text
+    for path in (later, f"/checkpoints/{number}/anatomy"):
+        assert "takes seconds" not in browser.page(path).text
+
+
+def test_what_a_save_was_waiting_for(app: App, tmp_path: Path) -> None:
+    """In words, by phase and by rank: what training waited for is told apart, stragglers are marked."""
+    ranks = [
+        {"blocked": 0.5, "staging": 0.4, "local_plan": 0.01, "plan": 0.2, "write": 2.0 + 3 * (rank == 70)}
+        for rank in range(128)
+    ]
+    number = sharded(app, tmp_path, rank_seconds=ranks, assemble_seconds=0.25)
+    browser = Browser(app.client())
+    assert f"/checkpoints/{number}/anatomy" in browser.page(f"/checkpoints/{number}").links
+    page = browser.page(f"/checkpoints/{number}/anatomy")
+    assert "Training waited 0.5 s; 5.2 s went on behind it." in page.text
+    assert "it waited for rank 70, which took 5.0 s, 2.5 times the median of 2.0 s." in page.text
+    assert page.text.index("local plan of plan") > page.text.index("plan goes on")
+    cells = [
+        given["class"] for name, given in page.elements if name == "td" and "h" in given.get("class", "")
+    ]
+    assert sum("straggler" in one for one in cells) == 1
+    assert "The coordinator made the index in 0.2 s" in page.text
+    group = next(link for link in page.links if "first_rank=70" in link and "last_rank=71" in link)
+    narrowed = browser.page(group)
+    rows = [1 for name, given in narrowed.elements if name == "th" and given.get("scope") == "row"]
+    assert len(rows) == 5 + 2
+    assert "All 128 ranks" in narrowed.text and "2.5 times the median" in narrowed.text
+    assert "no such ranks" in browser.page(f"/checkpoints/{number}/anatomy?first_rank=500").text
+
+
+def test_what_has_no_ranks_or_phases(app: App, tmp_path: Path) -> None:
+    """Files of other formats tell neither; what is not there is an error that says so."""
+    path = tmp_path / "main" / "weights.pt"
+    torch.save({"w": torch.ones(4, 4)}, path)
+    number = registered(app, path, "weights.pt")
+    browser = Browser(app.client())
+    assert "do not tell which rank wrote them" in browser.page(f"/checkpoints/{number}/shards").text
+    assert "No phases are recorded of this save." in browser.page(f"/checkpoints/{number}/anatomy").text
+    gone = add_checkpoint(app.service.database, "gone/step-1")
+    of_tensor = [f"tensors{part}?fqn=w" for part in ("", "/slice", "/steps")]
+    for page in ("shards", "shards/chunks", "anatomy", "files", *of_tensor):
+        answer = browser.get(f"/checkpoints/{gone}/{page}")
+        assert answer.status_code == 410, page
+        assert f"/checkpoints/{gone}" in PageText(answer.text).links, "back to what the catalog knows"
+        assert browser.get(f"/checkpoints/999/{page}").status_code == 404, page
+
+
+def _saved(rank: int, world_size: int, path: str) -> None:
+    state = {"model": {f"layers.{n}.w": torch.ones(32, 32) for n in range(4)}, "step": 1}
+    dcp.save(state, checkpoint_id=path)
+
+
+@pytest.mark.exhaustive
+def test_a_save_by_real_ranks(app: App, tmp_path: Path) -> None:
+    """What four ranks note of their save, and what each wrote."""
+    path = tmp_path / "main" / "real" / "step-1"
+    run_ranks(4, _saved, str(path))
+    browser = Browser(app.client())
+    number = registered(app, path, "real/step-1")
+    anatomy = browser.page(f"/checkpoints/{number}/anatomy")
+    assert "training waited for all of it" in anatomy.text and "write" in anatomy.text
+    rows = [1 for name, given in anatomy.elements if name == "th" and given.get("scope") == "row"]
+    assert len(rows) >= 2 + 4
+    assert "wrote" in browser.page(f"/checkpoints/{number}/shards").text

@@ -1,0 +1,336 @@
+"""What all pages have in common: who sees them, what a browser may do with them, files, errors."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.support.app import App, running_app
+from tests.support.catalog_rows import add_checkpoint
+from tests.support.page_rows import end_sessions, posted_paths
+from tests.support.pages import Browser, PageText, faults_of
+
+STATIC = Path(__file__).parents[3] / "server/pages/static"
+API = "/api/v1"
+SESSION_COOKIE = "dcphub_session"
+HTML = {"accept": "text/html"}
+VENDORED = {
+    "d3-hierarchy-3.1.3.min.js": "971f374ce9fdbec711eb2358003e2bb755bff22ec6852dc5ebd59f987270db64",
+    "d3-hierarchy.LICENSE": "2a6d2d5f32ba0b755ddbc1c833f766e30cdbe6ebe9a6d4e3e24427721f0b63d3",
+    "htmx-2.0.11.min.js": "d6fdc75f204e6bdefa99b69bf1e6d4ac69b8a364f77929f45c13476b4000f717",
+    "htmx-ext-sse-2.2.4.min.js": "98a46496de0c3605fbffdce9167ba427bdd9553184f83f149c261891a92c0136",
+    "htmx-ext-sse.LICENSE": "a17d224ce9afdc21ec9491b76a2f5d036d19aa641ac4f85ca29c21f9f7e54fdf",
+    "htmx.LICENSE": "d3d2456f76414f2456104660ebd65aff1c04cd7966b942bdabd63f3cdb316a38",
+    "uplot-1.6.32.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+    "uplot-1.6.32.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+    "uplot.LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
+}
+"""The files as their authors released them (npm), by SHA-256."""
+
+
+def test_vendored_files_are_those_that_were_released() -> None:
+    """Each with its licence beside it; a file more, or another one, is noticed."""
+    found = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (STATIC / "vendor").iterdir()
+    }
+    assert found == VENDORED
+    for name in found:
+        package = re.split(r"-\d|\.LICENSE", name)[0]
+        assert f"{package}.LICENSE" in found
+
+
+def test_files_may_be_kept_for_ever(keyed: App) -> None:
+    """By the address that a page has them at, which is another one for other content; without a key."""
+    browser = Browser(keyed.client())
+    page = browser.page("/sign-in")
+    files = [given.get("src") or given["href"] for name, given in page.elements if name in ("script", "link")]
+    assert len(files) >= 4
+    for path in files:
+        answer = browser.get(path)
+        assert answer.status_code == 200, path
+        assert answer.headers["cache-control"] == "public, max-age=31536000, immutable"
+        assert hashlib.sha256(answer.content).hexdigest()[:16] == path.split("/")[2]
+    name = files[-1].split("/", 3)[3]
+    assert browser.get(f"/static/0000000000000000/{name}").headers["cache-control"] == "no-cache"
+    for path in ("0/vendor/htmx.LICENSE", "0/../keyed.py", "0/%2e%2e/keyed.py", "0/nothing.js"):
+        assert browser.get(f"/static/{path}").status_code == 404
+
+
+def test_the_root_is_a_page_for_browsers_alone(app: App) -> None:
+    """Whoever names no HTML gets what has always been there."""
+    client = app.client()
+    for accept in ({}, {"accept": "application/json"}, {"accept": "*/*"}):
+        assert client.get("/", headers=accept).json()["service"] == "dcphub"
+    assert "<h1>Runs</h1>" in client.get("/", headers=HTML).text
+
+
+@pytest.mark.parametrize("path", ["/", "/roots", "/jobs", "/jobs/1", "/nowhere", "/sign-in"])
+def test_every_page_is_guarded(app: App, keyed: App, path: str) -> None:
+    """Nothing inline, nothing from elsewhere, and the headers that say so, on errors too."""
+    for client in (app.client(), keyed.client()):
+        answer = client.get(path, headers=HTML)
+        assert answer.headers["content-type"] == "text/html; charset=utf-8"
+        assert faults_of(PageText(answer.text)) == []
+        said = answer.headers["content-security-policy"].split(";")
+        policy = dict(part.strip().split(" ", 1) for part in said)
+        assert policy == {
+            "default-src": "'none'",
+            "script-src": "'self'",
+            "style-src": "'self'",
+            "img-src": "'self'",
+            "connect-src": "'self'",
+            "form-action": "'self'",
+            "frame-ancestors": "'none'",
+            "base-uri": "'none'",
+        }
+        assert answer.headers["cache-control"] == "private, no-cache"
+        assert answer.headers["referrer-policy"] == "same-origin"
+        assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_nobody_sees_a_page_without_signing_in(keyed: App) -> None:
+    """Each leads to the form, which leads back; a part of a page makes the whole of it go there."""
+    client = keyed.client()
+    answer = client.get("/jobs?state=failed", headers=HTML, follow_redirects=False)
+    assert (answer.status_code, answer.headers["location"]) == (303, "/sign-in?next=%2Fjobs%3Fstate%3Dfailed")
+    part = client.get("/jobs", headers=HTML | {"hx-request": "true"}, follow_redirects=False)
+    assert (part.status_code, part.headers["hx-redirect"]) == (401, "/sign-in?next=%2Fjobs")
+    assert client.get("/jobs").status_code == 401
+    assert client.get("/jobs").headers["content-type"] == "application/problem+json"
+
+
+def test_signing_in_and_out(keyed: App) -> None:
+    """The cookie is out of reach of scripts and other sites, is no key, and ends with signing out."""
+    browser = Browser(keyed.client())
+    key = keyed.key("read")
+    answer = browser.sign_in(key, "/jobs?state=failed")
+    assert str(answer.url) == "http://localhost/jobs?state=failed"
+    (cookie,) = [line for line in answer.history[0].headers.get_list("set-cookie") if SESSION_COOKIE in line]
+    assert {"HttpOnly", "Path=/", "SameSite=lax", "Max-Age=43200"} <= set(cookie.split("; "))
+    assert "Secure" not in cookie  # over plain HTTP a browser would not take it
+    assert key not in cookie
+    token = browser.client.cookies[SESSION_COOKIE]
+    assert browser.get(f"{API}/runs").status_code == 200
+    assert browser.submit(browser.page("/").form("/sign-out")).url.path == "/sign-in"
+    assert SESSION_COOKIE not in browser.client.cookies
+    browser.client.cookies.set(SESSION_COOKIE, token)
+    assert browser.get(f"{API}/runs").status_code == 401
+
+
+def test_over_https_the_cookies_are_for_https(keyed: App) -> None:
+    """No plain request carries them."""
+    client = keyed.client()
+    answer = client.get("https://localhost/sign-in", headers=HTML)
+    assert all("Secure" in line for line in answer.headers.get_list("set-cookie"))
+
+
+def test_a_session_ends_with_its_key_and_its_time(keyed: App) -> None:
+    """At once when the key is revoked; and when the time is over."""
+    for end in ("revoked", "over"):
+        browser = Browser(keyed.client())
+        browser.sign_in(keyed.key("read", name=end))
+        assert browser.get(f"{API}/runs").status_code == 200
+        if end == "revoked":
+            assert keyed.client("admin").delete(f"{API}/keys/1").is_success
+        else:
+            end_sessions(keyed)
+        assert browser.get(f"{API}/runs").status_code == 401
+        assert browser.get("/jobs").url.path == "/sign-in"
+
+
+def test_a_session_reads_and_changes_nothing_but_by_forms(keyed: App) -> None:
+    """Below the API a cookie is for GET, and not for pages of other sites, whatever its key may."""
+    browser = Browser(keyed.client())
+    browser.sign_in(keyed.key("admin"))
+    assert (
+        browser.client.post(f"{API}/jobs", json={"kind": "scan", "params": {"root": "main"}}).status_code
+        == 401
+    )
+    assert browser.client.delete(f"{API}/keys/1").status_code == 401
+    for site in ("cross-site", "same-site"):
+        assert browser.get(f"{API}/runs", headers={"sec-fetch-site": site}).status_code == 401
+
+
+def test_refused_keys_are_counted(tmp_path: Path) -> None:
+    """By the form as by the API; what is wrong is said on the page."""
+    url = f"sqlite:///{tmp_path / 'catalog.sqlite'}"
+    with running_app(url, tmp_path, login_limit="2/hour") as keyed:
+        browser = Browser(keyed.client())
+        for _ in range(2):
+            answer = browser.sign_in(f"dcp_abcdefgh_{'x' * 43}")
+            assert answer.status_code == 403
+            assert "unknown, has been revoked or has expired" in PageText(answer.text).text
+        assert browser.sign_in(f"dcp_abcdefgh_{'x' * 43}").status_code == 429
+        assert browser.sign_in(keyed.key("read")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "/?root=<x",
+        "/checkpoints?sort=foo",
+        "/checkpoints?dtype=<x",
+        "/checkpoints?root=<x",
+        "/checkpoints?run=a%7F",
+        f"/checkpoints?name_contains={'x' * 300}",
+        "/runs/{run}?sort=foo",
+        "/runs/{run}?dtype=<x",
+        f"/runs/{{run}}?tensor={'x' * 300}",
+        "/search?q=a%7F",
+    ],
+)
+def test_what_an_address_cannot_mean_is_said(app: App, address: str) -> None:
+    """As by the API, and not as an error of the service."""
+    add_checkpoint(app.service.database, "run/step-1")
+    browser = app.client()
+    answer = browser.get(address.format(run=1), headers={"Accept": "text/html"})
+    assert answer.status_code == 422
+    name = address.partition("?")[2].partition("=")[0]
+    assert f"query.{name}" in PageText(answer.text).text
+
+
+@pytest.mark.parametrize(
+    "next",
+    [
+        "http://[",
+        "//evil.example/",
+        "https://evil.example/",
+        "/\\evil.example",
+        "javascript:alert(1)",
+        "/\t/evil.example",
+        "",
+    ],
+)
+def test_signing_in_leads_nowhere_else(keyed: App, next: str) -> None:
+    """A link to the form is no way to another site."""
+    browser = Browser(keyed.client())
+    answer = browser.sign_in(keyed.key("read"), next)
+    assert (answer.url.host, answer.url.path) == ("localhost", "/")
+
+
+def test_every_form_needs_its_token(keyed: App) -> None:
+    """What changes something is refused without it, and with that of another browser."""
+    browser, other = Browser(keyed.client()), Browser(keyed.client())
+    browser.sign_in(keyed.key("admin"))
+    token = other.page("/sign-in").form("/sign-in").fields["token"]
+    paths = posted_paths(keyed)
+    assert {"/sign-in", "/sign-out", "/theme", "/jobs/{job_id}/cancel", "/roots/{root}/scan"} <= paths
+    for path in paths:
+        for fields in ({}, {"token": token}, {"token": "é"}):
+            place = re.sub(r"\{root\}", "main", re.sub(r"\{\w+_id\}", "1", path))
+            answer = browser.client.post(place, data={"x": "1", **fields})
+            assert answer.status_code == 403, path
+            assert "load its page again" in PageText(answer.text).text
+
+
+def test_forms_of_other_sites(app: App) -> None:
+    """Refused before anything is looked at, also where nobody signs in."""
+    browser = Browser(app.client())
+    form = browser.page("/roots").form("/roots/main/scan")
+    for headers in ({"origin": "http://evil.example"}, {"sec-fetch-site": "cross-site"}):
+        browser.client.headers.update(headers)
+        assert browser.submit(form).status_code == 403
+        browser.client.headers = Browser(app.client()).client.headers
+    assert browser.submit(form).url.path == "/jobs/1"
+
+
+@pytest.mark.parametrize("body", [b"\xff", b"a=%ff", b"&".join(b"a=1" for _ in range(300))])
+def test_forms_that_are_none(app: App, body: bytes) -> None:
+    """Are refused, and no error of the service; so is what is no form."""
+    client = app.client()
+    form = {"content-type": "application/x-www-form-urlencoded", **HTML}
+    assert client.post("/theme", content=body, headers=form).status_code == 400
+    assert client.post("/theme", content=body, headers={"content-type": "text/plain"}).status_code == 415
+    assert client.post(f"{API}/jobs", content=b"a=1", headers=form).status_code == 415
+
+
+def test_what_a_key_may_not_is_not_offered_and_not_done(keyed: App) -> None:
+    """A key that reads sees no button that changes something, and the form of another one does not help."""
+    reader, writer = Browser(keyed.client()), Browser(keyed.client())
+    reader.sign_in(keyed.key("read"))
+    writer.sign_in(keyed.key("read", "write"))
+    assert not [form for form in reader.page("/roots").forms if form.action.endswith("/scan")]
+    form = writer.page("/roots").form("/roots/main/scan")
+    own = reader.page("/roots").form("/theme").fields["token"]
+    answer = reader.submit(form, token=own)
+    assert answer.status_code == 403
+    assert "scope" in PageText(answer.text).text
+    assert writer.submit(form).url.path == "/jobs/1"
+
+
+def test_a_key_for_some_roots_sees_no_others(keyed: App) -> None:
+    """Neither roots nor jobs of others; they look like what is not there."""
+    everybody, some = Browser(keyed.client()), Browser(keyed.client())
+    everybody.sign_in(keyed.key("read", "write"))
+    some.sign_in(keyed.key("read", "write", roots=["main"]))
+    other = everybody.page("/roots").form("/roots/other/scan")
+    assert everybody.submit(other).url.path == "/jobs/1"
+    assert "other" not in some.page("/roots").text
+    assert some.get("/jobs/1").status_code == 404
+    assert "scan 1" not in some.page("/jobs?scans=true").text
+    own = some.page("/roots").form("/roots/main/scan").fields["token"]
+    assert some.submit(other, token=own).status_code == 404
+
+
+def test_the_colours_stay(app: App) -> None:
+    """In a cookie, also without a script; what is no theme changes nothing."""
+    browser = Browser(app.client())
+    assert '<html lang="en" data-theme="system">' in browser.get("/jobs?state=failed").text
+    for expected in ("light", "dark", "system"):
+        form = browser.page("/jobs?state=failed").form("/theme")
+        (button,) = [given for name, given in browser.page("/").elements if given.get("name") == "theme"]
+        answer = browser.submit(form, theme=button["value"])
+        assert str(answer.url) == "http://localhost/jobs?state=failed"
+        assert f'data-theme="{expected}"' in answer.text
+    browser.client.cookies.set("dcphub_theme", '"><script>')
+    assert 'data-theme="system"' in browser.get("/").text
+
+
+def test_each_colour_is_said_once() -> None:
+    """For light and for dark in one place, over all style sheets."""
+    declared: Counter[str] = Counter()
+    for sheet in STATIC.glob("*.css"):
+        text = re.sub(r"/\*.*?\*/", "", sheet.read_text(), flags=re.DOTALL)
+        declared.update(re.findall(r"(--[\w-]+):", text))
+        outside = re.sub(r"light-dark\([^()]*\)", "", text)
+        assert not re.search(r"#[0-9a-fA-F]{3,8}\b", outside), sheet.name
+    assert {name for name, count in declared.items() if count > 1} == set()
+    assert declared["--ground"] == 1
+
+
+def test_empty_fields_are_no_part_of_an_address(app: App) -> None:
+    """What a form without script sends becomes the address that somebody would write."""
+    answer = app.client().get("/jobs?state=&kind=scan&scans=", headers=HTML)
+    assert str(answer.url) == "http://localhost/jobs?kind=scan"
+
+
+def test_errors_are_pages(app: App, tmp_path: Path) -> None:
+    """404, 422 and 503 say what to do and which request it was; others get documents as ever."""
+    client = app.client()
+    missing = client.get("/jobs/7", headers=HTML)
+    assert missing.status_code == 404
+    assert missing.headers["x-request-id"] in missing.text
+    assert client.get("/jobs?state=nonsense", headers=HTML).status_code == 422
+    assert client.get("/jobs/7").headers["content-type"] == "application/problem+json"
+    app.service.database.close()
+    for path in tmp_path.glob("catalog*"):
+        path.unlink()
+    away = client.get("/jobs", headers=HTML)
+    assert away.status_code == 503
+    assert 'http-equiv="refresh"' in away.text
+
+
+def test_hostile_text_is_text(app: App) -> None:
+    """What somebody typed comes back escaped, wherever it stands."""
+    browser = Browser(app.client())
+    for text in ('"><script>alert(1)</script>', "'onfocus='alert(1)", "\u202e\U0001f4a5", "{{ 7 * 7 }}"):
+        page = PageText(browser.get("/search", params={"q": text}).text)
+        assert faults_of(page) == []
+        assert [given["value"] for _, given in page.elements if given.get("name") == "q"] == [text]
+        error = browser.get(f"/{text}", params={"x": text})
+        assert error.status_code == 404
+        assert faults_of(PageText(error.text)) == []

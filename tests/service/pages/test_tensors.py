@@ -1,0 +1,358 @@
+"""Pages of tensors and layers, without script: values, pictures with their tables, optimizers, changes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import numpy as np
+import pytest
+import torch
+
+import dcp
+from tests.support.app import App, running_app
+from tests.support.catalog_roots import age
+from tests.support.kind_runs import KindRuns
+from tests.support.page_rows import registered
+from tests.support.pages import Browser, PageText
+from tests.support.sharded import grid, save_sharded
+
+HOSTILE = (
+    "<script>alert(1)</script>",
+    "\"><img src=x onerror='alert(1)'>",
+    "a/../b?c=d&e#f%2F+ g",
+    "\u202egnp.exe \u2067\u05d0\u05d1",
+    "[a-z]*?",
+    "{{ 7*7 }}{% raw %}",
+    "\U0001f4a5\u200d" * 5_000,
+    "nul\x00and\\x00",
+)
+
+
+def weights(step: int) -> dict[str, torch.Tensor]:
+    """Of a small model; at step 2 one is not finite, and one has not changed."""
+    generator = torch.Generator().manual_seed(7)
+    made = {
+        "layers.0.weight": torch.randn(32, 48, generator=generator) * (1 + 0.01 * step),
+        "layers.0.bias": torch.zeros(32),
+        "layers.1.weight": torch.randn(8, 16, generator=generator).bfloat16(),
+        "conv": torch.arange(4 * 3 * 5 * 6.0).reshape(4, 3, 5, 6),
+    }
+    if step == 2:
+        made["layers.1.weight"][3, 5] = math.nan
+        made["layers.1.weight"][0, 0] = math.inf
+    return made
+
+
+def state(step: int) -> dict[str, Any]:
+    """With what Adam keeps, by names, as torch's own functions have it."""
+    model = weights(step)
+    names = [name for name in model if name != "conv"]
+    kept = {
+        name: {
+            "step": torch.tensor(float(step)),
+            "exp_avg": torch.full_like(model[name], 0.5) if name != "layers.0.bias" else torch.zeros(32),
+            "exp_avg_sq": torch.full_like(model[name], 4.0) if name != "layers.0.bias" else torch.zeros(32),
+        }
+        for name in names
+    }
+    return {
+        "model": model,
+        "optim": {"state": kept, "param_groups": [{"params": names, "lr": 0.1, "betas": (0.9, 0.99)}]},
+        "odd": {
+            "empty": torch.ones(0, 5),
+            "scalar": torch.tensor(2.5),
+            "nothing": torch.full((2, 3), math.nan),
+            "complex": torch.ones(3, 4, dtype=torch.complex64),
+            "flags": torch.tensor([True, False, True]),
+        },
+        "names": {name: torch.ones(3) for name in HOSTILE},
+        "step": step,
+    }
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[App, Browser, Path]]:
+    """Two steps of a run, and a checkpoint in shards."""
+    folder = tmp_path_factory.mktemp("tensors")
+    keys = ["run/step-1", "run/step-2", "sharded"]
+    for step in (1, 2):
+        dcp.save(state(step), checkpoint_id=folder / "main" / keys[step - 1])
+    sharded = {"w": torch.arange(64.0).reshape(8, 8), "b": torch.ones(6), "deep": torch.ones(2, 4, 6)}
+    boxes = {"w": grid((8, 8), (2, 2)), "b": grid((6,), (3,)), "deep": grid((2, 4, 6), (2, 2, 2))}
+    save_sharded(folder / "main" / keys[2], sharded, boxes)
+    age(folder / "main")
+    with running_app(
+        f"sqlite:///{folder / 'catalog.sqlite'}", folder, auth="off", rate_limit="100000/minute"
+    ) as app:
+        for key in keys:
+            registered(app, key)
+        yield app, Browser(app.client()), folder
+
+
+def computed(app: App, folder: Path) -> None:
+    """Whatever jobs there are to do."""
+    roots = {"main": {"url": str(folder / "main")}, "other": {"url": str(folder / "other")}}
+    KindRuns(app.service.database, folder, roots).drain()
+
+
+def tensor(number: int, fqn: str, path: str = "", **query: str) -> str:
+    """The address of its page."""
+    return f"/checkpoints/{number}/tensors{path}?{urlencode({'fqn': fqn, **query})}"
+
+
+def test_the_page_of_a_tensor(site: Any) -> None:
+    """What it is, its values as they are read now, where its bytes are, how to read it; links that work."""
+    _, browser, folder = site
+    page = browser.page(tensor(1, "model.layers.0.weight"))
+    expected = weights(1)["layers.0.weight"].double()
+    for fact in ("float32", "32 \N{MULTIPLICATION SIGN} 48", "1.54 K", "6.00 KiB", f"{expected.norm():.5g}"):
+        assert fact in page.text, fact
+    assert "read just now" in page.text.lower()
+    assert "only='model.layers.0.weight'" in page.text
+    rows = re.findall(r"__0_0\S+ ([\d,]+) ([\d,]+)", page.text)
+    (offset, size) = (int(found.replace(",", "")) for found in rows[0])
+    (file,) = (folder / "main/run/step-1").glob("__0_0*")
+    stored = np.frombuffer(file.read_bytes()[offset : offset + size], np.float32)
+    assert np.array_equal(stored, weights(1)["layers.0.weight"].numpy().ravel())
+    (npy,) = [link for link in page.links if link.endswith("format=npy")]
+    assert browser.get(npy).content[:6] == b"\x93NUMPY"
+    (after,) = [given["href"] for _, given in page.elements if given.get("rel") == "next"]
+    assert "NaN" in browser.page(after).text and after.startswith("/checkpoints/2/tensors")
+    assert browser.get(tensor(1, "model.nothing")).status_code == 404
+    assert browser.get("/checkpoints/1/tensors").status_code == 422
+
+
+def test_a_histogram_has_its_table(site: Any) -> None:
+    """Every element is in it, and the bars are as many as its rows."""
+    _, browser, _ = site
+    page = browser.page(tensor(1, "model.layers.0.weight"))
+    table = page.text.partition("From To Elements Share")[2].partition("Bins are powers")[0]
+    counts = [int(row[2].replace(",", "")) for row in re.findall(r"(\S+) (\S+) ([\d,]+) [\d.e-]+ %", table)]
+    assert sum(counts) == 32 * 48 and len(counts) > 8
+    bars = [given for name, given in page.elements if name == "rect" and given.get("class") == "s0"]
+    assert len(bars) == sum(count > 0 for count in counts)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_names_of_any_kind(site: Any, name: str) -> None:
+    """A tensor is found from the list by whatever it is called: slashes, globs, 10,000 characters, NUL."""
+    _, browser, _ = site
+    listed = browser.page("/checkpoints/1?view=list")
+    links = [link for link in listed.links if "/tensors?fqn=names" in link]
+    assert len(links) == len(HOSTILE)
+    own = quote(f"names.{name}"[:100].split("\x00")[0], safe="/")
+    (link,) = [link for link in links if own in link]
+    page = browser.page(link)
+    assert "Values" in page.text and "Norm (L2) 1.7321" in page.text
+    assert len([1 for element, _ in page.elements if element == "img"]) == 0
+    for path in (below for below in page.links if "/tensors/" in below and "/api/" not in below):
+        assert len(browser.get(path).content) < 300_000, path
+    assert all(browser.get(path).status_code == 200 for path in page.links if "format=" in path)
+
+
+def test_a_slice_as_cells(site: Any) -> None:
+    """Cells and their table by any two dimensions; heads lead closer; what cannot be drawn says what can."""
+    _, browser, _ = site
+    page = browser.page(tensor(1, "model.conv", "/slice", d0="1", d1="2", d2=":", d3=":"))
+    values = weights(1)["conv"][1, 2]
+    table = page.text.partition("heads lead closer")[2]
+    assert [f"{float(value):.5g}" in table for value in values.ravel()] == [True] * 30
+    usual = browser.page(tensor(1, "model.conv", "/slice"))
+    given = {
+        g["name"]: g["value"]
+        for name, g in usual.elements
+        if name == "input" and g.get("name", "")[:1] == "d"
+    }
+    assert given == {"d0": "0", "d1": "0", "d2": ":", "d3": ":"}
+    whole = browser.page(tensor(1, "model.layers.0.weight", "/slice", value="max"))
+    closer = [link for link in whole.links if "d0=4%3A6" in link or "d0=4:6" in link]
+    assert closer and "value=max" in closer[0]
+    part = browser.page(closer[0])
+    block = weights(1)["layers.0.weight"][4:6]
+    assert f"{float(block[0, :3].max()):.5g}" in part.text
+    (twin,) = [g["href"] for _, g in part.elements if g.get("class") == "twin"]
+    assert browser.get(twin).json()["shape"] == [2, 48]
+    for wrong in ({"d0": "1:2:0"}, {"d0": "nonsense"}, {"d2": "0"}, {"d0": ":", "d1": ":"}, {"d0": "99"}):
+        refused = browser.page(tensor(1, "model.conv", "/slice", **wrong))
+        assert [g for _, g in refused.elements if g.get("role") == "alert"] or wrong == {"d2": "0"}, wrong
+    nan = browser.page(tensor(2, "model.layers.1.weight", "/slice"))
+    assert "2 NaN or infinite" in nan.text
+    assert len([1 for _, g in nan.elements if g.get("class") == "wrong"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("empty", "It has no elements"),
+        ("nothing", "of which there are none"),
+        ("scalar", "2.5"),
+        ("complex", "no values that can be ordered"),
+        ("flags", "0.66667"),
+    ],
+)
+def test_tensors_of_every_kind(site: Any, name: str, says: str) -> None:
+    """What has no elements, no dimensions or no order has pages that say so."""
+    _, browser, _ = site
+    page = browser.page(tensor(1, f"odd.{name}"))
+    assert says in browser.page(tensor(1, f"odd.{name}", "/slice")).text + page.text
+    assert browser.page(tensor(1, f"odd.{name}", "/steps")).text
+    assert name != "nothing" or "for the histogram" not in page.text
+
+
+def test_chunks_as_boxes(site: Any) -> None:
+    """Over the two dimensions that are cut, each where it is; where more are cut there is the table alone."""
+    _, browser, _ = site
+
+    def boxes(fqn: str) -> list[tuple[str, ...]]:
+        elements = browser.page(tensor(3, fqn)).elements
+        places = ("x", "y", "width", "height")
+        at = next((n for n, (_, g) in enumerate(elements) if g.get("class") == "boxes"), len(elements))
+        return [
+            tuple(g[p] for p in places) for name, g in elements[at:] if name == "rect" and "class" not in g
+        ]
+
+    assert boxes("w")[:4] == [
+        ("0.0%", "0.0%", "50.0%", "50.0%"),
+        ("50.0%", "0.0%", "50.0%", "50.0%"),
+        ("0.0%", "50.0%", "50.0%", "50.0%"),
+        ("50.0%", "50.0%", "50.0%", "50.0%"),
+    ]
+    assert [one[0] for one in boxes("b")[:3]] == ["0.0%", "33.333%", "66.667%"]
+    text = browser.page(tensor(3, "deep")).text
+    assert "cut in too many dimensions" in text and text.count(".distcp") == 8
+
+
+def test_what_an_optimizer_keeps(site: Any) -> None:
+    """Beside the weight by its name, from the weight's page and from the states'; what they say together."""
+    _, browser, _ = site
+    for fqn in ("model.layers.0.weight", "optim.state.layers.0.weight.exp_avg"):
+        page = browser.page(tensor(1, fqn))
+        panel = page.text.partition("Optimizer")[2]
+        for fact in ("layers.0.weight of optim", "weight", "exp_avg", "exp_avg_sq", "step"):
+            assert fact in panel, (fqn, fact)
+        assert "Gradient, root mean square 20 " in panel  # the root of 4 / (1 - 0.99)
+        assert "First moment beside it 0.25" in panel  # 0.5 / (1 - 0.9) / 20
+    assert "dead" in browser.page(tensor(1, "model.layers.0.bias")).text
+    assert "Optimizer" not in browser.page(tensor(1, "model.conv")).text
+
+
+def test_names_that_fit_very_many_are_no_more_work(site: Any) -> None:
+    """Of 500 tensors that one state can be of a few are listed, and fewer of them read."""
+    app, browser, folder = site
+    states = {"state": {"weight": {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": ["weight"]}]}
+    model = {f"{n}.weight": torch.ones(2) for n in range(500)}
+    dcp.save({"model": model, "optim": states}, checkpoint_id=folder / "main/many")
+    age(folder / "main/many")
+    number = registered(app, "many")
+    page = browser.page(tensor(number, "model.7.weight"))
+    assert "500 tensors are called so" in page.text and "The first 16 of 501." in page.text
+    assert page.text.count("not computed yet") == 10
+
+
+def test_what_is_large_is_read_only_when_it_is_asked_for(site: Any) -> None:
+    """Shows a large tensor without its values, and has them come; still larger ones are left to a job."""
+    app, browser, folder = site
+    sizes = {"large": torch.ones(600, 512), "huge": torch.ones(1 << 24, dtype=torch.float32).repeat(2)}
+    dcp.save(sizes, checkpoint_id=folder / "main/sizes")
+    age(folder / "main/sizes")
+    number = registered(app, "sizes")
+    page = browser.page(tensor(number, "large"))
+    (part,) = [g for _, g in page.elements if g.get("id") == "values"]
+    assert "Standard deviation" not in page.text and part["hx-get"] in page.links
+    read = browser.page(part["hx-get"])
+    assert "Standard deviation" in read.text and "Bins are powers of two" in read.text
+    assert not [g for _, g in read.elements if g.get("id") == "values" and "hx-get" in g]
+    for path in (tensor(number, "huge"), tensor(number, "huge", read="true")):
+        huge = browser.page(path)
+        assert "not computed yet" in huge.text and huge.form(f"/checkpoints/{number}/statistics")
+
+
+@pytest.mark.parametrize("case", ["order", "named", "twice", "buffers"])
+def test_numbers_stand_for_names_only_where_that_is_known(site: Any, case: str) -> None:
+    """Shows states beside a weight by names in the groups, or by order where one part of it fits."""
+    app, browser, folder = site
+    model = torch.nn.BatchNorm1d(4) if case == "buffers" else torch.nn.Linear(3, 5)
+    parameters: Any = list(model.named_parameters() if case == "named" else model.parameters())
+    optimizer = torch.optim.Adam(parameters, lr=0.1)
+    sum((one**2).sum() for one in model.parameters()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    extra = {"ema": torch.nn.Linear(3, 5).state_dict()} if case == "twice" else {}
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **extra}
+    dcp.save(saved, checkpoint_id=folder / "main" / case)
+    age(folder / "main" / case)
+    panel = browser.page(tensor(registered(app, case), "model.weight")).text.partition("Optimizer")[2]
+    assert ("exp_avg_sq" in panel) == (case in ("order", "named"))
+
+
+def test_layers_dead_and_exploding(site: Any) -> None:
+    """Offered to be computed; then by layer, with the reasons; filtered by marks."""
+    app, browser, folder = site
+    before = browser.page("/checkpoints/2/layers")
+    assert "not computed yet" in before.text
+    sent = browser.submit(before.form("/checkpoints/2/statistics"))
+    assert sent.url.path == "/checkpoints/2/layers"
+    waiting = PageText(sent.text)
+    assert [g for _, g in waiting.elements if "/events" in g.get("sse-connect", "")]
+    computed(app, folder)
+    page = browser.page("/checkpoints/2/layers")
+    row = page.text.partition("model.layers.1")[2].partition("model.layers.2")[0]
+    assert "exploding" in row
+    assert " NaN " in row.partition("exploding")[0], "the norm of a layer that has NaN"
+    assert "1 NaN and 1 infinite" in browser.get("/checkpoints/2/layers").text
+    assert "126 finite elements; 2 are left out" in browser.page(tensor(2, "model.layers.1.weight")).text
+    by_norm = browser.page("/checkpoints/2/layers?sort=norm").text
+    assert by_norm.index("model.layers.1") < by_norm.index("model.layers.0")
+    norm = weights(2)["layers.0.weight"].double().norm()
+    assert f"{norm:.5g}" in page.text
+    dead = browser.page("/checkpoints/2/layers?mark=dead")
+    assert "model.layers.0" in dead.text and "model.layers.1" not in dead.text
+    assert browser.page("/checkpoints/2/layers?sort=norm&mark=any").text
+    kept = browser.page(tensor(2, "model.layers.0.weight"))
+    assert "As a job has computed them" in kept.text
+    steps = browser.page(tensor(1, "model.layers.0.weight", "/steps"))
+    first = weights(1)["layers.0.weight"].double().norm()
+    assert f"{norm:.5g}" in steps.text and f"{first:.5g}" in steps.text
+
+
+def test_a_job_that_failed_says_why(site: Any) -> None:
+    """And is offered again, where its result would be."""
+    app, browser, folder = site
+    file = next((folder / "main/sharded").glob("__1_0*"))
+    whole = file.read_bytes()
+    page, form = "/checkpoints/3/layers", "/checkpoints/3/statistics"
+    browser.submit(browser.page(page).form(form))
+    file.write_bytes(whole[: len(whole) // 2])
+    computed(app, folder)
+    failed = browser.page(page)
+    assert "has failed" in failed.text and failed.form(form)
+    file.write_bytes(whole)
+    age(file)
+    browser.submit(failed.form(form))
+    computed(app, folder)
+    assert "none is dead or exploding" in browser.page(page).text
+
+
+def test_areas_by_change(site: Any) -> None:
+    """Offered to be computed; then each name has how much all below it changed, as numpy says."""
+    app, browser, folder = site
+    address = "/checkpoints/2?prefix=model&colour=change"
+    before = browser.page(address)
+    assert "has not been compared" in before.text
+    assert browser.submit(before.form("/checkpoints/2/change")).url.path == "/checkpoints/2"
+    waiting = browser.page(address)
+    assert [g for _, g in waiting.elements if "/events" in g.get("sse-connect", "")]
+    computed(app, folder)
+    page = browser.page("/checkpoints/2?prefix=model.layers.0&colour=change")
+    a, b = (weights(step)["layers.0.weight"].double() for step in (1, 2))
+    assert f"{float((b - a).norm() / a.norm()):.5g}" in page.text
+    assert "bias float32 32 none" in page.text
+    colours = [g["data-colour"] for name, g in page.elements if name == "tr" and "data-colour" in g]
+    assert sorted(colours) == ["q0", "q4"]
+    assert "There is no step before it" in browser.page("/checkpoints/1?colour=change").text
+    plain = browser.page("/checkpoints/2?prefix=model.layers.0&colour=bytes")
+    assert {g["data-colour"] for name, g in plain.elements if "data-colour" in g} == {"one"}

@@ -1,0 +1,359 @@
+"""Deliveries, on both databases and to real receivers: what is sent, to whom, how often, and what is kept."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.hook_bench import MAX_ATTEMPTS, NOW, RETRY_SECONDS, Bench, SignatureError, verify
+from tests.support.job_workers import Database
+from tests.support.receivers import Receiver, raw_server
+
+DAY = 86_400.0
+
+
+@pytest.fixture
+def bench(database: Database) -> Bench:
+    """On each database."""
+    return Bench(database)
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    """One that takes everything, unless told."""
+    with Receiver() as started:
+        yield started
+
+
+def types(receiver: Receiver) -> list[str]:
+    """Of what was received, in order."""
+    return [json.loads(request.body)["type"] for request in receiver.requests]
+
+
+def test_an_event_arrives_signed_and_says_what_happened(bench: Bench, receiver: Receiver) -> None:
+    """Type, time, checkpoint and the event's own data; the signature is of the hook's secret."""
+    hook = bench.hook(receiver.url)
+    bench.emit(mode="full", at=NOW + 0.25)
+    assert bench.round(NOW + 1) == 1
+    request = receiver.requests[0]
+    assert json.loads(request.body) == {
+        "type": "checkpoint.committed",
+        "timestamp": "2026-09-21T14:13:20.250Z",
+        "data": {
+            "root": "prod",
+            "checkpoint": {
+                "id": bench.checkpoint_ids["prod"],
+                "root": "prod",
+                "run": "first",
+                "key": "first/step-7",
+                "step": 7,
+                "format": "dcp",
+                "href": f"/api/v1/checkpoints/{bench.checkpoint_ids['prod']}",
+            },
+            "detail": {"mode": "full"},
+        },
+    }
+    assert request.headers["content-type"] == "application/json"
+    assert verify(hook.secrets, request.headers, request.body, NOW + 1) == "evt_1"
+    with pytest.raises(SignatureError):
+        verify(["whsec_" + "A" * 44], request.headers, request.body, NOW + 1)
+    (delivery,) = bench.deliveries(hook)
+    assert (delivery.state, delivery.status_code, delivery.attempt) == ("delivered", 204, 1)
+    assert bench.round(NOW + 5) == 0
+
+
+def test_webhooks_are_told_of_their_events_and_roots_only(bench: Bench) -> None:
+    """By kind, by root, not of what was before them, and not while they are disabled."""
+    with Receiver() as one, Receiver() as two, Receiver() as three, Receiver() as four:
+        bench.emit(at=NOW - 1)
+        bench.hook(one.url)
+        bench.hook(two.url, events=("checkpoint.verified",))
+        bench.hook(three.url, root="lab")
+        disabled = bench.hook(four.url)
+        bench.change(disabled, is_enabled=False)
+        bench.emit("checkpoint.committed", "prod")
+        bench.emit("checkpoint.verified", "lab")
+        bench.emit("something.else", "lab")
+        bench.emit_rootless("checkpoint.deleted")  # not for those who were told which roots
+        bench.round()
+        bench.change(disabled, is_enabled=True)
+        bench.round(NOW + 1)
+        assert types(one) == ["checkpoint.committed", "checkpoint.verified", "checkpoint.deleted"]
+        assert types(two) == ["checkpoint.verified"]
+        assert types(three) == ["checkpoint.verified"]
+        assert types(four) == []
+
+
+def test_without_webhooks_events_are_passed_over_at_once(bench: Bench, receiver: Receiver) -> None:
+    """A long history costs the first webhook nothing, and nothing of it is sent."""
+    bench.emit_many(2000, NOW - 5)
+    bench.round()
+    assert bench.is_passed_over()
+    hook = bench.hook(receiver.url)
+    bench.emit()
+    bench.round()
+    assert len(receiver.requests) == len(bench.deliveries(hook)) == 1
+
+
+def test_more_events_than_fit_a_batch_are_queued_in_one_round(bench: Bench, receiver: Receiver) -> None:
+    """1,200 events: all have deliveries after one round, and each is there once."""
+    hook = bench.hook(receiver.url)
+    bench.emit_many(1200)
+    receiver.answers.append(500)  # so that the round ends with the first attempt
+    bench.round()
+    assert bench.counts() == (1, 1200, 1200)
+    assert len(receiver.requests) == 1
+    assert bench.state(hook).failing_since_seconds is not None
+
+
+def test_failed_deliveries_are_repeated_with_growing_pauses_then_given_up(
+    bench: Bench, receiver: Receiver
+) -> None:
+    """The same identifier and body each time, a new signature; after the last attempt it has failed."""
+    hook = bench.hook(receiver.url)
+    bench.emit()
+    now = NOW
+    receiver.answers = [500] * MAX_ATTEMPTS
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        assert bench.round(now) == 1
+        (delivery,) = bench.deliveries(hook)
+        assert (delivery.attempt, delivery.status_code) == (attempt, 500)
+        if attempt == MAX_ATTEMPTS:
+            break
+        pause = delivery.due_seconds - now
+        assert 0.9 * RETRY_SECONDS[attempt - 1] <= pause <= 1.1 * RETRY_SECONDS[attempt - 1] + 30
+        assert bench.round(delivery.due_seconds - 0.1) == 0
+        now = delivery.due_seconds
+    assert (delivery.state, delivery.error) == ("failed", "answered 500: not taken")
+    assert bench.round(now + 100 * DAY) == 0
+    assert len({request.body for request in receiver.requests}) == 1
+    assert {request.headers["webhook-id"] for request in receiver.requests} == {"evt_1"}
+    assert len({request.headers["webhook-signature"] for request in receiver.requests}) == MAX_ATTEMPTS
+
+
+def test_a_success_ends_the_repetitions(bench: Bench, receiver: Receiver) -> None:
+    """And takes back since when the webhook fails."""
+    hook = bench.hook(receiver.url)
+    bench.emit()
+    receiver.answers = [503]
+    bench.round(NOW)
+    assert bench.state(hook).failing_since_seconds == pytest.approx(NOW, abs=30)
+    bench.round(NOW + 60)
+    assert bench.state(hook).failing_since_seconds is None
+    (delivery,) = bench.deliveries(hook)
+    assert (delivery.state, delivery.attempt, delivery.error) == ("delivered", 2, None)
+
+
+def test_a_receiver_may_ask_for_a_longer_pause(bench: Bench, receiver: Receiver) -> None:
+    """Retry-After puts the next attempt off, and never makes it sooner than it would be."""
+    hook = bench.hook(receiver.url)
+    bench.emit()
+    receiver.answers = [(429, {"Retry-After": "900"}), (429, {"Retry-After": "1"})]
+    bench.round(NOW)
+    (delivery,) = bench.deliveries(hook)
+    assert 900 <= delivery.due_seconds - NOW <= 960
+    bench.round(NOW + 960)
+    (delivery,) = bench.deliveries(hook)
+    assert delivery.due_seconds - NOW - 960 >= 0.9 * RETRY_SECONDS[1]
+
+
+def test_redirects_are_failures(bench: Bench, receiver: Receiver) -> None:
+    """A public URL that redirects into the network leads nowhere."""
+    with Receiver() as inner:
+        hook = bench.hook(receiver.url)
+        bench.emit()
+        receiver.answers = [(307, {"Location": inner.url})]
+        bench.round()
+        (delivery,) = bench.deliveries(hook)
+        assert delivery.error == "answered 307: redirects are not followed"
+        assert inner.requests == []
+
+
+def test_gone_disables_at_once_and_long_failure_in_the_end(bench: Bench, receiver: Receiver) -> None:
+    """The reason is shown, the audit log has it, what waits stays; enabling takes the reason back."""
+    gone, failing = bench.hook(receiver.url), bench.hook(receiver.url)
+    bench.change(failing, is_enabled=False)
+    bench.emit()
+    receiver.answers = [410]
+    bench.round()
+    assert bench.state(gone).disabled_reason == "the receiver answered 410 Gone"
+    bench.change(failing, is_enabled=True)
+    bench.emit()
+    receiver.answers = [500, 500]
+    bench.round()
+    bench.attempts_are(MAX_ATTEMPTS - 1)
+    bench.round(NOW + 6 * DAY + 60)
+    state = bench.state(failing)
+    assert (state.is_enabled, state.disabled_reason) == (False, "nothing could be delivered for 6 days")
+    assert bench.audited("webhook.disable") == [f"webhook:{failing.id}", f"webhook:{gone.id}"]
+    assert bench.round(NOW + 7 * DAY) == 0
+    enabled = bench.change(gone, is_enabled=True)
+    assert (enabled.disabled_reason, enabled.failing_since_seconds) == (None, None)
+    assert bench.round(NOW + 7 * DAY) == 1
+    assert bench.deliveries(gone)[0].state == "delivered"
+
+
+def test_a_sender_that_is_killed_is_followed_by_another(bench: Bench, receiver: Receiver) -> None:
+    """What was claimed is not sent by others before its lease ends; the dead one's outcome counts no more."""
+    hook = bench.hook(receiver.url)
+    bench.emit()
+    record = bench.claim(hook, 80.0)
+    assert bench.round(NOW + 79) == 0
+    assert bench.round(NOW + 81) == 1
+    record(500, NOW + 82)
+    (delivery,) = bench.deliveries(hook)
+    assert (delivery.state, delivery.attempt, delivery.status_code) == ("delivered", 2, 204)
+    assert bench.state(hook).failing_since_seconds is None
+
+
+def test_several_senders_at_once_send_each_event_once(bench: Bench, receiver: Receiver) -> None:
+    """Four rounds at the same moment, as of several workers: 40 events for two webhooks, 80 requests."""
+    with Receiver() as other:
+        bench.hook(receiver.url)
+        bench.hook(other.url)
+        for _ in range(40):
+            bench.emit()
+        start = threading.Barrier(4)
+        failures: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                start.wait(60)
+                for _ in range(3):
+                    bench.round()
+            except BaseException as error:  # noqa: BLE001 - shown by the main thread
+                failures.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert failures == []
+        for one in (receiver, other):
+            identifiers = [request.headers["webhook-id"] for request in one.requests]
+            assert sorted(identifiers) == sorted(f"evt_{number}" for number in range(1, 41))
+
+
+def test_a_dead_receiver_holds_nobody_up(bench: Bench, receiver: Receiver) -> None:
+    """One that never answers costs one attempt a round; the other one gets all of its events."""
+
+    def silent(connection: socket.socket) -> None:
+        while connection.recv(65536):
+            pass
+
+    bench.allow("127.0.0.0/8", seconds=0.5)
+    with raw_server(silent) as port:
+        dead = bench.hook(f"http://127.0.0.1:{port}/")
+        alive = bench.hook(receiver.url)
+        for _ in range(5):
+            bench.emit()
+        bench.round()
+        bench.allow("127.0.0.0/8")
+        bench.round(NOW + 1)  # a busy machine may have left some for the next round
+    assert len(receiver.requests) == len(bench.deliveries(alive)) == 5
+    assert [delivery.attempt for delivery in bench.deliveries(dead)] == [1, 0, 0, 0, 0]
+    assert bench.deliveries(dead)[0].error == "no answer within 0.5 s"
+
+
+@pytest.mark.parametrize("later", [["127.0.0.2"], ["169.254.169.254"], ["127.0.0.1", "127.0.0.2"]])
+def test_names_are_resolved_once_for_each_delivery_and_the_answer_is_what_counts(
+    bench: Bench, receiver: Receiver, later: list[str]
+) -> None:
+    """A name that turns to another address afterwards (DNS rebinding) reaches what was judged, or nothing."""
+    answers = iter([["127.0.0.1"], later])
+    bench.allow("127.0.0.1/32")
+    hook = bench.hook(f"http://hooks.example.com:{receiver.port}/hook")
+    for _ in range(2):
+        bench.emit()
+        bench.round(NOW, lambda host, port: next(answers))
+    assert [delivery.state for delivery in bench.deliveries(hook)] == ["delivered", "waiting"]
+    assert len(receiver.requests) == 1
+    assert receiver.requests[0].headers["host"] == f"hooks.example.com:{receiver.port}"
+    error = bench.deliveries(hook)[1].error or ""
+    assert error.startswith("refused: hooks.example.com is not a public address")
+    assert next(answers, None) is None
+
+
+def test_what_settings_forbid_since_is_not_sent(bench: Bench, receiver: Receiver) -> None:
+    """A webhook made under other settings, or written into the database, is judged again when it is sent."""
+    hook = bench.hook(receiver.url)
+    bench.allow()
+    bench.emit()
+    bench.round()
+    assert receiver.requests == []
+    assert (bench.deliveries(hook)[0].error or "").startswith("refused:")
+
+
+def test_rotated_secrets_sign_both_until_the_overlap_ends(bench: Bench, receiver: Receiver) -> None:
+    """A receiver that has not heard of the new one verifies in the meantime, and no longer."""
+    hook = bench.hook(receiver.url)
+    old = hook.secrets[0]
+    new = bench.rotate(hook, 3600.0)
+    for at in (NOW + 10, NOW + 3610):
+        bench.emit(at=at)
+        bench.round(at)
+    during, after = receiver.requests
+    assert verify([old], during.headers, during.body, NOW + 10) == "evt_1"
+    assert verify([new], during.headers, during.body, NOW + 10) == "evt_1"
+    assert verify([new], after.headers, after.body, NOW + 3610) == "evt_2"
+    with pytest.raises(SignatureError):
+        verify([old], after.headers, after.body, NOW + 3610)
+
+
+def test_tests_and_redeliveries_go_to_one_webhook(bench: Bench, receiver: Receiver) -> None:
+    """An event that was asked for reaches no other one; what failed for good may be sent again."""
+    with Receiver() as other:
+        hook = bench.hook(receiver.url, events=("checkpoint.deleted",))
+        bench.hook(other.url)
+        test = bench.test(hook)
+        bench.round()
+        assert types(receiver) == ["webhook.test"]
+        assert other.requests == []
+        again = bench.redeliver(hook, test.id, NOW + 5)
+        assert (again.state, again.attempt) == ("waiting", 0)
+        bench.round(NOW + 5)
+        assert [request.headers["webhook-id"] for request in receiver.requests] == ["evt_1", "evt_1"]
+
+
+def test_whether_anything_is_due_is_told_without_writing(bench: Bench, receiver: Receiver) -> None:
+    """An event that nobody has looked at, a delivery that is due; not one that rests."""
+
+    assert not bench.is_due(NOW)
+    bench.hook(receiver.url)
+    bench.emit()
+    assert bench.is_due(NOW)
+    receiver.answers = [500]
+    bench.round()
+    assert not bench.is_due(NOW + 1)
+    assert bench.is_due(NOW + 60)
+    bench.round(NOW + 60)
+    assert not bench.is_due(NOW + 60)
+
+
+def test_old_deliveries_are_forgotten_and_waiting_ones_are_not(bench: Bench, receiver: Receiver) -> None:
+    """Those that ended before a time, a number at a time."""
+    hook = bench.hook(receiver.url)
+    bench.emit()
+    bench.round()
+    bench.emit()
+    receiver.answers = [500]
+    bench.round(NOW + 10)
+    assert [bench.forget(NOW + DAY) for _ in range(2)] == [1, 0]
+    assert [delivery.state for delivery in bench.deliveries(hook)] == ["waiting"]
+
+
+def test_a_webhook_is_removed_with_its_deliveries(bench: Bench, receiver: Receiver) -> None:
+    """Also while some wait; the next round knows nothing of it."""
+    hook = bench.hook(receiver.url)
+    bench.emit()
+    receiver.answers = [500]
+    bench.round()
+    bench.remove(hook)
+    bench.emit()
+    assert bench.round(NOW + 100) == 0
+    assert bench.counts() == (0, 0, 0)

@@ -1,0 +1,546 @@
+"""Where a webhook may go, and what signs it. Internal: addresses and answers that no test can come from."""
+
+from __future__ import annotations
+
+import base64
+import socket
+import ssl
+import time
+from collections.abc import Callable
+
+import pytest
+from pydantic import ValidationError
+
+from dcp.server.settings import Settings
+from dcp.server.webhooks.addresses import (
+    Allowed,
+    RefusedUrlError,
+    WebhookUrl,
+    parse_url,
+    permitted_addresses,
+    resolve_host,
+)
+from dcp.server.webhooks.sealing import SEALED_PREFIX, Sealer, SealError
+from dcp.server.webhooks.sending import ReceiverAnswer, SendError, post
+from dcp.server.webhooks.signing import (
+    SignatureError,
+    check_secret,
+    headers_for,
+    key_of,
+    new_secret,
+    verify,
+)
+from tests.support.receivers import CERTIFICATES, Receiver, drip, raw_server
+
+NOTHING = Allowed()
+LOOPBACK = Allowed.parse(["127.0.0.0/8"])
+
+NOT_PUBLIC = [
+    "0.0.0.0",
+    "0.1.2.3",
+    "10.0.0.1",
+    "100.64.0.1",
+    "100.100.100.200",  # metadata, Alibaba
+    "127.0.0.1",
+    "127.255.255.254",
+    "168.63.129.16",  # Azure's own services
+    "169.254.169.254",  # metadata, nearly everywhere
+    "172.16.0.1",
+    "172.31.255.255",
+    "192.0.0.192",  # metadata, Oracle
+    "192.0.2.1",
+    "192.88.99.1",
+    "192.168.1.1",
+    "198.18.0.1",
+    "198.51.100.7",
+    "203.0.113.7",
+    "224.0.0.1",
+    "239.255.255.255",
+    "240.0.0.1",
+    "255.255.255.255",
+    "::",
+    "::1",
+    "::127.0.0.1",  # compatible, long deprecated
+    "::ffff:127.0.0.1",
+    "::ffff:10.0.0.1",
+    "::ffff:a9fe:a9fe",
+    "::ffff:0:127.0.0.1",
+    "64:ff9b::127.0.0.1",
+    "64:ff9b::a9fe:a9fe",
+    "64:ff9b:1::1",
+    "100::1",
+    "2001::1",  # Teredo
+    "2001:10::1",
+    "2001:db8::1",
+    "2002:7f00:1::1",  # 6to4 of 127.0.0.1
+    "2002:0808:0808::1",
+    "2606:4700::5efe:10.0.0.1",  # ISATAP
+    "2606:4700::200:5efe:127.0.0.1",
+    "3fff::1",
+    "5f00::1",
+    "fc00::1",
+    "fd00:ec2::254",  # metadata, AWS
+    "fe80::1",
+    "febf::1",
+    "fec0::1",
+    "ff02::1",
+]
+
+PUBLIC = [
+    "1.1.1.1",
+    "8.8.8.8",
+    "172.32.0.1",
+    "100.128.0.1",
+    "192.0.1.1",
+    "223.255.255.255",
+    "2606:4700::1111",
+]
+
+
+@pytest.mark.parametrize("address", NOT_PUBLIC)
+def test_addresses_that_are_not_public_are_refused_written_and_resolved(address: str) -> None:
+    """As the host of the URL, and as what a name resolves to, also as the last of several addresses."""
+    host = f"[{address}]" if ":" in address else address
+    with pytest.raises(RefusedUrlError, match="webhook_allow_private"):
+        parse_url(f"https://{host}/hook", NOTHING)
+    target = parse_url("https://hooks.example.com/hook", NOTHING)
+    with pytest.raises(RefusedUrlError, match="webhook_allow_private"):
+        permitted_addresses(target, NOTHING, lambda host, port: [address])
+    with pytest.raises(RefusedUrlError, match="webhook_allow_private"):
+        permitted_addresses(target, NOTHING, lambda host, port: ["1.1.1.1", address])
+
+
+@pytest.mark.parametrize("address", [*PUBLIC, "64:ff9b::1.1.1.1", "::ffff:8.8.8.8"])
+def test_public_addresses_are_taken(address: str) -> None:
+    """The guard does not refuse what is everybody's, nor that in the clothes of IPv6."""
+    host = f"[{address}]" if ":" in address else address
+    parse_url(f"https://{host}/hook", NOTHING)
+    target = parse_url("https://hooks.example.com/hook", NOTHING)
+    assert permitted_addresses(target, NOTHING, lambda host, port: [address, address]) == (address,)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "2130706433",  # 127.0.0.1 in one number
+        "017700000001",
+        "0x7f000001",
+        "0x7f.0.0.1",
+        "0x7F.1",
+        "127.1",
+        "127.0.1",
+        "0177.0.0.1",
+        "127.0.0.01",
+        "127.0.0.1.",
+        "0",
+        "0x",
+        "1.1.1.1.1",
+        "256.1.1.1",
+        "8.8",
+        "foo.1",
+        "foo.0x1",
+        "[::1%25eth0]",
+        "[fe80::1%eth0]",
+        "[1.2.3.4]",
+        "[::1",
+        "[v1.a]",
+        "localhost",
+        "LocalHost.",
+        "a.localhost",
+        "\uff11\uff12\uff17.0.0.1",  # digits of full width
+        "\u2460\u2461\u2466.0.0.1",  # in circles
+        "127\u30020\u30020\u30021",  # with full stops of another script
+        "ex%61mple.com",
+        "%31%32%37.0.0.1",
+        "-a.example.com",
+        "a..example.com",
+        ".example.com",
+        "a" * 64 + ".example.com",
+        "exa mple.com",
+        "exa\tmple.com",
+        "example.com\x00",
+        "",
+    ],
+)
+def test_hosts_in_other_forms_are_refused(host: str) -> None:
+    """Numbers, half addresses, zones, escapes, look-alikes and names of this machine: nothing is guessed."""
+    for port in ("", ":8443"):
+        with pytest.raises(RefusedUrlError):
+            parse_url(f"https://{host}{port}/hook", NOTHING)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://user:password@example.com/",
+        "https://user@example.com/",
+        "https://example.com@127.0.0.1/",
+        "https://1.1.1.1 @127.0.0.1/",
+        "https://127.0.0.1\\@example.com/",
+        "https://example.com\\.evil.com/",
+        "https://example.com/#fragment",
+        "https://example.com#@127.0.0.1/",
+        "https:/example.com/",
+        "https:example.com",
+        "//example.com/",
+        "example.com/hook",
+        "ftp://example.com/",
+        "file:///etc/passwd",
+        "gopher://127.0.0.1:6379/_FLUSHALL",
+        "dict://127.0.0.1:11211/",
+        "data:text/plain,x",
+        "jar:https://example.com!/",
+        " https://example.com/",
+        "https://example.com/ ",
+        "https://example.com/a b",
+        "https://example.com/\r\nX-Injected: 1",
+        "https://example.com/\n",
+        "https://example.com/é",
+        "https://example.com:/x:y@z:",
+        "https://example.com:99999/",
+        "https://example.com:443443/",
+        "https://example.com:-1/",
+        "https://example.com:0x1bb/",
+        "https://example.com/" + "a" * 2048,
+        "",
+    ],
+)
+def test_urls_in_other_forms_are_refused(url: str) -> None:
+    """Credentials, fragments, other schemes, white space, line breaks, and what parsers disagree on."""
+    with pytest.raises(RefusedUrlError):
+        parse_url(url, Allowed.parse(["127.0.0.0/8", "example.com"]))
+
+
+@pytest.mark.parametrize("port", [0, 1, 22, 25, 53, 110, 444, 1023, 2049, 6000, 6667, 10080, 65536])
+def test_ports_of_other_protocols_are_refused(port: int) -> None:
+    """A webhook is not a way to speak to mail servers and the like, wherever they are."""
+    with pytest.raises(RefusedUrlError):
+        parse_url(f"https://example.com:{port}/", LOOPBACK)
+
+
+def test_urls_are_taken_apart() -> None:
+    """Host in lower case and without its last dot, the port of the scheme, path and query as they are."""
+    assert parse_url("https://Hooks.Example.com/a/%2e?b=c@d", NOTHING) == WebhookUrl(
+        "https", "hooks.example.com", 443, "/a/%2e?b=c@d"
+    )
+    assert parse_url("HTTPS://example.com.", NOTHING).path == "/"
+    assert parse_url("https://example.com?q=1", NOTHING).path == "/?q=1"
+    assert parse_url("https://example.com:8443/", NOTHING).host_header == "example.com:8443"
+    assert parse_url("https://example.com:443/", NOTHING).host_header == "example.com"
+    six = parse_url("https://[2606:4700:0::1111]:8443/", NOTHING)
+    assert (six.host, six.host_header) == ("2606:4700::1111", "[2606:4700::1111]:8443")
+
+
+def test_http_is_for_what_the_operator_names_only() -> None:
+    """Plain text goes to allowed networks and hosts; a name that leads elsewhere is refused when sent to."""
+    with pytest.raises(RefusedUrlError, match="https"):
+        parse_url("http://hooks.example.com/", NOTHING)
+    with pytest.raises(RefusedUrlError, match="https"):
+        parse_url("http://1.1.1.1/", LOOPBACK)
+    assert parse_url("http://127.0.0.1:8080/", LOOPBACK).port == 8080
+    target = parse_url("http://hooks.example.com/", LOOPBACK)
+    assert permitted_addresses(target, LOOPBACK, lambda host, port: ["127.0.0.1"]) == ("127.0.0.1",)
+    with pytest.raises(RefusedUrlError, match="https"):
+        permitted_addresses(target, LOOPBACK, lambda host, port: ["127.0.0.1", "1.1.1.1"])
+
+
+def test_allowed_networks_and_hosts_open_no_more_than_they_say() -> None:
+    """10.1.0.0/16 allows just that, in IPv6's clothes too; a host's name allows whatever it resolves to."""
+    entries = ("10.1.0.0/16", "fd12::/16", "192.168.7.7", "Hooks.Internal.")
+    allowed = Allowed.parse(Settings(webhook_allow_private=entries).webhook_allow_private)
+    for url in (
+        "https://10.1.2.3/",
+        "https://[::ffff:10.1.2.3]/",
+        "https://[fd12::1]/",
+        "http://192.168.7.7/",
+    ):
+        parse_url(url, allowed)
+    for url in ("https://10.2.0.1/", "https://[fd13::1]/", "https://192.168.7.8/", "https://127.0.0.1/"):
+        with pytest.raises(RefusedUrlError):
+            parse_url(url, allowed)
+    named = parse_url("http://hooks.internal:8080/", allowed)
+    assert permitted_addresses(named, allowed, lambda host, port: ["172.16.0.9"]) == ("172.16.0.9",)
+    other = parse_url("https://hooks.internal.example.com/", allowed)
+    with pytest.raises(RefusedUrlError):
+        permitted_addresses(other, allowed, lambda host, port: ["172.16.0.9"])
+
+
+@pytest.mark.parametrize("entry", ["10.0.0.1/8", "10.0.0.0/33", "fe80::/129", "not a host", "a/b", ""])
+def test_entries_that_mean_nothing_are_refused(entry: str) -> None:
+    """A mistake in the settings does not silently allow nothing, or something else."""
+    with pytest.raises(ValueError):
+        Allowed.parse([entry])
+    with pytest.raises(ValueError, match="webhook_allow_private"):
+        Settings(webhook_allow_private=(entry,))
+
+
+def test_what_resolves_to_nothing_or_to_no_address_is_no_target() -> None:
+    """An empty answer and a scoped address are not connected to."""
+    target = parse_url("https://hooks.example.com/", NOTHING)
+    with pytest.raises(OSError, match="no address"):
+        permitted_addresses(target, NOTHING, lambda host, port: [])
+    with pytest.raises(RefusedUrlError):
+        permitted_addresses(target, NOTHING, lambda host, port: ["fe80::1%eth0"])
+    with pytest.raises(RefusedUrlError):
+        permitted_addresses(target, NOTHING, lambda host, port: ["not-an-address"])
+
+
+def test_the_systems_resolver_is_asked_for_addresses() -> None:
+    """localhost resolves to loopback, which the guard then judges."""
+    assert set(resolve_host("localhost", 443)) <= {"127.0.0.1", "::1"}
+
+
+# -- signatures ----------------------------------------------------------------------------------------------
+
+SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
+
+
+MESSAGE = "msg_p5jXN8AQM9LWM0D4loKWxJek"
+
+
+BODY = b'{"test": 2432232314}'
+
+
+SENT = 1614265330.0
+
+
+def test_the_example_of_the_standard_comes_out() -> None:
+    """The identifier, time, body and secret of Standard Webhooks' own example give its signature."""
+    assert headers_for([SECRET], MESSAGE, SENT, BODY) == {
+        "webhook-id": MESSAGE,
+        "webhook-timestamp": "1614265330",
+        "webhook-signature": "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE=",
+    }
+
+
+def test_new_secrets_differ_and_sign() -> None:
+    """32 random bytes each, in the form that receivers' libraries take."""
+    secrets = {new_secret() for _ in range(20)}
+    assert len(secrets) == 20
+    for secret in secrets:
+        check_secret(secret)
+        assert len(base64.b64decode(secret.removeprefix("whsec_"))) == 32
+        assert verify([secret], headers_for([secret], "evt_1", SENT, BODY), BODY, SENT + 299) == "evt_1"
+
+
+@pytest.mark.parametrize(
+    "secret", ["", "abc", "whsec_", "whsec_%%%%", "whsec_" + "A" * 20, "whsec_" + "A" * 120]
+)
+def test_weak_and_malformed_secrets_are_refused(secret: str) -> None:
+    """Without the prefix, not base64, fewer than 24 bytes or more than 64."""
+    with pytest.raises(ValueError):
+        check_secret(secret)
+
+
+def test_while_a_secret_is_rotated_both_verify() -> None:
+    """A receiver that has the old one, the new one or both takes the delivery; one with another does not."""
+    old, new = new_secret(), new_secret()
+    headers = headers_for([new, old], "evt_1", SENT, BODY)
+    for known in ([old], [new], [new_secret(), old]):
+        assert verify(known, headers, BODY, SENT) == "evt_1"
+    with pytest.raises(SignatureError, match="matches"):
+        verify([new_secret()], headers, BODY, SENT)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("webhook-id", "evt_2"),
+        ("webhook-timestamp", "1614265331"),
+        ("webhook-timestamp", "now"),
+        ("webhook-signature", ""),
+        ("webhook-signature", "v1,AAAA"),
+        ("webhook-signature", "v1a,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="),
+        ("webhook-signature", "é"),
+    ],
+)
+def test_changed_headers_are_refused(name: str, value: str) -> None:
+    """Identifier and time are signed as the body is."""
+    headers = headers_for([SECRET], MESSAGE, SENT, BODY) | {name: value}
+    with pytest.raises(SignatureError):
+        verify([SECRET], headers, BODY, SENT)
+
+
+def test_changed_bodies_missing_headers_and_old_deliveries_are_refused() -> None:
+    """One bit, one header, more than five minutes in either direction."""
+    headers = headers_for([SECRET], MESSAGE, SENT, BODY)
+    with pytest.raises(SignatureError):
+        verify([SECRET], headers, BODY + b" ", SENT)
+    for late in (301.0, -301.0):
+        with pytest.raises(SignatureError, match="ago"):
+            verify([SECRET], headers, BODY, SENT + late)
+    for name in headers:
+        with pytest.raises(SignatureError):
+            verify([SECRET], {key: value for key, value in headers.items() if key != name}, BODY, SENT)
+
+
+# -- one request ---------------------------------------------------------------------------------------------
+
+TRUSTING = ssl.create_default_context(cafile=CERTIFICATES / "authority.pem")
+
+
+HANG_SECONDS = 60.0
+
+
+def send(
+    target: WebhookUrl,
+    *addresses: str,
+    body: bytes = b"{}",
+    timeout_seconds: float = 30.0,
+    context: ssl.SSLContext = TRUSTING,
+) -> ReceiverAnswer:
+    """`post` with a header of its own."""
+    return post(target, addresses, {"X-Mine": "1"}, body, timeout_seconds=timeout_seconds, context=context)
+
+
+def test_a_request_goes_to_the_address_under_the_name_of_the_url() -> None:
+    """Nobody resolves the name: hooks.example.com is reached at the address given, and proves to be it."""
+    with Receiver(tls=True) as receiver:
+        target = WebhookUrl("https", "hooks.example.com", receiver.port, "/a?b=c")
+        assert send(target, "127.0.0.1", body=b'{"x":1}') == ReceiverAnswer(204, None)
+        request = receiver.requests[0]
+        assert (request.method, request.path, request.body) == ("POST", "/a?b=c", b'{"x":1}')
+        assert request.headers["host"] == f"hooks.example.com:{receiver.port}"
+        assert request.headers["x-mine"] == "1"
+
+
+def test_certificates_of_others_and_of_nobody_are_refused() -> None:
+    """A certificate for another name, and one that nobody trusted has signed; nothing is sent."""
+    with Receiver(tls=True) as receiver:
+        with pytest.raises(SendError, match="certificate"):
+            send(WebhookUrl("https", "other.example.com", receiver.port, "/"), "127.0.0.1")
+        with pytest.raises(SendError, match="certificate"):
+            send(
+                WebhookUrl("https", "hooks.example.com", receiver.port, "/"),
+                "127.0.0.1",
+                context=ssl.create_default_context(),
+            )
+        assert receiver.requests == []
+
+
+def test_the_next_address_is_tried_where_one_takes_no_connection() -> None:
+    """A host with two addresses, one of which is dead, is reached; with none it is an error that says so."""
+    with Receiver() as receiver:
+        target = WebhookUrl("http", "hooks.example.com", receiver.port, "/")
+        assert send(target, "127.0.0.2", "127.0.0.1").status == 204
+        with pytest.raises(SendError, match="refused"):
+            send(target, "127.0.0.3", "127.0.0.2")
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [("120", 120.0), ("999999999999", 86_400.0), ("-1", None), ("soon", None), ("", None)],
+)
+def test_retry_after_is_read_as_seconds_within_bounds(value: str, seconds: float | None) -> None:
+    """A receiver may ask for a day at most."""
+    with Receiver(answers=[(503, {"Retry-After": value})]) as receiver:
+        answer = send(WebhookUrl("http", "127.0.0.1", receiver.port, "/"), "127.0.0.1")
+    assert answer == ReceiverAnswer(503, seconds)
+
+
+def _silent(connection: socket.socket) -> None:
+    while connection.recv(65536):
+        pass
+
+
+def _drips_headers(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 200 OK\r\nX-Long: ")
+    drip(connection, b"a", 0.05)
+
+
+def _continues(connection: socket.socket) -> None:
+    drip(connection, b"HTTP/1.1 100 Continue\r\n\r\n", 0.05)
+
+
+@pytest.mark.parametrize("act", [_silent, _drips_headers, _continues])
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_no_receiver_stretches_the_time(act: Callable[[socket.socket], None], scheme: str) -> None:
+    """Silence, a byte now and then, interim answers without end, also where TLS should begin: cut off."""
+    with raw_server(act) as port:
+        began = time.monotonic()
+        with pytest.raises(SendError):
+            send(WebhookUrl(scheme, "127.0.0.1", port, "/"), "127.0.0.1", timeout_seconds=0.4)
+        assert time.monotonic() - began < HANG_SECONDS / 6  # of the 20 seconds that the server would go on
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"\x00" * 100,
+        b"SSH-2.0-OpenSSH_9.9\r\n",
+        b"HTTP/1.1 abc OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 10_000,
+        b"HTTP/1.1 200 OK\r\nX: " + b"y" * 1_000_000,
+    ],
+    ids=["nothing", "zeros", "ssh", "status", "many-headers", "long-header"],
+)
+def test_what_is_no_answer_is_an_error(answer: bytes) -> None:
+    """Other protocols, and heads without end: an error, and bounded memory."""
+
+    def act(connection: socket.socket) -> None:
+        connection.recv(65536)
+        connection.sendall(answer)
+
+    with raw_server(act) as port, pytest.raises(SendError):
+        send(WebhookUrl("http", "127.0.0.1", port, "/"), "127.0.0.1", timeout_seconds=HANG_SECONDS)
+
+
+def test_bodies_are_not_read() -> None:
+    """An endless body costs nothing: the status is what counts."""
+
+    def act(connection: socket.socket) -> None:
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+        drip(connection, b"x" * 65536, 0.01)
+
+    with raw_server(act) as port:
+        answer = send(WebhookUrl("http", "127.0.0.1", port, "/"), "127.0.0.1", timeout_seconds=HANG_SECONDS)
+    assert answer.status == 200
+
+
+# -- sealed secrets ------------------------------------------------------------------------------------------
+
+KEY, OTHER = "first key of the operator, long enough", "second key of the operator, long enough"
+
+
+def secret_of(size_bytes: int) -> str:
+    """One of that many bytes."""
+    return "whsec_" + base64.b64encode(bytes(range(100, 100 + size_bytes))).decode()
+
+
+@pytest.mark.parametrize("size_bytes", [24, 32, 33, 64])
+def test_only_the_key_opens(size_bytes: int) -> None:
+    """Each seal is another one, shows nothing of the secret, and is opened by its key alone."""
+    sealer, secret = Sealer((KEY.encode(),)), secret_of(size_bytes)
+    seals = [sealer.seal(secret) for _ in range(3)]
+    assert len(set(seals)) == 3
+    for sealed in seals:
+        assert sealed.startswith(SEALED_PREFIX) and secret.removeprefix("whsec_") not in sealed
+        assert key_of(secret)[:8] not in base64.urlsafe_b64decode(sealed.removeprefix(SEALED_PREFIX))
+        assert sealer.open(sealed) == secret
+        for others in ((), (OTHER.encode(),)):
+            with pytest.raises(SealError, match="webhook_key"):
+                Sealer(others).open(sealed)
+    assert Sealer((OTHER.encode(), KEY.encode())).open(seals[0]) == secret
+    assert Sealer().seal(secret) == secret == sealer.open(secret)
+    assert KEY not in repr(sealer)
+
+
+def test_what_was_changed_is_not_opened() -> None:
+    """Each byte counts, and so does the length."""
+    sealer = Sealer((KEY.encode(),))
+    data = base64.urlsafe_b64decode(sealer.seal(new_secret()).removeprefix(SEALED_PREFIX))
+    changed = [data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in range(len(data))]
+    for wrong in (*changed, data[:-1], data[1:], data + b"\0", b""):
+        with pytest.raises(SealError):
+            sealer.open(SEALED_PREFIX + base64.urlsafe_b64encode(wrong).decode())
+    with pytest.raises(SealError):
+        sealer.open(SEALED_PREFIX + "no base64")
+
+
+@pytest.mark.parametrize("wrong", [{"webhook_key": "short"}, {"webhook_key_before": KEY}])
+def test_keys_that_cannot_be_meant(wrong: dict[str, str]) -> None:
+    """Too short to be one, or one to open with and none to seal with: the service does not start."""
+    with pytest.raises(ValidationError, match="webhook_key"):
+        Settings.model_validate(wrong)

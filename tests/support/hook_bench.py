@@ -1,0 +1,230 @@
+"""A catalog with webhooks, and rounds of their deliveries at any time, as a worker does them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+from sqlalchemy import Table, func, insert, select, update
+
+from dcp.server.automation.schedules import built_in_schedules
+from dcp.server.catalog.audit import audit_page
+from dcp.server.catalog.events import emit, last_event_id, position
+from dcp.server.database.engine import Database
+from dcp.server.database.tables import checkpoints, deliveries, events, metadata, roots, runs, webhooks
+from dcp.server.jobs.schedules import ScheduleContext
+from dcp.server.settings import Settings
+from dcp.server.webhooks import deliver_due, hooks, ledger
+from dcp.server.webhooks.delivering import Deliverer
+from dcp.server.webhooks.hooks import ALL_EVENTS, Hook, HookChange, NewHook
+from dcp.server.webhooks.ledger import CONSUMER, MAX_ATTEMPTS, RETRY_SECONDS, DeliveryRow
+from dcp.server.webhooks.signing import SignatureError, verify
+from tests.support.app import App
+
+__all__ = [
+    "ALL_EVENTS",
+    "MAX_ATTEMPTS",
+    "NOW",
+    "RETRY_SECONDS",
+    "Bench",
+    "Hook",
+    "SignatureError",
+    "clean",
+    "deliver",
+    "emit_events",
+    "rows",
+    "stored_secrets",
+    "verify",
+]
+
+NOW: Final = 1_790_000_000.0
+
+
+class Bench:
+    """A catalog with the roots "prod" and "lab" and one checkpoint in each."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+        self.settings = Settings(webhook_allow_private=("127.0.0.0/8",), webhook_seconds=20.0)
+        with database.write() as connection:
+            self.root_ids = {
+                name: connection.execute(
+                    insert(roots).values(name=name, url=f"/{name}", created_seconds=NOW).returning(roots.c.id)
+                ).scalar_one()
+                for name in ("prod", "lab")
+            }
+            self.checkpoint_ids = {name: self._checkpoint(connection, name) for name in self.root_ids}
+
+    def _checkpoint(self, connection: Any, root: str) -> int:
+        times = {"updated_seconds": NOW, "created_seconds": NOW}
+        run = insert(runs).values(root_id=self.root_ids[root], key="first", **times).returning(runs.c.id)
+        checkpoint = insert(checkpoints).values(
+            root_id=self.root_ids[root],
+            run_id=connection.execute(run).scalar_one(),
+            key="first/step-7",
+            name="step-7",
+            step=7,
+            format="dcp",
+            state="committed",
+            committed_seconds=NOW,
+            discovered_seconds=NOW,
+            updated_seconds=NOW,
+        )
+        return int(connection.execute(checkpoint.returning(checkpoints.c.id)).scalar_one())
+
+    def hook(self, url: str, events: tuple[str, ...] = ALL_EVENTS, root: str | None = None) -> Hook:
+        """A webhook made at `NOW`."""
+        new = NewHook(url=url, events=events, roots=None if root is None else frozenset({root}))
+        return self.database.transact(lambda connection: hooks.create_hook(connection, new, NOW))[0]
+
+    def emit(
+        self, kind: str = "checkpoint.committed", root: str = "prod", at: float = NOW, **data: Any
+    ) -> None:
+        """An event of the root's checkpoint."""
+        root_id, checkpoint_id = self.root_ids[root], self.checkpoint_ids[root]
+        with self.database.write() as connection:
+            emit(connection, kind, root_id=root_id, checkpoint_id=checkpoint_id, data=data, now=at)
+
+    def emit_many(self, count: int, at: float = NOW) -> None:
+        """Events of no root."""
+        row = {"kind": "checkpoint.committed", "data": {}, "at_seconds": at}
+        with self.database.write() as connection:
+            connection.execute(insert(events), [row] * count)
+
+    def emit_rootless(self, kind: str) -> None:
+        """An event of no root."""
+        with self.database.write() as connection:
+            emit(connection, kind, now=NOW)
+
+    def round(self, now: float = NOW, resolve: Callable[[str, int], list[str]] | None = None) -> int:
+        """One round of deliveries; how many were tried."""
+        found = {} if resolve is None else {"resolve": resolve}
+        return Deliverer(self.settings, self.database, **found).round(now)
+
+    def allow(self, *addresses: str, seconds: float = 20.0) -> None:
+        """Settings that change."""
+        changes = {"webhook_allow_private": addresses, "webhook_seconds": seconds}
+        self.settings = self.settings.model_copy(update=changes)
+
+    def is_passed_over(self) -> bool:
+        """Whether all events have been looked at."""
+        with self.database.read() as connection:
+            return position(connection, CONSUMER) == last_event_id(connection)
+
+    def is_due(self, now: float) -> bool:
+        """Whether anything is."""
+        with self.database.read() as connection:
+            return ledger.is_anything_due(connection, now)
+
+    def counts(self) -> tuple[int, int, int]:
+        """Of webhooks, of deliveries, and of the events that these are of."""
+        of = (
+            func.count(webhooks.c.id),
+            func.count(deliveries.c.id),
+            func.count(deliveries.c.event_id.distinct()),
+        )
+        with self.database.read() as connection:
+            one, two, three = (connection.execute(select(each)).scalar_one() for each in of)
+        return one, two, three
+
+    def claim(self, hook: Hook, lease_seconds: float) -> Callable[[int, float], None]:
+        """A sender that takes the next delivery and dies; what records its outcome later all the same."""
+        self.database.transact(lambda connection: ledger.queue_events(connection, NOW))
+        taken = self.database.transact(
+            lambda connection: ledger.claim_next(connection, hook.id, NOW, lease_seconds)
+        )
+        assert taken is not None
+
+        def record(status: int, now: float) -> None:
+            late = ledger.DeliveryOutcome(status, "too late")
+            self.database.transact(lambda connection: ledger.record(connection, taken, late, now))
+
+        return record
+
+    def attempts_are(self, count: int) -> None:
+        """Of all deliveries."""
+        with self.database.write() as connection:
+            connection.execute(update(deliveries).values(attempt=count))
+
+    def rotate(self, hook: Hook, overlap_seconds: float) -> str:
+        """The new secret."""
+        return self.database.transact(
+            lambda connection: hooks.rotate_secret(
+                connection, hook.id, None, overlap_seconds, None, None, NOW
+            )
+        )[1]
+
+    def test(self, hook: Hook) -> DeliveryRow:
+        """The delivery of a test."""
+        return self.database.transact(lambda connection: ledger.send_test(connection, hook, NOW))
+
+    def redeliver(self, hook: Hook, delivery: int, now: float) -> DeliveryRow:
+        """Once more."""
+        return self.database.transact(lambda connection: ledger.redeliver(connection, hook.id, delivery, now))
+
+    def forget(self, before: float) -> int:
+        """Deliveries that ended before; how many those were."""
+        return self.database.transact(lambda connection: ledger.forget_deliveries(connection, before))
+
+    def remove(self, hook: Hook) -> None:
+        """The webhook."""
+        self.database.transact(lambda connection: hooks.delete_hook(connection, hook.id, None, None))
+
+    def audited(self, action: str) -> list[str]:
+        """What the audit log has of it, by target, the newest first."""
+        with self.database.read() as connection:
+            return [entry.target for entry in audit_page(connection, action=action).entries]
+
+    def deliveries(self, hook: Hook) -> list[DeliveryRow]:
+        """All of a webhook, oldest event first."""
+        with self.database.read() as connection:
+            return ledger.list_deliveries(connection, hook.id, None, None, 1000)[::-1]
+
+    def state(self, hook: Hook) -> Hook:
+        """The webhook as it is now."""
+        with self.database.read() as connection:
+            return hooks.get_hook(connection, hook.id, None)
+
+    def change(self, hook: Hook, **values: Any) -> Hook:
+        """Change some columns."""
+        change = HookChange(values=values)
+        return self.database.transact(
+            lambda connection: hooks.update_hook(connection, hook.id, change, None, NOW)
+        )
+
+
+def deliver(app: App, later_seconds: float = 0.0) -> int:
+    """One round of an application's deliveries; how many were tried."""
+    return deliver_due(app.service, app.service.clock() + later_seconds)
+
+
+def clean(app: App, later_seconds: float = 0.0) -> None:
+    """What the worker does every ten minutes."""
+    (schedule,) = (one for one in built_in_schedules(app.service.settings) if one.name == "clean-up")
+    now = app.service.clock() + later_seconds
+    schedule.act(ScheduleContext(app.service.settings, app.service.database, now, threading.Event()))
+
+
+def emit_events(app: App, count: int) -> None:
+    """Commits of no root."""
+    with app.service.database.write() as connection:
+        for _ in range(count):
+            emit(connection, "checkpoint.committed")
+
+
+def stored_secrets(app: App) -> list[str]:
+    """All, as the database has them."""
+    with app.service.database.read() as connection:
+        found = connection.execute(select(webhooks.c.secret, webhooks.c.previous_secret)).all()
+    return [text for row in found for text in row if text is not None]
+
+
+def rows(app: App) -> dict[str, str]:
+    """All that is in the database, by table."""
+    with app.service.database.read() as connection:
+        return {
+            name: repr([tuple(row) for row in connection.execute(select(table))])
+            for name, table in metadata.tables.items()
+            if isinstance(table, Table)
+        }

@@ -1,0 +1,153 @@
+"""Rows of a catalog for what its pages show: many at once, findings, failed scans, audit entries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import update
+
+from dcp.inspection.checkpoints import open_index
+from dcp.server.catalog import audit
+from dcp.server.catalog.checkpoints import upsert_checkpoints
+from dcp.server.catalog.contents.structures import StructureFacts, StructureTensor
+from dcp.server.catalog.contents.verifications import add_verification
+from dcp.server.catalog.facts import CheckpointFacts
+from dcp.server.catalog.labelling.lineage import add_lineage
+from dcp.server.catalog.roots import set_scanned
+from dcp.server.database.tables import checkpoints, jobs, sessions
+from dcp.server.http.access import walk_routes
+from dcp.server.scanning.registering import Registration, register
+from dcp.server.scanning.scanner import Scanner
+from dcp.storage.commit_names import MANIFEST_NAME
+from dcp.storage.formats.native.manifest import encode_manifest
+from tests.support.app import App
+from tests.support.catalog_rows import T0
+
+__all__ = [
+    "add_steps",
+    "derive",
+    "end_sessions",
+    "found_damaged",
+    "note",
+    "posted_paths",
+    "registered",
+    "scan",
+    "scan_failed",
+    "set_columns",
+    "set_provenance",
+    "structure_of",
+]
+
+
+def structure_of(names: Sequence[str], *, shape: tuple[int, ...] = (4,), size: int = 16) -> StructureFacts:
+    """Tensors of these names."""
+    return StructureFacts.of([StructureTensor(name, "tensor", "float32", shape, size) for name in names])
+
+
+def add_steps(app: App, run: str, steps: Sequence[int], **facts: Any) -> list[int]:
+    """Steps of a run, with their step as the size; even ones are of stock torch if ``mixed``. Their ids."""
+    is_mixed, loss = facts.pop("mixed", False), facts.pop("loss", False)
+    rows = [
+        CheckpointFacts(
+            root="main",
+            key=f"{run}-{step}",
+            format="torch_dcp" if is_mixed and not step % 2 else "dcp",
+            observed_seconds=T0,
+            committed_seconds=T0 + step,
+            step=step,
+            save_id=f"s{step}",
+            fingerprint=f"f{step}",
+            bytes=step,
+            metrics={"loss": 1.0 / step} if loss else {},
+            **facts,
+        )
+        for step in steps
+    ]
+    found: list[int] = []
+    for begin in range(0, len(rows), 1000):
+        some = rows[begin : begin + 1000]
+        found += app.service.database.transact(
+            lambda connection, some=some: [one.id for one in upsert_checkpoints(connection, some, now=T0)]
+        )
+    return found
+
+
+def derive(app: App, child: int, *parents: int, **options: Any) -> None:
+    """Note where a checkpoint comes from."""
+    with app.service.database.write() as connection:
+        for parent in parents:
+            add_lineage(connection, child, parent, **options)
+
+
+def found_damaged(
+    app: App, number: int, outcome: str = "damaged", findings: Sequence[dict[str, Any]] = ()
+) -> None:
+    """Job 1 has verified it."""
+    with app.service.database.write() as connection:
+        result = {"outcome": outcome, "findings": list(findings)}
+        connection.execute(update(jobs).values(state="succeeded", result=result))
+        add_verification(
+            connection,
+            number,
+            fingerprint="print-run/step-1",
+            mode="full",
+            outcome=outcome,
+            findings=list(findings),
+            checked_bytes=53,
+            seconds=1.0,
+            job_id=1,
+            now=app.service.clock(),
+        )
+
+
+def scan_failed(app: App, why: str) -> None:
+    """Of the root "main"."""
+    app.service.database.transact(
+        lambda connection: set_scanned(connection, "main", state={"lost": 7}, error=why, now=T0)
+    )
+
+
+def set_columns(app: App, **values: Any) -> None:
+    """Of all checkpoints."""
+    with app.service.database.write() as connection:
+        connection.execute(update(checkpoints).values(**values))
+
+
+def end_sessions(app: App) -> None:
+    """As if their time were over."""
+    with app.service.database.write() as connection:
+        connection.execute(update(sessions).values(expires_seconds=app.service.clock() - 1))
+
+
+def note(app: App, actor: str, action: str, target: str, detail: dict[str, Any], **options: Any) -> None:
+    """An entry of the audit log."""
+    with app.service.database.write() as connection:
+        audit.record(connection, actor, action, target, detail, **options)
+
+
+def scan(app: App, root: str = "main") -> None:
+    """Bring the catalog up to date."""
+    Scanner(app.service.database, app.service.roots).scan(root)
+
+
+def registered(app: App, key: str) -> int:
+    """The id of a checkpoint that is looked at now."""
+    of = Registration(root="main", key=key)
+    found = register(app.service.database, app.service.roots, of, actor="test").id
+    assert found is not None
+    return found
+
+
+def posted_paths(app: App) -> set[str]:
+    """Of all pages that change something."""
+    routes = [route for route in walk_routes(app.app) if "POST" in (getattr(route, "methods", None) or ())]
+    return {str(route.path) for route in routes if not str(route.path).startswith("/api")}  # type: ignore[attr-defined]
+
+
+def set_provenance(folder: Path, provenance: dict[str, Any]) -> None:
+    """As if a checkpoint had been saved so."""
+    index = replace(open_index(folder), provenance=provenance)
+    (folder / MANIFEST_NAME).write_bytes(encode_manifest(index))
