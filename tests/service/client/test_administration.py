@@ -119,7 +119,7 @@ def test_rules(connect: MakeClient) -> None:
 
 
 def test_retention(connect: MakeClient, app: App) -> None:
-    """What a policy would do is shown without one and of one; it is made, changed, run and removed."""
+    """Previews a policy that is there or not; makes, changes, runs and removes one."""
     for run in ("one", "two"):
         for step in (1, 2, 3):
             add_checkpoint(app.service.database, f"{run}/step-{step}")

@@ -187,8 +187,8 @@ def test_downloads(connect: MakeClient, tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.glob(".*.part*")] == []
 
 
-def test_a_download_goes_on(connect: MakeClient, tmp_path: Path) -> None:
-    """What an interrupted call has fetched is not fetched again; of another content nothing is kept."""
+def test_an_interrupted_download_is_resumed(connect: MakeClient, tmp_path: Path) -> None:
+    """Fetches nothing again that an interrupted call has fetched, and keeps nothing of another content."""
     client = connect("read", "write")
     one, two = registered(client)
 

@@ -96,7 +96,7 @@ def test_not_for_ever(connect: Connect) -> None:
 
 
 def test_what_is_final_is_not_tried_again(connect: Connect) -> None:
-    """Nor what would have to wait for long."""
+    """Raises at once for what is final, and for what would have to wait for long."""
     with scripted_service(lambda asked: problem(409, state="running")) as service:
         with pytest.raises(ConflictError) as caught:
             connect(service).cancel(7)
@@ -145,7 +145,7 @@ def test_something_else_answers(connect: Connect) -> None:
 
 @pytest.mark.parametrize("url", ["localhost:8470", "ftp://host", "", "http://"])
 def test_no_url(url: str) -> None:
-    """What is no URL of a service is refused at once."""
+    """Refuses at once what is no URL of a service."""
     with pytest.raises(ValueError, match="no URL"):
         Client(url)
 
@@ -175,7 +175,7 @@ def ranged(asked: Asked, data: bytes, etag: str, cut: int | None = None) -> Answ
 
 
 def test_a_download_that_breaks_off(connect: Connect, tmp_path: Path) -> None:
-    """Is gone on with where it broke off, as often as it takes, as long as it goes on."""
+    """Begins again where it broke off, as often as it takes, while more bytes come."""
     with scripted_service(lambda asked: ranged(asked, BYTES, '"v1"', cut=60_000)) as service:
         path = connect(service, retries=1).download(1, tmp_path / "file")
         assert path.read_bytes() == BYTES
@@ -234,7 +234,7 @@ def test_a_part_that_was_whole(connect: Connect, tmp_path: Path) -> None:
     ],
 )
 def test_a_range_that_was_not_asked_for(connect: Connect, tmp_path: Path, headers: dict[str, str]) -> None:
-    """Is not put into the file: it is fetched from its beginning."""
+    """Puts nothing of it into the file, which is fetched from its beginning."""
     with scripted_service(lambda asked: ranged(asked, BYTES, '"v1"', cut=5000)) as service:
         with pytest.raises(DownloadError):
             connect(service, retries=0).download(1, tmp_path / "file")
@@ -332,7 +332,7 @@ def test_pages_may_be_empty_and_the_list_goes_on(connect: Connect) -> None:
 
 
 def test_waiting(connect: Connect) -> None:
-    """Until it has succeeded; a failure, a cancellation and a late one are errors that have the job."""
+    """Waits for success; a failure, a cancellation and a late one are errors that have the job."""
     states = iter(["queued", "running", "succeeded"])
     with scripted_service(lambda asked: Answer(200, job(next(states), result={"ok": 1}))) as service:
         client = connect(service)
@@ -375,7 +375,7 @@ STREAM = {"Content-Type": "text/event-stream"}
 
 
 def test_watching(connect: Connect) -> None:
-    """Events come in order to the end; a connection that ends or breaks goes on behind the last one seen."""
+    """Yields events in order to the end, and begins again behind the last one where a connection breaks."""
     parts = [
         Answer(200, f": hello\nretry: 10\n\n{shown(1, 'submitted')}{shown(2, 'state')}".encode(), STREAM),
         problem(503),
@@ -428,7 +428,7 @@ def test_text_that_looks_like_the_end_of_a_line(connect: Connect) -> None:
 
 
 def test_a_proxy_that_packs(connect: Connect, tmp_path: Path) -> None:
-    """What comes packed is not written: its size would be right, and its bytes wrong."""
+    """Writes nothing that comes packed: its size would be right, and its bytes wrong."""
     packed = Answer(200, BYTES, TAGGED | {"Content-Encoding": "gzip"})
     with scripted_service(lambda asked: packed) as service, pytest.raises(AnswerError, match="packs"):
         connect(service).download(1, tmp_path / "file")

@@ -55,7 +55,7 @@ def check_recovered(service: Service, client: httpx.Client) -> None:
 
 
 def test_full_disk(tmp_path: Path) -> None:
-    """What cannot be written is 503 and is not there in part; reading goes on; then all is well again."""
+    """Answers 503 to writes, of which nothing is there in part, and reads meanwhile; then all is well."""
     with Service(tmp_path / "service", SETTINGS) as service, service.client() as client:
         log_bytes = (service.folder / "dcp-catalog.sqlite-wal").stat().st_size
         written = []
@@ -74,7 +74,7 @@ def test_full_disk(tmp_path: Path) -> None:
 
 
 def test_locked_database(tmp_path: Path) -> None:
-    """While somebody else writes and does not end, writes are 503 in bounded time, and reads go on."""
+    """Answers 503 in bounded time to writes beside a writer that does not end, and reads meanwhile."""
     with Service(tmp_path / "service", SETTINGS) as service, service.client() as client:
         assert write(client).status_code == 201
         other = sqlite3.connect(service.folder / "dcp-catalog.sqlite", isolation_level=None)

@@ -1,4 +1,4 @@
-"""Server and workers killed by SIGKILL in the middle of a conversion: it completes once, with one target."""
+"""A worker and its server killed by SIGKILL in a conversion: it completes once, with one target."""
 
 from __future__ import annotations
 
@@ -43,56 +43,6 @@ def settings_of(database_url: str, runs: dict[str, Any], exports: dict[str, Any]
     }
 
 
-MOMENTS = {
-    "writing": ("PutObject", r"step-7/model\.safetensors"),
-    "written": ("PutObject", r"step-7/\.tmp-convert"),  # the target is whole, and nobody knows yet
-    "publishing": ("DeleteObject", r"step-7/\.tmp-convert"),
-    "published": ("GetObject", r"step-7/model\.safetensors"),  # nothing tells it from another's any more
-}
-"""What is under way, by the request of the worker that gets no answer when all is killed."""
-
-PAIRS = [
-    (database, *moments)
-    for database in ("sqlite", "postgresql")
-    for moments in (("writing", "published"), ("written", "publishing"))
-]
-
-
-@pytest.mark.exhaustive  # test_training.py kills once on each database
-@pytest.mark.parametrize(("make_database", "first", "second"), PAIRS, indirect=["make_database"])
-def test_all_killed_twice_in_a_conversion(
-    first: str,
-    second: str,
-    tmp_path: Path,
-    make_database: MakeDatabase,
-    s3_proxy: FaultProxy,
-    s3_root: str,
-) -> None:
-    """SIGKILL to server, worker and tasks at once; after a start the job succeeds, as if nothing had been."""
-    options = s3_proxy.storage_options
-    state = save_checkpoint(f"{s3_root}/runs", s3_proxy.server.storage_options)
-    roots = [{"url": f"{s3_root}/{name}", "storage_options": options} for name in ("runs", "exports")]
-    service = Service(tmp_path / "service", settings_of(make_database(), *roots))
-    with service, service.client() as http:
-        api = CatalogApi(http)
-        source = api.register("runs", SAVED)
-        rules = [
-            s3_proxy.spoil(HANG, operation=MOMENTS[moment][0], key=MOMENTS[moment][1])
-            for moment in (first, second)
-        ]
-        job = api.submit(
-            "convert", checkpoint_id=source, to="safetensors", target_root="exports", target_key=TARGET
-        )
-        for rule in rules:
-            wait_until(lambda rule=rule: rule.seen, f"{rule.operation} of {rule.key}")  # type: ignore[misc]
-            assert not api.job(job)["finished_at"]
-            service.kill()
-            service.start()
-        found = api.finished(job)
-        check_one_target(api, source, found)
-    check_equal(s3_proxy.server, f"{s3_root}/exports", state)
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
 def test_worker_killed_then_server_killed(
@@ -106,7 +56,7 @@ def test_worker_killed_then_server_killed(
     with service, service.client() as http:
         api = CatalogApi(http)
         source = api.register("runs", SAVED)
-        operation, key = MOMENTS["writing"]
+        operation, key = "PutObject", r"step-7/model\.safetensors"
         rules = [s3_proxy.spoil(HANG, operation=operation, key=key, nth=nth) for nth in (1, 2)]
         job = api.submit(
             "convert", checkpoint_id=source, to="safetensors", target_root="exports", target_key=TARGET

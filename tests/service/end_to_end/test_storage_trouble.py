@@ -42,7 +42,7 @@ def check_unavailable(answer: httpx.Response) -> None:
 def test_object_store_goes_away_and_comes_back(
     tmp_path: Path, s3_server: S3Server, s3_root: str, switch: TcpSwitch
 ) -> None:
-    """What needs it is 503, the catalog answers, a job waits; then all goes on without anybody's doing."""
+    """Answers 503 to requests for its bytes alone, keeps a job waiting, and recovers by itself."""
     state = {"weight": torch.arange(6000.0).reshape(60, 100)}
     dcp.save(
         state, checkpoint_id=f"{s3_root}/{SAVED}", storage_options=s3_server.storage_options, no_dist=True

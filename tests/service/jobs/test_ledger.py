@@ -223,7 +223,7 @@ def test_a_key_is_free_again_at_the_end(database: Database) -> None:
 
 
 def test_many_submit_the_same_at_once(database: Database) -> None:
-    """All of them get the one job, and one is told that it made it."""
+    """Gives all of them the one job, and says to one that it made it."""
     spec = JobSpec(kind="verify", params={}, created_by="test", dedup_key="one")
     found: list[tuple[int, bool]] = []
     barrier = threading.Barrier(6)
@@ -276,7 +276,7 @@ def _together(count: int, act: Callable[[], None]) -> None:
 
 
 def test_publishing_is_not_cancelled(database: Database) -> None:
-    """Nor is it once an attempt has begun; before that it is, and nothing is published."""
+    """Refuses to cancel once an attempt to publish has begun; before that nothing is published."""
     job_id = planned(database, 0)
     published = taken(database)
     assert published.phase == "publish"
@@ -339,7 +339,7 @@ def test_a_discard_that_fails_does_not_keep_the_job(database: Database) -> None:
 
 
 def test_claims_of_an_earlier_plan_are_refused(database: Database) -> None:
-    """Also where the database gives the numbers of removed rows out again."""
+    """Refuses them, also if the database gives the numbers of removed rows out again."""
     job_id = planned(database, 2)
     old = [taken(database), taken(database)]
     step(database, ledger.request_cancel, job_id, NOW, "test")
@@ -401,7 +401,7 @@ FULL = FailureFacts(type="StorageFullError", detail="the storage of root x is fu
     "phase", ["task", *(pytest.param(phase, marks=pytest.mark.exhaustive) for phase in ("plan", "publish"))]
 )
 def test_a_job_waits_for_hours(phase: str, database: Database) -> None:
-    """With growing pauses up to minutes; then it goes on where it was, with all attempts that it has."""
+    """Waits with growing pauses up to minutes, then continues where it was, with all of its attempts."""
     job_id = add(database) if phase == "plan" else planned(database, 1 if phase == "task" else 0)
     now = NOW
     pauses: list[float] = []
@@ -439,8 +439,7 @@ def test_a_job_does_not_wait_for_ever(database: Database) -> None:
 
 
 def test_all_tasks_of_a_job_wait_together(database: Database) -> None:
-    """What is away for one is away for all: none is begun before the pause is over, and one that was at work
-    already and meets it too does not make it longer. Other jobs go on."""
+    """Begins no task before the pause is over, which tasks at work do not prolong; other jobs continue."""
     job_id = planned(database, 4)
     first, second = taken(database), taken(database)
     for made in (first, second):

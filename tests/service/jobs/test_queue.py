@@ -237,7 +237,7 @@ def test_the_warm_process_has_no_threads_and_no_secrets(database: Database, tmp_
 
 @pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
 def test_a_work_folder_that_was_removed_is_made_again(database: Database, tmp_path: Path) -> None:
-    """Gives each task a folder, whatever somebody clears away meanwhile; none is left at the end."""
+    """Gives each task a folder, though folders are removed meanwhile; none is left at the end."""
     with working(job_settings(database, tmp_path), own_executor=True):
         for _ in range(2):
             assert wait_for_end(database, put(database, tmp_path, "keep")).state == "succeeded"

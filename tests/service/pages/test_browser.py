@@ -320,7 +320,7 @@ def _tabbed(page: Page) -> list[Any]:
 
 @pytest.mark.exhaustive
 def test_two_who_do_what_excludes_the_other(site: Site) -> None:
-    """The later of two is told what the other did; nothing is moved or deleted that the page did not show."""
+    """Shows the later of two what the other did, and moves or deletes nothing that a page did not show."""
     with site.window() as ada, site.window() as bob:
         ada.open("/checkpoints/1")
         ada.page.get_by_label("Alias", exact=True).fill("both")

@@ -158,7 +158,7 @@ def test_how_two_are_chosen(site: Site) -> None:
 
 
 def test_what_was_deleted_is_told_as_such(site: Site) -> None:
-    """Which of the two it is, where it is restored, and what can be compared in its place."""
+    """Says which of two was deleted, the way to restore it, and a pair that can be compared instead."""
     one, two, three = site.id(1), site.id(2), site.id(3)
     site.app.base.delete(f"/api/v1/checkpoints/{two}").raise_for_status()
     answer = site.browser.get(f"/diff?a={two}&b={three}")
@@ -171,7 +171,7 @@ def test_what_was_deleted_is_told_as_such(site: Site) -> None:
 
 
 def test_a_difference_of_what_was_replaced_is_not_shown(site: Site, tmp_path: Path) -> None:
-    """What a job found of other content is not what differs now."""
+    """Shows no difference that a job found of other content."""
     a, b = site.id(1), site.id(2)
     site.runs.do("diff", a=a, b=b)
     assert "Compare the values" not in site.browser.page(f"/diff?a={a}&b={b}").text

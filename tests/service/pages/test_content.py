@@ -112,7 +112,7 @@ def test_names_of_any_kind_are_text(app: App, name: str) -> None:
 
 
 def test_filters_counts_and_pages(app: App) -> None:
-    """What is chosen is in the address; counts say what another choice brings; pages follow each other."""
+    """Keeps each choice in the address; counts say the effect of others; pages follow each other."""
     add_checkpoint(app.service.database, "run/step-0")
     add_steps(app, "run/step", range(1, 121), mixed=True)
     browser = Browser(app.client())
@@ -228,7 +228,7 @@ def test_labels_by_forms(app: App) -> None:
 
 
 def test_what_is_done_to_an_alias_is_undone(app: App) -> None:
-    """Moved back or given again by the page that says it; not once somebody else has changed it since."""
+    """Moves it back by the page that says it was moved, unless it was changed by others since."""
     one, two, three = (add_checkpoint(app.service.database, f"run/step-{n}") for n in (1, 2, 3))
     stranger = add_checkpoint(app.service.database, "another/step-1")
     browser = Browser(app.client())
@@ -339,7 +339,7 @@ def test_deleting_and_undoing(app: App) -> None:
 
 
 def test_what_is_damaged_is_not_said_to_load(app: App) -> None:
-    """Nor what is not there: the health of a checkpoint promises nothing that it cannot keep."""
+    """Promises nothing of a checkpoint that is damaged or vanished."""
     number = add_checkpoint(app.service.database, "run/step-1")
     browser = Browser(app.client())
     assert "any number of ranks" in browser.page(f"/checkpoints/{number}").text

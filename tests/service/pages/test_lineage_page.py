@@ -55,7 +55,7 @@ def test_a_family_is_shown(keyed: App) -> None:
 
 
 def test_nothing_is_known(keyed: App) -> None:
-    """Which is said, with what would be noted."""
+    """Says so, and names the facts that would be noted."""
     number = add_checkpoint(keyed.service.database, "run/step-1")
     browser = Browser(keyed.client())
     browser.sign_in(keyed.key("read"))

@@ -244,6 +244,6 @@ def test_colours_are_powers_of_ten(relative: float, colour: str) -> None:
     ],
 )
 def test_sentences_of_saves(ranks: list[Any], said: str) -> None:
-    """Whether there was a straggler, and none where ranks differ by what nobody notices."""
+    """Names a straggler, and none if ranks differ by times that nobody notices."""
     found = " ".join(waiting_of(save_phases({"rank_seconds": ranks})))
     assert said in found and bool(found) == bool(said)

@@ -105,7 +105,7 @@ def test_a_large_index_is_not_waited_for(app: App, tmp_path: Path) -> None:
 
 
 def test_what_a_save_was_waiting_for(app: App, tmp_path: Path) -> None:
-    """In words, by phase and by rank: what training waited for is told apart, stragglers are marked."""
+    """Tells the wait of training apart from work behind it, by phase and rank, and marks stragglers."""
     ranks = [
         {"blocked": 0.5, "staging": 0.4, "local_plan": 0.01, "plan": 0.2, "write": 2.0 + 3 * (rank == 70)}
         for rank in range(128)
@@ -154,7 +154,7 @@ def _saved(rank: int, world_size: int, path: str) -> None:
 
 @pytest.mark.exhaustive
 def test_a_save_by_real_ranks(app: App, tmp_path: Path) -> None:
-    """What four ranks note of their save, and what each wrote."""
+    """Shows notes of four ranks on their save, and the bytes of each."""
     path = tmp_path / "main" / "real" / "step-1"
     run_ranks(4, _saved, str(path))
     browser = Browser(app.client())

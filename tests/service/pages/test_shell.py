@@ -213,7 +213,7 @@ def test_signing_in_leads_nowhere_else(keyed: App, next: str) -> None:
 
 
 def test_every_form_needs_its_token(keyed: App) -> None:
-    """What changes something is refused without it, and with that of another browser."""
+    """Refuses any change without it, and with that of another browser."""
     browser, other = Browser(keyed.client()), Browser(keyed.client())
     browser.sign_in(keyed.key("admin"))
     token = other.page("/sign-in").form("/sign-in").fields["token"]
@@ -240,7 +240,7 @@ def test_forms_of_other_sites(app: App) -> None:
 
 @pytest.mark.parametrize("body", [b"\xff", b"a=%ff", b"&".join(b"a=1" for _ in range(300))])
 def test_forms_that_are_none(app: App, body: bytes) -> None:
-    """Are refused, and no error of the service; so is what is no form."""
+    """Refuses them without an error of the service."""
     client = app.client()
     form = {"content-type": "application/x-www-form-urlencoded", **HTML}
     assert client.post("/theme", content=body, headers=form).status_code == 400
@@ -303,7 +303,7 @@ def test_each_colour_is_said_once() -> None:
 
 
 def test_empty_fields_are_no_part_of_an_address(app: App) -> None:
-    """What a form without script sends becomes the address that somebody would write."""
+    """Makes the address that people would write of a form without script."""
     answer = app.client().get("/jobs?state=&kind=scan&scans=", headers=HTML)
     assert str(answer.url) == "http://localhost/jobs?kind=scan"
 
@@ -325,7 +325,7 @@ def test_errors_are_pages(app: App, tmp_path: Path) -> None:
 
 
 def test_hostile_text_is_text(app: App) -> None:
-    """What somebody typed comes back escaped, wherever it stands."""
+    """Escapes typed text wherever it stands."""
     browser = Browser(app.client())
     for text in ('"><script>alert(1)</script>', "'onfocus='alert(1)", "\u202e\U0001f4a5", "{{ 7 * 7 }}"):
         page = PageText(browser.get("/search", params={"q": text}).text)

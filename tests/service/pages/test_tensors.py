@@ -106,7 +106,7 @@ def tensor(number: int, fqn: str, path: str = "", **query: str) -> str:
 
 
 def test_the_page_of_a_tensor(site: Any) -> None:
-    """What it is, its values as they are read now, where its bytes are, how to read it; links that work."""
+    """Shows its values as read now, the place of its bytes and the way to read it; links work."""
     _, browser, folder = site
     page = browser.page(tensor(1, "model.layers.0.weight"))
     expected = weights(1)["layers.0.weight"].double()
@@ -196,7 +196,7 @@ def test_a_slice_as_cells(site: Any) -> None:
     ],
 )
 def test_tensors_of_every_kind(site: Any, name: str, says: str) -> None:
-    """What has no elements, no dimensions or no order has pages that say so."""
+    """Has pages for tensors without elements, dimensions or order, which say so."""
     _, browser, _ = site
     page = browser.page(tensor(1, f"odd.{name}"))
     assert says in browser.page(tensor(1, f"odd.{name}", "/slice")).text + page.text
@@ -320,7 +320,7 @@ def test_layers_dead_and_exploding(site: Any) -> None:
 
 
 def test_a_job_that_failed_says_why(site: Any) -> None:
-    """And is offered again, where its result would be."""
+    """Offers it again in the place of its result."""
     app, browser, folder = site
     file = next((folder / "main/sharded").glob("__1_0*"))
     whole = file.read_bytes()

@@ -284,7 +284,7 @@ def _made(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.exhaustive
 def test_models_are_made_without_weights_and_without_anybodys_code(tmp_path: Path) -> None:
-    """Of a known type as transformers makes it; what asks for code or for too much is told."""
+    """Makes known types as transformers does, and refuses those that ask for code or for too much."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     expected = LlamaForCausalLM(

@@ -136,7 +136,7 @@ def test_failed_deliveries_are_repeated_with_growing_pauses_then_given_up(
 
 
 def test_a_success_ends_the_repetitions(bench: Bench, receiver: Receiver) -> None:
-    """And takes back since when the webhook fails."""
+    """Forgets since when the webhook fails, and sends nothing more."""
     hook = bench.hook(receiver.url)
     bench.emit()
     receiver.answers = [503]
@@ -198,7 +198,7 @@ def test_gone_disables_at_once_and_long_failure_in_the_end(bench: Bench, receive
 
 
 def test_a_sender_that_is_killed_is_followed_by_another(bench: Bench, receiver: Receiver) -> None:
-    """What was claimed is not sent by others before its lease ends; the dead one's outcome counts no more."""
+    """Sends nothing claimed before the lease ends, and records no outcome of the dead sender later."""
     hook = bench.hook(receiver.url)
     bench.emit()
     record = bench.claim(hook, 80.0)
@@ -348,7 +348,7 @@ def test_old_deliveries_are_forgotten_and_waiting_ones_are_not(bench: Bench, rec
 
 
 def test_a_webhook_is_removed_with_its_deliveries(bench: Bench, receiver: Receiver) -> None:
-    """Also while some wait; the next round knows nothing of it."""
+    """Removes deliveries that wait, too, and sends nothing of them later."""
     hook = bench.hook(receiver.url)
     bench.emit()
     receiver.answers = [500]
