@@ -99,7 +99,7 @@ class Bench:
 
     def round(self, now: float = NOW, resolve: Callable[[str, int], list[str]] | None = None) -> int:
         """One round of deliveries; how many were tried."""
-        found = {} if resolve is None else {"resolve": resolve}
+        found: dict[str, Any] = {} if resolve is None else {"resolve": resolve}
         return Deliverer(self.settings, self.database, **found).round(now)
 
     def allow(self, *addresses: str, seconds: float = 20.0) -> None:

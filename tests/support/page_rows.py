@@ -144,7 +144,7 @@ def registered(app: App, key: str) -> int:
 def posted_paths(app: App) -> set[str]:
     """Of all pages that change something."""
     routes = [route for route in walk_routes(app.app) if "POST" in (getattr(route, "methods", None) or ())]
-    return {str(route.path) for route in routes if not str(route.path).startswith("/api")}  # type: ignore[attr-defined]
+    return {str(route.path) for route in routes if not str(route.path).startswith("/api")}
 
 
 def set_provenance(folder: Path, provenance: dict[str, Any]) -> None:

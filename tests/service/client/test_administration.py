@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +10,6 @@ import httpx
 import pytest
 
 from dcp.server.client import (
-    AsyncClient,
     Client,
     ConflictError,
     ForbiddenError,
@@ -176,13 +174,3 @@ def test_a_preview_leaves_nothing() -> None:
     with Client("http://localhost", transport=httpx.MockTransport(answer)) as client:
         assert client.preview_retention("main", {"last": 1}).all() == []
     assert [(request.method, "Idempotency-Key" in request.headers) for request in seen] == [("POST", False)]
-
-
-def test_both_clients_have_the_same_methods() -> None:
-    """With the same parameters."""
-
-    def methods(kind: type[object]) -> dict[str, list[str]]:
-        found = inspect.getmembers(kind, inspect.isfunction)
-        return {name: list(inspect.signature(each).parameters) for name, each in found if name[0] != "_"}
-
-    assert methods(Client) == methods(AsyncClient)

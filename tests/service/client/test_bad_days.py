@@ -270,6 +270,20 @@ def test_a_refused_download_leaves_nothing(connect: Connect, tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_ranges_that_are_shorter_than_they_say(connect: Connect, tmp_path: Path) -> None:
+    """Asks for the rest until all bytes are there, though each answer ends in good order."""
+
+    def answer(asked: Asked) -> Answer:
+        found = ranged(asked, BYTES, '"v1"')
+        if found.status == 206:
+            return Answer(206, found.body[:60_000], found.headers)
+        return Answer(found.status, found.body, found.headers, cut=5000)
+
+    with scripted_service(answer) as service:
+        connect(service).download(1, tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == BYTES
+
+
 def test_a_cache_that_has_other_content(connect: Connect, tmp_path: Path) -> None:
     """Begins anew where a range comes of another content than the part that is there."""
     with scripted_service(lambda asked: ranged(asked, BYTES, '"v1"', cut=5000)) as service:
@@ -314,6 +328,7 @@ def test_a_power_cut_leaves_the_old_file_or_the_new_one(before: bytes | None, tm
 
 def test_pages_may_be_empty_and_the_list_goes_on(connect: Connect) -> None:
     """Finds what comes last where the service gave up searching before a page was full."""
+    pages: dict[str | None, tuple[list[Any], str | None]]
     pages = {None: ([], "a"), "a": ([], "b"), "b": ([job("queued")], "c"), "c": ([], None)}
 
     def answer(asked: Asked) -> Answer:

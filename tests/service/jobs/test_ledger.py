@@ -28,7 +28,6 @@ from dcp.server.jobs.kind import (
 from dcp.server.jobs.ledger import (
     Backoff,
     Claim,
-    ClaimLimits,
     FailureFacts,
     Held,
     JobRow,
@@ -188,22 +187,6 @@ def test_who_has_less_at_work_is_not_held_up_by_whose_turn_it_is(database: Datab
         assert (made.job.id, made.phase) == (number, "publish")
         step(database, ledger.complete_publish, made.held, {}, NOW)
     assert taken(database).job.id == large
-
-
-def test_limits_of_kinds(database: Database) -> None:
-    """A kind has as many at a time as it may; others pass by; kinds that are not known wait."""
-    first, second = add(database), add(database)
-    other, unknown = add(database, kind="scan"), add(database, kind="new")
-    limits = ClaimLimits(by_kind={"verify": 1}, only=frozenset({"verify", "scan"}))
-    made = take(database, limits=limits)
-    assert made is not None and made.job.id == first
-    assert (following := take(database, limits=limits)) is not None and following.job.id == other
-    assert take(database, limits=limits) is None
-    step(database, ledger.complete_plan, made.held, {}, [TaskSpec(payload={})], NOW)
-    task = take(database, limits=limits)
-    assert task is not None and (task.job.id, task.phase) == (first, "task")
-    assert take(database, limits=limits) is None
-    assert {job_of(database, one).state for one in (second, unknown)} == {"queued"}
 
 
 def test_a_key_is_free_again_at_the_end(database: Database) -> None:

@@ -202,7 +202,7 @@ def catalog(url: str, tmp_path: Path, place: str, options: dict[str, Any] | None
         name: {"url": f"{place}/{name}", "storage_options": options or {}} for name in ("main", "export")
     }
     step = f"{place}/main/run/step-1"
-    dcp.save(_STATE, checkpoint_id=step, no_dist=True, **({"storage_options": options} if options else {}))
+    dcp.save(_STATE, checkpoint_id=step, no_dist=True, storage_options=options)
     if options is None:
         (tmp_path / "export").mkdir()
     with running_jobs(url, tmp_path, roots, **_QUICK, work_folder=str(tmp_path / "work")) as site:

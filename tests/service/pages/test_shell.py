@@ -248,34 +248,6 @@ def test_forms_that_are_none(app: App, body: bytes) -> None:
     assert client.post(f"{API}/jobs", content=b"a=1", headers=form).status_code == 415
 
 
-def test_what_a_key_may_not_is_not_offered_and_not_done(keyed: App) -> None:
-    """A key that reads sees no button that changes something, and the form of another one does not help."""
-    reader, writer = Browser(keyed.client()), Browser(keyed.client())
-    reader.sign_in(keyed.key("read"))
-    writer.sign_in(keyed.key("read", "write"))
-    assert not [form for form in reader.page("/roots").forms if form.action.endswith("/scan")]
-    form = writer.page("/roots").form("/roots/main/scan")
-    own = reader.page("/roots").form("/theme").fields["token"]
-    answer = reader.submit(form, token=own)
-    assert answer.status_code == 403
-    assert "scope" in PageText(answer.text).text
-    assert writer.submit(form).url.path == "/jobs/1"
-
-
-def test_a_key_for_some_roots_sees_no_others(keyed: App) -> None:
-    """Neither roots nor jobs of others; they look like what is not there."""
-    everybody, some = Browser(keyed.client()), Browser(keyed.client())
-    everybody.sign_in(keyed.key("read", "write"))
-    some.sign_in(keyed.key("read", "write", roots=["main"]))
-    other = everybody.page("/roots").form("/roots/other/scan")
-    assert everybody.submit(other).url.path == "/jobs/1"
-    assert "other" not in some.page("/roots").text
-    assert some.get("/jobs/1").status_code == 404
-    assert "scan 1" not in some.page("/jobs?scans=true").text
-    own = some.page("/roots").form("/roots/main/scan").fields["token"]
-    assert some.submit(other, token=own).status_code == 404
-
-
 def test_the_colours_stay(app: App) -> None:
     """In a cookie, also without a script; what is no theme changes nothing."""
     browser = Browser(app.client())

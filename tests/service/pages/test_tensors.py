@@ -276,10 +276,10 @@ def test_what_is_large_is_read_only_when_it_is_asked_for(site: Any) -> None:
 def test_numbers_stand_for_names_only_where_that_is_known(site: Any, case: str) -> None:
     """Shows states beside a weight by names in the groups, or by order where one part of it fits."""
     app, browser, folder = site
-    model = torch.nn.BatchNorm1d(4) if case == "buffers" else torch.nn.Linear(3, 5)
+    model: Any = torch.nn.BatchNorm1d(4) if case == "buffers" else torch.nn.Linear(3, 5)
     parameters: Any = list(model.named_parameters() if case == "named" else model.parameters())
     optimizer = torch.optim.Adam(parameters, lr=0.1)
-    sum((one**2).sum() for one in model.parameters()).backward()  # type: ignore[union-attr]
+    sum((one**2).sum() for one in model.parameters()).backward()
     optimizer.step()
     extra = {"ema": torch.nn.Linear(3, 5).state_dict()} if case == "twice" else {}
     saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **extra}
