@@ -1,3 +1,5 @@
+"""Which steps and parts a plan keeps. Internal: pure functions of the steps, the rules and the time."""
+
 from __future__ import annotations
 
 import json
@@ -8,14 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from dcp.errors import OptionError
 from dcp.manager.cleanup.retention import Best, Keep, Retention, part_named, plan
 from dcp.planners.load.selection import Selection
 from dcp.steps.parts import OPTIMIZER
 from dcp.steps.states import StepState
-from dcp.storage.errors import OptionError
 
 NOW = 1_000_000.0
 
@@ -220,12 +222,6 @@ def test_a_mistake_is_told_by_the_name_of_its_field(data: Any, field: str) -> No
         Retention.from_dict(data)
 
 
-def test_best_must_be_best() -> None:
-    """Given in Python as something else, the field is named as well."""
-    with pytest.raises(ValueError, match=r"^best: must be a Best"):
-        Retention(best=["loss"])  # type: ignore[list-item]
-
-
 # -- properties ----------------------------------------------------------------------------------------------
 
 METRICS = st.dictionaries(
@@ -260,7 +256,6 @@ def rules(**fixed: Any) -> st.SearchStrategy[Retention]:
 
 
 @given(states=STATES, retention=rules())
-@settings(deadline=None)
 def test_the_newest_good_and_the_pinned_are_never_deleted(
     states: list[StepState], retention: Retention
 ) -> None:
@@ -272,7 +267,6 @@ def test_the_newest_good_and_the_pinned_are_never_deleted(
 
 
 @given(states=STATES, count=st.integers(1, 8))
-@settings(deadline=None)
 def test_last_n_keeps_exactly_n_good_ones(states: list[StepState], count: int) -> None:
     """Of the good ones that are not pinned or newer, exactly the newest n; all if there are fewer."""
     states = [replace(state, pinned=False) for state in states]
@@ -282,7 +276,6 @@ def test_last_n_keeps_exactly_n_good_ones(states: list[StepState], count: int) -
 
 
 @given(states=STATES, retention=rules())
-@settings(deadline=None)
 def test_planning_again_deletes_no_more(states: list[StepState], retention: Retention) -> None:
     """The survivors of a plan survive the same plan at the same time, for the same reasons."""
     first = plan(retention, states, NOW)
@@ -300,7 +293,6 @@ WIDER: dict[str, Callable[[Any], Any]] = {
 
 
 @given(states=STATES, retention=rules(), name=st.sampled_from(sorted(WIDER)))
-@settings(deadline=None)
 def test_wider_rules_keep_no_less(states: list[StepState], retention: Retention, name: str) -> None:
     """A larger number, or one rule more, never deletes a step that was kept."""
     wider = replace(retention, **{name: WIDER[name](getattr(retention, name))})
@@ -308,7 +300,6 @@ def test_wider_rules_keep_no_less(states: list[StepState], retention: Retention,
 
 
 @given(states=STATES, retention=rules(), seconds=st.floats(0, 300))
-@settings(deadline=None)
 def test_time_only_deletes(states: list[StepState], retention: Retention, seconds: float) -> None:
     """What is deleted now would be deleted later."""
     now, later = plan(retention, states, NOW), plan(retention, states, NOW + seconds)
@@ -316,7 +307,6 @@ def test_time_only_deletes(states: list[StepState], retention: Retention, second
 
 
 @given(states=STATES, retention=rules())
-@settings(deadline=None)
 def test_a_new_step_brings_none_back(states: list[StepState], retention: Retention) -> None:
     """What is deleted stays to be deleted when a newer good step is committed."""
     newer = StepState(100, NOW, {"loss": 0.25, "acc": 0.5})

@@ -1,0 +1,417 @@
+"""Checkpoints that go: all of one or nothing at any failure, no file of another, and no save in the way."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dcp
+from dcp.errors import StorageError
+from tests.support.manager_runs import (
+    Fault,
+    Gate,
+    Recorder,
+    WatchedRoot,
+    command,
+    loaded_step,
+    manager_of,
+    state_at,
+    truncate,
+    until,
+)
+from tests.support.versions import (
+    ABSENT,
+    names_in,
+    save_version,
+    seen_by_dcp,
+    seen_by_stock,
+    stock_save_version,
+    version_state,
+)
+
+NOTES = "notes.msgpack"
+BROKEN = OSError(errno.EIO, "injected")
+DAY = 86_400.0
+
+
+def save_alone(folder: Path, version: int) -> None:
+    """What one rank saves without the others."""
+    dcp.save(version_state(version), checkpoint_id=folder, no_dist=True, use_collectives=False)
+
+
+def stock_over_dcp(folder: Path, version: int) -> None:
+    """A save of dcp, and then stock torch's in the same folder."""
+    save_version(folder, 77)
+    stock_save_version(folder, version)
+
+
+def half_published(folder: Path, version: int) -> None:
+    """A save over another that ended between the manifest and `.metadata`, which is still the old one."""
+    root = WatchedRoot(folder.parent)
+    save_version(folder, 77)
+    root.store(int(folder.name[-8:])).add(Fault("publish", name=".metadata", error=BROKEN))
+    with pytest.raises(StorageError, match="committed"):
+        dcp.save(version_state(version), checkpoint_id=f"{root.url}/{folder.name}", no_dist=True)
+
+
+KINDS: dict[str, Callable[[Path, int], None]] = {
+    "dcp": save_version,
+    "without .metadata": partial(save_version, torch_compatible=False),
+    "file per tensor": partial(save_version, single_file_per_rank=False),
+    "stock": stock_save_version,
+    "stock over dcp": stock_over_dcp,
+    "half published": half_published,
+    "one rank's": save_alone,
+}
+
+
+def delete(root: WatchedRoot, *steps: int) -> Recorder:
+    """Delete steps by a manager that then ends; what it said."""
+    seen = Recorder()
+    with manager_of(root.url, on_event=seen, handle_sigterm=False) as manager:
+        for step in steps:
+            manager.delete(step)
+    return seen
+
+
+def save_more(root: WatchedRoot, step: int, **options: Any) -> Recorder:
+    """Save a step by a manager that begins anew, and ends; what it said."""
+    seen = Recorder()
+    with manager_of(root.url, on_event=seen, handle_sigterm=False, **options) as manager:
+        manager.save(step, state_at(step))
+    return seen
+
+
+# -- what goes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_goes_with_its_folder_and_no_other(tmp_path: Path, kind: str) -> None:
+    """Of whatever kind it is; the event says how much was freed."""
+    root = WatchedRoot(tmp_path)
+    for step in (1, 2):
+        KINDS[kind](root.path(step), step)
+    size_bytes = sum(path.stat().st_size for path in root.path(1).glob("*.distcp"))
+    event = delete(root, 1).one("deleted")
+    assert (event.step, event.size_bytes, event.data["what"]) == (1, size_bytes, "checkpoint")
+    assert not root.path(1).exists()
+    assert seen_by_dcp(root.path(2)) == 2
+
+
+def test_data_goes_after_what_refers_to_it(tmp_path: Path) -> None:
+    """A note first, `.metadata`, the manifest, and only then data, notes and folder; where stock torch's
+    `.metadata` is the newer commit the manifest goes before it, and parts of ranks before both."""
+    root = WatchedRoot(tmp_path)
+    save_version(root.path(1), 1, single_file_per_rank=False)
+    stock_over_dcp(root.path(2), 5)
+    for name in ("__3.metadata", "__12.manifest.msgpack"):
+        (root.path(2) / name).write_bytes(b"of an older save")
+    delete(root, 1, 2)
+    done = [(op.op, op.name) for op in root.store(1).log if op.op in ("publish", "delete", "remove_root")]
+    names = [name for _, name in done]
+    assert done[0] == ("publish", NOTES) and done[-2:] == [("delete", NOTES), ("remove_root", "")]
+    assert names[1:3] == [".metadata", "manifest.msgpack"]
+    assert len(names) > 8 and all(name.endswith(".distcp") for name in names[3:-2])
+    deleted = [op.name for op in root.store(2).log if op.op == "delete"]
+    assert deleted[:4] == ["__12.manifest.msgpack", "__3.metadata", "manifest.msgpack", ".metadata"]
+
+
+def test_only_what_can_be_of_it_is_deleted(tmp_path: Path) -> None:
+    """A user's files keep their folder; what killed saves left goes; what began since stays."""
+    root = WatchedRoot(tmp_path)
+    save_version(folder := root.path(1), 1)
+    strays = ["__0_0.0a1b2c3d.distcp", "__1_0.distcp", ".tmp-" + "a" * 32, ".metadata.tmp"]
+    users = ["README.md", "model.safetensors", "__init__.py", "__0_0.backup.distcp", ".tmp-mine"]
+    for name in [*strays, *users]:
+        (folder / name).write_bytes(b"x")
+        os.utime(folder / name, (1, 1))
+    (folder / "plots").mkdir()
+    new = "__0_0.ffffffff.distcp"
+    (folder / new).write_bytes(b"x")
+    os.utime(folder / new, (time.time() + 60,) * 2)
+    assert delete(root, 1).steps("deleted") == [1]
+    assert {path.name for path in folder.iterdir()} == {*users, new, "plots"}
+    assert dcp.CheckpointManager(root.url).all_steps() == []
+
+
+@pytest.mark.parametrize("damaged", ["manifest.msgpack", ".metadata", None])
+def test_neither_damage_nor_times_keep_a_checkpoint(tmp_path: Path, damaged: str | None) -> None:
+    """An index that cannot be read, data that a copy has made newer than its commit, files of one second."""
+    root = WatchedRoot(tmp_path)
+    for step, save in ((1, save_version), (2, stock_save_version)):
+        save(root.path(step), step)
+        if damaged and step == 1:
+            truncate(root.path(step) / damaged)
+        for number, path in enumerate(sorted(root.path(step).iterdir())):
+            seconds = 1000 if damaged else 1000 - 100 * ("m" in path.name) - number
+            os.utime(path, (seconds, seconds))
+    delete(root, 1, 2)
+    assert [root.path(step).exists() for step in (1, 2)] == [False, False]
+
+
+def test_a_pin_keeps_a_checkpoint_from_everybody(tmp_path: Path) -> None:
+    """From the manager, from rm, and from a deletion that was begun before it; unpinned it goes."""
+    root = WatchedRoot(tmp_path)
+    gate = Gate()
+    with manager_of(root.url) as manager, manager_of(root.url) as other:
+        for step in (1, 2):
+            manager.save(step, state_at(step))
+        assert manager.wait(240)
+        root.store(2).add(Fault("delete", name="*.distcp", hook=gate))
+        manager.delete(2)
+        gate.wait_until_reached()
+        manager.delete(1)  # waits behind the other
+        other.pin(1)
+        gate.open()
+        assert manager.wait(240)
+        assert manager.all_steps() == manager.pinned() == [1]
+        with pytest.raises(dcp.CheckpointError, match="step 1 is pinned"):
+            manager.delete(1)
+        refused = command("rm", root.path(1), "--yes")
+        assert refused.status != 0 and "pinned" in refused.err + refused.out
+        manager.unpin(1)
+        assert command("rm", root.path(1), "--yes").status == 0
+        assert manager.all_steps() == []
+
+
+def test_checkpoints_in_memory_go_too() -> None:
+    """Any kind of root that can be listed."""
+    with manager_of("memory://deletion", mode="sync", keep=dcp.Retention(last=1)) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_at(step))
+        assert manager.wait(240)
+        manager.delete(3)
+        assert manager.all_steps() == []
+    assert dcp.CheckpointManager("memory://deletion").all_steps() == []
+
+
+def test_who_lists_and_deletes_needs_no_torch(tmp_path: Path) -> None:
+    """Nor waits for its import."""
+    save_version(tmp_path / "step-00000001", 1)
+    script = "import sys; sys.modules['torch'] = None; from dcp.cli import main; main()"
+    for words in (["ls", tmp_path], ["rm", tmp_path / "step-00000001", "--yes"]):
+        done = subprocess.run(
+            [sys.executable, "-c", script, *words], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "step-00000001").exists()
+
+
+# -- storage that fails --------------------------------------------------------------------------------------
+
+
+def delete_until_lost(root: WatchedRoot, number: int) -> None:
+    """Delete a step, from whose so many-th operation on its storage is away; then it is back."""
+    root.store(1).add(Fault(at=number, onwards=True, error=BROKEN))
+    manager = manager_of(root.url, handle_sigterm=False)
+    with contextlib.suppress(StorageError, OSError):  # of an operation before it is queued
+        manager.delete(1)
+    manager.close()
+    root.store(1).clear()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("dcp", "stock over dcp", "half published"),
+        *(
+            pytest.param(kind, marks=pytest.mark.exhaustive)
+            for kind in ("stock", "without .metadata", "one rank's", "file per tensor")
+        ),
+    ],
+)
+def test_storage_lost_at_any_operation_leaves_all_or_nothing(tmp_path: Path, kind: str) -> None:
+    """Whichever operation fails first: dcp and stock torch see it whole or not at all, and the next manager
+    finishes what was begun."""
+    KINDS[kind](tmp_path / "template" / "step-00000001", 5)
+    stock_sees = seen_by_stock(tmp_path / "template" / "step-00000001")
+    seen: list[int | str] = []
+    for number in itertools.count(1):
+        root = WatchedRoot(tmp_path / str(number))
+        shutil.copytree(tmp_path / "template" / "step-00000001", root.path(1))
+        delete_until_lost(root, number)
+        seen.append(seen_by_dcp(root.path(1)))
+        assert seen_by_stock(root.path(1)) in (stock_sees, ABSENT), number
+        if not root.path(1).exists():
+            break
+        has_begun = dcp.CheckpointManager(root.url).all_steps() == []
+        assert has_begun or seen[-1] == 5, number
+        save_more(root, 9, verify_saved="off")
+        left = names_in(root.path(1))
+        assert (left == []) == has_begun, (number, left)
+    cut = seen.index(ABSENT)
+    assert seen == [5] * cut + [ABSENT] * (len(seen) - cut)
+    assert 5 < cut < len(seen) - 3, seen
+
+
+def test_a_deletion_that_fails_is_tried_again(tmp_path: Path) -> None:
+    """Each attempt begins where the one before failed; after the last one an event says why, the step does
+    not count, and the next manager deletes it."""
+    root = WatchedRoot(tmp_path)
+    for step in (1, 2):
+        save_version(root.path(step), step)
+    root.store(1).add(Fault("delete", error=BROKEN), Fault("delete", name="*.distcp", error=BROKEN))
+    root.store(2).add(Fault("delete", onwards=True, error=OSError(errno.EACCES, "injected")))
+    seen = Recorder()
+    with manager_of(root.url, on_event=seen) as manager:
+        manager.delete(1)
+        until(lambda: not root.path(1).exists(), "the third attempt")
+        manager.delete(2)
+    assert seen.kinds() == [("deleted", 1), ("delete_failed", 2)]
+    assert "injected" in str(seen.one("delete_failed").error)
+    assert seen_by_dcp(root.path(2)) == 2 and dcp.CheckpointManager(root.url).all_steps() == []
+    root.store(2).clear()
+    assert save_more(root, 3).steps("deleted") == [2]
+    assert not root.path(2).exists()
+
+
+def test_a_callback_that_fails_ends_no_deletion(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is logged, and the next checkpoint is deleted as well."""
+
+    def fail(event: Any) -> None:
+        raise ZeroDivisionError
+
+    for step in (1, 2):
+        save_version(tmp_path / f"step-{step:08d}", step)
+    with manager_of(tmp_path, on_event=fail) as manager:
+        manager.delete(1)
+        manager.delete(2)
+    assert list(tmp_path.iterdir()) == []
+    assert sum("a listener failed on the event 'deleted'" in text for text in caplog.messages) == 2
+
+
+@pytest.mark.exhaustive
+def test_a_storage_that_hangs_in_a_deletion_does_not_keep_the_run(tmp_path: Path) -> None:
+    """Closing is bounded; what was not begun is whole, and left to the next manager, without an event."""
+    root, gate, seen = WatchedRoot(tmp_path), Gate(), Recorder()
+    for step in (1, 2):
+        save_version(root.path(step), step)
+    root.store(1).add(Fault("delete", hook=gate))
+    manager = manager_of(root.url, on_event=seen)
+    manager.delete(1)
+    gate.wait_until_reached()
+    manager.delete(2)
+    manager.close(0.1)
+    assert seen.events == [] and seen_by_dcp(root.path(2)) == 2
+    gate.open()
+    until(lambda: not root.path(1).exists(), "the end of the deletion")
+    assert seen_by_dcp(root.path(2)) == 2
+
+
+# -- beside saves --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before_the_cut", [True, False])
+def test_a_save_that_commits_meanwhile_wins(tmp_path: Path, before_the_cut: bool) -> None:
+    """Its checkpoint stays with its notes and all of its files, whether it commits before the old one's
+    commit is removed or before the old one's data is."""
+    root = WatchedRoot(tmp_path)
+    save_version(root.path(1), 1)
+    seen = Recorder()
+    with manager_of(root.url, on_event=seen) as manager, manager_of(root.url) as other:
+
+        def overtake(_: object) -> None:
+            save_version(root.path(1), 2)
+            other.pin(1)
+
+        fault = {"op": "lock"} if before_the_cut else {"op": "delete", "name": "*.distcp"}
+        root.store(1).add(Fault(**fault, hook=overtake))
+        manager.delete(1)
+        assert manager.wait(240)
+        assert manager.all_steps() == manager.pinned() == [1]
+    assert command("verify", root.path(1)).status == 0
+    assert seen_by_dcp(root.path(1)) == seen_by_stock(root.path(1)) == 2
+    assert seen.steps("deleted") == ([] if before_the_cut else [1])
+
+
+def test_a_save_takes_its_step_from_the_queue(tmp_path: Path) -> None:
+    """A step that is to be deleted and is saved again stays whole until then; one whose deletion runs is
+    waited for."""
+    root, gate = WatchedRoot(tmp_path), Gate()
+    for step in (1, 2):
+        save_version(root.path(step), step)
+    root.store(1).add(Fault("delete", name="*.distcp", hook=gate))
+    with manager_of(root.url, mode="sync") as manager:
+        manager.delete(1)
+        gate.wait_until_reached()
+        manager.delete(2)
+        assert manager.all_steps() == []
+        gate.open()
+        for step in (2, 1):
+            assert dcp.CheckpointManager(root.url).all_steps() in ([2], [1, 2])
+            manager.save(step, state_at(step + 10), force=True)
+        assert manager.wait(240) and manager.all_steps() == [1, 2]
+    assert [loaded_step(root.path(step)) for step in (1, 2)] == [11, 12]
+
+
+def test_retention_spares_what_is_saved_again_since_it_looked(tmp_path: Path) -> None:
+    """A run that went back saves an old step anew, which retention has just found to be one too many."""
+    root, gate, seen = WatchedRoot(tmp_path), Gate(), Recorder()
+    with manager_of(root.url, keep=dcp.Retention(last=1), on_event=seen) as manager:
+        manager.save(1, state_at(1))
+        assert manager.wait(240)
+        root.store(1).add(Fault(hook=gate))
+        manager.save(2, state_at(2))
+        gate.wait_until_reached()
+        manager.save(1, state_at(3), force=True)
+        gate.open()
+        assert manager.wait(240)
+    assert seen.steps("deleted") == [] and manager.all_steps() == [1, 2]
+    assert loaded_step(root.path(1)) == 3
+
+
+# -- what saves have left ------------------------------------------------------------------------------------
+
+
+def uncommitted(root: WatchedRoot, step: int, age_seconds: float, *names: str) -> None:
+    """A folder of data that no save committed, its newest file of that age."""
+    root.path(step).mkdir(parents=True)
+    for number, name in enumerate(names):
+        (root.path(step) / name).write_bytes(b"x")
+        os.utime(root.path(step) / name, (time.time() - age_seconds - 10_000 * number,) * 2)
+
+
+def test_abandoned_saves_are_removed(tmp_path: Path) -> None:
+    """By the next run's first save: only what is a day old, uncommitted and data; others' files stay."""
+    root = WatchedRoot(tmp_path)
+    save_version(root.path(1), 1)
+    for path in root.path(1).iterdir():
+        os.utime(path, (1, 1))
+    uncommitted(root, 2, DAY + 60, "__0_0.0a.distcp", "__1_0.0a.distcp", ".tmp-" + "0" * 32, NOTES)
+    uncommitted(root, 3, DAY - 60, "__0_0.0a.distcp", "__1_0.0a.distcp")
+    uncommitted(root, 4, DAY + 60, "__0_0.0a.distcp", "mine.txt")
+    uncommitted(root, 5, DAY + 60, "mine.txt")
+    uncommitted(root, 6, DAY + 60)
+    seen = save_more(root, 7)
+    deleted = [(event.data["what"], event.step) for event in seen.events if event.kind == "deleted"]
+    assert deleted == [("abandoned", 2), ("abandoned", 4)]
+    assert [root.path(step).exists() for step in range(1, 8)] == [True, False, *[True] * 5]
+    assert [path.name for path in root.path(4).iterdir()] == ["mine.txt"]
+    assert seen_by_dcp(root.path(1)) == 1
+
+
+def test_a_late_save_keeps_its_files(tmp_path: Path) -> None:
+    """What commits between the look and the removal is not abandoned any more."""
+    root = WatchedRoot(tmp_path)
+    uncommitted(root, 1, 1e6, "__0_0.0a.distcp")
+    root.store(1).add(Fault("lock", hook=lambda _: save_version(root.path(1), 2)))
+    assert save_more(root, 2).steps("deleted") == []
+    assert seen_by_dcp(root.path(1)) == 2
+
+
+def test_a_manager_verifies_what_the_one_before_could_not(tmp_path: Path) -> None:
+    """A commit without a verdict is verified at the first save of the next run."""
+    save_version(tmp_path / "step-00000001", 1)
+    assert save_more(WatchedRoot(tmp_path), 2).steps("verified") == [1, 2]

@@ -1,0 +1,267 @@
+"""Which steps of a run stay: a manager against a model of its rules, and what no rule may take."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import dcp
+from dcp.errors import CheckpointNotFoundError, CorruptCheckpointError
+from tests.support.manager_runs import (
+    MODES,
+    Gate,
+    Recorder,
+    command,
+    data_files,
+    loaded_step,
+    manager_of,
+    state_at,
+    steps_on_disk,
+    truncate,
+    writer_with,
+)
+
+
+class Run(RuleBasedStateMachine):
+    """A run that saves, pins, deletes, loses files, and begins anew, beside what its rules make of that."""
+
+    @initialize(
+        last=st.integers(1, 3),
+        best=st.integers(0, 2),
+        every=st.sampled_from([None, 4]),
+        mode=st.sampled_from(MODES),
+    )
+    def begin(self, last: int, best: int, every: int | None, mode: str) -> None:
+        """An empty root."""
+        self.root = Path(tempfile.mkdtemp(prefix="dcp-retention-"))
+        self.last, self.best, self.every = last, best, every
+        rule = dcp.Best("loss", best) if best else None
+        keep = dcp.Retention(last=last, best=rule, every_steps=every)
+        self.options: dict[str, Any] = {"mode": mode, "keep": keep, "handle_sigterm": False}
+        self.manager = manager_of(self.root, **self.options)
+        self.losses: dict[int, float] = {}
+        self.pinned: set[int] = set()
+        self.damaged: set[int] = set()
+        self.noted: set[int] = set()
+        self.step = 0
+
+    def kept(self) -> set[int]:
+        """What the rules leave of the steps that are there."""
+        good = [step for step in sorted(self.losses) if step not in self.noted]
+        by_loss = sorted(good, key=lambda step: (self.losses[step], -step))
+        kept = {*good[-self.last :], *by_loss[: self.best], *self.pinned}
+        kept |= {step for step in good if self.every and step % self.every == 0}
+        return kept | {bad for bad in self.noted if sum(step > bad for step in good) < self.last}
+
+    @rule(more=st.integers(1, 3), loss=st.integers(0, 9))
+    def save(self, more: int, loss: int) -> None:
+        """A later step, after which the rules apply."""
+        self.step += more
+        assert self.manager.save(self.step, state_at(self.step), metrics={"loss": loss}) is not None
+        assert self.manager.wait(240)
+        self.losses[self.step] = loss
+        kept = self.kept()
+        for gone in self.losses.keys() - kept:
+            del self.losses[gone]
+        self.damaged &= kept
+        self.noted &= kept
+
+    @precondition(lambda self: bool(self.losses))
+    @rule(data=st.data())
+    def pin_or_unpin(self, data: st.DataObject) -> None:
+        """One of the steps that are there."""
+        step = data.draw(st.sampled_from(sorted(self.losses)))
+        (self.manager.unpin if step in self.pinned else self.manager.pin)(step)
+        self.pinned ^= {step}
+
+    @precondition(lambda self: bool(self.losses))
+    @rule(data=st.data())
+    def delete(self, data: st.DataObject) -> None:
+        """One of them, unless it is pinned."""
+        step = data.draw(st.sampled_from(sorted(self.losses)))
+        if step in self.pinned:
+            with pytest.raises(dcp.CheckpointError, match=f"step {step} is pinned"):
+                self.manager.delete(step)
+            return
+        self.manager.delete(step)
+        assert step not in self.manager.all_steps()
+        assert self.manager.wait(240)
+        del self.losses[step]
+        self.damaged.discard(step)
+        self.noted.discard(step)
+
+    @precondition(lambda self: bool(self.losses))
+    @rule()
+    def damage(self) -> None:
+        """The newest loses half of a file."""
+        step = max(self.losses)
+        if step not in self.damaged:
+            truncate(data_files(self.root / f"step-{step:08d}")[0])
+            self.damaged.add(step)
+
+    @rule()
+    def restore(self) -> None:
+        """The newest good one; newer ones are noted as damaged from now on."""
+        state = state_at(-1)
+        good = self.losses.keys() - self.damaged
+        if self.losses and not good:
+            with pytest.raises(CorruptCheckpointError):
+                self.manager.restore(state)
+        else:
+            restored = self.manager.restore(state)
+            assert (restored and restored.step) == max(good, default=None)
+            assert state["step"] == max(good, default=-1)
+        assert self.manager.wait(240)
+        self.noted |= {step for step in self.damaged if step > max(good, default=-1)}
+
+    @rule()
+    def begin_anew(self) -> None:
+        """Another manager of the same run."""
+        self.manager.close()
+        self.manager = manager_of(self.root, **self.options)
+
+    @invariant()
+    def the_steps_are_those_of_the_model(self) -> None:
+        """In the listing, on disk, and by their pins."""
+        if hasattr(self, "root"):
+            assert self.manager.all_steps() == sorted(self.losses) == steps_on_disk(self.root)
+            assert self.manager.pinned() == sorted(self.pinned)
+
+    def teardown(self) -> None:
+        """Nothing stays."""
+        if hasattr(self, "root"):
+            self.manager.close()
+            for step in self.losses.keys() - self.damaged:
+                assert loaded_step(self.root / f"step-{step:08d}") == step
+            shutil.rmtree(self.root)
+
+
+TestRun = Run.TestCase
+TestRun.settings = settings(stateful_step_count=9)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rules_are_combined(tmp_path: Path, mode: Any) -> None:
+    """The last, the best, every so many-th and the pinned stay; NaN is never the best."""
+    losses = {1: 5.0, 2: 1.0, 3: math.nan, 4: 2.0, 5: 0.5, 6: 3.0, 7: 4.0, 8: 9.0}
+    seen = Recorder()
+    keep = dcp.Retention(last=2, best=dcp.Best("loss", 2), every_steps=4)
+    with manager_of(tmp_path, mode=mode, keep=keep, on_event=seen) as manager:
+        for step, loss in losses.items():
+            manager.save(step, state_at(step), metrics={"loss": loss})
+            if step == 3:
+                assert manager.wait(240)
+                manager.pin(3)
+        assert manager.wait(240)
+        assert manager.all_steps() == [2, 3, 4, 5, 7, 8]
+        manager.unpin(3)
+        manager.save(9, state_at(9))
+    assert manager.all_steps() == [2, 4, 5, 8, 9]
+    assert sorted(step for step in seen.steps("deleted") if step) == [1, 3, 6, 7]
+    assert seen.steps("verified") == list(range(1, 10))
+
+
+def test_a_misspelt_metric_deletes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """All steps stay as long as none has what `Best` goes by; the log says so once, with the near name."""
+    keep = dcp.Retention(last=1, best=dcp.Best("val_loss"))
+    with manager_of(tmp_path, mode="sync", keep=keep) as manager:
+        for step in range(1, 6):
+            manager.save(step, state_at(step), metrics={"valloss": 1.0 / step})
+        assert manager.wait(240)
+        assert manager.all_steps() == [1, 2, 3, 4, 5]
+    (message,) = [text for text in caplog.messages if "val_loss" in text]
+    assert "did you mean 'valloss'" in message and "all steps are kept" in message
+
+
+def test_after_going_back_the_new_step_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Newer steps of the run that was given up do not push it out at once, and the log names them."""
+    with manager_of(tmp_path, keep=dcp.Retention(last=2)) as manager:
+        for step in (8, 9):
+            manager.save(step, state_at(step))
+        assert manager.restore(state_at(0), step=8) is not None
+        for step in (3, 4):
+            manager.save(step, state_at(step))
+            manager.wait()
+            assert manager.all_steps() == [step, 8, 9]
+        assert "newer steps, up to 9" in caplog.text
+        manager.delete(8)
+        manager.delete(9)
+        manager.save(5, state_at(5))
+    assert manager.all_steps() == [4, 5]
+
+
+def test_a_step_that_is_not_there_cannot_be_pinned_or_deleted(tmp_path: Path) -> None:
+    """Nor one that was deleted a moment ago; its name may be saved again."""
+    with manager_of(tmp_path) as manager:
+        manager.save(2, state_at(2))
+        assert manager.wait(240)
+        manager.delete(2)
+        for absent in (2, 17):
+            for call in (manager.pin, manager.unpin, manager.delete):
+                with pytest.raises(CheckpointNotFoundError):
+                    call(absent)
+        manager.save(2, state_at(20), force=True)
+    assert loaded_step(manager.checkpoint_id(2)) == 20
+
+
+def test_a_step_being_saved_cannot_be_deleted(tmp_path: Path) -> None:
+    """An error rather than a race; the new one is there in the end."""
+    gate = Gate()
+    with manager_of(tmp_path) as manager:
+        manager.save(1, state_at(1))
+    with manager_of(tmp_path, writer=writer_with(gate)) as manager:
+        manager.save(1, state_at(10))
+        gate.wait_until_reached()
+        with pytest.raises(dcp.CheckpointError, match="step 1 is being saved"):
+            manager.delete(1)
+        gate.open()
+    assert loaded_step(manager.checkpoint_id(1)) == 10
+
+
+def test_pins_of_many_threads_are_all_kept(tmp_path: Path) -> None:
+    """None is lost to another that is set beside it, nor to the notes of a verification."""
+    with manager_of(tmp_path, mode="sync", verify_saved="full") as manager:
+        for step in range(8):
+            manager.save(step, state_at(step))
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(manager.pin, [*range(8)] * 3))
+        assert manager.wait(240)
+        assert manager.pinned() == [*range(8)]
+
+
+def test_damaged_notes_count_as_a_pin(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They may have held one: neither retention nor rm deletes the step before it is unpinned."""
+    with manager_of(tmp_path, mode="sync", keep=dcp.Retention(last=1)) as manager:
+        manager.save(1, state_at(1))
+        manager.wait()
+        notes = tmp_path / "step-00000001" / "notes.msgpack"
+        notes.write_bytes(notes.read_bytes()[:-2])
+        assert manager.pinned() == [1]
+        manager.save(2, state_at(2))
+        manager.wait()
+        assert command("rm", manager.checkpoint_id(1), "--yes").status != 0
+        assert manager.all_steps() == [1, 2]
+        assert "as if it were pinned" in caplog.text
+        manager.unpin(1)
+        manager.save(3, state_at(3))
+    assert manager.all_steps() == [3]
+
+
+def test_notes_disturb_nothing_else(tmp_path: Path) -> None:
+    """A pin is no stray for verify, and outlives a save over the step."""
+    with manager_of(tmp_path, mode="sync") as manager:
+        for value in (1, 2):
+            manager.save(1, state_at(value), force=True)
+            manager.pin(1)
+            assert command("verify", manager.checkpoint_id(1)).status == 0
+            assert loaded_step(manager.checkpoint_id(1)) == value
+    assert manager.pinned() == [1]

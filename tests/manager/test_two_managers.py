@@ -1,0 +1,209 @@
+"""Managers side by side, in one process or one root: plans, locks, failures and ends are apart."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp
+from dcp.errors import StorageError
+from tests.support.manager_runs import (
+    PATIENCE_SECONDS,
+    Failing,
+    Gate,
+    Recorder,
+    loaded_step,
+    manager_of,
+    state_at,
+    writer_with,
+)
+
+
+def shaped(step: int, rows: int) -> dict[str, Any]:
+    """A state whose structure depends on ``rows`` and whose values on ``step``; the names are the same."""
+    layers = [torch.full((rows, 3), step + row) for row in range(rows)]
+    return {"w": torch.arange(rows * 5) + step, "layers": layers, "step": step}
+
+
+def is_saved(manager: dcp.CheckpointManager, step: int, rows: int) -> bool:
+    """Whether the manager's checkpoint of ``step`` is that state."""
+    wanted, found = shaped(step, rows), dcp.read(manager.checkpoint_id(step))
+    pairs = zip(found["layers"], wanted["layers"], strict=True)
+    same = torch.equal(found["w"], wanted["w"]) and all(torch.equal(*pair) for pair in pairs)
+    return same and bool(found["step"] == step)
+
+
+def test_plans_and_buffers_are_each_ones_own(tmp_path: Path) -> None:
+    """The same names with other shapes, one save waiting for its storage while the other manager saves on:
+    each checkpoint is its own state."""
+    gate = Gate()
+    writer = writer_with(gate, op="create", name="*.distcp")
+    with manager_of(tmp_path / "a", writer=writer) as one, manager_of(tmp_path / "b") as other:
+        one.save(1, shaped(1, 4))
+        gate.wait_until_reached()
+        for step in range(1, 5):
+            other.save(step, shaped(step, 2 + step // 3))
+        assert other.wait(PATIENCE_SECONDS) and one.latest() is None
+        gate.open()
+        for step in range(2, 5):
+            one.save(step, shaped(step, 4))
+            other.save(step + 3, shaped(step + 3, 7))
+    assert all(is_saved(one, step, 4) for step in one.all_steps()) and one.all_steps() == [1, 2, 3, 4]
+    rows = {1: 2, 2: 2, 3: 3, 4: 3, 5: 7, 6: 7, 7: 7}
+    assert [is_saved(other, step, rows[step]) for step in other.all_steps()] == [True] * 7
+
+
+def test_locks_hold_off_only_the_managers_own_copies(tmp_path: Path) -> None:
+    """One's lock keeps its own next save waiting, and neither the other's copies nor the other's lock."""
+    with manager_of(tmp_path / "a") as one, manager_of(tmp_path / "b") as other:
+        begun = threading.Event()
+
+        def save() -> None:
+            begun.set()
+            one.save(1, state_at(1), overlap=True)
+
+        thread = threading.Thread(target=save)
+        with one.lock():
+            thread.start()
+            assert begun.wait(PATIENCE_SECONDS)
+            saved = other.save(1, state_at(1), overlap=True)
+            assert saved is not None
+            saved.result(PATIENCE_SECONDS)
+            with other.lock():
+                assert one.latest() is None
+        thread.join(PATIENCE_SECONDS)
+    assert (one.all_steps(), other.all_steps()) == ([1], [1])
+
+
+@pytest.mark.parametrize("first", ["older", "newer"])
+def test_a_signal_reaches_both_and_the_one_that_stays(tmp_path: Path, first: str) -> None:
+    """SIGTERM stops all managers of a process; closing one, in whatever order, leaves the other listening."""
+    gc.collect()  # what earlier tests dropped may still listen
+    before = signal.getsignal(signal.SIGTERM)
+    older, newer = manager_of(tmp_path / "a", every_steps=100), manager_of(tmp_path / "b", every_steps=100)
+    deaf = manager_of(tmp_path / "c", every_steps=100, handle_sigterm=False)
+    closed, open_one = (older, newer) if first == "older" else (newer, older)
+    closed.close()
+    os.kill(os.getpid(), signal.SIGTERM)
+    for manager in (open_one, deaf):
+        manager.save(1, state_at(1))
+    assert (open_one.stop_requested, closed.stop_requested, deaf.stop_requested) == (True, False, False)
+    assert (open_one.all_steps(), deaf.all_steps()) == ([1], [])
+    both = manager_of(tmp_path / "d", every_steps=100)
+    os.kill(os.getpid(), signal.SIGTERM)
+    both.save(1, state_at(1))
+    assert both.stop_requested
+    for manager in (open_one, both, deaf):
+        manager.close()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_one_closes_or_hangs_while_the_other_saves(tmp_path: Path) -> None:
+    """Closing waits for one's own saves only, and calls off only those."""
+    gate, hanging = Gate(), Gate()
+    one, other = manager_of(tmp_path / "a", writer=writer_with(gate)), manager_of(tmp_path / "b")
+    hung = manager_of(tmp_path / "c", writer=writer_with(hanging))
+    saved, lost = one.save(1, state_at(1)), hung.save(1, state_at(1))
+    assert saved is not None and lost is not None
+    for held in (gate, hanging):
+        held.wait_until_reached()
+    other.save(1, state_at(1))
+    other.close()
+    assert other.all_steps() == [1]
+    hung.close(0.2)
+    assert not saved.done()
+    gate.open()
+    one.save(2, state_at(2))
+    one.close()
+    hanging.open()
+    lost.exception(PATIENCE_SECONDS)
+    assert (one.all_steps(), loaded_step(one.checkpoint_id(1))) == ([1, 2], 1)
+
+
+def test_failures_events_and_stops_are_each_ones_own(tmp_path: Path) -> None:
+    """One's storage is away and it is to raise: the other neither raises, nor counts, nor hears of it."""
+    seen_one, seen_other = Recorder(), Recorder()
+    options: dict[str, Any] = {"writer": writer_with(Failing()), "retries": 0}
+    one = manager_of(tmp_path / "a", on_failure="raise", on_event=seen_one, **options)
+    with manager_of(tmp_path / "b", on_failure="raise", on_event=seen_other, every_steps=2) as other:
+        for step in (1, 2):
+            failed = one.save(step, state_at(step))
+            assert failed is not None and isinstance(failed.exception(PATIENCE_SECONDS), StorageError)
+            other.save(step, state_at(step))
+            with pytest.raises(StorageError):
+                one.wait(PATIENCE_SECONDS)
+        one.request_stop()
+        with pytest.raises(StorageError):
+            one.save(3, state_at(3))
+            one.wait()
+        other.save(3, state_at(3))
+        assert (one.stop_requested, other.stop_requested) == (True, False)
+        one.close()
+    assert (one.failures, other.failures) == (3, 0)
+    assert (one.all_steps(), other.all_steps()) == ([], [2])
+    assert seen_one.steps("save_failed") == [1, 2, 3] and seen_other.steps("save_failed") == []
+
+
+def test_one_root_with_two_names(tmp_path: Path) -> None:
+    """Two runs that share a folder by names: steps, pins, retention and resumes do not mix."""
+    options = [("teacher-{step}", dcp.Retention(last=1)), ("student-{step}", dcp.Retention(last=2))]
+    teacher, student = (manager_of(tmp_path, name=name, keep=keep) for name, keep in options)
+    for step in range(1, 5):
+        teacher.save(step, state_at(step))
+        student.save(step, state_at(step + 10))
+        if step == 1:
+            assert student.wait(PATIENCE_SECONDS)
+            student.pin(1)
+    assert teacher.wait(PATIENCE_SECONDS) and student.wait(PATIENCE_SECONDS)
+    assert (teacher.all_steps(), student.all_steps()) == ([4], [1, 3, 4])
+    assert (teacher.pinned(), student.pinned()) == ([], [1])
+    state = state_at(-1)
+    restored = teacher.restore(state)
+    assert restored is not None and restored.step == state["step"] == 4
+    teacher.close()
+    student.close()
+    assert loaded_step(student.checkpoint_id(4)) == 14
+    assert {path.name for path in tmp_path.iterdir()} == {"student-1", "student-3", "student-4", "teacher-4"}
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was logged about other runs."""
+    return [text for text in caplog.messages if "another run" in text]
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_two_live_runs_in_one_folder_are_found_out(
+    tmp_path: Path, step: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step of another between those of this run, or over one of them, is logged once."""
+    with manager_of(tmp_path) as one:
+        one.save(1, state_at(1))
+        assert one.wait(PATIENCE_SECONDS)
+        with manager_of(tmp_path) as other:
+            other.save(step, state_at(step))
+        assert warnings_of(caplog) == []
+        for each in (3, 4):
+            one.save(each, state_at(each))
+            assert one.wait(PATIENCE_SECONDS)
+        (message,) = warnings_of(caplog)
+    assert f"step-0000000{step} was committed by another run" in message
+
+
+@pytest.mark.parametrize("keep", [dcp.Retention(last=2), dcp.Retention(optimizer=dcp.Keep(last=1))])
+def test_a_run_after_another_is_no_other_run(
+    tmp_path: Path, keep: dcp.Retention, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It saves where one has ended, saves a step again, and drops parts of what that one saved."""
+    for first in (1, 3):
+        with manager_of(tmp_path, keep=keep) as manager:
+            for each in (first, first + 1, first + 1):
+                manager.save(each, {"optimizer": {"state": state_at(each)}, **state_at(each)}, force=True)
+                assert manager.wait(PATIENCE_SECONDS)
+    assert warnings_of(caplog) == []
