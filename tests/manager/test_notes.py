@@ -1,12 +1,11 @@
-"""Bytes of the notes beside a checkpoint. Internal: a pure codec of a file that others read, and a pin."""
+"""The notes beside a checkpoint: bytes as documented, and a pin where they cannot be read."""
 
 from __future__ import annotations
 
 import re
 import struct
 import zlib
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dcp
-from dcp.errors import CheckpointFormatError, CorruptCheckpointError, UnsupportedFormatError
-from dcp.steps.notes import MAX_NOTES_BYTES, Deleting, Notes, Verified, decode_notes, encode_notes
+from dcp.errors import UnsupportedFormatError
 from tests.support.manager_runs import command, manager_of, state_at
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "format.md"
-FULL = Notes(
-    pinned=True,
-    verified=Verified("0a1b2c3d", 1.5e9, False, "file-size: __0_0.0a1b2c3d.distcp has 3 bytes"),
-    deleting=Deleting("0a1b2c3d", 1.5e9, ("", "0a1b2c3d"), 1.4e9),
-    others={"tags": ["good"], "later": {"x": 1}},
-)
 
 
 def sealed(fields: Any) -> bytes:
@@ -35,49 +27,78 @@ def sealed(fields: Any) -> bytes:
     return bytes(body + struct.pack(">I", zlib.crc32(body)))
 
 
-def fields_of(notes: Notes) -> dict[str, Any]:
+def fields_of(data: bytes) -> dict[str, Any]:
     """What a second reader makes of a file."""
-    fields = msgpack.unpackb(encode_notes(notes))
-    assert isinstance(fields, dict)
+    fields: dict[str, Any] = msgpack.unpackb(data)
     del fields["crc32"]
     return fields
 
 
-@pytest.mark.parametrize("notes", [Notes(), Notes(pinned=True), FULL])
-def test_what_is_written_is_read(notes: Notes) -> None:
-    """Every field comes back, entries of later versions included."""
-    assert decode_notes(encode_notes(notes)) == notes
-    assert sealed(fields_of(notes)) == encode_notes(notes)
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dcp.CheckpointManager, Path]]:
+    """A manager of one step, and its notes."""
+    root = tmp_path_factory.mktemp("notes")
+    with manager_of(root, mode="sync", handle_sigterm=False) as manager:
+        manager.save(1, state_at(1))
+        yield manager, root / "step-00000001" / "notes.msgpack"
 
 
-def test_the_document_has_the_bytes() -> None:
-    """docs/format.md names every key, and the bytes it shows are those written."""
+Run = tuple[dcp.CheckpointManager, Path]
+
+
+@pytest.fixture(scope="module")
+def whole(run: Run) -> dict[str, Any]:
+    """The fields of the notes of a step that is verified and not pinned."""
+    manager, path = run
+    assert manager.wait(240)
+    fields = fields_of(path.read_bytes())
+    assert fields["verified"]["ok"] is True and fields["pinned"] is False
+    return fields
+
+
+def test_the_document_has_the_bytes(tmp_path: Path) -> None:
+    """docs/format.md names every key, and the bytes it shows are those of a pin."""
+    with manager_of(tmp_path, mode="sync", verify_saved="off") as manager:
+        manager.save(1, state_at(1))
+        manager.pin(1)
     section = DOCUMENT.read_text(encoding="utf-8").split("## 8. Notes")[1]
     shown = re.findall(r"^(?:[0-9a-f]{2} ?)+$", section, re.MULTILINE)
-    assert bytes.fromhex(" ".join(shown)) == encode_notes(Notes(pinned=True))
-    fields = fields_of(replace(FULL, others={}))
-    for key in [*fields, *fields["verified"], *fields["deleting"]]:
+    data = (tmp_path / "step-00000001" / "notes.msgpack").read_bytes()
+    assert bytes.fromhex(" ".join(shown)) == data == sealed(fields_of(data))
+    for key in [*fields_of(data), "save_id", "ok", "what", "owners"]:
         assert f"`{key}`" in section, key
 
 
+def test_entries_of_a_later_minor_version_are_kept(run: Run, whole: dict[str, Any]) -> None:
+    """They come back with the next change, which may be of something else."""
+    manager, path = run
+    path.write_bytes(sealed(whole | {"version": [1, 9], "tags": ["good"], "later": {"x": 1}}))
+    assert manager.pinned() == []
+    manager.pin(1)
+    changed = fields_of(path.read_bytes())
+    assert (changed["pinned"], changed["tags"], changed["later"]) == (True, ["good"], {"x": 1})
+    assert changed["verified"] == whole["verified"]
+
+
 @given(position=st.integers(0, 10_000), bit=st.integers(0, 7), cut=st.booleans())
-def test_damage_is_found(position: int, bit: int, cut: bool) -> None:
-    """A flipped bit or a missing end is an error."""
-    data = bytearray(encode_notes(FULL))
+def test_damage_counts_as_a_pin(run: Run, whole: dict[str, Any], position: int, bit: int, cut: bool) -> None:
+    """A flipped bit or a missing end: it may have been one."""
+    manager, path = run
+    data = bytearray(sealed(whole))
     position %= len(data)
-    damaged = data[:position] if cut else data
     if not cut:
         data[position] ^= 1 << bit
-    with pytest.raises(CorruptCheckpointError):
-        decode_notes(bytes(damaged))
+    path.write_bytes(data[:position] if cut else data)
+    assert manager.pinned() == [1]
 
 
 @given(data=st.binary(max_size=200))
-def test_any_bytes_with_a_right_checksum_are_notes_or_an_error(data: bytes) -> None:
-    """Hostile files raise nothing but the documented errors."""
+def test_hostile_bytes_with_a_right_checksum_count_as_a_pin(run: Run, data: bytes) -> None:
+    """Nothing else comes of them."""
+    manager, path = run
     body = data + b"\xa5crc32\xce"
-    with pytest.raises((CheckpointFormatError, CorruptCheckpointError)):
-        decode_notes(body + struct.pack(">I", zlib.crc32(body)))
+    path.write_bytes(body + struct.pack(">I", zlib.crc32(body)))
+    assert manager.pinned() == manager.all_steps() == [1]
 
 
 def nested(depth: int) -> Any:
@@ -88,6 +109,7 @@ def nested(depth: int) -> Any:
     return value
 
 
+DELETING = {"save_id": "0a", "time": 1.0, "owners": ["0a"], "newest": 1.0}
 HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "other kind": lambda f: f | {"kind": "dcphub.manifest"},
     "no kind": lambda f: {name: value for name, value in f.items() if name != "kind"},
@@ -98,38 +120,26 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "verified is no map": lambda f: f | {"verified": [1]},
     "verified lacks ok": lambda f: f | {"verified": {"save_id": "x", "time": 1.0, "what": ""}},
     "time is no float": lambda f: f | {"verified": f["verified"] | {"time": "now"}},
-    "owners are no list": lambda f: f | {"deleting": f["deleting"] | {"owners": "0a"}},
-    "an owner is no string": lambda f: f | {"deleting": f["deleting"] | {"owners": [1]}},
+    "owners are no list": lambda f: f | {"deleting": DELETING | {"owners": "0a"}},
+    "an owner is no string": lambda f: f | {"deleting": DELETING | {"owners": [1]}},
     "too deep": lambda f: f | {"x": nested(100)},
+    "too large": lambda f: f | {"x": "y" * (1 << 20)},
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_no_writer_makes_is_refused(name: str) -> None:
-    """Wrong types and missing entries are format errors, not later surprises."""
-    with pytest.raises(CheckpointFormatError):
-        decode_notes(sealed(HOSTILE[name](fields_of(FULL))))
+def test_what_no_writer_makes_counts_as_a_pin(run: Run, whole: dict[str, Any], name: str) -> None:
+    """Wrong types, missing entries, what is too deep or too large."""
+    manager, path = run
+    path.write_bytes(sealed(HOSTILE[name](whole)))
+    assert manager.pinned() == [1]
 
 
-def test_sizes_and_versions() -> None:
-    """Too large is refused both ways; a newer minor version is read, another major one is not."""
-    with pytest.raises(ValueError, match="1048576 bytes"):
-        encode_notes(Notes(others={"x": "y" * MAX_NOTES_BYTES}))
-    with pytest.raises(CheckpointFormatError, match="limit"):
-        decode_notes(bytes(MAX_NOTES_BYTES + 1))
-    assert decode_notes(sealed(fields_of(FULL) | {"version": [1, 9]})) == FULL
+def test_notes_of_a_newer_major_version_are_not_replaced(run: Run, whole: dict[str, Any]) -> None:
+    """Neither an unpin nor a deletion touches them: what would be lost is not known."""
+    manager, path = run
+    path.write_bytes(data := sealed(whole | {"version": [2, 0]}))
     with pytest.raises(UnsupportedFormatError, match="newer dcphub"):
-        decode_notes(sealed(fields_of(FULL) | {"version": [2, 0]}))
-
-
-def test_notes_of_a_newer_major_version_are_not_replaced(tmp_path: Path) -> None:
-    """Neither a pin nor a deletion is tried: what would be lost is not known."""
-    with manager_of(tmp_path, mode="sync", verify_saved="off") as manager:
-        manager.save(1, state_at(1))
-        notes = tmp_path / "step-00000001" / "notes.msgpack"
-        notes.write_bytes(data := sealed(fields_of(FULL) | {"version": [2, 0]}))
-        with pytest.raises(UnsupportedFormatError):
-            manager.unpin(1)
-    assert command("rm", tmp_path / "step-00000001", "--yes").status != 0
-    assert notes.read_bytes() == data
-    assert dcp.open_index(tmp_path / "step-00000001").user["step"] == 1
+        manager.unpin(1)
+    assert command("rm", path.parent, "--yes").status != 0
+    assert path.read_bytes() == data and manager.all_steps() == [1]

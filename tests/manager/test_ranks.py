@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +18,34 @@ import torch
 import torch.distributed as dist
 
 import dcp
-from dcp.manager.events import Event
-from dcp.steps.notes import read_notes
-from dcp.storage.errors import StorageError
-from dcp.storage.stores.faults import Operation
-from dcp.storage.stores.posix.store import PosixStore
-from tests.dcp.manager.manager_support import (
+from dcp.errors import StorageError
+from tests.support.manager_runs import (
+    Event,
+    Operation,
     Recorder,
-    Writer,
+    damage,
     data_files,
     loaded_step,
+    manager_of,
     plain_writer,
     state_at,
+    steps_on_disk,
+    truncate,
+    until,
     writer_with,
 )
 from tests.support.ranks import RankRaised, run_ranks
 
 
-def manager_of(root: str, **options: Any) -> dcp.CheckpointManager:
-    """A manager with a fast writer."""
-    options.setdefault("writer", plain_writer)
-    return dcp.CheckpointManager(root, retry_pause_seconds=0.01, timeout_seconds=200.0, **options)
-
-
 def changing_state(step: int, rank: int) -> dict[str, Any]:
     """As `state_at`, with a tensor of which each rank has its own part under its own name."""
     return state_at(step, rank) | {f"part{rank}": torch.full((100,), step + rank / 10)}
+
+
+def stored_phases(root: str) -> list[dict[str, float]]:
+    """How long each phase took on each rank, as the last checkpoint has it."""
+    by_rank: list[dict[str, float]] = dcp.open_index(Path(root, "step-00000011")).provenance["rank_seconds"]
+    return by_rank
 
 
 # -- the loop ------------------------------------------------------------------------------------------------
@@ -77,6 +81,7 @@ def _train(rank: int, world_size: int, root: str, mode: str) -> dict[str, Any]:
         "part": state[f"part{rank}"].unique().tolist(),
         "events": seen.kinds("saved", "deleted", "verified"),
         "phases": sorted(seen.events[0].seconds),
+        "by rank": [sorted(seconds) for seconds in stored_phases(root)],
     }
 
 
@@ -97,23 +102,10 @@ def test_ranks_save_the_same_steps_and_restore_their_own(tmp_path: Path, mode: s
         assert events >= others if rank == 0 else not events & others
         if mode != "sync":
             assert {"blocked", "staging", "local_plan", "write", "save"} <= set(result["phases"])
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{s:08d}" for s in (4, 10, 11)]
+        assert len(result["by rank"]) == world_size
+        assert all({"local_plan", "write"} <= set(phases) for phases in result["by rank"])
+    assert steps_on_disk(tmp_path) == [4, 10, 11]
     assert loaded_step(str(tmp_path / "step-00000004")) == 4
-
-
-def _phases(rank: int, world_size: int, root: str) -> None:
-    with manager_of(root) as manager:
-        manager.save(1, changing_state(1, rank))
-
-
-def test_the_manifest_has_each_ranks_phases(tmp_path: Path) -> None:
-    """How long staging, planning and writing took on which rank can be read from the checkpoint."""
-    run_ranks(3, _phases, str(tmp_path))
-    index = dcp.open_index(tmp_path / "step-00000001")
-    by_rank = index.provenance["rank_seconds"]
-    assert len(by_rank) == 3
-    for seconds in by_rank:
-        assert {"staging", "blocked", "local_plan", "write"} <= seconds.keys()
 
 
 # -- elastic -------------------------------------------------------------------------------------------------
@@ -199,7 +191,7 @@ def test_saves_by_the_clock_go_by_rank_0(tmp_path: Path) -> None:
     assert saved[0] == saved[1] == saved[2]
     assert saved[0]
     assert 1 not in saved[0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08d}" for step in saved[0]]
+    assert steps_on_disk(tmp_path) == saved[0]
 
 
 def _busy(rank: int, world_size: int, root: str, when_busy: str) -> list[str]:
@@ -253,7 +245,7 @@ def test_stopping_without_agreement_is_refused(tmp_path: Path) -> None:
 # -- failures ------------------------------------------------------------------------------------------------
 
 
-def _failing_on(rank: int, failing_rank: int, times: int) -> Writer:
+def _failing_on(rank: int, failing_rank: int, times: int) -> Callable[[str], dcp.FileSystemWriter]:
     calls = [0]
 
     def fail(operation: Operation) -> None:
@@ -275,7 +267,8 @@ def _one_rank_fails(rank: int, world_size: int, root: str, on_failure: str) -> l
         except dcp.errors.StorageError as error:
             raised.append((step, str(error).split("\n")[0]))
         if step == 3:
-            manager._ledger.wait(240)  # so that the failure is there at a known step
+            until(lambda: seen.steps("save_failed"), "the failure")
+            until(lambda: "saving" not in repr(manager), "the end of the save")  # at a known step
     manager.close()
     steps = manager.all_steps()
     return [seen.steps("save_failed"), seen.steps("save_retried"), manager.failures, steps, raised]
@@ -313,7 +306,7 @@ def _batch_norm(rank: int, world_size: int, root: str, mode: str) -> list[Any]:
                 manager.wait(240)
                 restored = manager.restore({"model": model})
                 return [step, restored and restored.step]
-            manager._ledger.wait(240)  # so that the failure is there at a known step
+            until(lambda: "saving" not in repr(manager), "the end of the save")  # at a known step
     return []
 
 
@@ -337,8 +330,9 @@ def _only_rank_0_saves(rank: int, world_size: int, root: str) -> list[str]:
                     manager.save(step, {"w": torch.ones(1)})
         else:
             time.sleep(5)
-        manager.end_with_interpreter(failed=True)
     finally:
+        with contextlib.suppress(dcp.CheckpointError):
+            manager.close()
         logging.getLogger("dcp").removeHandler(handler)
     return [text for text in told if "has not come" in text]
 
@@ -355,15 +349,17 @@ def test_ranks_that_do_not_save_are_told_of_early(tmp_path: Path) -> None:
 
 
 def _damaged(rank: int, world_size: int, root: str) -> str:
-    def truncate(operation: Operation) -> None:
+    def lose(_: Operation) -> None:
         for file in data_files(Path(root) / "step-00000001"):
-            file.write_bytes(b"")
+            truncate(file)
 
-    with manager_of(root, on_failure="raise", every_steps=100, writer=writer_with(truncate)) as manager:
+    seen = Recorder()
+    options: dict[str, Any] = {"on_failure": "raise", "every_steps": 100, "on_event": seen}
+    with manager_of(root, writer=writer_with(lose), **options) as manager:
         manager.save(1, state_at(1, rank), force=True)
-        assert manager._ledger.wait(240)
-        if manager._post_commit is not None:
-            assert manager._post_commit.wait(240)  # the others wait for rank 0 at their third step
+        until(lambda: seen.steps("saved"), "the commit")
+        if rank == 0:
+            until(lambda: manager.failures, "the verdict")  # the others wait for rank 0 at their third step
         try:
             for step in range(2, 10):
                 manager.save(step, state_at(step, rank))
@@ -401,18 +397,12 @@ def test_all_ranks_fall_back_to_the_same_older_step(tmp_path: Path) -> None:
     """The damage is in what rank 1 alone reads; the verdict is noted once, by rank 0."""
     run_ranks(3, _fallback, str(tmp_path), "save")
     folder = tmp_path / "step-00000002"
-    (file,) = [path for path in data_files(folder) if path.name.startswith("__1_")]
-    data = bytearray(file.read_bytes())
-    data[data.index(torch.full((100,), 2.1).numpy().tobytes())] ^= 0xFF
-    file.write_bytes(data)
+    damage(folder, rank=1)
     results = run_ranks(3, _fallback, str(tmp_path), "restore")
     for rank, (restored, step, part, events) in enumerate(results):
         assert (restored, step) == (1, 1)
         assert part == pytest.approx(1 + rank / 10)
         assert events == [("skipped_damaged", 2), ("restored", 1)]
-    noted = read_notes(PosixStore(folder)).verified
-    assert noted is not None
-    assert not noted.ok
 
 
 # -- the rest ------------------------------------------------------------------------------------------------

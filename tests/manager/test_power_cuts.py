@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import dcp
-from dcp.storage.torch_storage.writer import FileSystemWriter
+from dcp.filesystem import FileSystemWriter
 from tests.support.power_cuts import Recording
 
 

@@ -1,0 +1,337 @@
+"""Notices that a machine goes away: by the deadline each save is committed, or called off without a trace."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp
+from dcp.errors import CorruptCheckpointError, MissingKeyError, OptionError
+from tests.support.manager_runs import (
+    PATIENCE_SECONDS,
+    Fault,
+    FaultyWriter,
+    Gate,
+    Recorder,
+    contents,
+    manager_of,
+    plain_writer,
+    until,
+    writer_with,
+)
+from tests.support.ranks import run_ranks
+
+TENSORS = 40
+"""Of the optimizer; each is a write of its own."""
+WHOLE = [".metadata", "data", "manifest.msgpack"]
+
+
+class Weights:
+    """A training's state, as one object with parts in it."""
+
+    def __init__(self, version: float) -> None:
+        self.version = version
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights that are one write, an optimizer that is many."""
+        optimizer = {f"{number}": torch.full((4096,), self.version) for number in range(TENSORS)}
+        return {"net": {"model": {"w": torch.full((2048,), self.version)}}, "optimizer": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the version that all of it tells."""
+        values = [state["net"]["model"]["w"], *state["optimizer"].values()]
+        assert len({float(value.min()) for value in values}) == 1
+        self.version = float(values[0].min())
+
+
+def state_of(version: float) -> dict[str, Any]:
+    """What the manager is given; ``app.net.model`` are the weights."""
+    return {"app": Weights(float(version)), "epoch": int(version)}
+
+
+class Slow:
+    """A hook before each write that takes some time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __call__(self, _: object) -> None:
+        """Take it."""
+        time.sleep(self.seconds)
+
+
+def deadline_manager(root: Path | str, slow: Slow | None = None, **options: Any) -> dcp.CheckpointManager:
+    """A manager with a second, of which a tenth is kept."""
+    settings: dict[str, Any] = {"grace_seconds": 1.0, "weights": "app.net.model", "every_steps": 100}
+    settings |= {"writer": plain_writer if slow is None else writer_with(slow, "write", "*")}
+    return manager_of(root, **(settings | options))
+
+
+def stop(manager: dcp.CheckpointManager, step: int) -> dcp.state_dict_saver.SaveFuture | None:
+    """SIGTERM, and the next step."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    future = manager.save(step, state_of(step))
+    assert manager.stop_requested
+    return future
+
+
+# -- before a deadline ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["thread", pytest.param("sync", marks=pytest.mark.exhaustive)])
+def test_what_fits_is_saved_whole(tmp_path: Path, mode: Any) -> None:
+    """By what the last saves took there is time; where none was before, the weights are committed first, and
+    then all over them."""
+    for number, root in enumerate((tmp_path / "known", tmp_path / "unknown")):
+        seen = Recorder()
+        with deadline_manager(root, mode=mode, on_event=seen, grace_seconds=60) as manager:
+            if number == 0:
+                manager.save(7, state_of(7), force=True)
+                assert manager.wait(PATIENCE_SECONDS)
+            future = stop(manager, 8)
+            assert future is not None and future.done()
+        last = [event for event in seen.events if event.kind == "saved" and event.step == 8]
+        assert [event.data.get("partial") for event in last] == ([None], ["app.net.model", None])[number]
+        state = state_of(0)
+        restored = dcp.CheckpointManager(root, mode="sync").restore(state)
+        assert restored is not None and "partial" not in restored.user_metadata
+        assert (restored.step, state["app"].version, contents(root)[8]) == (8, 8.0, WHOLE)
+
+
+@pytest.mark.parametrize("mode", ["thread", pytest.param("sync", marks=pytest.mark.exhaustive)])
+def test_what_does_not_fit_leaves_the_weights(tmp_path: Path, mode: Any) -> None:
+    """The whole save is called off in time, and is no failure; the checkpoint of the weights stands."""
+    slow, seen = Slow(0.03), Recorder()
+    manager = deadline_manager(tmp_path, slow, mode=mode, on_event=seen)
+    manager.save(1, state_of(1), force=True)
+    assert manager.wait(PATIENCE_SECONDS)
+    slow.seconds = 0.1
+    future = stop(manager, 2)
+    manager.close()
+    assert future is not None and future.done() and manager.failures == 0
+    assert seen.kinds("saved", "save_cancelled") == [("saved", 1), ("saved", 2), ("save_cancelled", 2)]
+    assert contents(tmp_path) == {1: WHOLE, 2: WHOLE}
+
+
+@pytest.fixture(scope="module")
+def partial_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose step 1 is whole, and whose step 2 has only the weights."""
+    root = tmp_path_factory.mktemp("partial")
+    slow = Slow(0.03)
+    with deadline_manager(root, slow) as manager:
+        manager.save(1, state_of(1), force=True)
+        assert manager.wait(PATIENCE_SECONDS)
+        slow.seconds = 0.1
+        stop(manager, 2)
+    return root
+
+
+def test_a_resume_takes_the_whole_step_before_the_weights(partial_run: Path) -> None:
+    """Unless it asks for what there is; the step itself says what it has."""
+    state, seen = state_of(0), Recorder()
+    with manager_of(partial_run, on_event=seen) as manager:
+        assert manager.all_steps() == [1, 2]
+        restored = manager.restore(state)
+        assert restored is not None and (restored.step, state["app"].version) == (1, 1.0)
+        ((step, why),) = restored.skipped
+        assert (step, "has only app.net.model" in why, restored.skipped_partial) == (2, True, (2,))
+        assert seen.kinds("skipped_damaged", "skipped_partial") == [("skipped_partial", 2)]
+        loose = manager.restore(state_of(0), allow_partial_load=True)
+        assert loose is not None and loose.step == 1
+        with pytest.raises(MissingKeyError, match="optimizer"):
+            manager.restore(state_of(0), 2)
+        weights = {"app": {"net": {"model": {"w": torch.zeros(2048)}}}}
+        newest = manager.restore(weights, only="app.net.model")
+        assert newest is not None and newest.user_metadata["partial"] == ["app.net.model"]
+        assert (newest.step, weights["app"]["net"]["model"]["w"][0].item()) == (2, 2.0)
+
+
+def test_weights_alone_push_no_whole_step_out(partial_run: Path, tmp_path: Path) -> None:
+    """For retention they do not count; saved anew the step is whole."""
+    with manager_of(partial_run, keep=dcp.Retention(last=1)) as manager:
+        manager.save(2, state_of(22), force=True)
+        assert manager.wait(PATIENCE_SECONDS)
+        state = state_of(0)
+        assert manager.restore(state) is not None and state["app"].version == 22.0
+    assert manager.all_steps() == [2]
+
+
+def test_without_time_for_the_weights_nothing_is_left(tmp_path: Path) -> None:
+    """Neither folder nor files."""
+    slow, seen = Slow(0.03), Recorder()
+    manager = deadline_manager(tmp_path, slow, on_event=seen)
+    manager.save(1, state_of(1), force=True)
+    assert manager.wait(PATIENCE_SECONDS)
+    slow.seconds = 1.0
+    stop(manager, 2)
+    manager.close()
+    assert contents(tmp_path) == {1: WHOLE}
+    assert seen.steps("saved") == [1]
+
+
+def test_once_the_deadline_has_passed_nothing_is_begun(tmp_path: Path) -> None:
+    """A step that comes late is not saved, and an event says why."""
+    seen = Recorder()
+    with deadline_manager(tmp_path, grace_seconds=0.01, on_event=seen) as manager:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.05)
+        assert manager.save(1, state_of(1)) is None
+        assert manager.stop_requested
+    assert seen.events[-1].error == "the deadline has passed"
+    assert contents(tmp_path) == {}
+
+
+def test_weights_never_replace_a_whole_state(tmp_path: Path) -> None:
+    """A run that has gone back comes to a step that was saved whole: only the whole may replace it."""
+    slow = Slow(0.0)
+    with deadline_manager(tmp_path, slow) as manager:
+        for step in (1, 2, 3):
+            slow.seconds = 0.03 * (step == 3)
+            manager.save(step, state_of(step), force=True)
+            assert manager.wait(PATIENCE_SECONDS)
+        assert manager.restore(state_of(0), 1) is not None
+        slow.seconds = 0.1
+        stop(manager, 2)
+    state = state_of(0)
+    with manager_of(tmp_path) as other:
+        assert other.restore(state, 2) is not None
+    assert state["app"].version == 2.0
+
+
+def test_a_storage_that_hangs_does_not_keep_the_run(tmp_path: Path) -> None:
+    """The step returns soon after the deadline, and so does closing; nothing is committed."""
+    gate = Gate()
+    writer = writer_with(gate, "create", "*")
+    manager = deadline_manager(tmp_path, writer=writer, grace_seconds=0.5)
+    stop(manager, 1)
+    manager.close()
+    gate.open()
+    assert manager.all_steps() == []
+
+
+def test_weights_that_the_state_has_not(tmp_path: Path) -> None:
+    """They are missed at the first step, not at the preemption; deeper ones fail their own save alone."""
+    with (
+        manager_of(tmp_path, grace_seconds=30) as manager,
+        pytest.raises(OptionError, match="'app', 'epoch'"),
+    ):
+        manager.save(1, state_of(1))
+    for weights in ("app.net.nothing", ()):
+        with deadline_manager(tmp_path / str(weights), weights=weights, grace_seconds=60) as manager:
+            stop(manager, 1)
+            assert manager.all_steps() == [1]
+
+
+# -- notices -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.exhaustive)])
+def test_what_is_under_way_is_called_off_though_no_step_comes(tmp_path: Path, mode: Any) -> None:
+    """Training is in a long step when the notice comes and when the time is over. Of several notices the one
+    counts that leaves the least time."""
+    writer = FaultyWriter([Fault("write", onwards=True, delay_seconds=0.3)])
+    grace = {signal.SIGUSR1: 1000.0, signal.SIGUSR2: 1.0}
+    with deadline_manager(tmp_path, mode=mode, writer=writer, grace_seconds=grace) as manager:
+        future = manager.save(1, state_of(1), force=True)
+        assert future is not None
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            os.kill(os.getpid(), number)
+        future.exception(PATIENCE_SECONDS)
+        assert future.cancelled()
+    assert contents(tmp_path) == {} and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
+def saves_a_stop(manager: dcp.CheckpointManager, steps: Iterator[int], state: dict[str, Any]) -> bool:
+    """Whether the next step is the last."""
+    return manager.save(next(steps), state) is not None and manager.stop_requested
+
+
+def test_a_file_that_appears_is_a_notice(tmp_path: Path) -> None:
+    """Whatever it is; one that is there already is none before it comes anew."""
+    there, coming = tmp_path / "there", tmp_path / "coming"
+    there.touch()
+    steps, state = itertools.count(1), {"model": torch.ones(1)}
+    for notice, make in ((there, there.touch), (coming, coming.mkdir)):
+        with manager_of(tmp_path / "run", grace_seconds={str(notice): 1000}, every_steps=10**6) as manager:
+            manager.save(next(steps), state)
+            assert not manager.stop_requested
+            there.unlink(missing_ok=True)
+            time.sleep(0.6 if notice is there else 0.0)  # it looks four times a second
+            make()
+            until(partial(saves_a_stop, manager, steps, state), "the stop")
+
+
+@pytest.mark.parametrize(
+    ("grace", "word"),
+    [
+        *((value, "above 0") for value in (0, -1, math.inf, math.nan, "30", True)),
+        ({signal.SIGKILL: 3}, "SIGKILL"),
+        ({4711: 3}, "no signal"),
+        *(({key: 3}, "neither") for key in (None, b"/x")),
+        *(({key: 3}, "no path") for key in ("", "/")),
+        ({"/x": "soon"}, "above 0"),
+    ],
+)
+def test_what_is_no_notice_is_refused(tmp_path: Path, grace: Any, word: str) -> None:
+    """When the manager is made, with what is wrong; so is a time for a signal that is not handled."""
+    with pytest.raises(OptionError, match=word):
+        dcp.CheckpointManager(tmp_path, grace_seconds=grace)
+    with pytest.raises(OptionError, match="handle_sigterm"):
+        dcp.CheckpointManager(tmp_path, grace_seconds=30, handle_sigterm=False)
+
+
+# -- several ranks -------------------------------------------------------------------------------------------
+
+
+def _ranked(rank: int, version: float) -> dict[str, Any]:
+    optimizer = {f"{rank}.{number}": torch.full((4096,), version) for number in range(60)}
+    return {"model": {f"w{rank}": torch.full((2048,), version)}, "optimizer": optimizer}
+
+
+def _before_a_deadline(rank: int, world_size: int, root: str, mode: Any) -> list[Any]:
+    """Rank 1 alone is given notice, by a file; rank 0 is the slow one."""
+    notice, seen = Path(root) / f"notice-{rank}", Recorder()
+    writer = FaultyWriter([Fault("write", onwards=True, delay_seconds=0.1 if rank == 0 else 0.0)])
+    options: dict[str, Any] = {"grace_seconds": {str(notice): 4.0}, "on_event": seen, "every_steps": 100}
+    manager = manager_of(f"{root}/run", mode=mode, writer=writer, **options)
+    if rank == 1:
+        notice.touch()
+    step = 0
+    while not manager.stop_requested:
+        step += 1
+        manager.save(step, _ranked(rank, float(step)))
+        time.sleep(0.02)
+    manager.close()
+    kinds = [kind for kind, at in seen.kinds("saved", "save_cancelled") if at == step]
+    return [step > 1, kinds, manager.failures]
+
+
+def _resumed(rank: int, world_size: int, root: str) -> bool:
+    with manager_of(Path(root) / "run") as manager:
+        weights = {"model": _ranked(rank, 0.0)["model"]}
+        newest = manager.restore(weights, only="model")
+        assert newest is not None
+        with pytest.raises(CorruptCheckpointError, match="has only model"):
+            manager.restore(_ranked(rank, 0.0))
+        return bool(newest.step == weights["model"][f"w{rank}"][0].item())
+
+
+@pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.exhaustive)])
+def test_one_ranks_notice_is_all_ranks_deadline(tmp_path: Path, mode: str) -> None:
+    """The weights of all are committed, and the whole state, which one rank has no time for, is called off on
+    all of them."""
+    found = run_ranks(2, _before_a_deadline, str(tmp_path), mode)
+    assert found == [[True, ["saved", "save_cancelled"], 0]] * 2
+    (folder,) = (tmp_path / "run").iterdir()
+    assert len(list(folder.glob("*.distcp"))) == 2
+    assert run_ranks(2, _resumed, str(tmp_path)) == [True, True]

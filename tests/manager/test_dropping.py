@@ -1,0 +1,431 @@
+"""A part of a checkpoint is dropped, by rules or by ``dcp prune``: what stays is as it was."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp
+from dcp.errors import CheckpointConflictError, MissingKeyError, OptionError
+from tests.support.manager_runs import (
+    Fault,
+    Gate,
+    Recorder,
+    WatchedRoot,
+    command,
+    flip,
+    json_of,
+    manager_of,
+    until,
+    writer_with,
+)
+from tests.support.values import leaves
+from tests.support.with_optimizer import (
+    full_state,
+    parts_there,
+    save_apart,
+    save_mixed,
+    save_stock,
+    stock_sees,
+)
+
+OPTIMIZER = dcp.Retention(optimizer=dcp.Keep(last=1))
+
+
+def prune(folder: Path | str, *options: str) -> dict[str, Any]:
+    """What ``dcp prune --yes`` says of a checkpoint."""
+    (done,) = json_of("prune", folder, "--yes", *options)
+    assert isinstance(done, dict)
+    return done
+
+
+def pruned(folder: Path, _: object) -> None:
+    """A hook that drops the optimizer."""
+    prune(folder)
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    """Bytes of the data files."""
+    return {path.name: path.stat().st_size for path in folder.glob("*.distcp")}
+
+
+def is_sound(folder: Path) -> bool:
+    """Whether ``dcp verify`` finds nothing, not even a file too many."""
+    return command("verify", folder).status == 0 and set(dcp.open_index(folder).files) == sizes(folder).keys()
+
+
+def run(root: Path | str, steps: range, keep: dcp.Retention | None, **options: Any) -> Recorder:
+    """Save these steps; what was said."""
+    seen = Recorder()
+    with manager_of(root, keep=keep, on_event=seen, handle_sigterm=False, **options) as manager:
+        for step in steps:
+            manager.save(step, full_state(step))
+            manager.wait()
+    return seen
+
+
+def there(root: Path, steps: range) -> list[str]:
+    """What of each step is there."""
+    return [parts_there(root / f"step-{step:08d}", step) for step in steps]
+
+
+# -- one checkpoint ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("torch_compatible", [True, False])
+def test_files_of_its_own_go_and_nothing_is_written(tmp_path: Path, torch_compatible: bool) -> None:
+    """The weights' file is the same file; what is freed is what the other one took, as was said before."""
+    save_apart(tmp_path, torch_compatible=torch_compatible)
+    before = sizes(tmp_path)
+    inodes = {path.name: path.stat().st_ino for path in tmp_path.glob("*.distcp")}
+    (planned,) = json_of("prune", tmp_path)
+    assert sizes(tmp_path) == before
+    done = prune(tmp_path)
+    assert (done["outcome"], done["files"], done["freed_bytes"]) == (
+        "dropped",
+        planned["files"],
+        planned["freed_bytes"],
+    )
+    (gone,) = done["files"]
+    assert before.keys() - sizes(tmp_path).keys() == {gone} and done["freed_bytes"] == before[gone]
+    (kept,) = tmp_path.glob("*.distcp")
+    assert kept.stat().st_ino == inodes[kept.name]
+    assert parts_there(tmp_path) == "weights" and is_sound(tmp_path)
+    assert not torch_compatible or stock_sees(tmp_path) == "weights"
+    assert command("prune", tmp_path, "--yes").out.endswith("has nothing to drop\n")
+
+
+@pytest.mark.parametrize("save", [save_mixed, save_stock])
+def test_a_file_of_both_stays_unless_it_may_be_rewritten(
+    tmp_path: Path, save: Callable[[Path], None]
+) -> None:
+    """Nothing is lost where nothing is freed; an aligned copy of what stays frees the rest, and no more is
+    claimed."""
+    save(tmp_path)
+    before = sizes(tmp_path)
+    done = prune(tmp_path)
+    assert (done["outcome"], done["freed_bytes"], sizes(tmp_path)) == ("shared", 0, before)
+    assert parts_there(tmp_path) == stock_sees(tmp_path) == "whole"
+    done = prune(tmp_path, "--rewrite")
+    left = sum(sizes(tmp_path).values())
+    assert (done["freed_bytes"], done["rewritten_bytes"]) == (sum(before.values()) - left, left)
+    assert parts_there(tmp_path) == stock_sees(tmp_path) == "weights" and is_sound(tmp_path)
+    index = dcp.open_index(tmp_path)
+    large = index.payload_lengths >= 4096
+    assert large.any()
+    assert save is save_stock or (index.payload_offsets[large] % 64 == 0).all()
+
+
+def test_what_was_dropped_is_said(tmp_path: Path) -> None:
+    """By show, and by the error of a load that wants it; names, digests and the save's time stay, and so
+    does a weight that is called like an optimizer."""
+    save_apart(tmp_path, digests=True)
+    before = dcp.open_index(tmp_path)
+    digests = {name: before.digest(row) for row, name in enumerate(before.fqns)}
+    committed = json_of("show", tmp_path)["checkpoint"]["committed_seconds"]
+    prune(tmp_path)
+    index, shown = dcp.open_index(tmp_path), json_of("show", tmp_path)["checkpoint"]
+    assert shown["committed_seconds"] == committed
+    assert [(part["name"], part["tensors"], part["objects"]) for part in shown["dropped"]] == [
+        ("optimizer", 6, 3)
+    ]
+    names = {f"app.model.{name}" for name, _ in leaves(full_state()["app"]["model"])}
+    assert {name: index.digest(row) for row, name in enumerate(index.fqns)} == {n: digests[n] for n in names}
+    with pytest.raises(MissingKeyError, match=r"optimizer was dropped on 20\d\d-"):
+        dcp.load(full_state(0), checkpoint_id=tmp_path, no_dist=True)
+    found = dcp.read(tmp_path)
+    assert (set(found), set(found["app"])) == ({"app", "step"}, {"model"})
+
+
+def test_any_part_by_its_names_but_not_all(tmp_path: Path) -> None:
+    """One after the other, values that are no tensors, too; a checkpoint without tensors would be none."""
+    save_mixed(tmp_path)
+    for glob in ("app.model.optim_head*", "step"):
+        assert prune(tmp_path, "--part", glob, "--rewrite")["outcome"] == "dropped"
+    index = dcp.open_index(tmp_path)
+    assert not any(name == "step" or "optim_head" in name for name in [*index.fqns, *index.objects.fqns])
+    dropped = json_of("show", tmp_path)["checkpoint"]["dropped"]
+    assert [part["name"] for part in dropped] == ["app.model.optim_head*", "step"] and is_sound(tmp_path)
+    refused = command("prune", tmp_path, "--part", "*", "--yes")
+    assert refused.status != 0 and "is all that it has" in refused.err
+
+
+def test_what_ranks_saved_on_their_own_and_what_is_pinned_stays_whole(tmp_path: Path) -> None:
+    """A pin is of everything; single ranks' saves have no one commit that could be replaced."""
+    alone, pinned = tmp_path / "alone", tmp_path / "run"
+    dcp.save(full_state(), checkpoint_id=alone, use_collectives=False, no_dist=True)
+    refused = command("prune", alone, "--yes")
+    assert refused.status != 0 and "saved on their own" in refused.err
+    with manager_of(pinned, mode="sync", keep=OPTIMIZER) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, full_state(step))
+            if step == 1:
+                manager.wait()
+                manager.pin(1)
+        assert manager.wait(240)
+    assert there(pinned, range(1, 4)) == ["whole", "weights", "whole"]
+
+
+def test_damage_in_what_stays_is_not_copied(tmp_path: Path) -> None:
+    """The copy is read again: where it is not what was committed, the checkpoint stays as it was."""
+    save_mixed(tmp_path)
+    index = dcp.open_index(tmp_path)
+    chunk = index.chunks(index.position["app.model.w"])[0]
+    (file,) = tmp_path.glob("*.distcp")
+    flip(file, int(index.payload_offsets[chunk]) + 5)
+    refused = command("prune", tmp_path, "--rewrite", "--yes")
+    assert refused.status != 0 and "nothing is dropped" in refused.err
+    assert list(tmp_path.glob("*.distcp")) == [file]
+    assert "app.optimizer.state.0.exp_avg" in dcp.open_index(tmp_path).fqns
+
+
+def test_copies_by_links_stay_whole(tmp_path: Path) -> None:
+    """A hard-linked copy, as by cp -al, has all when the other has lost a part; a symbolic link has what it
+    leads to."""
+    save_mixed(tmp_path / "mixed")
+    save_apart(tmp_path / "apart")
+    for name in ("mixed", "apart"):
+        copy, link = tmp_path / f"{name}-copy", tmp_path / f"{name}-link"
+        shutil.copytree(tmp_path / name, copy, copy_function=os.link)
+        link.symlink_to(tmp_path / name)
+        assert prune(link, "--rewrite")["outcome"] == "dropped"
+        assert (parts_there(copy), stock_sees(copy)) == ("whole", "whole")
+        assert (parts_there(link), parts_there(tmp_path / name)) == ("weights", "weights")
+        assert is_sound(copy) and is_sound(tmp_path / name)
+
+
+# -- beside saves and readers --------------------------------------------------------------------------------
+
+
+def watched(folder: Path, *faults: Fault) -> str:
+    """The URL of a checkpoint in step-00000001 of a folder, whose storage has ``faults``."""
+    root = WatchedRoot(folder)
+    root.store(1).add(*faults)
+    return f"{root.url}/{root.path(1).name}"
+
+
+@pytest.mark.parametrize("rewrite", [False, True])
+def test_a_save_that_came_first_wins(tmp_path: Path, rewrite: bool) -> None:
+    """The drop is compared with what it began from: the new checkpoint is whole, and nothing is left over."""
+    folder = WatchedRoot(tmp_path).path(1)
+    (save_mixed if rewrite else save_apart)(folder)
+    overtaken = Fault("lock", hook=lambda _: save_apart(folder, 2))
+    refused = command("prune", watched(tmp_path, overtaken), "--yes", *["--rewrite"][: int(rewrite)])
+    assert refused.status != 0
+    assert parts_there(folder, 2) == stock_sees(folder, 2) == "whole" and is_sound(folder)
+
+
+@pytest.mark.parametrize("first", ["drop", "save"])
+def test_files_that_another_has_removed_are_no_loss(tmp_path: Path, first: str) -> None:
+    """A file that is to be copied is gone, for another drop or save came first: the error says that."""
+    folder = WatchedRoot(tmp_path).path(1)
+    save_mixed(folder)
+    act = {"drop": lambda _: prune(folder, "--rewrite"), "save": lambda _: save_apart(folder, 2)}[first]
+    url = watched(tmp_path, Fault("open_read", name="*.distcp", hook=act))
+    refused = command("prune", url, "--rewrite", "--yes")
+    assert refused.status != 0 and "came first" in refused.err
+    assert is_sound(folder)
+
+
+def test_a_save_that_is_overtaken_by_a_drop_fails(tmp_path: Path) -> None:
+    """What it has seen is not there any more; its files are gone, and what the drop left loads."""
+    folder = WatchedRoot(tmp_path).path(1)
+    save_apart(folder)
+    url = watched(tmp_path, Fault("create", name="*.distcp", hook=lambda _: prune(folder)))
+    with pytest.raises(CheckpointConflictError, match="another writer published"):
+        save_apart(url, 2)
+    assert parts_there(folder) == "weights" and is_sound(folder)
+
+
+def test_a_reader_that_is_overtaken_looks_again(tmp_path: Path) -> None:
+    """Weights alone load, with a second look; who wants the optimizer learns that it was dropped."""
+    for name in ("a", "b"):
+        root = WatchedRoot(tmp_path / name)
+        save_apart(root.path(1))
+        url = watched(
+            tmp_path / name, Fault("open_read", name="*.distcp", hook=partial(pruned, root.path(1)))
+        )
+        if name == "a":
+            with pytest.raises(MissingKeyError, match="optimizer was dropped"):
+                dcp.load(full_state(0), checkpoint_id=url, no_dist=True)
+        else:
+            report = dcp.load(full_state(0), checkpoint_id=url, only="app.model", no_dist=True)
+            assert report.unexpected == []
+
+
+def test_what_a_drop_could_not_remove_goes_with_the_next(tmp_path: Path) -> None:
+    """Nor is it counted as freed; and so does what a crash has left, once stock torch sees the same."""
+    folder = WatchedRoot(tmp_path).path(1)
+    save_apart(folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    done = prune(watched(tmp_path, Fault("delete", name="*.distcp", error=OSError("no"))))
+    assert (done["outcome"], done["files"], done["freed_bytes"]) == ("dropped", [], 0)
+    (gone,) = prune(folder)["files"]
+    for name in (".metadata", gone):  # as after a crash behind the manifest
+        (folder / name).write_bytes(before[name])
+    assert (parts_there(folder), stock_sees(folder)) == ("weights", "whole")
+    assert prune(folder)["files"] == [gone]
+    assert parts_there(folder) == stock_sees(folder) == "weights" and is_sound(folder)
+
+
+def test_parts_apart_need_a_planner_that_knows_of_them(tmp_path: Path) -> None:
+    """One that makes torch's plans would put them into one file without a word."""
+
+    class Own(dcp.DefaultSavePlanner):
+        def create_local_plan(self) -> Any:
+            return super().create_local_plan()
+
+    with pytest.raises(OptionError, match=r"apart needs a planner and a storage of ours.*prune --rewrite"):
+        dcp.save(full_state(), checkpoint_id=tmp_path, planner=Own(), apart="optimizer", no_dist=True)
+
+
+# -- a run ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["thread", "sync", pytest.param("process", marks=pytest.mark.exhaustive)])
+def test_old_steps_lose_their_optimizer(tmp_path: Path, mode: str) -> None:
+    """The newest keep it; what is freed is an event; weights stay for ever, or as other rules say."""
+    keep = dcp.Retention(last=4, optimizer=dcp.Keep(last=2))
+    seen = run(tmp_path, range(1, 7), keep, mode=mode)
+    assert there(tmp_path, range(3, 7)) == ["weights", "weights", "whole", "whole"]
+    assert not (tmp_path / "step-00000002").exists()
+    assert seen.steps("dropped") == [1, 2, 3, 4]
+    first = next(event for event in seen.events if event.kind == "dropped")
+    assert first.size_bytes > 4 * 3000 * 4
+    assert seen.kinds("drop_failed", "verify_failed") == []
+    assert all(is_sound(path) for path in tmp_path.iterdir())
+
+
+def test_the_rule_costs_one_more_file_a_rank(tmp_path: Path) -> None:
+    """It holds the optimizer and nothing else; without rules by part there is one, as ever."""
+    run(tmp_path / "plain", range(1, 2), dcp.Retention(last=1))
+    run(tmp_path / "apart", range(1, 2), OPTIMIZER)
+    assert [len(sizes(tmp_path / name / "step-00000001")) for name in ("plain", "apart")] == [1, 2]
+    index = dcp.open_index(tmp_path / "apart" / "step-00000001")
+    of_file: dict[int, set[bool]] = {0: set(), 1: set()}
+    for row, fqn in enumerate(index.fqns):
+        for number in index.chunk_files[index.chunks(row)].tolist():
+            of_file[number].add("optimizer" in fqn)
+    assert sorted(of_file.values(), key=min) == [{False}, {True}]
+
+
+def test_a_restore_passes_over_what_lacks_its_optimizer(tmp_path: Path) -> None:
+    """A step that is asked for says where to find one; weights alone are restored from the newest."""
+    run(tmp_path, range(1, 4), None)
+    prune(tmp_path / "step-00000003", "--rewrite")
+    seen = Recorder()
+    with manager_of(tmp_path, on_event=seen) as manager:
+        state = full_state(0)
+        restored = manager.restore(state)
+        assert restored is not None
+        assert (restored.step, restored.skipped_partial, state["step"]) == (2, (3,), 2)
+        assert "its optimizer was dropped on" in restored.skipped[0][1]
+        with pytest.raises(MissingKeyError) as caught:
+            manager.restore(full_state(0), 3)
+        assert caught.value.__notes__ == ["the newest step that has it is 2"]
+        weights = manager.restore(full_state(0), only="app.model")
+        assert weights is not None and weights.step == 3
+    assert seen.steps("skipped_partial") == [3]
+
+
+def test_steps_from_before_the_rule_are_left_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """All of a rank is in one file there, which the manager does not rewrite: logged once a step; saved anew
+    under the rule its optimizer has files, and goes."""
+    run(tmp_path, range(1, 3), None)
+    seen = run(tmp_path, range(3, 6), OPTIMIZER)
+    assert there(tmp_path, range(1, 6)) == ["whole", "whole", "weights", "weights", "whole"]
+    assert seen.steps("dropped") == [3, 4]
+    assert len([text for text in caplog.messages if "dcp prune --rewrite" in text]) == 2
+    with manager_of(tmp_path, keep=OPTIMIZER) as manager:
+        manager.save(1, full_state(1), force=True)
+        manager.save(6, full_state(6), force=True)
+    assert there(tmp_path, range(1, 3)) == ["weights", "whole"]
+
+
+def test_a_manager_ends_what_a_killed_one_began(tmp_path: Path) -> None:
+    """The files of a drop that was cut off go when the next manager here has saved."""
+    run(tmp_path, range(1, 3), OPTIMIZER)
+    folder = tmp_path / "step-00000001"
+    left = folder / f"__0_1.{dcp.open_index(folder).provenance['save_id']}.distcp"
+    left.write_bytes(b"x" * 100)
+    run(tmp_path, range(3, 4), OPTIMIZER)
+    assert not left.exists()
+    assert there(tmp_path, range(1, 4)) == ["weights", "weights", "whole"]
+
+
+def test_a_drop_that_fails_is_tried_after_the_next_save(tmp_path: Path) -> None:
+    """It is an event, and training is not disturbed."""
+    root = WatchedRoot(tmp_path)
+    seen = Recorder()
+    with manager_of(root.url, keep=OPTIMIZER, on_event=seen, verify_saved="off") as manager:
+        manager.save(1, full_state(1))
+        assert manager.wait(240)
+        root.store(1).add(Fault("publish", name="manifest.msgpack", error=OSError("the storage is away")))
+        for step in (2, 3):
+            manager.save(step, full_state(step))
+            assert manager.wait(240)
+    assert seen.kinds("drop_failed", "dropped") == [("drop_failed", 1), ("dropped", 1), ("dropped", 2)]
+    assert "the storage is away" in str(seen.one("drop_failed").error)
+
+
+def test_a_save_of_the_step_waits_for_its_drop(tmp_path: Path) -> None:
+    """Saved again while its optimizer is being dropped, it comes out whole, and nothing fails."""
+    root, gate, seen = WatchedRoot(tmp_path), Gate(), Recorder()
+    futures: list[Any] = []
+    with manager_of(root.url, keep=OPTIMIZER, on_event=seen, on_failure="raise") as manager:
+        manager.save(1, full_state(1))
+        assert manager.wait(240)
+        root.store(1).add(Fault("publish", name="manifest.msgpack", hook=gate))
+        manager.save(2, full_state(2))
+        gate.wait_until_reached()
+        again = threading.Thread(target=lambda: futures.append(manager.save(1, full_state(7), force=True)))
+        again.start()
+        again.join(0.5)
+        if futures:  # it has not waited: let it come first
+            futures[0].exception(240)
+        gate.open()
+        again.join(240)
+        assert manager.wait(240)
+        assert (manager.failures, seen.steps("drop_failed")) == (0, [])
+    assert parts_there(root.path(1), 7) == "whole"
+
+
+def test_a_save_in_flight_is_not_touched(tmp_path: Path) -> None:
+    """While it waits to commit, older steps lose their optimizer; it comes out whole."""
+    gate, seen = Gate(), Recorder()
+
+    def writer(checkpoint_id: str) -> dcp.FileSystemWriter:
+        return writer_with(gate if checkpoint_id.endswith("3") else lambda _: None)(checkpoint_id)
+
+    with manager_of(tmp_path, keep=OPTIMIZER, on_event=seen, writer=writer) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, full_state(step))
+        until(lambda: seen.steps("dropped"), "a drop")
+        assert seen.steps("dropped") == [1]
+        assert there(tmp_path, range(1, 3)) == ["weights", "whole"]
+        gate.open()
+        assert manager.wait(240)
+    assert there(tmp_path, range(1, 4)) == ["weights", "weights", "whole"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", dcp.AsyncCheckpointerType)
+def test_a_save_behind_the_loop_puts_a_part_apart(tmp_path: Path, kind: Any) -> None:
+    """As `dcp.save` does; a glob names any part."""
+    options: dict[str, Any] = {
+        "apart": ["optimizer", "app.model.optim_head*"],
+        "async_checkpointer_type": kind,
+    }
+    dcp.async_save(full_state(), checkpoint_id=tmp_path / "one", no_dist=True, **options).result()
+    assert len(sizes(tmp_path / "one")) == 3
+    done = prune(tmp_path / "one", "--part", "app.model.optim_head*")
+    assert (done["outcome"], len(done["files"]), done["rewritten_bytes"]) == ("dropped", 1, 0)
+    assert torch.equal(dcp.read(tmp_path / "one")["app"]["model"]["w"], full_state()["app"]["model"]["w"])

@@ -1,0 +1,100 @@
+"""A manager with a weight map: its steps are another model definition's, and its restores lead back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dcp
+from dcp.errors import PlanError
+from tests.support.manager_runs import data_files, manager_of
+from tests.support.ranks import RankRaised, run_ranks
+from tests.support.versions import TOGETHER, seen_by_dcp, version_apart, version_state
+
+
+def save_and_resume(rank: int, world_size: int, root: str, mode: str) -> None:
+    """Two steps in halves, one a rank, of which the newest is damaged before the run is resumed."""
+    with manager_of(root, mode=mode, map=TOGETHER) as manager:
+        for step in (1, 2):
+            manager.save(step, version_apart(step, own=rank))
+    if rank == 0:
+        data_files(Path(root, "step-00000002"))[0].unlink()
+    dist.barrier()
+    with manager_of(root, mode=mode, map=TOGETHER) as manager:
+        state = version_apart(0, own=rank)
+        restored = manager.restore(state)
+        assert restored is not None and restored.step == state["step"] == 1
+        assert [step for step, _ in restored.skipped] == [2]
+        wanted = version_apart(1, own=rank)["model"]["w"][str(rank)]
+        assert torch.equal(state["model"]["w"][str(rank)], wanted)
+        manager.save(3, state)
+
+
+@pytest.mark.parametrize(
+    "mode", ["thread", *(pytest.param(mode, marks=pytest.mark.exhaustive) for mode in ("sync", "process"))]
+)
+def test_steps_are_under_the_other_definition(tmp_path: Path, mode: str) -> None:
+    """Each is what a save through the map makes; a restore through the inverse falls back as ever, and
+    the run saves on."""
+    run_ranks(2, save_and_resume, str(tmp_path), mode)
+    assert [seen_by_dcp(tmp_path / f"step-{step:08d}") for step in (1, 3)] == [1, 1]
+
+
+def manage_by_other_maps(rank: int, world_size: int, root: str, first: int) -> None:
+    """Each rank from the ``first`` with a map of its own."""
+    weights = {"rules": [{"from": "x", "to": f"x{rank}"}], "name": f"of rank {rank}"}
+    dcp.CheckpointManager(root, map=weights if rank >= first else None)
+
+
+@pytest.mark.exhaustive
+def test_ranks_with_other_maps_hear_of_it_at_once(tmp_path: Path) -> None:
+    """When the manager is made, with both of their names."""
+    for first in (0, 1):
+        for result in run_ranks(2, manage_by_other_maps, str(tmp_path), first, failures=True):
+            assert isinstance(result, RankRaised)
+            assert "the option 'map' is not the same on all ranks" in result.message
+            assert "of rank 1" in result.message
+            assert ("of rank 0" in result.message) == (first == 0)
+
+
+ALL: dict[str, Any] = {"from": "{name:*}", "to": "{name:*}"}
+
+
+@pytest.mark.parametrize(
+    ("weights", "lost"),
+    [
+        ({"rules": TOGETHER["rules"]}, r"the sizes of .* are not known"),
+        ({"rules": [{"from": "model.half"}, ALL]}, r"does not lead back to .*model\.half"),
+        (dcp.weight_map({"rules": [ALL]}, below="model"), r"does not lead back to .*other"),
+    ],
+)
+def test_a_map_that_does_not_lead_back_is_refused_by_the_save(
+    tmp_path: Path, weights: Any, lost: str
+) -> None:
+    """What could not be restored is an error before it is saved: sizes that the inverse would need, what a
+    rule drops, and what the inverse takes for the model's."""
+    with (
+        manager_of(tmp_path, mode="sync", map=weights, on_failure="raise", retries=0) as manager,
+        pytest.raises(PlanError, match=lost),
+    ):
+        manager.save(1, version_apart(1) | {"other": torch.ones(2)})
+    assert not list(tmp_path.glob("step-*"))
+
+
+def test_a_restore_through_a_map_of_its_own(tmp_path: Path) -> None:
+    """Steps of a model from before it was changed; and those of a manager with a map as they are stored."""
+    with manager_of(tmp_path, mode="sync") as manager:
+        manager.save(1, version_apart(1))
+        state = version_state(0)
+        assert manager.restore(state, map=TOGETHER) is not None
+        assert torch.equal(state["model"]["w"], version_state(1)["model"]["w"])
+        with pytest.raises(PlanError, match=r"Missing key .*'model\.w'"):
+            manager.restore(state)
+    with manager_of(tmp_path, mode="sync", map=TOGETHER) as manager:
+        manager.save(2, version_apart(2))
+        assert manager.restore(state, map=None) is not None
+    assert torch.equal(state["model"]["w"], version_state(2)["model"]["w"])

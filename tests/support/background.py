@@ -1,0 +1,86 @@
+"""Saves behind the loop: storage that waits in whatever process it works, and the writer processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import dcp
+from dcp.storage.stores import PosixStore, Store
+from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
+
+__all__ = ["FileGate", "gated_writer", "is_gone", "slow_writer", "writers"]
+
+_PATIENCE_SECONDS = 240.0
+
+
+@dataclass(frozen=True)
+class FileGate:
+    """A hook of a fault that waits until `open` was called, by any process; it pickles."""
+
+    path: Path
+
+    def __call__(self, _: Operation) -> None:
+        """Say that it was reached, and wait."""
+        self._reached.touch()
+        _wait_for(self.path)
+
+    @property
+    def _reached(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.reached")
+
+    def wait_until_reached(self) -> None:
+        """Until a store waits here."""
+        _wait_for(self._reached)
+
+    def open(self) -> None:
+        """Let all through from now on."""
+        self.path.touch()
+
+
+def _faulty(path: str | os.PathLike[str], fault: Fault) -> Store:
+    return FaultInjectingStore(PosixStore(path), fault)
+
+
+def gated_writer(folder: Path, gate: FileGate, op: str = "create") -> dcp.FileSystemWriter:
+    """A writer to a local folder each of whose operations ``op`` waits for the gate."""
+    fault = Fault(op, onwards=True, hook=gate)
+    return dcp.FileSystemWriter(folder, sync_files=False, open_store=partial(_faulty, fault=fault))
+
+
+def slow_writer(folder: Path, seconds: float) -> dcp.FileSystemWriter:
+    """A writer to a local folder each of whose writes of bytes takes that long."""
+    fault = Fault("write", onwards=True, delay_seconds=seconds)
+    return dcp.FileSystemWriter(folder, sync_files=False, open_store=partial(_faulty, fault=fault))
+
+
+def _wait_for(path: Path) -> None:
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not appear within {_PATIENCE_SECONDS:g} s"
+        time.sleep(0.002)
+
+
+def writers(trainer: int | None = None) -> list[int]:
+    """The writer processes of a trainer, by their command lines; of this process if None is given."""
+    wanted = str(os.getpid() if trainer is None else trainer).encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if b"dcp.background.process.main" in words and wanted in words and not is_gone(int(folder.name)):
+            found.append(int(folder.name))
+    return sorted(found)
+
+
+def is_gone(pid: int) -> bool:
+    """Whether no such process works any more."""
+    try:
+        return (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]) in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
