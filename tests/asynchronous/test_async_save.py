@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import dcp
 from dcp.errors import PlanError, StagingError, StorageError, StorageFullError
 from dcp.progress import Progress
-from dcp.staging import DefaultStager
+from dcp.staging import BlockingAsyncStager, DefaultStager
 from dcp.state_dict_saver import AsyncSaveResponse
 from tests.support.background import FileGate, gated_writer, slow_writer
 from tests.support.manager_runs import Failing, Fault, FaultyWriter, manager_of, until, writer_with
@@ -116,7 +116,7 @@ def test_planners_stagers_and_writers_of_torch_work(tmp_path: Path) -> None:
 @pytest.mark.parametrize("planner", [dcp.DefaultSavePlanner, Negating])
 def test_a_stager_that_uses_its_memory_again_harms_no_save(tmp_path: Path, planner: Any) -> None:
     """Three saves by one stager that has memory for one: each is its own snapshot."""
-    stagers = [DefaultStager(), stock_staging.BlockingAsyncStager(cache_staged_state_dict=True)]
+    stagers: list[Any] = [DefaultStager(), BlockingAsyncStager(cache_staged_state_dict=True)]
     for number, stager in enumerate(stagers):
         futures = []
         for version in (1, 2, 3):

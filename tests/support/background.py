@@ -12,7 +12,7 @@ import dcp
 from dcp.storage.stores import PosixStore, Store
 from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
 
-__all__ = ["FileGate", "gated_writer", "is_gone", "slow_writer", "writers"]
+__all__ = ["FileGate", "NotedPids", "gated_writer", "is_gone", "slow_writer"]
 
 _PATIENCE_SECONDS = 240.0
 
@@ -64,18 +64,25 @@ def _wait_for(path: Path) -> None:
         time.sleep(0.002)
 
 
-def writers(trainer: int | None = None) -> list[int]:
-    """The writer processes of a trainer, by their command lines; of this process if None is given."""
-    wanted = str(os.getpid() if trainer is None else trainer).encode()
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if b"dcp.background.process.main" in words and wanted in words and not is_gone(int(folder.name)):
-            found.append(int(folder.name))
-    return sorted(found)
+@dataclass(frozen=True)
+class NotedPids:
+    """Opens local folders, and notes in a folder of its own in which processes it does so; it pickles."""
+
+    place: Path
+
+    def __call__(self, path: str | os.PathLike[str]) -> Store:
+        """The folder at ``path``."""
+        self.place.mkdir(parents=True, exist_ok=True)
+        (self.place / str(os.getpid())).touch()
+        return PosixStore(path)
+
+    def writer(self, checkpoint_id: str | os.PathLike[str]) -> dcp.FileSystemWriter:
+        """A writer to such a folder."""
+        return dcp.FileSystemWriter(checkpoint_id, sync_files=False, open_store=self)
+
+    def others(self) -> list[int]:
+        """The processes other than this one: writer processes."""
+        return sorted({int(path.name) for path in self.place.iterdir()} - {os.getpid()})
 
 
 def is_gone(pid: int) -> bool:

@@ -1,4 +1,4 @@
-"""Removing a checkpoint beside a save to it, in every order, where no lock keeps the two apart."""
+"""A removal beside a save, in every order. Internal: only single calls can be played in turns."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ import os
 import shutil
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,9 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp
-from dcp.background.future import SaveFuture
-from dcp.background.process.writer import ProcessWriter
-from dcp.manager.saving.executor import _BackgroundExecutor
+from dcp.state_dict_saver import SaveFuture
+from tests.support.background import NotedPids
 from tests.support.processes import open_files
 from tests.support.ranks import run_ranks
 from tests.support.values import local_parts
@@ -140,12 +138,16 @@ class Saving:
 
     def __init__(self, root: Path, road: Road) -> None:
         self.root, self.road = root, road
+        self.noted = NotedPids(root.with_name(f"{root.name}-pids"))
         self.future: SaveFuture | None = None
         self.manager: dcp.CheckpointManager | None = None
         if road != "async_save":
-            writer = partial(dcp.FileSystemWriter, sync_files=False)
             self.manager = dcp.CheckpointManager(
-                root, mode=road, keep=dcp.Retention(last=2), writer=writer, timeout_seconds=TIMEOUT_SECONDS
+                root,
+                mode=road,
+                keep=dcp.Retention(last=2),
+                writer=self.noted.writer,
+                timeout_seconds=TIMEOUT_SECONDS,
             )
 
     def save(self, version: int, state: dict[str, Any]) -> SaveFuture:
@@ -174,13 +176,7 @@ class Saving:
 
     def pids(self) -> list[int]:
         """This process, and the one that writes for it."""
-        if self.manager is None or self.road != "process":
-            return [os.getpid()]
-        saves = self.manager._executor
-        assert isinstance(saves, _BackgroundExecutor)
-        worker = saves._session._worker
-        assert isinstance(worker, ProcessWriter)
-        return [os.getpid(), worker.pid]
+        return [os.getpid(), *(self.noted.others() if self.road == "process" else ())]
 
     def close(self) -> None:
         """The end."""
@@ -224,7 +220,10 @@ def endure(rank: int, world_size: int, root: Path, road: Road, saves: int) -> di
 
 
 @pytest.mark.parametrize("saves", [14, pytest.param(100, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize(("road", "world_size"), [("async_save", 1), ("thread", 2), ("process", 1)])
+@pytest.mark.parametrize(
+    ("road", "world_size"),
+    [("async_save", 1), ("thread", 2), pytest.param("process", 1, marks=pytest.mark.exhaustive)],
+)
 def test_saves_are_their_own_snapshots_and_leave_nothing(
     tmp_path: Path, road: Road, world_size: int, saves: int
 ) -> None:

@@ -7,12 +7,9 @@ before that; then training goes on. What a save would read too late is garbage i
 
 from __future__ import annotations
 
-import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,19 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dcp
-from dcp.staging.copies import HostCopier, HostCopies
-from dcp.staging.stager import DefaultStager
 from dcp.state_dict import get_state_dict, set_state_dict
-from dcp.storage.formats.index import Int64
-from dcp.storage.stores import PosixStore, Store
-from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
+from tests.support.background import FileGate, gated_writer
 from tests.support.ranks import run_ranks
 from tests.support.values import leaves, local_parts, raw
 
@@ -134,27 +125,6 @@ class Vandal:
             entry.extend(entry_before) if isinstance(entry, list) else entry.update(entry_before)
 
 
-def gated_store(path: Any, gate: Path) -> Store:
-    """A store that does not take a byte before the file ``gate`` is there."""
-
-    def wait(operation: Operation) -> None:
-        deadline = time.monotonic() + TIMEOUT_SECONDS
-        while not gate.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-
-    return FaultInjectingStore(PosixStore(path), Fault("create", hook=wait))
-
-
-class SlowCopier(HostCopier):
-    """Takes long enough that training comes to its next step meanwhile."""
-
-    def copy(self, copies: HostCopies, rows: Int64) -> None:
-        """Late."""
-        time.sleep(0.02)
-        super().copy(copies, rows)
-
-
 @dataclass(frozen=True)
 class Save:
     """How a step is saved. ``after``: when the state changes next; ``wait``: garbage until the commit."""
@@ -175,11 +145,13 @@ class Saver:
             root, writer=self.writer, timeout_seconds=TIMEOUT_SECONDS, **options
         )
 
+    def gate(self, checkpoint_id: str) -> FileGate:
+        """What the writer of a step waits for."""
+        return FileGate(self.gates / Path(checkpoint_id).name)
+
     def writer(self, checkpoint_id: str) -> dcp.FileSystemWriter:
-        """The manager's; it waits for `save` to open its gate."""
-        gate = self.gates / Path(checkpoint_id).name
-        open_store = partial(gated_store, gate=gate)
-        return dcp.FileSystemWriter(checkpoint_id, sync_files=False, open_store=open_store)
+        """The manager's; it does not take a byte before `save` opens its gate."""
+        return gated_writer(Path(checkpoint_id), self.gate(checkpoint_id))
 
     def save(self, trainer: Trainer, step: int) -> None:
         """Save ``step`` if it is planned: garbage in the state first, then the commit."""
@@ -195,7 +167,7 @@ class Saver:
         with self.manager.lock() if how.after == "lock" else nullcontext():
             vandal.strike()
         assert not future.done()
-        (self.gates / Path(self.manager.checkpoint_id(step)).name).touch()
+        self.gate(self.manager.checkpoint_id(step)).open()
         if how.wait:
             future.result(TIMEOUT_SECONDS)
         vandal.undo()
@@ -238,16 +210,13 @@ def run_and_resume(
 
     gates = root / f"gates-{rank}"
     gates.mkdir()
-    stager = DefaultStager(process=mode == "process")
-    stager._copier.host = SlowCopier()
-    saver = Saver(root / "ckpt", gates, plan, mode=mode, stager=stager)
+    saver = Saver(root / "ckpt", gates, plan, mode=mode)
     with saver.manager as manager:
         saved = Trainer(rank, world_size, seed=1)
         results[-1] = list(train(saved, 1, saver)), differing(saved, wanted)
         assert manager.wait(TIMEOUT_SECONDS)
         assert manager.failures == 0
         assert manager.all_steps() == sorted(plan)
-    stager.close()
 
     with dcp.CheckpointManager(root / "ckpt", mode="sync", handle_sigterm=False) as manager:
         for step in back_to:
@@ -271,10 +240,6 @@ def check(root: Path, mode: Mode, plan: Plan, back_to: list[int]) -> None:
             assert different == [], step
 
 
-ways = st.builds(Save, st.sampled_from(["call", "completion", "lock"]), st.booleans())
-plans = st.dictionaries(st.integers(1, STEPS), ways, min_size=1, max_size=STEPS)
-
-
 @pytest.mark.parametrize("after", ["call", "lock"])
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, after: Literal["call", "lock"]) -> None:
     """With each step saved, with and without overlap: all losses that follow and the state at the end are the
@@ -284,15 +249,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, after: Literal["
 
 
 @pytest.mark.exhaustive
-@given(plans, st.data())
-@settings(max_examples=2, deadline=None, database=None, phases=(Phase.generate,))
-def test_any_resumed_run_is_the_uninterrupted_one(plan: Plan, data: st.DataObject) -> None:
-    """Whatever steps were saved, and whichever is resumed."""
-    back_to = [data.draw(st.sampled_from(sorted(plan)), "resumed")]
-    with tempfile.TemporaryDirectory() as root:
-        check(Path(root), "thread", plan, back_to)
-
-
 def test_a_run_saved_by_processes_is_resumed_exactly(tmp_path: Path) -> None:
     """The same where writer processes save, which read memory that the trainers share with them."""
     plan = {

@@ -1,0 +1,238 @@
+"""`SaveFuture.cancel`: a save ends without a trace, or its commit was first, the same on all ranks."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp
+from dcp.errors import SaveAbortedError, StorageError
+from dcp.progress import Progress
+from dcp.state_dict_saver import SaveFuture
+from tests.support.background import FileGate, gated_writer, slow_writer
+from tests.support.manager_runs import (
+    Fault,
+    FaultyWriter,
+    Gate,
+    Operation,
+    Recorder,
+    contents,
+    manager_of,
+    plain_writer,
+    state_at,
+    until,
+    writer_with,
+)
+from tests.support.ranks import run_ranks
+from tests.support.versions import ABSENT, names_in, save_version, seen_by_dcp, version_state
+
+save = partial(dcp.async_save, no_dist=True)
+
+
+class CancelAt:
+    """A hook that has other threads cancel the save, and lets it proceed when they have begun to."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.future: SaveFuture | None = None
+        self.begun = threading.Event()
+        self.answers: list[bool] = []
+        self._threads = ThreadPoolExecutor(2)
+
+    def __call__(self, operation: Operation) -> None:
+        """At the one operation."""
+        if operation.number != self.number:
+            return
+        assert self.begun.wait(240)
+        assert self.future is not None
+        asked = [self._threads.submit(self.future.cancel) for _ in range(2)]
+        for answer in asked:
+            answer.add_done_callback(lambda answer: self.answers.append(answer.result()))
+        assert self.future.abort_event.wait(240)
+
+    def finish(self) -> list[bool]:
+        """What both have been answered; [] if the save has no such operation."""
+        self._threads.shutdown()
+        return self.answers
+
+
+def cancelled_at(folder: Path, number: int, version: int) -> tuple[list[bool], bool]:
+    """A save of ``version`` that is cancelled, twice, before its operation ``number``: the answers, and
+    whether it was saved."""
+    hook = CancelAt(number)
+    writer = FaultyWriter([Fault(onwards=True, hook=hook)])(folder)
+    hook.future = save(version_state(version), storage_writer=writer)
+    hook.begun.set()
+    saved = hook.future.exception(240) is None
+    return hook.finish(), saved
+
+
+@pytest.mark.parametrize("old", [0, 1])
+def test_at_every_operation_of_a_save_the_answer_is_true(tmp_path: Path, old: int) -> None:
+    """Before each of its steps on storage, by two threads at once: True, and the folder is as it was before
+    the save; or, once the commit has begun, False, and the new version is there."""
+    seen: list[tuple[list[bool], bool]] = []
+    number = 0
+    while not seen or seen[-1][0]:
+        number += 1
+        folder = tmp_path / str(number)
+        if old:
+            save_version(folder, old, sync_files=False)
+        before = names_in(folder)
+        answers, saved = cancelled_at(folder, number, 2)
+        seen.append((answers, saved))
+        assert answers in ([], [True, True], [False, False]), number
+        assert saved == (answers != [True, True]), number
+        assert seen_by_dcp(folder) == (2 if saved else old or ABSENT), number
+        if not saved:
+            assert names_in(folder) == before and folder.exists() == bool(old), number
+    kinds = [saved for _, saved in seen]
+    assert kinds == sorted(kinds), "once it is too late, it stays so"
+    assert kinds.count(False) >= 4 and kinds.count(True) >= 2
+
+
+def test_after_its_end_nothing_is_cancelled(tmp_path: Path) -> None:
+    """A committed save stays, one that failed has failed, and neither counts as cancelled."""
+    future = save(version_state(1), checkpoint_id=tmp_path / "x")
+    future.result(240)
+    assert (future.cancel(), future.cancel(), future.cancelled()) == (False, False, False)
+    assert seen_by_dcp(tmp_path / "x") == 1
+    (tmp_path / "file").touch()
+    failing = save(version_state(1), checkpoint_id=tmp_path / "file" / "x")
+    assert isinstance(failing.exception(240), StorageError)
+    assert (failing.cancel(), failing.cancelled()) == (False, False)
+
+
+def test_one_large_tensor_is_left_in_the_middle(tmp_path: Path) -> None:
+    """A save need not first write the tensor that it is at, nor does a bar on the terminal keep it."""
+    gate, late = Gate(), []
+
+    def slow(operation: Operation) -> None:
+        gate()
+        if future.abort_event.is_set():
+            late.append(operation)
+
+    writer = writer_with(slow, "write", "*")(str(tmp_path / "x"))
+    state = {"large": torch.ones(64 << 20, dtype=torch.uint8)}
+    future = save(state, storage_writer=writer, progress=True)
+    gate.wait_until_reached()
+    future.abort()
+    gate.open()
+    assert future.cancel()
+    assert len(late) <= 2, "of 64 writes"
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_progress_callback_may_not_wait_for_itself(tmp_path: Path) -> None:
+    """cancel() there is refused; abort() ends the save."""
+    refused: list[str] = []
+    made: list[SaveFuture] = []
+    known = threading.Event()
+
+    def progress(_: Progress) -> None:
+        assert known.wait(240)
+        try:
+            made[0].cancel()
+        except dcp.CheckpointError as error:
+            refused.append(str(error))
+        made[0].abort()
+
+    made.append(save(version_state(1, large=1 << 18), checkpoint_id=tmp_path / "x", progress=progress))
+    known.set()
+    assert isinstance(made[0].exception(240), SaveAbortedError)
+    assert refused and "wait for itself" in refused[0]
+
+
+def state_of_ranks(rank: int) -> dict[str, Any]:
+    """A lot on rank 0, little on rank 1."""
+    return {f"r{rank}.{n}": torch.full((1 << 18,), float(n)) for n in range(150 - 148 * rank)}
+
+
+def cancel_by_the_rank_that_is_ready(rank: int, world_size: int, root: Path, kind: str) -> list[Any]:
+    """Rank 0 has hardly begun to write when rank 1, whose share is written, calls the save off."""
+    gate = FileGate(root / f"gate-{rank}")
+    if rank == 1:
+        gate.open()
+    options: dict[str, Any] = {"async_checkpointer_type": dcp.AsyncCheckpointerType(kind)}
+    writer = slow_writer(root / "x", 0.02) if rank == 0 else gated_writer(root / "x", gate, "write")
+    future = dcp.async_save(state_of_ranks(rank), storage_writer=writer, **options)
+    answer: bool | None = None
+    if rank == 1:
+        until(lambda: len(list(root.glob("x/*"))) >= 2, "the beginning of both ranks' files")
+        gate.wait_until_reached()
+        answer = future.cancel()
+    error = future.exception(240)
+    found = [answer, isinstance(error, SaveAbortedError), future.cancelled(), getattr(error, "ranks", None)]
+    found.append((root / "x").exists())
+    again = dcp.async_save(state_of_ranks(rank), checkpoint_id=root / "x", **options)
+    again.result(240)
+    return [*found, again.cancel()]
+
+
+@pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.exhaustive)])
+def test_any_rank_ends_the_writing_of_all(tmp_path: Path, kind: str) -> None:
+    """A rank that is ready ends the save while another still writes; all hold that it was cancelled, and by
+    whom. After a commit all are answered that it was not."""
+    alike = [True, True, [1], False, False]
+    found = run_ranks(2, cancel_by_the_rank_that_is_ready, tmp_path, kind)
+    assert found == [[None, *alike], [True, *alike]]
+
+
+# -- by a manager --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_failure", ["warn", "raise"])
+def test_a_cancelled_save_is_no_failure(tmp_path: Path, on_failure: Any) -> None:
+    """It is an event of its own, the older step stays, and the next one is saved."""
+    gate, seen = Gate(), Recorder()
+
+    def writer(checkpoint_id: str) -> dcp.FileSystemWriter:
+        return (writer_with(gate, "create", "*") if checkpoint_id[-1:] == "2" else plain_writer)(
+            checkpoint_id
+        )
+
+    with manager_of(tmp_path, writer=writer, on_failure=on_failure, on_event=seen) as manager:
+        assert not manager.cancel()
+        manager.save(1, state_at(1))
+        assert manager.wait(240)
+        future = manager.save(2, state_at(2))
+        gate.wait_until_reached()
+        assert future is not None
+        future.abort()  # as `cancel` does, which may have begun or not when the gate is opened
+        with ThreadPoolExecutor(1) as thread:
+            answer = thread.submit(manager.cancel)
+            gate.open()
+            answer.result(240)
+        assert future.cancelled() and not manager.cancel()
+        manager.save(3, state_at(3))
+        assert manager.wait(240)
+        assert (manager.all_steps(), manager.failures) == ([1, 3], 0)
+    told = seen.kinds("saved", "save_failed", "save_cancelled")
+    assert told == [("saved", 1), ("save_cancelled", 2), ("saved", 3)]
+    assert contents(tmp_path).keys() == {1, 3}
+
+
+def test_another_thread_cancels_a_save_in_the_loop(tmp_path: Path) -> None:
+    """Of a manager of mode "sync", too: the call that saves returns, and nothing is left."""
+    gate, answers = Gate(), []
+    slow = FaultyWriter([Fault("write", onwards=True, hook=gate, delay_seconds=0.05)])
+    state = {f"w{number}": torch.ones(4096) for number in range(40)}
+    with manager_of(tmp_path, mode="sync", writer=slow) as manager:
+
+        def cancel() -> None:
+            gate.wait_until_reached()
+            gate.open()
+            answers.append(manager.cancel())
+
+        thread = threading.Thread(target=cancel)
+        thread.start()
+        future = manager.save(1, state)
+        thread.join(240)
+        assert (answers, future is not None and future.cancelled()) == ([True], True)
+        assert manager.all_steps() == [] and contents(tmp_path) == {}

@@ -1,0 +1,199 @@
+"""Asynchronous saves of programs that change folders, are interrupted, and fork."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp
+from dcp.storage.stores import PosixStore
+from tests.support.background import FileGate, gated_writer
+from tests.support.crashes import in_lab
+from tests.support.programs import run_program
+
+THREAD, PROCESS = dcp.AsyncCheckpointerType.THREAD, dcp.AsyncCheckpointerType.PROCESS
+
+
+def state_of(version: int) -> dict[str, Any]:
+    """A tensor and a number that give the version."""
+    return {"w": torch.full((1000,), float(version)), "version": version}
+
+
+def version_of(folder: Path) -> int:
+    """The version that a checkpoint holds."""
+    found = dcp.read(folder)
+    assert found["w"].eq(found["version"]).all()
+    return int(found["version"])
+
+
+@pytest.mark.parametrize("kind", [THREAD, pytest.param(PROCESS, marks=pytest.mark.exhaustive)])
+def test_a_relative_id_is_of_the_folder_where_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: dcp.AsyncCheckpointerType
+) -> None:
+    """Though the save has to wait for the one before, and the program has gone to another folder by then; its
+    metadata is read from there, too."""
+    here, there, gate = tmp_path / "here", tmp_path / "there", FileGate(tmp_path / "gate")
+    here.mkdir()
+    there.mkdir()
+    monkeypatch.chdir(here)
+    save = partial(dcp.async_save, no_dist=True, async_checkpointer_type=kind)
+    save(state_of(1), storage_writer=gated_writer(tmp_path / "first", gate))
+    second = save(state_of(2), checkpoint_id="second")
+    monkeypatch.chdir(there)
+    gate.open()
+    assert set(second.result(240).state_dict_metadata) == {"w", "version"}
+    assert version_of(here / "second") == 2
+    assert not list(there.iterdir())
+
+
+# -- interrupts ----------------------------------------------------------------------------------------------
+
+_INTERRUPTED = """
+import sys, torch, dcp
+class Interrupted:
+    def state_dict(self):
+        raise KeyboardInterrupt
+    def load_state_dict(self, state_dict):
+        pass
+save = lambda name, state: dcp.async_save(state, checkpoint_id=f"{sys.argv[1]}/{name}", no_dist=True,
+                                          async_checkpointer_type=dcp.AsyncCheckpointerType[sys.argv[2]])
+try:
+    save("a", {"s": Interrupted()})
+except KeyboardInterrupt:
+    futures = [save(str(number), {"w": torch.ones(3)}) for number in range(3)]
+    assert all(future.result(240) for future in futures)
+else:
+    raise SystemExit("was not interrupted")
+"""
+
+
+@pytest.mark.parametrize("kind", ["THREAD", pytest.param("PROCESS", marks=pytest.mark.exhaustive)])
+def test_a_script_interrupted_while_staging_ends(tmp_path: Path, kind: str) -> None:
+    """Ctrl-C in async_save is raised there, and neither later saves nor the end of the script wait for it."""
+    ended = run_program("-c", _INTERRUPTED, tmp_path, kind, finalizes=True)
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(path.parent.name for path in tmp_path.glob("*/manifest.msgpack")) == ["0", "1", "2"]
+
+
+class InterruptedStore:
+    """What opens a store; it is interrupted on its way to the writer process, once."""
+
+    def __init__(self, interrupted: bool = False) -> None:
+        self.interrupted = interrupted
+
+    def __call__(self, path: str | os.PathLike[str]) -> PosixStore:
+        """The store."""
+        return PosixStore(path)
+
+    def __reduce__(self) -> tuple[type[InterruptedStore], tuple[bool]]:
+        if not self.interrupted:
+            self.interrupted = True
+            signal.raise_signal(signal.SIGINT)
+        return InterruptedStore, (True,)
+
+
+def test_an_interrupt_while_a_save_is_handed_over_comes_after_that(tmp_path: Path) -> None:
+    """Half of a message to the writer process would leave this save, and all after it, without an end."""
+    save = partial(dcp.async_save, no_dist=True, async_checkpointer_type=PROCESS)
+    writer = dcp.FileSystemWriter(tmp_path / "1", open_store=InterruptedStore())
+    with pytest.raises(KeyboardInterrupt):
+        save(state_of(1), storage_writer=writer)
+    save(state_of(2), checkpoint_id=tmp_path / "2").result(240)
+    assert [version_of(tmp_path / name) for name in ("1", "2")] == [1, 2]
+
+
+# -- forks ---------------------------------------------------------------------------------------------------
+
+
+def save_in_fork(root: Path, kind: dcp.AsyncCheckpointerType) -> None:
+    """A fork's own save."""
+    save = partial(dcp.async_save, no_dist=True, async_checkpointer_type=kind)
+    save(state_of(3), checkpoint_id=root / "fork").result(240)
+
+
+def fork_while_saving(root: Path, kind: dcp.AsyncCheckpointerType) -> list[Any]:
+    """Exit codes of forks, one that does nothing and one that saves, and whether the first outlasted the
+    save under way."""
+    save = partial(dcp.async_save, no_dist=True, async_checkpointer_type=kind)
+    save(state_of(1), checkpoint_id=root / "first").result(240)
+    gate = FileGate(root / "gate")
+    future = save(state_of(2), storage_writer=gated_writer(root / "second", gate))
+    context = multiprocessing.get_context("fork")
+    results: list[Any] = []
+    for target, arguments in ((int, ()), (save_in_fork, (root, kind))):
+        child = context.Process(target=target, args=arguments)
+        child.start()
+        child.join(60)
+        results += [child.exitcode, future.done()]
+        child.kill()
+    gate.open()
+    future.result(240)
+    save(state_of(4), checkpoint_id=root / "last").result(240)
+    return results
+
+
+@pytest.mark.parametrize("kind", [THREAD, pytest.param(PROCESS, marks=pytest.mark.exhaustive)])
+def test_forks_leave_the_saves_to_their_parent(tmp_path: Path, kind: dcp.AsyncCheckpointerType) -> None:
+    """A data loader's worker ends at once, disturbs nothing, and may save by itself."""
+    assert in_lab(fork_while_saving, tmp_path, kind) == [0, False, 0, False]
+    found = [version_of(tmp_path / name) for name in ("first", "second", "fork", "last")]
+    assert found == [1, 2, 3, 4]
+
+
+_FORKING = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+import dcp
+
+how, folder = sys.argv[1:]
+store = dist.FileStore(folder + "/store", 1)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+state = {"w": torch.ones(1 << 20)}
+kind = dcp.AsyncCheckpointerType.PROCESS if how == "process" else dcp.AsyncCheckpointerType.THREAD
+manager = dcp.CheckpointManager(folder + "/run") if how == "manager" else None
+for number in range(2):
+    future = None
+    if how == "save":
+        dcp.save(state, checkpoint_id=f"{folder}/{number}")
+    elif manager is not None:
+        manager.save(number, state)
+    else:
+        future = dcp.async_save(state, checkpoint_id=f"{folder}/{number}", async_checkpointer_type=kind)
+    child = os.fork()
+    if child == 0:
+        if number % 2:
+            break  # to the end of the program
+        sys.exit(0)
+    deadline = time.monotonic() + 60
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if ended[0] == 0:
+        os.kill(child, 9)
+        sys.exit(f"child {number} did not end")
+    if ended[1] != 0:
+        sys.exit(f"child {number} ended with {ended[1]}")
+    if future is not None:
+        future.result(120)
+else:
+    if manager is not None:
+        manager.close()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["manager", *(pytest.param(how, marks=pytest.mark.exhaustive) for how in ("save", "thread", "process"))],
+)
+def test_a_forked_child_ends(how: str, tmp_path: Path) -> None:
+    """By sys.exit and at the end of the program, with process groups that its parent had threads for."""
+    done = run_program("-c", _FORKING, how, tmp_path, finalizes=True)
+    assert done.returncode == 0, done.stderr
