@@ -222,7 +222,7 @@ def endure(rank: int, world_size: int, root: Path, road: Road, saves: int) -> di
 @pytest.mark.parametrize("saves", [14, pytest.param(100, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     ("road", "world_size"),
-    [("async_save", 1), ("thread", 2), pytest.param("process", 1, marks=pytest.mark.exhaustive)],
+    [("async_save", 1), ("thread", 2), ("process", 1)],
 )
 def test_saves_are_their_own_snapshots_and_leave_nothing(
     tmp_path: Path, road: Road, world_size: int, saves: int

@@ -277,21 +277,6 @@ def test_a_deletion_that_fails_is_tried_again(tmp_path: Path) -> None:
     assert not root.path(2).exists()
 
 
-def test_a_callback_that_fails_ends_no_deletion(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is logged, and the next checkpoint is deleted as well."""
-
-    def fail(event: Any) -> None:
-        raise ZeroDivisionError
-
-    for step in (1, 2):
-        save_version(tmp_path / f"step-{step:08d}", step)
-    with manager_of(tmp_path, on_event=fail) as manager:
-        manager.delete(1)
-        manager.delete(2)
-    assert list(tmp_path.iterdir()) == []
-    assert sum("a listener failed on the event 'deleted'" in text for text in caplog.messages) == 2
-
-
 @pytest.mark.exhaustive
 def test_a_storage_that_hangs_in_a_deletion_does_not_keep_the_run(tmp_path: Path) -> None:
     """Closing is bounded; what was not begun is whole, and left to the next manager, without an event."""

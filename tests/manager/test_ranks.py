@@ -23,7 +23,6 @@ from tests.support.manager_runs import (
     Event,
     Operation,
     Recorder,
-    damage,
     data_files,
     loaded_step,
     manager_of,
@@ -376,33 +375,6 @@ def test_damage_that_rank_0_finds_is_raised_on_all_ranks(tmp_path: Path) -> None
     steps = {result.split()[1] for result in results}
     assert len(steps) == 1
     assert all("failed on another rank" in result for result in results[1:])
-
-
-def _fallback(rank: int, world_size: int, root: str, phase: str) -> Any:
-    seen = Recorder()
-    with manager_of(root, on_event=seen) as manager:
-        if phase == "save":
-            for step in (1, 2):
-                manager.save(step, changing_state(step, rank))
-            return None
-        state = changing_state(-1, rank)
-        restored = manager.restore(state)
-        assert restored is not None
-        told = [event for event in seen.kinds() if event[0] != "verify_failed"]
-        assert manager.wait(240)
-        return restored.step, state["step"], state[f"part{rank}"][0].item(), told
-
-
-def test_all_ranks_fall_back_to_the_same_older_step(tmp_path: Path) -> None:
-    """The damage is in what rank 1 alone reads; the verdict is noted once, by rank 0."""
-    run_ranks(3, _fallback, str(tmp_path), "save")
-    folder = tmp_path / "step-00000002"
-    damage(folder, rank=1)
-    results = run_ranks(3, _fallback, str(tmp_path), "restore")
-    for rank, (restored, step, part, events) in enumerate(results):
-        assert (restored, step) == (1, 1)
-        assert part == pytest.approx(1 + rank / 10)
-        assert events == [("skipped_damaged", 2), ("restored", 1)]
 
 
 # -- the rest ------------------------------------------------------------------------------------------------

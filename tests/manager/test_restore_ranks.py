@@ -42,7 +42,8 @@ def resume_sharded(rank: int, world_size: int, root: str, more: bool = False) ->
         manager.wait()
     if restored is None:
         return None
-    return restored.step, state["w"].to_local().unique().tolist(), state["n"], restored.skipped
+    passed = seen.steps("skipped_damaged")
+    return restored.step, state["w"].to_local().unique().tolist(), state["n"], restored.skipped, passed
 
 
 def spoil(root: Path, step: int, rank: int) -> None:
@@ -61,7 +62,7 @@ def test_damage_that_one_rank_sees_turns_all_ranks_back(tmp_path: Path, world_si
     results = run_ranks(world_size, resume_sharded, str(tmp_path))
     skipped = results[0][3]
     assert [step for step, _ in skipped] == [3, 2]
-    assert results == [(1, [1.0], 1, skipped)] * world_size
+    assert results == [(1, [1.0], 1, skipped, [3, 2])] * world_size
 
 
 def test_all_ranks_hear_that_nothing_is_left(tmp_path: Path) -> None:

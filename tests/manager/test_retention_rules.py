@@ -46,17 +46,6 @@ def test_no_retention_keeps_all() -> None:
     assert kept(Retention(last=1), []) == []
 
 
-def test_last() -> None:
-    """The newest n by step, whatever order they come in."""
-    assert kept(Retention(last=2), good(30, 10, 20, 40)) == [30, 40]
-    assert kept(Retention(last=9), good(1, 2)) == [1, 2]
-
-
-def test_every_steps() -> None:
-    """Multiples stay for ever, and the newest as well."""
-    assert kept(Retention(every_steps=100), good(0, 50, 100, 150, 200, 250)) == [0, 100, 200, 250]
-
-
 def test_younger_than() -> None:
     """By the time of the commit; a time that is unknown or in the future counts as young."""
     states = [
@@ -122,37 +111,7 @@ def test_of_equal_metrics_the_newer_is_better() -> None:
     assert Best("loss", 2, "min").pick(tied) == [3, 2]
 
 
-def test_rules_together_and_their_reasons() -> None:
-    """A step is kept if any rule keeps it, and the plan says which."""
-    states = [StepState(step, NOW - 1000 + step, {"loss": float(step), "acc": 0.1}) for step in range(1, 7)]
-    states[1] = replace(states[1], pinned=True)
-    states[3] = replace(states[3], health="pending")
-    result = plan(Retention(last=1, every_steps=3, best=[Best("loss"), Best("acc", 2, "max")]), states, NOW)
-    assert result.keep == {
-        1: ("best loss (min)",),
-        2: ("pinned",),
-        3: ("every 3 steps",),
-        4: ("pending",),
-        5: ("best acc (max)",),
-        6: ("newest", "last 1", "best acc (max)", "every 3 steps"),
-    }
-    assert result.delete == ()
-
-
 # -- damaged and pending -------------------------------------------------------------------------------------
-
-
-def test_damaged_and_pending_steps_push_no_good_one_out() -> None:
-    """They count neither as newest, nor for `last`, nor for `best`."""
-    states = [
-        *good(1, 2, 3, loss=1.0),
-        StepState(4, NOW, {"loss": 0.0}, "damaged"),
-        StepState(5, NOW, {"loss": 0.0}, "pending"),
-    ]
-    result = plan(Retention(last=2, best=Best("loss")), states, NOW)
-    assert result.keep[3] == ("newest", "last 2", "best loss (min)")
-    assert result.keep[5] == ("pending",)
-    assert result.delete == (1,)
 
 
 def test_a_damaged_step_goes_once_enough_good_ones_are_newer() -> None:
@@ -182,13 +141,6 @@ def test_rules_are_data(retention: Retention) -> None:
     """What to_dict gives goes through JSON, and from_dict makes the same rules of it."""
     assert Retention.from_dict(json.loads(json.dumps(retention.to_dict()))) == retention
     assert hash(Retention.from_dict(retention.to_dict())) == hash(retention)
-
-
-def test_best_may_be_one_map() -> None:
-    """In a file one best rule needs no list, and its count and mode have defaults."""
-    assert Retention.from_dict({"best": {"metric": "loss"}}) == Retention(best=[Best("loss", 1, "min")])
-    assert Retention(best=Best("loss")).bests == (Best("loss"),)
-    assert Retention(last=1, best=[]).to_dict() == {"last": 1}
 
 
 @pytest.mark.parametrize(
@@ -299,13 +251,6 @@ def test_wider_rules_keep_no_less(states: list[StepState], retention: Retention,
     assert set(kept(retention, states)) <= set(kept(wider, states))
 
 
-@given(states=STATES, retention=rules(), seconds=st.floats(0, 300))
-def test_time_only_deletes(states: list[StepState], retention: Retention, seconds: float) -> None:
-    """What is deleted now would be deleted later."""
-    now, later = plan(retention, states, NOW), plan(retention, states, NOW + seconds)
-    assert set(now.delete) <= set(later.delete)
-
-
 @given(states=STATES, retention=rules())
 def test_a_new_step_brings_none_back(states: list[StepState], retention: Retention) -> None:
     """What is deleted stays to be deleted when a newer good step is committed."""
@@ -322,19 +267,6 @@ def dropped(retention: Retention, states: list[StepState], now: float = NOW) -> 
     result = plan(retention, states, now)
     assert result.drop.keys() <= result.keep.keys()
     return {step: [part.name for part in parts] for step, parts in result.drop.items()}
-
-
-def test_a_part_goes_from_older_steps() -> None:
-    """Its rules are those of steps, and counted among those that are kept; without others all are."""
-    assert dropped(Retention(optimizer=Keep(last=2)), good(1, 2, 3, 4)) == {
-        1: ["optimizer"],
-        2: ["optimizer"],
-    }
-    assert kept(Retention(optimizer=Keep(last=2)), good(1, 2, 3, 4)) == [1, 2, 3, 4]
-    keep = Retention(last=3, optimizer=Keep(last=1, every_steps=2))
-    assert dropped(keep, good(1, 2, 3, 4)) == {3: ["optimizer"]}
-    two = Retention(optimizer=Keep(last=1), parts={"ema.*": Keep(last=2)})
-    assert dropped(two, good(1, 2, 3)) == {1: ["optimizer", "ema.*"], 2: ["optimizer"]}
 
 
 def test_what_has_lost_it_does_not_push_it_out() -> None:
