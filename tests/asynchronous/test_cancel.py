@@ -110,7 +110,8 @@ def test_after_its_end_nothing_is_cancelled(tmp_path: Path) -> None:
 
 def test_one_large_tensor_is_left_in_the_middle(tmp_path: Path) -> None:
     """A save need not first write the tensor that it is at, nor does a bar on the terminal keep it."""
-    gate, late = Gate(), []
+    gate = Gate()
+    late: list[Operation] = []
 
     def slow(operation: Operation) -> None:
         gate()
@@ -219,7 +220,8 @@ def test_a_cancelled_save_is_no_failure(tmp_path: Path, on_failure: Any) -> None
 
 def test_another_thread_cancels_a_save_in_the_loop(tmp_path: Path) -> None:
     """Of a manager of mode "sync", too: the call that saves returns, and nothing is left."""
-    gate, answers = Gate(), []
+    gate = Gate()
+    answers: list[bool] = []
     slow = FaultyWriter([Fault("write", onwards=True, hook=gate, delay_seconds=0.05)])
     state = {f"w{number}": torch.ones(4096) for number in range(40)}
     with manager_of(tmp_path, mode="sync", writer=slow) as manager:

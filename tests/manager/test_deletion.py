@@ -311,7 +311,7 @@ def test_a_save_that_commits_meanwhile_wins(tmp_path: Path, before_the_cut: bool
             save_version(root.path(1), 2)
             other.pin(1)
 
-        fault = {"op": "lock"} if before_the_cut else {"op": "delete", "name": "*.distcp"}
+        fault: dict[str, Any] = {"op": "lock"} if before_the_cut else {"op": "delete", "name": "*.distcp"}
         root.store(1).add(Fault(**fault, hook=overtake))
         manager.delete(1)
         assert manager.wait(240)

@@ -228,7 +228,13 @@ def test_files_that_another_has_removed_are_no_loss(tmp_path: Path, first: str) 
     """A file that is to be copied is gone, for another drop or save came first: the error says that."""
     folder = WatchedRoot(tmp_path).path(1)
     save_mixed(folder)
-    act = {"drop": lambda _: prune(folder, "--rewrite"), "save": lambda _: save_apart(folder, 2)}[first]
+
+    def act(_: object) -> None:
+        if first == "drop":
+            prune(folder, "--rewrite")
+        else:
+            save_apart(folder, 2)
+
     url = watched(tmp_path, Fault("open_read", name="*.distcp", hook=act))
     refused = command("prune", url, "--rewrite", "--yes")
     assert refused.status != 0 and "came first" in refused.err
@@ -239,7 +245,7 @@ def test_a_save_that_is_overtaken_by_a_drop_fails(tmp_path: Path) -> None:
     """What it has seen is not there any more; its files are gone, and what the drop left loads."""
     folder = WatchedRoot(tmp_path).path(1)
     save_apart(folder)
-    url = watched(tmp_path, Fault("create", name="*.distcp", hook=lambda _: prune(folder)))
+    url = watched(tmp_path, Fault("create", name="*.distcp", hook=partial(pruned, folder)))
     with pytest.raises(CheckpointConflictError, match="another writer published"):
         save_apart(url, 2)
     assert parts_there(folder) == "weights" and is_sound(folder)

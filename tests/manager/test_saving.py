@@ -269,7 +269,8 @@ def test_full_verification_reads_the_bytes(tmp_path: Path) -> None:
 
 def test_a_step_that_another_replaces_while_it_is_verified_is_not_damaged(tmp_path: Path) -> None:
     """Its files are gone then, but so is it: nothing is said of it, and nothing noted."""
-    root, seen, replaced = WatchedRoot(tmp_path), Recorder(), []
+    root, seen = WatchedRoot(tmp_path), Recorder()
+    replaced: list[int] = []
 
     def replace(_: object) -> None:
         if root.path(1).joinpath(".metadata").exists() and not replaced:
