@@ -201,7 +201,7 @@ def test_who_lists_and_deletes_needs_no_torch(tmp_path: Path) -> None:
     """Nor waits for its import."""
     save_version(tmp_path / "step-00000001", 1)
     script = "import sys; sys.modules['torch'] = None; from dcp.cli import main; main()"
-    for words in (["ls", tmp_path], ["rm", tmp_path / "step-00000001", "--yes"]):
+    for words in (["ls", str(tmp_path)], ["rm", f"{tmp_path}/step-00000001", "--yes"]):
         done = subprocess.run(
             [sys.executable, "-c", script, *words], capture_output=True, text=True, check=False
         )

@@ -58,7 +58,8 @@ Writer = Callable[[str], dcp.FileSystemWriter]
 
 def manager_of(root: Path | str, **options: Any) -> dcp.CheckpointManager:
     """A manager with a fast writer, and short pauses before it tries a save again."""
-    settings = {"writer": plain_writer, "retry_pause_seconds": 0.01, "timeout_seconds": PATIENCE_SECONDS}
+    settings: dict[str, Any] = {"writer": plain_writer, "retry_pause_seconds": 0.01}
+    settings["timeout_seconds"] = PATIENCE_SECONDS
     return dcp.CheckpointManager(root, **(settings | options))
 
 
