@@ -1,8 +1,12 @@
-"""State dicts that conversions must carry through whole, saved by one process or by four ranks."""
+"""State dicts that conversions must carry through whole, saved by one process or by four ranks; commands."""
 
 from __future__ import annotations
 
+import io
+import json
 from collections import OrderedDict
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +15,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dcp
+from dcp.cli.app import app
 from tests.support.values import full_tensor, raw
 
-__all__ = ["assert_same", "folder_of", "many_kinds", "save_sharded", "sharded_tensors", "training_state"]
+__all__ = [
+    "Outcome",
+    "assert_same",
+    "command",
+    "flip",
+    "folder_of",
+    "many_kinds",
+    "names_in",
+    "save_sharded",
+    "sharded_tensors",
+    "training_state",
+]
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "rows": ((70, 33), torch.float32),
@@ -123,3 +139,44 @@ def assert_same(got: Any, expected: Any, where: str = "", *, exact_types: bool =
 def folder_of(path: Path) -> list[str]:
     """Names in the folder of ``path``."""
     return sorted(entry.name for entry in path.parent.iterdir())
+
+
+def names_in(folder: Path) -> list[str]:
+    """Names in a folder."""
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def flip(checkpoint: Path, at: int | None = None) -> Path:
+    """Change one bit of the largest data file of a folder, in its middle or at a place; the file."""
+    file = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2 if at is None else at] ^= 1
+    file.write_bytes(data)
+    return file
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command printed, and its exit status."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """Standard output, parsed."""
+        return json.loads(self.out)
+
+
+def command(*arguments: object) -> Outcome:
+    """``dcp`` with these arguments, in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    status: object = 0
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            app(args=list(map(str, arguments)), prog_name="dcp")
+        except SystemExit as ended:
+            status = ended.code
+    assert isinstance(status, int | None), status
+    return Outcome(status or 0, out.getvalue(), err.getvalue())

@@ -1,0 +1,355 @@
+"""Keys of dicts that are no strings, and containers without entries: given back as they were saved."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import dcp
+from dcp.default_planner import _EmptyStateDictLoadPlanner
+from dcp.state_dict_loader import _load_state_dict, _load_state_dict_from_keys
+from tests.support.ranks import run_ranks
+
+read_all = _load_state_dict_from_keys
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": torch.optim.AdamW,
+    "Adam-amsgrad": lambda params: torch.optim.Adam(params, amsgrad=True),
+    "SGD": lambda params: torch.optim.SGD(params, 0.1),
+    "SGD-momentum": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
+    "Adagrad": torch.optim.Adagrad,
+    "RMSprop": lambda params: torch.optim.RMSprop(params, momentum=0.5),
+    "LBFGS": torch.optim.LBFGS,
+    "NAdam": torch.optim.NAdam,
+}
+
+
+class Level(enum.IntEnum):
+    """A number with a name."""
+
+    LOW = 1
+
+
+class Color(enum.StrEnum):
+    """A string with a name."""
+
+    RED = "red"
+
+
+class Plain(enum.Enum):
+    """Neither."""
+
+    X = 1
+
+
+def shape(value: Any) -> Any:
+    """A nested value with the types of its keys, in order, and its tensors as lists."""
+    if isinstance(value, Mapping):
+        return [(type(key).__name__, str(key), shape(item)) for key, item in value.items()]
+    if isinstance(value, list):
+        return [shape(item) for item in value]
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def mixed() -> dict[str, Any]:
+    """Keys of all types that are kept, and empty containers between others."""
+    return {
+        "first": {},
+        "numbers": {7: torch.ones(1), 3: {"x": 1}, -1: 2},
+        "any": {0: torch.ones(2), "s": 1, None: 2, True: 3, (1, "a"): 4, 0.5: 5, b"x": 6, 1 << 80: 7},
+        "empty": {1: {}, 2: {"inner": {}, "after": 1}},
+        "list": [{"a": torch.zeros(1)}, {0: 1, 1: []}],
+        "last": 1,
+    }
+
+
+def stepped(make: Callable[[Any], torch.optim.Optimizer]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model and an optimizer that has stepped."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    optimizer = make(model.parameters())
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(torch.ones(2, 3)).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    optimizer.step(closure)  # type: ignore[arg-type]
+    return model, optimizer
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_survives_the_way_to_a_torch_file(name: str, tmp_path: Path) -> None:
+    """Saved, converted, and loaded by torch alone, its state belongs to the parameters that had it."""
+    model, optimizer = stepped(OPTIMIZERS[name])
+    dcp.save({"o": optimizer.state_dict()}, checkpoint_id=tmp_path / "c", no_dist=True)
+    dcp.convert(tmp_path / "c", tmp_path / "o.pt", to="torch")
+    loaded = torch.load(tmp_path / "o.pt")["o"]
+    assert shape(loaded["state"]) == shape(optimizer.state_dict()["state"])
+    fresh = OPTIMIZERS[name](model.parameters())
+    fresh.load_state_dict(loaded)
+    assert list(fresh.state) == list(optimizer.state)
+    for parameter, state in optimizer.state.items():
+        assert shape(fresh.state[parameter]) == shape(state)
+    assert shape(read_all("o.state", checkpoint_id=tmp_path / "c")["o"]["state"]) == shape(loaded["state"])
+
+
+def test_every_kind_of_key_and_empty_containers_on_every_way(tmp_path: Path) -> None:
+    """Read without a template, and converted to all formats and back, keys have their types and order."""
+    expected = shape(mixed())
+    dcp.save(mixed(), checkpoint_id=tmp_path / "c", no_dist=True)
+    assert shape(read_all(checkpoint_id=tmp_path / "c")) == expected
+    assert shape(dcp.read(tmp_path / "c", no_dist=True)) == expected
+    dcp.convert(tmp_path / "c", tmp_path / "t.pt", to="torch")
+    assert shape(torch.load(tmp_path / "t.pt")) == expected
+    dcp.convert(tmp_path / "t.pt", tmp_path / "c2", to="dcp")
+    assert shape(read_all(checkpoint_id=tmp_path / "c2")) == expected
+    dcp.convert(tmp_path / "c", tmp_path / "s", to="safetensors")
+    dcp.convert(tmp_path / "s", tmp_path / "s.pt", to="torch")
+    assert shape(torch.load(tmp_path / "s.pt")) == expected
+    dcp.convert(tmp_path / "c", tmp_path / "part.pt", to="torch", only=["numbers", "empty"])
+    assert shape(torch.load(tmp_path / "part.pt")) == [
+        pair for pair in expected if pair[1] in ("numbers", "empty")
+    ]
+
+
+def test_a_part_is_read_with_its_keys(tmp_path: Path) -> None:
+    """One container, an empty one too, by its name."""
+    dcp.save(mixed(), checkpoint_id=tmp_path, no_dist=True)
+    assert shape(read_all("numbers.3", checkpoint_id=tmp_path)) == shape({"numbers": {3: {"x": 1}}})
+    assert read_all({"first", "empty.1"}, checkpoint_id=tmp_path) == {"first": {}, "empty": {1: {}}}
+
+
+def test_subclasses_of_keys_are_kept_by_value_and_others_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Equal keys of plain types come back; of a key that has none the save says that it becomes a string."""
+    state = {"k": {Level.LOW: 1, Color.RED: 2, np.int64(5): 3, np.float64(0.25): 4, np.str_("t"): 5}}
+    dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
+    assert shape(read_all(checkpoint_id=tmp_path / "a")) == shape(
+        {"k": {1: 1, "red": 2, 5: 3, 0.25: 4, "t": 5}}
+    )
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        dcp.save({"k": {Plain.X: 1, torch.float32: 2}}, checkpoint_id=tmp_path / "b", no_dist=True)
+    assert "'k.Plain.X' (Plain)" in caplog.text and "'k.torch.float32' (dtype)" in caplog.text
+    assert read_all(checkpoint_id=tmp_path / "b") == {"k": {"Plain.X": 1, "torch.float32": 2}}
+    target = {"k": {Plain.X: 0, torch.float32: 0}}
+    dcp.load(target, checkpoint_id=tmp_path / "b", no_dist=True)
+    assert target == {"k": {Plain.X: 1, torch.float32: 2}}
+
+
+@pytest.mark.parametrize(
+    "clash",
+    [
+        {0: torch.ones(1), "0": torch.zeros(1)},
+        {"x": {0: {"a": 1}, "0": {"b": 2}}},
+        {"x": {0: {}, "0": {}}},
+        {"x": {True: {"a": 1}, "True": {"b": 2}}},
+    ],
+)
+def test_keys_of_one_name_are_refused(clash: dict[Any, Any], tmp_path: Path) -> None:
+    """A checkpoint has one name for both, so one would be lost, or both become one dict."""
+    with pytest.raises(dcp.errors.PlanError, match="duplicated flatten key"):
+        dcp.save(clash, checkpoint_id=tmp_path / "c", no_dist=True)
+    torch.save(clash, tmp_path / "c.pt")
+    with pytest.raises(dcp.errors.CheckpointFormatError, match="flatten to the name"):
+        dcp.open_index(tmp_path / "c.pt")
+
+
+def test_stock_torch_reads_what_has_such_keys(tmp_path: Path) -> None:
+    """Into a template that has them, and without one, with strings as of its own saves."""
+    _, optimizer = stepped(OPTIMIZERS["AdamW"])
+    state = {"o": optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=tmp_path / "ours", no_dist=True)
+    stock.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)
+    for name in ("ours", "stock"):
+        found: dict[str, Any] = {}
+        stock.state_dict_loader._load_state_dict(
+            found,
+            storage_reader=stock.FileSystemReader(tmp_path / name),
+            planner=stock.default_planner._EmptyStateDictLoadPlanner(),  # type: ignore[no-untyped-call]
+            no_dist=True,
+        )
+        assert list(found["o"]["state"]) == ["0", "1", "2", "3"]
+
+
+def test_what_stock_torch_saved_is_read_as_it_noted_it(tmp_path: Path) -> None:
+    """Its paths have strings for keys; into a template they go where they belong, and nothing is guessed."""
+    _, optimizer = stepped(OPTIMIZERS["AdamW"])
+    stock.save({"o": optimizer.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    assert list(read_all(checkpoint_id=tmp_path)["o"]["state"]) == ["0", "1", "2", "3"]
+    target = {"o": stepped(OPTIMIZERS["AdamW"])[1].state_dict()}
+    dcp.load(target, checkpoint_id=tmp_path, no_dist=True)
+    assert list(target["o"]["state"]) == [0, 1, 2, 3]
+
+
+def test_a_stock_save_over_ours_has_no_keys_of_ours(tmp_path: Path) -> None:
+    """The manifest that stock torch left behind in the folder is not asked."""
+    dcp.save({"x": {0: torch.ones(1)}}, checkpoint_id=tmp_path, no_dist=True)
+    stock.save({"x": {"0": torch.ones(1)}}, checkpoint_id=tmp_path, no_dist=True)
+    assert shape(read_all(checkpoint_id=tmp_path)) == shape({"x": {"0": torch.ones(1)}})
+
+
+def test_saves_in_the_background_keep_keys_from_step_to_step(tmp_path: Path) -> None:
+    """Also where a plan is used again, and where only the kinds of the keys have changed."""
+    states = [{0: {"x": torch.ones(1)}}, {0: {"x": torch.zeros(1)}}, {"0": {"x": torch.ones(1)}}]
+    with dcp.CheckpointManager(tmp_path, name="{step}", handle_sigterm=False) as manager:
+        for step, state in enumerate(states):
+            manager.save(step, {"s": state, "e": {}}, force=True)
+    for step, state in enumerate(states):
+        assert shape(read_all(checkpoint_id=tmp_path / str(step))) == shape({"s": state, "e": {}})
+
+
+def test_a_writer_that_is_used_again_sees_that_keys_have_changed(tmp_path: Path) -> None:
+    """The plan of the save before is for other keys, though their names are the same."""
+    writer = dcp.FileSystemWriter(tmp_path / "0")
+    states: list[dict[Any, Any]] = [
+        {0: 1, 1: {}},
+        {0: 2, 1: {}},
+        {"0": 3, "1": {}},
+        {True: 4, 1.5: 5},
+        {0: 1},
+    ]
+    for step, state in enumerate(states):
+        writer.path = tmp_path / str(step)
+        writer.reset(tmp_path / str(step))
+        dcp.save({"s": state}, storage_writer=writer, no_dist=True)
+        assert shape(read_all(checkpoint_id=tmp_path / str(step))) == shape({"s": state})
+
+
+class Prepared(dcp.DefaultSavePlanner):
+    """A planner that overrides a step, so that plans travel as torch's objects."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """As it is."""
+        return super().create_global_plan([dataclasses.replace(plan) for plan in all_plans])
+
+
+def test_planners_and_storages_that_override_a_step_keep_keys(tmp_path: Path) -> None:
+    """Plans made of torch's objects carry the notes; stock torch's own storage has no place for them."""
+    dcp.save(mixed(), checkpoint_id=tmp_path / "a", planner=Prepared(), no_dist=True)
+    assert shape(read_all(checkpoint_id=tmp_path / "a")) == shape(mixed())
+    stock.save(mixed(), storage_writer=dcp.FileSystemWriter(tmp_path / "b"), planner=Prepared(), no_dist=True)
+    assert shape(read_all(checkpoint_id=tmp_path / "b")) == shape(mixed())
+    state = {"s": {0: torch.ones(1)}}
+    dcp.save(state, storage_writer=stock.FileSystemWriter(tmp_path / "c"), planner=Prepared(), no_dist=True)
+    assert b"dcp" not in (tmp_path / "c" / ".metadata").read_bytes().replace(b".distcp", b"")
+    assert shape(read_all(checkpoint_id=tmp_path / "c")) == shape({"s": {"0": torch.ones(1)}})
+
+
+def keys_of_ranks(rank: int, world: int, root: str) -> dict[str, Any]:
+    """Ranks have different keys in one dict, and one of their own; what the checkpoints give."""
+    shard = distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (world,)), [Shard(0)])
+    state = {
+        "stage": {rank: {"w": torch.full((1,), float(rank))}, "shared": 1},
+        "o": {"state": {0: shard}},
+        "own": dcp.PerRank({rank: rank, str(rank + 5): {}}),
+        "empty": {"a": {}} if rank else {"a": {1: 1}},
+    }
+    dcp.save(state, checkpoint_id=f"{root}/together")
+    dcp.save(state, checkpoint_id=f"{root}/apart", use_collectives=False)
+    target = {"own": dcp.PerRank({rank: -1})}
+    dcp.load(target, checkpoint_id=f"{root}/together")
+    try:
+        dcp.save({"x": {(0 if rank else "0"): {str(rank): rank}}}, checkpoint_id=f"{root}/clash")
+        clash = ""
+    except dcp.errors.PlanError as error:
+        clash = str(error)
+    return {"clash": clash, "own": target["own"].value}
+
+
+def test_ranks_with_different_keys(tmp_path: Path) -> None:
+    """All ranks' keys are kept; one name for two of different types is an error on all ranks."""
+    results = run_ranks(2, keys_of_ranks, str(tmp_path))
+    for rank, result in enumerate(results):
+        assert "'0' below 'x' is a key of type str on one rank and int on another" in result["clash"]
+        assert result["own"] == {rank: rank}
+    for name in ("together", "apart"):
+        found = read_all(checkpoint_id=tmp_path / name)
+        assert set(found["stage"]) == {0, 1, "shared"}
+        assert list(found["o"]["state"]) == [0]
+        assert sorted(list(own) for own in found["own"].values()) == [[0, "5"], [1, "6"]]
+        assert found["empty"] == {"a": {1: 1}}
+
+
+# -- loads without a state dict ------------------------------------------------------------------------------
+
+PACKAGES: dict[str, Any] = {"ours": dcp, "stock": stock}
+
+
+def a_state() -> dict[str, Any]:
+    """Nested tensors and values."""
+    return {
+        "model": {"weight": torch.arange(6.0).reshape(2, 3), "bias": torch.ones(2)},
+        "optimizer": {"state": [{"step": torch.tensor(3.0)}], "lr": 0.5},
+        "step": 7,
+    }
+
+
+def as_text(state: dict[str, Any]) -> list[str]:
+    """Its values as text, by name."""
+    found = torch.distributed.checkpoint._nested_dict.flatten_state_dict(state)[0]
+    return sorted(f"{name}={value}" for name, value in found.items())
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_whole_checkpoint_or_parts_of_it(package: str, tmp_path: Path) -> None:
+    """Without keys all of it, with one or a set what is at or below them, as torch's function has it."""
+    PACKAGES[package].save(a_state(), checkpoint_id=tmp_path, no_dist=True)
+    assert as_text(_load_state_dict_from_keys(checkpoint_id=tmp_path)) == as_text(a_state())
+    for keys in ("model", {"step", "optimizer"}, {"model.weight", "optimizer.lr"}, "step"):
+        own = _load_state_dict_from_keys(keys, checkpoint_id=tmp_path)
+        reader = stock.FileSystemReader(tmp_path)
+        theirs = stock.state_dict_loader._load_state_dict_from_keys(keys, storage_reader=reader)
+        assert as_text(own) == as_text(theirs)
+        assert 0 < len(as_text(own)) < len(as_text(a_state()))
+
+
+def test_absent_keys_and_filled_dicts_are_errors(tmp_path: Path) -> None:
+    """Where torch's function gives an empty dict, and its planner fails an assertion."""
+    dcp.save(a_state(), checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(dcp.MissingKeyError, match="'modle'"):
+        _load_state_dict_from_keys({"modle", "step"}, checkpoint_id=tmp_path)
+    reader, planner = dcp.FileSystemReader(tmp_path), _EmptyStateDictLoadPlanner()
+    with pytest.raises(dcp.errors.PlanError, match="empty dict"):
+        _load_state_dict({"step": 1}, reader, no_dist=True, planner=planner)
+
+
+@pytest.mark.parametrize("planners", PACKAGES)
+def test_planners_of_either_package_fill_an_empty_dict(planners: str, tmp_path: Path) -> None:
+    """The two calls that tools which merge checkpoints make."""
+    dcp.save(a_state(), checkpoint_id=tmp_path, no_dist=True)
+    for package in PACKAGES.values():
+        state: dict[str, Any] = {}
+        package.state_dict_loader._load_state_dict(
+            state,
+            storage_reader=package.FileSystemReader(tmp_path),
+            planner=PACKAGES[planners].default_planner._EmptyStateDictLoadPlanner(),
+            no_dist=True,
+        )
+        assert as_text(state) == as_text(a_state())
+
+
+def test_no_pickle_is_run(tmp_path: Path) -> None:
+    """A value of a class of one's own is refused, where torch's planner builds it."""
+    stock.save({"path": _Own()}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(dcp.errors.UnsafeObjectError):
+        _load_state_dict_from_keys(checkpoint_id=tmp_path)
+
+
+class _Own:
+    pass

@@ -1,0 +1,225 @@
+"""Tensors that are made of others: subclasses, torchao's among them, and block-quantized weights of files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import dcp
+from dcp.errors import PlanError
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+ROWS = 7
+
+
+class Quantised(torch.Tensor):
+    """Rows of bytes with a scale each, as torchao's."""
+
+    data_: torch.Tensor
+    scale: torch.Tensor
+    settings: Any
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor, scale: torch.Tensor, settings: Any = None) -> Quantised:
+        """A tensor without memory of its own."""
+        make: Any = torch.Tensor._make_wrapper_subclass
+        made: Quantised = make(cls, data.shape, dtype=torch.float32, device=data.device)
+        made.data_, made.scale, made.settings = data, scale, settings
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["data_", "scale"], (self.settings, tuple(self.shape))
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Mapping[str, Any], context: Any, size: Any, stride: Any) -> Any:
+        return cls(inner["data_"], inner["scale"], context[0])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.view.default):  # of the same shape
+            return cls(args[0].data_, args[0].scale, args[0].settings)
+        raise NotImplementedError(func)
+
+
+def weight(rows: slice = slice(None), *, filled: bool = True, settings: Any = "int8") -> Quantised:
+    """Rows of one weight."""
+    data, scale = (
+        torch.arange(ROWS * 2, dtype=torch.int8).view(ROWS, 2),
+        torch.arange(ROWS * 1.0).view(ROWS, 1),
+    )
+    parts = [part[rows] if filled else torch.zeros_like(part[rows]) for part in (data, scale)]
+    return Quantised(parts[0], parts[1], settings)
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Part by part."""
+    return torch.equal(one.data_, other.data_) and torch.equal(one.scale, other.scale)
+
+
+@pytest.mark.parametrize("how", ["save", "thread", pytest.param("process", marks=pytest.mark.exhaustive)])
+def test_parts_come_back(tmp_path: Path, how: str) -> None:
+    """Into the tensor that is there; stock torch and `dcp.read` see the parts."""
+    state: dict[str, Any] = {"model": {"w": weight()}, "n": 1}
+    if how == "save":
+        dcp.save(state, checkpoint_id=tmp_path / "c")
+    else:
+        with dcp.CheckpointManager(tmp_path, mode=how, name="c{step}", handle_sigterm=False) as manager:  # type: ignore[arg-type]
+            manager.save(0, state)
+        (tmp_path / "c0").rename(tmp_path / "c")
+    target = weight(filled=False)
+    report = dcp.load({"model": {"w": target}, "n": 0}, checkpoint_id=tmp_path / "c")
+    assert equal(target, weight()) and not report.unexpected
+    seen = dcp.read(tmp_path / "c")["model"]["w"]
+    assert torch.equal(seen["scale"], weight().scale) and seen["subclass"]["shape"] == [ROWS, 2]
+    parts: dict[str, Any] = {"model": {"w": {"data_": torch.zeros(ROWS, 2, dtype=torch.int8)}}}
+    stock.load(parts, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert torch.equal(parts["model"]["w"]["data_"], weight().data_)
+
+
+@pytest.mark.parametrize("planner", [None, "protocol"])
+def test_one_of_other_settings_is_an_error(tmp_path: Path, planner: str | None) -> None:
+    """Its parts fit, and would mean other values; a plain tensor is no such tensor, nor the reverse."""
+    dcp.save({"w": weight(), "v": torch.ones(ROWS, 2)}, checkpoint_id=tmp_path)
+
+    class Own(dcp.DefaultLoadPlanner):
+        def finish_plan(self, central_plan: Any) -> Any:
+            return super().finish_plan(central_plan)
+
+    options: dict[str, Any] = {} if planner is None else {"planner": Own()}
+    with pytest.raises(PlanError, match=r"'w'.*context \['int8'.*not \['int4'"):
+        dcp.load({"w": weight(settings="int4")}, checkpoint_id=tmp_path, **options)
+    with pytest.raises(dcp.MissingKeyError, match=r"v\.data_"):
+        dcp.load({"v": weight()}, checkpoint_id=tmp_path, **options)
+    with pytest.raises(dcp.MissingKeyError, match="w"):
+        dcp.load({"w": torch.ones(ROWS, 2)}, checkpoint_id=tmp_path, **options)
+
+
+def sharded(world_size: int, rank: int, *, filled: bool) -> DTensor:
+    """A rank's rows."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    each = -(-ROWS // world_size)
+    local = weight(slice(rank * each, (rank + 1) * each), filled=filled)
+    return DTensor.from_local(
+        local, mesh, [Shard(0)], run_check=False, shape=torch.Size([ROWS, 2]), stride=(2, 1)
+    )
+
+
+def save_sharded(rank: int, world_size: int, path: str) -> None:
+    """A DTensor of them."""
+    dcp.save({"model": {"w": sharded(world_size, rank, filled=True)}}, checkpoint_id=path)
+
+
+def load_sharded(rank: int, world_size: int, path: str) -> list[Any]:
+    """On other ranks."""
+    target = sharded(world_size, rank, filled=False)
+    dcp.load({"model": {"w": target}}, checkpoint_id=path)
+    local: Any = target.to_local()
+    return [local.data_.tolist(), local.scale.tolist()]
+
+
+def test_parts_of_dtensors_are_resharded(tmp_path: Path) -> None:
+    """2 ranks save, 3 load, unevenly; one loads it whole."""
+    run_ranks(2, save_sharded, str(tmp_path))
+    whole = weight()
+    for at, rows in ((0, whole.data_), (1, whole.scale)):
+        parts = [part[at] for part in run_ranks(3, load_sharded, str(tmp_path))]
+        assert [row for part in parts for row in part] == rows.tolist()
+    target = weight(filled=False)
+    dcp.load({"model": {"w": target}}, checkpoint_id=tmp_path)
+    assert equal(target, whole)
+
+
+def test_torchaos_quantised_weights(tmp_path: Path) -> None:
+    """Of a model, as a `Stateful` of the user: what it computes is what it computed, bit for bit."""
+    quantization = pytest.importorskip("torchao.quantization")
+
+    def model(seed: int, config: Any) -> torch.nn.Module:
+        torch.manual_seed(seed)
+        made = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
+        quantization.quantize_(made, config)
+        return made
+
+    int8 = quantization.Int8WeightOnlyConfig
+    saved, inputs = model(0, int8()), torch.randn(3, 64)
+    dcp.save({"model": saved}, checkpoint_id=tmp_path)
+    loaded = model(1, int8())
+    assert not torch.equal(loaded(inputs), saved(inputs))
+    dcp.load({"model": loaded}, checkpoint_id=tmp_path)
+    assert torch.equal(loaded(inputs), saved(inputs))
+    with pytest.raises(dcp.CheckpointError):
+        dcp.load({"model": torch.nn.Linear(64, 32)}, checkpoint_id=tmp_path)
+
+
+# -- block-quantized weights of files -----------------------------------------------------------------------
+
+BLOCK = 4
+
+
+def write_folder(folder: Path) -> dict[str, torch.Tensor]:
+    """A folder with an fp8 weight in blocks, an MXFP4 weight and a plain one; what they stand for."""
+    generator = torch.Generator().manual_seed(1)
+    quantized = torch.randn(6, 9, generator=generator).to(torch.float8_e4m3fn)
+    scales = torch.rand(2, 3, generator=generator) + 0.5
+    codes = torch.randint(0, 256, (2, 3, 5, 4), generator=generator, dtype=torch.uint8)
+    exponents = torch.randint(120, 134, (2, 3, 5), generator=generator, dtype=torch.uint8)
+    plain = torch.randn(7, generator=generator)
+    tensors = {
+        "a.weight": quantized,
+        "a.weight_scale_inv": scales,
+        "b_blocks": codes,
+        "b_scales": exponents,
+        "plain": plain,
+    }
+    save_file(tensors, folder / "model.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    large = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:6, :9]
+    values = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    pairs = torch.stack([values[(codes & 15).long()], values[(codes >> 4).long()]], -1).flatten(-2)
+    blocks = pairs * torch.exp2(exponents.float() - 127)[..., None]
+    return {"a.weight": quantized.float() * large, "b_blocks": blocks.flatten(-2), "plain": plain}
+
+
+def load_dequantized(rank: int, world: int, folder: str, expected: dict[str, torch.Tensor]) -> None:
+    """Load shards along each dimension."""
+    mesh = init_device_mesh("cpu", (world,))
+    for dim in range(3):
+        state = {
+            name: distribute_tensor(torch.zeros_like(value), mesh, [Shard(min(dim, value.dim() - 1))])
+            for name, value in expected.items()
+        }
+        reader = dcp.QuantizedHuggingFaceStorageReader(folder, block_size=BLOCK)
+        dcp.load(state, storage_reader=reader)
+        for name, value in expected.items():
+            assert torch.equal(state[name].full_tensor(), value), (dim, name)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_weights_arrive_dequantized(world: int, tmp_path: Path) -> None:
+    """fp8 in blocks and MXFP4, into float32 by default, whatever the sharding."""
+    expected = write_folder(tmp_path)
+    run_ranks(world, load_dequantized, str(tmp_path), expected)
+
+
+def test_another_dtype_than_the_readers_is_an_error(tmp_path: Path) -> None:
+    """``target_dtype`` is the dtype that is stored, as far as a load can see."""
+    expected = write_folder(tmp_path)
+    state = {"a.weight": torch.zeros(6, 9, dtype=torch.bfloat16)}
+    with pytest.raises(dcp.errors.DtypeMismatchError, match="stored is float32"):
+        dcp.load(state, storage_reader=dcp.QuantizedHuggingFaceStorageReader(str(tmp_path)), no_dist=True)
+    reader = dcp.QuantizedHuggingFaceStorageReader(
+        str(tmp_path), target_dtype=torch.bfloat16, block_size=BLOCK
+    )
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    assert torch.allclose(state["a.weight"].float(), expected["a.weight"], rtol=0.01)

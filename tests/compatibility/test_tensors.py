@@ -1,0 +1,389 @@
+"""Tensors of every dtype and memory layout, between this package and stock torch, and what autograd knows."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import dcp
+from dcp.storage.formats import dtypes
+from tests.support.ranks import run_ranks
+from tests.support.values import differences, expected_parts, fill, full_tensor, local_parts, put, raw, scrub
+
+SAVE = {"ours": dcp.save, "stock": stock.save}
+LOAD = {"ours": dcp.load, "stock": stock.load}
+ROUTES = (("ours", "ours"), ("ours", "stock"), ("stock", "ours"))
+
+State = dict[str, torch.Tensor]
+
+
+STOCK_CANNOT_SAVE = ("bits1x8", "bits2x4", "bits4x2", "bits8", "bits16")
+"""dtypes whose size stock's planner cannot tell; it loads them from checkpoints of ours."""
+
+
+def every_dtype(saver: str = "ours") -> State:
+    """A tensor of each dtype that the format knows: large enough for an aligned payload, small, 0-d,
+    empty."""
+    state = {}
+    for dtype in dtypes.BY_CODE.values():
+        if saver == "stock" and dtype.name in STOCK_CANNOT_SAVE:
+            continue
+        for label, shape in (("large", (5, 1024)), ("small", (3, 2)), ("scalar", ()), ("empty", (2, 0, 3))):
+            state[f"{label}.{dtype.name}"] = torch.empty(shape, dtype=getattr(torch, dtype.name))
+    return state
+
+
+def layouts(*, lazy: bool = True) -> State:
+    """Views of other strides than C order, each with the contents that stand for its name; ``lazy``: also
+    conjugated and negated ones."""
+
+    def full(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return full_tensor(name, shape, dtype)
+
+    state = {
+        "every_second_column": torch.empty(6, 10)[:, ::2],
+        "inner_box": torch.empty(9, 9, 9)[2:5, 1:7, 3:4],
+        "transposed": torch.empty(7, 5).t(),
+        "permuted": torch.empty(3, 4, 5).permute(2, 0, 1),
+        "large_transposed": torch.empty(300, 200).t(),
+        "channels_last": torch.empty(2, 3, 5, 7).to(memory_format=torch.channels_last),
+        "channels_last_3d": torch.empty(2, 3, 2, 5, 7).to(memory_format=torch.channels_last_3d),
+        "offset_view": torch.empty(40)[7:31],
+        "storage_of_more": torch.empty(1000, 10)[500],
+    }
+    for name, value in state.items():
+        value.copy_(full(name, *value.shape))
+    state["parameter"] = nn.Parameter(full("parameter", 4, 4))
+    state["computed"] = full("computed", 4, 4).requires_grad_() * 1.0
+    if not lazy:
+        return state
+    conjugate = full("conj", 6, 7, dtype=torch.complex64)
+    state["conj"] = conjugate.conj().resolve_conj().conj()
+    negative = full("negative", 6, 7)
+    state["negative"] = torch._neg_view(negative.neg())
+    return state
+
+
+def test_every_dtype_round_trips_between_ours_and_stock(tmp_path: Path) -> None:
+    """Every dtype of the format, large, small, 0-d and of no elements, has equal bytes on every way."""
+    for saver, loader in ROUTES:
+        folder = str(tmp_path / f"{saver}-{loader}")
+        SAVE[saver](fill(every_dtype(saver)), checkpoint_id=folder)
+        target = scrub(every_dtype(saver))
+        assert len(differences(target)) > len(target) / 2
+        LOAD[loader](target, checkpoint_id=folder)
+        assert differences(target) == [], (saver, loader)
+
+
+def test_views_of_any_strides_are_saved_by_value(tmp_path: Path) -> None:
+    """Strided, channels-last, conjugate and negative views hold what they showed, loaded into C order."""
+    for saver, loader in ROUTES:
+        folder = str(tmp_path / f"{saver}-{loader}")
+        state = layouts(lazy=saver == "ours")
+        SAVE[saver](state, checkpoint_id=folder)
+        target = {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in state.items()}
+        LOAD[loader](target, checkpoint_id=folder)
+        assert [n for n, v in target.items() if raw(v) != raw(state[n])] == [], (saver, loader)
+
+
+def test_lazily_conjugated_records_of_stock_are_refused(tmp_path: Path) -> None:
+    """Stock stores the memory below such a view and a flag: that is told, and never loaded as the values."""
+    stock.save({"x": layouts()["conj"]}, checkpoint_id=str(tmp_path))
+    with pytest.raises(dcp.errors.UnsupportedFormatError, match=r"'x'.*resolve_conj"):
+        dcp.load({"x": torch.zeros(6, 7, dtype=torch.complex64)}, checkpoint_id=str(tmp_path))
+
+
+def test_views_of_any_strides_are_loaded_into(tmp_path: Path) -> None:
+    """Strided, channels-last, conjugate and negative views are filled in place, and nothing beside them."""
+    for saver, loader in ROUTES:
+        folder = str(tmp_path / f"{saver}-{loader}")
+        wanted = layouts()
+        plain = {name: value.detach().resolve_conj().resolve_neg() for name, value in wanted.items()}
+        SAVE[saver]({**plain, "around": torch.ones(2, 2)}, checkpoint_id=folder)
+        target = layouts()
+        bases = {name: value.detach() for name, value in target.items()}
+        for value in bases.values():
+            value.zero_()
+        around = torch.full((9, 9), 7.0)
+        target["around"] = around[2:4, 3:5]
+        LOAD[loader](target, checkpoint_id=folder)
+        assert [n for n in wanted if raw(target[n]) != raw(wanted[n])] == [], (saver, loader)
+        assert all(value.data_ptr() == target[name].data_ptr() for name, value in bases.items())
+        assert around.sum() == 77 * 7 + 4
+
+
+def test_expanded_tensors_are_saved_whole(tmp_path: Path) -> None:
+    """A view that shows one row many times is many rows to who loads it."""
+    row = full_tensor("row", (1, 6), torch.float64)
+    for saver, loader in ROUTES:
+        folder = str(tmp_path / f"{saver}-{loader}")
+        SAVE[saver]({"x": row.expand(5, 6)}, checkpoint_id=folder)
+        target = {"x": torch.zeros(5, 6, dtype=torch.float64)}
+        LOAD[loader](target, checkpoint_id=folder)
+        assert raw(target["x"]) == raw(row) * 5
+
+
+class Tied(nn.Module):
+    """Input and output embeddings are one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(512, 64)
+        self.head = nn.Linear(64, 512, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_tied_weights_are_stored_once_and_loaded_to_both(tmp_path: Path) -> None:
+    """The file holds one copy; ours and stock load both names, into tied or into separate tensors."""
+    state = Tied().state_dict()
+    dcp.save(state, checkpoint_id=str(tmp_path))
+    stored = sum(file.stat().st_size for file in tmp_path.glob("*.distcp"))
+    assert stored < 1.1 * state["embed.weight"].nbytes
+    for load in LOAD.values():
+        separate = {name: torch.zeros_like(value) for name, value in state.items()}
+        load(separate, checkpoint_id=str(tmp_path))
+        assert all(raw(separate[name]) == raw(value) for name, value in state.items())
+        model = Tied()
+        tied = scrub(model.state_dict())
+        load(tied, checkpoint_id=str(tmp_path))
+        assert raw(model.head.weight) == raw(state["embed.weight"])
+
+
+def tied_and_sharded(rank: int, world: int, root: str) -> list[str]:
+    """Tied weights under `fully_shard`; what differs after loading, by ours and by stock."""
+    mesh = init_device_mesh("cpu", (world,))
+    weight = distribute_tensor(torch.zeros(64, 32), mesh, [Shard(0)])
+    state = {"a": weight, "b": weight}
+    for part, wanted in zip(local_parts(weight), expected_parts("a", weight), strict=True):
+        put(part, wanted)
+    dcp.save(state, checkpoint_id=root)
+    found = []
+    for loader, load in LOAD.items():
+        target = {name: torch.zeros(64, 32) for name in state}
+        load(target, checkpoint_id=root)
+        stored = raw(full_tensor("a", (64, 32), torch.float32))
+        found += [f"{loader} {name}" for name, value in target.items() if raw(value) != stored]
+    return found
+
+
+def test_tied_sharded_weights_are_stored_once(tmp_path: Path) -> None:
+    """The shards of tied DTensors are stored once a rank."""
+    assert run_ranks(2, tied_and_sharded, str(tmp_path)) == [[], []]
+    stored = sum(file.stat().st_size for file in tmp_path.glob("*.distcp"))
+    assert stored < 1.3 * 64 * 32 * 4
+
+
+def into_meta(rank: int, world: int, root: str) -> list[str]:
+    """Load into a model on the meta device, plain and sharded; what differs or is still without memory."""
+    mesh = init_device_mesh("cpu", (world,))
+
+    def model(device: str, *, sharded: bool) -> nn.Module:
+        with torch.device(device):
+            made = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+        if sharded:
+            fully_shard(made, mesh=mesh)
+        return made
+
+    found = []
+    for saver, loader in ROUTES:
+        for sharded in (False, True):
+            folder = f"{root}/{saver}-{sharded}"
+            SAVE[saver](fill(model("cpu", sharded=sharded).state_dict()), checkpoint_id=folder)
+            for other in (False, True):
+                target = dict(model("meta", sharded=other).state_dict())
+                LOAD[loader](target, checkpoint_id=folder)
+                found += [f"{name} is meta" for name, value in target.items() if value.is_meta]
+                found += differences({n: v for n, v in target.items() if not v.is_meta})
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_meta_tensors_of_the_target_are_materialised(world: int, tmp_path: Path) -> None:
+    """Tensors on the meta device, plain and DTensors with empty shards, become real ones that are filled."""
+    assert run_ranks(world, into_meta, str(tmp_path)) == [[]] * world
+
+
+def test_tensors_that_require_grad_keep_doing_so(tmp_path: Path) -> None:
+    """Loading into a parameter keeps it, its requires_grad and the graph free of the copy."""
+    parameter = nn.Parameter(torch.ones(3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dcp.save({"x": parameter}, checkpoint_id=str(tmp_path))
+    target = nn.Parameter(torch.zeros(3))
+    state = {"x": target}
+    dcp.load(state, checkpoint_id=str(tmp_path))
+    assert state["x"] is target
+    assert target.requires_grad and target.is_leaf and target.grad is None
+    assert target.tolist() == [1.0, 1.0, 1.0]
+
+
+# -- quantized ----------------------------------------------------------------------------------------------
+
+QUANTIZED = [torch.qint8, torch.quint8, torch.qint32]
+
+
+def quantized(dtype: torch.dtype, scale: float = 0.1) -> torch.Tensor:
+    """Numbers from 0 to 3 in units of ``scale``."""
+    return torch.quantize_per_tensor(torch.arange(4.0), scale, 3, dtype)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", QUANTIZED)
+def test_a_save_says_why_it_cannot_keep_them(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Nothing is written; the error names what would keep the values."""
+    for state in (
+        {"q": quantized(dtype)},
+        {
+            "q": torch.quantize_per_channel(
+                torch.ones(2, 3), torch.tensor([0.1, 0.2]), torch.tensor([0, 0]), 0, dtype
+            )
+        },
+    ):
+        with pytest.raises(
+            dcp.errors.PlanError, match=r"'q'.*scale and a zero point.*int_repr\(\).*dequantize"
+        ):
+            dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    with pytest.raises(dcp.CheckpointNotFoundError):
+        dcp.load({}, checkpoint_id=tmp_path / "c", no_dist=True)
+    kept = {"ints": quantized(dtype).int_repr(), "scale": quantized(dtype).q_scale()}
+    dcp.save(kept, checkpoint_id=tmp_path / "c", no_dist=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", QUANTIZED)
+def test_what_stock_torch_saved_is_not_loaded_as_other_values(dtype: torch.dtype, tmp_path: Path) -> None:
+    """It forgets the scale, so that loading into another one gives other numbers; here it is refused."""
+    stock.save({"q": quantized(dtype)}, checkpoint_id=tmp_path, no_dist=True)
+    target = {"q": quantized(dtype, scale=0.5)}
+    stock.load(target, checkpoint_id=tmp_path, no_dist=True)
+    assert not torch.allclose(target["q"].dequantize(), torch.arange(4.0), atol=0.3)
+    with pytest.raises(
+        dcp.errors.UnsupportedFormatError, match=r"'q' is quantized \(torch\.q.*scale and zero point"
+    ):
+        dcp.load({"q": quantized(dtype)}, checkpoint_id=tmp_path, no_dist=True)
+
+
+# -- autograd -----------------------------------------------------------------------------------------------
+
+CHANGED = "modified by an inplace operation"
+
+
+class TakesObjects(dcp.DefaultLoadPlanner):
+    """Overrides a step, and so gets torch's objects."""
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        """As ever."""
+        super().commit_tensor(read_item, tensor)
+
+
+def ours(state: dict[str, Any], path: Path) -> None:
+    """The road of columns."""
+    dcp.load(state, checkpoint_id=path)
+
+
+def objects(state: dict[str, Any], path: Path) -> None:
+    """The road of torch's plans."""
+    dcp.load(state, checkpoint_id=path, planner=TakesObjects())
+
+
+def by_stock(state: dict[str, Any], path: Path) -> None:
+    """torch's function with our reader and torch's planner."""
+    stock.load(state, storage_reader=dcp.FileSystemReader(path))
+
+
+@pytest.mark.parametrize("load", [ours, objects, by_stock])
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_load_between_forward_and_backward_is_noticed(tmp_path: Path, load: Any, strided: bool) -> None:
+    """The gradient would be that of other values than the loss was of; torch refuses, as after its own
+    load."""
+    dcp.save({"w": torch.full((4, 3), 5.0)}, checkpoint_id=tmp_path)
+    weight = torch.ones(3, 4).T if strided else torch.ones(4, 3)
+    weight = torch.nn.Parameter(weight)
+    loss = weight.square().sum()
+    load({"w": weight.detach()}, tmp_path)
+    assert weight[0, 0] == 5
+    with pytest.raises(RuntimeError, match=CHANGED):
+        torch.autograd.backward(loss)
+
+
+def test_a_cast_and_a_module_are_noticed(tmp_path: Path) -> None:
+    """Values that are converted on the way, and a `Stateful`, whose own copying changes nothing."""
+    dcp.save({"m": {"weight": torch.ones(2, 2), "bias": torch.ones(2)}}, checkpoint_id=tmp_path)
+    model = torch.nn.Linear(2, 2, dtype=torch.float64)
+    loss = model.weight.square().sum()
+    dcp.load({"m": model}, checkpoint_id=tmp_path, dtype="cast")
+    with pytest.raises(RuntimeError, match=CHANGED):
+        torch.autograd.backward(loss)
+
+
+def test_only_what_is_filled_is_noticed(tmp_path: Path) -> None:
+    """What is left as it is can still be differentiated."""
+    dcp.save({"a": torch.ones(3), "b": torch.ones(3)}, checkpoint_id=tmp_path)
+    state = {name: torch.nn.Parameter(torch.full((3,), 5.0)) for name in "ab"}
+    loss = state["b"].square().sum()
+    dcp.load(dict(state), checkpoint_id=tmp_path, only="a")
+    torch.autograd.backward(loss)
+    assert state["a"].tolist() == [1.0] * 3
+    assert state["b"].grad is not None and state["b"].grad.tolist() == [10.0] * 3
+
+
+def test_a_load_that_fails_is_noticed(tmp_path: Path) -> None:
+    """It may have filled a tensor before the damage was found."""
+    dcp.save({"w": torch.ones(1 << 21)}, checkpoint_id=tmp_path)
+    (data,) = tmp_path.glob("*.distcp")
+    with data.open("r+b") as file:
+        file.seek(-1000, 2)
+        file.write(b"\xff" * 64)
+        file.seek(data.stat().st_size // 2)
+        file.write(b"\xff" * 64)
+    weight = torch.nn.Parameter(torch.zeros(1 << 21))
+    loss = weight.square().sum()
+    with pytest.raises(dcp.CorruptCheckpointError):
+        dcp.load({"w": weight}, checkpoint_id=tmp_path)
+    with pytest.raises(RuntimeError, match=CHANGED):
+        torch.autograd.backward(loss)
+
+
+def test_inference_tensors_load(tmp_path: Path) -> None:
+    """They have no version; beside others that have one."""
+    dcp.save({"a": torch.ones(3), "b": torch.ones(3)}, checkpoint_id=tmp_path)
+    with torch.inference_mode():
+        state = {"a": torch.zeros(3), "b": torch.zeros(3)}
+        dcp.load(state, checkpoint_id=tmp_path)
+    mixed = {"a": state["a"], "b": torch.zeros(3)}
+    dcp.load(mixed, checkpoint_id=tmp_path)
+    assert state["a"].sum() == mixed["b"].sum() == 3
+    assert mixed["b"]._version > 0
+
+
+def _dtensors(rank: int, world_size: int, path: str) -> list[str]:
+    mesh = init_device_mesh("cpu", (world_size,))
+    full = torch.full((4, 2), 5.0)
+    dcp.save({"s": distribute_tensor(full, mesh, [Shard(0)])}, checkpoint_id=path)
+    caught = []
+    for placement in (Shard(0), Replicate()):
+        for load in (ours, objects):
+            weight = torch.nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [placement]))
+            loss = (weight * weight).sum()
+            load({"s": weight.detach()}, Path(path))
+            try:
+                torch.autograd.backward(loss)
+            except RuntimeError as error:
+                caught.append(str(error))
+    return caught
+
+
+def test_dtensors_are_noticed(tmp_path: Path) -> None:
+    """Their local tensors are filled, which torch does not see at the DTensor: stock's load gives the wrong
+    gradient here."""
+    for caught in run_ranks(2, _dtensors, str(tmp_path)):
+        assert [CHANGED in text for text in caught] == [True] * 4

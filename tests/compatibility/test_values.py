@@ -1,0 +1,591 @@
+"""Values that are no tensors, nested states, Stateful objects and state that differs by rank, between this
+package and stock torch; none needs trust that is harmless."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import datetime
+import decimal
+import enum
+import io
+import logging
+import pickle
+from collections import OrderedDict, defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+import dcp
+from tests.support.conversion import command
+from tests.support.harmless_values import ARRAYS, SCALARS, STDLIB, buffer_at, same
+from tests.support.hostile_files import archive
+from tests.support.parallel import Block
+from tests.support.ranks import run_ranks
+from tests.support.values import differences, fill, scrub
+
+SAVE: dict[str, Any] = {"ours": dcp.save, "stock": stock.save}
+LOAD: dict[str, Any] = {"ours": dcp.load, "stock": stock.load}
+ROUTES = (("ours", "ours"), ("ours", "stock"), ("stock", "ours"))
+
+
+class Color(enum.Enum):
+    """An enumeration of the user's program, equal to nothing but itself."""
+
+    RED = 1
+
+
+@dataclasses.dataclass
+class Settings:
+    """A class of the user's program."""
+
+    width: int
+    names: list[str]
+
+
+class Level(enum.IntEnum):
+    """Numbers."""
+
+    LOW = 1
+    HIGH = 2
+
+
+class Mode(enum.StrEnum):
+    """Strings."""
+
+    EVAL = "eval"
+
+
+class Mixed(str, enum.Enum):  # noqa: UP042  # as it was written before Python 3.11
+    """Strings, too."""
+
+    A = "a"
+
+
+class Access(enum.IntFlag):
+    """Bits."""
+
+    READ = 1
+    WRITE = 2
+
+
+class Step(int):
+    """A number with a name."""
+
+
+class Lr(float):
+    """A number that its class cannot be called for."""
+
+    def __new__(cls, value: float, unit: str) -> Lr:
+        """Two arguments."""
+        return super().__new__(cls, value)
+
+
+class Name(str):
+    """Text."""
+
+
+class Raw(bytes):
+    """Bytes."""
+
+
+class History(list[Any]):
+    """A list."""
+
+
+class Weighed(float):
+    """A number with more to it, in a slot."""
+
+    __slots__ = ("unit",)
+    unit: str
+
+
+class Pair(NamedTuple):
+    """Two values."""
+
+    first: Any
+    second: Any
+
+
+PLAIN: dict[str, Any] = {
+    "none": None,
+    "true": True,
+    "int": -7,
+    "long": 1 << 200,
+    "float": 0.1,
+    "infinity": float("-inf"),
+    "str": "höhe\x00\ud800",
+    "bytes": b"\x00\xff" * 10,
+    "complex": 1 - 2j,
+    "tuple": (1, (2.0, "x"), [None]),
+    "list": [1, [2, [3]], ("a",)],
+    "empty": ({}, [], (), "", b""),
+    "long text": "x" * 200_000,
+    "ordered": (OrderedDict([("b", 1), ("a", (2,))]),),
+    "size": torch.Size([2, 3]),
+    "torch dtype": torch.bfloat16,
+    "device": torch.device("cpu"),
+    "counts": (OrderedDict(x=1), torch.Size([])),
+}
+HARMLESS: dict[str, dict[str, Any]] = {"plain": PLAIN, "arrays": ARRAYS, "scalars": SCALARS, "stdlib": STDLIB}
+UNSAFE = {
+    "dataclass": Settings(3, ["a"]),
+    "enum": Color.RED,
+    "named tuple": Pair(1, 2),
+    "objects": np.array([1, None]),
+    "function": len,
+}
+EQUAL: dict[str, tuple[Any, Any]] = {
+    "int enum": (Level.HIGH, 2),
+    "str enum": (Mode.EVAL, "eval"),
+    "mixed enum": (Mixed.A, "a"),
+    "int flag": (Access.READ | Access.WRITE, 3),
+    "int": (Step(3), 3),
+    "float": (Lr(0.5, "a step"), 0.5),
+    "str": (Name("x"), "x"),
+    "bytes": (Raw(b"x"), b"x"),
+    "list": (History([Lr(0.5, ""), 2, [Name("y")]]), [0.5, 2, ["y"]]),
+    "classes in a dict": (({"a": [Name("x"), 1]},), ({"a": ["x", 1]},)),
+    "version": (torch.__version__, str(torch.__version__)),
+    "typed tuple": (Pair(Level.LOW, [Level.LOW]), (1, [1])),
+    "in a list": ([Level.LOW, Mode.EVAL], [1, "eval"]),
+    "in a tuple": ((Level.LOW, {"k": Mode.EVAL}), (1, {"k": "eval"})),
+    "ellipsis": ((..., 1), (..., 1)),
+    "not implemented": (NotImplemented, NotImplemented),
+}
+"""Values of classes that equal plain data, and that data."""
+
+
+@pytest.mark.parametrize("kind", HARMLESS)
+def test_harmless_values_keep_their_types(kind: str, tmp_path: Path) -> None:
+    """Plain data, what torch counts as safe, numpy's and the standard library's come back equal, of the same
+    types and writable, without trust; stock loads ours where its own load takes such values."""
+    values = HARMLESS[kind]
+    for saver, loader in ROUTES if kind == "plain" else ROUTES[::2]:
+        folder = tmp_path / f"{saver}-{loader}"
+        SAVE[saver]({"extra": dict(values)}, checkpoint_id=folder)
+        target: dict[str, Any] = {"extra": dict.fromkeys(values, "not loaded")}
+        LOAD[loader](target, checkpoint_id=folder)
+        wrong = [name for name, value in values.items() if not same(target["extra"][name], value)]
+        assert wrong == [], (saver, loader)
+        arrays = [value for value in target["extra"].values() if isinstance(value, np.ndarray)]
+        assert all(array.flags.writeable and array.flags.owndata for array in arrays)
+
+
+@pytest.mark.parametrize("kind", ["arrays", "scalars", "stdlib"])
+def test_harmless_values_are_converted_and_back(kind: str, tmp_path: Path) -> None:
+    """To torch.save and back, and a torch.save file is loaded directly."""
+    values = HARMLESS[kind]
+    dcp.save({"w": torch.ones(2), **values}, checkpoint_id=tmp_path / "c")
+    dcp.convert(tmp_path / "c", tmp_path / "file.pt", to="torch", executor="inline")
+    loaded = torch.load(tmp_path / "file.pt", weights_only=False)
+    native = {
+        name: pickle.loads(pickle.dumps(value)) for name, value in values.items()
+    }  # as numpy makes them
+    assert [name for name, value in native.items() if not same(loaded[name], value)] == []
+    torch.save({"w": torch.ones(2), **values}, tmp_path / "stock.pt")
+    dcp.convert(tmp_path / "stock.pt", tmp_path / "back", to="dcp", executor="inline")
+    flat = [name for name in values if name != "defaults"]  # opened, as all dicts of a file are
+    for source in ("stock.pt", "back"):
+        target: dict[str, Any] = dict.fromkeys(flat)
+        dcp.load(target, checkpoint_id=tmp_path / source)
+        assert [name for name in flat if not same(target[name], values[name])] == [], source
+
+
+def test_pickles_of_numpy_1_and_newer_protocols_load(tmp_path: Path) -> None:
+    """numpy 1 names its modules otherwise, and protocol 5 makes arrays another way."""
+    value = (np.arange(4.0).reshape(2, 2), np.float32(3), {"a"}, frozenset({1}), bytearray(b"x"))
+    first = pickle.dumps({"x": value}, protocol=2).replace(b"numpy._core.", b"numpy.core.")
+    for pickled in (first, *(pickle.dumps({"x": value}, protocol=protocol) for protocol in (3, 4, 5))):
+        (tmp_path / "x.pt").write_bytes(archive(pickled))
+        target: dict[str, Any] = {"x": None}
+        dcp.load(target, checkpoint_id=tmp_path / "x.pt", no_dist=True)
+        assert same(target["x"], value)
+
+
+def test_tensors_beside_others_in_one_value(tmp_path: Path) -> None:
+    """A tuple is one value: all that is in it comes back, shared parts shared; a torch.save file has its
+    tensors as such, mapped or not."""
+    shared = np.ones(3)
+    value = (torch.arange(6.0).reshape(2, 3).t(), torch.zeros(0), torch.float32, torch.Size([2]))
+    betas = (torch.tensor(0.9, requires_grad=True), torch.ones(3, dtype=torch.bfloat16))
+    state = {"w": torch.arange(100.0), "betas": betas, "device": torch.device("cuda", 1)}
+    dcp.save(state | {"x": (*value, [shared, shared])}, checkpoint_id=tmp_path / "c")
+    target: dict[str, Any] = {"x": None}
+    dcp.load(target, checkpoint_id=tmp_path / "c")
+    assert same(target["x"], (*value, [shared, shared])) and target["x"][4][0] is target["x"][4][1]
+    dcp.convert(tmp_path / "c", tmp_path / "file.pt", to="torch", exclude="x", executor="inline")
+    for mapped in (False, True):
+        loaded = torch.load(tmp_path / "file.pt", weights_only=True, mmap=mapped)
+        assert all(same(loaded[name], one) for name, one in state.items())
+        assert loaded["betas"][0].requires_grad
+    dcp.convert(tmp_path / "file.pt", tmp_path / "back", only=["w", "betas.*"], to="dcp", executor="inline")
+    assert dcp.open_index(tmp_path / "back").shape(1) == ()
+
+
+def test_a_conversion_names_what_its_target_refuses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """torch.load knows sets and the like, and no arrays; safetensors holds plain data alone, and leaves the
+    rest out if it is asked to."""
+    state = {"w": torch.ones(2), "x": np.ones(2), "s": {1}, "t": (torch.ones(1),), "d": torch.float32}
+    dcp.save(state, checkpoint_id=tmp_path / "c")
+    dcp.convert(tmp_path / "c", tmp_path / "file.pt", to="torch")
+    said = [one.getMessage() for one in caplog.records if one.name.startswith("dcp.conversion.")]
+    assert len(said) == 1 and "because of 'x';" in said[0]
+    dcp.convert(tmp_path / "c", tmp_path / "other.pt", to="torch", exclude="x")
+    assert torch.load(tmp_path / "other.pt", weights_only=True)["s"] == {1}
+    given: dict[str, Any] = {"to": "safetensors", "only": ["w", "x"]}
+    with pytest.raises(dcp.errors.PlanError, match=r"'x'.*drop_objects"):
+        dcp.convert(tmp_path / "c", tmp_path / "out", **given)
+    assert dcp.convert(tmp_path / "c", tmp_path / "out", drop_objects=True, **given).dropped_objects == ("x",)
+
+
+def test_a_torch_file_keeps_its_containers_and_names_what_it_cannot(tmp_path: Path) -> None:
+    """Deques with tensors stay deques, also on the way to the next file; numpy's numbers are plain keys; a
+    layout and other keys are refused by name, and spoil no other entry."""
+    kept: dict[str, Any] = {
+        "deque": collections.deque([torch.ones(1), {"a": 1}], 3),
+        "default": collections.defaultdict(list, {"a": torch.ones(1)}),
+        "numpy": ({np.int64(3): 1, np.str_("a"): {np.float32(0.5)}}, {np.int64(4): torch.ones(1)}),
+    }
+    refused: dict[str, tuple[Any, str]] = {
+        "layout": ((torch.strided,), "torch.layout"),
+        "dtype": ({torch.float32: torch.ones(1), "w": torch.ones(1)}, "a Dtype as a key"),
+        "date": ({datetime.date(2026, 1, 1): 1}, "a date as a key"),
+        "closed": (({"a": [{decimal.Decimal(1): 1}]},), "a Decimal as a key"),
+        "set": ({datetime.date(2026, 1, 1)}, "a set of more than"),
+    }
+    torch.save({**kept, **{name: value for name, (value, _) in refused.items()}}, tmp_path / "a.pt")
+    with pytest.raises(dcp.errors.UnsafeObjectError) as caught:
+        dcp.read(tmp_path / "a.pt")
+    for name, (_, need) in refused.items():
+        assert f"'{name}" in str(caught.value) and need in str(caught.value), str(caught.value)
+    dcp.convert(tmp_path / "a.pt", tmp_path / "b", to="dcp", drop_objects=True)
+    dcp.convert(tmp_path / "b", tmp_path / "c.pt", to="torch")
+    for place in ("a.pt", "b", "c.pt"):
+        found = dcp.read(tmp_path / place, exclude=[] if place != "a.pt" else [*refused, "*<key*"])
+        assert all(same(found[name], value) for name, value in kept.items()), place
+    assert same(torch.load(tmp_path / "c.pt", weights_only=False)["deque"], kept["deque"])
+
+
+def test_ours_and_stocks_are_equal(tmp_path: Path) -> None:
+    """A comparison sees the values, not how they are stored: bytes are plain here and pickled there, buffers
+    are their bytes."""
+    state = {"b": b"x", "c": 1j, "a": np.arange(3), "d": datetime.date(2026, 1, 2), "i": buffer_at(b"xyz", 1)}
+    dcp.save(dict(state), checkpoint_id=tmp_path / "ours")
+    stock.save(dict(state), checkpoint_id=tmp_path / "stock")
+    torch.save(state, tmp_path / "file.pt")
+    for other in ("stock", "file.pt"):
+        assert command("diff", tmp_path / "ours", tmp_path / other).status == 0, other
+    changed = state | {"a": np.arange(3.0), "i": buffer_at(b"other", 1)}
+    stock.save(changed, checkpoint_id=tmp_path / "changed")
+    told = command("diff", tmp_path / "ours", tmp_path / "changed")
+    assert told.status == 1 and "BytesIO(b'other')" in told.out and "array" in told.out
+    for shown in (["cat"], ["cat", "--json"]):
+        assert "BytesIO(b'xyz')" in command(*shown, tmp_path / "ours", "i").out
+
+
+class TrainState:
+    """As in older versions of torchtitan: losses are a buffer of what torch.save wrote."""
+
+    def __init__(self, step: int = 0, losses: Any = ()) -> None:
+        self.step, self.losses = step, [*losses]
+
+    def state_dict(self) -> dict[str, Any]:
+        """A tensor and a buffer."""
+        buffer = io.BytesIO()
+        torch.save(self.losses, buffer)
+        return {"step": torch.tensor(self.step, dtype=torch.int32), "losses": buffer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Read the buffer."""
+        self.step = state["step"].item()
+        state["losses"].seek(0)
+        self.losses = torch.load(state["losses"], weights_only=True)
+
+
+@pytest.mark.parametrize("saver", SAVE)
+def test_a_train_state_of_torchtitan(saver: str, tmp_path: Path) -> None:
+    """Saved by either, loaded by ours."""
+    SAVE[saver]({"train_state": TrainState(7, [1.5, 0.5])}, checkpoint_id=tmp_path)
+    dcp.load({"train_state": (fresh := TrainState())}, checkpoint_id=tmp_path)
+    assert (fresh.step, fresh.losses) == (7, [1.5, 0.5])
+
+
+# -- classes of the user -------------------------------------------------------------------------------------
+
+
+def test_objects_of_the_users_classes_need_trust(tmp_path: Path) -> None:
+    """They are refused by name by default, whoever saved them, and load when the caller trusts the file."""
+    for saver, loader in ROUTES:
+        for name, value in UNSAFE.items():
+            if (saver, name) == ("ours", "named tuple"):
+                continue  # which is saved as a tuple
+            folder = tmp_path / f"{saver}-{loader}-{name}"
+            SAVE[saver]({"x": value}, checkpoint_id=folder)
+            target: dict[str, Any] = {"x": None}
+            if loader == "stock":
+                stock.load(target, checkpoint_id=folder)
+            else:
+                with pytest.raises(dcp.errors.UnsafeObjectError, match="'x'"):
+                    dcp.load(target, checkpoint_id=folder)
+                assert target == {"x": None}
+                dcp.load(target, checkpoint_id=folder, weights_only=False)
+            assert type(target["x"]) is type(value) and repr(target["x"]) == repr(value), (
+                saver,
+                loader,
+                name,
+            )
+
+
+def _equal() -> dict[str, Any]:
+    return {name: value for name, (value, _) in EQUAL.items()}
+
+
+def _check_equal(root: Path) -> None:
+    """What was saved comes back as plain data, and of its class in a state dict that has it."""
+    found = dcp.read(root)
+    assert [name for name, (_, plain) in EQUAL.items() if not same(found[name], plain)] == []
+    target = _equal() | {"int enum": Level.LOW, "int flag": Access.READ}
+    dcp.load(target, checkpoint_id=root, no_dist=True)
+    assert target == _equal()
+    for name in EQUAL.keys() - {"ellipsis", "not implemented"}:
+        assert type(target[name]) is type(EQUAL[name][0]), name
+    assert isinstance(target["typed tuple"].first, Level)
+
+
+class Overriding(dcp.DefaultSavePlanner):
+    """Overrides a step, so that plans are torch's objects."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """As it is."""
+        return super().create_global_plan([dataclasses.replace(plan) for plan in all_plans])
+
+
+def test_what_equals_plain_data_is_saved_as_that(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By planners of one's own and writer processes alike, and on the way to torch.save; it takes no trust,
+    which a save would warn of, and stock torch reads the same."""
+    with caplog.at_level(logging.WARNING):
+        dcp.save(_equal(), checkpoint_id=tmp_path / "a", no_dist=True)
+    assert not caplog.records
+    loaded: dict[str, Any] = dict.fromkeys(EQUAL, 0)
+    stock.load(loaded, checkpoint_id=tmp_path / "a", no_dist=True)
+    assert loaded == _equal()
+    dcp.save(_equal(), checkpoint_id=tmp_path / "b", planner=Overriding(), no_dist=True)
+    kind = dcp.AsyncCheckpointerType.PROCESS
+    dcp.async_save(_equal(), checkpoint_id=tmp_path / "c", async_checkpointer_type=kind, no_dist=True).result(
+        240
+    )
+    dcp.convert(tmp_path / "a", tmp_path / "a.pt", to="torch")
+    dcp.convert(tmp_path / "a.pt", tmp_path / "d", to="dcp")
+    for name in "abcd":
+        _check_equal(tmp_path / name)
+
+
+def test_what_equals_no_plain_data_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is stored as its class, which takes trust to load, and the save says so."""
+    tagged, weighed = Step(3), Weighed(0.5)
+    tagged.tag = "x"  # type: ignore[attr-defined]
+    weighed.unit = "kg"
+    values = {"enum": Color.RED, "tagged": tagged, "weighed": weighed}
+    with caplog.at_level(logging.WARNING):
+        dcp.save(values, checkpoint_id=tmp_path, no_dist=True)
+    assert all(name in caplog.text for name in ("Color", "Step", "Weighed"))
+    target: dict[str, Any] = dict.fromkeys(values)
+    with pytest.raises(dcp.errors.UnsafeObjectError):
+        dcp.load(target, checkpoint_id=tmp_path, no_dist=True)
+    dcp.load(target, checkpoint_id=tmp_path, no_dist=True, weights_only=False)
+    assert target == values and (target["tagged"].tag, target["weighed"].unit) == ("x", "kg")
+
+
+def test_members_of_enumerations_that_are_allowed_or_no_more(tmp_path: Path) -> None:
+    """Who has allowed a class gets it back without a state dict that has it; a value that the target's class
+    has not is that value."""
+    with torch.serialization.safe_globals([Level]):
+        dcp.save({"v": Level.HIGH}, checkpoint_id=tmp_path / "a", no_dist=True)
+        target: dict[str, Any] = {"v": None}
+        dcp.load(target, checkpoint_id=tmp_path / "a", no_dist=True)
+    assert target["v"] is Level.HIGH
+    dcp.save({"v": 7, "w": 2.5}, checkpoint_id=tmp_path / "b", no_dist=True)
+    target = {"v": Level.LOW, "w": Level.LOW}
+    dcp.load(target, checkpoint_id=tmp_path / "b", no_dist=True)
+    assert same(target, {"v": 7, "w": 2.5})
+
+
+# -- nested states, Stateful objects -------------------------------------------------------------------------
+
+
+def nested() -> dict[Any, Any]:
+    """Tensors and values in dicts, lists and tuples, with int keys and keys that look like paths."""
+    return {
+        "state": {0: {"step": torch.tensor(3.0), "flag": True}, 1: {"step": torch.tensor(4.0), "flag": None}},
+        "groups": [{"lr": 0.1, "params": [0, 1]}, {"lr": 0.2, "params": []}],
+        "mixed": [torch.arange(3), {"deep": [torch.ones(2), 5]}, "text"],
+        "tuple": (1, 2),
+        "empty": {},
+        "nothing": [],
+        "a.b": {"c": 1},
+        "ordered": OrderedDict([("z", torch.zeros(1) + 8), ("y", 2)]),
+        "defaults": defaultdict(int, n=3),
+        -5: "negative key",
+    }
+
+
+def blanked(value: Any) -> Any:
+    """The same structure with its leaves replaced by something else."""
+    if isinstance(value, dict):
+        return {key: blanked(entry) for key, entry in value.items()}
+    if isinstance(value, list) and any(isinstance(entry, dict | torch.Tensor) for entry in value):
+        return [blanked(entry) for entry in value]
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else "not loaded"
+
+
+def test_nested_structures_come_back_in_place(tmp_path: Path) -> None:
+    """Dicts, lists, tuples and int keys of any nesting: the target gets the saved values under its keys, and
+    stock finds those of ours where its own save would have put them."""
+    for saver, save in SAVE.items():
+        save(nested(), checkpoint_id=tmp_path / saver)
+        target = blanked(nested()) | {"empty": {}}
+        dcp.load(target, checkpoint_id=tmp_path / saver)
+        wanted = {**nested(), "ordered": dict(nested()["ordered"]), "defaults": dict(nested()["defaults"])}
+        assert [key for key, value in wanted.items() if not same(target.get(key), value)] == [], saver
+        assert len(target) == len(wanted)
+    state = {key: value for key, value in nested().items() if key != -5}  # stock cannot sort two types
+    for saver, save in SAVE.items():
+        save(state, checkpoint_id=tmp_path / f"{saver} again")
+    ours, theirs = blanked(state), blanked(state)
+    stock.load(ours, checkpoint_id=tmp_path / "ours again")
+    stock.load(theirs, checkpoint_id=tmp_path / "stock again")
+    assert same(ours, theirs) and ours["groups"] == nested()["groups"]
+
+
+class Counter:
+    """A Stateful object of the user's program."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.total, self.loads = count, torch.full((2,), float(count)), 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to save."""
+        return {"count": self.count, "total": self.total}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what was loaded."""
+        self.count, self.total = state["count"], state["total"]
+        self.loads += 1
+
+
+def _training(seed: int, steps: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = Block()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "counter": Counter(seed)}
+    return _trained(state, steps)
+
+
+def _trained(state: dict[str, Any], steps: int) -> dict[str, Any]:
+    for _ in range(steps):
+        state["model"](torch.linspace(0, 1, 30).view(3, 10)).square().sum().backward()
+        for name in ("optimizer", "scheduler"):
+            state[name].step()
+        state["optimizer"].zero_grad()
+    return state
+
+
+def test_stateful_objects_go_on_exactly(tmp_path: Path) -> None:
+    """Models, optimizers, schedulers and objects with state_dict are given as they are, both ways; the next
+    steps give the bits of a training that was not interrupted."""
+    for saver, loader in ROUTES:
+        original = _training(1, steps=3)
+        SAVE[saver](original, checkpoint_id=tmp_path / f"{saver}-{loader}")
+        resumed = _training(2, steps=1)  # so that the optimizer has state to load into
+        LOAD[loader](resumed, checkpoint_id=tmp_path / f"{saver}-{loader}")
+        assert resumed["counter"].loads == 1
+        for one in (original, resumed):
+            _trained(one, 2)
+        for name, value in original.items():
+            assert same(dict(resumed[name].state_dict()), dict(value.state_dict())), (saver, loader, name)
+
+
+# -- ranks ---------------------------------------------------------------------------------------------------
+
+
+def zero_optimizer(rank: int, world: int, root: str) -> list[str]:
+    """A ZeroRedundancyOptimizer, consolidated on all ranks and by its local part; what differs."""
+
+    def build() -> tuple[nn.Module, Any]:
+        model = Block()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return model, optimizer
+
+    def consolidated(optimizer: Any) -> dict[str, Any]:
+        mine: dict[str, Any] = {}
+        for owner in range(world):
+            optimizer.consolidate_state_dict(to=owner)
+            if rank == owner:
+                mine = copy.deepcopy(optimizer.state_dict())
+        return mine
+
+    found = []
+    _, optimizer = build()
+    for saver, loader in ROUTES:
+        folder = f"{root}/whole-{saver}-{loader}"
+        SAVE[saver](fill({"optimizer": consolidated(optimizer)}), checkpoint_id=folder)
+        target = scrub({"optimizer": consolidated(build()[1])})
+        LOAD[loader](target, checkpoint_id=folder)
+        found += differences(target)
+    local = fill({"part": optimizer.optim.state_dict()})
+    dcp.save({"part": dcp.PerRank(local["part"])}, checkpoint_id=f"{root}/local")
+    target = scrub({"part": build()[1].optim.state_dict()})
+    dcp.load({"part": dcp.PerRank(target["part"])}, checkpoint_id=f"{root}/local")
+    found += differences(target)
+    return found + ([] if target["part"]["param_groups"] == local["part"]["param_groups"] else ["groups"])
+
+
+def test_a_zero_redundancy_optimizer_comes_back(tmp_path: Path) -> None:
+    """Its consolidated state as replicated, and each rank's own part under PerRank."""
+    assert run_ranks(2, zero_optimizer, str(tmp_path)) == [[], []]
+
+
+def by_rank(rank: int, world: int, root: str) -> list[Any]:
+    """Save and load state that differs by rank; what the rank got back, and what values say that differ
+    unawares, of classes among them."""
+
+    def state(number: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(number)
+        loader = {"epoch": number, "rng": generator.get_state()}
+        return {"position": dcp.PerRank(number), "loader": dcp.PerRank(loader), "shared": 5}
+
+    dcp.save(state(rank), checkpoint_id=root)
+    target = state(100)
+    dcp.load(target, checkpoint_id=root)
+    other: dict[str, Any] = {"position": {f"rank-{rank}": None}, "shared": None}
+    stock.load(other, checkpoint_id=root)
+    equal = same(target["loader"].value, state(rank)["loader"].value)
+    dcp.save({"v": Level.LOW if rank else 1}, checkpoint_id=f"{root}/equal")
+    said = []
+    for value in (rank, Level.LOW if rank else Level.HIGH):
+        try:
+            dcp.save({"seed": value}, checkpoint_id=f"{root}/differing")
+        except dcp.errors.ReplicaMismatchError as error:
+            said.append("'seed'" in str(error) and "PerRank" in str(error))
+    return [target["position"].value, target["shared"], equal, other["position"][f"rank-{rank}"], said]
+
+
+def test_state_that_differs_by_rank_is_kept_by_rank(tmp_path: Path) -> None:
+    """PerRank gives each rank its own back, and stock sees a dict by rank; without it, where stock would keep
+    rank 0's without a word, every rank gets the value's name."""
+    expected = [[rank, 5, True, rank, [True, True]] for rank in range(3)]
+    assert run_ranks(3, by_rank, str(tmp_path)) == expected

@@ -1,0 +1,117 @@
+"""What programs look for in torch's errors and metadata: the same words, and the writer's save id."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+import dcp
+
+PACKAGES: dict[str, Any] = {"ours": dcp, "stock": stock}
+
+
+def state() -> dict[str, Any]:
+    """A tensor and a value."""
+    return {"w": torch.ones(3), "nested": {"lr": 0.5}}
+
+
+def load(package: Any, root: Path, **changes: Any) -> None:
+    """Load what was saved, into a state dict with changes."""
+    package.load(state() | changes, checkpoint_id=root, no_dist=True)
+
+
+def save_again(package: Any, root: Path) -> None:
+    """Save to an id that is taken, which the writer was told to respect."""
+    writer = package.FileSystemWriter(root, overwrite=False)
+    package.save(state(), storage_writer=writer, no_dist=True)
+
+
+FAILURES: dict[str, tuple[str, Callable[[Any, Path], None]]] = {
+    "missing": (
+        "Missing key in checkpoint state_dict: ",
+        lambda package, root: load(package, root, absent=torch.ones(1)),
+    ),
+    "missing value": (
+        "Missing key in checkpoint state_dict: ",
+        lambda package, root: load(package, root, nested={"lr": 0.5, "absent": 1}),
+    ),
+    "shape": (
+        "Size mismatch between saved ",
+        lambda package, root: load(package, root, w=torch.ones(4)),
+    ),
+    "exists": ("Checkpoint already exists", save_again),
+    "no place": (
+        "`checkpoint_id` must be specified if storage_reader/storage_writer is None",
+        lambda package, root: package.load(state(), no_dist=True),
+    ),
+    "no kind of place": (
+        "Cannot detect which StorageReader or StorageWriter to use",
+        lambda package, root: package.load(state(), checkpoint_id="no-such://x/y", no_dist=True),
+    ),
+    "one name": (
+        "duplicated flatten key",
+        lambda package, root: package.save(
+            {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, checkpoint_id=root / "other", no_dist=True
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("failure", FAILURES)
+def test_messages_have_the_words_of_torch(package: str, failure: str, tmp_path: Path) -> None:
+    """Programs that retry, or tell their users more, find out by the message what it was."""
+    stock.save(state(), checkpoint_id=tmp_path, no_dist=True)
+    words, fail = FAILURES[failure]
+    with pytest.raises((Exception, CheckpointException)) as caught:
+        fail(PACKAGES[package], tmp_path)
+    assert words in str(caught.value)
+
+
+def test_words_come_with_the_name_of_the_tensor(tmp_path: Path) -> None:
+    """As one program tells quantised checkpoints: by these words and a part of the name in one message."""
+    dcp.save(state(), checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(
+        dcp.errors.ShapeMismatchError, match=r"Size mismatch between saved \(3,\) and .* for 'w'"
+    ):
+        load(dcp, tmp_path, w=torch.ones(4))
+    with pytest.raises(dcp.MissingKeyError, match="Missing key in checkpoint state_dict: 'absent'"):
+        load(dcp, tmp_path, absent=torch.ones(4))
+
+
+def test_lookups_have_the_words_of_torch() -> None:
+    """What a plan names and a rank does not have, as torch's `find_state_dict_object` says it."""
+    planner = dcp.DefaultSavePlanner()
+    planner.set_up_planner({"w": torch.ones(2), "v": 1})
+    cases = {
+        MetadataIndex("x"): "Could not find FQN: 'x'",
+        MetadataIndex("v", [0]): "FQN: 'v' is not a ShardedTensor, can't find by offset: 'torch.Size([0])'",
+        MetadataIndex("w", [1]): "Could not find shard at 'torch.Size([1])' for FQN: 'w'",
+    }
+    for index, words in cases.items():
+        with pytest.raises(dcp.errors.PlanError) as caught:
+            planner.lookup_object(index)
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("writers", PACKAGES)
+@pytest.mark.parametrize("readers", PACKAGES)
+def test_metadata_have_the_save_id_of_their_writer(writers: str, readers: str, tmp_path: Path) -> None:
+    """In memory after a save, and read again by either package's reader."""
+    writer = PACKAGES[writers].FileSystemWriter(tmp_path)
+    metadata = PACKAGES[writers].save(state(), storage_writer=writer, no_dist=True)
+    reader = PACKAGES[readers].FileSystemReader(tmp_path)
+    found = reader.read_metadata().storage_meta
+    assert found.save_id == writer.save_id
+    if metadata.storage_meta is None:  # stock before 2.12 has it in the file alone
+        assert writers == "stock" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
+    else:
+        assert metadata.storage_meta.save_id == writer.save_id
+    assert found.load_id == reader.load_id

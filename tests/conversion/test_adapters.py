@@ -1,0 +1,246 @@
+"""Adapters of peft into their base, as peft itself merges them; to the last bit: test_small_windows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import dcp
+from dcp.errors import CheckpointFormatError, PlanError, UnsupportedFormatError
+from tests.support.conversion import names_in
+
+# Elsewhere in the tests that need them: each worker collects this file, and one has to run it.
+if TYPE_CHECKING:
+    from transformers import GPT2LMHeadModel, LlamaForCausalLM
+
+
+def llama() -> LlamaForCausalLM:
+    """Two layers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=37,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def gpt2() -> GPT2LMHeadModel:
+    """With `Conv1D`, of which one is square."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=41, n_positions=16))
+
+
+def save_adapter(model: Any, folder: Path, seed: int = 1, **config: Any) -> None:
+    """An adapter that was trained: neither of its factors is 0."""
+    from peft import LoraConfig, get_peft_model
+
+    wrapped = get_peft_model(model, LoraConfig(**config))
+    torch.manual_seed(seed)
+    for name, value in wrapped.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(value, std=0.3)
+    wrapped.save_pretrained(str(folder), save_embedding_layers=False)
+
+
+_CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "attention": (llama, {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}),
+    "stabilised": (llama, {"r": 9, "lora_alpha": 5, "use_rslora": True, "target_modules": "all-linear"}),
+    "patterns": (
+        llama,
+        {
+            "r": 4,
+            "target_modules": ["q_proj", "up_proj"],
+            "rank_pattern": {"up_proj": 2, "layers.1.self_attn.q_proj": 7},
+            "alpha_pattern": {"layers.0.mlp.up_proj": 3},
+        },
+    ),
+    "expressions": (
+        llama,
+        {
+            "r": 4,
+            "target_modules": r".*\.(q|up)_proj",
+            "rank_pattern": {r"model\.layers\.[1-9]\d*\..*_proj": 2, r"^model.*\.0\.self_attn.*q_proj": 7},
+            "alpha_pattern": {r"mlp\.(gate|up)_proj": 3, r".*\.self_attn\..+": 5},
+        },
+    ),
+    "embeddings": (llama, {"r": 3, "target_modules": ["embed_tokens", "lm_head"]}),
+    "conv1d": (gpt2, {"r": 4, "target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
+}
+
+
+@pytest.mark.parametrize("case", _CONFIGS)
+def test_as_peft_merges_it(tmp_path: Path, case: str) -> None:
+    """All weights, targeted or not, and the model's outputs."""
+    from peft import PeftModel
+
+    make, config = _CONFIGS[case]
+    make().save_pretrained(tmp_path / "base")
+    save_adapter(make(), tmp_path / "adapter", **config)
+    peft = PeftModel.from_pretrained(make(), tmp_path / "adapter").merge_and_unload()
+    expected = peft.state_dict()
+    dcp.merge([tmp_path / "base"], tmp_path / "out", adapters=[tmp_path / "adapter"], to="safetensors")
+    made, base = load_file(tmp_path / "out/model.safetensors"), load_file(tmp_path / "base/model.safetensors")
+    assert made.keys() == base.keys()
+    changed = 0
+    for name, tensor in made.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-5)
+        changed += not torch.equal(tensor, base[name])
+    assert changed >= 2
+    (tmp_path / "out/config.json").write_bytes((tmp_path / "base/config.json").read_bytes())
+    tokens = torch.arange(10).view(1, -1)
+    loaded = make().from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        logits = loaded(tokens).logits, peft.eval()(tokens).logits
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+def tied_llama() -> LlamaForCausalLM:
+    """One layer, whose output is its embedding."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=11,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("modules", [["lm_head"], ["embed_tokens"], ["embed_tokens", "lm_head"]])
+def test_an_adapter_of_a_tied_output(tmp_path: Path, modules: list[str]) -> None:
+    """What it adds to one end would be added to both: an error, also where the folder that is written says
+    so; without a configuration the two are weights of their own then. An adapter that keeps them tied is
+    merged into both."""
+    tied_llama().save_pretrained(tmp_path / "base")
+    torch.save(tied_llama().state_dict(), tmp_path / "base.pt")
+    save_adapter(tied_llama(), tmp_path / "adapter", r=2, target_modules=modules)
+    adapter: dict[str, Any] = {"adapters": [tmp_path / "adapter"], "executor": "inline"}
+    out = tmp_path / "out"
+    for source, hf in ((tmp_path / "base", None), (tmp_path / "base.pt", tmp_path / "base")):
+        with pytest.raises(PlanError, match=r"is tied to the other end of the model .*saved untied"):
+            dcp.merge([source], out, to="safetensors", hf=hf, **adapter)
+    dcp.merge([tmp_path / "base.pt"], tmp_path / "out.pt", **adapter)
+    made, base = torch.load(tmp_path / "out.pt"), tied_llama().state_dict()
+    changed = {name for name in base if not torch.equal(made[name], base[name])}
+    names = {"lm_head": "lm_head.weight", "embed_tokens": "model.embed_tokens.weight"}
+    assert changed == {names[module] for module in modules}
+    if len(modules) == 1:
+        return
+    from peft import PeftModel
+
+    save_adapter(tied_llama(), tmp_path / "both", r=2, target_modules=modules, ensure_weight_tying=True)
+    dcp.merge([tmp_path / "base"], out, hf=tmp_path / "base", adapters=[tmp_path / "both"], executor="inline")
+    tokens = torch.arange(10).view(1, -1)
+    peft = PeftModel.from_pretrained(tied_llama(), tmp_path / "both").eval()
+    with torch.no_grad():
+        loaded: Any = tied_llama().from_pretrained(out)
+        logits = peft(tokens).logits, loaded.eval()(tokens).logits
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+def write_adapter(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
+    """As peft lays it out."""
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
+    save_file(named, folder / "adapter_model.safetensors")
+    return folder
+
+
+_PLAIN = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+_FACTORS = {"m.lora_A.weight": torch.ones(2, 5), "m.lora_B.weight": torch.ones(3, 2)}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"peft_type": "IA3"}, "adapters of the type 'IA3'"),
+        ({"use_dora": True}, "DoRA"),
+        ({"bias": "all"}, "bias 'all'"),
+        ({"modules_to_save": ["head"]}, "modules that are saved whole"),
+        ({"init_lora_weights": "pissa"}, "changed by 'pissa'"),
+        ({"rank_pattern": {"(a+)+b": 3}}, "of the pattern"),
+        ({"use_dora": True, "bias": "all"}, "DoRA; bias 'all'"),
+        ({"r": 0}, "r is 0, which is no whole number above 0"),
+        ({"r": -2}, "r is -2, which is no whole number above 0"),
+        ({"r": 2.5}, "r is 2.5, which is no whole number above 0"),
+        ({"r": 2.0}, "r is 2.0, which is no whole number above 0"),
+        ({"r": True}, "r is True, which is no whole number above 0"),
+        ({"r": 10**400}, "r is 10000"),
+        ({"alpha_pattern": {"m": 10**400}}, "alpha_pattern of 'm' is 10000"),
+        (
+            {"r": None, "lora_alpha": "4", "rank_pattern": {"a": 2.5, "b": 2}, "use_rslora": "false"},
+            "r is None, .*, rank_pattern of 'a' is 2.5, .*, lora_alpha is '4', which is no number above 0, "
+            "use_rslora is 'false', which is neither true nor false",
+        ),
+        ({"rank_pattern": {f"m{number}": 2 for number in range(10_001)}}, "more than 10000 patterns"),
+        ({"r": "2"}, "r is '2'"),
+        ({"lora_alpha": 1e999}, "adapter_config"),
+        ({"r": 3}, "has the rank 2, and the configuration says 3"),
+    ],
+)
+def test_configurations_that_are_not_merged(tmp_path: Path, config: dict[str, Any], words: str) -> None:
+    """Named, all that a configuration asks for, before anything is written."""
+    save_file({"m.weight": torch.ones(3, 5)}, tmp_path / "base.safetensors")
+    write_adapter(tmp_path / "lora", _PLAIN | config, _FACTORS)
+    with pytest.raises((UnsupportedFormatError, CheckpointFormatError), match=words.replace("(", r"\(")):
+        dcp.merge([tmp_path / "base.safetensors"], tmp_path / "out", adapters=[tmp_path / "lora"])
+    assert names_in(tmp_path) == ["base.safetensors", "lora"]
+
+
+def test_all_other_ranks_than_are_said_are_named(tmp_path: Path) -> None:
+    """Each module with its own and what the configuration says of it."""
+    save_file({"m.weight": torch.ones(3, 5), "n.weight": torch.ones(3, 5)}, tmp_path / "base.safetensors")
+    others = {"n.lora_A.weight": torch.ones(4, 5), "n.lora_B.weight": torch.ones(3, 4)}
+    lora = write_adapter(tmp_path / "lora", _PLAIN | {"r": 4, "rank_pattern": {"n": 8}}, _FACTORS | others)
+    with pytest.raises(CheckpointFormatError) as caught:
+        dcp.merge([tmp_path / "base.safetensors"], tmp_path / "out", adapters=[lora])
+    assert "'m' has the rank 2, and the configuration says 4" in str(caught.value)
+    assert "'n' has the rank 4, and the configuration says 8" in str(caught.value)
+    assert names_in(tmp_path) == ["base.safetensors", "lora"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"m.lora_B.weight": None}, "'m': no two factors"),
+        ({"m.lora_B.weight": torch.ones(3, 3)}, "'m': no two factors"),
+        ({"m.lora_B.weight": torch.ones(4, 2)}, r"'m\.weight' has the shape \(3, 5\)"),
+        ({"head.weight": torch.ones(2)}, "'base_model.model.head.weight': no two factors"),
+        (
+            {"n.lora_A.weight": torch.ones(2, 5), "n.lora_B.weight": torch.ones(3, 2)},
+            r"'n\.weight' is what an adapter is for, and no floating-point tensor \(did you mean 'm\.weight'",
+        ),
+        (
+            {"i.lora_A.weight": torch.ones(2, 5), "i.lora_B.weight": torch.ones(3, 2)},
+            r"'i\.weight' is what an adapter is for",
+        ),
+    ],
+)
+def test_factors_that_do_not_fit(tmp_path: Path, change: dict[str, torch.Tensor | None], words: str) -> None:
+    """One without the other, another rank or shape, no factor at all, no weight or one of whole numbers."""
+    base = {"m.weight": torch.ones(3, 5), "i.weight": torch.ones(3, 5, dtype=torch.int8)}
+    save_file(base, tmp_path / "base.safetensors")
+    factors = {name: tensor for name, tensor in (_FACTORS | change).items() if tensor is not None}
+    write_adapter(tmp_path / "lora", _PLAIN, factors)
+    with pytest.raises(PlanError, match=words):
+        dcp.merge([tmp_path / "base.safetensors"], tmp_path / "out", adapters=[tmp_path / "lora"])
+    assert names_in(tmp_path) == ["base.safetensors", "lora"]

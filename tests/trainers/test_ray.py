@@ -1,0 +1,153 @@
+"""`dcp.integrations.ray`: with the real package where it is there, and against its interface everywhere."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import dcp
+from dcp.errors import CheckpointError
+
+
+class Ray:
+    """What the plug-in uses of Ray Train, for one worker."""
+
+    def __init__(self, folder: Path, kind: str = "local") -> None:
+        self.reports: list[tuple[dict[str, Any], str, str]] = []
+        self.nodes: list[str] = []
+        storage = SimpleNamespace(
+            build_checkpoint_path_from_name=lambda name: f"{folder}/{name}",
+            storage_filesystem=SimpleNamespace(type_name=kind),
+        )
+        train: Any = ModuleType("ray.train")
+        train.Checkpoint = lambda path, filesystem: path
+        train.CheckpointUploadMode = SimpleNamespace(NO_UPLOAD="no upload")
+        train.get_context = lambda: SimpleNamespace(get_storage=lambda: storage)
+        train.get_preemption_info = lambda: (
+            SimpleNamespace(preempted_node_ids=self.nodes) if self.nodes else None
+        )
+        train.report = self.report
+        self.train = train
+
+    def report(self, metrics: dict[str, Any], *, checkpoint: str, checkpoint_upload_mode: str) -> None:
+        """Note it; the checkpoint is whole by now."""
+        dcp.load({"w": torch.zeros(2)}, checkpoint_id=checkpoint, no_dist=True)
+        self.reports.append((metrics, Path(checkpoint).name, checkpoint_upload_mode))
+
+
+@pytest.fixture
+def ray(tmp_path: Path) -> Iterator[Ray]:
+    """In place of the package."""
+    made: Any = Ray(tmp_path)
+    package: Any = ModuleType("ray")
+    package.train = made.train
+    names = ("ray", "ray.train", "dcp.integrations.ray")
+    before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    sys.modules.update({"ray": package, "ray.train": made.train})
+    yield made
+    for name in names:
+        sys.modules.pop(name, None)
+    sys.modules.update(before)
+
+
+def manager_of(**options: Any) -> Any:
+    """The plug-in's."""
+    module = importlib.import_module("dcp.integrations.ray")
+    return module.RayCheckpointManager(handle_sigterm=False, **options)
+
+
+def test_what_is_committed_is_reported_by_reference(ray: Ray, tmp_path: Path) -> None:
+    """At the next save and at the end, with the metrics, from the run's own folder."""
+    with manager_of(every_steps=2) as manager:
+        for step in range(1, 6):
+            manager.save(step, {"w": torch.ones(2)}, metrics={"loss": 1 / step})
+        assert [name for _, name, _ in ray.reports] == ["step-00000002"]
+    assert ray.reports == [
+        ({"step": 2, "loss": 0.5}, "step-00000002", "no upload"),
+        ({"step": 4, "loss": 0.25}, "step-00000004", "no upload"),
+    ]
+    assert (tmp_path / "dcp" / "step-00000004" / "manifest.msgpack").exists()
+
+
+def test_a_preemption_saves_once(ray: Ray) -> None:
+    """At once, reported before `save` returns; the training goes on, and another event saves again."""
+    with manager_of(every_steps=100) as manager:
+        for step, nodes in ((1, []), (2, ["a"]), (3, ["a"]), (4, ["a", "b"]), (5, ["b"])):
+            ray.nodes = nodes
+            manager.save(step, {"w": torch.ones(2)})
+            assert [metrics["step"] for metrics, _, _ in ray.reports] == [s for s in (2, 4) if s <= step]
+        assert not manager.stop_requested
+
+
+def test_a_save_that_fails_is_not_reported(ray: Ray, tmp_path: Path) -> None:
+    """The manager tells of it."""
+    with manager_of(retries=0) as manager:
+        (tmp_path / "dcp").mkdir()
+        (tmp_path / "dcp" / "step-00000001").write_text("in the way")
+        manager.save(1, {"w": torch.ones(2)})
+        manager.save(2, {"w": torch.ones(2)})
+        assert not ray.reports and manager.failures == 1
+    assert [name for _, name, _ in ray.reports] == ["step-00000002"]
+
+
+def test_wrong_use(ray: Ray, tmp_path: Path) -> None:
+    """What Ray decides is not decided here, and a file system without a known URL is refused."""
+    for name, value in (("root", tmp_path), ("keep", dcp.Retention(last=1))):
+        with pytest.raises(dcp.errors.OptionError, match=rf"{name}.*num_to_keep"):
+            manager_of(**{name: value})
+    ray.train.get_context = Ray(tmp_path, "abfs").train.get_context
+    with pytest.raises(CheckpointError, match="'abfs'"):
+        manager_of()
+
+
+def fitted(folder: Path, *arguments: str, **variables: str) -> Any:
+    """What `tests.support.ray_loop` tells."""
+    environment = os.environ | {"RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0"} | variables
+    environment["PYTHONPATH"] = str(Path(__file__).parents[3])
+    environment["RAY_raylet_start_wait_time_s"] = "300"  # of a busy machine
+    command = [sys.executable, "-m", "tests.support.ray_loop", str(folder), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    found = re.search(r"RESULT (\{.*\})", done.stdout)
+    assert found is not None, (done.stdout + done.stderr)[-4000:]
+    return json.loads(found[1])
+
+
+if (
+    find_spec("ray") is not None
+):  # it is large, and has an environment of its own: make test-trainer TRAINER=ray
+
+    @pytest.mark.exhaustive
+    @pytest.mark.parametrize("place", ["folder", "s3"])
+    def test_real_workers_crash_and_go_on_with_more(
+        tmp_path: Path, place: str, request: pytest.FixtureRequest
+    ) -> None:
+        """2 workers, one dies after step 4 was saved; Ray starts them again, the result is as if it had not.
+        Then 3 go on with the run, and a preemption saves a step that was not due. Ray finds what was reported
+        on a disk and on S3."""
+        server: Any = request.getfixturevalue("s3_server") if place == "s3" else None
+        url = request.getfixturevalue("s3_root") if server is not None else ""
+        variables = server.environment if server is not None else {}
+        result = fitted(tmp_path, "2", "7", "crash", url, **variables)
+        assert [told["w"] for told in result["told"]] == [[28.0] * 4] * 2
+        assert [told["seen"] for told in result["told"]] == [7, 7]
+        assert result["metrics"]["step"] == 6 and result["reported"][-1] == "step-00000006"
+        result = fitted(tmp_path, "3", "11", "preempt", url, **variables)
+        assert [told["from"] for told in result["told"]] == [6] * 3
+        assert [told["w"] for told in result["told"]] == [[66.0] * 4] * 3
+        assert [told["seen"] for told in result["told"]] == [4 + 5] * 3  # 12 of 6 steps of 2, dealt out to 3
+        assert {"step-00000008", "step-00000009", "step-00000010"} <= set(result["reported"])
+        root, options = (url, server.storage_options) if server is not None else (str(tmp_path), None)
+        stored = dcp.read(f"{root}/run/dcp/step-00000010", no_dist=True, storage_options=options)
+        assert stored["w"].tolist() == [55.0] * 4

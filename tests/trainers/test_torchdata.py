@@ -1,0 +1,281 @@
+"""`dcp.integrations.torchdata`: each sample once an epoch, on whatever numbers of ranks it is resumed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DistributedSampler, IterableDataset
+
+import dcp
+from dcp.errors import CheckpointError
+from dcp.integrations.torchdata import RescalableDataLoader, RescalableSampler
+from tests.support.ranks import run_ranks
+from tests.support.torchrun import torchrun
+
+WORLDS = st.sampled_from([1, 2, 3, 8])
+
+
+class Numbers:
+    """A data set of the first numbers."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def loaders(
+    size: int, world_size: int, *, epoch: int = 1, batches: Sequence[int] = (2,), **options: Any
+) -> Any:
+    """Of each rank, in this process; their batch sizes may differ."""
+    made = []
+    loader_options = {
+        name: options.pop(name) for name in ("num_workers", "snapshot_every_n_steps") if name in options
+    }
+    for rank in range(world_size):
+        sampler = RescalableSampler(Numbers(size), world_size, rank, seed=3, **options)
+        sampler.set_epoch(epoch)
+        batch_size = batches[rank % len(batches)]
+        made.append(RescalableDataLoader(Numbers(size), batch_size, sampler=sampler, **loader_options))
+    return made
+
+
+def taken(iterator: Any, count: int | None = None) -> list[int]:
+    """The samples of the next ``count`` batches, or of all."""
+    seen: list[int] = []
+    for number, batch in enumerate(iterator):
+        seen += batch.tolist()
+        if count is not None and number + 1 == count:
+            break
+    return seen
+
+
+def resumed(old: Sequence[Any], new: Sequence[Any]) -> None:
+    """What a save by all of ``old`` and a load by ``new`` do, without files."""
+    states = [loader.state_dict()["ranks"] for loader in old]
+    for rank, loader in enumerate(new):
+        value = states[rank].value if len(old) == len(new) else None
+        if value is None:
+            value = states[0].rule([state.value for state in states], rank, len(new))
+        loader.load_state_dict({"ranks": dcp.Rescale(value, states[0].rule)})
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(0, 60),
+    worlds=st.lists(WORLDS, min_size=2, max_size=5),
+    steps=st.lists(st.integers(0, 4), min_size=5, max_size=5),
+    batches=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    even=st.booleans(),
+    shuffle=st.booleans(),
+)
+def test_each_sample_once_an_epoch(
+    size: int, worlds: list[int], steps: list[int], batches: list[int], even: bool, shuffle: bool
+) -> None:
+    """Across several resumes, with batches of other sizes by rank; parts of one length repeat at most as many
+    samples as the last number of ranks has them uneven."""
+    seen: list[int] = []
+    now = loaders(size, worlds[0], batches=batches, even=even, shuffle=shuffle)
+    for world_size, count in zip(worlds[1:], steps, strict=False):
+        count = min(count, -(-((size - len(set(seen))) // len(now)) // max(batches)))  # nobody ends the epoch
+        for loader in now if count else ():
+            seen += taken(loader, count)
+        following = loaders(size, world_size, batches=batches, even=even, shuffle=shuffle)
+        resumed(now, following)
+        now = following
+    for loader in now:
+        seen += taken(loader)
+    counts = Counter(seen)
+    assert counts.keys() == set(range(size))
+    assert even or set(counts.values()) <= {1}
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    size=st.integers(1, 40),
+    world_size=WORLDS,
+    count=st.integers(1, 5),
+    every=st.integers(1, 3),
+    drop_last=st.booleans(),
+)
+def test_as_many_ranks_go_on_bit_for_bit(
+    size: int, world_size: int, count: int, every: int, drop_last: bool
+) -> None:
+    """The order is that of a run that was not interrupted, and of torch's `DistributedSampler`."""
+    options: dict[str, Any] = {"drop_last": drop_last, "snapshot_every_n_steps": every}
+    begun = loaders(size, world_size, **options)
+    count = min(count, -(-len(begun[0].sampler) // 2))  # nobody ends the epoch
+    first = [taken(loader, count) if count else [] for loader in begun]
+    again = loaders(size, world_size, **options)
+    resumed(begun, again)
+    for rank, loader in enumerate(again):
+        numbers: Any = Numbers(size)
+        whole: Any = DistributedSampler(numbers, world_size, rank, seed=3, drop_last=drop_last)
+        whole.set_epoch(1)
+        assert first[rank] + taken(loader) == list(whole)
+        assert len(loader.sampler) == len(whole)
+
+
+def test_prefetched_batches_are_not_consumed() -> None:
+    """Two workers are ahead of what the training has seen; other numbers of ranks or workers go on there."""
+    begun = loaders(24, 1, num_workers=2)
+    seen = taken(begun[0], 3)
+    for world_size, workers in ((1, 2), (1, 0), (2, 1)):
+        after = loaders(24, world_size, num_workers=workers)
+        resumed(begun, after)
+        rest = [taken(loader) for loader in after]
+        assert sorted(seen + [sample for part in rest for sample in part]) == list(range(24))
+        if world_size == 1:
+            assert seen + rest[0] == taken(loaders(24, 1)[0])
+
+
+def test_it_draws_nothing_from_the_generator_that_training_draws_from() -> None:
+    """So that what a model draws goes on bit for bit where a loader is made within an epoch. Seeds of workers
+    differ by epoch, and by the seed of the program."""
+
+    def trained(loader: Any, count: int | None = None) -> list[float]:
+        drawn = []
+        for number, _ in enumerate(loader):
+            drawn.append(torch.rand(()).item())
+            if number + 1 == count:
+                break
+        return drawn
+
+    def run(count: int | None = None, loaded: dict[str, Any] | None = None) -> tuple[Any, list[float]]:
+        torch.manual_seed(3)
+        loader = RescalableDataLoader(Numbers(10), 2, shuffle=True)
+        if loaded is not None:
+            loader.load_state_dict(loaded["loader"])
+            torch.set_rng_state(loaded["random"])
+        return loader, trained(loader, count)
+
+    _, whole = run()
+    loader, before = run(2)
+    _, after = run(loaded={"loader": loader.state_dict(), "random": torch.get_rng_state()})
+    assert before + after == whole
+    seeds = [loader.generator.initial_seed()]
+    loader.sampler.set_epoch(1)
+    trained(loader)
+    seeds.append(loader.generator.initial_seed())
+    torch.manual_seed(4)
+    trained(loader)
+    assert len({*seeds, loader.generator.initial_seed()}) == 3
+    own = torch.Generator().manual_seed(11)
+    trained(given := RescalableDataLoader(Numbers(10), 2, generator=own))
+    assert given.generator is own and own.initial_seed() == 11
+
+
+def test_epochs() -> None:
+    """A state between two epochs begins the next one, an epoch that is broken off is, and one that was set to
+    another begins there."""
+    for world_size, workers in ((2, 0), (3, 0), (2, 1)):
+        ended = loaders(12, 2, num_workers=workers)
+        for loader in ended:
+            taken(loader)
+        after = loaders(12, world_size, num_workers=workers)
+        resumed(ended, after)
+        for fresh, loader in zip(loaders(12, world_size, epoch=2), after, strict=True):
+            loader.sampler.set_epoch(2)
+            assert taken(loader) == taken(fresh)
+        broken = loaders(12, 2)
+        for loader in broken:
+            taken(loader, 1)
+            loader.sampler.set_epoch(5)
+        after = loaders(12, world_size)
+        resumed(broken, after)
+        assert after[0].sampler.epoch == 5
+        assert [taken(loader) for loader in after] == [
+            taken(loader) for loader in loaders(12, world_size, epoch=5)
+        ]
+    begun = loaders(12, 2)
+    seen = [taken(loader, 1) for loader in begun]
+    after = loaders(12, 2)
+    resumed(begun, after)
+    again = [loader.state_dict()["ranks"].value["position"] for loader in after]
+    assert [position["taken"] for position in again] == [2, 2]
+    rest = [taken(loader) for loader in after]
+    assert [a + b for a, b in zip(seen, rest, strict=True)] == [taken(loader) for loader in loaders(12, 2)]
+    assert [taken(loader) for loader in after] == [taken(loader) for loader in loaders(12, 2)]
+
+
+def test_another_order_is_an_error() -> None:
+    """A position means nothing in it."""
+    begun = loaders(12, 2)
+    taken(begun[0], 1)
+    for options in ({"shuffle": False}, {"size": 13}):
+        size = int(options.pop("size", 12))
+        with pytest.raises(CheckpointError, match="would skip others"):
+            resumed(begun, loaders(size, 2, **options))
+    begun[1].sampler.set_epoch(2)
+    with pytest.raises(CheckpointError, match="epoch differs"):
+        resumed(begun, loaders(12, 3))
+
+
+class Endless(IterableDataset[int]):
+    """It has no order that is known from outside."""
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        ({"dataset": Endless()}, "dcp.Rescale"),
+        ({"dataset": Numbers(3), "batch_sampler": [[0]]}, "batch_size=None"),
+        ({"dataset": Numbers(3), "sampler": range(3)}, "RescalableSampler"),
+        ({"dataset": Numbers(3), "in_order": False}, "in_order"),
+    ],
+)
+def test_what_has_no_position_is_refused(arguments: dict[str, Any], advice: str) -> None:
+    """With what to do instead."""
+    with pytest.raises((TypeError, ValueError), match=advice):
+        RescalableDataLoader(**arguments)
+
+
+def trained(rank: int, world_size: int, root: str, steps: int | None) -> list[int]:
+    """What a rank sees of an epoch from where the last run was."""
+    loader = RescalableDataLoader(Numbers(50), 2, shuffle=True)
+    state = {"loader": loader, "w": torch.ones(2)}
+    with dcp.CheckpointManager(root, handle_sigterm=False) as manager:
+        restored = manager.restore(state)
+        step = restored.step if restored else 0
+        seen = []
+        for number, batch in enumerate(loader):
+            seen += batch.tolist()
+            if number + 1 == steps:
+                break
+        manager.save(step + 1, state)
+    return seen
+
+
+def test_ranks(tmp_path: Path) -> None:
+    """Real ones, through checkpoints: 2, then 3, then 2 see each of 50 samples once."""
+    seen: list[int] = []
+    for world_size, steps in ((2, 3), (3, 2), (2, None)):
+        for part in run_ranks(world_size, trained, str(tmp_path), steps):
+            seen += part
+    assert len(seen) == 50 and set(seen) == set(range(50))
+
+
+@pytest.mark.exhaustive
+def test_torchrun_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    """2, then 3, then 1, with workers that prefetch: each of 61 samples once."""
+    seen: list[int] = []
+    for ranks, steps in ((2, 4), (3, 3), (1, 0)):
+        told = torchrun("tests.support.sampling_loop", [tmp_path, str(steps)], ranks=ranks)
+        seen += [sample for part in re.findall(r"SEEN (\[.*?\])", told) for sample in json.loads(part)]
+    assert sorted(seen) == list(range(61))

@@ -1,0 +1,217 @@
+"""Models, optimizers and generators as plug-ins of trainers save and load them; missing packages."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import dcp
+from dcp.errors import CheckpointError, PlanError
+from dcp.integrations.random_state import RandomState
+from dcp.integrations.trainer_state import (
+    TrainedModel,
+    TrainedOptimizers,
+    check_private,
+    package_of,
+    refused_by_all,
+)
+from tests.support.crashes import in_lab
+from tests.support.ranks import run_ranks
+
+
+class Net(nn.Module):
+    """One layer that is used, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
+
+
+def trained(net: Net) -> torch.optim.Optimizer:
+    """After two steps; weight decay in one of two groups."""
+    groups: list[dict[str, Any]] = [
+        {"params": [net.used.weight, net.unused.weight]},
+        {"params": [net.used.bias], "weight_decay": 0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    for _ in range(2):
+        net.used(torch.ones(2, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def test_what_was_never_used_has_no_state(tmp_path: Path) -> None:
+    """Neither in the checkpoint nor in a fresh optimizer that it is loaded into, and that is stepped by
+    nobody for it; the next steps are the same."""
+    net, fresh = Net(), Net()
+    optimizer, other = trained(net), torch.optim.AdamW(Net().parameters())
+    dcp.save(
+        {"model": TrainedModel(net), "optimizer": TrainedOptimizers(net, [optimizer])},
+        checkpoint_id=tmp_path,
+    )
+    names = dcp.open_index(tmp_path).fqns
+    assert not [name for name in names if "state.unused" in name]
+    groups: list[dict[str, Any]] = [
+        {"params": [fresh.used.weight, fresh.unused.weight]},
+        {"params": [fresh.used.bias]},
+    ]
+    other = torch.optim.AdamW(groups, lr=0.5)
+    steps = []
+    other.register_step_pre_hook(lambda *_: steps.append(1))
+    dcp.load(
+        {"model": TrainedModel(fresh), "optimizer": TrainedOptimizers(fresh, [other])},
+        checkpoint_id=tmp_path,
+    )
+    assert (len(other.state), steps, other.param_groups[1]["weight_decay"]) == (2, [], 0)
+    for one, made in ((net, optimizer), (fresh, other)):
+        one.used(torch.ones(2, 3)).square().sum().backward()
+        made.step()
+    assert all(torch.equal(value, fresh.state_dict()[name]) for name, value in net.state_dict().items())
+
+
+def test_parameters_of_nobody_are_an_error(tmp_path: Path) -> None:
+    """They would have no name; so are other groups than were saved."""
+    net = Net()
+    temperature = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([net.used.weight, temperature], lr=0.1, momentum=0.9)
+    with pytest.raises(PlanError, match="none of the model's"):
+        TrainedOptimizers(net, [optimizer]).state_dict()
+    saved = TrainedOptimizers(net, [torch.optim.SGD([net.used.weight])]).state_dict()
+    with pytest.raises(PlanError, match="other groups"):
+        TrainedOptimizers(net, [torch.optim.SGD([net.used.bias])]).load_state_dict(saved)
+
+
+def batch_norm(rank: int, world_size: int, root: Path) -> Any:
+    """Ranks whose running means differ, as those of DDP do between two forwards."""
+    torch.manual_seed(0)
+    norm: Any = nn.BatchNorm1d(2)
+    net = nn.Sequential(nn.Linear(2, 2), norm)
+    net(torch.full((4, 2), float(rank)) + torch.randn(4, 2))
+    own = norm.running_mean.clone()
+    dcp.save({"model": TrainedModel(net, saving=True)}, checkpoint_id=root)
+    norm.running_mean.zero_()
+    dcp.load({"model": TrainedModel(net)}, checkpoint_id=root)
+    return own.tolist(), norm.running_mean.tolist()
+
+
+def test_running_means_of_ranks_may_differ(tmp_path: Path) -> None:
+    """Rank 0's are saved, which DDP goes on with, and every rank gets them."""
+    (first, one), (second, other) = run_ranks(2, batch_norm, tmp_path)
+    assert first != second
+    assert first == one == other
+
+
+def test_what_a_framework_lacks_is_told() -> None:
+    """A package, with what brings it; a private name, and one with other parameters, with the version."""
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'dcphub\[nothing\]'"), package_of("nothing"):
+        importlib.import_module("there_is_no_such_package")
+    check_private("torch", Net, {"__init__": ("self",)})
+    for names in ({"__init__": ("self", "more")}, ["_gone"]):
+        with pytest.raises(RuntimeError, match=r"torch .* has no"):
+            check_private("torch", Net, names)
+
+
+def _one_cannot_make_its_state(rank: int, world_size: int, root: str) -> list[str]:
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=f"{root}/whole")
+    said = []
+    uses: list[Any] = [
+        partial(dcp.save, checkpoint_id=f"{root}/new"),
+        partial(dcp.load, checkpoint_id=f"{root}/whole"),
+    ]
+    for use in uses:
+        try:
+            with refused_by_all(use):
+                if rank == 1:
+                    raise ValueError("a state of its own")
+                state = {"w": torch.ones(2)}
+            use(state)
+        except (CheckpointError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_a_state_that_one_rank_cannot_make_fails_all(tmp_path: Path) -> None:
+    """Saves and loads, at once; the others name the rank."""
+    others, own = run_ranks(2, _one_cannot_make_its_state, str(tmp_path))
+    assert own == ["ValueError: a state of its own"] * 2
+    assert [("a state of its own" in said, "rank 1" in said) for said in others] == [(True, True)] * 2
+    assert not (tmp_path / "new").exists()
+
+
+def draw() -> tuple[float, float, float]:
+    """One number of each generator."""
+    return random.random(), float(np.random.random()), float(torch.rand(()))
+
+
+def test_all_generators_go_on_where_they_were(tmp_path: Path) -> None:
+    """Saved and loaded, Python's, numpy's and torch's draw again what they drew after the save."""
+    dcp.save({"random": RandomState()}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    drawn = draw()
+    dcp.load({"random": RandomState()}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    assert draw() == drawn
+
+
+def save_and_draw(rank: int, world_size: int, checkpoint: str) -> tuple[float, float, float]:
+    """A rank with generators of its own saves them."""
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(rank)
+    dcp.save({"random": RandomState()}, checkpoint_id=checkpoint)
+    return draw()
+
+
+def load_and_draw(rank: int, world_size: int, checkpoint: str) -> tuple[float, float, float]:
+    """A rank of a later run."""
+    dcp.load({"random": RandomState()}, checkpoint_id=checkpoint)
+    return draw()
+
+
+def test_each_rank_gets_its_own_and_another_number_of_ranks_keeps_what_it_has(tmp_path: Path) -> None:
+    """Two ranks draw on as two ranks did; one rank alone draws as if nothing had been loaded."""
+    checkpoint = str(tmp_path / "checkpoint")
+    drawn = run_ranks(2, save_and_draw, checkpoint)
+    assert drawn[0] != drawn[1]
+    assert run_ranks(2, load_and_draw, checkpoint) == drawn
+
+    before = RandomState().state_dict()
+    expected = draw()
+    RandomState().load_state_dict(before)
+    report = dcp.load({"random": RandomState()}, checkpoint_id=checkpoint, no_dist=True)
+    assert draw() == expected and report.rescaled == ["random.generators"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "package", "module"),
+    [
+        ("transformers", "transformers", "huggingface"),
+        ("accelerate", "accelerate", "accelerate"),
+        ("lightning", "lightning", "lightning"),
+        ("megatron", "megatron", "megatron"),
+        ("torchtitan", "torchtitan", "torchtitan"),
+        ("ray", "ray.train", "ray"),
+        ("torchdata", "torchdata.stateful_dataloader", "torchdata"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_extra(extra: str, package: str, module: str) -> None:
+    """Without the framework its module says what to install."""
+    assert f"pip install 'dcphub[{extra}]'" in in_lab(_imported_without, package, module)
+
+
+def _imported_without(package: str, module: str) -> str:
+    for name in (package, package.partition(".")[0]):
+        sys.modules[name] = None  # type: ignore[assignment]
+    sys.modules.pop(f"dcp.integrations.{module}", None)
+    try:
+        importlib.import_module(f"dcp.integrations.{module}")
+    except ModuleNotFoundError as error:
+        return str(error)
+    return ""
