@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,27 @@ def test_rotary_halves_become_pairs(model: Path, tmp_path: Path) -> None:
     query = of_folder(model)["model.layers.1.self_attn.q_proj.weight"]
     wanted = query.view(4, 2, 8, 48).transpose(1, 2).reshape(64, 48).float()
     assert torch.equal(made["layers.1.attention.qkv_linear.wq.weight"], wanted)
+
+
+def test_megatron_has_queries_keys_and_values_by_group(model: Path, tmp_path: Path) -> None:
+    """Of each group all heads of its queries, then its key and its value; biases as weights."""
+    state = {name: tensor for name, tensor in of_folder(model).items() if "self_attn" not in name}
+    kinds = {"q": (4, 16), "k": (2, 16), "v": (2, 16)}
+    for kind, (heads, size) in kinds.items():
+        for layer in range(2):
+            name = f"model.layers.{layer}.self_attn.{kind}_proj"
+            state |= {
+                f"{name}.weight": torch.randn(heads * size, 48),
+                f"{name}.bias": torch.randn(heads * size),
+            }
+    save_file(state, tmp_path / "model.safetensors")
+    shutil.copy(model / "config.json", tmp_path)
+    dcp.convert(tmp_path / "model.safetensors", tmp_path / "made", to="dcp", map="llama:hf-to-megatron")
+    made = dcp.read(tmp_path / "made")
+    for part, rest in (("weight", [48]), ("bias", [])):
+        names = [f"model.layers.1.self_attn.{kind}_proj.{part}" for kind in kinds]
+        fused = torch.cat([state[name].view(2, -1, 16, *rest) for name in names], dim=1).flatten(0, 2)
+        assert torch.equal(made[f"decoder.layers.1.self_attention.linear_qkv.{part}"], fused), part
 
 
 def test_what_is_sharded_is_fused_and_padded(tmp_path: Path) -> None:
