@@ -52,30 +52,15 @@ class Settings:
     names: list[str]
 
 
-class Level(enum.IntEnum):
-    """Numbers."""
-
-    LOW = 1
-    HIGH = 2
-
-
-class Mode(enum.StrEnum):
-    """Strings."""
-
-    EVAL = "eval"
+Level = enum.IntEnum("Level", ["LOW", "HIGH"])
+Mode = enum.StrEnum("Mode", {"EVAL": "eval"})
+Access = enum.IntFlag("Access", ["READ", "WRITE"])
 
 
 class Mixed(str, enum.Enum):  # noqa: UP042  # as it was written before Python 3.11
     """Strings, too."""
 
     A = "a"
-
-
-class Access(enum.IntFlag):
-    """Bits."""
-
-    READ = 1
-    WRITE = 2
 
 
 class Step(int):

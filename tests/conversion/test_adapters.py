@@ -12,28 +12,23 @@ from safetensors.torch import load_file, save_file
 
 import dcp
 from dcp.errors import CheckpointFormatError, PlanError, UnsupportedFormatError
-from tests.support.conversion import names_in
+from tests.support.conversion import command, names_in
 
 # Elsewhere in the tests that need them: each worker collects this file, and one has to run it.
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
 
-def llama() -> LlamaForCausalLM:
-    """Two layers."""
+def llama(*, tied: bool = False) -> LlamaForCausalLM:
+    """Two layers; or a smaller one, whose output is its embedding."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=37,
-        tie_word_embeddings=False,
-    )
-    return LlamaForCausalLM(config)
+    sizes: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
+    if tied:
+        sizes = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=37, tie_word_embeddings=tied, **sizes, **heads))
 
 
 def gpt2() -> GPT2LMHeadModel:
@@ -92,7 +87,9 @@ def test_as_peft_merges_it(tmp_path: Path, case: str) -> None:
     save_adapter(make(), tmp_path / "adapter", **config)
     peft = PeftModel.from_pretrained(make(), tmp_path / "adapter").merge_and_unload()
     expected = peft.state_dict()
-    dcp.merge([tmp_path / "base"], tmp_path / "out", adapters=[tmp_path / "adapter"], to="safetensors")
+    options = ["--adapter", tmp_path / "adapter", "--hf", tmp_path / "base", "--executor", "inline"]
+    done = command("merge", tmp_path / "base", "-o", tmp_path / "out", *options)
+    assert done.status == 0, done.err
     made, base = load_file(tmp_path / "out/model.safetensors"), load_file(tmp_path / "base/model.safetensors")
     assert made.keys() == base.keys()
     changed = 0
@@ -100,7 +97,6 @@ def test_as_peft_merges_it(tmp_path: Path, case: str) -> None:
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-5)
         changed += not torch.equal(tensor, base[name])
     assert changed >= 2
-    (tmp_path / "out/config.json").write_bytes((tmp_path / "base/config.json").read_bytes())
     tokens = torch.arange(10).view(1, -1)
     loaded = make().from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
@@ -108,37 +104,21 @@ def test_as_peft_merges_it(tmp_path: Path, case: str) -> None:
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
-def tied_llama() -> LlamaForCausalLM:
-    """One layer, whose output is its embedding."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=16,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        vocab_size=11,
-        tie_word_embeddings=True,
-    )
-    return LlamaForCausalLM(config)
-
-
 @pytest.mark.parametrize("modules", [["lm_head"], ["embed_tokens"], ["embed_tokens", "lm_head"]])
 def test_an_adapter_of_a_tied_output(tmp_path: Path, modules: list[str]) -> None:
     """What it adds to one end would be added to both: an error, also where the folder that is written says
     so; without a configuration the two are weights of their own then. An adapter that keeps them tied is
     merged into both."""
-    tied_llama().save_pretrained(tmp_path / "base")
-    torch.save(tied_llama().state_dict(), tmp_path / "base.pt")
-    save_adapter(tied_llama(), tmp_path / "adapter", r=2, target_modules=modules)
+    llama(tied=True).save_pretrained(tmp_path / "base")
+    torch.save(llama(tied=True).state_dict(), tmp_path / "base.pt")
+    save_adapter(llama(tied=True), tmp_path / "adapter", r=2, target_modules=modules)
     adapter: dict[str, Any] = {"adapters": [tmp_path / "adapter"], "executor": "inline"}
     out = tmp_path / "out"
     for source, hf in ((tmp_path / "base", None), (tmp_path / "base.pt", tmp_path / "base")):
         with pytest.raises(PlanError, match=r"is tied to the other end of the model .*saved untied"):
             dcp.merge([source], out, to="safetensors", hf=hf, **adapter)
     dcp.merge([tmp_path / "base.pt"], tmp_path / "out.pt", **adapter)
-    made, base = torch.load(tmp_path / "out.pt"), tied_llama().state_dict()
+    made, base = torch.load(tmp_path / "out.pt"), llama(tied=True).state_dict()
     changed = {name for name in base if not torch.equal(made[name], base[name])}
     names = {"lm_head": "lm_head.weight", "embed_tokens": "model.embed_tokens.weight"}
     assert changed == {names[module] for module in modules}
@@ -146,12 +126,12 @@ def test_an_adapter_of_a_tied_output(tmp_path: Path, modules: list[str]) -> None
         return
     from peft import PeftModel
 
-    save_adapter(tied_llama(), tmp_path / "both", r=2, target_modules=modules, ensure_weight_tying=True)
+    save_adapter(llama(tied=True), tmp_path / "both", r=2, target_modules=modules, ensure_weight_tying=True)
     dcp.merge([tmp_path / "base"], out, hf=tmp_path / "base", adapters=[tmp_path / "both"], executor="inline")
     tokens = torch.arange(10).view(1, -1)
-    peft = PeftModel.from_pretrained(tied_llama(), tmp_path / "both").eval()
+    peft = PeftModel.from_pretrained(llama(tied=True), tmp_path / "both").eval()
     with torch.no_grad():
-        loaded: Any = tied_llama().from_pretrained(out)
+        loaded: Any = llama(tied=True).from_pretrained(out)
         logits = peft(tokens).logits, loaded.eval()(tokens).logits
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 

@@ -358,10 +358,7 @@ def test_shards_are_as_hugging_face_has_them(training: dict[str, Path], tmp_path
         assert sum(tensor.nbytes for tensor in tensors.values()) <= 1000 or len(tensors) == 1
         assert {document["weight_map"][key] for key in tensors} == {name}
         found |= tensors
-    assert_same(
-        {f"model.{name}": found[f"model.{name}"] for name in source},
-        {f"model.{name}": tensor for name, tensor in source.items()},
-    )
+    assert_same({name: found[f"model.{name}"] for name in source}, dict(source))
 
 
 def test_a_pretrained_model_is_the_same_behind_all_formats(tmp_path: Path) -> None:

@@ -197,22 +197,6 @@ def test_an_adapter_is_what_was_trained(tmp_path: Path, is_whole_state: bool) ->
     assert not dcp.load(state, checkpoint_id=made, no_dist=True).unexpected  # a checkpoint as any other
 
 
-def test_an_adapter_merged_into_its_base(template: Path, tmp_path: Path) -> None:
-    """On the command line: what `from_pretrained` makes of the result is what PEFT's own merge is, but for
-    its rounding."""
-    model = _adapted(_model(seed=1))
-    model.save_pretrained(tmp_path / "adapter")
-    made = tmp_path / "merged"
-    shown = command(
-        *("merge", template, "-o", made, "--adapter", tmp_path / "adapter", "--hf", template),
-        *("--executor", "inline"),
-    )
-    assert shown.status == 0, shown.err
-    found = _loaded(made)
-    torch.testing.assert_close(_logits(found), _logits(model.merge_and_unload()))
-    assert _names(made) == {_WEIGHTS, *_beside(template)}
-
-
 def test_an_adapter_s_names_are_peft_s(tmp_path: Path) -> None:
     """Those of the training have the adapter's own in them, by which `PeftModel.from_pretrained` would find
     none of them; others are the base model's."""

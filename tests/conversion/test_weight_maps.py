@@ -220,16 +220,7 @@ def test_a_model_below_a_key_of_a_training_state(model: Path, tmp_path: Path) ->
     titan, steps, back = tmp_path / "titan", tmp_path / "step", tmp_path / "back"
     dcp.convert(model, titan, to="dcp", map="llama:hf-to-titan")
     dcp.save({"model": dcp.read(titan), "optimizer": {"step": torch.zeros(2)}}, checkpoint_id=steps)
-    told = [
-        "convert",
-        steps,
-        back,
-        "--to",
-        "safetensors",
-        "--map",
-        "llama:hf-to-titan",
-        "--inverse",
-    ]
+    told = ["convert", steps, back, "--to", "safetensors", "--map", "llama:hf-to-titan", "--inverse"]
     wrong = command(*told, "--hf", model)
     assert "what is below 'model': say so (below)" in wrong.err
     assert not back.exists()

@@ -233,9 +233,21 @@ def refusals(root: str) -> dict[str, str]:
     """In the laboratory: what wrong use raises."""
     import accelerate
     from accelerate import Accelerator
+    from transformers import Trainer
 
     import dcp.integrations.accelerate
+    from dcp.integrations.huggingface import DcpTrainerMixin
     from tests.support.trainer_runs import HuggingFaceRun
+
+    class _ToTheHub(Trainer):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.args.push_to_hub, self.args.hub_strategy = True, "every_save"
+
+    class _WithDeepSpeed(Trainer):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.is_deepspeed_enabled = True
 
     messages = {}
 
@@ -245,15 +257,10 @@ def refusals(root: str) -> dict[str, str]:
         messages[what] = str(caught.value)
 
     refused("node", HuggingFaceRun(root, arguments={"save_on_each_node": True}).make)
-    hub = {"push_to_hub": True, "hub_strategy": "every_save", "hub_token": "none"}
     refused("jit", HuggingFaceRun(root, arguments={"enable_jit_checkpoint": True}).make)
-    from dcp.integrations import huggingface
-
-    trainer = HuggingFaceRun(root).make()
-    trainer.args.push_to_hub, trainer.args.hub_strategy = hub["push_to_hub"], hub["hub_strategy"]
-    refused("hub", lambda: huggingface._refuse_what_cannot_be(trainer))
-    trainer.is_deepspeed_enabled = True
-    refused("trainer with DeepSpeed", lambda: huggingface._refuse_what_cannot_be(trainer))
+    refused("hub", HuggingFaceRun(root, trainer=type("Own", (DcpTrainerMixin, _ToTheHub), {})).make)
+    deep = type("Own", (DcpTrainerMixin, _WithDeepSpeed), {})
+    refused("trainer with DeepSpeed", HuggingFaceRun(root, trainer=deep).make)
 
     accelerator = Accelerator(cpu=True)
     refused("mode", lambda: dcp.integrations.accelerate.use(accelerator, mode="proces"))

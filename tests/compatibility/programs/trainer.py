@@ -7,6 +7,7 @@ After the interface that such trainers have for `torch.distributed.checkpoint`.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,36 +36,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 
-class ModelState(Stateful):
-    """The model, flat."""
+class Part(Stateful):
+    """What torch's helpers get and set of a model."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def state_dict(self) -> dict[str, Any]:
-        """What is saved."""
-        return get_model_state_dict(self.model)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from it."""
-        set_model_state_dict(self.model, state_dict, options=StateDictOptions(strict=False))
-
-
-class OptimizerState(Stateful):
-    """The optimizer, flattened by parameter."""
-
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
+    def __init__(self, get: Callable[[], dict[str, Any]], take: Callable[[dict[str, Any]], object]) -> None:
+        self.get, self.take = get, take
 
     def state_dict(self) -> dict[str, Any]:
         """What is saved."""
-        return get_optimizer_state_dict(self.model, self.optimizer, options=self.options)
+        return self.get()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from it."""
-        set_optimizer_state_dict(self.model, self.optimizer, state_dict, options=self.options)
+        self.take(state_dict)
 
 
 class TrainState(Stateful):
@@ -92,9 +76,17 @@ class Trainer:
         fully_shard(self.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.train = TrainState()
-        self.states = {
-            "model": ModelState(self.model),
-            "optimizer": OptimizerState(self.model, self.optimizer),
+        trained, lenient = (self.model, self.optimizer), StateDictOptions(strict=False)
+        flat: Any = {"options": StateDictOptions(flatten_optimizer_state_dict=True)}
+        self.states: dict[str, Any] = {
+            "model": Part(
+                lambda: get_model_state_dict(self.model),
+                lambda state: set_model_state_dict(self.model, state, options=lenient),
+            ),
+            "optimizer": Part(
+                lambda: get_optimizer_state_dict(*trained, **flat),
+                lambda state: set_optimizer_state_dict(*trained, state, **flat),
+            ),
             "train_state": self.train,
         }
         self.stager = DefaultStager(StagingOptions(False, False, True, False))
