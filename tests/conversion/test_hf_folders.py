@@ -242,13 +242,8 @@ def _hostile(folder: Path, template: Path) -> Path:
         (folder / name).symlink_to(secret)
     (folder / "merges.txt").symlink_to("config.json")
     (folder / "dict.txt").symlink_to("dict.txt")
-    for name in (
-        "modeling_evil.py",
-        "pytorch_model.bin",
-        "manifest.msgpack",
-        ".metadata",
-        "training_args.bin",
-    ):
+    evil = ("modeling_evil.py", "pytorch_model.bin", "manifest.msgpack", ".metadata", "training_args.bin")
+    for name in evil:
         (folder / name).write_text("evil")
     os.mkfifo(folder / "vocab.json")
     return folder
@@ -393,32 +388,30 @@ def test_a_model_with_code_of_its_own(template: Path, checkpoint: Path, tmp_path
     assert not list((tmp_path / "plain").glob("*.py"))
 
 
-def _without_configuration(folder: Path) -> None:
-    (folder / "config.json").unlink()
-
-
-def _with_a_list_for_one(folder: Path) -> None:
-    (folder / "config.json").write_text("[" * 100_000)
-
-
-def _with_a_huge_file(folder: Path) -> None:
-    with (folder / "tokenizer.json").open("wb") as file:
-        file.truncate(65 << 20)
-
-
-def _with_huge_files(folder: Path) -> None:
-    for name in ("tokenizer.json", "vocab.txt", "vocab.json", "merges.txt", "spiece.model"):
+def _with_huge_files(folder: Path, size_bytes: int, *names: str) -> None:
+    for name in names:
         with (folder / name).open("wb") as file:
-            file.truncate(60 << 20)
+            file.truncate(size_bytes)
+
+
+_MANY = ("tokenizer.json", "vocab.txt", "vocab.json", "merges.txt", "spiece.model")
 
 
 @pytest.mark.parametrize(
     ("spoil", "error", "told"),
     [
-        (_without_configuration, OptionError, "neither config.json nor adapter_config.json"),
-        (_with_a_list_for_one, CheckpointFormatError, "no JSON object"),
-        (_with_a_huge_file, OptionError, r"tokenizer\.json of it are larger"),
-        (_with_huge_files, OptionError, r"\d+ bytes are beside its weights"),
+        (
+            lambda it: (it / "config.json").unlink(),
+            OptionError,
+            "neither config.json nor adapter_config.json",
+        ),
+        (lambda it: (it / "config.json").write_text("[" * 100_000), CheckpointFormatError, "no JSON object"),
+        (
+            lambda it: _with_huge_files(it, 65 << 20, "tokenizer.json"),
+            OptionError,
+            r"tokenizer\.json of it are",
+        ),
+        (lambda it: _with_huge_files(it, 60 << 20, *_MANY), OptionError, r"\d+ bytes are beside its weights"),
     ],
 )
 def test_a_template_that_is_none(

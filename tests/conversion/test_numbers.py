@@ -56,7 +56,8 @@ def _numbers(name: str) -> torch.Tensor:
     size = dtypes.BY_NAME[name].itemsize
     kind = {1: torch.uint8, 2: torch.int16}[size]
     values = torch.arange(1 << 8 * size, dtype=torch.int32).to(kind).view(getattr(torch, name)).double()
-    return torch.unique(values[torch.isfinite(values)])
+    found: torch.Tensor = torch.unique(values[torch.isfinite(values)])
+    return found
 
 
 @pytest.mark.parametrize(("source", "target"), _FROM_WIDE)

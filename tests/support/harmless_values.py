@@ -93,7 +93,8 @@ def same(one: Any, other: Any) -> bool:
             shape = one.dtype == other.dtype and one.shape == other.shape
             return bool(shape and (one.dtype.hasobject or one.tobytes() == other.tobytes()))
         case dict():
-            return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+            versions = getattr(one, "_metadata", None) == getattr(other, "_metadata", None)  # of modules
+            return versions and list(one) == list(other) and all(same(one[key], other[key]) for key in one)
         case list() | tuple() | collections.deque():
             is_as_long = len(one) == len(other) and getattr(one, "maxlen", 0) == getattr(other, "maxlen", 0)
             return is_as_long and all(map(same, one, other))

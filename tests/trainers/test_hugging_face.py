@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import dcp
+from tests.support.conversion import flip
 from tests.support.crashes import Child, Ending, Group, in_lab, run_groups
 
 
@@ -213,10 +214,7 @@ def damaged(root: str, strategy: str) -> list[Any]:
     make: Any = HuggingFaceRun if strategy == "trainer" else LoopRun
     (whole,) = run_groups([Group(2, make(root, fsdp=True).run)])
     newest = "checkpoint-9" if strategy == "trainer" else "checkpoints/checkpoint_2"
-    data = max(Path(root, newest).glob("*.distcp"), key=lambda path: path.stat().st_size)
-    content = bytearray(data.read_bytes())
-    content[len(content) // 2] ^= 1
-    data.write_bytes(content)
+    flip(Path(root, newest))
     (again,) = run_groups([Group(2, make(root, fsdp=True, resume=True).run)])
     return [ran(ending) for ending in (*whole, *again)]
 

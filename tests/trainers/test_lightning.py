@@ -17,7 +17,9 @@ import torch
 
 import dcp
 from dcp.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError, UnsafeObjectError
+from tests.support.conversion import flip
 from tests.support.crashes import Ending, Group, in_lab, run_groups
+from tests.support.harmless_values import same
 from tests.support.ranks import run_ranks
 from tests.support.scripted_service import scripted_service
 
@@ -146,20 +148,6 @@ def _checkpoint() -> dict[str, Any]:
     }
 
 
-def _same(ours: Any, theirs: Any) -> bool:
-    """Whether values, classes, orders and dtypes are the same, however deep."""
-    if type(ours) is not type(theirs):
-        return False
-    if isinstance(ours, torch.Tensor):
-        return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
-    if isinstance(ours, dict):
-        versions = getattr(ours, "_metadata", None) == getattr(theirs, "_metadata", None)
-        return versions and list(ours) == list(theirs) and all(_same(ours[key], theirs[key]) for key in ours)
-    if isinstance(ours, list | tuple):
-        return len(ours) == len(theirs) and all(map(_same, ours, theirs))
-    return bool(ours == theirs)
-
-
 @pytest.mark.parametrize("mode", ["thread", "sync", pytest.param("process", marks=pytest.mark.exhaustive)])
 def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path, mode: Any) -> None:
     """With classes, orders and keys of all containers; what changes after the call is not in it."""
@@ -171,7 +159,7 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path, mode: Any) -> None:
     checkpoint["state_dict"]["0.weight"].zero_()
     checkpoint["callbacks"].clear()
     loaded = plugin.load_checkpoint(tmp_path / LAST)
-    differing = {key for key in expected if not _same(loaded.get(key), expected[key])}
+    differing = {key for key in expected if not same(loaded.get(key), expected[key])}
     assert not differing
     assert list(loaded) == list(expected)
     plugin.teardown()
@@ -242,7 +230,7 @@ def test_a_damaged_last_one_is_passed_over_under_fsdp2(tmp_path: Path) -> None:
     whole = [_losses(tmp_path, rank) for rank in range(2)]
     for rank in range(2):
         (tmp_path / f"losses-{rank}.jsonl").unlink()
-    _flip(tmp_path / "checkpoints" / LAST)
+    flip(tmp_path / "checkpoints" / LAST)
     (again,) = in_lab(_trained, job)
     assert [ending.value for ending in again] == [STEPS] * 2, again
     for rank in range(2):
@@ -259,21 +247,14 @@ def test_a_damaged_last_one_is_passed_over_and_no_other(tmp_path: Path) -> None:
     for number, name in enumerate(["step=1.ckpt", "step=2.ckpt", LAST]):
         plugin.save_checkpoint({"a": torch.full((5000,), number)}, tmp_path / name)
         os.utime(tmp_path / name / "manifest.msgpack", (number, number))
-    _flip(tmp_path / LAST)
+    flip(tmp_path / LAST)
     with pytest.warns(UserWarning, match=r"step=2\.ckpt is taken instead"):
         assert plugin.load_checkpoint(tmp_path / LAST)["a"][0] == 1
-    _flip(tmp_path / "step=1.ckpt")
+    flip(tmp_path / "step=1.ckpt")
     with pytest.raises(CorruptCheckpointError):
         plugin.load_checkpoint(tmp_path / "step=1.ckpt")
     with pytest.raises(CheckpointNotFoundError):
         plugin.load_checkpoint(tmp_path / "other" / LAST)
-
-
-def _flip(checkpoint: Path) -> None:
-    data = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
-    content = bytearray(data.read_bytes())
-    content[len(content) // 2] ^= 1
-    data.write_bytes(content)
 
 
 def test_files_of_lightning_are_loaded_and_not_overwritten(tmp_path: Path) -> None:
