@@ -208,6 +208,58 @@ def test_two_at_once_are_told_apart(tmp_path: Path) -> None:
     assert refused and _values(target) == {1}
 
 
+def _at_once(place: str) -> list[Any]:
+    """In the laboratory: how several processes end that convert to one target, in a few rounds."""
+    source, endings = _save(Path(place, "source"), 1), []
+    for number in range(4):
+        target = Path(place, str(number), "m")
+        running = [Child(_converted, source, target) for _ in range(5)]
+        endings.append([child.wait() for child in running])
+        assert (_values(target), folder_of(target)) == ({1}, ["m"])
+    return endings
+
+
+def _converted(source: Path, target: Path) -> None:
+    _convert(source, target, "dcp", overwrite=False)
+
+
+def test_several_at_once_make_one_target(tmp_path: Path) -> None:
+    """Whoever begins, waits for a lock or clears up at the same instant: one makes it, and others compare it
+    or are refused."""
+    for endings in in_lab(_at_once, str(tmp_path)):
+        refused = [ending.raised.type_name for ending in endings if ending.raised is not None]
+        assert set(refused) <= {"CheckpointConflictError"} and len(refused) < len(endings)
+
+
+def _where_removed_files_stay(place: str) -> list[str]:
+    """In the laboratory: what is left where a file that is removed stays until it is closed, as on NFS."""
+    unlink, close = os.unlink, os.close
+    hidden: list[Path] = []
+
+    def renaming(path: Any, **options: Any) -> None:
+        if Path(path).parent.name.startswith(".tmp-convert-") and not Path(path).name.startswith(".nfs"):
+            hidden.append(Path(path).with_name(".nfs0001"))
+            Path(path).rename(hidden[-1])
+        else:
+            unlink(path, **options)
+
+    def closing(descriptor: int) -> None:
+        close(descriptor)
+        while hidden:
+            unlink(hidden.pop())
+
+    source = _save(Path(place, "source"), 1)
+    os.unlink, os.close = renaming, closing
+    _convert(source, Path(place, "m.pt"), "torch")
+    os.unlink, os.close = unlink, close
+    return names_in(Path(place))
+
+
+def test_a_mount_that_keeps_removed_files_keeps_no_folder(tmp_path: Path) -> None:
+    """NFS and FUSE have them under another name, in the folder, until they are closed."""
+    assert in_lab(_where_removed_files_stay, str(tmp_path)) == ["m.pt", "source"]
+
+
 @pytest.mark.parametrize("verify", ["blocks", "none"])
 def test_a_source_replaced_meanwhile_is_not_mixed(verify: Any, tmp_path: Path) -> None:
     """Where no checksum would tell, too: nothing of it is published or resumed."""

@@ -1,12 +1,16 @@
-"""Casts, weights and patterns of names. Internal: pure functions, tried over all values."""
+"""Casts, weights, patterns of names, plans. Internal: pure functions, tried over all values."""
 
 from __future__ import annotations
 
+import base64
 import itertools
 import re
+import zlib
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 import torch
@@ -21,7 +25,8 @@ from dcp.conversion.merging.arithmetic import (
     weights_of_sources,
 )
 from dcp.conversion.merging.module_patterns import ModulePattern
-from dcp.errors import OptionError
+from dcp.conversion.wire import decode_batch, decode_layout, decode_result
+from dcp.errors import CheckpointFormatError, OptionError
 from dcp.storage.formats import dtypes
 
 _NAMES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -190,3 +195,13 @@ def test_a_pattern_ends_in_time() -> None:
     with pytest.raises(OptionError, match="longer than"):
         ModulePattern.parse(".*a").match("a" * 1001)
     assert not ModulePattern.parse("(a|b)*[ab]*.*a*b*" * 9 + "c").match("ab" * 400 + "_")
+
+
+@pytest.mark.parametrize("decode", [decode_batch, decode_layout, decode_result])
+def test_a_plan_that_is_none_is_a_typed_error(decode: Callable[[str], object]) -> None:
+    """No text of ours, cut off, or of something else: as a ledger of jobs that was damaged may have it."""
+    plain = [5, "x", [], {}, [1, 2, 3], [1, False, [[1]]], list("abcdefgh"), [1, 2, b"x", b"x"]]
+    packed = [base64.b64encode(zlib.compress(msgpack.packb(one))).decode() for one in plain]
+    for text in ("", "no base64!", "AAAA", packed[0][:-6], *packed):
+        with pytest.raises(CheckpointFormatError):
+            decode(text)
