@@ -313,7 +313,7 @@ def test_a_new_target_is_whole_or_not_there(to: str, every: int, tmp_path: Path)
     target.parent.mkdir()
     with Recording(target.parent) as recording:
         _convert(a, target, to)
-    for what, make in list(recording.images())[::every]:
+    for what, make in [*list(recording.images())[::every], *recording.images(at_end=True)]:
         make(target.parent)
         assert not target.exists() or _values(target) == {1}, what
         _convert(a, target, to)
@@ -332,7 +332,7 @@ def _replaced_at_each_instant(place: str, to: str, every: int) -> list[str]:
         _convert(b, target, to)
     images, wrong = list(recording.images()), []
     assert any("rename" in what for what, _ in images)
-    for what, make in images[::every]:
+    for what, make in [*images[::every], *recording.images(at_end=True)]:
         make(target.parent)
         before = _values(target) if target.exists() else {1}
         _convert(b, target, to)
