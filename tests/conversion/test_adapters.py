@@ -27,7 +27,7 @@ def llama(*, tied: bool = False) -> LlamaForCausalLM:
     sizes: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
     if tied:
         sizes = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
     return LlamaForCausalLM(LlamaConfig(vocab_size=37, tie_word_embeddings=tied, **sizes, **heads))
 
 

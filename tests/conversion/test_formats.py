@@ -480,7 +480,7 @@ def test_damage_of_the_source_stops_it(to: str, name: str, tmp_path: Path) -> No
 
 def _with_odd_formats(source: str, target: str) -> list[str]:
     """What is said of formats that call two files alike, or by a way out of the target."""
-    said = []
+    said: list[str] = []
     for name in ("one", "../out"):
 
         def lay_out(job: LayoutJob, name: str = name) -> Planned:

@@ -46,7 +46,8 @@ def _values(target: Path) -> set[int]:
 
 
 def _convert(source: Path, target: Path, to: str, **options: Any) -> dcp.ConversionReport:
-    return dcp.convert(source, target, **{"to": to, "executor": "inline", "overwrite": True} | options)
+    given: dict[str, Any] = {"to": to, "executor": "inline", "overwrite": True}
+    return dcp.convert(source, target, **given | options)
 
 
 class _Stopped(BaseException):
@@ -249,7 +250,7 @@ def _where_removed_files_stay(place: str) -> list[str]:
             unlink(hidden.pop())
 
     source = _save(Path(place, "source"), 1)
-    os.unlink, os.close = renaming, closing
+    os.unlink, os.close = renaming, closing  # type: ignore[assignment]
     _convert(source, Path(place, "m.pt"), "torch")
     os.unlink, os.close = unlink, close
     return names_in(Path(place))
