@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sqlalchemy import update
 
@@ -83,7 +83,10 @@ def derive(app: App, child: int, *parents: int, **options: Any) -> None:
 
 
 def found_damaged(
-    app: App, number: int, outcome: str = "damaged", findings: Sequence[dict[str, Any]] = ()
+    app: App,
+    number: int,
+    outcome: Literal["good", "damaged"] = "damaged",
+    findings: Sequence[dict[str, Any]] = (),
 ) -> None:
     """Job 1 has verified it."""
     with app.service.database.write() as connection:

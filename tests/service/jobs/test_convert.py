@@ -233,7 +233,9 @@ def test_parameters_that_cannot_be_meant(local: JobSite) -> None:
     number = local.id("main", "run/step-5")
     for params in wrong:
         with pytest.raises(RefusedError) as refused:
-            local.submit("convert", **{"checkpoint_id": number, "to": "torch", "target_key": "x.pt"} | params)
+            local.submit(
+                "convert", None, **{"checkpoint_id": number, "to": "torch", "target_key": "x.pt"} | params
+            )
         assert refused.value.status in (413, 422), params
     assert local.jobs() == []
 

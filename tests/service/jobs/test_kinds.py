@@ -184,7 +184,7 @@ def test_a_key_for_other_roots_makes_no_job(site: JobSite) -> None:
     """Says that there is no such checkpoint, root or run to a key that may not see it."""
     stranger = site.app.client("read", "write", "convert", "delete", roots=["other"])
     number = site.id("main", "run/step-1")
-    for kind, params in {
+    asked: dict[str, dict[str, Any]] = {
         "verify": {"checkpoint_id": number},
         "stats": {"checkpoint_id": number},
         "diff": {"a": number, "b": number},
@@ -193,7 +193,8 @@ def test_a_key_for_other_roots_makes_no_job(site: JobSite) -> None:
         "merge": {"sources": [number], "to": "dcp", "target_root": "other", "target_key": "x"},
         "delete": {"checkpoint_ids": [number]},
         "scan": {"root": "main"},
-    }.items():
+    }
+    for kind, params in asked.items():
         with pytest.raises(RefusedError, match="there is no") as refused:
             site.submit(kind, stranger, **params)
         assert refused.value.status == 404, kind

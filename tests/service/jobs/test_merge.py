@@ -229,7 +229,7 @@ def test_who_sees_a_merge_sees_all_that_it_is_made_of(param: str, site: JobSite)
 
 def test_parameters_that_cannot_be(site: JobSite) -> None:
     """Refuses them at once, and not by a job that fails."""
-    for wrong in (
+    parameters: tuple[dict[str, Any], ...] = (
         {"weights": [1.0]},
         {"weights": [1.0, 1.0], "formula": "A+B"},
         {"weights": [1.0, "NaN"]},
@@ -246,7 +246,8 @@ def test_parameters_that_cannot_be(site: JobSite) -> None:
         {"sources": [], "run_id": 1, "last": 2, "weights": [1, 1]},
         {"sources": [], "run_id": 1, "last": 0},
         {"map": "llama:hf-to-titan", "adapters": [3]},
-    ):
+    )
+    for wrong in parameters:
         with pytest.raises(RefusedError) as refused:
-            site.submit("merge", **{"sources": [1, 2], "to": "dcp", "target_key": "x", **wrong})
+            site.submit("merge", None, **{"sources": [1, 2], "to": "dcp", "target_key": "x", **wrong})
         assert refused.value.status == 422, wrong

@@ -273,8 +273,8 @@ def test_killed_again_and_again(
     place = str(tmp_path) if options is None else s3_root
     with catalog(make_database(), tmp_path, place, options) as site:
         convert = {"kind": "convert", "to": "safetensors", "target_root": "export"}
-        convert |= {"target_key": "{run}/{name}", "shard_bytes": 1 << 20}
-        actions = [convert, {"kind": "verify"}]
+        shards = {"target_key": "{run}/{name}", "shard_bytes": 1 << 20}
+        actions = [convert | shards, {"kind": "verify"}]
         rule = {"name": "export", "event": "checkpoint.committed", "condition": {"root": "main"}}
         site.api.post("/rules", {**rule, "actions": actions})
         dcp.save(

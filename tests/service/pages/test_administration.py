@@ -126,10 +126,10 @@ def test_the_log_is_filtered_and_paged(keyed: App, admin: Browser) -> None:
     """By who, what, to what and whole days, all in the address, whose JSON has the same entries."""
     number = add_checkpoint(keyed.service.database, "run/step-1")
 
-    for day in range(3):
+    for key in range(3):
         for _ in range(25):
-            target, now = f"checkpoint:{number}", T0 + day * 86_400
-            note(keyed, f"key:k{day}", "tag.add", target, {"tag": "x"}, now=now)
+            target, now = f"checkpoint:{number}", T0 + key * 86_400
+            note(keyed, f"key:k{key}", "tag.add", target, {"tag": "x"}, now=now)
     page = admin.page("/audit")
     assert {f"/checkpoints/{number}", "/audit?actor=key%3Ak2", "/audit?action=tag.add"} <= set(page.links)
     assert _rows(admin.page("/audit?actor=key%3Ak1")) == 25
