@@ -84,10 +84,13 @@ def write_manifest(
     tensors: int = 3,
     user: Mapping[str, Any] | None = None,
     seconds: float | None = OLD_SECONDS,
+    told: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> Path:
-    """A committed checkpoint: its manifest alone, which is all that the catalog reads; it looks old."""
-    provenance = {"save_id": save_id, "time": OLD_SECONDS, "world_size": 2}
+    """A committed checkpoint: its manifest alone, which is all that the catalog reads; it looks old.
+
+    ``told`` is more of its provenance."""
+    provenance = {"save_id": save_id, "time": OLD_SECONDS, "world_size": 2, **(told or {})}
     index = replace(index_of(tensors), provenance=provenance, user=dict(user or {}), **changes)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / MANIFEST_NAME

@@ -1,0 +1,171 @@
+"""Everything that is a checkpoint is found, on a disk and on S3, as libraries write it; nothing else is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+
+import fsspec
+import torch
+import torch.distributed.checkpoint as stock
+from safetensors.torch import save_file
+
+import dcp
+from dcp.demo.s3_server import S3Server
+from tests.support.app import running_app
+from tests.support.catalog import Catalog
+from tests.support.catalog_roots import age
+from tests.support.databases import MakeDatabase
+
+WEIGHTS = {"a": torch.arange(6, dtype=torch.float32).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
+
+FOUND = {
+    "ours/step-00000003": ("committed", "dcp", 3),
+    "ours/started": ("incomplete", "dcp", None),
+    "stock/global_step7": ("committed", "torch_dcp", 7),
+    "files/epoch-2.pt": ("committed", "torch_save", 2),
+    "files/weights.safetensors": ("committed", "safetensors", None),
+    "files/broken.ckpt": ("unreadable", "torch_save", None),
+    "hub": ("committed", "safetensors", None),
+    "hub/checkpoint-500": ("committed", "safetensors", 500),
+    "lone.safetensors": ("committed", "safetensors", None),
+}
+
+
+def fill(root: Path) -> None:
+    """Write checkpoints of all kinds, and other things."""
+    dcp.save({"model": WEIGHTS, "lr": 0.1}, checkpoint_id=root / "ours" / "step-00000003", no_dist=True)
+    (root / "ours" / "started").mkdir()
+    (root / "ours" / "started" / "__0_0.0000abcd.distcp").write_bytes(b"data")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stock.save({"model": WEIGHTS}, checkpoint_id=root / "stock" / "global_step7", no_dist=True)
+    (root / "files").mkdir()
+    torch.save(WEIGHTS, root / "files" / "epoch-2.pt")
+    save_file(WEIGHTS, root / "files" / "weights.safetensors")
+    save_file(WEIGHTS, root / "lone.safetensors")
+    (root / "files" / "broken.ckpt").write_bytes(b"no checkpoint")
+    for name in ("notes.txt", "train.bin", "config.json"):
+        (root / "files" / name).write_bytes(b"{}")
+    for folder in (root / "hub", root / "hub" / "checkpoint-500"):
+        folder.mkdir()
+        for number, (name, tensor) in enumerate(WEIGHTS.items(), 1):
+            save_file({name: tensor}, folder / f"model-{number:05}-of-00002.safetensors")
+        weights = {name: f"model-{number:05}-of-00002.safetensors" for number, name in enumerate(WEIGHTS, 1)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+        torch.save({"state": {}}, folder / "optimizer.pt")
+        (folder / "training_args.bin").write_bytes(b"args")
+    (root / "empty" / "folder").mkdir(parents=True)
+    age(root)
+
+
+def found_in(catalog: Catalog) -> dict[str, tuple[str, str, int | None]]:
+    """State, format and step of each checkpoint, by key."""
+    return {key: (row["state"], row["format"], row["step"]) for key, row in catalog.rows().items()}
+
+
+def test_everything_that_is_a_checkpoint_is_found_on_a_disk(catalog: Catalog) -> None:
+    """Our saves, stock's, files and model hubs' folders; the same names have the same structure."""
+    fill(catalog.place(""))
+    assert catalog.scan()["trouble"] == []
+    assert found_in(catalog) == FOUND
+    found = catalog.rows()
+    assert found["hub"]["structure_id"] == found["files/weights.safetensors"]["structure_id"]
+    assert found["hub"]["structure_id"] != found["stock/global_step7"]["structure_id"]
+    assert found["stock/global_step7"]["bytes"] > 0
+    assert found["hub"]["file_count"] == 2
+    assert catalog.scan()["opened"] == 0
+
+
+def test_the_same_is_found_on_s3(
+    make_database: MakeDatabase, tmp_path: Path, s3_server: S3Server, s3_root: str
+) -> None:
+    """By listings of objects; what is deleted there has vanished."""
+    fill(tmp_path / "source")
+    files = fsspec.filesystem("s3", **s3_server.storage_options)
+    files.put(f"{tmp_path / 'source'}/", f"{s3_root}/", recursive=True)
+    roots = {"main": {"url": s3_root, "storage_options": s3_server.storage_options}}
+    with running_app(make_database(), tmp_path, roots=roots) as app:
+        catalog = Catalog(app, tmp_path)
+        assert catalog.scan()["trouble"] == []
+        # A file that was written a moment ago and cannot be read may be half of one.
+        assert found_in(catalog) == FOUND | {"files/broken.ckpt": ("incomplete", "torch_save", None)}
+        files.rm(f"{s3_root}/hub/", recursive=True)
+        assert catalog.scan()["vanished"] == 2
+        assert found_in(catalog)["hub/checkpoint-500"] == ("vanished", "safetensors", 500)
+
+
+def test_stock_saved_over_ours(catalog: Catalog) -> None:
+    """Then stock's metadata is the truth about the folder, though our manifest is still there."""
+    folder = catalog.place("run/step-1")
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=folder, no_dist=True)
+    age(catalog.place(""))
+    catalog.scan()
+    assert found_in(catalog) == {"run/step-1": ("committed", "dcp", 1)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stock.save({"w": torch.ones(2), "v": torch.ones(3)}, checkpoint_id=folder, no_dist=True)
+    catalog.scan()
+    assert found_in(catalog) == {"run/step-1": ("committed", "torch_dcp", 1)}
+
+
+def test_steps_in_the_folder_of_a_checkpoint(catalog: Catalog) -> None:
+    """A commit that somebody has once made in the folder of a run does not hide the run's steps."""
+    for key in ("run", "run/step-1", "run/step-2"):
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=catalog.place(key), no_dist=True)
+    catalog.scan()
+    assert sorted(found_in(catalog)) == ["run", "run/step-1", "run/step-2"]
+
+
+def test_ranks_that_saved_on_their_own(catalog: Catalog) -> None:
+    """What ranks committed without each other is one checkpoint."""
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=catalog.place("whole"), no_dist=True)
+    folder = catalog.place("run/step-4")
+    folder.mkdir(parents=True)
+    for path in (catalog.place("whole")).iterdir():
+        name = "__0.manifest.msgpack" if path.name == "manifest.msgpack" else path.name
+        if path.name != ".metadata":
+            shutil.copy(path, folder / name)
+    shutil.rmtree(catalog.place("whole"))
+    age(catalog.place(""))
+    catalog.scan()
+    assert found_in(catalog) == {"run/step-4": ("committed", "dcp", 4)}
+    assert catalog.scan()["opened"] == 0
+
+
+STEPS: dict[str, int | None] = {
+    "run/step-00000100": 100,
+    "checkpoint-7": 7,
+    "epoch-3.pt": 3,
+    "run-5/last": None,
+    "global_step100": 100,
+    "Epoch=1-step=0200.ckpt": 200,
+    "run/1200": 1200,
+    "model_1000.pt": 1000,
+    "exports/seed-1.safetensors": None,
+    "model-00001-of-00002.safetensors": None,
+    "last-v1.ckpt": None,
+    "2026-11-23": None,
+    "9" * 30: None,
+    f"snapshots/{'a1' * 20}": None,
+}
+
+
+def test_steps_are_read_from_names(catalog: Catalog) -> None:
+    """The number at the end, before a suffix, after a word for steps or by itself; no seed or date."""
+    weights = catalog.folder / "weights.safetensors"
+    save_file(WEIGHTS, weights)
+    for key in STEPS:
+        if key.endswith((".ckpt", ".pt")):
+            catalog.place(key).parent.mkdir(parents=True, exist_ok=True)
+            torch.save(WEIGHTS, catalog.place(key))
+        elif key.endswith(".safetensors"):
+            catalog.place(key).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(weights, catalog.place(key))
+        else:
+            catalog.save(key)
+    age(catalog.place(""))
+    catalog.scan()
+    assert {key: row["step"] for key, row in catalog.rows().items()} == STEPS

@@ -1,0 +1,159 @@
+"""A root that has lost much at once, or is away, is believed only when a person says so."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.catalog import API, Catalog
+from tests.support.catalog_roots import write_manifest
+
+
+def root_of(catalog: Catalog) -> Any:
+    """The root main, as it is shown."""
+    return catalog.get("/roots/main")
+
+
+def _emptied(root: Path) -> None:
+    root.rename(root.with_name("elsewhere"))
+    root.mkdir()
+
+
+def _with_other_things(root: Path) -> None:
+    _emptied(root)
+    write_manifest(root / "others" / "step-1")
+
+
+def _a_link_to_another_folder(root: Path) -> None:
+    root.rename(root.with_name("elsewhere"))
+    write_manifest(root.with_name("another") / "theirs" / "step-9")
+    root.symlink_to(root.with_name("another"))
+
+
+def _removed(root: Path) -> None:
+    root.rename(root.with_name("elsewhere"))
+
+
+def put_back(root: Path) -> None:
+    """The folder that was there before it was exchanged."""
+    if root.is_symlink():
+        root.unlink()
+    elif root.exists():
+        shutil.rmtree(root)
+    root.with_name("elsewhere").rename(root)
+
+
+@pytest.mark.parametrize("replace", [_emptied, _with_other_things, _a_link_to_another_folder])
+def test_another_place_under_the_name_of_a_root_loses_nothing(
+    catalog: Catalog, replace: Callable[[Path], None]
+) -> None:
+    """A mount point without its disk is named as that, however often it is scanned, until it is back."""
+    for key in ("run/step-1", "run/step-2", "alone-7"):
+        catalog.save(key)
+    catalog.scan()
+    replace(catalog.place(""))
+    for _ in range(2):
+        report = catalog.scan()
+        assert (report["vanished"], report["lost"]) == (0, 3)
+        assert {catalog.states()[key] for key in ("run/step-1", "run/step-2", "alone-7")} == {"committed"}
+        root = root_of(catalog)
+        assert root["lost"] == 3
+        assert "3 of" in root["scan_error"] and "dcp roots accept main" in root["scan_error"]
+    put_back(catalog.place(""))
+    assert catalog.scan()["lost"] == 0
+    assert root_of(catalog)["scan_error"] is None
+
+
+def test_a_root_that_is_away_fails_the_scan_and_heals(catalog: Catalog) -> None:
+    """Nothing vanishes, no folder is made in its place, requests for bytes are 503, and all comes back."""
+    catalog.save("run/step-1")
+    catalog.scan()
+    number = catalog.rows()["run/step-1"]["id"]
+    _removed(catalog.place(""))
+    assert catalog.do("scan", root="main")["state"] != "succeeded"
+    assert root_of(catalog)["scan_error"] == "the folder of root main is not there"
+    assert catalog.get("/runs", root="main")["notes"] == [
+        "the last scan of root main: the folder of root main is not there"
+    ]
+    answer = catalog.http.get(f"{API}/checkpoints/{number}/files")
+    assert (answer.status_code, "not there" in answer.json()["detail"]) == (503, True)
+    gone = {"root": "main", "key": "run/step-1", "deleted": True}
+    assert catalog.status("POST", "/checkpoints", json=gone) == 503
+    assert catalog.states() == {"run/step-1": "committed"}
+    assert not catalog.place("").exists()
+    put_back(catalog.place(""))
+    assert catalog.scan()["found"] == 1
+    assert root_of(catalog)["scan_error"] is None
+
+
+def test_a_large_part_needs_a_word(catalog: Catalog) -> None:
+    """Twelve of forty stay until so many are accepted; a root that grows does not make them few."""
+    for run in range(4):
+        for step in range(10):
+            catalog.save(f"run-{run}/step-{step}")
+    catalog.scan()
+    shutil.rmtree(catalog.place("run-0"))
+    for step in range(2):
+        shutil.rmtree(catalog.place(f"run-1/step-{step}"))
+    report = catalog.scan()
+    assert (report["vanished"], report["known"], report["lost"]) == (0, 40, 12)
+    for step in range(40):
+        catalog.save(f"run-new/step-{step}")
+    for _ in range(2):
+        assert (catalog.scan()["vanished"], root_of(catalog)["lost"]) == (0, 12)
+    order = {"kind": "scan", "params": {"root": "main", "accept_lost": 12}}
+    writer = catalog.app.client("read", "write")
+    refused = writer.post(f"{API}/jobs", json=order)
+    assert (refused.status_code, refused.json()["scope"]) == (403, "delete")
+    assert catalog.scan(accept_lost=11)["lost"] == 12
+    report = catalog.scan(accept_lost=12)
+    assert (report["vanished"], report["lost"]) == (12, 0)
+    assert catalog.states()["run-0/step-3"] == "vanished"
+    assert root_of(catalog)["scan_error"] is None
+
+
+@pytest.mark.parametrize(("gone", "known", "is_believed"), [(9, 11, True), (10, 50, True), (11, 50, False)])
+def test_few_are_believed_and_many_are_not(
+    catalog: Catalog, gone: int, known: int, is_believed: bool
+) -> None:
+    """Fewer than ten, or up to a fifth of all, is what cleaning up by hand takes away."""
+    for step in range(known):
+        catalog.save(f"run/step-{step}")
+    catalog.scan()
+    for step in range(gone):
+        shutil.rmtree(catalog.place(f"run/step-{step}"))
+    report = catalog.scan()
+    assert (report["vanished"], report["lost"]) == ((gone, 0) if is_believed else (0, gone))
+
+
+def test_what_trainers_take_away_needs_no_word(catalog: Catalog) -> None:
+    """A run that keeps its last steps has others at each scan, be it the only one of the root."""
+    for step in range(20):
+        catalog.save(f"run/step-{step}")
+    catalog.scan()
+    for step in range(20):
+        shutil.rmtree(catalog.place(f"run/step-{step}"))
+        catalog.save(f"run/step-{step + 20}")
+    report = catalog.scan()
+    assert (report["new"], report["vanished"], report["lost"]) == (20, 20, 0)
+
+
+def test_a_part_that_is_scanned_says_nothing_of_the_root(catalog: Catalog) -> None:
+    """A scan of a folder holds back as one of all does, and leaves the words that are kept of the root."""
+    for run in ("a", "b"):
+        for step in range(10):
+            catalog.save(f"{run}/step-{step}")
+    catalog.scan()
+    shutil.rmtree(catalog.place("a"))
+    catalog.place("a").mkdir()
+    catalog.scan()
+    before = root_of(catalog)
+    assert before["lost"] == 10
+    assert catalog.scan(below="b")["lost"] == 0
+    assert catalog.scan(below="a")["lost"] == 10
+    assert root_of(catalog) == before
+    assert set(catalog.states().values()) == {"committed"}

@@ -1,0 +1,123 @@
+"""What a scan passes over is counted with its reason, and links are followed as far as the root goes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from tests.support.catalog import API, Catalog
+from tests.support.catalog_roots import age
+
+MAX_DEPTH = 24
+STATE = {"w": torch.arange(8.0)}
+
+
+def test_names_are_counted_with_reasons(catalog: Catalog) -> None:
+    """Names that no key can have, what lies too deep or is too long: so many, with an example."""
+    catalog.save("run/step-1")
+    for name in ("two\nlines", "\x1b[2Jansi", "back\\slash", "%2e%2e", "~home", "a::b"):
+        catalog.save(f"{name}/step-1")
+    catalog.place("run/new\nline.pt").write_bytes(b"x")
+    catalog.save("/".join(["deep"] * (MAX_DEPTH + 1) + ["step-1"]))
+    catalog.save("/".join(["l" * 200] * 5 + ["m" * 100]))
+    report = catalog.scan()
+    assert list(catalog.states()) == ["run/step-1"]
+    found = {line.removeprefix("passed over: ").partition(", such as ")[0] for line in report["trouble"]}
+    assert found == {
+        "names that are no keys: it has control characters, or is no Unicode text: 3",
+        "names that are no keys: each part between its slashes must be a plain name of up to 255 bytes: 2",
+        "names that are no keys: URLs and chains of them are no keys: 1",
+        "names that are no keys: no part may end in ':' or begin with '~': 1",
+        f"more than {MAX_DEPTH} folders deep: 1",
+        "keys of more than 1024 characters: 1",
+    }
+    assert "".join(report["trouble"]).isprintable()
+    root = catalog.get("/roots/main")
+    assert root["scan_error"] is None
+    assert root["last_scan"]["trouble"] == report["trouble"]
+
+
+def _hub(folder: Path) -> Path:
+    """As the cache of a model hub: a snapshot of links to blobs without names."""
+    snapshot = folder / "models--org--name" / "snapshots" / ("ab" * 20)
+    blobs = folder / "models--org--name" / "blobs"
+    for each in (snapshot, blobs):
+        each.mkdir(parents=True)
+    save_file(STATE, blobs / "0123abcd")
+    (blobs / "4567ef").write_text("{}")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/0123abcd")
+    (snapshot / "config.json").symlink_to("../../blobs/4567ef")
+    return snapshot
+
+
+def test_the_cache_of_a_model_hub_is_catalogued(catalog: Catalog) -> None:
+    """Its snapshots are found, can be registered and downloaded, and are opened once."""
+    snapshot = _hub(catalog.place(""))
+    age(catalog.place(""))
+    assert catalog.scan()["trouble"] == []
+    key = str(snapshot.relative_to(catalog.place("")))
+    assert catalog.states() == {key: "committed"}
+    row = catalog.rows()[key]
+    assert (row["format"], row["step"], row["bytes"] > 32) == ("safetensors", None, True)
+    assert catalog.register(key) == row["id"]
+    assert catalog.scan()["opened"] == 0
+    answer = catalog.http.get(f"{API}/checkpoints/{row['id']}/files/model.safetensors")
+    assert answer.content == (snapshot / "model.safetensors").read_bytes()
+
+
+def test_links_that_stay_within_are_followed_once(catalog: Catalog) -> None:
+    """What is found anyway is not found by a link's name, too; what is not, is; there are no circles."""
+    for key in ("run/step-1", "run/step-2", ".store/moved/step-7"):
+        catalog.save(key)
+    save_file(STATE, catalog.place("run/epoch-3.safetensors"))
+    torch.save(STATE, catalog.place(".store/blob"))
+    links = {
+        "run/latest": "step-2",
+        "run/last.safetensors": "epoch-3.safetensors",
+        "all": ".",
+        "run/up": "..",
+        "moved": ".store/moved",
+        "again": ".store/moved",
+        ".store/moved/back": "..",
+        "best.pt": ".store/blob",
+        "round": "about",
+        "about": "round",
+    }
+    for name, target in links.items():
+        catalog.place(name).symlink_to(target)
+    age(catalog.place("run"))
+    report = catalog.scan()
+    assert catalog.states() == dict.fromkeys(
+        ["again/step-7", "best.pt", "run/epoch-3.safetensors", "run/step-1", "run/step-2"], "committed"
+    )
+    assert report["trouble"] == ["passed over: links that lead in a circle: 2, such as 'about'"]
+
+
+def test_links_that_lead_out_are_not_followed(catalog: Catalog) -> None:
+    """They are counted, and a checkpoint or run in whose place one is now has not vanished."""
+    outside = catalog.folder / "outside"
+    for key in ("a/step-1", "a/step-2", "b/step-1", "c/step-1"):
+        catalog.save(key)
+    save_file(STATE, catalog.folder / "secret.safetensors")
+    catalog.scan()
+    outside.mkdir()
+    for key in ("a/step-1", "b"):
+        shutil.move(catalog.place(key), outside / key.replace("/", "-"))
+        catalog.place(key).symlink_to(outside / key.replace("/", "-"))
+    for name, target in (
+        ("model.safetensors", catalog.folder / "secret.safetensors"),
+        ("gone.pt", Path("nothing")),
+        ("notes.txt", catalog.folder / "secret.safetensors"),
+    ):
+        catalog.place(f"c/{name}").symlink_to(target)
+    report = catalog.scan()
+    assert set(catalog.states().values()) == {"committed"}
+    assert (report["found"], report["vanished"], report["lost"]) == (2, 0, 0)
+    assert [line.partition(", such")[0] for line in report["trouble"]] == [
+        "passed over: links that lead nowhere: 1",
+        "passed over: links that lead out of the root, which are not followed: 3",
+    ]
+    assert str(catalog.folder) not in "".join(report["trouble"])

@@ -1,0 +1,123 @@
+"""A trainer says where a checkpoint is, and the catalog has what is there."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tests.support.catalog import API, Catalog
+
+
+def say(catalog: Catalog, key: str, **more: Any) -> Any:
+    """The answer to a registration."""
+    place = {} if "root_url" in more else {"root": "main"}
+    return catalog.http.post(f"{API}/checkpoints", json={"key": key, **place, **more})
+
+
+def test_a_registration_is_read_by_the_server(catalog: Catalog) -> None:
+    """Facts are those of the manifest; a step counts where it says none; tags and metrics are added."""
+    catalog.save("run/last", save_id="a", user={"metrics": {"loss": 2.0}})
+    answer = say(catalog, "run/last", step=7, tags=["t"], metrics={"acc": 0.5}, save_id="b")
+    assert (answer.status_code, answer.json()["is_new"], answer.json()["save_id"]) == (201, True, "a")
+    detail = catalog.http.get(answer.headers["Location"]).json()
+    assert (detail["step"], detail["bytes"], detail["format"]) == (7, 192, "dcp")
+    assert (detail["metrics"], detail["tags"]) == ({"loss": 2.0, "acc": 0.5}, ["t"])
+    catalog.save("run/step-1", user={"step": 5})
+    say(catalog, "run/step-1", step=9)
+    assert catalog.rows()["run/step-1"]["step"] == 5
+
+
+def test_what_is_said_twice_or_found_by_a_scan_is_one(catalog: Catalog) -> None:
+    """The same row, unchanged, whether it is registered again or scanned."""
+    catalog.save("run/step-1", seconds=None)
+    first, again = say(catalog, "run/step-1"), say(catalog, "run/step-1")
+    assert (first.status_code, again.status_code) == (201, 200)
+    assert first.headers["Location"] == again.headers["Location"]
+    before = catalog.rows()["run/step-1"]
+    report = catalog.scan()
+    assert (report["new"], report["committed"]) == (0, 0)
+    assert catalog.rows()["run/step-1"]["version"] == before["version"]
+
+
+def test_what_is_not_committed_is_not_registered(catalog: Catalog) -> None:
+    """Nothing there is 404, and data without a commit 409, to be said again later."""
+    assert say(catalog, "run/step-1").status_code == 404
+    folder = catalog.place("run/step-1")
+    folder.mkdir(parents=True)
+    (folder / "__0_0.0000abcd.distcp").write_bytes(b"x")
+    assert say(catalog, "run/step-1").status_code == 409
+    assert catalog.rows() == {}
+    catalog.save("run/step-1")
+    assert say(catalog, "run/step-1").status_code == 201
+
+
+def test_a_deletion_is_believed_as_far_as_storage_bears_it_out(catalog: Catalog) -> None:
+    """What is still there stays committed, what is gone vanishes, and what nobody knew is fine."""
+    catalog.add("run/step-1")
+    assert say(catalog, "run/step-1", deleted=True).json()["is_present"]
+    assert catalog.states() == {"run/step-1": "committed"}
+    shutil.rmtree(catalog.place("run/step-1"))
+    assert not say(catalog, "run/step-1", deleted=True).json()["is_present"]
+    assert catalog.states() == {"run/step-1": "vanished"}
+    assert say(catalog, "run/step-2", deleted=True).json()["id"] is None
+
+
+def test_a_damaged_one_is_noted_with_the_reason(catalog: Catalog) -> None:
+    """It is unreadable, as by a scan, and the reason has no path of the server."""
+    path = catalog.save("run/step-1")
+    path.write_bytes(path.read_bytes()[:-9])
+    assert not say(catalog, "run/step-1").json()["is_present"]
+    row = catalog.rows()["run/step-1"]
+    assert row["state"] == "unreadable" and "checksum" in row["problem"]
+    assert str(catalog.folder) not in row["problem"]
+
+
+def test_files_and_folders_of_weights_are_registered(catalog: Catalog) -> None:
+    """Whatever a scan would find can be said."""
+    catalog.place("hub").mkdir()
+    for key in ("hub/model.safetensors", "alone.safetensors"):
+        save_file({"w": np.ones(3, np.float32)}, catalog.place(key))
+    for key in ("hub", "alone.safetensors"):
+        assert say(catalog, key).status_code == 201
+    assert {row["format"] for row in catalog.rows().values()} == {"safetensors"}
+
+
+@pytest.mark.parametrize("url", ["{main}/run", "file://{main}/run", "{main}/run/", "{main}"])
+def test_the_root_is_found_by_a_url(catalog: Catalog, url: str) -> None:
+    """Trainers know a path or a URL, of which the catalog makes a root and a key."""
+    catalog.save("run/step-1")
+    place = url.format(main=catalog.place(""))
+    key = "step-1" if "run" in place.rpartition("main")[2] else "run/step-1"
+    answer = say(catalog, key, root_url=place)
+    assert (answer.json()["root"], answer.json()["key"]) == ("main", "run/step-1")
+
+
+def test_what_cannot_be_meant_is_refused(catalog: Catalog) -> None:
+    """Keys that lead elsewhere, URLs in no root, links out of one, and roots that the key may not see."""
+    catalog.save("run/step-1")
+    main = str(catalog.place("")).rstrip("/")
+    catalog.place("out").symlink_to("/usr")
+    for url in (
+        "/etc",
+        "s3://bucket",
+        "relative",
+        "",
+        f"{main}x/run",
+        f"{main}/../x",
+        f"{main}/out",
+        "file://[",
+    ):
+        assert say(catalog, "step-1", root_url=url).status_code in (404, 422), url
+    for key in ("../step-1", "/etc/x", "a//b", "", "a\\b", "a%2e%2e/..%2f", "s3://b/x"):
+        assert say(catalog, key).status_code == 422, key
+        assert say(catalog, key, root_url=main).status_code == 422, key
+    for wrong in ({"root": "main", "root_url": main}, {}, {"root": "main", "metrics": {"a b": 1}}):
+        assert catalog.status("POST", "/checkpoints", json={"key": "run/step-1", **wrong}) == 422, wrong
+    stranger = catalog.app.client("write", roots=["other"])
+    for place in ({"root": "main", "key": "run/step-1"}, {"root_url": f"{main}/run", "key": "step-1"}):
+        assert catalog.status("POST", "/checkpoints", stranger, json=place) == 404
+    assert catalog.rows() == {}

@@ -1,0 +1,195 @@
+"""What lies below a root is in the catalog, as it is, after a scan."""
+
+from __future__ import annotations
+
+import shutil
+import time
+
+import pytest
+import torch
+
+import dcp
+from tests.support.catalog import Catalog, pages
+from tests.support.catalog_roots import OLD_SECONDS, age
+
+
+def test_a_scan_finds_all_that_manifests_say(catalog: Catalog) -> None:
+    """Steps, metrics, sizes and provenance are those of the manifest, and runs add them up."""
+    for step in (10, 20):
+        user = {"step": step, "run": "a", "metrics": {"loss": 1 / step, "odd name": 1.0}}
+        catalog.save(f"llama/step-{step:08d}", save_id=f"s{step}", user=user)
+    catalog.save("deep/er/last", tensors=5)
+    report = catalog.scan()
+    assert {name: report[name] for name in ("found", "opened", "new", "committed")} == dict.fromkeys(
+        ("found", "opened", "new", "committed"), 3
+    )
+    found = catalog.rows()
+    assert list(found) == ["deep/er/last", "llama/step-00000010", "llama/step-00000020"]
+    row = found["llama/step-00000020"]
+    assert (row["state"], row["format"], row["step"], row["save_id"]) == ("committed", "dcp", 20, "s20")
+    assert (row["bytes"], row["file_count"], row["world_size"]) == (192, 1, 2)
+    assert row["committed_at"] == "2023-11-14T22:13:20.000Z"
+    assert row["metrics"] == {"loss": 0.05}
+    assert row["user_metadata"]["metrics"] == {"loss": 0.05, "odd name": 1.0}
+    assert (row["dtypes"], row["tensor_count"]) == ({"bfloat16": 192}, 3)
+    assert row["structure_id"] == found["llama/step-00000010"]["structure_id"]
+    assert (found["deep/er/last"]["step"], found["deep/er/last"]["dtypes"]) == (None, {"bfloat16": 320})
+    runs = {
+        run["key"]: (run["checkpoint_count"], run["latest_step"]) for run in catalog.get("/runs")["items"]
+    }
+    assert runs == {"llama": (2, 20), "deep/er": (1, None)}
+
+
+def test_equal_tensors_are_known_by_their_digests(catalog: Catalog) -> None:
+    """Two saves and a conversion of one name each other; one without digests or of another bit does not."""
+    state = {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(2)}
+    for name, digests in (("one", True), ("two", True), ("none", False)):
+        writer = dcp.FileSystemWriter(catalog.place(f"run/{name}"), digests=digests)
+        dcp.save(state, storage_writer=writer, user_metadata={"name": name})
+    dcp.convert(catalog.place("run/one"), catalog.place("run/converted"), to="dcp")
+    state["b"][1] = 1.0000001
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(catalog.place("run/other"), digests=True))
+    age(catalog.place("run"))
+    catalog.scan()
+    rows = catalog.rows()
+    found = {key.removeprefix("run/"): row["content_digest"] for key, row in rows.items()}
+    assert found["one"] == found["two"] == found["converted"] is not None
+    assert found["none"] is None and len({*found.values()}) == 3
+    also_in = catalog.get(f"/checkpoints/{rows['run/one']['id']}/lineage")["also_in"]
+    assert {node["key"] for node in also_in} == {"run/two", "run/converted"}
+
+
+def test_what_has_not_changed_is_not_opened(catalog: Catalog) -> None:
+    """A second scan finds all and opens nothing, whatever their state, and changes no row."""
+    for step in range(5):
+        catalog.save(f"run/step-{step}")
+    for step, name in ((5, "manifest.msgpack"), (6, "__0_0.0000abcd.distcp")):
+        catalog.place(f"run/step-{step}").mkdir()
+        (catalog.place(f"run/step-{step}") / name).write_bytes(b"damaged")
+    age(catalog.place(""))
+    first = catalog.scan()
+    assert (first["found"], first["opened"], first["unreadable"], first["incomplete"]) == (7, 7, 1, 1)
+    before = catalog.rows()
+    second = catalog.scan()
+    assert (second["found"], second["opened"], second["vanished"]) == (7, 0, 0)
+    assert catalog.rows() == before
+
+
+def test_a_young_file_is_read_again(catalog: Catalog) -> None:
+    """Two writes within one tick of the clock look alike, so a file that is young is not trusted yet."""
+    catalog.save("run/step-1", save_id="first", seconds=None)
+    age(catalog.place("run"), time.time() + 30)
+    catalog.scan()
+    version = catalog.rows()["run/step-1"]["version"]
+    assert catalog.scan()["opened"] == 1
+    assert catalog.rows()["run/step-1"]["version"] == version
+    age(catalog.place("run"))
+    assert [catalog.scan()["opened"] for _ in range(2)] == [1, 0]
+
+
+def test_another_save_to_a_key_is_other_content(catalog: Catalog) -> None:
+    """Facts and metrics are replaced, tags and pins stay, and it is counted as committed once more."""
+    catalog.save("run/step-1", save_id="first", user={"metrics": {"loss": 2.0}})
+    catalog.scan()
+    number = catalog.rows()["run/step-1"]["id"]
+    for label in ("tags/mine", "pin"):
+        assert catalog.status("PUT", f"/checkpoints/{number}/{label}") == 200
+    catalog.save("run/step-1", save_id="second", tensors=4, seconds=OLD_SECONDS + 100)
+    report = catalog.scan()
+    assert (report["new"], report["changed"], report["committed"]) == (0, 1, 1)
+    row = catalog.rows()["run/step-1"]
+    assert (row["id"], row["save_id"], row["bytes"], row["metrics"]) == (number, "second", 256, {})
+    assert (row["tags"], row["is_pinned"]) == (["mine"], True)
+
+
+def test_data_without_a_commit_is_incomplete_until_it_commits(catalog: Catalog) -> None:
+    """An unfinished save is in no sum, and counts as committed when its manifest is there."""
+    folder = catalog.place("run/step-1")
+    folder.mkdir(parents=True)
+    (folder / "__0_0.0000abcd.distcp").write_bytes(b"x" * 192)
+    assert catalog.scan()["committed"] == 0
+    row = catalog.rows()["run/step-1"]
+    assert (row["state"], row["bytes"], row["step"]) == ("incomplete", 192, 1)
+    assert catalog.get(f"/runs/{row['run_id']}")["checkpoint_count"] == 0
+    catalog.save("run/step-1")
+    assert catalog.scan()["committed"] == 1
+    assert catalog.states() == {"run/step-1": "committed"}
+    assert catalog.get(f"/runs/{row['run_id']}")["checkpoint_count"] == 1
+
+
+def test_unreadable_ones_say_why_and_hide_nothing_else(catalog: Catalog) -> None:
+    """Damage, and files that are no checkpoints, are named without paths of the server; a new save heals."""
+    path = catalog.save("run/step-1")
+    data = bytearray(path.read_bytes())
+    data[40] ^= 1
+    path.write_bytes(data)
+    catalog.place("run/model.pt").write_bytes(b"not a checkpoint")
+    catalog.place("run/w.safetensors").write_bytes(b"\xff" * 100)
+    catalog.save("run/step-2")
+    age(catalog.place(""))
+    report = catalog.scan()
+    assert (report["unreadable"], report["committed"]) == (3, 1)
+    found = catalog.rows()
+    assert "CRC-32" in found["run/step-1"]["problem"]
+    assert found["run/model.pt"]["state"] == found["run/w.safetensors"]["state"] == "unreadable"
+    assert not any(str(catalog.folder) in (row["problem"] or "") for row in found.values())
+    catalog.save("run/step-1", seconds=OLD_SECONDS + 100)
+    catalog.scan()
+    row = catalog.rows()["run/step-1"]
+    assert (row["state"], row["problem"]) == ("committed", None)
+
+
+def test_what_went_has_vanished_and_may_come_back(catalog: Catalog) -> None:
+    """A checkpoint, a run that was moved, and the last ones of a folder; back again they are committed."""
+    for key in ("a/step-1", "a/step-2", "b/step-1", "b/inner/step-1", "alone-7", "d/step-1"):
+        catalog.save(key)
+    catalog.scan()
+    for key in ("a/step-1", "alone-7", "d/step-1"):
+        shutil.rmtree(catalog.place(key))
+    shutil.move(catalog.place("b"), catalog.place("c"))
+    assert catalog.scan()["vanished"] == 5
+    gone = {key for key, state in catalog.states().items() if state == "vanished"}
+    assert gone == {"a/step-1", "alone-7", "d/step-1", "b/step-1", "b/inner/step-1"}
+    shutil.move(catalog.place("c"), catalog.place("b"))
+    assert catalog.scan()["committed"] == 0
+    assert catalog.states()["b/inner/step-1"] == "committed"
+    assert catalog.states()["c/step-1"] == "vanished"
+
+
+def test_a_scan_below_a_folder_leaves_the_rest_alone(catalog: Catalog) -> None:
+    """It finds what is in the folder and what has gone from it, and nothing beside it."""
+    for key in ("a/step-1", "a/step-2", "ab/step-1"):
+        catalog.save(key)
+    catalog.scan()
+    for key in ("a/step-1", "ab/step-1"):
+        shutil.rmtree(catalog.place(key))
+    catalog.save("a/step-3")
+    report = catalog.scan(below="a")
+    assert (report["found"], report["new"], report["vanished"]) == (2, 1, 1)
+    assert catalog.states()["ab/step-1"] == "committed"
+
+
+@pytest.mark.each_database
+def test_hostile_names_and_values_fail_no_scan(catalog: Catalog) -> None:
+    """Whatever is written into a manifest, and whatever a folder is called, the others are found."""
+    hostile = {
+        "step": 10**30,
+        "metrics": {"nan": float("nan"), "inf": float("inf"), "big": 10**400, "": 1.0, "ok": 1.0, 7: 2.0},
+        "note\0": "a\0b\ud800",
+        "deep": [[[[[[[[[[(1, 2)]]]]]]]]]],
+        "bytes": b"\xff\0",
+    }
+    names = ["a\0", "\ud800", "x" * 5000]
+    catalog.save("run/step-1", user=hostile, fqns=names, planner_data=None)
+    catalog.save("run/step-2", user={"step": -1, "metrics": "none"})
+    for name in ("na\nme", "%2e%2e", "~x", "a::b", "back\\slash", ".hidden", "x" * 255):
+        catalog.save(f"{name}/step-3")
+    (catalog.place("linked")).symlink_to(catalog.place("run"))
+    report = catalog.scan()
+    assert [line for line in report["trouble"] if not line.startswith("passed over: ")] == []
+    found = catalog.rows()
+    assert sorted(found) == ["run/step-1", "run/step-2", f"{'x' * 255}/step-3"]
+    assert (found["run/step-1"]["step"], found["run/step-2"]["step"]) == (1, 2)
+    assert found["run/step-1"]["metrics"] == {"ok": 1.0}
+    tensors = pages(catalog.http, f"/checkpoints/{found['run/step-1']['id']}/tensors")
+    assert len(tensors) == 3 and all("\0" not in one["fqn"] for one in tensors)

@@ -1,0 +1,122 @@
+"""A catalog as its users have it: HTTP, checkpoints as files, and a worker that works when it is asked to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from fastapi.testclient import TestClient
+
+from dcp.server.automation.periodic import consume_events, submit_due
+from tests.support.app import App, running_app
+from tests.support.catalog_roots import write_manifest
+from tests.support.databases import MakeDatabase
+from tests.support.kind_runs import KindRuns
+
+__all__ = ["API", "Catalog", "catalog", "pages"]
+
+API: Final = "/api/v1"
+
+
+class Catalog:
+    """An application over the folders "main" and "other" below ``folder``; `http` is a key that may all."""
+
+    def __init__(self, app: App, folder: Path) -> None:
+        self.app = app
+        self.folder = folder
+        self.http = app.client("admin", name="boss")
+        settings = app.service.settings
+        roots = {name: root.model_dump() for name, root in settings.roots.items()}
+        self._worker = KindRuns(app.service.database, folder / "work", roots)
+
+    def place(self, key: str, root: str = "main") -> Path:
+        """The folder of a checkpoint."""
+        return self.folder / root / key
+
+    def save(self, key: str, root: str = "main", **facts: Any) -> Path:
+        """A committed checkpoint on the disk, which looks old; its commit."""
+        return write_manifest(self.place(key, root), **facts)
+
+    def register(self, key: str, root: str = "main", **more: Any) -> int:
+        """What trainers say; the checkpoint's number."""
+        answer = self.http.post(f"{API}/checkpoints", json={"root": root, "key": key, **more})
+        assert answer.is_success, answer.text
+        return int(answer.json()["id"])
+
+    def add(
+        self, key: str, root: str = "main", metrics: Any = None, tags: tuple[str, ...] = (), **facts: Any
+    ) -> int:
+        """Save and register; the checkpoint's number. Its step is the number at the end of its key."""
+        facts.setdefault("save_id", f"{abs(hash((root, key))) % (1 << 32):08x}")
+        self.save(key, root, **facts)
+        return self.register(key, root, metrics=metrics or {}, tags=list(tags))
+
+    def get(self, path: str, client: TestClient | None = None, **query: Any) -> Any:
+        """The JSON of a GET that succeeds."""
+        answer = (client or self.http).get(f"{API}{path}", params=query)
+        assert answer.is_success, (path, query, answer.text)
+        return answer.json()
+
+    def status(self, method: str, path: str, client: TestClient | None = None, **options: Any) -> int:
+        """Of the answer."""
+        return (client or self.http).request(method, f"{API}{path}", **options).status_code
+
+    def rows(self) -> dict[str, Any]:
+        """All checkpoints in whatever states, in detail, by their keys."""
+        found = pages(self.http, "/checkpoints", state="any", sort="name", limit=500)
+        return {one["key"]: self.get(f"/checkpoints/{one['id']}") for one in sorted(found, key=_key)}
+
+    def states(self) -> dict[str, str]:
+        """The state of each checkpoint, by key."""
+        found = pages(self.http, "/checkpoints", state="any", limit=500)
+        return {one["key"]: one["state"] for one in sorted(found, key=_key)}
+
+    def do(self, kind: str, **params: Any) -> Any:
+        """A job from its order to its end."""
+        answer = self.http.post(f"{API}/jobs", json={"kind": kind, "params": params})
+        assert answer.status_code == 202, answer.text
+        self.work()
+        return self.get(f"/jobs/{answer.json()['id']}")
+
+    def scan(self, root: str = "main", **params: Any) -> Any:
+        """The report of a scan that succeeds."""
+        job = self.do("scan", root=root, **params)
+        assert job["state"] == "succeeded", job["error"]
+        return job["result"]
+
+    def work(self) -> None:
+        """Have a worker do all that there is to do."""
+        self._worker.drain()
+
+    def regular_work(self, later_seconds: float = 0.0) -> int:
+        """What a worker does now and then, as if at a later time; how many jobs come of it."""
+        now = time.time() + later_seconds
+        database, settings = self._worker.database, self._worker.settings
+        return consume_events(database, settings, now) + submit_due(database, settings, now)
+
+
+def _key(one: Any) -> tuple[str, str]:
+    return one["root"], one["key"]
+
+
+def pages(http: TestClient, path: str, **query: Any) -> list[Any]:
+    """All items of a list, page after page."""
+    found: list[Any] = []
+    for _ in range(2000):
+        answer = http.get(f"{API}{path}", params=query)
+        assert answer.status_code == 200, (path, query, answer.text)
+        found += answer.json()["items"]
+        if answer.json()["next_cursor"] is None:
+            return found
+        query["cursor"] = answer.json()["next_cursor"]
+    raise AssertionError(f"{path}: the pages do not end")
+
+
+@pytest.fixture
+def catalog(make_database: MakeDatabase, tmp_path: Path) -> Iterator[Catalog]:
+    """A catalog with the roots "main" and "other", on SQLite and on PostgreSQL."""
+    with running_app(make_database(), tmp_path, rate_limit="1000000/minute") as app:
+        yield Catalog(app, tmp_path)
