@@ -18,7 +18,7 @@ from dcp.server.settings import Settings
 
 __all__ = ["PROMISED", "breaks", "document", "facts"]
 
-PROMISED = Path(__file__).parents[1] / "server" / "openapi.txt"
+PROMISED = Path(__file__).parents[1] / "service" / "openapi.txt"
 _PROSE = {"description", "summary", "title", "examples", "example"}
 _ERROR = re.compile(r"/responses/[45]..$")
 _REQUIRED = re.compile(r"(.*)/required\[\] = .*|(.*)/(?:parameters\[.*\]|requestBody)/required = true")

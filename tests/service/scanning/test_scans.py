@@ -193,3 +193,28 @@ def test_hostile_names_and_values_fail_no_scan(catalog: Catalog) -> None:
     assert found["run/step-1"]["metrics"] == {"ok": 1.0}
     tensors = pages(catalog.http, f"/checkpoints/{found['run/step-1']['id']}/tensors")
     assert len(tensors) == 3 and all("\0" not in one["fqn"] for one in tensors)
+
+
+@pytest.mark.each_database
+def test_what_is_deleted_stays_deleted_until_it_is_saved_anew(catalog: Catalog) -> None:
+    """A scan that still finds the bytes changes nothing; a later save under the key brings it back."""
+    number = catalog.add("run/step-1")
+    assert catalog.status("DELETE", f"/checkpoints/{number}") == 200
+    assert catalog.scan()["changed"] == 0
+    assert catalog.states() == {"run/step-1": "deleted"}
+    assert catalog.get("/runs/1")["checkpoint_count"] == 0
+    catalog.save("run/step-1", save_id="00000002", seconds=time.time())
+    assert catalog.scan()["committed"] == 1
+    found = catalog.rows()["run/step-1"]
+    assert (found["id"], found["state"], found["deleted_at"]) == (number, "committed", None)
+    assert catalog.get("/runs/1")["checkpoint_count"] == 1
+
+
+@pytest.mark.parametrize("seconds", [1e12, -5.0, 0.0, float("nan"), float("inf")])
+def test_times_that_no_calendar_has_are_shown_all_the_same(catalog: Catalog, seconds: float) -> None:
+    """A manifest may say any time; a list that has it is still shown, and a second look changes nothing."""
+    number = catalog.add("run/step-1", told={"time": seconds})
+    version = catalog.get(f"/checkpoints/{number}")["version"]
+    assert catalog.register("run/step-1") == number
+    (found,) = catalog.get("/checkpoints")["items"]
+    assert (found["version"], found["committed_at"][-1]) == (version, "Z")

@@ -1,0 +1,185 @@
+"""Tags, pins, metrics and aliases: each change is a version, audited, and refused where it must be."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.support.catalog import API, Catalog, pages
+
+ANY = {"If-Match": "*"}
+
+
+def test_each_change_is_a_version_with_an_etag_and_an_audit_entry(catalog: Catalog) -> None:
+    """What changes nothing writes nothing; each other change is read by the next, with another ETag."""
+    number = catalog.add("run/step-1")
+    path = f"{API}/checkpoints/{number}"
+    client = catalog.app.client("read", "write", name="trainer")
+    seen = [client.get(path).headers["etag"]]
+
+    def change(method: str, below: str, **options: Any) -> Any:
+        answer = client.request(method, f"{path}/{below}", **options)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["etag"] == answer.json()["etag"]
+        assert client.get(path).json() == answer.json()
+        seen.append(answer.headers["etag"])
+        return answer.json()
+
+    assert change("PUT", "tags/good/one")["tags"] == ["good/one"]
+    metrics = {"loss": 1.5, "eval/bleu": 3}
+    assert change("PATCH", "metrics", json={"metrics": metrics})["metrics"] == metrics
+    assert change("PATCH", "metrics", json={"metrics": {"loss": None}})["metrics"] == {"eval/bleu": 3.0}
+    assert change("PUT", "pin")["is_pinned"] is True
+    assert change("DELETE", "pin")["is_pinned"] is False
+    assert change("DELETE", "tags/good/one")["tags"] == []
+    assert len(set(seen)) == len(seen)
+    assert change("DELETE", "tags/good/one")["etag"] == seen[-2]
+    entries = pages(catalog.http, "/audit", actor="key:trainer", limit=2)
+    words = ["tag", "metrics", "metrics", "pin", "unpin", "untag"]
+    assert [entry["action"] for entry in reversed(entries)] == [f"checkpoint.{word}" for word in words]
+    assert all(entry["request_id"] and entry["address"] == "testclient" for entry in entries)
+
+
+def test_if_match_and_if_none_match(catalog: Catalog) -> None:
+    """A change that has not seen the latest state is 412 and does nothing; what has not changed is 304."""
+    number = catalog.add("run/step-1")
+    path = f"{API}/checkpoints/{number}"
+    first = catalog.http.get(path).headers["etag"]
+    second = catalog.http.put(f"{path}/tags/a", headers={"If-Match": first}).headers["etag"]
+    for stale in (first, f"W/{second}", '"c0-1"', '"x"', "nonsense", f'"c{number + 1}-1"'):
+        for method, below in (("PUT", "tags/b"), ("DELETE", "tags/a"), ("PUT", "pin"), ("DELETE", "")):
+            answer = catalog.http.request(method, f"{path}/{below}".rstrip("/"), headers={"If-Match": stale})
+            assert answer.status_code == 412, (stale, method, below)
+    assert catalog.http.get(path).json()["tags"] == ["a"]
+    assert catalog.http.put(f"{path}/tags/b", headers={"If-Match": f'"c0-1", {second}'}).status_code == 200
+    assert catalog.http.put(f"{path}/tags/c", headers=ANY).status_code == 200
+    etag = catalog.http.get(path).headers["etag"]
+    again = catalog.http.get(path, headers={"If-None-Match": f"W/{etag}"})
+    assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", etag)
+    catalog.http.put(f"{path}/pin")
+    assert catalog.http.get(path, headers={"If-None-Match": etag}).status_code == 200
+
+
+def test_aliases_move_only_from_what_was_seen(catalog: Catalog) -> None:
+    """New ones need no If-Match, others do; the loser of two is told, also when the alias was made anew."""
+    ids = [catalog.add(f"run/step-{step}") for step in (1, 2, 3)]
+    run = catalog.get(f"/checkpoints/{ids[0]}")["run_id"]
+    client, path = catalog.http, f"{API}/runs/{run}/aliases/best"
+    assert client.get(path).status_code == 404
+    assert client.put(path, json={"checkpoint_id": ids[0]}, headers=ANY).status_code == 412
+    first = client.put(path, json={"checkpoint_id": ids[0]})
+    assert first.status_code == 200, first.text
+    assert client.put(path, json={"checkpoint_id": ids[1]}).status_code == 428
+    seen = {"If-Match": first.headers["etag"]}
+    assert client.put(path, json={"checkpoint_id": ids[1]}, headers=seen).status_code == 200
+    assert client.put(path, json={"checkpoint_id": ids[2]}, headers=seen).status_code == 412
+    assert client.get(path).json()["checkpoint_id"] == ids[1]
+    assert [catalog.get(f"/checkpoints/{number}")["aliases"] for number in ids] == [[], ["best"], []]
+    assert [one["name"] for one in catalog.get(f"/runs/{run}/aliases")["items"]] == ["best"]
+    assert client.delete(path).status_code == 428
+    assert client.delete(path, headers=seen).status_code == 412
+    assert [client.delete(path, headers=ANY).status_code for _ in range(2)] == [204, 404]
+    # the version counts from one again, but the first tag was of another checkpoint
+    assert client.put(path, json={"checkpoint_id": ids[2]}).status_code == 200
+    assert client.put(path, json={"checkpoint_id": ids[1]}, headers=seen).status_code == 412
+    other = catalog.add("else/step-1")
+    assert client.put(path, json={"checkpoint_id": other}, headers=ANY).status_code == 404
+
+
+def test_protected_aliases_need_admin(catalog: Catalog) -> None:
+    """Only an admin protects an alias, and moves or removes what is protected."""
+    ids = [catalog.add(f"run/step-{step}") for step in (1, 2)]
+    run = catalog.get(f"/checkpoints/{ids[0]}")["run_id"]
+    writer, admin = catalog.app.client("read", "write"), catalog.http
+    path = f"{API}/runs/{run}/aliases/production"
+    protected = {"checkpoint_id": ids[0], "is_protected": True}
+    assert writer.put(path, json=protected).status_code == 403
+    assert admin.put(path, json=protected).status_code == 200
+    freed = {"checkpoint_id": ids[0], "is_protected": False}
+    for body in ({"checkpoint_id": ids[1]}, freed):
+        assert writer.put(path, json=body, headers=ANY).status_code == 403
+    assert writer.delete(path, headers=ANY).status_code == 403
+    assert admin.put(path, json={"checkpoint_id": ids[1]}, headers=ANY).json()["is_protected"] is True
+    assert admin.delete(path, headers=ANY).status_code == 204
+
+
+def test_labels_are_plain_names(catalog: Catalog) -> None:
+    """Words that fit into a URL, for tags, aliases and metrics alike."""
+    number = catalog.add("run/step-1")
+    run = catalog.get(f"/checkpoints/{number}")["run_id"]
+    for name in ["", "with space", "%C3%BCmlaut", "x" * 129, "-first", "a%09b", "a%00b"]:
+        assert catalog.status("PUT", f"/checkpoints/{number}/tags/{name}") in (400, 404, 405, 422)
+        body = {"checkpoint_id": number}
+        assert catalog.status("PUT", f"/runs/{run}/aliases/{name}", json=body) in (400, 404, 405, 422)
+        change = {"metrics": {name.replace("%", " "): 1.0}}
+        assert catalog.status("PATCH", f"/checkpoints/{number}/metrics", json=change) == 422
+
+
+def test_metrics_are_finite_numbers_and_bounded(catalog: Catalog) -> None:
+    """What a database or JSON could not hold is refused, and so is the 257th label."""
+    path = f"{API}/checkpoints/{catalog.add('run/step-1')}"
+    huge = "1" + "0" * 400
+    for metrics in ("NaN", "1e999", "-Infinity", '"1"', huge):
+        content = f'{{"metrics": {{"a": {metrics}}}}}'
+        headers = {"Content-Type": "application/json"}
+        assert catalog.http.patch(f"{path}/metrics", content=content, headers=headers).status_code == 422
+    for count in (0, 257):
+        body = {"metrics": {f"m{number}": 1.0 for number in range(count)}}
+        assert catalog.http.patch(f"{path}/metrics", json=body).status_code == 422
+
+
+def test_what_is_deleted_takes_no_labels(catalog: Catalog) -> None:
+    """Each change of a deleted checkpoint is 409, and none is written."""
+    number = catalog.add("run/step-1")
+    path = f"/checkpoints/{number}"
+    run = catalog.get(path)["run_id"]
+    assert catalog.status("DELETE", path) == 200
+    before = catalog.get(path)
+    for method, below, body in (
+        ("PUT", "tags/a", None),
+        ("PUT", "pin", None),
+        ("PATCH", "metrics", {"metrics": {"a": 1}}),
+    ):
+        assert catalog.status(method, f"{path}/{below}", json=body) == 409, below
+    assert catalog.status("PUT", f"/runs/{run}/aliases/best", json={"checkpoint_id": number}) == 409
+    assert catalog.get(path) == before
+
+
+@pytest.mark.each_database
+def test_labels_of_many_at_once_are_all_there(catalog: Catalog) -> None:
+    """Each has a version of its own: no change is written over another."""
+    path = f"/checkpoints/{catalog.add('run/step-1')}"
+    before = catalog.get(path)["version"]
+    with ThreadPoolExecutor(6) as pool:
+        answers = pool.map(lambda number: catalog.status("PUT", f"{path}/tags/t{number}"), range(18))
+        assert list(answers) == [200] * 18
+    found = catalog.get(path)
+    assert (len(found["tags"]), found["version"]) == (18, before + 18)
+
+
+def test_deleted_and_restored_within_its_grace(catalog: Catalog) -> None:
+    """It says until when, twice is once, and what is pinned or changed since is not deleted."""
+    number = catalog.add("run/step-1")
+    path = f"{API}/checkpoints/{number}"
+    client = catalog.app.client("delete", "read", "write")
+    first = client.get(path).headers["ETag"]
+    assert client.put(f"{path}/pin").status_code == 200
+    assert client.delete(path, headers={"If-Match": first}).status_code == 412
+    assert client.delete(path).status_code == 409
+    assert client.delete(f"{path}/pin").status_code == 200
+    gone = client.delete(path)
+    assert gone.status_code == 200 and gone.json()["purge_after"] is not None
+    assert client.delete(path).json() == gone.json()
+    assert client.get(f"{path}/download").status_code == 410
+    assert catalog.get("/checkpoints")["items"] == []
+    restored = client.post(f"{path}/restore")
+    assert (restored.status_code, restored.json()["state"]) == (200, "committed")
+    assert client.post(f"{path}/restore").status_code == 409
+    for wrong in ("-1", "nan", "inf", "1e20", "x"):
+        assert client.delete(path, params={"grace_seconds": wrong}).status_code == 422, wrong
+    at_once = client.delete(path, params={"grace_seconds": 0}).json()
+    assert at_once["purge_after"] == at_once["deleted_at"]
+    told = {one["action"] for one in pages(catalog.http, "/audit", target=f"checkpoint:{number}")}
+    assert {"checkpoint.delete", "checkpoint.restore"} <= told

@@ -1,0 +1,338 @@
+"""Lists: every filter and order, page by page, is what the same does in plain Python."""
+
+from __future__ import annotations
+
+import fnmatch
+import operator
+import random
+import re
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from tests.support.catalog import API, Catalog, pages
+from tests.support.catalog_roots import OLD_SECONDS
+from tests.support.catalog_rows import add_checkpoint
+
+pytestmark = pytest.mark.each_database  # their SQL differs
+
+COMPARED: dict[str, Callable[[float, float], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    "=": operator.eq,
+    "!=": operator.ne,
+    ">=": operator.ge,
+    ">": operator.gt,
+}
+TENSORS = ["model.bias", "model.weight", "step"]
+SORTS = ("-time", "time", "-step", "step", "-bytes", "bytes", "-name", "name", "-metric:loss", "metric:loss")
+
+
+@pytest.fixture
+def many(catalog: Catalog) -> Catalog:
+    """Ninety checkpoints in two roots, many alike in what is sorted by; some deleted, tagged, pinned."""
+    chance = random.Random(7)
+    for number in range(90):
+        run = f"team/run-{number % 5}/" if number % 5 else ""
+        add_checkpoint(
+            catalog.app.service.database,
+            f"{run}{'step' if number % 11 else 'Final_'}-{number}",
+            root=("main", "other")[number % 3 == 0],
+            format=("dcp", "torch_dcp", "safetensors")[number % 3],
+            committed_seconds=float(OLD_SECONDS + chance.randrange(12)),
+            step=chance.randrange(30) if number % 11 else None,
+            bytes=chance.randrange(10) * 100,
+            is_pinned=number % 13 == 0,
+            state="unreadable" if number % 17 == 5 else "committed",
+            tags=frozenset(tag for tag in ("a", "b") if chance.random() < 0.4),
+            metrics={"loss": chance.randrange(10) / 2} if number % 4 else {},
+        )
+    for number in (3, 9, 21):
+        assert catalog.status("DELETE", f"/checkpoints/{number}", params={"grace_seconds": 1}) in (200, 409)
+    run_id = catalog.get("/checkpoints/2")["run_id"]
+    assert catalog.status("PUT", f"/runs/{run_id}/aliases/best", json={"checkpoint_id": 2}) == 200
+    return catalog
+
+
+def seconds(text: str) -> float:
+    """Of a time as it is shown."""
+    return datetime.fromisoformat(text).timestamp()
+
+
+def holds(one: Any, wanted: dict[str, Any]) -> bool:
+    """Whether a row is in the list with this query, in Python."""
+
+    def measured(text: str) -> bool:
+        name, comparison, value = re.fullmatch(r"(\w+)([<>=!]+)(.*)", text).groups()  # type: ignore[union-attr]
+        return name in one["metrics"] and COMPARED[comparison](one["metrics"][name], float(value))
+
+    step = -1 if one["step"] is None else one["step"]
+    tests: dict[str, Callable[[Any], bool]] = {
+        "root": lambda value: value == one["root"],
+        "run": lambda value: value == one["run"],
+        "run_contains": lambda value: value in one["run"],
+        "run_glob": lambda value: fnmatch.fnmatchcase(one["run"], value),
+        "min_step": lambda value: step >= value,
+        "max_step": lambda value: one["step"] is not None and step <= value,
+        "since": lambda value: seconds(one["committed_at"]) >= seconds(value),
+        "until": lambda value: seconds(one["committed_at"]) < seconds(value),
+        "format": lambda value: one["format"] in value,
+        "verification": lambda value: one["verification"] in value,
+        "tag": lambda value: set(value) <= set(one["tags"]),
+        "alias": lambda value: value in one["aliases"],
+        "pinned": lambda value: one["is_pinned"] == (value == "true"),
+        "metric": lambda value: all(map(measured, value)),
+        "dtype": lambda value: value in (one["dtypes"] or {}),
+        "tensor": lambda value: any(fnmatch.fnmatchcase(name, value) for name in TENSORS),
+        "name_contains": lambda value: value in one["name"],
+        "name_glob": lambda value: fnmatch.fnmatchcase(one["name"], value),
+    }
+    states = wanted.get("state", ["committed"])
+    in_state = states == ["any"] or one["state"] in states
+    return in_state and all(tests[name](value) for name, value in wanted.items() if name != "state")
+
+
+def expected(rows: list[Any], wanted: dict[str, Any], sort: str) -> list[int]:
+    """The ids of the list, in its order."""
+    by, _, metric = sort.removeprefix("-").partition(":")
+    places: dict[str, Callable[[Any], Any]] = {
+        "time": lambda one: seconds(one["committed_at"]),
+        "step": lambda one: -1 if one["step"] is None else one["step"],
+        "bytes": lambda one: one["bytes"],
+        "name": lambda one: one["name"],
+        "metric": lambda one: one["metrics"][metric],
+    }
+    chosen = [one for one in rows if holds(one, wanted) and (not metric or metric in one["metrics"])]
+    chosen.sort(key=lambda one: (places[by](one), one["id"]), reverse=sort.startswith("-"))
+    return [one["id"] for one in chosen]
+
+
+AT = [f"2023-11-14T22:13:{second}Z" for second in (20, 25, 28)]
+FILTERS: list[dict[str, Any]] = [
+    {},
+    {"state": ["any"]},
+    {"state": ["unreadable", "deleted"]},
+    {"root": "other"},
+    {"run": "team/run-3"},
+    {"run": "team/run-3", "root": "main"},
+    {"run_contains": "run-"},
+    {"run_glob": "team/*-[2-4]"},
+    {"min_step": 0},
+    {"max_step": 9},
+    {"min_step": 10, "max_step": 12},
+    {"since": AT[1]},
+    {"since": AT[0], "until": AT[2]},
+    {"format": ["safetensors"]},
+    {"format": ["dcp", "torch_dcp"]},
+    {"verification": ["unverified"]},
+    {"verification": ["good"]},
+    {"tag": ["a"]},
+    {"tag": ["a", "b"]},
+    {"tag": ["none"]},
+    {"alias": "best"},
+    {"pinned": "true"},
+    {"pinned": "false", "tag": ["a"], "min_step": 3, "root": "other"},
+    {"metric": ["loss<1.5"]},
+    {"metric": ["loss>=1", "loss!=2"]},
+    {"metric": ["loss>3", "loss<=3.5"]},
+    {"metric": ["loss=2.5"]},
+    {"dtype": "bfloat16"},
+    {"dtype": "int3"},
+    {"tensor": "model.weight"},
+    {"tensor": "model.[x-z]*"},
+    {"name_contains": "ep-1"},
+    {"name_contains": "*"},
+    {"name_contains": "STEP"},
+    {"name_glob": "[!s]*"},
+    {"name_glob": "step-?[0-4]"},
+]
+
+
+def test_every_filter_and_order_page_by_page(many: Catalog) -> None:
+    """All pages together are just what Python finds, in its order, however pages cut through equal rows."""
+    rows = pages(many.http, "/checkpoints", state="any", limit=500)
+    assert len(rows) == 90
+    empty = 0
+    for number, wanted in enumerate(FILTERS):
+        for sort in (SORTS[number % len(SORTS)], SORTS[(number + 5) % len(SORTS)]):
+            found = pages(many.http, "/checkpoints", **wanted, sort=sort, limit=17)
+            assert [one["id"] for one in found] == expected(rows, wanted, sort), (wanted, sort)
+            empty += not found
+    assert empty <= 12, "the filters leave something"
+    for sort in SORTS:
+        found = pages(many.http, "/checkpoints", root="main", sort=sort, limit=4)
+        assert [one["id"] for one in found] == expected(rows, {"root": "main"}, sort), sort
+
+
+def test_a_key_for_one_root_lists_that_root_only(many: Catalog) -> None:
+    """Whatever is asked for, by list, run or number; another root is as one that there is not."""
+    client = many.app.client("read", roots=["main"])
+    rows = [one for one in pages(many.http, "/checkpoints", state="any", limit=500) if one["root"] == "main"]
+    for wanted in FILTERS:
+        if "root" not in wanted:
+            found = pages(client, "/checkpoints", **wanted, limit=50)
+            assert [one["id"] for one in found] == expected(rows, wanted, "-time"), wanted
+    hidden = next(one for one in many.get("/checkpoints", limit=500)["items"] if one["root"] == "other")
+    assert many.get("/checkpoints", client, run_id=hidden["run_id"])["items"] == []
+    assert many.status("GET", f"/checkpoints/{hidden['id']}", client) == 404
+    assert many.status("GET", f"/runs/{hidden['run_id']}", client) == 404
+    assert {run["root"] for run in pages(client, "/runs")} == {"main"}
+    for path in ("/checkpoints", "/runs", "/jobs"):
+        for root in ("other", "nowhere"):
+            answer = client.get(f"{API}{path}", params={"root": root})
+            assert (answer.status_code, answer.json()["detail"]) == (422, f"root: there is no root {root!r}")
+
+
+def test_counts_beside_a_list_are_those_of_the_lists(many: Catalog) -> None:
+    """Each value counts what the list has with it, of the roots that the key may see."""
+    client = many.app.client("read", roots=["main"])
+    wanted = {"run_contains": "team", "format": ["dcp", "torch_dcp"]}
+    facets = many.get("/checkpoints/facets", client, **wanted)
+    assert facets["count"] == len(pages(client, "/checkpoints", **wanted))
+    for facet in facets["facets"]:
+        for value in facet["values"]:
+            narrowed = {**wanted, facet["name"]: value["value"]}
+            counted = len(pages(client, "/checkpoints", **narrowed))
+            assert value["count"] == counted, (facet["name"], value)
+    (roots,) = [facet["values"] for facet in facets["facets"] if facet["name"] == "root"]
+    assert [value["value"] for value in roots] == ["main"]
+
+
+def test_runs_are_listed_in_every_order(many: Catalog) -> None:
+    """By their latest, key, bytes and number, page by page, by part and glob of their keys."""
+    runs = pages(many.http, "/runs")
+    assert len(runs) == 10
+    for sort, field in (("key", "key"), ("-bytes", "bytes"), ("-checkpoints", "checkpoint_count")):
+        found = [run[field] for run in pages(many.http, "/runs", sort=sort, limit=3)]
+        assert found == sorted(found, reverse=sort.startswith("-")), sort
+    latest = [run["latest_at"] for run in runs]
+    assert latest == sorted(latest, reverse=True)
+    assert {run["key"] for run in pages(many.http, "/runs", contains="run-3")} == {"team/run-3"}
+    assert {run["key"] for run in pages(many.http, "/runs", glob="team/run-[12]")} == {
+        "team/run-1",
+        "team/run-2",
+    }
+    committed = [one for one in pages(many.http, "/checkpoints") if one["run_id"] == runs[0]["id"]]
+    assert runs[0]["checkpoint_count"] == len(committed)
+    assert runs[0]["bytes"] == sum(one["bytes"] for one in committed)
+
+
+def test_a_cursor_belongs_to_its_own_query(many: Catalog) -> None:
+    """With another filter, order or key, or changed, it is refused; with its own it goes on."""
+    query = {"tag": "a", "sort": "step", "limit": 5}
+    cursor = many.get("/checkpoints", **query)["next_cursor"]
+    assert many.get("/checkpoints", **query, cursor=cursor)["items"]
+    for change in (
+        {"tag": "b"},
+        {"min_step": 1},
+        {"sort": "-step"},
+        {"cursor": cursor[:-3]},
+        {"cursor": "AAAA"},
+        {"cursor": ""},
+        {"cursor": "\u0661"},
+    ):
+        given = {**query, "cursor": cursor, **change}
+        assert many.status("GET", "/checkpoints", params=given) == 422, change
+    client = many.app.client("read", roots=["main"])
+    assert many.status("GET", "/checkpoints", client, params={**query, "cursor": cursor}) == 422
+
+
+WRONG = [
+    "stat=any",
+    "state=gone",
+    "format=zip",
+    "limit=0",
+    "limit=501",
+    "limit=x",
+    "min_step=-1",
+    f"max_step={2**63}",
+    "since=yesterday",
+    "since=2026-01-31T12:00:00",
+    "since=2026-02-31T12:00:00Z",
+    "since=1700000000",
+    "metric=loss",
+    "metric=loss<nan",
+    "metric=<3",
+    "metric=lo ss<3",
+    "metric=a<b<3",
+    "sort=colour",
+    "sort=metric:",
+    "sort=metric",
+    "sort=",
+    "sort=-",
+    "sort=time:x",
+    "pinned=maybe",
+    "name_glob=[z-a]",
+    "name_glob=*a*b*c*d*e*f*g*h*i*",
+    "name_contains=",
+    f"tensor={'x' * 300}",
+    "root=../etc",
+    "dtype=a b",
+    "cursor=",
+    "tag=a b",
+    "limit=5&limit=5",
+]
+
+
+def test_typing_errors_are_no_other_question(catalog: Catalog) -> None:
+    """What cannot be meant is 422 and says where it is."""
+    for query in WRONG:
+        answer = catalog.http.get(f"{API}/checkpoints?{query}")
+        assert answer.status_code == 422, (query, answer.text)
+        assert answer.json()["errors"], query
+
+
+@pytest.fixture
+def named(catalog: Catalog) -> Catalog:
+    """Two roots with a run each, whose metrics differ, both of them scanned."""
+    catalog.save("team/tuned/step-1", user={"metrics": {"loss": 1.0}})
+    catalog.save("secret/step-1", "other", user={"metrics": {"hidden_loss": 1.0}})
+    for root in ("main", "other"):
+        catalog.scan(root)
+    return catalog
+
+
+NEAR = {
+    "checkpoints?root=mian": "root: there is no root 'mian'; did you mean 'main'?",
+    "runs?root=mian": "root: there is no root 'mian'; did you mean 'main'?",
+    "jobs?root=mian": "root: there is no root 'mian'; did you mean 'main'?",
+    "checkpoints?run=team/tunde": "run: there is no run 'team/tunde'; did you mean 'team/tuned'?",
+    "checkpoints?run=tuned": "run: there is no run 'tuned'; did you mean 'team/tuned'?",
+    "checkpoints?run=secret&root=main": "run: there is no run 'secret'",
+    "checkpoints?run_id=999": "run_id: there is no run 999",
+    "checkpoints?metric=los<1": "metric: there is no metric 'los'; did you mean 'loss'?",
+    "checkpoints?sort=metric:Loss": "metric: there is no metric 'Loss'; did you mean 'loss'?",
+    "jobs?kind=verfy": "there is no kind of job 'verfy': ",
+}
+
+
+def test_names_that_there_are_not_are_errors_with_the_next_best(named: Catalog) -> None:
+    """A root, run, metric or kind that nobody has is 422; patterns and tags may match nothing."""
+    for path, says in NEAR.items():
+        answer = named.http.get(f"{API}/{path}")
+        assert answer.status_code == 422, answer.text
+        assert answer.json()["detail"].startswith(says)
+    for query, count in (
+        ("root=main&run=team/tuned&metric=loss<2", 1),
+        ("run_glob=nothing*", 0),
+        ("tag=no", 0),
+    ):
+        assert len(named.http.get(f"{API}/checkpoints?{query}").json()["items"]) == count
+    client = named.app.client("read", roots=["main"])
+    for query in ("root=othr", "root=other", "run=secre", "run=secret", "sort=metric:hidden_los"):
+        answer = client.get(f"{API}/checkpoints?{query}")
+        assert answer.status_code == 422
+        assert "did you mean" not in answer.json()["detail"].replace("'loss'", ""), answer.text
+
+
+def test_lists_say_that_the_first_scan_is_running(catalog: Catalog) -> None:
+    """A run that is not known yet is no mistake until it has ended."""
+    note = "the first scan of root main has not ended: what is in it may be missing"
+    for path in ("/checkpoints", "/runs"):
+        assert note in catalog.get(path)["notes"]
+    assert catalog.get("/checkpoints", run="coming")["items"] == []
+    catalog.scan()
+    assert catalog.get("/checkpoints", root="main") == {"items": [], "next_cursor": None, "notes": []}
+    assert catalog.status("GET", "/checkpoints?root=main&run=coming") == 422

@@ -1,0 +1,63 @@
+"""What docs/catalog.md and docs/api.md show of the service, against a real one started as they say."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import dcp
+from dcp.server.client import Client
+from tests.support.ports import free_port
+from tests.support.service import DcpProcess, wait_until
+
+ROOT = Path(__file__).parents[3]
+
+
+def blocks_of(page: str) -> list[str]:
+    """Python for the service."""
+    found = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    return [block for block in found if "dcp.server" in block]
+
+
+def test_the_examples_run_against_the_service_that_they_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Registered by the manager, found, tagged, verified, downloaded: the file has the model's values."""
+    monkeypatch.chdir(tmp_path)
+    (block,) = blocks_of("docs/catalog.md")
+    readme = (ROOT / "docs/catalog.md").read_text()
+    (line,) = re.findall(r"^dcp serve [^#\n]*", readme, re.MULTILINE)
+    (folder,) = re.findall(r"^mkdir -p (\S+)", readme, re.MULTILINE)
+    (tmp_path / folder).mkdir()
+    (own_port,) = set(re.findall(r"127\.0\.0\.1:(\d+)", block))
+    assert shlex.split(line)[-2:] == ["--port", own_port]
+    port = free_port()
+    model = torch.nn.Linear(3, 4)
+    names: dict[str, Any] = {
+        "dcp": dcp,
+        "model": model,
+        "job": {"app": {"model": model.state_dict()}, "step": 10},
+    }
+    command = [*shlex.split(line)[1:], "--port", str(port)]
+    address = f"http://127.0.0.1:{port}"
+    with DcpProcess(command, tmp_path, {}) as service, Client(address) as client:
+        wait_until(lambda: httpx.get(f"{address}/readyz", timeout=60).is_success, "the service is ready")
+        exec(compile(block.replace(f"http://127.0.0.1:{own_port}", address), "catalog.md", "exec"), names)
+        best = client.checkpoint(names["best"].id)
+        assert (best.run, best.step, best.tags, best.verification) == ("tuned", 10, ("release",), "good")
+        downloaded = load_file(tmp_path / "best.safetensors")
+        assert set(downloaded) == {"app.model.weight", "app.model.bias"}
+        assert torch.equal(downloaded["app.model.weight"], model.weight)
+        (example,) = blocks_of("docs/api.md")
+        (tmp_path / "model.safetensors").unlink(missing_ok=True)
+        exec(compile(example.replace("http://127.0.0.1:8470", address), "api.md", "exec"), {})
+        assert capsys.readouterr().out.split() == [str(best.id), "tuned", "10", "0.5"]
+        assert (tmp_path / "model.safetensors").stat().st_size > 60
+        assert service.exit_status is None

@@ -1,0 +1,152 @@
+"""Policies over the catalog: what is kept and why, by run and format, and the jobs that carry them out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.app import running_app
+from tests.support.catalog import API, Catalog, pages
+from tests.support.databases import MakeDatabase
+
+pytestmark = pytest.mark.each_database  # their SQL differs
+
+POLICIES = "/retention/policies"
+
+
+def fill(catalog: Catalog, run: str = "run", steps: int = 6, root: str = "main") -> dict[int, int]:
+    """Ids by step, 1 to ``steps``, each a second after the other; the loss falls and rises again."""
+    return {
+        step: catalog.add(
+            f"{run}/step-{step}", root, {"loss": abs(step - 3.0)}, told={"time": 1_700_000_000.0 + step}
+        )
+        for step in range(1, steps + 1)
+    }
+
+
+def kept(catalog: Catalog, **keep: Any) -> dict[str, list[str]]:
+    """Reasons by name, of what a policy that is tried out keeps of the only run."""
+    body = {"root": "main", "run_glob": "*", "keep": keep}
+    (run,) = catalog.http.post(f"{API}/retention/preview", json=body).json()["items"]
+    return {one["key"].rpartition("/")[2]: one["reasons"] for one in run["checkpoints"] if one["reasons"]}
+
+
+def policy(catalog: Catalog, **changes: Any) -> int:
+    """A policy that keeps the last two of each run."""
+    body = {"name": "p", "root": "main", "run_glob": "*", "keep": {"last": 2}, "grace_seconds": 50.0}
+    answer = catalog.http.post(f"{API}{POLICIES}", json=body | changes)
+    assert answer.status_code == 201, answer.text
+    return int(answer.json()["id"])
+
+
+def test_rules_keep_with_all_their_reasons(catalog: Catalog) -> None:
+    """The last, every so many steps, and the best; totals say what would go."""
+    fill(catalog)
+    keep = {"last": 1, "every_steps": 4, "best": [{"metric": "loss"}]}
+    assert kept(catalog, **keep) == {
+        "step-3": ["best loss (min)"],
+        "step-4": ["every 4 steps"],
+        "step-6": ["newest", "last 1"],
+    }
+    body = {"root": "main", "run_glob": "*", "keep": keep}
+    totals = catalog.http.post(f"{API}/retention/preview/totals", json=body).json()
+    assert (totals["runs"], totals["kept"], totals["deleted"]) == (1, 3, 3)
+    assert (totals["kept_bytes"], totals["deleted_bytes"]) == (3 * 192, 3 * 192)
+    assert set(catalog.states().values()) == {"committed"}
+
+
+def test_what_is_held_is_kept_and_a_damaged_one_is_not_the_newest(
+    catalog: Catalog,
+) -> None:
+    """What somebody holds stays whatever the rules say, and a good one is kept in a damaged one's place."""
+    numbers = fill(catalog)
+    catalog.add("run/final")
+    run = catalog.get(f"/checkpoints/{numbers[1]}")["run_id"]
+    assert catalog.status("PUT", f"/checkpoints/{numbers[1]}/pin") == 200
+    body = {"checkpoint_id": numbers[2]}
+    assert catalog.status("PUT", f"/runs/{run}/aliases/best", json=body) == 200
+    catalog.do("verify", checkpoint_id=numbers[6])  # of which there is no data
+    assert catalog.get(f"/checkpoints/{numbers[6]}")["verification"] == "damaged"
+    assert kept(catalog, last=1) == {
+        "final": ["no step"],
+        "step-1": ["pinned"],
+        "step-2": ["alias best"],
+        "step-5": ["newest", "last 1"],
+        "step-6": ["damaged, without enough good ones after it"],
+    }
+
+
+def test_a_rule_that_cannot_be_judged_deletes_nothing(catalog: Catalog) -> None:
+    """By a metric that no checkpoint of a run has: the job keeps all and says so."""
+    fill(catalog)
+    number = policy(catalog, keep={"last": 1, "best": [{"metric": "los"}]})
+    result = catalog.do("retention", policy_id=number)["result"]
+    assert (result["kept"], result["deleted"]) == (6, 0)
+    assert len(result["unjudged"]) == 1 and "did you mean 'loss'" in result["unjudged"][0]
+
+
+def test_the_job_deletes_with_grace_and_a_dry_run_does_not(catalog: Catalog) -> None:
+    """All runs of the glob in one root; each can be restored until the grace of the policy is over."""
+    for run in ("a/x", "a/y", "b"):
+        fill(catalog, run, 3)
+    fill(catalog, "a/x", 3, root="other")
+    number = policy(catalog, run_glob="a/*", keep={"last": 1})
+    dry = catalog.do("retention", policy_id=number, dry_run=True)["result"]
+    assert (dry["runs"], dry["kept"], dry["deleted"]) == (2, 2, 4)
+    assert set(catalog.states().values()) == {"committed"}
+    real = catalog.do("retention", policy_id=number)["result"]
+    assert {**real, "dry_run": True} == dry
+    gone = pages(catalog.http, "/checkpoints", state="deleted")
+    assert sorted(one["key"] for one in gone) == sorted(real["keys"])
+    assert {one["root"] for one in gone} == {"main"}
+    assert catalog.do("retention", policy_id=number)["result"]["deleted"] == 0
+    assert catalog.status("POST", f"/checkpoints/{gone[0]['id']}/restore") == 200
+
+
+def test_policies_and_purges_are_due_by_the_clock(catalog: Catalog) -> None:
+    """A policy once in each interval, however many look; a purge when the grace is over, and not before."""
+    fill(catalog, steps=3)
+    policy(catalog, keep={"last": 1}, interval_seconds=600)
+    policy(catalog, name="off", is_enabled=False)
+    assert [catalog.regular_work() for _ in range(2)] == [1, 0]
+    catalog.work()
+    assert catalog.states()["run/step-1"] == "deleted"
+    assert catalog.regular_work(10) == 0
+    assert [catalog.regular_work(100) for _ in range(2)] == [2, 0]
+    purges = catalog.get("/jobs", kind="purge")["items"]
+    assert [job["created_by"] for job in purges] == ["system"] * 2
+    assert catalog.regular_work(601) == 1
+
+
+def test_a_root_that_is_only_read_loses_nothing(make_database: MakeDatabase, tmp_path: Any) -> None:
+    """Neither by a request nor by a policy."""
+    roots = {name: {"url": str(tmp_path / name), "readonly": name == "main"} for name in ("main", "other")}
+    with running_app(make_database(), tmp_path, roots=roots) as app:
+        catalog = Catalog(app, tmp_path)
+        numbers = fill(catalog)
+        answer = catalog.http.delete(f"{API}/checkpoints/{numbers[1]}")
+        assert answer.status_code == 403 and "read-only" in answer.json()["detail"]
+        body: dict[str, Any] = {"name": "p", "root": "main", "run_glob": "*", "keep": {"last": 1}}
+        catalog.http.post(f"{API}{POLICIES}", json=body)
+        catalog.regular_work()
+        catalog.work()
+        assert set(catalog.states().values()) == {"committed"}
+
+
+def test_previews_come_run_by_run_and_a_run_of_the_policy_is_one_job(catalog: Catalog) -> None:
+    """Each run once over the pages, with what goes and why; asking again for the job gives the same."""
+    for run in ("run-a", "run-b", "else"):
+        fill(catalog, run, 4)
+    number = policy(catalog, run_glob="run*", keep={"last": 1})
+    found = pages(catalog.http, f"{POLICIES}/{number}/preview", limit=1)
+    assert [one["run"] for one in found] == ["run-a", "run-b"]
+    assert (found[0]["kept"], found[0]["deleted"], found[0]["deleted_bytes"]) == (1, 3, 3 * 192)
+    reasons = {one["step"]: one["reasons"] for one in found[0]["checkpoints"]}
+    assert reasons == {1: [], 2: [], 3: [], 4: ["newest", "last 1"]}
+    totals = catalog.get(f"{POLICIES}/{number}/preview/totals")
+    assert (totals["runs"], totals["deleted"], totals["is_cut"]) == (2, 6, False)
+    assert set(catalog.states().values()) == {"committed"}
+    jobs = [catalog.http.post(f"{API}{POLICIES}/{number}/run") for _ in range(2)]
+    assert [job.status_code for job in jobs] == [202, 202]
+    assert jobs[0].json()["id"] == jobs[1].json()["id"]

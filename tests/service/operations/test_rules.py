@@ -1,0 +1,147 @@
+"""Rules: the checkpoints they are for, the jobs they make, once each, and what they cannot do."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import dcp
+from tests.support.catalog import API, Catalog, pages
+
+pytestmark = pytest.mark.each_database  # their SQL differs
+
+VERIFY = {"kind": "verify"}
+CONVERT = {
+    "kind": "convert",
+    "to": "safetensors",
+    "target_root": "other",
+    "target_key": "{run}/{name}.safetensors",
+}
+
+
+def rule(catalog: Catalog, *actions: Any, name: str = "r", **more: Any) -> None:
+    """Make a rule."""
+    body = {"name": name, "actions": list(actions), **more}
+    answer = catalog.http.post(f"{API}/rules", json=body)
+    assert answer.status_code == 201, answer.text
+
+
+def save(catalog: Catalog, key: str, value: float = 1.0) -> None:
+    """A checkpoint with its data."""
+    dcp.save({"w": torch.full((10,), value)}, checkpoint_id=catalog.place(key), no_dist=True)
+
+
+def made(catalog: Catalog) -> list[tuple[str, str]]:
+    """Kind and maker of all jobs but scans, in their order."""
+    jobs = [job for job in pages(catalog.http, "/jobs") if job["kind"] != "scan"]
+    return [(job["kind"], job["created_by"]) for job in reversed(jobs)]
+
+
+def test_what_is_committed_is_verified_and_converted(catalog: Catalog) -> None:
+    """The target has the values under the other root, is verified as well, and is not converted again."""
+    rule(catalog, VERIFY, CONVERT)
+    save(catalog, "llama/step-10", 3.0)
+    catalog.scan()
+    assert catalog.regular_work() == 2
+    assert made(catalog) == [("verify", "rule:r"), ("convert", "rule:r")]
+    catalog.work()
+    target = load_file(catalog.place("llama/step-10.safetensors", "other"))
+    assert torch.equal(target["w"], torch.full((10,), 3.0))
+    assert catalog.regular_work() == 1
+    catalog.work()
+    assert catalog.regular_work() == 0
+    assert [kind for kind, _ in made(catalog)] == ["verify", "convert", "verify"]
+    assert {row["verification"] for row in catalog.rows().values()} == {"good"}
+
+
+CONDITIONS: list[tuple[dict[str, Any], list[str]]] = [
+    ({}, ["a/step-10", "a/step-15", "b/c/step-10"]),
+    ({"run": "a"}, ["a/step-10", "a/step-15"]),
+    ({"run": "b*"}, ["b/c/step-10"]),
+    ({"every_steps": 10}, ["a/step-10", "b/c/step-10"]),
+    ({"formats": ["torch_save"]}, []),
+    ({"formats": ["dcp", "torch_dcp"], "every_steps": 15}, ["a/step-15"]),
+    ({"root": "other"}, []),
+    ({"root": "main", "run": "a", "every_steps": 5}, ["a/step-10", "a/step-15"]),
+    ({"tag": "keep"}, []),
+]
+
+
+def test_all_conditions_that_are_given_must_hold(catalog: Catalog) -> None:
+    """By run, root, steps, format and tag."""
+    for number, (condition, _) in enumerate(CONDITIONS):
+        rule(catalog, {"kind": "stats", "bins": number + 2}, name=f"r{number}", condition=condition)
+    ids = {catalog.add(key): key for key in ("a/step-10", "a/step-15", "b/c/step-10")}
+    catalog.regular_work()
+    jobs = pages(catalog.http, "/jobs", kind="stats")
+    for number, (condition, keys) in enumerate(CONDITIONS):
+        mine = [job for job in jobs if job["created_by"] == f"rule:r{number}"]
+        assert sorted(ids[job["checkpoint_id"]] for job in mine) == keys, condition
+
+
+def test_a_tag_that_comes_later_counts(catalog: Catalog) -> None:
+    """On commit of one with a tag: also if it gets the tag after that, but not for other tags."""
+    rule(catalog, VERIFY, condition={"tag": "release"})
+    number = catalog.add("a/step-1")
+    found = []
+    for tag in ("other", "release", "third"):
+        catalog.status("PUT", f"/checkpoints/{number}/tags/{tag}")
+        found.append(catalog.regular_work())
+        catalog.work()
+    assert found == [0, 1, 0]
+
+
+def test_verifying_and_tagging_are_events_too(catalog: Catalog) -> None:
+    """What is converted once it has been verified; and what is done on a tag."""
+    rule(catalog, VERIFY, name="first")
+    rule(catalog, CONVERT, event="checkpoint.verified", name="second")
+    rule(catalog, {"kind": "stats"}, event="checkpoint.tagged", condition={"tag": "look"}, name="third")
+    save(catalog, "a/step-1")
+    number = catalog.register("a/step-1")
+    assert catalog.regular_work() == 1
+    catalog.work()
+    assert catalog.regular_work() == 1
+    catalog.status("PUT", f"/checkpoints/{number}/tags/look")
+    assert catalog.regular_work() == 1
+    assert made(catalog) == [("verify", "rule:first"), ("convert", "rule:second"), ("stats", "rule:third")]
+
+
+def test_a_rule_is_for_what_happens_from_then_on(catalog: Catalog) -> None:
+    """What was committed before it makes no job; of what comes, each one makes one, however many look."""
+    catalog.add("a/step-0")
+    rule(catalog, VERIFY)
+    assert catalog.regular_work() == 0
+    for step in range(1, 6):
+        catalog.add(f"a/step-{step}")
+    with ThreadPoolExecutor(4) as pool:
+        assert sum(pool.map(lambda _: catalog.regular_work(), range(4))) == 5
+    assert len(made(catalog)) == 5
+
+
+def test_what_a_rule_cannot_do_is_in_the_audit_log(catalog: Catalog) -> None:
+    """A target that is taken, or a key that cannot be made, stops neither other actions nor other events."""
+    rule(catalog, CONVERT | {"target_key": "same.safetensors"}, VERIFY)
+    rule(
+        catalog,
+        CONVERT | {"target_key": "{step}.safetensors"},
+        name="s",
+        condition={"formats": ["torch_save"]},
+    )
+    save(catalog, "a/step-1")
+    catalog.scan()
+    catalog.regular_work()
+    catalog.work()
+    save(catalog, "a/step-2")
+    torch.save({"w": torch.ones(2)}, catalog.place("a/best.pt"))
+    catalog.scan()
+    catalog.regular_work()
+    refused = pages(catalog.http, "/audit", action="rule.refused")
+    told = {(one["actor"], one["detail"]["problem"]) for one in refused}
+    assert any(actor == "rule:r" and "same.safetensors is a checkpoint already" in why for actor, why in told)
+    assert ("rule:s", "target_key: the checkpoint has no step") in told
+    verified = {job["checkpoint_id"] for job in pages(catalog.http, "/jobs", kind="verify")}
+    assert catalog.rows()["a/step-2"]["id"] in verified

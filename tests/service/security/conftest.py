@@ -1,0 +1,7 @@
+"""A catalog on both databases."""
+
+from __future__ import annotations
+
+from tests.support.catalog import catalog
+
+__all__ = ["catalog"]

@@ -1,0 +1,258 @@
+"""One contract for all that is made, read, changed and removed over HTTP, on both databases."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from tests.support.app import App, running_app
+from tests.support.catalog import API, Catalog, catalog, pages
+from tests.support.service_resources import RESOURCES, Resource
+
+__all__ = ["catalog"]
+
+pytestmark = pytest.mark.each_database  # their SQL differs
+
+SCOPES: tuple[Any, ...] = ("read", "write", "convert", "delete", "admin")
+
+
+@pytest.fixture(params=RESOURCES)
+def resource(request: pytest.FixtureRequest) -> Resource:
+    """Each of them in turn."""
+    return RESOURCES[request.param]
+
+
+def make(client: TestClient, resource: Resource, number: int = 0, **headers: str) -> Any:
+    """The answer to the POST that makes one, whose name is its own."""
+    body = dict(resource.body)
+    if resource.named is not None and number:
+        body[resource.named] = f"{body[resource.named]}-{number}"
+    return client.post(f"{API}{resource.path}", json=body, headers=headers)
+
+
+def test_what_is_made_is_shown_listed_changed_and_removed(catalog: Catalog, resource: Resource) -> None:
+    """As it was given it is shown and listed; a change by who has not seen the latest is 412."""
+    client, path = catalog.http, f"{API}{resource.path}"
+    made = make(client, resource)
+    assert made.status_code == 201, made.text
+    place = made.headers["Location"]
+    shown = client.get(place)
+    secrets = {"key", "secret"} if resource.has_secret else set()
+    assert shown.json() == {name: value for name, value in made.json().items() if name not in secrets}
+    assert {name: shown.json()[name] for name in resource.body} == resource.body
+    listed = client.get(path).json()["items"]
+    assert shown.json() in listed and not any(secrets & one.keys() for one in listed)
+    if resource.change is not None:
+        seen = {"If-Match": shown.headers["ETag"]}
+        changed = client.patch(place, json=resource.change, headers=seen)
+        assert changed.status_code == 200, changed.text
+        assert changed.json().items() >= resource.change.items()
+        assert client.get(place).json() == changed.json()
+        assert changed.headers["ETag"] == client.get(place).headers["ETag"] != shown.headers["ETag"]
+        assert client.patch(place, json=resource.change, headers=seen).status_code == 412
+        assert client.delete(place, headers=seen).status_code == 412
+    assert client.delete(place).status_code in (200, 204)
+    if resource.path != "/keys":  # which stay in the list, revoked
+        assert client.get(place).status_code == client.delete(place).status_code == 404
+    assert client.get(f"{path}/1000000").status_code == 404
+
+
+def test_what_cannot_be_meant_is_refused_and_nothing_is_stored(catalog: Catalog, resource: Resource) -> None:
+    """Each mistake is 422 with a problem document, and one name is there once."""
+    client, path = catalog.http, f"{API}{resource.path}"
+    before = client.get(path).json()["items"]
+    for change in (*resource.wrong, {"unknown": 1}):
+        answer = client.post(path, json=resource.body | change)
+        assert answer.status_code == 422, (change, answer.text)
+        assert answer.headers["content-type"] == "application/problem+json"
+        assert answer.json()["request_id"] == answer.headers["x-request-id"]
+    assert client.get(path).json()["items"] == before
+    if resource.named is not None:
+        assert [make(client, resource).status_code for _ in range(2)] == [201, 409]
+
+
+def test_each_scope_does_what_it_says(catalog: Catalog, resource: Resource) -> None:
+    """Without the scope it is 403 that names it, without a key 401; keys of other roots see none of it."""
+    place = make(catalog.http, resource).headers["Location"]
+    below = place.removeprefix(API)
+    for scope in SCOPES:
+        client = catalog.app.client(scope, name=f"only-{scope}")
+        for method, path, needed in (
+            ("GET", resource.path, resource.read_scope),
+            ("GET", below, resource.read_scope),
+            ("POST", resource.path, resource.scope),
+            ("PATCH", below, resource.scope),
+            ("DELETE", below, resource.scope),
+        ):
+            if scope in (needed, "admin") or (method == "PATCH" and resource.change is None):
+                continue
+            answer = client.request(method, f"{API}{path}", json=resource.body)
+            assert (answer.status_code, answer.json()["scope"]) == (403, needed), (scope, method)
+    assert catalog.app.client().get(place).status_code == 401
+    stranger = catalog.app.client("admin", roots=["other"])
+    hidden = 403 if resource.root is None else 404
+    change = resource.change or {}
+    assert catalog.status("GET", below, stranger) == hidden
+    assert catalog.status("POST", resource.path, stranger, json=resource.body) in (403, 404, 422)
+    if resource.change is not None:
+        assert catalog.status("PATCH", below, stranger, json=change) == hidden
+    assert catalog.status("DELETE", below, stranger) == hidden
+    assert catalog.http.get(place).status_code == 200
+
+
+def test_a_post_that_is_repeated_takes_effect_once(catalog: Catalog, resource: Resource) -> None:
+    """Its key has the first answer for the same body and caller; answers with a secret are not kept."""
+    client, path = catalog.http, f"{API}{resource.path}"
+    count = len(client.get(path).json()["items"])
+    first = make(client, resource, **{"Idempotency-Key": "k"})
+    again = make(client, resource, **{"Idempotency-Key": "k"})
+    if resource.has_secret:
+        assert "Idempotency-Replayed" not in again.headers
+        return
+    assert (first.status_code, "Idempotency-Replayed" in first.headers) == (201, False)
+    assert (again.status_code, again.headers["Idempotency-Replayed"]) == (201, "true")
+    assert again.json() == first.json()
+    for header in ("content-type", "location", "etag"):
+        assert again.headers.get(header) == first.headers.get(header)
+    assert make(client, resource, 1, **{"Idempotency-Key": "k"}).status_code == 422
+    other = catalog.app.client("admin", name="other")
+    assert make(other, resource, 2, **{"Idempotency-Key": "k"}).status_code == 201
+    assert make(other, resource, **{"Idempotency-Key": "k2"}).status_code == 409
+    for wrong in ("", "x" * 129, "a b"):
+        assert make(client, resource, 3, **{"Idempotency-Key": wrong}).status_code == 400, wrong
+    assert len(client.get(path).json()["items"]) == count + 2
+
+
+def test_of_many_that_send_one_key_at_once_one_is_first(catalog: Catalog) -> None:
+    """The others get its answer, or are asked to come back while it is at work."""
+    rule = RESOURCES["rule"]
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda _: make(catalog.http, rule, **{"Idempotency-Key": "k"}), range(12)))
+    first = [one for one in answers if one.status_code == 201 and "Idempotency-Replayed" not in one.headers]
+    assert len(first) == 1
+    for one in answers:
+        if one.status_code == 409:
+            assert (one.json()["state"], one.headers["Retry-After"]) == ("working", "1")
+        else:
+            assert one.json() == first[0].json()
+    assert len(catalog.get("/rules")["items"]) == 1
+
+
+def test_lists_come_in_pages_once_each(catalog: Catalog, resource: Resource) -> None:
+    """Also while others are added; a limit that is none, and a cursor of another list, are refused."""
+    if not resource.is_paged:
+        return
+    made = [make(catalog.http, resource, number).json()["id"] for number in range(1, 8)]
+    found = [one["id"] for one in pages(catalog.http, resource.path, limit=3)]
+    assert sorted(found) == made and found in (made, made[::-1])
+    for query in ("limit=0", "limit=501", "limit=x", "limit=2&limit=2", "cursor=x"):
+        assert catalog.status("GET", f"{resource.path}?{query}") == 422, query
+
+
+JOBS: list[tuple[Any, int]] = [
+    ({"kind": "verify", "params": {"checkpoint_id": 10**6}}, 404),
+    ({"kind": "verify", "params": {"checkpoint_id": "one"}}, 422),
+    ({"kind": "verify", "params": {}}, 422),
+    ({"kind": "verify"}, 422),
+    ({"kind": "make-coffee", "params": {}}, 422),
+    ({"kind": "scan", "params": {"root": "nowhere"}}, 404),
+    ({"kind": "scan", "params": {"root": "main"}, "priority": 101}, 422),
+    ({"kind": "scan", "params": {"root": "main"}, "shell": "rm"}, 422),
+    ([], 422),
+]
+
+
+def test_jobs_that_cannot_be_meant_are_refused(catalog: Catalog) -> None:
+    """With a problem document, and nothing is queued."""
+    for body, status in JOBS:
+        answer = catalog.http.post(f"{API}/jobs", json=body)
+        assert answer.status_code == status, (body, answer.text)
+        assert answer.headers["content-type"] == "application/problem+json"
+    assert catalog.get("/jobs") == {"items": [], "next_cursor": None}
+
+
+def test_the_same_order_is_the_same_job(catalog: Catalog) -> None:
+    """202 and where it is; who wanted it is in the audit log once; only an admin's goes first."""
+    body = {"kind": "verify", "params": {"checkpoint_id": catalog.add("run/step-1")}}
+    ci = catalog.app.client("read", "write", name="ci")
+    refused = ci.post(f"{API}/jobs", json=body | {"priority": 1})
+    assert (refused.status_code, refused.json()["scope"]) == (403, "admin")
+    first, again = (ci.post(f"{API}/jobs", json=body) for _ in range(2))
+    assert (first.status_code, again.status_code) == (202, 202)
+    job = ci.get(first.headers["Location"]).json()
+    assert job["id"] == again.json()["id"]
+    assert (job["state"], job["root"], job["created_by"]) == ("queued", "main", "key:ci")
+    (entry,) = pages(catalog.http, "/audit", action="job.submit")
+    assert (entry["actor"], entry["target"]) == ("key:ci", f"job:{job['id']}")
+    reader = catalog.app.client("read")
+    for path in ("", f"/{job['id']}/cancel", f"/{job['id']}/retry"):
+        assert reader.post(f"{API}/jobs{path}", json=body).status_code == 403
+
+
+def test_a_key_sees_the_jobs_of_its_roots(catalog: Catalog) -> None:
+    """Those of others, and differences to what is hidden, are not there: not listed, not to be stopped."""
+    ours, theirs = catalog.add("run/step-1"), catalog.add("run/step-1", "other")
+    more = catalog.add("run/step-2")
+    orders = [
+        ("scan", {"root": "other"}),
+        ("diff", {"a": theirs, "b": ours}),
+        ("diff", {"a": ours, "b": theirs}),
+    ]
+    orders += [("verify", {"checkpoint_id": theirs}), ("diff", {"a": more, "b": ours})]
+    bodies = [{"kind": kind, "params": params} for kind, params in orders]
+    made = [catalog.http.post(f"{API}/jobs", json=body).json()["id"] for body in bodies]
+    client = catalog.app.client("read", "write", roots=["main"])
+    assert [job["id"] for job in catalog.get("/jobs", client)["items"]] == [made[-1]]
+    for number in (*made[:-1], 10**6):
+        for method, below in (("GET", ""), ("GET", "/tasks"), ("GET", "/events"), ("GET", "/log")):
+            assert catalog.status(method, f"/jobs/{number}{below}", client) == 404
+        for below in ("/cancel", "/retry"):
+            assert catalog.status("POST", f"/jobs/{number}{below}", client) == 404
+    assert catalog.status("POST", "/jobs", client, json=bodies[3]) == 404
+
+
+@pytest.fixture
+def limited(make_database: Any, tmp_path: Any) -> Iterator[App]:
+    """An application where one key may queue two jobs."""
+    with running_app(make_database(), tmp_path, max_queued_jobs=2) as app:
+        yield app
+
+
+def test_one_key_has_so_many_jobs_queued(limited: App) -> None:
+    """A third is 429 with Retry-After, others have their own, and what joins a job is not one more."""
+    one, other = (limited.client("read", "write", name=name) for name in ("one", "other"))
+    orders = [{"kind": "scan", "params": {"root": "main", "below": f"run-{n}"}} for n in range(4)]
+    assert [one.post(f"{API}/jobs", json=order).status_code for order in orders[:3]] == [202, 202, 429]
+    assert "Retry-After" in one.post(f"{API}/jobs", json=orders[2]).headers
+    assert one.post(f"{API}/jobs", json=orders[1]).status_code == 202
+    assert other.post(f"{API}/jobs", json=orders[2]).status_code == 202
+    first = one.get(f"{API}/jobs").json()["items"][-1]["id"]
+    assert one.post(f"{API}/jobs/{first}/cancel").json()["state"] == "cancelled"
+    assert one.post(f"{API}/jobs", json=orders[3]).status_code == 202
+    assert one.post(f"{API}/jobs/{first}/retry").status_code == 429
+
+
+def test_keys_are_good_until_they_are_revoked(catalog: Catalog) -> None:
+    """Only the very string is the key; revoked it is refused at once, and its name is free again."""
+    made = catalog.http.post(f"{API}/keys", json={"name": "ci", "scopes": ["read"]}).json()
+    key, number = made["key"], made["id"]
+    assert re.fullmatch(r"dcp_[a-z0-9]{8}_[\w-]{43}", key)
+
+    def status(secret: str) -> int:
+        headers = {"Authorization": f"Bearer {secret}"}
+        return catalog.app.client().get(f"{API}/whoami", headers=headers).status_code
+
+    assert status(key) == 200
+    for wrong in (key[:-1] + ("A" if key[-1] != "A" else "B"), key[:-1], f"{key}a", key.upper(), "dcp__"):
+        assert status(wrong) == 401, wrong
+    assert catalog.status("POST", "/keys", json={"name": "ci", "scopes": ["read"]}) == 409
+    ended = catalog.http.delete(f"{API}/keys/{number}").json()
+    assert status(key) == 401
+    assert catalog.http.delete(f"{API}/keys/{number}").json() == ended
+    assert catalog.status("POST", "/keys", json={"name": "ci", "scopes": ["read"]}) == 201
+    assert key[13:] not in catalog.http.get(f"{API}/keys").text
