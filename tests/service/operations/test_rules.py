@@ -74,10 +74,11 @@ CONDITIONS: list[tuple[dict[str, Any], list[str]]] = [
 def test_all_conditions_that_are_given_must_hold(catalog: Catalog) -> None:
     """By run, root, steps, format and tag."""
     for number, (condition, _) in enumerate(CONDITIONS):
-        rule(catalog, {"kind": "stats", "bins": number + 2}, name=f"r{number}", condition=condition)
+        action = CONVERT | {"target_key": f"r{number}/{{run}}/{{name}}.safetensors"}
+        rule(catalog, action, name=f"r{number}", condition=condition)
     ids = {catalog.add(key): key for key in ("a/step-10", "a/step-15", "b/c/step-10")}
     catalog.regular_work()
-    jobs = pages(catalog.http, "/jobs", kind="stats")
+    jobs = pages(catalog.http, "/jobs", kind="convert")
     for number, (condition, keys) in enumerate(CONDITIONS):
         mine = [job for job in jobs if job["created_by"] == f"rule:r{number}"]
         assert sorted(ids[job["checkpoint_id"]] for job in mine) == keys, condition
