@@ -27,11 +27,12 @@ def resource(request: pytest.FixtureRequest) -> Resource:
     return RESOURCES[request.param]
 
 
-def make(client: TestClient, resource: Resource, number: int = 0, **headers: str) -> Any:
+def make(client: TestClient, resource: Resource, number: int = 0, key: str | None = None) -> Any:
     """The answer to the POST that makes one, whose name is its own."""
     body = dict(resource.body)
     if resource.named is not None and number:
         body[resource.named] = f"{body[resource.named]}-{number}"
+    headers = {} if key is None else {"Idempotency-Key": key}
     return client.post(f"{API}{resource.path}", json=body, headers=headers)
 
 
@@ -109,8 +110,8 @@ def test_a_post_that_is_repeated_takes_effect_once(catalog: Catalog, resource: R
     """Its key has the first answer for the same body and caller; answers with a secret are not kept."""
     client, path = catalog.http, f"{API}{resource.path}"
     count = len(client.get(path).json()["items"])
-    first = make(client, resource, **{"Idempotency-Key": "k"})
-    again = make(client, resource, **{"Idempotency-Key": "k"})
+    first = make(client, resource, key="k")
+    again = make(client, resource, key="k")
     if resource.has_secret:
         assert "Idempotency-Replayed" not in again.headers
         return
@@ -119,12 +120,12 @@ def test_a_post_that_is_repeated_takes_effect_once(catalog: Catalog, resource: R
     assert again.json() == first.json()
     for header in ("content-type", "location", "etag"):
         assert again.headers.get(header) == first.headers.get(header)
-    assert make(client, resource, 1, **{"Idempotency-Key": "k"}).status_code == 422
+    assert make(client, resource, 1, key="k").status_code == 422
     other = catalog.app.client("admin", name="other")
-    assert make(other, resource, 2, **{"Idempotency-Key": "k"}).status_code == 201
-    assert make(other, resource, **{"Idempotency-Key": "k2"}).status_code == 409
+    assert make(other, resource, 2, key="k").status_code == 201
+    assert make(other, resource, key="k2").status_code == 409
     for wrong in ("", "x" * 129, "a b"):
-        assert make(client, resource, 3, **{"Idempotency-Key": wrong}).status_code == 400, wrong
+        assert make(client, resource, 3, key=wrong).status_code == 400, wrong
     assert len(client.get(path).json()["items"]) == count + 2
 
 
@@ -132,7 +133,7 @@ def test_of_many_that_send_one_key_at_once_one_is_first(catalog: Catalog) -> Non
     """The others get its answer, or are asked to come back while it is at work."""
     rule = RESOURCES["rule"]
     with ThreadPoolExecutor(6) as pool:
-        answers = list(pool.map(lambda _: make(catalog.http, rule, **{"Idempotency-Key": "k"}), range(12)))
+        answers = list(pool.map(lambda _: make(catalog.http, rule, key="k"), range(12)))
     first = [one for one in answers if one.status_code == 201 and "Idempotency-Replayed" not in one.headers]
     assert len(first) == 1
     for one in answers:

@@ -221,7 +221,7 @@ def test_runs_are_listed_in_every_order(many: Catalog) -> None:
 
 def test_a_cursor_belongs_to_its_own_query(many: Catalog) -> None:
     """With another filter, order or key, or changed, it is refused; with its own it goes on."""
-    query = {"tag": "a", "sort": "step", "limit": 5}
+    query: dict[str, Any] = {"tag": "a", "sort": "step", "limit": 5}
     cursor = many.get("/checkpoints", **query)["next_cursor"]
     assert many.get("/checkpoints", **query, cursor=cursor)["items"]
     for change in (
