@@ -92,7 +92,7 @@ def test_copy_bytes(size: int) -> None:
 FORK = """
 import os, sys, tempfile, threading
 from dcp.storage.stores.buffers import BufferPool
-from dcp.storage.stores.posix.store import PosixStore
+from dcp.storage.stores import PosixStore
 
 pool = BufferPool(count=2, size_bytes=4096)
 outer = [pool.take(), pool.take()]

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from dcp.storage.errors import StorageError, StorageFullError
-from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
-from dcp.storage.stores.memory import MemoryStore
-from dcp.storage.stores.posix.store import PosixStore
+from dcp.errors import StorageError, StorageFullError
+from tests.support.faulty_store import Fault, FaultInjectingStore, Operation
+from dcp.storage.stores import MemoryStore
+from dcp.storage.stores import PosixStore
 
 FULL = StorageFullError("injected", path="x", op="write")
 

@@ -19,7 +19,7 @@ import requests
 from fsspec.implementations.memory import MemoryFileSystem
 
 import dcp
-from dcp.storage.errors import StorageError
+from dcp.errors import StorageError
 from dcp.storage.stores.objects.client import Failure
 from dcp.storage.stores.objects.generic.errors import as_request_error
 from dcp.storage.stores.objects.store import FsspecStore

@@ -14,8 +14,8 @@ import pytest
 
 import dcp
 from dcp.inspection.verification import verify
-from dcp.storage.errors import CheckpointError, StorageError
-from dcp.storage.stores.posix.store import PosixStore
+from dcp.errors import CheckpointError, StorageError
+from dcp.storage.stores import PosixStore
 from tests.support.bad_mount import bad_mount
 from tests.support.crashes import in_lab
 from tests.support.versions import save_version, seen_by_dcp, version_state

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dcp.storage.errors import StorageError
+from dcp.errors import StorageError
 from dcp.storage.stores import MemoryStore, PosixStore, open_store
 
 

@@ -8,18 +8,20 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from dcp.demo.s3_server import S3Server
-from dcp.storage.errors import StorageError
-from dcp.storage.stores.base import Store
+from dcp.errors import CheckpointConflictError, CheckpointNotFoundError, StorageError
+from dcp.storage.stores import ANY, MemoryStore, PosixStore, Store, Version, open_store
 from dcp.storage.stores.contract import StoreContract
-from dcp.storage.stores.faults import FaultInjectingStore
-from dcp.storage.stores.memory import MemoryStore
-from dcp.storage.stores.objects.store import FsspecStore
-from dcp.storage.stores.posix.store import PosixStore
+from tests.support.faulty_store import FaultInjectingStore
 from tests.support.s3 import RawS3, raw_s3
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -117,7 +119,7 @@ class TestS3(StoreContract):
     @pytest.fixture
     def store(self, s3_server: S3Server, s3_root: str) -> Store:
         """A prefix of its own, and uploads in the smallest parts."""
-        return FsspecStore(f"{s3_root}/step", s3_server.storage_options | {"part_bytes": 5 << 20})
+        return open_store(f"{s3_root}/step", s3_server.storage_options | {"part_bytes": 5 << 20})
 
     def raw_read(self, store: Store, name: str) -> bytes | None:
         """By plain requests."""
@@ -130,14 +132,23 @@ class TestS3(StoreContract):
         again: Store = pickle.loads(pickle.dumps(store))
         return again
 
-    @pytest.mark.exhaustive  # no file is open on this machine; test_object_lifetime.py counts connections
+    @pytest.mark.exhaustive  # no file is open on this machine; test_object_lifetimes.py counts connections
     def test_many_small_files(self, store: Store) -> None:
         """As everywhere."""
         super().test_many_small_files(store)
 
 
+class _Cloud(MemoryFileSystem):  # type: ignore[misc]  # it comes without types
+    """fsspec's own memory file system, by a scheme that the package does not know."""
+
+    protocol = "contractcloud"
+
+
+fsspec.register_implementation("contractcloud", _Cloud, clobber=True)
+
+
 class TestFsspecMemory(StoreContract):
-    """fsspec's own memory file system, through the generic client."""
+    """Any file system of fsspec's, through the generic client."""
 
     sees_unfinished = False
     keeps_replaced = None
@@ -146,20 +157,21 @@ class TestFsspecMemory(StoreContract):
     def store(self) -> Iterator[Store]:
         """A folder of its own, removed afterwards."""
         name = uuid.uuid4().hex
-        store = FsspecStore(f"memory://{name}")
+        store = open_store(f"contractcloud://{name}")
         store.make_root()
         yield store
-        fsspec.filesystem("memory").rm(f"/{name}", recursive=True)
+        for file in store.list():
+            store.delete(file.name)
 
     def raw_read(self, store: Store, name: str) -> bytes | None:
         """By the file system itself."""
-        filesystem = fsspec.filesystem("memory")
-        path = f"{store.url.removeprefix('memory:/')}/{name}"
+        filesystem = fsspec.filesystem("contractcloud")
+        path = f"{store.url}/{name}"  # a name in its memory, scheme and all
         return bytes(filesystem.cat_file(path)) if filesystem.exists(path) else None
 
     def reopen(self, store: Store) -> Store:
         """Another object for the same folder."""
-        return FsspecStore(store.url)
+        return open_store(store.url)
 
 
 class TestFsspecLocal(StoreContract):
@@ -170,24 +182,130 @@ class TestFsspecLocal(StoreContract):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
         """For one writer at a time."""
-        store = FsspecStore(f"file://{tmp_path}/step", {"conditional_writes": "off"})
+        store = open_store(f"local://{tmp_path}/step", {"conditional_writes": "off"})
         store.make_root()
         return store
 
     def raw_read(self, store: Store, name: str) -> bytes | None:
         """By the operating system."""
-        path = Path(store.url.removeprefix("file://"), name)
+        path = Path(store.url.removeprefix("local://"), name)
         return path.read_bytes() if path.exists() else None
 
     def test_create_only_race(self, store: Store) -> None:
         """Not promised: without conditional writes there may be one writer only, if that is asked for."""
         with pytest.raises(StorageError, match="conditional_writes"):
-            FsspecStore(store.url).publish("m", b"1", durable=False, expected=None)
+            open_store(store.url).publish("m", b"1", durable=False, expected=None)
         assert store.list() == []
 
     def test_compare_and_replace_loses_no_update(self, store: Store) -> None:
         """As above: a replacement that compares is refused, and what is there stays."""
         version = store.publish("m", b"1", durable=False)
         with pytest.raises(StorageError, match="conditional_writes"):
-            FsspecStore(store.url).publish("m", b"2", durable=False, expected=version)
+            open_store(store.url).publish("m", b"2", durable=False, expected=version)
         assert self.raw_read(store, "m") == b"1"
+
+
+# -- any sequence of operations ------------------------------------------------------------------------------
+
+NAMES = st.sampled_from(["a", "b", "c.distcp", ".tmp-d"])
+SIZES = st.sampled_from([0, 1, 7, 4096, 5000, 262_144, 300_000, 1 << 20])
+PIECES = st.lists(
+    st.builds(lambda size, value: bytes([value]) * size, SIZES, st.integers(0, 255)), max_size=4
+)
+
+
+class StoreAgainstDict(RuleBasedStateMachine):
+    """Operations on a store, and the same ones on a dict of name to bytes."""
+
+    store: Store
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.files: dict[str, bytes] = {}
+        self.stale: Version = Version("never")
+
+    @rule(name=NAMES, pieces=PIECES, durable=st.booleans(), finish=st.booleans())
+    def write(self, name: str, pieces: list[bytes], durable: bool, finish: bool) -> None:
+        """A data file, finished or aborted; refused where the name exists."""
+        if name in self.files:
+            with pytest.raises(StorageError):
+                self.store.create(name, durable=durable)
+            return
+        handle = self.store.create(name, durable=durable)
+        for piece in pieces:
+            handle.write(piece)
+        if finish:
+            self.files[name] = b"".join(pieces)
+            assert handle.finish() == len(self.files[name])
+        else:
+            handle.abort()
+
+    @rule(name=NAMES, data=st.binary(max_size=9), how=st.sampled_from(["any", "new", "current", "stale"]))
+    def publish(self, name: str, data: bytes, how: str) -> None:
+        """Published exactly if what is expected is there."""
+        current = self.store.version(name)
+        expected: Any = {"any": ANY, "new": None, "current": current, "stale": self.stale}[how]
+        if expected is ANY or expected == current:
+            version = self.store.publish(name, data, durable=False, expected=expected)
+            assert version == self.store.version(name)
+            self.stale = current or self.stale
+            self.files[name] = data
+        else:
+            with pytest.raises(CheckpointConflictError):
+                self.store.publish(name, data, durable=False, expected=expected)
+
+    @rule(name=NAMES)
+    def delete(self, name: str) -> None:
+        """There or not, it is gone."""
+        self.store.delete(name)
+        self.files.pop(name, None)
+
+    @rule(name=NAMES, offset=st.integers(0, 5000), sizes=st.lists(st.integers(0, 2000), max_size=5))
+    def read_ranges(self, name: str, offset: int, sizes: list[int]) -> None:
+        """Ranges inside of the file are its bytes."""
+        if name not in self.files:
+            with pytest.raises(CheckpointNotFoundError):
+                self.store.open_read(name)
+            return
+        data = self.files[name]
+        offset = min(offset, len(data))
+        buffers = [bytearray(size) for size in sizes]
+        with self.store.open_read(name) as handle:
+            if offset + sum(sizes) <= len(data):
+                handle.preadv([memoryview(buffer) for buffer in buffers], offset)
+                assert b"".join(buffers) == data[offset : offset + sum(sizes)]
+
+    @invariant()
+    def same_files(self) -> None:
+        """Names, sizes and contents agree."""
+        assert [(info.name, info.size_bytes) for info in self.store.list()] == [
+            (name, len(data)) for name, data in sorted(self.files.items())
+        ]
+        for name, data in self.files.items():
+            assert self.store.read(name, limit_bytes=len(data)) == data
+
+
+class PosixAgainstDict(StoreAgainstDict):
+    """In a temporary folder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = PosixStore(tempfile.mkdtemp())
+
+    def teardown(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.store.url)
+
+
+class MemoryAgainstDict(StoreAgainstDict):
+    """In memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = MemoryStore(uuid.uuid4().hex)
+
+
+TestPosixAgainstDict = PosixAgainstDict.TestCase
+TestMemoryAgainstDict = MemoryAgainstDict.TestCase
+for case in (TestPosixAgainstDict, TestMemoryAgainstDict):
+    case.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)

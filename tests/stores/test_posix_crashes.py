@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from dcp.storage.errors import StorageError
-from dcp.storage.stores.posix.store import PosixStore
+from dcp.errors import StorageError
+from dcp.storage.stores import PosixStore
 from tests.support.programs import Program
 
 MIB = 1 << 20
@@ -31,7 +31,7 @@ def start(
 
 PUBLISH = """
 import os, signal, sys
-from dcp.storage.stores.posix.store import PosixStore
+from dcp.storage.stores import PosixStore
 root, kill_at, size, mode = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 seen = 0
 def observe(step, name):
@@ -78,7 +78,7 @@ def test_publish_killed_at_every_step(tmp_path: Path, mode: str, size: int) -> N
 
 HOLD = """
 import sys
-from dcp.storage.stores.posix.store import PosixStore
+from dcp.storage.stores import PosixStore
 with PosixStore(sys.argv[1]).lock(timeout_seconds=240):
     print("held", flush=True)
     sys.stdin.read()
@@ -103,8 +103,8 @@ def test_lock_ends_with_its_process(tmp_path: Path) -> None:
 
 RACE = """
 import os, sys, time
-from dcp.storage.errors import CheckpointConflictError
-from dcp.storage.stores.posix.store import PosixStore
+from dcp.errors import CheckpointConflictError
+from dcp.storage.stores import PosixStore
 store = PosixStore(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()
@@ -135,8 +135,8 @@ def test_processes_race_to_publish(tmp_path: Path) -> None:
 
 FULL = """
 import os, resource, sys
-from dcp.storage.errors import StorageFullError
-from dcp.storage.stores.posix.store import PosixStore
+from dcp.errors import StorageFullError
+from dcp.storage.stores import PosixStore
 root, limit, durable, expected = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "True", int(sys.argv[4])
 if limit:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
@@ -182,8 +182,8 @@ print("fine")
 
 ONCE = """
 import resource, sys, time
-from dcp.storage.errors import StorageFullError
-from dcp.storage.stores.posix.store import PosixStore
+from dcp.errors import StorageFullError
+from dcp.storage.stores import PosixStore
 root, act = sys.argv[1:]
 pwrites = 0
 
@@ -210,7 +210,7 @@ except StorageFullError as error:
 
 REFUSED = """
 import sys
-from dcp.storage.stores.posix.store import PosixStore
+from dcp.storage.stores import PosixStore
 store = PosixStore(sys.argv[1])
 data = bytes(range(256)) * (90 << 10) + b"tail"
 with store.create("data.bin", durable=True, expected_bytes=len(data)) as handle:
@@ -271,7 +271,7 @@ def test_file_system_without_direct_io(tmp_path: Path, kind: str) -> None:
 
 INTERRUPTED = """
 import sys
-from dcp.storage.stores.posix.store import PosixStore
+from dcp.storage.stores import PosixStore
 handle = PosixStore(sys.argv[1]).create("data.bin", durable=True)
 handle.write(bytes(30 << 20))
 print("writing", flush=True)

@@ -17,7 +17,7 @@ import fsspec.asyn
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dcp.demo.s3_server import S3Server
-from dcp.storage.errors import StorageError
+from dcp.errors import StorageError
 from dcp.storage.stores import buffers
 from dcp.storage.stores.buffers import BufferPool
 from dcp.storage.stores.contract import pattern_bytes

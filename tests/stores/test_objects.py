@@ -13,7 +13,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dcp.demo.s3_server import S3Server
-from dcp.storage.errors import CheckpointConflictError, CheckpointError, StorageError, StorageFullError
+from dcp.errors import CheckpointConflictError, CheckpointError, StorageError, StorageFullError
 from dcp.storage.stores import open_store
 from dcp.storage.stores.contract import pattern_bytes
 from dcp.storage.stores.handles import Buffer

@@ -1,0 +1,304 @@
+"""What is particular to a folder: links, odd files, the order of durable steps, interrupts, handles that are dropped."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import stat
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from dcp.errors import CheckpointConflictError, CheckpointFormatError, StorageError
+from dcp.storage.stores import PosixStore
+from dcp.storage.stores.contract import pattern_bytes
+from tests.support.processes import open_files
+
+MIB = 1 << 20
+ASIDE = ".tmp-"
+
+
+class Steps(list[tuple[str, str]]):
+    """An observer that records; temporary names are shortened, since they are random."""
+
+    def __call__(self, step: str, name: str) -> None:
+        """Record the step."""
+        self.append((step, ASIDE if name.startswith(ASIDE) else name))
+
+
+def calls_that_read(store: PosixStore, name: str) -> list[Callable[[], object]]:
+    """Every way to get at a file's bytes."""
+    return [
+        partial(store.read, name, limit_bytes=9999),
+        partial(store.open_read, name),
+        partial(store.version, name),
+    ]
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    """A checkpoint cannot read another file through a link; it is as if it were not there, or refused."""
+    secret, root = tmp_path / "secret", tmp_path / "root"
+    secret.write_bytes(b"secret")
+    root.mkdir()
+    (root / "link").symlink_to(secret)
+    (root / "dangling").symlink_to(tmp_path / "new")
+    store = PosixStore(root)
+    assert store.list() == [] and store.stat("link") is None
+    for call in calls_that_read(store, "link"):
+        with pytest.raises(CheckpointFormatError, match="symbolic link"):
+            call()
+    with pytest.raises(StorageError):
+        store.create("dangling", durable=False)
+    store.publish("link", b"published", durable=False)
+    assert secret.read_bytes() == b"secret" and not (root / "link").is_symlink()
+    assert not (tmp_path / "new").exists()
+
+
+def test_links_are_followed_on_request_and_roots_may_be_links(tmp_path: Path) -> None:
+    """The caches of model hubs are folders of links; a root that is one was named by its user."""
+    (tmp_path / "blob").write_bytes(b"12345")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    (tmp_path / "real" / "model").symlink_to("../blob")
+    store = PosixStore(tmp_path / "link", follow_links=True)
+    store.make_root()
+    assert store.read("model", limit_bytes=5) == b"12345"
+    store.publish("m", b"1", durable=True, expected=None)
+    assert [(info.name, info.size_bytes) for info in store.list()] == [("m", 1), ("model", 5)]
+
+
+def test_odd_files_are_refused_without_hanging(tmp_path: Path) -> None:
+    """A FIFO, a socket and a folder are no part of a checkpoint; a FIFO is not waited for."""
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "folder").mkdir()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+    store = PosixStore(tmp_path)
+    assert store.list() == []
+    for name in ("fifo", "folder", "socket"):
+        assert store.stat(name) is None
+        for call in calls_that_read(store, name):
+            with pytest.raises((CheckpointFormatError, StorageError)) as caught:
+                call()
+            assert caught.value.path == str(tmp_path / name)
+    with pytest.raises(StorageError):
+        store.delete("folder")
+
+
+def test_a_missing_root_is_empty_to_readers_and_an_error_to_writers(tmp_path: Path) -> None:
+    """Nothing is there to read; whoever writes is told the place, by a typed error."""
+    store = PosixStore(tmp_path / "missing")
+    assert (store.list(), store.stat("m"), store.version("m")) == ([], None, None)
+    store.remove_root()
+    for call in (
+        partial(store.create, "a", durable=True),
+        partial(store.publish, "m", b"", durable=True),
+        store.sync,
+        lambda: store.lock(timeout_seconds=1).__enter__(),
+    ):
+        with pytest.raises(StorageError) as caught:
+            call()
+        assert str(tmp_path / "missing") in caught.value.path
+
+
+@pytest.mark.parametrize("blocker", ["file", "dangling"])
+def test_a_root_in_the_place_of_a_file_is_refused(tmp_path: Path, blocker: str) -> None:
+    """Something else in the folder's place, or in its parent's, is a typed error."""
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "dangling").symlink_to("nowhere/at/all")
+    for path in (tmp_path / blocker, tmp_path / blocker / "below"):
+        with pytest.raises(StorageError):
+            PosixStore(path).make_root()
+
+
+# -- the order of steps --------------------------------------------------------------------------------------
+
+
+def test_make_root_is_durable(tmp_path: Path) -> None:
+    """Each new folder is synced in its parent, outermost first; an existing one costs nothing."""
+    steps = Steps()
+    store = PosixStore(tmp_path / "a" / "b", steps)
+    for _ in range(2):
+        store.make_root()
+    assert steps == [("mkdir", "a"), ("fsync_folder", tmp_path.name), ("mkdir", "b"), ("fsync_folder", "a")]
+
+
+@pytest.mark.parametrize("at", [("mkdir", "b"), ("fsync_folder", "a")])
+def test_make_root_beside_who_removes_it(tmp_path: Path, at: tuple[str, str]) -> None:
+    """A deletion that ends as a save of the same id begins takes the empty folder away: it is made again."""
+    root, steps = tmp_path / "a" / "b", Steps()
+
+    def observe(step: str, name: str) -> None:
+        if (step, name) == at and at not in steps:
+            shutil.rmtree(root.parent)
+        steps(step, name)
+
+    PosixStore(root, observe).make_root()
+    assert root.is_dir() and steps.count(at) == 2
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_content_is_durable_before_its_name_and_the_name_after(tmp_path: Path, durable: bool) -> None:
+    """Content is synced before it gets its name, and the folder after; the lock is for replacements only."""
+    steps = Steps()
+    store = PosixStore(tmp_path, steps)
+    aside = [("create", ASIDE), ("pwrite", ASIDE), ("fsync", ASIDE)]
+    aside = aside if durable else [("create", ASIDE), ("write", ASIDE)]
+    after = [("fsync_folder", tmp_path.name)] if durable else []
+    version = store.publish("m", b"1", durable=durable, expected=None)
+    assert steps == [*aside, ("link", "m"), ("unlink", ASIDE), *after]
+    steps.clear()
+    store.publish("m", b"2", durable=durable, expected=version)
+    assert steps == [*aside, ("lock", ".lock"), ("rename", "m"), *after]
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_data_files_are_synced_once_when_they_are_whole(tmp_path: Path) -> None:
+    """A large durable file is reserved, written in pieces and cut; a small one is one write and one sync."""
+    steps = Steps()
+    store = PosixStore(tmp_path, steps)
+    with store.create("small", durable=True, expected_bytes=MIB) as handle:
+        handle.write(bytes(1000))
+        handle.write(bytes(1000))
+    assert steps == [("create", "small"), ("pwrite", "small"), ("fsync", "small")]
+    with store.create("large", durable=True, expected_bytes=64 * MIB) as handle:
+        handle.write(bytes(17 * MIB + 1))
+    # Reserving and cutting belong to O_DIRECT, which this file system may not have.
+    assert [step for step, name in steps if name == "large"] in (
+        ["create", "fallocate", "pwrite", "pwrite", "pwrite", "ftruncate", "fsync"],
+        ["create", "pwrite", "pwrite", "pwrite", "fsync"],
+    )
+    assert (tmp_path / "large").stat().st_size == 17 * MIB + 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_publish_interrupted_anywhere_leaves_nothing_aside(tmp_path: Path, durable: bool) -> None:
+    """Ctrl-C may come at any call: what is there then is nothing, or the whole file under its name."""
+    store, left = PosixStore(tmp_path), 0
+
+    def interrupt(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal left
+        if event in ("call", "return") and (left := left - 1) == 0:
+            raise KeyboardInterrupt
+        return interrupt
+
+    for call in count(1):
+        left = call
+        before = sys.gettrace()
+        sys.settrace(interrupt)
+        try:
+            store.publish("m", b"1", durable=durable, expected=None)
+        except KeyboardInterrupt:
+            pass
+        else:
+            break
+        finally:
+            sys.settrace(before)
+        assert [path.name for path in tmp_path.iterdir()] in ([], ["m"]), call
+        (tmp_path / "m").unlink(missing_ok=True)
+    assert call > 20
+    assert (tmp_path / "m").read_bytes() == b"1"
+
+
+def test_without_hard_links_create_only_still_excludes(tmp_path: Path) -> None:
+    """Where links are refused a create-only publish is a compare and rename under the lock."""
+    steps = Steps()
+    store = PosixStore(tmp_path, steps, hard_links=False)
+    store.publish("m", b"1", durable=False, expected=None)
+    assert [step for step, _ in steps] == ["create", "write", "lock", "rename"]
+    with pytest.raises(CheckpointConflictError):
+        store.publish("m", b"2", durable=False, expected=None)
+    assert store.read("m", limit_bytes=9) == b"1"
+
+
+# -- handles, locks, modes -----------------------------------------------------------------------------------
+
+
+def test_remove_root_ignores_an_abandoned_lock_file(tmp_path: Path) -> None:
+    """The lock file of a killed process does not keep an empty folder; that of a living one does."""
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / ".lock").touch()
+    store = PosixStore(root)
+    with PosixStore(root).lock(timeout_seconds=1):
+        store.remove_root()
+        assert root.is_dir()
+    (root / ".lock").touch()
+    store.remove_root()
+    assert not root.exists()
+
+
+def test_many_threads_never_hold_one_lock_together(tmp_path: Path) -> None:
+    """Also where each removes the lock file as it lets go, just as the next ones open it."""
+    holders = worst = 0
+
+    def work() -> None:
+        nonlocal holders, worst
+        store = PosixStore(tmp_path)
+        for _ in range(100):
+            with store.lock(timeout_seconds=240):
+                holders += 1
+                worst = max(worst, holders)
+                holders -= 1
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (worst, holders, list(tmp_path.iterdir())) == (1, 0, [])
+
+
+def test_short_writes_and_reads_are_continued(tmp_path: Path) -> None:
+    """Signals cut calls of the system short wherever they are: every byte is written and read all the same."""
+    data, store = pattern_bytes(8 * MIB), PosixStore(tmp_path)
+    previous = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+    try:
+        with store.create("data", durable=False) as handle:
+            for begin, end in ((0, 5), (5, MIB), (MIB, len(data))):
+                handle.write(memoryview(data)[begin:end])
+        assert store.read("data", limit_bytes=len(data)) == data
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert (tmp_path / "data").read_bytes() == data
+
+
+def test_handles_that_are_dropped_release_everything(tmp_path: Path) -> None:
+    """A handle that is neither finished nor aborted leaks no descriptor, thread or buffer."""
+    store = PosixStore(tmp_path)
+    earlier = set(threading.enumerate())
+    for n in range(6):
+        store.create(f"a{n}", durable=True).write(bytes(9 * MIB))
+        store.create(f"b{n}", durable=False).write(b"x")
+        store.open_read(f"b{n}")
+    writing = [thread for thread in threading.enumerate() if thread not in earlier]
+    for thread in writing:
+        thread.join(240)
+    assert [path for path in open_files() if path.startswith(str(tmp_path))] == []
+    assert not any(thread.is_alive() for thread in writing)
+
+
+def test_modes_follow_the_umask(tmp_path: Path) -> None:
+    """Files are as readable as the user's other files, for a shared folder."""
+    previous = os.umask(0o027)
+    try:
+        store = PosixStore(tmp_path / "root")
+        store.make_root()
+        store.create("a", durable=True).finish()
+        store.publish("m", b"1", durable=False)
+    finally:
+        os.umask(previous)
+    modes = [stat.S_IMODE((tmp_path / "root" / name).stat().st_mode) for name in ("a", "m", ".")]
+    assert modes == [0o640, 0o640, 0o750]
