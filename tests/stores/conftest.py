@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-_NOT_OF_FILES = ("TestMemoryStore", "TestS3", "TestFsspecMemory", "TestFsspecLocal", "TestFaultInjectingStore")
+_NOT_OF_FILES = (
+    "TestMemoryStore",
+    "TestS3",
+    "TestFsspecMemory",
+    "TestFsspecLocal",
+    "TestFaultInjectingStore",
+)
 _LARGE_BYTES = 16 << 20
 
 

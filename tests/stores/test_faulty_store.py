@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from dcp.errors import StorageError, StorageFullError
+from dcp.storage.stores import MemoryStore, PosixStore
 from tests.support.faulty_store import Fault, FaultInjectingStore, Operation
-from dcp.storage.stores import MemoryStore
-from dcp.storage.stores import PosixStore
 
 FULL = StorageFullError("injected", path="x", op="write")
 

@@ -1,12 +1,16 @@
-"""Which store a checkpoint id means."""
+"""Which place a checkpoint id means, and ids that name none: one typed error, before anything is asked."""
 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import dcp
 from dcp.errors import StorageError
 from dcp.storage.stores import MemoryStore, PosixStore, open_store
 
@@ -61,3 +65,65 @@ def test_posix_store_travels_to_other_processes(tmp_path: Path) -> None:
             pass
     assert copy.url == store.url
     assert copy.read("link", limit_bytes=1) == b"x"
+
+
+NO_PLACES: dict[str, Any] = {
+    "bytes": b"/tmp/x",
+    "bytearray": bytearray(b"x"),
+    "number": 5,
+    "NUL": "/tmp/a\0b",
+    "NUL in a path": Path("/tmp/a\0b"),
+    "no character": "/tmp/\ud800",
+    "NUL in a URL": "s3://bucket/a\0b",
+}
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "save": lambda place: dcp.save({"a": torch.ones(1)}, checkpoint_id=place, no_dist=True),
+    "load": lambda place: dcp.load({"a": torch.ones(1)}, checkpoint_id=place, no_dist=True),
+    "async": lambda place: dcp.async_save({"a": torch.ones(1)}, checkpoint_id=place, no_dist=True),
+    "writer": lambda place: dcp.FileSystemWriter(place).prepare(),
+    "reader": lambda place: dcp.FileSystemReader(place).read_metadata(),
+    "manager": lambda place: dcp.CheckpointManager(place),
+    "index": dcp.open_index,
+    "source": lambda place: dcp.convert(place, "/nowhere/t.pt", to="torch"),
+    "target": lambda place: dcp.convert("/nowhere", place, to="torch"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_PLACES)
+@pytest.mark.parametrize("use", USES)
+def test_what_names_no_place_is_told_at_once(use: str, kind: str) -> None:
+    """The error is of this package and says what was given."""
+    with pytest.raises(StorageError) as caught:
+        USES[use](NO_PLACES[kind])
+    assert any(word in str(caught.value) for word in ("named by a str", "NUL", "encoding"))
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("use", ["save", "load", "index", "target"])
+def test_a_name_that_is_too_long(use: str, tmp_path: Path) -> None:
+    """What only the file system knows is its error, typed."""
+    with pytest.raises(StorageError, match="too long"):
+        USES[use](tmp_path / ("x" * 300))
+
+
+@pytest.mark.parametrize("leads_to", ["nowhere", "link"])
+def test_a_link_that_leads_nowhere(leads_to: str, tmp_path: Path) -> None:
+    """The error names the link; "File exists", or a folder without a checkpoint, would be half of it."""
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / leads_to)
+    for place in (link, link / "step-1"):
+        with pytest.raises(StorageError, match=f"{link} is a symbolic link to {tmp_path / leads_to}"):
+            USES["save"](place)
+        with pytest.raises(dcp.CheckpointError, match="symbolic link"):
+            USES["load"](place)
+    if leads_to == "nowhere":
+        with pytest.raises(dcp.CheckpointNotFoundError, match="is a symbolic link"):
+            USES["load"](link)
+
+
+@pytest.mark.parametrize("place", [Path("s3://bucket/run"), "gs:/bucket", "simplecache::s3://bucket/run"])
+def test_urls_that_lost_a_slash_are_told(place: Any) -> None:
+    """pathlib takes two slashes of a URL for one; a folder of that name would be made in silence."""
+    with pytest.raises(StorageError, match=r"lost a slash|chained"):
+        open_store(place)

@@ -1,4 +1,4 @@
-"""What is particular to a folder: links, odd files, the order of durable steps, interrupts, handles that are dropped."""
+"""What is particular to a folder: links, odd files, the order of durable steps, interrupts, lost handles."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ import pytest
 from dcp.errors import CheckpointConflictError, CheckpointFormatError, StorageError
 from dcp.storage.stores import PosixStore
 from dcp.storage.stores.contract import pattern_bytes
+from tests.support.bad_mount import bad_mount
 from tests.support.processes import open_files
 
 MIB = 1 << 20
@@ -180,6 +181,31 @@ def test_data_files_are_synced_once_when_they_are_whole(tmp_path: Path) -> None:
     assert (tmp_path / "large").stat().st_size == 17 * MIB + 1
 
 
+def test_the_system_is_really_asked_to_sync(tmp_path: Path) -> None:
+    """Of a durable file, and of the folder: calls of the kernel, and none where nothing is to be durable."""
+    asked: list[tuple[str, str]] = []
+
+    def note(call: str, path: Path) -> int:
+        if call in ("fsync", "fdatasync", "link", "rename"):
+            asked.append((call, "folder" if path.is_dir() else path.name.partition("-")[0]))
+        return 0
+
+    store = PosixStore(tmp_path)
+    with bad_mount(tmp_path, note):
+        for durable in (False, True):
+            with store.create(f"data{durable}", durable=durable) as handle:
+                handle.write(b"1")
+            store.publish(f"m{durable}", b"1", durable=durable, expected=None)
+    aside = f"{ASIDE}".removesuffix("-")
+    assert asked == [
+        ("link", aside),
+        ("fsync", "dataTrue"),
+        ("fsync", aside),
+        ("link", aside),
+        ("fsync", "folder"),
+    ]
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("durable", [False, True])
 def test_a_publish_interrupted_anywhere_leaves_nothing_aside(tmp_path: Path, durable: bool) -> None:
@@ -260,7 +286,7 @@ def test_many_threads_never_hold_one_lock_together(tmp_path: Path) -> None:
 
 
 def test_short_writes_and_reads_are_continued(tmp_path: Path) -> None:
-    """Signals cut calls of the system short wherever they are: every byte is written and read all the same."""
+    """Signals cut calls of the system short anywhere: every byte is written and read all the same."""
     data, store = pattern_bytes(8 * MIB), PosixStore(tmp_path)
     previous = signal.signal(signal.SIGALRM, lambda *_: None)
     signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)

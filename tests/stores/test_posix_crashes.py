@@ -7,129 +7,105 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dcp.errors import StorageError
+from dcp.errors import CheckpointConflictError, StorageError
 from dcp.storage.stores import PosixStore
-from tests.support.programs import Program
+from tests.support.crashes import Child, in_lab, kill_at_each_step
 
 MIB = 1 << 20
 
 
-def start(
-    code: str, *arguments: object, prefix: tuple[str, ...] = (), finalizes: bool = False
-) -> Program | subprocess.Popen[str]:
-    """A Python process that runs ``code``."""
-    pipe, command = subprocess.PIPE, ["-c", code, *map(str, arguments)]
-    if not prefix:
-        return Program(*command, stdout=pipe, stdin=pipe, finalizes=finalizes)
-    return subprocess.Popen([*prefix, sys.executable, *command], stdout=pipe, stdin=pipe, text=True)
+def publish_new(folder: Path, observe: Any, size: int = 1000) -> None:
+    """Replace or create the file, as its next version."""
+    store = PosixStore(folder, observe)
+    store.make_root()
+    store.publish("m", b"N" * size, durable=True, expected=PosixStore(folder).version("m"))
 
 
-PUBLISH = """
-import os, signal, sys
-from dcp.storage.stores import PosixStore
-root, kill_at, size, mode = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-seen = 0
-def observe(step, name):
-    global seen
-    seen += 1
-    if seen == kill_at:
-        os.kill(os.getpid(), signal.SIGKILL)
-store = PosixStore(root, observe)
-expected = None if mode == "create" else store.version("m")
-store.publish("m", b"N" * size, durable=True, expected=expected)
-"""
+def publish_large(folder: Path, observe: Any) -> None:
+    """The same with more than a buffer, which a thread writes."""
+    publish_new(folder, observe, 9 * MIB)
 
 
-@pytest.mark.parametrize("mode", ["create", "replace"])
-@pytest.mark.parametrize("size", [1000, 9 * MIB])
-def test_publish_killed_at_every_step(tmp_path: Path, mode: str, size: int) -> None:
-    """SIGKILL before any step of a publish leaves the old or the new content, and the next publish works."""
-    outcomes = []
-    for kill_at in range(1, 30):
-        store = PosixStore(tmp_path / str(kill_at))
-        store.make_root()
-        old = b"old" if mode == "replace" else None
-        if old:
-            store.publish("m", old, durable=False)
-        process = start(PUBLISH, store.url, kill_at, size, mode)
-        process.communicate(timeout=240)
-        current = store.read("m", limit_bytes=1 << 30) if store.stat("m") else None
-        assert current in (old, b"N" * size)
-        left = [info.name for info in store.list() if info.name != "m"]
-        assert all(name.startswith(".tmp-") for name in left)
-        store.publish("m", b"next", durable=True, expected=store.version("m"))
-        assert store.read("m", limit_bytes=9) == b"next"
-        outcomes.append(current == b"N" * size)
-        if process.returncode == 0:
-            assert not left
-            break
-        assert process.returncode == -signal.SIGKILL
-    assert process.returncode == 0
-    # Old before the one instant, new from then on, and both were seen.
-    assert outcomes == sorted(outcomes)
-    assert {False, True} == set(outcomes)
-    assert len(outcomes) >= 6
+def seen_after_kill(folder: Path, operation: str, killed: bool) -> tuple[str, bytes, list[str], bool]:
+    """What is there, beside what was left over; the next publish works."""
+    store = PosixStore(folder)
+    store.make_root()
+    current = store.read("m", limit_bytes=1 << 30)[:3] if store.stat("m") else b""
+    left = [info.name for info in store.list() if info.name != "m"]
+    store.publish("m", b"next", durable=True, expected=store.version("m"))
+    assert store.read("m", limit_bytes=9) == b"next"
+    return operation, current, left, killed
 
 
-HOLD = """
-import sys
-from dcp.storage.stores import PosixStore
-with PosixStore(sys.argv[1]).lock(timeout_seconds=240):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
+@pytest.mark.parametrize("act", [publish_new, publish_large])
+@pytest.mark.parametrize("old", [b"", b"old"])
+def test_publish_killed_at_every_step(tmp_path: Path, old: bytes, act: Any) -> None:
+    """SIGKILL before any step leaves the old or the new content, one instant between, and no lock."""
+    before = tmp_path / "before"
+    before.mkdir()
+    if old:
+        (before / "m").write_bytes(old)
+    seen = in_lab(kill_at_each_step, before, tmp_path / "runs", act, seen_after_kill)
+    contents = [content for _, content, _, _ in seen]
+    assert contents == sorted(contents, key=lambda content: content == b"NNN")
+    assert set(contents) == {old, b"NNN"}
+    assert all(name.startswith(".tmp-") for _, _, left, _ in seen for name in left)
+    assert [killed for *_, killed in seen] == [True] * (len(seen) - 1) + [False]
+    assert len(seen) >= 6 and seen[-1][2] == []
 
 
-def test_lock_ends_with_its_process(tmp_path: Path) -> None:
-    """A lock excludes other processes while its holder lives, and is free as soon as that one is killed."""
-    holder = start(HOLD, tmp_path)
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == "held\n"
-    store = PosixStore(tmp_path)
-    with pytest.raises(StorageError) as caught, store.lock(timeout_seconds=0.1):
+def hold_until_killed(folder: Path, ready: Path) -> None:
+    """Take the lock and say so; never let go."""
+    with PosixStore(folder).lock(timeout_seconds=240):
+        ready.touch()
+        signal.pause()
+
+
+def lock_of_a_killed_process(folder: Path) -> float:
+    """Who waits for the lock of a living process gives up; that of a killed one is free at once."""
+    holder = Child(hold_until_killed, folder, folder.parent / "ready")
+    while not (folder.parent / "ready").exists():
         pass
-    assert caught.value.timeout_seconds == 0.1
-    holder.kill()
-    holder.communicate()
-    with store.lock(timeout_seconds=240):
-        assert store.list() == []
-    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(StorageError) as caught, PosixStore(folder).lock(timeout_seconds=0.1):
+        pass
+    os.kill(holder.pid, signal.SIGKILL)
+    assert holder.wait().killed
+    with PosixStore(folder).lock(timeout_seconds=240):
+        pass
+    return float(caught.value.timeout_seconds or 0)
 
 
-RACE = """
-import os, sys, time
-from dcp.errors import CheckpointConflictError
-from dcp.storage.stores import PosixStore
-store = PosixStore(sys.argv[1])
-print("ready", flush=True)
-sys.stdin.readline()
-try:
-    store.publish("m", sys.argv[2].encode(), durable=True, expected=None)
-except CheckpointConflictError:
-    print("lost")
-else:
-    print("won")
-"""
+def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
+    """It excludes others while its holder lives, says how long was waited, and leaves nothing behind."""
+    (tmp_path / "root").mkdir()
+    assert in_lab(lock_of_a_killed_process, tmp_path / "root") == 0.1
+    assert list((tmp_path / "root").iterdir()) == []
+
+
+def publish_as(folder: Path, number: int) -> bool:
+    """Whether this one has created the file."""
+    try:
+        PosixStore(folder).publish("m", b"%d" % number, durable=True, expected=None)
+    except CheckpointConflictError:
+        return False
+    return True
+
+
+def race(folder: Path) -> list[bool]:
+    """Eight processes at once."""
+    return [child.wait().value for child in [Child(publish_as, folder, number) for number in range(8)]]
 
 
 def test_processes_race_to_publish(tmp_path: Path) -> None:
     """Of eight processes that create one name, exactly one wins and the others know that they lost."""
-    processes = [start(RACE, tmp_path, n) for n in range(8)]
-    for process in processes:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    said = [process.communicate(timeout=240)[0] for process in processes]
-    assert sorted(said) == ["lost\n"] * 7 + ["won\n"]
-    assert PosixStore(tmp_path).read("m", limit_bytes=9) == b"%d" % said.index("won\n")
+    won = in_lab(race, tmp_path)
+    assert sorted(won) == [False] * 7 + [True]
+    assert (tmp_path / "m").read_bytes() == b"%d" % won.index(True)
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
@@ -181,11 +157,11 @@ print("fine")
 """
 
 ONCE = """
-import resource, sys, time
+import resource, sys, threading
 from dcp.errors import StorageFullError
 from dcp.storage.stores import PosixStore
 root, act = sys.argv[1:]
-pwrites = 0
+pwrites, late = 0, threading.Event()
 
 def observe(step, name):
     # Only the second write of the file fails, and late.
@@ -193,17 +169,17 @@ def observe(step, name):
     pwrites += step == "pwrite"
     limit = resource.RLIM_INFINITY
     if pwrites == 2:
-        time.sleep(0.3)
+        late.wait(60)
         limit = 10 << 20
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
 handle = PosixStore(root, observe).create("data.bin", durable=True)
 handle.write(bytes(17 << 20))
-if act != "finish at once":
-    while handle._failure is None:
-        time.sleep(0.01)
+late.set()
 try:
-    handle.write(b"a small one") if act == "write" else handle.finish()
+    while act == "write":
+        handle.write(b"a small one")
+    handle.finish()
 except StorageFullError as error:
     print("fine" if error.op == "pwrite" else error)
 """
@@ -216,6 +192,14 @@ data = bytes(range(256)) * (90 << 10) + b"tail"
 with store.create("data.bin", durable=True, expected_bytes=len(data)) as handle:
     handle.write(data)
 assert store.read("data.bin", limit_bytes=1 << 30) == data
+print("fine")
+"""
+
+INTERRUPTED = """
+import sys
+from dcp.storage.stores import PosixStore
+handle = PosixStore(sys.argv[1]).create("data.bin", durable=True)
+handle.write(bytes(30 << 20))
 print("fine")
 """
 
@@ -238,51 +222,35 @@ def can_mount() -> bool:
 MOUNTS = can_mount()
 
 
-@pytest.mark.parametrize("durable", [False, True])
+def assert_fine(code: str, *arguments: object, prefix: tuple[str, ...] = ()) -> None:
+    """The program runs to its end, behind ``prefix``, and says so."""
+    command = [*prefix, sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
+
+
+@pytest.mark.parametrize(("durable", "expected_bytes"), [(False, 0), (True, 0), (True, 100 * MIB)])
 @pytest.mark.parametrize("kind", ["file size limit", "small disk"] if MOUNTS else ["file size limit"])
-def test_full_disk(tmp_path: Path, kind: str, durable: bool) -> None:
-    """No space is a StorageFullError with path and operation; abort frees it, and the old content stays."""
+def test_a_full_disk_is_told(tmp_path: Path, kind: str, durable: bool, expected_bytes: int) -> None:
+    """No space is a StorageFullError with path and operation, at once where the size was said; abort frees
+    it, and the old content stays."""
     prefix = in_mount("tmpfs", "size=25m", tmp_path) if kind == "small disk" else ()
-    process = start(FULL, tmp_path, 0 if prefix else 25 * MIB, durable, 0, prefix=prefix)
-    assert process.communicate(timeout=240)[0] == "fine\n"
+    assert_fine(FULL, tmp_path, 0 if prefix else 25 * MIB, durable, expected_bytes, prefix=prefix)
 
 
-@pytest.mark.parametrize("act", ["write", "finish", "finish at once"])
-def test_background_error_is_not_lost(tmp_path: Path, act: str) -> None:
+@pytest.mark.parametrize("act", ["write", "finish"])
+def test_an_error_in_the_background_is_not_lost(tmp_path: Path, act: str) -> None:
     """One failed write in the background fails the next call, though everything after it would succeed."""
-    assert start(ONCE, tmp_path, act).communicate(timeout=240)[0] == "fine\n"
-
-
-@pytest.mark.parametrize("kind", ["file size limit", "small disk"] if MOUNTS else ["file size limit"])
-def test_full_disk_shows_at_create(tmp_path: Path, kind: str) -> None:
-    """An expected size that does not fit is refused before anything is written, and leaves no file."""
-    prefix = in_mount("tmpfs", "size=25m", tmp_path) if kind == "small disk" else ()
-    process = start(FULL, tmp_path, 0 if prefix else 25 * MIB, True, 100 * MIB, prefix=prefix)
-    assert process.communicate(timeout=240)[0] == "fine\n"
+    assert_fine(ONCE, tmp_path, act)
 
 
 @pytest.mark.parametrize("kind", ["tmpfs", "ramfs"] if MOUNTS else ["default"])
-def test_file_system_without_direct_io(tmp_path: Path, kind: str) -> None:
+def test_a_file_system_without_direct_io(tmp_path: Path, kind: str) -> None:
     """Where the file system knows no O_DIRECT (ramfs never does) durable files are written all the same."""
-    prefix = in_mount(kind, "size=100m", tmp_path) if MOUNTS else ()
-    process = start(REFUSED, tmp_path, prefix=prefix)
-    assert process.communicate(timeout=240)[0] == "fine\n"
+    assert_fine(REFUSED, tmp_path, prefix=in_mount(kind, "size=100m", tmp_path) if MOUNTS else ())
 
 
-INTERRUPTED = """
-import sys
-from dcp.storage.stores import PosixStore
-handle = PosixStore(sys.argv[1]).create("data.bin", durable=True)
-handle.write(bytes(30 << 20))
-print("writing", flush=True)
-"""
-
-
-def test_exit_with_an_open_file(tmp_path: Path) -> None:
-    """A process that ends without finishing its file ends, without waiting for a thread for ever."""
-    began = time.monotonic()
-    process = start(INTERRUPTED, tmp_path, finalizes=True)
-    assert process.communicate(timeout=240)[0] == "writing\n"
-    assert process.returncode == 0
-    assert time.monotonic() - began < 240
-    assert os.listdir(tmp_path) == ["data.bin"]  # noqa: PTH208
+def test_a_process_ends_with_an_open_file(tmp_path: Path) -> None:
+    """Without finishing it, and without waiting for its thread for ever."""
+    assert_fine(INTERRUPTED, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["data.bin"]

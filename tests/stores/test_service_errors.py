@@ -1,14 +1,12 @@
-"""What errors of fsspec's file systems mean: what never passes is told at once, with what to do about it."""
+"""Errors of services. Internal: a pure table over exceptions of libraries that are not all installed here.
+
+What never passes is told at once, with what to do about it.
+"""
 
 from __future__ import annotations
 
 import errno
 import ftplib
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 from types import SimpleNamespace
 
 import aiohttp
@@ -16,13 +14,15 @@ import fsspec
 import huggingface_hub.errors
 import pytest
 import requests
+from botocore.exceptions import ClientError, SSLError
 from fsspec.implementations.memory import MemoryFileSystem
 
 import dcp
 from dcp.errors import StorageError
+from dcp.storage.stores import open_store
 from dcp.storage.stores.objects.client import Failure
 from dcp.storage.stores.objects.generic.errors import as_request_error
-from dcp.storage.stores.objects.store import FsspecStore
+from dcp.storage.stores.objects.s3.errors import request_error
 
 
 class GoogleAuthError(Exception):
@@ -130,6 +130,41 @@ def test_what_they_mean(error: Exception, kind: Failure, advice: str) -> None:
         assert (word in str(meant)) == (bool(advice) and advice in word)
 
 
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [
+        (503, "SlowDown", PASSING),
+        (500, "InternalError", PASSING),
+        (429, "", PASSING),
+        (409, "ConditionalRequestConflict", PASSING),
+        (400, "RequestTimeout", PASSING),
+        (400, "BadDigest", PASSING),
+        (404, "NoSuchKey", Failure.MISSING),
+        (404, "404", Failure.MISSING),
+        (404, "NoSuchBucket", FINAL),
+        (412, "PreconditionFailed", Failure.CONDITION),
+        (416, "InvalidRange", Failure.RANGE),
+        (403, "AccessDenied", FINAL),
+        (400, "InvalidArgument", FINAL),
+        (507, "", Failure.FULL),
+    ],
+)
+def test_what_answers_of_s3_mean(status: int, code: str, kind: Failure) -> None:
+    """By code where there is one, else by status; a wish to wait is heard."""
+    metadata = {"HTTPStatusCode": status, "HTTPHeaders": {"retry-after": "3"}}
+    error = ClientError({"Error": {"Code": code, "Message": "m"}, "ResponseMetadata": metadata}, "GetObject")
+    found = request_error(error, "b")
+    assert found.kind is kind
+    assert found.retry_after_seconds == (3 if kind is PASSING else 0)
+
+
+def test_a_certificate_that_is_not_trusted_stays_so() -> None:
+    """Said at once, while a handshake that was cut short is tried again."""
+    untrusted = "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: self-signed certificate"
+    for text, kind in ((untrusted, FINAL), ("[SSL: UNEXPECTED_EOF_WHILE_READING]", PASSING)):
+        assert request_error(SSLError(endpoint_url="https://e", error=text), "b").kind is kind
+
+
 class _Locked(MemoryFileSystem):  # type: ignore[misc]  # it comes without types
     """A file system that nobody has logged in to."""
 
@@ -163,47 +198,7 @@ def test_a_save_and_a_load_without_credentials_end_at_once() -> None:
 def test_a_file_system_that_cannot_log_in() -> None:
     """Its own kind of error becomes ours, with the names of the options and none of the values."""
     fsspec.register_implementation("logincloud", _NeedsLogin, clobber=True)
-    store = FsspecStore("logincloud://bucket/run", {"password": "hush"})
+    store = open_store("logincloud://bucket/run", {"password": "hush"})
     with pytest.raises(StorageError, match="with options password: AuthenticationException") as failed:
         store.list()
     assert "hush" not in str(failed.value)
-
-
-@contextmanager
-def _name_node(status: int) -> Iterator[tuple[int, list[str]]]:
-    """An HTTP server that refuses everything, on a port of its own; what it was asked."""
-    asked: list[str] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            body = json.dumps(
-                {"RemoteException": {"exception": "SecurityException", "message": "no"}}
-            ).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            """Say nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield server.server_address[1], asked
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-@pytest.mark.parametrize("status", [401, 403])
-def test_a_real_file_system_over_http(status: int) -> None:
-    """fsspec's own for WebHDFS, which knows 403, and lets 401 through as an error of requests."""
-    with _name_node(status) as (port, asked):
-        store = FsspecStore(f"webhdfs://127.0.0.1:{port}/run", {"retry_seconds": 3600.0})
-        with pytest.raises(StorageError, match="credentials are missing"):
-            store.list()
-        assert len(asked) == 1
