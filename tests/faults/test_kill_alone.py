@@ -198,7 +198,7 @@ COMBINED = (
 )
 """What each of them combines, others have, and a large first save takes all steps of a small one. The
 commit of one kind over another is interrupted at every operation by
-tests/storage/test_commit_interleavings.py."""
+tests/commit/test_interleavings.py."""
 
 
 @pytest.fixture(

@@ -12,7 +12,7 @@ from dcp.storage.commit import Names, Previous, previous_state
 from dcp.storage.commit_names import MANIFEST_NAME, NOTES_NAME
 from dcp.storage.errors import CheckpointConflictError
 from dcp.storage.stores.base import Store
-from tests.storage.test_commit_interleavings import (
+from tests.support.commit_scenes import (
     BEFORE,
     Scene,
     Stage,

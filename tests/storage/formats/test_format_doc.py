@@ -20,7 +20,7 @@ from dcp.storage.formats.index import CheckpointIndex, ObjectColumns, starts
 from dcp.storage.formats.native.manifest import encode_manifest
 from dcp.storage.formats.native.record import begin_record
 from dcp.storage.formats.plain import encode_plain
-from tests.storage.formats.index_cases import int64, small_index
+from tests.support.formats_indexes import int64, small_index
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "format.md"
 GOLDEN = Path(__file__).parent / "golden" / "record-bfloat16-2x3.zip"

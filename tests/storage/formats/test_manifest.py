@@ -23,7 +23,7 @@ from dcp.storage.errors import (
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex, starts
 from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
-from tests.storage.formats.index_cases import assert_same_index, indexes, int64, small_index
+from tests.support.formats_indexes import assert_same_index, indexes, int64, small_index
 
 GOLDEN = Path(__file__).parent / "golden" / "manifest-1.0.msgpack"
 

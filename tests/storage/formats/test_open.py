@@ -30,7 +30,7 @@ from dcp.storage.formats.torch.metadata.writer import encode_torch_metadata
 from dcp.storage.stores.faults import FaultInjectingStore
 from dcp.storage.stores.posix.files import PosixReadHandle
 from dcp.storage.stores.posix.store import PosixStore
-from tests.storage.formats.index_cases import assert_same_index, int64, small_index
+from tests.support.formats_indexes import assert_same_index, int64, small_index
 from tests.support.recording import OBJECT_PROFILE
 
 T = TypeVar("T")

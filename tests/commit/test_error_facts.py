@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dcp.storage import errors
-from dcp.storage.errors import (
+from dcp.errors import (
     CheckpointError,
     CorruptCheckpointError,
     OptionError,
@@ -19,6 +18,7 @@ from dcp.storage.errors import (
     error_from_wire,
     error_to_wire,
 )
+from dcp.storage import errors
 
 ROOT = Path(__file__).parents[2]
 CLASSES = {name: vars(errors)[name] for name in errors.__all__ if name.endswith("Error")}

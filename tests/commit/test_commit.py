@@ -1,0 +1,223 @@
+"""One commit: what it replaces, what it clears away, and storage that fails before, in and behind it."""
+
+from __future__ import annotations
+
+import errno
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+
+import dcp
+from dcp.errors import CheckpointConflictError, CheckpointNotFoundError, StorageError
+from dcp.storage.stores import PosixStore, Store
+from tests.support.bad_mount import bad_mount
+from tests.support.faulty_store import Fault, FaultInjectingStore, Operation
+from tests.support.lockless import ObjectModel
+
+MANIFEST, METADATA = "manifest.msgpack", ".metadata"
+
+
+def _save(place: Path | Store, value: int) -> None:
+    writer = dcp.FileSystemWriter("x", open_store=lambda _: place) if isinstance(place, Store) else None
+    state = {"w": torch.full((64,), value)}
+    dcp.save(state, checkpoint_id=None if writer else place, storage_writer=writer, no_dist=True)
+
+
+def _value(place: Path | Store) -> int:
+    reader = dcp.FileSystemReader("x", open_store=lambda _: place) if isinstance(place, Store) else None
+    state = {"w": torch.zeros(64, dtype=torch.int64)}
+    dcp.load(state, checkpoint_id=None if reader else place, storage_reader=reader, no_dist=True)
+    return int(state["w"][0])
+
+
+def _model(name: str) -> ObjectModel:
+    model = ObjectModel(f"tests/commit-{name}")
+    model.clear()
+    return model
+
+
+# -- what a commit clears away -------------------------------------------------------------------------------
+
+
+def test_the_replaced_checkpoint_is_there_until_the_new_one_is(tmp_path: Path) -> None:
+    """Before the manifest is published nothing of the old one is gone; then its files and no others are."""
+    inner = PosixStore(tmp_path)
+    _save(inner, 1)
+    old, seen = {info.name for info in inner.list()}, list[tuple[int, bool]]()
+
+    def look(operation: Operation) -> None:
+        seen.append((_value(inner), old <= {info.name for info in inner.list()}))
+
+    _save(FaultInjectingStore(inner, Fault("publish", name=MANIFEST, hook=look)), 2)
+    assert seen == [(1, True)]
+    assert _value(inner) == 2
+    assert not {name for name in old if name.endswith(".distcp")} & {info.name for info in inner.list()}
+    assert len(inner.list()) == 3
+
+
+def test_stock_torch_reads_nothing_before_the_commit(tmp_path: Path) -> None:
+    """`.metadata` is published behind the manifest, also at an id that had none."""
+    steps = FaultInjectingStore(PosixStore(tmp_path))
+    _save(steps, 1)
+    assert [step.name for step in steps.log if step.op == "publish"] == [MANIFEST, METADATA]
+
+
+def test_uploads_that_were_there_are_ended_by_the_commit() -> None:
+    """Those of killed saves, and of a save that has been beaten; not those that begin meanwhile, nor what is
+    no data of a checkpoint."""
+    model = _model("uploads")
+    for name in ("__0_0.0a1b2c3d.distcp", "__7_1.0a1b2c3e.distcp", "a user's own"):
+        model.create(name, durable=False)
+
+    def begin(operation: Operation) -> None:
+        model.create("__0_0.0a1b2c3f.distcp", durable=False)
+
+    _save(FaultInjectingStore(model, Fault("publish", name=MANIFEST, hook=begin)), 1)
+    assert sorted(model.uploads.values()) == ["__0_0.0a1b2c3f.distcp", "a user's own"]
+
+
+def test_a_save_that_fails_ends_its_uploads() -> None:
+    """And nobody else's. That uploads may not be listed is no obstacle."""
+    model, full = _model("discard"), StorageError("full")
+    model.create("__0_0.0a1b2c3e.distcp", durable=False)
+    denied = Fault("abort_uploads", onwards=True, error=StorageError("AccessDenied"))
+    for faults in ((), (denied,)):
+        with pytest.raises(StorageError, match="full"):
+            _save(FaultInjectingStore(model, Fault("finish", error=full), *faults), 1)
+        assert "__0_0.0a1b2c3e.distcp" in model.uploads.values()
+        assert model.list() == []
+    assert list(model.uploads.values()) == ["__0_0.0a1b2c3e.distcp"]
+
+
+@pytest.mark.parametrize("kind", ["ours", "stock"])
+def test_a_hostile_predecessor_has_nothing_of_the_user_deleted(tmp_path: Path, kind: str) -> None:
+    """Whatever files it lists as its data: only what can be data of a checkpoint is removed."""
+    if kind == "ours":
+        _save(tmp_path, 1)
+    else:
+        stock.save({"w": torch.zeros(64)}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = pickle.loads((tmp_path / METADATA).read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = "thesis.tex"
+    (tmp_path / METADATA).write_bytes(pickle.dumps(metadata))
+    (tmp_path / MANIFEST).unlink(missing_ok=True)
+    (tmp_path / "thesis.tex").write_text("years of work")
+    _save(tmp_path, 2)
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+    assert _value(tmp_path) == 2
+
+
+# -- others at the same id -----------------------------------------------------------------------------------
+
+
+def test_files_of_stock_stay_if_stock_saves_meanwhile(tmp_path: Path) -> None:
+    """They have the names of the replaced ones: after the commit they may already be those of a new save."""
+
+    def stock_save(value: int) -> None:
+        stock.save({"w": torch.full((64,), value)}, checkpoint_id=tmp_path, no_dist=True)
+
+    stock_save(100)
+    inner = PosixStore(tmp_path)
+    again = Fault("read", name=METADATA, at=2, hook=lambda _: stock_save(101))
+    _save(FaultInjectingStore(inner, again), 1)
+    assert _value(tmp_path) == 101
+    _save(tmp_path, 2)
+    assert _value(tmp_path) == 2 and len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_commit_demands_its_data_files(tmp_path: Path) -> None:
+    """A clean-up, or another save, took them for remains: nothing is committed, and it says so."""
+    inner = PosixStore(tmp_path)
+
+    def clean_up(operation: Operation) -> None:
+        for info in inner.list():
+            inner.delete(info.name)
+
+    with pytest.raises(CheckpointConflictError, match="are not there"):
+        _save(FaultInjectingStore(inner, Fault("lock", hook=clean_up)), 1)
+    with pytest.raises(CheckpointNotFoundError):
+        _value(tmp_path)
+
+
+def test_writers_that_replace_each_other_without_pause_are_a_conflict(tmp_path: Path) -> None:
+    """They do not hold a save up for ever."""
+    _save(tmp_path, 1)
+    gone = Fault("read", name=METADATA, onwards=True, error=CheckpointNotFoundError("gone again"))
+    (tmp_path / METADATA).write_bytes(b"of nobody")
+    with pytest.raises(CheckpointConflictError, match="another writer"):
+        _save(FaultInjectingStore(PosixStore(tmp_path), gone), 2)
+
+
+# -- storage that fails behind the commit --------------------------------------------------------------------
+
+
+def _eio() -> OSError:
+    return OSError(errno.EIO, "Input/output error")
+
+
+def test_a_lock_that_cannot_be_released_costs_no_commit(tmp_path: Path) -> None:
+    """Neither unlocking nor closing works: the save has ended well, and the next one does not wait."""
+    failed: list[str] = []
+
+    def unlocking_fails(call: str, path: Path) -> int:
+        is_release = path.name == ".lock (deleted)" and call in ("flock", "close")
+        failed.extend([call] * is_release)
+        return errno.EIO if is_release else 0
+
+    for value in (1, 2, 3):
+        with bad_mount(tmp_path, unlocking_fails):
+            _save(tmp_path / "x", value)
+        assert _value(tmp_path / "x") == value
+    assert {*failed} == {"flock", "close"}
+    assert len([*(tmp_path / "x").iterdir()]) == 3
+
+
+def test_what_was_replaced_stays_until_the_manifest_is_durable(tmp_path: Path) -> None:
+    """The folder's fsync fails after the manifest's rename: the error says that it is committed, and a power
+    cut that takes the rename back finds the old checkpoint whole. The next save removes it."""
+    folder = tmp_path / "x"
+    _save(folder, 1)
+    old = {name: (folder / name).read_bytes() for name in (METADATA, MANIFEST)}
+
+    def folder_fails(call: str, path: Path) -> int:
+        is_new = call == "fsync" and path.is_dir() and (folder / MANIFEST).read_bytes() != old[MANIFEST]
+        return errno.EIO if is_new else 0
+
+    with bad_mount(tmp_path, folder_fails), pytest.raises(StorageError, match="may not outlast") as raised:
+        _save(folder, 2)
+    assert raised.value.committed and _value(folder) == 2
+    new = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for name, data in old.items():
+        (folder / name).write_bytes(data)
+    assert _value(folder) == 1
+    for name, data in new.items():
+        (folder / name).write_bytes(data)
+    _save(folder, 3)
+    assert _value(folder) == 3 and len([*folder.iterdir()]) == 3
+
+
+@pytest.mark.parametrize(
+    ("faults", "is_left", "said"),
+    [
+        ((), False, "was removed"),
+        ((Fault("delete", name=METADATA, error=_eio()),), True, "which stock torch loads"),
+    ],
+)
+def test_a_metadata_that_cannot_be_written_leaves_none_of_the_checkpoint_before(
+    tmp_path: Path, faults: tuple[Any, ...], is_left: bool, said: str
+) -> None:
+    """Stock torch would load that; what is committed loads, also where nothing can be removed."""
+    inner = PosixStore(tmp_path)
+    _save(inner, 1)
+    stale = inner.read(METADATA, limit_bytes=1 << 20)
+    away = Fault("publish", name=METADATA, error=StorageError("the storage is away"))
+    with pytest.raises(StorageError, match="the storage is away") as raised:
+        _save(FaultInjectingStore(inner, away, *faults), 2)
+    assert raised.value.committed and said in str(raised.value)
+    assert (inner.stat(METADATA) is not None) == is_left
+    assert not is_left or inner.read(METADATA, limit_bytes=1 << 20) == stale
+    assert _value(inner) == 2
