@@ -15,10 +15,9 @@ from dcp.errors import (
     OptionError,
     PlanError,
     StorageError,
-    error_from_wire,
-    error_to_wire,
 )
 from dcp.storage import errors
+from dcp.storage.errors import error_from_wire, error_to_wire
 
 ROOT = Path(__file__).parents[2]
 CLASSES = {name: vars(errors)[name] for name in errors.__all__ if name.endswith("Error")}

@@ -26,7 +26,7 @@ from dcp.storage.engine.write_tables import WriteColumns
 from dcp.storage.errors import CheckpointFormatError, ReplicaMismatchError
 from dcp.storage.formats.index import starts
 from dcp.storage.tensors import LocalMemory
-from tests.planners.simulation import Held, save_columns, tensor_shapes, worlds
+from tests.support.planning_simulation import Held, save_columns, tensor_shapes, worlds
 
 Digests = npt.NDArray[np.uint64]
 NO_OBJECTS: Digests = np.zeros(0, np.uint64)

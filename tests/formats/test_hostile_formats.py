@@ -20,8 +20,8 @@ from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
 from dcp.storage.formats.native.record import begin_record, locate_payload
 from dcp.storage.formats.plain import decode_plain, encode_plain
 from dcp.storage.formats.safetensors.file import parse_header
-from tests.support.formats_indexes import small_index
 from tests.support.crashes import in_lab
+from tests.support.formats_indexes import small_index
 
 ROUNDS = 6_000
 EXHAUSTIVE_ROUNDS = 100_000

@@ -17,7 +17,7 @@ from dcp.storage.formats.pickle.decoder import (
     Instance,
     decode_pickle,
 )
-from tests.storage.formats.pickle_cases import SOME, decode
+from tests.support.formats_pickles import SOME, decode
 
 plain_values = st.recursive(
     st.none()

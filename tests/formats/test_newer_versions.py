@@ -34,9 +34,9 @@ from dcp.storage.formats.native.record_reader import locate_payload
 from dcp.storage.formats.safetensors.file import parse_header
 from dcp.storage.formats.torch.metadata.reader import decode_torch_metadata
 from dcp.storage.formats.torch.tensor_pickle import decode_tensor_pickle
-from tests.planners.test_codec import example
-from tests.storage.formats.test_manifest import put, resealed
-from tests.storage.formats.torch_metadata_cases import stock_save
+from tests.formats.test_manifest import put, resealed
+from tests.planning.test_codec import example
+from tests.support.formats_metadata import stock_save
 from tests.support.torch_files import index_of, saved
 
 GOLDEN = Path(__file__).parent / "golden"

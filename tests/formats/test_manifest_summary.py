@@ -13,8 +13,8 @@ from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
 from dcp.storage.formats.native.manifest_summary import summarize_manifest
+from tests.formats.test_manifest import resealed
 from tests.support.formats_indexes import indexes, small_index
-from tests.storage.formats.test_manifest import resealed
 
 
 @settings(max_examples=30)

@@ -13,7 +13,7 @@ from dcp.planners.save.dealing import LARGE_OBJECT_BYTES
 from dcp.planners.save.global_plan import plan_save
 from dcp.planners.value_digests import NOT_COMPARABLE
 from dcp.storage.errors import PlanError, ReplicaMismatchError
-from tests.planners.simulation import Held, save_columns, whole_tensor, write
+from tests.support.planning_simulation import Held, save_columns, whole_tensor, write
 
 
 def whole(shape: tuple[int, ...], *, tie: int = -1, digest: int = 0, number: int = 0) -> Held:

@@ -25,7 +25,7 @@ from dcp.planners.wire.codec import (
 )
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats.index import starts
-from tests.planners.simulation import save_columns, tensor_shapes, worlds
+from tests.support.planning_simulation import save_columns, tensor_shapes, worlds
 
 
 def fields(columns: Any) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def test_decoding_is_the_inverse_of_encoding(
 
 def example() -> SaveColumns:
     """A small plan with something in every column."""
-    from tests.planners.test_global_plan import whole
+    from tests.planning.test_global_plan import whole
 
     columns = save_columns({"a": whole((2, 3)), "b": whole((4,))}, {"lr": 3}, planner_data={"a": ("a", 0)})
     return dataclasses.replace(columns, stride_orders={0: (1, 0)})

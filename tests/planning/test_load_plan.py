@@ -14,7 +14,7 @@ from dcp.planners.load.plan import plan_load
 from dcp.planners.save.global_plan import plan_save
 from dcp.storage.errors import DtypeMismatchError, MissingKeyError, PlanError, ShapeMismatchError
 from dcp.storage.formats.index import CheckpointIndex
-from tests.planners.simulation import (
+from tests.support.planning_simulation import (
     Array,
     Disk,
     Held,

@@ -22,7 +22,7 @@ from dcp.storage.formats.native.record import begin_record
 from dcp.storage.formats.plain import encode_plain
 from tests.support.formats_indexes import int64, small_index
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "format.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "format.md"
 GOLDEN = Path(__file__).parent / "golden" / "record-bfloat16-2x3.zip"
 
 

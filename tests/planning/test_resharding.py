@@ -16,7 +16,7 @@ from dcp.planners.wire.codec import (
     encode_save_columns,
     encode_write_columns,
 )
-from tests.planners.simulation import (
+from tests.support.planning_simulation import (
     ITEM_BYTES,
     Held,
     Layout,

@@ -191,7 +191,7 @@ def indexes(draw: st.DrawFn) -> CheckpointIndex:
     )
 
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "formats" / "golden"
 
 
 COLUMNS = (

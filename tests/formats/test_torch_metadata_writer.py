@@ -21,7 +21,7 @@ from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import CheckpointIndex, ObjectColumns
 from dcp.storage.formats.torch.metadata.writer import MAX_PLAIN_DEPTH, encode_torch_metadata
 from dcp.storage.torch_compat import strides_of, tensor_properties
-from tests.storage.formats.torch_metadata_cases import (
+from tests.support.formats_metadata import (
     index_of,
     indexes,
     make_index,

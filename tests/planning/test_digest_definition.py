@@ -18,7 +18,7 @@ from dcp.storage.digests.field import ONE, as_elements, horner, power, product, 
 from dcp.storage.digests.runs import KEY, row_values, run_value
 from dcp.storage.digests.shown import shown_digest
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "format.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "format.md"
 H = 0x66E94BD4EF8A2C3B884CFA59CA342B2E
 
 

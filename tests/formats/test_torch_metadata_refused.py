@@ -31,7 +31,7 @@ from dcp.storage.errors import (
 )
 from dcp.storage.formats.torch.metadata.reader import decode_torch_metadata
 from dcp.storage.formats.torch.metadata.writer import encode_torch_metadata
-from tests.storage.formats.torch_metadata_cases import (
+from tests.support.formats_metadata import (
     GOLDEN,
     assert_same,
     decode,

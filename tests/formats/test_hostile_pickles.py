@@ -22,7 +22,7 @@ from dcp.storage.formats.pickle.decoder import (
     Limits,
     decode_pickle,
 )
-from tests.storage.formats.pickle_cases import SOME, decode
+from tests.support.formats_pickles import SOME, decode
 
 MOST_SECONDS = 10.0
 
