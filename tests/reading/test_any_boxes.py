@@ -1,0 +1,211 @@
+"""Any box of any stored tensor arrives in any memory, from disks and from stores where a request is dear."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dcp
+from dcp.errors import CheckpointError
+from dcp.storage.stores import MemoryStore
+from tests.support.reading_places import Place, boxed
+from tests.support.values import raw
+
+DTYPES = (torch.uint8, torch.int16, torch.bfloat16, torch.float32, torch.complex64, torch.complex128)
+SHAPES = st.lists(st.integers(0, 9), max_size=4) | st.sampled_from(
+    [[300], [30, 41], [3, 9, 50], [2, 3, 4, 60]]
+)
+
+
+@dataclass(frozen=True)
+class Want:
+    """A box of stored tensor number ``row``, in memory of a kind, with ``before`` elements before it."""
+
+    row: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    before: tuple[int, ...]
+    kind: str
+
+    def memory(self, dtype: torch.dtype) -> torch.Tensor:
+        """Memory of ones, larger than the box by what is before it and by one behind."""
+        shape = [before + size + 1 for before, size in zip(self.before, self.sizes, strict=True)]
+        if self.kind == "transposed":
+            return torch.ones(shape[::-1], dtype=dtype).permute(tuple(range(len(shape))[::-1]))
+        return (
+            torch.ones([*shape, 2], dtype=dtype)[..., 0]
+            if self.kind == "gaps"
+            else torch.ones(shape, dtype=dtype)
+        )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[torch.Tensor], list[Want]]:
+    """Stored tensors of any strides, and boxes of them: of nothing, of all, over each other."""
+    tensors, wants = [], []
+    for row in range(draw(st.integers(1, 5))):
+        shape, dtype = draw(SHAPES), draw(st.sampled_from(DTYPES))
+        turn = draw(st.permutations(range(len(shape)))) if draw(st.booleans()) else range(len(shape))
+        count = math.prod(shape)
+        plain = (torch.arange(count * dtype.itemsize) * 7 % 120 + row).to(torch.uint8).view(dtype)
+        back = [[*turn].index(dim) for dim in range(len(shape))]
+        tensors.append(plain.view([shape[dim] for dim in turn]).permute(back))
+        for _ in range(draw(st.integers(0, 2))):
+            offsets = [draw(st.integers(0, n)) for n in shape]
+            sizes = [draw(st.integers(0, n - at)) for n, at in zip(shape, offsets, strict=True)]
+            before = [draw(st.integers(0, 2)) for _ in shape]
+            kind = draw(st.sampled_from(["plain", "transposed", "gaps"]))
+            wants.append(Want(row, tuple(offsets), tuple(sizes), tuple(before), kind))
+    return tensors, wants
+
+
+def region(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
+    """As an index."""
+    return tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    case=cases(),
+    verify=st.sampled_from(["blocks", "full", "none"]),
+    scatters=st.booleans(),
+    compatible=st.booleans(),
+)
+def test_any_box_arrives_as_slicing_would_put_it(
+    case: tuple[list[torch.Tensor], list[Want]], verify: str, scatters: bool, compatible: bool
+) -> None:
+    """The bytes are those of the slice, and nothing beside them in memory is touched."""
+    tensors, wants = case
+    place = Place() if scatters else Place(MemoryStore)
+    place.save({f"t{row}": tensor for row, tensor in enumerate(tensors)}, torch_compatible=compatible)
+    memories = [want.memory(tensors[want.row].dtype) for want in wants]
+    state = {
+        f"w{n}": boxed(memory, tensors[want.row].shape, want.offsets, want.sizes, want.before)
+        for n, (want, memory) in enumerate(zip(wants, memories, strict=True))
+    }
+    rename = {f"w{n}": f"t{want.row}" for n, want in enumerate(wants)}
+    report = place.load(state, verify, rename=rename.__getitem__, unexpected="ignore")
+    for want, memory in zip(wants, memories, strict=True):
+        expected = want.memory(memory.dtype)
+        expected[region(want.before, want.sizes)] = tensors[want.row][region(want.offsets, want.sizes)]
+        assert raw(memory) == raw(expected), want
+    assert report.bytes_needed == sum(math.prod(w.sizes) * tensors[w.row].itemsize for w in wants)
+    assert verify != "none" or report.blocks_verified == 0
+    assert verify != "full" or report.blocks_unverified == 0
+    place.forget()
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=cases(), scatters=st.booleans())
+def test_any_box_of_a_stock_checkpoint_arrives(case: Any, scatters: bool, tmp_path_factory: Any) -> None:
+    """Records whose strides only their own pickles tell, permuted ones among them."""
+    tensors, wants = case
+    folder = tmp_path_factory.mktemp("stock")
+    stock.save({f"t{row}": tensor for row, tensor in enumerate(tensors)}, checkpoint_id=folder, no_dist=True)
+    place = Place().take(folder) if scatters else Place(MemoryStore).take(folder)
+    for want in wants:
+        memory = want.memory(tensors[want.row].dtype)
+        state = {
+            f"t{want.row}": boxed(memory, tensors[want.row].shape, want.offsets, want.sizes, want.before)
+        }
+        place.load(state, unexpected="ignore")
+        found = memory[region(want.before, want.sizes)]
+        assert raw(found) == raw(tensors[want.row][region(want.offsets, want.sizes)])
+    place.forget()
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_views_in_files_of_torch_save_arrive(data: st.DataObject, tmp_path_factory: Any) -> None:
+    """With gaps, expanded, overlapping: torch.save stores the storage, and the strides tell the elements."""
+    shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+    strides = [data.draw(st.sampled_from([0, 1, 2, 7, 40, 300])) for _ in shape]
+    first = data.draw(st.sampled_from([0, 3]))
+    extent = first + 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    view = torch.arange(extent, dtype=data.draw(st.sampled_from([torch.int16, torch.float64]))).as_strided(
+        shape, strides, first
+    )
+    path = tmp_path_factory.mktemp("view") / "m.pt"
+    torch.save({"t": view}, path)
+    offsets = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+    sizes = tuple(data.draw(st.integers(1, n - at)) for n, at in zip(shape, offsets, strict=True))
+    part = boxed(torch.zeros(sizes, dtype=view.dtype), shape, offsets, sizes)
+    dcp.load({"t": part}, checkpoint_id=path, no_dist=True)
+    assert torch.equal(part, view[region(offsets, sizes)])
+    assert torch.equal(dcp.read(path)["t"], view)
+
+
+@pytest.mark.parametrize("scatters", [False, True])
+def test_boxes_of_tensors_of_many_blocks_arrive(scatters: bool) -> None:
+    """Columns of wide rows and of very long ones, and a part of a flat tensor: every block is compared."""
+    place = Place() if scatters else Place(MemoryStore)
+    wide, long = torch.randn(3000, 1400), torch.randint(0, 1 << 15, (3, 1500, 1600), dtype=torch.int16)
+    flat = torch.arange(3_000_000)
+    place.save({"wide": wide, "long": long, "flat": flat})
+    wanted = {
+        "wide": boxed(torch.zeros(50, 3000).t(), wide.shape, (0, 650), (3000, 50)),
+        "long": boxed(torch.zeros(2, 1500, 400, dtype=long.dtype), long.shape, (1, 0, 800), (2, 1500, 400)),
+        "flat": boxed(torch.zeros(2_000_000, dtype=torch.int64), flat.shape, (700_001,), (2_000_000,)),
+    }
+    report = place.load(wanted, "full")
+    assert torch.equal(wanted["wide"], wide[:, 650:700])
+    assert torch.equal(wanted["long"], long[1:3, :, 800:1200])
+    assert torch.equal(wanted["flat"], flat[700_001:2_700_001])
+    assert report.blocks_unverified == 0
+    stored = sum(tensor.nbytes for tensor in (wide, long, flat))
+    assert report.bytes_read <= stored + (40 << 22)
+    place.forget()
+
+
+@pytest.mark.parametrize("size", [1_000, 400_000])
+@pytest.mark.parametrize("scatters", [False, True])
+def test_entries_that_want_bytes_in_common_get_them(scatters: bool, size: int) -> None:
+    """Tied tensors and overlapping boxes: one read, or two, but the right bytes in each."""
+    place, stored = Place() if scatters else Place(MemoryStore), torch.randn(size)
+    place.save({"a": torch.randn(5000), "t": stored, "z": torch.randn(5000)})
+    cuts = [
+        (0, size),
+        (size // 3, size - size // 3),
+        (size // 2, size // 3),
+        (0, size),
+        (0, size // 2),
+        (size // 3, 7),
+    ]
+    state = {
+        f"w{n}": boxed(torch.zeros(length), (size,), (at,), (length,)) for n, (at, length) in enumerate(cuts)
+    }
+    report = place.load(state, rename=lambda name: "t", unexpected="ignore")
+    for tensor, (at, length) in zip(state.values(), cuts, strict=True):
+        assert torch.equal(tensor, stored[at : at + length])
+    assert report.bytes_needed == 4 * sum(length for _, length in cuts)
+    place.forget()
+
+
+def test_a_box_beside_its_tensor_is_refused(tmp_path: Path) -> None:
+    """A plan that places a box outside of its tensor writes nowhere: the addresses there are of others."""
+    dcp.save({"w": torch.ones(6)}, checkpoint_id=tmp_path, no_dist=True)
+    for at, offset in (((4,), (0,)), ((0,), (4,))):
+        outside = boxed(torch.zeros(8), (6,), offset, (6,), at)
+        with pytest.raises(CheckpointError, match="outside"):
+            dcp.load({"w": outside}, checkpoint_id=tmp_path, no_dist=True)
+
+
+def test_lazily_negated_memory_is_filled_with_what_it_shows(tmp_path: Path) -> None:
+    """Conjugated and negated views, another dtype and another order of dimensions are copied by torch."""
+    weight = torch.arange(12, dtype=torch.float32).view(3, 4)
+    dcp.save({"w": weight, "c": weight + 1j}, checkpoint_id=tmp_path, no_dist=True)
+    state = {
+        "w": torch.zeros(3, 4, dtype=torch.complex64).conj().imag,
+        "c": torch.zeros(3, 4, dtype=torch.complex64).conj(),
+    }
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(state["w"].resolve_neg(), weight)
+    assert torch.equal(state["c"].resolve_conj(), weight + 1j)

@@ -1,0 +1,155 @@
+"""Which pieces are read together. Internal: pure rules on ranges, which must hold for any of them.
+
+And the checksums of blocks out of those of the pieces that they were read in.
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcp.storage.engine.reading.coalescing.clusters import PlacedRuns, split_off_clusters
+from dcp.storage.engine.reading.coalescing.neighbours import coalesce, coalesce_columns, span_bytes
+from dcp.storage.engine.reading.fragments import Fragment, Fragments, within_blocks
+from dcp.storage.engine.reading.requests import ByteRuns
+from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
+
+
+class Range(NamedTuple):
+    """A range of a file."""
+
+    file: int
+    offset: int
+    size_bytes: int
+
+
+@st.composite
+def ranges(draw: st.DrawFn, gaps: tuple[int, ...]) -> list[Range]:
+    """Ranges in the order of two files."""
+    found = []
+    for file in range(2):
+        offset = 0
+        for _ in range(draw(st.integers(0, 15))):
+            offset = max(0, offset + draw(st.sampled_from(gaps)))
+            found.append(Range(file, offset, draw(st.integers(1, 30))))
+            offset += found[-1].size_bytes
+    return sorted(found)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    several=ranges((0, 0, 3, 8, 9, 40, -5)), limit=st.integers(1, 100), below=st.none() | st.integers(1, 30)
+)
+def test_groups_are_bounded_and_as_few_as_may_be(several: list[Range], limit: int, below: int | None) -> None:
+    """Every range once, in its order; and each group ends where the next range may not join it."""
+    groups = [*coalesce(several, gap_bytes=8, limit_bytes=limit, join_below_bytes=below)]
+    assert [one for group in groups for one in group] == several
+
+    def is_small(one: Range) -> bool:
+        return below is None or one.size_bytes <= below
+
+    def may_follow(before: Range, one: Range) -> bool:
+        gap = one.offset - before.offset - before.size_bytes
+        return before.file == one.file and 0 <= gap <= 8 and is_small(before) and is_small(one)
+
+    for group in groups:
+        assert len(group) == 1 or span_bytes(group) <= limit
+        assert all(may_follow(before, one) for before, one in pairwise(group))
+    for group, following in pairwise(groups):
+        assert not may_follow(group[-1], following[0]) or span_bytes([*group, following[0]]) > limit
+
+
+@settings(max_examples=150, deadline=None)
+@given(several=ranges((0, 0, 3, 8, 9, 40)), limit=st.integers(1, 100), below=st.integers(1, 30))
+def test_columns_are_grouped_as_ranges_are(several: list[Range], limit: int, below: int) -> None:
+    """Where no two share bytes."""
+    files, offsets, sizes = np.array(several, np.int64).reshape(-1, 3).T
+    first = coalesce_columns(files, offsets, offsets + sizes, sizes <= below, gap_bytes=8, limit_bytes=limit)
+    groups = [*coalesce(several, gap_bytes=8, limit_bytes=limit, join_below_bytes=below)]
+    begins = np.cumsum([0, *(len(group) for group in groups)])[:-1]
+    assert first.tolist() == begins.tolist()
+
+
+@st.composite
+def placed_runs(draw: st.DrawFn) -> PlacedRuns:
+    """Runs in the order of two files: some follow one another, some overlap, some straddle two blocks."""
+    rows = []
+    for file in range(2):
+        offset = 0
+        for _ in range(draw(st.integers(0, 12))):
+            offset = max(0, offset + draw(st.sampled_from((0, 0, 3, 8, 9, 40, -5))))
+            size = draw(st.integers(1, 20))
+            position = draw(st.sampled_from((0, 7, BLOCK_BYTES - 4)))
+            rows.append((file, offset, size, position))
+            offset += size
+    rows.sort()
+    files, offsets, sizes, positions = np.array(rows, np.int64).reshape(-1, 4).T
+    numbers = np.arange(len(rows), dtype=np.int64)
+    return PlacedRuns(files, offsets, ByteRuns(numbers, positions, sizes, numbers + 1))
+
+
+@settings(max_examples=150, deadline=None)
+@given(placed=placed_runs(), limit_bytes=st.integers(16, 100))
+def test_every_run_is_in_one_cluster_or_alone(placed: PlacedRuns, limit_bytes: int) -> None:
+    """Clusters are bounded, of one file, without wide gaps and overlaps; each run is somewhere, once."""
+    is_small = placed.runs.sizes_bytes <= 15
+    clusters, others = split_off_clusters(placed, is_small, gap_bytes=8, limit_bytes=limit_bytes)
+    found = others.runs.chunks.tolist()
+    for cluster in clusters:
+        rows = list(cluster.members.tuples())
+        assert len(rows) > 1
+        assert {row[0] for row in rows} == {cluster.file}
+        assert (cluster.begin, cluster.end) == (rows[0][1], rows[-1][1] + rows[-1][2])
+        assert cluster.end - cluster.begin <= limit_bytes
+        assert all(0 <= after[1] - row[1] - row[2] <= 8 for row, after in pairwise(rows))
+        assert all(
+            (size <= 15 and position != BLOCK_BYTES - 4) or size <= 4 for _, _, size, _, position, _ in rows
+        )
+        found += [row[3] for row in rows]
+    assert sorted(found) == placed.runs.chunks.tolist()
+
+
+MEMORY = memoryview(random.Random(1).randbytes(3 * BLOCK_BYTES))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    size=st.integers(1, 3 * BLOCK_BYTES),
+    cuts=st.sets(st.integers(0, 3 * BLOCK_BYTES), max_size=9),
+    seed=st.integers(0, 99),
+)
+def test_parts_in_any_order_make_every_block_once(size: int, cuts: set[int], seed: int) -> None:
+    """Whatever the parts are, and however often they come."""
+    order = random.Random(seed)
+    ends = sorted({*(cut for cut in cuts if 0 < cut < size), size})
+    parts = [
+        (begin + low, begin + high)
+        for begin, end in pairwise([0, *ends])
+        for low, high in within_blocks(end - begin, begin)
+    ]
+    assert all(low // BLOCK_BYTES == (high - 1) // BLOCK_BYTES for low, high in parts)
+    order.shuffle(parts)
+    known, found = Fragments(), dict[int, int]()
+    for low, high in [*parts, *parts[: len(parts) // 2]]:
+        crc = known.add(Fragment(7, low, high, crc32(MEMORY[low:high])), size)
+        if crc is not None:
+            found[low // BLOCK_BYTES] = crc
+    blocks = range(-(-size // BLOCK_BYTES))
+    assert found == {at: crc32(MEMORY[at * BLOCK_BYTES : min(size, (at + 1) * BLOCK_BYTES)]) for at in blocks}
+
+
+def test_a_block_that_lacks_bytes_is_told_until_it_is_whole() -> None:
+    """Also one that is read again as a whole, and one that came in too many pieces."""
+    known = Fragments(limit=2)
+    assert known.add(Fragment(1, 0, 4, 5), 16) is None
+    assert known.add(Fragment(2, 0, 1, 5), 16) is None
+    assert known.add(Fragment(2, 1, 2, 5), 16) is None
+    assert known.add(Fragment(2, 2, 16, 5), 16) is None
+    assert known.incomplete() == [(1, 0), (2, 0)]
+    assert known.add(Fragment(1, 0, 16, 9), 16) == 9
+    assert known.incomplete() == [(2, 0)]
