@@ -10,8 +10,6 @@ import torch.distributed.checkpoint as stock
 
 import dcp
 from dcp.planners.layout.checkpointable import ShardClaim, claim_of, with_claim
-from dcp.planners.layout.local import collect_tensors
-from dcp.staging import DefaultStager, StagingOptions
 from dcp.storage.errors import PlanError, StagingError
 from dcp.storage.torch_compat import VERSION
 from tests.support.ranks import run_ranks
@@ -39,49 +37,6 @@ def rows(begin: int, end: int, *, filled: bool = True) -> torch.Tensor:
 def same(loaded: torch.Tensor, begin: int, end: int) -> bool:
     """Whether ``loaded`` has its boxes filled, and its padding as it was."""
     return torch.equal(loaded, rows(begin, end))
-
-
-def test_boxes_are_those_of_the_global_tensor() -> None:
-    """The two elements at offset 2 of four are stored as such, not as two at offset 0."""
-    tensor = with_claim(torch.tensor([3.0, 4.0]), ShardClaim((4,), ((2,),), ((0,),), ((2,),)))
-    columns = collect_tensors({"w": tensor, "plain": torch.ones(3)}).columns
-    assert columns.fqns == ("w", "plain")
-    assert columns.shape_values.tolist() == [4, 3]
-    assert columns.item_offsets.tolist() == [2, 0]
-    assert columns.item_sizes.tolist() == [2, 3]
-    assert columns.item_sharded.tolist() == [1, 0]
-
-
-def test_a_tensor_of_several_boxes_comes_back_with_its_padding(tmp_path: Path) -> None:
-    """What lies between the boxes is neither stored nor filled; a full tensor loads what was stored."""
-    dcp.save({"w": rows(0, 8), "b": torch.ones(2)}, checkpoint_id=tmp_path)
-    full, parts = {"w": torch.zeros(8, 5)}, {"w": rows(0, 8, filled=False)}
-    dcp.load(full, checkpoint_id=tmp_path, unexpected="ignore")
-    assert torch.equal(full["w"], GLOBAL)
-    dcp.load(parts, checkpoint_id=tmp_path, unexpected="ignore")
-    assert same(parts["w"], 0, 8)
-    stock.load(full | {"w": torch.zeros(8, 5)}, checkpoint_id=tmp_path)
-
-
-def test_one_box_within_padding_comes_back(tmp_path: Path) -> None:
-    """Elements of a local tensor outside of its only box are neither stored nor filled."""
-    claim = ShardClaim((2, 3), ((0, 0),), ((1, 2),), ((2, 3),))
-    state = {"w": with_claim(torch.arange(24.0).reshape(4, 6), claim)}
-    dcp.save(state, checkpoint_id=tmp_path)
-    target = {"w": with_claim(torch.full((4, 6), PADDING), claim)}
-    dcp.load(target, checkpoint_id=tmp_path)
-    expected = torch.full((4, 6), PADDING)
-    expected[1:3, 2:5] = state["w"][1:3, 2:5]
-    assert torch.equal(target["w"], expected)
-
-
-def test_parts_of_a_scalar_and_of_nothing() -> None:
-    """A scalar holds itself, and a tensor may hold no box."""
-    scalar = with_claim(torch.tensor(5.0), ShardClaim((), ((),), ((),), ((),)))
-    none = with_claim(torch.zeros(2), ShardClaim((4,), (), (), ()))
-    columns = collect_tensors({"scalar": scalar, "none": none}).columns
-    assert columns.item_tensors.tolist() == [0]
-    assert columns.shape_values.tolist() == [4]
 
 
 @pytest.mark.parametrize(
@@ -154,19 +109,6 @@ def test_asynchronous_saves_keep_the_boxes(kind: str, tmp_path: Path) -> None:
     assert same(loaded["nested"][0]["v"], 0, 8)
 
 
-def test_our_stager_keeps_the_attributes() -> None:
-    """Of a copy, on an object of its own: buffers that serve again must not say what was."""
-    state = {"w": rows(0, 8)}
-    stager = DefaultStager(StagingOptions(False, False, False, False))
-    staged = stager.stage(state)
-    assert isinstance(staged, dict)
-    assert claim_of(staged["w"]) == claim_of(state["w"])
-    again = stager.stage({"w": torch.zeros_like(state["w"])})
-    assert isinstance(again, dict)
-    assert claim_of(again["w"]) is None
-    stager.close()
-
-
 class Forgetful(dcp.FileSystemWriter):
     """A writer that stages as anybody would who does not know of the attributes."""
 
@@ -192,16 +134,6 @@ def test_a_writer_that_is_used_again_sees_other_boxes(tmp_path: Path) -> None:
     loaded = {"w": torch.zeros(8, 5)}
     dcp.load(loaded, checkpoint_id=tmp_path / "2")
     assert torch.equal(loaded["w"], torch.cat([GLOBAL[4:], GLOBAL[:4]]))
-
-
-def test_tensors_on_the_meta_device_get_memory(tmp_path: Path) -> None:
-    """With the same boxes."""
-    dcp.save({"w": rows(0, 8)}, checkpoint_id=tmp_path)
-    claim = claim_of(rows(0, 8))
-    state = {"w": with_claim(torch.empty(10, 7, device="meta"), claim)}
-    dcp.load(state, checkpoint_id=tmp_path)
-    assert claim_of(state["w"]) == claim
-    assert torch.equal(state["w"][2 + 4 :, 1:6], GLOBAL[:4])
 
 
 def test_torchs_protocol_and_ours_are_one(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Plan columns as bytes: inverse, shared sections, and no trust in what arrives."""
+"""Plan columns as bytes. Internal: pure; inverse, and no trust in what arrives."""
 
 from __future__ import annotations
 
@@ -12,19 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.planners.columns import RankSets, SaveColumns
+from dcp.planners.columns import SaveColumns
 from dcp.planners.save.global_plan import plan_save
 from dcp.planners.wire.codec import (
     VERSION,
-    decode_rank_sets,
     decode_save_columns,
     decode_write_columns,
-    encode_rank_sets,
     encode_save_columns,
     encode_write_columns,
 )
 from dcp.storage.errors import CheckpointFormatError
-from dcp.storage.formats.index import starts
 from tests.support.planning_simulation import save_columns, tensor_shapes, worlds
 
 
@@ -67,63 +64,10 @@ def test_decoding_is_the_inverse_of_encoding(
 
 def example() -> SaveColumns:
     """A small plan with something in every column."""
-    from tests.planning.test_global_plan import whole
+    from tests.planning.test_save_plans import whole
 
     columns = save_columns({"a": whole((2, 3)), "b": whole((4,))}, {"lr": 3}, planner_data={"a": ("a", 0)})
     return dataclasses.replace(columns, stride_orders={0: (1, 0)})
-
-
-def test_equal_sections_are_decoded_once() -> None:
-    """Ranks with equal names get the same objects from a shared cache, which merging recognises."""
-    cache: dict[bytes, Any] = {}
-    one, other = (decode_save_columns(encode_save_columns(example()), cache) for _ in range(2))
-    assert one.fqns is other.fqns
-    assert one.planner_data is other.planner_data
-    assert one.stride_orders == {0: (1, 0)}
-
-
-def regular_columns(chunks: int) -> SaveColumns:
-    """One tensor in so many chunks of one element: nearly all columns are constants or progressions."""
-    zeros, rows = np.zeros(chunks, np.int64), np.arange(chunks)
-    return SaveColumns(
-        fqns=("w",),
-        dtype_codes=np.array([9], np.uint8),
-        requires_grad=np.zeros(1, np.uint8),
-        shape_start=starts([1]),
-        shape_values=np.array([chunks]),
-        item_tensors=zeros,
-        item_offsets=rows,
-        item_sizes=zeros + 1,
-        item_local_offsets=zeros,
-        item_sources=rows,
-        item_sharded=zeros.astype(np.uint8) + 1,
-        item_digests=zeros.astype(np.uint64),
-        item_ties=zeros - 1,
-    )
-
-
-@pytest.mark.parametrize("chunks", [600_000, pytest.param(5_000_000, marks=pytest.mark.exhaustive)])
-def test_the_most_regular_plans_are_read_back(chunks: int) -> None:
-    """Plans that pack into less than a reader's budget allows for are sent less densely, and read."""
-    columns = regular_columns(chunks)
-    received = decode_save_columns(encode_save_columns(columns))
-    assert np.array_equal(received.item_offsets, columns.item_offsets)
-    writes = plan_save([columns]).writes[0]
-    again = decode_write_columns(encode_write_columns(writes))
-    assert np.array_equal(again.chunks, writes.chunks)
-    rows = np.arange(chunks)
-    sets = RankSets(rows, np.append(rows, chunks), rows, np.append(rows, chunks), rows)
-    folds = decode_rank_sets(encode_rank_sets(sets), items=chunks, objects=chunks)
-    assert np.array_equal(folds.item_rows, rows)
-
-
-def test_sections_do_not_depend_on_their_neighbours() -> None:
-    """Equal names are equal bytes whether or not a rank's other columns could be packed densely."""
-    one, other = (
-        msgpack.unpackb(encode_save_columns(regular_columns(chunks)))["object_names"]
-        for chunks in (10, 600_000)
-    )
-    assert one == other
 
 
 def changed(data: bytes, section: str | None, name: str, value: Any) -> bytes:
@@ -169,16 +113,6 @@ def test_malformed_plans_are_refused(section: str | None, name: str, value: Any)
     """Unknown versions, lying counts, wrong lengths, unknown dtypes: a typed error, never a wrong plan."""
     with pytest.raises(CheckpointFormatError):
         decode_save_columns(changed(encode_save_columns(example()), section, name, value))
-
-
-def test_malformed_paths_are_refused() -> None:
-    """Paths must be names and positions."""
-    for value in ([["a"], [[1.5]]], [["a"], []], [[1], [["a"]]], 3):
-        packed = msgpack.packb(value)
-        data = msgpack.unpackb(encode_save_columns(example()))
-        data["paths"] = msgpack.packb([len(packed), 0, packed])
-        with pytest.raises(CheckpointFormatError):
-            decode_save_columns(msgpack.packb(data))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
-"""Flattening: torch's keys, torch's paths, and this rank's own values."""
+"""Flattening. Internal: pure; torch's keys and paths for any nesting, and this rank's own values."""
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -99,17 +98,6 @@ def test_per_rank_values_get_a_key_of_their_rank() -> None:
     assert "d.x.rank-5" in flatten_state_dict(state, rank=5, legacy=True)[0]
 
 
-def test_loaded_values_replace_what_per_rank_holds() -> None:
-    """Putting values back at their paths fills PerRank in place, at any depth."""
-    state = {"loader": PerRank({"position": 3}), "rng": PerRank(0), "l": [PerRank(1)]}
-    _, paths = flatten_state_dict(state, rank=2)
-    for fqn, path in paths.items():
-        replace_element(state, path, fqn)
-    assert state["loader"].value == {"position": "loader.rank-2.position"}  # type: ignore[attr-defined]
-    assert state["rng"].value == "rng.rank-2"  # type: ignore[attr-defined]
-    assert state["l"][0].value == "l.0.rank-2"  # type: ignore[index]
-
-
 def test_keys_that_are_no_strings_are_found_again() -> None:
     """An optimizer's state[0] is replaced, where torch's set_element would add a '0' beside it."""
     state: dict[str, Any] = {"state": {0: {"step": 1}, True: {"step": 1}, None: 1}}
@@ -118,24 +106,7 @@ def test_keys_that_are_no_strings_are_found_again() -> None:
     assert state == {"state": {0: {"step": 7}, True: {"step": 7}, None: 7}}
 
 
-def test_set_element_makes_what_is_missing() -> None:
-    """Lists grow with None up to the position, dicts are made for names."""
-    root: dict[str, Any] = {}
-    set_element(root, ("a", 2, "b"), 1)
-    set_element(root, ("a", 0), 5)
-    assert root == {"a": [5, None, {"b": 1}]}
-
-
 def test_a_container_that_cannot_be_set_is_an_error() -> None:
     """A read-only mapping on the way gives a typed error which says what to use."""
     with pytest.raises(PlanError, match=r"mappingproxy.*use a dict"):
         replace_element({"a": MappingProxyType({"b": 1})}, ("a", "b"), 2)
-
-
-def test_many_entries_are_flattened_in_milliseconds() -> None:
-    """20,000 entries take far less than a second (some 5 ms), so a regression to quadratic time shows."""
-    state = {f"layers.{number}.weight": TENSOR for number in range(20_000)}
-    begun = time.thread_time()
-    flat, _ = flatten_state_dict({"model": state})
-    assert len(flat) == 20_000
-    assert time.thread_time() - begun < 1

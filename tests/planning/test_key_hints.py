@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 import re
-import time
 
 import pytest
 
 from dcp.planners.load.key_hints import hint_for_missing
-from dcp.storage.near_names import close_to, listed, near_names
+from dcp.storage.near_names import near_names
 
 LAYERS = [f"model.layers.{n}.{part}.weight" for n in range(12) for part in ("linear1", "linear2", "norm1")]
 
@@ -54,14 +53,6 @@ def test_the_renaming_that_finds_all_is_told(wanted: str, stored: str, rules: st
     assert renamed == unused
 
 
-def test_a_wrapper_in_the_middle_of_the_stored_names() -> None:
-    """As torch.compile of each layer leaves them."""
-    stored = [re.sub(r"(layers\.\d+)\.", r"\1._orig_mod.", name) for name in LAYERS]
-    assert hint(LAYERS, stored) == (
-        'It has them all under other names: pass rename={r"^((?:[^.]+\\.){3})": r"\\1_orig_mod."}.'
-    )
-
-
 def test_no_renaming_that_would_lose_what_is_found() -> None:
     """A rule for all keys would take away the names that are there."""
     missing = [name.removeprefix("model.") for name in LAYERS]
@@ -83,23 +74,3 @@ def test_keeping_what_is_missing_is_advised_only_where_nothing_is_near() -> None
         "It has model.* (36) besides; dcp show lists all. "
         "What it lacks may stay as it is with allow_partial_load=True."
     )
-
-
-@pytest.mark.parametrize("name", ["model.layers.0.linear1.weigth", "weight_100001"])
-def test_a_hundred_thousand_names_are_searched_at_once(name: str) -> None:
-    """Deep ones and flat ones; a search of all for all would take hours."""
-    for names in (
-        [f"model.layers.{n}.{part}.weight" for n in range(25_000) for part in "abcd"],
-        [f"weight_{n}" for n in range(100_000)],
-    ):
-        begun = time.process_time()
-        hint([name], names)
-        hint([f"module.{other}" for other in names], names)
-        assert time.process_time() - begun < 15.0
-
-
-def test_lists_are_cut_and_counted() -> None:
-    """What is left out is told."""
-    assert listed(["a", "b"]) == "'a', 'b'"
-    assert listed([str(n) for n in range(2_005)], most=2, show=str) == "0, 1 and 2,003 more"
-    assert close_to("STEP", ["step", "lr"]) == ["step"]

@@ -1,4 +1,4 @@
-"""The plan cache between simulated ranks: a hit writes what a fresh plan would, and hides nothing."""
+"""The plan cache. Internal: dozens of simulated ranks: a hit writes what a fresh plan would."""
 
 from __future__ import annotations
 
@@ -14,16 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.planners.columns import RankSets, SaveColumns, SaveObjects
-from dcp.planners.digest import WHOLE_LIMIT_BYTES, ReplicaCheck
-from dcp.planners.per_rank import PerRank
+from dcp.planners.columns import SaveColumns, SaveObjects
+from dcp.planners.digest import ReplicaCheck
 from dcp.planners.rank_state import RankState
 from dcp.planners.save.global_plan import GlobalSavePlan, plan_save
 from dcp.planners.save.plan_cache import PlanCache
-from dcp.planners.save.planner import DefaultSavePlanner
-from dcp.planners.wire.codec import decode_rank_sets, encode_rank_sets
 from dcp.storage.engine.write_tables import WriteColumns
-from dcp.storage.errors import CheckpointFormatError, ReplicaMismatchError
+from dcp.storage.errors import ReplicaMismatchError
 from dcp.storage.formats.index import starts
 from dcp.storage.tensors import LocalMemory
 from tests.support.planning_simulation import Held, save_columns, tensor_shapes, worlds
@@ -216,18 +213,6 @@ def test_a_hit_hides_no_mismatch_of_objects(digests: list[list[int]]) -> None:
         assert_same_writes(saved, fresh)
 
 
-def test_a_value_that_can_no_longer_be_compared_is_planned_anew() -> None:
-    """Which values are comparable decides what the folds are made of, so it is part of the structure."""
-    job = Job.of(2)
-    parts = [plain_part({}, {"a": 1, "b": 5})] * 2
-    job.save(parts)
-    assert job.save(parts).hit
-    opaque = plain_part({}, {"a": 0, "b": 5})
-    assert not job.save([opaque] * 2).hit
-    with pytest.raises(ReplicaMismatchError, match="object 'a' differs"):
-        job.save([parts[0], opaque])
-
-
 def rows(count: int = 3, size: int = 4) -> dict[str, torch.Tensor]:
     """Tensors by name."""
     return {f"t{number}": torch.arange(size, dtype=torch.int64) + number for number in range(count)}
@@ -287,26 +272,6 @@ def test_options_and_ranks_are_part_of_the_structure() -> None:
     assert not job.save([*parts, parts[0]]).hit
 
 
-def test_names_of_one_rank_are_not_those_of_another() -> None:
-    """`PerRank` values are stored below the number of their rank: a plan for one rank's serves no other, also
-    where nothing else tells them apart."""
-    values = {"rng": PerRank({"cpu": torch.zeros(16, dtype=torch.uint8)}), "w": torch.zeros(3)}
-
-    def part_of(rank: int) -> Part:
-        planner = DefaultSavePlanner()
-        planner.rank = rank
-        planner.set_up_planner(values)
-        local = planner.create_local_columns(digests=False)
-        return Part.of(local.columns, local.sources)
-
-    job = Job.of(1)
-    saves = [job.save([part_of(rank)]) for rank in (0, 0, 1, 1, 0)]
-    assert [saved.hit for saved in saves] == [False, True, False, True, False]
-    assert [set(saved.plan.index.fqns) for saved in saves[1:]] == [
-        {f"rng.rank-{rank}.cpu", "w"} for rank in (0, 1, 1, 0)
-    ]
-
-
 def test_a_rank_without_the_plan_forces_a_new_one() -> None:
     """Dropped on one rank, on the coordinator, or made by another save than the others': never half a hit."""
     parts = [plain_part(rows()) for _ in range(3)]
@@ -332,101 +297,3 @@ def test_a_plan_whose_save_failed_is_not_used() -> None:
     assert job.save(parts, commit=False).hit
     assert not job.save(parts).hit
     assert job.save(parts).hit
-
-
-def test_a_box_that_one_rank_holds_twice_is_compared_in_full_each_time() -> None:
-    """Two items of one rank for one box are replicas which no fold between ranks would compare."""
-    shape = np.array([4], np.int64)
-    columns = plain_part({"t": torch.arange(4)}).columns
-    twice = dataclasses.replace(
-        columns,
-        item_tensors=np.zeros(2, np.int64),
-        item_offsets=np.zeros(2, np.int64),
-        item_sizes=np.tile(shape, 2),
-        item_local_offsets=np.zeros(2, np.int64),
-        item_sources=np.arange(2, dtype=np.int64),
-        item_sharded=np.ones(2, np.uint8),
-        item_digests=np.zeros(2, np.uint64),
-        item_ties=np.full(2, -1, np.int64),
-    )
-    job, tensors = Job.of(1), [torch.arange(4), torch.arange(4)]
-    assert not job.save([Part.of(twice, tensors)]).hit
-    assert not job.save([Part.of(twice, tensors)]).hit
-    tensors[1][2] = 9
-    with pytest.raises(ReplicaMismatchError, match="'t'"):
-        job.save([Part.of(twice, tensors)])
-
-
-LARGE = WHOLE_LIMIT_BYTES // 8 * 3
-
-
-@pytest.mark.parametrize("check", ["sampled", "full"])
-@pytest.mark.parametrize("size", [1, 1000, LARGE])
-def test_folds_see_logical_bytes_wherever_they_lie(check: ReplicaCheck, size: int) -> None:
-    """Replicas with other strides or elsewhere are replicas; one changed element at the head or the
-    tail of any size is found."""
-
-    def tensors(rank: int) -> dict[str, torch.Tensor]:
-        big = torch.arange(2 * size, dtype=torch.int64).view(2, size)
-        strided = big.t().contiguous().t() if rank else big
-        return {"small": torch.arange(3), "big": strided, "none": torch.zeros(0, dtype=torch.int64)}
-
-    job = Job.of(2, check=check)
-    job.save([plain_part(tensors(rank)) for rank in range(2)])
-    for _ in range(2):
-        assert job.save([plain_part(tensors(rank)) for rank in range(2)]).hit
-    for place in (0, -1):
-        parts = [plain_part(tensors(rank)) for rank in range(2)]
-        assert not torch.equal(parts[0].sources[1], parts[1].sources[1] + 1)
-        parts[1].sources[1][place, place] += 1
-        with pytest.raises(ReplicaMismatchError, match="'big'"):
-            job.save(parts)
-        job.save([plain_part(tensors(rank)) for rank in range(2)])
-
-
-def test_memory_is_read_anew_each_time() -> None:
-    """What tensors hold now is what counts: in the memory of before, or elsewhere."""
-    mine, theirs = rows(), rows()
-    job = Job.of(2)
-    for _ in range(3):
-        job.save([plain_part(mine), plain_part(theirs)])
-        for tensors in (mine, theirs):
-            tensors["t1"] += 1
-    assert job.save([plain_part(mine), plain_part(theirs)]).hit
-    moved = {name: tensor.clone() for name, tensor in mine.items()}
-    mine["t1"] += 5  # no longer part of the state
-    assert job.save([plain_part(moved), plain_part(theirs)]).hit
-    theirs["t1"][0] = 77
-    with pytest.raises(ReplicaMismatchError, match="'t1'"):
-        job.save([plain_part(moved), plain_part(theirs)])
-
-
-def test_what_travels_does_not_grow_with_the_tensors() -> None:
-    """A rank says as much for two thousand tensors as for two."""
-    sizes = []
-    for count in (2, 2000):
-        job, parts = Job.of(2), [plain_part(rows(count=count)) for _ in range(2)]
-        job.save(parts)
-        sizes.append(job.save(parts).sent_bytes)
-    assert sizes[0] == sizes[1] <= 2 * 64
-
-
-def test_what_a_rank_folds_travels_unchanged() -> None:
-    """Encoded and decoded again; what names rows that are not there is refused."""
-    sets = RankSets(
-        numbers=np.array([0, 3], np.int64),
-        item_start=starts([2, 0]),
-        item_rows=np.array([4, 1], np.int64),
-        object_start=starts([0, 1]),
-        object_rows=np.array([2], np.int64),
-    )
-    data = encode_rank_sets(sets)
-    again = decode_rank_sets(data, items=5, objects=3)
-    for column in dataclasses.fields(RankSets):
-        assert np.array_equal(getattr(again, column.name), getattr(sets, column.name)), column.name
-    for items, objects in ((4, 3), (5, 2)):
-        with pytest.raises(CheckpointFormatError):
-            decode_rank_sets(data, items=items, objects=objects)
-    broken = dataclasses.replace(sets, item_start=starts([2, 1]))
-    with pytest.raises(CheckpointFormatError):
-        decode_rank_sets(encode_rank_sets(broken), items=5, objects=3)

@@ -1,10 +1,9 @@
-"""Weight maps: which elements of a source become which of a target, by names and axes."""
+"""Weight maps. Internal: pure algebra of names and axes, carried out on arrays of numbers that all differ."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,13 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp.planners.weight_maps.names import NamePattern
 from dcp.planners.weight_maps.pieces import MappedTensor, Piece, PieceSide
-from dcp.planners.weight_maps.rules import MapRule
-from dcp.planners.weight_maps.weight_map import MapSource, WeightMap, ready_maps, weight_map
+from dcp.planners.weight_maps.weight_map import WeightMap, ready_maps, weight_map
 from dcp.storage.errors import OptionError, PlanError
 from dcp.storage.geometry.boxes import Box
-from dcp.storage.geometry.lattices import parts_between
 
 Array = npt.NDArray[Any]
 Arrays = dict[str, Array]
@@ -103,27 +99,6 @@ def of(*rules: Mapping[str, Any], **sizes: int | str) -> WeightMap:
     return WeightMap.of({"rules": rules, "sizes": sizes})
 
 
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
-def test_parts_of_steps_are_those_between(lengths: list[int], data: st.DataObject) -> None:
-    """Each position that is asked for is in one part, and no other is; in order."""
-    steps: list[int] = []
-    reach = 1
-    for length in reversed(lengths):
-        step = reach + data.draw(st.integers(0, 2))
-        steps.insert(0, step)
-        reach += (length - 1) * step
-    low, high = sorted(data.draw(st.tuples(st.integers(-2, reach + 2), st.integers(-2, reach + 2))))
-    everything = [int(np.dot(at, steps)) for at in itertools.product(*map(range, lengths))]
-    parts = list(parts_between(lengths, steps, low, high))
-    found = [
-        int(np.dot(at, steps))
-        for part in parts
-        for at in itertools.product(*(range(first, first + count) for first, count in part))
-    ]
-    assert found == [position for position in everything if low <= position < high]
-    assert len(parts) <= 2 * len(lengths) + 1
-
-
 def test_rotary_halves_become_pairs() -> None:
     """As Meta's own conversion permutes them."""
     source = llama()
@@ -135,17 +110,6 @@ def test_rotary_halves_become_pairs() -> None:
     assert np.array_equal(
         made["layers.0.feed_forward.w3.weight"], source["model.layers.0.mlp.up_proj.weight"]
     )
-
-
-def test_tied_embeddings_are_there_twice() -> None:
-    """Where the configuration says so; the inverse has them once."""
-    source = llama(tied=True)
-    weights = WeightMap.of("llama:hf-to-titan").with_config({**LLAMA, "tie_word_embeddings": True})
-    made = mapped(weights, source)
-    assert np.array_equal(made["lm_head.weight"], source["model.embed_tokens.weight"])
-    assert np.array_equal(made["tok_embeddings.weight"], source["model.embed_tokens.weight"])
-    back = mapped(weights.inverse, made)
-    assert back.keys() == source.keys()
 
 
 def test_queries_keys_and_values_are_fused_by_group() -> None:
@@ -182,38 +146,6 @@ def test_experts_are_stacked_and_unstacked() -> None:
     assert np.array_equal(made, np.stack([source[f"experts.{expert}.w"].T for expert in range(11)]))
     back = mapped(weights.inverse, {"experts.w": made})
     assert all(np.array_equal(back[name], source[name]) for name in source)
-
-
-def test_the_first_rule_that_knows_a_name_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever names vary; and of thousands of plain ones not each is compared with each."""
-    names = ("a.1", "a.2", "b")
-    for order in itertools.permutations(["a.{n}", "a.1", "{rest:*}", "a.2", "b"]):
-        rules = [{"from": one, "to": f"{number}.{one}"} for number, one in enumerate(order)]
-        found = weight_map({"rules": rules}).apply([(name, (2,), 0, False) for name in names])
-        patterns = [NamePattern.parse(one) for one in order]
-        first = [[pattern.match(name) is not None for pattern in patterns].index(True) for name in names]
-        assert [int(tensor.name.partition(".")[0]) for tensor in found] == first
-    compared: list[str] = []
-    match = MapRule.match
-
-    def counted(rule: MapRule, name: str, names: Any = None) -> Any:
-        compared.append(name)
-        return match(rule, name, names)
-
-    monkeypatch.setattr(MapRule, "match", counted)
-    many = weight_map({"rules": [{"from": f"a{n}", "to": f"b{n}"} for n in range(1000)]})
-    assert len(many.apply([(f"a{n}", (2,), 0, False) for n in range(1000)])) == len(compared) == 1000
-    assert not many.knows("c") and len(compared) == 1000
-
-
-def test_names_alone() -> None:
-    """Tensors of any shape, also without dimensions."""
-    weights = of({"from": "a.{rest:*}", "to": "b.{rest:*}"}, {"from": "gone"})
-    source = arrays({"a.x": (), "a.y.z": (2, 0, 3), "gone": (2,)})
-    assert {name: array.shape for name, array in mapped(weights, source).items()} == {
-        "b.x": (),
-        "b.y.z": (2, 0, 3),
-    }
 
 
 @st.composite
@@ -413,23 +345,6 @@ def test_checkpoints_that_would_be_mapped_wrongly_are_refused(
     assert told in str(caught.value)
 
 
-def test_no_more_tensors_are_made_than_memory_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all rules together; those that only get other names do not count."""
-    monkeypatch.setattr("dcp.planners.weight_maps.weight_map._MAX_MADE", 6)
-    weights = of({"from": {"e.{x}": "n w"}, "to": {"e.{x}.{n}": "w"}})
-    sources = [(f"e.{number}", (4, 0), 0, False) for number in range(2)]
-    assert len(weights.apply(sources)) == 8
-    with pytest.raises(PlanError, match="too many tensors"):
-        weights.apply([*sources, ("e.2", (4, 0), 0, False)])
-
-
-def test_tensors_of_different_dtypes_are_named() -> None:
-    """Which is which."""
-    weights = of({"from": {"a": "x", "b": "y"}, "to": {"c": "(x + y)"}})
-    with pytest.raises(PlanError, match="'a' is float32 and 'b' is bfloat16"):
-        weights.apply([("a", (2,), 1, False), ("b", (2,), 4, False)])
-
-
 def test_a_copy_alone_does_not_go_without_a_word() -> None:
     """What it is a copy of is missing."""
     weights = of({"from": {"e": "v w"}, "to": {"tok": "v w", "head": "v w"}, "copies": ["head"]}).inverse
@@ -444,15 +359,6 @@ def test_the_way_back_asks_rules_that_say_more_first() -> None:
     there = mapped(weights, source)
     assert list(there) == ["a", "b\n", "head.w"]
     assert mapped(weights.inverse, there).keys() == source.keys()
-
-
-def test_axes_of_no_elements() -> None:
-    """Beside others, in any dimension, of boxes too."""
-    weights = of({"from": {"x": "(a b + c) d"}, "to": {"y": "d (c + b a)"}}, a=3, b=0, c=2)
-    source = arrays({"x": (2, 4)})
-    assert np.array_equal(mapped(weights, source)["y"], source["x"].T)
-    (tensor,) = planned(weights, source)
-    assert sum(len(piece.within_target(Box((0, 0), (4, 2)))) for piece in tensor.pieces) == 1
 
 
 def test_numbers_by_hand_are_of_the_configuration_or_of_axes() -> None:
@@ -474,13 +380,6 @@ def test_numbers_by_hand_are_of_the_configuration_or_of_axes() -> None:
         half_of(heads=4.5)
 
 
-def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
-    """As any other that is no map."""
-    (tmp_path / "map.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(OptionError, match="cannot be read"):
-        WeightMap.of(tmp_path / "map.toml")
-
-
 def test_layers_that_are_missing_at_the_end_are_told() -> None:
     """Of a whole model, by its configuration; a part of one may lack them."""
     source = llama(layers=2)
@@ -494,22 +393,6 @@ def test_layers_that_are_missing_at_the_end_are_told() -> None:
     assert len(weights.with_config({"num_hidden_layers": 2}).apply(given, is_whole=True)) == len(source)
 
 
-def test_padding_needs_both_sizes() -> None:
-    """One of them alone would pad nothing."""
-    source = llama()
-    known = {name: value for name, value in LLAMA.items() if name != "vocab_size"}
-    weights = WeightMap.of("llama:hf-to-megatron").with_config({**known, "padded_vocab_size": 9})
-    with pytest.raises(PlanError, match="sizes of pad in"):
-        planned(weights, source)
-    assert planned(WeightMap.of("llama:hf-to-megatron").with_config(known), source)[0].shape == (7, 8)
-
-
-def test_numbers_for_names_that_a_map_does_not_have() -> None:
-    """Are misspelt, and would be without effect."""
-    with pytest.raises(OptionError, match="no size 'num_atention_heads'; did you mean num_attention_heads"):
-        weight_map("llama:hf-to-titan", num_atention_heads=4)
-
-
 def test_a_map_is_its_data() -> None:
     """What is written is read again, and tells of the same."""
     for name in ready_maps():
@@ -519,73 +402,7 @@ def test_a_map_is_its_data() -> None:
         assert again.identity == weights.identity != weights.inverse.identity
 
 
-def moe(layers: Mapping[int, str], experts: int = 4) -> list[MapSource]:
-    """As transformers names them: of each layer its norm, and a dense MLP or experts with a router."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for layer, kind in layers.items():
-        own = f"model.layers.{layer}"
-        shapes[f"{own}.post_attention_layernorm.weight"] = (8,)
-        if kind == "moe":
-            shapes[f"{own}.mlp.gate.weight"] = (experts, 8)
-        for expert in range(experts) if kind == "moe" else [None]:
-            mlp = f"{own}.mlp" if expert is None else f"{own}.mlp.experts.{expert}"
-            shapes |= {
-                f"{mlp}.gate_proj.weight": (6, 8),
-                f"{mlp}.up_proj.weight": (6, 8),
-                f"{mlp}.down_proj.weight": (8, 6),
-            }
-    return [(name, shape, 1, False) for name, shape in shapes.items()]
-
-
-_QWEN: dict[str, Any] = {"model_type": "qwen3_moe", "num_hidden_layers": 3}
 _QWEN |= {"intermediate_size": 6, "moe_intermediate_size": 6}
-
-
-def test_norms_are_those_of_their_layer() -> None:
-    """Dense layers among those with experts are told by what the layer has, whatever the configuration says;
-    a layer that does not tell is an error, and the way back needs nothing."""
-    source = moe({0: "dense", 1: "moe", 2: "dense"})
-    norm = "model.layers.{}.post_attention_layernorm.weight"
-    for config in (_QWEN, {**_QWEN, "num_experts": 4}, {**_QWEN, "num_local_experts": 4}):
-        weights = weight_map("qwen3:hf-to-megatron", config)
-        made = weights.apply(source)
-        norms = [one.name for one in made if one.sources[0].endswith("norm.weight")]
-        dense = "decoder.layers.{}.mlp.linear_fc1.layer_norm_weight"
-        assert norms == [dense.format(0), "decoder.layers.1.pre_mlp_layernorm.weight", dense.format(2)]
-        targets = [(one.name, one.shape, one.dtype_code, one.requires_grad) for one in made]
-        assert {one.name for one in weights.inverse.apply(targets)} == {name for name, *_ in source}
-        assert weights.inverse.inverse.apply(source) == made
-        lone = [one for one in source if one[0] == norm.format(1)]
-        with pytest.raises(PlanError, match=r"which rule is for .* there is no 'model.layers.1.mlp.gate.w"):
-            weights.apply(lone)
-        assert len(weights.apply(lone, names=[name for name, *_ in source])) == 1
-        prefixed = [(f"model.{name}", shape, code, grad) for name, shape, code, grad in source]
-        below = weights.below("model").apply(prefixed)
-        assert [one.name for one in below] == [one.name for one in made]
-
-
-@pytest.mark.parametrize("name", ["qwen3:hf-to-titan", "qwen3:hf-to-megatron"])
-@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
-def test_an_expert_that_is_missing_is_told(name: str, key: str) -> None:
-    """Under either name that transformers has written for how many there are; without a configuration a stack
-    could be of any size, which is an error."""
-    source = moe({0: "dense", 1: "moe", 2: "moe"})
-    lacking = [one for one in source if "layers.2.mlp.experts.3." not in one[0]]
-    weights = weight_map(name, {**_QWEN, key: 4})
-    assert weights.apply(source, is_whole=True)
-    with pytest.raises(PlanError, match=r"are 3 of expert, and should be 4|should be 4 of expert .*: 3 m"):
-        weights.apply(lacking, is_whole=True)
-    if name.endswith("titan"):
-        with pytest.raises(PlanError, match=r"how many there are of expert .* is not known.*config\.json"):
-            weight_map(name).apply(source)
-
-
-def test_a_condition_needs_a_name_that_is_known() -> None:
-    """A part that the rule's own names lack could be any."""
-    with pytest.raises(OptionError, match="has a part that its own names lack"):
-        of({"from": "a.{n}", "to": "b.{n}", "present": "c.{m}"})
-    with pytest.raises(OptionError, match="present is the name of a tensor"):
-        of({"from": "a.{n}", "to": "b.{n}", "present": 3})
 
 
 def test_a_model_of_another_family_is_told(caplog: pytest.LogCaptureFixture) -> None:

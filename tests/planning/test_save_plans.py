@@ -1,11 +1,9 @@
-"""The global save plan: replicas, balance, ties, and everything it refuses."""
+"""Save plans. Internal: pure planning on columns: replicas, balance, ties, and everything that is refused."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-import numpy as np
 import pytest
 
 from dcp.planners.layout.placements import LocalBox
@@ -56,24 +54,6 @@ def test_a_large_replica_is_split_over_its_holders() -> None:
     assert [offsets[0] for offsets, _ in rows] == sorted(offsets[0] for offsets, _ in rows)
 
 
-def test_splitting_fills_up_the_ranks_that_have_less() -> None:
-    """A rank that already writes much of its own takes a smaller part of the replicated tensor, or none."""
-    ranks = [
-        {"own": part((300,), (0,), (280,)), "big": whole((100,))},
-        {"own": part((300,), (280,), (20,)), "big": whole((100,))},
-    ]
-    disk = write(plan_save([save_columns(held) for held in ranks], split_bytes=64), ranks)
-    assert disk.written_bytes == [280 * 8, 120 * 8]
-
-
-def test_a_tensor_with_short_first_dimension_is_split_along_a_longer_one() -> None:
-    """Where the first dimension has too few rows, the first one that has enough is cut."""
-    ranks = [{"wide": whole((1, 64))}] * 4
-    plan = plan_save([save_columns(held) for held in ranks], split_bytes=64)
-    write(plan, ranks)
-    assert [plan.index.box(chunk)[1] for chunk in plan.index.chunks(0)] == [(1, 16)] * 4
-
-
 def test_tied_tensors_are_stored_once() -> None:
     """Tensors with the same memory go to one rank, in parts too, and share the payload there."""
     for split in (None, 64):
@@ -92,13 +72,6 @@ def test_ties_that_other_ranks_do_not_have_are_kept_apart() -> None:
         {"a": whole((4,)), "b": whole((4,))},
     ]
     write(plan_save([save_columns(held) for held in ranks]), ranks)
-
-
-def test_files_follow_the_state_dict() -> None:
-    """Each rank writes in the order of its own columns."""
-    tensors = {name: whole((3,)) for name in ("z", "a", "m", "b")}
-    for writes in plan_save([save_columns(tensors)] * 2).writes:
-        assert writes.sources.tolist() == sorted(writes.sources.tolist())
 
 
 def test_the_index_lists_chunks_by_tensor_and_position() -> None:
@@ -204,29 +177,3 @@ def test_a_rank_alone_may_save_its_own_part() -> None:
     assert plan_save([columns]).index.chunk_count == 1
     with pytest.raises(PlanError, match="2 of its 4"):
         plan_save([columns], check_coverage=True)
-
-
-def test_a_plan_of_nothing_is_empty() -> None:
-    """No ranks, or ranks without anything, give an empty index that is consistent."""
-    for columns in ([], [save_columns({})] * 2):
-        plan = plan_save(columns)
-        assert plan.index.chunk_count == 0
-        plan.index.check()
-
-
-def test_shapes_beyond_any_memory_are_refused() -> None:
-    """Element counts that do not fit 64 bits would wrap around in the arithmetic; they are an error
-    instead."""
-    huge = dataclasses.replace(save_columns({"t": whole((1, 1))}), shape_values=np.array([1 << 40, 1 << 40]))
-    with pytest.raises(PlanError, match=r"'t'.*too many elements"):
-        plan_save([huge])
-
-
-def test_stride_orders_are_carried_into_the_index() -> None:
-    """The order of dimensions in memory is kept under the merged row, from the lowest rank that tells it."""
-    first = save_columns({"x": whole((1,))})
-    second = dataclasses.replace(
-        save_columns({"y": whole((2, 3)), "x": whole((1,))}), stride_orders={0: (1, 0)}
-    )
-    index = plan_save([first, second]).index
-    assert index.stride_orders == {index.position["y"]: (1, 0)}

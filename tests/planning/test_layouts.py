@@ -1,21 +1,174 @@
-"""The tensors of one rank as columns: what is taken, and what is refused with which advice."""
+"""What a rank holds. Internal: compared with torch's own rules for meshes that no few ranks have."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dcp
-from dcp.planners.layout.local import DTYPE_CODES, collect_tensors
-from dcp.planners.layout.local_tensor import is_tensor_like, local_tensor
+from dcp.planners.layout.local import collect_tensors
+from dcp.planners.layout.local_tensor import local_tensor
+from dcp.planners.layout.placements import Split, boxes_of_runs, local_runs, local_shape
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
+
+PLACEMENTS: list[Placement] = [
+    Replicate(),
+    Shard(0),
+    Shard(1),
+    _StridedShard(0, split_factor=2),
+    _StridedShard(1, split_factor=3),
+]
+
+
+@pytest.fixture
+def ranks() -> Iterator[object]:
+    """Starts this process as any rank of a world whose collectives do nothing."""
+
+    def start(rank: int, world_size: int) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+    yield start
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def splits(mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]) -> list[Split]:
+    """The sharding steps of placements, left to right."""
+    return [
+        Split(p.dim, parts, place, int(getattr(p, "split_factor", 1)))  # type: ignore[attr-defined]
+        for p, parts, place in zip(placements, mesh, coordinate, strict=True)
+        if not isinstance(p, Replicate)
+    ]
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    shape=st.tuples(st.integers(1, 12), st.integers(1, 12)),
+    mesh=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    data=st.data(),
+)
+def test_runs_agree_with_torch(shape: tuple[int, int], mesh: list[int], data: st.DataObject) -> None:
+    """Local shape and first offset of every coordinate are torch's, for plain and strided shards, even or
+    not."""
+    placements = [data.draw(st.sampled_from(PLACEMENTS)) for _ in mesh]
+    for coordinate in itertools.product(*(range(size) for size in mesh)):
+        expected_shape, expected_offset = _compute_local_shape_and_global_offset(
+            shape, tuple(mesh), list(coordinate), placements
+        )
+        runs = local_runs(shape, splits(mesh, coordinate, placements))
+        assert local_shape(runs) == tuple(expected_shape)
+        if math.prod(expected_shape):
+            assert boxes_of_runs(runs)[0].offsets == tuple(expected_offset)
+
+
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2), (3, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(8, 6), (7, 5), (2, 3), (1, 4)], ids=str)
+def test_boxes_hold_what_torch_distributes(
+    ranks: object, mesh_shape: tuple[int, ...], shape: tuple[int, int]
+) -> None:
+    """The local tensor of distribute_tensor is, box by box, the global tensor; and the boxes of all ranks
+    cover it."""
+    world = math.prod(mesh_shape)
+    whole = torch.arange(math.prod(shape)).reshape(shape)
+    combinations = list(itertools.product(PLACEMENTS, repeat=len(mesh_shape)))
+    covered = [torch.zeros(shape, dtype=torch.bool) for _ in combinations]
+    for rank in range(world):
+        ranks(rank, world)  # type: ignore[operator]
+        mesh = DeviceMesh("cpu", torch.arange(world).reshape(mesh_shape), _init_backend=False)
+        for placements, seen in zip(combinations, covered, strict=True):
+            tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+            local = local_tensor("t", tensor, {})
+            assert local is not None
+            assert local.shape == shape
+            for source, box in local.pieces:
+                here = tuple(
+                    slice(at, at + size) for at, size in zip(box.local_offsets, box.sizes, strict=True)
+                )
+                there = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
+                assert torch.equal(source[here], whole[there])
+                seen[there] = True
+    for placements, seen in zip(combinations, covered, strict=True):
+        assert seen.all(), placements
+
+
+def test_strided_shards_give_several_boxes(ranks: object) -> None:
+    """FSDP2 over tensor parallelism leaves a rank rows that are apart: a box each, where stock sees one."""
+    ranks(0, 4)  # type: ignore[operator]
+    mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2), _init_backend=False)
+    whole = torch.arange(9.0).reshape(9, 1)
+    tensor = distribute_tensor(
+        whole, mesh, [_StridedShard(0, split_factor=2), Replicate()], src_data_rank=None
+    )
+    local = local_tensor("t", tensor, {})
+    assert local is not None
+    assert [(piece.box.offsets, piece.box.sizes) for piece in local.pieces] == [
+        ((0, 0), (3, 1)),
+        ((5, 0), (2, 1)),
+    ]
+    assert local.replicated
+
+
+def test_a_rank_outside_of_the_mesh_has_nothing(ranks: object) -> None:
+    """A DTensor on a submesh is left out by ranks that are not in it."""
+    ranks(3, 4)  # type: ignore[operator]
+    mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False)
+    tensor = DTensor.from_local(
+        torch.zeros(0), mesh, [Shard(0)], run_check=False, shape=torch.Size([4]), stride=(1,)
+    )
+    assert local_tensor("t", tensor, {}) is None
+    assert collect_tensors({"t": tensor}).columns.fqns == ()
+
+
+def test_an_empty_shard_has_no_box_but_keeps_the_name(ranks: object) -> None:
+    """A rank whose shard is empty still says which tensor there is; an empty tensor keeps one empty chunk."""
+    ranks(3, 4)  # type: ignore[operator]
+    mesh = DeviceMesh("cpu", torch.arange(4), _init_backend=False)
+    short = distribute_tensor(torch.zeros(2, 3), mesh, [Shard(0)], src_data_rank=None)
+    empty = distribute_tensor(torch.zeros(0, 5), mesh, [Shard(1)], src_data_rank=None)
+    local = collect_tensors({"short": short, "empty": empty}).columns
+    assert local.fqns == ("short", "empty")
+    assert local.shape_values.tolist() == [2, 3, 0, 5]
+    assert local.item_tensors.tolist() == [1]
+    assert local.item_sizes.tolist() == [0, 5]
+
+
+def test_a_pending_reduction_is_refused(ranks: object) -> None:
+    """Partial values are summands, not the tensor: the error names it and what to do."""
+    ranks(0, 2)  # type: ignore[operator]
+    mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False)
+    tensor = DTensor.from_local(torch.zeros(2), mesh, [Partial()], run_check=False)
+    with pytest.raises(PlanError, match=r"'w'.*Partial.*redistribute"):
+        collect_tensors({"w": tensor})
+
+
+def test_a_local_shape_that_placements_do_not_give_is_refused(ranks: object) -> None:
+    """A hand-made uneven DTensor would be stored at wrong offsets; it is an error instead."""
+    ranks(0, 2)  # type: ignore[operator]
+    mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False)
+    tensor = DTensor.from_local(
+        torch.zeros(3), mesh, [Shard(0)], run_check=False, shape=torch.Size([4]), stride=(1,)
+    )
+    with pytest.raises(PlanError, match=r"'w'.*\(3,\).*\(2,\)"):
+        collect_tensors({"w": tensor})
 
 
 class Wrapper(torch.Tensor):
@@ -93,99 +246,12 @@ def test_every_stored_dtype_has_its_code() -> None:
         assert collect_tensors({"t": tensor}).columns.dtype_codes.tolist() == [dtype.code]
 
 
-def test_order_in_memory_is_noted() -> None:
-    """Dense tensors that are not C-ordered keep their order of dimensions; views with holes have none."""
-    image = torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    local = collect_tensors(
-        {"c": image, "t": torch.zeros(3, 2).t(), "h": torch.zeros(4, 4)[:, ::2], "p": image[0]}
-    )
-    assert local.columns.stride_orders == {0: (0, 2, 3, 1), 1: (1, 0), 3: (1, 2, 0)}
-
-
 def test_the_protocol_of_torch_is_honoured() -> None:
     """A subclass with __create_write_items__ says its boxes and shards itself."""
     local = collect_tensors({"rows": torch.ones(2, 3).as_subclass(Rows)})
     assert local.columns.shape_values.tolist() == [8, 3]
     assert local.columns.item_offsets.tolist() == [2, 0]
     assert local.sources[0].sum() == 6
-
-
-class TwoParts(Rows):
-    """Rows 0 and 1 of a tensor of 4 rows in a shard of its own, row 3 in another one."""
-
-    def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
-        items = []
-        for first, rows in ((0, 2), (3, 1)):
-            chunk = ChunkStorageMetadata(torch.Size([first, 0]), torch.Size([rows, 3]))
-            data = TensorWriteData(chunk, TensorProperties(torch.float32), torch.Size([4, 3]))
-            items.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
-        return items
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        plain = self.as_subclass(torch.Tensor)
-        return plain[:2] if index.offset == torch.Size([0, 0]) else plain[2:]
-
-
-def test_columns_say_of_each_tensor_what_it_says_alone() -> None:
-    """Tensors of many forms, mixed, some of several boxes or none: each has the rows it would have alone."""
-    state = {
-        "a": torch.zeros(2, 3),
-        "two": torch.ones(3, 3).as_subclass(TwoParts),
-        "b": torch.zeros(2, 3, dtype=torch.int64),
-        "scalar": torch.tensor(1.0),
-        "none": 5,
-        "empty": torch.zeros(0, 4),
-        "rows": torch.ones(2, 3).as_subclass(Rows),
-        "c": torch.nn.Parameter(torch.zeros(3, 2)),
-        "d": torch.zeros(2, 3).t(),
-    }
-    collected, own_sources = collect_tensors(state), iter(range(100))
-    local, memory = collected.columns, collected.memory
-    items = list(zip(local.item_tensors.tolist(), local.item_sources.tolist(), strict=True))
-    assert local.fqns == tuple(fqn for fqn in state if fqn != "none")
-    for row, fqn in enumerate(local.fqns):
-        alone = local_tensor(fqn, state[fqn], {})
-        assert alone is not None
-        begin, end = local.shape_start[row], local.shape_start[row + 1]
-        assert tuple(local.shape_values[begin:end].tolist()) == alone.shape
-        assert local.dtype_codes[row] == DTYPE_CODES[alone.dtype]
-        assert local.requires_grad[row] == alone.requires_grad
-        mine = [item for item, (tensor, _) in enumerate(items) if tensor == row]
-        assert len(mine) == len(alone.pieces)
-        for item, piece in zip(mine, alone.pieces, strict=True):
-            box = slice(int(local.box_start[item]), int(local.box_start[item + 1]))
-            columns = (local.item_offsets, local.item_sizes, local.item_local_offsets)
-            assert tuple(tuple(column[box].tolist()) for column in columns) == piece.box
-            assert (local.item_sharded[item], collected.replicated[item]) == (
-                alone.sharded,
-                alone.replicated,
-            )
-            source = items[item][1]
-            assert source == next(own_sources)
-            assert memory.pointers[source] == piece.source.data_ptr()
-            begin, end = memory.shape_start[source : source + 2]
-            assert tuple(memory.shape_values[begin:end].tolist()) == piece.source.shape
-            assert memory.is_plain[source] == piece.source.is_contiguous()
-
-
-def test_what_can_be_read_into_where_it_is() -> None:
-    """Dense memory of the CPU is; transposed, strided, and lazily negated or conjugated views are not."""
-    complex_numbers = torch.zeros(2, 2, dtype=torch.complex64)
-    state = {
-        "dense": torch.nn.Parameter(torch.zeros(2, 3)),
-        "transposed": torch.zeros(2, 3).t(),
-        "gaps": torch.zeros(2, 4)[:, ::2],
-        "negated": complex_numbers.conj().imag,
-        "conjugated": complex_numbers.conj(),
-    }
-    destinations = collect_tensors(state, purpose="load").memory
-    assert destinations.is_plain.tolist() == [True, False, False, False, False]
-    assert destinations.pointers[0] == state["dense"].data_ptr()
-    assert destinations.tensors[4] is state["conjugated"]
-    assert [dtypes.BY_CODE[code].name for code in destinations.dtype_codes.tolist()[3:]] == [
-        "float32",
-        "complex64",
-    ]
 
 
 REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
@@ -250,11 +316,3 @@ def test_memory_that_was_freed_in_part_is_refused(purpose: Literal["save", "load
         collect_tensors(state, purpose=purpose)
     assert [problem.split(":")[0] for problem in caught.value.problems] == ["'rows'", "'tail'"]
     assert all("freed in part" in problem for problem in caught.value.problems)
-
-
-def test_what_counts_as_a_tensor() -> None:
-    """Tensors of any class do, numbers and containers do not."""
-    assert is_tensor_like(torch.zeros(1))
-    assert is_tensor_like(torch.nn.Parameter(torch.zeros(1)))
-    assert is_tensor_like(torch.zeros(2, 3).as_subclass(Rows))
-    assert not any(is_tensor_like(value) for value in (1, "a", None, [torch.zeros(1)]))

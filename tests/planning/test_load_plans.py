@@ -1,8 +1,6 @@
-"""The load plan: what is refused, what is passed over, and chunks that overlap."""
+"""Load plans. Internal: pure planning on columns, for meshes and overlaps that no few ranks have."""
 
 from __future__ import annotations
-
-import itertools
 
 import numpy as np
 import pytest
@@ -11,18 +9,28 @@ from hypothesis import strategies as st
 
 from dcp.planners.layout.placements import LocalBox
 from dcp.planners.load.plan import plan_load
-from dcp.planners.save.global_plan import plan_save
-from dcp.storage.errors import DtypeMismatchError, MissingKeyError, PlanError, ShapeMismatchError
+from dcp.planners.save.global_plan import GlobalSavePlan, plan_save
+from dcp.planners.wire.codec import (
+    decode_save_columns,
+    decode_write_columns,
+    encode_save_columns,
+    encode_write_columns,
+)
+from dcp.storage.errors import MissingKeyError, PlanError, ShapeMismatchError
 from dcp.storage.formats.index import CheckpointIndex
 from tests.support.planning_simulation import (
+    ITEM_BYTES,
     Array,
     Disk,
     Held,
     index_of_boxes,
     read,
     save_columns,
+    tensor_shapes,
     wanted_columns,
     whole_tensor,
+    worlds,
+    write,
 )
 
 
@@ -61,14 +69,6 @@ def test_missing_keys_are_all_named() -> None:
     assert columns.dests.tolist() == [0]
 
 
-def test_unexpected_keys_are_reported() -> None:
-    """What the checkpoint has and nobody wants is told, not refused."""
-    columns = plan_load(
-        stored({"a": (2,), "old": (1,)}, ("lr", "junk")), wanted_columns({"a": whole((2,))}, ["lr"])
-    )
-    assert columns.extra.unexpected == ("old", "junk")
-
-
 def test_shapes_are_checked() -> None:
     """All tensors of another shape or number of dimensions are named with both shapes."""
     index = stored({"a": (2, 3), "b": (4,), "c": (1,)})
@@ -78,14 +78,6 @@ def test_shapes_are_checked() -> None:
     assert "Size mismatch between saved (2, 3) and current: (3, 2) for 'a'" in str(caught.value)
     assert "Size mismatch between saved (4,) and current: (4, 1) for 'b'" in str(caught.value)
     assert caught.value.fqns == ["a", "b"]
-
-
-def test_dtypes_are_checked_unless_cast() -> None:
-    """Another dtype is an error that says how to convert, or reported when conversion was asked for."""
-    index = plan_save([save_columns({"a": whole((2,))}, dtype_code=1)]).index
-    with pytest.raises(DtypeMismatchError, match=r"(?s)'a' is int64, stored is float32.*cast"):
-        plan_load(index, wanted_columns({"a": whole((2,))}))
-    assert plan_load(index, wanted_columns({"a": whole((2,))}), cast=True).extra.cast == ("a",)
 
 
 def test_problems_of_several_kinds_make_one_error() -> None:
@@ -136,12 +128,6 @@ def test_overlapping_chunks_are_read_once(
     assert (counts[0] == 1).all()
 
 
-def test_replicated_scalars_are_read_once() -> None:
-    """A 0-d tensor that a foreign writer stored twice is read from one place."""
-    index = index_of_boxes((), [((), ()), ((), ())])
-    assert len(plan_load(index, wanted_columns({"t": whole(())})).chunks) == 1
-
-
 def test_several_boxes_of_one_local_tensor_go_to_their_places() -> None:
     """A local tensor made of strided pieces is filled piece by piece."""
     tensor = whole_tensor((8, 2))
@@ -153,19 +139,26 @@ def test_several_boxes_of_one_local_tensor_go_to_their_places() -> None:
     assert np.array_equal(dest, local)
 
 
-def test_many_chunks_against_many_boxes() -> None:
-    """10,000 row chunks loaded as 10,000 column boxes of a grid stay a plan of the grid's cells."""
-    index = index_of_boxes((100, 100), [((i, j), (1, 1)) for i, j in itertools.product(range(100), repeat=2)])
-    boxes = tuple(LocalBox((0, column), (100, 1), (0, column)) for column in range(100))
-    held = Held((100, 100), whole_tensor((100, 100)), boxes)
-    columns = plan_load(index, wanted_columns({"t": held}))
-    assert len(columns.chunks) == 10_000
-    assert (columns.lengths == 1).all()
-
-
-def test_empty_tensors_need_no_reads() -> None:
-    """Tensors without elements are satisfied by their shape alone."""
-    columns = plan_load(
-        stored({"e": (0, 3), "a": (1,)}), wanted_columns({"e": whole((0, 3)), "a": whole((1,))})
-    )
-    assert columns.dests.tolist() == [1]
+@settings(deadline=None, max_examples=80)
+@given(
+    data=st.data(), shapes=tensor_shapes, lowest=st.booleans(), split=st.sampled_from([None, 8, 64, 1 << 20])
+)
+def test_load_after_save_is_the_identity(
+    data: st.DataObject, shapes: dict[str, tuple[int, ...]], lowest: bool, split: int | None
+) -> None:
+    """Any sharding saved, any other loaded: all elements arrive, each read once, each byte stored once."""
+    saving, loading = data.draw(worlds(shapes)), data.draw(worlds(shapes))
+    sent = [encode_save_columns(save_columns(tensors)) for tensors in saving]
+    columns = [decode_save_columns(part) for part in sent]
+    plan = plan_save(columns, dedup_to_lowest_rank=lowest, split_bytes=split, check_coverage=True)
+    replies = [decode_write_columns(encode_write_columns(writes)) for writes in plan.writes]
+    disk = write(GlobalSavePlan(plan.index, replies), saving)
+    stored = sum(payload.size for payload in disk.payloads.values())
+    assert stored == sum(whole_tensor(shape).size for shape in shapes.values())
+    assert sum(disk.written_bytes) == stored * ITEM_BYTES
+    for tensors in loading:
+        dests = [np.full(held.local.shape, -1, np.int64) for held in tensors.values()]
+        counts = read(plan_load(plan.index, wanted_columns(tensors)), disk, dests)
+        for held, dest, count in zip(tensors.values(), dests, counts, strict=True):
+            assert np.array_equal(dest, held.local)
+            assert (count == 1).all()
