@@ -1,4 +1,4 @@
-"""An index without some of its entries, and the note of what was dropped, which anybody may have written."""
+"""An index without some of its entries. Internal: pure, for any choice of entries, where a drop makes one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 import dcp
 from dcp.storage.formats.dropped import DroppedPart, dropped_from, noted_in, without
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.opening.folder import open_index
-from dcp.storage.stores import PosixStore
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +30,9 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> CheckpointIndex:
         "c": {"lr": 0.1, "name": "x", 7: {"deep": torch.ones(2)}},
     }
     folder = tmp_path_factory.mktemp("dropped")
-    writer = dcp.FileSystemWriter(folder, single_file_per_rank=False)
+    writer = dcp.FileSystemWriter(folder, single_file_per_rank=False, digests=True)
     dcp.save(state, storage_writer=writer, no_dist=True)
-    return open_index(PosixStore(folder))
+    return dcp.open_index(folder)
 
 
 @settings(max_examples=60, deadline=None)
@@ -50,6 +48,7 @@ def test_what_stays_is_as_it_was(index: CheckpointIndex, data: st.DataObject) ->
     for row, name in enumerate(found.fqns):
         old = index.position[name]
         assert (found.shape(row), found.dtype(row)) == (index.shape(old), index.dtype(old))
+        assert found.digests[row] == index.digests[old]
         assert found.stride_orders.get(row) == index.stride_orders.get(old)
         for new, before in zip(found.chunks(row), index.chunks(old), strict=True):
             assert found.box(new) == index.box(before)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,16 +22,12 @@ from dcp.storage.errors import (
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.native.manifest import encode_manifest
-from dcp.storage.formats.opening.folder import has_checkpoint, is_large_metadata_of, open_index
+from dcp.storage.formats.opening.folder import is_large_metadata_of, open_index
 from dcp.storage.formats.opening.joined_indexes import join_indexes
 from dcp.storage.formats.torch.metadata.writer import encode_torch_metadata
 from dcp.storage.stores.faults import FaultInjectingStore
-from dcp.storage.stores.posix.files import PosixReadHandle
 from dcp.storage.stores.posix.store import PosixStore
 from tests.support.formats_indexes import assert_same_index, int64, small_index
-from tests.support.recording import OBJECT_PROFILE
-
-T = TypeVar("T")
 
 
 def metadata_of(index: CheckpointIndex) -> bytes:
@@ -267,19 +261,6 @@ def test_nothing_committed_is_said_so(tmp_path: Path) -> None:
         open_index(PosixStore(tmp_path / "absent"))
 
 
-def test_has_checkpoint(tmp_path: Path) -> None:
-    """Any committed form counts; data files, temporary files and absent folders do not."""
-    store = PosixStore(tmp_path)
-    assert not has_checkpoint(PosixStore(tmp_path / "absent"))
-    (tmp_path / "__0_0.distcp").write_bytes(b"data")
-    (tmp_path / ".metadata.tmp").write_bytes(b"")
-    assert not has_checkpoint(store)
-    for name in ("manifest.msgpack", ".metadata", "__3.metadata", "__0.manifest.msgpack"):
-        (tmp_path / name).write_bytes(b"")
-        assert has_checkpoint(store), name
-        (tmp_path / name).unlink()
-
-
 class ReplacedWhileRead(PosixStore):
     """A store in which another save publishes between the reads of the manifest and of .metadata."""
 
@@ -302,53 +283,6 @@ def test_a_save_during_opening_is_not_taken_for_stock(tmp_path: Path) -> None:
     publish(tmp_path, small_index())
     new = small_index(files=["__0_0.aaaaaaaa.distcp", "__1_0.aaaaaaaa.distcp"], user={"new": True})
     index = open_index(ReplacedWhileRead(tmp_path, new))
-    assert (index.format, index.user) == ("dcp", {"new": True})
-
-
-class AskedAtOnce(PosixStore):
-    """As an object store it is asked for both files at once, and another save publishes after ``first`` was
-    read."""
-
-    read_profile = OBJECT_PROFILE
-
-    def __init__(self, folder: Path, index: CheckpointIndex, first: str) -> None:
-        super().__init__(folder)
-        self._folder, self._new, self._first = folder, index, first
-        self._is_published = threading.Event()
-
-    def _in_turn(self, name: str, read: Callable[[], T]) -> T:
-        if self._is_published.is_set():
-            return read()
-        if name != self._first:
-            assert self._is_published.wait(60)
-            return read()
-        data = read()
-        publish(self._folder, self._new, replaced=(self._folder / ".metadata").read_bytes())
-        self._is_published.set()
-        return data
-
-    def read(self, name: str, *, limit_bytes: int) -> bytes:
-        """As the real one, in turn."""
-        return self._in_turn(name, lambda: super(AskedAtOnce, self).read(name, limit_bytes=limit_bytes))
-
-    def read_start(self, name: str, size_bytes: int) -> tuple[bytes, int]:
-        """As the real one, in turn."""
-        return self._in_turn(name, lambda: super(AskedAtOnce, self).read_start(name, size_bytes))
-
-
-@pytest.mark.parametrize("first", ["manifest.msgpack", ".metadata"])
-@pytest.mark.parametrize("is_large", [False, True])
-def test_a_save_while_both_files_are_asked_for_is_opened(tmp_path: Path, first: str, is_large: bool) -> None:
-    """An old manifest with a new `.metadata`, and the reverse, end with the new save, whole."""
-    old = large_index() if is_large else small_index()
-    publish(tmp_path, old)
-    new = dataclasses.replace(
-        old,
-        files=[name.replace("3f9c2a1b", "aaaaaaaa") for name in old.files],
-        provenance={"save_id": "aaaaaaaa"},
-        user={"new": True},
-    )
-    index = open_index(AskedAtOnce(tmp_path, new, first))
     assert (index.format, index.user) == ("dcp", {"new": True})
 
 
@@ -413,31 +347,3 @@ def test_stock_over_a_large_checkpoint_is_believed(tmp_path: Path) -> None:
     stock_save(tmp_path, {"w": torch.ones(3)})
     index = open_index(PosixStore(tmp_path))
     assert (index.format, list(index.fqns)) == ("torch_dcp", ["w"])
-
-
-def test_a_small_metadata_is_opened_once(tmp_path: Path) -> None:
-    """Its first bytes are all of it."""
-    publish(tmp_path, small_index())
-    store = FaultInjectingStore(PosixStore(tmp_path))
-    open_index(store)
-    assert [step.op for step in store.log] == ["read", "open_read", "preadv"]
-
-
-class PublishedBetween(PosixStore):
-    """A store in which the first save of ours happens after the manifest was looked for."""
-
-    def __init__(self, folder: Path, index: CheckpointIndex) -> None:
-        super().__init__(folder)
-        self._index: CheckpointIndex | None = index
-
-    def open_read(self, name: str, *, expected_bytes: int | None = None) -> PosixReadHandle:
-        """As the real one; before `.metadata` is opened for the first time, both files are there."""
-        if self._index is not None and name == ".metadata":
-            publish(Path(self.url), self._index)
-            self._index = None
-        return super().open_read(name, expected_bytes=expected_bytes)
-
-
-def test_a_first_save_during_opening_is_opened_by_its_manifest(tmp_path: Path) -> None:
-    """Its `.metadata` alone would do, but has no checksums."""
-    assert open_index(PublishedBetween(tmp_path, small_index())).format == "dcp"

@@ -1,3 +1,5 @@
+"""What an error says of the place where no checkpoint is: what is below it, beside it and in it."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -6,8 +8,6 @@ import pytest
 import torch
 
 import dcp
-from dcp.inspection.checkpoints import list_checkpoints
-from dcp.inspection.verification import verify
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +57,10 @@ def test_a_save_that_did_not_finish_is_still_said_to_be_one(runs: Path) -> None:
     assert "1 data files" in said(runs / "a/step-11")
 
 
-def test_loads_verifications_and_listings_say_so_too(runs: Path) -> None:
+def test_loads_say_so_too(runs: Path) -> None:
     """Whatever takes a place of the user's."""
     with pytest.raises(dcp.CheckpointNotFoundError, match=r"Checkpoints below it: step-10"):
         dcp.load({"n": 0}, checkpoint_id=runs / "a", no_dist=True)
-    with pytest.raises(dcp.CheckpointNotFoundError, match=r"Checkpoints below it: step-10"):
-        verify(runs / "a")
-    with pytest.raises(dcp.CheckpointNotFoundError, match=r"does not exist\.\n.* has a"):
-        list_checkpoints(runs / "aa")
 
 
 def test_places_in_memory_have_neighbours_too() -> None:

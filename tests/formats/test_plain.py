@@ -66,46 +66,6 @@ def test_round_trip(value: Any) -> None:
     assert bits(decode_plain(encoded)) == bits(value)
 
 
-@given(values)
-def test_encoding_is_canonical(value: Any) -> None:
-    """What was decoded encodes to the same bytes, so equal values can be found by their bytes."""
-    encoded = encode_plain(value)
-    assert encoded is not None
-    assert encode_plain(decode_plain(encoded)) == encoded
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        2**63,
-        2**64 - 1,
-        2**64,
-        -(2**63),
-        -(2**63) - 1,
-        127,
-        128,
-        -128,
-        -129,
-        (),
-        ((),),
-        [()],
-        {(): ()},
-        "\ud800",
-    ],
-)
-def test_borders(value: Any) -> None:
-    """Where msgpack's own range or types end, ours go on."""
-    encoded = encode_plain(value)
-    assert encoded is not None
-    assert bits(decode_plain(encoded)) == bits(value)
-
-
-def test_json_like_data_is_ordinary_msgpack() -> None:
-    """Any msgpack reader gets the data without tuples, complex numbers and huge ints."""
-    value = {"a": [1, 2.5, None, True, "x", b"y"], "b": {"c": -1}}
-    assert msgpack.unpackb(encode_plain(value) or b"") == value
-
-
 class Color(enum.IntEnum):
     """An int by inheritance."""
 

@@ -1,140 +1,131 @@
-"""Formats and stores of other packages that are broken: a typed error says which, and what to do."""
+"""Formats and stores of other packages: what they may be called, and those that are broken are named."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import dcp
-from dcp.inspection.checkpoints import list_checkpoints
-from dcp.storage import extensions
-from dcp.storage.errors import OptionError, StorageError, UnsupportedFormatError
-from dcp.storage.formats import registry
+from dcp.errors import CheckpointError, OptionError, StorageError, UnsupportedFormatError
 from dcp.storage.formats.format import Format
 from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.registry import file_names, formats, register_format, target_named
 from dcp.storage.stores import StoreType, open_store, register_store
+from tests.support.crashes import in_lab
 
 
-@pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a test registers is forgotten after it."""
-    monkeypatch.setattr(registry, "_FORMATS", dict(registry._FORMATS))
-    caches: list[Any] = [extensions._entry_points, registry._load_extensions, registry.file_names]
-    for cached in caches:
-        cached.cache_clear()
-    yield
-    for cached in caches:
-        cached.cache_clear()
+def told(act: Callable[[], Any]) -> str:
+    """The class and the words of the error of ``act``."""
+    try:
+        act()
+    except CheckpointError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
-def install(folder: Path, package: str, group: str, name: str, code: str) -> str:
-    """A package as `pip install` leaves it, with an entry point to OBJECT; the folder for `sys.path`."""
-    module = f"plugin_{package}"
-    site = folder / package
+def install(folder: Path, package: str, group: str, name: str, code: str) -> None:
+    """A package as `pip install` leaves it, with an entry point to OBJECT, where Python finds it."""
+    module, site = f"plugin_{package}", folder / package
     metadata = site / f"{package}-1.0.dist-info"
     metadata.mkdir(parents=True)
     (site / f"{module}.py").write_text(code)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(f"[{group}]\n{name} = {module}:OBJECT\n")
-    return str(site)
+    sys.path.insert(0, str(site))
+
+
+def with_broken_packages(folder: Path, code: str) -> tuple[str, str, bool]:
+    """What an index and a store say beside them, and whether our own formats are still written."""
+    install(folder, "bad", "dcphub.formats", "bad", code)
+    install(folder, "worse", "dcphub.stores", "bad", code)
+    said = told(lambda: dcp.open_index(folder)), told(lambda: open_store("bad://x"))
+    return *said, all(target_named(name)[1].name == name for name in ("dcp", "torch", "safetensors"))
 
 
 @pytest.mark.parametrize("code", ["raise RuntimeError('no')", "import sys; sys.exit(3)", "x =", "OBJECT = 5"])
-def test_a_package_that_cannot_be_imported_is_named(
-    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_that_cannot_be_imported_is_named(code: str, tmp_path: Path) -> None:
     """However its import ends: an exit would be the end of the program, without a word."""
-    monkeypatch.syspath_prepend(install(tmp_path, f"bad{len(code)}", "dcphub.formats", "bad", code))
-    monkeypatch.syspath_prepend(install(tmp_path, f"worse{len(code)}", "dcphub.stores", "bad", code))
-    with pytest.raises(UnsupportedFormatError, match=r"entry point bad of the group dcphub\.formats"):
-        dcp.open_index(tmp_path)
-    with pytest.raises(
-        (UnsupportedFormatError, StorageError), match=r"bad of the group dcphub\.stores"
-    ) as info:
-        open_store("bad://x")
-    assert code == "OBJECT = 5" or f"worse{len(code)}" in str(info.value)
+    index, store, are_ours_there = in_lab(with_broken_packages, tmp_path, code)
+    assert "UnsupportedFormatError" in index and "entry point bad of the group dcphub.formats" in index
+    assert "bad of the group dcphub.stores" in store
+    assert are_ours_there
 
 
-def test_two_packages_of_one_name_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which of them would be taken would be chance."""
+def with_two_packages(folder: Path) -> str:
+    """Of one name."""
     for package in ("first", "second"):
-        monkeypatch.syspath_prepend(install(tmp_path, package, "dcphub.formats", "two", "OBJECT = 1"))
-    with pytest.raises(UnsupportedFormatError, match=r"packages? first and second.*uninstall all but one"):
-        dcp.open_index(tmp_path)
+        install(folder, package, "dcphub.formats", "two", "OBJECT = 1")
+    return told(lambda: dcp.open_index(folder))
 
 
-def raising(*_: object) -> Any:
-    """A reader with a fault."""
-    raise KeyError("a fault")
+def test_two_packages_of_one_name_are_told(tmp_path: Path) -> None:
+    """It would be chance, which of them is taken."""
+    assert re.search(r"first and second.*uninstall all but one", in_lab(with_two_packages, tmp_path))
 
 
-@pytest.mark.parametrize("read", [raising, lambda *_: 17])
-def test_a_reader_with_a_fault_costs_its_own_checkpoints(read: Callable[..., Any], tmp_path: Path) -> None:
-    """The error is typed, names the place and the format, and other checkpoints are listed."""
-    parts = re.compile(r"[^.].*\.part")
-    registry.register_format(Format(name="faulty", suffixes=(".faulty",), read_file=read))
-    registry.register_format(Format(name="faulty_too", folder_files=parts, read_folder=read))
-    (tmp_path / "folder").mkdir()
-    places = [tmp_path / "single.faulty", tmp_path / "folder" / "a.part"]
-    for place in places:
-        place.write_bytes(b"data")
-    for place in (tmp_path / "single.faulty", tmp_path / "folder"):
-        with pytest.raises(UnsupportedFormatError, match=re.escape(str(place))) as info:
-            dcp.open_index(place)
-        assert info.value.path == str(place)
-    assert {row.name: row.problem is None for row in list_checkpoints(tmp_path)} == {
-        "folder": False,
-        "single.faulty": False,
-    }
+def with_faulty_readers(folder: Path) -> list[str]:
+    """What three formats say of their checkpoints: readers that raise, that return nonsense, and that lie."""
 
+    def raising(*_: object) -> Any:
+        raise KeyError("a fault")
 
-def test_a_format_that_fails_to_tell_costs_no_file_of_others(tmp_path: Path) -> None:
-    """Files whose names suffice are read; where only the begin could tell, the error names the format."""
-    registry.register_format(
-        Format(name="faulty", suffixes=(".odd",), names_suffice=False, begins=raising, read_file=raising)
-    )
-    (tmp_path / "a.odd").write_bytes(b"data")
-    (tmp_path / "b.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
-    rows = {row.name: row.problem for row in list_checkpoints(tmp_path)}
-    assert "the format 'faulty' cannot tell" in (rows["a.odd"] or "")
-    assert dcp.open_index(tmp_path / "b.safetensors").format == "safetensors"
-
-
-def test_an_index_that_lies_is_refused_with_its_place(tmp_path: Path) -> None:
-    """A folder's as a file's."""
-
-    def read(store: Any) -> CheckpointIndex:
+    def lying(_: object) -> CheckpointIndex:
         return CheckpointIndex.of_whole_tensors("lying", [], {"../outside": 4})
 
-    registry.register_format(Format(name="lying", folder_files=re.compile(r".*\.part"), read_folder=read))
-    with pytest.raises(
-        dcp.errors.CheckpointFormatError, match=f"{re.escape(str(tmp_path))}.*no.* plain name"
-    ):
-        dcp.open_index(tmp_path)
+    nonsense: Any = lambda *_: 17  # noqa: E731 - short
+    register_format(Format(name="faulty", suffixes=(".faulty",), read_file=raising))
+    register_format(Format(name="odd", suffixes=(".odd",), read_file=nonsense))
+    register_format(Format(name="lying", folder_files=re.compile(r"[^.].*\.part"), read_folder=lying))
+    (folder / "c").mkdir()
+    places = [folder / "a.faulty", folder / "b.odd", folder / "c"]
+    for place in (*places[:2], folder / "c" / "x.part"):
+        place.write_bytes(b"data")
+    (folder / "ours.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+    assert dcp.open_index(folder / "ours.safetensors").format == "safetensors"
+    names = file_names()
+    for name in ("x.part", "model.safetensors", "MODEL.SAFETENSORS", "w1.distcp"):
+        assert bool(names.in_folders.fullmatch(name)) == any(one.is_in_folder(name) for one in formats())
+    return [told(lambda place=place: dcp.open_index(place)) for place in places]
 
 
-@pytest.mark.parametrize("wrong", [".npy", [".npy"]])
-def test_suffixes_that_are_no_tuple_are_refused(wrong: Any) -> None:
-    """Of a string each letter would be one."""
-    with pytest.raises(OptionError, match="suffixes of the format 'npy' must be tuples"):
-        registry.register_format(Format(name="npy", suffixes=wrong))
+def test_a_reader_with_a_fault_costs_its_own_checkpoints(tmp_path: Path) -> None:
+    """The error is typed, names the place and the format; what others read is read."""
+    faulty, odd, lying = in_lab(with_faulty_readers, tmp_path)
+    assert "UnsupportedFormatError" in faulty and str(tmp_path / "a.faulty") in faulty
+    assert "UnsupportedFormatError" in odd and str(tmp_path / "b.odd") in odd
+    assert "CheckpointFormatError" in lying and "plain name" in lying and str(tmp_path) in lying
 
 
-@pytest.mark.parametrize("wrong", ["zip", (), ("ZIP",), ("s3",), (5,)])
+@pytest.mark.parametrize(
+    "odd",
+    [
+        Format(name="odd", folder_files=re.compile("(?i)a")),
+        Format(name="odd", folder_marks=re.compile("a # b", re.VERBOSE)),
+        Format(name="odd", suffixes=("",)),
+        Format(name="odd", suffixes=(".ODD",)),
+        Format(name="odd", suffixes=".npy"),  # type: ignore[arg-type]
+        Format(name="dcp"),
+        Format(name="Odd"),
+        5,
+    ],
+)
+def test_formats_that_could_not_be_meant_are_refused(odd: Any) -> None:
+    """Before they make every file a checkpoint, or none."""
+    with pytest.raises((UnsupportedFormatError, OptionError)):
+        register_format(odd)
+    assert "odd" not in {one.name for one in formats()}
+
+
+@pytest.mark.parametrize("wrong", ["zip", (), ("ZIP",), ("s3",), (5,), None])
 def test_schemes_that_cannot_be_are_refused(wrong: Any) -> None:
     """None of them is registered."""
-    with pytest.raises(StorageError, match="scheme"):
-        register_store(StoreType(schemes=wrong, open=raising))
-
-
-def test_what_is_no_format_and_no_store_is_refused() -> None:
-    """At once, and not when it is used."""
-    wrong: Any = 5
-    with pytest.raises(OptionError, match="is no Format"):
-        registry.register_format(wrong)
-    with pytest.raises(OptionError, match="is no StoreType"):
-        register_store(wrong)
+    made: Any = (
+        StoreType(schemes=wrong, open=lambda url, options: open_store(url)) if wrong is not None else 5
+    )
+    with pytest.raises((StorageError, OptionError), match=r"scheme|no StoreType"):
+        register_store(made)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import pickle
 import random
 import warnings
 import zipfile
@@ -13,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError, UnsupportedFormatError
+from dcp.storage.errors import CheckpointFormatError, UnsupportedFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.torch.tensor_pickle import (
-    MAX_TENSOR_PICKLE_BYTES,
     TensorPickle,
     decode_tensor_pickle,
 )
@@ -80,17 +78,6 @@ def test_dense_tensors(name: str) -> None:
     assert entry.file_size == decoded.storage_bytes
 
 
-def test_the_bytes_are_the_values() -> None:
-    """The decoded place, applied to the archive's bytes, gives the tensor's values."""
-    tensor = DENSE["view"]
-    decoded = decode_tensor_pickle(data_pickle(tensor))
-    saved = archive(tensor)
-    name = next(name for name in saved.namelist() if name.endswith(f"/data/{decoded.storage_key}"))
-    storage = torch.frombuffer(bytearray(saved.read(name)), dtype=torch.float32)
-    rebuilt = storage.as_strided(decoded.sizes, decoded.strides, decoded.storage_offset)
-    assert torch.equal(rebuilt, tensor)
-
-
 def quantised() -> torch.Tensor:
     """A quantised tensor, of which torch.save stores integers and a scale."""
     with warnings.catch_warnings():  # torch warns once a process
@@ -113,25 +100,6 @@ def test_other_tensors_are_explained(value: Any, match: str) -> None:
     """Tensors whose stored bytes are not their values are refused by kind, not read wrongly."""
     with pytest.raises(UnsupportedFormatError, match=match):
         decode_tensor_pickle(data_pickle(value()))
-
-
-@pytest.mark.parametrize("value", [{"a": 1}, 7, "text", [torch.ones(1)], {"t": torch.ones(1)}, None])
-def test_other_values_are_no_tensor(value: Any) -> None:
-    """A record of an object where a tensor should be is an error."""
-    with pytest.raises(CheckpointFormatError, match="should hold a tensor"):
-        decode_tensor_pickle(data_pickle(value))
-
-
-class Foreign:
-    """A class that no tensor needs."""
-
-
-def test_foreign_classes_are_named() -> None:
-    """A pickle that names anything beyond the list is refused with that name."""
-    with pytest.raises(UnsafeObjectError, match="Foreign"):
-        decode_tensor_pickle(data_pickle(Foreign()))
-    with pytest.raises(UnsafeObjectError, match="Foreign"):
-        decode_tensor_pickle(pickle.dumps([torch.float32, Foreign]))
 
 
 def forged(
@@ -202,12 +170,6 @@ def test_forged_tensors(name: str) -> None:
     """A tensor that reaches outside its storage, or is not one, is a format error."""
     with pytest.raises(CheckpointFormatError):
         decode_tensor_pickle(FORGED[name])
-
-
-def test_oversized_pickles() -> None:
-    """A pickle far larger than a tensor's is refused unread."""
-    with pytest.raises(CheckpointFormatError, match="limit"):
-        decode_tensor_pickle(bytes(MAX_TENSOR_PICKLE_BYTES + 1))
 
 
 def test_damaged_pickles_stay_inside() -> None:

@@ -402,9 +402,6 @@ def test_a_map_is_its_data() -> None:
         assert again.identity == weights.identity != weights.inverse.identity
 
 
-_QWEN |= {"intermediate_size": 6, "moe_intermediate_size": 6}
-
-
 def test_a_model_of_another_family_is_told(caplog: pytest.LogCaptureFixture) -> None:
     """Names may match although the weights mean something else; once for each configuration."""
     for name in ready_maps():

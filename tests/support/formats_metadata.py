@@ -23,9 +23,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.state_dict_saver import save
 
+import dcp
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, ObjectColumns, starts
-from dcp.storage.formats.torch.metadata.reader import decode_torch_metadata
+from dcp.storage.stores import MemoryStore
 
 # (shape, [(offsets, sizes), ...], dtype name, requires_grad) of one tensor
 Tensor = tuple[tuple[int, ...], Sequence[tuple[tuple[int, ...], tuple[int, ...]]], str, bool]
@@ -36,6 +37,13 @@ def stock_save(folder: Path, state_dict: dict[str, Any], **writer_options: Any) 
     writer = FileSystemWriter(folder, **writer_options)
     save(state_dict, storage_writer=writer, no_dist=True)
     return read_metadata(folder)
+
+
+def decode_torch_metadata(data: bytes) -> CheckpointIndex:
+    """The index of a checkpoint that has this `.metadata` alone, as anybody opens it."""
+    store = MemoryStore("tests/formats-metadata")
+    store.publish(".metadata", data, durable=False)
+    return dcp.open_index(store.url)
 
 
 def read_metadata(folder: Path, name: str = ".metadata") -> Metadata:

@@ -1,4 +1,4 @@
-"""`.metadata` from columns: stock torch must read the `Metadata` that stock itself would have written."""
+"""`.metadata` written from columns. Internal: any index at all, where few saves would make one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import io
 import pickle
 import pickletools
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,14 @@ import torch
 from hypothesis import given, settings
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
-from dcp.storage.errors import PlanError
+from dcp.errors import PlanError
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.index import CheckpointIndex, ObjectColumns
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.torch.metadata.writer import MAX_PLAIN_DEPTH, encode_torch_metadata
 from dcp.storage.torch_compat import strides_of, tensor_properties
 from tests.support.formats_metadata import (
+    assert_same,
+    decode_torch_metadata,
     index_of,
     indexes,
     make_index,
@@ -86,65 +87,6 @@ def test_instances_and_attributes_are_stock_ones(tmp_path: Path) -> None:
     assert tensor.properties.memory_format is torch.contiguous_format
 
 
-def test_instances_are_not_shared() -> None:
-    """Tensors of one kind get properties and chunks of their own: changing one changes no other."""
-    box = ((0, 0), (2, 3))
-    copy = decode(make_index({name: ((2, 3), [box], "float32", False) for name in ("a", "b")}))
-    first, second = copy.state_dict_metadata["a"], copy.state_dict_metadata["b"]
-    assert isinstance(first, TensorStorageMetadata) and isinstance(second, TensorStorageMetadata)
-    assert first == second
-    assert first.properties is not second.properties
-    assert first.chunks[0] is not second.chunks[0]
-
-
-def test_chunk_positions_are_index_hints() -> None:
-    """storage_data keys carry the position of the chunk in its tensor, and find their record by offset."""
-    boxes = [((row, 0), (1, 2)) for row in range(300)]
-    index = make_index({"x": ((2,), [((0,), (2,))], "int8", False), "y": ((300, 2), boxes, "float32", False)})
-    copy = decode(index)
-    hints = [key.index for key in copy.storage_data if key.fqn == "y"]
-    assert hints == list(range(300))
-    found = copy.storage_data[MetadataIndex("y", [299, 0])]
-    assert (found.relative_path, found.offset, found.length) == (
-        index.files[index.chunk_files[300]],
-        index.record_offsets[300],
-        index.record_lengths[300],
-    )
-
-
-def test_every_dtype_is_a_torch_dtype() -> None:
-    """All dtypes of the table that this torch knows arrive as that torch dtype."""
-    names = [name for name in dtypes.BY_NAME if hasattr(torch, name)]
-    assert len(names) > 20
-    copy = decode(make_index({name: ((4,), [((0,), (4,))], name, True) for name in names}))
-    for name in names:
-        tensor = copy.state_dict_metadata[name]
-        assert isinstance(tensor, TensorStorageMetadata)
-        assert tensor.properties.dtype is getattr(torch, name)
-        assert tensor.properties.requires_grad is True
-
-
-def test_large_numbers() -> None:
-    """Ranges, sizes and offsets beyond 32 bits arrive exactly."""
-    size = (1 << 40) + 1
-    index = make_index({"big": ((1 << 50,), [((1 << 49,), (size,))], "uint8", False)}, ["o"], gap=1 << 41)
-    copy = decode(index)
-    info = copy.storage_data[MetadataIndex("big", [1 << 49])]
-    assert info.length == size + (1 << 41)
-    assert copy.storage_data[MetadataIndex("o")].offset == info.length
-    assert copy.state_dict_metadata["big"].size == torch.Size([1 << 50])  # type: ignore[union-attr]
-
-
-def test_tied_chunks_share_a_range() -> None:
-    """Two tensors with one record are written as two entries with equal ranges."""
-    box = ((0,), (2,))
-    index = make_index({name: ((2,), [box], "float32", False) for name in ("a", "b")})
-    tied = dataclasses.replace(index, chunk_files=np.zeros(2, np.int64), record_offsets=np.zeros(2, np.int64))
-    tied.check()
-    copy = decode(tied)
-    assert copy.storage_data[MetadataIndex("a", [0])] == copy.storage_data[MetadataIndex("b", [0])]
-
-
 def test_objects_without_blob_are_left_out() -> None:
     """An object stored only as a plain value has no place in .metadata; the others are complete."""
     index = make_index({}, ["stored", "plain"])
@@ -154,13 +96,6 @@ def test_objects_without_blob_are_left_out() -> None:
     copy = decode(dataclasses.replace(index, objects=objects))
     assert list(copy.state_dict_metadata) == ["stored"]
     assert list(copy.storage_data) == [MetadataIndex("stored")]
-
-
-def test_empty_index() -> None:
-    """A checkpoint of nothing is a Metadata of empty mappings."""
-    copy = decode(CheckpointIndex(format="dcp", objects=ObjectColumns()))
-    assert (copy.state_dict_metadata, copy.storage_data, copy.planner_data) == ({}, {}, None)
-    assert copy.version == "1.0.0"
 
 
 @pytest.mark.parametrize(
@@ -214,28 +149,12 @@ def test_round_trip_through_stock(index: CheckpointIndex) -> None:
     assert again.objects.offsets.tolist() == index.objects.offsets.tolist()
 
 
-@pytest.mark.parametrize("chunk_counts", [[1] * 100, [2] * 40 + [3] * 60, [1, 2] * 50, [1] * 5 + [2] * 95])
-def test_many_tensors_of_one_and_of_many_numbers_of_chunks(chunk_counts: list[int]) -> None:
-    """Chunks and paths are those of their tensors, whether they are written by rows or one by one."""
-    rows = {f"n\u00e9.{row}": count for row, count in enumerate(chunk_counts)}
-    index = make_index(
-        {name: ((n,), [((k,), (1,)) for k in range(n)], "float32", False) for name, n in rows.items()},
-        planner_data={name: (name, 7, "x")[:count] for name, count in rows.items()},
-    )
-    metadata = pickle.loads(encode_torch_metadata(index, checkpoint_id="c", save_id="s"))
-    again = index_of(metadata)
-    assert metadata.planner_data == index.planner_data
-    assert again.fqns == index.fqns
-    for name in COLUMNS:
-        np.testing.assert_array_equal(getattr(again, name), getattr(index, name), err_msg=name)
-
-
-def test_no_object_per_chunk_is_made() -> None:
-    """A hundred thousand chunks take well under the second that pickling their objects would."""
-    count = 100_000
-    boxes = [((row,), (1,)) for row in range(count)]
-    index = make_index({"x": ((count,), boxes, "float32", False)})
-    begin = time.thread_time()
+@settings(max_examples=60, deadline=None)
+@given(indexes())
+def test_round_trip_through_ours(index: CheckpointIndex) -> None:
+    """decode(encode(index)) is the index again, in all that the format can hold."""
     data = encode_torch_metadata(index, checkpoint_id="c", save_id="s")
-    assert time.thread_time() - begin < 3.0
-    assert len(data) / count < 200
+    again = decode_torch_metadata(data)
+    assert_same(again, dataclasses.replace(index, files=list(index.files)))
+    assert again.provenance == {"save_id": "s", "checkpoint_id": "c", "torch_metadata_version": "1.0.0"}
+    assert (again.file_sizes == UNKNOWN).all()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import uuid
+import tracemalloc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,16 +15,102 @@ import torch
 import torch.distributed.checkpoint as stock
 from safetensors.torch import load_file, save_file
 
-from dcp.storage.errors import (
+import dcp
+from dcp.errors import (
     CheckpointError,
     CheckpointFormatError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    UnsupportedFormatError,
 )
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.opening.sources import index_at, index_of_file, index_of_folder, locate, open_source
 from dcp.storage.stores import MemoryStore, PosixStore
 from tests.support.torch_files import as_bytes, tensor_at
+
+MAX_HEADER_BYTES = 100_000_000
+
+
+def opened(data: bytes) -> CheckpointIndex:
+    """The index of a file."""
+    store = MemoryStore("tests/formats-safetensors")
+    store.publish("m.safetensors", data, durable=False)
+    return dcp.open_index(f"{store.url}/m.safetensors")
+
+
+def blob(header: Any, data: bytes = b"") -> bytes:
+    """A file with ``header`` (text or what json writes) and ``data``."""
+    text = header.encode() if isinstance(header, str) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def tensor(begin: int, end: int, shape: list[int], dtype: str = "U8") -> dict[str, Any]:
+    """One entry of a header."""
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x01",
+        (MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b"{}",
+        (1 << 63).to_bytes(8, "little") + b"{}",
+        (100).to_bytes(8, "little") + b"{}",
+        blob(""),
+        blob("[]"),
+        blob(" {}"),
+        blob("{} x"),
+        blob('{"a"'),
+        blob("{" * 50_000),
+        blob('{"a":' + "[" * 50_000),
+        blob('{"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}, "a": 1}', b"x"),
+        blob('{"a": {"dtype": "U8", "dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}', b"x"),
+        blob('{"a": NaN}'),
+        blob('{"\\ud800": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}', b"x"),
+        (3).to_bytes(8, "little") + b'{"\xff',
+        blob({"__metadata__": {"a": 1}}),
+        blob({"__metadata__": []}),
+        blob({"a": [1]}),
+        blob({"a": {"dtype": "U8", "shape": [1]}}, b"x"),
+        blob({"a": tensor(0, 2, [1])}, b"xy"),
+        blob({"a": tensor(1, 2, [1])}, b"xy"),
+        blob({"a": tensor(0, 2, [2]), "b": tensor(1, 3, [2])}, b"xyz"),
+        blob({"a": tensor(0, 1, [1]), "b": tensor(2, 3, [1])}, b"xyz"),
+        blob({"a": tensor(0, 1, [1])}, b""),
+        blob({"a": tensor(0, 1, [1])}, b"xy"),
+        blob({"a": tensor(1, 0, [1])}, b"x"),
+        blob({"a": tensor(0, 1, [-1])}, b"x"),
+        blob({"a": tensor(0, 1, [1.0])}, b"x"),  # type: ignore[list-item]
+        blob({"a": tensor(0, 1, [True])}, b"x"),
+        blob({"a": tensor(0, 1, [1] * 65)}, b"x"),
+        blob({"a": tensor(0, 0, [1 << 32, 1 << 32])}),
+        blob('{"a": {"dtype": "U8", "shape": [' + "9" * 5000 + '], "data_offsets": [0, 1]}}', b"x"),
+        blob({"a": tensor(0, 1, [1], ["U8"])}, b"x"),  # type: ignore[arg-type]
+    ],
+    ids=lambda data: repr(data[8:40]),
+)
+def test_what_the_specification_forbids_is_refused(data: bytes) -> None:
+    """Holes, overlaps, lies about sizes, doubled keys and broken JSON give the typed error, quickly."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError):
+            opened(data)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_an_unknown_element_type_is_named() -> None:
+    """A type of a newer specification is unsupported, not corrupt."""
+    with pytest.raises(UnsupportedFormatError, match="F6_E2M3"):
+        opened(blob({"a": tensor(0, 3, [4], "F6_E2M3")}, b"abc"))
+
+
+def test_empty_files_and_trailing_spaces() -> None:
+    """A file without tensors, and a header padded with spaces to align the data, are valid."""
+    assert opened(blob("{}")).tensor_count == 0
+    padded = blob('{"a": {"dtype": "U8", "shape": [], "data_offsets": [0, 1]}}   ', b"x")
+    assert opened(padded).shape(0) == ()
 
 
 def _weights(count: int = 4) -> dict[str, torch.Tensor]:
@@ -64,18 +150,18 @@ def test_one_file(tmp_path: Path) -> None:
     weights = _weights()
     path = tmp_path / "model.safetensors"
     save_file(weights, path, metadata={"format": "pt", "note": "x"})
-    for index in (open_source(path).index, open_source(tmp_path).index):
+    for index in (dcp.open_index(path), dcp.open_index(tmp_path)):
         _assert_holds(index, tmp_path, load_file(path))
         assert index.user == {"format": "pt", "note": "x"} and index.format == "safetensors"
     path.rename(tmp_path / "blob")
-    _assert_holds(open_source(tmp_path / "blob").index, tmp_path, weights)
+    _assert_holds(dcp.open_index(tmp_path / "blob"), tmp_path, weights)
 
 
 def test_a_sharded_folder(tmp_path: Path) -> None:
     """Every tensor is found where the map says; other files of the folder do not matter."""
     weights = _weights(7)
     _sharded(tmp_path, weights)
-    index = open_source(tmp_path).index
+    index = dcp.open_index(tmp_path)
     _assert_holds(index, tmp_path, weights)
     assert len(index.files) == 3 and index.user == {"format": "pt"}
     assert index.planner_data["scale"] == ("scale",)
@@ -86,10 +172,10 @@ def test_a_sharded_folder_without_its_map(tmp_path: Path) -> None:
     weights = _weights(7)
     _sharded(tmp_path, weights)
     (tmp_path / "model.safetensors.index.json").unlink()
-    _assert_holds(open_source(tmp_path).index, tmp_path, weights)
+    _assert_holds(dcp.open_index(tmp_path), tmp_path, weights)
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(CorruptCheckpointError, match="1 of the 3 files"):
-        open_source(tmp_path)
+        dcp.open_index(tmp_path)
 
 
 def test_torch_files_with_a_map(tmp_path: Path) -> None:
@@ -103,7 +189,7 @@ def test_torch_files_with_a_map(tmp_path: Path) -> None:
         fqn: f"pytorch_model-0000{n}-of-00002.bin" for n, part in ((1, first), (2, second)) for fqn in part
     }
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": mapped}))
-    index = open_source(tmp_path).index
+    index = dcp.open_index(tmp_path)
     every = (first | second).items()
     tensors = {fqn: value for fqn, value in every if isinstance(value, torch.Tensor)}
     _assert_holds(index, tmp_path, tensors)
@@ -124,7 +210,7 @@ def test_shards_that_stock_dcp_notes(tmp_path: Path) -> None:
             tmp_path / f"shard-0000{number}-model-00001-of-00001.safetensors",
             metadata={"DCP_SHARDING_INFO": json.dumps(noted), "DCP_VERSION": "1.0", "format": "pt"},
         )
-    index = open_source(tmp_path).index
+    index = dcp.open_index(tmp_path)
     row = index.position["w"]
     assert index.shape(row) == (6, 5) and [index.box(chunk)[0] for chunk in index.chunks(row)] == [
         (0, 0),
@@ -132,13 +218,11 @@ def test_shards_that_stock_dcp_notes(tmp_path: Path) -> None:
     ]
     assert "DCP_SHARDING_INFO" not in index.user
     target = torch.zeros(6, 5)
-    import dcp
-
     dcp.load({"w": target}, checkpoint_id=tmp_path)
     assert torch.equal(target, whole)
     (tmp_path / "shard-00001-model-00001-of-00001.safetensors").unlink()
     with pytest.raises(CorruptCheckpointError, match="files are missing"):
-        open_source(tmp_path)
+        dcp.open_index(tmp_path)
 
 
 def test_what_stock_torch_writes(tmp_path: Path) -> None:
@@ -146,32 +230,14 @@ def test_what_stock_torch_writes(tmp_path: Path) -> None:
     weights = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(3)}
     writer = stock.HuggingFaceStorageWriter(str(tmp_path), fqn_to_index_mapping={"a": 1, "b": 2})
     stock.save(dict(weights), storage_writer=writer, no_dist=True)
-    _assert_holds(open_source(tmp_path).index, tmp_path, weights)
+    _assert_holds(dcp.open_index(tmp_path), tmp_path, weights)
 
 
 def test_a_commit_comes_before_weights(tmp_path: Path) -> None:
     """In a folder with both, what was committed is the checkpoint."""
     stock.save({"committed": torch.ones(1)}, checkpoint_id=str(tmp_path), no_dist=True)
     save_file({"other": torch.ones(1)}, tmp_path / "model.safetensors")
-    assert list(open_source(tmp_path).index.fqns) == ["committed"]
-
-
-def test_where_things_are(tmp_path: Path) -> None:
-    """Local files are files, whatever their names; URLs only with a known suffix, and if they are there."""
-    torch.save({"a": torch.ones(1)}, tmp_path / "checkpoint")
-    (tmp_path / "link.pt").symlink_to(tmp_path / "checkpoint")
-    for name in ("checkpoint", "link.pt"):
-        place = locate(tmp_path / name)
-        assert (place.store.url, place.file) == (str(tmp_path), "checkpoint")
-    assert locate((tmp_path / "checkpoint").as_uri()).file == "checkpoint"
-    assert locate(tmp_path).file is None and locate(tmp_path / "absent.pt").file is None
-    name = f"memory://place-{uuid.uuid4().hex}"
-    store = MemoryStore(name.removeprefix("memory://"))
-    with store.create("m.PT", durable=False) as handle:
-        handle.write((tmp_path / "checkpoint").read_bytes())
-    assert locate(f"{name}/m.PT").file == "m.PT" and locate(f"{name}/m").file is None
-    assert locate(f"{name}/n.pt").file is None
-    assert list(index_at(locate(f"{name}/m.PT")).fqns) == ["a"]
+    assert list(dcp.open_index(tmp_path).fqns) == ["committed"]
 
 
 def _break_map(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
@@ -251,26 +317,7 @@ def test_damaged_folders(tmp_path: Path, name: str) -> None:
     _sharded(tmp_path, _weights(7))
     damage(tmp_path)
     with pytest.raises(error, match=text):
-        open_source(tmp_path)
-
-
-@pytest.mark.parametrize("info", ["[]", "{}", '{"w": {}}', '{"w": {"saved_offsets": [-1]}}', '{"w": 5}', "{"])
-def test_malformed_sharding_notes(tmp_path: Path, info: str) -> None:
-    """Offsets that do not fit are refused; a tensor without any begins at 0."""
-    path = tmp_path / "model.safetensors"
-    save_file({"w": torch.ones(2)}, path, metadata={"DCP_SHARDING_INFO": info})
-    if info == "{}":
-        assert open_source(path).index.shape(0) == (2,)
-        return
-    with pytest.raises(CheckpointFormatError):
-        index_of_file(PosixStore(tmp_path), "model.safetensors")
-
-
-def test_a_folder_without_weights(tmp_path: Path) -> None:
-    """It has no index, and no error of its own."""
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / ".tmp-x.safetensors").write_bytes(b"")
-    assert index_of_folder(PosixStore(tmp_path)) is None
+        dcp.open_index(tmp_path)
 
 
 def test_links_are_followed_only_if_asked(tmp_path: Path) -> None:
@@ -281,9 +328,11 @@ def test_links_are_followed_only_if_asked(tmp_path: Path) -> None:
     save_file(weights, tmp_path / "blobs" / "0a1b")
     (tmp_path / "snapshot" / "model.safetensors").symlink_to(tmp_path / "blobs" / "0a1b")
     with pytest.raises(CheckpointNotFoundError, match="follow_links"):
-        open_source(tmp_path / "snapshot")
-    followed = open_source(tmp_path / "snapshot", open_store=partial(PosixStore, follow_links=True))
-    _assert_holds(followed.index, tmp_path / "snapshot", weights)
+        dcp.open_index(tmp_path / "snapshot")
+    reader = dcp.FileSystemReader(tmp_path / "snapshot", open_store=partial(PosixStore, follow_links=True))
+    state = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    assert all(as_bytes(state[name]) == as_bytes(tensor) for name, tensor in weights.items())
 
 
 def test_many_tensors(tmp_path: Path) -> None:
@@ -292,7 +341,7 @@ def test_many_tensors(tmp_path: Path) -> None:
     from safetensors.numpy import save_file as save_arrays
 
     save_arrays(weights, tmp_path / "model.safetensors")
-    index = open_source(tmp_path).index
+    index = dcp.open_index(tmp_path)
     assert index.tensor_count == 20_000
     row = index.position["layers.777.weight"]
     data = (tmp_path / "model.safetensors").read_bytes()

@@ -1,0 +1,144 @@
+"""Damaged and hostile files of every format: a typed error or a valid value, in bounded time and memory."""
+
+from __future__ import annotations
+
+import random
+import resource
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+from safetensors.torch import save_file
+
+import dcp
+from dcp.errors import CheckpointError
+from dcp.storage.stores import MemoryStore
+from tests.support.crashes import in_lab
+
+ROUNDS = 500
+EXHAUSTIVE_ROUNDS = 20_000
+SLOWEST_SECONDS = 10.0
+SEAL = b"\xa5crc32\xce"
+
+STATE: dict[str, Any] = {
+    "m": {
+        "w": torch.arange(6.0).view(2, 3),
+        "t": torch.ones(4, 3).t(),
+        "h": torch.ones(2, dtype=torch.bfloat16),
+    },
+    "lr": 0.001,
+    "betas": (0.9, [None, True, "x" * 300, 2**70, b"y"]),
+    5: {"a": {1: 1j}},
+}
+
+
+def resealed(data: bytes) -> bytes:
+    """A manifest whose checksum fits again, which would stop nearly all of the damage."""
+    body = data if data.endswith(SEAL) else data + SEAL
+    return body + zlib.crc32(body).to_bytes(4, "big")
+
+
+def seeds(folder: Path) -> dict[str, tuple[str, bytes, Callable[[bytes], bytes]]]:
+    """By kind a file of a checkpoint, its bytes, and what is done to them after the damage."""
+    dcp.save(STATE, checkpoint_id=folder / "ours", no_dist=True)
+    stock.save({"w": torch.ones(3), "lr": [0.1, {"a": ()}]}, checkpoint_id=folder / "stock", no_dist=True)
+    torch.save(STATE, folder / "m.pt")
+    save_file({"a": torch.zeros(3), "b": torch.ones(2, 2)}, folder / "m.safetensors", metadata={"k": "v"})
+    manifest = (folder / "ours" / "manifest.msgpack").read_bytes()
+    return {
+        "manifest": ("manifest.msgpack", manifest, bytes),
+        "sealed manifest": ("manifest.msgpack", manifest[:-4], resealed),
+        "metadata": (".metadata", (folder / "stock" / ".metadata").read_bytes(), bytes),
+        "torch file": ("m.pt", (folder / "m.pt").read_bytes(), bytes),
+        "safetensors": ("m.safetensors", (folder / "m.safetensors").read_bytes(), bytes),
+    }
+
+
+def mutants(data: bytes, random_: random.Random) -> Iterator[bytes]:
+    """Endless damage: bits, bytes, magic numbers, cuts, insertions, repetitions, copies from elsewhere."""
+    magic = [b"\0", b"\xff", b"\xff" * 4, b"\xff" * 8, b"\x7f\xff\xff\xff", b"\xff\xff\xff\x7f", b"\0" * 8]
+    magic += [b"\xdd\xff\xff\xff\xff", b"\xdf\x7f\xff\xff\xff", b"PK\5\6", b"9" * 30, b"R.", b"\x85\x81b"]
+    while True:
+        mutant = bytearray(data)
+        for _ in range(random_.choice([1, 1, 1, 2, 5])):
+            at = random_.randrange(len(mutant) + 1)
+            piece = random_.choice(magic)
+            match random_.randrange(6):
+                case 0 if at < len(mutant):
+                    mutant[at] ^= 1 << random_.randrange(8)
+                case 1:
+                    mutant[at : at + len(piece)] = piece
+                case 2:
+                    del mutant[at : at + random_.choice([1, 4, len(mutant)])]
+                case 3:
+                    mutant[at:at] = piece
+                case 4:
+                    mutant[at:at] = mutant[at : at + 20] * random_.choice([1, 2, 100])
+                case _:
+                    source = random_.randrange(len(mutant) + 1)
+                    mutant[at : at + 8] = mutant[source : source + 8]
+        yield bytes(mutant)
+
+
+def fuzz(folder: Path, kind: str, rounds: int, seed: int) -> int:
+    """Open mutants, and read their values; how many were accepted. Anything but a typed error propagates."""
+    name, original, finished = seeds(folder / kind)[kind]
+    store, accepted = MemoryStore(f"fuzz-{kind}"), 0
+    place = store.url if name in ("manifest.msgpack", ".metadata") else f"{store.url}/{name}"
+    stream = mutants(original, random.Random(f"{kind} {seed}"))
+    for _ in range(rounds):
+        mutant = finished(next(stream))
+        store.publish(name, mutant, durable=False)
+        begun = time.thread_time()
+        try:
+            dcp.open_index(place).check()
+            if place != store.url:
+                dcp.read(place, no_dist=True)
+            accepted += 1
+        except CheckpointError:
+            pass
+        seconds = time.thread_time() - begun
+        assert seconds < SLOWEST_SECONDS, f"{seconds} seconds for {mutant!r}"
+    return accepted
+
+
+def limited_fuzz(folder: Path, kind: str, rounds: int) -> int:
+    """In a process of its own, whose address space may grow by 512 MB over what its imports take."""
+    fuzz(folder / "first", kind, 20, 0)
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + (512 << 20), resource.RLIM_INFINITY))
+    return fuzz(folder / "second", kind, rounds, 7)
+
+
+KINDS = ("manifest", "sealed manifest", "metadata", "torch file", "safetensors")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damaged_input_gives_a_typed_error_or_a_valid_value(tmp_path: Path, kind: str) -> None:
+    """Over mutations of valid files nothing but `CheckpointError` is raised, quickly and in little memory."""
+    assert in_lab(limited_fuzz, tmp_path, kind, ROUNDS) < ROUNDS
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", KINDS)
+def test_damaged_input_exhaustively(tmp_path: Path, kind: str) -> None:
+    """The same, for some minutes."""
+    assert in_lab(limited_fuzz, tmp_path, kind, EXHAUSTIVE_ROUNDS) < EXHAUSTIVE_ROUNDS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_cut_is_noticed(tmp_path: Path, kind: str) -> None:
+    """A file that lost its end, at whatever byte, is an error; so is a manifest with bytes behind it."""
+    name, data, _ = seeds(tmp_path)[kind]
+    store = MemoryStore(f"cut-{kind}")
+    place = store.url if name in ("manifest.msgpack", ".metadata") else f"{store.url}/{name}"
+    ends = [data[:cut] for cut in [*range(0, len(data), 61), len(data) - 1]]
+    for cut in [*ends, *([data + b"\0"] if kind == "manifest" else [])]:
+        store.publish(name, cut, durable=False)
+        with pytest.raises(CheckpointError):
+            dcp.open_index(place)

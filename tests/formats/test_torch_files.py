@@ -1,0 +1,253 @@
+"""Files of torch.save: what torch.load gives, and what cannot be read spoils its own entry alone."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+import dcp
+from dcp.errors import (
+    CheckpointFormatError,
+    CorruptCheckpointError,
+    UnsafeObjectError,
+    UnsupportedFormatError,
+)
+from tests.support.torch_files import assert_same
+
+
+def _model_state() -> dict[str, Any]:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 7}
+
+
+BASE = torch.arange(120.0)
+CASES: dict[str, Any] = {
+    "flat": {"a": torch.arange(6.0).view(2, 3), "b": torch.zeros(3, dtype=torch.int64)},
+    "ordered": OrderedDict(z=torch.ones(2), a=torch.zeros(1)),
+    "nested": {"a": {"b": [torch.ones(1), {"c": 3, "d": (1, 2.5, None)}]}, "e": [1, 2], "f": []},
+    "int keys": {"state": {0: {"x": torch.ones(2)}, 10: {"x": torch.zeros(2)}}, "g": {1: "one", "b": 2}},
+    "tuples": {"t": (torch.ones(2), [torch.zeros(1)], 5), "u": (1, (2, 3)), "v": [(torch.ones(1),)]},
+    "ordered in tuple": {"t": (OrderedDict(a=1), 2), "c": Counter("aab")},
+    "empty": {"a": {}, "b": {"c": {}, "d": torch.ones(1)}, "e": OrderedDict(), "f": (), "g": []},
+    "values": {
+        "s": "text",
+        "i": -(2**70),
+        "f": float("-inf"),
+        "n": None,
+        "y": True,
+        "b": b"\0\xff",
+        "c": 1 + 2j,
+    },
+    "odd names": {"a/b\\c": torch.ones(1), "ü\ud800": torch.ones(2), "": torch.ones(3), "..": torch.ones(1)},
+    "float keys": {"m": {1.5: torch.ones(1), None: 2, True: 3, (1, "x"): 4}},
+    "shapes": {"scalar": torch.tensor(3.5), "empty": torch.zeros(0, 4), "long": torch.zeros([1] * 20)},
+    "states": _model_state(),
+    "views": {
+        "transposed": BASE.view(10, 12).t(),
+        "channels_last": torch.arange(120.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "expanded": torch.arange(3.0)[:, None].expand(3, 4),
+        "every other": BASE[::2],
+        "windows": BASE.unfold(0, 7, 3),
+        "empty": BASE.view(10, 12)[:, 5:5].t(),
+        "tied": BASE.view(10, 12).t(),
+    },
+    "bits": {
+        str(dtype): torch.arange(16, dtype=torch.uint8).view(dtype)
+        for dtype in (
+            torch.bfloat16,
+            torch.float8_e4m3fn,
+            torch.uint16,
+            torch.complex128,
+            torch.int8,
+            torch.float16,
+        )
+    },
+    "large values": {"text": "x" * (17 << 20), "data": bytes(18 << 20)},
+}
+
+
+def written(folder: Path, value: Any, **options: Any) -> Path:
+    """A file of torch.save."""
+    torch.save(value, folder / "m.pt", **options)
+    return folder / "m.pt"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_structure_and_values_are_those_of_torch_load(tmp_path: Path, name: str) -> None:
+    """Values, types, order of keys and nesting, dtypes and bits."""
+    path = written(tmp_path, CASES[name])
+    assert_same(dcp.read(path), torch.load(path, weights_only=True))
+
+
+@pytest.mark.parametrize(
+    "root", [[torch.ones(2), {"a": 1}], (torch.ones(2), 3), torch.ones(2, 2), "just a string"]
+)
+def test_roots_that_are_no_dicts_survive_a_conversion(tmp_path: Path, root: Any) -> None:
+    """To our own format and back: what torch.load gives is what it gave before."""
+    path = written(tmp_path, root)
+    dcp.convert(path, tmp_path / "c", to="dcp", executor="inline")
+    dcp.convert(tmp_path / "c", tmp_path / "again.pt", to="torch", executor="inline")
+    assert_same(torch.load(tmp_path / "again.pt", weights_only=True), root)
+
+
+def test_what_is_stored_besides_elements_is_in_the_index(tmp_path: Path) -> None:
+    """Gradient flags, orders of dimensions, and one place for tensors that share memory."""
+    plain = torch.ones(2)
+    plain.note = "attribute"  # type: ignore[attr-defined]
+    state = CASES["views"] | {
+        "p": torch.nn.Parameter(torch.ones(2)),
+        "frozen": torch.nn.Parameter(torch.ones(1), requires_grad=False),
+        "buffer": torch.nn.Buffer(torch.zeros(3)),
+        "noted": plain,
+        "leaf": torch.ones(1, requires_grad=True),
+    }
+    index = dcp.open_index(written(tmp_path, state))
+    flags = dict(zip(index.fqns, index.requires_grad.tolist(), strict=True))
+    assert {name for name, flag in flags.items() if flag} == {"p", "leaf"}
+    position = index.position
+    assert index.payload_offsets[position["tied"]] == index.payload_offsets[position["transposed"]]
+    assert index.stride_orders[position["channels_last"]] == (0, 2, 3, 1)
+
+
+class Custom:
+    """A class that no allow-list knows."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.ones(1)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_what_cannot_be_read_spoils_its_own_entry_alone(tmp_path: Path) -> None:
+    """Foreign classes, sparse and quantised tensors are listed with what they need; the others are there."""
+    state = {
+        "good": torch.arange(3.0),
+        "custom": Custom(),
+        "array": np.array([1, None]),
+        "sparse": torch.eye(3).to_sparse(),
+        "quantised": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+        "conjugated": torch.ones(2, dtype=torch.complex64).conj(),
+        "function": torch.nn.functional.relu,
+        "nested": {"deep": [torch.ones(2), Custom()]},
+        "also good": {"x": 5},
+    }
+    index = dcp.open_index(written(tmp_path, state))
+    refused = index.provenance["refused_objects"]
+    assert set(index.fqns) == {"good", "nested.deep.0"} and index.objects.fqns == ["also good.x"]
+    assert refused.keys() == state.keys() - {"good", "nested", "also good"} | {"nested.deep.1"}
+    assert refused["custom"].endswith("Custom") and refused["sparse"] == "sparse tensor"
+    with pytest.raises(UnsafeObjectError, match="state_dict"):
+        dcp.open_index(written(tmp_path, torch.nn.Linear(2, 2)))
+
+
+def test_many_tensors_are_read_as_few(tmp_path: Path) -> None:
+    """Thousands of tensors in one file, as torch wrote it and packed anew by Python's zipfile."""
+    state = {f"layers.{number}": torch.full((5,), float(number)) for number in range(5_000)}
+    path, packed = written(tmp_path, state), tmp_path / "packed.pt"
+    for place in (path, packed):
+        loaded = {name: torch.zeros(5) for name in ("layers.0", "layers.777", "layers.4999")}
+        if place is packed:
+            with zipfile.ZipFile(path) as old, zipfile.ZipFile(packed, "w") as new:
+                for info in old.infolist():
+                    new.writestr(zipfile.ZipInfo(info.filename), old.read(info))
+        dcp.load(loaded, checkpoint_id=place, unexpected="ignore", no_dist=True)
+        assert [tensor[0].item() for tensor in loaded.values()] == [0.0, 777.0, 4999.0]
+
+
+class _SparseFile(io.RawIOBase):
+    """Leaves out large pieces, which are zeros here."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+
+    def write(self, data: Any) -> int:
+        """As a file does."""
+        view = memoryview(data).cast("B")
+        if len(view) > 1 << 20:
+            self._file.seek(len(view), 1)
+        else:
+            self._file.write(view)
+        return len(view)
+
+    def close(self) -> None:
+        """As a file does."""
+        self._file.close()
+
+
+def test_files_beyond_4_gib(tmp_path: Path) -> None:
+    """torch's own zip64: entries of more than 4 GiB, and behind them."""
+    path, large = tmp_path / "large.pt", torch.empty((1 << 32) + 100, dtype=torch.uint8)
+    torch.serialization.set_crc32_options(False)  # which would read four gigabytes
+    try:
+        file = _SparseFile(path)
+        torch.save({"a": torch.arange(5.0), "large": large, "b": torch.arange(7.0)}, cast(IO[bytes], file))
+        file.close()
+    finally:
+        torch.serialization.set_crc32_options(True)
+    index = dcp.open_index(path)
+    assert index.payload_offsets[index.position["b"]] > 1 << 32
+    assert dcp.read(path, only="b")["b"].tolist() == list(range(7))
+
+
+@pytest.mark.parametrize("alignment", [1, 4096])
+def test_storages_are_found_with_any_alignment(tmp_path: Path, alignment: int) -> None:
+    """Also without checksums, which torch may be told to leave out."""
+    tensors = {f"t{number}": torch.arange(float(number * 7)) for number in range(40)}
+    torch.utils.serialization.config.save.storage_alignment = alignment
+    torch.serialization.set_crc32_options(alignment == 1)
+    try:
+        path = written(tmp_path, tensors)
+    finally:
+        torch.utils.serialization.config.save.storage_alignment = 64
+        torch.serialization.set_crc32_options(True)
+    assert_same(dcp.read(path), tensors)
+
+
+def test_older_formats_are_recognised(tmp_path: Path) -> None:
+    """The formats of before torch 1.6, bare pickles, TorchScript and big-endian files say what they are."""
+    path = written(tmp_path, {"a": torch.ones(1)}, _use_new_zipfile_serialization=False)
+    cases: list[tuple[bytes, type[Exception], str]] = [
+        (path.read_bytes(), UnsupportedFormatError, r"before 1\.6"),
+        (b"\0" * 257 + b"ustar" + b"\0" * 600, UnsupportedFormatError, "tar format"),
+        (b"\x80\x04N.", UnsupportedFormatError, "bare pickle"),
+        *((data, CheckpointFormatError, "") for data in (b"", b"PK", b"hello", b"PK\3\4" + b"\0" * 100)),
+    ]
+    for name, entries, words in (("constants.pkl", {}, "TorchScript"), ("byteorder", {}, "big-endian")):
+        packed = io.BytesIO()
+        written(tmp_path, {"a": torch.ones(1)} | entries)
+        with zipfile.ZipFile(path) as old, zipfile.ZipFile(packed, "w") as new:
+            for info in old.infolist():
+                new.writestr(info.filename, b"big" if info.filename.endswith(name) else old.read(info))
+            if name == "constants.pkl":
+                new.writestr("m/constants.pkl", b"\x80\x02N.")
+        cases.append((packed.getvalue(), UnsupportedFormatError, words))
+    for data, error, words in cases:
+        path.write_bytes(data)
+        with pytest.raises(error, match=words):
+            dcp.open_index(path)
+
+
+def test_names_that_collide_are_refused(tmp_path: Path) -> None:
+    """Two entries under one flat name could not be told apart."""
+    for state in ({"a.b": 1, "a": {"b": 2}}, {"m": {1: torch.ones(1), "1": torch.ones(1)}}):
+        with pytest.raises(UnsupportedFormatError, match="rename one"):
+            dcp.open_index(written(tmp_path, state))
+
+
+def test_a_flipped_bit_in_the_pickle_is_damage(tmp_path: Path) -> None:
+    """Shapes and strides are read from the pickle, so its checksum is compared."""
+    path = written(tmp_path, {"a": torch.ones(7)})
+    data = bytearray(path.read_bytes())
+    data[data.index(b"FloatStorage") + 1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match=r"data\.pkl"):
+        dcp.open_index(path)
