@@ -12,15 +12,14 @@ from typing import Any
 
 import msgpack
 import numpy as np
+import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from dcp.storage.formats import dtypes
-from dcp.storage.formats.checksums import crc32
-from dcp.storage.formats.index import CheckpointIndex, ObjectColumns, starts
-from dcp.storage.formats.native.manifest import encode_manifest
-from dcp.storage.formats.native.record import begin_record
-from dcp.storage.formats.plain import encode_plain
-from tests.support.formats_indexes import int64, small_index
+import dcp
+from tests.support.ranks import run_ranks
+from tests.support.values import raw
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "format.md"
 GOLDEN = Path(__file__).parent / "golden" / "record-bfloat16-2x3.zip"
@@ -86,7 +85,8 @@ class SecondReader:
 
         return tuples(msgpack.unpackb(data, strict_map_key=False))
 
-    def dtype_table(self) -> dict[int, tuple[str, int]]:
+    @staticmethod
+    def dtype_table() -> dict[int, tuple[str, int]]:
         """(name, item size) by code, from the document's own table."""
         cells = re.findall(r"\| (\d+) \| (\w+) \| (\d+) \|", DOCUMENT.read_text(encoding="utf-8"))
         return {int(code): (name, int(size)) for code, name, size in cells}
@@ -145,92 +145,57 @@ class SecondReader:
         }
 
 
-def write_checkpoint(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Each tensor in two chunks (by its first dimension) in two files of records, and the manifest."""
-    files = [bytearray(b"\0" * 7), bytearray()]
-    boxes: list[tuple[list[int], list[int]]] = []
-    rows: list[tuple[int, int, int, int, int]] = []
-    crcs: list[list[int]] = []
-    for tensor in tensors.values():
-        code = dtypes.BY_NAME[str(tensor.dtype)[6:]].code
-        first = 0
-        for number, part in enumerate(tensor.tensor_split(2) if tensor.ndim else [tensor]):
-            payload = part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            file, begin = files[number], len(files[number])
-            record = begin_record(code, tuple(part.shape), len(payload), begin)
-            file += record.prefix + payload + record.suffix(crc32(payload))
-            boxes.append(([first, 0][: tensor.ndim], list(part.shape)))
-            rows.append((number, begin, len(file) - begin, begin + len(record.prefix), len(payload)))
-            crcs.append([crc32(payload[at : at + (4 << 20)]) for at in range(0, len(payload), 4 << 20)])
-            first += part.shape[0] if part.ndim else 0
-    columns = np.array(rows, dtype=np.int64)
-    names = [f"__{number}_0.3f9c2a1b.distcp" for number in range(2)]
-    for name, content in zip(names, files, strict=True):
-        (folder / name).write_bytes(content)
-    index = CheckpointIndex(
-        format="dcp",
-        fqns=list(tensors),
-        dtype_codes=np.array(
-            [dtypes.BY_NAME[str(t.dtype)[6:]].code for t in tensors.values()], dtype=np.uint8
-        ),
-        shape_start=starts([tensor.ndim for tensor in tensors.values()]),
-        shape_values=int64([size for tensor in tensors.values() for size in tensor.shape]),
-        requires_grad=np.zeros(len(tensors), dtype=np.uint8),
-        chunk_start=starts([2 if tensor.ndim else 1 for tensor in tensors.values()]),
-        chunk_offsets=int64([offset for box in boxes for offset in box[0]]),
-        chunk_sizes=int64([size for box in boxes for size in box[1]]),
-        chunk_files=columns[:, 0],
-        record_offsets=columns[:, 1],
-        record_lengths=columns[:, 2],
-        payload_offsets=columns[:, 3],
-        payload_lengths=columns[:, 4],
-        crc_start=starts([len(part) for part in crcs]),
-        crcs=np.array([crc for part in crcs for crc in part], dtype=np.uint32),
-        files=names,
-        file_sizes=int64([len(content) for content in files]),
-        objects=ObjectColumns(
-            fqns=["lr", "betas", "step"],
-            files=int64([-1, -1, -1]),
-            offsets=int64([0, 0, 0]),
-            lengths=int64([0, 0, 0]),
-            crcs=int64([-1, -1, -1]),
-            plain=int64([0, 1, 0]),
-            values=[encode_plain(0.001) or b"", encode_plain({"x": (0.9, [1, 2**70], 1j)}) or b""],
-        ),
-        planner_data=small_index().planner_data,
-        provenance={"save_id": "3f9c2a1b"},
-    )
-    (folder / "manifest.msgpack").write_bytes(encode_manifest(index))
+def save_as_rank(rank: int, world_size: int, folder: str) -> None:
+    """A matrix in two shards, and what all ranks have."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    tensors = whole_tensors()
+    tensors["matrix"] = distribute_tensor(tensors["matrix"], mesh, [Shard(0)], src_data_rank=None)
+    nested = {"x": (0.9, [1, 2**70], 1j)}
+    dcp.save({**tensors, "lr": 0.001, "betas": nested, "step": 0.001}, checkpoint_id=folder)
+
+
+def whole_tensors() -> dict[str, torch.Tensor]:
+    """Of several shapes, sizes and dtypes, and many alike."""
+    tensors = {
+        "matrix": torch.arange(1500.0).view(5, 300).bfloat16(),
+        "vector": torch.arange(7),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "large": (torch.arange(9_000_003) % 251).to(torch.uint8).view(3, 3_000_001),
+        "eight": torch.arange(6.0).to(torch.float8_e5m2),
+    }
+    return tensors | {f"layers.{number}.weight": torch.full((2, 8), number * 1.0) for number in range(1000)}
 
 
 def test_a_second_reader_reads_a_checkpoint(tmp_path: Path) -> None:
-    """Tensors of several shapes, sizes and dtypes, objects and paths are read by the document alone."""
-    tensors = {
-        "matrix": torch.randn(5, 300).bfloat16(),
-        "vector": torch.arange(7),
-        "scalar": torch.tensor(2.5, dtype=torch.float64),
-        "large": torch.randint(0, 255, (3, 3_000_001), dtype=torch.uint8),
-        "eight": torch.arange(6.0).to(torch.float8_e5m2),
-    }
-    tensors |= {f"layers.{number}.weight": torch.full((2, 8), number * 1.0) for number in range(3000)}
-    write_checkpoint(tmp_path, tensors)
-    reader = SecondReader(tmp_path)
+    """Tensors that two ranks saved, values and paths are read by the document alone."""
+    run_ranks(2, save_as_rank, str(tmp_path))
+    reader, tensors = SecondReader(tmp_path), whole_tensors()
     found = reader.tensors()
-    assert list(found) == list(tensors)
+    assert set(found) == set(tensors)
     for fqn, tensor in tensors.items():
-        content = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-        assert found[fqn] == (str(tensor.dtype)[6:], tuple(tensor.shape), content), fqn
-    assert reader.objects() == {"lr": 0.001, "betas": {"x": (0.9, [1, 2**70], 1j)}, "step": 0.001}
-    assert reader.paths() == small_index().planner_data
-    assert reader.plain(reader.unpack(*reader.manifest["provenance"])) == {"save_id": "3f9c2a1b"}
+        assert found[fqn] == (str(tensor.dtype)[6:], tuple(tensor.shape), raw(tensor)), fqn
+    assert reader.objects() == {"lr": 0.001, "betas.x": (0.9, [1, 2**70], 1j), "step": 0.001}
+    assert reader.paths()["betas.x"] == ("betas", "x")
+    provenance = reader.plain(reader.unpack(*reader.manifest["provenance"]))
+    assert provenance["world_size"] == 2
 
 
-def test_the_table_of_dtypes_is_complete() -> None:
-    """The document lists every code with its name, size and storage class."""
-    text = DOCUMENT.read_text(encoding="utf-8")
-    rows = re.findall(r"\| (\d+) \| (\w+) \| (\d+) \|(?: (\w+) )?", text)
-    documented = {(int(code), name, int(size), storage or None) for code, name, size, storage in rows}
-    assert documented == {(d.code, d.name, d.itemsize, d.storage_class) for d in dtypes.BY_CODE.values()}
+def test_the_table_of_dtypes_is_complete(tmp_path: Path) -> None:
+    """Each dtype of torch that can be stored is in it, with its size and the code of the manifest."""
+    known = {name: dtype for name in dir(torch) if isinstance(dtype := getattr(torch, name), torch.dtype)}
+    names = {str(dtype)[6:] for dtype in known.values()}
+    table = SecondReader.dtype_table()
+    storable = {name for name, _ in table.values()} & names
+    assert len(storable) > 20
+    state = {name: torch.zeros(4, dtype=getattr(torch, name)) for name in storable}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    for name, (dtype, shape, content) in SecondReader(tmp_path).tensors().items():
+        assert (dtype, shape, len(content)) == (name, (4,), 4 * state[name].itemsize)
+    for name in names - storable:
+        with pytest.raises((dcp.CheckpointError, RuntimeError, NotImplementedError)):
+            dcp.save(
+                {"t": torch.zeros(4, dtype=getattr(torch, name))}, checkpoint_id=tmp_path / name, no_dist=True
+            )
 
 
 def test_the_examples_are_real() -> None:
@@ -244,5 +209,4 @@ def test_the_examples_are_real() -> None:
         at = int(position, 16)
         first = bytes.fromhex(shown.split("...")[0])
         assert golden[at : at + len(first)] == first, position
-    assert encode_plain((1, 2.5)) == bytes.fromhex("93 c7 00 01 01 cb 40 04 00 00 00 00 00 00")
     assert "`93 c7 00 01 01 cb 40 04 00 00 00 00 00 00`" in text

@@ -19,6 +19,7 @@ import dcp
 from dcp.errors import CheckpointError
 from dcp.storage.stores import MemoryStore
 from tests.support.crashes import in_lab
+from tests.support.hostile_files import archive
 
 ROUNDS = 500
 EXHAUSTIVE_ROUNDS = 20_000
@@ -142,3 +143,37 @@ def test_every_cut_is_noticed(tmp_path: Path, kind: str) -> None:
         store.publish(name, cut, durable=False)
         with pytest.raises(CheckpointError):
             dcp.open_index(place)
+
+
+CALLS = {
+    "system": b"cposix\nsystem\n(X\x0e\0\0\0touch executedtR",
+    "getattr": b"cbuiltins\ngetattr\n(X\x01\0\0\0aX\x09\0\0\0__class__tR",
+    "eval": b"c__builtin__\neval\n(X\x01\0\0\x001tR",
+    "import": b"c__builtin__\n__import__\n(X\x02\0\0\0ostR",
+    "nested name": b"\x8c\x0bcollections\x8c\x20OrderedDict.__init__.__globals__\x93",
+    "instance": b"(X\x02\0\0\0osiposix\nsystem\n",
+    "partial": b"cfunctools\npartial\n(cposix\nsystem\nX\x04\0\0\0truetR",
+    "class of a value": b"coperator\nattrgetter\n(X\x09\0\0\0__class__tR",
+}
+
+
+@pytest.mark.parametrize("where", ["file", "metadata"])
+@pytest.mark.parametrize("call", CALLS)
+def test_nothing_that_a_pickle_calls_is_run(tmp_path: Path, call: str, where: str) -> None:
+    """Looking at the file says what it would need, its other entries are there, and nothing ran."""
+    pickled = b"\x80\x04}X\x01\0\0\0x" + CALLS[call] + b"s."
+    if where == "metadata":
+        (tmp_path / ".metadata").write_bytes(pickled)
+        with pytest.raises(CheckpointError):
+            dcp.open_index(tmp_path)
+    else:
+        (tmp_path / "m.pt").write_bytes(archive(pickled))
+        try:
+            refused = dcp.open_index(tmp_path / "m.pt").provenance.get("refused_objects", {})
+        except CheckpointError:
+            pass
+        else:
+            assert "x" in refused
+        with pytest.raises(CheckpointError):
+            dcp.load({"x": None}, checkpoint_id=tmp_path / "m.pt", no_dist=True)
+    assert not list(tmp_path.glob("executed")) and not Path("executed").exists()

@@ -2,348 +2,198 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save
+import torch.distributed as dist
+import torch.distributed.checkpoint as stock
 
-from dcp.storage.errors import (
+import dcp
+from dcp.errors import (
     CheckpointFormatError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     ReplicaMismatchError,
 )
-from dcp.storage.formats.checksums import crc32
-from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.native.manifest import encode_manifest
-from dcp.storage.formats.opening.folder import is_large_metadata_of, open_index
-from dcp.storage.formats.opening.joined_indexes import join_indexes
-from dcp.storage.formats.torch.metadata.writer import encode_torch_metadata
-from dcp.storage.stores.faults import FaultInjectingStore
-from dcp.storage.stores.posix.store import PosixStore
-from tests.support.formats_indexes import assert_same_index, int64, small_index
+from dcp.storage.stores import PosixStore
+from tests.support.faulty_store import Fault, FaultInjectingStore, Operation
+from tests.support.ranks import run_ranks
+
+MANIFEST, METADATA = "manifest.msgpack", ".metadata"
 
 
-def metadata_of(index: CheckpointIndex) -> bytes:
-    """The `.metadata` that belongs to an index."""
-    save_id = str(index.provenance.get("save_id") or "3f9c2a1b")
-    return encode_torch_metadata(index, checkpoint_id="here", save_id=save_id)
+def save(folder: Path, value: int, **more: Any) -> bytes:
+    """A save of ours; its `.metadata`."""
+    dcp.save({"w": torch.full((3,), value), **more}, checkpoint_id=folder, no_dist=True)
+    return (folder / METADATA).read_bytes()
 
 
-def publish(
-    folder: Path, index: CheckpointIndex, *, replaced: bytes | None = None, prefix: str = ""
-) -> CheckpointIndex:
-    """Both files of a save, as a commit leaves them."""
-    metadata = metadata_of(index)
-    index = dataclasses.replace(
-        index,
-        torch_metadata_crc=crc32(metadata),
-        replaced_torch_metadata_crc=None if replaced is None else crc32(replaced),
-    )
-    (folder / f"{prefix}.metadata").write_bytes(metadata)
-    name = f"{prefix}.manifest.msgpack" if prefix else "manifest.msgpack"
-    (folder / name).write_bytes(encode_manifest(index))
-    return index
-
-
-def stock_save(folder: Path, state: dict[str, Any]) -> None:
-    """What stock torch leaves in the folder."""
-    save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
-
-
-def test_the_manifest_is_the_truth(tmp_path: Path) -> None:
-    """A folder as a commit leaves it opens by its manifest, CRCs and all."""
-    index = publish(tmp_path, small_index())
-    assert_same_index(open_index(PosixStore(tmp_path)), index)
+def seen(folder: Path) -> tuple[str, int]:
+    """The format that a reader takes the folder for, and the value that it loads."""
+    state = {"w": torch.zeros(3, dtype=torch.int64)}
+    dcp.load(state, checkpoint_id=folder, unexpected="ignore", no_dist=True)
+    return dcp.open_index(folder).format, int(state["w"][0])
 
 
 def test_a_manifest_alone_is_a_checkpoint(tmp_path: Path) -> None:
     """Saved without stock's metadata, or crashed before it was written: the manifest is enough."""
-    index = publish(tmp_path, small_index())
-    (tmp_path / ".metadata").unlink()
-    assert_same_index(open_index(PosixStore(tmp_path)), index)
+    save(tmp_path, 1)
+    (tmp_path / METADATA).unlink()
+    assert seen(tmp_path) == ("dcp", 1)
 
 
 def test_a_crash_between_the_two_files_leaves_the_new_checkpoint(tmp_path: Path) -> None:
     """The manifest names the .metadata that it replaces, so that one is known to be the old one."""
-    stock_save(tmp_path, {"old": torch.ones(3)})
-    old = (tmp_path / ".metadata").read_bytes()
-    index = publish(tmp_path, small_index(), replaced=old)
-    (tmp_path / ".metadata").write_bytes(old)
-    assert_same_index(open_index(PosixStore(tmp_path)), index)
+    stock.save({"w": torch.full((3,), 1)}, checkpoint_id=tmp_path, no_dist=True)
+    old = (tmp_path / METADATA).read_bytes()
+    save(tmp_path, 2)
+    (tmp_path / METADATA).write_bytes(old)
+    assert seen(tmp_path) == ("dcp", 2)
 
 
 def test_stock_torch_overwriting_the_folder_wins(tmp_path: Path) -> None:
     """A .metadata that the manifest does not know was written later: it is the truth."""
-    publish(tmp_path, small_index())
-    stock_save(tmp_path, {"new": torch.ones(3)})
-    index = open_index(PosixStore(tmp_path))
-    assert (index.format, list(index.fqns)) == ("torch_dcp", ["new"])
+    save(tmp_path, 1)
+    stock.save({"w": torch.full((3,), 2)}, checkpoint_id=tmp_path, no_dist=True)
+    assert seen(tmp_path) == ("torch_dcp", 2)
 
 
 def test_damage_to_our_own_metadata_does_not_hide_the_manifest(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A flipped bit anywhere in .metadata is not taken for an overwrite by stock; nothing of it is read."""
-    index = publish(tmp_path, small_index())
-    data = (tmp_path / ".metadata").read_bytes()
+    data = save(tmp_path, 1)
     for position in range(0, len(data), 37):
         damaged = bytearray(data)
         damaged[position] ^= 4
-        (tmp_path / ".metadata").write_bytes(damaged)
+        (tmp_path / METADATA).write_bytes(damaged)
         with caplog.at_level(logging.WARNING):
-            assert_same_index(open_index(PosixStore(tmp_path)), index)
+            assert dcp.open_index(tmp_path).format == "dcp"
         assert "it is damaged" in caplog.text
         caplog.clear()
 
 
-def test_a_damaged_manifest_is_an_error(tmp_path: Path) -> None:
-    """It is not papered over with .metadata, which has no checksums; the error names the file."""
-    publish(tmp_path, small_index())
-    path = tmp_path / "manifest.msgpack"
+@pytest.mark.parametrize("name", [MANIFEST, METADATA])
+def test_a_damaged_truth_is_an_error_with_its_path(tmp_path: Path, name: str) -> None:
+    """It is not papered over with the other file, and nothing older comes back."""
+    save(tmp_path, 1)
+    if name == METADATA:
+        (tmp_path / MANIFEST).unlink()
+    path = tmp_path / name
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(CorruptCheckpointError, match=r"manifest\.msgpack: .*truncated") as caught:
-        open_index(PosixStore(tmp_path))
-    assert str(caught.value.path).endswith("manifest.msgpack")
-
-
-def test_stock_checkpoints_open(tmp_path: Path) -> None:
-    """A folder that only stock has written opens by its .metadata."""
-    stock_save(tmp_path, {"w": torch.ones(2, 3), "step": 7})
-    index = open_index(PosixStore(tmp_path))
-    assert list(index.fqns) == ["w"] and list(index.objects.fqns) == ["step"]
-    assert index.shape(0) == (2, 3)
-
-
-def test_damaged_stock_metadata_is_an_error_with_its_path(tmp_path: Path) -> None:
-    """The decoder's error gets the file's name."""
-    (tmp_path / ".metadata").write_bytes(b"\x80\x04garbage")
-    with pytest.raises(CheckpointFormatError, match=r"\.metadata: ") as caught:
-        open_index(PosixStore(tmp_path))
-    assert str(caught.value.path).endswith(".metadata")
-
-
-def rank_index(rank: int, **changes: Any) -> CheckpointIndex:
-    """The small index as rank ``rank`` saves it on its own, into files of its own."""
-    files = [f"__{rank}_0.3f9c2a1b.distcp", f"__{rank}_1.3f9c2a1b.distcp"]
-    return small_index(**({"files": files, "stride_orders": {}} | changes))
-
-
-def half_index(rank: int) -> CheckpointIndex:
-    """Rank 0 has the first rows of the matrix, rank 1 the second, and a tensor of its own."""
-    own = f"own.{rank}"
-    return CheckpointIndex(
-        format="dcp",
-        fqns=["model.weight", own],
-        dtype_codes=np.array([4, 5], dtype=np.uint8),
-        shape_start=int64([0, 2, 3]),
-        shape_values=int64([4, 6, 8]),
-        requires_grad=np.array([1, 0], dtype=np.uint8),
-        chunk_start=int64([0, 1, 2]),
-        chunk_offsets=int64([2 * rank, 0, 0]),
-        chunk_sizes=int64([2, 6, 8]),
-        chunk_files=int64([0, 0]),
-        record_offsets=int64([1000 * rank, 1000 * rank + 500]),
-        record_lengths=int64([400, 400]),
-        payload_offsets=int64([1000 * rank + 200, 1000 * rank + 700]),
-        payload_lengths=int64([24, 8]),
-        crc_start=int64([0, 1, 2]),
-        crcs=np.array([10 + rank, 20 + rank], dtype=np.uint32),
-        files=[f"__{rank}_0.3f9c2a1b.distcp"],
-        file_sizes=int64([5000 + rank]),
-        stride_orders={0: (1, 0)},
-        planner_data={"model.weight": ("model", "weight"), own: ("own", rank)},
-        provenance={"rank": rank},
-    )
-
-
-def test_rank_local_saves_are_merged(tmp_path: Path) -> None:
-    """Without a global file the ranks' own make one index: one tensor's boxes, each with its file."""
-    for rank in (0, 1):
-        publish(tmp_path, half_index(rank), prefix=f"__{rank}")
-    index = open_index(PosixStore(tmp_path))
-    assert list(index.fqns) == ["model.weight", "own.0", "own.1"]
-    assert [index.box(chunk) for chunk in index.chunks(0)] == [((0, 0), (2, 6)), ((2, 0), (2, 6))]
-    assert index.chunk_start.tolist() == [0, 2, 3, 4]
-    assert [index.files[file] for file in index.chunk_files] == [
-        "__0_0.3f9c2a1b.distcp",
-        "__1_0.3f9c2a1b.distcp",
-        "__0_0.3f9c2a1b.distcp",
-        "__1_0.3f9c2a1b.distcp",
-    ]
-    assert index.payload_offsets.tolist() == [200, 1200, 700, 1700]
-    assert index.crcs.tolist() == [10, 11, 20, 21]
-    assert index.file_sizes.tolist() == [5000, 5001]
-    assert index.stride_orders == {0: (1, 0)}
-    assert index.planner_data == {
-        "model.weight": ("model", "weight"),
-        "own.0": ("own", 0),
-        "own.1": ("own", 1),
-    }
-
-
-def test_a_rank_gets_its_own(tmp_path: Path) -> None:
-    """``rank=`` opens that rank's own save if it is there, and the joined one if it is not."""
-    parts = [publish(tmp_path, half_index(rank), prefix=f"__{rank}") for rank in (0, 1)]
-    assert_same_index(open_index(PosixStore(tmp_path), rank=1), parts[1])
-    assert open_index(PosixStore(tmp_path), rank=5).tensor_count == 3
-
-
-def test_a_global_checkpoint_comes_before_rank_local_ones(tmp_path: Path) -> None:
-    """As in stock: leftovers of a rank-local save do not hide the checkpoint of all ranks."""
-    publish(tmp_path, half_index(1), prefix="__1")
-    index = publish(tmp_path, small_index())
-    assert_same_index(open_index(PosixStore(tmp_path), rank=1), index)
-
-
-def test_rank_local_saves_of_stock_are_merged(tmp_path: Path) -> None:
-    """``__{rank}.metadata`` without manifests: stock's ``use_collectives=False``."""
-    for rank in (0, 10):
-        (tmp_path / f"__{rank}.metadata").write_bytes(metadata_of(half_index(min(rank, 1))))
-    (tmp_path / "__0.metadata.tmp").write_bytes(b"not yet")
-    index = open_index(PosixStore(tmp_path))
-    assert sorted(index.fqns) == ["model.weight", "own.0", "own.1"]
-    assert len(index.chunks(index.position["model.weight"])) == 2
-    assert open_index(PosixStore(tmp_path), rank=10).position.keys() == {"model.weight", "own.1"}
-
-
-def test_equal_replicas_are_kept_once(tmp_path: Path) -> None:
-    """A box that two ranks saved with the same checksums is one chunk, the lower rank's; objects likewise."""
-    joined = join_indexes({1: rank_index(1), 0: rank_index(0)})
-    assert joined.chunk_count == 3
-    assert {joined.files[file] for file in joined.chunk_files} == set(rank_index(0).files)
-    assert list(joined.objects.fqns) == ["optim.lr", "optim.eps"]
-    assert joined.objects.values == list(small_index().objects.values)
-
-
-def test_replicas_that_differ_are_not_merged() -> None:
-    """Two ranks with different data under one name: neither is silently dropped."""
-    other = rank_index(1, crcs=np.array([1, 0xFFFFFFFF, 78], dtype=np.uint32))
-    with pytest.raises(ReplicaMismatchError, match="ranks 0 and 1 each saved step") as caught:
-        join_indexes({0: rank_index(0), 1: other})
-    assert caught.value.fqn == "step"
-    objects = dataclasses.replace(small_index().objects, values=[b"\x07"])
-    with pytest.raises(ReplicaMismatchError, match=r"optim\.lr"):
-        join_indexes({0: rank_index(0), 1: rank_index(1, objects=objects)})
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"dtype_codes": np.array([3, 9], dtype=np.uint8)},
-        {"shape_values": int64([5, 6])},
-    ],
-)
-def test_tensors_that_differ_are_not_merged(changes: dict[str, Any]) -> None:
-    """One name with two dtypes or shapes is no checkpoint; the error says which ranks."""
-    with pytest.raises(CheckpointFormatError, match=r"model\.weight is .* rank 0 saved, and .* rank 1's"):
-        join_indexes({0: rank_index(0), 1: rank_index(1, **changes)})
+    with pytest.raises(
+        (CorruptCheckpointError, CheckpointFormatError), match=name.replace(".", r"\.")
+    ) as caught:
+        dcp.open_index(tmp_path)
+    assert str(caught.value.path) == str(path)
 
 
 def test_nothing_committed_is_said_so(tmp_path: Path) -> None:
     """Data files without a commit: the error says that the save did not finish, and what was looked for."""
-    store = PosixStore(tmp_path)
     with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint.*manifest\.msgpack.*Check the path"):
-        open_index(store)
+        dcp.open_index(tmp_path)
     (tmp_path / "__0_0.3f9c2a1b.distcp").write_bytes(b"data")
-    with pytest.raises(
-        CheckpointNotFoundError, match=r"1 data files.*__0_0\.3f9c2a1b\.distcp.*failed"
-    ) as caught:
-        open_index(store)
+    with pytest.raises(CheckpointNotFoundError, match=r"1 data files.*__0_0\..*failed") as caught:
+        dcp.open_index(tmp_path)
     assert caught.value.data_files == 1
-    with pytest.raises(CheckpointNotFoundError):
-        open_index(PosixStore(tmp_path / "absent"))
 
 
-class ReplacedWhileRead(PosixStore):
-    """A store in which another save publishes between the reads of the manifest and of .metadata."""
-
-    def __init__(self, folder: Path, index: CheckpointIndex) -> None:
-        super().__init__(folder)
-        self._folder = folder
-        self._index: CheckpointIndex | None = index
-
-    def read(self, name: str, *, limit_bytes: int) -> bytes:
-        """As the real one, and then the other save happens, once."""
-        data = super().read(name, limit_bytes=limit_bytes)
-        if self._index is not None and name == "manifest.msgpack":
-            publish(self._folder, self._index, replaced=(self._folder / ".metadata").read_bytes())
-            self._index = None
-        return data
+# -- ranks that save on their own ----------------------------------------------------------------------------
 
 
-def test_a_save_during_opening_is_not_taken_for_stock(tmp_path: Path) -> None:
-    """An old manifest with a new .metadata is a race with another save of ours: the new manifest is read."""
-    publish(tmp_path, small_index())
-    new = small_index(files=["__0_0.aaaaaaaa.distcp", "__1_0.aaaaaaaa.distcp"], user={"new": True})
-    index = open_index(ReplacedWhileRead(tmp_path, new))
-    assert (index.format, index.user) == ("dcp", {"new": True})
+def save_alone(rank: int, world_size: int, folder: str, kind: str) -> None:
+    """A part of a matrix, a replica, and a tensor of its own, each rank without the others."""
+    part: Any = torch.arange(24.0).view(4, 6)[2 * rank : 2 * rank + 2].clone()
+    part.global_shape, part.global_offsets = (4, 6), ((2 * rank, 0),)
+    part.local_offsets, part.local_sizes = ((0, 0),), ((2, 6),)
+    same = torch.full((2,), 7.0 + (rank if kind == "differ" else 0))
+    state = {"m": {"w": part}, "same": same, f"own.{rank}": torch.full((3,), rank), "lr": 0.1}
+    if kind == "shapes":
+        state["same"] = torch.ones(2 + rank)
+    if kind == "stock":
+        stock.save({f"own.{rank}": state[f"own.{rank}"]}, checkpoint_id=folder, use_collectives=False)
+    else:
+        dcp.save(state, checkpoint_id=folder, use_collectives=False)
+    dist.barrier()
 
 
-# -- large ones ----------------------------------------------------------------------------------------------
+def test_saves_of_ranks_on_their_own_are_one_checkpoint(tmp_path: Path) -> None:
+    """One tensor's boxes, each with its file; equal replicas once; and each rank may have its own alone."""
+    run_ranks(2, save_alone, str(tmp_path), "")
+    index = dcp.open_index(tmp_path)
+    assert set(index.fqns) == {"m.w", "same", "own.0", "own.1"} and list(index.objects.fqns) == ["lr"]
+    assert [index.box(chunk) for chunk in index.chunks(index.position["m.w"])] == [
+        ((0, 0), (2, 6)),
+        ((2, 0), (2, 6)),
+    ]
+    assert len(index.chunks(index.position["same"])) == 1
+    found = dcp.read(tmp_path)
+    assert torch.equal(found["m"]["w"], torch.arange(24.0).view(4, 6))
+    assert found["own.1"].tolist() == [1] * 3
+    assert set(dcp.open_index(tmp_path, rank=1).fqns) == {"m.w", "same", "own.1"}
+    assert len(dcp.open_index(tmp_path, rank=5).fqns) == 4
+    save(tmp_path, 5)
+    assert seen(tmp_path) == ("dcp", 5)  # of all ranks: leftovers do not hide it
 
 
-def large_index(**changes: Any) -> CheckpointIndex:
-    """So many chunks that `.metadata` has megabytes."""
-    chunks = 50_000
-    zeros = np.zeros(chunks, dtype=np.int64)
-    fields: dict[str, Any] = {
-        "format": "dcp",
-        "fqns": ["t"],
-        "dtype_codes": np.array([1], np.uint8),
-        "shape_start": int64([0, 1]),
-        "shape_values": int64([chunks]),
-        "requires_grad": np.zeros(1, np.uint8),
-        "chunk_start": int64([0, chunks]),
-        "chunk_offsets": np.arange(chunks),
-        "chunk_sizes": zeros + 1,
-        "chunk_files": zeros,
-        "record_offsets": np.arange(chunks) * 400,
-        "record_lengths": zeros + 400,
-        "payload_offsets": np.arange(chunks) * 400 + 100,
-        "payload_lengths": zeros + 4,
-        "crc_start": np.zeros(chunks + 1, np.int64),
-        "files": ["__0_0.3f9c2a1b.distcp"],
-        "file_sizes": int64([-1]),
-        "provenance": {"save_id": "3f9c2a1b"},
-    }
-    return CheckpointIndex(**(fields | changes))
+def test_saves_of_stocks_ranks_on_their_own_are_one_checkpoint(tmp_path: Path) -> None:
+    """``__{rank}.metadata`` without manifests; what is not finished is none."""
+    run_ranks(2, save_alone, str(tmp_path), "stock")
+    (tmp_path / "__0.metadata.tmp").write_bytes(b"not yet")
+    assert set(dcp.open_index(tmp_path).fqns) == {"own.0", "own.1"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "said"),
+    [
+        ("differ", ReplicaMismatchError, "ranks 0 and 1 each saved same"),
+        ("shapes", CheckpointFormatError, r"same is .* rank 0 saved, and .* rank 1's"),
+    ],
+)
+def test_saves_that_contradict_each_other_are_not_merged(
+    tmp_path: Path, kind: str, error: Any, said: str
+) -> None:
+    """Two ranks with different data under one name: neither is silently dropped."""
+    run_ranks(2, save_alone, str(tmp_path), kind)
+    with pytest.raises(error, match=said):
+        dcp.open_index(tmp_path)
+
+
+# -- saves while it is opened --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [MANIFEST, METADATA])
+def test_a_save_during_opening_is_not_taken_for_stock(tmp_path: Path, name: str) -> None:
+    """An old manifest with a new .metadata is a race with another save of ours: the new one is loaded."""
+    folder = tmp_path / "x"
+    save(folder, 1)
+
+    def overtake(operation: Operation) -> None:
+        save(folder, 2)
+
+    asked = {MANIFEST: "read", METADATA: "open_read"}[name]
+    store = FaultInjectingStore(PosixStore(folder), Fault(asked, name=name, hook=overtake))
+    state = {"w": torch.zeros(3, dtype=torch.int64)}
+    reader = dcp.FileSystemReader("x", open_store=lambda _: store)
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    assert state["w"].tolist() == [2] * 3
 
 
 def test_a_large_metadata_is_known_by_its_first_bytes(tmp_path: Path) -> None:
-    """It is not read to find out that it belongs to the manifest, nor if it is damaged further on; one of
-    another save, one that was cut, and none are told from it."""
-    index = publish(tmp_path, large_index())
-    whole = (tmp_path / ".metadata").read_bytes()
-    store = FaultInjectingStore(PosixStore(tmp_path))
-    assert_same_index(open_index(store), index)
-    assert [(step.op, step.name) for step in store.log] == [
-        ("read", "manifest.msgpack"),
-        ("open_read", ".metadata"),
-        ("preadv", ".metadata"),
-    ]
-    assert store.log[-1].size_bytes <= len(whole) // 16
-    damaged = bytearray(whole)
-    damaged[len(whole) // 2] ^= 1
-    (tmp_path / ".metadata").write_bytes(damaged)
-    assert_same_index(open_index(PosixStore(tmp_path)), index)
-    others = encode_torch_metadata(index, checkpoint_id="here", save_id="3f9c2a1c")
-    for other in (others, whole[:-1], whole + b"x", whole[:5], b""):
-        (tmp_path / ".metadata").write_bytes(other)
-        assert not is_large_metadata_of(PosixStore(tmp_path), ".metadata", index)
-    (tmp_path / ".metadata").unlink()
-    assert not is_large_metadata_of(PosixStore(tmp_path), ".metadata", index)
-
-
-def test_stock_over_a_large_checkpoint_is_believed(tmp_path: Path) -> None:
-    """The first bytes are not ours, so all of it is read."""
-    publish(tmp_path, large_index())
-    stock_save(tmp_path, {"w": torch.ones(3)})
-    index = open_index(PosixStore(tmp_path))
-    assert (index.format, list(index.fqns)) == ("torch_dcp", ["w"])
+    """It is not read to find out that it belongs to the manifest; what stock wrote over it is believed."""
+    state = {f"layers.{n}.weight": torch.zeros(1) for n in range(9000)}
+    dcp.save(state, checkpoint_id=tmp_path / "x", no_dist=True)
+    store = FaultInjectingStore(PosixStore(tmp_path / "x"))
+    reader = dcp.FileSystemReader("x", open_store=lambda _: store)
+    reader.read_index()
+    size = (tmp_path / "x" / METADATA).stat().st_size
+    asked = [step.size_bytes for step in store.log if step.name == METADATA and step.op == "preadv"]
+    assert asked and sum(asked) <= size // 8
+    assert not any(step.op == "read" and step.name == METADATA for step in store.log)
+    shutil.copytree(tmp_path / "x", tmp_path / "y")
+    stock.save({"w": torch.full((3,), 2)}, checkpoint_id=tmp_path / "y", no_dist=True)
+    assert seen(tmp_path / "y") == ("torch_dcp", 2)

@@ -1,4 +1,4 @@
-"""Plain data: exact types come back, equal values are equal bytes, everything else is refused."""
+"""Plain data. Internal: pure; exact types come back, and everything else is refused."""
 
 from __future__ import annotations
 

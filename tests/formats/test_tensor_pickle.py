@@ -1,105 +1,14 @@
-"""The pickle of a record's tensor: what torch.save writes of any dense tensor, and nothing else."""
+"""The pickle of a tensor. Internal: forged ones, each wrong in one place, for which no writer can be had."""
 
 from __future__ import annotations
 
-import io
-import math
-import random
-import warnings
-import zipfile
-from typing import Any
-
 import pytest
-import torch
 
-from dcp.storage.errors import CheckpointFormatError, UnsupportedFormatError
+from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.torch.tensor_pickle import (
-    TensorPickle,
     decode_tensor_pickle,
 )
-
-
-def archive(value: Any) -> zipfile.ZipFile:
-    """What torch.save writes."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return zipfile.ZipFile(buffer)
-
-
-def data_pickle(value: Any) -> bytes:
-    """The data.pkl of what torch.save writes."""
-    saved = archive(value)
-    (name,) = [name for name in saved.namelist() if name.endswith("/data.pkl")]
-    return saved.read(name)
-
-
-def with_attribute(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with an attribute, which changes how it is pickled."""
-    tensor.note = {"why": ("x", 1)}  # type: ignore[attr-defined]
-    return tensor
-
-
-base = torch.arange(24.0).reshape(2, 3, 4)
-DENSE: dict[str, torch.Tensor] = {
-    "plain": base,
-    "transposed": base.transpose(0, 2),
-    "view": base[1, :, 1:3],
-    "steps": torch.arange(100)[5:50:3],
-    "expanded": torch.ones(1, 3).expand(4, 3),
-    "scalar": torch.tensor(7),
-    "empty": torch.zeros(0, 3),
-    "ones": torch.zeros(1, 1, 5).transpose(0, 2),
-    "channels last": torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
-    "parameter": torch.nn.Parameter(torch.ones(2, 2)),
-    "frozen": torch.nn.Parameter(torch.ones(2), requires_grad=False),
-    "parameter with attribute": with_attribute(torch.nn.Parameter(torch.ones(2))),
-    "tensor with attribute": with_attribute(torch.ones(3)),
-    "buffer": torch.nn.Buffer(torch.ones(2)),
-    "grad": torch.ones(2, requires_grad=True),
-    **{name: torch.zeros(4, dtype=getattr(torch, name)) for name in dtypes.BY_NAME if hasattr(torch, name)},
-}
-
-
-@pytest.mark.parametrize("name", DENSE)
-def test_dense_tensors(name: str) -> None:
-    """dtype, shape, strides, offset and gradient flag of every dense tensor are those of the tensor."""
-    tensor = DENSE[name]
-    decoded = decode_tensor_pickle(data_pickle(tensor))
-    assert dtypes.BY_CODE[decoded.dtype_code].name == str(tensor.dtype).removeprefix("torch.")
-    assert decoded.sizes == tuple(tensor.shape)
-    assert decoded.strides == tensor.stride()
-    assert decoded.storage_offset == tensor.storage_offset()
-    assert decoded.storage_bytes == tensor.untyped_storage().nbytes()
-    assert decoded.requires_grad == tensor.requires_grad
-    assert decoded.contiguous == tensor.is_contiguous()
-    saved = archive(tensor)
-    entry = next(info for info in saved.infolist() if info.filename.endswith(f"/data/{decoded.storage_key}"))
-    assert entry.file_size == decoded.storage_bytes
-
-
-def quantised() -> torch.Tensor:
-    """A quantised tensor, of which torch.save stores integers and a scale."""
-    with warnings.catch_warnings():  # torch warns once a process
-        warnings.simplefilter("ignore")
-        return torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
-
-
-@pytest.mark.parametrize(
-    ("value", "match"),
-    [
-        (lambda: torch.ones(2, dtype=torch.complex64).conj(), "conjugated"),
-        (lambda: torch.ones(2, dtype=torch.complex64).conj().imag, "negated"),
-        (lambda: torch.empty(2, device="meta"), "meta"),
-        (quantised, "quantised"),
-        (lambda: torch.eye(2).to_sparse(), "sparse"),
-        (lambda: torch.eye(2).to_sparse_csr(), "sparse"),
-    ],
-)
-def test_other_tensors_are_explained(value: Any, match: str) -> None:
-    """Tensors whose stored bytes are not their values are refused by kind, not read wrongly."""
-    with pytest.raises(UnsupportedFormatError, match=match):
-        decode_tensor_pickle(data_pickle(value()))
 
 
 def forged(
@@ -170,26 +79,3 @@ def test_forged_tensors(name: str) -> None:
     """A tensor that reaches outside its storage, or is not one, is a format error."""
     with pytest.raises(CheckpointFormatError):
         decode_tensor_pickle(FORGED[name])
-
-
-def test_damaged_pickles_stay_inside() -> None:
-    """Whatever bits flip, the result is a tensor inside its storage or a typed error."""
-    rng = random.Random(7)
-    good = [data_pickle(tensor) for tensor in DENSE.values()]
-    decoded = 0
-    for _ in range(5_000):
-        data = bytearray(rng.choice(good))
-        for _ in range(rng.randrange(1, 4)):
-            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-        try:
-            tensor = decode_tensor_pickle(bytes(data))
-        except CheckpointFormatError:
-            continue
-        decoded += 1
-        assert isinstance(tensor, TensorPickle)
-        assert len(tensor.sizes) == len(tensor.strides)
-        if math.prod(tensor.sizes):
-            last = sum((size - 1) * stride for size, stride in zip(tensor.sizes, tensor.strides, strict=True))
-            itemsize = dtypes.BY_CODE[tensor.dtype_code].itemsize
-            assert (tensor.storage_offset + last + 1) * itemsize <= tensor.storage_bytes
-    assert decoded > 0

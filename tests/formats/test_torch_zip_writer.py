@@ -1,4 +1,4 @@
-"""The zip of a torch.save file: all entries at once, with the bytes of one after the other."""
+"""Zips of torch.save. Internal: sizes beyond 4 GiB and names of any length, against APPNOTE.TXT."""
 
 from __future__ import annotations
 

@@ -1,25 +1,105 @@
-"""No pickle is run, and none blows up."""
+"""The pickle decoder. Internal: each opcode and each attack on it, of which files at the door show few."""
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
-import random
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError
 from dcp.storage.formats.pickle.decoder import (
+    Instance,
     decode_pickle,
 )
-from tests.support.formats_pickles import SOME
+from tests.support.formats_pickles import SOME, decode
+
+plain_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-(1 << 300), 1 << 300)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=300)
+    | st.binary(max_size=300),
+    lambda inner: (
+        st.lists(inner, max_size=5)
+        | st.lists(inner, max_size=5).map(tuple)
+        | st.dictionaries(
+            st.text(max_size=3) | st.integers(-9, 9) | st.tuples(st.text(), st.none()), inner, max_size=5
+        )
+        | st.frozensets(st.text(max_size=3) | st.tuples(st.integers(-9, 9)), max_size=3)
+        | st.sets(st.integers(-9, 9), max_size=3)
+        | st.binary(max_size=9).map(bytearray)
+    ),
+    max_leaves=30,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(plain_values, st.integers(4, 5))
+def test_plain_values_of_both_picklers(value: Any, protocol: int) -> None:
+    """Whatever plain value Python's C or Python pickler writes comes back equal, type for type."""
+    if protocol == 4 and "bytearray" in repr(value):
+        protocol = 5  # before 5 a bytearray is a call
+    buffer = io.BytesIO()
+    pickle._Pickler(buffer, protocol).dump(value)
+    for data in (pickle.dumps(value, protocol), buffer.getvalue()):
+        assert repr_of(decode(data)) == repr_of(value)
+
+
+def repr_of(value: Any) -> Any:
+    """A comparable form that tells types apart, and does not depend on the order of sets."""
+    if isinstance(value, (list, tuple)):
+        return (type(value), [repr_of(item) for item in value])
+    if isinstance(value, dict):
+        return (dict, [(repr_of(key), repr_of(item)) for key, item in value.items()])
+    if isinstance(value, (set, frozenset)):
+        return (type(value), sorted(map(repr, value)))
+    return (type(value), repr(value))
+
+
+def test_memo_keeps_identity_and_cycles() -> None:
+    """Shared and self-referring values come back shared and self-referring."""
+    shared = [1]
+    cycle: list[Any] = [shared, shared]
+    cycle.append(cycle)
+    decoded = decode(pickle.dumps(cycle, 4))
+    assert decoded[0] is decoded[1]
+    assert decoded[2] is decoded
+
+
+def test_allowed_globals() -> None:
+    """Globals are what the caller says: inert values, constructors that get arguments, instances."""
+    assert decode_pickle(b"cm\nvalue\n.", find=SOME) == "inert"
+    assert decode_pickle(b"\x8c\x01m\x8c\x05value\x93.", find=SOME) == "inert"
+    assert decode_pickle(b"ctorch\nSize\n((I2\nI3\nttR.", find=SOME) == (2, 3)
+    thing = decode_pickle(b"\x80\x04cm\nThing\n)\x81}\x8c\x01a\x8c\x01bsb.", find=SOME)
+    assert isinstance(thing, Instance)
+    assert (thing.kind, thing.state) == ("Thing", {"a": "b"})
+    again = decode_pickle(b"\x80\x04cm\nThing\n)}\x92.", find=SOME)
+    assert isinstance(again, Instance)
+    assert again.state is None
+
+
+def test_persistent_ids() -> None:
+    """References to data outside go to the caller's function; without one they are refused."""
+    assert decode(b"\x80\x02(X\x01\0\0\0aK\x01tQ.", persistent_load=list) == ["a", 1]
+    assert decode(b"Pname\n.", persistent_load=str.upper) == "NAME"
+    for data in (b"\x80\x02K\x01Q.", b"Pname\n."):
+        with pytest.raises(UnsafeObjectError, match="outside"):
+            decode(data)
+
 
 MOST_SECONDS = 10.0
 
@@ -165,89 +245,3 @@ def test_malformed(name: str) -> None:
     with pytest.raises(CheckpointFormatError), measured(MOST_BYTES):
         decode_pickle(MALFORMED[name], find=SOME)
     assert time.thread_time() - begin < MOST_SECONDS
-
-
-def test_every_truncation_is_an_error() -> None:
-    """A pickle cut anywhere is malformed, in every protocol."""
-    value = [1, 1 << 70, 2.5, "text", b"bytes", {"k": (1, 2, {3})}, None, "text"]
-    for protocol in range(6):
-        data = pickle.dumps(value, protocol)
-        for length in range(len(data)):
-            with pytest.raises(CheckpointFormatError):
-                decode_pickle(data[:length], find=SOME)
-
-
-Mutation = Callable[[random.Random, bytearray], None]
-
-
-def flip(rng: random.Random, data: bytearray) -> None:
-    """Change a bit."""
-    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-
-
-def overwrite(rng: random.Random, data: bytearray) -> None:
-    """Put opcodes, or bytes that are lengths, somewhere."""
-    at = rng.randrange(len(data))
-    data[at : at + 4] = rng.choice(
-        [bytes([code]) * 4 for code in b"(.0123Rbt}]us\x81\x85\x86\x90\x91\x94\xff\0"]
-    )
-
-
-def remove(rng: random.Random, data: bytearray) -> None:
-    """Cut a piece out."""
-    at = rng.randrange(len(data))
-    del data[at : at + rng.randrange(1, 20)]
-
-
-def repeat(rng: random.Random, data: bytearray) -> None:
-    """Repeat a piece, up to many times."""
-    at = rng.randrange(len(data))
-    data[at:at] = data[at : at + rng.randrange(1, 40)] * rng.choice([1, 1, 3, 200])
-
-
-MUTATIONS: list[Mutation] = [flip, overwrite, remove, repeat]
-
-
-def seeds() -> list[bytes]:
-    """Real pickles to start from: plain values of all protocols, instances, calls, persistent ids."""
-    value = {
-        "a": [1, 2.5, "text", b"x", None, True],
-        "b": ({1, 2}, frozenset("c"), {"d": (1 << 70,)}),
-        "e": [],
-    }
-    result = [pickle.dumps([value, value], protocol) for protocol in range(6)]
-    result.append(b"\x80\x04}(cm\nThing\n)\x81}\x8c\x01a\x8c\x01bsbctorch\nSize\n(K\x02K\x03t\x85Ru.")
-    result.append(b"\x80\x02(X\x07\0\0\0storagecm\nvalue\nX\x01\0\0\x000K\x06tQ.")
-    return result
-
-
-def fuzz(rounds: int, seed: int) -> int:
-    """Decode mutated pickles; how many still decoded. Anything but a typed error propagates."""
-    rng = random.Random(seed)
-    corpus = seeds()
-    decoded = 0
-    for _ in range(rounds):
-        data = bytearray(rng.choice(corpus))
-        for _ in range(rng.randrange(1, 6)):
-            if data:
-                rng.choice(MUTATIONS)(rng, data)
-        begin = time.thread_time()
-        try:
-            decode_pickle(data, find=SOME, persistent_load=lambda value: ("persistent", type(value)))
-            decoded += 1
-        except CheckpointFormatError:
-            pass
-        assert time.thread_time() - begin < MOST_SECONDS, bytes(data)
-    return decoded
-
-
-def test_fuzz() -> None:
-    """Damaged pickles either decode or raise a typed error, quickly."""
-    assert 0 < fuzz(4_000, seed=1) < 4_000
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(8))
-def test_fuzz_longer(seed: int) -> None:
-    """The same for a hundred thousand of them, of several seeds."""
-    assert 0 < fuzz(100_000, seed=100 + seed) < 100_000

@@ -1,0 +1,234 @@
+"""Records of tensors and values: stock torch, zipfile and we agree about them, whoever wrote them."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
+
+import dcp
+from dcp.errors import CheckpointError, CorruptCheckpointError, UnsafeObjectError, UnsupportedFormatError
+from tests.support.values import raw
+
+GOLDEN = Path(__file__).parent / "golden" / "record-bfloat16-2x3.zip"
+SHAPES: list[tuple[int, ...]] = [(), (0,), (3, 0), (5,), (300, 70), (2, 1, 3, 1, 2)]
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.uint16,
+    torch.int64,
+    torch.bfloat16,
+    torch.float8_e5m2,
+    torch.complex128,
+]
+
+
+@pytest.fixture(autouse=True)
+def _torch_options() -> Iterator[None]:
+    """Whatever a test tells torch.save about checksums ends with the test."""
+    yield
+    torch.serialization.set_crc32_options(True)
+
+
+def made(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Bytes that differ at neighbouring places, valid for bool."""
+    count = torch.Size(shape).numel() * dtype.itemsize
+    return (torch.arange(count) % (2 if dtype is torch.bool else 251)).to(torch.uint8).view(dtype).view(shape)
+
+
+def records(folder: Path) -> dict[str, bytes]:
+    """The bytes of each tensor's record, by name."""
+    index = dcp.open_index(folder)
+    data = {name: (folder / name).read_bytes() for name in index.files}
+    found = {}
+    for row, fqn in enumerate(index.fqns):
+        chunk = int(index.chunk_start[row])
+        begin = int(index.record_offsets[chunk])
+        end = begin + int(index.record_lengths[chunk])
+        found[fqn] = data[index.files[index.chunk_files[chunk]]][begin:end]
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_torch_loads_each_record_by_itself(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Any dtype and shape, alone and among others of its kind, also mapped; zipfile checks its CRC."""
+    state = {f"{shape}.{n}": made(dtype, shape) for shape in SHAPES for n in range(3)}
+    dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    for fqn, data in records(tmp_path / "c").items():
+        loaded = torch.load(io.BytesIO(data), weights_only=True)
+        assert (loaded.dtype, loaded.shape) == (dtype, state[fqn].shape)
+        assert loaded.stride() == state[fqn].stride() and raw(loaded) == raw(state[fqn])
+        (tmp_path / "record").write_bytes(data)
+        assert zipfile.ZipFile(tmp_path / "record").testzip() is None
+        assert raw(torch.load(tmp_path / "record", weights_only=True, mmap=True)) == raw(state[fqn])
+
+
+def test_large_payloads_are_aligned_and_small_records_cost_little(tmp_path: Path) -> None:
+    """From 4 KiB on payloads begin at multiples of 64 in the file; a small record costs half a kilobyte."""
+    state = {
+        f"t{size}": torch.zeros(size, dtype=torch.uint8) for size in (1, 64, 100, 4096, 5000, 4097, 70_001)
+    }
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    index = dcp.open_index(tmp_path)
+    for row, fqn in enumerate(index.fqns):
+        chunk = int(index.chunk_start[row])
+        if state[fqn].nbytes >= 4096:
+            assert int(index.payload_offsets[chunk]) % 64 == 0
+        else:
+            assert int(index.record_lengths[chunk]) - state[fqn].nbytes < 512
+
+
+def test_golden_bytes(tmp_path: Path) -> None:
+    """A record of version 1.0, committed once, is loaded by torch and still written byte by byte."""
+    golden = GOLDEN.read_bytes()
+    loaded = torch.load(io.BytesIO(golden), weights_only=True)
+    assert torch.equal(loaded, torch.arange(6, dtype=torch.bfloat16).reshape(2, 3))
+    dcp.save({"t": loaded}, checkpoint_id=tmp_path, no_dist=True)
+    assert records(tmp_path)["t"] == golden
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, -3, 2**40, 0.5, "é", [1, "a"], {"lr": 0.001, "betas": (0.9, 0.999)}, list(range(3000))],
+    ids=lambda value: type(value).__name__,
+)
+def test_stock_torch_loads_values(value: Any, tmp_path: Path) -> None:
+    """A plain value comes back from stock's load of our checkpoint, with its type."""
+    dcp.save({"v": value}, checkpoint_id=tmp_path, no_dist=True)
+    wanted = {"v": type(value)() if isinstance(value, list | dict) and not value else value}
+    stock.load(wanted, checkpoint_id=tmp_path, no_dist=True)
+    assert wanted["v"] == value and dcp.read(tmp_path)["v"] == value
+
+
+# -- records of stock torch ----------------------------------------------------------------------------------
+
+BASE = torch.arange(24.0).reshape(2, 3, 4)
+TENSORS: dict[str, torch.Tensor] = {
+    "large": torch.arange(20_000).reshape(100, 200),
+    "scalar": torch.tensor(3, dtype=torch.uint16),
+    "empty": torch.zeros(0, 3),
+    "transposed": BASE.transpose(0, 2),
+    "channels last": torch.arange(120.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "parameter": torch.nn.Parameter(torch.ones(3)),
+    "buffer": torch.nn.Buffer(torch.ones(2)),
+    "grad": torch.ones(3, requires_grad=True),
+    "float8": torch.arange(8.0).to(torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.parametrize("alignment", [1, 64, 65536])
+@pytest.mark.parametrize("crc", [True, False])
+def test_what_stock_saved_is_found(tmp_path: Path, crc: bool, alignment: int) -> None:
+    """Permuted layouts, parameters, any dtype, however far torch pads and whether it computes checksums."""
+    torch.serialization.set_crc32_options(crc)
+    torch.utils.serialization.config.save.storage_alignment = alignment
+    try:
+        stock.save(dict(TENSORS), checkpoint_id=tmp_path, no_dist=True)
+    finally:
+        torch.utils.serialization.config.save.storage_alignment = 64
+    state = {name: torch.zeros_like(tensor.detach()) for name, tensor in TENSORS.items()}
+    report = dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    assert all(raw(state[name]) == raw(tensor.detach()) for name, tensor in TENSORS.items())
+    assert (report.blocks_verified > 0) == crc
+
+
+def test_stocks_safetensors_blobs_are_found(tmp_path: Path) -> None:
+    """Stock's SerializationFormat.SAFETENSORS puts one blob into a file; tensors are found by name."""
+    state = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.arange(5)}
+    writer = FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
+    stock.save(dict(state), storage_writer=writer, no_dist=True)
+    wanted = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    dcp.load(wanted, checkpoint_id=tmp_path, no_dist=True)
+    assert all(torch.equal(wanted[name], tensor) for name, tensor in state.items())
+
+
+def changed(
+    folder: Path, change: Callable[[str, bytes], bytes | None], method: int = zipfile.ZIP_STORED
+) -> Path:
+    """A stock checkpoint of one tensor, whose record is packed anew with entries changed (None: dropped)."""
+    stock.save({"t": torch.arange(5)}, checkpoint_id=folder, no_dist=True)
+    record, stream = folder / "__0_0.distcp", io.BytesIO()
+    with zipfile.ZipFile(record) as source, zipfile.ZipFile(stream, "w", method) as target:
+        for name in source.namelist():
+            content = change(name, source.read(name))
+            if content is not None:
+                target.writestr(name, content)
+    record.write_bytes(stream.getvalue())
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.length = len(stream.getvalue())
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    return folder
+
+
+def load(folder: Path) -> list[int]:
+    """The tensor."""
+    state = {"t": torch.zeros(5, dtype=torch.int64)}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    return list(state["t"].tolist())
+
+
+def test_zips_of_other_writers_are_read_and_what_torch_never_writes_is_told(tmp_path: Path) -> None:
+    """The layout is zip's, not torch's padding; deflated and big-endian records are refused, not misread."""
+    assert load(changed(tmp_path / "plain", lambda name, content: content)) == [0, 1, 2, 3, 4]
+    with pytest.raises(UnsupportedFormatError, match=r"'t'.*compressed"):
+        load(changed(tmp_path / "deflated", lambda name, content: content, zipfile.ZIP_DEFLATED))
+    with pytest.raises(UnsupportedFormatError, match="big-endian"):
+        load(
+            changed(tmp_path / "big", lambda name, content: b"big" if name.endswith("byteorder") else content)
+        )
+
+
+class Evil:
+    """Runs code when a pickle of it is loaded."""
+
+    def __reduce__(self) -> Any:
+        return (print, ("owned",))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "content", "error"),
+    [
+        ("data.pkl", None, CorruptCheckpointError),
+        ("data/0", None, CorruptCheckpointError),
+        ("data/0", b"short", CorruptCheckpointError),
+        ("data/0", bytes(41), CorruptCheckpointError),
+        ("data.pkl", b"", CorruptCheckpointError),
+        ("data.pkl", pickle.dumps([1, 2]), CorruptCheckpointError),
+        ("data.pkl", b"\x80\x02" + b"(" * 2_000_000, CorruptCheckpointError),
+        ("data.pkl", pickle.dumps(Evil(), protocol=2), UnsafeObjectError),
+        ("byteorder", b"middle", CorruptCheckpointError),
+    ],
+)
+def test_records_that_do_not_add_up_are_refused(
+    tmp_path: Path, suffix: str, content: bytes | None, error: type[CheckpointError], capsys: Any
+) -> None:
+    """Entries that are missing, of the wrong size, no tensor, or code: the error names the tensor."""
+    folder = changed(tmp_path, lambda name, old: content if name.endswith(suffix) else old)
+    with pytest.raises(error, match=r"'t'|print"):
+        load(folder)
+    assert "owned" not in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("value", "match"),
+    [
+        (lambda: torch.ones(2, dtype=torch.complex64).conj(), "conjugated"),
+        (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "quantised|qint8"),
+    ],
+)
+def test_tensors_whose_bytes_are_not_their_values_are_told(value: Any, match: str, tmp_path: Path) -> None:
+    """Refused by kind, and not read wrongly."""
+    stock.save({"t": value()}, checkpoint_id=tmp_path, no_dist=True)
+    wanted = {"t": torch.zeros(2, dtype=value().dtype if not value().is_quantized else torch.float32)}
+    with pytest.raises(CheckpointError, match=match):
+        dcp.load(wanted, checkpoint_id=tmp_path, no_dist=True)
