@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
@@ -333,16 +332,3 @@ def test_links_are_followed_only_if_asked(tmp_path: Path) -> None:
     state = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
     dcp.load(state, storage_reader=reader, no_dist=True)
     assert all(as_bytes(state[name]) == as_bytes(tensor) for name, tensor in weights.items())
-
-
-def test_many_tensors(tmp_path: Path) -> None:
-    """20,000 tensors are one header."""
-    weights = {f"layers.{n}.weight": np.full(3, n, np.float32) for n in range(20_000)}
-    from safetensors.numpy import save_file as save_arrays
-
-    save_arrays(weights, tmp_path / "model.safetensors")
-    index = dcp.open_index(tmp_path)
-    assert index.tensor_count == 20_000
-    row = index.position["layers.777.weight"]
-    data = (tmp_path / "model.safetensors").read_bytes()
-    assert tensor_at(index, data, row).tolist() == [777.0] * 3

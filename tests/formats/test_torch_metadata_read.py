@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import checkpoint as stock
-from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardedTensorProperties
-from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -32,8 +27,6 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dcp.errors import (
     CheckpointFormatError,
@@ -47,12 +40,10 @@ from tests.support.formats_metadata import (
     decode,
     decode_torch_metadata,
     index_of,
-    read_metadata,
     rich_state_dict,
     small_metadata,
     stock_save,
 )
-from tests.support.ranks import run_ranks
 
 
 @pytest.mark.parametrize(
@@ -103,36 +94,6 @@ def test_golden_files() -> None:
     local = decode_torch_metadata((GOLDEN / "torch-2.13-rank-1-alone.metadata").read_bytes())
     assert (local.fqns, local.files) == (["mine"], ["__1_0.distcp"])
     assert local.shape(0) == (2,)
-
-
-def two_ranks_of_torch(rank: int, world_size: int, folder: Path) -> None:
-    """Saves of stock torch, by both ranks together and by each alone."""
-    mesh = DeviceMesh("cpu", [0, 1])
-    spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu", "rank:1/cpu"])
-    state_dict = {
-        "rows": distribute_tensor(torch.arange(20.0).reshape(5, 4), mesh, [Shard(0)]),
-        "columns": distribute_tensor(torch.arange(12).reshape(4, 3), mesh, [Shard(1)]),
-        "sharded": sharded_tensor.ones(spec, 4, 3),
-        "few": distribute_tensor(torch.ones(1, dtype=torch.bfloat16), mesh, [Shard(0)]),
-        "replicated": distribute_tensor(torch.ones(2), mesh, [Replicate()]),
-        "plain": torch.ones(3),
-        "step": 7,
-    }
-    stock.save(state_dict, checkpoint_id=folder / "together")
-    stock.save({"mine": torch.full((rank + 1,), 1.0)}, checkpoint_id=folder / "alone", use_collectives=False)
-
-
-def test_two_ranks(tmp_path: Path) -> None:
-    """What two ranks of this torch write, together and each alone, reads as its objects say."""
-    run_ranks(2, two_ranks_of_torch, tmp_path)
-    index = decode_torch_metadata((tmp_path / "together" / ".metadata").read_bytes())
-    assert_same(index, index_of(read_metadata(tmp_path / "together")))
-    assert index.block_crcs(0).size == 0
-    for rank in range(2):
-        name = f"__{rank}.metadata"
-        local = decode_torch_metadata((tmp_path / "alone" / name).read_bytes())
-        assert_same(local, index_of(read_metadata(tmp_path / "alone", name)))
-        assert local.files == [f"__{rank}_0.distcp"]
 
 
 def test_fields_that_older_versions_lack() -> None:
@@ -352,28 +313,3 @@ def test_endless_planner_data() -> None:
         laughs = [laughs] * 10
     with pytest.raises(CheckpointFormatError, match="repeats"):
         decode(small_metadata(planner_data=laughs))
-
-
-def fuzz(rounds: int, seed: int) -> int:
-    """Read damaged metadata; how many were still read. Anything but a typed error propagates."""
-    rng = random.Random(seed)
-    corpus = [path.read_bytes() for path in sorted(GOLDEN.glob("torch-*.metadata"))]
-    found = 0
-    for _ in range(rounds):
-        data = bytearray(rng.choice(corpus))
-        for _ in range(rng.randrange(1, 5)):
-            at = rng.randrange(len(data))
-            data[at : at + rng.randrange(3)] = rng.randbytes(rng.randrange(3))
-        begin = time.thread_time()
-        try:
-            decode_torch_metadata(bytes(data)).check()
-            found += 1
-        except (CheckpointFormatError, CorruptCheckpointError):
-            pass
-        assert time.thread_time() - begin < 10.0
-    return found
-
-
-def test_fuzz() -> None:
-    """Damaged files are an index that agrees with itself, or a typed error, quickly."""
-    assert 0 < fuzz(1_500, seed=1) < 1_500

@@ -2,20 +2,35 @@
 
 import importlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
 
 import dcp
-from dcp.planners.layout.checkpointable import ShardClaim, claim_of, with_claim
-from dcp.storage.errors import PlanError, StagingError
-from dcp.storage.torch_compat import VERSION
+from dcp.errors import PlanError, StagingError
 from tests.support.ranks import run_ranks
 
 GLOBAL = torch.arange(40.0).reshape(8, 5)
+HAS_PROTOCOL = hasattr(stock, "CheckpointableTensor")
 PADDING = -7.0
+
+
+class ShardClaim(NamedTuple):
+    """The four attributes of torch's protocol."""
+
+    global_shape: tuple[int, ...]
+    global_offsets: tuple[tuple[int, ...], ...]
+    local_offsets: tuple[tuple[int, ...], ...]
+    local_sizes: tuple[tuple[int, ...], ...]
+
+
+def with_claim(tensor: torch.Tensor, claim: ShardClaim) -> torch.Tensor:
+    """``tensor``, which is given the attributes."""
+    for name, value in claim._asdict().items():
+        setattr(tensor, name, value)
+    return tensor
 
 
 def rows(begin: int, end: int, *, filled: bool = True) -> torch.Tensor:
@@ -82,7 +97,7 @@ def across_ranks(rank: int, world: int, root: str, writers: str, readers: str) -
 
 
 PAIRS = [("dcp", "dcp")]
-if VERSION >= (2, 14):  # where torch knows such tensors
+if HAS_PROTOCOL:  # where torch knows such tensors
     PAIRS += [("dcp", "stock"), ("stock", "dcp")]
 
 
@@ -129,11 +144,16 @@ def test_a_writer_that_is_used_again_sees_other_boxes(tmp_path: Path) -> None:
     writer = dcp.FileSystemWriter(tmp_path / "none")
     dcp.save({"w": rows(0, 8)}, storage_writer=writer, checkpoint_id=tmp_path / "1")
     tensor = rows(0, 8)
-    swapped = ShardClaim((8, 5), ((0, 0), (4, 0)), claim_of(tensor).local_offsets, ((4, 5), (4, 5)))  # type: ignore[union-attr]
+    swapped = ShardClaim((8, 5), ((0, 0), (4, 0)), ((0, 1), (6, 1)), ((4, 5), (4, 5)))
     dcp.save({"w": with_claim(tensor, swapped)}, storage_writer=writer, checkpoint_id=tmp_path / "2")
     loaded = {"w": torch.zeros(8, 5)}
     dcp.load(loaded, checkpoint_id=tmp_path / "2")
     assert torch.equal(loaded["w"], torch.cat([GLOBAL[4:], GLOBAL[:4]]))
+    moved = rows(0, 8)
+    with_claim(moved, swapped._replace(local_offsets=((6, 1), (0, 1))))
+    dcp.save({"w": moved}, storage_writer=writer, checkpoint_id=tmp_path / "3")
+    dcp.load(loaded, checkpoint_id=tmp_path / "3")
+    assert torch.equal(loaded["w"], GLOBAL)
 
 
 def test_torchs_protocol_and_ours_are_one(tmp_path: Path) -> None:
@@ -141,8 +161,7 @@ def test_torchs_protocol_and_ours_are_one(tmp_path: Path) -> None:
     tensor = rows(0, 8)
     assert isinstance(tensor, dcp.CheckpointableTensor)
     assert not isinstance(torch.zeros(2), dcp.CheckpointableTensor)
-    if VERSION < (2, 14):
-        assert not hasattr(stock, "CheckpointableTensor")
+    if not HAS_PROTOCOL:
         return
     protocol = importlib.import_module("torch.distributed.checkpoint.protocol")
     assert isinstance(tensor, protocol.CheckpointableTensor)

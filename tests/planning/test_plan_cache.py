@@ -194,25 +194,6 @@ def test_a_hit_hides_no_mismatch_of_tensors(world: list[dict[str, Held]], data: 
         assert_same_writes(saved, fresh)
 
 
-@given(st.lists(st.lists(st.sampled_from([0, 1, 2]), min_size=3, max_size=3), min_size=2, max_size=4))
-@settings(max_examples=60, deadline=None)
-def test_a_hit_hides_no_mismatch_of_objects(digests: list[list[int]]) -> None:
-    """Values that cannot be compared (0) stay so, and the others are compared as in a full plan."""
-    first = [plain_part({}, {"a": int(a > 0), "b": int(b > 0), "c": int(c > 0)}) for a, b, c in digests]
-    now = [plain_part({}, {"a": a, "b": b, "c": c}) for a, b, c in digests]
-    job = Job.of(len(digests))
-    try:
-        job.save(first)
-        fresh = job.fresh(now)
-    except ReplicaMismatchError:
-        with pytest.raises(ReplicaMismatchError):
-            job.save(now)
-    else:
-        saved = job.save(now)
-        assert saved.hit
-        assert_same_writes(saved, fresh)
-
-
 def rows(count: int = 3, size: int = 4) -> dict[str, torch.Tensor]:
     """Tensors by name."""
     return {f"t{number}": torch.arange(size, dtype=torch.int64) + number for number in range(count)}

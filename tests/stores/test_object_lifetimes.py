@@ -16,7 +16,6 @@ import fsspec
 import fsspec.asyn
 from fsspec.implementations.memory import MemoryFileSystem
 
-from dcp.demo.s3_server import S3Server
 from dcp.errors import StorageError
 from dcp.storage.stores import Store, open_store
 from dcp.storage.stores.contract import pattern_bytes
@@ -31,13 +30,13 @@ _FEW = 4
 """As many places as may keep a connection without being used; more are asked one after the other below."""
 
 
-def _store(server: S3Server | FaultProxy, url: str, token: int = 0, **options: object) -> Store:
+def _store(server: Any, url: str, token: int = 0, **options: object) -> Store:
     """As with credentials that are given out anew: to us other options are another place."""
     common = {**server.storage_options, "retry_seconds": 100.0 + token, "part_bytes": 5 * _MIB}
     return open_store(url, common | options)
 
 
-def _open_others(server: S3Server, url: str) -> None:
+def _open_others(server: Any, url: str) -> None:
     for token in range(1, _FEW + 6):
         _store(server, url, token).list()
 
@@ -53,7 +52,7 @@ def _comes_true(condition: Callable[[], bool]) -> bool:
     return True
 
 
-def _connections(server: S3Server) -> int:
+def _connections(server: Any) -> int:
     """TCP connections of this process to the server that are established."""
     port = f":{int(server.endpoint_url.rpartition(':')[2]):04X}"
     ours = set(open_files())
@@ -61,7 +60,7 @@ def _connections(server: S3Server) -> int:
     return sum(row[2].endswith(port) and row[3] == "01" and f"socket:[{row[9]}]" in ours for row in rows)
 
 
-def test_old_credentials_leave_nothing_behind(s3_server: S3Server, s3_root: str) -> None:
+def test_old_credentials_leave_nothing_behind(s3_server: Any, s3_root: str) -> None:
     """A process that is given new ones again and again has the connections and threads of a few."""
     first = _store(s3_server, s3_root)
     before = set(threading.enumerate())
@@ -77,7 +76,7 @@ def test_old_credentials_leave_nothing_behind(s3_server: S3Server, s3_root: str)
     assert _comes_true(lambda: threads[-1] not in threading.enumerate())
 
 
-def test_the_steps_of_a_run_share_a_connection(s3_server: S3Server, s3_root: str) -> None:
+def test_the_steps_of_a_run_share_a_connection(s3_server: Any, s3_root: str) -> None:
     """Each has a store of its own, which is gone when the next begins."""
     _store(s3_server, f"{s3_root}/step-0", 700).list()
     opened = _connections(s3_server)
@@ -86,7 +85,7 @@ def test_the_steps_of_a_run_share_a_connection(s3_server: S3Server, s3_root: str
     assert _connections(s3_server) == opened
 
 
-def test_what_is_used_stays_open(s3_server: S3Server, s3_root: str) -> None:
+def test_what_is_used_stays_open(s3_server: Any, s3_root: str) -> None:
     """By a store or only a handle, however many others come."""
     with raw_s3(s3_server) as raw:
         raw.write(f"{s3_root}/data", b"12345")
@@ -114,7 +113,7 @@ def test_a_request_under_way_is_carried_out(s3_proxy: FaultProxy, s3_root: str) 
         assert reading.result(_HANG_SECONDS) == b"1" * _MIB
 
 
-def test_the_collector_may_run_anywhere(s3_server: S3Server, s3_root: str) -> None:
+def test_the_collector_may_run_anywhere(s3_server: Any, s3_root: str) -> None:
     """Also in the thread of the event loop: stores in cycles are closed there, and nothing is waited for."""
     for token in range(200, 200 + _FEW + 6):
         store: Any = _store(s3_server, s3_root, token)
@@ -130,7 +129,7 @@ def test_the_collector_may_run_anywhere(s3_server: S3Server, s3_root: str) -> No
     assert _store(s3_server, s3_root, 300).list() == []
 
 
-def test_a_child_leaves_the_connections_of_its_parent_alone(s3_server: S3Server, s3_root: str) -> None:
+def test_a_child_leaves_the_connections_of_its_parent_alone(s3_server: Any, s3_root: str) -> None:
     """It lets go of the parent's stores as it opens its own; the parent's requests need no repetition."""
     with raw_s3(s3_server) as raw:
         raw.write(f"{s3_root}/data", b"12345")
@@ -151,7 +150,7 @@ def test_a_child_leaves_the_connections_of_its_parent_alone(s3_server: S3Server,
     assert store.traffic()["retries"] == 0
 
 
-def test_stores_of_one_place_exclude_each_other(s3_server: S3Server, s3_root: str) -> None:
+def test_stores_of_one_place_exclude_each_other(s3_server: Any, s3_root: str) -> None:
     """While one of this process holds the place's lock; its own thread may take it again."""
 
     def takes(store: Store) -> bool:

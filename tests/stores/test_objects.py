@@ -13,7 +13,6 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractFileSystem
 
-from dcp.demo.s3_server import S3Server
 from dcp.errors import CheckpointConflictError, CheckpointError, CorruptCheckpointError, StorageError
 from dcp.storage.stores import Store, open_store
 from dcp.storage.stores.contract import pattern_bytes
@@ -23,13 +22,13 @@ _MIB = 1 << 20
 
 
 @pytest.fixture
-def store(s3_server: S3Server, s3_root: str) -> Store:
+def store(s3_server: Any, s3_root: str) -> Store:
     """A prefix of its own on the real server."""
     return open_store(s3_root, s3_server.storage_options | {"part_bytes": 5 * _MIB})
 
 
 @pytest.fixture
-def raw(s3_server: S3Server) -> Iterator[RawS3]:
+def raw(s3_server: Any) -> Iterator[RawS3]:
     """Plain requests to the same server."""
     with raw_s3(s3_server) as client:
         yield client
@@ -89,7 +88,7 @@ def test_the_weaker_mode_looks_before_it_writes(tmp_path: Any) -> None:
     assert (tmp_path / "run" / "m").read_bytes() == b"2"
 
 
-def test_conditions_are_tried_once_for_all_stores(store: Store, s3_server: S3Server, raw: RawS3) -> None:
+def test_conditions_are_tried_once_for_all_stores(store: Store, s3_server: Any, raw: RawS3) -> None:
     """The trial of a bucket serves every store of the process; nothing of it stays."""
     store.publish("a", b"1", durable=True, expected=None)
     again = open_store(store.url, s3_server.storage_options | {"part_bytes": 5 * _MIB})
@@ -159,7 +158,7 @@ def test_a_forked_child_makes_its_own_connections(store: Store) -> None:
 # -- options -------------------------------------------------------------------------------------------------
 
 
-def test_nothing_that_is_shown_of_a_store_has_secrets(store: Store, s3_server: S3Server) -> None:
+def test_nothing_that_is_shown_of_a_store_has_secrets(store: Store, s3_server: Any) -> None:
     """Neither its repr nor the errors of refused options and wrong keys show the secret."""
     secret = s3_server.storage_options["secret"]
     assert secret not in repr(store)
@@ -178,7 +177,7 @@ def test_nothing_that_is_shown_of_a_store_has_secrets(store: Store, s3_server: S
             assert secret not in repr(caught.value.facts)
 
 
-def test_the_bucket_of_an_error_is_named(s3_server: S3Server) -> None:
+def test_the_bucket_of_an_error_is_named(s3_server: Any) -> None:
     """A missing bucket is said to be missing, at once, and not a missing checkpoint."""
     with pytest.raises(StorageError, match="no bucket 'absent'") as caught:
         open_store("s3://absent/run", s3_server.storage_options).list()
