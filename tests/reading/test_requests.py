@@ -123,7 +123,7 @@ def test_equal_bytes_wanted_twice_are_read_once() -> None:
 
 @pytest.mark.parametrize("verify", ["blocks", "full"])
 def test_rows_far_apart_are_read_alone_and_near_ones_together(verify: str) -> None:
-    """Columns of wide matrices: of rows of 1 MiB only what is wanted is fetched, unless more is to be compared;
+    """Columns of wide matrices: of rows of 1 MiB what is wanted is fetched, if no more is to be compared;
     blocks of rows of 100 KiB are read through in large steps."""
     state = {"wide": torch.randn(24, 1 << 18), "narrow": torch.randn(200, 25_000)}
     place = Place().save(state)
