@@ -102,8 +102,9 @@ def test_a_request_under_way_is_carried_out(s3_proxy: FaultProxy, s3_root: str) 
     with raw_s3(s3_proxy.server) as raw:
         raw.write(f"{s3_root}/data", b"1" * _MIB)
     with ThreadPoolExecutor(1) as pool:
-        options = {"request_timeout_seconds": 1.0}
-        handle = _store(s3_proxy, s3_root, **options).open_read("data", expected_bytes=_MIB)
+        store = _store(s3_proxy, s3_root, request_timeout_seconds=1.0)
+        handle = store.open_read("data", expected_bytes=_MIB)
+        del store
         reading = pool.submit(handle.pread, _MIB, 0)
         del handle
         assert _comes_true(lambda: rule.seen > 0)
