@@ -157,3 +157,17 @@ def test_records_of_many_blocks_have_the_checksum_that_zip_wants(tmp_path: Path)
     data = (tmp_path / index.files[0]).read_bytes()[record[0] : record[0] + record[1]]
 
     assert zipfile.ZipFile(io.BytesIO(data)).testzip() is None
+
+
+def test_a_large_transposed_tensor_of_a_torch_file_is_compared(tmp_path: Path) -> None:
+    """Its rows lie across all blocks, which are read once each; a flipped bit in any of them is found."""
+    path, stored = tmp_path / "m.pt", torch.randn(1000, 1200, dtype=torch.float64).t()
+    torch.save({"t": stored}, path)
+    state = {"t": torch.zeros(1200, 1000, dtype=torch.float64)}
+    dcp.load(state, checkpoint_id=path, no_dist=True)
+    assert torch.equal(state["t"], stored)
+    data = bytearray(path.read_bytes())
+    data[BLOCK_BYTES + 5000] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match="'t' is damaged"):
+        dcp.load(state, checkpoint_id=path, no_dist=True)
