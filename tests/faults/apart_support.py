@@ -9,14 +9,12 @@ from typing import Any
 import torch
 
 import dcp
-from dcp.planners.load.planner import DefaultLoadPlanner
-from dcp.planners.save.planner import DefaultSavePlanner
 from tests.support.processes import busy_seconds
 
 STATE = {"w": torch.arange(6.0), "step": 3}
 
 
-class CustomPlanner(DefaultLoadPlanner):
+class CustomPlanner(dcp.DefaultLoadPlanner):
     """Takes torch's road, by objects."""
 
     def create_local_plan(self) -> Any:
@@ -24,7 +22,7 @@ class CustomPlanner(DefaultLoadPlanner):
         return super().create_local_plan()
 
 
-class CustomSavePlanner(DefaultSavePlanner):
+class CustomSavePlanner(dcp.DefaultSavePlanner):
     """Takes torch's road, by objects."""
 
     def create_local_plan(self) -> Any:

@@ -11,11 +11,18 @@ from typing import Any
 import pytest
 
 import dcp
-from dcp.inspection.verification import verify
-from dcp.storage.errors import StorageError, StorageFullError
-from dcp.storage.stores import PosixStore, Version
-from dcp.storage.stores.base import ANY, Expected
-from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
+from dcp.errors import StorageError, StorageFullError
+from dcp.storage.stores import ANY, PosixStore, Version
+from tests.support.fault_doors import (
+    HARMLESS,
+    MANIFEST_NAME,
+    METADATA_NAME,
+    Fault,
+    FaultInjectingStore,
+    OpenWithFaults,
+    Operation,
+    findings,
+)
 from tests.support.versions import (
     ABSENT,
     copy_folder,
@@ -30,25 +37,14 @@ from tests.support.versions import (
 OLD, NEW, NEXT = 1, 2, 3
 CLEAN = {"manifest": 1, "metadata": 1, "data": 1}
 
-
-def raising(error: BaseException) -> Callable[[Operation], None]:
-    """A fault's hook that raises anything."""
-
-    def hook(operation: Operation) -> None:
-        raise error
-
-    return hook
-
-
 ERRORS: dict[str, tuple[BaseException, type[BaseException]]] = {
     "input/output error": (StorageError("injected", errno=errno.EIO), StorageError),
     "disk full": (StorageFullError("injected", errno=errno.ENOSPC), StorageFullError),
     "a bug of the store": (MemoryError("injected"), dcp.CheckpointError),
     "interrupt": (KeyboardInterrupt("injected"), KeyboardInterrupt),
 }
-
-BEFORE: dict[str, Callable[[Path], None] | None] = {
-    "first": None,
+BEFORE: dict[str, Callable[[Path], None]] = {
+    "first": lambda folder: None,
     "overwrite": lambda folder: save_version(folder, OLD),
     "over stock": lambda folder: stock_save_version(folder, OLD),
 }
@@ -66,184 +62,203 @@ class Attempt:
         """Whether the error says that the checkpoint stands."""
         return isinstance(self.error, dcp.CheckpointError) and bool(self.error.facts.get("committed"))
 
+    @property
+    def op(self) -> str:
+        """Which operation failed."""
+        assert self.operation is not None
+        return self.operation.op
 
-def attempt(folder: Path, *faults: Fault, **options: Any) -> Attempt:
+
+def attempt(folder: Path, fault: Fault) -> Attempt:
     """Save version NEW through a faulty store."""
-    store = FaultInjectingStore(PosixStore(folder), *faults)
-    writer = dcp.FileSystemWriter(folder, open_store=lambda path: store, **options)
-    error = None
+    opener, error = OpenWithFaults(fault), None
+    writer = dcp.FileSystemWriter(folder, open_store=opener)
     try:
         dcp.save(version_state(NEW), storage_writer=writer, no_dist=True)
     except (dcp.CheckpointError, KeyboardInterrupt) as caught:
         error = caught
-    at = faults[0].at
-    return Attempt(error, store.log[at - 1] if len(store.log) >= at else None)
+    at = fault.at
+    return Attempt(error, opener.log[at - 1] if len(opener.log) >= at else None)
 
 
-def operations(folder: Path) -> int:
-    """How many operations a save over what is in ``folder`` takes."""
-    store = FaultInjectingStore(PosixStore(folder))
-    writer = dcp.FileSystemWriter(folder, open_store=lambda path: store)
+def operations(folder: Path) -> list[Operation]:
+    """Those of an undisturbed save over what is in ``folder``."""
+    opener = OpenWithFaults()
+    writer = dcp.FileSystemWriter(folder, open_store=opener)
     dcp.save(version_state(NEW), storage_writer=writer, no_dist=True)
-    return len(store.log)
+    return opener.log
 
 
 def attempts(root: Path, before: str, fault: Callable[[int], Fault]) -> list[tuple[Path, Attempt]]:
     """A folder and what happened in it for each operation of the save, in order."""
-    prepare = BEFORE[before]
-    if prepare is not None:
-        prepare(root / "before")
+    BEFORE[before](root / "before")
     copy_folder(root / "before", root / "count")
     made = []
-    for number in range(1, operations(root / "count") + 1):
+    for number in range(1, len(operations(root / "count")) + 1):
         folder = root / str(number)
         copy_folder(root / "before", folder)
         made.append((folder, attempt(folder, fault(number))))
     return made
 
 
+def check_attempt(folder: Path, made: Attempt, old: int | str, expected: type[BaseException]) -> None:
+    """The old checkpoint stands and no new file remains, or the error says that the new one is committed."""
+    where, seen = f"at {made.operation}: {made.error!r}", seen_by_dcp(folder)
+    if made.error is None:
+        # Only after the commit, or where there is another way to know, may an error be passed over; and what
+        # killed saves left on an object service need not be known.
+        assert made.op in ("delete", "publish", "read", "version", "abort_uploads"), where
+        assert seen == NEW, where
+    else:
+        assert isinstance(made.error, expected), where
+        if made.committed or (expected is KeyboardInterrupt and seen == NEW):
+            assert seen == NEW, where
+        else:
+            assert seen == old, where
+            assert listing(folder) == listing(folder.with_name("before")), where
+    if seen != ABSENT:
+        assert findings(folder) <= HARMLESS, where
+        # a `.metadata` that could not be written leaves none beside a newer manifest
+        assert seen_by_stock(folder) in ((ABSENT, NEW) if made.committed else (old, NEW)), where
+
+
+_rare = pytest.mark.exhaustive
+
+
 @pytest.mark.parametrize(
     ("before", "kind"),
     [
-        *(("first", kind) for kind in ERRORS),
-        *(("overwrite", kind) for kind in ("disk full", "interrupt")),
+        ("first", "input/output error"),
+        ("first", "a bug of the store"),
+        ("overwrite", "disk full"),
+        ("overwrite", "interrupt"),
         ("over stock", "input/output error"),
+        *(pytest.param("first", kind, marks=_rare) for kind in ("disk full", "interrupt")),
         *(
-            pytest.param("overwrite", kind, marks=pytest.mark.exhaustive)
+            pytest.param("overwrite", kind, marks=_rare)
             for kind in ("input/output error", "a bug of the store")
         ),
-        *(
-            pytest.param("over stock", kind, marks=pytest.mark.exhaustive)
-            for kind in ("disk full", "a bug of the store", "interrupt")
-        ),
+        *(pytest.param("over stock", kind, marks=_rare) for kind in [*ERRORS][1:]),
     ],
 )
 def test_an_error_at_any_operation_is_raised_typed_and_undoes_the_save(
     tmp_path: Path, before: str, kind: str
 ) -> None:
-    """The old checkpoint stands and no new file remains, or the error says that the new one is committed."""
+    """Keeps the old checkpoint and no new file, or says that the new one is committed."""
     injected, expected = ERRORS[kind]
-    old: int | str = ABSENT if before == "first" else OLD
-    seen_errors = 0
-    for folder, made in attempts(tmp_path, before, lambda number: Fault(at=number, hook=raising(injected))):
-        where = f"{before}, {kind}, at {made.operation}: {made.error!r}"
-        seen = seen_by_dcp(folder)
-        if made.error is None:
-            assert made.operation is not None
-            # Only after the commit, or where there is another way to know, may an error be passed over; and
-            # what killed saves left on an object service need not be known.
-            assert made.operation.op in ("delete", "publish", "read", "version", "abort_uploads"), where
-            assert seen == NEW, where
-        else:
-            seen_errors += 1
-            assert isinstance(made.error, expected), where
-            if made.committed or (kind == "interrupt" and seen == NEW):
-                assert seen == NEW, where
-            else:
-                assert seen == old, where
-                assert listing(folder) == listing(tmp_path / "before"), where
-        if seen != ABSENT:
-            kinds = {finding.kind for finding in verify(folder).findings}
-            assert kinds <= {"stray-file", "metadata"}, where
-            # a `.metadata` that could not be written leaves none beside a newer manifest
-            assert seen_by_stock(folder) in ((ABSENT, NEW) if made.committed else (old, NEW)), where
-    assert seen_errors >= 8
+
+    def hook(operation: Operation) -> None:
+        raise injected
+
+    made = attempts(tmp_path, before, lambda number: Fault(at=number, hook=hook))
+    for folder, one in made:
+        check_attempt(folder, one, ABSENT if before == "first" else OLD, expected)
+    assert sum(one.error is not None for _, one in made) >= 8
 
 
 @pytest.mark.parametrize("before", BEFORE)
 def test_a_store_that_dies_for_good_leaves_the_old_or_the_new(tmp_path: Path, before: str) -> None:
-    """When cleaning up fails as well, the first error is raised, and the next save removes what remained."""
+    """Raises the first error when cleaning up fails as well; the next save removes what remained."""
     old: int | str = ABSENT if before == "first" else OLD
-    for folder, made in attempts(
-        tmp_path, before, lambda number: Fault(at=number, onwards=True, error=StorageError("dead"))
-    ):
+    dead = StorageError("dead")
+    for folder, made in attempts(tmp_path, before, lambda number: Fault(at=number, onwards=True, error=dead)):
         seen = seen_by_dcp(folder)
-        if made.error is None:
-            assert made.operation is not None
-            assert made.operation.op in ("delete", "read", "version")
-        else:
-            assert isinstance(made.error, StorageError)
-            assert "dead" in str(made.error)
-        assert seen in (old, NEW)
-        assert (seen == NEW) == (made.error is None or made.committed), made
+        assert made.op in ("delete", "read", "version") if made.error is None else "dead" in str(made.error)
+        assert seen == (NEW if made.error is None or made.committed else old), made
         save_version(folder, NEXT)
         assert (seen_by_dcp(folder), seen_by_stock(folder)) == (NEXT, NEXT)
         # A data file of stock's that was not deleted has no unique name, and may be of a save that runs now.
-        if before != "over stock":
-            assert listing(folder) == CLEAN
+        assert before == "over stock" or listing(folder) == CLEAN
 
 
 class FailsAfterwards(FaultInjectingStore):
-    """Publishing one name happens, and is reported as failed: a lost answer, or a failed fsync behind it."""
+    """Publishing one name happens, and is reported as failed: a lost answer, or a failed fsync behind it.
+    ``then`` comes between the two."""
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(
+        self, folder: Path, name: str, then: Callable[[], None] = lambda: None, *, knows: bool = False
+    ) -> None:
         super().__init__(PosixStore(folder))
-        self.name = name
+        self.name, self.then, self.knows = name, then, knows
 
-    def publish(self, name: str, data: bytes, *, durable: bool, expected: Expected = ANY) -> Version:
+    def publish(self, name: str, data: bytes, *, durable: bool, expected: Any = ANY) -> Version:
         """As the base class, and then an error."""
         version = super().publish(name, data, durable=durable, expected=expected)
         if name == self.name:
-            raise StorageError("the answer was lost")
+            self.then()
+            error = StorageError("the answer was lost")
+            error.published = self.knows
+            raise error
         return version
 
 
+def save_by(store: FaultInjectingStore, folder: Path) -> None:
+    """Version NEW."""
+    writer = dcp.FileSystemWriter(folder, open_store=lambda path: store)
+    dcp.save(version_state(NEW), storage_writer=writer, no_dist=True)
+
+
 @pytest.mark.parametrize("before", BEFORE)
-@pytest.mark.parametrize("name", ["manifest.msgpack", ".metadata"])
+@pytest.mark.parametrize("name", [MANIFEST_NAME, METADATA_NAME])
 def test_a_publish_that_happened_but_reported_an_error(tmp_path: Path, before: str, name: str) -> None:
-    """The checkpoint stands with all its files: the save succeeds, or its error says committed."""
+    """Keeps the checkpoint with all its files: the save succeeds, or its error says committed."""
     folder = tmp_path / "x"
-    prepare = BEFORE[before]
-    if prepare is not None:
-        prepare(folder)
-    writer = dcp.FileSystemWriter(folder, open_store=lambda path: FailsAfterwards(folder, name))
-    if name == ".metadata":
+    BEFORE[before](folder)
+    store = FailsAfterwards(folder, name)
+    if name == METADATA_NAME:
         with pytest.raises(StorageError) as caught:
-            dcp.save(version_state(NEW), storage_writer=writer, no_dist=True)
+            save_by(store, folder)
         assert caught.value.committed
     else:
-        dcp.save(version_state(NEW), storage_writer=writer, no_dist=True)
+        save_by(store, folder)
     assert (seen_by_dcp(folder), seen_by_stock(folder)) == (NEW, NEW)
-    assert {finding.kind for finding in verify(folder).findings} <= {"stray-file"}
+    assert findings(folder) <= {"stray-file"}
+
+
+@pytest.mark.parametrize("how", ["damaged", "away", "away, and known to be published"])
+def test_a_failed_save_of_which_nobody_knows_keeps_its_files(tmp_path: Path, how: str) -> None:
+    """Leaves the data of a manifest that cannot be looked at, and no older `.metadata` beside it."""
+    folder = tmp_path / "x"
+    save_version(folder, OLD)
+
+    def then() -> None:
+        if how == "damaged":
+            (folder / MANIFEST_NAME).write_bytes(b"damaged")
+        else:
+            store.add(Fault("version", name=MANIFEST_NAME, error=StorageError("away")))
+
+    store = FailsAfterwards(folder, MANIFEST_NAME, then, knows=how.endswith("published"))
+    with pytest.raises(StorageError) as caught:
+        save_by(store, folder)
+    assert listing(folder)["data"] == 2
+    assert how == "damaged" or seen_by_dcp(folder) == NEW
+    if how.endswith("published"):
+        assert caught.value.committed and "the one before was removed" in str(caught.value)
+        assert not (folder / METADATA_NAME).exists()
 
 
 def test_a_write_torn_anywhere_leaves_nothing(tmp_path: Path) -> None:
-    """A write of which only the first bytes reached the file fails the save, and the file is gone."""
+    """Fails a save of which only the first bytes of a write reached the file, and removes the file."""
     save_version(tmp_path / "before", OLD)
-    sizes = [operation.size_bytes for operation in logged(tmp_path) if operation.op == "write"]
+    sizes = [one.size_bytes for one in operations(tmp_path / "logged") if one.op == "write"]
     assert sizes
     for at, size in enumerate(sizes, start=1):
         for torn_bytes in {1, size // 2, max(1, size - 1)}:
             folder = tmp_path / f"{at}-{torn_bytes}"
             copy_folder(tmp_path / "before", folder)
-            fault = Fault("write", at=at, torn_bytes=torn_bytes, error=StorageError("torn"))
-            made = attempt(folder, fault)
-            assert isinstance(made.error, StorageError)
-            assert "torn" in str(made.error)
-            assert (seen_by_dcp(folder), seen_by_stock(folder)) == (OLD, OLD)
-            assert listing(folder) == CLEAN
-
-
-def logged(root: Path) -> list[Operation]:
-    """The operations of an undisturbed save."""
-    store = FaultInjectingStore(PosixStore(root / "logged"))
-    writer = dcp.FileSystemWriter(root / "logged", open_store=lambda path: store)
-    dcp.save(version_state(NEW), storage_writer=writer, no_dist=True)
-    return store.log
+            made = attempt(folder, Fault("write", at=at, torn_bytes=torn_bytes, error=StorageError("torn")))
+            assert isinstance(made.error, StorageError) and "torn" in str(made.error)
+            assert (seen_by_dcp(folder), seen_by_stock(folder), listing(folder)) == (OLD, OLD, CLEAN)
 
 
 def test_a_save_is_durable_in_the_right_order(tmp_path: Path) -> None:
-    """Nothing is published before what it refers to is synced, nothing deleted before its replacement is.
-
-    So a power loss after any step finds the old checkpoint or the new one.
-    """
+    """Publishes nothing before what it refers to is synced, deletes nothing before its replacement is."""
     save_version(tmp_path, OLD)
     steps: list[tuple[str, str]] = []
     store = PosixStore(tmp_path, lambda op, name: steps.append((op, name)))
     writer = dcp.FileSystemWriter(tmp_path, open_store=lambda path: store, thread_count=2)
     dcp.save(version_state(NEW), storage_writer=writer, no_dist=True)
-    published = steps.index(("rename", "manifest.msgpack"))
-    replaced = steps.index(("rename", ".metadata"))
+    published, replaced = (steps.index(("rename", name)) for name in (MANIFEST_NAME, METADATA_NAME))
     new_files = [name for op, name in steps if op == "create" and name.endswith(".distcp")]
     assert len(new_files) == 2
     folder_syncs = [row for row, (op, _) in enumerate(steps) if op == "fsync_folder"]
@@ -255,8 +270,6 @@ def test_a_save_is_durable_in_the_right_order(tmp_path: Path) -> None:
     for row in (published, replaced):
         temporary = [name for op, name in steps[:row] if op == "create"][-1]
         assert steps.index(("fsync", temporary)) < row
-    deletions = [row for row, (op, _) in enumerate(steps) if op == "unlink"]
-    assert deletions
-    assert published < replaced < min(deletions)
+    deleted = min(row for row, (op, _) in enumerate(steps) if op == "unlink")
     assert any(published < row < replaced for row in folder_syncs)
-    assert any(replaced < row < min(deletions) for row in folder_syncs)
+    assert any(replaced < row < deleted for row in folder_syncs)

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as stock
 
 import dcp
-from dcp.ranks.failures import RankFailedError
-from dcp.storage.errors import StorageError, StorageFullError
-from dcp.storage.stores import PosixStore
-from dcp.storage.stores.base import Store
-from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
-from tests.support.ranks import run_ranks
+from dcp.errors import StorageError, StorageFullError
+from tests.support.fault_doors import Fault, OpenWithFaults, Operation
+from tests.support.loaded import Unpicklable
+from tests.support.ranks import RankRaised, run_ranks
 from tests.support.versions import (
     ABSENT,
     copy_folder,
@@ -49,9 +48,9 @@ def outcome(act: Callable[[], Any]) -> Raised | None:
     """What ``act`` raises."""
     try:
         act()
-    except (RankFailedError, KeyboardInterrupt) as error:
+    except (dcp.RankFailedError, KeyboardInterrupt) as error:
         names = tuple(cls.__name__ for cls in type(error).__mro__)
-        if not isinstance(error, RankFailedError):
+        if not isinstance(error, dcp.RankFailedError):
             return Raised(names, message=str(error))
         committed = bool(error.facts.get("committed"))
         cause = type(error.__cause__ or error.__context__).__name__
@@ -68,14 +67,10 @@ def tell(value: Any) -> list[Any]:
 
 def faulty_save(folder: Path, *faults: Fault, planner: Any = None) -> tuple[Raised | None, list[Operation]]:
     """Save version NEW together, on this rank through a store with ``faults``."""
-    store = FaultInjectingStore(PosixStore(folder), *faults)
-    writer = dcp.FileSystemWriter(folder, open_store=lambda path: store)
-    raised = outcome(
-        lambda: dcp.save(
-            version_state(NEW), storage_writer=writer, planner=planner, timeout_seconds=TIMEOUT_SECONDS
-        )
-    )
-    return raised, store.log
+    opener = OpenWithFaults(*faults)
+    writer = dcp.FileSystemWriter(folder, open_store=opener)
+    state, more = version_state(NEW), {"planner": planner, "timeout_seconds": TIMEOUT_SECONDS}
+    return outcome(lambda: dcp.save(state, storage_writer=writer, **more)), opener.log
 
 
 def fail_at_every_operation(rank: int, world_size: int, root: Path, faulty: int, old: int | str) -> list[Any]:
@@ -112,7 +107,7 @@ def test_an_error_of_one_rank_is_raised_on_both_and_undoes_the_save(
     """Both raise StorageFullError naming the rank; the old checkpoint stands and no new file remains."""
     rows = run_ranks(2, fail_at_every_operation, tmp_path, faulty, old)[0]
     failed = 0
-    for op, raised, (seen, stock, files), after in rows:
+    for op, raised, (seen, by_stock, files), after in rows:
         where = f"{op}: {raised}, {files}"
         if raised[0] is None:
             assert raised[1] is None, where
@@ -130,7 +125,7 @@ def test_an_error_of_one_rank_is_raised_on_both_and_undoes_the_save(
             if raised[0].committed:
                 assert (seen, op) == (NEW, "publish"), where
             else:
-                assert (seen, stock) == (old, old), where
+                assert (seen, by_stock) == (old, old), where
                 assert files == (CLEAN if old == OLD else {}), where
         assert after == (NEXT, CLEAN), where
     assert failed >= (10 if faulty == 0 else 4)
@@ -181,44 +176,13 @@ class Failing:
         """Never called."""
 
 
-class SetUpPlanner(dcp.DefaultSavePlanner):
-    """Fails in its set-up."""
+def fail_in(planner: Any, phase: str) -> Any:
+    """A planner whose method of that name fails, as an override of a user's."""
 
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        """Fails."""
-        raise Boom("in set_up_planner")
+    def fail(*args: Any, **options: Any) -> None:
+        raise Boom(f"in {phase}")
 
-
-class LocalPlanner(dcp.DefaultSavePlanner):
-    """Overrides a step, so that torch's protocol is used; fails in it."""
-
-    def create_local_plan(self) -> Any:
-        """Fails."""
-        raise Boom("in create_local_plan")
-
-
-class GlobalPlanner(dcp.DefaultSavePlanner):
-    """Fails on the coordinator."""
-
-    def create_global_plan(self, all_plans: Any) -> Any:
-        """Fails."""
-        raise Boom("in create_global_plan")
-
-
-class FinishPlanner(dcp.DefaultSavePlanner):
-    """Fails when it is given its part of the plan."""
-
-    def finish_plan(self, new_plan: Any) -> Any:
-        """Fails."""
-        raise Boom("in finish_plan")
-
-
-class ResolvePlanner(dcp.DefaultSavePlanner):
-    """Fails in the middle of writing."""
-
-    def resolve_data(self, write_item: Any) -> Any:
-        """Fails."""
-        raise Boom("in resolve_data")
+    return type(f"FailsIn_{phase}", (planner,), {phase: fail})()
 
 
 class QuietPlanner(dcp.DefaultSavePlanner):
@@ -231,12 +195,6 @@ class QuietPlanner(dcp.DefaultSavePlanner):
 
 SAVE_PHASES = ("state_dict", "set_up_planner", "create_local_columns", "global plan", "write", "commit")
 OBJECT_PHASES = ("create_local_plan", "create_global_plan", "finish_plan", "resolve_data")
-_PLANNERS: dict[str, type[dcp.DefaultSavePlanner]] = {
-    "create_local_plan": LocalPlanner,
-    "create_global_plan": GlobalPlanner,
-    "finish_plan": FinishPlanner,
-    "resolve_data": ResolvePlanner,
-}
 
 
 def failing_save(rank: int, world_size: int, folder: Path, phase: str, who: int) -> Any:
@@ -248,7 +206,7 @@ def failing_save(rank: int, world_size: int, folder: Path, phase: str, who: int)
         if phase == "state_dict":
             state["stateful"] = Failing()
         elif phase == "set_up_planner":
-            planner = SetUpPlanner()
+            planner = fail_in(dcp.DefaultSavePlanner, phase)
         elif phase == "create_local_columns":
             state["bad"] = torch.zeros(4, 4).to_sparse()
         elif phase == "global plan":
@@ -258,9 +216,8 @@ def failing_save(rank: int, world_size: int, folder: Path, phase: str, who: int)
         elif phase == "commit":
             faults = [Fault("publish", error=StorageError("in commit"))]
         else:
-            planner = _PLANNERS[phase]()
-    store: Store = FaultInjectingStore(PosixStore(folder), *faults)
-    writer = dcp.FileSystemWriter(folder, open_store=lambda path: store)
+            planner = fail_in(dcp.DefaultSavePlanner, phase)
+    writer = dcp.FileSystemWriter(folder, open_store=OpenWithFaults(*faults))
     raised = outcome(
         lambda: dcp.save(state, storage_writer=writer, planner=planner, timeout_seconds=TIMEOUT_SECONDS)
     )
@@ -288,22 +245,6 @@ def test_a_rank_that_fails_in_any_phase_of_a_save_fails_it_everywhere(tmp_path: 
         assert causes[who] == "Boom"
         assert set(causes[:who] + causes[who + 1 :]) == {"RemoteError"}
     assert seen_by_dcp(tmp_path / "x") == NEXT
-
-
-class LocalLoadPlanner(dcp.DefaultLoadPlanner):
-    """Fails in its plan, by torch's protocol."""
-
-    def create_local_plan(self) -> Any:
-        """Fails."""
-        raise Boom("in create_local_plan")
-
-
-class CommitLoadPlanner(dcp.DefaultLoadPlanner):
-    """Fails at a tensor that has been read."""
-
-    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
-        """Fails."""
-        raise Boom("in commit_tensor")
 
 
 class QuietLoadPlanner(dcp.DefaultLoadPlanner):
@@ -336,9 +277,8 @@ def failing_load(rank: int, world_size: int, folder: Path, phase: str, who: int)
         elif phase == "read":
             faults = [Fault("preadv", name="*.distcp", error=StorageError("in read"))]
         else:
-            planner = {"create_local_plan": LocalLoadPlanner, "commit_tensor": CommitLoadPlanner}[phase]()
-    store = FaultInjectingStore(PosixStore(folder), *faults)
-    reader = dcp.FileSystemReader(folder, open_store=lambda path: store)
+            planner = fail_in(dcp.DefaultLoadPlanner, phase)
+    reader = dcp.FileSystemReader(folder, open_store=OpenWithFaults(*faults))
     raised = outcome(
         lambda: dcp.load(state, storage_reader=reader, planner=planner, timeout_seconds=TIMEOUT_SECONDS)
     )
@@ -391,3 +331,82 @@ def test_ranks_that_write_to_different_places_are_found_out(tmp_path: Path, repl
         assert "Give all of them one id" in messages[0]
     left = {path.name for path in (tmp_path / "0").glob("*")}
     assert len(left) == (4 if replaced else 0), left
+
+
+# -- where it is easy to leave the others waiting ----------------------------------------------------------
+
+
+class FailsOnRankOne:
+    """A Stateful whose state cannot be had on one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def state_dict(self) -> dict[str, Any]:
+        """Out of memory on rank 1."""
+        if self.rank == 1:
+            raise MemoryError("no memory for the state")
+        return {"a": torch.ones(3)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Not called in a load that fails."""
+        raise AssertionError
+
+
+class ShortPlanner(stock.DefaultSavePlanner):
+    """Forgets a rank in its global plan."""
+
+    def create_global_plan(self, all_plans: Any) -> Any:
+        """The first rank's plan only."""
+        plans, metadata = super().create_global_plan(all_plans)
+        return plans[:1], metadata
+
+
+def fail_somehow(rank: int, world_size: int, path: str, how: str) -> None:
+    """One rank, or the coordinator, fails where it is easy to leave the others waiting."""
+    bounds: dict[str, Any] = {"checkpoint_id": path, "timeout_seconds": 120}
+    if how == "state_dict in save":
+        dcp.save({"s": FailsOnRankOne(rank)}, **bounds)
+    elif how == "state_dict in load":
+        dcp.save({"s": {"a": torch.ones(3)}}, **bounds)
+        dcp.load({"s": FailsOnRankOne(rank)}, **bounds)
+    elif how == "short plan":
+        dcp.save({"w": torch.ones(3)}, planner=ShortPlanner(), **bounds)
+    else:
+        dcp.save({"w": torch.ones(3), "o": dcp.PerRank(Unpicklable() if rank else 1)}, **bounds)
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("state_dict in save", "no memory for the state"),
+        ("state_dict in load", "no memory for the state"),
+        ("short plan", "1 parts for 2 ranks"),
+        ("message that is not UTF-8", "name"),
+    ],
+)
+def test_every_rank_hears_of_a_failure_at_once(tmp_path: Path, how: str, expected: str) -> None:
+    """The others do not wait until their timeout, and learn the cause."""
+    for result in run_ranks(2, fail_somehow, str(tmp_path), how, failures=True):
+        assert isinstance(result, RankRaised)
+        assert expected in result.message
+        assert result.seconds < 100
+
+
+class Elsewhere(stock.FileSystemWriter):
+    """A storage whose place only it knows."""
+
+    @property
+    def checkpoint_id(self) -> str:
+        """Nothing that can be opened."""
+        return "elsewhere://"
+
+
+def save_elsewhere(rank: int, world_size: int, path: str) -> Any:
+    """The metadata that each rank gets."""
+    return sorted(dcp.save({"w": torch.ones(3)}, storage_writer=Elsewhere(path)).state_dict_metadata)
+
+
+def test_every_rank_gets_the_metadata_of_a_foreign_storage(tmp_path: Path) -> None:
+    """As from stock: not only the coordinator, and without opening the storage."""
+    assert run_ranks(2, save_elsewhere, str(tmp_path)) == [["w"], ["w"]]

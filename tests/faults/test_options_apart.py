@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import sys
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import dcp
-from dcp.planners.save.planner import DefaultSavePlanner
 from tests.faults.apart_support import STATE, CustomPlanner, CustomSavePlanner, outcome
 from tests.support.ranks import run_ranks
 
@@ -71,7 +70,7 @@ def options_apart(rank: int, world_size: int, root: Path, way: str) -> Any:
 
     def save(name: str, value: Any) -> None:
         of_writer = {name: value} if name in signature(dcp.FileSystemWriter).parameters else {}
-        cls = CustomSavePlanner if way == "objects" else DefaultSavePlanner
+        cls = CustomSavePlanner if way == "objects" else dcp.DefaultSavePlanner
         planner = cls(**({} if of_writer else {name: value}))
         writer = dcp.FileSystemWriter(root / "new" / name, **of_writer)
         if way == "async":
@@ -236,16 +235,18 @@ def test_a_wrong_argument_of_an_asynchronous_save_on_one_rank_fails_all(tmp_path
 
 def catalog_without_client(rank: int, world_size: int, root: Path) -> Any:
     """httpx is not there on rank 0 alone."""
-    registration: Any = importlib.import_module("dcp.manager.catalog.registration")
-    find = registration.find_spec
+    modules: dict[str, Any] = sys.modules
+    there = modules.pop("httpx", None)
     if rank == 0:
-        registration.find_spec = lambda name: None
+        modules["httpx"] = None
     try:
         dcp.CheckpointManager(root, catalog="http://127.0.0.1:1", timeout_seconds=120)
     except (ModuleNotFoundError, dcp.CheckpointError) as error:
         return str(error)
     finally:
-        registration.find_spec = find
+        modules.pop("httpx", None)
+        if there is not None:
+            modules["httpx"] = there
     return ""
 
 

@@ -15,6 +15,7 @@ import pickle
 import select
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -38,6 +39,7 @@ __all__ = [
     "in_lab",
     "kill_at_each_step",
     "kill_rank",
+    "observe_calls",
     "run_groups",
     "wait_for_end",
 ]
@@ -123,18 +125,23 @@ def kill_at_each_step(before: Path, root: Path, act: Act, look: Callable[[Path, 
     ``look(folder, operation, killed)`` says what was left; the last one, ``"none"``, got through. The rows
     are the steps that ``act`` took where nobody killed it.
     """
-    steps: list[str] = []
     _copy(before, root / "recorded")
-    act(root / "recorded", lambda operation, name: steps.append(operation))
+    recorded = Child(_steps_of, act, root / "recorded").wait()
+    assert recorded.raised is None, recorded.raised.traceback_text
     looks = []
-    for number, operation in enumerate([*steps, "none"], start=1):
+    for number, operation in enumerate([*recorded.value, "none"], start=1):
         folder = root / str(number)
         _copy(before, folder)
         ending = Child(act, folder, _kill_at(number)).wait()
-        if ending.raised is not None:
-            raise AssertionError(f"{operation}, step {number}:\n{ending.raised.traceback_text}")
+        assert ending.raised is None, f"{operation}, step {number}:\n{ending.raised.traceback_text}"
         looks.append(look(folder, operation, ending.killed))
     return looks
+
+
+def _steps_of(act: Act, folder: Path) -> list[str]:
+    steps: list[str] = []
+    act(folder, lambda operation, name: steps.append(operation))
+    return steps
 
 
 def _kill_at(step: int) -> Callable[[str, str], None]:
@@ -145,6 +152,23 @@ def _kill_at(step: int) -> Callable[[str, str], None]:
             os.kill(os.getpid(), signal.SIGKILL)
 
     return observe
+
+
+_CHANGES = ("os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir", "os.truncate")
+
+
+def observe_calls(folder: Path, observe: Callable[[str, str], None]) -> None:
+    """From now on ``observe(call, name)`` is called before each system call of this process that makes,
+    opens to write, renames or removes something below ``folder``: nothing ends that but the process."""
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        writes = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
+        if (writes or event in _CHANGES) and not isinstance(args[0], int):
+            path = Path(os.fsdecode(args[0])).absolute()
+            if path.is_relative_to(folder):
+                observe(event, path.name)
+
+    sys.addaudithook(hook)
 
 
 def _copy(before: Path, folder: Path) -> None:

@@ -1,0 +1,457 @@
+"""SIGKILL before every single step that a save, a deletion or a drop takes: all of the old, or of the new."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dcp
+from dcp.storage.stores import PosixStore
+from tests.support.crashes import Child, in_lab, kill_at_each_step, observe_calls
+from tests.support.fault_doors import HARMLESS, MANIFEST_NAME, METADATA_NAME, NOTES_NAME, findings, run
+from tests.support.versions import (
+    ABSENT,
+    MIXED,
+    TOGETHER,
+    copy_folder,
+    listing,
+    names_in,
+    save_version,
+    seen_by_dcp,
+    seen_by_stock,
+    stock_save_version,
+    version_apart,
+    version_state,
+)
+from tests.support.with_optimizer import parts_there, save_apart, save_mixed, save_stock, stock_sees
+
+OLD, NEW, NEXT = 1, 2, 3
+STEP = 7
+FOLDER = f"step-{STEP:08d}"
+CLEAN = {"manifest": 1, "metadata": 1, "data": 1}
+LARGE = (4 << 20) + 1000
+"""Elements of 4 bytes: more than two of the buffers that a background thread writes."""
+
+Seen = int | str
+
+
+def turns_once(seen: list[Seen], old: Seen, new: Seen) -> int:
+    """The first row that is ``new``, where all before it are ``old`` and all others ``new``."""
+    turn = seen.index(new) if new in seen else len(seen)
+    assert seen == [old] * turn + [new] * (len(seen) - turn)
+    return turn
+
+
+# -- saves ---------------------------------------------------------------------------------------------------
+
+
+class ObjectPlanner(dcp.DefaultSavePlanner):
+    """Overrides a step, so that the save runs by torch's protocol."""
+
+    def create_local_plan(self) -> Any:
+        """As it was."""
+        return super().create_local_plan()
+
+
+WRITERS: dict[str, dict[str, Any]] = {
+    "bare": {"torch_compatible": False},
+    "no fsync": {"sync_files": False},
+    "file per tensor": {"single_file_per_rank": False},
+    "two threads": {"thread_count": 2},
+}
+CALLS: dict[str, dict[str, Any]] = {
+    "objects": {"planner": ObjectPlanner()},
+    "no collectives": {"use_collectives": False},
+    "mapped": {"map": TOGETHER},
+}
+
+
+def save(folder: Path, how: str, version: int, large: int, observe: Any = None) -> None:
+    """One save of a scenario's kind."""
+    state = (version_apart if how == "mapped" else version_state)(version, large=large)
+    writer = dcp.FileSystemWriter(
+        folder, open_store=partial(PosixStore, observe=observe), **WRITERS.get(how, {})
+    )
+    dcp.save(state, storage_writer=writer, no_dist=True, **CALLS.get(how, {}))
+
+
+def half_published(folder: Path) -> None:
+    """A folder as a save leaves it that was killed between its manifest and its `.metadata`."""
+    save_version(folder, 4)
+
+    def observe(op: str, name: str) -> None:
+        if (op, name) == ("rename", METADATA_NAME):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Child(save, folder, "plain", OLD, 0, observe).wait()
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is there before, and how it is replaced. ``old`` and ``old_stock`` are what dcp and stock see."""
+
+    how: str
+    before: Callable[[Path], None] | None = None
+    old: Seen = ABSENT
+    old_stock: Seen = ABSENT
+    new_stock: Seen = NEW
+    large: int = 0
+    least_steps: int = 14
+
+
+def ours(**options: Any) -> Callable[[Path], None]:
+    """Version OLD, saved by dcp."""
+    return partial(save_version, version=OLD, **options)
+
+
+by_stock = partial(stock_save_version, version=OLD)
+
+SAVES = {
+    "first": Scenario("plain"),
+    "first, no fsync": Scenario("no fsync", least_steps=8),
+    "first, large": Scenario("plain", large=LARGE),
+    "first, two files": Scenario("two threads"),
+    "overwrite": Scenario("plain", ours(), OLD, OLD),
+    "overwrite, by torch's protocol": Scenario("objects", ours(), OLD, OLD),
+    "overwrite, file per tensor": Scenario("file per tensor", ours(), OLD, OLD, least_steps=30),
+    "overwrite, no fsync": Scenario("no fsync", ours(), OLD, OLD, least_steps=8),
+    "bare over compatible": Scenario("bare", ours(), OLD, OLD, new_stock=ABSENT, least_steps=12),
+    "bare over bare": Scenario("bare", ours(torch_compatible=False), OLD, new_stock=ABSENT, least_steps=10),
+    "compatible over bare": Scenario("plain", ours(torch_compatible=False), OLD),
+    "over stock": Scenario("plain", by_stock, OLD, OLD),
+    "bare over stock": Scenario("bare", by_stock, OLD, OLD, new_stock=ABSENT, least_steps=12),
+    "over a killed save": Scenario("plain", half_published, OLD, 4),
+    "overwrite, through a map": Scenario("mapped", ours(), OLD, OLD),
+}
+OFTEN = {
+    "first, large",
+    "overwrite",
+    "overwrite, by torch's protocol",
+    "overwrite, no fsync",
+    "over stock",
+    "over a killed save",
+}
+"""What each of the others combines, these have."""
+
+
+@dataclass
+class Crash:
+    """What one kill left: who sees which version, what is damaged, and how the next save went."""
+
+    killed: bool
+    dcp: Seen
+    stock: Seen
+    found: set[str]
+    next_seen: tuple[Seen, Seen] = (MIXED, MIXED)
+    next_listing: dict[str, int] = field(default_factory=dict)
+    next_found: set[str] = field(default_factory=set)
+
+
+def every_crash(root: Path, name: str) -> list[Crash]:
+    """Kill the save of a scenario before its first step, its second, and so on until it gets through."""
+    scenario = SAVES[name]
+    if scenario.before is not None:
+        scenario.before(root / "before")
+    seen: dict[Any, Crash] = {}
+
+    def act(folder: Path, observe: Any) -> None:
+        save(folder, scenario.how, NEW, scenario.large, observe)
+
+    def look_once(folder: Path, step: str, killed: bool) -> Crash:
+        if (left := what_is_left(folder)) not in seen:
+            seen[left] = look(scenario, folder)
+        return replace(seen[left], killed=killed)
+
+    return kill_at_each_step(root / "before", root, act, look_once)
+
+
+def what_is_left(folder: Path) -> Any:
+    """The same for two crashes between which nothing happened that anybody could see: files that say what is
+    committed by their bytes, the others by their kind and size."""
+    files = folder.iterdir() if folder.exists() else ()
+    committed = (MANIFEST_NAME, METADATA_NAME)
+    return frozenset(
+        Counter(
+            (path.name, path.read_bytes()) if path.name in committed else (path.suffix, path.stat().st_size)
+            for path in files
+        ).items()
+    )
+
+
+def look(scenario: Scenario, folder: Path) -> Crash:
+    """Load by dcp and by stock torch, verify, save again and look once more."""
+    large = scenario.large
+    seen, stock = seen_by_dcp(folder, large=large), seen_by_stock(folder, large=large)
+    crash = Crash(False, seen, stock, findings(folder) if seen != ABSENT else set())
+    save_version(folder, NEXT)
+    crash.next_seen = seen_by_dcp(folder), seen_by_stock(folder)
+    crash.next_listing, crash.next_found = listing(folder), findings(folder)
+    return crash
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name in OFTEN else pytest.mark.exhaustive) for name in SAVES],
+)
+def killed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Scenario, list[Crash]]]:
+    """A scenario with all of its crashes."""
+    root = tmp_path_factory.mktemp("killed")
+    yield SAVES[request.param], in_lab(every_crash, root, request.param)
+    shutil.rmtree(root)
+
+
+def test_a_save_killed_before_any_step_leaves_the_old_or_the_new(
+    killed: tuple[Scenario, list[Crash]],
+) -> None:
+    """Keeps the old version until one step and has the new one after it, whole, for dcp and for stock."""
+    scenario, crashes = killed
+    assert len(crashes) > scenario.least_steps
+    assert [crash.killed for crash in crashes] == [True] * (len(crashes) - 1) + [False]
+    assert turns_once([crash.dcp for crash in crashes], scenario.old, NEW) in range(1, len(crashes))
+    turns_once([crash.stock for crash in crashes], scenario.old_stock, scenario.new_stock)
+    assert crashes[-1].stock == scenario.new_stock
+    assert all(crash.found <= HARMLESS for crash in crashes), crashes
+    assert crashes[-1].found == set()
+
+
+def test_the_save_after_a_killed_one_works_and_cleans_up(killed: tuple[Scenario, list[Crash]]) -> None:
+    """Commits, whatever the killed save left, and leaves nothing else there."""
+    for crash in killed[1]:
+        assert crash.next_seen == (NEXT, NEXT), crash
+        assert (crash.next_listing, crash.next_found) == (CLEAN, set()), crash
+
+
+def every_crash_alone(root: Path, overwrite: bool) -> list[tuple[bool, Seen, Seen]]:
+    """(killed, what dcp sees, what it sees after one more save) for each step of a rank that saves alone."""
+    if overwrite:
+        save(root / "before", "no collectives", OLD, 0)
+
+    def act(folder: Path, observe: Any) -> None:
+        save(folder, "no collectives", NEW, 0, observe)
+
+    def look_alone(folder: Path, step: str, killed: bool) -> tuple[bool, Seen, Seen]:
+        seen = seen_by_dcp(folder)
+        save(folder, "no collectives", NEXT, 0)
+        return killed, seen, seen_by_dcp(folder)
+
+    return kill_at_each_step(root / "before", root, act, look_alone)
+
+
+@pytest.mark.parametrize("overwrite", [pytest.param(False, marks=pytest.mark.exhaustive), True])
+def test_a_rank_that_saves_without_the_others_is_killed(tmp_path: Path, overwrite: bool) -> None:
+    """Commits its own part by the same rules, with ``use_collectives=False``."""
+    rows = in_lab(every_crash_alone, tmp_path, overwrite)
+    assert [killed for killed, _, _ in rows] == [True] * (len(rows) - 1) + [False]
+    turn = turns_once([version for _, version, _ in rows], OLD if overwrite else ABSENT, NEW)
+    assert 4 < turn < len(rows) and len(rows) > 14
+    assert {after for _, _, after in rows} == {NEXT}
+
+
+# -- deletions -----------------------------------------------------------------------------------------------
+
+
+def stock_over_ours(folder: Path) -> None:
+    """Version OLD of stock torch's, over another one of ours."""
+    save_version(folder, 4)
+    stock_save_version(folder, OLD)
+
+
+def with_strays(folder: Path) -> None:
+    """Version OLD, with what killed saves left beside it."""
+    save_version(folder, OLD, single_file_per_rank=False)
+    for name in ("__0_0.0a1b2c3d.distcp", ".tmp-" + "0" * 32):
+        (folder / name).write_bytes(b"x")
+        os.utime(folder / name, (1, 1))
+
+
+def noted(folder: Path) -> None:
+    """Version OLD with notes, which the deletion's own are added to."""
+    save_version(folder, OLD)
+    with dcp.CheckpointManager(folder.parent, no_dist=True) as manager:
+        manager.pin(STEP)
+        manager.unpin(STEP)
+
+
+DELETIONS: dict[str, tuple[Callable[[Path], None], bool]] = {
+    "ours": (ours(), True),
+    "bare": (ours(torch_compatible=False), False),
+    "stock": (by_stock, True),
+    "stock over ours": (stock_over_ours, True),
+    "strays": (with_strays, True),
+    "noted": (noted, True),
+}
+"""What is to be deleted, and whether stock sees it before."""
+
+
+@dataclass(frozen=True)
+class Deletion:
+    """What one kill left, what the next run found and left, and what a save in its place became."""
+
+    killed: bool
+    dcp: Seen
+    stock: Seen
+    sound: bool
+    steps: list[int]
+    left: list[str]
+    saved: tuple[Seen, Seen, list[int], bool, dict[str, int]]
+
+
+def delete(root: Path, observe: Callable[[str, str], None]) -> None:
+    """Delete the step, by a manager."""
+    with dcp.CheckpointManager(root, no_dist=True) as manager:
+        observe_calls(root, observe)
+        manager.delete(STEP)
+
+
+def every_deletion(base: Path, name: str) -> list[Deletion]:
+    """Kill the deletion before its first step, its second, and so on until it gets through."""
+    DELETIONS[name][0](base / "template" / FOLDER)
+    return kill_at_each_step(base / "template", base, delete, look_at_deletion)
+
+
+def look_at_deletion(root: Path, step: str, killed: bool) -> Deletion:
+    """Load, verify and list; then go on with the run in one copy, and save over it in another."""
+    folder, copy = root / FOLDER, root.with_name(f"{root.name}-save")
+    seen, stock = seen_by_dcp(folder), seen_by_stock(folder)
+    sound = seen == ABSENT or findings(folder) <= HARMLESS
+    copy_folder(root, copy)
+    with dcp.CheckpointManager(root, no_dist=True) as manager:
+        steps = manager.all_steps()
+        manager.save(STEP + 1, {"n": 1}, force=True)  # the first save of a run finishes what was cut off
+    left = names_in(folder)
+    with dcp.CheckpointManager(copy, no_dist=True) as manager:
+        manager.save(STEP, version_state(NEW), force=True)
+        manager.wait()
+        saved = manager.all_steps()
+    files = listing(copy / FOLDER)
+    files.pop(NOTES_NAME, None)
+    after = seen_by_dcp(copy / FOLDER), seen_by_stock(copy / FOLDER)
+    return Deletion(
+        killed, seen, stock, sound, steps, left, (*after, saved, findings(copy / FOLDER) == set(), files)
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name in ("ours", "stock", "bare", "noted") else ())
+        for name in DELETIONS
+    ],
+)
+def test_a_deletion_killed_before_any_step_leaves_all_or_nothing(tmp_path: Path, name: str) -> None:
+    """Leaves the checkpoint whole until one step and gone after it; the next run finishes it, or saves."""
+    crashes: list[Deletion] = in_lab(every_deletion, tmp_path, name)
+    assert [crash.killed for crash in crashes] == [True] * (len(crashes) - 1) + [False]
+    cut = turns_once([crash.dcp for crash in crashes], OLD, ABSENT)
+    assert 3 < cut < len(crashes) - 3
+    assert {crash.stock for crash in crashes} == ({ABSENT, OLD} if DELETIONS[name][1] else {ABSENT})
+    for crash in crashes:
+        assert crash.sound, crash
+        assert crash.steps == ([STEP] if MANIFEST_NAME in crash.left or METADATA_NAME in crash.left else [])
+        assert crash.steps or crash.left in ([], [".lock"]), crash  # what has begun is ended
+        assert crash.steps == [] or crash.dcp == OLD, crash
+        assert crash.saved == (NEW, NEW, [STEP], True, CLEAN), crash
+    assert (crashes[0].steps, crashes[-1].left) == ([STEP], [])
+
+
+# -- drops ---------------------------------------------------------------------------------------------------
+
+
+def by_us_and_then_stock(folder: Path) -> None:
+    """Stock torch's, over another one of ours."""
+    save_apart(folder, 2)
+    save_stock(folder)
+
+
+DROPS: dict[str, tuple[Callable[[Path], None], tuple[str, ...], bool]] = {
+    "files of their own": (save_apart, (), True),
+    "one file": (save_mixed, ("--rewrite",), True),
+    "stock": (save_stock, ("--rewrite",), True),
+    "stock over ours": (by_us_and_then_stock, ("--rewrite",), True),
+    "bare": (partial(save_apart, torch_compatible=False), (), False),
+}
+"""What it is dropped from, the command's options, and whether stock sees it."""
+
+WHOLE, LESS = "whole", "weights"
+
+
+@dataclass(frozen=True)
+class Drop:
+    """What one kill left, what a second drop made of it, and a clean-up a day later."""
+
+    killed: bool
+    dcp: str
+    stock: str
+    sound: bool
+    again: tuple[str, str, bool, dict[str, int]]
+    collected: tuple[str, str, bool]
+
+
+def drop(folder: Path, observe: Callable[[str, str], None], *, options: tuple[str, ...]) -> None:
+    """Drop the optimizer, by the command."""
+    observe_calls(folder, observe)
+    assert run("prune", folder, "--yes", *options).status == 0
+
+
+def every_drop(base: Path, name: str) -> list[Drop]:
+    """Kill the drop before its first step, its second, and so on until it gets through."""
+    before, options, has_stock = DROPS[name]
+    before(base / "template")
+    look = partial(look_at_drop, options=options, has_stock=has_stock)
+    return kill_at_each_step(base / "template", base, partial(drop, options=options), look)
+
+
+def look_at_drop(folder: Path, step: str, killed: bool, *, options: tuple[str, ...], has_stock: bool) -> Drop:
+    """Load and verify; drop again in one copy, and a day later clean up in another."""
+
+    def seen(place: Path) -> tuple[str, str]:
+        return parts_there(place), stock_sees(place) if has_stock else ""
+
+    again, later = folder.with_name(f"{folder.name}-again"), folder.with_name(f"{folder.name}-later")
+    for copy in (again, later):
+        copy_folder(folder, copy)
+    assert run("prune", again, "--yes", *options).status == 0
+    for copy in (again, later):
+        for path in copy.iterdir():
+            os.utime(path, (1, 1))
+        assert run("gc", copy, "--yes").status == 0
+    return Drop(
+        killed,
+        *seen(folder),
+        findings(folder) <= HARMLESS,
+        (*seen(again), findings(again) == set(), listing(again)),
+        (*seen(later), findings(later) <= HARMLESS),
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "files of their own" else pytest.mark.exhaustive)
+        for name in DROPS
+    ],
+)
+def test_a_drop_killed_before_any_step_leaves_all_or_the_rest(tmp_path: Path, name: str) -> None:
+    """Leaves all until one step and the weights after it; a second drop, and a clean-up, end the work."""
+    crashes: list[Drop] = in_lab(every_drop, tmp_path, name)
+    assert [crash.killed for crash in crashes] == [True] * (len(crashes) - 1) + [False]
+    assert 0 < turns_once([crash.dcp for crash in crashes], WHOLE, LESS) < len(crashes) - 1
+    if DROPS[name][2]:  # which has a step of its own
+        turns_once([crash.stock for crash in crashes], WHOLE, LESS)
+    for crash in crashes:
+        assert crash.sound, crash
+        assert crash.again == crashes[-1].again, crash
+        assert crash.again[0] == LESS and crash.again[2], crash
+        assert crash.collected[0] == crash.dcp and crash.collected[2], crash
+        assert crash.collected[1] in ("", crash.dcp), crash

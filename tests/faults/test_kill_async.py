@@ -1,0 +1,497 @@
+"""SIGKILL of trainers and of writer processes around asynchronous saves: the last commit stays, and who is
+left hears of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dcp
+from dcp.staging import DefaultStager, StagedState
+from dcp.storage.stores import PosixStore, Store
+from tests.support.crashes import Child, Ending, Group, in_lab, kill_rank, run_groups, wait_for_end
+from tests.support.fault_doors import NOTES_NAME, Fault, FaultInjectingStore, Operation, findings
+from tests.support.processes import open_files
+from tests.support.values import leaves
+from tests.support.versions import listing, seen_by_dcp, version_of, version_state
+
+OLD, NEW, NEXT = 1, 2, 3
+TIMEOUT_SECONDS = 60.0
+NOBODY = -1
+
+pytestmark = pytest.mark.timeout(900)
+
+Kill = Callable[[], None]
+
+
+def die() -> None:
+    """SIGKILL for this process; what has a name in /dev/shm by then would stay there."""
+    if "/dev/shm/" not in Path("/proc/self/maps").read_text() + "\n".join(open_files()):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def state_of(version: int, rank: int) -> dict[str, Any]:
+    """A version, and what is the rank's own of it."""
+    return {**version_state(version), "own": dcp.PerRank({"rank": rank, "version": version})}
+
+
+def change(state: dict[str, Any]) -> None:
+    """Go on training, as soon as that is allowed."""
+    for _, value in leaves(state):
+        if isinstance(value, torch.Tensor):
+            value.zero_()
+
+
+class DeadlyState:
+    """A Stateful that kills when it is asked for its state."""
+
+    def __init__(self, kill: Kill) -> None:
+        self.kill = kill
+
+    def state_dict(self) -> dict[str, Any]:
+        """The end."""
+        self.kill()
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Never called."""
+
+
+class DeadlyStager(DefaultStager):
+    """Kills before or after it copies, once it is ``armed``."""
+
+    def __init__(self, phase: str | int, kill: Kill, *, process: bool) -> None:
+        super().__init__(process=process)
+        self.phase, self.kill, self.armed = phase, kill, False
+
+    def stage_local(self, *args: Any, **options: Any) -> StagedState:
+        """Copy, if it comes to that."""
+        if self.armed and self.phase == "before the copies":
+            self.kill()
+        staged = super().stage_local(*args, **options)
+        if self.armed and self.phase == "after the copies":
+            staged.done.add_done_callback(lambda _: self.kill())
+        return staged
+
+
+class KillingManager:
+    """A manager in whose save of NEW ``kill`` is called, in a phase or before a numbered step on storage."""
+
+    def __init__(self, root: Path, phase: str | int, kill: Kill, **options: Any) -> None:
+        self.steps: list[str] = []
+        self.phase, self.kill, self.armed = phase, kill, False
+        self.stager = DeadlyStager(phase, kill, process=options.get("mode") == "process")
+        options = {"writer": self.writer, "timeout_seconds": TIMEOUT_SECONDS, **options}
+        self.manager = dcp.CheckpointManager(root, stager=self.stager, retries=0, **options)
+
+    def writer(self, checkpoint_id: str) -> dcp.FileSystemWriter:
+        """A writer whose store tells its steps."""
+        return dcp.FileSystemWriter(checkpoint_id, open_store=partial(PosixStore, observe=self.observe))
+
+    def observe(self, op: str, name: str) -> None:
+        """A step of the storage is about to begin."""
+        if self.armed:
+            self.steps.append(op)
+            if len(self.steps) == self.phase:
+                self.kill()
+
+    def train(self, rank: int) -> str:
+        """Save OLD; then NEW, with overlap, and change the state. How that save ended."""
+        first = self.manager.save(OLD, state_of(OLD, rank))
+        assert first is not None
+        first.result(TIMEOUT_SECONDS)
+        state = state_of(NEW, rank)
+        self.armed = self.stager.armed = True
+        if self.phase == "state_dict":
+            state["deadly"] = DeadlyState(self.kill)
+        future = self.manager.save(NEW, state, overlap=True)
+        assert future is not None
+        with self.manager.lock():
+            change(state)
+        if self.phase == "staged":
+            self.kill()
+        error = future.exception(TIMEOUT_SECONDS)
+        if self.phase == "done":
+            self.kill()
+        self.armed = self.stager.armed = False
+        return "" if error is None else f"{type(error).__name__}: {error}"
+
+    def train_on(self, rank: int) -> list[str]:
+        """How the save ended, two further calls and closing."""
+        ends = [self.train(rank)]
+        for step in (NEXT, NEXT + 1):
+            ends.append(error_of(partial(self.manager.save, step, state_of(step, rank))))
+        return [*ends, error_of(self.manager.close)]
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """What a call raised."""
+    try:
+        call()
+    except dcp.CheckpointError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+PHASES = ["state_dict", "before the copies", "after the copies", "staged", "done"]
+"""Of a save, beside the steps that it takes on storage."""
+
+
+def resume(rank: int, world_size: int, root: Path) -> tuple[int, list[int]]:
+    """The next run: what it restored, and what is there when it has saved NEW (again) and NEXT."""
+    with dcp.CheckpointManager(root, timeout_seconds=TIMEOUT_SECONDS) as manager:
+        state = state_of(0, -1)
+        restored = manager.restore(state)
+        assert restored is not None
+        own = state.pop("own").value
+        assert version_of(state) == restored.step
+        assert own == {"rank": rank, "version": restored.step}
+        for version in (NEW, NEXT):
+            manager.save(version, state_of(version, rank), force=True)
+        assert manager.wait(TIMEOUT_SECONDS)
+        assert manager.failures == 0
+        return restored.step, manager.all_steps()
+
+
+@dataclass
+class Crash:
+    """A kill, and what became of it: ``resumed`` by rank, ``left`` when the next run has saved over it."""
+
+    victims: tuple[int, ...]
+    phase: str | int
+    endings: list[Ending]
+    resumed: list[Ending]
+    left: tuple[set[str], dict[str, int]]
+
+
+def left_in(root: Path) -> tuple[set[str], dict[str, int]]:
+    """What is found in the step that the next run has saved over the leftovers."""
+    folder = root / f"step-{NEW:08d}"
+    return findings(folder), listing(folder)
+
+
+def resumed_from(crash: Crash, world_size: int) -> int:
+    """The version, where the killed are killed, and the rest is as if NEW had never begun or had ended."""
+    killed = [ending.killed for ending in crash.endings]
+    assert killed == [rank in crash.victims for rank in range(world_size)], crash
+    assert all(ending.value is not None for ending in crash.resumed), crash
+    assert all(ending.value[1] == [OLD, NEW, NEXT] for ending in crash.resumed), crash
+    (version,) = {ending.value[0] for ending in crash.resumed}
+    files = {"manifest": 1, "metadata": 1, "data": world_size, NOTES_NAME: 1}
+    assert crash.left == (set(), files), crash
+    return int(version)
+
+
+# -- a thread of one rank ------------------------------------------------------------------------------------
+
+
+def train_alone(root: Path, phase: str | int) -> list[str]:
+    """A trainer of one rank, killed in a phase; the steps of a save that was not."""
+    killing = KillingManager(root, phase, die)
+    assert killing.train(0) == ""
+    killing.manager.close()
+    return killing.steps
+
+
+def every_crash(root: Path, every: int) -> list[Crash]:
+    """A kill in each phase, and before each ``every``-th step on storage."""
+    steps = Child(train_alone, root / "count", NOBODY).wait().value
+    crashes = []
+    for phase in (*PHASES, *range(every, len(steps) + 1, every)):
+        folder = root / str(phase)
+        ending = Child(train_alone, folder, phase).wait()
+        resumed = Child(resume, 0, 1, folder).wait()
+        crashes.append(Crash((0,), phase, [ending], [resumed], left_in(folder)))
+    return crashes
+
+
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_a_trainer_killed_at_any_step_leaves_the_last_commit(tmp_path: Path, every: int) -> None:
+    """Goes on from the old step until one moment, from the new one after it, and saves over what was left."""
+    versions = [resumed_from(crash, 1) for crash in in_lab(every_crash, tmp_path, every, timeout_seconds=800)]
+    assert versions[:3] == [OLD, OLD, OLD]
+    assert versions[4] == NEW  # killed once it is staged, the thread is anywhere
+    at_steps = versions[len(PHASES) :]
+    assert len(at_steps) > 14 // every
+    turn = at_steps.index(NEW)
+    assert turn > 0
+    assert at_steps == [OLD] * turn + [NEW] * (len(at_steps) - turn)
+
+
+# -- threads of two ranks ------------------------------------------------------------------------------------
+
+
+def train_together(
+    rank: int, world_size: int, root: Path, victims: tuple[int, ...], observer: int, phase: str | int
+) -> tuple[list[str], list[str]]:
+    """Training of which ``victims`` are killed when ``observer`` is in a phase of its save: the storage steps
+    of a save, and how all ended."""
+
+    def kill() -> None:
+        for victim in victims:
+            if victim != rank:
+                kill_rank(victim)
+        if rank in victims:
+            die()
+
+    killing = KillingManager(root, phase if rank == observer else NOBODY, kill)
+    ends = killing.train_on(rank)
+    return killing.steps, ends
+
+
+Case = tuple[tuple[int, ...], int, str | int]
+"""(victims, observer, phase)"""
+
+
+def cases_of(steps: list[list[str]], *, exhaustive: bool) -> list[Case]:
+    """Either rank killed at steps of its own, both at once at those of rank 0; with ``exhaustive`` at all of
+    them, in all other phases, and at the steps of the other rank, too."""
+    numbers = [range(1, len(own) + 1) for own in steps]
+    if not exhaustive:
+        alone: list[Case] = [((0,), 0, number) for number in numbers[0][::8]]
+        alone += [((1,), 1, phase) for phase in (*numbers[1][::6], "after the copies")]
+        return [*alone, *(((0, 1), 0, phase) for phase in ("staged", *numbers[0][1::12]))]
+    phases = [[*PHASES, *own] for own in numbers]
+    cases: list[Case] = [((0, 1), 0, phase) for phase in phases[0]]
+    cases += [((victim,), victim, phase) for victim in (0, 1) for phase in phases[victim]]
+    return cases + [((victim,), 1 - victim, number) for victim in (0, 1) for number in numbers[1 - victim]]
+
+
+def every_loss(root: Path, exhaustive: bool) -> list[Crash]:
+    """All cases, side by side, and the next run after each."""
+    (counted,) = run_groups([Group(2, train_together, (root / "count", (), 0, NOBODY))])
+    cases = cases_of([ending.value[0] for ending in counted], exhaustive=exhaustive)
+    folders = [root / str(number) for number in range(len(cases))]
+    groups = [Group(2, train_together, (f, *case)) for f, case in zip(folders, cases, strict=True)]
+    endings = run_groups(groups, at_once=16)
+    resumed = run_groups([Group(2, resume, (folder,)) for folder in folders], at_once=4)
+    return [
+        Crash(victims, phase, ends, after, left_in(folder))
+        for folder, (victims, _, phase), ends, after in zip(folders, cases, endings, resumed, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("exhaustive", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_killed_ranks_leave_the_last_commit_and_survivors_who_know(tmp_path: Path, exhaustive: bool) -> None:
+    """Restores the last commit on both ranks; a survivor is given the rank by its saves, and closes."""
+    for crash in in_lab(every_loss, tmp_path, exhaustive, timeout_seconds=800):
+        version = resumed_from(crash, 2)
+        assert crash.phase != "done" or version == NEW
+        for ending in (each for each in crash.endings if not each.killed):
+            assert ending.value is not None, crash
+            saved, *following, closed = ending.value[1]
+            gone = f"rank {crash.victims[0]} of 2 died"
+            if saved or version == OLD:
+                assert saved.startswith("CollectiveTimeoutError") and gone in saved, (crash, saved)
+            assert any(gone in end for end in following), (crash, following)
+            assert closed == "" or gone in closed  # of a save that failed behind the last of them
+
+
+# -- writer processes ----------------------------------------------------------------------------------------
+
+
+def strike(operation: Operation) -> None:
+    """A fault's hook that kills its process."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def noted_store(path: Any, *, faults: tuple[Fault, ...], notes: Path, trainer: int) -> Store:
+    """A store with faults in the writer process, which leaves its id in a file (see `writers_of`)."""
+    if os.getpid() == trainer:
+        return PosixStore(path)
+    (notes / f"writer-{dist.get_rank()}-{os.getpid()}").touch()
+    return FaultInjectingStore(PosixStore(path), *faults)
+
+
+def writers_of(root: Path, rank: int | str = "*") -> list[int]:
+    """The writer processes that trainers had, as far as they have come."""
+    return [int(path.name.rpartition("-")[2]) for path in root.glob(f"writer-{rank}-*")]
+
+
+def writer_of(root: Path, folder: str | Path, *faults: Fault) -> dcp.FileSystemWriter:
+    """One whose store is a `noted_store`."""
+    opener = partial(noted_store, faults=faults, notes=root, trainer=os.getpid())
+    return dcp.FileSystemWriter(folder, open_store=opener)
+
+
+def save_behind(root: Path, name: str, version: int, *faults: Fault) -> Any:
+    """A save by a writer process, whose tensors change at once."""
+    state = version_state(version)
+    future = dcp.async_save(
+        state,
+        storage_writer=writer_of(root, root / name, *faults),
+        async_checkpointer_type=dcp.AsyncCheckpointerType.PROCESS,
+    )
+    change(state)
+    return future
+
+
+def leave_data_loader(path: Path) -> None:
+    """A fork that holds all that its trainer had open, and does not notice its end."""
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(600)
+        os._exit(0)
+    path.write_text(str(pid))
+
+
+def die_while_writing(rank: int, world_size: int, root: Path, victims: tuple[int, ...]) -> str:
+    """Trainers that die with a save that is being written; the survivor's result."""
+    save_behind(root, "old", OLD).result(TIMEOUT_SECONDS)
+    future = save_behind(root, "x", NEW, Fault("write", onwards=True, delay_seconds=0.1))
+    if rank in victims:
+        if len(victims) == world_size:  # else it would hide the trainer's end from the survivor's gloo, too
+            leave_data_loader(root / f"data-loader-{rank}")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return type(future.exception(TIMEOUT_SECONDS)).__name__
+
+
+WRITER_PHASES = {
+    "before the plan": ("make_root", 1, 0),
+    "during the write": ("write", 2, 1),
+    "before the commit": ("publish", 1, 0),
+}
+"""What kills the writer: operation, which time, of which rank."""
+
+LATE_SECONDS = 8.0
+
+
+def failure(future: Any) -> tuple[set[str], str]:
+    """Classes and text of a save's error, once all have it."""
+    error = future.exception(TIMEOUT_SECONDS)
+    dist.barrier()
+    return {cls.__name__ for cls in type(error).__mro__}, str(error)
+
+
+def kill_writers(rank: int, world_size: int, root: Path) -> dict[str, Any]:
+    """Writers are killed in every phase, each time over a committed checkpoint; at last one is stopped."""
+    found: dict[str, Any] = {}
+    for phase, (operation, at, victim) in WRITER_PHASES.items():
+        save_behind(root, phase, OLD).result(TIMEOUT_SECONDS)
+        faults = [Fault(operation, at=at, hook=strike)] if rank == victim else []
+        failed = failure(save_behind(root, phase, NEW, *faults))
+        seen = seen_by_dcp(root / phase) if rank == 0 else None
+        dist.barrier()
+        save_behind(root, phase, NEXT).result(TIMEOUT_SECONDS)
+        found[phase] = (failed, seen)
+    options: dict[str, Any] = {"mode": "process", "retries": 0, "verify_saved": "off"}
+    with dcp.CheckpointManager(
+        root / "late", writer=partial(writer_of, root), timeout_seconds=LATE_SECONDS, **options
+    ) as manager:
+        before = set(writers_of(root, rank))
+        first = manager.save(OLD, version_state(OLD))
+        assert first is not None and first.exception(TIMEOUT_SECONDS) is None
+        (own,) = set(writers_of(root, rank)) - before
+        dist.barrier()
+        if rank == 1:
+            os.kill(own, signal.SIGSTOP)
+        found["stopped"] = failure(manager.save(NEW, version_state(NEW)))
+    return found
+
+
+def die_while_copying(rank: int, world_size: int, root: Path) -> list[str]:
+    """Rank 0 is killed when its copies begin; rank 1's writer process has its part of that save by then."""
+    phase = "before the copies" if rank == 0 else NOBODY
+    return KillingManager(root, phase, die, mode="process", writer=partial(writer_of, root)).train_on(rank)
+
+
+def stop_while_writing(rank: int, world_size: int, root: Path) -> list[str]:
+    """Rank 1 is stopped in the middle of its write, and killed only when the other has given up."""
+
+    def stop() -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(600)  # a busy machine stops the main thread first, and this one some writes later
+
+    killing = KillingManager(root, 2 if rank == 1 else NOBODY, stop, timeout_seconds=LATE_SECONDS)
+    try:
+        return killing.train_on(rank)
+    finally:
+        if rank == 0:
+            kill_rank(1)
+
+
+def run_all(root: Path) -> list[list[Ending]]:
+    """All groups of trainers side by side, and the next runs of the last two."""
+    names = ("all", "one", "writers", "copying", "hanging")
+    for name in names:
+        (root / name).mkdir()
+    endings = run_groups(
+        [
+            Group(2, die_while_writing, (root / "all", (0, 1))),
+            Group(2, die_while_writing, (root / "one", (1,))),
+            Group(2, kill_writers, (root / "writers",)),
+            Group(2, die_while_copying, (root / "copying",)),
+            Group(2, stop_while_writing, (root / "hanging",)),
+        ],
+        timeout_seconds=800,
+    )
+    return endings + run_groups([Group(2, resume, (root / name,)) for name in names[3:]])
+
+
+Killed = dict[str, list[Ending]]
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Killed]:
+    """How all ranks ended, by group; no writer process is left."""
+    root = tmp_path_factory.mktemp("processes")
+    names = ("all", "one", "writers", "copying", "hanging", "after copying", "after hanging")
+    endings = in_lab(run_all, root, timeout_seconds=850)
+    try:
+        for name in names[:4]:
+            for pid in writers_of(root / name):
+                wait_for_end(pid)
+    finally:
+        for path in root.glob("*/data-loader-*"):
+            os.kill(int(path.read_text()), signal.SIGKILL)
+    return root, dict(zip(names, endings, strict=True))
+
+
+def test_what_was_staged_is_committed_though_its_trainers_are_killed(killed: tuple[Path, Killed]) -> None:
+    """Has the writer processes commit it, with one trainer left or none, and end."""
+    root, endings = killed
+    assert all(ending.killed for ending in endings["all"])
+    assert endings["one"][1].killed and endings["one"][0].value == "NoneType", endings["one"]
+    for name in ("all", "one"):
+        assert [seen_by_dcp(root / name / step) for step in ("old", "x")] == [OLD, NEW], name
+        assert listing(root / name / "x") == {"manifest": 1, "metadata": 1, "data": 2}, name
+
+
+def test_a_writer_process_that_is_killed_fails_its_save_on_all_ranks(killed: tuple[Path, Killed]) -> None:
+    """Names the rank, keeps the checkpoint before it, and the next save works; so where one only hangs."""
+    root, endings = killed
+    for rank, ending in enumerate(endings["writers"]):
+        assert ending.value is not None, ending
+        for phase, (_, _, victim) in WRITER_PHASES.items():
+            (classes, message), seen = ending.value[phase]
+            assert {"RankFailedError", "WriterProcessError"} <= classes, (phase, message)
+            assert f"rank {victim} was killed by SIGKILL" in message, (phase, message)
+            assert seen == (OLD if rank == 0 else None), phase
+            assert seen_by_dcp(root / "writers" / phase) == NEXT, phase
+            assert listing(root / "writers" / phase)["data"] == 2, phase
+        classes, message = ending.value["stopped"]
+        assert "WriterProcessError" in classes and "rank 1 did not react" in message, message
+
+
+@pytest.mark.parametrize(("name", "victim"), [("copying", 0), ("hanging", 1)])
+def test_trainers_that_die_or_hang_in_a_save(killed: tuple[Path, Killed], name: str, victim: int) -> None:
+    """Fails the survivor's save with the rank's number, closes, and the next run goes on from the commit."""
+    endings = killed[1]
+    assert endings[name][victim].killed
+    survivor = endings[name][1 - victim]
+    assert survivor.value is not None, survivor
+    saved, *following, closed = survivor.value
+    assert f"rank {victim}" in saved, saved
+    assert any(f"rank {victim}" in end for end in following), following
+    assert closed == ""
+    assert [ending.value and ending.value[0] for ending in endings[f"after {name}"]] == [OLD, OLD]

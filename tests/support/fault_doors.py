@@ -1,0 +1,100 @@
+"""Doors that tests of faults go through: a store that fails, the command line in this process, and what
+``dcp verify`` finds."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dcp.cli.app import app
+from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, NOTES_NAME
+from dcp.storage.stores import Store, open_store
+from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
+
+__all__ = [
+    "HARMLESS",
+    "MANIFEST_NAME",
+    "METADATA_NAME",
+    "NOTES_NAME",
+    "Fault",
+    "FaultInjectingStore",
+    "OpenWithFaults",
+    "Operation",
+    "Outcome",
+    "findings",
+    "given",
+    "run",
+    "verified",
+]
+
+HARMLESS: Final = {"stray-file", "metadata"}
+"""What `findings` has of a checkpoint beside which a killed save or drop left something."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command printed, and its exit status."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """Standard output, parsed."""
+        return json.loads(self.out)
+
+
+def run(*arguments: object) -> Outcome:
+    """``dcp`` with ``arguments``, in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    status: object = 0
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            app(args=[str(argument) for argument in arguments], prog_name="dcp")
+        except SystemExit as ended:
+            status = ended.code
+    assert isinstance(status, int | None)
+    return Outcome(status or 0, out.getvalue(), err.getvalue())
+
+
+def given(storage_options: Mapping[str, Any], **changes: Any) -> tuple[str, ...]:
+    """The command line's option with these; those that are None are left out."""
+    options = {key: value for key, value in {**storage_options, **changes}.items() if value is not None}
+    return ("--storage-options", json.dumps(options)) if options else ()
+
+
+def verified(place: object, **storage_options: Any) -> dict[str, Any]:
+    """The report of ``dcp verify``; where there is nothing, one without findings."""
+    reports = run("verify", place, "--json", *given(storage_options)).json
+    report: dict[str, Any] = reports[0] if reports else {"ok": False, "findings": []}
+    return report
+
+
+def findings(place: object, **storage_options: Any) -> set[str]:
+    """Kinds of what ``dcp verify`` finds; nothing where there is nothing."""
+    return {finding["kind"] for finding in verified(place, **storage_options)["findings"]}
+
+
+class OpenWithFaults:
+    """An ``open_store`` whose stores have faults; ``log`` is that of the last one."""
+
+    def __init__(self, *faults: Fault, storage_options: Mapping[str, Any] | None = None) -> None:
+        self._faults = faults
+        self._storage_options = storage_options
+        self.store: FaultInjectingStore | None = None
+
+    def __call__(self, path: str | os.PathLike[str]) -> Store:
+        """The store of a path or URL."""
+        self.store = FaultInjectingStore(open_store(path, self._storage_options), *self._faults)
+        return self.store
+
+    @property
+    def log(self) -> list[Operation]:
+        """What was asked of the store."""
+        return [] if self.store is None else self.store.log
