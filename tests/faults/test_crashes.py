@@ -394,7 +394,7 @@ class Drop:
     dcp: str
     stock: str
     sound: bool
-    again: tuple[str, str, bool, dict[str, int]]
+    again: tuple[str, str, bool, int, dict[str, int]]
     collected: tuple[str, str, bool]
 
 
@@ -422,6 +422,7 @@ def look_at_drop(folder: Path, step: str, killed: bool, *, options: tuple[str, .
     for copy in (again, later):
         copy_folder(folder, copy)
     assert run("prune", again, "--yes", *options).status == 0
+    data = listing(again)["data"]
     for copy in (again, later):
         for path in copy.iterdir():
             os.utime(path, (1, 1))
@@ -430,7 +431,7 @@ def look_at_drop(folder: Path, step: str, killed: bool, *, options: tuple[str, .
         killed,
         *seen(folder),
         findings(folder) <= HARMLESS,
-        (*seen(again), findings(again) == set(), listing(again)),
+        (*seen(again), findings(again) == set(), data if not options else 0, listing(again)),
         (*seen(later), findings(later) <= HARMLESS),
     )
 

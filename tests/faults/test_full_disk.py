@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import dcp
-from dcp.inspection.verification import verify
-from dcp.storage.errors import StorageFullError
+from dcp.errors import StorageFullError
 from tests.support.crashes import in_lab
+from tests.support.fault_doors import findings
 from tests.support.versions import (
     ABSENT,
     listing,
@@ -66,8 +66,8 @@ def fill(folder: Path, free_bytes: int) -> None:
 def look(folder: Path, *, large: int = 0) -> tuple[int | str, int | str, dict[str, int], int]:
     """What dcp sees, what stock sees, the files, and how much is wrong with them."""
     seen = seen_by_dcp(folder, large=large)
-    findings = len(verify(folder).findings) if seen != ABSENT else 0
-    return seen, seen_by_stock(folder, large=large), listing(folder), findings
+    found = len(findings(folder)) if seen != ABSENT else 0
+    return seen, seen_by_stock(folder, large=large), listing(folder), found
 
 
 def large_save_on_a_small_disk(root: Path, before: bool, options: dict[str, Any]) -> Any:
@@ -138,16 +138,16 @@ def test_a_disk_that_is_full_at_any_moment(tmp_path: Path, before: bool) -> None
     """Whichever file no longer fits, the last ones of a commit too: old or new, whole, and said so."""
     rows = in_lab(save_with_few_pages_left, tmp_path, before)
     assert len(rows) == 1 or (len(rows) >= 4 and rows[-1][0] == "")
-    for raised, (seen, stock, files, findings), after in rows:
+    for raised, (seen, stock, files, found), after in rows:
         old = OLD if before else ABSENT
         if raised == "StorageFullError":
-            assert (seen, stock, findings) == (old, old, 0)
+            assert (seen, stock, found) == (old, old, 0)
             assert files == (CLEAN if before else {})
         elif raised == "committed":
             assert seen == NEW
             assert stock in (old, NEW)
         else:
-            assert (seen, stock, files, findings) == (NEW, NEW, CLEAN, 0)
+            assert (seen, stock, files, found) == (NEW, NEW, CLEAN, 0)
         assert after == (NEXT, NEXT, CLEAN, 0)
 
 

@@ -17,11 +17,11 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 import dcp
-from dcp.inspection.verification import verify
-from dcp.storage.errors import CheckpointError, CheckpointFormatError, UnsafeObjectError
+from dcp.errors import CheckpointError, CheckpointFormatError, UnsafeObjectError
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
 from tests.support.crashes import Child, in_lab
+from tests.support.fault_doors import verified
+from tests.support.hostile_files import rewrite_manifest
 
 
 class Payload:
@@ -84,7 +84,7 @@ def test_code_in_metadata_does_not_run(tmp_path: Path) -> None:
     error = load_refused(folder, UnsafeObjectError)
     assert "system" in str(error)
     load_refused(folder, UnsafeObjectError, weights_only=False)
-    assert not verify(folder).ok
+    assert not verified(folder)["ok"]
     assert not canary.exists()
 
 
@@ -97,7 +97,7 @@ def test_code_in_an_object_does_not_run(tmp_path: Path, save: Callable[[Path, An
     error = load_refused(folder, UnsafeObjectError)
     assert error.fqn == "config"
     assert "weights_only=False" in str(error)
-    assert verify(folder).ok
+    assert verified(folder)["ok"]
     assert not canary.exists()
     dcp.load(target(), checkpoint_id=folder, no_dist=True, weights_only=False)
     assert canary.exists()
@@ -138,29 +138,11 @@ def test_code_in_a_tensors_record_does_not_run(tmp_path: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     load_refused(folder, CheckpointError)
     load_refused(folder, CheckpointError, weights_only=False)
-    assert not verify(folder).ok
+    assert not verified(folder)["ok"]
     assert not canary.exists()
 
 
 TRAVERSALS = ["../secret", "/etc/passwd", "a/../../secret", "..", "", ".", "a\0b", "sub/file"]
-
-
-class Unchecked(CheckpointIndex):
-    """An index that an attacker's encoder writes as it is."""
-
-    def check(self) -> None:
-        """Everything is fine."""
-
-
-def rewrite(folder: Path, change: Callable[[CheckpointIndex], CheckpointIndex]) -> None:
-    """Give the checkpoint a manifest with a change, and a checksum that fits."""
-    path = folder / "manifest.msgpack"
-    index = change(decode_manifest(path.read_bytes()))
-    path.write_bytes(
-        encode_manifest(
-            Unchecked(**{field.name: getattr(index, field.name) for field in dataclasses.fields(index)})
-        )
-    )
 
 
 @pytest.mark.parametrize("name", TRAVERSALS)
@@ -171,9 +153,9 @@ def test_names_in_a_manifest_do_not_leave_the_folder(tmp_path: Path, name: str) 
     (tmp_path / "secret").write_bytes(data.read_bytes())
     (folder / "sub").mkdir()
     (folder / "sub" / "file").write_bytes(data.read_bytes())
-    rewrite(folder, lambda index: dataclasses.replace(index, files=[name]))
+    rewrite_manifest(folder, lambda index: dataclasses.replace(index, files=[name]))
     load_refused(folder, CheckpointFormatError)
-    assert not verify(folder).ok
+    assert not verified(folder)["ok"]
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "sub/file"])
@@ -189,7 +171,7 @@ def test_names_in_metadata_do_not_leave_the_folder(tmp_path: Path, name: str) ->
         place.relative_path = name
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     load_refused(folder, CheckpointFormatError)
-    assert not verify(folder).ok
+    assert not verified(folder)["ok"]
 
 
 def test_links_are_not_followed(tmp_path: Path) -> None:
@@ -268,7 +250,7 @@ def every_lie(root: Path) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for number, (name, lie) in enumerate(LIES.items()):
         folder = save_ours(root / str(number))
-        rewrite(folder, lie)
+        rewrite_manifest(folder, lie)
         ending = Child(loads_in_little_memory, folder, 256 << 20).wait()
         results[name] = ending.value if ending.raised is None else ending.raised.traceback_text
     return results

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import dcp
-from dcp.storage.errors import (
+from dcp.errors import (
     CheckpointError,
     DtypeMismatchError,
     MissingKeyError,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,19 +14,16 @@ import pytest
 import torch
 
 import dcp
-from dcp.inspection.verification import verify_store
-from dcp.manager.restore import restore
-from dcp.storage.errors import (
+from dcp.errors import (
     CheckpointConflictError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     PlanError,
     StorageError,
 )
-from dcp.storage.stores import PosixStore
-from dcp.storage.stores.base import Store
-from dcp.storage.stores.faults import Fault, FaultInjectingStore
-from dcp.storage.stores.posix.files import storage_error
+from dcp.storage.stores import PosixStore, Store
+from tests.support.crashes import in_lab
+from tests.support.fault_doors import Fault, FaultInjectingStore, run
 from tests.support.ranks import RankRaised, run_ranks
 from tests.support.versions import save_version, version_of, version_state
 
@@ -80,7 +78,7 @@ def refuse(number: int, path: Path) -> None:
     """What a file system says of a data file."""
     if number == errno.ENOENT:
         raise CheckpointNotFoundError(f"{path} does not exist", path=str(path))
-    raise storage_error(OSError(number, os.strerror(number)), "open", path)
+    raise StorageError(os.strerror(number), op="open", path=str(path), errno=number)
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])
@@ -112,11 +110,9 @@ def test_a_file_that_stays_stale_is_the_storages_fault(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_is_overtaken_again_and_again(tmp_path: Path) -> None:
-    """The error says so; a restore does not take it for damage, and loads no older step for it."""
-    root = tmp_path / "run"
-    for step in (1, 2):
-        save_version(root / f"step-{step}", step)
-    newest, calls = root / "step-2", []
+    """Says so, and names the place."""
+    save_version(tmp_path, 1)
+    newest, calls = tmp_path, list[int]()
     replace = replacing(newest)
 
     def overtake() -> None:
@@ -127,25 +123,6 @@ def test_a_reader_that_is_overtaken_again_and_again(tmp_path: Path) -> None:
         dcp.load(version_state(0), storage_reader=reader(newest, overtake, times=99))
     assert isinstance(caught.value, dcp.RankFailedError) and caught.value.path == str(newest)
     assert len(calls) == 3
-    state, calls[:] = version_state(0), []
-    restored = restore(
-        state,
-        list_steps=lambda: [2, 1],
-        checkpoint_id=lambda step: str(root / f"step-{step}"),
-        reader=lambda place: reader(place, overtake, times=3 if place.endswith("2") and not calls else 0),
-        retry_pause_seconds=0,
-    )
-    assert restored is not None and restored.step == 2 and not restored.skipped
-    assert version_of(state) == 7
-
-
-def test_verifying_beside_a_save_finds_no_damage(tmp_path: Path) -> None:
-    """Files that a successor has deleted are not missing from what is there."""
-    save_version(tmp_path, 1)
-    replace = Fault("open_read", name="*.distcp", hook=lambda _: save_version(tmp_path, 2))
-    with pytest.raises(CheckpointConflictError, match="was replaced while it was being verified"):
-        verify_store(FaultInjectingStore(PosixStore(tmp_path), replace))
-    assert verify_store(PosixStore(tmp_path)).ok
 
 
 @pytest.mark.parametrize("gone", ["*.distcp", "*"])
@@ -232,3 +209,50 @@ def test_all_ranks_raise_what_stays(tmp_path: Path) -> None:
         assert isinstance(result, RankRaised)
         assert "CorruptCheckpointError" in result.class_names
         assert result.seconds < 150
+
+
+def overtake_at_opens(folder: Path, versions: list[int]) -> None:
+    """From now on another save replaces what is in ``folder`` each time this process opens a data file of it
+    to read, until all of ``versions`` are saved."""
+    is_saving: list[bool] = []
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if event != "open" or is_saving or not versions or args[2] & os.O_WRONLY:
+            return
+        if str(args[0]).startswith(str(folder)) and str(args[0]).endswith(".distcp"):
+            is_saving.append(True)
+            save_version(folder, versions.pop(0))
+            is_saving.clear()
+
+    sys.addaudithook(hook)
+
+
+def restore_overtaken(root: Path) -> tuple[int, list[Any], int | str]:
+    """Which step a manager restores, what it skips, and which version it has."""
+    for step in (1, 2):
+        save_version(root / f"step-{step:08d}", step)
+    overtake_at_opens(root / "step-00000002", [11, 12, 13])
+    state = version_state(0)
+    with dcp.CheckpointManager(root, no_dist=True, retry_pause_seconds=0.01) as manager:
+        restored = manager.restore(state)
+    assert restored is not None
+    return restored.step, list(restored.skipped), version_of(state)
+
+
+def test_a_restore_that_is_overtaken_takes_no_older_step(tmp_path: Path) -> None:
+    """Restores the newest step as its last save left it, and does not take the replacements for damage."""
+    assert in_lab(restore_overtaken, tmp_path) == (2, [], 13)
+
+
+def verify_overtaken(folder: Path) -> tuple[str, int]:
+    """What ``dcp verify`` says that is overtaken, and its status when nobody saves."""
+    save_version(folder, 1)
+    overtake_at_opens(folder, [2])
+    said = run("verify", folder).err
+    return said, run("verify", folder).status
+
+
+def test_verifying_beside_a_save_finds_no_damage(tmp_path: Path) -> None:
+    """Says that the checkpoint was replaced: files that a successor has deleted are not missing."""
+    said, later = in_lab(verify_overtaken, tmp_path / "x")
+    assert "was replaced while it was being verified" in said and later == 0, said

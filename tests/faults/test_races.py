@@ -7,10 +7,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import dcp
-from dcp.inspection.verification import verify
-from dcp.storage.errors import CheckpointConflictError
+from dcp.errors import CheckpointConflictError
 from tests.support.crashes import Child, in_lab
+from tests.support.fault_doors import findings
 from tests.support.versions import (
     ABSENT,
     MIXED,
@@ -66,13 +68,13 @@ def overwriting_race(root: Path, bare: bool) -> Any:
     for ending in endings:
         if ending.raised is not None:
             raise AssertionError(ending.raised.traceback_text)
-    at_end = seen_by_dcp(folder), seen_by_stock(folder), listing(folder), len(verify(folder).findings)
+    at_end = seen_by_dcp(folder), seen_by_stock(folder), listing(folder), findings(folder)
     return [ending.value for ending in endings], at_end
 
 
 def test_two_writers_overwrite_one_id(tmp_path: Path) -> None:
     """Each save commits whole or raises CheckpointConflictError; a reader sees committed states only."""
-    (first, second, seen), (last, stock, files, findings) = in_lab(overwriting_race, tmp_path, False)
+    (first, second, seen), (last, stock, files, found) = in_lab(overwriting_race, tmp_path, False)
     committed = {version for version, done in first + second if done}
     lost = [version for version, done in first + second if not done]
     assert len(committed) >= ROUNDS / 2
@@ -81,7 +83,7 @@ def test_two_writers_overwrite_one_id(tmp_path: Path) -> None:
     won = [[version for version, done in outcomes if done] for outcomes in (first, second)]
     finals = [versions[-1] for versions in won if versions]
     assert last in finals
-    assert (stock, files, findings) == (last, CLEAN, 0)
+    assert (stock, files, found) == (last, CLEAN, set())
     counts = Counter(seen)
     versions = {version for version in counts if isinstance(version, int)}
     assert versions
@@ -93,11 +95,11 @@ def test_two_writers_overwrite_one_id(tmp_path: Path) -> None:
 
 def test_two_writers_with_and_without_torchs_metadata(tmp_path: Path) -> None:
     """Also when they leave `.metadata` out now and then, it is never that of another save in the end."""
-    (first, second, seen), (last, stock, files, findings) = in_lab(overwriting_race, tmp_path, True)
+    (first, second, seen), (last, stock, files, found) = in_lab(overwriting_race, tmp_path, True)
     committed = {version for version, done in first + second if done}
     assert last in committed
     assert stock in (last, ABSENT)
-    assert findings == 0
+    assert found == set()
     assert files["data"] == files["manifest"] == 1
     assert {version for version in seen if isinstance(version, int)} <= committed
     assert MIXED not in seen
@@ -175,19 +177,15 @@ def test_writers_that_refuse_to_overwrite_have_one_winner(tmp_path: Path) -> Non
         assert files == CLEAN
 
 
-def test_a_save_refuses_what_changed_since_it_began(tmp_path: Path) -> None:
-    """A writer that is overtaken between its start and its commit leaves the other's checkpoint alone."""
+@pytest.mark.parametrize("bare", [False, True])
+def test_a_save_refuses_what_changed_since_it_began(tmp_path: Path, bare: bool) -> None:
+    """Leaves the other's checkpoint alone, where it is overtaken between its start and its commit."""
     folder = tmp_path / "x"
-    save_version(folder, 1)
-    writer = dcp.FileSystemWriter(folder)
+    save_version(folder, 1, torch_compatible=not bare)
+    writer = dcp.FileSystemWriter(folder, torch_compatible=not bare)
     writer.prepare()
-    save_version(folder, 2)
-    index = dcp.open_index(folder)
-    try:
-        writer.publish(index)
-    except CheckpointConflictError as error:
-        assert str(folder) in str(error)
-        assert error.path == str(folder)
-    else:
-        raise AssertionError("the overtaken writer published")
-    assert (seen_by_dcp(folder), seen_by_stock(folder), listing(folder)) == (2, 2, CLEAN)
+    save_version(folder, 2, torch_compatible=not bare)
+    with pytest.raises(CheckpointConflictError) as caught:
+        writer.publish(dcp.open_index(folder))
+    assert caught.value.path == str(folder) and str(folder) in str(caught.value)
+    assert seen_by_dcp(folder) == 2 and listing(folder)["data"] == 1

@@ -11,20 +11,18 @@ from typing import Any
 import pytest
 
 import dcp
-from dcp.cli.common import OPTIONS_VARIABLE
-from dcp.demo.s3_server import S3Server
-from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
-from tests.dcp.cli_support import Outcome, run, state
+from tests.support.fault_doors import MANIFEST_NAME, METADATA_NAME, Outcome, run
 from tests.support.fault_plan import SLOW_DOWN
 from tests.support.fault_proxy import FaultProxy
-from tests.support.s3 import raw_s3
+from tests.support.s3 import S3Server, raw_s3
+from tests.support.versions import version_state
 
 ROOT = Path(__file__).parents[2]
 
 
 def save(url: str, server: S3Server | FaultProxy) -> str:
     """A small checkpoint; its URL."""
-    dcp.save(state(), checkpoint_id=url, storage_options=server.storage_options, no_dist=True)
+    dcp.save(version_state(7), checkpoint_id=url, storage_options=server.storage_options, no_dist=True)
     return url
 
 
@@ -65,7 +63,7 @@ def test_ls_show_and_verify(s3_server: S3Server, s3_root: str) -> None:
     (run_row,) = run("ls", s3_root, "--json", *options).json
     assert (run_row["state"], run_row["url"], run_row["checkpoints"]) == ("run", root, 2)
     (row,) = run("ls", f"{good}/", "--json", *options).json
-    assert (row["url"], row["name"], row["format"], row["tensors"]) == (good, "step-10", "dcp", 5)
+    assert (row["url"], row["name"], row["format"], row["tensors"]) == (good, "step-10", "dcp", 6)
     shown = run("show", good, "--objects", "--json", *options).json
     assert shown["checkpoint"]["url"] == good
     assert {value["fqn"]: value["value"] for value in shown["objects"]}["step"] == 7
@@ -81,7 +79,7 @@ def test_options_from_the_environment(
     """A variable of ours has the JSON, and is for URLs only; what botocore reads itself serves as well."""
     url = save(f"{s3_root}/step-1", s3_server)
     with monkeypatch.context() as patch:
-        patch.setenv(OPTIONS_VARIABLE, json.dumps(s3_server.storage_options))
+        patch.setenv("DCP_STORAGE_OPTIONS", json.dumps(s3_server.storage_options))
         assert run("ls", s3_root, "--json").json[0]["url"] == url
         assert run("verify", url).status == 0
         assert run("ls", tmp_path).status == 0
@@ -112,7 +110,7 @@ def test_a_thousand_steps(s3_proxy: FaultProxy, s3_root: str) -> None:
     s3_proxy.log.clear()
     rows = run("ls", few, "--json", *given(s3_proxy)).json
     assert [(row["step"], row["format"], row["tensors"]) for row in rows] == [
-        (step, "dcp", 5) for step in range(50)
+        (step, "dcp", 6) for step in range(50)
     ]
     assert s3_proxy.counts()["ListObjectsV2"] == 2
     assert sum(s3_proxy.counts().values()) <= 2 + 2 * 50  # the manifest, and whether there is a `.metadata`

@@ -8,19 +8,15 @@ from pathlib import Path
 import torch
 
 import dcp
-from dcp.demo.s3_server import S3Server
-from dcp.inspection.values.difference import diff
-from dcp.inspection.values.statistics import statistics
-from dcp.inspection.values.tensor_reading import open_tensors
-from dcp.inspection.verification import verify
-from tests.dcp.cli_support import run, save_ours, state
-from tests.support.s3 import raw_s3
+from tests.support.fault_doors import given, run, verified
+from tests.support.s3 import S3Server, raw_s3
+from tests.support.versions import version_state
 
 
 def save(url: str, server: S3Server) -> str:
     """A checkpoint with a tensor of several blocks; its URL."""
     options = server.storage_options
-    dcp.save(state() | {"big": big()}, checkpoint_id=url, storage_options=options, no_dist=True)
+    dcp.save(version_state(7) | {"big": big()}, checkpoint_id=url, storage_options=options, no_dist=True)
     return url
 
 
@@ -31,7 +27,8 @@ def big() -> torch.Tensor:
 
 def test_values_of_urls(s3_server: S3Server, s3_root: str, tmp_path: Path) -> None:
     """Slices, statistics and differences as on disk, and between the disk and a bucket."""
-    url, local = save(f"{s3_root}/step-1", s3_server), save_ours(tmp_path / "x", state() | {"big": big()})
+    url, local = save(f"{s3_root}/step-1", s3_server), tmp_path / "x"
+    dcp.save(version_state(7) | {"big": big()}, checkpoint_id=local, no_dist=True)
     options = ("--storage-options", json.dumps(s3_server.storage_options))
     assert run("cat", url, "big", "--slice", "1000:,-1", "--json", *options).json["values"] == (
         big()[1000:, -1].tolist()
@@ -51,13 +48,12 @@ def test_weights_in_a_bucket(s3_server: S3Server, s3_root: str, tmp_path: Path) 
     torch.save({"w": big(), "turned": big().t()}, tmp_path / "m.pt")
     with raw_s3(s3_server) as raw:
         raw.write(f"{s3_root}/m.pt", (tmp_path / "m.pt").read_bytes())
-    options = s3_server.storage_options
-    with open_tensors(f"{s3_root}/m.pt", storage_options=options) as reader:
-        assert torch.equal(torch.from_numpy(reader.read(1, (slice(3, 5),))), big().t()[3:5])
-        assert sum(int(tile.array.sum()) for tile in reader.tiles(0, 3_000_000)) == int(big().sum())
-    assert statistics(f"{s3_root}/m.pt", storage_options=options).total.max == 2_621_439
-    found = diff(f"{s3_root}/m.pt", tmp_path / "m.pt", storage_options=options, options_of_b={})
-    assert (found.is_empty, found.bytes_read) == (True, 0)
+    options = given(s3_server.storage_options)
+    shown = run("cat", f"{s3_root}/m.pt", "turned", "--slice", "3:5,:4", "--json", *options).json
+    assert shown["values"] == big().t()[3:5, :4].tolist()
+    assert run("stats", f"{s3_root}/m.pt", "--json", *options).json["total"]["max"] == 2_621_439
+    same = run("diff", f"{s3_root}/m.pt", tmp_path / "m.pt", *options)
+    assert (same.status, same.err) == (0, "")
 
 
 def test_removal_in_a_bucket(s3_server: S3Server, s3_root: str) -> None:
@@ -88,4 +84,4 @@ def test_removal_in_a_bucket(s3_server: S3Server, s3_root: str) -> None:
         assert uploads() == set()
         assert run("rm", gone, "--yes", *options).status == 0
         assert {name.split("/")[0] for name in raw.list(s3_root)} == {"step-1"}
-    assert verify(kept, storage_options=s3_server.storage_options).ok
+    assert verified(kept, **s3_server.storage_options)["ok"]

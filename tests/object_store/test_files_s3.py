@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import save
 
 import dcp
-from dcp import inspection
-from dcp.inspection.verification import verify
+from tests.support.fault_doors import verified
 from tests.support.fault_proxy import FaultProxy
 from tests.support.s3 import raw_s3
 
@@ -33,8 +32,8 @@ def test_files_cost_few_requests(s3_proxy: FaultProxy, s3_root: str) -> None:
         dcp.load(views, checkpoint_id=f"{s3_root}/{source}", storage_options=options, no_dist=True)
         assert torch.equal(loaded, block)
         assert s3_proxy.counts().total() <= limit, (source, s3_proxy.counts())
-        assert verify(f"{s3_root}/{source}", storage_options=options).ok
-    one = inspection.open_index(f"{s3_root}/model.pt", storage_options=options)
+        assert verified(f"{s3_root}/{source}", **options)["ok"]
+    one = dcp.open_index(f"{s3_root}/model.pt", storage_options=options)
     assert one.tensor_count == _TENSORS and list(one.files) == ["model.pt"]
 
 

@@ -15,16 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dcp
-from dcp.demo.s3_server import S3Server
-from dcp.inspection.verification import verify
-from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
-from dcp.storage.errors import CorruptCheckpointError, ReplicaMismatchError
-from dcp.storage.stores.base import Store
-from dcp.storage.stores.faults import Fault, FaultInjectingStore
-from dcp.storage.stores.folders import open_parent_folder
-from dcp.storage.stores.opening import OpenWith
+from dcp.errors import CorruptCheckpointError, ReplicaMismatchError
+from dcp.storage.stores import Store
+from dcp.storage.stores import open_store as open_at
 from tests.support.crashes import Ending, Group, in_lab, kill_rank, run_groups
+from tests.support.fault_doors import MANIFEST_NAME, METADATA_NAME, Fault, FaultInjectingStore, given, run
 from tests.support.ranks import RankRaised, run_ranks
+from tests.support.s3 import S3Server
 from tests.support.s3_versions import CLEAN, Place
 from tests.support.versions import ABSENT, version_of, version_state
 
@@ -95,8 +92,8 @@ def test_a_missing_object_is_named(place: Place) -> None:
         )
     assert caught.value.path == url
     assert "is missing" in str(caught.value)
-    report = verify(place.url, storage_options=place.storage_options)
-    assert url.endswith(f"/{next(f.file for f in report.findings if f.kind == 'missing-file')}")
+    missing = [one["file"] for one in place.report()["findings"] if one["kind"] == "missing-file"]
+    assert missing == [url.rpartition("/")[2]]
 
 
 def save_shards(rank: int, world_size: int, url: str, options: dict[str, Any]) -> None:
@@ -123,8 +120,7 @@ def test_swapped_objects_are_found(place: Place) -> None:
             no_dist=True,
         )
     assert caught.value.fqn == "w"
-    report = verify(place.url, storage_options=place.storage_options)
-    assert {finding.file for finding in report.findings} == set(names)
+    assert {one["file"] for one in place.report()["findings"]} == set(names)
 
 
 # -- readers that are overtaken ------------------------------------------------------------------------------
@@ -142,7 +138,7 @@ def load_overtaken(place: Place, at: int, overtake: Callable[[], object], times:
 
     def open_store(path: str | os.PathLike[str]) -> Store:
         return FaultInjectingStore(
-            OpenWith(place.storage_options)(path), Fault("preadv", at=at, name="*.distcp", hook=hook)
+            open_at(path, place.storage_options), Fault("preadv", at=at, name="*.distcp", hook=hook)
         )
 
     reader = dcp.FileSystemReader(place.url, open_store=open_store)
@@ -186,7 +182,7 @@ def save_with_loss(
             kill_rank(victim)
 
     def open_store(path: str | os.PathLike[str]) -> Store:
-        return FaultInjectingStore(OpenWith(options)(path), Fault(op, at=at, hook=hook))
+        return FaultInjectingStore(open_at(path, options), Fault(op, at=at, hook=hook))
 
     mesh = init_device_mesh("cpu", (world_size,))
     shard = DTensor.from_local(torch.full((12, MIB), float(rank + 1)), mesh, [Shard(0)])
@@ -282,9 +278,8 @@ def test_strange_objects_do_no_harm(place: Place) -> None:
         objects = step.raw.list(f"{step.url}/")
         assert {name: objects.get(name) for name in strange} == strange
         assert len(objects) == len(strange) + 3
-    root = open_parent_folder(f"{place.url}/run", open_store=OpenWith(place.storage_options))
-    assert root.names() == ["step-00000001"]
-    assert set(root.look()["step-00000001"]) == {MANIFEST_NAME, METADATA_NAME}
+    rows = run("ls", f"{place.url}/run", "--json", *given(place.storage_options)).json
+    assert [(row["name"], row["state"]) for row in rows] == [("step-00000001", "committed")]
 
 
 def test_a_hostile_name_in_the_index_reaches_nothing(place: Place) -> None:

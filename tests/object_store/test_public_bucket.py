@@ -10,13 +10,10 @@ import pytest
 import torch
 
 import dcp
-from dcp.demo.s3_server import S3Server
-from dcp.inspection.checkpoints import list_checkpoints
-from dcp.inspection.verification import verify
-from dcp.storage.commit_names import MANIFEST_NAME
-from dcp.storage.errors import StorageError
-from dcp.storage.stores.objects.store import FsspecStore
-from tests.support.s3 import raw_s3
+from dcp.errors import StorageError
+from dcp.storage.stores import open_store
+from tests.support.fault_doors import MANIFEST_NAME, given, run, verified
+from tests.support.s3 import S3Server, raw_s3
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +45,14 @@ def test_it_is_read(public: tuple[S3Server, str], nobody: dict[str, Any]) -> Non
     dcp.load(state, checkpoint_id=f"{url}/step-1", storage_options=nobody, no_dist=True)
     assert torch.equal(state["w"], torch.arange(3 << 20).float())
     assert state["n"] == 7
-    assert [row.step for row in list_checkpoints(url, storage_options=nobody)] == [1]
-    assert verify(f"{url}/step-1", storage_options=nobody).ok
+    assert [row["step"] for row in run("ls", url, "--json", *given(nobody)).json] == [1]
+    assert verified(f"{url}/step-1", **nobody)["ok"]
     assert dcp.open_index(f"{url}/step-1", storage_options=nobody).fqns == ["w"]
 
 
 def test_its_urls_need_no_signature(public: tuple[S3Server, str], nobody: dict[str, Any]) -> None:
     """What a file can be fetched by is its plain URL."""
-    address = FsspecStore(f"{public[1]}/step-1", nobody).presigned_url(MANIFEST_NAME, 60)
+    address = open_store(f"{public[1]}/step-1", nobody).presigned_url(MANIFEST_NAME, 60)
     assert address is not None
     assert "?" not in address
     with raw_s3(public[0]) as raw, urllib.request.urlopen(address) as answer:
@@ -79,5 +76,4 @@ def test_without_a_word_there_are_no_credentials(
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("HOME", "/nonexistent")
-    with pytest.raises(StorageError, match="anon=True for public buckets"):
-        list_checkpoints(public[1], storage_options=nobody | {"anon": False})
+    assert "anon=True for public buckets" in run("ls", public[1], *given(nobody, anon=False)).err

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from dcp.demo.s3_server import S3Server
-from dcp.storage.commit_names import METADATA_NAME
-from dcp.storage.errors import CheckpointConflictError
-from dcp.storage.stores.faults import Fault, Operation
+from dcp.errors import CheckpointConflictError
 from tests.support.crashes import Child, in_lab
+from tests.support.fault_doors import METADATA_NAME, Fault, Operation
+from tests.support.s3 import S3Server
 from tests.support.s3_versions import CLEAN, Place
 from tests.support.versions import ABSENT
 

@@ -9,13 +9,10 @@ import pytest
 import torch
 
 import dcp
-from dcp.demo.s3_server import S3Server
-from dcp.storage.stores.folders import open_parent_folder
-from dcp.storage.stores.opening import OpenWith
-from tests.dcp.cli_support import run
+from tests.support.fault_doors import run
 from tests.support.fault_proxy import FaultProxy
 from tests.support.faulty_saves import assert_loads, small_state
-from tests.support.s3 import raw_s3
+from tests.support.s3 import S3Server, raw_s3
 from tests.support.values import full_tensor, raw
 
 _STEPS = 1000
@@ -71,17 +68,6 @@ def steps(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> str:
             [(f"{url}/step-{step:08d}/manifest.msgpack", manifest) for step in range(1, _STEPS)]
         )
     return url
-
-
-def test_listing_steps_opens_none(s3_proxy: FaultProxy, steps: str) -> None:
-    """Which of 1,000 steps are committed is known from a listing, a thousand objects a request."""
-    root = open_parent_folder(steps, open_store=OpenWith(s3_proxy.storage_options))
-    assert len(root.committed()) == _STEPS
-    assert s3_proxy.counts() == {"ListObjectsV2": 2}  # 1,002 objects
-    s3_proxy.log.clear()
-    assert len(root.names()) == _STEPS
-    assert set(s3_proxy.counts()) == {"ListObjectsV2"}
-    assert s3_proxy.counts().total() <= 2
 
 
 def test_manager_finds_steps_by_listings(s3_proxy: FaultProxy, steps: str) -> None:

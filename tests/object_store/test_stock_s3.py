@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dcp
-from dcp.demo.s3_server import S3Server
 from tests.support.ranks import run_ranks
+from tests.support.s3 import S3Server
 from tests.support.s3_versions import CLEAN, Place
 
 SHAPE = (12, 10)

@@ -110,6 +110,7 @@ class FaultProxy:
         self._listener: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._failures: list[BaseException] = []
+        self._came = threading.Condition()
 
     @property
     def bucket(self) -> str:
@@ -157,6 +158,11 @@ class FaultProxy:
     def counts(self) -> Counter[str]:
         """How many requests there were, by operation."""
         return Counter(request.operation for request in list(self.log))
+
+    def wait_for_request(self, seconds: float) -> None:
+        """Until another one comes; no longer than that."""
+        with self._came:
+            self._came.wait(seconds)
 
     def start(self) -> Self:
         """Return once it listens."""
@@ -222,6 +228,8 @@ class FaultProxy:
         request = Request.parse(method, target, head.headers)
         request.fault = fault = self.plan.next(request)
         self.log.append(request)
+        with self._came:
+            self._came.notify_all()
         waits = "100-continue" in head.headers.get("expect", "").lower()
         if fault is not None and fault.kind is Kind.ANSWER and waits:
             # The client has not sent the body, and may or may not: the connection ends with the answer.

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 import dcp
-from dcp.storage.commit_names import METADATA_NAME
-from dcp.storage.errors import StorageError
+from dcp.errors import StorageError
 from dcp.storage.stores import PosixStore, Store
-from dcp.storage.stores.faults import Fault, FaultInjectingStore
+from tests.support.fault_doors import METADATA_NAME, Fault, FaultInjectingStore
 from tests.support.values import full_tensor, raw
 
 __all__ = [

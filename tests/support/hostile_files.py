@@ -1,14 +1,19 @@
-"""torch.save files as nobody's torch writes them."""
+"""Files that nobody's torch writes, and manifests that lie under a checksum that fits."""
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import pickle
 import struct
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
-__all__ = ["END", "STORAGE", "archive", "directory_of", "tensor_pickle"]
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
+
+__all__ = ["CENTRAL", "END", "STORAGE", "archive", "directory_of", "rewrite_manifest", "tensor_pickle"]
 
 END = struct.Struct("<4sHHHHIIH")
 CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
@@ -52,3 +57,16 @@ def tensor_pickle(
 def directory_of(data: bytes) -> int:
     """Where the zip's directory begins."""
     return int(END.unpack(data[-END.size :])[6])
+
+
+class _Unchecked(CheckpointIndex):
+    def check(self) -> None:
+        """Everything is fine."""
+
+
+def rewrite_manifest(folder: Path, change: Callable[[CheckpointIndex], CheckpointIndex]) -> None:
+    """Give a checkpoint a manifest with a change, as an attacker's encoder writes it."""
+    path = folder / "manifest.msgpack"
+    index = change(decode_manifest(path.read_bytes()))
+    fields = {field.name: getattr(index, field.name) for field in dataclasses.fields(index)}
+    path.write_bytes(encode_manifest(_Unchecked(**fields)))

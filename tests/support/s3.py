@@ -15,7 +15,9 @@ from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.config import Config
 
-__all__ = ["RawS3", "raw_s3", "split_url"]
+from dcp.demo.s3_server import S3Server
+
+__all__ = ["RawS3", "S3Server", "raw_s3", "split_url"]
 
 _THREADS = 16
 _CONNECTIONS = 4

@@ -13,12 +13,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 import dcp
-from dcp.inspection.verification import verify
-from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
-from dcp.storage.stores.base import Store
-from dcp.storage.stores.faults import Fault, FaultInjectingStore
-from dcp.storage.stores.objects.options import ObjectOptions
-from dcp.storage.stores.opening import OpenWith
+from dcp.storage.stores import Store, open_store
+from tests.support.fault_doors import MANIFEST_NAME, METADATA_NAME, Fault, FaultInjectingStore, verified
 from tests.support.s3 import RawS3, raw_s3
 from tests.support.versions import ABSENT, seen_by_dcp, version_of, version_state
 
@@ -42,7 +38,7 @@ class Place:
 
     def store(self) -> Store:
         """The folder as a store."""
-        return OpenWith(self.storage_options)(self.url)
+        return open_store(self.url, self.storage_options)
 
     def save(self, version: int, *faults: Fault, **options: Any) -> FaultInjectingStore:
         """`dcp.save` of a version by this process alone; returns the store, with its log."""
@@ -74,11 +70,11 @@ class Place:
 
     def findings(self) -> set[str]:
         """Kinds of what `dcp verify` finds; nothing where nothing is committed."""
-        try:
-            report = verify(self.url, storage_options=self.storage_options)
-        except dcp.CheckpointNotFoundError:
-            return set()
-        return {finding.kind for finding in report.findings}
+        return {finding["kind"] for finding in self.report()["findings"]}
+
+    def report(self) -> dict[str, Any]:
+        """What `dcp verify` prints as JSON."""
+        return verified(self.url, **self.storage_options)
 
     def listing(self) -> dict[str, int]:
         """How many objects of which kind there are: manifest, metadata, data and everything else by name."""
@@ -108,9 +104,12 @@ class Place:
 
     @property
     def _uncached(self) -> dict[str, Any]:
-        _, options = ObjectOptions.split(self.storage_options)
+        options = {key: value for key, value in self.storage_options.items() if key not in _OURS}
         return {**options, "use_listings_cache": False}
 
+
+_OURS = {"part_bytes", "concurrency", "retry_seconds", "request_timeout_seconds", "conditional_writes"}
+"""Options that stock's file system does not know."""
 
 _clients: dict[tuple[int, str], RawS3] = {}
 _stack = ExitStack()
