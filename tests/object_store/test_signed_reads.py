@@ -49,7 +49,7 @@ def test_ranges_go_by_one_signed_url(s3_proxy: FaultProxy, s3_root: str) -> None
     store = _store(s3_proxy, s3_root, "a b+ü", "b")
     with ThreadPoolExecutor(8) as pool:
         ranges = [(name, begin) for name in ("a b+ü", "b") for begin in range(0, _SIZE, _SIZE // 5)]
-        parts = list(pool.map(lambda one: _read(store, *one, _SIZE // 5), ranges))
+        parts = list(pool.map(lambda one: _read(store, one[0], one[1], _SIZE // 5), ranges))
     assert b"".join(parts) == _content("a b+ü") + _content("b")
     assert _signed(s3_proxy) == [True] * 10
     urls = {(get.key, get.query["X-Amz-Signature"]) for get in s3_proxy.requests("GetObject")}
@@ -138,7 +138,8 @@ def test_a_proxy_is_used(s3_proxy: FaultProxy, s3_root: str) -> None:
 def test_urls_for_amazon_are_signed_for_their_region() -> None:
     """Signs by version 4 and at the bucket's own endpoint; for anonymous readers nothing."""
     keys = {"key": "AKIDEXAMPLE", "secret": "secret", "client_kwargs": {"region_name": "eu-west-1"}}
-    url = open_store("s3://some-bucket/run", keys).presigned_url("__0_0.distcp", 60)
+    own: Any = open_store("s3://some-bucket/run", keys)
+    url = own.presigned_url("__0_0.distcp", 60)
     assert url is not None
     parts = urlsplit(url)
     query = parse_qs(parts.query)
@@ -146,5 +147,6 @@ def test_urls_for_amazon_are_signed_for_their_region() -> None:
     assert query["X-Amz-Algorithm"] == ["AWS4-HMAC-SHA256"]
     assert query["X-Amz-Credential"][0].split("/")[2:] == ["eu-west-1", "s3", "aws4_request"]
     assert query["X-Amz-SignedHeaders"] == ["host"]
-    public = open_store("s3://some-bucket/run", {"anon": True}).presigned_url("key", 60)
+    anybody: Any = open_store("s3://some-bucket/run", {"anon": True})
+    public = anybody.presigned_url("key", 60)
     assert public is not None and "?" not in public
