@@ -64,11 +64,9 @@ mutants: $(STAMP)
 # With another torch: what depends on it. An index without NVIDIA's libraries (PIP_EXTRA_INDEX_URL) saves some GB.
 TORCH ?= 2.13.0
 TORCH_ENV ?= .venv-torch/$(TORCH)
-TORCH_TESTS ?= tests/project/test_torch_names.py tests/project/test_api_names.py tests/planners tests/dcp/staging \
-	tests/dcp/state_dict tests/dcp/background tests/dcp/compat tests/dcp/test_collectives.py \
-	tests/dcp/test_load_optimizer.py tests/dcp/test_plan_cache_ranks.py tests/dcp/test_torch_matrix.py \
-	tests/dcp/testing \
-	tests/storage/formats tests/object_store/test_fsspec_storage.py
+TORCH_TESTS ?= tests/project/test_torch_names.py tests/project/test_api_names.py tests/planning tests/staging \
+	tests/save_load tests/asynchronous tests/compatibility tests/conformance tests/reading tests/formats \
+	tests/object_store/test_fsspec_storage.py
 
 test-torch: export PYTHONDONTWRITEBYTECODE =
 
@@ -93,7 +91,7 @@ comma = ,
 test-trainer: export PYTHONDONTWRITEBYTECODE =
 
 test-trainer: $(TRAINER_ENV)/.installed
-	$(TRAINER_ENV)/bin/python -m pytest tests/dcp/integrations/test_$(TRAINER).py $(PYTEST_ARGS)
+	$(TRAINER_ENV)/bin/python -m pytest tests/trainers/test_$(TRAINER).py $(PYTEST_ARGS)
 
 $(TRAINER_ENV)/.installed: $(STAMP)
 	@test -n "$(TRAINER)" || { echo "make test-trainer TRAINER=ray, torchtitan or megatron" >&2; exit 1; }

@@ -1,6 +1,6 @@
 """The Python of the README and of the pages that show how to use it runs as it stands.
 
-But for what needs the service, which tests/server/test_pages_of_service.py starts.
+But for what needs the service, which tests/service/operations/test_pages_of_service.py starts.
 """
 
 from __future__ import annotations
