@@ -21,13 +21,13 @@ from tests.support.lockless import ObjectModel
 MANIFEST, METADATA = "manifest.msgpack", ".metadata"
 
 
-def _save(place: Path | Store, value: int) -> None:
+def _save(place: Any, value: int) -> None:
     writer = dcp.FileSystemWriter("x", open_store=lambda _: place) if isinstance(place, Store) else None
     state = {"w": torch.full((64,), value)}
     dcp.save(state, checkpoint_id=None if writer else place, storage_writer=writer, no_dist=True)
 
 
-def _value(place: Path | Store) -> int:
+def _value(place: Any) -> int:
     reader = dcp.FileSystemReader("x", open_store=lambda _: place) if isinstance(place, Store) else None
     state = {"w": torch.zeros(64, dtype=torch.int64)}
     dcp.load(state, checkpoint_id=None if reader else place, storage_reader=reader, no_dist=True)

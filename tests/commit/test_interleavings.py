@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp.errors import CheckpointConflictError
@@ -31,6 +31,7 @@ from tests.support.commit_scenes import (
     two_switches,
     version_of,
 )
+from tests.support.examples import examples
 from tests.support.lockless import ObjectModel, Stopped, by_plan, run_in_turns
 
 LONG = ("create, create bare", "overwrite, overwrite bare", "overwrite bare with both", "overwrite stock")
@@ -83,7 +84,7 @@ def by_draws(draw: Callable[[st.SearchStrategy[int]], int]) -> Callable[[list[in
 
 
 @pytest.mark.parametrize("name", THREE)
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(20)
 @given(data=st.data())
 def test_three_writers_in_any_order(name: str, data: st.DataObject) -> None:
     """As two do."""
@@ -92,7 +93,7 @@ def test_three_writers_in_any_order(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", ["create, create bare", "overwrite, overwrite", "overwrite stock"])
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(20)
 @given(data=st.data())
 def test_a_writer_is_killed_beside_another(name: str, data: st.DataObject) -> None:
     """Readers see whole checkpoints all the time, and the next save commits and clears all away."""

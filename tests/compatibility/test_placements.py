@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, zeros
 
 import dcp
+from tests.support.examples import examples
 from tests.support.ranks import run_ranks
 from tests.support.values import differences, fill, scrub
 
@@ -71,7 +72,6 @@ def tensors(draw: st.DrawFn, saving: int, loading: int) -> Tensor:
 
 
 BOUNDED = settings(
-    max_examples=4,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=[
@@ -117,14 +117,14 @@ _ALL = [*((2, 3), (4, 1), (1, 4), (3, 2), (2, 2), (4, 4)), *((8, 4), (3, 8), (8,
 
 
 @pytest.mark.parametrize(
-    ("saving", "loading", "examples"),
+    ("saving", "loading", "count"),
     [(2, 3, 2), (4, 1, 2), *(pytest.param(*pair, 4, marks=pytest.mark.exhaustive) for pair in _ALL)],
 )
-def test_any_placement_loads_into_any_other(saving: int, loading: int, examples: int) -> None:
+def test_any_placement_loads_into_any_other(saving: int, loading: int, count: int) -> None:
     """Tensors of random shapes, dtypes, meshes and placements, forty at a time; eight ranks have meshes of
     three dimensions."""
 
-    @settings(BOUNDED, max_examples=examples)
+    @examples(count, quick=2, parent=BOUNDED)
     @given(st.lists(tensors(saving, loading), min_size=40, max_size=60))
     def run(case: list[Tensor]) -> None:
         check(saving, loading, case)

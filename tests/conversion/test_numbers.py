@@ -14,7 +14,7 @@ import msgpack
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp.conversion.contents.casting import TOO_LARGE, cast, narrowed
@@ -28,6 +28,7 @@ from dcp.conversion.merging.module_patterns import ModulePattern
 from dcp.conversion.wire import decode_batch, decode_layout, decode_result
 from dcp.errors import CheckpointFormatError, OptionError
 from dcp.storage.formats import dtypes
+from tests.support.examples import examples
 
 _NAMES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _NARROW = _NAMES[2:]
@@ -78,7 +79,7 @@ def test_boundaries_of_wide_types_are_cast_as_torch_casts_them(source: str, targ
     _assert_as_torch(np.concatenate([values, special]), source, target)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(pair=st.sampled_from(_FROM_WIDE), seed=st.integers(0, 2**32 - 1))
 def test_any_bits_of_wide_types_are_cast_as_torch_casts_them(pair: tuple[str, str], seed: int) -> None:
     """Random bits are mostly numbers of any size, denormal ones, and NaN."""

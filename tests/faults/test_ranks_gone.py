@@ -107,7 +107,7 @@ def rank_0_ends_while_the_group_forms(rank: int, world_size: int, root: Path, ki
                 time.sleep(1.0)
             os._exit(_OWN_STATUS)
 
-        dist.ProcessGroupGloo = end  # type: ignore[misc]
+        dist.ProcessGroupGloo = end  # type: ignore[misc, assignment]
     return outcome(
         lambda: dcp.async_save(
             STATE,

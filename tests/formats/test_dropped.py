@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import dcp
 from dcp.storage.formats.dropped import DroppedPart, dropped_from, noted_in, without
 from dcp.storage.formats.index import CheckpointIndex
+from tests.support.examples import examples
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> CheckpointIndex:
     return dcp.open_index(folder)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_what_stays_is_as_it_was(index: CheckpointIndex, data: st.DataObject) -> None:
     """Whatever goes: each tensor has its shape, place and checksums, each value its value, and no file is

@@ -26,7 +26,7 @@ EXHAUSTIVE_ROUNDS = 20_000
 SLOWEST_SECONDS = 10.0
 SEAL = b"\xa5crc32\xce"
 
-STATE: dict[str, Any] = {
+STATE: dict[Any, Any] = {
     "m": {
         "w": torch.arange(6.0).view(2, 3),
         "t": torch.ones(4, 3).t(),

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from dcp.storage.errors import (
     CheckpointFormatError,
@@ -22,6 +22,7 @@ from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
 from dcp.storage.formats.native.manifest_summary import summarize_manifest
+from tests.support.examples import examples
 from tests.support.formats_indexes import assert_same_index, indexes, small_index
 
 GOLDEN = Path(__file__).parent / "golden" / "manifest-1.0.msgpack"
@@ -38,7 +39,7 @@ def resealed(change: Any) -> bytes:
     return body + struct.pack(">I", crc32(body))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(100)
 @given(indexes())
 def test_round_trip(index: CheckpointIndex) -> None:
     """What is encoded is decoded again, every column with its type."""
@@ -176,7 +177,7 @@ def test_what_is_not_plain_is_refused_when_written() -> None:
             encode_manifest(small_index(**changes))
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(indexes())
 def test_as_the_index(index: CheckpointIndex) -> None:
     """Whatever the index is, and whatever plain data it carries: tuples, large numbers, bytes."""

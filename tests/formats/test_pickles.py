@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError
@@ -22,6 +22,7 @@ from dcp.storage.formats.pickle.decoder import (
     Instance,
     decode_pickle,
 )
+from tests.support.examples import examples
 from tests.support.formats_pickles import SOME, decode
 
 plain_values = st.recursive(
@@ -46,7 +47,7 @@ plain_values = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(plain_values, st.integers(4, 5))
 def test_plain_values_of_both_picklers(value: Any, protocol: int) -> None:
     """Whatever plain value Python's C or Python pickler writes comes back equal, type for type."""

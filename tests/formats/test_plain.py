@@ -11,11 +11,12 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats.plain import MAX_PLAIN_BYTES, MAX_PLAIN_DEPTH, decode_plain, encode_plain
+from tests.support.examples import examples
 
 scalars = (
     st.none()
@@ -57,7 +58,7 @@ def bits(value: Any) -> Any:
     return kind, value
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(values)
 def test_round_trip(value: Any) -> None:
     """Values come back with exact types, order of keys, and the very bits of floats."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def with_faulty_readers(folder: Path) -> list[str]:
     names = file_names()
     for name in ("x.part", "model.safetensors", "MODEL.SAFETENSORS", "w1.distcp"):
         assert bool(names.in_folders.fullmatch(name)) == any(one.is_in_folder(name) for one in formats())
-    return [told(lambda place=place: dcp.open_index(place)) for place in places]
+    return [told(partial(dcp.open_index, place)) for place in places]
 
 
 def test_a_reader_with_a_fault_costs_its_own_checkpoints(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
 from dcp.errors import PlanError
@@ -20,6 +20,7 @@ from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.torch.metadata.writer import MAX_PLAIN_DEPTH, encode_torch_metadata
 from dcp.storage.torch_compat import strides_of, tensor_properties
+from tests.support.examples import examples
 from tests.support.formats_metadata import (
     assert_same,
     decode_torch_metadata,
@@ -128,7 +129,7 @@ def test_planner_data_that_is_not_plain_is_refused() -> None:
         decode(make_index({}, planner_data=endless))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(indexes())
 def test_round_trip_through_stock(index: CheckpointIndex) -> None:
     """For any index, stock's unpickler (C and Python) gives objects whose index is the same again."""
@@ -149,7 +150,7 @@ def test_round_trip_through_stock(index: CheckpointIndex) -> None:
     assert again.objects.offsets.tolist() == index.objects.offsets.tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(indexes())
 def test_round_trip_through_ours(index: CheckpointIndex) -> None:
     """decode(encode(index)) is the index again, in all that the format can hold."""

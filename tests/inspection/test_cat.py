@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tests.command_line.cli_support import BLOCK_BYTES, data_file, flip, run, save_ours, save_stock
+from tests.support.examples import examples
 from tests.support.sharded import grid, save_sharded, tensor_bytes
 
 FORMATS = ["ours", "stock", "sharded", "torch", "safetensors", "huggingface"]
@@ -171,7 +172,7 @@ def as_numpy(text: str) -> tuple[Any, ...]:
     return eval(f"np.s_[{text},]", {"np": np})  # type: ignore[no-any-return]
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(case=slicings())
 def test_slices_are_numpys(
     tmp_path_factory: pytest.TempPathFactory, case: tuple[tuple[int, ...], tuple[int, ...], str]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import dcp
 from dcp.errors import CheckpointFormatError
 from tests.command_line.cli_support import rewrite_manifest, run
+from tests.support.examples import examples
 from tests.support.ranks import run_ranks
 from tests.support.sharded import grid, save_sharded
 from tests.support.with_optimizer import save_apart
@@ -185,7 +186,7 @@ def test_every_dtype_strides_ties_and_parts_of_memory(tmp_path: Path) -> None:
     assert by_name(tmp_path / "copies.pt") == {name: found[name] for name in copies}
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(data=st.data())
 def test_any_chunks_have_the_digest_of_the_whole(data: st.DataObject, tmp_path_factory: Any) -> None:
     """Grids of chunks in any number of dimensions have the digest of one chunk."""

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.command_line.cli_support import data_file, run, save_ours, save_stock
+from tests.support.examples import examples
 from tests.support.sharded import grid, save_sharded
 
 
@@ -129,7 +130,7 @@ def test_statistics_are_torchs(ours: Path, tmp_path: Path, kind: str) -> None:
     assert found["total"]["count"] == sum(tensor.numel() for tensor in state.values())
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     parts=st.lists(st.lists(st.floats(width=32, allow_nan=True), max_size=20), min_size=1, max_size=6),
     name=st.sampled_from(["float32", "bfloat16", "float16", "float8_e5m2"]),

@@ -52,7 +52,8 @@ def test_it_is_read(public: tuple[S3Server, str], nobody: dict[str, Any]) -> Non
 
 def test_its_urls_need_no_signature(public: tuple[S3Server, str], nobody: dict[str, Any]) -> None:
     """What a file can be fetched by is its plain URL."""
-    address = open_store(f"{public[1]}/step-1", nobody).presigned_url(MANIFEST_NAME, 60)
+    store: Any = open_store(f"{public[1]}/step-1", nobody)
+    address = store.presigned_url(MANIFEST_NAME, 60)
     assert address is not None
     assert "?" not in address
     with raw_s3(public[0]) as raw, urllib.request.urlopen(address) as answer:

@@ -128,7 +128,7 @@ def waiting_store(
 ) -> Store:
     """A store that commits when ``hook`` lets it; it tells whether the writer's start shows the secret."""
     if os.getpid() != trainer:
-        shown = command_of(os.getpid()) + environment_of(os.getpid())
+        shown = command_of(os.getpid()).encode() + environment_of(os.getpid())
         note.write_text(f"{options['secret'].encode() in shown}")
     return FaultInjectingStore(open_store(path, options), Fault("publish", name=MANIFEST_NAME, hook=hook))
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp.planners.columns import SaveColumns
@@ -22,6 +22,7 @@ from dcp.planners.wire.codec import (
     encode_write_columns,
 )
 from dcp.storage.errors import CheckpointFormatError
+from tests.support.examples import examples
 from tests.support.planning_simulation import save_columns, tensor_shapes, worlds
 
 
@@ -39,7 +40,7 @@ paths = st.dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(
     data=st.data(),
     shapes=tensor_shapes,
@@ -133,7 +134,7 @@ def test_malformed_writes_are_refused(name: str, value: Any) -> None:
         decode_write_columns(changed(data, None, name, value))
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(data=st.data())
 def test_damaged_bytes_never_raise_anything_else(data: st.DataObject) -> None:
     """Flipping any byte gives a plan or a CheckpointFormatError."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp.storage.digests.boxes import BoxDigest, blocks_of, logical_runs
@@ -20,6 +20,7 @@ from dcp.storage.digests.runs import KEY, row_values
 from dcp.storage.digests.shown import shown_digest
 from dcp.storage.formats.checksums import BLOCK_BYTES as CRC_BLOCK_BYTES
 from dcp.storage.formats.checksums import crc32, crc32_combine, crc32_rows
+from tests.support.examples import examples
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "format.md"
 H = 0x66E94BD4EF8A2C3B884CFA59CA342B2E
@@ -71,7 +72,7 @@ def cut_arrays(draw: st.DrawFn) -> tuple[np.ndarray[Any, Any], list[list[int]], 
     return array, edges, draw(st.lists(st.integers(1, 50), min_size=1, max_size=3))
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(cut_arrays())
 def test_the_parts_of_any_cutting_add_up_to_the_whole(
     drawn: tuple[np.ndarray[Any, Any], list[list[int]], list[int]],

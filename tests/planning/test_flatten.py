@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict as torch_flatten
@@ -19,6 +19,7 @@ from dcp.planners.flatten import flatten_state_dict, replace_element, set_elemen
 from dcp.planners.per_rank import PerRank
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import Path
+from tests.support.examples import examples
 
 TENSOR = torch.zeros(1)
 leaves: st.SearchStrategy[Any] = st.one_of(
@@ -57,7 +58,7 @@ def torch_result(state_dict: dict[Any, Any], *, legacy: bool) -> Any:
         _version._derived_version = None
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(state_dict=state_dicts, legacy=st.booleans())
 def test_keys_and_paths_are_those_of_torch(state_dict: dict[Any, Any], legacy: bool) -> None:
     """Same keys in the same order with the same values and paths, by today's rules and by those before

@@ -6,7 +6,7 @@ import itertools
 import math
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp.storage.geometry.boxes import Box, contiguous_position, range_boxes, split_box
@@ -21,6 +21,7 @@ from dcp.storage.geometry.strides import (
     is_c_ordered,
     ragged_c_strides,
 )
+from tests.support.examples import examples
 from tests.support.sharded import Boxes
 from tests.support.sharded import grid as grid_boxes
 
@@ -43,7 +44,7 @@ def elements(shape: tuple[int, ...], box: Box) -> list[int]:
     return np.arange(math.prod(shape)).reshape(shape)[box.slices].ravel().tolist()
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(case=shaped(2))
 def test_intersection_and_subtraction_share_the_elements_out(case: tuple[tuple[int, ...], list[Box]]) -> None:
     """What both have, and what one has without the other, are all of the one, each once."""
@@ -67,7 +68,7 @@ def test_a_box_is_the_same_from_anywhere(case: tuple[tuple[int, ...], list[Box]]
     assert Box.whole(shape).intersection(box) == (box if box.volume else None)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(case=shaped(1))
 def test_a_box_is_contiguous_where_its_elements_follow_one_another(
     case: tuple[tuple[int, ...], list[Box]],
@@ -81,7 +82,7 @@ def test_a_box_is_contiguous_where_its_elements_follow_one_another(
     assert contiguous_position(shape, box) == (places[0] if is_run else None)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(lengths=st.lists(st.integers(0, 6), max_size=4), limit=st.integers(1, 40))
 def test_split_boxes_are_runs_in_order(lengths: list[int], limit: int) -> None:
     """Parts of a box are contiguous, of at most the limit, and one after the other all of it."""
@@ -94,7 +95,7 @@ def test_split_boxes_are_runs_in_order(lengths: list[int], limit: int) -> None:
     assert position == math.prod(lengths)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     shape=st.lists(st.integers(1, 6), max_size=4), ends=st.tuples(st.integers(0, 1300), st.integers(0, 1300))
 )
@@ -149,7 +150,7 @@ def test_c_strides_are_those_of_torch(shape: list[int], itemsize: int) -> None:
     assert is_c_ordered(shape, c_strides(shape))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(data=st.data(), ndim=st.integers(0, 3))
 def test_many_boxes_are_contiguous_where_each_of_them_is(data: st.DataObject, ndim: int) -> None:
     """The arrays agree with the loop, and call nothing contiguous that is empty or reaches outside."""
@@ -168,7 +169,7 @@ def test_many_boxes_are_contiguous_where_each_of_them_is(data: st.DataObject, nd
         assert position in (None, first)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     shape=shapes,
     steps=st.lists(st.integers(1, 3), min_size=4, max_size=4),
@@ -212,7 +213,7 @@ def meet(a: BoxSet, i: int, b: BoxSet, j: int) -> bool:
     return bool(a.groups[i] == b.groups[j]) and bool((high > low).all())
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(data=st.data(), ndim=st.integers(0, 3), scale=st.sampled_from([1, 1 << 59]))
 def test_intersections_are_all_and_only_those_that_share_volume(
     data: st.DataObject, ndim: int, scale: int
@@ -227,7 +228,7 @@ def test_intersections_are_all_and_only_those_that_share_volume(
     assert found == [(i, j) for i, j in pairs if meet(a, i, b, j)]
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(data=st.data(), ndim=st.integers(0, 3))
 def test_overlaps_are_all_found_once(data: st.DataObject, ndim: int) -> None:
     """Every pair i < j of one group with common volume, once."""
@@ -250,7 +251,7 @@ def overlapping(draw: st.DrawFn) -> tuple[tuple[int, ...], Boxes]:
     return shape, draw(st.permutations(boxes))
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(case=overlapping())
 def test_overlapping_boxes_become_disjoint_ones(case: tuple[tuple[int, ...], Boxes]) -> None:
     """Each element is in one part only, which lies within its box, the first one that has the element."""

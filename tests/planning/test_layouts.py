@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -27,6 +27,7 @@ from dcp.planners.layout.local_tensor import local_tensor
 from dcp.planners.layout.placements import Split, boxes_of_runs, local_runs, local_shape
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
+from tests.support.examples import examples
 
 PLACEMENTS: list[Placement] = [
     Replicate(),
@@ -60,7 +61,7 @@ def splits(mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[
     ]
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(
     shape=st.tuples(st.integers(1, 12), st.integers(1, 12)),
     mesh=st.lists(st.integers(1, 4), min_size=1, max_size=3),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp.planners.layout.placements import LocalBox
@@ -18,6 +18,7 @@ from dcp.planners.wire.codec import (
 )
 from dcp.storage.errors import MissingKeyError, PlanError, ShapeMismatchError
 from dcp.storage.formats.index import CheckpointIndex
+from tests.support.examples import examples
 from tests.support.planning_simulation import (
     ITEM_BYTES,
     Array,
@@ -111,7 +112,7 @@ boxes_2d = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(extra=st.lists(boxes_2d, max_size=8), cut=st.integers(1, 5), order=st.randoms(use_true_random=False))
 def test_overlapping_chunks_are_read_once(
     extra: list[tuple[tuple[int, int], tuple[int, int]]], cut: int, order: object
@@ -139,7 +140,7 @@ def test_several_boxes_of_one_local_tensor_go_to_their_places() -> None:
     assert np.array_equal(dest, local)
 
 
-@settings(deadline=None, max_examples=80)
+@examples(80)
 @given(
     data=st.data(), shapes=tensor_shapes, lowest=st.booleans(), split=st.sampled_from([None, 8, 64, 1 << 20])
 )

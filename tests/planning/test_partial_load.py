@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import dcp
 from dcp.errors import MissingKeyError, PlanError, ShapeMismatchError
+from tests.support.examples import examples
 from tests.support.ranks import run_ranks
 
 KEYS = ["model", "model.w", "model.layers.0.w", "model.layers.10.bias", "models.w", "Model.w", "opt.lr"]
@@ -38,7 +39,7 @@ def chosen(patterns: list[str], key: str) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for name in above for pattern in patterns)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(only=st.none() | st.lists(PATTERNS, min_size=1, max_size=2), exclude=st.lists(PATTERNS, max_size=2))
 def test_patterns_select_what_they_match_and_all_below(
     stored: Path, only: list[str] | None, exclude: list[str]
@@ -142,7 +143,7 @@ def test_a_subclass_that_plans_otherwise_cannot_heed_the_options(stored: Path) -
     """Better an error than a whole load where a part was asked for."""
     for options in ({"only": "opt"}, {"per_rank": "keep"}, {"rename": {"a": "b"}}):
         with pytest.raises(PlanError, match="PlansAlone"):
-            planner = PlansAlone(**options)  # type: ignore[arg-type]
+            planner = PlansAlone(**options)
             dcp.load({"opt.lr": torch.zeros(1)}, checkpoint_id=stored, planner=planner, no_dist=True)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp.planners.columns import SaveColumns, SaveObjects
@@ -23,6 +23,7 @@ from dcp.storage.engine.write_tables import WriteColumns
 from dcp.storage.errors import ReplicaMismatchError
 from dcp.storage.formats.index import starts
 from dcp.storage.tensors import LocalMemory
+from tests.support.examples import examples
 from tests.support.planning_simulation import Held, save_columns, tensor_shapes, worlds
 
 Digests = npt.NDArray[np.uint64]
@@ -157,7 +158,7 @@ def assert_same_writes(saved: Saved, plan: GlobalSavePlan) -> None:
 
 
 @given(tensor_shapes.flatmap(worlds), st.integers(1, 200))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_hit_writes_what_a_fresh_plan_would(world: list[dict[str, Held]], split_bytes: int) -> None:
     """Any layout: when values change equally everywhere, the second save is a hit with the very same plan."""
     job = Job.of(len(world), split_bytes=split_bytes)
@@ -173,7 +174,7 @@ def test_a_hit_writes_what_a_fresh_plan_would(world: list[dict[str, Held]], spli
 
 
 @given(tensor_shapes.flatmap(worlds), st.data())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_hit_hides_no_mismatch_of_tensors(world: list[dict[str, Held]], data: st.DataObject) -> None:
     """After one element changed on one rank, there is a hit exactly where a full plan finds nothing wrong."""
     job, parts = Job.of(len(world)), held_parts(world)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -23,6 +23,7 @@ import dcp
 from dcp import PerRank
 from dcp.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex
+from tests.support.examples import examples
 from tests.support.ranks import run_ranks
 
 _COLUMNS = (
@@ -259,7 +260,7 @@ STATES = st.dictionaries(
 
 
 @given(st.lists(STATES, min_size=2, max_size=5), st.data())
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_no_history_changes_what_comes_out(states: list[dict[str, Any]], data: st.DataObject) -> None:
     """States in any order, some of them again: each gives what a writer gives that knows none before it."""
     with tempfile.TemporaryDirectory() as folder:

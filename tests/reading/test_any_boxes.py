@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import dcp
 from dcp.errors import CheckpointError
 from dcp.storage.stores import MemoryStore
+from tests.support.examples import examples
 from tests.support.reading_places import Place, boxed
 from tests.support.values import raw
 
@@ -72,7 +73,7 @@ def region(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...
     return tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(
     case=cases(),
     verify=st.sampled_from(["blocks", "full", "none"]),
@@ -103,7 +104,7 @@ def test_any_box_arrives_as_slicing_would_put_it(
     place.forget()
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(case=cases(), scatters=st.booleans())
 def test_any_box_of_a_stock_checkpoint_arrives(case: Any, scatters: bool, tmp_path_factory: Any) -> None:
     """Records whose strides only their own pickles tell, permuted ones among them."""
@@ -122,7 +123,7 @@ def test_any_box_of_a_stock_checkpoint_arrives(case: Any, scatters: bool, tmp_pa
     place.forget()
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(data=st.data())
 def test_views_in_files_of_torch_save_arrive(data: st.DataObject, tmp_path_factory: Any) -> None:
     """With gaps, expanded, overlapping: torch.save stores the storage, and the strides tell the elements."""

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp.storage.engine.reading.coalescing.clusters import PlacedRuns, split_off_clusters
@@ -18,6 +18,7 @@ from dcp.storage.engine.reading.coalescing.neighbours import coalesce, coalesce_
 from dcp.storage.engine.reading.fragments import Fragment, Fragments, within_blocks
 from dcp.storage.engine.reading.requests import ByteRuns
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
+from tests.support.examples import examples
 
 
 class Range(NamedTuple):
@@ -41,7 +42,7 @@ def ranges(draw: st.DrawFn, gaps: tuple[int, ...]) -> list[Range]:
     return sorted(found)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     several=ranges((0, 0, 3, 8, 9, 40, -5)), limit=st.integers(1, 100), below=st.none() | st.integers(1, 30)
 )
@@ -64,7 +65,7 @@ def test_groups_are_bounded_and_as_few_as_may_be(several: list[Range], limit: in
         assert not may_follow(group[-1], following[0]) or span_bytes([*group, following[0]]) > limit
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(several=ranges((0, 0, 3, 8, 9, 40)), limit=st.integers(1, 100), below=st.integers(1, 30))
 def test_columns_are_grouped_as_ranges_are(several: list[Range], limit: int, below: int) -> None:
     """Where no two share bytes."""
@@ -93,7 +94,7 @@ def placed_runs(draw: st.DrawFn) -> PlacedRuns:
     return PlacedRuns(files, offsets, ByteRuns(numbers, positions, sizes, numbers + 1))
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(placed=placed_runs(), limit_bytes=st.integers(16, 100))
 def test_every_run_is_in_one_cluster_or_alone(placed: PlacedRuns, limit_bytes: int) -> None:
     """Clusters are bounded, of one file, without wide gaps and overlaps; each run is somewhere, once."""
@@ -117,7 +118,7 @@ def test_every_run_is_in_one_cluster_or_alone(placed: PlacedRuns, limit_bytes: i
 MEMORY = memoryview(random.Random(1).randbytes(3 * BLOCK_BYTES))
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(
     size=st.integers(1, 3 * BLOCK_BYTES),
     cuts=st.sets(st.integers(0, 3 * BLOCK_BYTES), max_size=9),

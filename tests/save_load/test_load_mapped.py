@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
@@ -35,6 +35,7 @@ from dcp.errors import (
 )
 from dcp.storage.stores import PosixStore
 from tests.save_load.roads import TakesObjects
+from tests.support.examples import examples
 from tests.support.ranks import RankRaised, run_ranks
 from tests.support.recording import RecordingStore
 from tests.support.sharded import grid, save_sharded
@@ -220,13 +221,10 @@ def claimed(case: Case, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return local, wanted
 
 
-@pytest.mark.parametrize(
-    "examples", [12, pytest.param(600, marks=pytest.mark.exhaustive)], ids=["few", "many"]
-)
-def test_any_map_of_any_shards(examples: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_map_of_any_shards(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Every element of the boxes that a rank has is the one that the rule says, and no other is touched."""
 
-    @settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @examples(600, quick=12)
     @given(
         cases(),
         st.sampled_from([torch.float32, torch.float64]),

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import dcp
 from dcp.errors import CorruptCheckpointError, PlanError
+from tests.support.examples import examples
 
 
 @pytest.mark.parametrize("kind", ["requires grad", "inference"])
@@ -73,7 +74,7 @@ def test_casts_that_lose_more_than_digits_are_in_the_report(tmp_path: Path, veri
     assert report.lossy == {name: loss for name, (_, _, loss) in CASTS.items() if loss}
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(axes=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), min_size=1, max_size=4))
 def test_memory_that_elements_share_is_no_destination(
     tmp_path_factory: pytest.TempPathFactory, axes: list[tuple[int, int]]

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dcp.errors import StagingError
 from dcp.staging import DefaultStager, check_staged, sample_state
 from tests.staging.sources import TensorSpec, bits, make_tensors, tensor_specs
-
-FAST = settings(max_examples=40, deadline=None)
+from tests.support.examples import examples
 
 
 def copied(state: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -32,7 +31,7 @@ def patterns(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(kinds[tensor.itemsize])
 
 
-@FAST
+@examples(40)
 @given(specs=tensor_specs(), guard=st.sampled_from(["sampled", "full", "off"]), threads=st.integers(1, 3))
 def test_every_dtype_stride_and_tie_is_staged_bit_for_bit(
     specs: list[TensorSpec], guard: str, threads: int
@@ -50,7 +49,7 @@ def test_every_dtype_stride_and_tie_is_staged_bit_for_bit(
             assert copy.data_ptr() == staged[f"layer.{number - 1}"].data_ptr()
 
 
-@FAST
+@examples(40)
 @given(specs=tensor_specs(), data=st.data())
 def test_a_tensor_overwritten_between_sample_and_copy_is_found(
     specs: list[TensorSpec], data: st.DataObject
@@ -68,7 +67,7 @@ def test_a_tensor_overwritten_between_sample_and_copy_is_found(
     assert set(caught.value.fqns) == {*same_memory} >= {name}
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(count=st.integers(1, 5000), data=st.data())
 def test_full_sees_every_byte(count: int, data: st.DataObject) -> None:
     """With guard='full' any single change is found."""

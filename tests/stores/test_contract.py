@@ -13,13 +13,13 @@ from typing import Any
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from dcp.errors import CheckpointConflictError, CheckpointNotFoundError, StorageError
 from dcp.storage.stores import ANY, MemoryStore, PosixStore, Store, Version, open_store
 from dcp.storage.stores.contract import StoreContract
+from tests.support.examples import examples
 from tests.support.faulty_store import FaultInjectingStore
 from tests.support.s3 import RawS3, raw_s3
 
@@ -307,4 +307,4 @@ class MemoryAgainstDict(StoreAgainstDict):
 TestPosixAgainstDict = PosixAgainstDict.TestCase
 TestMemoryAgainstDict = MemoryAgainstDict.TestCase
 for case in (TestPosixAgainstDict, TestMemoryAgainstDict):
-    case.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+    case.settings = examples(25, steps=20)

@@ -27,9 +27,14 @@ def choose_profile(*, is_quick: bool) -> None:
     settings.load_profile("quick" if is_quick else "exhaustive")
 
 
-def examples(count: int, *, steps: int = 50) -> settings:
-    """``@examples(200)`` on a property, ``TestX.settings = examples(50, steps=30)`` for a state machine: that
-    many in `make test-all`, and three of ten in `make test`, though 15 where there are as many."""
+def examples(
+    count: int, *, quick: int | None = None, steps: int = 50, parent: settings | None = None
+) -> settings:
+    """``@examples(200)`` on a property, ``TestX.settings = examples(50, steps=30)`` for a state machine.
+
+    That many in `make test-all`; in `make test` ``quick``, or three of ten, but 15 where there are as many.
+    """
     if settings.get_current_profile_name() == "quick":
-        count = max(min(count, _FEW), count * _QUICK_EXAMPLES // _ALL_EXAMPLES)
-    return settings(max_examples=count, stateful_step_count=steps)
+        fewer = max(min(count, _FEW), count * _QUICK_EXAMPLES // _ALL_EXAMPLES)
+        count = fewer if quick is None else quick
+    return settings(parent, max_examples=count, stateful_step_count=steps)

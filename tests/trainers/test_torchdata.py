@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler, IterableDataset
 
 import dcp
 from dcp.errors import CheckpointError
 from dcp.integrations.torchdata import RescalableDataLoader, RescalableSampler
+from tests.support.examples import examples
 from tests.support.ranks import run_ranks
 from tests.support.torchrun import torchrun
 
@@ -73,7 +74,7 @@ def resumed(old: Sequence[Any], new: Sequence[Any]) -> None:
         loader.load_state_dict({"ranks": dcp.Rescale(value, states[0].rule)})
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     size=st.integers(0, 60),
     worlds=st.lists(WORLDS, min_size=2, max_size=5),
@@ -103,7 +104,7 @@ def test_each_sample_once_an_epoch(
     assert even or set(counts.values()) <= {1}
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     size=st.integers(1, 40),
     world_size=WORLDS,

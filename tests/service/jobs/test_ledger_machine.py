@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from sqlalchemy import delete, func, select
@@ -42,6 +41,7 @@ from dcp.server.jobs.ledger import (
     task_results,
 )
 from dcp.server.problems import ConflictError
+from tests.support.examples import examples
 
 pytestmark = pytest.mark.each_database  # their SQL differs
 
@@ -374,10 +374,10 @@ class LedgerMachine(RuleBasedStateMachine):
             assert self.job(one.job.id).state in ("failed", "cancelled")
 
 
-def run(database: Database, examples: int, steps: int) -> None:
+def run(database: Database, count: int, steps: int) -> None:
     """Try that many runs of that many steps."""
     make: Any = lambda: LedgerMachine(database)  # noqa: E731 - what makes a machine, which need not be its class
-    run_state_machine_as_test(make, settings=settings(max_examples=examples, stateful_step_count=steps))
+    run_state_machine_as_test(make, settings=examples(count, quick=count, steps=steps))
 
 
 def test_every_order_of_steps(database: Database) -> None:

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import dcp
@@ -30,6 +30,7 @@ from dcp.storage.formats.native.manifest import encode_manifest
 from dcp.storage.formats.opening.folder import open_index
 from dcp.storage.stores import PosixStore
 from tests.support.app import App, running_app
+from tests.support.examples import examples
 
 SECRET = b"nobody-outside-may-see-this-0123456789"
 
@@ -139,7 +140,7 @@ def test_keys_that_are_plain_names(key: str, tmp_path: Path) -> None:
     assert remote.url_of(key) == f"s3://bucket/prefix/{key}"
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     st.lists(
         st.sampled_from(["..", ".", "/", "\\", "%2e", "%2f", "%25", "a", ":", "~", "\0", "%00", " ", "é"]),
