@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -54,6 +56,11 @@ class GivenState:
         self._state_dict = state_dict
         self._given = frozenset(state_dict)
         self.unasked: tuple[str, ...] = ()
+
+    @staticmethod
+    def _is_asked(selection: Selection, key: str, value: Any) -> bool:
+        """True where ``value``, or an entry below it, may be selected: a tensor has none below it."""
+        return selection.reaches(key) or (isinstance(value, Tensor) and selection.selects(key))
 
     @property
     def made(self) -> frozenset[str]:
@@ -106,9 +113,9 @@ class LoadTargets(GivenState):
         self._keys: Sequence[Any] = keys
         self._made: frozenset[str] = frozenset()
         if self._selection is not None:
-            reaches = self._selection.reaches
-            self._keys = [key for key in keys if reaches(str(key))]
-            self.unasked = tuple(str(key) for key in keys if not reaches(str(key)))
+            asked = [self._is_asked(self._selection, str(key), state_dict[key]) for key in keys]
+            self._keys = list(compress(keys, asked))
+            self.unasked = tuple(str(key) for key, is_asked in zip(keys, asked, strict=True) if not is_asked)
         self._warn_of_copies()
         self._plain: dict[str, Any] = {}
         self._stateful: Collection[Any] = ()

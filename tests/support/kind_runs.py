@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,10 @@ class KindRuns:
 
         def act(connection: Any) -> None:
             if isinstance(answer, Exception):
-                ledger.fail(connection, made.held, error_of(answer), now)
+                error = error_of(answer)
+                if not KINDS[made.job.kind].waits:
+                    error = replace(error, is_environment=False)
+                ledger.fail(connection, made.held, error, now)
             elif made.phase == "plan":
                 ledger.complete_plan(connection, made.held, answer[1], answer[0], now)
             elif made.phase == "task":
