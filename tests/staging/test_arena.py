@@ -155,3 +155,34 @@ def test_a_full_memory_file_is_an_error_and_no_signal_later() -> None:
     arena.reserve(16 << 20)
     bytes_of(arena).fill_(6)
     arena.close()
+
+
+def test_an_arena_that_is_dropped_unclosed_is_given_back() -> None:
+    """Forgetting to close leaks neither memory nor a descriptor."""
+    gc.collect()
+    files, mapped = files_of_arenas(), mappings_of_arenas()
+    arena = HostArena("shared")
+    arena.reserve(1 << 20)
+    del arena
+    assert (files_of_arenas(), mappings_of_arenas()) == (files, mapped)
+
+
+def test_the_descriptor_is_closed_in_programs_that_are_executed() -> None:
+    """A subprocess of the training does not keep the memory."""
+    arena = HostArena("shared")
+    assert arena.fd is not None
+    assert not os.get_inheritable(arena.fd)
+    arena.close()
+    assert arena.fd is None
+
+
+def test_pinned_memory_is_for_accelerators() -> None:
+    """Page-locked where there is one; a typed error that says what to use instead where not."""
+    if torch.accelerator.is_available():
+        arena = HostArena("pinned")
+        arena.reserve(1 << 20)
+        assert bytes_of(arena).is_pinned()
+        arena.close()
+    else:
+        with pytest.raises(StagingError, match="private"):
+            HostArena("pinned")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -268,3 +269,43 @@ def test_a_state_that_does_not_fit_into_memory_is_refused_and_the_next_one_stage
         finished(stager.stage_local(collect({"w": small}), timeout_seconds=240)).local.sources[0].item() == 1
     )
     stager.close()
+
+
+def test_the_kind_of_memory_follows_the_writer() -> None:
+    """Shared for a writer process, private otherwise; a stager that changes keeps one arena only."""
+    stager = DefaultStager()
+    local = collect({"w": torch.ones(10)})
+    kinds = []
+    for shared in (False, True, False):
+        staged = finished(stager.stage_local(local, shared=shared))
+        kinds.append((staged.arena.kind, staged.arena.fd is not None))
+        staged.release()
+    assert kinds == [("private", False), ("shared", True), ("private", False)]
+    stager.close()
+    for_process = DefaultStager(process=True)
+    assert finished(for_process.stage_local(local)).arena.kind == "shared"
+    for_process.close()
+
+
+def test_an_empty_state_is_staged() -> None:
+    """No tensors, or only empty ones, are no special case."""
+    stager = DefaultStager()
+    for state in ({}, {"step": 3}, {"none": torch.empty(0, 5)}):
+        staged = finished(stager.stage_local(collect(state)))
+        assert [tuple(copy.shape) for copy in staged.local.sources] == [(0, 5)] * ("none" in state)
+        staged.release()
+    stager.close()
+
+
+def test_stagers_share_nothing() -> None:
+    """A held lock and a taken arena of one do not concern another."""
+    one, other = DefaultStager(), DefaultStager()
+    local = collect({"w": torch.ones(10)})
+    held = finished(one.stage_local(local))
+    begun = time.monotonic()
+    with one.lock():
+        staged = finished(other.stage_local(local, timeout_seconds=30))
+    assert time.monotonic() - begun < 30
+    assert staged.arena is not held.arena
+    one.close()
+    other.close()
