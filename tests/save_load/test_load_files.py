@@ -215,3 +215,18 @@ def test_files_that_are_replaced_one_by_one_are_noticed(
     report = dcp.load(wanted, checkpoint_id=tmp_path / "current", planner=planner(), rename=rename)
     assert report.attempts == 2
     assert module.state["b"].eq(1).all() and other.eq(1).all()
+
+
+def test_torchs_own_load_reads_the_file_through_our_reader(tmp_path: Path) -> None:
+    """The reader's other side: torch's planner gets metadata and bytes of values, as from a checkpoint."""
+    import torch.distributed.checkpoint as stock
+
+    base = torch.arange(12.0)
+    state = {
+        "t": base.view(3, 4).t(),
+        "n": {"lr": 0.5, "words": ["a", "b"], "e": base[:3, None].expand(3, 2)},
+    }
+    torch.save(state, tmp_path / "model.pt")
+    target = {"t": torch.zeros(4, 3), "n": {"lr": 0.0, "words": [], "e": torch.zeros(3, 2)}}
+    stock.load(target, storage_reader=dcp.FileSystemReader(tmp_path / "model.pt"), no_dist=True)
+    assert_same(target, state)

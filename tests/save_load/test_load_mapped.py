@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dcp
@@ -583,3 +583,61 @@ def test_an_optimizer_whose_names_the_rules_know(tmp_path: Path) -> None:
     dcp.load(found, checkpoint_id=tmp_path, map={"rules": rules, "sizes": FUSED["sizes"]}, no_dist=True)
     assert torch.equal(found["model"]["0.qk.weight"], wanted)
     assert torch.equal(found["optim"]["state"]["0.qk.weight"]["exp_avg"], wanted * 2)
+
+
+def load_by_config(rank: int, world_size: int, path: str) -> None:
+    """Where the sizes are in the configuration alone."""
+    state = {"layers.0.attention.qkv_linear.wq.weight": torch.zeros(8, 8)}
+    mesh = init_device_mesh("cpu", (world_size,))
+    sharded = {name: distribute_tensor(tensor, mesh, [Shard(1)]) for name, tensor in state.items()}
+    dcp.load(dict(sharded), checkpoint_id=path, map="llama:hf-to-titan")
+    (found,) = sharded.values()
+    wanted = numbered(8, 8).view(2, 2, 2, 8).transpose(1, 2).reshape(8, 8)
+    assert torch.equal(found.full_tensor(), wanted)
+
+
+def test_all_ranks_have_the_sizes_of_one_configuration(tmp_path: Path) -> None:
+    """That of the coordinator."""
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 2, "hidden_size": 8, "head_dim": 4}')
+    weights = {"model.layers.0.self_attn.q_proj.weight": numbered(8, 8)}
+    save_file(weights, tmp_path / "model.safetensors")
+    run_ranks(2, load_by_config, str(tmp_path))
+
+
+def load_rows(rank: int, world_size: int, path: str) -> tuple[int, int]:
+    """What a rank that holds a quarter of the columns of large matrices reads."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    state = {"both": distribute_tensor(torch.zeros(4096, 1024), mesh, [Shard(0)])}
+    weights = {
+        "rules": [
+            {
+                "from": {"a": "(groups head) width", "b": "(groups head2) width"},
+                "to": {"both": "(groups (head + head2)) width"},
+            }
+        ],
+        "sizes": {"groups": 4},
+    }
+    report = dcp.load(state, checkpoint_id=path, map=weights, verify="none")
+    a, b = (numbered(2048, 1024, first=at) for at in (0, 7))
+    rows = slice(512 * rank, 512 * rank + 512)
+    assert torch.equal(state["both"].to_local(), torch.cat([a[rows], b[rows]]))
+    return report.bytes_needed, report.bytes_read
+
+
+def test_a_rank_reads_only_what_it_needs(tmp_path: Path) -> None:
+    """Of its groups, and nothing of the others'."""
+    state = {name: numbered(2048, 1024, first=at) for name, at in (("a", 0), ("b", 7))}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    for needed, read in run_ranks(4, load_rows, str(tmp_path)):
+        assert needed == 4096 * 1024
+        assert read <= needed + (64 << 10)
+
+
+def test_lazily_conjugated_targets(tmp_path: Path) -> None:
+    """Copies heed that."""
+    whole = torch.complex(numbered(4, 6), numbered(4, 6, first=50))
+    dcp.save({"x": whole}, checkpoint_id=tmp_path, no_dist=True)
+    weights = {"rules": [{"from": {"x": "a b"}, "to": {"y": "b a"}}]}
+    memory = torch.zeros(6, 4, dtype=torch.complex64)
+    dcp.load({"y": memory.conj()}, checkpoint_id=tmp_path, map=weights, no_dist=True)
+    assert torch.equal(memory.conj(), whole.T)

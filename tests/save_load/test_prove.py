@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dcp
+from dcp import Proof
 from dcp.errors import PlanError
 from tests.support.ranks import run_ranks
 
@@ -322,3 +323,15 @@ def test_bytes_are_proved_and_not_numbers(tmp_path: Path, has_digests: bool) -> 
     state["values"]["zero"] = 0.0
     (found,) = dcp.prove(state, tmp_path).findings
     assert (found.kind, found.fqn) == ("value", "values.zero")
+
+
+@pytest.mark.exhaustive
+def test_a_loader_that_went_on_and_other_names_differ(tmp_path: Path) -> None:
+    """A batch more on one rank; a parameter under another name is missing here, unexpected there."""
+    (proof, *_) = map(Proof.of_json, run_ranks(3, damage_and_prove, str(tmp_path / "one"), "loader"))
+    assert proof.findings and all(found.fqn.startswith("loader.rank-2") for found in proof.findings)
+    (proof, *_) = map(Proof.of_json, run_ranks(3, damage_and_prove, str(tmp_path / "two"), "names"))
+    assert [(found.kind, found.fqn) for found in proof.findings] == [
+        ("missing", "model.up.bias"),
+        ("unexpected", "model.other"),
+    ]
