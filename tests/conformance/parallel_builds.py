@@ -35,6 +35,7 @@ __all__ = [
     "fsdp2_tensor_parallel",
     "fused_of_rank",
     "gate_up_by_hand",
+    "gate_up_fsdp2",
     "pipeline",
     "tensor_parallel",
     "tied",
@@ -242,6 +243,13 @@ def gate_up_by_hand(rank: int, world: int) -> Built:
     """Tensor parallelism of plain tensors: each rank has its rows of the gate, and below them of the up
     projection."""
     return nn.ParameterDict({"gate_up": torch.zeros(_FUSED[0] // world, _FUSED[1])}), None
+
+
+def gate_up_fsdp2(rank: int, world: int) -> Built:
+    """The same whole, in rows by `fully_shard`."""
+    model = nn.ParameterDict({"gate_up": torch.zeros(_FUSED)})
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    return model, None
 
 
 def fused_of_rank(name: str, tensor: torch.Tensor, rank: int, world: int) -> Whole:

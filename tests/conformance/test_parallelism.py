@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
+from torch import nn
 
 import dcp
 from dcp.errors import OptionError
@@ -101,6 +102,27 @@ def test_adapters_of_rank_0_alone(build: Any) -> None:
     assert (lost.kind, lost.places, lost.count, lost.total) == ("lost", "[2:4]", 20, 40)
 
 
+def quantized(rank: int, world: int) -> builds.Built:
+    """Two layers, of which one has float8 weights."""
+    from torchao.quantization import Float8WeightOnlyConfig, quantize_
+
+    model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
+    quantize_(model[0], Float8WeightOnlyConfig())
+    return model.requires_grad_(False), None
+
+
+@pytest.mark.exhaustive
+def test_a_quantized_tensor_staged_by_its_shell() -> None:
+    """TransformerEngine#2721: the checkpoint has memory that nobody has written."""
+    report = tried(quantized, faulty.save_staged, faulty.load_staged, worlds=(1,))
+    assert {(found.kind, found.name) for found in report.findings} == {
+        ("garbage", "0.weight.qdata"),
+        ("garbage", "0.weight.scale"),
+    }
+    assert "nan" in str(report)
+    assert tried(quantized, worlds=(1,)).ok
+
+
 def test_shards_in_the_order_of_the_mesh() -> None:
     """pytorch#129206: strided shards are put together as plain ones; each element is there, elsewhere."""
     report = tried(
@@ -137,6 +159,26 @@ def test_fused_projections_put_together_by_rank() -> None:
     (found,) = told(report, 2, 1)
     assert (found.kind, found.name, found.places) == ("shuffled", "gate_up", "[6:18]")
     assert found.from_places == "[12:18, 6:12]"
+
+
+def test_rows_of_fsdp2_that_are_swizzled_as_if_by_tensor_parallelism() -> None:
+    """Megatron-LM#2769: each rank of FSDP2 has rows of gate and up projection that are another's; the
+    checkpoint is right, and one rank loads it."""
+    report = tried(builds.gate_up_fsdp2, dcp.save, faulty.load_swizzled, worlds=(1, 2))
+    assert not told(report, 1, 1)
+    assert [(one.kind, one.name, one.rank, one.places, one.from_places) for one in told(report, 1, 2)] == [
+        ("shuffled", "gate_up", 0, "[6:12]", "[12:18]"),
+        ("shuffled", "gate_up", 1, "[12:18]", "[6:12]"),
+    ]
+
+
+@pytest.mark.exhaustive
+def test_weights_of_which_one_file_is_there() -> None:
+    """verl#4338: the file of the last tensors is in the place of the one before, and no name is asked for."""
+    report = tried(builds.ddp, faulty.save_files_of_one_name, faulty.load_what_is_there, worlds=(1,))
+    lost = {found.name for found in report.findings if found.part == "model"}
+    assert lost == {"seen", "mask", "first.weight", "first.bias"}, report
+    assert {found.kind for found in report.findings} == {"lost"}
 
 
 def test_flat_parameters_of_which_each_rank_saves_its_own() -> None:
@@ -234,9 +276,12 @@ def raise_on_the_last(rank: int, world: int) -> builds.Built:
     return builds.ddp(rank, world)
 
 
-def test_a_rank_that_dies_in_a_save() -> None:
+@pytest.mark.parametrize(
+    "save", [faulty.save_and_die, pytest.param(faulty.save_and_leave_a_child, marks=pytest.mark.exhaustive)]
+)
+def test_a_rank_that_dies_in_a_save(save: Any) -> None:
     """It is named with its exit code, and the one that waits for it is ended."""
-    report = tried(builds.ddp, faulty.save_and_die, dcp.load, worlds=(2, 1))
+    report = tried(builds.ddp, save, dcp.load, worlds=(2, 1))
     assert [(found.kind, found.rank) for found in report.findings] == [("failed", 0), ("failed", 1)]
     assert "exit code -9" in report.findings[1].found
 
