@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks.service import catalog, download, scan, start
+from benchmarks.service.download import measure
 from tests.support.crashes import wait_for_end
 
 ROOT = Path(__file__).parents[2]
@@ -108,3 +109,17 @@ def test_the_start_of_the_service_is_measured(tmp_path: Path) -> None:
     found = start.measure(1, 2, tmp_path)
     assert found["processor_seconds"] > 0 and 0 < found["first_answer_seconds"] < 120
     assert 10 < found["idle_mebibytes"] <= found["used_mebibytes"] + 5
+
+
+@pytest.mark.exhaustive
+def test_downloads_are_measured_in_constant_memory(tmp_path: Path) -> None:
+    """Every contender has its speed, and the server holds a few parts of what it sends, not the whole."""
+    found = measure(0.4, 1, tmp_path)
+    assert {result["contender"] for result in found["results"]} == {
+        "made, safetensors",
+        "made, torch",
+        "file",
+        "bare sendfile",
+    }
+    assert all(result["megabytes_per_second"] > 0 for result in found["results"])
+    assert found["peak_mebibytes"] - found["idle_mebibytes"] < 100 < found["gigabytes"] * 1000 / 2

@@ -1,4 +1,4 @@
-"""The demo, end to end, with fewer steps: what it prints is what happened."""
+"""The demo, end to end, with fewer steps. Internal: its checks are tried on nothing."""
 
 from __future__ import annotations
 

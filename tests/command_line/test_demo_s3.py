@@ -1,4 +1,4 @@
-"""The demo on an S3 server: its parts in the normal run, the whole story in the exhaustive one."""
+"""The demo on an S3 server. Internal: its parts are tried one by one."""
 
 from __future__ import annotations
 

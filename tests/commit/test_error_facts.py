@@ -1,4 +1,4 @@
-"""What errors carry is declared: whoever handles one finds its facts by name, with a type."""
+"""Facts that errors carry are declared. Internal: what ranks send of them is pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every way in which stock torch can be told to save, and every way to call save and load."""
+"""Every way to save and load of stock torch. Internal: the table of dtypes is pure."""
 
 from __future__ import annotations
 

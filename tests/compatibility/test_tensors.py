@@ -1,4 +1,4 @@
-"""Tensors of every dtype and memory layout, between this package and stock torch, and what autograd knows."""
+"""Tensors of every dtype and layout, with stock torch. Internal: the table of dtypes is pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Python of the README and of the pages that show how to use it runs as it stands.
+"""The Python of README and pages runs as it stands. Internal: the demo's place stands in for a bucket.
 
 But for what needs the service, which tests/service/operations/test_pages_of_service.py starts.
 """

@@ -10,6 +10,7 @@ import pytest
 
 from dcp.storage import torch_compat
 from dcp.storage.torch_compat import UntestedTorchWarning, warn_if_untested
+from tests.support import torch_matrix
 from tests.support.programs import run_program
 
 ROOT = Path(__file__).parents[2]
@@ -89,6 +90,11 @@ def test_the_tested_versions_are_those_that_can_be_installed() -> None:
     oldest, newest = torch_compat.TESTED
     allowed = f"torch>={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}"
     assert f'torch = ["{allowed}"]' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_the_matrix_knows_the_versions_that_were_tested() -> None:
+    """It has them by itself, since it runs where this package cannot be imported."""
+    assert torch_matrix.OURS == torch_compat.TESTED
 
 
 @pytest.mark.parametrize("version", ["2.16.0", "2.16.0a0+git1234", "3.0.0", "2.9.1+cu128"])
