@@ -529,3 +529,30 @@ def test_files_of_all_tokenizers_are_copied(template: Path, checkpoint: Path, tm
         (folder / name).write_text("{}")
     dcp.convert(checkpoint, tmp_path / "hf", **_OF_MODEL, hf=folder)
     assert found <= _names(tmp_path / "hf")
+
+
+def test_a_processor_of_several_parts(template: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """A feature extractor, further chat templates, and tokenizers in folders of their own: what
+    `from_pretrained` makes of each is as of the template."""
+    import transformers
+
+    library: Any = transformers
+    folder = tmp_path / "template"
+    shutil.copytree(template, folder)
+    tokenizer = _tokenizer()
+    tokenizer.chat_template = {"default": "plain", "tool_use": "tools"}
+    tokenizer.save_pretrained(folder)
+    library.Wav2Vec2FeatureExtractor(sampling_rate=8000, padding_value=0.5).save_pretrained(folder)
+    library.RagTokenizer(_tokenizer(), _tokenizer()).save_pretrained(folder)
+    opened = library.AutoTokenizer.from_pretrained
+    dcp.convert(checkpoint, tmp_path / "hf", **_OF_MODEL, hf=folder)
+    found, expected = (
+        [
+            opened(place).chat_template,
+            opened(place, subfolder="question_encoder_tokenizer")(_TEXT)["input_ids"],
+            opened(place, subfolder="generator_tokenizer").chat_template,
+            library.AutoFeatureExtractor.from_pretrained(place).to_dict(),
+        ]
+        for place in (tmp_path / "hf", folder)
+    )
+    assert found == expected and found[0] == tokenizer.chat_template

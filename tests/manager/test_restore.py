@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from dcp.errors import (
     ShapeMismatchError,
     StorageError,
     UnsafeObjectError,
+    UnsupportedFormatError,
 )
 from tests.support.manager_runs import (
     MODES,
@@ -342,6 +344,18 @@ def test_what_is_refused_for_safety_is_no_damage(tmp_path: Path) -> None:
     with pytest.raises(UnsafeObjectError):
         resume(tmp_path, state)
     assert resume(tmp_path, state, weights_only=False) is not None and isinstance(state["o"], Opaque)
+
+
+def test_a_manifest_of_a_newer_version_is_no_damage(tmp_path: Path) -> None:
+    """An error asks for a newer dcp, no older step is taken, and nothing is noted."""
+    save_steps(tmp_path, 1, 2)
+    manifest = folder_of(tmp_path, 2) / MANIFEST
+    changed = manifest.read_bytes()[:-4].replace(b"\xa7version\x92\x01", b"\xa7version\x92\x09", 1)
+    manifest.write_bytes(changed + zlib.crc32(changed).to_bytes(4, "big"))
+    seen = Recorder()
+    with pytest.raises(UnsupportedFormatError):
+        resume(tmp_path, version_state(0), seen=seen)
+    assert seen.kinds("damaged", "skipped_damaged") == []
 
 
 @pytest.mark.parametrize("op", ["read", "preadv"])

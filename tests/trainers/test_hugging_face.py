@@ -1,6 +1,7 @@
 """Trainer and Accelerate, the real ones: killed in a save, resumed, compared with runs that were not."""
 
 import shutil
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -541,3 +542,110 @@ def test_what_one_rank_cannot_give_fails_all(tmp_path: Path) -> None:
     told = [*(first[number] for number in (0, 2, 3, 5)), second[6]]
     assert ["no state here" in text for text in told] == [True] * 5
     assert ["rank 1" in text for text in told] == [True] * 4 + [False] and "rank 0" in told[4]
+
+
+class Unused(torch.nn.Module):
+    """With batch norms, a layer that nothing goes through, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used = torch.nn.Sequential(
+            torch.nn.Linear(12, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
+        )
+        self.unused = torch.nn.Linear(3, 3)
+        self.frozen = torch.nn.Linear(3, 3).requires_grad_(False)
+
+    def forward(self, input_ids: Any, labels: Any) -> Any:
+        """A loss."""
+        return {"loss": (self.used(input_ids.float() / 64) - 1).square().mean()}
+
+
+@dataclass(frozen=True)
+class UnusedRun:
+    """``run(rank, world_size)`` trains it by the Trainer, with another optimizer."""
+
+    folder: str
+    optim: str
+    resume: bool = False
+
+    def run(self, rank: int = 0, world_size: int = 1) -> Any:
+        """All losses."""
+        from transformers import TrainingArguments
+
+        from dcp.integrations.huggingface import DcpTrainer
+        from tests.support.trainer_runs import Sentences, fsdp_on_cpu
+
+        with fsdp_on_cpu(False):
+            arguments = TrainingArguments(
+                self.folder,
+                save_steps=2,
+                max_steps=4,
+                optim=self.optim,
+                logging_steps=1,
+                per_device_train_batch_size=4,
+                gradient_accumulation_steps=2,
+                report_to="none",
+                disable_tqdm=True,
+                use_cpu=True,
+                ddp_find_unused_parameters=True,
+                lr_scheduler_type="constant_with_warmup",
+            )
+            trainer = DcpTrainer(Unused(), arguments, train_dataset=Sentences())
+            trainer.train(resume_from_checkpoint=self.resume)
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def run_unused(root: str, optim: str) -> list[Any]:
+    """In the laboratory: two ranks to the end, and again from the second step on."""
+    (whole,) = run_groups([Group(2, UnusedRun(root, optim).run)])
+    shutil.rmtree(f"{root}/checkpoint-4")
+    (again,) = run_groups([Group(2, UnusedRun(root, optim, resume=True).run)])
+    return [ran(ending) for ending in (*whole, *again)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adafactor", "sgd", "adagrad"])
+def test_models_of_all_kinds_go_on(tmp_path: Path, optim: str) -> None:
+    """With parameters that are never used and batch norms whose means differ by rank, with optimizers with
+    and without state, with accumulation: each loss is that of the first run."""
+    whole, other, *again = in_lab(run_unused, str(tmp_path), optim)
+    assert again == [whole, other]
+
+
+def numbered_epochs(root: str) -> list[list[float]]:
+    """By a loop that numbers its epochs, saves at the last batch of one, and is made anew: what each epoch of
+    the two runs has seen."""
+    import torch
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+
+    import dcp.integrations.accelerate
+
+    seen: list[list[float]] = []
+    for start in (0, 1):
+        loading = DataLoaderConfiguration(
+            use_stateful_dataloader=True, use_seedable_sampler=True, data_seed=0
+        )
+        accelerator = Accelerator(cpu=True, dataloader_config=loading)
+        dcp.integrations.accelerate.use(accelerator, mode="sync")
+        data: Any = torch.arange(8.0)
+        loader: Any = accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=2, shuffle=True))
+        if start:
+            accelerator.load_state(f"{root}/saved")
+        for epoch in range(start, 3):  # the loop's own number is that of the epoch whose last batch was saved
+            loader.set_epoch(epoch)
+            seen.append([])
+            for batch in loader:
+                seen[-1] += batch.tolist()
+                if (start, epoch) == (0, 1) and len(seen[-1]) == 8:
+                    accelerator.save_state(f"{root}/saved")
+    return seen
+
+
+@pytest.mark.exhaustive
+def test_an_epoch_whose_last_batch_was_saved_is_not_seen_again(tmp_path: Path) -> None:
+    """A loop that begins it again finds nothing left of it, and then the next one as ever."""
+    zero, one, two, rest, again = in_lab(numbered_epochs, str(tmp_path))
+    assert len({tuple(zero), tuple(one), tuple(two)}) == 3 and sorted(two) == list(range(8))
+    assert (rest, again) == ([], two)
