@@ -88,8 +88,8 @@ class Requires:
     all_roots: bool = False
 
     async def __call__(self, caller: Caller, request: Request) -> None:
-        """Raises `ForbiddenError`, and `UnprocessableError` for a query that says something twice."""
-        _check_once(request)
+        """Raises `ForbiddenError`, and `UnprocessableError` for a query that says something twice, or unknown."""
+        _check_query(request)
         if not caller.may(self.scope):
             raise ForbiddenError(f"this needs a key with the scope {self.scope!r}", scope=self.scope)
         if self.all_roots and caller.roots is not None:
@@ -101,33 +101,38 @@ class Public:
     """The dependency behind `public`."""
 
     async def __call__(self, request: Request) -> None:
-        """Everybody may. Raises `UnprocessableError` for a query that says something twice."""
-        _check_once(request)
+        """Everybody may. Raises `UnprocessableError` for a query that says something twice, or unknown."""
+        _check_query(request)
 
 
-def _check_once(request: Request) -> None:
-    """Of a parameter that is no list, one value would count, and nobody says which."""
+def _check_query(request: Request) -> None:
+    """Of a parameter that is no list, one value would count, and nobody says which; one that the API does not
+    know would count for nothing. Pages see to theirs."""
     counts = Counter(name for name, _ in request.query_params.multi_items())
-    several = [name for name, count in counts.items() if count > 1]
-    if several:
-        lists = _lists_of(request.scope["route"])
-        wrong = [name for name in several if name not in lists]
-        if wrong:
-            found = [{"location": ["query", name], "message": "given more than once"} for name in wrong[:20]]
-            raise UnprocessableError(f"query.{wrong[0]}: given more than once"[:500], errors=found)
+    if not counts:
+        return
+    is_list = _parameters_of(request.scope["route"])
+    is_api = request.url.path.startswith("/api/")
+    wrong = {name: "there is no such parameter" for name in counts if is_api and name not in is_list}
+    several = (name for name, count in counts.items() if count > 1 and not is_list.get(name))
+    wrong = dict.fromkeys(several, "given more than once") | wrong
+    if wrong:
+        found = [{"location": ["query", name], "message": why} for name, why in list(wrong.items())[:20]]
+        name, why = next(iter(wrong.items()))
+        raise UnprocessableError(f"query.{name}: {why}"[:500], errors=found)
 
 
-def _lists_of(route: APIRoute) -> frozenset[str]:
-    """The query parameters of a route that may be given several times."""
-    found: set[str] = set()
+def _parameters_of(route: APIRoute) -> dict[str, bool]:
+    """The query parameters of a route, and which of them may be given several times."""
+    found: dict[str, bool] = {}
     for field in _query_fields(route.dependant):
         model = field.field_info.annotation
         if isinstance(model, type) and issubclass(model, BaseModel):
             fields = model.model_fields.items()
-            found |= {own.alias or name for name, own in fields if _is_list(own.annotation)}
-        elif _is_list(model):
-            found.add(field.alias)
-    return frozenset(found)
+            found |= {own.alias or name: _is_list(own.annotation) for name, own in fields}
+        else:
+            found[field.alias] = _is_list(model)
+    return found
 
 
 def _query_fields(dependant: Dependant) -> Iterator[Any]:

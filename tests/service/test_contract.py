@@ -155,6 +155,19 @@ def test_lists_come_in_pages_once_each(catalog: Catalog, resource: Resource) -> 
         assert catalog.status("GET", f"{resource.path}?{query}") == 422, query
 
 
+def test_no_route_ignores_a_parameter_that_it_does_not_know(catalog: Catalog) -> None:
+    """All that the description of the API lists is 422 with the name of the parameter, before anything else."""
+    described = catalog.app.client().get("/openapi.json").json()["paths"]
+    routes = [(method, path) for path, methods in described.items() for method in methods if API in path]
+    assert len(routes) > 60
+    for method, path in routes:
+        answer = catalog.http.request(method, f"{re.sub('{.*?}', '1', path)}?unknown=1")
+        assert answer.status_code == 422, (method, path, answer.text)
+        assert {"location": ["query", "unknown"], "message": "there is no such parameter"} in answer.json()[
+            "errors"
+        ], (method, path)
+
+
 JOBS: list[tuple[Any, int]] = [
     ({"kind": "verify", "params": {"checkpoint_id": 10**6}}, 404),
     ({"kind": "verify", "params": {"checkpoint_id": "one"}}, 422),

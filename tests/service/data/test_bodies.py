@@ -1,4 +1,7 @@
-"""Bodies: whole files made while they are read, any range of them, tensors and slices, and damage."""
+"""Bodies. Internal: damage between two reads is reached by no request.
+
+Moves to HTTP when the service is rebuilt.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,6 @@ import torch
 from safetensors.torch import load as load_safetensors
 
 import dcp
-from dcp.demo.s3_server import S3Server
 from dcp.inspection.values.elements import Array
 from dcp.server.data.downloads import DownloadOptions, download_etag, download_name, plan_download
 from dcp.server.data.opening import OpenCheckpoint, OpenCheckpoints
@@ -29,6 +31,7 @@ from dcp.server.settings import RootSettings
 from dcp.storage.errors import CorruptCheckpointError, PlanError
 from tests.support.conversion import many_kinds, sharded_tensors, training_state
 from tests.support.processes import open_files
+from tests.support.s3 import S3Server
 from tests.support.sharded import grid, save_sharded
 from tests.support.values import raw
 

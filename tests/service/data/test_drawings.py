@@ -1,4 +1,7 @@
-"""What is drawn of a checkpoint: phases, the map of shards, cells and statistics of a tensor."""
+"""What is drawn of a checkpoint. Internal: block sizes far below those of real checkpoints.
+
+Moves to HTTP when the service is rebuilt.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Verifications and statistics of a checkpoint over HTTP: what is kept, and the jobs that find it out."""
+"""Verifications and statistics over HTTP. Internal: those of replaced contents are rows of SQL.
+
+Moves to HTTP when the service is rebuilt.
+"""
 
 from __future__ import annotations
 

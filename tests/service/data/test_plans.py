@@ -1,4 +1,7 @@
-"""Plans of downloads: what they cost, who shares them, and when they are given up."""
+"""Plans of downloads. Internal: plans are counted, and given up in between.
+
+Moves to HTTP when the service is rebuilt.
+"""
 
 from __future__ import annotations
 

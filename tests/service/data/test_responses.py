@@ -1,4 +1,7 @@
-"""Answers with bodies over a real socket: ranges, broken sources, clients that leave or stall, places."""
+"""Answers with bodies over a real socket. Internal: sources that break in the middle of an answer.
+
+Moves to HTTP when the service is rebuilt.
+"""
 
 from __future__ import annotations
 

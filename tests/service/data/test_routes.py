@@ -1,4 +1,7 @@
-"""Data over HTTP, through the whole application: what is asked for, by whom, and in which state it is."""
+"""Data over HTTP. Internal: states of rows that no request can bring about quickly.
+
+Moves to HTTP when the service is rebuilt.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,6 @@ from fastapi.testclient import TestClient
 from safetensors.torch import load as load_safetensors
 
 import dcp
-from dcp.demo.s3_server import S3Server
 from dcp.server.catalog.checkpoints import set_state
 from dcp.server.data.sending import responses
 from dcp.server.scanning.registering import Registration, register
@@ -26,6 +28,7 @@ from dcp.server.security.keys import list_keys, revoke_key
 from tests.support.app import App, running_app
 from tests.support.asgi_server import served
 from tests.support.databases import MakeDatabase
+from tests.support.s3 import S3Server
 from tests.support.sharded import grid, save_sharded
 
 STATE: dict[str, Any] = {

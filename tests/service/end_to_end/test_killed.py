@@ -10,12 +10,11 @@ import torch
 from safetensors.torch import load as load_safetensors
 
 import dcp
-from dcp.demo.s3_server import S3Server
 from tests.support.catalog_api import CatalogApi
 from tests.support.databases import MakeDatabase
 from tests.support.fault_plan import HANG
 from tests.support.fault_proxy import FaultProxy
-from tests.support.s3 import raw_s3
+from tests.support.s3 import S3Server, raw_s3
 from tests.support.service import Service, wait_until
 
 SAVED = "run/step-00000007"

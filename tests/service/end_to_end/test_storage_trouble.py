@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import dcp
-from dcp.demo.s3_server import S3Server
 from tests.support.catalog_api import CatalogApi
+from tests.support.s3 import S3Server
 from tests.support.service import Service, wait_until
 from tests.support.tcp_switch import TcpSwitch
 

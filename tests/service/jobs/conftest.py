@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import dcp
-from dcp.demo.s3_server import S3Server
 from tests.support.databases import MakeDatabase
 from tests.support.job_site import JobSite, running_jobs
+from tests.support.s3 import S3Server
 
 STATE: dict[str, Any] = {
     "weight": torch.arange(600.0).reshape(20, 30),

@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 import dcp
-from dcp.demo.s3_server import S3Server
 from tests.support.job_site import JobSite, RefusedError, flip_bit
-from tests.support.s3 import raw_s3
+from tests.support.s3 import S3Server, raw_s3
 
 
 def given(site: JobSite, **changes: Any) -> dict[str, Any]:

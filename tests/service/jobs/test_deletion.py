@@ -10,11 +10,10 @@ import pytest
 import torch
 
 import dcp
-from dcp.demo.s3_server import S3Server
 from tests.support.catalog_roots import age
 from tests.support.databases import MakeDatabase
 from tests.support.job_site import JobSite, RefusedError, running_jobs
-from tests.support.s3 import raw_s3
+from tests.support.s3 import S3Server, raw_s3
 from tests.support.with_optimizer import parts_there, save_apart, save_mixed, save_stock, stock_sees
 
 _STATE = {"weight": torch.arange(600.0), "bias": torch.ones(70), "step": 5}

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import dcp
-from dcp.demo.s3_server import S3Server
 from tests.support.catalog_roots import age
 from tests.support.databases import MakeDatabase
 from tests.support.job_site import JobSite, RefusedError, flip_bit, running_jobs
+from tests.support.s3 import S3Server
 
 
 def state(step: int) -> dict[str, object]:

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 
 import dcp
-from dcp.demo.s3_server import S3Server
 from tests.support.catalog_rows import add_checkpoint
 from tests.support.databases import MakeDatabase
 from tests.support.job_site import JobSite, RefusedError, running_jobs
+from tests.support.s3 import S3Server
 
 _SHAPE = (20, 30)
 _EMA: dict[str, Any] = {"to": "dcp", "target_root": "main", "only": ["weight"], "decay": 0.5}

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load as load_safetensors
 
 import dcp
-from dcp.demo.s3_server import S3Server
 from tests.support.databases import MakeDatabase
 from tests.support.forking import forkserver_context
 from tests.support.full_disk_worker import serve as serve_full
@@ -39,7 +38,7 @@ from tests.support.job_workers import (
     working,
 )
 from tests.support.processes import lives, parent_of
-from tests.support.s3 import raw_s3
+from tests.support.s3 import S3Server, raw_s3
 from tests.support.small_parts_worker import serve as serve_small
 
 

@@ -1,4 +1,7 @@
-"""docs/api.md: every route with its scope, parameters and kinds that there are, examples that run."""
+"""docs/api.md. Internal: the page is compared with what the code declares.
+
+Moves to HTTP when the service is rebuilt.
+"""
 
 from __future__ import annotations
 

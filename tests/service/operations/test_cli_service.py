@@ -1,4 +1,7 @@
-"""Tests of `dcp keys` and `dcp db`, and of what `dcp serve` refuses, in this process."""
+"""Tests of `dcp keys` and `dcp db`. Internal: what commands wrote is read from the database.
+
+Moves to HTTP when the service is rebuilt.
+"""
 
 from __future__ import annotations
 

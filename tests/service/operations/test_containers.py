@@ -1,4 +1,7 @@
-"""What `deploy/` offers for containers fits the service: files, commands, settings, health."""
+"""What `deploy/` has for containers fits. Internal: compared with the settings that are declared.
+
+Moves to HTTP when the service is rebuilt.
+"""
 
 from __future__ import annotations
 

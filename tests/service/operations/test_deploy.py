@@ -1,4 +1,7 @@
-"""What `deploy/` offers fits the service: metrics and labels, settings and commands that there are."""
+"""What `deploy/` offers fits. Internal: compared with the settings and metrics that are declared.
+
+Moves to HTTP when the service is rebuilt.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Jobs over HTTP: submitting, listing, watching, cancelling, retrying, and who may."""
+"""Jobs over HTTP. Internal: steps of jobs between two polls are written straight into the ledger.
+
+Moves to HTTP when the service is rebuilt.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tests of logs: their forms, and what they do not show."""
+"""Tests of logs. Internal: records of any form go through the very processors.
+
+Moves to HTTP when the service is rebuilt.
+"""
 
 from __future__ import annotations
 

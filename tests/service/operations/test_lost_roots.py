@@ -1,4 +1,7 @@
-"""A root that is not there, or not the one that it was: said at once, and nothing follows from it."""
+"""A root that is not there. Internal: a deletion between two looks at a root is reached by no request.
+
+Moves to HTTP when the service is rebuilt.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Metrics: what is counted, what is read from the database, who may see them, with one process and two."""
+"""Metrics. Internal: state of the queue is written straight into tables.
+
+Moves to HTTP when the service is rebuilt.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A POST with an Idempotency-Key takes effect once, wherever the process that does it dies."""
+"""A POST with an Idempotency-Key takes effect once. Internal: answers of dead processes are rows.
+
+Moves to HTTP when the service is rebuilt.
+"""
 
 from __future__ import annotations
 

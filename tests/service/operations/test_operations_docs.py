@@ -1,4 +1,7 @@
-"""docs/operations.md says what there is: every setting with its default, every metric, commands."""
+"""docs/operations.md says what there is. Internal: the page is compared with what the code declares.
+
+Moves to HTTP when the service is rebuilt.
+"""
 
 from __future__ import annotations
 

@@ -128,7 +128,8 @@ def test_a_root_that_is_only_read_loses_nothing(make_database: MakeDatabase, tmp
         answer = catalog.http.delete(f"{API}/checkpoints/{numbers[1]}")
         assert answer.status_code == 403 and "read-only" in answer.json()["detail"]
         body: dict[str, Any] = {"name": "p", "root": "main", "run_glob": "*", "keep": {"last": 1}}
-        catalog.http.post(f"{API}{POLICIES}", json=body)
+        made = catalog.http.post(f"{API}{POLICIES}", json=body)
+        assert made.status_code == 403 and "read-only" in made.json()["detail"], made.text
         catalog.regular_work()
         catalog.work()
         assert set(catalog.states().values()) == {"committed"}

@@ -1,4 +1,7 @@
-"""Roots: what a key may be, how roots are opened and walked, and what errors of storage become."""
+"""Roots. Internal: errors of storage that no real one gives on demand.
+
+Moves to HTTP when the service is rebuilt.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ import pytest
 import torch
 
 import dcp
-from dcp.demo.s3_server import S3Server
 from dcp.server.problems import GoneError, NotFoundError, UnavailableError, UnprocessableError
 from dcp.server.roots import Roots, StorageRoot, storage_problem
 from dcp.server.settings import RootSettings
@@ -30,7 +32,7 @@ from dcp.storage.errors import (
 )
 from dcp.storage.stores.objects.store import FsspecStore
 from tests.support.ports import refusing_port
-from tests.support.s3 import raw_s3
+from tests.support.s3 import S3Server, raw_s3
 
 
 def _root(url: str, **options: object) -> StorageRoot:

@@ -1,4 +1,6 @@
-"""The whole service against its own description, by Schemathesis, on a real socket.
+"""The service against its description. Internal: the rows to ask for come without a worker.
+
+Moves to HTTP when the service is rebuilt.
 
 No answer of 5xx, none that is not documented (status, type, schema, headers), nothing accepted that the
 description forbids, nothing done without a key. Left out is only the check that whatever the schema allows is

@@ -1,4 +1,7 @@
-"""Tests of `dcp serve` as a process: its start, its worker, its end."""
+"""Tests of `dcp serve` as a process. Internal: what a process left is read from the database.
+
+Moves to HTTP when the service is rebuilt.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What retention, or leaving tensors out, would free in all."""
+"""What retention. Internal: sums over thousands of rows, written straight.
+
+Moves to HTTP when the service is rebuilt.
+"""
 
 from __future__ import annotations
 

@@ -13,11 +13,11 @@ import torch.distributed.checkpoint as stock
 from safetensors.torch import save_file
 
 import dcp
-from dcp.demo.s3_server import S3Server
 from tests.support.app import running_app
 from tests.support.catalog import Catalog
 from tests.support.catalog_roots import age
 from tests.support.databases import MakeDatabase
+from tests.support.s3 import S3Server
 
 WEIGHTS = {"a": torch.arange(6, dtype=torch.float32).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 

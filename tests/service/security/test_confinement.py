@@ -1,4 +1,7 @@
-"""Nothing outside of the roots is read, written, listed or deleted, whatever is asked for or stored."""
+"""Nothing outside of the roots is read. Internal: hostile manifests, and links exchanged during a read.
+
+Moves to HTTP when the service is rebuilt.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dcp
-from dcp.demo.s3_server import S3Server
 from dcp.manager.cleanup.removal import remove_checkpoint
 from dcp.server.problems import ProblemError, UnprocessableError
 from dcp.server.roots import StorageRoot, check_key
@@ -31,6 +33,7 @@ from dcp.storage.formats.opening.folder import open_index
 from dcp.storage.stores import PosixStore
 from tests.support.app import App, running_app
 from tests.support.examples import examples
+from tests.support.s3 import S3Server
 
 SECRET = b"nobody-outside-may-see-this-0123456789"
 

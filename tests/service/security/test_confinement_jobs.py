@@ -1,4 +1,7 @@
-"""Jobs and scans stay inside of the roots, also where folders have been exchanged for links since."""
+"""Jobs and scans stay inside of the roots. Internal: rows that lie about where they are.
+
+Moves to HTTP when the service is rebuilt.
+"""
 
 from __future__ import annotations
 

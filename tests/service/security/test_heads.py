@@ -1,4 +1,7 @@
-"""Heads of requests that come slowly, or not at all."""
+"""Heads of requests that come slowly. Internal: sockets are given seconds instead of minutes.
+
+Moves to HTTP when the service is rebuilt.
+"""
 
 from __future__ import annotations
 

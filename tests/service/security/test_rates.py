@@ -1,4 +1,7 @@
-"""Tests of rate limits."""
+"""Tests of rate limits. Internal: a clock of the test, and pure counting.
+
+Moves to HTTP when the service is rebuilt.
+"""
 
 from __future__ import annotations
 

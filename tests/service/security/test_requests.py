@@ -1,4 +1,7 @@
-"""Tests of what every request goes through: hosts, limits, keys, errors, headers."""
+"""Tests of what every request goes through. Internal: routes and roots made for the test.
+
+Moves to HTTP when the service is rebuilt.
+"""
 
 from __future__ import annotations
 
