@@ -88,7 +88,7 @@ class Requires:
     all_roots: bool = False
 
     async def __call__(self, caller: Caller, request: Request) -> None:
-        """Raises `ForbiddenError`, and `UnprocessableError` for a query that says something twice, or unknown."""
+        """Raises `ForbiddenError`, and `UnprocessableError` for a query that is unknown or twice there."""
         _check_query(request)
         if not caller.may(self.scope):
             raise ForbiddenError(f"this needs a key with the scope {self.scope!r}", scope=self.scope)

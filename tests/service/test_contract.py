@@ -156,7 +156,7 @@ def test_lists_come_in_pages_once_each(catalog: Catalog, resource: Resource) -> 
 
 
 def test_no_route_ignores_a_parameter_that_it_does_not_know(catalog: Catalog) -> None:
-    """All that the description of the API lists is 422 with the name of the parameter, before anything else."""
+    """Everything that the API describes answers 422 with the name of the parameter, before anything else."""
     described = catalog.app.client().get("/openapi.json").json()["paths"]
     routes = [(method, path) for path, methods in described.items() for method in methods if API in path]
     assert len(routes) > 60
