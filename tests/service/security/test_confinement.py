@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -421,3 +422,38 @@ def test_s3_keys_stay_below_the_prefix(s3_server: S3Server, s3_root: str) -> Non
     prefix = s3_root.rpartition("/")[2]
     with pytest.raises(ProblemError):
         root.source(f"{prefix}-beside/step-1")
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_a_link_that_is_exchanged_meanwhile(tmp_path: Path, what: str) -> None:
+    """However often and whenever it is pointed elsewhere, nothing outside is read."""
+    for place, content in (("root/in", b"inside"), ("out", b"secret")):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "data").write_bytes(content)
+    link, spare = tmp_path / "root" / "link", tmp_path / "root" / "spare"
+    ending = "/data" if what == "file" else ""
+    targets = [f"{tmp_path}/root/in{ending}", f"{tmp_path}/out{ending}"]
+    link.symlink_to(targets[0])
+    done = threading.Event()
+
+    def exchange() -> None:
+        for number in range(200_000):
+            if done.is_set():
+                return
+            spare.symlink_to(targets[number % 2])
+            os.replace(spare, link)  # noqa: PTH105 - in a loop that has to be quick
+
+    store = PosixStore(tmp_path / "root" if what == "file" else link, links_within=tmp_path / "root")
+    thread = threading.Thread(target=exchange)
+    thread.start()
+    seen: set[bytes] = set()
+    try:
+        for _ in range(3000):
+            try:
+                seen.add(store.read("link" if what == "file" else "data", limit_bytes=100))
+            except CheckpointError:
+                continue
+    finally:
+        done.set()
+        thread.join()
+    assert seen == {b"inside"}
