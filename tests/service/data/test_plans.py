@@ -6,12 +6,15 @@ Moves to HTTP when the service is rebuilt.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -23,7 +26,7 @@ from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.server.data import downloads
 from dcp.server.data.downloads import DownloadOptions, PlannedDownload, Plans, plan_download
 from dcp.server.data.opening import OpenCheckpoint, OpenCheckpoints
-from dcp.server.data.sharing import AbandonedError, Wanted
+from dcp.server.data.sharing import AbandonedError, SharedValues, Wanted
 from dcp.server.roots import StorageRoot
 from dcp.server.settings import RootSettings
 from tests.service.data.test_routes import known
@@ -215,3 +218,52 @@ def test_a_client_that_leaves_ends_the_planning(app: App, monkeypatch: pytest.Mo
         while app.app.state.data.streams.running and time.monotonic() < deadline:
             time.sleep(0.01)
         assert app.app.state.data.streams.running == 0
+
+
+@dataclass(eq=False)
+class Value:
+    held_bytes: int
+
+
+def test_the_last_ones_are_kept() -> None:
+    """Up to so many, and so many bytes; which is used again is not the next to go."""
+    values = SharedValues[str, Value](count=3, kept_bytes=100)
+    for name in "abc":
+        values.get(name, lambda: Value(10))
+    values.get("a", lambda: pytest.fail("it is there"))
+    values.get("d", lambda: Value(10))
+    gc.collect()
+    assert [name in values for name in "abcd"] == [True, False, True, True]
+    values.get("e", lambda: Value(85))
+    gc.collect()
+    assert [name in values for name in "abcde"] == [False, False, False, True, True]
+
+
+def test_what_is_too_large_is_shared_while_somebody_has_it() -> None:
+    """It is not kept for itself, and pushes nothing out."""
+    values = SharedValues[str, Value](count=3, kept_bytes=100)
+    values.get("a", lambda: Value(10))
+    large = values.get("large", lambda: Value(101))
+    assert values.get("large", lambda: Value(101)) is large
+    del large
+    gc.collect()
+    assert [name in values for name in ("a", "large")] == [True, False]
+
+
+def test_a_failure_is_of_all_who_wait_and_of_nobody_later() -> None:
+    """Who asks afterwards has it made anew."""
+    values = SharedValues[str, Value](count=3, kept_bytes=100)
+    go_on = threading.Event()
+
+    def fail() -> Value:
+        go_on.wait(30)
+        raise OSError("not now")
+
+    with ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(values.get, "a", fail) for _ in range(3)]
+        while values.waiting < 3:
+            pass
+        go_on.set()
+        assert {str(one.exception()) for one in asked} == {"not now"}
+    assert values.waiting == 0
+    assert values.get("a", lambda: Value(1)).held_bytes == 1

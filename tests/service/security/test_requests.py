@@ -23,10 +23,13 @@ from fastapi.testclient import TestClient
 from pydantic import SecretStr
 
 from dcp.server.app import API, create_app
+from dcp.server.database.engine import Database
 from dcp.server.http.access import access_of, check_routes, walk_routes
 from dcp.server.http.dependencies import Public, Requires, public, requires
 from dcp.server.http.paths import Paths
+from dcp.server.problems import NotFoundError
 from dcp.server.roots import StorageRoot
+from dcp.server.security import keys
 from dcp.server.settings import Settings
 from tests.support.app import App, running_app
 from tests.support.asgi_server import served
@@ -552,3 +555,49 @@ def test_of_two_templates_counts_the_one_that_spells_more() -> None:
     assert paths.is_refused("PUT", "/a/1/words")
     assert not paths.is_refused("GET", "/a/1/words")
     assert not paths.is_refused("PUT", "/a/1/2")
+
+
+NOW = 1_700_000_000.0
+
+
+def _make(database: Database, name: str = "ci", **given: object) -> tuple[keys.KeyRecord, str]:
+    values = {"scopes": ["read"], "roots": None, "expires_seconds": None, "now_seconds": NOW, **given}
+    with database.write() as connection:
+        return keys.create_key(connection, name=name, **values)  # type: ignore[arg-type]
+
+
+def test_keys_end(database: Database) -> None:
+    """At their time, or when they are revoked; revoking again changes nothing."""
+    record, secret = _make(database, expires_seconds=NOW + 10)
+    with database.write() as connection:
+        assert keys.find_key(connection, secret, NOW + 9.9) is not None
+        assert keys.find_key(connection, secret, NOW + 10) is None
+        assert keys.revoke_key(connection, record.id, NOW + 5).revoked_seconds == NOW + 5
+        assert keys.find_key(connection, secret, NOW + 6) is None
+        assert keys.revoke_key(connection, record.id, NOW + 7).revoked_seconds == NOW + 5
+        with pytest.raises(NotFoundError):
+            keys.revoke_key(connection, record.id + 1, NOW)
+
+
+def test_when_a_key_was_used(database: Database) -> None:
+    """It is written by `flush`, and not more often than once a minute."""
+    now = [NOW]
+    ring = keys.KeyRing(database, lambda: now[0])
+    record, secret = _make(database)
+
+    def used() -> float | None:
+        ring.flush()
+        with database.read() as connection:
+            found = keys.get_key(connection, record.id)
+        assert found is not None
+        return found.used_seconds
+
+    assert used() is None
+    ring.find(secret)
+    assert used() == NOW
+    now[0] += 59
+    ring.find(secret)
+    assert used() == NOW
+    now[0] += 2
+    ring.find(secret)
+    assert used() == NOW + 61
