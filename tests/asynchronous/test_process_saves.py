@@ -249,6 +249,7 @@ def test_a_killed_process_costs_one_save(tmp_path: Path, writer: int) -> None:
     assert [seen_by_dcp(tmp_path / name, large=LARGE) for name in ("1", "3")] == [1, 3]
 
 
+@pytest.mark.exhaustive
 def test_managers_have_a_process_each_and_leave_none(tmp_path: Path) -> None:
     """SIGKILL of one's fails one save of that manager only. After close processes and host memory are gone,
     though a future is kept, and what was begun before it is committed."""

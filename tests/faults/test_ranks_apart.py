@@ -184,7 +184,7 @@ def a_save_meets_a_restore(rank: int, world_size: int, root: Path, mode: Any, du
 
 
 @pytest.mark.parametrize("due", [True, False])
-@pytest.mark.parametrize("mode", ["thread", "process", "sync"])
+@pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.exhaustive), "sync"])
 def test_a_save_that_meets_a_restore_fails_at_once(tmp_path: Path, mode: str, due: bool) -> None:
     """Each rank is told which does what, where the save is waited for, or else at the next step."""
     for told, steps, closing in run_ranks(3, a_save_meets_a_restore, tmp_path / "run", mode, due):

@@ -84,7 +84,7 @@ def _train(rank: int, world_size: int, root: str, mode: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("mode", ["thread", "process", "sync"])
+@pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.exhaustive), "sync"])
 def test_ranks_save_the_same_steps_and_restore_their_own(tmp_path: Path, mode: str) -> None:
     """Values are those of the step although the state changed at once; rank 0 verifies and deletes."""
     world_size = 2 if mode == "process" else 3

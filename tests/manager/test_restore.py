@@ -207,10 +207,8 @@ def test_what_one_host_alone_cannot_read_is_not_noted_as_damaged(tmp_path: Path)
     root.store(2).add(Fault("preadv", name="*.distcp", flip_byte=40))
     restored = resume(root.url, state := version_state(0), seen=seen)
     assert restored is not None and restored.step == version_of(state) == 1
-    assert seen.kinds("skipped_damaged", "verified", "verify_failed") == [
-        ("skipped_damaged", 2),
-        ("verified", 2),
-    ]
+    found = seen.kinds("skipped_damaged", "verified", "verify_failed")
+    assert sorted(found) == [("skipped_damaged", 2), ("verified", 2)]
     assert (again := resume(root.url, version_state(0))) is not None and again.step == 2
 
 

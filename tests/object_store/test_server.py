@@ -37,6 +37,7 @@ def test_server_checks_signatures_and_conditions(s3_server: S3Server, s3_root: s
         raw.read(f"{s3_root}/object")
 
 
+@pytest.mark.exhaustive
 def test_server_stops_with_its_folder_and_dies_with_its_parent(tmp_path: Path) -> None:
     """`stop` ends the process and removes the folder; a parent killed with SIGKILL takes the server along."""
     program = (

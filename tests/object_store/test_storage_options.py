@@ -149,6 +149,7 @@ def train_in_a_child(root: str, options: dict[str, Any], note: Path) -> bool:
     return Child(die_after_staging, root, options, note).wait(120).killed
 
 
+@pytest.mark.exhaustive
 def test_a_trainer_that_is_killed_gets_its_checkpoint(
     s3_server: S3Server, s3_root: str, tmp_path: Path
 ) -> None:

@@ -76,6 +76,7 @@ def test_a_cancelled_upload_is_ended(
         assert version_restored(manager) == (1, 1)
 
 
+@pytest.mark.exhaustive
 def test_a_deadline_on_s3(s3_server: S3Server, s3_proxy: FaultProxy, s3_root: str) -> None:
     """The weights are there, the upload of the rest is ended, and resuming takes the step before."""
     manager = manager_of(s3_root, s3_proxy, grace_seconds=4, every_steps=100, verify_saved="off")

@@ -92,6 +92,7 @@ signal.pause()
 """
 
 
+@pytest.mark.exhaustive
 def test_programs_end_with_a_run_that_is_killed() -> None:
     """The fork server goes with the process that asked, and takes what it has forked."""
     with subprocess.Popen([sys.executable, "-c", _RUN], cwd=_ROOT, stdout=subprocess.PIPE, text=True) as run:

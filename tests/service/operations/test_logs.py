@@ -110,7 +110,7 @@ def test_requests(logs_as_before: None, capsys: pytest.CaptureFixture[str], tmp_
         configure_logs(Settings(log_format="json"))
         secret = app.key("admin", name="boss")
         headers = {"Authorization": f"Bearer {secret}", "X-Request-ID": "r1"}
-        app.base.get("/api/v1/roots?token=hidden-one", headers=headers)
+        app.base.get("/api/v1/checkpoints?tag=hidden-one", headers=headers)
         made = app.base.post("/api/v1/keys", json={"name": "hidden-two"}, headers=headers).json()["key"]
         app.base.get("/healthz")
         # the client of the tests tells of its requests as well
@@ -118,7 +118,7 @@ def test_requests(logs_as_before: None, capsys: pytest.CaptureFixture[str], tmp_
     text = "\n".join(ours)
     lines = [json.loads(line) for line in ours if '"request"' in line]
     assert [(line["method"], line["path"], line["status"]) for line in lines] == [
-        ("GET", "/api/v1/roots", 200),
+        ("GET", "/api/v1/checkpoints", 200),
         ("POST", "/api/v1/keys", 201),
     ]
     assert all(line["actor"] == "key:boss" and line["request_id"] == "r1" for line in lines)
