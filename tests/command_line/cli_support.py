@@ -1,13 +1,9 @@
 """Checkpoints to look at, and the command line in this process."""
 
-import io
-import json
 import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,37 +12,11 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 import dcp
-from dcp.cli.app import app
+from tests.support.command import Outcome as Outcome
+from tests.support.command import run as run
 
 BLOCK_BYTES = 4 << 20
 """What one checksum is of, as docs/format.md says."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a command printed, and its exit status."""
-
-    status: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        """Standard output, parsed."""
-        return json.loads(self.out)
-
-
-def run(*arguments: str | Path) -> Outcome:
-    """Run ``dcp`` with ``arguments`` in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    status: object = 0
-    with redirect_stdout(out), redirect_stderr(err):
-        try:
-            app(args=[str(argument) for argument in arguments], prog_name="dcp")
-        except SystemExit as exit_:
-            status = exit_.code
-    assert isinstance(status, int | None)
-    return Outcome(status or 0, out.getvalue(), err.getvalue())
 
 
 def state() -> dict[str, Any]:

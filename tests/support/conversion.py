@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import io
-import json
 from collections import OrderedDict
-from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dcp
-from dcp.cli.app import app
+from tests.support.command import run as command
 from tests.support.values import full_tensor, raw
 
 __all__ = [
-    "Outcome",
     "assert_same",
     "command",
     "flip",
@@ -153,30 +148,3 @@ def flip(checkpoint: Path, at: int | None = None) -> Path:
     data[len(data) // 2 if at is None else at] ^= 1
     file.write_bytes(data)
     return file
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a command printed, and its exit status."""
-
-    status: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        """Standard output, parsed."""
-        return json.loads(self.out)
-
-
-def command(*arguments: object) -> Outcome:
-    """``dcp`` with these arguments, in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    status: object = 0
-    with redirect_stdout(out), redirect_stderr(err):
-        try:
-            app(args=list(map(str, arguments)), prog_name="dcp")
-        except SystemExit as ended:
-            status = ended.code
-    assert isinstance(status, int | None), status
-    return Outcome(status or 0, out.getvalue(), err.getvalue())

@@ -3,18 +3,15 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from collections.abc import Mapping
-from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from typing import Any, Final
 
-from dcp.cli.app import app
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, NOTES_NAME
 from dcp.storage.stores import Store, open_store
 from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
+from tests.support.command import Outcome, run
 
 __all__ = [
     "HARMLESS",
@@ -34,33 +31,6 @@ __all__ = [
 
 HARMLESS: Final = {"stray-file", "metadata"}
 """What `findings` has of a checkpoint beside which a killed save or drop left something."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a command printed, and its exit status."""
-
-    status: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        """Standard output, parsed."""
-        return json.loads(self.out)
-
-
-def run(*arguments: object) -> Outcome:
-    """``dcp`` with ``arguments``, in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    status: object = 0
-    with redirect_stdout(out), redirect_stderr(err):
-        try:
-            app(args=[str(argument) for argument in arguments], prog_name="dcp")
-        except SystemExit as ended:
-            status = ended.code
-    assert isinstance(status, int | None)
-    return Outcome(status or 0, out.getvalue(), err.getvalue())
 
 
 def given(storage_options: Mapping[str, Any], **changes: Any) -> tuple[str, ...]:

@@ -1,0 +1,40 @@
+"""The command line in this process."""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from typing import Any
+
+from dcp.cli.app import app
+
+__all__ = ["Outcome", "run"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command printed, and its exit status."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """Standard output, parsed."""
+        return json.loads(self.out)
+
+
+def run(*arguments: object) -> Outcome:
+    """Run ``dcp`` with ``arguments`` in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    status: object = 0
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            app(args=[str(argument) for argument in arguments], prog_name="dcp")
+        except SystemExit as exit_:
+            status = exit_.code
+    assert isinstance(status, int | None)
+    return Outcome(status or 0, out.getvalue(), err.getvalue())
