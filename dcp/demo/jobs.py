@@ -9,21 +9,20 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from dcp.demo.places import FolderPlace, Place
+from dcp.demo.training.launch import KILL_VARIABLE, Launch, rank_note, start, start_ticks
 
 __all__ = ["DemoError", "JobOutcome", "Workplace", "environ_of", "import_path"]
-
-JOB_VARIABLE = "DCP_DEMO_JOB"
-"""Marks the processes of a job, so that none but them is ever killed."""
 
 _JOB_SECONDS = 300.0
 _COMMAND_SECONDS = 120.0
 _POLL_SECONDS = 0.1
+_END_SECONDS = 20.0
 _SHOWN_LOG_LINES = 40
 
 
@@ -73,7 +72,7 @@ class Workplace:
         kill_at: str | None = None,
         on_step: Callable[[int, float], None],
     ) -> JobOutcome:
-        """Run one training job under torchrun to its end, or its death if ``kill_at`` is given.
+        """Run one training job, started as by torchrun, to its end, or its death if ``kill_at`` is given.
 
         It goes on from the newest good checkpoint of its folder, and saves behind the training loop, in a
         thread or in a ``writer`` process by rank.
@@ -82,32 +81,23 @@ class Workplace:
         """
         results = self.root / "results" / name
         results.mkdir(parents=True)
-        tag = uuid.uuid4().hex
-        extra = {**self.place.environment, JOB_VARIABLE: tag} | (
-            {"DCP_DEMO_KILL_AT": kill_at} if kill_at else {}
-        )
         log = self.root / "logs" / f"{name}.txt"
         log.parent.mkdir(exist_ok=True)
         begun = time.monotonic()
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                self._torchrun(name, ranks, results, checkpoints, writer),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env=environ_of(extra),
-            )
-            try:
-                exit_code = _await(process, results / "losses.jsonl", on_step)
-            finally:
-                _end(process, results, tag)
+        process = start(self._launch(ranks, results, log, checkpoints, writer, kill_at))
+        try:
+            exit_code = _await(process, results / "losses.jsonl", on_step)
+        finally:
+            _end(process, results, ranks)
         outcome = JobOutcome(name, exit_code, time.monotonic() - begun, results)
         _read_log(results / "losses.jsonl", outcome)
         if exit_code != 0 and not kill_at:
             raise DemoError(f"the job {name!r} failed with exit code {exit_code}:\n{_tail(log)}")
         return outcome
 
-    def _torchrun(self, name: str, ranks: int, results: Path, checkpoints: str, writer: str) -> list[str]:
+    def _launch(
+        self, ranks: int, results: Path, log: Path, checkpoints: str, writer: str, kill_at: str | None
+    ) -> Launch:
         arguments = {
             "--corpus": self.corpus,
             "--checkpoints": self.place.root(checkpoints),
@@ -116,11 +106,14 @@ class Workplace:
             "--save-every": self.save_every,
             "--writer": writer,
         }
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-        # its default would stay behind in the folder for temporary files
-        command += [f"--log-dir={self.root / 'logs' / name}"]
-        command += [f"--nproc-per-node={ranks}", "-m", "dcp.demo.training.train"]
-        return command + [str(part) for pair in arguments.items() for part in pair]
+        extra = {**self.place.environment, **({KILL_VARIABLE: kill_at} if kill_at else {})}
+        return Launch(
+            ranks=ranks,
+            arguments=tuple(str(part) for pair in arguments.items() for part in pair),
+            environment=environ_of(extra),
+            log=log,
+            log_folder=log.with_suffix(""),
+        )
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run ``python -m ARGUMENTS`` where relative checkpoints are; DemoError after two minutes."""
@@ -161,14 +154,13 @@ def environ_of(extra: Mapping[str, str]) -> dict[str, str]:
     return kept | dict(extra)
 
 
-def _await(process: subprocess.Popen[bytes], log: Path, on_step: Callable[[int, float], None]) -> int:
+def _await(process: BaseProcess, log: Path, on_step: Callable[[int, float], None]) -> int:
     give_up = time.monotonic() + _JOB_SECONDS
     shown = 0
     while True:
-        try:
-            return process.wait(_POLL_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass
+        process.join(_POLL_SECONDS)
+        if process.exitcode is not None:
+            return process.exitcode
         lines = _log_lines(log)
         if lines and lines[-1]["step"] != shown:
             shown = int(lines[-1]["step"])
@@ -177,30 +169,22 @@ def _await(process: subprocess.Popen[bytes], log: Path, on_step: Callable[[int, 
             raise DemoError(f"a job did not end within {_JOB_SECONDS:g} seconds: {log.parent.name}")
 
 
-def _end(process: subprocess.Popen[bytes], results: Path, tag: str) -> None:
-    """No process of the job outlives it: launcher first, then the ranks, which note their numbers."""
-    if process.poll() is None:
-        process.kill()
-        process.wait()
-    ranks = [int(path.read_text()) for path in results.glob("rank-*.pid")]
-    give_up = time.monotonic() + 20
+def _end(process: BaseProcess, results: Path, ranks: int) -> None:
+    """End the launcher, then the ranks: no process of the job outlives it."""
+    process.kill()
+    process.join()
+    notes = [note.read_text() for rank in range(ranks) if (note := rank_note(results, rank)).exists()]
+    started = {int(pid): int(ticks) for pid, ticks in map(str.split, notes)}
+    give_up = time.monotonic() + _END_SECONDS
     while time.monotonic() < give_up:
-        alive = [pid for pid in ranks if _belongs_to_job(pid, tag)]
+        alive = [pid for pid, ticks in started.items() if start_ticks(pid) == ticks]
         if not alive:
             return
         for pid in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(_POLL_SECONDS)
-    raise DemoError(f"processes {ranks} of a killed job are still there after 20 seconds")
-
-
-def _belongs_to_job(pid: int, tag: str) -> bool:
-    """Whether ``pid`` is alive and still the process that was started: numbers are used again."""
-    try:
-        return f"{JOB_VARIABLE}={tag}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
-    except (FileNotFoundError, PermissionError, ProcessLookupError):
-        return False
+    raise DemoError(f"processes {alive} of a killed job are still there after {_END_SECONDS:g} seconds")
 
 
 def _log_lines(log: Path) -> list[dict[str, float]]:

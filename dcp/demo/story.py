@@ -46,7 +46,7 @@ class Story:
         characters = write_corpus(self.work.corpus)
         self.narrator.say(
             f"""A transformer of 2.8 million parameters learns to write Python from this package's own source
-            ({characters:,} characters), with FSDP2 on CPU processes that torchrun starts. Model, AdamW
+            ({characters:,} characters), with FSDP2 on CPU processes, started as torchrun does. Model, AdamW
             state, step and each rank's random generator go through a dcp.CheckpointManager, which saves
             behind the training loop. {self._whereabouts()}"""
         )
@@ -307,7 +307,7 @@ class Story:
     def _train(self, name: str, ranks: int, **where: Any) -> JobOutcome:
         steps = self.work.steps
         on = "1 process" if ranks == 1 else f"{ranks} processes"
-        with self.narrator.training(f"torchrun starts {on} ...", steps) as on_step:
+        with self.narrator.training(f"torch's launcher starts {on} ...", steps) as on_step:
             job = self.work.train(name, ranks, on_step=on_step, **where)
         done = f"steps {min(job.losses, default=0)} to {max(job.losses, default=0)} in {job.seconds:.0f} s"
         self.narrator.say(f"{name}: {done}")

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from dcp.demo.checks import compare_digests, largest_difference
+from dcp.demo.training.launch import start_ticks
 from tests.command_line.cli_support import run as command
 from tests.support.programs import Program
 
@@ -43,18 +45,11 @@ def read_until_served(process: subprocess.Popen[str] | Program) -> tuple[str, st
     raise AssertionError(output)
 
 
-def processes_with(text: str) -> list[int]:
-    """Living processes with ``text`` in their command line."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal() and int(entry.name) != os.getpid():
-            try:
-                line = (entry / "cmdline").read_bytes()
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue
-            if text.encode() in line:
-                found.append(int(entry.name))
-    return found
+def living_ranks(root: Path) -> list[int]:
+    """Ranks of the demo in ``root`` that have not ended."""
+    notes = [path.read_text().split() for path in root.glob("results/*/rank-*.pid")]
+    assert notes
+    return [int(pid) for pid, ticks in notes if start_ticks(int(pid)) == int(ticks)]
 
 
 @pytest.mark.timeout(1200)
@@ -103,7 +98,7 @@ def test_demo_from_end_to_end(tmp_path: Path) -> None:
     # what is left: four committed checkpoints, and no process
     rows = command("ls", root / "checkpoints" / "run", "--json").json
     assert [(row["step"], row["state"]) for row in rows] == [(step, "committed") for step in (1, 2, 3, 4)]
-    assert processes_with(str(root)) == []
+    assert living_ranks(root) == []
 
 
 @pytest.mark.exhaustive  # the parts that it ends are the same as at its own end
@@ -117,11 +112,13 @@ def test_demo_ends_its_processes_when_it_is_ended(tmp_path: Path) -> None:
     while not (log.exists() and log.read_text()) and time.monotonic() < give_up:
         assert process.poll() is None
         time.sleep(0.1)
-    assert len(processes_with(str(root))) == 4  # the demo, the launcher, two ranks
+    ours = psutil.Process(process.pid).children(recursive=True)
+    assert {rank.pid for rank in ours} >= {*living_ranks(root)} and len(living_ranks(root)) == 2
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM
-    assert processes_with(str(root)) == []
+    assert psutil.wait_procs(ours, timeout=20)[1] == []  # the fork server ends by itself
+    assert living_ranks(root) == []
 
 
 @pytest.mark.parametrize("command", [("dcp.demo",), ("dcp", "demo")], ids=["module", "dcp demo"])

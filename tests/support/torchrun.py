@@ -1,4 +1,4 @@
-"""Training jobs by torchrun, in processes of their own."""
+"""Training jobs as torchrun starts them; ranks are forked from a process that has imported torch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,21 @@ from tests.support.programs import Program
 
 __all__ = ["torchrun"]
 
+_LAUNCHER = """
+import runpy, sys
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+def rank(module, *arguments):
+    sys.argv[1:] = arguments
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+_, ranks, *command = sys.argv
+here = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", "local_addr": "127.0.0.1"}
+config = LaunchConfig(1, 1, int(ranks), max_restarts=0, start_method="fork", **here)
+config.logs_specs = DefaultLogsSpecs("/dev/null")
+elastic_launch(config, rank)(*command)
+"""
 _ROOT = Path(__file__).parents[2]
 _SHOWN_CHARACTERS = 8000
 _GRACE_SECONDS = 60.0
@@ -28,10 +43,8 @@ def torchrun(
 
     AssertionError with its output if it fails or takes longer than ``seconds``; it is ended then.
     """
-    command = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    command += [f"--nproc-per-node={ranks}", "-m", module, *map(str, arguments)]
     process = Program(
-        *command,
+        *("-c", _LAUNCHER, str(ranks), module, *map(str, arguments)),
         env=_environment(environment or {}),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -10,17 +10,13 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from dcp.demo.training.launch import KILL_VARIABLE
 from dcp.storage.stores import OpenStore, Store, open_store
 from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
 from dcp.storage.stores.objects.options import ObjectOptions
 from dcp.storage.stores.posix.store import PosixStore
 
-__all__ = ["KILL_VARIABLE", "CrashPoint"]
-
-KILL_VARIABLE = "DCP_DEMO_KILL_AT"
-"""``STEP:N``: in the save of training step STEP, every rank dies before its Nth write to its data file (on an
-object store before the Nth part of it is sent).
-``STEP:staged``: every rank dies once all have handed the state of STEP over to their writer processes."""
+__all__ = ["CrashPoint"]
 
 _WRITES = frozenset({"write", "pwrite"})
 _MEETING_SECONDS = 30.0
@@ -37,7 +33,7 @@ class CrashPoint:
 
     @classmethod
     def from_environment(cls) -> CrashPoint | None:
-        """What `KILL_VARIABLE` says; None unless it is set, for a process that torchrun started."""
+        """What `KILL_VARIABLE` says; None unless it is set, for a rank of a job."""
         setting = os.environ.get(KILL_VARIABLE)
         if setting and "TORCHELASTIC_RUN_ID" in os.environ:
             return cls(setting)

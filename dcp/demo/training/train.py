@@ -1,4 +1,4 @@
-"""One rank of the training job; torchrun starts as many as asked for. Also a small example of using dcp."""
+"""One rank of the training job that `dcp.demo.training.launch` starts. Also a small example of using dcp."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +21,7 @@ import dcp
 from dcp.demo.training.batches import batch_of_step, read_tokens, window_batch
 from dcp.demo.training.crash import CrashPoint
 from dcp.demo.training.digests import digests_of_state
+from dcp.demo.training.launch import rank_note, start_ticks
 from dcp.demo.training.model import ModelSize, build_model
 
 __all__ = ["main"]
@@ -159,8 +161,8 @@ def _note_digests(training: Training, job: TrainingJob, name: str) -> None:
 def _run(job: TrainingJob) -> None:
     crash = CrashPoint.from_environment()
     rank = dist.get_rank()
-    note = job.results / f"rank-{rank}.pid"
-    note.with_suffix(".part").write_text(str(os.getpid()))
+    note = rank_note(job.results, rank)
+    note.with_suffix(".part").write_text(f"{os.getpid()} {start_ticks(os.getpid())}")
     note.with_suffix(".part").rename(note)  # whoever reads it must not find half of a number
     tokens = read_tokens(job.corpus)
     training = Training()
@@ -179,7 +181,7 @@ def _run(job: TrainingJob) -> None:
                 break
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run one rank until ``--steps``."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("--corpus", "--results"):
@@ -188,7 +190,7 @@ def main() -> None:
     for name in ("--steps", "--save-every"):
         parser.add_argument(name, type=int, required=True)
     parser.add_argument("--writer", choices=("thread", "process"), default="thread")
-    job = TrainingJob(**vars(parser.parse_args()))
+    job = TrainingJob(**vars(parser.parse_args(arguments)))
     # torch's advice on views between FSDP modules; nothing here writes into one
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     torch.set_num_threads(1)
