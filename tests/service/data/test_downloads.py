@@ -1,0 +1,297 @@
+"""Checkpoints as one file and their own files, over HTTP: whole, in ranges, damaged, ended and of S3."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+import zipfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load as load_safetensors
+
+import dcp
+from tests.service.data.conftest import STATE, DataSite, data_site
+from tests.support.conversion import many_kinds
+from tests.support.processes import open_files
+from tests.support.s3 import S3Server
+from tests.support.service import wait_until
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch"])
+@pytest.mark.parametrize("source", ["kinds", "sharded", "training", "stock", "turned.pt"])
+def test_a_download_is_what_a_conversion_writes(source: str, to: str, site: DataSite, tmp_path: Path) -> None:
+    """Has the bytes of `dcp.convert`, of the announced size, and any range of them."""
+    target = tmp_path / ("out.safetensors" if to == "safetensors" else "out.pt")
+    dcp.convert(site.folder / "main" / source, target, to=to, executor="inline")
+    url, whole = f"{site.known(source)}/download?format={to}", target.read_bytes()
+    answer = site.http.get(url)
+    assert answer.content == whole and "x-dcp-dropped" not in answer.headers
+    assert int(site.http.head(url).headers["content-length"]) == len(whole)
+    rng = np.random.default_rng(3)
+    cuts = [sorted(rng.integers(0, len(whole), 2).tolist()) for _ in range(3)]
+    for begin, end in ([0, 0], [len(whole) - 200, len(whole) - 1], *cuts):
+        part = site.http.get(url, headers={"Range": f"bytes={begin}-{end}"})
+        assert part.status_code == 206 and part.content == whole[begin : end + 1]
+
+
+def test_a_download_that_broke_off_goes_on(site: DataSite) -> None:
+    """Has a name, an entity tag, and ranges that hold for this content alone."""
+    url = f"{site.known()}/download"
+    answer = site.http.get(url)
+    assert answer.headers["content-disposition"].startswith('attachment; filename="step-3.safetensors"')
+    tag = answer.headers["etag"]
+    rest = site.http.get(url, headers={"Range": "bytes=1000-", "If-Range": tag})
+    assert (rest.status_code, rest.content) == (206, answer.content[1000:])
+    assert site.http.get(url, headers={"Range": "bytes=1000-", "If-Range": '"x"'}).status_code == 200
+    assert site.http.get(url, headers={"If-None-Match": tag}).status_code == 304
+    assert site.http.get(url, headers={"Range": "bytes=99999999-"}).status_code == 416
+    assert site.http.get(url, params={"format": "torch"}).headers["etag"] != tag
+
+
+def test_options_of_a_download(site: DataSite) -> None:
+    """Selects and casts; options that match nothing or mean nothing are refused."""
+    url = f"{site.known('kinds')}/download"
+    chosen = {"only": ["large", "scalar"], "dtype": "bfloat16"}
+    answer = site.http.get(url, params=chosen)
+    found = load_safetensors(answer.content)
+    assert {name: value.dtype for name, value in found.items()} == dict.fromkeys(
+        ("large", "scalar"), torch.bfloat16
+    )
+    assert torch.equal(found["large"].nan_to_num(), many_kinds()["large"].bfloat16().nan_to_num())
+    assert answer.headers["etag"] not in {
+        site.http.head(url, params=p).headers["etag"] for p in ({}, {"format": "torch"})
+    }
+    for wrong in ({"only": "nothing.*"}, {"dtype": "int8"}, {"format": "pickle"}):
+        refused = site.http.get(url, params=wrong)
+        assert refused.status_code == 422 and refused.headers["content-type"] == "application/problem+json"
+
+
+def test_values_that_cannot_travel(own: DataSite) -> None:
+    """Refuses what only a pickle can hold, by name, or leaves it out and counts it."""
+    own.save("s", {"w": torch.ones(3), "odd": io.StringIO})
+    url = f"{own.known('s')}/download?format=torch"
+    refused = own.http.get(url)
+    assert refused.status_code == 422 and "odd" in refused.text
+    answer = own.http.get(f"{url}&drop_objects=true")
+    assert answer.headers["x-dcp-dropped"] == "1"
+    assert set(torch.load(io.BytesIO(answer.content), weights_only=True)) == {"w"}
+
+
+# -- damage --------------------------------------------------------------------------------------------------
+
+
+def flip(folder: Path, at: float) -> None:
+    """One bit of the only data file, again to take it back."""
+    (data,) = folder.glob("*.distcp")
+    with data.open("r+b") as file:
+        file.seek(int(data.stat().st_size * at))
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch"])
+def test_a_damaged_source_never_gives_all_bytes(own: DataSite, to: str) -> None:
+    """Breaks the connection wherever the damage is; a range beside it is whole."""
+    folder = own.save("s", {"a": torch.arange(6_000_000.0), "b": torch.arange(9.0)})
+    url = f"{own.known('s')}/download?format={to}"
+    whole = own.http.get(url).content
+    for at in (0.01, 0.6, 0.9):
+        flip(folder, at)
+        with pytest.raises(httpx.RemoteProtocolError):
+            own.http.get(url)
+        beside = len(whole) - 300 if at < 0.5 else 0
+        part = own.http.get(url, headers={"Range": f"bytes={beside}-{beside + 299}"})
+        assert part.content == whole[beside : beside + 300]
+        near = int(len(whole) * at) + 2_000
+        hit = own.http.get(url, headers={"Range": f"bytes={near}-{near + 9}"})
+        assert hit.status_code == 422
+        flip(folder, at)
+    assert own.http.get(url).content == whole
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_range_of_a_zip_reads_nothing_before_it(own: DataSite, dtype: str | None) -> None:
+    """Combines the manifest's checksums; what is cast is read from the start, so that damage is noticed."""
+    folder = own.save("s", {"a": torch.arange(3_000_000.0), "b": torch.arange(9), "c": torch.ones(0)})
+    params = {"format": "torch"} | ({"dtype": dtype} if dtype else {})
+    url = f"{own.known('s')}/download"
+    data = own.http.get(url, params=params).content
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        assert archive.testzip() is None
+    flip(folder, 0.3)
+    end = own.http.get(url, params=params, headers={"Range": "bytes=-300"})
+    assert end.status_code == (206 if dtype is None else 422)
+    assert dtype is not None or end.content == data[-300:]
+
+
+def test_storage_that_has_lost_it(own: DataSite) -> None:
+    """Is gone where files are not there, and unprocessable where they are damaged; names no place."""
+    folder = own.save("s")
+    (data,) = folder.glob("*.distcp")
+    url, whole = own.known("s"), data.read_bytes()
+    data.write_bytes(whole[:-1000])
+    answer = own.http.get(f"{url}/download")
+    assert answer.status_code == 422 and str(own.folder) not in answer.text
+    data.write_bytes(whole)
+    before = own.http.get(f"{url}/download")
+    own.save("s", {"w": torch.ones(4)})
+    after = own.http.get(f"{url}/download")
+    assert set(load_safetensors(after.content)) == {"w"}
+    assert after.headers["etag"] != before.headers["etag"]
+    for file in folder.iterdir():
+        file.unlink()
+    assert own.http.get(f"{url}/download").status_code == 410
+    assert own.http.get(f"{url}/tensors").status_code == 200
+
+
+# -- who, and for how long -----------------------------------------------------------------------------------
+
+
+def test_who_may_and_in_which_state(own: DataSite) -> None:
+    """Shows nothing to a key for another root, and gives nothing of a deleted checkpoint."""
+    own.save("s")
+    own.save("s", root="other")
+    url, other = own.known("s"), own.known("s", root="other")
+    number = url.rpartition("/")[2]
+    paths = ("download", "files", "files/x", "tensors", "tensors/tree", "tensors/data?name=model.w", "shards")
+    paths += ("shards/ranks", "shards/map", "shards/chunks", "phases", "tensors/grid?fqn=model.w")
+    paths += ("tensors/statistics?fqn=model.w", "verifications", "statistics", f"diff?before={number}")
+    stranger, nobody = own.client("read", roots=["other"]), own.client()
+    for path in paths:
+        assert stranger.get(f"{url}/{path}").status_code == 404, path
+        assert nobody.get(f"{url}/{path}").status_code == 401, path
+    assert stranger.get(f"{other}/diff", params={"before": number}).status_code == 404
+    own.http.delete(url).raise_for_status()
+    assert own.http.get(f"{url}/download").status_code == 410
+
+
+MANY = 8_000_000.0
+"""Elements of four bytes: far more than the system takes for a client that reads nothing."""
+
+
+def test_a_client_that_leaves_stops_the_reading(tmp_path: Path) -> None:
+    """Closes the files and frees the place, of which there is one."""
+    with ExitStack() as stack:
+        site = data_site(stack, tmp_path, max_downloads=1)
+        site.save("big", {"w": torch.arange(MANY)})
+        url = f"{site.known('big')}/download"
+        with site.http.stream("GET", url) as answer:
+            next(answer.iter_raw(1000))
+            wait_until(lambda: any("/big/" in path for path in open_files()), "its files are open")
+        wait_until(lambda: not any("/big/" in path for path in open_files()), "its files are closed")
+        wait_until(lambda: site.http.get(url).status_code == 200, "its place is free")
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "download",
+        *(pytest.param(f, marks=pytest.mark.exhaustive) for f in ("files/FILE", "tensors/data?name=w")),
+    ],
+)
+def test_downloads_end_with_their_key(what: str, tmp_path: Path) -> None:
+    """Gives a revoked key no more than is under way, and one key half of the places."""
+    with ExitStack() as stack:
+        site = data_site(stack, tmp_path, max_downloads=2)
+        (data,) = site.save("big", {"w": torch.arange(MANY)}).glob("*.distcp")
+        url = f"{site.known('big')}/{what.replace('FILE', data.name)}"
+        one, other, third = (site.client("read", name=name) for name in ("one", "other", "third"))
+        ended = stack.enter_context(one.stream("GET", url))
+        assert one.get(url).status_code == 429
+        whole = stack.enter_context(other.stream("GET", url))
+        assert third.get(url).status_code == 503
+        bodies = [answer.iter_raw(1 << 16) for answer in (ended, whole)]
+        received = [len(next(body)) for body in bodies]
+        (number,) = [k["id"] for k in site.http.get("/api/v1/keys").json()["items"] if k["name"] == "one"]
+        site.http.delete(f"/api/v1/keys/{number}").raise_for_status()
+        time.sleep(2.2)  # what is sent is judged every two seconds
+        with pytest.raises(httpx.RemoteProtocolError):
+            received[0] += sum(map(len, bodies[0]))
+        received[1] += sum(map(len, bodies[1]))
+        assert received[1] == int(whole.headers["content-length"]) >= 4 * MANY
+
+
+# -- files ---------------------------------------------------------------------------------------------------
+
+
+def test_files(own: DataSite) -> None:
+    """Gives a checkpoint's own files as they are, of a single file that one alone."""
+    folder = own.save("s")
+    url = f"{own.known('s')}/files"
+    items = own.http.get(url).json()["items"]
+    assert {item["role"] for item in items} == {"data", "commit"}
+    for item in items:
+        answer = own.http.get(f"{url}/{item['name']}")
+        assert answer.content == (folder / item["name"]).read_bytes()
+        assert len(answer.content) == item["bytes"]
+    known = {"If-None-Match": answer.headers["etag"]}
+    assert own.http.get(f"{url}/{item['name']}", headers=known).status_code == 304
+    assert own.http.get(f"{url}/none").status_code == 404
+    torch.save({"w": torch.ones(3)}, own.folder / "main/a.pt")
+    (own.folder / "main/beside.txt").write_text("not a part of it")
+    single = f"{own.known('a.pt')}/files"
+    assert [item["name"] for item in own.http.get(single).json()["items"]] == ["a.pt"]
+    assert own.http.get(f"{single}/a.pt").content == (own.folder / "main/a.pt").read_bytes()
+    assert own.http.get(f"{single}/beside.txt").status_code == 404
+
+
+def test_from_s3(s3_server: S3Server, s3_root: str, tmp_path: Path) -> None:
+    """Downloads from a bucket, whose files the storage gives to whoever has the signed address."""
+    options = s3_server.storage_options
+    dcp.save(STATE, checkpoint_id=f"{s3_root}/step-3", storage_options=options, no_dist=True)
+    with ExitStack() as stack:
+        site = data_site(stack, tmp_path, roots={"s3": {"url": s3_root, "storage_options": options}})
+        number = site.known("step-3", "s3")
+        url = f"{number}/files"
+        (name,) = [i["name"] for i in site.http.get(url).json()["items"] if i["role"] == "data"]
+        moved = site.http.get(f"{url}/{name}")
+        assert (moved.status_code, moved.headers["cache-control"]) == (307, "no-store")
+        assert options["secret"] not in moved.headers["location"]
+        direct = httpx.get(moved.headers["location"], timeout=60).raise_for_status()
+        passed = site.http.get(f"{url}/{name}?redirect=false", headers={"Range": "bytes=5-99"})
+        assert (passed.status_code, passed.content) == (206, direct.content[5:100])
+        whole = site.http.get(f"{number}/download")
+        assert torch.equal(load_safetensors(whole.content)["model.w"], STATE["model"]["w"])
+        part = site.http.get(f"{number}/download", headers={"Range": "bytes=100-50000"})
+        assert part.content == whole.content[100:50_001]
+
+
+# -- what a plan costs ---------------------------------------------------------------------------------------
+
+NAMES = 20_000
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DataSite]:
+    """A checkpoint of many small tensors."""
+    with ExitStack() as stack:
+        made = data_site(stack, tmp_path_factory.mktemp("many"))
+        made.save(
+            "many", {f"layers.{n // 10}.part{n % 10}": torch.full((64,), float(n)) for n in range(NAMES)}
+        )
+        yield made
+
+
+@pytest.mark.parametrize("to", ["safetensors", pytest.param("torch", marks=pytest.mark.exhaustive)])
+def test_planning_costs_some_passes_over_the_names(many: DataSite, to: str) -> None:
+    """Sends the first bytes of a range within the time that a few documents of all names take."""
+    url = f"{many.known('many')}/download?format={to}"
+    document = {f"layers.{n}": {"shape": [n], "offsets": [n, n + 1], "name": str(n)} for n in range(NAMES)}
+    references, plans = [], []
+    for attempt in range(3):
+        begun = time.process_time()
+        json.loads(json.dumps(document))
+        references.append(time.process_time() - begun)
+        begun = time.process_time()
+        answer = many.http.get(f"{url}&exclude=layers.{attempt}.part0", headers={"Range": "bytes=-100"})
+        plans.append(time.process_time() - begun)
+        assert answer.status_code == 206
+    assert min(plans) < 8 * min(references)
