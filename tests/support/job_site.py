@@ -38,9 +38,10 @@ class JobSite:
         self.http = app.client("admin", name="operator")
         self.api = CatalogApi(self.http)  # type: ignore[arg-type]  # which asks as httpx does
 
-    def scan(self, root: str) -> None:
+    def scan(self, *roots: str) -> None:
         """Bring the catalog up to date."""
-        self.worker.scan(root)
+        for root in roots:
+            self.worker.scan(root)
 
     def found(self, root: str, key: str) -> Any:
         """A checkpoint in whatever state; None if there is none."""
@@ -102,10 +103,11 @@ class JobSite:
         assert made is not None and made.phase == phase, made
         return made
 
-    def step(self, phase: str) -> None:
-        """Do the next thing."""
-        made = self.next(phase)
-        self.worker.complete(made, self.worker.carry_out(made))
+    def step(self, *phases: str) -> None:
+        """Do the next things."""
+        for phase in phases:
+            made = self.next(phase)
+            self.worker.complete(made, self.worker.carry_out(made))
 
     def cancel(self, number: int) -> None:
         """Ask for it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,34 +27,16 @@ def state() -> dict[str, Any]:
     return STATE
 
 
-@contextmanager
-def on_disk(database_url: str, tmp_path: Path) -> Iterator[JobSite]:
+@pytest.fixture
+def local(make_database: MakeDatabase, tmp_path: Path) -> Iterator[JobSite]:
     """``run/step-5`` in the root "main", beside the empty "export" and "frozen", which is only read."""
     names = ("main", "export", "frozen")
     roots = {name: {"url": str(tmp_path / name), "readonly": name == "frozen"} for name in names}
     dcp.save(STATE, checkpoint_id=tmp_path / "main/run/step-5", no_dist=True)
     for name in ("export", "frozen"):
         (tmp_path / name).mkdir()
-    with running_jobs(database_url, tmp_path, roots) as site:
+    with running_jobs(make_database(), tmp_path, roots) as site:
         site.scan("main")
-        yield site
-
-
-@contextmanager
-def in_bucket(database_url: str, tmp_path: Path, server: S3Server, root: str) -> Iterator[JobSite]:
-    """The same on S3, without "frozen"."""
-    options = server.storage_options
-    dcp.save(STATE, checkpoint_id=f"{root}/main/run/step-5", storage_options=options, no_dist=True)
-    roots = {name: {"url": f"{root}/{name}", "storage_options": options} for name in ("main", "export")}
-    with running_jobs(database_url, tmp_path, roots) as site:
-        site.scan("main")
-        yield site
-
-
-@pytest.fixture
-def local(make_database: MakeDatabase, tmp_path: Path) -> Iterator[JobSite]:
-    """On a disk."""
-    with on_disk(make_database(), tmp_path) as site:
         yield site
 
 
@@ -63,21 +44,11 @@ def local(make_database: MakeDatabase, tmp_path: Path) -> Iterator[JobSite]:
 def on_s3(
     make_database: MakeDatabase, tmp_path: Path, s3_server: S3Server, s3_root: str
 ) -> Iterator[JobSite]:
-    """In a bucket."""
-    with in_bucket(make_database(), tmp_path, s3_server, s3_root) as site:
-        yield site
-
-
-@pytest.fixture(params=["local", "s3"])
-def either(
-    request: pytest.FixtureRequest,
-    make_database: MakeDatabase,
-    tmp_path: Path,
-    s3_server: S3Server,
-    s3_root: str,
-) -> Iterator[JobSite]:
-    """Both, one after the other."""
-    url = make_database()
-    is_local = request.param == "local"
-    with on_disk(url, tmp_path) if is_local else in_bucket(url, tmp_path, s3_server, s3_root) as site:
+    """The same in a bucket, without "frozen"."""
+    options = s3_server.storage_options
+    place = f"{s3_root}/main/run/step-5"
+    dcp.save(STATE, checkpoint_id=place, storage_options=options, no_dist=True)
+    roots = {name: {"url": f"{s3_root}/{name}", "storage_options": options} for name in ("main", "export")}
+    with running_jobs(make_database(), tmp_path, roots) as site:
+        site.scan("main")
         yield site

@@ -57,40 +57,6 @@ def test_to_another_root(to: str, key: str, local: JobSite, tmp_path: Path, stat
     assert str(tmp_path) not in json.dumps(result)
 
 
-@pytest.mark.parametrize(("to", "key"), [("torch", "step-5.pt"), ("dcp", "b/c/step-5")])
-def test_from_s3_to_s3(
-    to: str, key: str, on_s3: JobSite, s3_server: S3Server, s3_root: str, state: dict[str, Any]
-) -> None:
-    """Leaves no object beside the target, and shows neither bucket nor keys."""
-    job = on_s3.do("convert", **given(on_s3, to=to, target_key=key))
-    check_target(on_s3, key, job.result)
-    options = s3_server.storage_options
-    with raw_s3(s3_server) as raw:
-        assert not [name for name in raw.list(f"{s3_root}/export") if ".tmp-" in name]
-    found: Any = dcp.read(f"{s3_root}/export/{key}", storage_options=options)
-    assert torch.equal(found["weight"], state["weight"])
-    said = json.dumps([job.result, job.params])
-    assert s3_root not in said and options["secret"] not in said
-
-
-@pytest.mark.parametrize(("to", "key"), [("safetensors", "x.safetensors"), ("dcp", "x")])
-def test_every_phase_may_be_lost_after_its_work(to: str, key: str, either: JobSite) -> None:
-    """Makes one target although each worker dies when its work is done and nobody knows."""
-    number = either.submit("convert", **given(either, to=to, target_key=key))
-    lost: set[str] = set()
-    while (made := either.worker.claim()) is not None:
-        answer = either.worker.carry_out(made)
-        assert not isinstance(answer, Exception), answer
-        if made.job.id == number and made.phase not in lost:
-            lost.add(made.phase)
-            either.lose(made)
-        else:
-            either.worker.complete(made, answer)
-    job = either.job(number)
-    assert lost == {"plan", "task", "publish"} and job.state == "succeeded", job.error
-    check_target(either, key, job.result)
-
-
 def test_two_publishers_at_once(local: JobSite) -> None:
     """Makes one target although a worker that was believed dead publishes beside its successor."""
     number = local.submit("convert", **given(local, to="dcp", target_key="x"))
@@ -201,33 +167,16 @@ def test_refused_targets(local: JobSite, tmp_path: Path) -> None:
 
 def test_parameters_that_cannot_be_meant(local: JobSite) -> None:
     """Refuses them when they are given, not when the job runs, with a problem document."""
+    turned = {"map": "llama:hf-to-titan"}
     wrong: list[dict[str, Any]] = [
-        {"target_key": "x.safetensors"},
-        {"target_key": "x"},
-        {"target_key": ".hidden/x.pt"},
-        {"target_key": "run/.x.pt"},
-        {"to": "dcp", "target_key": "x.pt"},
-        {"to": "numpy"},
-        {"dtype": "int8"},
-        {"rename": {"(": "x"}},
-        {"rename": {"a": "\\9"}},
-        {"shard_bytes": 1},
-        {"files": 0},
-        {"unknown": 1},
-        {"only": []},
-        {"tags": ["white space"]},
-        {"map": "llama:hf-to-titn"},
-        {"map": "/etc/passwd.json"},
-        {"map": {"rules": []}},
+        *({"target_key": key} for key in ("x.safetensors", "x", ".hidden/x.pt", "run/.x.pt")),
+        *({"rename": {old: new}} for old, new in (("(", "x"), ("a", "\\9"))),
+        *({"map": one} for one in ("llama:hf-to-titn", "/etc/passwd.json", {"rules": []})),
         {"map": {"rules": [{"from": "a", "to": "b"}], "name": "x" * (300 << 10)}},
-        {"inverse": True},
-        {"below": "model"},
-        {"sizes": {"heads": 2}},
-        {"hf_key": "models/first"},
-        {"hf_root": "main"},
-        {"hf_also": ["*.py"]},
-        {"map": "llama:hf-to-titan", "sizes": {"hedas": 2}},
-        {"map": "llama:hf-to-titan", "sizes": {"inverse": 1}},
+        *({"to": "dcp", "target_key": "x.pt"}, {"to": "numpy"}, {"dtype": "int8"}, {"shard_bytes": 1}),
+        *({"files": 0}, {"unknown": 1}, {"only": []}, {"tags": ["white space"]}, {"inverse": True}),
+        *({"below": "model"}, {"sizes": {"heads": 2}}, {"hf_key": "models/first"}, {"hf_root": "main"}),
+        *({"hf_also": ["*.py"]}, turned | {"sizes": {"hedas": 2}}, turned | {"sizes": {"inverse": 1}}),
     ]
     number = local.id("main", "run/step-5")
     for params in wrong:

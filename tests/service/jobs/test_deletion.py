@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ import dcp
 from tests.support.catalog_roots import age
 from tests.support.databases import MakeDatabase
 from tests.support.job_site import JobSite, RefusedError, running_jobs
-from tests.support.s3 import S3Server, raw_s3
 from tests.support.with_optimizer import parts_there, save_apart, save_mixed, save_stock, stock_sees
 
 _STATE = {"weight": torch.arange(600.0), "bias": torch.ones(70), "step": 5}
@@ -69,16 +67,6 @@ def test_deleted_restored_and_purged(key: str, site: JobSite, tmp_path: Path) ->
     assert len(site.audited("checkpoint.purge", number)) == 1
 
 
-def test_purge_on_s3(on_s3: JobSite, s3_server: S3Server, s3_root: str) -> None:
-    """Removes the objects of a checkpoint, and not what lies beside them."""
-    with raw_s3(s3_server) as raw:
-        raw.write(f"{s3_root}/main/run/notes.txt", b"mine")
-        number = delete(on_s3, "run/step-5")
-        assert on_s3.result("purge", checkpoint_id=number)["outcome"] == "deleted"
-        assert list(raw.list(f"{s3_root}/main")) == ["run/notes.txt"]
-    assert on_s3.found("main", "run/step-5").state == "purged"
-
-
 @pytest.mark.parametrize("key", _KEYS)
 def test_what_was_saved_anew_stays(key: str, site: JobSite, tmp_path: Path) -> None:
     """Purges nothing where something else is under the key than what was deleted."""
@@ -113,21 +101,6 @@ def test_an_export_of_the_same_size_stays(key: str, site: JobSite, tmp_path: Pat
     assert site.job(job).result["outcome"] == "replaced"
     assert contents(tmp_path / "main" / key) == before
     assert site.found("main", key).state == "vanished"
-
-
-@pytest.mark.parametrize("key", ["run/step-5", "run/shards-9", "run/model-7.pt"])
-def test_a_purge_that_is_lost_is_finished(key: str, site: JobSite, tmp_path: Path) -> None:
-    """Finds what is left after a worker that was killed in the middle or behind its work."""
-    job = site.submit("purge", checkpoint_id=delete(site, key))
-    site.step("plan")
-    if key == "run/shards-9":
-        (tmp_path / "main" / key / "model.safetensors.index.json").unlink()  # as far as it came
-    made = site.next("task")
-    assert not isinstance(site.worker.carry_out(made), Exception)
-    site.lose(made)
-    site.worker.drain()
-    assert site.job(job).state == "succeeded" and not (tmp_path / "main" / key).exists()
-    assert site.found("main", key).state == "purged"
 
 
 def test_pins_and_aliases_keep_a_checkpoint(site: JobSite) -> None:
@@ -180,24 +153,6 @@ def test_grace_and_restoring_beside_a_purge(site: JobSite) -> None:
     site.worker.drain()
     assert site.found("main", "run/step-5").state == "purged"
     assert site.http.post(f"/api/v1/checkpoints/{number}/restore").status_code == 409
-
-
-def test_a_root_that_is_only_read(make_database: MakeDatabase, tmp_path: Path) -> None:
-    """Deletes, purges and drops nothing of it."""
-    save_apart(tmp_path / "main/run/step-1", 1)
-    roots = {"main": {"url": str(tmp_path / "main"), "readonly": True}}
-    with running_jobs(make_database(), tmp_path, roots) as site:
-        site.scan("main")
-        number = site.id("main", "run/step-1")
-        wanted: dict[str, dict[str, Any]] = {
-            "delete": {"checkpoint_ids": [number]},
-            "prune": {"checkpoint_id": number},
-        }
-        for kind, params in wanted.items():
-            with pytest.raises(RefusedError, match="read-only") as refused:
-                site.submit(kind, **params)
-            assert refused.value.status == 403
-        assert site.http.delete(f"/api/v1/checkpoints/{number}").status_code == 403
 
 
 # -- parts ---------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ import dcp
 from tests.support.catalog_roots import age
 from tests.support.databases import MakeDatabase
 from tests.support.job_site import JobSite, RefusedError, flip_bit, running_jobs
-from tests.support.s3 import S3Server
 
 
 def state(step: int) -> dict[str, object]:
@@ -96,18 +95,6 @@ def test_a_verdict_on_replaced_content_changes_nothing(site: JobSite, tmp_path: 
     assert site.found("main", "run/step-1").verification == "unverified"
 
 
-def test_what_is_gone_fails_with_a_reason(site: JobSite, tmp_path: Path) -> None:
-    """Makes no verdict of bytes that are not there, and names no place."""
-    number = site.submit("verify", checkpoint_id=site.id("main", "run/step-1"))
-    for path in (tmp_path / "main/run/step-1").iterdir():
-        path.unlink()
-    site.worker.drain()
-    job = site.job(number)
-    assert (job.state, job.error["type"]) == ("failed", "GoneError")
-    assert str(tmp_path) not in job.error["detail"]
-    assert site.found("main", "run/step-1").verification == "unverified"
-
-
 @pytest.mark.parametrize("key", ["run/step-9", "run/one-9.safetensors"])
 def test_findings_outlive_the_next_scan(site: JobSite, tmp_path: Path, key: str) -> None:
     """Keeps verdict and statistics of what was registered just now, until it is saved anew."""
@@ -178,40 +165,6 @@ def test_scan_finds_what_is_new_and_what_is_gone(site: JobSite, tmp_path: Path) 
     assert site.result("scan", root="main", below="run")["vanished"] == 1
     assert site.found("main", "run/step-2").state == "vanished"
     assert site.found("main", "next/step-3").state == "committed"
-
-
-def test_a_key_for_other_roots_makes_no_job(site: JobSite) -> None:
-    """Says that there is no such checkpoint, root or run to a key that may not see it."""
-    stranger = site.app.client("read", "write", "convert", "delete", roots=["other"])
-    number = site.id("main", "run/step-1")
-    asked: dict[str, dict[str, Any]] = {
-        "verify": {"checkpoint_id": number},
-        "stats": {"checkpoint_id": number},
-        "diff": {"a": number, "b": number},
-        "drift": {"run_id": 1},
-        "convert": {"checkpoint_id": number, "to": "torch", "target_root": "other", "target_key": "a.pt"},
-        "merge": {"sources": [number], "to": "dcp", "target_root": "other", "target_key": "x"},
-        "delete": {"checkpoint_ids": [number]},
-        "scan": {"root": "main"},
-    }
-    for kind, params in asked.items():
-        with pytest.raises(RefusedError, match="there is no") as refused:
-            site.submit(kind, stranger, **params)
-        assert refused.value.status == 404, kind
-    assert site.jobs() == []
-
-
-def test_kinds_on_s3(on_s3: JobSite, s3_server: S3Server, s3_root: str) -> None:
-    """Reads objects as files, and shows neither the bucket nor its keys."""
-    number = on_s3.id("main", "run/step-5")
-    verified = on_s3.result("verify", checkpoint_id=number)
-    assert verified["outcome"] == "good" and verified["checked_bytes"] > 0
-    described = on_s3.result("stats", checkpoint_id=number)
-    assert described["total"]["count"] == 607
-    compared = on_s3.result("diff", a=number, b=number)
-    assert compared["is_empty"]
-    said = json.dumps([verified, described, compared])
-    assert s3_root not in said and s3_server.storage_options["secret"] not in said
 
 
 # -- the steps of a run --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The ledger against a model of it. Internal: any order of steps of workers that die, sleep and are late."""
+"""The ledger of jobs against a model of it: any order of steps of workers that die, sleep and are late."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from sqlalchemy import delete, func, select
 
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import job_events, jobs, tasks
+from dcp.server.jobs import ledger
 from dcp.server.jobs.ledger import (
     Backoff,
     Claim,
@@ -22,28 +23,11 @@ from dcp.server.jobs.ledger import (
     JobSpec,
     StaleFenceError,
     TaskSpec,
-    claim,
-    complete_discard,
-    complete_plan,
-    complete_publish,
-    complete_task,
-    expire_leases,
-    fail,
-    get_job,
-    has_work,
-    job_events_after,
-    release,
-    renew,
-    request_cancel,
-    retry,
-    stopped,
-    submit_or_join,
-    task_results,
 )
 from dcp.server.problems import ConflictError
 from tests.support.examples import examples
 
-pytestmark = pytest.mark.each_database  # their SQL differs
+__all__ = ["run_any_order"]
 
 LEASE_SECONDS = 10.0
 BACKOFF = Backoff(1.0, 4.0)
@@ -56,7 +40,6 @@ class Known:
 
     task_count: int
     priority: int
-    is_planned: bool = False
     is_cancelled: bool = False
     done: dict[int, int] = field(default_factory=dict)  # number -> the fence that completed it
     successes: int = 0
@@ -114,7 +97,7 @@ class LedgerMachine(RuleBasedStateMachine):
             dedup_key=key,
             max_attempts=attempts,
         )
-        job_id, is_new = self.write(submit_or_join, spec, self.now)
+        job_id, is_new = self.write(ledger.submit_or_join, spec, self.now)
         holder = self.keys.get(key) if key is not None else None
         if holder is not None and not self.job(holder).is_final:
             assert (job_id, is_new) == (holder, False)
@@ -132,7 +115,7 @@ class LedgerMachine(RuleBasedStateMachine):
         at_work = sorted({taken.claim.job.id for taken in self.taken})
         job = self.job(data.draw(st.sampled_from(at_work or sorted(self.jobs))))
         try:
-            after = self.write(request_cancel, job.id, self.now, "test")
+            after = self.write(ledger.request_cancel, job.id, self.now, "test")
         except ConflictError:
             assert job.state in ("succeeded", "failed", "publishing")
             return
@@ -150,7 +133,7 @@ class LedgerMachine(RuleBasedStateMachine):
         holder = None if job.dedup_key is None else self.keys[job.dedup_key]
         is_taken = holder is not None and holder != job.id and not self.job(holder).is_final
         try:
-            after = self.write(retry, job.id, self.now, "test")
+            after = self.write(ledger.retry, job.id, self.now, "test")
         except ConflictError:
             assert (job.state not in ("failed", "cancelled") and job.waiting is None) or is_taken
             return
@@ -178,8 +161,8 @@ class LedgerMachine(RuleBasedStateMachine):
     def claim(self, owner: str) -> None:
         """Nobody else has it, it is due, and its job is in the phase for it."""
         with self.database.read() as connection:
-            is_work = has_work(connection, self.now)
-        made = self.write(claim, owner, self.now, LEASE_SECONDS)
+            is_work = ledger.has_work(connection, self.now)
+        made = self.write(ledger.claim, owner, self.now, LEASE_SECONDS)
         assert (made is not None) == is_work
         if made is None:
             return
@@ -198,7 +181,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert made.task is not None and made.task.number not in known.done
         if made.phase == "publish":
             with self.database.read() as connection:
-                results = task_results(connection, made.job.id)
+                results = ledger.task_results(connection, made.job.id)
             assert [result["number"] for result in results] == list(range(known.task_count))
             assert [result["fence"] for result in results] == [known.done[n] for n in range(known.task_count)]
         self.taken.append(Taken(made, owner, self.now + LEASE_SECONDS))
@@ -225,12 +208,12 @@ class LedgerMachine(RuleBasedStateMachine):
         before = self.snapshot()
         for act in (
             lambda: self.complete_claim(one),
-            lambda: self.write(fail, one.held, FailureFacts(type="X", detail="x"), self.now),
-            lambda: self.write(release, one.held, self.now),
+            lambda: self.write(ledger.fail, one.held, FailureFacts(type="X", detail="x"), self.now),
+            lambda: self.write(ledger.release, one.held, self.now),
         ):
             with pytest.raises(StaleFenceError):
                 act()
-        assert self.write(renew, "first", {one.held: 5}, self.now, LEASE_SECONDS) == {one.held}
+        assert self.write(ledger.renew, "first", {one.held: 5}, self.now, LEASE_SECONDS) == {one.held}
         assert self.snapshot() == before
 
     @rule(data=st.data(), why=st.sampled_from(["passing", "lasting", "environment"]))
@@ -243,7 +226,7 @@ class LedgerMachine(RuleBasedStateMachine):
         error = FailureFacts(
             type="X", detail="it broke", is_retryable=is_retryable, is_environment=why == "environment"
         )
-        self.write(fail, taken.claim.held, error, self.now, BACKOFF)
+        self.write(ledger.fail, taken.claim.held, error, self.now, BACKOFF)
         self.taken.remove(taken)
         self.past.append(taken)
         if not is_retryable and taken.claim.phase in ("plan", "task", "publish"):
@@ -256,7 +239,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if not self.taken:
             return
         taken = data.draw(st.sampled_from(self.taken))
-        self.write(release, taken.claim.held, self.now)
+        self.write(ledger.release, taken.claim.held, self.now)
         self.taken.remove(taken)
         self.past.append(taken)
 
@@ -265,11 +248,11 @@ class LedgerMachine(RuleBasedStateMachine):
         """All that the model thinks valid can be renewed, and is told to stop where its job was given up."""
         own = [taken for taken in self.taken if taken.owner == owner]
         held: dict[Held, int | None] = {taken.claim.held: done_bytes for taken in own}
-        assert self.write(renew, owner, held, self.now, LEASE_SECONDS) == frozenset()
+        assert self.write(ledger.renew, owner, held, self.now, LEASE_SECONDS) == frozenset()
         for taken in own:
             taken.until_seconds = self.now + LEASE_SECONDS
         with self.database.read() as connection:
-            told = stopped(connection, held)
+            told = ledger.stopped(connection, held)
         for taken in own:
             job = self.job(taken.claim.job.id)
             assert (taken.claim.held in told) == (job.is_ending and taken.claim.phase != "discard")
@@ -279,7 +262,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """Leases run out, and what failed is due again."""
         self.now += seconds
         over = [taken for taken in self.taken if taken.until_seconds < self.now]
-        assert self.write(expire_leases, self.now, BACKOFF) == len(over)
+        assert self.write(ledger.expire_leases, self.now, BACKOFF) == len(over)
         for taken in over:
             self.taken.remove(taken)
             self.past.append(taken)
@@ -311,7 +294,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.complete_claim(taken.claim)
             self.taken.clear()
             self.now += 5.0
-            made = self.write(claim, "last", self.now, LEASE_SECONDS)
+            made = self.write(ledger.claim, "last", self.now, LEASE_SECONDS)
             if made is None:
                 break
             self.taken.append(Taken(made, "last", self.now + LEASE_SECONDS))
@@ -325,7 +308,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def check_events(self, job_id: int) -> None:
         """The events of a job tell each of its lives from the beginning to one end."""
         with self.database.read() as connection:
-            events = job_events_after(connection, job_id, limit=10_000)
+            events = ledger.job_events_after(connection, job_id, limit=10_000)
         assert events[0].kind == "submitted"
         states = [event.data["state"] for event in events if event.kind == "state"]
         ends = [place for place, state in enumerate(states) if state in ("succeeded", "failed", "cancelled")]
@@ -342,7 +325,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def job(self, job_id: int) -> JobRow:
         """As it is now."""
         with self.database.read() as connection:
-            return get_job(connection, job_id)
+            return ledger.get_job(connection, job_id)
 
     def snapshot(self) -> list[Any]:
         """All rows."""
@@ -357,35 +340,23 @@ class LedgerMachine(RuleBasedStateMachine):
         known = self.jobs[one.job.id]
         if one.phase == "plan":
             specs = [TaskSpec(payload={"number": n}, weight_bytes=10) for n in range(one.job.params["tasks"])]
-            self.write(complete_plan, one.held, {"made": True}, specs, self.now)
-            known.is_planned = True
+            self.write(ledger.complete_plan, one.held, {"made": True}, specs, self.now)
         elif one.phase == "task":
             assert one.task is not None
             result = {"number": one.task.number, "fence": one.fence}
-            self.write(complete_task, one.held, result, self.now)
+            self.write(ledger.complete_task, one.held, result, self.now)
             assert one.task.number not in known.done
             known.done[one.task.number] = one.fence
         elif one.phase == "publish":
-            job = self.write(complete_publish, one.held, {"by": one.fence}, self.now)
+            job = self.write(ledger.complete_publish, one.held, {"by": one.fence}, self.now)
             assert job.state == "succeeded" and job.result == {"by": one.fence}
             known.successes += 1
         else:
-            self.write(complete_discard, one.held, self.now)
+            self.write(ledger.complete_discard, one.held, self.now)
             assert self.job(one.job.id).state in ("failed", "cancelled")
 
 
-def run(database: Database, count: int, steps: int) -> None:
+def run_any_order(database: Database, count: int, steps: int) -> None:
     """Try that many runs of that many steps."""
     make: Any = lambda: LedgerMachine(database)  # noqa: E731 - what makes a machine, which need not be its class
     run_state_machine_as_test(make, settings=examples(count, quick=count, steps=steps))
-
-
-def test_every_order_of_steps(database: Database) -> None:
-    """Workers and users in any order: what is completed was claimed, and that only once."""
-    run(database, 12, 40)
-
-
-@pytest.mark.exhaustive
-def test_many_more_orders_of_steps(database: Database) -> None:
-    """The same, for long."""
-    run(database, 120, 80)

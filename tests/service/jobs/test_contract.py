@@ -1,0 +1,163 @@
+"""One contract for all kinds of jobs: lost after any phase, on S3, of what is gone, hidden or only read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp
+from tests.support.databases import MakeDatabase
+from tests.support.job_site import JobSite, RefusedError, running_jobs
+from tests.support.s3 import S3Server, raw_s3
+from tests.support.with_optimizer import save_apart
+
+READERS = ("verify", "stats", "diff", "drift")
+WRITERS = ("safetensors", "dcp", "torch", "merge")
+ALL = (*READERS, *WRITERS, "delete", "purge", "prune", "scan")
+
+
+def asked(site: JobSite, what: str) -> tuple[str, dict[str, Any]]:
+    """A job about ``run/step-5``: its kind and parameters."""
+    one = site.found("main", "run/step-5")
+    to = {"target_root": "export", "target_key": f"made/{what}"}
+    if what in ("safetensors", "dcp", "torch"):
+        key = {"safetensors": "x.safetensors", "dcp": "x", "torch": "x.pt"}[what]
+        return "convert", {"checkpoint_id": one.id, "to": what, "target_root": "export", "target_key": key}
+    return what, {
+        "diff": {"a": one.id, "b": one.id},
+        "drift": {"run_id": one.run_id},
+        "merge": {"sources": [one.id], "only": ["weight"], "to": "dcp", **to},
+        "delete": {"checkpoint_ids": [one.id], "grace_seconds": 0},
+        "scan": {"root": "main"},
+    }.get(what, {"checkpoint_id": one.id})
+
+
+def submit(site: JobSite, what: str) -> int:
+    """With what has to be there before."""
+    if what == "purge":
+        number = site.id("main", "run/step-5")
+        site.http.delete(f"/api/v1/checkpoints/{number}", params={"grace_seconds": 0}).raise_for_status()
+    kind, params = asked(site, what)
+    return site.submit(kind, **params)
+
+
+def lose_every_phase(site: JobSite, number: int) -> set[str]:
+    """Carry the job out; each worker dies when its work is done and nobody knows. The phases."""
+    lost: set[str] = set()
+    while (made := site.worker.claim()) is not None:
+        answer = site.worker.carry_out(made)
+        assert not isinstance(answer, Exception), answer
+        if made.job.id == number and made.phase not in lost:
+            lost.add(made.phase)
+            site.lose(made)
+        else:
+            site.worker.complete(made, answer)
+    return lost
+
+
+def check_target(site: JobSite, key: str, result: Any) -> None:
+    """It is in the catalog with its origin and structure, once, and holds what was saved."""
+    row, source = site.found("export", key), site.id("main", "run/step-5")
+    assert (row.state, row.step, row.tensor_count) == ("committed", 5, 2)
+    assert (row.bytes, row.file_count) == (result["bytes_written"], result["file_count"])
+    assert site.edges(row.id) == [(row.id, source, "converted_from")]
+    assert len(site.audited("checkpoint.convert", row.id)) == 1
+    assert [one["key"] for one in site.api.checkpoints(root="export")] == [key]
+    assert site.result("verify", checkpoint_id=row.id)["outcome"] == "good"
+
+
+@pytest.mark.parametrize("what", ["verify", "stats", "diff", "safetensors", "dcp", "merge", "purge", "prune"])
+def test_every_phase_may_be_lost_after_its_work(
+    what: str, local: JobSite, tmp_path: Path, state: dict[str, Any]
+) -> None:
+    """Does it once, although each worker dies when its work is done and nobody knows."""
+    if what == "prune":
+        shutil.rmtree(tmp_path / "main/run/step-5")
+        save_apart(tmp_path / "main/run/step-5", 5)
+        local.scan("main")
+    number = submit(local, what)
+    assert lose_every_phase(local, number) == {"plan", "task", "publish"}
+    job = local.job(number)
+    assert job.state == "succeeded", job.error
+    if what in ("safetensors", "dcp"):
+        check_target(local, {"safetensors": "x.safetensors", "dcp": "x"}[what], job.result)
+    elif what == "purge":
+        assert local.found("main", "run/step-5").state == "purged"
+        assert not (tmp_path / "main/run/step-5").exists()
+    elif what in ("verify", "prune"):
+        assert len(local.audited(f"checkpoint.{what}")) == 1
+
+
+def test_every_kind_on_s3(on_s3: JobSite, s3_server: S3Server, s3_root: str, state: dict[str, Any]) -> None:
+    """Reads objects as files, leaves none beside a target, and shows neither bucket nor secret."""
+    options, said, read = s3_server.storage_options, [], {}
+    with raw_s3(s3_server) as raw:
+        for what in ("verify", "stats", "diff", *WRITERS):
+            number = submit(on_s3, what)
+            lost = lose_every_phase(on_s3, number) if what in ("safetensors", "dcp") else set()
+            on_s3.worker.drain()
+            job = on_s3.job(number)
+            assert job.state == "succeeded", job.error
+            said.append(json.dumps([job.result, job.params]))
+            if what in ("safetensors", "dcp", "torch"):
+                key = job.params["target_key"]
+                check_target(on_s3, key, job.result)
+                assert lost in (set(), {"plan", "task", "publish"})
+                assert not [name for name in raw.list(f"{s3_root}/export") if ".tmp-" in name]
+                read[what] = dcp.read(f"{s3_root}/export/{key}", storage_options=options)["weight"]
+                made = on_s3.id("export", key)
+                on_s3.http.delete(f"/api/v1/checkpoints/{made}", params={"grace_seconds": 0})
+                assert on_s3.result("purge", checkpoint_id=made)["outcome"] == "deleted"
+                on_s3.http.delete(f"/api/v1/checkpoints/{made}")
+        raw.write(f"{s3_root}/main/run/notes.txt", b"mine")
+        on_s3.worker.drain()
+        submit(on_s3, "purge")
+        on_s3.worker.drain()
+        assert list(raw.list(f"{s3_root}/main")) == ["run/notes.txt"]
+    assert all(torch.equal(value, state["weight"]) for value in read.values()) and len(read) == 3
+    assert not [text for text in said if s3_root in text or options["secret"] in text]
+
+
+@pytest.mark.parametrize("what", ["verify", "stats", "diff", *WRITERS])
+def test_what_is_gone_fails_with_a_reason(what: str, local: JobSite, tmp_path: Path) -> None:
+    """Makes nothing of bytes that are not there, and names no place."""
+    number = submit(local, what)
+    for path in (tmp_path / "main/run/step-5").iterdir():
+        path.unlink()
+    local.worker.drain()
+    job = local.job(number)
+    assert (job.state, job.error["is_retryable"]) == ("failed", False)
+    assert str(tmp_path) not in job.error["detail"]
+    assert not list((tmp_path / "export").rglob("*.*"))
+    assert local.found("main", "run/step-5").verification == "unverified"
+
+
+def test_a_key_for_other_roots_makes_no_job(local: JobSite) -> None:
+    """Says that there is no such checkpoint, root or run to a key that may not see it."""
+    stranger = local.app.client("read", "write", "convert", "delete", roots=["export"])
+    for what in ALL:
+        kind, params = asked(local, what)
+        with pytest.raises(RefusedError, match="there is no") as refused:
+            local.submit(kind, stranger, **params)
+        assert refused.value.status == 404, what
+    assert local.jobs() == []
+
+
+def test_a_root_that_is_only_read(make_database: MakeDatabase, tmp_path: Path) -> None:
+    """Deletes and drops nothing of it, and writes no target into it."""
+    save_apart(tmp_path / "main/run/step-5", 5)
+    roots = {"main": {"url": str(tmp_path / "main"), "readonly": True}}
+    with running_jobs(make_database(), tmp_path, roots) as site:
+        site.scan("main")
+        for what in ("delete", "prune", "safetensors", "merge"):
+            kind, params = asked(site, what)
+            given = params | ({"target_root": "main"} if "target_root" in params else {})
+            with pytest.raises(RefusedError, match="read-only"):
+                site.submit(kind, **given)
+        number = site.id("main", "run/step-5")
+        assert site.http.delete(f"/api/v1/checkpoints/{number}").status_code == 403
