@@ -10,6 +10,7 @@ from sqlalchemy import Connection, case, func, or_, select
 from dcp.manager.cleanup.retention import Part
 from dcp.server.catalog.name_patterns import check_pattern, matches
 from dcp.server.database.tables import jobs, structure_tensors
+from dcp.server.records.jobs import FINAL_STATES
 
 __all__ = ["PartBytes", "bytes_of_parts", "dropped_patterns", "in_use", "part_bytes"]
 
@@ -62,6 +63,6 @@ def dropped_patterns(provenance: Any) -> frozenset[str]:
 def in_use(connection: Connection, checkpoint_ids: Sequence[int]) -> set[int]:
     """Those of the checkpoints that a job which has not ended is about: it may be reading them."""
     query = select(jobs.c.checkpoint_id).where(
-        jobs.c.checkpoint_id.in_(checkpoint_ids), jobs.c.state.in_(("queued", "running"))
+        jobs.c.checkpoint_id.in_(checkpoint_ids), jobs.c.state.not_in(FINAL_STATES)
     )
     return {int(number) for number in connection.execute(query).scalars()}

@@ -8,13 +8,15 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
+import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from dcp.server.client import AsyncClient, Client
 
 __all__ = ["KINDS", "client_of"]
 
-KINDS = ("sync", "async")
+KINDS = ("sync", pytest.param("async", marks=pytest.mark.exhaustive))
+"""The one is made of the other, word by word: `make test` tries most on one."""
 
 
 class _Awaited:

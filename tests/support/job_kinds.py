@@ -56,6 +56,7 @@ class MadeParams(BaseModel):
     plan_act: str = "write"
     publish_act: str = "write"
     payload_bytes: int = 0
+    result_rows: int = 0
 
 
 class MadeKind(Kind[MadeParams]):
@@ -86,7 +87,10 @@ class MadeKind(Kind[MadeParams]):
             )
             for number, act in enumerate(params.acts)
         ]
-        return JobPlan(tasks=specs, plan_data={"folder": params.folder, "act": params.publish_act})
+        return JobPlan(
+            tasks=specs,
+            plan_data={"folder": params.folder, "act": params.publish_act, "rows": params.result_rows},
+        )
 
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
         """The act."""
@@ -115,7 +119,8 @@ class MadeKind(Kind[MadeParams]):
             note(folder, "was published")
         if plan_data["act"] == "die_after":
             _act("die_once", context, folder, lambda done_bytes: None)
-        return {"parts": len(results), "text": (folder / "target").read_text()}
+        rows = {"rows": ["x" * 300] * plan_data["rows"]} if plan_data["rows"] else {}
+        return {"parts": len(results), "text": (folder / "target").read_text(), **rows}
 
     def discard(self, context: JobContext, plan_data: Json) -> None:
         """The parts."""

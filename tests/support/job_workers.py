@@ -20,8 +20,8 @@ from sqlalchemy import func, select, update
 
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import audit, jobs, tasks
-from dcp.server.jobs.executors.executor import ProcessExecutor
-from dcp.server.jobs.executors.subprocess_main import Setup
+from dcp.server.jobs.executors.executor import Executor
+from dcp.server.jobs.executors.opening import open_executor
 from dcp.server.jobs.ledger import (
     Backoff,
     JobEventRow,
@@ -45,6 +45,7 @@ __all__ = [
     "Database",
     "WorkerProcess",
     "cancel",
+    "close_executor",
     "events_of",
     "job_settings",
     "let_leases_end",
@@ -78,17 +79,24 @@ def job_settings(database: Database, folder: Path, **changes: Any) -> Settings:
     return Settings(**(values | changes))
 
 
-_shared: list[ProcessExecutor] = []
+_shared: dict[str, Executor] = {}
 
 
-def _shared_executor() -> ProcessExecutor:
-    """One for this test process: its warm process takes most of a second to start."""
-    if not _shared:
+def _shared_executor(settings: Settings) -> Executor:
+    """One of a kind for this test process: its warm process takes most of a second to start."""
+    name = settings.executor
+    if name not in _shared:
         folder = Path(tempfile.mkdtemp(prefix="dcp-test-work-"))
-        _shared.append(ProcessExecutor(Setup(Settings(work_folder=folder), TEST_KINDS)))
+        _shared[name] = open_executor(Settings(work_folder=folder, executor=name), TEST_KINDS)
         atexit.register(shutil.rmtree, folder, True)
-        atexit.register(_shared[0].close)
-    return _shared[0]
+        atexit.register(close_executor, name)
+    return _shared[name]
+
+
+def close_executor(name: str) -> None:
+    """The one that all share, if there is one."""
+    if name in _shared:
+        _shared.pop(name).close()
 
 
 @contextmanager
@@ -103,7 +111,7 @@ def working(
 
     Its subprocesses come from an executor that all share, or from its own where a test is about them.
     """
-    executor = None if own_executor else _shared_executor()
+    executor = None if own_executor else _shared_executor(settings)
     worker = Worker(settings, kinds=kinds, schedules=schedules, backoff=_QUICK, executor=executor)
     stop = threading.Event()
     thread = threading.Thread(target=worker.run, args=(stop,), name="test-worker")
@@ -163,9 +171,8 @@ class WorkerProcess:
 def put(database: Database, folder: Path, *acts: str, **changes: Any) -> int:
     """Submit a job of the kind "made", which works in ``folder``; its id."""
     params = {"folder": str(folder), "acts": list(acts)}
-    params |= {
-        name: changes.pop(name) for name in ("plan_act", "publish_act", "payload_bytes") if name in changes
-    }
+    own = ("plan_act", "publish_act", "payload_bytes", "result_rows")
+    params |= {name: changes.pop(name) for name in own if name in changes}
     spec = JobSpec(**({"kind": "made", "params": params, "created_by": "test"} | changes))
     return database.transact(lambda connection: submit(connection, spec, time.time()))
 

@@ -28,7 +28,7 @@ from dcp.server.client import (
     WaitTimeoutError,
 )
 from tests.support.app import App, running_app
-from tests.support.both_clients import KINDS, client_of
+from tests.support.both_clients import client_of
 from tests.support.sockets import listening
 
 MakeClient = Callable[..., Client]
@@ -63,7 +63,7 @@ def state_at(step: int) -> dict[str, object]:
     }
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=["sync", "async"])
 def connect(request: pytest.FixtureRequest, app: App) -> Iterator[MakeClient]:
     """Makes clients with keys of given scopes."""
     with ExitStack() as stack:

@@ -35,12 +35,6 @@ BYTES = bytes(range(256)) * 1000
 TAGGED = {"ETag": '"v1"', "Content-Type": "application/octet-stream", "Accept-Ranges": "bytes"}
 
 
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between attempts: how often one tries is the subject, not how long that takes."""
-    monkeypatch.setattr("dcp.server.client.transport._FIRST_PAUSE_SECONDS", 0.02)
-
-
 @pytest.fixture(params=KINDS)
 def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
     """Makes a client of a service."""
@@ -48,7 +42,7 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
 
         def make(service: ScriptedService | str, **options: Any) -> Client:
             url = service if isinstance(service, str) else service.url
-            return stack.enter_context(client_of(request.param, url, **{"retries": 2} | options))
+            return stack.enter_context(client_of(request.param, url, **{"retries": 1} | options))
 
         yield make
 
@@ -65,33 +59,23 @@ def job(state: str, **more: Any) -> dict[str, Any]:
     return given | {"created_at": "2026-01-01T00:00:00.000Z"} | more
 
 
-def test_what_passes_is_tried_again(connect: Connect) -> None:
-    """A busy service is asked again; a POST can be recognised as the same by its Idempotency-Key."""
-    answers = iter([problem(503), problem(429), Answer(202, job("queued"))])
+@pytest.mark.parametrize("first", [problem(503), problem(429), Answer(202, job("queued"), cut=3)])
+def test_what_passes_is_tried_again(connect: Connect, first: Answer) -> None:
+    """Asks again where a service is busy or an answer is lost; the key tells that the POST is the same."""
+    answers = iter([first, problem(409, state="working"), Answer(202, job("queued"))])
     with scripted_service(lambda asked: next(answers)) as service:
-        assert connect(service).submit("verify", {"checkpoint_id": 1}).state == "queued"
+        assert connect(service, retries=2).submit("verify", {"checkpoint_id": 1}).state == "queued"
         keys = [asked.headers["Idempotency-Key"] for asked in service.asked]
     assert len(keys) == 3 and len(set(keys)) == 1
     assert service.bodies() == [{"kind": "verify", "params": {"checkpoint_id": 1}, "priority": 0}] * 3
 
 
-def test_the_first_one_is_still_at_work(connect: Connect) -> None:
-    """A POST that is sent again too early is sent once more, until there is the answer of the first."""
-    answers = iter(
-        [Answer(202, job("queued"), cut=3), problem(409, state="working"), Answer(202, job("queued"))]
-    )
-    with scripted_service(lambda asked: next(answers)) as service:
-        assert connect(service).submit("verify", {"checkpoint_id": 1}).state == "queued"
-        assert len({asked.headers["Idempotency-Key"] for asked in service.asked}) == 1
-        assert len(service.asked) == 3
-
-
 def test_not_for_ever(connect: Connect) -> None:
-    """After so many attempts it is the error, with what the service said."""
+    """Raises after so many attempts, with what the service said."""
     with scripted_service(lambda asked: problem(503)) as service:
         with pytest.raises(UnavailableError, match="why") as caught:
             connect(service).roots()
-        assert len(service.asked) == 3
+        assert len(service.asked) == 2
     assert caught.value.retry_after_seconds == 0
 
 
@@ -116,7 +100,7 @@ def test_a_change_that_may_have_happened(connect: Connect) -> None:
         assert len(service.asked) == 1
         with pytest.raises(TransportError):
             client.checkpoint(1)
-        assert len(service.asked) == 4
+        assert len(service.asked) == 3
 
 
 def test_nobody_there(connect: Connect) -> None:
@@ -184,7 +168,7 @@ def test_a_download_that_breaks_off(connect: Connect, tmp_path: Path) -> None:
 
 
 def test_one_that_ends_at_the_same_byte(connect: Connect, tmp_path: Path) -> None:
-    """As a damaged checkpoint does: an error that says so, and no file; the part stays."""
+    """Is an error that says so, as of a damaged checkpoint, and no file; the part stays."""
 
     def answer(asked: Asked) -> Answer:
         found = ranged(asked, BYTES, '"v1"')
@@ -200,14 +184,54 @@ def test_one_that_ends_at_the_same_byte(connect: Connect, tmp_path: Path) -> Non
     assert (tmp_path / "file").read_bytes() == BYTES
 
 
-def test_other_content_meanwhile(connect: Connect, tmp_path: Path) -> None:
-    """A part of what is not there any more is thrown away."""
+OTHERS = BYTES[::-1]
+SPAN = {"Content-Range": f"bytes 5000-{len(BYTES) - 1}/{len(BYTES)}"}
+WRONG = ("bytes 5-9/10", "nonsense", "bytes 5000-255999/999999")
+
+
+def shorter(asked: Asked) -> Answer:
+    """Ranges that are shorter than they say, though each answer ends in good order."""
+    found = ranged(asked, BYTES, '"v1"')
+    return Answer(206, found.body[:60_000], found.headers) if found.status == 206 else found
+
+
+def stale(asked: Asked) -> Answer:
+    """A cache, whose range is of another content than the part that is there."""
+    whole = ranged(asked, OTHERS, '"v2"')
+    return Answer(206, OTHERS[5000:], whole.headers | SPAN) if "Range" in asked.headers else whole
+
+
+def not_asked_for(headers: dict[str, str]) -> Callable[[Asked], Answer]:
+    """A range of something else, or none that says what it is."""
+
+    def answer(asked: Asked) -> Answer:
+        if "Range" in asked.headers:
+            return Answer(206, b"wrong", TAGGED | headers)
+        return ranged(asked, BYTES, '"v1"')
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        pytest.param(lambda asked: ranged(asked, OTHERS, '"v2"'), OTHERS, id="replaced"),
+        pytest.param(stale, OTHERS, id="stale"),
+        pytest.param(shorter, BYTES, id="shorter"),
+        pytest.param(not_asked_for({}), BYTES, id="unsaid"),
+        *(pytest.param(not_asked_for({"Content-Range": one}), BYTES, id=one[:9]) for one in WRONG),
+    ],
+)
+def test_a_part_is_gone_on_with_where_it_holds(
+    connect: Connect, tmp_path: Path, answer: Callable[[Asked], Answer], expected: bytes
+) -> None:
+    """Puts nothing together of two contents, whatever a service or a cache answers, and fetches all bytes."""
     with scripted_service(lambda asked: ranged(asked, BYTES, '"v1"', cut=5000)) as service:
         with pytest.raises(DownloadError):
             connect(service, retries=0).download(1, tmp_path / "file")
-        service.answer = lambda asked: ranged(asked, BYTES[::-1], '"v2"')
+        service.answer = answer
         connect(service).download(1, tmp_path / "file")
-    assert (tmp_path / "file").read_bytes() == BYTES[::-1]
+    assert (tmp_path / "file").read_bytes() == expected
 
 
 def test_a_part_that_was_whole(connect: Connect, tmp_path: Path) -> None:
@@ -222,31 +246,6 @@ def test_a_part_that_was_whole(connect: Connect, tmp_path: Path) -> None:
         assert service.asked[-1].headers["Range"] == "bytes=256000-"
     assert (tmp_path / "file").read_bytes() == BYTES
     assert not part.exists() and not note.exists()
-
-
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {"Content-Range": "bytes 5-9/10"},
-        {"Content-Range": "nonsense"},
-        {"Content-Range": "bytes 5000-255999/999999"},
-        {},
-    ],
-)
-def test_a_range_that_was_not_asked_for(connect: Connect, tmp_path: Path, headers: dict[str, str]) -> None:
-    """Puts nothing of it into the file, which is fetched from its beginning."""
-    with scripted_service(lambda asked: ranged(asked, BYTES, '"v1"', cut=5000)) as service:
-        with pytest.raises(DownloadError):
-            connect(service, retries=0).download(1, tmp_path / "file")
-
-        def answer(asked: Asked) -> Answer:
-            if "Range" in asked.headers:
-                return Answer(206, b"wrong", TAGGED | headers)
-            return ranged(asked, BYTES, '"v1"')
-
-        service.answer = answer
-        connect(service).download(1, tmp_path / "file")
-    assert (tmp_path / "file").read_bytes() == BYTES
 
 
 def test_a_redirect_learns_no_key(connect: Connect, tmp_path: Path) -> None:
@@ -268,38 +267,6 @@ def test_a_refused_download_leaves_nothing(connect: Connect, tmp_path: Path) -> 
     with scripted_service(lambda asked: problem(404)) as service, pytest.raises(ProblemError, match="404"):
         connect(service).download(1, tmp_path / "file")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_ranges_that_are_shorter_than_they_say(connect: Connect, tmp_path: Path) -> None:
-    """Asks for the rest until all bytes are there, though each answer ends in good order."""
-
-    def answer(asked: Asked) -> Answer:
-        found = ranged(asked, BYTES, '"v1"')
-        if found.status == 206:
-            return Answer(206, found.body[:60_000], found.headers)
-        return Answer(found.status, found.body, found.headers, cut=5000)
-
-    with scripted_service(answer) as service:
-        connect(service).download(1, tmp_path / "file")
-    assert (tmp_path / "file").read_bytes() == BYTES
-
-
-def test_a_cache_that_has_other_content(connect: Connect, tmp_path: Path) -> None:
-    """Begins anew where a range comes of another content than the part that is there."""
-    with scripted_service(lambda asked: ranged(asked, BYTES, '"v1"', cut=5000)) as service:
-        with pytest.raises(DownloadError):
-            connect(service, retries=0).download(1, tmp_path / "file")
-
-        def stale(asked: Asked) -> Answer:
-            whole = ranged(asked, BYTES[::-1], '"v2"')
-            if "Range" not in asked.headers:
-                return whole
-            span = f"bytes 5000-{len(BYTES) - 1}/{len(BYTES)}"
-            return Answer(206, BYTES[::-1][5000:], whole.headers | {"Content-Range": span})
-
-        service.answer = stale
-        connect(service).download(1, tmp_path / "file")
-    assert (tmp_path / "file").read_bytes() == BYTES[::-1]
 
 
 @pytest.mark.parametrize("before", [None, b"old" * 1000])
@@ -405,7 +372,7 @@ def test_watching(connect: Connect) -> None:
     ]
     answers = iter(parts)
     with scripted_service(lambda asked: next(answers)) as service:
-        events = list(connect(service).watch(7))
+        events = list(connect(service, retries=2).watch(7))
         last = [asked.headers.get("Last-Event-ID") for asked in service.asked]
     assert [(found.id, found.kind) for found in events] == [
         (1, "submitted"),
@@ -421,16 +388,13 @@ def test_watching(connect: Connect) -> None:
 
 
 def test_nothing_left_to_watch(connect: Connect) -> None:
-    """A job that is over, and was seen to its end."""
+    """Ends at once for a job that was seen to its end; an error of the service ends the stream."""
     with scripted_service(lambda asked: Answer(204, b"")) as service:
         assert list(connect(service).watch(7, after_id=9)) == []
         assert service.asked[0].headers["Last-Event-ID"] == "9"
-
-
-def test_watching_what_is_not_there(connect: Connect) -> None:
-    """An error of the service ends the stream."""
-    with scripted_service(lambda asked: problem(404)) as service, pytest.raises(ProblemError, match="404"):
-        list(connect(service).watch(7))
+        service.answer = lambda asked: problem(404)
+        with pytest.raises(ProblemError, match="404"):
+            list(connect(service).watch(7))
 
 
 def test_text_that_looks_like_the_end_of_a_line(connect: Connect) -> None:

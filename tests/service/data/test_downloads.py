@@ -161,11 +161,13 @@ def test_who_may_and_in_which_state(own: DataSite) -> None:
     own.save("s", root="other")
     url, other = own.known("s"), own.known("s", root="other")
     number = url.rpartition("/")[2]
-    paths = ("download", "files", "files/x", "tensors", "tensors/tree", "tensors/data?name=model.w", "shards")
-    paths += ("shards/ranks", "shards/map", "shards/chunks", "phases", "tensors/grid?fqn=model.w")
-    paths += ("tensors/statistics?fqn=model.w", "verifications", "statistics", f"diff?before={number}")
+    paths = (
+        "download files files/x tensors tensors/tree tensors/data?name=model.w shards shards/ranks shards/map"
+    )
+    paths += " shards/chunks phases tensors/grid?fqn=model.w tensors/statistics?fqn=model.w verifications"
+    paths += f" statistics diff?before={number}"
     stranger, nobody = own.client("read", roots=["other"]), own.client()
-    for path in paths:
+    for path in paths.split():
         assert stranger.get(f"{url}/{path}").status_code == 404, path
         assert nobody.get(f"{url}/{path}").status_code == 401, path
     assert stranger.get(f"{other}/diff", params={"before": number}).status_code == 404

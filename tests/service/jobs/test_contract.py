@@ -12,7 +12,7 @@ import torch
 
 import dcp
 from tests.support.databases import MakeDatabase
-from tests.support.job_site import JobSite, RefusedError, running_jobs
+from tests.support.job_site import JobSite, RefusedError, flip_bit, running_jobs
 from tests.support.s3 import S3Server, raw_s3
 from tests.support.with_optimizer import save_apart
 
@@ -123,17 +123,25 @@ def test_every_kind_on_s3(on_s3: JobSite, s3_server: S3Server, s3_root: str, sta
     assert not [text for text in said if s3_root in text or options["secret"] in text]
 
 
-@pytest.mark.parametrize("what", ["verify", "stats", "diff", *WRITERS])
-def test_what_is_gone_fails_with_a_reason(what: str, local: JobSite, tmp_path: Path) -> None:
-    """Makes nothing of bytes that are not there, and names no place."""
-    number = submit(local, what)
-    for path in (tmp_path / "main/run/step-5").iterdir():
-        path.unlink()
+@pytest.mark.parametrize(
+    ("what", "is_damaged"),
+    [*((what, False) for what in ("verify", "diff", "torch", "merge")), *((what, True) for what in WRITERS)],
+)
+def test_what_is_gone_or_damaged_fails_with_a_reason(
+    what: str, is_damaged: bool, local: JobSite, tmp_path: Path
+) -> None:
+    """Makes nothing of bytes that are not there or not as they were, and names no place."""
+    number, folder = submit(local, what), tmp_path / "main/run/step-5"
+    if is_damaged:
+        flip_bit(folder)
+    else:
+        for path in folder.iterdir():
+            path.unlink()
     local.worker.drain()
     job = local.job(number)
     assert (job.state, job.error["is_retryable"]) == ("failed", False)
-    assert str(tmp_path) not in job.error["detail"]
-    assert not list((tmp_path / "export").rglob("*.*"))
+    assert str(tmp_path) not in job.error["detail"] and (not is_damaged or "damaged" in job.error["detail"])
+    assert [path for path in (tmp_path / "export").rglob("*") if path.is_file()] == []
     assert local.found("main", "run/step-5").verification == "unverified"
 
 

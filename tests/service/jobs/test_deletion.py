@@ -120,13 +120,16 @@ def test_pins_and_aliases_keep_a_checkpoint(site: JobSite) -> None:
 def test_a_pin_of_the_trainer_is_respected(site: JobSite, tmp_path: Path) -> None:
     """Keeps the bytes of what is pinned in its folder, and takes it back into the catalog."""
     with dcp.CheckpointManager(tmp_path / "main/trained", mode="sync", no_dist=True) as manager:
-        manager.save(1, _STATE, force=True)
+        manager.save(1, {**_STATE, "optimizer": {"state": {"0": {"m": torch.ones(9)}}}}, force=True)
         manager.pin(1)
     site.scan("main")
     key = "trained/step-00000001"
     number = site.id("main", key)
     if site.found("main", key).is_pinned:
         site.http.delete(f"/api/v1/checkpoints/{number}/pin").raise_for_status()
+    before = contents(tmp_path / "main" / key)
+    assert site.result("prune", checkpoint_id=number)["outcome"] == "pinned"
+    assert contents(tmp_path / "main" / key) == before
     delete(site, key)
     assert site.result("purge", checkpoint_id=number)["outcome"] == "pinned"
     found = site.found("main", key)
@@ -243,6 +246,15 @@ def test_a_policy_by_part(lean: JobSite, run: Path, is_real: bool) -> None:
     made = lean.jobs(kind="prune")
     assert sorted(job["checkpoint_id"] for job in made) == (numbers(lean)[:2] if is_real else [])
     assert {job["created_by"] for job in made} <= {"retention:lean"}
+
+
+def test_a_policy_waits_for_who_reads(lean: JobSite, run: Path) -> None:
+    """Drops nothing of what another job is about, until the next round."""
+    lean.submit("verify", checkpoint_id=numbers(lean)[0])
+    made = lean.next("plan")
+    assert lean.result("retention", policy_id=policy(lean))["dropped"] == 1
+    assert there(run)[:2] == ["whole", "weights"]
+    lean.worker.complete(made, lean.worker.carry_out(made))
 
 
 def test_what_cannot_be_dropped_is_not_tried_each_round(lean: JobSite, run: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 import dcp
 from tests.support.catalog_roots import age
 from tests.support.databases import MakeDatabase
+from tests.support.hook_bench import clean
 from tests.support.job_site import JobSite, RefusedError, flip_bit, running_jobs
 
 
@@ -137,6 +138,61 @@ def test_statistics_are_kept_unless_of_a_part(site: JobSite) -> None:
     assert found["model.weight"]["histogram"]["counts"]
     assert (found["odd"]["infs"], found["odd"]["max"]) == (3, None)
     assert site.api.get(f"/checkpoints/{number}/statistics")["total"] == result["total"]
+
+
+def test_verifications_are_listed(site: JobSite, tmp_path: Path) -> None:
+    """Lists the newest first, each with whether it is of what is there now; asking twice makes one job."""
+    number, folder = site.id("main", "run/step-1"), tmp_path / "main/run/step-1"
+    url = f"/api/v1/checkpoints/{number}/verifications"
+    assert site.http.get(url).json() == {"items": []}
+    first, second = site.http.post(url), site.http.post(url)
+    assert (first.status_code, first.headers["location"]) == (202, second.headers["location"])
+    assert site.http.get(first.headers["location"]).json()["kind"] == "verify"
+    site.worker.drain()
+    dcp.save(state(9), checkpoint_id=folder, no_dist=True)
+    site.scan("main")
+    flip_bit(folder)
+    site.result("verify", checkpoint_id=number)
+    items = site.http.get(url).json()["items"]
+    assert [(one["outcome"], one["is_current"]) for one in items] == [("damaged", True), ("good", False)]
+    assert "differ from what was committed" in items[0]["findings"][0]["message"]
+    assert len(site.http.get(url, params={"limit": 1}).json()["items"]) == 1
+    assert site.app.client("read").post(url).status_code == 403
+    assert site.app.client("write", roots=["other"]).post(url).status_code == 404
+
+
+def test_statistics_come_in_pages(site: JobSite, tmp_path: Path) -> None:
+    """Computes them when asked, and tells those of all tensors, wherever a page begins."""
+    names = [f"layers.{n}" for n in range(250)]
+    dcp.save(
+        {name: torch.ones(1) for name in names}, checkpoint_id=tmp_path / "main/many/step-1", no_dist=True
+    )
+    site.scan("main")
+    url = f"/api/v1/checkpoints/{site.id('main', 'many/step-1')}/statistics"
+    assert site.http.get(url).status_code == 404 and site.http.post(url).status_code == 202
+    site.worker.drain()
+    found: list[str] = []
+    query: dict[str, Any] = {"limit": 70}
+    while query.get("cursor", "") is not None:
+        page = site.http.get(url, params=query).json()
+        found += [one["fqn"] for one in page["tensors"]]
+        query["cursor"] = page["next_cursor"]
+        assert (page["tensor_count"], page["total"]["count"], page["is_stale"]) == (250, 250, False)
+    assert sorted(found) == sorted(names)
+
+
+def test_jobs_that_have_been_over_for_long_are_forgotten(site: JobSite) -> None:
+    """Keeps those that the catalog refers to, the newest, and what has not ended."""
+    one = site.id("main", "run/step-1")
+    referred, plain = site.submit("verify", checkpoint_id=one), site.submit("diff", a=one, b=one)
+    site.worker.drain()
+    waiting, newest = site.submit("stats", checkpoint_id=one), site.submit("scan", root="main")
+    site.cancel(newest)
+    clean(site.app, 29 * 86_400)
+    assert {job["id"] for job in site.jobs()} == {referred, plain, waiting, newest}
+    clean(site.app, 31 * 86_400)
+    assert {job["id"] for job in site.jobs()} == {referred, waiting, newest}
+    assert site.http.get(f"/api/v1/jobs/{plain}").status_code == 404
 
 
 def test_diff_over_roots_and_formats(site: JobSite, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from dcp.server.jobs.ledger import Backoff, FailureFacts, Held, JobSpec, StaleFe
 from dcp.server.jobs.schedules import PeriodicWork, ScheduleContext, Scheduler
 from dcp.server.problems import ConflictError, NotFoundError, ProblemError, UnavailableError
 from dcp.server.roots import storage_problem
+from dcp.server.settings import RootSettings
 from dcp.storage.errors import CheckpointConflictError, CorruptCheckpointError, StorageError, StorageFullError
 from tests.support.job_workers import job_settings, until
 from tests.support.ledger_model import run_any_order
@@ -353,7 +354,8 @@ def test_claims_of_an_earlier_plan_are_refused(steps: Steps) -> None:
 def test_a_job_waits_for_hours(phase: str, steps: Steps) -> None:
     """Waits with growing pauses up to minutes, then continues where it was, with all of its attempts."""
     job_id = steps.add() if phase == "plan" else steps.planned(1 if phase == "task" else 0)
-    now, pauses = NOW, []
+    now = NOW
+    pauses: list[float] = []
     while now < NOW + 20 * HOUR:
         steps.fail(steps.taken(phase, now).held, FULL, now)
         job = steps.get_job(job_id)
@@ -588,3 +590,18 @@ def test_documents_that_nothing_refers_to_are_removed(database: Database, tmp_pa
         with database.read() as connection:
             counts.append(len(connection.execute(select(document_parts.c.document_id)).all()))
     assert counts == [2, 2, 0]
+
+
+def test_roots_are_scanned_as_often_as_they_say(database: Database, tmp_path: Path) -> None:
+    """Has one scan of a root at a time; a root that says 0 is scanned on demand only."""
+    places = {
+        name: RootSettings(url=str(tmp_path / name), scan_seconds=seconds)
+        for name, seconds in (("main", 5.0), ("still", 0.0))
+    }
+    settings = job_settings(database, tmp_path, roots=places)
+    scans = [one for one in built_in_schedules(settings) if one.name.startswith("scan:")]
+    assert [(one.name, one.interval_seconds) for one in scans] == [("scan:main", 5.0)]
+    for _ in range(2):
+        scans[0].act(ScheduleContext(settings, database, NOW, threading.Event()))
+    found = Steps(database).list_jobs()
+    assert [(job.kind, job.root, job.created_by) for job in found] == [("scan", "main", "system")]

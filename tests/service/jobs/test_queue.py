@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.support.job_workers import (
     Database,
     WorkerProcess,
     cancel,
+    close_executor,
     events_of,
     job_settings,
     pids_of,
@@ -36,6 +38,7 @@ def cluster() -> Iterator[Any]:
     """A scheduler, and two workers that are processes of their own and are started again if they die."""
     with dask_cluster(threads=2) as made:
         yield made
+        close_executor(address_of(made))
 
 
 def address_of(cluster: Any) -> str:
@@ -46,9 +49,7 @@ def address_of(cluster: Any) -> str:
 @pytest.fixture(params=["processes", "dask"])
 def executor(request: pytest.FixtureRequest) -> str:
     """Where tasks run."""
-    if request.param == "processes":
-        return "processes"
-    return address_of(request.getfixturevalue("cluster"))
+    return "processes" if request.param == "processes" else address_of(request.getfixturevalue("cluster"))
 
 
 # -- one contract for both executors -------------------------------------------------------------------------
@@ -58,7 +59,7 @@ def test_a_job_from_its_plan_to_its_record(database: Database, tmp_path: Path, e
     """Runs tasks, publishes their results once, and records them with the completion."""
     job_id = put(database, tmp_path, "write", "sleep:0.1", "write")
     settings = job_settings(database, tmp_path, executor=executor)
-    with working(settings, own_executor=executor != "processes"):
+    with working(settings):
         job = wait_for_end(database, job_id)
     assert (job.state, job.result) == ("succeeded", {"parts": 3, "text": "0\n1\n2"})
     assert job.progress == {"done_tasks": 3, "total_tasks": 3, "done_bytes": 300, "total_bytes": 300}
@@ -73,7 +74,7 @@ def test_what_fails_in_passing_is_tried_again(database: Database, tmp_path: Path
     """Repeats errors of storage and killed processes, and keeps the work of others."""
     job_id = put(database, tmp_path, "fail_once", "die_once", "write", plan_act="fail_once")
     settings = job_settings(database, tmp_path, executor=executor)
-    with working(settings, own_executor=executor != "processes"):
+    with working(settings):
         assert wait_for_end(database, job_id).state == "succeeded"
     lines = log_lines(tmp_path)
     assert lines.count("plan 3") == 2
@@ -86,7 +87,7 @@ def test_what_fails_for_good_ends_the_job(database: Database, tmp_path: Path, ex
     """Keeps the error, stops the other tasks, and clears away what they left."""
     job_id = put(database, tmp_path, "write", "fail", "sleep:1000")
     settings = job_settings(database, tmp_path, executor=executor, concurrency=3)
-    with working(settings, own_executor=executor != "processes"):
+    with working(settings):
         job = wait_for_end(database, job_id)
     assert job.state == "failed" and job.error is not None
     assert [job.error[name] for name in ("type", "detail", "task")] == ["PermanentJobError", "never", 1]
@@ -97,7 +98,7 @@ def test_what_fails_for_good_ends_the_job(database: Database, tmp_path: Path, ex
 def test_cancelling_ends_deaf_tasks_within_seconds(database: Database, tmp_path: Path, executor: str) -> None:
     """Kills tasks that hear nothing, and those that wait for their turn; no process of them is left."""
     settings = job_settings(database, tmp_path, executor=executor, concurrency=7, poll_seconds=1.0)
-    with working(settings, own_executor=executor != "processes"):
+    with working(settings):
         within = 2.0 if executor == "processes" else 4.0
         assert seconds_to_cancel(database, tmp_path, ["hold:1000"] * 5, begun=4, within=within) < 60
         assert not list(tmp_path.glob("*/part-*"))
@@ -107,7 +108,7 @@ def test_progress_is_known_while_a_task_runs(database: Database, tmp_path: Path,
     """Tells the bytes that are done before the task has ended."""
     job_id = put(database, tmp_path, "sleep:30")
     settings = job_settings(database, tmp_path, executor=executor, lease_seconds=1.0)
-    with working(settings, own_executor=executor != "processes"):
+    with working(settings):
         until(lambda: any(0 < task.done_bytes < 100 for task in tasks_of(database, job_id)), "a part")
         cancel(database, job_id)
         assert wait_for_end(database, job_id).state == "cancelled"
@@ -154,16 +155,6 @@ def test_a_cluster_that_is_not_there(database: Database, tmp_path: Path) -> None
         (retry, *_) = [one for one in events_of(database, job_id) if one.kind == "retry"]
         assert retry.data["error"]["type"] == "DaskError"
         cancel(database, job_id)
-
-
-@pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
-def test_executors_are_chosen_by_name(database: Database, tmp_path: Path) -> None:
-    """Refuses to begin with one that there is not."""
-    with (
-        pytest.raises(ValueError, match="'processes' or 'dask://HOST:PORT'"),
-        working(job_settings(database, tmp_path, executor="threads"), own_executor=True),
-    ):
-        pass
 
 
 # -- processes of tasks --------------------------------------------------------------------------------------
@@ -237,22 +228,31 @@ def test_the_warm_process_has_no_threads_and_no_secrets(database: Database, tmp_
 
 @pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
 def test_a_work_folder_that_was_removed_is_made_again(database: Database, tmp_path: Path) -> None:
-    """Gives each task a folder, though folders are removed meanwhile; none is left at the end."""
+    """Gives each task a folder, though folders are removed, or cannot be made for a while."""
     with working(job_settings(database, tmp_path), own_executor=True):
         for _ in range(2):
             assert wait_for_end(database, put(database, tmp_path, "keep")).state == "succeeded"
             work = next(line.split()[1] for line in log_lines(tmp_path) if line.startswith("work"))
             until(lambda work=work: not Path(work).exists(), "its removal")  # type: ignore[misc]
-            for folder in (tmp_path / "work").iterdir():
-                for path in folder.iterdir():
-                    path.unlink() if path.is_file() else path.rmdir()
-                folder.rmdir()
+            shutil.rmtree(tmp_path / "work")
+        (tmp_path / "work").write_text("no room for a folder")
+        waiting = put(database, tmp_path, "keep")
+        until(lambda: (state_of(database, waiting).waiting or {}).get("count", 0) >= 2, "two attempts")
+        (tmp_path / "work").unlink()
+        assert wait_for_end(database, waiting).state == "succeeded"
 
 
-def test_kinds_that_cannot_be_imported(database: Database, tmp_path: Path) -> None:
-    """Refuses to begin with kinds that there are not."""
+@pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
+def test_kinds_and_executors_that_there_are_not(database: Database, tmp_path: Path) -> None:
+    """Refuses to begin with them."""
     settings = job_settings(database, tmp_path)
     with pytest.raises(ModuleNotFoundError), working(settings, kinds="dcp.no_such:KINDS", own_executor=True):
+        pass
+    settings = job_settings(database, tmp_path, executor="threads")
+    with (
+        pytest.raises(ValueError, match="'processes' or 'dask://HOST:PORT'"),
+        working(settings, own_executor=True),
+    ):
         pass
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load as load_safetensors
+from sqlalchemy import Engine, event
 
 import dcp
 from tests.support.databases import MakeDatabase
 from tests.support.forking import forkserver_context
-from tests.support.full_disk_worker import serve as serve_full
-from tests.support.halting_kinds import serve as serve_halting
+from tests.support.hard_kinds import serve
 from tests.support.job_kinds import log_lines
 from tests.support.job_site import JobSite, running_jobs
 from tests.support.job_workers import (
@@ -39,7 +40,6 @@ from tests.support.job_workers import (
 )
 from tests.support.processes import lives, parent_of
 from tests.support.s3 import S3Server, raw_s3
-from tests.support.small_parts_worker import serve as serve_small
 
 
 @pytest.mark.parametrize("where", [pytest.param("plan", marks=pytest.mark.exhaustive), "task", "publish"])
@@ -142,6 +142,25 @@ def test_a_lease_is_renewed_for_as_long_as_the_task_takes(database: Database, tm
     assert task.attempt <= 1, "1 on a machine that is very slow"
 
 
+def test_a_large_result_on_a_slow_disk_keeps_its_lease(database: Database, tmp_path: Path) -> None:
+    """Writes it in parts, which take longer than a lease, once, though another worker looks for work."""
+    job_id = put(database, tmp_path, "write", result_rows=1000)
+    settings = job_settings(database, tmp_path, lease_seconds=1.0)
+
+    def slow(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if statement.startswith("INSERT INTO document_parts"):
+            time.sleep(0.3)
+
+    event.listen(Engine, "before_cursor_execute", slow)
+    try:
+        with working(settings), working(settings):
+            job = wait_for_end(database, job_id)
+    finally:
+        event.remove(Engine, "before_cursor_execute", slow)
+    assert job.state == "succeeded" and "retry" not in {one.kind for one in events_of(database, job_id)}
+    assert log_lines(tmp_path).count("published") == 1 and records_of(database) == 1
+
+
 def test_two_workers_share_the_work(database: Database, tmp_path: Path) -> None:
     """Does each task once, whoever does it."""
     folders = [tmp_path / str(n) for n in range(3)]
@@ -183,9 +202,9 @@ _QUICK: dict[str, Any] = {"poll_seconds": 0.05, "lease_seconds": 4.0, "shutdown_
 
 
 @contextmanager
-def worker(target: Any, *given: Any) -> Iterator[None]:
+def worker(*given: Any) -> Iterator[None]:
     """In a process of its own, killed at the end."""
-    process = forkserver_context().Process(target=target, args=given)
+    process = forkserver_context().Process(target=serve, args=given)
     process.start()
     try:
         yield
@@ -238,13 +257,13 @@ def test_what_a_killed_worker_has_reserved_is_cleared_away(
 ) -> None:
     """Leaves the target alone in its folder, or nothing where the job was cancelled since."""
     site, number, gate = reserving
-    with worker(serve_halting, site.worker.settings, str(gate)):
+    with worker(site.worker.settings, "halt", str(gate)):
         until(gate.with_suffix(".reached").exists, "the reservation")
     assert list((tmp_path / "export/a").glob(".tmp-convert-*"))
     if is_cancelled:
         site.cancel(number)
     gate.unlink()
-    with worker(serve_halting, site.worker.settings, str(gate)):
+    with worker(site.worker.settings, "halt", str(gate)):
         assert ended(site, number) == ("cancelled" if is_cancelled else "succeeded")
     left = [path.name for path in (tmp_path / "export/a").iterdir()]
     assert left == ([] if is_cancelled else ["x"])
@@ -255,7 +274,7 @@ def test_a_job_that_is_cancelled_while_it_reserves_leaves_nothing(
 ) -> None:
     """Kills what reserves, and clears away behind it."""
     site, number, gate = reserving
-    with worker(serve_halting, site.worker.settings, str(gate)):
+    with worker(site.worker.settings, "halt", str(gate)):
         until(gate.with_suffix(".reached").exists, "the reservation")
         site.cancel(number)
         assert ended(site, number) == "cancelled"
@@ -288,9 +307,9 @@ def test_killed_again_and_again(
             return bool(found) and found[0]["state"] in (state, "succeeded") and count >= done
 
         for state, done in (("running", 0), ("running", 4), ("publishing", 0), ("succeeded", 0)):
-            with worker(serve_small, site.worker.settings):
+            with worker(site.worker.settings, "small"):
                 until(lambda state=state, done=done: at(state, done), f"{state} {done}")  # type: ignore[misc]
-        with worker(serve_small, site.worker.settings):
+        with worker(site.worker.settings, "small"):
             until(
                 lambda: {job["state"] for job in site.jobs() if job["kind"] != "scan"} == {"succeeded"},
                 "the end of all",
@@ -325,7 +344,7 @@ def test_a_conversion_waits_for_its_storage(what: str, make_database: MakeDataba
         gate, export = tmp_path / "gate", tmp_path / "export"
         if what == "away":
             export.rename(tmp_path / "elsewhere")
-        with worker(serve_full, site.worker.settings, what == "full", str(gate)):
+        with worker(site.worker.settings, "full" if what == "full" else "", str(gate)):
             until(lambda: (site.job(number).waiting or {}).get("count", 0) >= 6, "six attempts")
             waiting = site.job(number).waiting
             assert waiting["is_environment"] and waiting["next_attempt_at"]

@@ -35,69 +35,22 @@ from tests.support.receivers import CERTIFICATES, Receiver, drip, raw_server
 NOTHING = Allowed()
 LOOPBACK = Allowed.parse(["127.0.0.0/8"])
 
-NOT_PUBLIC = [
-    "0.0.0.0",
-    "0.1.2.3",
-    "10.0.0.1",
-    "100.64.0.1",
-    "100.100.100.200",  # metadata, Alibaba
-    "127.0.0.1",
-    "127.255.255.254",
-    "168.63.129.16",  # Azure's own services
-    "169.254.169.254",  # metadata, nearly everywhere
-    "172.16.0.1",
-    "172.31.255.255",
-    "192.0.0.192",  # metadata, Oracle
-    "192.0.2.1",
-    "192.88.99.1",
-    "192.168.1.1",
-    "198.18.0.1",
-    "198.51.100.7",
-    "203.0.113.7",
-    "224.0.0.1",
-    "239.255.255.255",
-    "240.0.0.1",
-    "255.255.255.255",
-    "::",
-    "::1",
-    "::127.0.0.1",  # compatible, long deprecated
-    "::ffff:127.0.0.1",
-    "::ffff:10.0.0.1",
-    "::ffff:a9fe:a9fe",
-    "::ffff:0:127.0.0.1",
-    "64:ff9b::127.0.0.1",
-    "64:ff9b::a9fe:a9fe",
-    "64:ff9b:1::1",
-    "100::1",
-    "2001::1",  # Teredo
-    "2001:10::1",
-    "2001:db8::1",
-    "2002:7f00:1::1",  # 6to4 of 127.0.0.1
-    "2002:0808:0808::1",
-    "2606:4700::5efe:10.0.0.1",  # ISATAP
-    "2606:4700::200:5efe:127.0.0.1",
-    "3fff::1",
-    "5f00::1",
-    "fc00::1",
-    "fd00:ec2::254",  # metadata, AWS
-    "fe80::1",
-    "febf::1",
-    "fec0::1",
-    "ff02::1",
-]
+NOT_PUBLIC = """
+0.0.0.0 0.1.2.3 10.0.0.1 100.64.0.1 127.0.0.1 127.255.255.254 172.16.0.1 172.31.255.255 192.0.2.1 192.88.99.1
+192.168.1.1 198.18.0.1 198.51.100.7 203.0.113.7 224.0.0.1 239.255.255.255 240.0.0.1 255.255.255.255
+169.254.169.254 100.100.100.200 192.0.0.192 fd00:ec2::254 168.63.129.16
+:: ::1 ::127.0.0.1 ::ffff:127.0.0.1 ::ffff:10.0.0.1 ::ffff:a9fe:a9fe ::ffff:0:127.0.0.1
+64:ff9b::127.0.0.1 64:ff9b::a9fe:a9fe 64:ff9b:1::1 100::1 2001:10::1 2001:db8::1 3fff::1 5f00::1
+2001::1 2002:7f00:1::1 2002:0808:0808::1 2606:4700::5efe:10.0.0.1 2606:4700::200:5efe:127.0.0.1
+fc00::1 fe80::1 febf::1 fec0::1 ff02::1
+"""
+"""Private, reserved and multicast ones; in the third line where clouds have metadata and own services;
+then those of IPv6, also with one of IPv4 inside (mapped, NAT64, Teredo, 6to4, ISATAP)."""
 
-PUBLIC = [
-    "1.1.1.1",
-    "8.8.8.8",
-    "172.32.0.1",
-    "100.128.0.1",
-    "192.0.1.1",
-    "223.255.255.255",
-    "2606:4700::1111",
-]
+PUBLIC = "1.1.1.1 8.8.8.8 172.32.0.1 100.128.0.1 192.0.1.1 223.255.255.255 2606:4700::1111"
 
 
-@pytest.mark.parametrize("address", NOT_PUBLIC)
+@pytest.mark.parametrize("address", NOT_PUBLIC.split())
 def test_addresses_that_are_not_public_are_refused_written_and_resolved(address: str) -> None:
     """As the host of the URL, and as what a name resolves to, also as the last of several addresses."""
     host = f"[{address}]" if ":" in address else address
@@ -110,7 +63,7 @@ def test_addresses_that_are_not_public_are_refused_written_and_resolved(address:
         permitted_addresses(target, NOTHING, lambda host, port: ["1.1.1.1", address])
 
 
-@pytest.mark.parametrize("address", [*PUBLIC, "64:ff9b::1.1.1.1", "::ffff:8.8.8.8"])
+@pytest.mark.parametrize("address", [*PUBLIC.split(), "64:ff9b::1.1.1.1", "::ffff:8.8.8.8"])
 def test_public_addresses_are_taken(address: str) -> None:
     """The guard does not refuse what is everybody's, nor that in the clothes of IPv6."""
     host = f"[{address}]" if ":" in address else address
@@ -119,49 +72,17 @@ def test_public_addresses_are_taken(address: str) -> None:
     assert permitted_addresses(target, NOTHING, lambda host, port: [address, address]) == (address,)
 
 
-@pytest.mark.parametrize(
-    "host",
-    [
-        "2130706433",  # 127.0.0.1 in one number
-        "017700000001",
-        "0x7f000001",
-        "0x7f.0.0.1",
-        "0x7F.1",
-        "127.1",
-        "127.0.1",
-        "0177.0.0.1",
-        "127.0.0.01",
-        "127.0.0.1.",
-        "0",
-        "0x",
-        "1.1.1.1.1",
-        "256.1.1.1",
-        "8.8",
-        "foo.1",
-        "foo.0x1",
-        "[::1%25eth0]",
-        "[fe80::1%eth0]",
-        "[1.2.3.4]",
-        "[::1",
-        "[v1.a]",
-        "localhost",
-        "LocalHost.",
-        "a.localhost",
-        "\uff11\uff12\uff17.0.0.1",  # digits of full width
-        "\u2460\u2461\u2466.0.0.1",  # in circles
-        "127\u30020\u30020\u30021",  # with full stops of another script
-        "ex%61mple.com",
-        "%31%32%37.0.0.1",
-        "-a.example.com",
-        "a..example.com",
-        ".example.com",
-        "a" * 64 + ".example.com",
-        "exa mple.com",
-        "exa\tmple.com",
-        "example.com\x00",
-        "",
-    ],
-)
+HOSTS = """
+2130706433 017700000001 0x7f000001 0x7f.0.0.1 0x7F.1 127.1 127.0.1 0177.0.0.1 127.0.0.01 127.0.0.1. 0 0x
+1.1.1.1.1 256.1.1.1 8.8 foo.1 foo.0x1 [::1%25eth0] [fe80::1%eth0] [1.2.3.4] [::1 [v1.a]
+localhost LocalHost. a.localhost ex%61mple.com %31%32%37.0.0.1 -a.example.com a..example.com .example.com
+"""
+LOOK_ALIKES = ["\uff11\uff12\uff17.0.0.1", "\u2460\u2461\u2466.0.0.1", "127\u30020\u30020\u30021"]
+"""Digits of full width, in circles, and full stops of another script."""
+UNUSUAL = ["a" * 64 + ".example.com", "exa mple.com", "exa\tmple.com", "example.com\x00", ""]
+
+
+@pytest.mark.parametrize("host", [*HOSTS.split(), *LOOK_ALIKES, *UNUSUAL])
 def test_hosts_in_other_forms_are_refused(host: str) -> None:
     """Numbers, half addresses, zones, escapes, look-alikes and names of this machine: nothing is guessed."""
     for port in ("", ":8443"):
@@ -169,42 +90,24 @@ def test_hosts_in_other_forms_are_refused(host: str) -> None:
             parse_url(f"https://{host}{port}/hook", NOTHING)
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "https://user:password@example.com/",
-        "https://user@example.com/",
-        "https://example.com@127.0.0.1/",
-        "https://1.1.1.1 @127.0.0.1/",
-        "https://127.0.0.1\\@example.com/",
-        "https://example.com\\.evil.com/",
-        "https://example.com/#fragment",
-        "https://example.com#@127.0.0.1/",
-        "https:/example.com/",
-        "https:example.com",
-        "//example.com/",
-        "example.com/hook",
-        "ftp://example.com/",
-        "file:///etc/passwd",
-        "gopher://127.0.0.1:6379/_FLUSHALL",
-        "dict://127.0.0.1:11211/",
-        "data:text/plain,x",
-        "jar:https://example.com!/",
-        " https://example.com/",
-        "https://example.com/ ",
-        "https://example.com/a b",
-        "https://example.com/\r\nX-Injected: 1",
-        "https://example.com/\n",
-        "https://example.com/é",
-        "https://example.com:/x:y@z:",
-        "https://example.com:99999/",
-        "https://example.com:443443/",
-        "https://example.com:-1/",
-        "https://example.com:0x1bb/",
-        "https://example.com/" + "a" * 2048,
-        "",
-    ],
-)
+URLS = """
+https://user:password@example.com/ https://user@example.com/ https://example.com@127.0.0.1/
+https://127.0.0.1\\@example.com/ https://example.com\\.evil.com/ https://example.com/#fragment
+https://example.com#@127.0.0.1/ https:/example.com/ https:example.com //example.com/ example.com/hook
+ftp://example.com/ file:///etc/passwd gopher://127.0.0.1:6379/_FLUSHALL dict://127.0.0.1:11211/
+data:text/plain,x jar:https://example.com!/ https://example.com/é https://example.com:/x:y@z:
+https://example.com:99999/ https://example.com:443443/ https://example.com:-1/ https://example.com:0x1bb/
+"""
+SPACED = [
+    " https://example.com/",
+    "https://example.com/ ",
+    "https://example.com/a b",
+    "https://example.com/\n",
+]
+BROKEN = ["https://1.1.1.1 @127.0.0.1/", "https://example.com/\r\nX-Injected: 1", ""]
+
+
+@pytest.mark.parametrize("url", [*URLS.split(), *SPACED, *BROKEN, "https://example.com/" + "a" * 2048])
 def test_urls_in_other_forms_are_refused(url: str) -> None:
     """Credentials, fragments, other schemes, white space, line breaks, and what parsers disagree on."""
     with pytest.raises(RefusedUrlError):
@@ -248,12 +151,7 @@ def test_allowed_networks_and_hosts_open_no_more_than_they_say() -> None:
     """10.1.0.0/16 allows just that, in IPv6's clothes too; a host's name allows whatever it resolves to."""
     entries = ("10.1.0.0/16", "fd12::/16", "192.168.7.7", "Hooks.Internal.")
     allowed = Allowed.parse(Settings(webhook_allow_private=entries).webhook_allow_private)
-    for url in (
-        "https://10.1.2.3/",
-        "https://[::ffff:10.1.2.3]/",
-        "https://[fd12::1]/",
-        "http://192.168.7.7/",
-    ):
+    for url in ("https://10.1.2.3", "https://[::ffff:10.1.2.3]", "https://[fd12::1]", "http://192.168.7.7"):
         parse_url(url, allowed)
     for url in ("https://10.2.0.1/", "https://[fd13::1]/", "https://192.168.7.8/", "https://127.0.0.1/"):
         with pytest.raises(RefusedUrlError):
@@ -293,14 +191,8 @@ def test_the_systems_resolver_is_asked_for_addresses() -> None:
 # -- signatures ----------------------------------------------------------------------------------------------
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
-
-
 MESSAGE = "msg_p5jXN8AQM9LWM0D4loKWxJek"
-
-
 BODY = b'{"test": 2432232314}'
-
-
 SENT = 1614265330.0
 
 
@@ -314,22 +206,16 @@ def test_the_example_of_the_standard_comes_out() -> None:
 
 
 def test_new_secrets_differ_and_sign() -> None:
-    """32 random bytes each, in the form that receivers' libraries take."""
+    """Have 32 random bytes, in the form that receivers' libraries take; weak ones are refused."""
     secrets = {new_secret() for _ in range(20)}
     assert len(secrets) == 20
     for secret in secrets:
         check_secret(secret)
         assert len(base64.b64decode(secret.removeprefix("whsec_"))) == 32
         assert verify([secret], headers_for([secret], "evt_1", SENT, BODY), BODY, SENT + 299) == "evt_1"
-
-
-@pytest.mark.parametrize(
-    "secret", ["", "abc", "whsec_", "whsec_%%%%", "whsec_" + "A" * 20, "whsec_" + "A" * 120]
-)
-def test_weak_and_malformed_secrets_are_refused(secret: str) -> None:
-    """Without the prefix, not base64, fewer than 24 bytes or more than 64."""
-    with pytest.raises(ValueError):
-        check_secret(secret)
+    for weak in ("", "abc", "whsec_", "whsec_%%%%", "whsec_" + "A" * 20, "whsec_" + "A" * 120):
+        with pytest.raises(ValueError):
+            check_secret(weak)
 
 
 def test_while_a_secret_is_rotated_both_verify() -> None:
@@ -342,43 +228,29 @@ def test_while_a_secret_is_rotated_both_verify() -> None:
         verify([new_secret()], headers, BODY, SENT)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("webhook-id", "evt_2"),
-        ("webhook-timestamp", "1614265331"),
-        ("webhook-timestamp", "now"),
-        ("webhook-signature", ""),
-        ("webhook-signature", "v1,AAAA"),
-        ("webhook-signature", "v1a,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="),
-        ("webhook-signature", "é"),
-    ],
-)
-def test_changed_headers_are_refused(name: str, value: str) -> None:
-    """Identifier and time are signed as the body is."""
-    headers = headers_for([SECRET], MESSAGE, SENT, BODY) | {name: value}
-    with pytest.raises(SignatureError):
-        verify([SECRET], headers, BODY, SENT)
+CHANGED = [
+    *(("webhook-id", "evt_2"), ("webhook-timestamp", "1614265331"), ("webhook-timestamp", "now")),
+    *(("webhook-signature", ""), ("webhook-signature", "v1,AAAA"), ("webhook-signature", "é")),
+    ("webhook-signature", "v1a,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="),
+]
 
 
-def test_changed_bodies_missing_headers_and_old_deliveries_are_refused() -> None:
-    """One bit, one header, more than five minutes in either direction."""
+def test_changed_and_old_deliveries_are_refused() -> None:
+    """Signs identifier, time and body; refuses more than five minutes in either direction."""
     headers = headers_for([SECRET], MESSAGE, SENT, BODY)
-    with pytest.raises(SignatureError):
-        verify([SECRET], headers, BODY + b" ", SENT)
+    wrong = [headers | {name: value} for name, value in CHANGED]
+    wrong += [{key: value for key, value in headers.items() if key != name} for name in headers]
+    for given, body in (*((one, BODY) for one in wrong), (headers, BODY + b" "), (headers, BODY[:-1] + b")")):
+        with pytest.raises(SignatureError):
+            verify([SECRET], given, body, SENT)
     for late in (301.0, -301.0):
         with pytest.raises(SignatureError, match="ago"):
             verify([SECRET], headers, BODY, SENT + late)
-    for name in headers:
-        with pytest.raises(SignatureError):
-            verify([SECRET], {key: value for key, value in headers.items() if key != name}, BODY, SENT)
 
 
 # -- one request ---------------------------------------------------------------------------------------------
 
 TRUSTING = ssl.create_default_context(cafile=CERTIFICATES / "authority.pem")
-
-
 HANG_SECONDS = 60.0
 
 
@@ -427,15 +299,13 @@ def test_the_next_address_is_tried_where_one_takes_no_connection() -> None:
             send(target, "127.0.0.3", "127.0.0.2")
 
 
-@pytest.mark.parametrize(
-    ("value", "seconds"),
-    [("120", 120.0), ("999999999999", 86_400.0), ("-1", None), ("soon", None), ("", None)],
-)
-def test_retry_after_is_read_as_seconds_within_bounds(value: str, seconds: float | None) -> None:
-    """A receiver may ask for a day at most."""
-    with Receiver(answers=[(503, {"Retry-After": value})]) as receiver:
-        answer = send(WebhookUrl("http", "127.0.0.1", receiver.port, "/"), "127.0.0.1")
-    assert answer == ReceiverAnswer(503, seconds)
+def test_retry_after_is_read_as_seconds_within_bounds() -> None:
+    """Lets a receiver ask for a day at most."""
+    asked = {"120": 120.0, "999999999999": 86_400.0, "-1": None, "soon": None, "": None}
+    with Receiver(answers=[(503, {"Retry-After": value}) for value in asked]) as receiver:
+        for seconds in asked.values():
+            answer = send(WebhookUrl("http", "127.0.0.1", receiver.port, "/"), "127.0.0.1")
+            assert answer == ReceiverAnswer(503, seconds)
 
 
 def _silent(connection: socket.socket) -> None:
@@ -466,12 +336,8 @@ def test_no_receiver_stretches_the_time(act: Callable[[socket.socket], None], sc
 @pytest.mark.parametrize(
     "answer",
     [
-        b"",
-        b"\x00" * 100,
-        b"SSH-2.0-OpenSSH_9.9\r\n",
-        b"HTTP/1.1 abc OK\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 10_000,
-        b"HTTP/1.1 200 OK\r\nX: " + b"y" * 1_000_000,
+        *(b"", b"\x00" * 100, b"SSH-2.0-OpenSSH_9.9\r\n", b"HTTP/1.1 abc OK\r\n\r\n"),
+        *(b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 10_000, b"HTTP/1.1 200 OK\r\nX: " + b"y" * 1_000_000),
     ],
     ids=["nothing", "zeros", "ssh", "status", "many-headers", "long-header"],
 )
@@ -504,26 +370,21 @@ def test_bodies_are_not_read() -> None:
 KEY, OTHER = "first key of the operator, long enough", "second key of the operator, long enough"
 
 
-def secret_of(size_bytes: int) -> str:
-    """One of that many bytes."""
-    return "whsec_" + base64.b64encode(bytes(range(100, 100 + size_bytes))).decode()
-
-
-@pytest.mark.parametrize("size_bytes", [24, 32, 33, 64])
-def test_only_the_key_opens(size_bytes: int) -> None:
+def test_only_the_key_opens() -> None:
     """Each seal is another one, shows nothing of the secret, and is opened by its key alone."""
-    sealer, secret = Sealer((KEY.encode(),)), secret_of(size_bytes)
-    seals = [sealer.seal(secret) for _ in range(3)]
-    assert len(set(seals)) == 3
-    for sealed in seals:
-        assert sealed.startswith(SEALED_PREFIX) and secret.removeprefix("whsec_") not in sealed
-        assert key_of(secret)[:8] not in base64.urlsafe_b64decode(sealed.removeprefix(SEALED_PREFIX))
-        assert sealer.open(sealed) == secret
-        for others in ((), (OTHER.encode(),)):
-            with pytest.raises(SealError, match="webhook_key"):
-                Sealer(others).open(sealed)
-    assert Sealer((OTHER.encode(), KEY.encode())).open(seals[0]) == secret
-    assert Sealer().seal(secret) == secret == sealer.open(secret)
+    sealer = Sealer((KEY.encode(),))
+    for size_bytes in (24, 32, 33, 64):
+        secret = "whsec_" + base64.b64encode(bytes(range(100, 100 + size_bytes))).decode()
+        seals = {sealer.seal(secret) for _ in range(3)}
+        assert len(seals) == 3
+        for sealed in seals:
+            assert sealed.startswith(SEALED_PREFIX) and secret.removeprefix("whsec_") not in sealed
+            assert key_of(secret)[:8] not in base64.urlsafe_b64decode(sealed.removeprefix(SEALED_PREFIX))
+            assert sealer.open(sealed) == Sealer((OTHER.encode(), KEY.encode())).open(sealed) == secret
+            for others in ((), (OTHER.encode(),)):
+                with pytest.raises(SealError, match="webhook_key"):
+                    Sealer(others).open(sealed)
+        assert Sealer().seal(secret) == secret == sealer.open(secret)
     assert KEY not in repr(sealer)
 
 
