@@ -21,10 +21,12 @@ import dcp
 from dcp.errors import StorageError
 from tests.support.manager_runs import (
     Fault,
+    FaultyWriter,
     Gate,
     Recorder,
     WatchedRoot,
     command,
+    json_of,
     loaded_step,
     manager_of,
     state_at,
@@ -378,13 +380,47 @@ def test_abandoned_saves_are_removed(tmp_path: Path) -> None:
     uncommitted(root, 3, DAY - 60, "__0_0.0a.distcp", "__1_0.0a.distcp")
     uncommitted(root, 4, DAY + 60, "__0_0.0a.distcp", "mine.txt")
     uncommitted(root, 5, DAY + 60, "mine.txt")
-    uncommitted(root, 6, DAY + 60)
-    seen = save_more(root, 7)
+    seen = save_more(root, 6)
     deleted = [(event.data["what"], event.step) for event in seen.events if event.kind == "deleted"]
     assert deleted == [("abandoned", 2), ("abandoned", 4)]
-    assert [root.path(step).exists() for step in range(1, 8)] == [True, False, *[True] * 5]
+    assert [root.path(step).exists() for step in range(1, 7)] == [True, False, *[True] * 4]
     assert [path.name for path in root.path(4).iterdir()] == ["mine.txt"]
     assert seen_by_dcp(root.path(1)) == 1
+
+
+def test_an_empty_folder_that_a_crash_left_goes_a_day_later(tmp_path: Path) -> None:
+    """A deletion was killed before its last step, or a save before its first: gc shows the one that is surely
+    ours, and the next run removes both, but none in which a save may just begin."""
+    root = WatchedRoot(tmp_path)
+    for step in range(1, 5):
+        root.path(step).mkdir()
+        if step in (1, 3):
+            (root.path(step) / ".lock").touch()
+        os.utime(root.path(step), (time.time() - DAY + 60 * (-1 if step < 3 else 1),) * 2)
+    (left,) = json_of("gc", tmp_path)
+    assert left["url"] == str(root.path(1)) and left["files"] == [".lock"]
+    with manager_of(tmp_path) as manager:
+        manager.save(5, state_at(5))
+    assert [path.name[-1] for path in sorted(tmp_path.iterdir())] == ["3", "4", "5"]
+    root.path(1).mkdir()
+    (root.path(1) / ".lock").touch()
+    os.utime(root.path(1), (1, 1))
+    assert command("gc", tmp_path, "--yes").status == 0 and not root.path(1).exists()
+
+
+def test_a_save_makes_an_old_empty_folder_its_own(tmp_path: Path) -> None:
+    """A clean-up that comes before its first file leaves the folder, and the save commits."""
+    folder = WatchedRoot(tmp_path).path(1)
+    folder.mkdir()
+    os.utime(folder, (1, 1))
+
+    def clean_up(_: object) -> None:
+        with manager_of(tmp_path) as manager:
+            manager.save(2, state_at(2))
+
+    writer = FaultyWriter([Fault("create", name="*.distcp", hook=clean_up)])
+    dcp.save(version_state(3), storage_writer=writer(folder), no_dist=True)
+    assert seen_by_dcp(folder) == 3
 
 
 def test_a_late_save_keeps_its_files(tmp_path: Path) -> None:
