@@ -230,31 +230,32 @@ def run_and_resume(
     return results
 
 
-def check(root: Path, mode: Mode, plan: Plan, back_to: list[int]) -> None:
-    """The run that saved, and those that were resumed, end as the uninterrupted one, by the same losses."""
-    for results in run_ranks(2, run_and_resume, root, mode, plan, back_to):
+_EACH: Plan = {
+    step: Save("lock" if step % 3 == 0 else "call", wait=step % 2 == 0) for step in range(1, STEPS + 1)
+}
+_SOME: Plan = {
+    2: Save("call", True),
+    3: Save("completion", False),
+    5: Save("lock", True),
+    6: Save("call", False),
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "plan", "back_to"),
+    [
+        ("thread", _EACH, [2, 3]),
+        pytest.param("process", _SOME, [*_SOME], marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_resumed_run_is_the_uninterrupted_one(
+    tmp_path: Path, mode: Mode, plan: Plan, back_to: list[int]
+) -> None:
+    """With and without overlap, by threads, and by processes that read memory which the trainers share with
+    them: all losses that follow and the state at the end are the same bit for bit, on both ranks."""
+    for results in run_ranks(2, run_and_resume, tmp_path, mode, plan, back_to):
         uninterrupted = results[0][0]
         assert len(set(uninterrupted)) == STEPS
         for step, (losses, different) in results.items():
             assert losses == uninterrupted[max(step, 0) :], step
             assert different == [], step
-
-
-@pytest.mark.parametrize("after", ["call", "lock"])
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, after: Literal["call", "lock"]) -> None:
-    """With each step saved, with and without overlap: all losses that follow and the state at the end are the
-    same bit for bit, on both ranks."""
-    steps = range(1, STEPS + 1)
-    check(tmp_path, "thread", {step: Save(after, wait=step % 2 == 0) for step in steps}, [*steps[1::3]])
-
-
-@pytest.mark.exhaustive
-def test_a_run_saved_by_processes_is_resumed_exactly(tmp_path: Path) -> None:
-    """The same where writer processes save, which read memory that the trainers share with them."""
-    plan = {
-        2: Save("call", True),
-        3: Save("completion", False),
-        5: Save("lock", True),
-        6: Save("call", False),
-    }
-    check(tmp_path, "process", plan, sorted(plan))
