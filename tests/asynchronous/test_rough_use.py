@@ -109,9 +109,6 @@ def test_an_interrupt_while_a_save_is_handed_over_comes_after_that(tmp_path: Pat
     assert [version_of(tmp_path / name) for name in ("1", "2")] == [1, 2]
 
 
-# -- forks ---------------------------------------------------------------------------------------------------
-
-
 def save_in_fork(root: Path, kind: dcp.AsyncCheckpointerType) -> None:
     """A fork's own save."""
     save = partial(dcp.async_save, no_dist=True, async_checkpointer_type=kind)

@@ -176,9 +176,6 @@ def test_a_rank_that_does_not_come_to_the_meeting_is_named() -> None:
     assert caught.value.facts["ranks"] == [1]
 
 
-# -- whole writers, whose trainer or peers are gone ----------------------------------------------------------
-
-
 @contextlib.contextmanager
 def writer_of(rank: int, port: int, fds: list[int]) -> Iterator[tuple[Connection, Any]]:
     """The writer process of one of two ranks, and what its trainer has of it; told where the two meet."""

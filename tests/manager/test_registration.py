@@ -233,9 +233,6 @@ def test_the_key_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert service.asked[0].headers["Authorization"] == "Bearer dcp_fromenv"
 
 
-# -- the real service ----------------------------------------------------------------------------------------
-
-
 def test_a_run_in_the_catalog(tmp_path: Path) -> None:
     """Steps, metrics, run and tags are there once the manager is closed; what retention deleted is gone; what
     another run saves names the step that it was resumed from."""

@@ -102,9 +102,6 @@ def test_kept_values_are_not_those_of_the_damaged_step(tmp_path: Path) -> None:
     assert state["own"].value == {"rank": 5, "step": -1}
 
 
-# -- agreeing ------------------------------------------------------------------------------------------------
-
-
 def _straggler(rank: int, world_size: int, root: str) -> list[int]:
     """Rank 0 begins its step 2 only when rank 1 has passed it: waiting there would be a deadlock."""
     token = torch.zeros(1)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import signal
 import threading
 from pathlib import Path
 
@@ -60,29 +57,6 @@ def test_locks_hold_off_only_the_managers_own_copies(tmp_path: Path) -> None:
                 assert one.latest() is None
         thread.join(PATIENCE_SECONDS)
     assert (one.all_steps(), other.all_steps()) == ([1], [1])
-
-
-@pytest.mark.parametrize("first", ["older", "newer"])
-def test_a_signal_reaches_both_and_the_one_that_stays(tmp_path: Path, first: str) -> None:
-    """SIGTERM stops all managers of a process; closing one, in whatever order, leaves the other listening."""
-    gc.collect()  # what earlier tests dropped may still listen
-    before = signal.getsignal(signal.SIGTERM)
-    older, newer = manager_of(tmp_path / "a", every_steps=100), manager_of(tmp_path / "b", every_steps=100)
-    deaf = manager_of(tmp_path / "c", every_steps=100, handle_sigterm=False)
-    closed, open_one = (older, newer) if first == "older" else (newer, older)
-    closed.close()
-    os.kill(os.getpid(), signal.SIGTERM)
-    for manager in (open_one, deaf):
-        manager.save(1, state_at(1))
-    assert (open_one.stop_requested, closed.stop_requested, deaf.stop_requested) == (True, False, False)
-    assert (open_one.all_steps(), deaf.all_steps()) == ([1], [])
-    both = manager_of(tmp_path / "d", every_steps=100)
-    os.kill(os.getpid(), signal.SIGTERM)
-    both.save(1, state_at(1))
-    assert both.stop_requested
-    for manager in (open_one, both, deaf):
-        manager.close()
-    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_one_root_with_two_names(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def arguments_of_the_trainer(root: str) -> dict[str, Any]:
 
     weights = f"{root}/whole/checkpoint-12"
     dcp.save({"w": torch.ones(2)}, checkpoint_id=weights, user_metadata={"partial": ["model"]})
-    found["weights alone"] = run("whole", resume=True)
+    found["weights alone"] = run("whole", resume=True)[: len(found["whole"])]
     shutil.copytree(f"{root}/whole/checkpoint-9", f"{root}/anew/checkpoint-30")
     run("anew", arguments={"save_total_limit": 2})
     found["anew"] = there("anew")
