@@ -203,6 +203,7 @@ def writer_of(rank: int, port: int, fds: list[int]) -> Iterator[tuple[Connection
         process.wait()
 
 
+@pytest.mark.exhaustive
 def test_a_writer_ends_with_its_trainer_while_it_waits_for_the_other_writers() -> None:
     """They may never come, and there is no save to do with them."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
