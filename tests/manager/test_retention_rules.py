@@ -57,11 +57,12 @@ def test_a_time_that_is_none_counts_as_unknown(seconds: float) -> None:
 
 @pytest.mark.parametrize(("mode", "expected"), [("min", [2, 5, 9]), ("max", [1, 5, 9])])
 def test_best(mode: Any, expected: list[int]) -> None:
-    """The lowest or highest; what is missing, NaN or infinite is never among the best."""
+    """The lowest or highest, however old; what is missing, NaN or infinite is never among the best."""
     values = {1: 9.0, 2: 1.0, 3: math.nan, 4: -math.inf, 5: 5.0, 6: math.inf}
     states = [StepState(step, NOW, {"loss": value}) for step, value in values.items()]
     states += [StepState(7, NOW, {"accuracy": 0.0}), StepState(8, NOW), StepState(9, NOW)]
     assert kept(Retention(best=Best("loss", 2, mode)), states) == expected
+    assert kept(Retention(last=1, best=Best("loss", 2, mode)), states) == expected
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
