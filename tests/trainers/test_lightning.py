@@ -364,3 +364,17 @@ def test_wrong_use_says_what_to_do(tmp_path: Path) -> None:
     )
     with pytest.raises(OptionError, match="DcpModelParallelStrategy"):
         RankStates().setup(bypassed, pl.LightningModule(), "fit")
+
+
+def test_names_of_lightnings_own_are_those_of_the_installed_version() -> None:
+    """They are not documented."""
+    from lightning.fabric.utilities.load import _METADATA_FILENAME
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+
+    from dcp.integrations import lightning as names
+
+    assert names.LAST == ModelCheckpoint.CHECKPOINT_NAME_LAST
+    assert names.SHARDS == _METADATA_FILENAME
+    path = _CheckpointConnector.hpc_save_path("/nowhere")
+    assert Path(path).name.startswith(names.BEFORE_REQUEUE)
