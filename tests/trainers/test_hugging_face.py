@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import dcp
-from tests.support.conversion import flip
 from tests.support.crashes import Child, Ending, Group, in_lab, run_groups
 
 
@@ -159,27 +158,6 @@ def test_arguments_of_the_trainer_keep_their_meaning(tmp_path: Path) -> None:
     name, message = found["nothing"]
     assert name == "ValueError"
     assert "No valid checkpoint found in output directory" in message
-
-
-def damaged(root: str, strategy: str) -> list[Any]:
-    """In the laboratory, on two ranks with FSDP2: runs to the end, whose newest checkpoint is then damaged,
-    and which are trained again from the one before."""
-    from tests.support.trainer_runs import HuggingFaceRun, LoopRun
-
-    make: Any = HuggingFaceRun if strategy == "trainer" else LoopRun
-    (whole,) = run_groups([Group(2, make(root, fsdp=True).run)])
-    newest = "checkpoint-9" if strategy == "trainer" else "checkpoints/checkpoint_2"
-    flip(Path(root, newest))
-    (again,) = run_groups([Group(2, make(root, fsdp=True, resume=True).run)])
-    return [ran(ending) for ending in (*whole, *again)]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("framework", ["trainer", "loop"])
-def test_a_damaged_newest_one_is_passed_over_under_fsdp(tmp_path: Path, framework: str) -> None:
-    """By all ranks alike, though one alone may read what is damaged; each loss is that of the first run."""
-    whole, other, *again = in_lab(damaged, str(tmp_path), framework)
-    assert again == [whole, other]
 
 
 def refusals(root: str) -> None:
