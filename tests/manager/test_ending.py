@@ -6,7 +6,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import subprocess
 import threading
 import time
 import uuid
@@ -37,7 +36,7 @@ from tests.support.manager_runs import (
     until,
     writer_with,
 )
-from tests.support.programs import Program, run_program
+from tests.support.programs import run_program
 
 # -- closing -------------------------------------------------------------------------------------------------
 
@@ -304,43 +303,6 @@ def test_forked_children_and_closed_managers_end_on_sigterm(tmp_path: Path) -> N
 
 
 # -- ranks that die ------------------------------------------------------------------------------------------
-
-
-LEAVES = """
-import os, sys, time, torch.distributed as dist, dcp
-rank = int(sys.argv[2])
-dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1] + "/store", 2), rank=rank, world_size=2)
-manager = dcp.CheckpointManager(sys.argv[1] + "/ckpt", every_steps=100)
-for step in (1, 2, 3):
-    manager.save(step, {"step": step})
-if rank == 1:
-    manager.save(4, {"step": 4})  # an exchange that rank 0 comes to only when rank 1 has ended
-    sys.exit(7)
-print("waiting", flush=True)
-sys.stdin.readline()
-try:
-    for step in (4, 5, 6):
-        manager.save(step, {"step": step})
-except dcp.errors.CollectiveTimeoutError as error:
-    print(error, flush=True)
-"""
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(600)
-def test_a_rank_can_end_while_the_others_are_busy(tmp_path: Path) -> None:
-    """It does not wait for them to come to the exchange that it began: they may be waiting for its end."""
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    ranks = [Program("-c", LEAVES, tmp_path, str(rank), finalizes=rank == 1, **pipes) for rank in (0, 1)]
-    try:
-        assert ranks[1].wait(240) == 7
-        output, _ = ranks[0].communicate("go on\n", timeout=240)
-    finally:
-        for process in ranks:
-            process.kill()
-    assert output.startswith("waiting\n")
-    assert "rank 1 of 2 died or did not answer" in output
-    assert ranks[0].returncode == 0
 
 
 # -- elastic restart -----------------------------------------------------------------------------------------
