@@ -63,6 +63,9 @@ def test_a_resumed_run_keeps_its_multiples(tmp_path: Path) -> None:
         assert saved(manager, range(138, 301)) == [200, 300]
         assert manager.restore(dict(STATE), 137) is not None
         assert saved(manager, range(138, 250)) == [200]
+        assert manager.restore(dict(STATE), 137) is not None
+        assert saved(manager, range(205, 250, 20)) == [205], "a multiple that its first stride passes"
+        assert manager.restore(dict(STATE), 137) is not None
         assert saved(manager, range(1, 151)) == [100], "a loop that counts anew"
 
 
@@ -88,7 +91,7 @@ def test_a_multiple_that_is_passed_leads_to_one_save(
         if restored is not None:
             manager.save(restored, STATE, force=True)
             manager.restore(dict(STATE))
-            begin = restored + 1
+            begin = restored + stride
         steps = range(begin, begin + 5 * stride, stride)
         found = saved(manager, steps)
     base = begin if restored is None else restored
