@@ -290,8 +290,14 @@ def _ranked(rank: int, version: float) -> dict[str, Any]:
 def _before_a_deadline(rank: int, world_size: int, root: str, mode: Any) -> list[Any]:
     """Rank 1 alone is given notice, by a file; rank 0 is the slow one."""
     notice, seen = Path(root) / f"notice-{rank}", Recorder()
-    writer = FaultyWriter([Fault("write", onwards=True, delay_seconds=0.1 if rank == 0 else 0.0)])
-    options: dict[str, Any] = {"grace_seconds": {str(notice): 4.0}, "on_event": seen, "every_steps": 100}
+    grace_seconds = 16.0 if mode == "process" else 4.0  # writer processes have to start
+    delay_seconds = grace_seconds / 40 if rank == 0 else 0.0
+    writer = FaultyWriter([Fault("write", onwards=True, delay_seconds=delay_seconds)])
+    options: dict[str, Any] = {
+        "grace_seconds": {str(notice): grace_seconds},
+        "on_event": seen,
+        "every_steps": 100,
+    }
     manager = manager_of(f"{root}/run", mode=mode, writer=writer, **options)
     if rank == 1:
         notice.touch()
