@@ -97,7 +97,7 @@ class Vandal:
     """Overwrites all that a trainer saves, and can bring it back."""
 
     def __init__(self, trainer: Trainer, own: dict[str, Any]) -> None:
-        self.lists = [trainer.trail, *trainer.trail, trainer.own_losses, own]
+        self.lists: list[Any] = [trainer.trail, *trainer.trail, trainer.own_losses, own]
         self.lists_before = [entry.copy() for entry in self.lists]
         tensors = [value for _, value in leaves([trainer.state_dict(), own]) if torch.is_tensor(value)]
         self.parts = [part for tensor in tensors for part in local_parts(tensor)]
