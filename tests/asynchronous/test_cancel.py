@@ -184,9 +184,6 @@ def test_any_rank_ends_the_writing_of_all(tmp_path: Path, kind: str) -> None:
     assert found == [[None, *alike], [True, *alike]]
 
 
-# -- by a manager --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("on_failure", ["warn", "raise"])
 def test_a_cancelled_save_is_no_failure(tmp_path: Path, on_failure: Any) -> None:
     """It is an event of its own, the older step stays, and the next one is saved."""

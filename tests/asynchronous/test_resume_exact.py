@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,7 +45,6 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, STEPS)
         self.random = torch.Generator().manual_seed(100 * seed + rank)
-        self.seen: list[Any] = [{"samples": 0}, torch.zeros(6)]
         self.trail: list[list[float]] = []
         self.own_losses: list[float] = []
 
@@ -54,8 +52,7 @@ class Trainer:
         """What all ranks share."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         schedule = self.schedule.state_dict()
-        lists = {"seen": self.seen, "trail": self.trail}
-        return {"model": model, "optimizer": optimizer, "schedule": schedule, "lists": lists}
+        return {"model": model, "optimizer": optimizer, "schedule": schedule, "trail": self.trail}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take what was loaded."""
@@ -66,7 +63,7 @@ class Trainer:
             optim_state_dict=state_dict["optimizer"],
         )
         self.schedule.load_state_dict(state_dict["schedule"])
-        self.seen, self.trail = state_dict["lists"]["seen"], state_dict["lists"]["trail"]
+        self.trail = state_dict["trail"]
 
     def saved(self) -> dict[str, Any]:
         """What is given to a manager."""
@@ -93,16 +90,14 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.schedule.step()
-        self.seen[0]["samples"] += 1
-        self.seen[1] += self.batch
-        self.trail.append([self.seen[0]["samples"], self.batch[0].item()])
+        self.trail.append([len(self.trail), self.batch[0].item()])
 
 
 class Vandal:
     """Overwrites all that a trainer saves, and can bring it back."""
 
     def __init__(self, trainer: Trainer, own: dict[str, Any]) -> None:
-        self.lists = [trainer.seen, trainer.seen[0], trainer.trail, *trainer.trail, trainer.own_losses, own]
+        self.lists: list[Any] = [trainer.trail, *trainer.trail, trainer.own_losses, own]
         self.lists_before = [entry.copy() for entry in self.lists]
         tensors = [value for _, value in leaves([trainer.state_dict(), own]) if torch.is_tensor(value)]
         self.parts = [part for tensor in tensors for part in local_parts(tensor)]
@@ -125,15 +120,9 @@ class Vandal:
             entry.extend(entry_before) if isinstance(entry, list) else entry.update(entry_before)
 
 
-@dataclass(frozen=True)
-class Save:
-    """How a step is saved. ``after``: when the state changes next; ``wait``: garbage until the commit."""
-
-    after: Literal["call", "completion", "lock"]
-    wait: bool
-
-
-Plan = dict[int, Save]
+Plan = dict[int, Literal["call", "completion", "lock"]]
+"""The steps that are saved, and when the state of each changes next; of even ones it is garbage until the
+commit."""
 
 
 class Saver:
@@ -160,15 +149,15 @@ class Saver:
             return
         state = trainer.saved()
         vandal = Vandal(trainer, state["own"].value)
-        future = self.manager.save(step, state, force=True, overlap=how.after != "call")
+        future = self.manager.save(step, state, force=True, overlap=how != "call")
         assert future is not None
-        if how.after == "completion":
+        if how == "completion":
             future.staging_completion.result(TIMEOUT_SECONDS)
-        with self.manager.lock() if how.after == "lock" else nullcontext():
+        with self.manager.lock() if how == "lock" else nullcontext():
             vandal.strike()
         assert not future.done()
         self.gate(self.manager.checkpoint_id(step)).open()
-        if how.wait:
+        if step % 2 == 0:
             future.result(TIMEOUT_SECONDS)
         vandal.undo()
 
@@ -230,31 +219,25 @@ def run_and_resume(
     return results
 
 
-def check(root: Path, mode: Mode, plan: Plan, back_to: list[int]) -> None:
-    """The run that saved, and those that were resumed, end as the uninterrupted one, by the same losses."""
-    for results in run_ranks(2, run_and_resume, root, mode, plan, back_to):
+_EACH: Plan = {step: "lock" if step % 3 == 0 else "call" for step in range(1, STEPS + 1)}
+_SOME: Plan = {2: "call", 3: "completion", 4: "lock", 6: "call"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "plan", "back_to"),
+    [
+        ("thread", _EACH, [2, 3]),
+        pytest.param("process", _SOME, [*_SOME], marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_resumed_run_is_the_uninterrupted_one(
+    tmp_path: Path, mode: Mode, plan: Plan, back_to: list[int]
+) -> None:
+    """With and without overlap, by threads, and by processes that read memory which the trainers share with
+    them: all losses that follow and the state at the end are the same bit for bit, on both ranks."""
+    for results in run_ranks(2, run_and_resume, tmp_path, mode, plan, back_to):
         uninterrupted = results[0][0]
         assert len(set(uninterrupted)) == STEPS
         for step, (losses, different) in results.items():
             assert losses == uninterrupted[max(step, 0) :], step
             assert different == [], step
-
-
-@pytest.mark.parametrize("after", ["call", "lock"])
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, after: Literal["call", "lock"]) -> None:
-    """With each step saved, with and without overlap: all losses that follow and the state at the end are the
-    same bit for bit, on both ranks."""
-    steps = range(1, STEPS + 1)
-    check(tmp_path, "thread", {step: Save(after, wait=step % 2 == 0) for step in steps}, [*steps[1::3]])
-
-
-@pytest.mark.exhaustive
-def test_a_run_saved_by_processes_is_resumed_exactly(tmp_path: Path) -> None:
-    """The same where writer processes save, which read memory that the trainers share with them."""
-    plan = {
-        2: Save("call", True),
-        3: Save("completion", False),
-        5: Save("lock", True),
-        6: Save("call", False),
-    }
-    check(tmp_path, "process", plan, sorted(plan))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import socket
-import threading
-import time
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import dcp
-from dcp.background.error_codec import Ending, error_from_data, error_to_data, verdict
+from dcp.background.error_codec import Ending, error_from_data, error_to_data, plain_error, verdict
 from dcp.background.process import pickled_state
+from dcp.background.process.child import child_environment
 from dcp.background.process.rendezvous import Address, meet, own_store
 from dcp.background.process.wire import Connection, watch_parent, watch_process
 from dcp.errors import (
@@ -31,9 +32,12 @@ from dcp.errors import (
     StorageError,
     WriterProcessError,
 )
+from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.ranks.failures import failure_of
+from dcp.version import __version__
+from tests.support.manager_runs import until
+from tests.support.ports import refusing_port
 from tests.support.ranks import run_ranks
-from tests.support.values import raw
 
 
 def test_messages_wait_for_a_reader_that_comes_late() -> None:
@@ -56,31 +60,6 @@ def test_messages_wait_for_a_reader_that_comes_late() -> None:
     assert theirs.receive() is None
     for fd in second.fds:
         os.close(fd)
-    theirs.close()
-
-
-def test_a_long_message_is_sent_although_no_file_can_be_opened() -> None:
-    """A trainer that has too many open files is heard all the same."""
-    ours, theirs = map(Connection, socket.socketpair())
-    memory = os.memfd_create("sent")
-    received: list[Any] = []
-    reader = threading.Thread(target=lambda: received.append(theirs.receive()))
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    reader.start()
-    filling: list[int] = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (memory + 1, limits[1]))
-    try:
-        with contextlib.suppress(OSError):
-            while True:
-                filling.append(os.dup(memory))
-        ours.send({"data": b"x" * 3_000_000})
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        for fd in [*filling, memory]:
-            os.close(fd)
-    reader.join(60)
-    assert received[0].body == {"data": b"x" * 3_000_000}
-    ours.close()
     theirs.close()
 
 
@@ -141,35 +120,6 @@ def through(value: Any) -> Any:
         os.close(fd)
 
 
-@pytest.mark.filterwarnings("ignore:.*quantize:UserWarning", "ignore:TypedStorage:UserWarning")
-def test_tensors_of_any_kind_arrive_as_they_were() -> None:
-    """Shapes, strides of views, dtypes, ties, requires_grad; bytes are not in the pickle."""
-    weight = torch.nn.Parameter(torch.randn(50, 40))
-    value = {
-        "weight": weight,
-        "tied": weight,
-        "transposed": torch.randn(6, 7).t(),
-        "every second": torch.arange(20)[::2],
-        "scalar": torch.tensor(3, dtype=torch.int8),
-        "empty": torch.zeros(0, 5),
-        "bf16": torch.randn(9).to(torch.bfloat16),
-        "conj": torch.randn(4, dtype=torch.complex64).conj(),
-        "bool": torch.tensor([True, False]),
-        "quantized": torch.quantize_per_tensor(torch.randn(8), 0.1, 0, torch.qint8),
-        "nested": [(1, "two", {"three": torch.ones(2)})],
-    }
-    assert len(pickled_state.pack(value, "a value").data) < 4000
-    got = through(value)
-    assert got["weight"].requires_grad
-    assert got["weight"].data_ptr() == got["tied"].data_ptr()
-    assert got["nested"][0][:2] == (1, "two")
-    for name, tensor in value.items():
-        if isinstance(tensor, torch.Tensor) and not tensor.is_quantized:
-            assert got[name].shape == tensor.shape and got[name].dtype == tensor.dtype, name
-            assert raw(got[name].detach()) == raw(tensor.detach()), name
-    assert torch.equal(got["quantized"].int_repr(), value["quantized"].int_repr())  # type: ignore[attr-defined]
-
-
 def test_sharded_tensors_arrive_without_their_process_groups() -> None:
     """A DTensor keeps local tensor, placements and this rank's place in a mesh of other ranks."""
     mesh = DeviceMesh("cuda", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"), _init_backend=False, _rank=2)
@@ -219,38 +169,74 @@ def test_a_writer_travels_without_the_store_of_its_last_save(tmp_path: Path) -> 
     dcp.save({"w": torch.ones(2)}, storage_writer=got, no_dist=True)
 
 
-def test_trainers_agree_on_an_address_that_serves(tmp_path: Path) -> None:
-    """Both learn the port of the socket that rank 0 bound; a store served on it later answers clients that
-    came earlier."""
-    shared = HashStore()
-    found: dict[int, Any] = {}
-
-    def one(rank: int) -> None:
-        found[rank] = meet(PrefixStore("m", shared), rank, 2, timeout_seconds=240, check=lambda: None)
-
-    other = threading.Thread(target=one, args=(1,))
-    other.start()
-    one(0)
-    other.join()
-    (address, listener), (same, nothing) = found[0], found[1]
-    assert address == same == Address("127.0.0.1", listener.getsockname()[1], True)
-    assert nothing is None
-    values: list[bytes] = []
-    early = threading.Thread(target=lambda: values.append(own_store(address, None, 240).get("key")))
-    early.start()
-    time.sleep(0.1)
-    host = own_store(address, os.dup(listener.fileno()), 240)
-    listener.close()
-    host.set("key", "value")
-    early.join()
-    assert values == [b"value"]
-
-
 def test_a_rank_that_does_not_come_to_the_meeting_is_named() -> None:
     """In time, on rank 0."""
     with pytest.raises(CollectiveTimeoutError, match="rank 1 has not started its writer process") as caught:
         meet(PrefixStore("m", HashStore()), 0, 2, timeout_seconds=0.2, check=lambda: None)
     assert caught.value.facts["ranks"] == [1]
+
+
+@contextlib.contextmanager
+def writer_of(rank: int, port: int, fds: list[int]) -> Iterator[tuple[Connection, Any]]:
+    """The writer process of one of two ranks, and what its trainer has of it; told where the two meet."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-P", "-m", "dcp.background.process.main", str(theirs.fileno())]
+        process = subprocess.Popen(
+            [*command, str(os.getpid()), "0"], pass_fds=[theirs.fileno()], env=child_environment()
+        )
+    trainer = Connection(ours)
+    trainer.send(
+        {
+            "kind": "hello",
+            "version": __version__,
+            "rank": rank,
+            "world_size": 2,
+            "timeout_seconds": DEFAULT_TIMEOUT_SECONDS,
+        }
+    )
+    trainer.send({"kind": "join", "address": vars(Address("127.0.0.1", port, True))}, fds)
+    try:
+        yield trainer, process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.exhaustive
+def test_a_writer_ends_with_its_trainer_while_it_waits_for_the_other_writers() -> None:
+    """They may never come, and there is no save to do with them."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with writer_of(0, port, [listener.fileno()]) as (trainer, process):
+            store = own_store(Address("127.0.0.1", port, True), None, 240.0)
+            until(lambda: store.check(["meeting/alive/0"]), "the writer's coming to the meeting")
+            trainer.close()
+            assert process.wait(240.0) == 0
+
+
+@pytest.mark.exhaustive
+def test_a_refused_connection_to_where_writers_meet_is_final() -> None:
+    """Its host listened before anybody was told, so that it is gone: the save fails without a wait for it."""
+    with refusing_port() as port, writer_of(1, port, []) as (trainer, _):
+        trainer.send(
+            {
+                "kind": "save",
+                "serial": 1,
+                "go": True,
+                "place": "somewhere",
+                "together": True,
+                "on_columns": True,
+                "timeout_seconds": DEFAULT_TIMEOUT_SECONDS,
+                "progress": False,
+                "refused": plain_error(CheckpointError("not reached")),
+            }
+        )
+        message = trainer.receive()
+        assert message is not None and message.body["broken"]
+        error = error_from_data(message.body["error"], 1)
+        assert "could not reach that of rank 0" in str(error)
+        trainer.close()
 
 
 FAILED = error_to_data(failure_of("plan", {1: ReplicaMismatchError("differ", fqn="w")}, 0, None))
@@ -288,14 +274,3 @@ def test_all_ranks_make_the_same_of_all_endings(
         else:
             names = {cls.__name__ for cls in type(found.error).__mro__}
             assert {"RankFailedError", error_class} <= names
-
-
-def test_an_error_keeps_class_ranks_facts_and_the_traceback() -> None:
-    """Of the rank that failed, across the process boundary; facts that are no plain data become text."""
-    cause = ReplicaMismatchError("differ", fqn="w", odd=object())
-    error = error_from_data(error_to_data(failure_of("plan", {1: cause}, 0, None)), 0)
-    assert isinstance(error, dcp.RankFailedError) and isinstance(error, ReplicaMismatchError)
-    assert error.ranks == [1]
-    assert error.facts["fqn"] == "'w'" or error.facts["fqn"] == "w"
-    assert "object object" in error.facts["odd"]
-    assert any("traceback of the writer" in note for note in error.__cause__.__notes__)

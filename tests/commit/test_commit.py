@@ -40,9 +40,6 @@ def _model(name: str) -> ObjectModel:
     return model
 
 
-# -- what a commit clears away -------------------------------------------------------------------------------
-
-
 def test_the_replaced_checkpoint_is_there_until_the_new_one_is(tmp_path: Path) -> None:
     """Before the manifest is published nothing of the old one is gone; then its files and no others are."""
     inner = PosixStore(tmp_path)
@@ -111,9 +108,6 @@ def test_a_hostile_predecessor_has_nothing_of_the_user_deleted(tmp_path: Path, k
     assert _value(tmp_path) == 2
 
 
-# -- others at the same id -----------------------------------------------------------------------------------
-
-
 def test_files_of_stock_stay_if_stock_saves_meanwhile(tmp_path: Path) -> None:
     """They have the names of the replaced ones: after the commit they may already be those of a new save."""
 
@@ -150,9 +144,6 @@ def test_writers_that_replace_each_other_without_pause_are_a_conflict(tmp_path: 
     (tmp_path / METADATA).write_bytes(b"of nobody")
     with pytest.raises(CheckpointConflictError, match="another writer"):
         _save(FaultInjectingStore(PosixStore(tmp_path), gone), 2)
-
-
-# -- storage that fails behind the commit --------------------------------------------------------------------
 
 
 def _eio() -> OSError:

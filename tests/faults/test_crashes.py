@@ -326,10 +326,12 @@ def look_at_deletion(root: Path, step: str, killed: bool) -> Deletion:
     seen, stock = seen_by_dcp(folder), seen_by_stock(folder)
     sound = seen == ABSENT or findings(folder) <= HARMLESS
     copy_folder(root, copy)
+    if folder.exists():
+        os.utime(folder, (1, 1))  # an empty one goes a day later
     with dcp.CheckpointManager(root, no_dist=True) as manager:
         steps = manager.all_steps()
         manager.save(STEP + 1, {"n": 1}, force=True)  # the first save of a run finishes what was cut off
-    left = names_in(folder)
+    left = names_in(folder) or ["."] * folder.exists()
     with dcp.CheckpointManager(copy, no_dist=True) as manager:
         manager.save(STEP, version_state(NEW), force=True)
         manager.wait()
@@ -359,7 +361,7 @@ def test_a_deletion_killed_before_any_step_leaves_all_or_nothing(tmp_path: Path,
     for crash in crashes:
         assert crash.sound, crash
         assert crash.steps == ([STEP] if MANIFEST_NAME in crash.left or METADATA_NAME in crash.left else [])
-        assert crash.steps or crash.left in ([], [".lock"]), crash  # what has begun is ended
+        assert crash.steps or crash.left == [], crash  # what has begun is ended
         assert crash.steps == [] or crash.dcp == OLD, crash
         assert crash.saved == (NEW, NEW, [STEP], True, CLEAN), crash
     assert (crashes[0].steps, crashes[-1].left) == ([STEP], [])

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import signal
 import time
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +23,6 @@ from tests.support.manager_runs import (
     contents,
     manager_of,
     plain_writer,
-    until,
     writer_with,
 )
 from tests.support.ranks import run_ranks
@@ -108,38 +104,35 @@ def test_what_fits_is_saved_whole(tmp_path: Path, mode: Any) -> None:
         assert (restored.step, state["app"].version, contents(root)[8]) == (8, 8.0, WHOLE)
 
 
-@pytest.mark.parametrize("mode", ["thread", pytest.param("sync", marks=pytest.mark.exhaustive)])
-def test_what_does_not_fit_leaves_the_weights(tmp_path: Path, mode: Any) -> None:
-    """The whole save is called off in time, and is no failure; the checkpoint of the weights stands."""
-    slow, seen = Slow(0.03), Recorder()
-    manager = deadline_manager(tmp_path, slow, mode=mode, on_event=seen)
+PartialRun = tuple[Path, Recorder, dcp.CheckpointManager]
+
+
+@pytest.fixture(scope="module", params=["thread", pytest.param("sync", marks=pytest.mark.exhaustive)])
+def partial_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PartialRun:
+    """A run whose step 1 is whole, and whose step 2, before a deadline, has only the weights."""
+    root, slow, seen = tmp_path_factory.mktemp("partial"), Slow(0.03), Recorder()
+    manager = deadline_manager(root, slow, mode=request.param, on_event=seen)
     manager.save(1, state_of(1), force=True)
     assert manager.wait(PATIENCE_SECONDS)
     slow.seconds = 0.1
     future = stop(manager, 2)
+    assert future is not None and future.done()
     manager.close()
-    assert future is not None and future.done() and manager.failures == 0
+    return root, seen, manager
+
+
+def test_what_does_not_fit_leaves_the_weights(partial_run: PartialRun) -> None:
+    """The whole save is called off in time, and is no failure; the checkpoint of the weights stands."""
+    root, seen, manager = partial_run
+    assert manager.failures == 0
     assert seen.kinds("saved", "save_cancelled") == [("saved", 1), ("saved", 2), ("save_cancelled", 2)]
-    assert contents(tmp_path) == {1: WHOLE, 2: WHOLE}
+    assert contents(root) == {1: WHOLE, 2: WHOLE}
 
 
-@pytest.fixture(scope="module")
-def partial_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose step 1 is whole, and whose step 2 has only the weights."""
-    root = tmp_path_factory.mktemp("partial")
-    slow = Slow(0.03)
-    with deadline_manager(root, slow) as manager:
-        manager.save(1, state_of(1), force=True)
-        assert manager.wait(PATIENCE_SECONDS)
-        slow.seconds = 0.1
-        stop(manager, 2)
-    return root
-
-
-def test_a_resume_takes_the_whole_step_before_the_weights(partial_run: Path) -> None:
+def test_a_resume_takes_the_whole_step_before_the_weights(partial_run: PartialRun) -> None:
     """Unless it asks for what there is; the step itself says what it has."""
     state, seen = state_of(0), Recorder()
-    with manager_of(partial_run, on_event=seen) as manager:
+    with manager_of(partial_run[0], on_event=seen) as manager:
         assert manager.all_steps() == [1, 2]
         restored = manager.restore(state)
         assert restored is not None and (restored.step, state["app"].version) == (1, 1.0)
@@ -156,9 +149,9 @@ def test_a_resume_takes_the_whole_step_before_the_weights(partial_run: Path) -> 
         assert (newest.step, weights["app"]["net"]["model"]["w"][0].item()) == (2, 2.0)
 
 
-def test_weights_alone_push_no_whole_step_out(partial_run: Path, tmp_path: Path) -> None:
+def test_weights_alone_push_no_whole_step_out(partial_run: PartialRun) -> None:
     """For retention they do not count; saved anew the step is whole."""
-    with manager_of(partial_run, keep=dcp.Retention(last=1)) as manager:
+    with manager_of(partial_run[0], keep=dcp.Retention(last=1)) as manager:
         manager.save(2, state_of(22), force=True)
         assert manager.wait(PATIENCE_SECONDS)
         state = state_of(0)
@@ -202,9 +195,8 @@ def test_weights_never_replace_a_whole_state(tmp_path: Path) -> None:
         assert manager.restore(state_of(0), 1) is not None
         slow.seconds = 0.1
         stop(manager, 2)
-    state = state_of(0)
     with manager_of(tmp_path) as other:
-        assert other.restore(state, 2) is not None
+        assert other.restore(state := state_of(0), 2) is not None
     assert state["app"].version == 2.0
 
 
@@ -251,16 +243,11 @@ def test_what_is_under_way_is_called_off_though_no_step_comes(tmp_path: Path, mo
     assert contents(tmp_path) == {} and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
 
-def saves_a_stop(manager: dcp.CheckpointManager, steps: Iterator[int], state: dict[str, Any]) -> bool:
-    """Whether the next step is the last."""
-    return manager.save(next(steps), state) is not None and manager.stop_requested
-
-
 def test_a_file_that_appears_is_a_notice(tmp_path: Path) -> None:
     """Whatever it is; one that is there already is none before it comes anew."""
     there, coming = tmp_path / "there", tmp_path / "coming"
     there.touch()
-    steps, state = itertools.count(1), {"model": torch.ones(1)}
+    steps, state = iter(range(1, 100_000)), {"model": torch.ones(1)}
     for notice, make in ((there, there.touch), (coming, coming.mkdir)):
         with manager_of(tmp_path / "run", grace_seconds={str(notice): 1000}, every_steps=10**6) as manager:
             manager.save(next(steps), state)
@@ -268,7 +255,9 @@ def test_a_file_that_appears_is_a_notice(tmp_path: Path) -> None:
             there.unlink(missing_ok=True)
             time.sleep(0.6 if notice is there else 0.0)  # it looks four times a second
             make()
-            until(partial(saves_a_stop, manager, steps, state), "the stop")
+            while not manager.stop_requested:
+                manager.save(next(steps), state)
+                time.sleep(0.005)
 
 
 @pytest.mark.parametrize(
@@ -301,8 +290,14 @@ def _ranked(rank: int, version: float) -> dict[str, Any]:
 def _before_a_deadline(rank: int, world_size: int, root: str, mode: Any) -> list[Any]:
     """Rank 1 alone is given notice, by a file; rank 0 is the slow one."""
     notice, seen = Path(root) / f"notice-{rank}", Recorder()
-    writer = FaultyWriter([Fault("write", onwards=True, delay_seconds=0.1 if rank == 0 else 0.0)])
-    options: dict[str, Any] = {"grace_seconds": {str(notice): 4.0}, "on_event": seen, "every_steps": 100}
+    grace_seconds = 16.0 if mode == "process" else 4.0  # writer processes have to start
+    delay_seconds = grace_seconds / 40 if rank == 0 else 0.0
+    writer = FaultyWriter([Fault("write", onwards=True, delay_seconds=delay_seconds)])
+    options: dict[str, Any] = {
+        "grace_seconds": {str(notice): grace_seconds},
+        "on_event": seen,
+        "every_steps": 100,
+    }
     manager = manager_of(f"{root}/run", mode=mode, writer=writer, **options)
     if rank == 1:
         notice.touch()

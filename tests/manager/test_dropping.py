@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -11,18 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import dcp
 from dcp.errors import CheckpointConflictError, MissingKeyError, OptionError
+from tests.support.command import run as command
 from tests.support.manager_runs import (
     Fault,
     Gate,
     Recorder,
     WatchedRoot,
-    command,
     flip,
-    json_of,
     manager_of,
     until,
     writer_with,
@@ -42,7 +41,7 @@ OPTIMIZER = dcp.Retention(optimizer=dcp.Keep(last=1))
 
 def prune(folder: Path | str, *options: str) -> dict[str, Any]:
     """What ``dcp prune --yes`` says of a checkpoint."""
-    (done,) = json_of("prune", folder, "--yes", *options)
+    (done,) = command("prune", folder, "--yes", *options, "--json").json
     assert isinstance(done, dict)
     return done
 
@@ -86,7 +85,7 @@ def test_files_of_its_own_go_and_nothing_is_written(tmp_path: Path, torch_compat
     save_apart(tmp_path, torch_compatible=torch_compatible)
     before = sizes(tmp_path)
     inodes = {path.name: path.stat().st_ino for path in tmp_path.glob("*.distcp")}
-    (planned,) = json_of("prune", tmp_path)
+    (planned,) = command("prune", tmp_path, "--json").json
     assert sizes(tmp_path) == before
     done = prune(tmp_path)
     assert (done["outcome"], done["files"], done["freed_bytes"]) == (
@@ -130,9 +129,9 @@ def test_what_was_dropped_is_said(tmp_path: Path) -> None:
     save_apart(tmp_path, digests=True)
     before = dcp.open_index(tmp_path)
     digests = {name: before.digest(row) for row, name in enumerate(before.fqns)}
-    committed = json_of("show", tmp_path)["checkpoint"]["committed_seconds"]
+    committed = command("show", tmp_path, "--json").json["checkpoint"]["committed_seconds"]
     prune(tmp_path)
-    index, shown = dcp.open_index(tmp_path), json_of("show", tmp_path)["checkpoint"]
+    index, shown = dcp.open_index(tmp_path), command("show", tmp_path, "--json").json["checkpoint"]
     assert shown["committed_seconds"] == committed
     assert [(part["name"], part["tensors"], part["objects"]) for part in shown["dropped"]] == [
         ("optimizer", 6, 3)
@@ -152,7 +151,7 @@ def test_any_part_by_its_names_but_not_all(tmp_path: Path) -> None:
         assert prune(tmp_path, "--part", glob, "--rewrite")["outcome"] == "dropped"
     index = dcp.open_index(tmp_path)
     assert not any(name == "step" or "optim_head" in name for name in [*index.fqns, *index.objects.fqns])
-    dropped = json_of("show", tmp_path)["checkpoint"]["dropped"]
+    dropped = command("show", tmp_path, "--json").json["checkpoint"]["dropped"]
     assert [part["name"] for part in dropped] == ["app.model.optim_head*", "step"] and is_sound(tmp_path)
     refused = command("prune", tmp_path, "--part", "*", "--yes")
     assert refused.status != 0 and "is all that it has" in refused.err
@@ -277,20 +276,24 @@ def test_what_a_drop_could_not_remove_goes_with_the_next(tmp_path: Path) -> None
     (gone,) = prune(folder)["files"]
     for name in (".metadata", gone):  # as after a crash behind the manifest
         (folder / name).write_bytes(before[name])
+    aside, young, ledger = (folder / f".tmp-{name}" for name in ("a" * 32, "0" * 32, "convert-" + "0" * 16))
+    for other in (aside, young, ledger):  # of a killed publish, of one that runs, and of a conversion
+        other.write_bytes(b"x")
+    for old in (aside, ledger):
+        os.utime(old, (1, 1))
     assert (parts_there(folder), stock_sees(folder)) == ("weights", "whole")
-    assert prune(folder)["files"] == [gone]
+    assert gone in prune(folder)["files"]
+    assert {*folder.glob(".tmp-*")} == {young, ledger}
+    young.unlink()
+    ledger.unlink()
     assert parts_there(folder) == stock_sees(folder) == "weights" and is_sound(folder)
 
 
 def test_parts_apart_need_a_planner_that_knows_of_them(tmp_path: Path) -> None:
     """One that makes torch's plans would put them into one file without a word."""
-
-    class Own(dcp.DefaultSavePlanner):
-        def create_local_plan(self) -> Any:
-            return super().create_local_plan()
-
+    planner = type("Own", (dcp.DefaultSavePlanner,), {"create_local_plan": lambda self: None})()
     with pytest.raises(OptionError, match=r"apart needs a planner and a storage of ours.*prune --rewrite"):
-        dcp.save(full_state(), checkpoint_id=tmp_path, planner=Own(), apart="optimizer", no_dist=True)
+        dcp.save(full_state(), checkpoint_id=tmp_path, planner=planner, apart="optimizer", no_dist=True)
 
 
 # -- a run ---------------------------------------------------------------------------------------------------
@@ -308,19 +311,6 @@ def test_old_steps_lose_their_optimizer(tmp_path: Path, mode: str) -> None:
     assert first.size_bytes > 4 * 3000 * 4
     assert seen.kinds("drop_failed", "verify_failed") == []
     assert all(is_sound(path) for path in tmp_path.iterdir())
-
-
-def test_the_rule_costs_one_more_file_a_rank(tmp_path: Path) -> None:
-    """It holds the optimizer and nothing else; without rules by part there is one, as ever."""
-    run(tmp_path / "plain", range(1, 2), dcp.Retention(last=1))
-    run(tmp_path / "apart", range(1, 2), OPTIMIZER)
-    assert [len(sizes(tmp_path / name / "step-00000001")) for name in ("plain", "apart")] == [1, 2]
-    index = dcp.open_index(tmp_path / "apart" / "step-00000001")
-    of_file: dict[int, set[bool]] = {0: set(), 1: set()}
-    for row, fqn in enumerate(index.fqns):
-        for number in index.chunk_files[index.chunks(row)].tolist():
-            of_file[number].add("optimizer" in fqn)
-    assert sorted(of_file.values(), key=min) == [{False}, {True}]
 
 
 def test_a_restore_passes_over_what_lacks_its_optimizer(tmp_path: Path) -> None:
@@ -356,30 +346,38 @@ def test_steps_from_before_the_rule_are_left_whole(tmp_path: Path, caplog: pytes
     assert there(tmp_path, range(1, 3)) == ["weights", "whole"]
 
 
-def test_a_manager_ends_what_a_killed_one_began(tmp_path: Path) -> None:
-    """The files of a drop that was cut off go when the next manager here has saved."""
-    run(tmp_path, range(1, 3), OPTIMIZER)
-    folder = tmp_path / "step-00000001"
-    left = folder / f"__0_1.{dcp.open_index(folder).provenance['save_id']}.distcp"
-    left.write_bytes(b"x" * 100)
-    run(tmp_path, range(3, 4), OPTIMIZER)
-    assert not left.exists()
-    assert there(tmp_path, range(1, 4)) == ["weights", "weights", "whole"]
-
-
 def test_a_drop_that_fails_is_tried_after_the_next_save(tmp_path: Path) -> None:
-    """It is an event, and training is not disturbed."""
+    """It is an event, and training is not disturbed; files of a drop that was cut off go with it."""
     root = WatchedRoot(tmp_path)
-    seen = Recorder()
-    with manager_of(root.url, keep=OPTIMIZER, on_event=seen, verify_saved="off") as manager:
-        manager.save(1, full_state(1))
-        assert manager.wait(240)
-        root.store(1).add(Fault("publish", name="manifest.msgpack", error=OSError("the storage is away")))
-        for step in (2, 3):
-            manager.save(step, full_state(step))
-            assert manager.wait(240)
+    run(root.url, range(1, 2), OPTIMIZER)
+    left = root.path(1) / f"__0_7.{dcp.open_index(root.path(1)).provenance['save_id']}.distcp"
+    root.store(1).add(Fault("publish", name="manifest.msgpack", error=OSError("the storage is away")))
+    seen = run(root.url, range(2, 4), OPTIMIZER)
+    left.write_bytes(b"x" * 100)
     assert seen.kinds("drop_failed", "dropped") == [("drop_failed", 1), ("dropped", 1), ("dropped", 2)]
     assert "the storage is away" in str(seen.one("drop_failed").error)
+    run(root.url, range(4, 5), OPTIMIZER)
+    assert not left.exists() and there(tmp_path, range(1, 5)) == [*["weights"] * 3, "whole"]
+
+
+def test_a_notice_while_a_drop_hangs(tmp_path: Path) -> None:
+    """SIGTERM: what is saved is committed in time, the process may end, and what is being dropped from is
+    whole until its drop goes on."""
+    root, gate, seen = WatchedRoot(tmp_path), Gate(), Recorder()
+    manager = manager_of(root.url, keep=OPTIMIZER, on_event=seen, grace_seconds=60.0, weights="app.model")
+    manager.save(1, full_state(1))
+    assert manager.wait(240)
+    root.store(1).add(Fault("publish", name="manifest.msgpack", hook=gate))
+    manager.save(2, full_state(2))
+    gate.wait_until_reached()
+    os.kill(os.getpid(), signal.SIGTERM)
+    future = manager.save(3, full_state(3))
+    assert future is not None and future.done() and manager.stop_requested
+    manager.close(0.1)
+    assert there(tmp_path, range(1, 4)) == ["whole"] * 3
+    gate.open()
+    until(lambda: parts_there(root.path(1), 1) == "weights", "the end of the drop")
+    assert seen.kinds("drop_failed", "verify_failed") == []
 
 
 def test_a_save_of_the_step_waits_for_its_drop(tmp_path: Path) -> None:
@@ -420,18 +418,3 @@ def test_a_save_in_flight_is_not_touched(tmp_path: Path) -> None:
         gate.open()
         assert manager.wait(240)
     assert there(tmp_path, range(1, 4)) == ["weights", "weights", "whole"]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", dcp.AsyncCheckpointerType)
-def test_a_save_behind_the_loop_puts_a_part_apart(tmp_path: Path, kind: Any) -> None:
-    """As `dcp.save` does; a glob names any part."""
-    options: dict[str, Any] = {
-        "apart": ["optimizer", "app.model.optim_head*"],
-        "async_checkpointer_type": kind,
-    }
-    dcp.async_save(full_state(), checkpoint_id=tmp_path / "one", no_dist=True, **options).result()
-    assert len(sizes(tmp_path / "one")) == 3
-    done = prune(tmp_path / "one", "--part", "app.model.optim_head*")
-    assert (done["outcome"], len(done["files"]), done["rewritten_bytes"]) == ("dropped", 1, 0)
-    assert torch.equal(dcp.read(tmp_path / "one")["app"]["model"]["w"], full_state()["app"]["model"]["w"])

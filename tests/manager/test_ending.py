@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
-import subprocess
 import threading
 import time
 import uuid
@@ -17,25 +17,26 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import dcp
-from dcp.errors import CollectiveTimeoutError
-from tests.support import manager_loop
-from tests.support.crashes import Child, Group, in_lab, run_groups
+from tests.support.crashes import Child, in_lab
 from tests.support.manager_runs import (
     Failing,
+    Fault,
     Gate,
     Recorder,
-    data_files,
+    WatchedRoot,
     loaded_step,
     manager_of,
     plain_writer,
     state_at,
     steps_on_disk,
+    until,
     writer_with,
 )
-from tests.support.programs import Program, run_program
+from tests.support.programs import run_program
 
 # -- closing -------------------------------------------------------------------------------------------------
 
@@ -90,37 +91,63 @@ def test_an_exception_in_the_loop_stays_the_exception(tmp_path: Path, on_failure
     assert m.failures == 1
 
 
-FORKING = """
-import multiprocessing, sys, dcp
-from tests.support.manager_runs import Gate, state_at, writer_with
-def work(manager):
+def _save_in_fork(manager: dcp.CheckpointManager, said: Path) -> None:
     try:
         with manager:
             manager.save(2, state_at(2))
     except dcp.CheckpointError as error:
-        print(error, manager.all_steps(), manager.wait(), flush=True)
-gate = Gate()
-manager = dcp.CheckpointManager(sys.argv[1], writer=writer_with(gate))
-manager.save(1, state_at(1))
-gate.reached.wait(240)
-child = multiprocessing.get_context("fork").Process(target=work, args=(manager,))
-child.start()
-child.join(120)
-print("exit", child.exitcode, flush=True)
-child.kill()
-gate.open()
-manager.close()
-print(manager.all_steps())
-"""
+        said.write_text(f"{error} {manager.all_steps()} {manager.wait()}")
+
+
+def _fork_while_saving(root: str, said: Path) -> tuple[int | None, list[int]]:
+    """How a fork ends that uses the manager while its parent saves, and what is saved then."""
+    gate = Gate()
+    manager = dcp.CheckpointManager(root, writer=writer_with(gate))
+    manager.save(1, state_at(1))
+    gate.wait_until_reached()
+    child = multiprocessing.get_context("fork").Process(target=_save_in_fork, args=(manager, said))
+    child.start()
+    child.join(120)
+    ended = child.exitcode
+    child.kill()
+    gate.open()
+    manager.close()
+    return ended, manager.all_steps()
 
 
 def test_a_forked_child_neither_saves_nor_waits(tmp_path: Path) -> None:
     """A data loader's worker that ends during a save: it would wait for threads that only the parent has."""
-    run = run_program("-c", FORKING, tmp_path, finalizes=True)
-    said, ended, steps = run.stdout.splitlines()
-    assert "in a forked child too" in said
-    assert said.endswith("[] True")
-    assert (ended, steps) == ("exit 0", "[1]"), run.stderr
+    said = tmp_path / "said"
+    assert in_lab(_fork_while_saving, str(tmp_path / "run"), said) == (0, [1])
+    assert "in a forked child too" in said.read_text() and said.read_text().endswith("[] True")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("work", ["verification", "deletion"])
+def test_work_behind_a_commit_that_hangs_does_not_keep_the_run(tmp_path: Path, work: str) -> None:
+    """Closing is bounded, and tells of no failure; the next manager verifies and deletes what was left."""
+    root, gate, seen = WatchedRoot(tmp_path), Gate(), Recorder()
+    with manager_of(root.url, verify_saved="off") as manager:
+        for step in (1, 2):
+            manager.save(step, state_at(step))
+    manager = manager_of(root.url, verify_saved="full", on_event=seen)
+    if work == "verification":
+        root.store(3).add(Fault("open_read", name="*.distcp", hook=gate))
+        manager.save(3, state_at(3))
+    else:
+        root.store(1).add(Fault("delete", hook=gate))
+        manager.delete(1)
+    gate.wait_until_reached()
+    manager.close(0.1)
+    assert seen.kinds("verify_failed", "deleted", "delete_failed") == []
+    gate.open()
+    with manager_of(root.url, verify_saved="full", on_event=seen) as manager:
+        manager.save(4, state_at(4))
+    if work == "verification":
+        assert {3, 4} <= {*seen.steps("verified")}
+    else:
+        until(lambda: not root.path(1).exists(), "the end of the deletion")
+    assert loaded_step(root.path(2)) == 2
 
 
 def test_a_dropped_manager_lets_go_of_sigterm(tmp_path: Path) -> None:
@@ -151,7 +178,10 @@ if ending == "raise":
 """
 
 
-@pytest.mark.parametrize(("mode", "ending"), [("thread", "raise"), ("process", "end")])
+@pytest.mark.parametrize(
+    ("mode", "ending"),
+    [("thread", "raise"), pytest.param("process", "end", marks=pytest.mark.exhaustive)],
+)
 def test_a_script_that_just_ends_commits_what_it_saved(tmp_path: Path, mode: str, ending: str) -> None:
     """Nobody waits or closes: the interpreter's end does, and what follows a commit happens too."""
     run = run_program("-c", SCRIPT, tmp_path, mode, ending, finalizes=True)
@@ -185,12 +215,16 @@ def stops(manager: dcp.CheckpointManager, step: int) -> bool:
 
 
 def test_the_users_handler_is_called_too_and_comes_back(tmp_path: Path, heard: list[int]) -> None:
-    """SIGTERM reaches it and the managers that are open, and nobody else after the last of them is closed."""
+    """SIGTERM reaches it and the managers that are open and listen, and nobody else after the last of them is
+    closed."""
     users = signal.getsignal(signal.SIGTERM)
+    deaf = manager_of(tmp_path / "c", every_steps=100, handle_sigterm=False)
     with manager_of(tmp_path / "a") as one, manager_of(tmp_path / "b") as other:
         one.close()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stops(other, 1) and not one.stop_requested
+        assert stops(other, 1) and not one.stop_requested and not stops(deaf, 1)
+    assert (other.all_steps(), deaf.all_steps()) == ([1], [])
+    deaf.close()
     assert signal.getsignal(signal.SIGTERM) is users
     os.kill(os.getpid(), signal.SIGTERM)
     assert heard == [signal.SIGTERM] * 2
@@ -271,117 +305,29 @@ def test_forked_children_and_closed_managers_end_on_sigterm(tmp_path: Path) -> N
 # -- ranks that die ------------------------------------------------------------------------------------------
 
 
-def _loop(rank: int, world_size: int, root: str, how: str) -> list[Any]:
-    """Save at each second step; rank 1 leaves before step 6, in one way or another."""
-    steps: list[int] = []
-    try:
-        manager = dcp.CheckpointManager(root, writer=plain_writer, every_steps=2, timeout_seconds=120.0)
-        with manager:
-            for step in range(1, 100):
-                if rank == 1 and step == 6:
-                    assert manager.wait(240)
-                    if how == "kill":
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    raise ValueError("rank 1 fails")
-                manager.save(step, state_at(step, rank))
-                steps.append(step)
-    except CollectiveTimeoutError as error:
-        return [steps[-1], str(error)]
-    return [steps[-1], "no error"]
-
-
-def _groups(root: str) -> list[Any]:
-    groups = [Group(3, _loop, (f"{root}/{how}", how)) for how in ("kill", "raise")]
-    endings = run_groups(groups)
-    return [
-        [(e.killed, e.hung, e.raised and e.raised.type_name, e.value) for e in group] for group in endings
-    ]
-
-
-def test_ranks_that_leave_are_named_and_the_last_commit_stays(tmp_path: Path) -> None:
-    """Killed or failed: the others raise in the next steps, close without hanging, and can be resumed."""
-    killed, failed = in_lab(_groups, str(tmp_path))
-    assert killed[1][0]
-    assert failed[1][2] == "ValueError"
-    for ending in (killed[0], killed[2], failed[0], failed[2]):
-        assert not ending[1]
-        step, message = ending[3]
-        assert step in (5, 6)
-        assert "rank 1 of 3 died or did not answer" in message
-    for how in ("kill", "raise"):
-        with dcp.CheckpointManager(tmp_path / how) as manager:
-            restored = manager.restore(state_at(-1), per_rank="keep")
-            assert restored is not None
-            assert restored.step == 4
-
-
-LEAVES = """
-import os, sys, time, torch.distributed as dist, dcp
-rank = int(sys.argv[2])
-dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1] + "/store", 2), rank=rank, world_size=2)
-manager = dcp.CheckpointManager(sys.argv[1] + "/ckpt", every_steps=100)
-for step in (1, 2, 3):
-    manager.save(step, {"step": step})
-if rank == 1:
-    manager.save(4, {"step": 4})  # an exchange that rank 0 comes to only when rank 1 has ended
-    sys.exit(7)
-print("waiting", flush=True)
-sys.stdin.readline()
-try:
-    for step in (4, 5, 6):
-        manager.save(step, {"step": step})
-except dcp.errors.CollectiveTimeoutError as error:
-    print(error, flush=True)
-"""
-
-
-@pytest.mark.timeout(600)
-def test_a_rank_can_end_while_the_others_are_busy(tmp_path: Path) -> None:
-    """It does not wait for them to come to the exchange that it began: they may be waiting for its end."""
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    ranks = [Program("-c", LEAVES, tmp_path, str(rank), finalizes=rank == 1, **pipes) for rank in (0, 1)]
-    try:
-        assert ranks[1].wait(240) == 7
-        output, _ = ranks[0].communicate("go on\n", timeout=240)
-    finally:
-        for process in ranks:
-            process.kill()
-    assert output.startswith("waiting\n")
-    assert "rank 1 of 2 died or did not answer" in output
-    assert ranks[0].returncode == 0
-
-
 # -- elastic restart -----------------------------------------------------------------------------------------
 
 
-def _uninterrupted(world_size: int, steps: int) -> list[float]:
-    """The weight that a run without a crash ends with."""
-    weight = torch.zeros(16)
-    generators = [torch.Generator().manual_seed(rank) for rank in range(world_size)]
-    for _ in range(steps):
-        drawn = [torch.rand(16, generator=generator) for generator in generators]
-        weight += sum(drawn[1:], drawn[0])
-    values: list[float] = weight.tolist()
-    return values
-
-
-def _launched(root: Path) -> dict[int, dict[str, Any]]:
-    """By rank, what workers end with whom torchrun's agent starts and, once, starts again."""
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=2,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=1,
-        monitor_interval=0.1,
-        start_method="forkserver",
-    )
-    with ThreadPoolExecutor(1) as other_thread:  # in the main one it would take the signals' handlers
-        ended = other_thread.submit(elastic_launch(config, manager_loop.main), root, 9, 7).result(800)
-    results: dict[int, dict[str, Any]] = ended
-    return results
+def _elastic(root: Path) -> dict[str, Any]:
+    """A weight that grows by what each rank draws; in its first life rank 1 is killed before step 7."""
+    dist.init_process_group("gloo")
+    rank, life = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    random = torch.Generator().manual_seed(rank)
+    weight, own = torch.zeros(16), dcp.PerRank({"random": random.get_state()})
+    with manager_of(root, every_steps=2) as manager:
+        restored = manager.restore(state := {"weight": weight, "own": own})
+        random.set_state(own.value["random"])
+        for step in range(first := restored.step + 1 if restored else 1, 10):
+            if (life, rank, step) == (0, 1, 7):
+                manager.wait(240)  # so that it is known what is committed
+                os.kill(os.getpid(), signal.SIGKILL)
+            drawn = torch.rand(16, generator=random)
+            dist.all_reduce(drawn)
+            weight += drawn
+            own.value = {"random": random.get_state()}
+            manager.save(step, state, last=step == 9)
+    dist.destroy_process_group()
+    return {"life": life, "first": first, "weight": weight.tolist()}
 
 
 @pytest.mark.timeout(900)
@@ -392,10 +338,14 @@ def test_torchrun_restarts_a_killed_worker_and_the_run_goes_on(
     the weights are those of a run that was never interrupted, bit for bit."""
     # Else torch's own init_process_group may find the addresses of the workers that died (its issue 135712).
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    results = _launched(tmp_path)
-    for rank in (0, 1):
-        result = results[rank]
-        assert (result["life"], result["first"], result["drawn"]) == (1, 7, 9)
-        assert result["weight"] == _uninterrupted(2, 9)
-    assert steps_on_disk(tmp_path / "ckpt") == [2, 4, 6, 8, 9]
-    assert not any(data_files(tmp_path / "ckpt" / "step-00000007"))
+    options: dict[str, Any] = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "max_restarts": 1}
+    options |= {"monitor_interval": 0.1, "start_method": "forkserver", "run_id": uuid.uuid4().hex}
+    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, **options)
+    with ThreadPoolExecutor(1) as other_thread:  # in the main one it would take the signals' handlers
+        results = other_thread.submit(elastic_launch(config, _elastic), tmp_path).result(800)
+    weight = torch.zeros(16)
+    generators = [torch.Generator().manual_seed(rank) for rank in range(2)]
+    for _ in range(9):
+        weight += torch.rand(16, generator=generators[0]) + torch.rand(16, generator=generators[1])
+    assert [results[rank] for rank in (0, 1)] == [{"life": 1, "first": 7, "weight": weight.tolist()}] * 2
+    assert steps_on_disk(tmp_path) == [2, 4, 6, 8, 9]

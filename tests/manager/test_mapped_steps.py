@@ -12,7 +12,7 @@ import torch.distributed as dist
 import dcp
 from dcp.errors import PlanError
 from tests.support.manager_runs import data_files, manager_of
-from tests.support.ranks import RankRaised, run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.versions import TOGETHER, seen_by_dcp, version_apart, version_state
 
 
@@ -42,23 +42,6 @@ def test_steps_are_under_the_other_definition(tmp_path: Path, mode: str) -> None
     the run saves on."""
     run_ranks(2, save_and_resume, str(tmp_path), mode)
     assert [seen_by_dcp(tmp_path / f"step-{step:08d}") for step in (1, 3)] == [1, 1]
-
-
-def manage_by_other_maps(rank: int, world_size: int, root: str, first: int) -> None:
-    """Each rank from the ``first`` with a map of its own."""
-    weights = {"rules": [{"from": "x", "to": f"x{rank}"}], "name": f"of rank {rank}"}
-    dcp.CheckpointManager(root, map=weights if rank >= first else None)
-
-
-@pytest.mark.exhaustive
-def test_ranks_with_other_maps_hear_of_it_at_once(tmp_path: Path) -> None:
-    """When the manager is made, with both of their names."""
-    for first in (0, 1):
-        for result in run_ranks(2, manage_by_other_maps, str(tmp_path), first, failures=True):
-            assert isinstance(result, RankRaised)
-            assert "the option 'map' is not the same on all ranks" in result.message
-            assert "of rank 1" in result.message
-            assert ("of rank 0" in result.message) == (first == 0)
 
 
 ALL: dict[str, Any] = {"from": "{name:*}", "to": "{name:*}"}

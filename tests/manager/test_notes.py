@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 import dcp
 from dcp.errors import UnsupportedFormatError
-from tests.support.manager_runs import command, manager_of, state_at
+from tests.support.command import run as command
+from tests.support.manager_runs import manager_of, state_at
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "format.md"
 

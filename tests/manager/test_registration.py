@@ -15,7 +15,6 @@ import torch
 import dcp
 from dcp.server.client import Client
 from tests.support.app import running_app
-from tests.support.pages import Browser
 from tests.support.ports import refusing_port
 from tests.support.programs import run_program
 from tests.support.scripted_service import Answer, Asked, scripted_service
@@ -137,28 +136,21 @@ os.kill(os.getpid(), signal.SIGKILL)
         ]
 
 
-def test_it_is_tried_again(tmp_path: Path) -> None:
-    """Errors of the service, and a checkpoint that it does not see yet, are asked about again, in order."""
-    statuses = iter([429, 404, 201])
-    with scripted_service(lambda asked: Answer(next(statuses), headers={"Retry-After": "0"})) as service:
-        saved(tmp_path, service.url, range(5, 6))
-        assert len(service.asked) == 3
-        assert {json.dumps(body) for body in service.bodies()} == {json.dumps(service.bodies()[0])}
-    assert spooled(tmp_path) == []
-
-
-def test_what_is_refused_is_let_go(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A note that the service does not take is logged with its reason and removed; the next one is sent."""
+def test_it_is_tried_again_or_let_go(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Errors of the service, and a checkpoint that it does not see yet, are asked about again, in order; what
+    it does not take is logged with its reason and removed, and the next one is sent."""
+    statuses = iter([429, 404, 201, 422, 201])
 
     def answer(asked: Asked) -> Answer:
-        return Answer(422, {"detail": "not such a key"}) if asked.body["step"] == 1 else Answer(200)
+        return Answer(next(statuses), {"detail": "not such a key"}, headers={"Retry-After": "0"})
 
     with (
         scripted_service(answer) as service,
         caplog.at_level(logging.WARNING, "dcp.manager.catalog.registration"),
     ):
-        saved(tmp_path, service.url, range(1, 3))
-        assert [body["step"] for body in service.bodies()] == [1, 2]
+        saved(tmp_path, service.url, range(1, 2))
+        saved(tmp_path, service.url, range(2, 4))
+        assert [body["step"] for body in service.bodies()] == [1, 1, 1, 2, 3]
     assert "not such a key" in caplog.text
     assert spooled(tmp_path) == []
 
@@ -232,91 +224,41 @@ def test_what_cannot_be_meant(url: str, options: dict[str, Any]) -> None:
     assert "secret" not in str(caught.value)
 
 
-def test_the_key_is_not_shown() -> None:
-    """Neither in a repr nor in what is logged of one."""
-    assert "dcp_secret" not in repr(dcp.CatalogRegistration("http://host", key="dcp_secret"))
-
-
 def test_the_key_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where none is given it is DCP_CATALOG_KEY, which scripts need not know."""
+    """Where none is given it is DCP_CATALOG_KEY, which scripts need not know; no key is in a repr."""
+    assert "dcp_secret" not in repr(dcp.CatalogRegistration("http://host", key="dcp_secret"))
     monkeypatch.setenv("DCP_CATALOG_KEY", "dcp_fromenv")
     with scripted_service() as service:
         saved(tmp_path, service.url, range(1, 2))
         assert service.asked[0].headers["Authorization"] == "Bearer dcp_fromenv"
 
 
-# -- the real service ----------------------------------------------------------------------------------------
-
-
 def test_a_run_in_the_catalog(tmp_path: Path) -> None:
-    """Steps, metrics, run and tags are there once the manager is closed; what retention deleted is gone."""
-    database = f"sqlite:///{tmp_path / 'catalog.sqlite'}"
+    """Steps, metrics, run and tags are there once the manager is closed; what retention deleted is gone; what
+    another run saves names the step that it was resumed from."""
+    root, database = tmp_path / "main" / "llama", f"sqlite:///{tmp_path / 'catalog.sqlite'}"
     with running_app(database, tmp_path) as app, listening(app.app) as url:
         catalog = dcp.CatalogRegistration(url, key=app.key("write"), tags=("nightly",), close_seconds=120)
-        with dcp.CheckpointManager(
-            tmp_path / "main" / "llama", keep=dcp.Retention(last=2), run="seven", catalog=catalog
-        ) as manager:
+        with dcp.CheckpointManager(root, keep=dcp.Retention(last=2), run="seven", catalog=catalog) as manager:
             for step in (1, 2, 3):
                 manager.save(step, {"w": torch.ones(4) * step}, metrics={"loss": 1 / step}, force=True)
                 assert manager.wait(120)
+        with dcp.CheckpointManager(root, catalog=catalog) as manager:
+            restored = manager.restore({"w": torch.zeros(4)}, 2)
+            manager.save(4, STATE, force=True)
         with Client(url, key=app.key("read")) as client:
             found = {each.step: each for each in client.checkpoints(state="any", run="llama")}
-            detail = client.checkpoint(found[3].id)
+            first, last = client.checkpoint(found[3].id), client.checkpoint(found[4].id)
+            (edge,) = client.lineage(last.id).edges
+            assert client.lineage(first.id).edges == ()
     assert {step: each.state for step, each in found.items()} | {1: "vanished"} == {
         1: "vanished",
-        2: "committed",
-        3: "committed",
+        **dict.fromkeys((2, 3, 4), "committed"),
     }
     assert found[2].metrics == {"loss": 0.5} and found[2].tags == ("nightly",)
-    assert detail.user_metadata["run"] == "seven"
-
-
-@pytest.mark.parametrize("mode", ["sync", pytest.param("process", marks=pytest.mark.exhaustive)])
-def test_what_a_run_was_resumed_from_is_in_the_catalog(tmp_path: Path, mode: Any) -> None:
-    """API and page name it for each save that follows, in whatever order they are found, and for no other."""
-    root, state = tmp_path / "main", {"w": torch.ones(4)}
-    with dcp.CheckpointManager(root / "base", mode=mode) as manager:
-        for step in (1, 2):
-            manager.save(step, state, force=True)
-    with dcp.CheckpointManager(root / "base", mode=mode) as manager:
-        manager.restore(state, 1)
-        for step in (3, 4):
-            manager.save(step, state, force=True)
-    provenance = dcp.open_index(root / "base" / "step-00000004").provenance
-    parent = dcp.open_index(root / "base" / "step-00000001").provenance
-    url = str(root / "base" / "step-00000001")
-    assert provenance["resumed_from"] == {"url": url, "step": 1, "save_id": parent["save_id"]}
-    assert "resumed_from" not in parent
-    database = f"sqlite:///{tmp_path / 'catalog.sqlite'}"
-    with running_app(database, tmp_path) as app, listening(app.app) as address:
-        with Client(address, key=app.key("write")) as client:
-            for step in (4, 2, 1):
-                client.register(f"base/step-0000000{step}", root="main")
-        key = app.key("read")
-        with Client(address, key=key) as client:
-            found = {each.step: each.id for each in client.checkpoints()}
-            assert client.checkpoint(found[4]).resumed_from == parent["save_id"]
-            (edge,) = client.lineage(found[4]).edges
-            assert client.lineage(found[2]).edges == ()
-        browser = Browser(app.client())
-        browser.sign_in(key)
-        assert "resumed from step-00000001" in browser.page(f"/checkpoints/{found[4]}/lineage").text
-    assert (edge.child_id, edge.parent_id, edge.kind) == (found[4], found[1], "resumed_from")
-
-
-def test_a_service_that_comes_later(tmp_path: Path) -> None:
-    """What a run has saved while there was no service is in the catalog after the next run's start."""
-    root = tmp_path / "main" / "run"
-    with refusing_port() as port:
-        away = dcp.CatalogRegistration(f"http://127.0.0.1:{port}", close_seconds=0, spool=tmp_path / "spool")
-        with dcp.CheckpointManager(root, catalog=away) as manager:
-            manager.save(1, {"w": torch.ones(4)}, force=True)
-    database = f"sqlite:///{tmp_path / 'catalog.sqlite'}"
-    with running_app(database, tmp_path) as app, listening(app.app) as url:
-        there = dcp.CatalogRegistration(
-            url, key=app.key("write"), close_seconds=120, spool=tmp_path / "spool", root="main", folder="run"
-        )
-        with dcp.CheckpointManager(root, catalog=there):
-            pass
-        with Client(url, key=app.key("read")) as client:
-            assert [each.key for each in client.checkpoints()] == ["run/step-00000001"]
+    assert first.user_metadata["run"] == "seven" and restored is not None
+    assert (edge.child_id, edge.parent_id, edge.kind) == (last.id, found[2].id, "resumed_from")
+    parent = dcp.open_index(restored.checkpoint_id).provenance["save_id"]
+    stored = dcp.open_index(root / "step-00000004").provenance["resumed_from"]
+    assert stored == {"url": restored.checkpoint_id, "step": 2, "save_id": last.resumed_from}
+    assert parent == last.resumed_from and first.resumed_from is None

@@ -56,7 +56,7 @@ class RemovalStage(Stage):
 
 @pytest.mark.parametrize(
     ("kind", "every"),
-    [(save, 3), *(pytest.param(kind, 1, marks=pytest.mark.exhaustive) for kind in (save, bare))],
+    [(save, 5), *(pytest.param(kind, 1, marks=pytest.mark.exhaustive) for kind in (save, bare))],
 )
 def test_a_save_beside_a_removal(kind: object, every: int) -> None:
     """What the removal has read is gone, and what a save has committed since stays whole; a save that began

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-import dcp
-from dcp.errors import CollectiveTimeoutError
 from tests.support.manager_runs import Recorder, manager_of, state_at, steps_on_disk, truncate
 from tests.support.ranks import RankRaised, run_ranks
 
@@ -105,9 +102,6 @@ def test_kept_values_are_not_those_of_the_damaged_step(tmp_path: Path) -> None:
     assert state["own"].value == {"rank": 5, "step": -1}
 
 
-# -- agreeing ------------------------------------------------------------------------------------------------
-
-
 def _straggler(rank: int, world_size: int, root: str) -> list[int]:
     """Rank 0 begins its step 2 only when rank 1 has passed it: waiting there would be a deadlock."""
     token = torch.zeros(1)
@@ -142,26 +136,3 @@ def test_exchanging_less_often_agrees_later(tmp_path: Path) -> None:
     first, second = run_ranks(2, _agrees_seldom, str(tmp_path))
     assert first == second and 6 <= first <= 12
     assert steps_on_disk(tmp_path) == [first]
-
-
-def _late(rank: int, world_size: int, root: str) -> str:
-    """Rank 1 stays away from the exchange until rank 0 has given up."""
-    store = dist.distributed_c10d._get_default_store()
-    manager = dcp.CheckpointManager(root, every_steps=1000, timeout_seconds=2.0)
-    manager.save(1, state_at(1, rank))
-    if rank == 1:
-        store.wait(["given up"], timedelta(seconds=120))
-        return ""
-    try:
-        for step in (2, 3, 4):
-            manager.save(step, state_at(step, rank))
-    except CollectiveTimeoutError as error:
-        return str(error)
-    finally:
-        store.set("given up", "1")
-    return "no error"
-
-
-def test_a_rank_that_does_not_come_is_named_in_time(tmp_path: Path) -> None:
-    """The others do not wait longer than they were allowed to."""
-    assert "rank 1 of 2 died or did not answer" in run_ranks(2, _late, str(tmp_path))[0]

@@ -12,7 +12,7 @@ import dcp
 from dcp.storage.stores import PosixStore, Store
 from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
 
-__all__ = ["FileGate", "NotedPids", "gated_writer", "is_gone", "slow_writer"]
+__all__ = ["FileGate", "NotedPids", "gated_writer", "slow_writer"]
 
 _PATIENCE_SECONDS = 240.0
 
@@ -83,11 +83,3 @@ class NotedPids:
     def others(self) -> list[int]:
         """The processes other than this one: writer processes."""
         return sorted({int(path.name) for path in self.place.iterdir()} - {os.getpid()})
-
-
-def is_gone(pid: int) -> bool:
-    """Whether no such process works any more."""
-    try:
-        return (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]) in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return True

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import json
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +13,6 @@ from typing import Any, Final
 import torch
 
 import dcp
-from dcp.cli.app import app
 from dcp.errors import StorageError
 from dcp.manager.events import Event
 from dcp.storage.stores import Capabilities, FileInfo, PosixStore, Store, StoreType, register_store
@@ -33,12 +29,10 @@ __all__ = [
     "Operation",
     "Recorder",
     "WatchedRoot",
-    "command",
     "contents",
     "damage",
     "data_files",
     "flip",
-    "json_of",
     "loaded_step",
     "manager_of",
     "plain_writer",
@@ -144,10 +138,10 @@ def contents(root: Path) -> dict[int, list[str]]:
     }
 
 
-def flip(path: Path, position: int) -> None:
-    """Invert a byte of a file."""
+def flip(path: Path, position: int | None = None) -> None:
+    """Invert a byte of a file, by default that in the middle."""
     data = bytearray(path.read_bytes())
-    data[position % len(data)] ^= 0xFF
+    data[len(data) // 2 if position is None else position % len(data)] ^= 0xFF
     path.write_bytes(data)
 
 
@@ -287,35 +281,3 @@ class WatchedRoot:
         for path, store in list(_watched.items()):
             if path.startswith(f"{self.folder}/"):
                 store.log.clear()
-
-
-# -- the command line ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Printed:
-    """What a command printed, and its exit status."""
-
-    status: int
-    out: str
-    err: str
-
-
-def command(*arguments: str | Path) -> Printed:
-    """Run ``dcp`` with ``arguments`` in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    status: object = 0
-    with redirect_stdout(out), redirect_stderr(err):
-        try:
-            app(args=[str(argument) for argument in arguments], prog_name="dcp")
-        except SystemExit as ended:
-            status = ended.code
-    assert isinstance(status, int | None)
-    return Printed(status or 0, out.getvalue(), err.getvalue())
-
-
-def json_of(*arguments: str | Path) -> Any:
-    """What ``dcp ... --json`` prints."""
-    printed = command(*arguments, "--json")
-    assert printed.out, printed.err
-    return json.loads(printed.out)

@@ -130,7 +130,6 @@ class HuggingFaceRun:
     peft: bool = False
     trainer: type[Any] = DcpTrainer
     arguments: dict[str, Any] = field(default_factory=dict)
-    checkpoint_options: dict[str, Any] | None = None
 
     def make(self) -> Any:
         """The trainer."""
@@ -154,8 +153,9 @@ class HuggingFaceRun:
         )
         options: dict[str, Any] = {}
         if issubclass(self.trainer, DcpTrainer):
-            writer = {"writer": writer_that_dies_at(self.die_at)} if self.die_at else {}
-            options["checkpoint_options"] = (self.checkpoint_options or {}) | writer
+            options["checkpoint_options"] = (
+                {"writer": writer_that_dies_at(self.die_at)} if self.die_at else {}
+            )
         model: nn.Module = llama(self.tied)
         if self.peft:
             model = with_adapters(model)

@@ -1,8 +1,7 @@
 """Trainer and Accelerate, the real ones: killed in a save, resumed, compared with runs that were not."""
 
+import re
 import shutil
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 import dcp
-from tests.support.conversion import flip
 from tests.support.crashes import Child, Ending, Group, in_lab, run_groups
 
 
@@ -126,6 +124,12 @@ def arguments_of_the_trainer(root: str) -> dict[str, Any]:
     found["stopped"] = [ran(ending)[-1][0] for ending in run_groups([Group(2, stopped.run)])[0]]
     found["saved at SIGTERM"] = there("stopped")
 
+    weights = f"{root}/whole/checkpoint-12"
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=weights, user_metadata={"partial": ["model"]})
+    found["weights alone"] = run("whole", resume=True)[: len(found["whole"])]
+    shutil.copytree(f"{root}/whole/checkpoint-9", f"{root}/anew/checkpoint-30")
+    run("anew", arguments={"save_total_limit": 2})
+    found["anew"] = there("anew")
     run("own", trainer=Trainer)
     shutil.rmtree(f"{root}/own/checkpoint-9")
     found["own"] = run("own", resume=True)
@@ -138,14 +142,14 @@ def arguments_of_the_trainer(root: str) -> dict[str, Any]:
 
 @pytest.mark.exhaustive
 def test_arguments_of_the_trainer_keep_their_meaning(tmp_path: Path) -> None:
-    """Limits with and without the best, a path, True over a damaged one, SIGTERM on one rank, the Trainer's
-    own checkpoints, weights alone, nothing at all."""
+    """Limits with and without the best, a path, True over a damaged one and over weights alone, SIGTERM on
+    one rank, another run's checkpoints, which go, the Trainer's own, weights alone, nothing at all."""
     found = in_lab(arguments_of_the_trainer, str(tmp_path))
     assert found["best"] == ["checkpoint-3", "checkpoint-9"]
     best, loaded = found["best loss"]
     assert loaded == best
-    assert found["last"] == ["checkpoint-6", "checkpoint-9"]
-    for how in ("path", "damaged", "never committed", "own"):
+    assert found["last"] == found["anew"] == ["checkpoint-6", "checkpoint-9"]
+    for how in ("path", "damaged", "never committed", "weights alone", "own"):
         assert found[how] == found["whole"], how
     assert len({*found["stopped"]}) == 1
     # the ranks may agree a step later
@@ -156,85 +160,13 @@ def test_arguments_of_the_trainer_keep_their_meaning(tmp_path: Path) -> None:
     assert "No valid checkpoint found in output directory" in message
 
 
-def folders_of_the_trainer(root: str) -> dict[str, Any]:
-    """In the laboratory, alone: what else lies in ``output_dir``, and who decides what is saved."""
-    from transformers import Trainer
-
-    from tests.support.trainer_runs import HuggingFaceRun
-
-    def run(folder: str, **options: Any) -> Ending:
-        return Child(HuggingFaceRun(f"{root}/{folder}", **options).run).wait()
-
-    def there(folder: str) -> list[str]:
-        return sorted(path.parent.name for path in Path(root, folder).glob("*/manifest.msgpack"))
-
-    found: dict[str, Any] = {"whole": ran(run("whole"))}
-    dcp.save(
-        {"model": {"w": torch.ones(2)}},
-        checkpoint_id=f"{root}/whole/checkpoint-12",
-        user_metadata={"partial": ["model"]},
-    )
-    found["weights alone"] = ran(run("whole", resume=True))
-
-    limit: dict[str, Any] = {"arguments": {"save_total_limit": 2}}
-    shutil.copytree(f"{root}/whole/checkpoint-9", f"{root}/anew/checkpoint-30")
-    assert run("anew", die_at="checkpoint-3", **limit).killed
-    found["killed in the first save"] = there("anew")
-    ran(run("anew", **limit))
-    found["anew"] = there("anew")
-
-    ran(run("theirs", trainer=Trainer))
-    shutil.copytree(f"{root}/whole/checkpoint-3", f"{root}/theirs/checkpoint-3", dirs_exist_ok=True)
-    ran(run("theirs", steps=12, resume=True))
-    found["theirs"] = there("theirs")
-
-    best = {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 1, "greater_is_better": True}
-    stopped = run("best", steps=1000, sigterm_at=4, arguments=best | {"metric_for_best_model": "loss"})
-    found["stopped"] = (ran(stopped)[-1][0], there("best")[-1])
-    return found
-
-
-@pytest.mark.exhaustive
-def test_folders_of_the_trainer(tmp_path: Path) -> None:
-    """Weights alone are passed over; later checkpoints of another run go once this one has saved; newer ones
-    of the Trainer's are gone on from; SIGTERM saves also what is not the best."""
-    found = in_lab(folders_of_the_trainer, str(tmp_path))
-    assert found["weights alone"][: len(found["whole"])] == found["whole"]
-    assert found["killed in the first save"] == ["checkpoint-30"]
-    assert found["anew"] == ["checkpoint-6", "checkpoint-9"]
-    assert found["theirs"] == ["checkpoint-12", "checkpoint-3"]
-    step, last = found["stopped"]
-    assert last in (f"checkpoint-{step}", f"checkpoint-{step + 1}")
-
-
-def damaged(root: str, strategy: str) -> list[Any]:
-    """In the laboratory, on two ranks with FSDP2: runs to the end, whose newest checkpoint is then damaged,
-    and which are trained again from the one before."""
-    from tests.support.trainer_runs import HuggingFaceRun, LoopRun
-
-    make: Any = HuggingFaceRun if strategy == "trainer" else LoopRun
-    (whole,) = run_groups([Group(2, make(root, fsdp=True).run)])
-    newest = "checkpoint-9" if strategy == "trainer" else "checkpoints/checkpoint_2"
-    flip(Path(root, newest))
-    (again,) = run_groups([Group(2, make(root, fsdp=True, resume=True).run)])
-    return [ran(ending) for ending in (*whole, *again)]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("framework", ["trainer", "loop"])
-def test_a_damaged_newest_one_is_passed_over_under_fsdp(tmp_path: Path, framework: str) -> None:
-    """By all ranks alike, though one alone may read what is damaged; each loss is that of the first run."""
-    whole, other, *again = in_lab(damaged, str(tmp_path), framework)
-    assert again == [whole, other]
-
-
-def refusals(root: str) -> dict[str, str]:
-    """In the laboratory: what wrong use raises."""
+def refusals(root: str) -> None:
+    """In the laboratory: wrong uses, each with the way out that its error names."""
     import accelerate
     from accelerate import Accelerator
     from transformers import Trainer
 
-    import dcp.integrations.accelerate
+    from dcp.integrations.accelerate import use
     from dcp.integrations.huggingface import DcpTrainerMixin
     from tests.support.trainer_runs import HuggingFaceRun
 
@@ -248,53 +180,35 @@ def refusals(root: str) -> dict[str, str]:
             super().__init__(*args, **options)
             self.is_deepspeed_enabled = True
 
-    messages = {}
-
-    def refused(what: str, call: Any) -> None:
-        with pytest.raises((ValueError, dcp.errors.OptionError), match=r"\w") as caught:
+    def refused(way_out: str, call: Any) -> None:
+        with pytest.raises((ValueError, dcp.errors.OptionError), match=re.escape(way_out)):
             call()
-        messages[what] = str(caught.value)
 
-    refused("node", HuggingFaceRun(root, arguments={"save_on_each_node": True}).make)
-    refused("jit", HuggingFaceRun(root, arguments={"enable_jit_checkpoint": True}).make)
-    refused("hub", HuggingFaceRun(root, trainer=type("Own", (DcpTrainerMixin, _ToTheHub), {})).make)
-    deep = type("Own", (DcpTrainerMixin, _WithDeepSpeed), {})
-    refused("trainer with DeepSpeed", HuggingFaceRun(root, trainer=deep).make)
-
+    arguments = {"save_on_each_node": "one output_dir", "enable_jit_checkpoint": "enable_jit_checkpoint off"}
+    for argument, way_out in arguments.items():
+        refused(way_out, HuggingFaceRun(root, arguments={argument: True}).make)
+    trainers: dict[str, Any] = {"set hub_strategy='end'": _ToTheHub, "or FSDP2": _WithDeepSpeed}
+    for way_out, trainer in trainers.items():
+        made = type("Own", (DcpTrainerMixin, trainer), {})
+        refused(way_out, HuggingFaceRun(root, trainer=made).make)
     accelerator = Accelerator(cpu=True)
-    refused("mode", lambda: dcp.integrations.accelerate.use(accelerator, mode="proces"))
+    refused("'thread', 'process' or 'sync'", lambda: use(accelerator, mode="proces"))
     project = accelerate.utils.ProjectConfiguration(root, automatic_checkpoint_naming=True)
     naming = Accelerator(cpu=True, project_config=project)
-    refused("early", lambda: dcp.integrations.accelerate.use(naming, verify_saved="all"))
-    refused("options", lambda: dcp.integrations.accelerate.use(accelerator, catalog="http://127.0.0.1:1"))
+    refused("verify_saved must be one of", lambda: use(naming, verify_saved="all"))
+    refused("automatic_checkpoint_naming=True", lambda: use(accelerator, catalog="http://127.0.0.1:1"))
     for kind in ("DEEPSPEED", "MEGATRON_LM"):
         accelerator.state.distributed_type = accelerate.DistributedType[kind]
-        refused(kind, lambda: dcp.integrations.accelerate.use(accelerator))
+        refused("use DDP or FSDP2", lambda: use(accelerator))
     accelerator.state.distributed_type = accelerate.DistributedType.FSDP
     accelerator.state.fsdp_plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=1)
-    refused("FSDP1", lambda: dcp.integrations.accelerate.use(accelerator))
-    return messages
+    refused("fsdp_version=2", lambda: use(accelerator))
 
 
 @pytest.mark.exhaustive
 def test_wrong_use_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     """Engines and arguments that need the frameworks' own files, each with a way out."""
-    messages = in_lab(refusals, str(tmp_path))
-    ways_out = {
-        "node": "give all nodes one output_dir",
-        "jit": "leave enable_jit_checkpoint off",
-        "hub": "set hub_strategy='end'",
-        "trainer with DeepSpeed": "or FSDP2",
-        "mode": "'thread', 'process' or 'sync'",
-        "early": "verify_saved must be one of",
-        "options": "automatic_checkpoint_naming=True",
-        "DEEPSPEED": "use DDP or FSDP2",
-        "MEGATRON_LM": "use DDP or FSDP2",
-        "FSDP1": "fsdp_version=2",
-    }
-    assert messages.keys() == ways_out.keys()
-    for what, way_out in ways_out.items():
-        assert way_out in messages[what]
+    in_lab(refusals, str(tmp_path))
 
 
 class Moments:
@@ -361,82 +275,6 @@ def folders_of_accelerate(rank: int, world_size: int, root: str) -> list[str]:
     return errors
 
 
-def epochs(root: str, *, until: int, stateful: bool = False) -> list[float]:
-    """A loop that saves between two epochs, and knows from its folders how far it is; sums of losses."""
-    from accelerate import Accelerator
-    from accelerate.utils import DataLoaderConfiguration
-
-    import dcp.integrations.accelerate
-
-    loading = DataLoaderConfiguration(use_stateful_dataloader=stateful)
-    accelerator = Accelerator(cpu=True, dataloader_config=loading)
-    dcp.integrations.accelerate.use(accelerator, mode="sync")
-    torch.manual_seed(0)
-    data = torch.utils.data.TensorDataset(torch.randn(16, 4))
-    own = torch.Generator().manual_seed(0)
-    loader: Any = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True, generator=own)
-    model: Any = torch.nn.Linear(4, 1)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    there = len(list(Path(root).glob("epoch_*")))
-    if there:
-        accelerator.load_state(f"{root}/epoch_{there - 1}")
-    sums = []
-    for epoch in range(there, until):
-        sums.append(0.0)
-        for (inputs,) in loader:
-            loss = model(inputs).square().mean()
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            sums[-1] += loss.item()
-        accelerator.save_state(f"{root}/epoch_{epoch}")
-    return sums
-
-
-def loops_of_accelerate(root: str) -> dict[str, Any]:
-    """In the laboratory: the newest is damaged; there is none; the loader has a state of its own."""
-    from tests.support.trainer_runs import LoopRun
-
-    def run(folder: str, **options: Any) -> Ending:
-        return Child(LoopRun(f"{root}/{folder}", **options).run).wait()
-
-    found = {"whole": ran(run("loop")), "stateful": ran(run("stateful", stateful_loader=True))}
-    (data, *_) = Path(root, "loop/checkpoints/checkpoint_2").glob("*.distcp")
-    data.write_bytes(data.read_bytes()[:-1])
-    shutil.rmtree(f"{root}/stateful/checkpoints/checkpoint_2")
-    found["damaged"] = ran(run("loop", resume=True))
-    found["stateful, resumed"] = ran(run("stateful", stateful_loader=True, resume=True))
-    found["epochs"] = ran(Child(partial(epochs, until=4), f"{root}/epochs").wait())
-    first = ran(Child(partial(epochs, until=2), f"{root}/two").wait())
-    found["epochs, resumed"] = first + ran(Child(partial(epochs, until=4), f"{root}/two").wait())
-    found["stateful epochs"] = ran(Child(partial(epochs, until=4, stateful=True), f"{root}/own").wait())
-    first = ran(Child(partial(epochs, until=2, stateful=True), f"{root}/own two").wait())
-    rest = ran(Child(partial(epochs, until=4, stateful=True), f"{root}/own two").wait())
-    found["stateful epochs, resumed"] = first + rest
-    found["last batch"] = ran(run("batch", stateful_loader=True, every=5, steps=18))
-    for number in (2, 3):
-        shutil.rmtree(f"{root}/batch/checkpoints/checkpoint_{number}", ignore_errors=True)
-    found["last batch, resumed"] = ran(run("batch", stateful_loader=True, every=5, steps=18, resume=True))
-    nothing = run("nothing", resume=True)
-    found["nothing"] = None if nothing.raised is None else nothing.raised.type_name
-    return found
-
-
-@pytest.mark.exhaustive
-def test_loops_of_accelerate(tmp_path: Path) -> None:
-    """Over a damaged checkpoint the one before is taken, and saved over; a stateful loader goes on where it
-    was, within an epoch, at its last batch and after it; any other where its generator was between two
-    epochs; where there is none it is an error."""
-    found = in_lab(loops_of_accelerate, str(tmp_path))
-    assert found["damaged"] == found["whole"]
-    assert found["stateful, resumed"] == found["stateful"]
-    assert found["epochs, resumed"] == found["epochs"]
-    assert found["stateful epochs, resumed"] == found["stateful epochs"]
-    assert found["last batch, resumed"] == found["last batch"]
-    assert found["nothing"] == "CheckpointNotFoundError"
-
-
 def run_folders_of_accelerate(root: str) -> list[Any]:
     """In the laboratory."""
     return [ran(ending) for ending in run_groups([Group(2, folders_of_accelerate, (root,))])[0]]
@@ -452,8 +290,41 @@ def test_folders_of_accelerate(tmp_path: Path) -> None:
         assert nowhere == f"ValueError: Tried to find {tmp_path}/nowhere but folder does not exist"
 
 
+def loops_of_accelerate(root: str) -> dict[str, Any]:
+    """In the laboratory: the newest is damaged; there is none; the loader has a state of its own."""
+    from tests.support.trainer_runs import LoopRun
+
+    def run(folder: str, **options: Any) -> Ending:
+        return Child(LoopRun(f"{root}/{folder}", **options).run).wait()
+
+    found = {"whole": ran(run("loop")), "stateful": ran(run("stateful", stateful_loader=True))}
+    (data, *_) = Path(root, "loop/checkpoints/checkpoint_2").glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:-1])
+    shutil.rmtree(f"{root}/stateful/checkpoints/checkpoint_2")
+    found["damaged"] = ran(run("loop", resume=True))
+    found["stateful, resumed"] = ran(run("stateful", stateful_loader=True, resume=True))
+    found["last batch"] = ran(run("batch", stateful_loader=True, every=5, steps=18))
+    for number in (2, 3):
+        shutil.rmtree(f"{root}/batch/checkpoints/checkpoint_{number}", ignore_errors=True)
+    found["last batch, resumed"] = ran(run("batch", stateful_loader=True, every=5, steps=18, resume=True))
+    nothing = run("nothing", resume=True)
+    found["nothing"] = None if nothing.raised is None else nothing.raised.type_name
+    return found
+
+
+@pytest.mark.exhaustive
+def test_loops_of_accelerate(tmp_path: Path) -> None:
+    """Over a damaged checkpoint the one before is taken, and saved over; a stateful loader goes on where it
+    was, within an epoch and at its last batch; where there is none it is an error."""
+    found = in_lab(loops_of_accelerate, str(tmp_path))
+    assert found["damaged"] == found["whole"]
+    assert found["stateful, resumed"] == found["stateful"]
+    assert found["last batch, resumed"] == found["last batch"]
+    assert found["nothing"] == "CheckpointNotFoundError"
+
+
 class Stubborn:
-    """A registered object, or a callback, that has no state on one rank."""
+    """A registered object that has no state on one rank."""
 
     def __init__(self, rank: int, odd: int) -> None:
         self.is_odd = rank == odd
@@ -471,14 +342,12 @@ class Stubborn:
 
 
 def one_rank_has_no_state(rank: int, world_size: int, root: str) -> list[str]:
-    """Accelerate in a folder and with automatic naming, saved and loaded; the Trainer. What each says."""
+    """Accelerate in a folder and with automatic naming, saved and loaded. What each says."""
     from accelerate import Accelerator
     from accelerate.utils import ProjectConfiguration
-    from transformers import TrainerCallback
-    from transformers.trainer_callback import ExportableState
 
     import dcp.integrations.accelerate
-    from tests.support.trainer_runs import HuggingFaceRun, fsdp_on_cpu
+    from tests.support.trainer_runs import fsdp_on_cpu
 
     def said(act: Any) -> str:
         try:
@@ -511,19 +380,7 @@ def one_rank_has_no_state(rank: int, world_size: int, root: str) -> list[str]:
         stubborn.is_odd = False
         accelerator.load_state(place)
         checkpoints.wait()
-
-    class Odd(TrainerCallback, ExportableState):
-        steps = 0
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            self.steps += 1
-
-        def state(self) -> dict[str, Any]:
-            return Stubborn(rank if self.steps else -1, 0).state_dict()
-
-    trainer = HuggingFaceRun(f"{root}/trainer", checkpoint_options={"mode": "sync"}).make()
-    trainer.add_callback(Odd())
-    return [*found, said(trainer.train)]
+    return found
 
 
 def _one_rank_has_no_state(root: str) -> list[Any]:
@@ -532,120 +389,10 @@ def _one_rank_has_no_state(root: str) -> list[Any]:
 
 @pytest.mark.exhaustive
 def test_what_one_rank_cannot_give_fails_all(tmp_path: Path) -> None:
-    """Nobody waits for it until a timeout: saves and loads of Accelerate, which work again after it, and a
-    save of the Trainer's; the others name the rank."""
+    """Nobody waits for it until a timeout: saves and loads of Accelerate, which work again after it; the
+    others name the rank."""
     first, second = in_lab(_one_rank_has_no_state, str(tmp_path))
     own = "ValueError: no state here"
-    assert second[:6] == [own, "fine", own] * 2
+    assert second == [own, "fine", own] * 2
     assert first[1] == first[4] == "fine"
-    assert first[6] == own
-    told = [*(first[number] for number in (0, 2, 3, 5)), second[6]]
-    assert ["no state here" in text for text in told] == [True] * 5
-    assert ["rank 1" in text for text in told] == [True] * 4 + [False] and "rank 0" in told[4]
-
-
-class Unused(torch.nn.Module):
-    """With batch norms, a layer that nothing goes through, and a frozen one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.used = torch.nn.Sequential(
-            torch.nn.Linear(12, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
-        )
-        self.unused = torch.nn.Linear(3, 3)
-        self.frozen = torch.nn.Linear(3, 3).requires_grad_(False)
-
-    def forward(self, input_ids: Any, labels: Any) -> Any:
-        """A loss."""
-        return {"loss": (self.used(input_ids.float() / 64) - 1).square().mean()}
-
-
-@dataclass(frozen=True)
-class UnusedRun:
-    """``run(rank, world_size)`` trains it by the Trainer, with another optimizer."""
-
-    folder: str
-    optim: str
-    resume: bool = False
-
-    def run(self, rank: int = 0, world_size: int = 1) -> Any:
-        """All losses."""
-        from transformers import TrainingArguments
-
-        from dcp.integrations.huggingface import DcpTrainer
-        from tests.support.trainer_runs import Sentences, fsdp_on_cpu
-
-        with fsdp_on_cpu(False):
-            arguments = TrainingArguments(
-                self.folder,
-                save_steps=2,
-                max_steps=4,
-                optim=self.optim,
-                logging_steps=1,
-                per_device_train_batch_size=4,
-                gradient_accumulation_steps=2,
-                report_to="none",
-                disable_tqdm=True,
-                use_cpu=True,
-                ddp_find_unused_parameters=True,
-                lr_scheduler_type="constant_with_warmup",
-            )
-            trainer = DcpTrainer(Unused(), arguments, train_dataset=Sentences())
-            trainer.train(resume_from_checkpoint=self.resume)
-        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def run_unused(root: str, optim: str) -> list[Any]:
-    """In the laboratory: two ranks to the end, and again from the second step on."""
-    (whole,) = run_groups([Group(2, UnusedRun(root, optim).run)])
-    shutil.rmtree(f"{root}/checkpoint-4")
-    (again,) = run_groups([Group(2, UnusedRun(root, optim, resume=True).run)])
-    return [ran(ending) for ending in (*whole, *again)]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adafactor", "sgd", "adagrad"])
-def test_models_of_all_kinds_go_on(tmp_path: Path, optim: str) -> None:
-    """With parameters that are never used and batch norms whose means differ by rank, with optimizers with
-    and without state, with accumulation: each loss is that of the first run."""
-    whole, other, *again = in_lab(run_unused, str(tmp_path), optim)
-    assert again == [whole, other]
-
-
-def numbered_epochs(root: str) -> list[list[float]]:
-    """By a loop that numbers its epochs, saves at the last batch of one, and is made anew: what each epoch of
-    the two runs has seen."""
-    import torch
-    from accelerate import Accelerator
-    from accelerate.utils import DataLoaderConfiguration
-
-    import dcp.integrations.accelerate
-
-    seen: list[list[float]] = []
-    for start in (0, 1):
-        loading = DataLoaderConfiguration(
-            use_stateful_dataloader=True, use_seedable_sampler=True, data_seed=0
-        )
-        accelerator = Accelerator(cpu=True, dataloader_config=loading)
-        dcp.integrations.accelerate.use(accelerator, mode="sync")
-        data: Any = torch.arange(8.0)
-        loader: Any = accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=2, shuffle=True))
-        if start:
-            accelerator.load_state(f"{root}/saved")
-        for epoch in range(start, 3):  # the loop's own number is that of the epoch whose last batch was saved
-            loader.set_epoch(epoch)
-            seen.append([])
-            for batch in loader:
-                seen[-1] += batch.tolist()
-                if (start, epoch) == (0, 1) and len(seen[-1]) == 8:
-                    accelerator.save_state(f"{root}/saved")
-    return seen
-
-
-@pytest.mark.exhaustive
-def test_an_epoch_whose_last_batch_was_saved_is_not_seen_again(tmp_path: Path) -> None:
-    """A loop that begins it again finds nothing left of it, and then the next one as ever."""
-    zero, one, two, rest, again = in_lab(numbered_epochs, str(tmp_path))
-    assert len({tuple(zero), tuple(one), tuple(two)}) == 3 and sorted(two) == list(range(8))
-    assert (rest, again) == ([], two)
+    assert all("no state here" in first[at] and "rank 1" in first[at] for at in (0, 2, 3, 5))

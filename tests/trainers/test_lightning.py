@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 import pickle
-import sys
 import time
 import warnings
 from collections import Counter, OrderedDict, defaultdict
@@ -15,12 +14,17 @@ from typing import Any
 import pytest
 import torch
 
-import dcp
-from dcp.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError, UnsafeObjectError
+from dcp.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    OptionError,
+    StorageError,
+    UnsafeObjectError,
+)
 from tests.support.conversion import flip
 from tests.support.crashes import Ending, Group, in_lab, run_groups
 from tests.support.harmless_values import same
-from tests.support.ranks import run_ranks
+from tests.support.manager_runs import Fault, Gate, WatchedRoot
 from tests.support.scripted_service import scripted_service
 
 STEPS = 14
@@ -32,6 +36,13 @@ def _trained(jobs: list[tuple[Path, int, dict[str, Any]]]) -> list[list[Ending]]
     from tests.support.lightning_training import training
 
     return [run_groups([Group(ranks, training, (folder, options))])[0] for folder, ranks, options in jobs]
+
+
+def plugin_of(**options: Any) -> Any:
+    """Ours for a Trainer."""
+    from dcp.integrations.lightning import DcpCheckpointIO
+
+    return DcpCheckpointIO(**options)
 
 
 def _losses(folder: Path, rank: int = 0) -> dict[int, str]:
@@ -151,9 +162,7 @@ def _checkpoint() -> dict[str, Any]:
 @pytest.mark.parametrize("mode", ["thread", "sync", pytest.param("process", marks=pytest.mark.exhaustive)])
 def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path, mode: Any) -> None:
     """With classes, orders and keys of all containers; what changes after the call is not in it."""
-    from dcp.integrations.lightning import DcpCheckpointIO
-
-    plugin, checkpoint = DcpCheckpointIO(mode=mode), _checkpoint()
+    plugin, checkpoint = plugin_of(mode=mode), _checkpoint()
     plugin.save_checkpoint(checkpoint, tmp_path / LAST)
     expected = pickle.loads(pickle.dumps(checkpoint))
     checkpoint["state_dict"]["0.weight"].zero_()
@@ -165,35 +174,37 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path, mode: Any) -> None:
     plugin.teardown()
 
 
-@pytest.mark.parametrize("pause_seconds", [0.0, 0.5])
-def test_what_is_replaced_stays_until_the_newer_one_is_committed(
-    tmp_path: Path, pause_seconds: float
-) -> None:
+@pytest.mark.parametrize("how", ["commits", "fails", "has failed"])
+def test_what_is_replaced_stays_until_the_newer_one_is_committed(tmp_path: Path, how: str) -> None:
     """Deleted at once it would leave nothing, were the process killed; after a save that fails it stays, also
     if that was before, and the next call says so."""
-    from dcp.integrations.lightning import DcpCheckpointIO
-
-    plugin = DcpCheckpointIO()
-    plugin.save_checkpoint({"a": torch.ones(2)}, tmp_path / "old.ckpt")
+    root, gate, plugin = WatchedRoot(tmp_path), Gate(), plugin_of()
+    old, new = (f"{root.url}/{root.path(step).name}" for step in (1, 2))
+    plugin.save_checkpoint({"a": torch.ones(2)}, old)
     plugin.wait()
-    (tmp_path / "taken").write_text("a file where a folder has to be")
-    plugin.save_checkpoint({"a": torch.ones(2)}, tmp_path / "taken" / "new.ckpt")
-    time.sleep(pause_seconds)
-    plugin.remove_checkpoint(tmp_path / "old.ckpt")
-    with pytest.raises(dcp.CheckpointError):
-        plugin.wait()
-    assert torch.equal(plugin.load_checkpoint(tmp_path / "old.ckpt")["a"], torch.ones(2))
-    plugin.save_checkpoint({"a": torch.ones(2)}, tmp_path / "new.ckpt")
-    plugin.remove_checkpoint(tmp_path / "old.ckpt")
+    error = None if how == "commits" else StorageError("the storage is away")
+    root.store(2).add(Fault("publish", name="manifest.msgpack", hook=gate, error=error))
+    plugin.save_checkpoint({"a": torch.ones(2)}, new)
+    gate.wait_until_reached()
+    if how == "has failed":
+        gate.open()
+        time.sleep(0.5)
+    plugin.remove_checkpoint(old)
+    assert root.path(1).exists()
+    gate.open()
+    if how != "commits":
+        with pytest.raises(StorageError, match="the storage is away"):
+            plugin.wait()
+        assert torch.equal(plugin.load_checkpoint(old)["a"], torch.ones(2))
+        plugin.save_checkpoint({"a": torch.ones(2)}, new)
+        plugin.remove_checkpoint(old)
     plugin.teardown()
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["new.ckpt"]
+    assert [path.name for path in tmp_path.iterdir()] == [root.path(2).name]
 
 
 def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
     """ModelCheckpoint may have made "last" a link to another checkpoint, which is to stay what it is."""
-    from dcp.integrations.lightning import DcpCheckpointIO
-
-    plugin = DcpCheckpointIO()
+    plugin = plugin_of()
     plugin.save_checkpoint({"a": torch.ones(2)}, tmp_path / "best.ckpt")
     plugin.wait()
     (tmp_path / LAST).symlink_to("best.ckpt")
@@ -206,10 +217,8 @@ def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["thread", "sync"])
 def test_a_catalog_is_told(tmp_path: Path, mode: Any) -> None:
     """Of each checkpoint that was saved or deleted, by its name in its folder."""
-    from dcp.integrations.lightning import DcpCheckpointIO
-
     with scripted_service() as service:
-        plugin = DcpCheckpointIO(mode=mode, catalog=service.url)
+        plugin = plugin_of(mode=mode, catalog=service.url)
         for step in (3, 6):
             name = f"step={step}.ckpt"
             plugin.save_checkpoint({"global_step": step, "a": torch.ones(2)}, tmp_path / name)
@@ -241,9 +250,7 @@ def test_a_damaged_last_one_is_passed_over_under_fsdp2(tmp_path: Path) -> None:
 
 def test_a_damaged_last_one_is_passed_over_and_no_other(tmp_path: Path) -> None:
     """For the newest good one beside it, with a warning; what was named otherwise is an error."""
-    from dcp.integrations.lightning import DcpCheckpointIO
-
-    plugin = DcpCheckpointIO(mode="sync")
+    plugin = plugin_of(mode="sync")
     for number, name in enumerate(["step=1.ckpt", "step=2.ckpt", LAST]):
         plugin.save_checkpoint({"a": torch.full((5000,), number)}, tmp_path / name)
         os.utime(tmp_path / name / "manifest.msgpack", (number, number))
@@ -261,9 +268,7 @@ def test_files_of_lightning_are_loaded_and_not_overwritten(tmp_path: Path) -> No
     """A run that moves over begins from what it has; a folder cannot take the place of a file."""
     from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-    from dcp.integrations.lightning import DcpCheckpointIO
-
-    plugin = DcpCheckpointIO()
+    plugin = plugin_of()
     TorchCheckpointIO().save_checkpoint({"a": torch.ones(2)}, tmp_path / LAST)
     assert torch.equal(plugin.load_checkpoint(tmp_path / LAST)["a"], torch.ones(2))
     with pytest.raises(OptionError, match="another place"):
@@ -276,9 +281,7 @@ class Unknown:
 
 def test_objects_need_to_be_allowed(tmp_path: Path) -> None:
     """As with torch.load; the error says where to say so."""
-    from dcp.integrations.lightning import DcpCheckpointIO
-
-    plugin = DcpCheckpointIO(mode="sync")
+    plugin = plugin_of(mode="sync")
     plugin.save_checkpoint({"hyper_parameters": {"model": Unknown()}}, tmp_path / LAST)
     with pytest.raises(UnsafeObjectError) as caught:
         plugin.load_checkpoint(tmp_path / LAST)
@@ -363,32 +366,15 @@ def test_wrong_use_says_what_to_do(tmp_path: Path) -> None:
         RankStates().setup(bypassed, pl.LightningModule(), "fit")
 
 
-def _without_httpx_on_one(rank: int, world_size: int) -> str:
-    import lightning.pytorch as pl
-    from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-    from lightning.pytorch.accelerators import CPUAccelerator
+def test_names_of_lightnings_own_are_those_of_the_installed_version() -> None:
+    """They are not documented."""
+    from lightning.fabric.utilities.load import _METADATA_FILENAME
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
-    from dcp.integrations.lightning import DcpModelParallelStrategy
+    from dcp.integrations import lightning as names
 
-    missing: Any = None
-    if rank == 0:
-        sys.modules["httpx"] = missing
-    os.environ["LOCAL_RANK"] = str(rank)
-    strategy: Any = DcpModelParallelStrategy(catalog="http://127.0.0.1:1")
-    strategy.accelerator, strategy.cluster_environment = CPUAccelerator(), LightningEnvironment()
-    strategy.parallel_devices = [torch.device("cpu")] * world_size
-    strategy._lightning_module = pl.LightningModule()
-    try:
-        strategy.setup_environment()
-    except (ModuleNotFoundError, dcp.CheckpointError) as error:
-        return str(error)
-    finally:
-        sys.modules.pop("httpx", None)
-    return "set up"
-
-
-@pytest.mark.exhaustive
-def test_a_package_for_the_catalog_that_one_rank_lacks_is_an_error_of_all() -> None:
-    """Before the training begins: that rank had ended while its strategy was made, and the others waited."""
-    own, other = run_ranks(2, _without_httpx_on_one)
-    assert "dcphub[catalog]" in own and "dcphub[catalog]" in other and "rank 0" in other
+    assert names.LAST == ModelCheckpoint.CHECKPOINT_NAME_LAST
+    assert names.SHARDS == _METADATA_FILENAME
+    path = _CheckpointConnector.hpc_save_path("/nowhere")
+    assert Path(path).name.startswith(names.BEFORE_REQUEUE)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +18,6 @@ from dcp.errors import CheckpointError
 from dcp.integrations.torchdata import RescalableDataLoader, RescalableSampler
 from tests.support.examples import examples
 from tests.support.ranks import run_ranks
-from tests.support.torchrun import torchrun
 
 WORLDS = st.sampled_from([1, 2, 3, 8])
 
@@ -270,13 +267,3 @@ def test_ranks(tmp_path: Path) -> None:
         for part in run_ranks(world_size, trained, str(tmp_path), steps):
             seen += part
     assert len(seen) == 50 and set(seen) == set(range(50))
-
-
-@pytest.mark.exhaustive
-def test_torchrun_on_other_numbers_of_ranks(tmp_path: Path) -> None:
-    """2, then 3, then 1, with workers that prefetch: each of 61 samples once."""
-    seen: list[int] = []
-    for ranks, steps in ((2, 4), (3, 3), (1, 0)):
-        told = torchrun("tests.support.sampling_loop", [tmp_path, str(steps)], ranks=ranks)
-        seen += [sample for part in re.findall(r"SEEN (\[.*?\])", told) for sample in json.loads(part)]
-    assert sorted(seen) == list(range(61))

@@ -308,8 +308,12 @@ class ProcessWriter(BackgroundWriter):
             logger.warning("%s", note)
         with self._sending:
             with self._changed:
-                self._saves.popleft()
+                is_given_up = save not in self._saves  # by a close whose time was over; its future has ended
+                if not is_given_up:
+                    self._saves.popleft()
             save.payload.release()
+            if is_given_up:
+                return
             if found.error is not None and self._sender is not None:
                 self._sender.forget()
             if restart:

@@ -118,15 +118,15 @@ class Deleter:
     def abandoned(self, older_than_seconds: float = ABANDONED_AFTER_SECONDS) -> list[int]:
         """Queue the step folders whose saves have never committed; returns them.
 
-        Only those whose newest data file is older than ``older_than_seconds``: a background writer may
-        outlive its trainer, and commit yet.
+        Only those whose newest data file, or empty folder, is older than ``older_than_seconds``: a background
+        writer may outlive its trainer, and commit yet.
         """
         now = time.time()
         steps = [
             step
             for step, files in self._folders.folders().items()
             if not any(map(is_commit_object, files))
-            and is_abandoned(self._folders.store(step).list(), older_than_seconds, now)
+            and is_abandoned(store := self._folders.store(step), store.list(), older_than_seconds, now)
         ]
         for step in steps:
             self._enqueue(_Deletion(step, "abandoned", older_than_seconds))

@@ -22,6 +22,7 @@ from dcp.conversion.targets.places import is_written_under
 from dcp.manager.cleanup.dropping import finish_drop
 from dcp.manager.cleanup.removal import (
     Removed,
+    emptied,
     files_to_remove,
     finish_removal,
     is_abandoned,
@@ -59,11 +60,11 @@ LeftoverKind = Literal["abandoned", "removal", "strays", "conversion", "replacem
 class Leftovers:
     """What is left in one folder.
 
-    ``kind``: "abandoned" (nothing was committed), "removal" (one was interrupted), "strays" (files beside a
-    checkpoint), "conversion" (one that was killed), "replacement" (a conversion that was killed while it
-    replaced its target, which is put back), "uploads" (nothing else). ``files`` can go. ``uploads``
-    are names of unfinished ones, of saves and conversions that may be running. ``problem`` says why the
-    folder was not looked into any further.
+    ``kind``: "abandoned" (nothing was committed, or a lock file alone is left), "removal" (one was
+    interrupted), "strays" (files beside a checkpoint), "conversion" (one that was killed), "replacement" (a
+    conversion that was killed while it replaced its target, which is put back), "uploads" (nothing else).
+    ``files`` can go. ``uploads`` are names of unfinished ones, of saves and conversions that may be running.
+    ``problem`` says why the folder was not looked into any further.
     """
 
     url: str
@@ -153,7 +154,10 @@ def leftovers_of(
     if not any(is_commit_object(info.name) for info in files):
         if files and read_notes(store).deleting is not None:
             return Leftovers(store.url, "removal", tuple(files_to_remove(store, now_seconds)))
-        if is_abandoned(files, older_than_seconds, now_seconds):
+        locks = () if files else emptied(store, now_seconds - older_than_seconds)
+        if locks:  # without one, a folder may be anybody's
+            return Leftovers(store.url, "abandoned", tuple(locks))
+        if files and is_abandoned(store, files, older_than_seconds, now_seconds):
             gone = tuple(info for info in files if is_left_by_a_save(info.name))
             return Leftovers(store.url, "abandoned", gone, _uploads(store, files))
         strays: tuple[FileInfo, ...] = ()

@@ -20,6 +20,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Final, Literal
 
 from dcp.conversion.targets.places import is_written_under
@@ -37,10 +38,11 @@ from dcp.storage.formats.opening.folder import MAX_TORCH_METADATA_BYTES
 from dcp.storage.formats.torch.format import TORCH_DCP
 from dcp.storage.formats.torch.metadata.reader import decode_torch_metadata
 from dcp.storage.stores.base import FileInfo, Store
-from dcp.storage.stores.names import TEMPORARY_PREFIX
+from dcp.storage.stores.names import LOCK_NAME, TEMPORARY_PREFIX
 
 __all__ = [
     "Removed",
+    "emptied",
     "files_to_remove",
     "finish_removal",
     "is_abandoned",
@@ -126,17 +128,38 @@ def finish_removal(store: Store, now_seconds: float) -> Removed:
     return Removed("replaced")
 
 
-def is_abandoned(files: Iterable[FileInfo], older_than_seconds: float, now_seconds: float) -> bool:
-    """Whether a folder of these files is what a save left that will never commit.
+def is_abandoned(
+    store: Store, files: Sequence[FileInfo], older_than_seconds: float, now_seconds: float
+) -> bool:
+    """Whether a folder of these files is what a save left that will never commit, or is `emptied`.
 
     That is so if nothing is committed and all data is older than ``older_than_seconds``: a background writer
     outlives its trainer, and writes or commits long before.
     """
-    files = list(files)
+    if not files:
+        return emptied(store, now_seconds - older_than_seconds) is not None
     if any(is_commit_object(info.name) for info in files):
         return False
     times = [info.modified_seconds for info in files if is_left_by_a_save(info.name)]
     return bool(times) and max(times) < now_seconds - older_than_seconds
+
+
+def emptied(store: Store, before_seconds: float) -> list[FileInfo] | None:
+    """The lock file, if there is one, of a folder that has nothing else since that time; else None.
+
+    A deletion was killed before its last step, or a save before its first. A save that begins in such a
+    folder makes it young.
+    """
+    if not store.capabilities.is_local:
+        return None
+    folder = Path(store.url)
+    try:
+        modified_seconds, names = folder.stat().st_mtime, [path.name for path in folder.iterdir()]
+    except OSError:
+        return None
+    if modified_seconds >= before_seconds or not {LOCK_NAME}.issuperset(names):
+        return None
+    return [FileInfo(name, 0, modified_seconds) for name in names]
 
 
 def remove_abandoned(store: Store, older_than_seconds: float, now_seconds: float) -> Removed:
@@ -145,11 +168,14 @@ def remove_abandoned(store: Store, older_than_seconds: float, now_seconds: float
     Under the lock, so that a save which is late after all cannot commit meanwhile. Where that excludes no
     other process, the save looks for its files before it commits.
     """
-    if not is_abandoned(store.list(), older_than_seconds, now_seconds):
+    files: Sequence[FileInfo] = store.list()
+    if not is_abandoned(store, files, older_than_seconds, now_seconds):
         return Removed("absent")
+    if not files:
+        return _close(store, emptied(store, now_seconds - older_than_seconds) or [])
     with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):
         files = store.list()
-        if not is_abandoned(files, older_than_seconds, now_seconds):
+        if not is_abandoned(store, files, older_than_seconds, now_seconds):
             return Removed("absent")
         gone = [info for info in files if is_left_by_a_save(info.name) or info.name == NOTES_NAME]
         _delete(store, gone)

@@ -134,6 +134,8 @@ class PosixStore(Store):
                 if error.errno not in (errno.ENOENT, errno.EEXIST):
                     raise
             if self.exists():
+                with suppress(OSError):  # who clears old empty folders away leaves this one
+                    os.utime(self._root)
                 return
             if os.path.lexists(self._root):
                 break
