@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dcp
 from dcp.storage.formats import dtypes
+from tests.support.rank_acts import ObjectLoadPlanner
 from tests.support.ranks import run_ranks
 from tests.support.values import differences, expected_parts, fill, full_tensor, local_parts, put, raw, scrub
 
@@ -277,14 +278,6 @@ def test_what_stock_torch_saved_is_not_loaded_as_other_values(dtype: torch.dtype
 CHANGED = "modified by an inplace operation"
 
 
-class TakesObjects(dcp.DefaultLoadPlanner):
-    """Overrides a step, and so gets torch's objects."""
-
-    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
-        """As ever."""
-        super().commit_tensor(read_item, tensor)
-
-
 def ours(state: dict[str, Any], path: Path) -> None:
     """The road of columns."""
     dcp.load(state, checkpoint_id=path)
@@ -292,7 +285,7 @@ def ours(state: dict[str, Any], path: Path) -> None:
 
 def objects(state: dict[str, Any], path: Path) -> None:
     """The road of torch's plans."""
-    dcp.load(state, checkpoint_id=path, planner=TakesObjects())
+    dcp.load(state, checkpoint_id=path, planner=ObjectLoadPlanner())
 
 
 def by_stock(state: dict[str, Any], path: Path) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ import dcp
 from dcp.storage.stores import PosixStore
 from tests.support.crashes import Child, in_lab, kill_at_each_step, observe_calls
 from tests.support.fault_doors import HARMLESS, MANIFEST_NAME, METADATA_NAME, NOTES_NAME, findings, run
+from tests.support.rank_acts import ObjectSavePlanner
 from tests.support.versions import (
     ABSENT,
     MIXED,
@@ -51,15 +51,12 @@ def turns_once(seen: list[Seen], old: Seen, new: Seen) -> int:
     return turn
 
 
+def all_but_the_last(killed: list[bool]) -> bool:
+    """Whether each run of a matrix was killed until one got through."""
+    return killed == [True] * (len(killed) - 1) + [False]
+
+
 # -- saves ---------------------------------------------------------------------------------------------------
-
-
-class ObjectPlanner(dcp.DefaultSavePlanner):
-    """Overrides a step, so that the save runs by torch's protocol."""
-
-    def create_local_plan(self) -> Any:
-        """As it was."""
-        return super().create_local_plan()
 
 
 WRITERS: dict[str, dict[str, Any]] = {
@@ -69,7 +66,7 @@ WRITERS: dict[str, dict[str, Any]] = {
     "two threads": {"thread_count": 2},
 }
 CALLS: dict[str, dict[str, Any]] = {
-    "objects": {"planner": ObjectPlanner()},
+    "objects": {"planner": ObjectSavePlanner()},
     "no collectives": {"use_collectives": False},
     "mapped": {"map": TOGETHER},
 }
@@ -82,6 +79,11 @@ def save(folder: Path, how: str, version: int, large: int, observe: Any = None) 
         folder, open_store=partial(PosixStore, observe=observe), **WRITERS.get(how, {})
     )
     dcp.save(state, storage_writer=writer, no_dist=True, **CALLS.get(how, {}))
+
+
+def save_observed(folder: Path, observe: Any, *, how: str, large: int = 0) -> None:
+    """That of version NEW, as `kill_at_each_step` has it."""
+    save(folder, how, NEW, large, observe)
 
 
 def half_published(folder: Path) -> None:
@@ -132,14 +134,7 @@ SAVES = {
     "over a killed save": Scenario("plain", half_published, OLD, 4),
     "overwrite, through a map": Scenario("mapped", ours(), OLD, OLD),
 }
-OFTEN = {
-    "first, large",
-    "overwrite",
-    "overwrite, by torch's protocol",
-    "overwrite, no fsync",
-    "over stock",
-    "over a killed save",
-}
+OFTEN = {"first, large", "overwrite, by torch's protocol", "over stock", "over a killed save"}
 """What each of the others combines, these have."""
 
 
@@ -162,9 +157,7 @@ def every_crash(root: Path, name: str) -> list[Crash]:
     if scenario.before is not None:
         scenario.before(root / "before")
     seen: dict[Any, Crash] = {}
-
-    def act(folder: Path, observe: Any) -> None:
-        save(folder, scenario.how, NEW, scenario.large, observe)
+    act = partial(save_observed, how=scenario.how, large=scenario.large)
 
     def look_once(folder: Path, step: str, killed: bool) -> Crash:
         if (left := what_is_left(folder)) not in seen:
@@ -198,63 +191,43 @@ def look(scenario: Scenario, folder: Path) -> Crash:
     return crash
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=() if name in OFTEN else pytest.mark.exhaustive) for name in SAVES],
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in OFTEN else pytest.mark.exhaustive) for name in SAVES],
 )
-def killed(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Scenario, list[Crash]]]:
-    """A scenario with all of its crashes."""
-    root = tmp_path_factory.mktemp("killed")
-    yield SAVES[request.param], in_lab(every_crash, root, request.param)
-    shutil.rmtree(root)
-
-
-def test_a_save_killed_before_any_step_leaves_the_old_or_the_new(
-    killed: tuple[Scenario, list[Crash]],
-) -> None:
-    """Keeps the old version until one step and has the new one after it, whole, for dcp and for stock."""
-    scenario, crashes = killed
+def test_a_save_killed_before_any_step_leaves_the_old_or_the_new(tmp_path: Path, name: str) -> None:
+    """Keeps the old version until one step and has the new one after it, whole, for dcp and for stock; the
+    next save commits, and leaves nothing else there."""
+    scenario, crashes = SAVES[name], in_lab(every_crash, tmp_path, name)
     assert len(crashes) > scenario.least_steps
-    assert [crash.killed for crash in crashes] == [True] * (len(crashes) - 1) + [False]
+    assert all_but_the_last([crash.killed for crash in crashes])
     assert turns_once([crash.dcp for crash in crashes], scenario.old, NEW) in range(1, len(crashes))
     turns_once([crash.stock for crash in crashes], scenario.old_stock, scenario.new_stock)
-    assert crashes[-1].stock == scenario.new_stock
-    assert all(crash.found <= HARMLESS for crash in crashes), crashes
-    assert crashes[-1].found == set()
-
-
-def test_the_save_after_a_killed_one_works_and_cleans_up(killed: tuple[Scenario, list[Crash]]) -> None:
-    """Commits, whatever the killed save left, and leaves nothing else there."""
-    for crash in killed[1]:
+    assert crashes[-1].stock == scenario.new_stock and crashes[-1].found == set()
+    for crash in crashes:
+        assert crash.found <= HARMLESS, crash
         assert crash.next_seen == (NEXT, NEXT), crash
         assert (crash.next_listing, crash.next_found) == (CLEAN, set()), crash
 
 
-def every_crash_alone(root: Path, overwrite: bool) -> list[tuple[bool, Seen, Seen]]:
+def every_crash_alone(root: Path) -> list[tuple[bool, Seen, Seen]]:
     """(killed, what dcp sees, what it sees after one more save) for each step of a rank that saves alone."""
-    if overwrite:
-        save(root / "before", "no collectives", OLD, 0)
-
-    def act(folder: Path, observe: Any) -> None:
-        save(folder, "no collectives", NEW, 0, observe)
+    save(root / "before", "no collectives", OLD, 0)
 
     def look_alone(folder: Path, step: str, killed: bool) -> tuple[bool, Seen, Seen]:
         seen = seen_by_dcp(folder)
         save(folder, "no collectives", NEXT, 0)
         return killed, seen, seen_by_dcp(folder)
 
+    act = partial(save_observed, how="no collectives")
     return kill_at_each_step(root / "before", root, act, look_alone)
 
 
-@pytest.mark.parametrize("overwrite", [pytest.param(False, marks=pytest.mark.exhaustive), True])
-def test_a_rank_that_saves_without_the_others_is_killed(tmp_path: Path, overwrite: bool) -> None:
+def test_a_rank_that_saves_without_the_others_is_killed(tmp_path: Path) -> None:
     """Commits its own part by the same rules, with ``use_collectives=False``."""
-    rows = in_lab(every_crash_alone, tmp_path, overwrite)
-    assert [killed for killed, _, _ in rows] == [True] * (len(rows) - 1) + [False]
-    turn = turns_once([version for _, version, _ in rows], OLD if overwrite else ABSENT, NEW)
-    assert 4 < turn < len(rows) and len(rows) > 14
+    rows = in_lab(every_crash_alone, tmp_path)
+    assert all_but_the_last([killed for killed, _, _ in rows]) and len(rows) > 14
+    assert 4 < turns_once([version for _, version, _ in rows], OLD, NEW) < len(rows)
     assert {after for _, _, after in rows} == {NEXT}
 
 
@@ -345,14 +318,14 @@ def look_at_deletion(root: Path, step: str, killed: bool) -> Deletion:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.exhaustive if name in ("ours", "stock", "bare", "noted") else ())
+        pytest.param(name, marks=() if name == "stock over ours" else pytest.mark.exhaustive)
         for name in DELETIONS
     ],
 )
 def test_a_deletion_killed_before_any_step_leaves_all_or_nothing(tmp_path: Path, name: str) -> None:
     """Leaves the checkpoint whole until one step and gone after it; the next run finishes it, or saves."""
     crashes: list[Deletion] = in_lab(every_deletion, tmp_path, name)
-    assert [crash.killed for crash in crashes] == [True] * (len(crashes) - 1) + [False]
+    assert all_but_the_last([crash.killed for crash in crashes])
     cut = turns_once([crash.dcp for crash in crashes], OLD, ABSENT)
     assert 3 < cut < len(crashes) - 3
     assert {crash.stock for crash in crashes} == ({ABSENT, OLD} if DELETIONS[name][1] else {ABSENT})
@@ -446,7 +419,7 @@ def look_at_drop(folder: Path, step: str, killed: bool, *, options: tuple[str, .
 def test_a_drop_killed_before_any_step_leaves_all_or_the_rest(tmp_path: Path, name: str) -> None:
     """Leaves all until one step and the weights after it; a second drop, and a clean-up, end the work."""
     crashes: list[Drop] = in_lab(every_drop, tmp_path, name)
-    assert [crash.killed for crash in crashes] == [True] * (len(crashes) - 1) + [False]
+    assert all_but_the_last([crash.killed for crash in crashes])
     assert 0 < turns_once([crash.dcp for crash in crashes], WHOLE, LESS) < len(crashes) - 1
     if DROPS[name][2]:  # which has a step of its own
         turns_once([crash.stock for crash in crashes], WHOLE, LESS)

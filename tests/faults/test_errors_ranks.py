@@ -16,7 +16,8 @@ import dcp
 from dcp.errors import StorageError, StorageFullError
 from tests.support.fault_doors import Fault, OpenWithFaults, Operation
 from tests.support.loaded import Unpicklable
-from tests.support.ranks import RankRaised, run_ranks
+from tests.support.rank_acts import STATE, Acting, ObjectLoadPlanner, ObjectSavePlanner
+from tests.support.ranks import run_ranks
 from tests.support.versions import (
     ABSENT,
     copy_folder,
@@ -165,15 +166,9 @@ class Boom(Exception):
     """An error that is not one of ours, as a user's code raises it."""
 
 
-class Failing:
-    """A Stateful that fails when it is asked for its state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Fails."""
-        raise Boom("in state_dict")
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Never called."""
+def fail() -> None:
+    """In a user's ``state_dict``."""
+    raise Boom("in state_dict")
 
 
 def fail_in(planner: Any, phase: str) -> Any:
@@ -185,14 +180,6 @@ def fail_in(planner: Any, phase: str) -> Any:
     return type(f"FailsIn_{phase}", (planner,), {phase: fail})()
 
 
-class QuietPlanner(dcp.DefaultSavePlanner):
-    """Overrides a step without changing it: what the other ranks have beside a planner that fails."""
-
-    def create_local_plan(self) -> Any:
-        """As it was."""
-        return super().create_local_plan()
-
-
 SAVE_PHASES = ("state_dict", "set_up_planner", "create_local_columns", "global plan", "write", "commit")
 OBJECT_PHASES = ("create_local_plan", "create_global_plan", "finish_plan", "resolve_data")
 
@@ -201,10 +188,10 @@ def failing_save(rank: int, world_size: int, folder: Path, phase: str, who: int)
     """Rank ``who`` fails in ``phase``; then all save again."""
     state: dict[str, Any] = version_state(NEW)
     faults: list[Fault] = []
-    planner: dcp.DefaultSavePlanner | None = QuietPlanner() if phase in OBJECT_PHASES else None
+    planner: dcp.DefaultSavePlanner | None = ObjectSavePlanner() if phase in OBJECT_PHASES else None
     if rank == who:
         if phase == "state_dict":
-            state["stateful"] = Failing()
+            state["stateful"] = Acting(fail)
         elif phase == "set_up_planner":
             planner = fail_in(dcp.DefaultSavePlanner, phase)
         elif phase == "create_local_columns":
@@ -247,14 +234,6 @@ def test_a_rank_that_fails_in_any_phase_of_a_save_fails_it_everywhere(tmp_path: 
     assert seen_by_dcp(tmp_path / "x") == NEXT
 
 
-class QuietLoadPlanner(dcp.DefaultLoadPlanner):
-    """Overrides a step without changing it."""
-
-    def create_local_plan(self) -> Any:
-        """As it was."""
-        return super().create_local_plan()
-
-
 LOAD_PHASES = ("state_dict", "index", "plan", "read", "create_local_plan", "commit_tensor")
 
 
@@ -266,10 +245,10 @@ def failing_load(rank: int, world_size: int, folder: Path, phase: str, who: int)
     state: dict[str, Any] = version_state(0)
     faults: list[Fault] = []
     by_objects = phase in ("create_local_plan", "commit_tensor")
-    planner: Any = QuietLoadPlanner() if by_objects else None
+    planner: Any = ObjectLoadPlanner() if by_objects else None
     if rank == who:
         if phase == "state_dict":
-            state["stateful"] = Failing()
+            state["stateful"] = Acting(fail)
         elif phase == "index":
             faults = [Fault("read", error=StorageError("in index"))]
         elif phase == "plan":
@@ -336,23 +315,6 @@ def test_ranks_that_write_to_different_places_are_found_out(tmp_path: Path, repl
 # -- where it is easy to leave the others waiting ----------------------------------------------------------
 
 
-class FailsOnRankOne:
-    """A Stateful whose state cannot be had on one rank."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def state_dict(self) -> dict[str, Any]:
-        """Out of memory on rank 1."""
-        if self.rank == 1:
-            raise MemoryError("no memory for the state")
-        return {"a": torch.ones(3)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Not called in a load that fails."""
-        raise AssertionError
-
-
 class ShortPlanner(stock.DefaultSavePlanner):
     """Forgets a rank in its global plan."""
 
@@ -362,51 +324,26 @@ class ShortPlanner(stock.DefaultSavePlanner):
         return plans[:1], metadata
 
 
-def fail_somehow(rank: int, world_size: int, path: str, how: str) -> None:
-    """One rank, or the coordinator, fails where it is easy to leave the others waiting."""
-    bounds: dict[str, Any] = {"checkpoint_id": path, "timeout_seconds": 120}
-    if how == "state_dict in save":
-        dcp.save({"s": FailsOnRankOne(rank)}, **bounds)
-    elif how == "state_dict in load":
-        dcp.save({"s": {"a": torch.ones(3)}}, **bounds)
-        dcp.load({"s": FailsOnRankOne(rank)}, **bounds)
-    elif how == "short plan":
-        dcp.save({"w": torch.ones(3)}, planner=ShortPlanner(), **bounds)
-    else:
-        dcp.save({"w": torch.ones(3), "o": dcp.PerRank(Unpicklable() if rank else 1)}, **bounds)
-
-
-@pytest.mark.parametrize(
-    ("how", "expected"),
-    [
-        ("state_dict in save", "no memory for the state"),
-        ("state_dict in load", "no memory for the state"),
-        ("short plan", "1 parts for 2 ranks"),
-        ("message that is not UTF-8", "name"),
-    ],
-)
-def test_every_rank_hears_of_a_failure_at_once(tmp_path: Path, how: str, expected: str) -> None:
-    """The others do not wait until their timeout, and learn the cause."""
-    for result in run_ranks(2, fail_somehow, str(tmp_path), how, failures=True):
-        assert isinstance(result, RankRaised)
-        assert expected in result.message
-        assert result.seconds < 100
-
-
 class Elsewhere(stock.FileSystemWriter):
     """A storage whose place only it knows."""
 
-    @property
-    def checkpoint_id(self) -> str:
-        """Nothing that can be opened."""
-        return "elsewhere://"
+    checkpoint_id = "elsewhere://"
 
 
-def save_elsewhere(rank: int, world_size: int, path: str) -> Any:
-    """The metadata that each rank gets."""
-    return sorted(dcp.save({"w": torch.ones(3)}, storage_writer=Elsewhere(path)).state_dict_metadata)
+def save_oddly(rank: int, world_size: int, path: str) -> Any:
+    """What each rank hears where one forgets the other, or raises what is not UTF-8; and the metadata that it
+    gets of a storage that nobody can open."""
+    odd = {"o": dcp.PerRank(Unpicklable() if rank else 1)}
+    told = [
+        outcome(lambda: dcp.save(STATE, checkpoint_id=path, planner=ShortPlanner())),
+        outcome(lambda: dcp.save(STATE | odd, checkpoint_id=path)),
+    ]
+    found = dcp.save(STATE, storage_writer=Elsewhere(path)).state_dict_metadata
+    return [raised and raised.message for raised in told], sorted(found)
 
 
-def test_every_rank_gets_the_metadata_of_a_foreign_storage(tmp_path: Path) -> None:
-    """As from stock: not only the coordinator, and without opening the storage."""
-    assert run_ranks(2, save_elsewhere, str(tmp_path)) == [["w"], ["w"]]
+def test_every_rank_hears_of_a_failure_and_of_the_metadata(tmp_path: Path) -> None:
+    """Also where the coordinator fails in what only it does, and of storages that no other rank can open."""
+    for (short, odd), names in run_ranks(2, save_oddly, str(tmp_path)):
+        assert "1 parts for 2 ranks" in short and "name" in odd
+        assert names == ["step", "w"]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import dcp
 from tests.support.crashes import Group, in_lab, kill_rank, run_groups
 from tests.support.fault_doors import HARMLESS, MANIFEST_NAME, Fault, OpenWithFaults, findings
+from tests.support.rank_acts import Acting
 from tests.support.ranks import run_ranks
 from tests.support.versions import save_version, seen_by_dcp, version_state
 
@@ -23,21 +24,6 @@ OLD, NEW = 1, 2
 
 Told = tuple[list[str], list[int], str]
 """Of an exception: its classes, the ranks that it names, its text."""
-
-
-class Striking:
-    """A Stateful that strikes another rank when it is asked for its state."""
-
-    def __init__(self, strike: Any) -> None:
-        self.strike = strike
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing of its own."""
-        self.strike()
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to do."""
 
 
 MOMENTS = {
@@ -52,7 +38,7 @@ def act(root: Path, operation: str, moment: str, strike: Any) -> None:
     """One operation, in which ``strike`` is called at the moment."""
     state: dict[str, Any] = version_state(NEW)
     if moment == "state":
-        state["strikes"] = Striking(strike)
+        state["strikes"] = Acting(strike)
     opener = OpenWithFaults(Fault(moment, hook=lambda _: strike()))
     if operation == "save":
         writer = dcp.FileSystemWriter(root, open_store=opener)

@@ -22,6 +22,7 @@ from dcp.storage.stores import PosixStore, Store
 from tests.support.crashes import Child, Ending, Group, in_lab, kill_rank, run_groups, wait_for_end
 from tests.support.fault_doors import NOTES_NAME, Fault, FaultInjectingStore, Operation, findings
 from tests.support.processes import open_files
+from tests.support.rank_acts import Acting
 from tests.support.values import leaves
 from tests.support.versions import listing, seen_by_dcp, version_of, version_state
 
@@ -50,21 +51,6 @@ def change(state: dict[str, Any]) -> None:
     for _, value in leaves(state):
         if isinstance(value, torch.Tensor):
             value.zero_()
-
-
-class DeadlyState:
-    """A Stateful that kills when it is asked for its state."""
-
-    def __init__(self, kill: Kill) -> None:
-        self.kill = kill
-
-    def state_dict(self) -> dict[str, Any]:
-        """The end."""
-        self.kill()
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Never called."""
 
 
 class DeadlyStager(DefaultStager):
@@ -113,7 +99,7 @@ class KillingManager:
         state = state_of(NEW, rank)
         self.armed = self.stager.armed = True
         if self.phase == "state_dict":
-            state["deadly"] = DeadlyState(self.kill)
+            state["deadly"] = Acting(self.kill)
         future = self.manager.save(NEW, state, overlap=True)
         assert future is not None
         with self.manager.lock():
@@ -215,7 +201,7 @@ def every_crash(root: Path, every: int) -> list[Crash]:
     return crashes
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_trainer_killed_at_any_step_leaves_the_last_commit(tmp_path: Path, every: int) -> None:
     """Goes on from the old step until one moment, from the new one after it, and saves over what was left."""
     versions = [resumed_from(crash, 1) for crash in in_lab(every_crash, tmp_path, every, timeout_seconds=800)]
@@ -258,9 +244,9 @@ def cases_of(steps: list[list[str]], *, exhaustive: bool) -> list[Case]:
     them, in all other phases, and at the steps of the other rank, too."""
     numbers = [range(1, len(own) + 1) for own in steps]
     if not exhaustive:
-        alone: list[Case] = [((0,), 0, number) for number in numbers[0][::8]]
-        alone += [((1,), 1, phase) for phase in (*numbers[1][::6], "after the copies")]
-        return [*alone, *(((0, 1), 0, phase) for phase in ("staged", *numbers[0][1::12]))]
+        alone: list[Case] = [((0,), 0, number) for number in numbers[0][::14]]
+        alone += [((1,), 1, phase) for phase in (numbers[1][-1], "after the copies")]
+        return [*alone, ((0, 1), 0, "staged")]
     phases = [[*PHASES, *own] for own in numbers]
     cases: list[Case] = [((0, 1), 0, phase) for phase in phases[0]]
     cases += [((victim,), victim, phase) for victim in (0, 1) for phase in phases[victim]]
@@ -357,8 +343,8 @@ def die_while_writing(rank: int, world_size: int, root: Path, victims: tuple[int
 
 
 WRITER_PHASES = {
-    "before the plan": ("make_root", 1, 0),
     "during the write": ("write", 2, 1),
+    "before the plan": ("make_root", 1, 0),
     "before the commit": ("publish", 1, 0),
 }
 """What kills the writer: operation, which time, of which rank."""
@@ -373,10 +359,11 @@ def failure(future: Any) -> tuple[set[str], str]:
     return {cls.__name__ for cls in type(error).__mro__}, str(error)
 
 
-def kill_writers(rank: int, world_size: int, root: Path) -> dict[str, Any]:
-    """Writers are killed in every phase, each time over a committed checkpoint; at last one is stopped."""
+def kill_writers(rank: int, world_size: int, root: Path, count: int) -> dict[str, Any]:
+    """Writers are killed in ``count`` phases, each time over a committed checkpoint; if in all, at last one
+    is stopped."""
     found: dict[str, Any] = {}
-    for phase, (operation, at, victim) in WRITER_PHASES.items():
+    for phase, (operation, at, victim) in [*WRITER_PHASES.items()][:count]:
         save_behind(root, phase, OLD).result(TIMEOUT_SECONDS)
         faults = [Fault(operation, at=at, hook=strike)] if rank == victim else []
         failed = failure(save_behind(root, phase, NEW, *faults))
@@ -384,6 +371,11 @@ def kill_writers(rank: int, world_size: int, root: Path) -> dict[str, Any]:
         dist.barrier()
         save_behind(root, phase, NEXT).result(TIMEOUT_SECONDS)
         found[phase] = (failed, seen)
+    return found | ({"stopped": (stop_a_writer(rank, root), None)} if count == len(WRITER_PHASES) else {})
+
+
+def stop_a_writer(rank: int, root: Path) -> tuple[set[str], str]:
+    """That of rank 1, between two saves of a manager."""
     options: dict[str, Any] = {"mode": "process", "retries": 0, "verify_saved": "off"}
     with dcp.CheckpointManager(
         root / "late", writer=partial(writer_of, root), timeout_seconds=LATE_SECONDS, **options
@@ -395,8 +387,7 @@ def kill_writers(rank: int, world_size: int, root: Path) -> dict[str, Any]:
         dist.barrier()
         if rank == 1:
             os.kill(own, signal.SIGSTOP)
-        found["stopped"] = failure(manager.save(NEW, version_state(NEW)))
-    return found
+        return failure(manager.save(NEW, version_state(NEW)))
 
 
 def die_while_copying(rank: int, world_size: int, root: Path) -> list[str]:
@@ -420,78 +411,70 @@ def stop_while_writing(rank: int, world_size: int, root: Path) -> list[str]:
             kill_rank(1)
 
 
-def run_all(root: Path) -> list[list[Ending]]:
-    """All groups of trainers side by side, and the next runs of the last two."""
-    names = ("all", "one", "writers", "copying", "hanging")
-    for name in names:
-        (root / name).mkdir()
-    endings = run_groups(
-        [
-            Group(2, die_while_writing, (root / "all", (0, 1))),
-            Group(2, die_while_writing, (root / "one", (1,))),
-            Group(2, kill_writers, (root / "writers",)),
-            Group(2, die_while_copying, (root / "copying",)),
-            Group(2, stop_while_writing, (root / "hanging",)),
-        ],
-        timeout_seconds=800,
-    )
-    return endings + run_groups([Group(2, resume, (root / name,)) for name in names[3:]])
-
-
 Killed = dict[str, list[Ending]]
+SOME = {"all": (die_while_writing, (0, 1)), "writers": (kill_writers, 1)}
+ALL = {
+    **SOME,
+    "writers": (kill_writers, 3),
+    "one": (die_while_writing, (1,)),
+    "copying": (die_while_copying,),
+    "hanging": (stop_while_writing,),
+}
+GO_ON = {"copying": 0, "hanging": 1}
+"""Who dies or hangs in a run that goes on by saves."""
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Killed]:
-    """How all ranks ended, by group; no writer process is left."""
-    root = tmp_path_factory.mktemp("processes")
-    names = ("all", "one", "writers", "copying", "hanging", "after copying", "after hanging")
-    endings = in_lab(run_all, root, timeout_seconds=850)
+def run_all(root: Path, runs: dict[str, Any]) -> tuple[Killed, Killed]:
+    """All groups of trainers side by side, and the next runs of those that go on."""
+    for name in runs:
+        (root / name).mkdir()
+    groups = [Group(2, act, (root / name, *args)) for name, (act, *args) in runs.items()]
+    endings = run_groups(groups, timeout_seconds=800)
+    resumed = [name for name in GO_ON if name in runs]
+    after = run_groups([Group(2, resume, (root / name,)) for name in resumed])
+    return dict(zip(runs, endings, strict=True)), dict(zip(resumed, after, strict=True))
+
+
+@pytest.mark.parametrize("runs", [SOME, pytest.param(ALL, marks=pytest.mark.exhaustive)], ids=["some", "all"])
+def test_writer_processes_and_trainers_that_are_killed(tmp_path: Path, runs: dict[str, Any]) -> None:
+    """What is staged is committed though its trainers die; a writer that dies or hangs fails its save on all
+    ranks, and the survivors of trainers that do hear who it was; the next run goes on from the commit."""
     try:
-        for name in names[:4]:
-            for pid in writers_of(root / name):
+        endings, after = in_lab(run_all, tmp_path, runs, timeout_seconds=850)
+        for name in runs.keys() - {"hanging"}:
+            for pid in writers_of(tmp_path / name):
                 wait_for_end(pid)
     finally:
-        for path in root.glob("*/data-loader-*"):
+        for path in tmp_path.glob("*/data-loader-*"):
             os.kill(int(path.read_text()), signal.SIGKILL)
-    return root, dict(zip(names, endings, strict=True))
-
-
-def test_what_was_staged_is_committed_though_its_trainers_are_killed(killed: tuple[Path, Killed]) -> None:
-    """Has the writer processes commit it, with one trainer left or none, and end."""
-    root, endings = killed
     assert all(ending.killed for ending in endings["all"])
-    assert endings["one"][1].killed and endings["one"][0].value == "NoneType", endings["one"]
-    for name in ("all", "one"):
-        assert [seen_by_dcp(root / name / step) for step in ("old", "x")] == [OLD, NEW], name
-        assert listing(root / name / "x") == {"manifest": 1, "metadata": 1, "data": 2}, name
-
-
-def test_a_writer_process_that_is_killed_fails_its_save_on_all_ranks(killed: tuple[Path, Killed]) -> None:
-    """Names the rank, keeps the checkpoint before it, and the next save works; so where one only hangs."""
-    root, endings = killed
+    assert "one" not in runs or (endings["one"][1].killed and endings["one"][0].value == "NoneType"), endings
+    for name in ("all", "one") if "one" in runs else ("all",):
+        assert [seen_by_dcp(tmp_path / name / step) for step in ("old", "x")] == [OLD, NEW], name
+        assert listing(tmp_path / name / "x") == {"manifest": 1, "metadata": 1, "data": 2}, name
     for rank, ending in enumerate(endings["writers"]):
-        assert ending.value is not None, ending
-        for phase, (_, _, victim) in WRITER_PHASES.items():
-            (classes, message), seen = ending.value[phase]
-            assert {"RankFailedError", "WriterProcessError"} <= classes, (phase, message)
-            assert f"rank {victim} was killed by SIGKILL" in message, (phase, message)
-            assert seen == (OLD if rank == 0 else None), phase
-            assert seen_by_dcp(root / "writers" / phase) == NEXT, phase
-            assert listing(root / "writers" / phase)["data"] == 2, phase
-        classes, message = ending.value["stopped"]
-        assert "WriterProcessError" in classes and "rank 1 did not react" in message, message
+        check_writers(tmp_path / "writers", rank, ending.value)
+    for name in after:
+        check_survivor(endings[name], GO_ON[name])
+        assert [ending.value and ending.value[0] for ending in after[name]] == [OLD, OLD]
 
 
-@pytest.mark.parametrize(("name", "victim"), [("copying", 0), ("hanging", 1)])
-def test_trainers_that_die_or_hang_in_a_save(killed: tuple[Path, Killed], name: str, victim: int) -> None:
-    """Fails the survivor's save with the rank's number, closes, and the next run goes on from the commit."""
-    endings = killed[1]
-    assert endings[name][victim].killed
-    survivor = endings[name][1 - victim]
-    assert survivor.value is not None, survivor
-    saved, *following, closed = survivor.value
+def check_writers(root: Path, rank: int, found: dict[str, Any]) -> None:
+    """Each killed writer is named with its rank, the checkpoint before it stays, and the next save works."""
+    for phase, ((classes, message), seen) in found.items():
+        assert "WriterProcessError" in classes, (phase, message)
+        if phase == "stopped":
+            assert "rank 1 did not react" in message, message
+            continue
+        assert f"rank {WRITER_PHASES[phase][2]} was killed by SIGKILL" in message, (phase, message)
+        assert "RankFailedError" in classes and seen == (OLD if rank == 0 else None), phase
+        assert seen_by_dcp(root / phase) == NEXT and listing(root / phase)["data"] == 2, phase
+
+
+def check_survivor(endings: list[Ending], victim: int) -> None:
+    """It is told who it was, by the save and by a later one, and closes."""
+    assert endings[victim].killed
+    saved, *following, closed = endings[1 - victim].value
     assert f"rank {victim}" in saved, saved
     assert any(f"rank {victim}" in end for end in following), following
     assert closed == ""
-    assert [ending.value and ending.value[0] for ending in endings[f"after {name}"]] == [OLD, OLD]

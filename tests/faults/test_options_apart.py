@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dcp
-from tests.faults.apart_support import STATE, CustomPlanner, CustomSavePlanner, outcome
+from tests.support.rank_acts import STATE, ObjectLoadPlanner, ObjectSavePlanner, outcome
 from tests.support.ranks import run_ranks
 
 
@@ -59,7 +59,7 @@ def options_apart(rank: int, world_size: int, root: Path, way: str) -> Any:
     found: dict[str, Any] = {}
 
     def load(name: str, value: Any) -> None:
-        planner = CustomPlanner() if way == "objects" else None
+        planner = ObjectLoadPlanner() if way == "objects" else None
         dcp.load(
             {"w": torch.zeros(6), "step": 0},
             checkpoint_id=root / "old",
@@ -70,7 +70,7 @@ def options_apart(rank: int, world_size: int, root: Path, way: str) -> Any:
 
     def save(name: str, value: Any) -> None:
         of_writer = {name: value} if name in signature(dcp.FileSystemWriter).parameters else {}
-        cls = CustomSavePlanner if way == "objects" else dcp.DefaultSavePlanner
+        cls = ObjectSavePlanner if way == "objects" else dcp.DefaultSavePlanner
         planner = cls(**({} if of_writer else {name: value}))
         writer = dcp.FileSystemWriter(root / "new" / name, **of_writer)
         if way == "async":
@@ -121,7 +121,7 @@ def other_kinds(rank: int, world_size: int, root: Path, what: str) -> Any:
         state["optim"] = {**optimizer.state_dict()}
     if rank == 1:
         state["optim"] = others[what]
-    planner = CustomPlanner() if root.name == "objects" else None
+    planner = ObjectLoadPlanner() if root.name == "objects" else None
     found = outcome(lambda: dcp.load(state, checkpoint_id=root, planner=planner, timeout_seconds=120))
     ignored = outcome(
         lambda: dcp.load(state, checkpoint_id=root, planner=planner, unexpected="ignore", timeout_seconds=120)

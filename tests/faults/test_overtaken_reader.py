@@ -24,16 +24,9 @@ from dcp.errors import (
 from dcp.storage.stores import PosixStore, Store
 from tests.support.crashes import in_lab
 from tests.support.fault_doors import Fault, FaultInjectingStore, run
+from tests.support.rank_acts import ObjectLoadPlanner
 from tests.support.ranks import RankRaised, run_ranks
 from tests.support.versions import save_version, version_of, version_state
-
-
-class TakesObjects(dcp.DefaultLoadPlanner):
-    """Overrides a step, and so gets torch's objects."""
-
-    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
-        """As ever."""
-        super().commit_tensor(read_item, tensor)
 
 
 def reader(path: Any, overtake: Callable[[], None], *, times: int = 1) -> dcp.FileSystemReader:
@@ -63,7 +56,7 @@ def replacing(path: Any) -> Callable[[], None]:
     return replace
 
 
-@pytest.mark.parametrize("planner", [dcp.DefaultLoadPlanner, TakesObjects])
+@pytest.mark.parametrize("planner", [dcp.DefaultLoadPlanner, ObjectLoadPlanner])
 def test_the_successor_is_loaded_whole(tmp_path: Path, planner: type[dcp.DefaultLoadPlanner]) -> None:
     """Every value is of the new checkpoint, and the report says that it took a second look."""
     save_version(tmp_path, 1)

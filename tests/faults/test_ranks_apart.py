@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import dcp
-from tests.faults.apart_support import STATE, CustomPlanner, CustomSavePlanner, outcome
+from tests.support.rank_acts import STATE, ObjectLoadPlanner, ObjectSavePlanner, outcome
 from tests.support.ranks import run_ranks
 
 
@@ -31,7 +31,7 @@ def load_different_ids(rank: int, world_size: int, root: Path, kind: str) -> Any
     state: dict[str, Any] = {"w": torch.full((64,), -1.0)}
     if kind == "reads nothing" and rank == 1:
         state = {}
-    planner = CustomPlanner() if kind == "objects" else None
+    planner = ObjectLoadPlanner() if kind == "objects" else None
     name = "other" if rank == 1 else "one"
     found = outcome(lambda: dcp.load(state, checkpoint_id=root / name, planner=planner, timeout_seconds=120))
     dcp.load({"w": torch.zeros(64)}, checkpoint_id=root / "one", timeout_seconds=120)
@@ -61,7 +61,7 @@ def save_different_ids(rank: int, world_size: int, root: Path, kind: str) -> Any
         if rank != 2:
             dcp.save({"w": torch.full((6,), -1.0)}, checkpoint_id=root / name, no_dist=True)
         dist.barrier()
-    planner = CustomSavePlanner() if kind == "objects" else None
+    planner = ObjectSavePlanner() if kind == "objects" else None
 
     def act() -> None:
         if kind == "thread":

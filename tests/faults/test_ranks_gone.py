@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import dcp
-from tests.faults.apart_support import STATE, outcome
 from tests.support.crashes import Ending, Group, in_lab, run_groups
+from tests.support.rank_acts import STATE, outcome
 
 _OWN_STATUS = 7
 
