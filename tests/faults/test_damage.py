@@ -25,6 +25,8 @@ from tests.support.values import leaves, raw
 from tests.support.versions import listing, save_version, seen_by_dcp
 
 TYPED = (CorruptCheckpointError, CheckpointFormatError, PlanError)
+LARGE = 3 << 18
+"""Elements of 4 bytes, of three blocks that have checksums of their own."""
 
 
 def contents(factor: int = 1) -> dict[str, Any]:
@@ -68,10 +70,6 @@ SAVES: dict[str, Callable[[Path], None]] = {
     "without manifest": save_ours_without_manifest,
     "stock": lambda folder: stock_save(contents(), checkpoint_id=folder, no_dist=True),
 }
-
-
-BLOCK_BYTES = 1 << 20
-"""What has a checksum of its own."""
 
 
 def test_a_lost_manifest_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -120,14 +118,12 @@ def flip_everywhere(folder: Path, step: int, seed: int) -> dict[str, Tally]:
     generator = random.Random(seed)
     tallies: dict[str, Tally] = {"data": Tally(), "manifest.msgpack": Tally(), ".metadata": Tally()}
     for path in sorted(folder.iterdir()):
-        whole = path.read_bytes()
         tally = tallies.get(path.name, tallies["data"])
-        for offset in range(generator.randrange(step), len(whole), step):
-            damaged = bytearray(whole)
-            damaged[offset] ^= 1 << generator.randrange(8)
-            path.write_bytes(damaged)
+        for offset in range(generator.randrange(step), path.stat().st_size, step):
+            mask = 1 << generator.randrange(8)
+            flip(path, offset, mask)
             tally.look(folder, f"{path.name} at {offset}")
-        path.write_bytes(whole)
+            flip(path, offset, mask)
     return tallies
 
 
@@ -150,7 +146,7 @@ def check_tallies(kind: str, tallies: dict[str, Tally]) -> None:
         assert len(data.unnoticed) < 0.05 * sum(data.loads.values())
 
 
-@pytest.mark.parametrize("step", [59, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("step", [131, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("kind", SAVES)
 def test_a_flipped_bit_never_gives_other_bytes(tmp_path: Path, kind: str, step: int) -> None:
     """Gives the same bytes or a typed error, for a bit anywhere in any file, and verify finds it."""
@@ -181,26 +177,29 @@ def regions(folder: Path) -> Iterator[tuple[str, str, int]]:
                 yield f"object {fqn}", index.files[int(index.objects.files[row])], offset
 
 
+def flip(path: Path, offset: int, mask: int = 0x10) -> None:
+    """Some bits of a byte; again, and they are as they were."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        before = file.read(1)
+        file.seek(offset)
+        file.write(bytes([before[0] ^ mask]))
+
+
 def test_each_region_of_each_record_is_watched(tmp_path: Path) -> None:
     """A flip in a payload or value is refused by the load; one in a zip header, which dcp does not need, by
     verify."""
     folder = tmp_path / "x"
-    save_version(folder, 1, large=3 * BLOCK_BYTES // 4)
+    save_version(folder, 1, large=LARGE)
     seen: Counter[str] = Counter()
     for what, name, offset in regions(folder):
-        with (folder / name).open("r+b") as file:
-            file.seek(offset)
-            before = file.read(1)
-            file.seek(offset)
-            file.write(bytes([before[0] ^ 0x10]))
+        flip(folder / name, offset)
         region = what.split()[0]
         seen[region] += 1
-        got = seen_by_dcp(folder, large=3 * BLOCK_BYTES // 4)
+        got = seen_by_dcp(folder, large=LARGE)
         assert got == ("CorruptCheckpointError" if region in ("payload", "object") else 1), what
         assert not passes(folder), what
-        with (folder / name).open("r+b") as file:
-            file.seek(offset)
-            file.write(before)
+        flip(folder / name, offset)
     assert min(seen[region] for region in ("prefix", "payload", "suffix", "object")) >= 3
     assert passes(folder)
 
@@ -214,11 +213,11 @@ def interesting_sizes(folder: Path, path: Path) -> list[int]:
             if name == path.name:
                 marks |= {offset, offset + 1}
     else:
-        marks |= set(range(0, size, 37))
+        marks |= set(range(0, size, 97))
     return sorted(mark for mark in marks if 0 <= mark < size)
 
 
-@pytest.mark.parametrize("kind", ["ours", "bare", "file per tensor"])
+@pytest.mark.parametrize("kind", ["bare", "file per tensor"])
 def test_a_file_of_another_size_is_refused(tmp_path: Path, kind: str) -> None:
     """Truncated at any interesting place, or extended: a typed error, and verify finds it."""
     folder = tmp_path / "x"
@@ -249,11 +248,9 @@ def test_a_missing_file_is_refused_by_name(tmp_path: Path, kind: str) -> None:
         path.rename(tmp_path / "away")
         with pytest.raises(CorruptCheckpointError) as caught:
             dcp.load(contents(0), checkpoint_id=folder, no_dist=True)
-        assert path.name in str(caught.value)
-        assert caught.value.path == str(path)
-        assert [one["file"] for one in verified(folder)["findings"] if one["kind"] == "missing-file"] == [
-            path.name
-        ]
+        assert path.name in str(caught.value) and caught.value.path == str(path)
+        missing = [one["file"] for one in verified(folder)["findings"] if one["kind"] == "missing-file"]
+        assert missing == [path.name]
         (tmp_path / "away").rename(path)
     assert passes(folder)
 
@@ -329,7 +326,7 @@ def test_damage_behind_a_half_published_save_does_not_bring_the_old_one_back(tmp
     for path, data in old_data.items():
         path.write_bytes(data)
     assert seen_by_dcp(folder) == 2
-    for offset in range(0, len(old), 13):
+    for offset in range(0, len(old), 97):
         damaged = bytearray(old)
         damaged[offset] ^= 0x04
         (folder / ".metadata").write_bytes(damaged)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -122,23 +123,14 @@ def check_attempt(folder: Path, made: Attempt, old: int | str, expected: type[Ba
         assert seen_by_stock(folder) in ((ABSENT, NEW) if made.committed else (old, NEW)), where
 
 
-_rare = pytest.mark.exhaustive
+QUICK = [("first", "a bug of the store"), ("overwrite", "interrupt"), ("over stock", "input/output error")]
 
 
 @pytest.mark.parametrize(
     ("before", "kind"),
     [
-        ("first", "input/output error"),
-        ("first", "a bug of the store"),
-        ("overwrite", "disk full"),
-        ("overwrite", "interrupt"),
-        ("over stock", "input/output error"),
-        *(pytest.param("first", kind, marks=_rare) for kind in ("disk full", "interrupt")),
-        *(
-            pytest.param("overwrite", kind, marks=_rare)
-            for kind in ("input/output error", "a bug of the store")
-        ),
-        *(pytest.param("over stock", kind, marks=_rare) for kind in [*ERRORS][1:]),
+        pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.exhaustive)
+        for pair in product(BEFORE, ERRORS)
     ],
 )
 def test_an_error_at_any_operation_is_raised_typed_and_undoes_the_save(
@@ -156,7 +148,10 @@ def test_an_error_at_any_operation_is_raised_typed_and_undoes_the_save(
     assert sum(one.error is not None for _, one in made) >= 8
 
 
-@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize(
+    "before",
+    ["first", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("overwrite", "over stock"))],
+)
 def test_a_store_that_dies_for_good_leaves_the_old_or_the_new(tmp_path: Path, before: str) -> None:
     """Raises the first error when cleaning up fails as well; the next save removes what remained."""
     old: int | str = ABSENT if before == "first" else OLD
@@ -243,12 +238,11 @@ def test_a_write_torn_anywhere_leaves_nothing(tmp_path: Path) -> None:
     sizes = [one.size_bytes for one in operations(tmp_path / "logged") if one.op == "write"]
     assert sizes
     for at, size in enumerate(sizes, start=1):
-        for torn_bytes in {1, size // 2, max(1, size - 1)}:
-            folder = tmp_path / f"{at}-{torn_bytes}"
-            copy_folder(tmp_path / "before", folder)
-            made = attempt(folder, Fault("write", at=at, torn_bytes=torn_bytes, error=StorageError("torn")))
-            assert isinstance(made.error, StorageError) and "torn" in str(made.error)
-            assert (seen_by_dcp(folder), seen_by_stock(folder), listing(folder)) == (OLD, OLD, CLEAN)
+        folder, torn_bytes = tmp_path / str(at), (1, size // 2, max(1, size - 1))[at % 3]
+        copy_folder(tmp_path / "before", folder)
+        made = attempt(folder, Fault("write", at=at, torn_bytes=torn_bytes, error=StorageError("torn")))
+        assert isinstance(made.error, StorageError) and "torn" in str(made.error)
+        assert (seen_by_dcp(folder), seen_by_stock(folder), listing(folder)) == (OLD, OLD, CLEAN)
 
 
 def test_a_save_is_durable_in_the_right_order(tmp_path: Path) -> None:

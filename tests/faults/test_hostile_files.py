@@ -33,15 +33,30 @@ from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.opening.sources import open_source
 from dcp.storage.formats.safetensors.file import MAX_HEADER_BYTES
 from dcp.storage.formats.safetensors.index import index_of_safetensors_file
-from dcp.storage.formats.torch import structure as torch_structure
 from dcp.storage.formats.torch.archive import MAX_FILE_ENTRIES
 from dcp.storage.formats.torch.python_values import HARMLESS_MARK, decode_value
+from dcp.storage.formats.torch.structure import MAX_ENTRIES
 from dcp.storage.stores import PosixStore
 from tests.support.fault_doors import run
 from tests.support.hostile_files import CENTRAL, END, STORAGE, archive, directory_of, tensor_pickle
 from tests.support.torch_files import index_of, reader, saved
 
 _MEMORY_BYTES = 200 << 20
+_VALUE_MEMORY_BYTES = 64 << 20
+_SECONDS = 30.0
+
+
+@contextmanager
+def _bounded(memory_bytes: int = _VALUE_MEMORY_BYTES) -> Iterator[None]:
+    """Little memory and time."""
+    tracemalloc.start()
+    begun = time.process_time()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < memory_bytes
+        assert time.process_time() - begun < _SECONDS
+    finally:
+        tracemalloc.stop()
 
 
 class _Runs:
@@ -167,25 +182,20 @@ _HARMLESS = ("laughing lists", "laughing tuples", "metadata in itself")
 def test_bombs(name: str) -> None:
     """Pickles that are small and make a lot of themselves are refused in bounded memory."""
     data = archive(BOMBS[name])
-    tracemalloc.start()
-    try:
+    with _bounded(_MEMORY_BYTES):
         if name in _HARMLESS:  # a value that is too large, and one that is dropped, spoil nothing else
             assert index_of(data).tensor_count == 0
-        else:
-            with pytest.raises(CheckpointFormatError):
-                index_of(data)
-        assert tracemalloc.get_traced_memory()[1] < _MEMORY_BYTES
-    finally:
-        tracemalloc.stop()
+            return
+        with pytest.raises(CheckpointFormatError):
+            index_of(data)
 
 
-def test_too_many_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.exhaustive  # it takes seconds to come so far
+def test_too_many_entries() -> None:
     """A bare value of one byte would become an entry of some hundreds."""
-    monkeypatch.setattr(torch_structure, "MAX_ENTRIES", 1000)
-    many = b"\x80\x02}X\x01\0\0\0a](}" + b"N" * 1100 + b"es."
-    with pytest.raises(CheckpointFormatError, match="more than 1000 entries"):
+    many = b"\x80\x02}X\x01\0\0\0a](}" + b"N" * (MAX_ENTRIES + 100) + b"es."
+    with pytest.raises(CheckpointFormatError, match=f"more than {MAX_ENTRIES} entries"):
         index_of(archive(many))
-    assert len(index_of(archive(many.replace(b"N" * 200, b"", 1))).objects) == 900
 
 
 @pytest.mark.parametrize(
@@ -210,63 +220,44 @@ def test_lying_shapes(sizes: tuple[int, ...], strides: tuple[int, ...], offset: 
         index_of(archive(tensor_pickle(sizes, strides, offset)))
 
 
-def test_expanded_tensors_are_bounded() -> None:
-    """One element many times is fine, as masks are; a terabyte out of a kilobyte is refused."""
+def test_what_a_pickle_says_of_a_storage_must_be_so() -> None:
+    """A storage that is not there or of another size is refused; one element many times is fine, as in
+    masks, a terabyte out of a kilobyte is not."""
+    for storages in ({"1": bytes(16)}, {"0": bytes(12)}, {"0": bytes(20)}):
+        with pytest.raises(CheckpointFormatError, match="storage"):
+            index_of(archive(tensor_pickle((4,), (1,)), storages))
     assert index_of(archive(tensor_pickle((1 << 16, 1 << 14), (0, 0)))).tensor_count == 1
     with pytest.raises(CheckpointFormatError, match="expanded"):
         index_of(archive(tensor_pickle((1 << 20, 1 << 18), (0, 0))))
 
 
-def test_storages_that_are_not_there_or_of_another_size() -> None:
-    """What the pickle says of a storage must be so."""
-    for storages in ({"1": bytes(16)}, {"0": bytes(12)}, {"0": bytes(20)}):
-        with pytest.raises(CheckpointFormatError, match="storage"):
-            index_of(archive(tensor_pickle((4,), (1,)), storages))
-
-
-def _patched(change: Callable[[list[Any]], None], entry: int = 2) -> bytes:
-    """A good file with one entry of its directory changed."""
+def _patched(lie: dict[str, int]) -> bytes:
+    """A good file with the third entry of its directory changed."""
     data = bytearray(archive(tensor_pickle((4,), (1,))))
     at = directory_of(bytes(data))
-    for _ in range(entry):
-        fields = CENTRAL.unpack_from(data, at)
-        at += CENTRAL.size + sum(fields[10:13])
+    for _ in range(2):
+        at += CENTRAL.size + sum(CENTRAL.unpack_from(data, at)[10:13])
     changed = list(CENTRAL.unpack_from(data, at))
-    change(changed)
+    for name, value in lie.items():
+        changed[_FIELDS[name]] = value
     CENTRAL.pack_into(data, at, *changed)
     return bytes(data)
 
 
-def _set(**values: int) -> Callable[[list[Any]], None]:
-    places = {"method": 4, "packed": 8, "size": 9, "flags": 3, "header_at": 16}
-
-    def change(fields: list[Any]) -> None:
-        for name, value in values.items():
-            fields[places[name]] = value
-
-    return change
+_FIELDS = {"flags": 3, "method": 4, "packed": 8, "size": 9, "header_at": 16}
+_LIES: list[dict[str, int]] = [
+    *({"method": 8}, {"flags": 1}, {"packed": 15}, {"packed": 17, "size": 17}),
+    *({"packed": size, "size": size} for size in (1 << 31, 100_000, 0xFFFFFFFF)),
+    *({"header_at": place} for place in (0, 1, 1 << 31)),
+]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        _set(method=8),
-        _set(flags=1),
-        _set(packed=1 << 31, size=1 << 31),
-        _set(packed=100_000, size=100_000),
-        _set(packed=15),
-        _set(packed=17, size=17),
-        _set(header_at=0),
-        _set(header_at=1),
-        _set(header_at=1 << 31),
-        _set(packed=0xFFFFFFFF, size=0xFFFFFFFF),
-    ],
-)
-def test_zips_with_lying_directories(change: Callable[[list[Any]], None]) -> None:
+@pytest.mark.parametrize("lie", _LIES, ids=str)
+def test_zips_with_lying_directories(lie: dict[str, int]) -> None:
     """Compressed, encrypted, overlapping, huge and displaced entries are refused."""
-    assert index_of(_patched(lambda fields: None)).tensor_count == 1
+    assert index_of(_patched({})).tensor_count == 1
     with pytest.raises(CheckpointFormatError):
-        index_of(_patched(change))
+        index_of(_patched(lie))
 
 
 def test_zips_with_lying_ends() -> None:
@@ -340,13 +331,8 @@ def _entry(shape: list[int], begin: int, end: int, dtype: str = "F32") -> dict[s
 def test_lying_safetensors_headers(data: bytes | Callable[[], bytes]) -> None:
     """Headers that are too long, overlap, leave holes or lie about sizes never become an index."""
     data = data if isinstance(data, bytes) else data()  # large ones are not kept by all workers
-    tracemalloc.start()
-    try:
-        with pytest.raises(CheckpointFormatError):
-            index_of_safetensors_file(reader(data), len(data), "m.safetensors")
-        assert tracemalloc.get_traced_memory()[1] < _MEMORY_BYTES
-    finally:
-        tracemalloc.stop()
+    with _bounded(_MEMORY_BYTES), pytest.raises(CheckpointFormatError):
+        index_of_safetensors_file(reader(data), len(data), "m.safetensors")
 
 
 def _mutated(data: bytes, rng: random.Random) -> bytes:
@@ -368,67 +354,49 @@ def _mutated(data: bytes, rng: random.Random) -> bytes:
     return bytes(changed)
 
 
-def _check_readable(index: CheckpointIndex, data: bytes) -> None:
-    """What an index says must be readable, whatever it is: every payload lies in the file."""
-    index.check()
-    assert (index.payload_offsets + index.payload_lengths <= len(data)).all()
+def _read_of_mutations(originals: list[bytes], count: int, read: Callable[[bytes], CheckpointIndex]) -> int:
+    """How many of so many mutations make an index, which must be consistent; the others are typed errors."""
+    rng, good = random.Random(20261121), 0
+    for number in range(count):
+        data = _mutated(originals[number % len(originals)], rng)
+        with suppress(CheckpointError):
+            index = read(data)
+            index.check()
+            assert (index.payload_offsets + index.payload_lengths <= max(index.file_sizes, default=0)).all()
+            good += 1
+    return good
 
 
-def test_fuzzed_torch_files() -> None:
-    """Seeded mutations of small files: an index that is consistent, or a typed error."""
+def _of_safetensors(data: bytes) -> CheckpointIndex:
+    return index_of_safetensors_file(reader(data), len(data), "m")
+
+
+def test_fuzzed_files(tmp_path: Path) -> None:
+    """Seeded mutations of torch.save files, of their pickles alone with the checksum right, of safetensors
+    files and of a folder's map."""
     state = {
         "a": torch.arange(6.0).view(2, 3).t(),
         "n": {0: [torch.ones(2, dtype=torch.int64), 1.5, "x"], "s": torch.Size([1])},
         "p": torch.nn.Parameter(torch.ones(1)),
         "o": torch.nn.Linear(1, 1).state_dict(),
     }
-    original = saved(state)
-    packed = archive(zipfile.ZipFile(BytesIO(saved({"a": torch.arange(4.0)}))).read("archive/data.pkl"))
+    pickled_state = zipfile.ZipFile(BytesIO(saved(state))).read("archive/data.pkl")
+    small = zipfile.ZipFile(BytesIO(saved({"a": torch.arange(4.0), "b": {1: [1, (2, None)]}})))
     # no checksum of the pickle, so that mutations of it get through to the decoder
     torch.serialization.set_crc32_options(False)
     try:
         unchecked = saved(state)
     finally:
         torch.serialization.set_crc32_options(True)
-    rng = random.Random(20261121)
-    good = 0
-    for number in range(900):
-        data = _mutated((original, packed, unchecked)[number % 3], rng)
-        try:
-            index = index_of(data)
-        except CheckpointError:
-            continue
-        _check_readable(index, data)
-        good += 1
-    assert good > 50
-
-
-def test_fuzzed_pickles() -> None:
-    """Mutations of the pickle alone, with its checksum right."""
-    state = {"a": torch.arange(4.0), "b": {1: [1, (2, None)], "c": torch.Size([3])}}
-    pickled = zipfile.ZipFile(BytesIO(saved(state))).read("archive/data.pkl")
-    rng = random.Random(5)
-    good = 0
-    for _ in range(600):
-        data = archive(_mutated(pickled, rng))
-        try:
-            _check_readable(index_of(data), data)
-            good += 1
-        except CheckpointError:
-            pass
-    assert good > 20
-
-
-def test_fuzzed_safetensors_files(tmp_path: Path) -> None:
-    """Mutations of safetensors files and of a folder's map."""
+    files = [saved(state), archive(small.read("archive/data.pkl")), unchecked]
+    assert _read_of_mutations(files, 450, index_of) > 25
+    packed = [small.read("archive/data.pkl"), pickled_state]
+    assert _read_of_mutations(packed, 300, lambda data: index_of(archive(data))) > 5
     original = save({"a": torch.ones(2, 3), "b": torch.zeros(1)}, metadata={"format": "pt"})
-    document = {"metadata": {}, "weight_map": {"a": "m.safetensors", "b": "m.safetensors"}}
+    assert _read_of_mutations([original], 300, _of_safetensors) > 0
     (tmp_path / "m.safetensors").write_bytes(original)
+    document = {"metadata": {}, "weight_map": {"a": "m.safetensors", "b": "m.safetensors"}}
     rng = random.Random(7)
-    for _ in range(400):
-        data = _mutated(original, rng)
-        with suppress(CheckpointError):
-            _check_readable(index_of_safetensors_file(reader(data), len(data), "m"), data)
     for _ in range(100):
         (tmp_path / "model.safetensors.index.json").write_bytes(_mutated(json.dumps(document).encode(), rng))
         with suppress(CheckpointError):
@@ -448,9 +416,6 @@ def test_a_whole_model_is_told_what_to_do(tmp_path: Path) -> None:
 
 
 # -- pickled values ------------------------------------------------------------------------------------------
-
-_VALUE_MEMORY_BYTES = 64 << 20
-_SECONDS = 30.0
 
 
 class _Call:
@@ -638,49 +603,27 @@ BOUNDED = {
 }
 
 
-@contextmanager
-def bounded() -> Iterator[None]:
-    """Little memory and time."""
-    tracemalloc.start()
-    begun = time.process_time()
-    try:
-        yield
-        assert tracemalloc.get_traced_memory()[1] < _VALUE_MEMORY_BYTES
-        assert time.process_time() - begun < _SECONDS
-    finally:
-        tracemalloc.stop()
-
-
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_values_are_refused(name: str) -> None:
-    """Loaded from a checkpoint's object or found in an index: an error of ours, in bounded resources."""
+    """Loaded from a checkpoint's object or found in an index: an error of ours, in bounded resources; in a
+    torch.save file the entry is refused, or the whole file."""
     data = hostile(name)
-    with bounded():
+    with _bounded():
         with pytest.raises(CheckpointFormatError):
             load_object("x", archive(data), weights_only=True)
         with pytest.raises(CheckpointFormatError):
             decode_value(HARMLESS_MARK + data)
+    with _bounded(), suppress(CheckpointFormatError):
+        index = index_of(archive(b"\x80\x02}(X\x01\x00\x00\x00x" + data[2:-1] + b"X\x01\x00\x00\x00yK\x01u."))
+        assert index.objects.fqns == ["y"]
+        assert any(refused.startswith("x") for refused in index.provenance["refused_objects"])
 
 
 @pytest.mark.parametrize("name", BOUNDED)
 def test_values_that_only_look_hostile_are_cheap(name: str) -> None:
     """They mean something, and take no more than they have in the file."""
-    with bounded():
+    with _bounded():
         load_object("x", archive(pickled(BOUNDED[name])), weights_only=True)
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_values_of_a_file_do_no_harm(name: str) -> None:
-    """In a torch.save file: the entry is refused or the whole file, in bounded resources."""
-    body = hostile(name)[2:-1]
-    data = archive(b"\x80\x02}(X\x01\x00\x00\x00x" + body + b"X\x01\x00\x00\x00yK\x01u.")
-    with bounded():
-        try:
-            index = index_of(data)
-        except CheckpointFormatError:
-            return
-        assert index.objects.fqns == ["y"]
-        assert any(refused.startswith("x") for refused in index.provenance["refused_objects"])
 
 
 def test_tensors_within_values_stay_inside_their_storages() -> None:
@@ -688,7 +631,7 @@ def test_tensors_within_values_stay_inside_their_storages() -> None:
     for sizes, strides in (((1 << 40,), (0,)), ((5,), (1,)), ((1 << 20, 1 << 20), (0, 0))):
         tensor = tensor_pickle(sizes, strides)[2:-1]
         data = archive(b"\x80\x02" + tensor + pickled(np.ones(1))[2:-1] + b"\x86.")
-        with bounded(), pytest.raises(CheckpointFormatError):
+        with _bounded(), pytest.raises(CheckpointFormatError):
             load_object("x", data, weights_only=True)
 
 
@@ -720,7 +663,7 @@ def test_fuzzed_values() -> None:
     loaded = refused = 0
     for value in honest:
         data = pickle.dumps(value, protocol=2) if not isinstance(value, tuple) else saved(value)
-        for _ in range(300):
+        for _ in range(120):
             changed = bytearray(data)
             for _ in range(random_.randrange(1, 4)):
                 changed[random_.randrange(len(changed))] = random_.randrange(256)
@@ -731,7 +674,7 @@ def test_fuzzed_values() -> None:
                 refused += 1
             else:
                 loaded += 1
-    assert min(loaded, refused) > 10, (loaded, refused)  # neither way is all that was tried
+    assert min(loaded, refused) > 5, (loaded, refused)  # neither way is all that was tried
 
 
 def test_a_hostile_object_is_listed_as_pickled(tmp_path: Any) -> None:

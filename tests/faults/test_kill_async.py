@@ -208,7 +208,7 @@ def test_a_trainer_killed_at_any_step_leaves_the_last_commit(tmp_path: Path, eve
     assert versions[:3] == [OLD, OLD, OLD]
     assert versions[4] == NEW  # killed once it is staged, the thread is anywhere
     at_steps = versions[len(PHASES) :]
-    assert len(at_steps) > 14 // every
+    assert len(at_steps) >= 14 // every
     turn = at_steps.index(NEW)
     assert turn > 0
     assert at_steps == [OLD] * turn + [NEW] * (len(at_steps) - turn)

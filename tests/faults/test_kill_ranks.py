@@ -147,7 +147,7 @@ def test_a_killed_rank_leaves_the_old_or_the_new_checkpoint(lost: tuple[int | st
     """Leaves one of the two, whole, for dcp and for stock; the next save commits over what was left, and a
     coordinator that survives has left the folder as it was."""
     old, losses = lost
-    assert len(losses) > 12
+    assert len(losses) >= 12
     for loss in losses:
         assert loss.dcp in (old, NEW) and loss.stock in (old, NEW), loss
         assert loss.found <= HARMLESS, loss
