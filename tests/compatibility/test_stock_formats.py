@@ -1,8 +1,7 @@
-"""Every way to save and load of stock torch. Internal: the table of dtypes is pure."""
+"""Every way to save and load of stock torch."""
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,14 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dcp
-from dcp.storage.formats import dtypes
 from tests.support.ranks import run_ranks
 from tests.support.values import differences, fill, scrub
 
-SAFETENSORS_OF_TORCH = {
-    *("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"),
-    *("U16", "U32", "U64", "F8_E4M3", "F8_E5M2", "C64"),
-}
+SAFETENSORS = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16),
+    *(torch.int8, torch.uint8, torch.bool, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64),
+]
 """What the safetensors library writes for torch tensors."""
 
 PACKAGES: dict[str, Any] = {"ours": dcp, "stock": stock}
@@ -85,7 +84,7 @@ def test_options_of_the_writers_do_not_show_in_what_is_loaded(
     """Safetensors payloads, several threads, a file a tensor: equal bytes on 2 ranks and on another world."""
     folder = str(tmp_path / "x")
     run_ranks(2, save_with, folder, package, options)
-    for world in (1, 2, 3):
+    for world in (1, 3):
         assert run_ranks(world, load_sharded, folder, "ours") == [[]] * world
     if package == "ours":
         assert run_ranks(2, load_sharded, folder, "stock") == [[], []]
@@ -112,20 +111,15 @@ def test_torch_compatible_off_leaves_stocks_parts_out(tmp_path: Path) -> None:
 def test_safetensors_payloads_of_every_dtype(tmp_path: Path) -> None:
     """What stock stores as safetensors, of every dtype that format has, 0-d and empty."""
 
+    shapes: dict[str, tuple[int, ...]] = {"some": (3, 700), "scalar": (), "empty": (0, 2)}
+
     def state() -> State:
-        made: State = {}
-        for dtype in dtypes.BY_CODE.values():
-            if dtype.safetensors in SAFETENSORS_OF_TORCH:
-                kind = getattr(torch, dtype.name)
-                shapes: dict[str, tuple[int, ...]] = {"some": (3, 700), "scalar": (), "empty": (0, 2)}
-                made |= {f"{n}.{dtype.name}": torch.empty(shape, dtype=kind) for n, shape in shapes.items()}
-        return made
+        return {f"{n}.{t}": torch.empty(shape, dtype=t) for t in SAFETENSORS for n, shape in shapes.items()}
 
     writer = stock.FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
     stock.save(fill(state()), storage_writer=writer)
     target = scrub(state())
     dcp.load(target, checkpoint_id=tmp_path)
-    assert len(target) > 30
     assert differences(target) == []
 
 
@@ -151,24 +145,6 @@ def test_ranks_that_saved_alone_are_loaded_together(package: str, tmp_path: Path
     assert load_plain(0, 1, folder, "ours") == []
 
 
-def each_for_itself(rank: int, world: int, root: str) -> list[str]:
-    """Inside of a process group, each rank saves and loads another thing with no_dist; what differs."""
-    found = []
-    for saver, loader in ROUTES:
-        folder = f"{root}/{saver}-{loader}-{rank}"
-        name = f"own-{rank}"
-        PACKAGES[saver].save(fill({name: torch.zeros(5 + rank)}), checkpoint_id=folder, no_dist=True)
-        target = {name: torch.zeros(5 + rank)}
-        PACKAGES[loader].load(target, checkpoint_id=folder, no_dist=True)
-        found += differences(target)
-    return found
-
-
-def test_no_dist_leaves_the_other_ranks_out(tmp_path: Path) -> None:
-    """With no_dist each rank has checkpoints of its own, though a process group is there."""
-    assert run_ranks(2, each_for_itself, str(tmp_path)) == [[], []]
-
-
 def in_a_group(rank: int, world: int, root: str, members: list[int]) -> list[str]:
     """Some ranks save and load in a group of their own, while the others do something else; what differs."""
     group = dist.new_group(members)
@@ -186,37 +162,11 @@ def in_a_group(rank: int, world: int, root: str, members: list[int]) -> list[str
     return found
 
 
-def shard_group(rank: int, world: int, root: str) -> list[str]:
-    """HSDP on 2 x 2: the second replica's shard group saves and loads alone; what differs."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-
-    def state() -> State:
-        placements = (Replicate(), Shard(0))
-        return {n: distribute_tensor(torch.zeros(shape), mesh, placements) for n, shape in SHAPES.items()}
-
-    found: list[str] = []
-    group = mesh.get_group("shard")
-    for saver, loader in ROUTES:
-        source, target = fill(state()), scrub(state())
-        if rank >= 2:
-            PACKAGES[saver].save(source, checkpoint_id=f"{root}/{saver}-{loader}", process_group=group)
-        dist.barrier()
-        # both replicas load, each by itself
-        PACKAGES[loader].load(target, checkpoint_id=f"{root}/{saver}-{loader}", process_group=group)
-        found += differences(target)
-    return found
-
-
 def test_some_of_the_ranks_save_and_load(tmp_path: Path) -> None:
     """A process group whose first rank is not rank 0 coordinates itself."""
     for members in ([2, 3], [1, 3], [3]):
         root = str(tmp_path / "".join(map(str, members)))
         assert run_ranks(4, in_a_group, root, members) == [[]] * 4
-
-
-def test_one_shard_group_of_hybrid_sharding_saves(tmp_path: Path) -> None:
-    """Of replicas of shards one group saves the whole; each group loads for itself."""
-    assert run_ranks(4, shard_group, str(tmp_path)) == [[]] * 4
 
 
 # -- overwriting -------------------------------------------------------------------------------------------
@@ -308,13 +258,3 @@ def asynchronous(rank: int, world: int, root: str) -> list[str]:
 def test_async_save_writes_through_our_storage(tmp_path: Path) -> None:
     """What async_save staged is what is saved, whatever the trainer does to the tensors afterwards."""
     assert run_ranks(2, asynchronous, str(tmp_path)) == [[], []]
-
-
-def test_metadata_that_save_returns_is_that_of_the_checkpoint(tmp_path: Path) -> None:
-    """dcp.save returns torch's Metadata; it pickles, and says what stock reads from .metadata."""
-    returned = dcp.save({**fill(plain_state()), "n": 1}, checkpoint_id=str(tmp_path))
-    read = stock.FileSystemReader(tmp_path).read_metadata()
-    for metadata in (returned, pickle.loads(pickle.dumps(returned))):
-        assert metadata.state_dict_metadata == read.state_dict_metadata
-        assert metadata.planner_data == read.planner_data
-        assert metadata.storage_data == read.storage_data

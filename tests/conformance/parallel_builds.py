@@ -28,14 +28,12 @@ __all__ = [
     "experts_sharded",
     "fsdp1",
     "fsdp1_flat",
-    "fsdp1_tensor_parallel",
     "fsdp2",
     "fsdp2_adapted",
     "fsdp2_peft",
     "fsdp2_tensor_parallel",
     "fused_of_rank",
     "gate_up_by_hand",
-    "gate_up_fsdp2",
     "pipeline",
     "tensor_parallel",
     "tied",
@@ -99,14 +97,6 @@ def fsdp1_flat(rank: int, world: int) -> Built:
     model = Block(dtype=torch.float32)
     model.first = _fully_sharded(model.first)
     return _with_optimizer(_fully_sharded(model))
-
-
-def fsdp1_tensor_parallel(rank: int, world: int) -> Built:
-    """FSDP1 over tensor parallelism."""
-    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
-    model = Block(dtype=torch.float32)
-    parallelize_module(model, mesh["tp"], _PLAN)
-    return _fully_sharded(model, device_mesh=mesh["dp"], use_orig_params=True), None
 
 
 def tensor_parallel(rank: int, world: int) -> Built:
@@ -243,13 +233,6 @@ def gate_up_by_hand(rank: int, world: int) -> Built:
     """Tensor parallelism of plain tensors: each rank has its rows of the gate, and below them of the up
     projection."""
     return nn.ParameterDict({"gate_up": torch.zeros(_FUSED[0] // world, _FUSED[1])}), None
-
-
-def gate_up_fsdp2(rank: int, world: int) -> Built:
-    """The same whole, in rows by `fully_shard`."""
-    model = nn.ParameterDict({"gate_up": torch.zeros(_FUSED)})
-    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
-    return model, None
 
 
 def fused_of_rank(name: str, tensor: torch.Tensor, rank: int, world: int) -> Whole:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 import dcp
-from dcp.errors import CheckpointConflictError, CorruptCheckpointError, PlanError
+from dcp.errors import CorruptCheckpointError, PlanError
 from dcp.storage.stores import PosixStore
 from tests.support.s3 import S3Server, raw_s3
 from tests.support.versions import version_of, version_state
@@ -66,21 +66,6 @@ def test_with_stock_in_both_directions(
         assert loaded(StockReader(url, **options)) == version, name
         names = [path.rpartition("/")[2] for path in fsspec.open_files(f"{url}/*", **options).fs.find(url)]
         assert ("manifest.msgpack" in names) == (writer is dcp.FsspecWriter), name
-
-
-def test_overwriting_is_one_commit(s3_server: S3Server, s3_root: str) -> None:
-    """The files of the replaced checkpoint are gone; with ``overwrite=False`` nothing is replaced."""
-    options = s3_server.storage_options
-    writer = dcp.FsspecWriter(s3_root, **options)
-    for version in (1, 2):
-        dcp.save(version_state(version), storage_writer=writer, no_dist=True)
-    with raw_s3(s3_server) as raw:
-        kinds = sorted(name.rpartition(".")[2] for name in raw.list(f"{s3_root}/"))
-    assert kinds == ["distcp", "metadata", "msgpack"]
-    careful = dcp.FsspecWriter(s3_root, overwrite=False, **options)
-    with pytest.raises(CheckpointConflictError, match="overwrite=False"):
-        dcp.save(version_state(3), storage_writer=careful, no_dist=True)
-    assert loaded(dcp.FsspecReader(s3_root, **options)) == 2
 
 
 def test_options_of_ours_beside_those_of_the_file_system(s3_server: S3Server, s3_root: str) -> None:

@@ -136,7 +136,7 @@ def test_a_proxy_is_used(s3_proxy: FaultProxy, s3_root: str) -> None:
 
 
 def test_urls_for_amazon_are_signed_for_their_region() -> None:
-    """Signs by version 4 and at the bucket's own endpoint; for anonymous readers nothing."""
+    """Signs by version 4, or as asked to, at the bucket's own endpoint; for anonymous readers nothing."""
     keys = {"key": "AKIDEXAMPLE", "secret": "secret", "client_kwargs": {"region_name": "eu-west-1"}}
     own: Any = open_store("s3://some-bucket/run", keys)
     url = own.presigned_url("__0_0.distcp", 60)
@@ -150,3 +150,5 @@ def test_urls_for_amazon_are_signed_for_their_region() -> None:
     anybody: Any = open_store("s3://some-bucket/run", {"anon": True})
     public = anybody.presigned_url("key", 60)
     assert public is not None and "?" not in public
+    old: Any = open_store("s3://some-bucket/run", keys | {"config_kwargs": {"signature_version": "s3"}})
+    assert "AWSAccessKeyId=" in old.presigned_url("key", 60)

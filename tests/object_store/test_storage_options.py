@@ -14,11 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dcp
-from dcp.errors import CheckpointError, StorageError
+from dcp.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from dcp.storage.stores import Store, open_store
 from tests.support.crashes import Child, in_lab
 from tests.support.fault_doors import (
@@ -32,7 +30,6 @@ from tests.support.fault_doors import (
 )
 from tests.support.fault_proxy import FaultProxy
 from tests.support.processes import command_of, environment_of
-from tests.support.ranks import run_ranks
 from tests.support.s3 import S3Server, raw_s3
 from tests.support.versions import version_of, version_state
 
@@ -76,35 +73,6 @@ def test_ours_are_told_from_the_file_systems(s3_proxy: FaultProxy, s3_root: str)
         with pytest.raises(StorageError, match=next(iter(wrong))):
             dcp.save(version_state(1), checkpoint_id=s3_root, storage_options=options | wrong, no_dist=True)
     assert s3_proxy.log == []
-
-
-def save_sharded(rank: int, world_size: int, url: str, options: dict[str, Any]) -> None:
-    """A tensor by rows, and something that each rank has for itself."""
-    state = {"w": sharded(world_size, torch.arange(48.0).reshape(12, 4)), "own": dcp.PerRank({"rank": rank})}
-    dcp.save(state, checkpoint_id=url, storage_options=options)
-
-
-def load_sharded(rank: int, world_size: int, url: str, options: dict[str, Any]) -> list[Any]:
-    """The rank's rows."""
-    state = {"w": sharded(world_size, torch.zeros(12, 4))}
-    report = dcp.load(state, checkpoint_id=url, storage_options=options)
-    return [state["w"].to_local().tolist(), report.world_size]
-
-
-def sharded(world_size: int, full: torch.Tensor) -> DTensor:
-    """``full`` by rows over all ranks."""
-    return distribute_tensor(full, init_device_mesh("cpu", (world_size,)), [Shard(0)])
-
-
-def test_ranks_save_and_others_load(s3_server: S3Server, s3_root: str) -> None:
-    """Two ranks save shards, three and one load them."""
-    options = s3_server.storage_options
-    run_ranks(2, save_sharded, s3_root, options)
-    rows = torch.arange(48.0).reshape(12, 4).tolist()
-    parts = run_ranks(3, load_sharded, s3_root, options)
-    assert [row for part, _ in parts for row in part] == rows
-    assert [world_size for _, world_size in parts] == [2, 2, 2]
-    assert run_ranks(1, load_sharded, s3_root, options) == [[rows, 2]]
 
 
 # -- the writer process --------------------------------------------------------------------------------------
@@ -242,17 +210,23 @@ def test_secrets_are_not_shown(
         assert good["secret"] not in text
 
 
-def test_certificates_that_are_not_there_are_not_waited_for() -> None:
-    """A wrong path is said at once: it does not pass, as failures of the network do."""
-    options = {
-        "endpoint_url": "https://127.0.0.1:9",
-        "key": "k",
-        "secret": "s",
-        "client_kwargs": {"verify": "/no/such/certificates.pem"},
-        "retry_seconds": 30.0,
-    }
-    store = open_store("s3://bucket/run", options)
+@pytest.mark.parametrize(
+    ("url", "options", "said"),
+    [
+        (
+            "s3://bucket/run",
+            {"client_kwargs": {"verify": "/no/certificates.pem"}, "endpoint_url": "https://127.0.0.1:9"},
+            "No such file",
+        ),
+        ("http://no-such-host.invalid/run", {}, r"no-such-host\.invalid"),
+    ],
+)
+def test_what_does_not_pass_is_not_waited_for(url: str, options: dict[str, Any], said: str) -> None:
+    """A wrong path of certificates, and a host without an address, which is not one without a checkpoint."""
+    store = open_store(
+        url, {"retry_seconds": 3600.0} | ({"key": "k", "secret": "s"} if options else {}) | options
+    )
     for act in (store.list, lambda: store.open_read("data", expected_bytes=9).pread(9, 0)):
-        with pytest.raises(StorageError, match="No such file") as failed:
+        with pytest.raises(StorageError, match=said) as failed:
             act()
-        assert failed.value.facts["attempts"] == 1
+        assert not isinstance(failed.value, CheckpointNotFoundError)

@@ -33,7 +33,7 @@ def manager_of(root: str, server: S3Server | FaultProxy, **options: Any) -> dcp.
 
 def state_of(version: int) -> dict[str, Any]:
     """Weights of one part, and an optimizer of many."""
-    return {"model": torch.full((1000,), version), "optimizer": torch.full((16, 1 << 20), float(version))}
+    return {"model": torch.full((1000,), version), "optimizer": torch.full((4, 1 << 20), float(version))}
 
 
 def version_restored(manager: dcp.CheckpointManager) -> tuple[int, int]:

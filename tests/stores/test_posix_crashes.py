@@ -42,8 +42,7 @@ def seen_after_kill(folder: Path, operation: str, killed: bool) -> tuple[str, by
     return operation, current, left, killed
 
 
-@pytest.mark.parametrize("act", [publish_new, publish_large])
-@pytest.mark.parametrize("old", [b"", b"old"])
+@pytest.mark.parametrize(("act", "old"), [(publish_new, b""), (publish_new, b"old"), (publish_large, b"old")])
 def test_publish_killed_at_every_step(tmp_path: Path, old: bytes, act: Any) -> None:
     """SIGKILL before any step leaves the old or the new content, one instant between, and no lock."""
     before = tmp_path / "before"
@@ -254,3 +253,37 @@ def test_a_process_ends_with_an_open_file(tmp_path: Path) -> None:
     """Without finishing it, and without waiting for its thread for ever."""
     assert_fine(INTERRUPTED, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["data.bin"]
+
+
+FORKED = """
+import os, sys
+from dcp.storage.stores import PosixStore
+
+store = PosixStore(sys.argv[1])
+handle = store.create("parent", durable=True)
+handle.write(b"p" * (20 << 20))
+child = os.fork()
+if child == 0:
+    try:
+        handle.write(b"c")
+        handle.finish()
+    except OSError as error:
+        assert "was opened in process" in str(error), error
+    else:
+        sys.exit("a forked child wrote to its parent's file")
+    handle.abort()
+    with store.create("child", durable=True) as mine:
+        mine.write(b"c" * (20 << 20))
+    os._exit(0)
+handle.write(b"p" * (20 << 20))
+assert handle.finish() == 40 << 20
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert store.read("parent", limit_bytes=1 << 30) == b"p" * (40 << 20)
+assert store.read("child", limit_bytes=1 << 30) == b"c" * (20 << 20)
+print("fine")
+"""
+
+
+def test_a_fork_does_not_reach_its_parents_files(tmp_path: Path) -> None:
+    """Nor its buffers: it is told, writes files of its own, and the parent's are whole."""
+    assert_fine(FORKED, tmp_path)

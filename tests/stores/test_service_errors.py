@@ -38,40 +38,21 @@ class GoogleAuthError(Exception):
         self.retryable = retryable
 
 
-class DefaultCredentialsError(GoogleAuthError):
-    """As google.auth's."""
-
-
-class RefreshError(GoogleAuthError):
-    """As google.auth's."""
-
-
-class TransportError(GoogleAuthError):
-    """As google.auth's."""
-
-
 class HttpError(Exception):
-    """As gcsfs'."""
+    """As gcsfs', with a code; as azure.core's, with a status."""
 
-    def __init__(self, code: int | str | None, text: str) -> None:
+    def __init__(self, code: int | str | None = None, text: str = "", **attributes: object) -> None:
         super().__init__(text)
         self.code = code
+        vars(self).update(attributes)
 
 
-class HttpResponseError(Exception):
-    """As azure.core's."""
-
-    def __init__(self, status_code: int | None = None) -> None:
-        super().__init__("Operation returned an invalid status")
-        self.status_code = status_code
-
-
-class ClientAuthenticationError(HttpResponseError):
-    """As azure.core's; azure.identity's have no status."""
-
-
-class AuthenticationException(Exception):
-    """As paramiko's."""
+DefaultCredentialsError = type("DefaultCredentialsError", (GoogleAuthError,), {})
+RefreshError = type("RefreshError", (GoogleAuthError,), {})
+TransportError = type("TransportError", (GoogleAuthError,), {})
+HttpResponseError = type("HttpResponseError", (HttpError,), {})
+ClientAuthenticationError = type("ClientAuthenticationError", (HttpResponseError,), {})
+AuthenticationException = type("AuthenticationException", (Exception,), {})  # paramiko's
 
 
 def _hub(status: int) -> Exception:
@@ -100,10 +81,10 @@ FINAL, PASSING = Failure.FINAL, Failure.PASSING
         (HttpError(400, "no such parameter"), FINAL, ""),
         (HttpError(None, "?"), PASSING, ""),
         (OSError("Forbidden: gs://bucket/key\nno access"), FINAL, "credentials"),
-        (ClientAuthenticationError(), FINAL, "credentials"),
-        (HttpResponseError(403), FINAL, "credentials"),
-        (HttpResponseError(404), Failure.MISSING, ""),
-        (HttpResponseError(416), Failure.RANGE, ""),
+        (ClientAuthenticationError(status_code=None), FINAL, "credentials"),
+        (HttpResponseError(status_code=403), FINAL, "credentials"),
+        (HttpResponseError(status_code=404), Failure.MISSING, ""),
+        (HttpResponseError(status_code=416), Failure.RANGE, ""),
         (_hub(403), FINAL, "credentials"),
         (_hub(429), PASSING, ""),
         (_hub(507), Failure.FULL, ""),
@@ -181,15 +162,6 @@ class _Locked(MemoryFileSystem):  # type: ignore[misc]  # it comes without types
     info = cat_file = pipe_file = ls
 
 
-class _NeedsLogin(MemoryFileSystem):  # type: ignore[misc]  # it comes without types
-    """One that logs in as it is made."""
-
-    protocol = "logincloud"
-
-    def __init__(self, **options: object) -> None:
-        raise AuthenticationException("Authentication failed.")
-
-
 def test_a_save_and_a_load_without_credentials_end_at_once() -> None:
     """After one attempt of each request, however patient they are asked to be."""
     fsspec.register_implementation("lockedcloud", _Locked, clobber=True)
@@ -202,7 +174,12 @@ def test_a_save_and_a_load_without_credentials_end_at_once() -> None:
 
 def test_a_file_system_that_cannot_log_in() -> None:
     """Its own kind of error becomes ours, with the names of the options and none of the values."""
-    fsspec.register_implementation("logincloud", _NeedsLogin, clobber=True)
+
+    class NeedsLogin(MemoryFileSystem):  # type: ignore[misc]  # it comes without types
+        def __init__(self, **options: object) -> None:
+            raise AuthenticationException("Authentication failed.")
+
+    fsspec.register_implementation("logincloud", NeedsLogin, clobber=True)
     store = open_store("logincloud://bucket/run", {"password": "hush"})
     with pytest.raises(StorageError, match="with options password: AuthenticationException") as failed:
         store.list()
