@@ -93,8 +93,7 @@ def test_without_torch_the_extra_is_named() -> None:
     assert run.returncode == 0, run.stderr
 
 
-def nested(levels: int, value: float) -> dict[str, Any]:
-    """A tensor below so many dicts."""
+def _nested(levels: int, value: float) -> dict[str, Any]:
     state: dict[str, Any] = {"t": torch.full((1,), value)}
     for _ in range(levels):
         state = {"x": state}
@@ -108,10 +107,10 @@ def test_state_dicts_that_contain_themselves(tmp_path: Path) -> None:
     ring["self"] = ring
     loop: list[Any] = [torch.ones(1)]
     loop.append(loop)
-    dcp.save(nested(200, 1.0), checkpoint_id=tmp_path / "c", no_dist=True)
-    dcp.load(target := nested(200, 0.0), checkpoint_id=tmp_path / "c", no_dist=True)
-    assert str(target) == str(nested(200, 1.0))
-    for state in (ring, {"l": loop}, {"p": dcp.PerRank(loop)}, nested(2000, 1.0)):
+    dcp.save(_nested(200, 1.0), checkpoint_id=tmp_path / "c", no_dist=True)
+    dcp.load(target := _nested(200, 0.0), checkpoint_id=tmp_path / "c", no_dist=True)
+    assert str(target) == str(_nested(200, 1.0))
+    for state in (ring, {"l": loop}, {"p": dcp.PerRank(loop)}, _nested(2000, 1.0)):
         for act in (
             lambda: dcp.save(state, checkpoint_id=tmp_path / "s", no_dist=True),  # noqa: B023
             lambda: dcp.async_save(state, checkpoint_id=tmp_path / "s", no_dist=True).result(120),  # noqa: B023

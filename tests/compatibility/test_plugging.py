@@ -1,4 +1,4 @@
-"""Planners and storages of ours, of torch and of users, in `save` and `load` of ours and of torch.
+"""Planners and storages of ours, of torch and of users, in `_save` and `load` of ours and of torch.
 
 The users' classes are those of torch's documentation, and a storage written from the interface alone.
 """
@@ -35,8 +35,7 @@ PAIRS: list[Way] = [way for way in ALL if way.count("stock") % 2 == 0]
 """In which any two of the three come together in each of the four ways."""
 
 
-def save(way: Way, folder: str, state: State, planner: Any = None) -> None:
-    """By its engine, planner (or this one) and storage."""
+def _save(way: Way, folder: str, state: State, planner: Any = None) -> None:
     engine, base, storage = (PACKAGES[name] for name in way)
     planner = base.DefaultSavePlanner() if planner is None else planner
     engine.save(state, storage_writer=storage.FileSystemWriter(folder), planner=planner)
@@ -51,8 +50,7 @@ def misread(way: Way, folder: str, target: State, planner: Any = None, **values:
     return [f"{folder} by {'-'.join(way)}: {wrong}"] if wrong else []
 
 
-def state_of(world: int) -> State:
-    """Sharded, replicated and plain tensors, some in int keys, and values."""
+def _state_of(world: int) -> State:
     mesh = init_device_mesh("cpu", (world,))
     return {
         "model": {
@@ -76,9 +74,9 @@ def every_save(rank: int, world: int, root: str, ways: list[Way]) -> list[str]:
     found = []
     for way in ways:
         folder = f"{root}/{'-'.join(way)}"
-        save(way, folder, fill(state_of(world)))
+        _save(way, folder, fill(_state_of(world)))
         for load_way in ways:
-            target = scrub(state_of(world)) | {"lr": None, "betas": None}
+            target = scrub(_state_of(world)) | {"lr": None, "betas": None}
             found += misread(load_way, folder, target, lr=0.25, betas=(0.9, 0.99))
     return found
 
@@ -108,14 +106,14 @@ def planner_options(rank: int, world: int, root: str, ways: list[Way]) -> list[s
         # the later saves of one planner may use what it kept of the first
         for number in (0, 1, 1) if name == "cached" or ways == ALL else (0,):
             folder = f"{root}/{'-'.join(way)}-{name}-{number}"
-            save(way, folder, fill(flat_state(world)), planner)
+            _save(way, folder, fill(_flat_state(world)), planner)
             for load_base, load_storage in (("ours", "stock"), ("stock", "ours")):
                 # flatten_sharded_tensors alone makes torch's planner load values into a copy of the state
                 as_saved = options[name] if name == "nested" else {}
-                loader, target = PACKAGES[load_base].DefaultLoadPlanner(**as_saved), scrub(flat_state(world))
+                loader, target = PACKAGES[load_base].DefaultLoadPlanner(**as_saved), scrub(_flat_state(world))
                 target["lr"] = None
                 wrong += misread((engine, load_base, load_storage), folder, target, loader, lr=0.5)
-        absent, target = torch.full((2,), 7.0), scrub(flat_state(world)) | {"lr": None}
+        absent, target = torch.full((2,), 7.0), scrub(_flat_state(world)) | {"lr": None}
         reader, partial = PACKAGES[storage].FileSystemReader(folder), PACKAGES[base].DefaultLoadPlanner
         PACKAGES[engine].load(
             target | {"absent": absent}, storage_reader=reader, planner=partial(allow_partial_load=True)
@@ -182,9 +180,7 @@ def save_planners(base: type[Any]) -> dict[str, type[Any]]:
     }
 
 
-def load_planners(base: type[Any]) -> dict[str, type[Any]]:
-    """The load planners of torch's documentation."""
-
+def _load_planners(base: type[Any]) -> dict[str, type[Any]]:
     class RenamePlanner(base):  # type: ignore[misc]
         def set_up_planner(
             self, state_dict: State, metadata: Metadata | None = None, is_coordinator: bool = False
@@ -218,8 +214,7 @@ def load_planners(base: type[Any]) -> dict[str, type[Any]]:
     return {planner.__name__: planner for planner in (RenamePlanner, MetaModelMaterialize)}
 
 
-def flat_state(world: int) -> State:
-    """A flat state of float32 tensors, and a value."""
+def _flat_state(world: int) -> State:
     mesh = init_device_mesh("cpu", (world,))
     return {
         "rows": distribute_tensor(torch.zeros(7, 6), mesh, [Shard(0)]),
@@ -236,24 +231,26 @@ def documented_planners(rank: int, world: int, root: str, ways: list[Way]) -> li
         engine, base, storage = way
         case = f"{root}/{'-'.join(way)}"
         savers = save_planners(PACKAGES[base].DefaultSavePlanner)
-        loaders = load_planners(PACKAGES[base].DefaultLoadPlanner)
+        loaders = _load_planners(PACKAGES[base].DefaultLoadPlanner)
         for name, planner in savers.items():
             # balancing is for replicas; and torch's planner, when it merges its own planner_data for nested
             # dicts, fails on that of its documentation
-            state = fill(plain_tensors() if name == "DDPLoadBalancingPlanner" else flat_state(world))
+            state = fill(_plain_tensors() if name == "DDPLoadBalancingPlanner" else _flat_state(world))
             nested = name != "SaveExtraDataPlanner" or base == "ours"
-            save(way, f"{case}-{name}", state, planner(flatten_state_dict=nested))
-        target = scrub(flat_state(world)) | {"lr": 0.0}
+            _save(way, f"{case}-{name}", state, planner(flatten_state_dict=nested))
+        target = scrub(_flat_state(world)) | {"lr": 0.0}
         wrong += misread(way, f"{case}-RenamePlanner", target, loaders["RenamePlanner"](), lr=0.5)
-        half = {name: torch.zeros_like(value, dtype=torch.float16) for name, value in plain_tensors().items()}
+        half = {
+            name: torch.zeros_like(value, dtype=torch.float16) for name, value in _plain_tensors().items()
+        }
         misread((engine, engine, storage), f"{case}-FP16Planner", half)
         wrong += [
             f"{case} half {name}"
-            for name, value in fill(plain_tensors()).items()
+            for name, value in fill(_plain_tensors()).items()
             if not torch.equal(half[name].nan_to_num(), value.to(torch.float16).nan_to_num())
         ]
         for name in ("DDPLoadBalancingPlanner", "SaveExtraDataPlanner"):
-            wrong += misread((engine, engine, storage), f"{case}-{name}", scrub(plain_tensors()))
+            wrong += misread((engine, engine, storage), f"{case}-{name}", scrub(_plain_tensors()))
         extra = stock.FileSystemReader(f"{case}-SaveExtraDataPlanner").read_metadata().planner_data
         wrong += [f"{case} planner_data is {extra}"] if extra != ["per-rank-data"] * world else []
         meta: State = {"plain": torch.zeros(3, device="meta"), "other": torch.zeros(2, 2, device="meta")}
@@ -264,8 +261,7 @@ def documented_planners(rank: int, world: int, root: str, ways: list[Way]) -> li
     return wrong
 
 
-def plain_tensors() -> State:
-    """The tensors of `flat_state` on one process."""
+def _plain_tensors() -> State:
     return {"rows": torch.zeros(7, 6), "plain": torch.zeros(3), "other": torch.zeros(2, 2)}
 
 
@@ -286,22 +282,22 @@ def own_parts(rank: int, world: int, root: str) -> list[str]:
     for engine, planner in product(PACKAGES.values(), repeat=2):
         folder = f"{root}/items-{engine.__name__}-{planner.__name__}"
         writer = ItemWriter(folder)
-        engine.save(fill(state_of(world)), storage_writer=writer, planner=planner.DefaultSavePlanner())
+        engine.save(fill(_state_of(world)), storage_writer=writer, planner=planner.DefaultSavePlanner())
         order = ["set_up", "local", *(["global"] if rank == 0 else []), "write"]
         wrong += [f"{folder}: {writer.calls}"] if writer.calls[: len(order)] != order else []
         wrong += [f"{folder}: no finish"] if ("finish" in writer.calls) != (rank == 0) else []
         for loader, loads in product(PACKAGES.values(), repeat=2):
-            target = scrub(state_of(world)) | {"lr": None}
+            target = scrub(_state_of(world)) | {"lr": None}
             loader.load(target, storage_reader=ItemReader(folder), planner=loads.DefaultLoadPlanner())
             wrong += [f"{folder} {name}" for name in differences(target)]
             wrong += [f"{folder} lr"] if target["lr"] != 0.25 else []
     for engine, storage in product(PACKAGES, repeat=2):
         folder = f"{root}/plain-{engine}-{storage}"
         # torch's helpers repeat replicated tensors in every rank's plan, which stock's own planner removes
-        sharded = {"rows": flat_state(world)["rows"]} | ({"lr": 0.5} if rank == 0 else {})
-        save((engine, engine, storage), folder, fill(sharded), PlainSavePlanner())
+        sharded = {"rows": _flat_state(world)["rows"]} | ({"lr": 0.5} if rank == 0 else {})
+        _save((engine, engine, storage), folder, fill(sharded), PlainSavePlanner())
         for load_engine, load_storage in product(PACKAGES, repeat=2):
-            target = scrub({"rows": flat_state(world)["rows"], "lr": 0.0})
+            target = scrub({"rows": _flat_state(world)["rows"], "lr": 0.0})
             way = (load_engine, load_engine, load_storage)
             wrong += misread(way, folder, target, PlainLoadPlanner(), lr=0.5)
     return wrong
@@ -325,8 +321,7 @@ LOAD_STEPS = [
 ]
 
 
-def counting(base: type[Any], step: str) -> tuple[Any, list[str]]:
-    """A planner that overrides one step, and the list of its calls."""
+def _counting(base: type[Any], step: str) -> tuple[Any, list[str]]:
     calls: list[str] = []
 
     def counted(self: Any, *args: Any) -> Any:
@@ -340,14 +335,14 @@ def counting(base: type[Any], step: str) -> tuple[Any, list[str]]:
 def test_each_step_that_a_planner_overrides_is_called(package: str, tmp_path: Path) -> None:
     """Alone, on a planner of either package: what it returns is what is saved and loaded."""
     for step in SAVE_STEPS:
-        planner, calls = counting(PACKAGES[package].DefaultSavePlanner, step)
-        state = fill(plain_tensors()) | {"lr": 0.5}
+        planner, calls = _counting(PACKAGES[package].DefaultSavePlanner, step)
+        state = fill(_plain_tensors()) | {"lr": 0.5}
         dcp.save(state, checkpoint_id=tmp_path / step, planner=planner, no_dist=True)
         assert calls, step
         assert differences(dcp.read(tmp_path / step)) == [], step
     for step in LOAD_STEPS:
-        planner, calls = counting(PACKAGES[package].DefaultLoadPlanner, step)
-        target = scrub(plain_tensors()) | {"lr": 0.0}
+        planner, calls = _counting(PACKAGES[package].DefaultLoadPlanner, step)
+        target = scrub(_plain_tensors()) | {"lr": 0.0}
         dcp.load(target, checkpoint_id=tmp_path / SAVE_STEPS[0], planner=planner, no_dist=True)
         assert calls, step
         assert (differences(target), target["lr"]) == ([], 0.5), step
@@ -368,8 +363,7 @@ class CountingWriter(dcp.FileSystemWriter):
         return self.state_dict_cache
 
 
-def loaded(folder: Path, like: torch.Tensor) -> torch.Tensor:
-    """What is saved under "w"."""
+def _loaded(folder: Path, like: torch.Tensor) -> torch.Tensor:
     state = {"w": torch.zeros_like(like)}
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     return state["w"]
@@ -407,11 +401,11 @@ def test_a_subclass_that_stages_is_the_stager_of_its_saves(
         future = dcp.async_save({"w": w}, storage_writer=writer, async_checkpointer_type=kind, no_dist=True)
         w.add_(1)
         future.result(240)
-        assert loaded(tmp_path / str(number), w).tolist() == [number + i for i in range(5)]
+        assert _loaded(tmp_path / str(number), w).tolist() == [number + i for i in range(5)]
     assert CountingWriter.staged == 2
     given: Any = {"async_stager": BlockingAsyncStager(), "no_dist": True}  # is the caller's word
     dcp.async_save({"w": w}, storage_writer=CountingWriter(tmp_path / "given"), **given).result(240)
-    assert CountingWriter.staged == 2 and loaded(tmp_path / "given", w).equal(w)
+    assert CountingWriter.staged == 2 and _loaded(tmp_path / "given", w).equal(w)
 
 
 def test_stocks_async_save_stages_by_our_writer(tmp_path: Path) -> None:
@@ -421,4 +415,4 @@ def test_stocks_async_save_stages_by_our_writer(tmp_path: Path) -> None:
     w.zero_()
     assert isinstance(future, Future)
     future.result(240)
-    assert loaded(tmp_path, w).tolist() == [0, 1, 2, 3, 4]
+    assert _loaded(tmp_path, w).tolist() == [0, 1, 2, 3, 4]

@@ -33,36 +33,31 @@ State = dict[str, Any]
 SHAPES = {"rows": (7, 6), "columns": (4, 5), "copy": (3, 3), "big": (40, 1024)}
 
 
-def plain_state() -> State:
-    """Full tensors of the names in `sharded_state`."""
+def _plain_state() -> State:
     return {name: torch.zeros(shape) for name, shape in SHAPES.items()}
 
 
-def sharded_state(world: int) -> State:
-    """Tensors sharded by rows and by columns, and a replicated one."""
+def _sharded_state(world: int) -> State:
     mesh = init_device_mesh("cpu", (world,))
     placements = {"rows": Shard(0), "columns": Shard(1), "copy": Replicate(), "big": Shard(1)}
     return {n: distribute_tensor(torch.zeros(SHAPES[n]), mesh, [p]) for n, p in placements.items()}
 
 
-def load_plain(rank: int, world: int, folder: str, package: str) -> list[str]:
-    """What differs after loading into full tensors."""
-    target = plain_state()
+def _load_plain(rank: int, world: int, folder: str, package: str) -> list[str]:
+    target = _plain_state()
     PACKAGES[package].load(target, checkpoint_id=folder)
     return differences(target)
 
 
-def load_sharded(rank: int, world: int, folder: str, package: str) -> list[str]:
-    """What differs after loading into tensors sharded over this world."""
-    target = sharded_state(world)
+def _load_sharded(rank: int, world: int, folder: str, package: str) -> list[str]:
+    target = _sharded_state(world)
     PACKAGES[package].load(target, checkpoint_id=folder)
     return differences(target)
 
 
-def save_with(rank: int, world: int, folder: str, package: str, options: dict[str, Any]) -> None:
-    """Save by one package's FileSystemWriter with options."""
+def _save_with(rank: int, world: int, folder: str, package: str, options: dict[str, Any]) -> None:
     writer = PACKAGES[package].FileSystemWriter(folder, **options)
-    PACKAGES[package].save(fill(sharded_state(world)), storage_writer=writer)
+    PACKAGES[package].save(fill(_sharded_state(world)), storage_writer=writer)
 
 
 WRITERS = [
@@ -83,11 +78,11 @@ def test_options_of_the_writers_do_not_show_in_what_is_loaded(
 ) -> None:
     """Safetensors payloads, several threads, a file a tensor: equal bytes on 2 ranks and on another world."""
     folder = str(tmp_path / "x")
-    run_ranks(2, save_with, folder, package, options)
+    run_ranks(2, _save_with, folder, package, options)
     for world in (1, 3):
-        assert run_ranks(world, load_sharded, folder, "ours") == [[]] * world
+        assert run_ranks(world, _load_sharded, folder, "ours") == [[]] * world
     if package == "ours":
-        assert run_ranks(2, load_sharded, folder, "stock") == [[], []]
+        assert run_ranks(2, _load_sharded, folder, "stock") == [[], []]
     if options.get("single_file_per_rank") is False and package == "ours":
         assert len(list(Path(folder).glob("__0_*.distcp"))) >= 3
 
@@ -95,9 +90,9 @@ def test_options_of_the_writers_do_not_show_in_what_is_loaded(
 def test_torch_compatible_off_leaves_stocks_parts_out(tmp_path: Path) -> None:
     """Smaller, without .metadata, loaded by ours; stock finds no checkpoint."""
     small, large = str(tmp_path / "small"), str(tmp_path / "large")
-    run_ranks(2, save_with, small, "ours", {"torch_compatible": False})
-    run_ranks(2, save_with, large, "ours", {})
-    assert run_ranks(3, load_sharded, small, "ours") == [[]] * 3
+    run_ranks(2, _save_with, small, "ours", {"torch_compatible": False})
+    run_ranks(2, _save_with, large, "ours", {})
+    assert run_ranks(3, _load_sharded, small, "ours") == [[]] * 3
     assert not (tmp_path / "small" / ".metadata").exists()
 
     def stored(folder: str) -> int:
@@ -105,7 +100,7 @@ def test_torch_compatible_off_leaves_stocks_parts_out(tmp_path: Path) -> None:
 
     assert stored(small) < stored(large) - 1000
     with pytest.raises(stock.CheckpointException):
-        stock.load(plain_state(), checkpoint_id=small)
+        stock.load(_plain_state(), checkpoint_id=small)
 
 
 def test_safetensors_payloads_of_every_dtype(tmp_path: Path) -> None:
@@ -128,10 +123,10 @@ def test_safetensors_payloads_of_every_dtype(tmp_path: Path) -> None:
 
 def save_alone(rank: int, world: int, folder: str, package: str) -> list[str]:
     """Save with use_collectives=False, and load again on the same world by the other package and ours."""
-    PACKAGES[package].save(fill(sharded_state(world)), checkpoint_id=folder, use_collectives=False)
+    PACKAGES[package].save(fill(_sharded_state(world)), checkpoint_id=folder, use_collectives=False)
     dist.barrier()
-    found = load_sharded(rank, world, folder, "ours")
-    return found + (load_sharded(rank, world, folder, "stock") if package == "ours" else [])
+    found = _load_sharded(rank, world, folder, "ours")
+    return found + (_load_sharded(rank, world, folder, "stock") if package == "ours" else [])
 
 
 @pytest.mark.parametrize("package", ["ours", "stock"])
@@ -141,8 +136,8 @@ def test_ranks_that_saved_alone_are_loaded_together(package: str, tmp_path: Path
     assert run_ranks(3, save_alone, folder, package) == [[]] * 3
     assert {file.name for file in Path(folder).glob("*.metadata")} == {f"__{r}.metadata" for r in range(3)}
     for world in (1, 2, 4):
-        assert run_ranks(world, load_sharded, folder, "ours") == [[]] * world
-    assert load_plain(0, 1, folder, "ours") == []
+        assert run_ranks(world, _load_sharded, folder, "ours") == [[]] * world
+    assert _load_plain(0, 1, folder, "ours") == []
 
 
 def in_a_group(rank: int, world: int, root: str, members: list[int]) -> list[str]:
@@ -176,12 +171,12 @@ def overwritten(rank: int, world: int, folder: str) -> list[str]:
     """Each package overwrites the other's checkpoint, and its own, with other values; what is misread."""
     found = []
     for number, saver in enumerate(("ours", "stock", "ours", "ours", "stock", "stock", "ours")):
-        state = sharded_state(world)
+        state = _sharded_state(world)
         for value in state.values():
             value.to_local().fill_(number)
         PACKAGES[saver].save(state, checkpoint_id=folder)
         for loader in PACKAGES:
-            target = sharded_state(world)
+            target = _sharded_state(world)
             PACKAGES[loader].load(target, checkpoint_id=folder)
             dist.barrier()
             if not all(value.to_local().eq(number).all() for value in target.values()):
@@ -205,15 +200,15 @@ IDS: list[Callable[[Path], Any]] = [str, Path, lambda path: path.as_uri()]
 def test_checkpoint_ids_of_every_kind(make: Callable[[Path], Any], tmp_path: Path) -> None:
     """A str, a Path and a file URL name the same place, to save, load, writer and reader."""
     folder = tmp_path / "with space" / "x"
-    dcp.save(fill(plain_state()), checkpoint_id=make(folder))
+    dcp.save(fill(_plain_state()), checkpoint_id=make(folder))
     assert (folder / "manifest.msgpack").exists()
-    assert load_plain(0, 1, str(folder), "stock") == []
+    assert _load_plain(0, 1, str(folder), "stock") == []
     for options in (
         {"checkpoint_id": make(folder)},
         {"storage_reader": dcp.FileSystemReader(make(folder))},
         {"storage_reader": dcp.FileSystemReader("elsewhere"), "checkpoint_id": make(folder)},
     ):
-        target = plain_state()
+        target = _plain_state()
         dcp.load(target, **options)
         assert differences(target) == []
 
@@ -225,15 +220,15 @@ def test_deprecated_functions_and_positional_storages_work(tmp_path: Path) -> No
             folder = str(tmp_path / str(number))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
-                saver.save_state_dict(fill(plain_state()), saver.FileSystemWriter(folder), no_dist=True)
-                target = plain_state()
+                saver.save_state_dict(fill(_plain_state()), saver.FileSystemWriter(folder), no_dist=True)
+                target = _plain_state()
                 loader.load_state_dict(target, loader.FileSystemReader(folder), no_dist=True)
             assert differences(target) == []
     with pytest.warns(FutureWarning, match="save_state_dict"):
-        dcp.save_state_dict(plain_state(), dcp.FileSystemWriter(tmp_path / "w"), no_dist=True)
+        dcp.save_state_dict(_plain_state(), dcp.FileSystemWriter(tmp_path / "w"), no_dist=True)
     with pytest.warns(UserWarning, match="argument order"):
-        dcp.save(fill(plain_state()), dcp.FileSystemWriter(tmp_path / "p"))  # type: ignore[call-arg, arg-type]
-    target = plain_state()
+        dcp.save(fill(_plain_state()), dcp.FileSystemWriter(tmp_path / "p"))  # type: ignore[call-arg, arg-type]
+    target = _plain_state()
     with pytest.warns(UserWarning, match="argument order"):
         dcp.load(target, dcp.FileSystemReader(tmp_path / "p"))  # type: ignore[call-arg, arg-type]
     assert differences(target) == []
@@ -244,14 +239,14 @@ def asynchronous(rank: int, world: int, root: str) -> list[str]:
     found = []
     for package in PACKAGES:
         for number in range(2):
-            state = fill(sharded_state(world))
+            state = fill(_sharded_state(world))
             folder = f"{root}/{package}-{number}"
             writer = dcp.FileSystemWriter(folder)
             future = PACKAGES[package].async_save(state, storage_writer=writer)
             scrub(state)
             getattr(future, "upload_completion", future).result()
             dist.barrier()
-            found += load_sharded(rank, world, folder, "ours") + load_sharded(rank, world, folder, "stock")
+            found += _load_sharded(rank, world, folder, "ours") + _load_sharded(rank, world, folder, "stock")
     return found
 
 

@@ -217,8 +217,7 @@ def test_tensors_that_require_grad_keep_doing_so(tmp_path: Path) -> None:
 QUANTIZED = [torch.qint8, torch.quint8, torch.qint32]
 
 
-def quantized(dtype: torch.dtype, scale: float = 0.1) -> torch.Tensor:
-    """Numbers from 0 to 3 in units of ``scale``."""
+def _quantized(dtype: torch.dtype, scale: float = 0.1) -> torch.Tensor:
     return torch.quantize_per_tensor(torch.arange(4.0), scale, 3, dtype)
 
 
@@ -228,12 +227,12 @@ def test_a_save_says_why_it_cannot_keep_them(dtype: torch.dtype, tmp_path: Path)
     """Nothing is written; the error names what would keep the values."""
     scales, zeros = torch.tensor([0.1, 0.2]), torch.tensor([0, 0])
     said = r"'q'.*scale and a zero point.*int_repr\(\).*dequantize"
-    for one in (quantized(dtype), torch.quantize_per_channel(torch.ones(2, 3), scales, zeros, 0, dtype)):
+    for one in (_quantized(dtype), torch.quantize_per_channel(torch.ones(2, 3), scales, zeros, 0, dtype)):
         with pytest.raises(dcp.errors.PlanError, match=said):
             dcp.save({"q": one}, checkpoint_id=tmp_path / "c", no_dist=True)
     with pytest.raises(dcp.CheckpointNotFoundError):
         dcp.load({}, checkpoint_id=tmp_path / "c", no_dist=True)
-    kept = {"ints": quantized(dtype).int_repr(), "scale": quantized(dtype).q_scale()}
+    kept = {"ints": _quantized(dtype).int_repr(), "scale": _quantized(dtype).q_scale()}
     dcp.save(kept, checkpoint_id=tmp_path / "c", no_dist=True)
 
 
@@ -241,14 +240,14 @@ def test_a_save_says_why_it_cannot_keep_them(dtype: torch.dtype, tmp_path: Path)
 @pytest.mark.parametrize("dtype", QUANTIZED)
 def test_what_stock_torch_saved_is_not_loaded_as_other_values(dtype: torch.dtype, tmp_path: Path) -> None:
     """It forgets the scale, so that loading into another one gives other numbers; here it is refused."""
-    stock.save({"q": quantized(dtype)}, checkpoint_id=tmp_path, no_dist=True)
-    target = {"q": quantized(dtype, scale=0.5)}
+    stock.save({"q": _quantized(dtype)}, checkpoint_id=tmp_path, no_dist=True)
+    target = {"q": _quantized(dtype, scale=0.5)}
     stock.load(target, checkpoint_id=tmp_path, no_dist=True)
     assert not torch.allclose(target["q"].dequantize(), torch.arange(4.0), atol=0.3)
     with pytest.raises(
         dcp.errors.UnsupportedFormatError, match=r"'q' is quantized \(torch\.q.*scale and zero point"
     ):
-        dcp.load({"q": quantized(dtype)}, checkpoint_id=tmp_path, no_dist=True)
+        dcp.load({"q": _quantized(dtype)}, checkpoint_id=tmp_path, no_dist=True)
 
 
 # -- autograd -----------------------------------------------------------------------------------------------

@@ -424,12 +424,11 @@ def nested() -> dict[Any, Any]:
     }
 
 
-def blanked(value: Any) -> Any:
-    """The same structure with its leaves replaced by something else."""
+def _blanked(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: blanked(entry) for key, entry in value.items()}
+        return {key: _blanked(entry) for key, entry in value.items()}
     if isinstance(value, list) and any(isinstance(entry, dict | torch.Tensor) for entry in value):
-        return [blanked(entry) for entry in value]
+        return [_blanked(entry) for entry in value]
     return torch.zeros_like(value) if isinstance(value, torch.Tensor) else "not loaded"
 
 
@@ -438,7 +437,7 @@ def test_nested_structures_come_back_in_place(tmp_path: Path) -> None:
     stock finds those of ours where its own save would have put them."""
     for saver, save in SAVE.items():
         save(nested(), checkpoint_id=tmp_path / saver)
-        target = blanked(nested()) | {"empty": {}}
+        target = _blanked(nested()) | {"empty": {}}
         dcp.load(target, checkpoint_id=tmp_path / saver)
         wanted = {**nested(), "ordered": dict(nested()["ordered"]), "defaults": dict(nested()["defaults"])}
         assert [key for key, value in wanted.items() if not same(target.get(key), value)] == [], saver
@@ -446,7 +445,7 @@ def test_nested_structures_come_back_in_place(tmp_path: Path) -> None:
     state = {key: value for key, value in nested().items() if key != -5}  # stock cannot sort two types
     for saver, save in SAVE.items():
         save(state, checkpoint_id=tmp_path / f"{saver} again")
-    ours, theirs = blanked(state), blanked(state)
+    ours, theirs = _blanked(state), _blanked(state)
     stock.load(ours, checkpoint_id=tmp_path / "ours again")
     stock.load(theirs, checkpoint_id=tmp_path / "stock again")
     assert same(ours, theirs) and ours["groups"] == nested()["groups"]

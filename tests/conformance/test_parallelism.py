@@ -24,13 +24,11 @@ from tests.support.programs import Program, run_program
 _nameless = lambda rank, world: builds.ddp(rank, world)  # noqa: E731
 
 
-def tried(build: Any, save: Any = dcp.save, load: Any = dcp.load, **options: Any) -> Report:
-    """The report, on processes that are forked from a warm one."""
+def _tried(build: Any, save: Any = dcp.save, load: Any = dcp.load, **options: Any) -> Report:
     return check(build, save, load, context=forkserver_context(), **options)
 
 
-def told(report: Report, saved_by: int, loaded_by: int) -> list[Finding]:
-    """What was found with these numbers of ranks."""
+def _told(report: Report, saved_by: int, loaded_by: int) -> list[Finding]:
     found = {(trial.saved_by, trial.loaded_by): trial.findings for trial in report.trials}
     return list(found[saved_by, loaded_by])
 
@@ -41,17 +39,17 @@ def told(report: Report, saved_by: int, loaded_by: int) -> list[Finding]:
 def test_experts_of_one_rank_alone() -> None:
     """KempnerForge#202: each rank counts its experts from 0, so that one rank's are saved for all. Where the
     whole numbers are known, those that are lost are named; where not, whose they are is."""
-    report = tried(builds.experts_renumbered, stock.save, stock.load, worlds=(2, 1))
-    same = told(report, 2, 2)
+    report = _tried(builds.experts_renumbered, stock.save, stock.load, worlds=(2, 1))
+    same = _told(report, 2, 2)
     names = {f"experts.{n}.{which}" for n in range(3) for which in ("weight", "bias")}
     assert {(found.kind, found.name, found.places) for found in same} == {
         ("mixed up", name, "all") for name in names
     }
     assert len(same) == len(names)  # one of both ranks has its own
     assert all(found.from_rank == 1 - found.rank for found in same if found.rank is not None)
-    (failed,) = told(report, 2, 1)
+    (failed,) = _told(report, 2, 1)
     assert failed.kind == "failed" and "experts.3" in failed.found
-    report = tried(
+    report = _tried(
         builds.experts_renumbered, stock.save, stock.load, worlds=(2,), part_of=builds.expert_of_rank
     )
     pairs = {(found.name, found.from_name) for found in report.findings}
@@ -64,7 +62,7 @@ def test_experts_of_one_rank_alone() -> None:
 def test_experts_of_one_rank_alone_that_all_ranks_seed_alike() -> None:
     """The same fault where each rank has the same random numbers: those are given by rank. What is alike
     nevertheless is taken for replicas, and so is what the user says; the report has them."""
-    report = tried(builds.experts_seeded_alike, stock.save, stock.load, worlds=(2,), replicas="router.*")
+    report = _tried(builds.experts_seeded_alike, stock.save, stock.load, worlds=(2,), replicas="router.*")
     names = {f"experts.{n}.{which}" for n in range(3) for which in ("weight", "bias")}
     assert {(found.kind, found.name) for found in report.findings} == {("mixed up", name) for name in names}
     (trial,) = report.trials
@@ -79,32 +77,32 @@ def test_experts_of_one_rank_alone_that_all_ranks_seed_alike() -> None:
 
 def test_adapters_of_rank_0_alone() -> None:
     """accelerate#4206: of a sharded adapter rank 0's slice is saved, the others keep what they began with."""
-    report = tried(
+    report = _tried(
         builds.fsdp2_adapted,
         faulty.save_adapters_of_the_first,
         faulty.load_adapters_on_the_first,
         worlds=(2, 1),
         only="*.lora_*",
     )
-    adapters = [found for found in told(report, 2, 2) if found.part == "model"]
+    adapters = [found for found in _told(report, 2, 2) if found.part == "model"]
     assert {(found.kind, found.rank, found.found) for found in adapters} == {
         ("lost", 1, "what it was before the load")
     }
     (lost,) = [
-        found for found in told(report, 2, 1) if "first.lora_A" in found.name and found.part == "model"
+        found for found in _told(report, 2, 1) if "first.lora_A" in found.name and found.part == "model"
     ]
     assert (lost.kind, lost.places, lost.count, lost.total) == ("lost", "[2:4]", 20, 40)
 
 
 def test_shards_in_the_order_of_the_mesh() -> None:
     """pytorch#129206: strided shards are put together as plain ones; each element is there, elsewhere."""
-    report = tried(
+    report = _tried(
         builds.fsdp2_tensor_parallel,
         faulty.save_full_in_order_of_the_mesh,
         faulty.load_full,
         worlds=(4, 1),
     )
-    found = [found for found in told(report, 4, 1) if found.part == "model"]
+    found = [found for found in _told(report, 4, 1) if found.part == "model"]
     assert {(one.kind, one.name) for one in found} == {
         ("shuffled", "first.weight"),
         ("shuffled", "first.bias"),
@@ -116,7 +114,7 @@ def test_shards_in_the_order_of_the_mesh() -> None:
 @cache
 def fused_by_rank() -> Report:
     """Megatron-LM#4841, of which two tests look at the report."""
-    return tried(
+    return _tried(
         builds.gate_up_by_hand,
         faulty.save_by_blocks,
         faulty.load_fused,
@@ -128,19 +126,19 @@ def fused_by_rank() -> Report:
 def test_fused_projections_put_together_by_rank() -> None:
     """Megatron-LM#4841: on as many ranks nothing shows; on others gate and up projections are mixed."""
     report = fused_by_rank()
-    assert not told(report, 2, 2)
-    (found,) = told(report, 2, 1)
+    assert not _told(report, 2, 2)
+    (found,) = _told(report, 2, 1)
     assert (found.kind, found.name, found.places) == ("shuffled", "gate_up", "[6:18]")
     assert found.from_places == "[12:18, 6:12]"
 
 
 def test_flat_parameters_of_which_each_rank_saves_its_own() -> None:
     """FSDP1's flat parameters, saved as they are: on fewer ranks the end of each of them is lost."""
-    report = tried(
+    report = _tried(
         builds.fsdp1_flat, faulty.save_flat, faulty.load_flat, worlds=(2, 1), only=("first.*", "second.*")
     )
-    assert not [found for found in told(report, 2, 2) if found.part == "model"]
-    found = {one.name: one for one in told(report, 2, 1) if one.part == "model"}
+    assert not [found for found in _told(report, 2, 2) if found.part == "model"]
+    found = {one.name: one for one in _told(report, 2, 1) if one.part == "model"}
     assert {(one.kind, one.rank) for one in found.values()} == {("lost", 0)}
     counts = {name: (one.count, one.total) for name, one in found.items()}
     assert counts == {"first.weight": (54, 120), "first.bias": (12, 12), "second.weight": (72, 120)}
@@ -148,7 +146,7 @@ def test_flat_parameters_of_which_each_rank_saves_its_own() -> None:
 
 def test_an_optimizer_that_nobody_finds_again() -> None:
     """Its state is in the file and is not read: nothing of it, no moments, no rate."""
-    report = tried(builds.tied, faulty.save_weights_alone, faulty.load_weights_alone, worlds=(1,))
+    report = _tried(builds.tied, faulty.save_weights_alone, faulty.load_weights_alone, worlds=(1,))
     assert {(found.kind, found.part, found.name) for found in report.findings} == {
         ("lost", "optimizer", name)
         for name in ("embed.weight.exp_avg", "embed.weight.exp_avg_sq", "embed.weight.step", "lr")
@@ -157,7 +155,7 @@ def test_an_optimizer_that_nobody_finds_again() -> None:
 
 def test_a_save_behind_the_loop_that_copies_nothing() -> None:
     """Values from after the save are found in the checkpoint, and called so."""
-    report = tried(builds.tied, faulty.save_later_without_a_copy, faulty.load_weights_alone, worlds=(1,))
+    report = _tried(builds.tied, faulty.save_later_without_a_copy, faulty.load_weights_alone, worlds=(1,))
     (weight,) = [found for found in report.findings if found.part == "model"]
     assert (weight.kind, weight.name, weight.found) == ("stale", "embed.weight", "what came after the save")
 
@@ -186,7 +184,7 @@ _USUAL = (builds.fsdp2_tensor_parallel, builds.experts_by_number)
 )
 def test_ours_keeps_every_element(build: Any) -> None:
     """Each parallelism, saved on some ranks and loaded on others."""
-    report = tried(build, worlds=_WORLDS[build])
+    report = _tried(build, worlds=_WORLDS[build])
     assert report.ok, report
     assert all(trial.tensors > 3 * trial.loaded_by for trial in report.trials)
 
@@ -200,13 +198,13 @@ def test_ours_keeps_every_element(build: Any) -> None:
 )
 def test_ours_keeps_every_element_in_other_pairs(build: Any, save: Any, load: Any) -> None:
     """Behind the loop, and with stock torch on either side."""
-    report = tried(build, save, load, worlds=_WORLDS[build][:2])
+    report = _tried(build, save, load, worlds=_WORLDS[build][:2])
     assert report.ok, report
 
 
 def test_ours_refuses_experts_that_are_counted_by_rank() -> None:
     """An error comes here, and stock torch drops one rank's without a word."""
-    report = tried(builds.experts_renumbered, worlds=(2,))
+    report = _tried(builds.experts_renumbered, worlds=(2,))
     assert {found.kind for found in report.findings} == {"failed"}
     assert "ReplicaMismatchError" in str(report) and "experts.0" in str(report)
 
@@ -214,8 +212,7 @@ def test_ours_refuses_experts_that_are_counted_by_rank() -> None:
 # -- ranks that fail -----------------------------------------------------------------------------------------
 
 
-def raise_on_the_last(rank: int, world: int) -> builds.Built:
-    """A model that one rank cannot make."""
+def _raise_on_the_last(rank: int, world: int) -> builds.Built:
     if rank == world - 1:
         raise RuntimeError("no memory on this one")
     return builds.ddp(rank, world)
@@ -223,7 +220,7 @@ def raise_on_the_last(rank: int, world: int) -> builds.Built:
 
 def test_a_rank_that_dies_in_a_save() -> None:
     """It is named with its exit code, and the one that waits for it is ended."""
-    report = tried(builds.ddp, faulty.save_and_die, dcp.load, worlds=(2, 1))
+    report = _tried(builds.ddp, faulty.save_and_die, dcp.load, worlds=(2, 1))
     assert [(found.kind, found.rank) for found in report.findings] == [("failed", 0), ("failed", 1)]
     assert "exit code -9" in report.findings[1].found
 
@@ -231,7 +228,7 @@ def test_a_rank_that_dies_in_a_save() -> None:
 @pytest.mark.exhaustive
 def test_a_rank_that_hangs_in_a_save(tmp_path: Path) -> None:
     """All are ended after the time that was given, and their processes are gone."""
-    report = tried(
+    report = _tried(
         builds.ddp, faulty.save_and_hang, dcp.load, worlds=(2,), timeout_seconds=8.0, folder=tmp_path
     )
     assert {found.kind for found in report.findings} == {"failed"}
@@ -268,22 +265,22 @@ def test_no_rank_outlives_who_asked(tmp_path: Path) -> None:
 
 def test_a_rank_that_raises() -> None:
     """The report has its message."""
-    report = tried(raise_on_the_last, worlds=(2,))
+    report = _tried(_raise_on_the_last, worlds=(2,))
     assert any("no memory on this one" in found.found for found in report.findings if found.rank == 1)
 
 
 def test_what_cannot_be_sent_to_a_process() -> None:
     """No number of ranks, and globs that match nothing, by which all would be well: errors that say so."""
     with pytest.raises(OptionError, match="function of a module"):
-        tried(lambda rank, world: builds.ddp(rank, world))
+        _tried(lambda rank, world: builds.ddp(rank, world))
     with pytest.raises(OptionError, match="function of a module"):
-        tried(_nameless)
+        _tried(_nameless)
     for worlds in ((), (0,), 2, "2"):
         with pytest.raises(OptionError, match="worlds"):
-            tried(builds.ddp, worlds=worlds)
+            _tried(builds.ddp, worlds=worlds)
     for options in ({"only": "*.lora_*"}, {"own": ["*", "*.experts.*"]}, {"replicas": "*.experts.*"}):
         with pytest.raises(OptionError, match=r"'\*\.[a-z_]+\*?[.a-z*]*' match no parameter or buffer"):
-            tried(builds.tied, worlds=(1,), **options)
+            _tried(builds.tied, worlds=(1,), **options)
 
 
 _TRAINER = """

@@ -51,8 +51,7 @@ def turns_once(seen: list[Seen], old: Seen, new: Seen) -> int:
     return turn
 
 
-def all_but_the_last(killed: list[bool]) -> bool:
-    """Whether each run of a matrix was killed until one got through."""
+def _all_but_the_last(killed: list[bool]) -> bool:
     return killed == [True] * (len(killed) - 1) + [False]
 
 
@@ -72,8 +71,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-def save(folder: Path, how: str, version: int, large: int, observe: Any = None) -> None:
-    """One save of a scenario's kind."""
+def _save(folder: Path, how: str, version: int, large: int, observe: Any = None) -> None:
     state = (version_apart if how == "mapped" else version_state)(version, large=large)
     writer = dcp.FileSystemWriter(
         folder, open_store=partial(PosixStore, observe=observe), **WRITERS.get(how, {})
@@ -81,9 +79,8 @@ def save(folder: Path, how: str, version: int, large: int, observe: Any = None) 
     dcp.save(state, storage_writer=writer, no_dist=True, **CALLS.get(how, {}))
 
 
-def save_observed(folder: Path, observe: Any, *, how: str, large: int = 0) -> None:
-    """That of version NEW, as `kill_at_each_step` has it."""
-    save(folder, how, NEW, large, observe)
+def _save_observed(folder: Path, observe: Any, *, how: str, large: int = 0) -> None:
+    _save(folder, how, NEW, large, observe)
 
 
 def half_published(folder: Path) -> None:
@@ -94,7 +91,7 @@ def half_published(folder: Path) -> None:
         if (op, name) == ("rename", METADATA_NAME):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Child(save, folder, "plain", OLD, 0, observe).wait()
+    Child(_save, folder, "plain", OLD, 0, observe).wait()
 
 
 @dataclass(frozen=True)
@@ -157,7 +154,7 @@ def every_crash(root: Path, name: str) -> list[Crash]:
     if scenario.before is not None:
         scenario.before(root / "before")
     seen: dict[Any, Crash] = {}
-    act = partial(save_observed, how=scenario.how, large=scenario.large)
+    act = partial(_save_observed, how=scenario.how, large=scenario.large)
 
     def look_once(folder: Path, step: str, killed: bool) -> Crash:
         if (left := what_is_left(folder)) not in seen:
@@ -200,7 +197,7 @@ def test_a_save_killed_before_any_step_leaves_the_old_or_the_new(tmp_path: Path,
     next save commits, and leaves nothing else there."""
     scenario, crashes = SAVES[name], in_lab(every_crash, tmp_path, name)
     assert len(crashes) > scenario.least_steps
-    assert all_but_the_last([crash.killed for crash in crashes])
+    assert _all_but_the_last([crash.killed for crash in crashes])
     assert turns_once([crash.dcp for crash in crashes], scenario.old, NEW) in range(1, len(crashes))
     turns_once([crash.stock for crash in crashes], scenario.old_stock, scenario.new_stock)
     assert crashes[-1].stock == scenario.new_stock and crashes[-1].found == set()
@@ -212,21 +209,21 @@ def test_a_save_killed_before_any_step_leaves_the_old_or_the_new(tmp_path: Path,
 
 def every_crash_alone(root: Path) -> list[tuple[bool, Seen, Seen]]:
     """(killed, what dcp sees, what it sees after one more save) for each step of a rank that saves alone."""
-    save(root / "before", "no collectives", OLD, 0)
+    _save(root / "before", "no collectives", OLD, 0)
 
     def look_alone(folder: Path, step: str, killed: bool) -> tuple[bool, Seen, Seen]:
         seen = seen_by_dcp(folder)
-        save(folder, "no collectives", NEXT, 0)
+        _save(folder, "no collectives", NEXT, 0)
         return killed, seen, seen_by_dcp(folder)
 
-    act = partial(save_observed, how="no collectives")
+    act = partial(_save_observed, how="no collectives")
     return kill_at_each_step(root / "before", root, act, look_alone)
 
 
 def test_a_rank_that_saves_without_the_others_is_killed(tmp_path: Path) -> None:
     """Commits its own part by the same rules, with ``use_collectives=False``."""
     rows = in_lab(every_crash_alone, tmp_path)
-    assert all_but_the_last([killed for killed, _, _ in rows]) and len(rows) > 14
+    assert _all_but_the_last([killed for killed, _, _ in rows]) and len(rows) > 14
     assert 4 < turns_once([version for _, version, _ in rows], OLD, NEW) < len(rows)
     assert {after for _, _, after in rows} == {NEXT}
 
@@ -234,14 +231,12 @@ def test_a_rank_that_saves_without_the_others_is_killed(tmp_path: Path) -> None:
 # -- deletions -----------------------------------------------------------------------------------------------
 
 
-def stock_over_ours(folder: Path) -> None:
-    """Version OLD of stock torch's, over another one of ours."""
+def _stock_over_ours(folder: Path) -> None:
     save_version(folder, 4)
     stock_save_version(folder, OLD)
 
 
-def with_strays(folder: Path) -> None:
-    """Version OLD, with what killed saves left beside it."""
+def _with_strays(folder: Path) -> None:
     save_version(folder, OLD, single_file_per_rank=False)
     for name in ("__0_0.0a1b2c3d.distcp", ".tmp-" + "0" * 32):
         (folder / name).write_bytes(b"x")
@@ -260,8 +255,8 @@ DELETIONS: dict[str, tuple[Callable[[Path], None], bool]] = {
     "ours": (ours(), True),
     "bare": (ours(torch_compatible=False), False),
     "stock": (by_stock, True),
-    "stock over ours": (stock_over_ours, True),
-    "strays": (with_strays, True),
+    "stock over ours": (_stock_over_ours, True),
+    "strays": (_with_strays, True),
     "noted": (noted, True),
 }
 """What is to be deleted, and whether stock sees it before."""
@@ -280,8 +275,7 @@ class Deletion:
     saved: tuple[Seen, Seen, list[int], bool, dict[str, int]]
 
 
-def delete(root: Path, observe: Callable[[str, str], None]) -> None:
-    """Delete the step, by a manager."""
+def _delete(root: Path, observe: Callable[[str, str], None]) -> None:
     with dcp.CheckpointManager(root, no_dist=True) as manager:
         observe_calls(root, observe)
         manager.delete(STEP)
@@ -290,7 +284,7 @@ def delete(root: Path, observe: Callable[[str, str], None]) -> None:
 def every_deletion(base: Path, name: str) -> list[Deletion]:
     """Kill the deletion before its first step, its second, and so on until it gets through."""
     DELETIONS[name][0](base / "template" / FOLDER)
-    return kill_at_each_step(base / "template", base, delete, look_at_deletion)
+    return kill_at_each_step(base / "template", base, _delete, look_at_deletion)
 
 
 def look_at_deletion(root: Path, step: str, killed: bool) -> Deletion:
@@ -325,7 +319,7 @@ def look_at_deletion(root: Path, step: str, killed: bool) -> Deletion:
 def test_a_deletion_killed_before_any_step_leaves_all_or_nothing(tmp_path: Path, name: str) -> None:
     """Leaves the checkpoint whole until one step and gone after it; the next run finishes it, or saves."""
     crashes: list[Deletion] = in_lab(every_deletion, tmp_path, name)
-    assert all_but_the_last([crash.killed for crash in crashes])
+    assert _all_but_the_last([crash.killed for crash in crashes])
     cut = turns_once([crash.dcp for crash in crashes], OLD, ABSENT)
     assert 3 < cut < len(crashes) - 3
     assert {crash.stock for crash in crashes} == ({ABSENT, OLD} if DELETIONS[name][1] else {ABSENT})
@@ -341,8 +335,7 @@ def test_a_deletion_killed_before_any_step_leaves_all_or_nothing(tmp_path: Path,
 # -- drops ---------------------------------------------------------------------------------------------------
 
 
-def by_us_and_then_stock(folder: Path) -> None:
-    """Stock torch's, over another one of ours."""
+def _by_us_and_then_stock(folder: Path) -> None:
     save_apart(folder, 2)
     save_stock(folder)
 
@@ -351,7 +344,7 @@ DROPS: dict[str, tuple[Callable[[Path], None], tuple[str, ...], bool]] = {
     "files of their own": (save_apart, (), True),
     "one file": (save_mixed, ("--rewrite",), True),
     "stock": (save_stock, ("--rewrite",), True),
-    "stock over ours": (by_us_and_then_stock, ("--rewrite",), True),
+    "stock over ours": (_by_us_and_then_stock, ("--rewrite",), True),
     "bare": (partial(save_apart, torch_compatible=False), (), False),
 }
 """What it is dropped from, the command's options, and whether stock sees it."""
@@ -371,8 +364,7 @@ class Drop:
     collected: tuple[str, str, bool]
 
 
-def drop(folder: Path, observe: Callable[[str, str], None], *, options: tuple[str, ...]) -> None:
-    """Drop the optimizer, by the command."""
+def _drop(folder: Path, observe: Callable[[str, str], None], *, options: tuple[str, ...]) -> None:
     observe_calls(folder, observe)
     assert run("prune", folder, "--yes", *options).status == 0
 
@@ -382,7 +374,7 @@ def every_drop(base: Path, name: str) -> list[Drop]:
     before, options, has_stock = DROPS[name]
     before(base / "template")
     look = partial(look_at_drop, options=options, has_stock=has_stock)
-    return kill_at_each_step(base / "template", base, partial(drop, options=options), look)
+    return kill_at_each_step(base / "template", base, partial(_drop, options=options), look)
 
 
 def look_at_drop(folder: Path, step: str, killed: bool, *, options: tuple[str, ...], has_stock: bool) -> Drop:
@@ -419,7 +411,7 @@ def look_at_drop(folder: Path, step: str, killed: bool, *, options: tuple[str, .
 def test_a_drop_killed_before_any_step_leaves_all_or_the_rest(tmp_path: Path, name: str) -> None:
     """Leaves all until one step and the weights after it; a second drop, and a clean-up, end the work."""
     crashes: list[Drop] = in_lab(every_drop, tmp_path, name)
-    assert all_but_the_last([crash.killed for crash in crashes])
+    assert _all_but_the_last([crash.killed for crash in crashes])
     assert 0 < turns_once([crash.dcp for crash in crashes], WHOLE, LESS) < len(crashes) - 1
     if DROPS[name][2]:  # which has a step of its own
         turns_once([crash.stock for crash in crashes], WHOLE, LESS)

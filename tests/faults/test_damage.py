@@ -29,8 +29,7 @@ LARGE = 3 << 18
 """Elements of 4 bytes, of three blocks that have checksums of their own."""
 
 
-def contents(factor: int = 1) -> dict[str, Any]:
-    """A small state dict with each kind of entry."""
+def _contents(factor: int = 1) -> dict[str, Any]:
     return {
         "w": torch.arange(15.0).reshape(3, 5) * factor + factor,
         "half": torch.full((7,), factor, dtype=torch.bfloat16),
@@ -42,33 +41,30 @@ def contents(factor: int = 1) -> dict[str, Any]:
     }
 
 
-def differs(state: dict[str, Any]) -> bool:
-    """Whether ``state`` is not `contents` in every bit."""
-    got, wanted = dict(leaves(state)), dict(leaves(contents()))
+def _differs(state: dict[str, Any]) -> bool:
+    got, wanted = dict(leaves(state)), dict(leaves(_contents()))
     return any(
         raw(got[name]) != raw(value) if isinstance(value, torch.Tensor) else got[name] != value
         for name, value in wanted.items()
     )
 
 
-def save_ours(folder: Path, **options: Any) -> None:
-    """A checkpoint of ours."""
+def _save_ours(folder: Path, **options: Any) -> None:
     writer = dcp.FileSystemWriter(folder, **options)
-    dcp.save(contents(), storage_writer=writer, no_dist=True)
+    dcp.save(_contents(), storage_writer=writer, no_dist=True)
 
 
-def save_ours_without_manifest(folder: Path) -> None:
-    """What stock torch would read of ours: the index is `.metadata`."""
-    save_ours(folder)
+def _save_ours_without_manifest(folder: Path) -> None:
+    _save_ours(folder)
     (folder / "manifest.msgpack").unlink()
 
 
 SAVES: dict[str, Callable[[Path], None]] = {
-    "ours": save_ours,
-    "bare": lambda folder: save_ours(folder, torch_compatible=False),
-    "file per tensor": lambda folder: save_ours(folder, single_file_per_rank=False),
-    "without manifest": save_ours_without_manifest,
-    "stock": lambda folder: stock_save(contents(), checkpoint_id=folder, no_dist=True),
+    "ours": _save_ours,
+    "bare": lambda folder: _save_ours(folder, torch_compatible=False),
+    "file per tensor": lambda folder: _save_ours(folder, single_file_per_rank=False),
+    "without manifest": _save_ours_without_manifest,
+    "stock": lambda folder: stock_save(_contents(), checkpoint_id=folder, no_dist=True),
 }
 
 
@@ -93,23 +89,22 @@ class Tally:
 
     def look(self, folder: Path, what: str) -> None:
         """Load and verify."""
-        state = contents(0)
+        state = _contents(0)
         try:
             dcp.load(state, checkpoint_id=folder, no_dist=True)
         except dcp.CheckpointError as error:
             self.loads[type(error).__name__] += 1
             if not isinstance(error, TYPED):
                 self.untyped.append(f"{what}: {error!r}")
-            if passes(folder):
+            if _passes(folder):
                 self.unnoticed.append(f"{what}: {error}")
         else:
             self.loads["loaded"] += 1
-            if differs(state):
+            if _differs(state):
                 self.wrong.append(what)
 
 
-def passes(folder: Path) -> bool:
-    """Whether `dcp verify` finds nothing."""
+def _passes(folder: Path) -> bool:
     return bool(verified(folder)["ok"])
 
 
@@ -121,9 +116,9 @@ def flip_everywhere(folder: Path, step: int, seed: int) -> dict[str, Tally]:
         tally = tallies.get(path.name, tallies["data"])
         for offset in range(generator.randrange(step), path.stat().st_size, step):
             mask = 1 << generator.randrange(8)
-            flip(path, offset, mask)
+            _flip(path, offset, mask)
             tally.look(folder, f"{path.name} at {offset}")
-            flip(path, offset, mask)
+            _flip(path, offset, mask)
     return tallies
 
 
@@ -177,8 +172,7 @@ def regions(folder: Path) -> Iterator[tuple[str, str, int]]:
                 yield f"object {fqn}", index.files[int(index.objects.files[row])], offset
 
 
-def flip(path: Path, offset: int, mask: int = 0x10) -> None:
-    """Some bits of a byte; again, and they are as they were."""
+def _flip(path: Path, offset: int, mask: int = 0x10) -> None:
     with path.open("r+b") as file:
         file.seek(offset)
         before = file.read(1)
@@ -193,15 +187,15 @@ def test_each_region_of_each_record_is_watched(tmp_path: Path) -> None:
     save_version(folder, 1, large=LARGE)
     seen: Counter[str] = Counter()
     for what, name, offset in regions(folder):
-        flip(folder / name, offset)
+        _flip(folder / name, offset)
         region = what.split()[0]
         seen[region] += 1
         got = seen_by_dcp(folder, large=LARGE)
         assert got == ("CorruptCheckpointError" if region in ("payload", "object") else 1), what
-        assert not passes(folder), what
-        flip(folder / name, offset)
+        assert not _passes(folder), what
+        _flip(folder / name, offset)
     assert min(seen[region] for region in ("prefix", "payload", "suffix", "object")) >= 3
-    assert passes(folder)
+    assert _passes(folder)
 
 
 def interesting_sizes(folder: Path, path: Path) -> list[int]:
@@ -247,12 +241,12 @@ def test_a_missing_file_is_refused_by_name(tmp_path: Path, kind: str) -> None:
     for path in sorted(folder.glob("*.distcp")):
         path.rename(tmp_path / "away")
         with pytest.raises(CorruptCheckpointError) as caught:
-            dcp.load(contents(0), checkpoint_id=folder, no_dist=True)
+            dcp.load(_contents(0), checkpoint_id=folder, no_dist=True)
         assert path.name in str(caught.value) and caught.value.path == str(path)
         missing = [one["file"] for one in verified(folder)["findings"] if one["kind"] == "missing-file"]
         assert missing == [path.name]
         (tmp_path / "away").rename(path)
-    assert passes(folder)
+    assert _passes(folder)
 
 
 def test_a_file_of_another_save_under_the_same_name_is_refused(tmp_path: Path) -> None:
@@ -264,11 +258,10 @@ def test_a_file_of_another_save_under_the_same_name_is_refused(tmp_path: Path) -
     assert one.stat().st_size == two.stat().st_size
     shutil.copyfile(two, one)
     assert seen_by_dcp(tmp_path / "one") == "CorruptCheckpointError"
-    assert not passes(tmp_path / "one")
+    assert not _passes(tmp_path / "one")
 
 
-def save_shards(rank: int, world_size: int, folder: Path) -> None:
-    """Shards of one tensor: the files of the ranks have the same layout."""
+def _save_shards(rank: int, world_size: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     shard = torch.full((4, 6), float(rank + 1))
     state = {"w": DTensor.from_local(shard, mesh, [Shard(0)])}
@@ -276,8 +269,7 @@ def save_shards(rank: int, world_size: int, folder: Path) -> None:
     dist.barrier()
 
 
-def load_shards(folder: Path) -> torch.Tensor:
-    """The whole tensor."""
+def _load_shards(folder: Path) -> torch.Tensor:
     state = {"w": torch.zeros(8, 6)}
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     return state["w"]
@@ -285,15 +277,15 @@ def load_shards(folder: Path) -> torch.Tensor:
 
 def test_swapped_files_of_two_ranks_are_refused(tmp_path: Path) -> None:
     """Each file is whole and of the right size, but stands under the other one's name."""
-    run_ranks(2, save_shards, tmp_path / "x")
+    run_ranks(2, _save_shards, tmp_path / "x")
     first, second = sorted((tmp_path / "x").glob("*.distcp"))
-    assert torch.equal(load_shards(tmp_path / "x")[:, 0], torch.tensor([1.0] * 4 + [2.0] * 4))
+    assert torch.equal(_load_shards(tmp_path / "x")[:, 0], torch.tensor([1.0] * 4 + [2.0] * 4))
     assert first.stat().st_size == second.stat().st_size
     first.rename(tmp_path / "away")
     second.rename(first)
     (tmp_path / "away").rename(second)
     with pytest.raises(CorruptCheckpointError) as caught:
-        load_shards(tmp_path / "x")
+        _load_shards(tmp_path / "x")
     assert caught.value.fqn == "w"
     assert len({one["file"] for one in verified(tmp_path / "x")["findings"]}) == 2
 

@@ -45,8 +45,7 @@ class Raised:
     cause: str = ""
 
 
-def outcome(act: Callable[[], Any]) -> Raised | None:
-    """What ``act`` raises."""
+def _outcome(act: Callable[[], Any]) -> Raised | None:
     try:
         act()
     except (dcp.RankFailedError, KeyboardInterrupt) as error:
@@ -59,19 +58,17 @@ def outcome(act: Callable[[], Any]) -> Raised | None:
     return None
 
 
-def tell(value: Any) -> list[Any]:
-    """``value`` of every rank, on every rank."""
+def _tell(value: Any) -> list[Any]:
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-def faulty_save(folder: Path, *faults: Fault, planner: Any = None) -> tuple[Raised | None, list[Operation]]:
-    """Save version NEW together, on this rank through a store with ``faults``."""
+def _faulty_save(folder: Path, *faults: Fault, planner: Any = None) -> tuple[Raised | None, list[Operation]]:
     opener = OpenWithFaults(*faults)
     writer = dcp.FileSystemWriter(folder, open_store=opener)
     state, more = version_state(NEW), {"planner": planner, "timeout_seconds": TIMEOUT_SECONDS}
-    return outcome(lambda: dcp.save(state, storage_writer=writer, **more)), opener.log
+    return _outcome(lambda: dcp.save(state, storage_writer=writer, **more)), opener.log
 
 
 def fail_at_every_operation(rank: int, world_size: int, root: Path, faulty: int, old: int | str) -> list[Any]:
@@ -87,15 +84,15 @@ def fail_at_every_operation(rank: int, world_size: int, root: Path, faulty: int,
             copy_folder(root / "before", folder)
         dist.barrier()
         faults = [Fault(at=number, error=StorageFullError("injected"))] if rank == faulty else []
-        raised, log = faulty_save(folder, *faults)
-        everything = tell((raised, len(log)))
+        raised, log = _faulty_save(folder, *faults)
+        everything = _tell((raised, len(log)))
         if everything[faulty][1] < number:
             return rows
         if rank == 0:
             seen = seen_by_dcp(folder), seen_by_stock(folder), listing(folder)
             save_version(folder, NEXT)
             after = seen_by_dcp(folder), listing(folder)
-        op = tell(log[number - 1].op if rank == faulty else None)[faulty]
+        op = _tell(log[number - 1].op if rank == faulty else None)[faulty]
         if rank == 0:
             rows.append((op, [entry[0] for entry in everything], seen, after))
 
@@ -132,22 +129,20 @@ def test_an_error_of_one_rank_is_raised_on_both_and_undoes_the_save(
     assert failed >= (10 if faulty == 0 else 4)
 
 
-def interrupted_save(rank: int, world_size: int, folder: Path, who: int) -> Any:
-    """A KeyboardInterrupt in the middle of one rank's writing."""
-
+def _interrupted_save(rank: int, world_size: int, folder: Path, who: int) -> Any:
     def interrupt(operation: Operation) -> None:
         raise KeyboardInterrupt
 
     faults = [Fault("write", hook=interrupt)] if rank == who else []
-    raised, _ = faulty_save(folder, *faults)
+    raised, _ = _faulty_save(folder, *faults)
     dist.barrier()
-    return raised, listing(folder), outcome(lambda: dcp.save(version_state(NEXT), checkpoint_id=folder))
+    return raised, listing(folder), _outcome(lambda: dcp.save(version_state(NEXT), checkpoint_id=folder))
 
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_an_interrupted_rank_leaves_nothing_and_the_other_raises(tmp_path: Path, who: int) -> None:
     """The interrupt stays one where it happened, is RankFailedError elsewhere; no file remains."""
-    results = run_ranks(2, interrupted_save, tmp_path / "x", who)
+    results = run_ranks(2, _interrupted_save, tmp_path / "x", who)
     own, files, again = results[who]
     assert own.names[0] == "KeyboardInterrupt"
     other = results[1 - who][0]
@@ -171,9 +166,7 @@ def fail() -> None:
     raise Boom("in state_dict")
 
 
-def fail_in(planner: Any, phase: str) -> Any:
-    """A planner whose method of that name fails, as an override of a user's."""
-
+def _fail_in(planner: Any, phase: str) -> Any:
     def fail(*args: Any, **options: Any) -> None:
         raise Boom(f"in {phase}")
 
@@ -184,8 +177,7 @@ SAVE_PHASES = ("state_dict", "set_up_planner", "create_local_columns", "global p
 OBJECT_PHASES = ("create_local_plan", "create_global_plan", "finish_plan", "resolve_data")
 
 
-def failing_save(rank: int, world_size: int, folder: Path, phase: str, who: int) -> Any:
-    """Rank ``who`` fails in ``phase``; then all save again."""
+def _failing_save(rank: int, world_size: int, folder: Path, phase: str, who: int) -> Any:
     state: dict[str, Any] = version_state(NEW)
     faults: list[Fault] = []
     planner: dcp.DefaultSavePlanner | None = ObjectSavePlanner() if phase in OBJECT_PHASES else None
@@ -193,7 +185,7 @@ def failing_save(rank: int, world_size: int, folder: Path, phase: str, who: int)
         if phase == "state_dict":
             state["stateful"] = Acting(fail)
         elif phase == "set_up_planner":
-            planner = fail_in(dcp.DefaultSavePlanner, phase)
+            planner = _fail_in(dcp.DefaultSavePlanner, phase)
         elif phase == "create_local_columns":
             state["bad"] = torch.zeros(4, 4).to_sparse()
         elif phase == "global plan":
@@ -203,13 +195,13 @@ def failing_save(rank: int, world_size: int, folder: Path, phase: str, who: int)
         elif phase == "commit":
             faults = [Fault("publish", error=StorageError("in commit"))]
         else:
-            planner = fail_in(dcp.DefaultSavePlanner, phase)
+            planner = _fail_in(dcp.DefaultSavePlanner, phase)
     writer = dcp.FileSystemWriter(folder, open_store=OpenWithFaults(*faults))
-    raised = outcome(
+    raised = _outcome(
         lambda: dcp.save(state, storage_writer=writer, planner=planner, timeout_seconds=TIMEOUT_SECONDS)
     )
-    left = tell(listing(folder))[0]
-    again = outcome(lambda: dcp.save(version_state(NEXT), checkpoint_id=folder))
+    left = _tell(listing(folder))[0]
+    again = _outcome(lambda: dcp.save(version_state(NEXT), checkpoint_id=folder))
     return raised, left, again
 
 
@@ -217,7 +209,7 @@ def failing_save(rank: int, world_size: int, folder: Path, phase: str, who: int)
 def test_a_rank_that_fails_in_any_phase_of_a_save_fails_it_everywhere(tmp_path: Path, phase: str) -> None:
     """All three raise RankFailedError with rank and cause; nothing is left, and the next save works."""
     who = 0 if phase in ("commit", "global plan", "create_global_plan") else 1
-    results = run_ranks(3, failing_save, tmp_path / "x", phase, who)
+    results = run_ranks(3, _failing_save, tmp_path / "x", phase, who)
     for raised, left, again in results:
         assert raised is not None
         assert "RankFailedError" in raised.names
@@ -237,8 +229,7 @@ def test_a_rank_that_fails_in_any_phase_of_a_save_fails_it_everywhere(tmp_path: 
 LOAD_PHASES = ("state_dict", "index", "plan", "read", "create_local_plan", "commit_tensor")
 
 
-def failing_load(rank: int, world_size: int, folder: Path, phase: str, who: int) -> Any:
-    """Rank ``who`` fails in ``phase``; then all load again."""
+def _failing_load(rank: int, world_size: int, folder: Path, phase: str, who: int) -> Any:
     if rank == 0:
         save_version(folder, OLD)
     dist.barrier()
@@ -256,9 +247,9 @@ def failing_load(rank: int, world_size: int, folder: Path, phase: str, who: int)
         elif phase == "read":
             faults = [Fault("preadv", name="*.distcp", error=StorageError("in read"))]
         else:
-            planner = fail_in(dcp.DefaultLoadPlanner, phase)
+            planner = _fail_in(dcp.DefaultLoadPlanner, phase)
     reader = dcp.FileSystemReader(folder, open_store=OpenWithFaults(*faults))
-    raised = outcome(
+    raised = _outcome(
         lambda: dcp.load(state, storage_reader=reader, planner=planner, timeout_seconds=TIMEOUT_SECONDS)
     )
     fresh = version_state(0)
@@ -270,7 +261,7 @@ def failing_load(rank: int, world_size: int, folder: Path, phase: str, who: int)
 def test_a_rank_that_fails_in_any_phase_of_a_load_fails_it_everywhere(tmp_path: Path, phase: str) -> None:
     """All three raise RankFailedError with rank and cause; the next load on the same ranks works."""
     who = 0 if phase == "index" else 1
-    for raised, loads_again in run_ranks(3, failing_load, tmp_path / "x", phase, who):
+    for raised, loads_again in run_ranks(3, _failing_load, tmp_path / "x", phase, who):
         assert raised is not None
         assert "RankFailedError" in raised.names
         assert raised.ranks == (who,)
@@ -282,8 +273,7 @@ def test_a_rank_that_fails_in_any_phase_of_a_load_fails_it_everywhere(tmp_path: 
         assert loads_again
 
 
-def save_to_another_place(rank: int, world_size: int, folder: str, replaced: bool) -> list[str]:
-    """Rank 1 writes to a folder of its own, as if the disk were not shared."""
+def _save_to_another_place(rank: int, world_size: int, folder: str, replaced: bool) -> list[str]:
     mine = {"own": dcp.PerRank(torch.full((3000,), float(rank)))}
     if replaced:
         dcp.save(mine, checkpoint_id=f"{folder}/0")
@@ -305,7 +295,7 @@ def save_to_another_place(rank: int, world_size: int, folder: str, replaced: boo
 def test_ranks_that_write_to_different_places_are_found_out(tmp_path: Path, replaced: bool) -> None:
     """A manifest that names files which only another machine sees is not published, over a checkpoint least
     of all: the one that was there stays."""
-    for messages in run_ranks(2, save_to_another_place, str(tmp_path), replaced):
+    for messages in run_ranks(2, _save_to_another_place, str(tmp_path), replaced):
         assert len(messages) == 1
         assert "Give all of them one id" in messages[0]
     left = {path.name for path in (tmp_path / "0").glob("*")}
@@ -335,8 +325,8 @@ def save_oddly(rank: int, world_size: int, path: str) -> Any:
     gets of a storage that nobody can open."""
     odd = {"o": dcp.PerRank(Unpicklable() if rank else 1)}
     told = [
-        outcome(lambda: dcp.save(STATE, checkpoint_id=path, planner=ShortPlanner())),
-        outcome(lambda: dcp.save(STATE | odd, checkpoint_id=path)),
+        _outcome(lambda: dcp.save(STATE, checkpoint_id=path, planner=ShortPlanner())),
+        _outcome(lambda: dcp.save(STATE | odd, checkpoint_id=path)),
     ]
     found = dcp.save(STATE, storage_writer=Elsewhere(path)).state_dict_metadata
     return [raised and raised.message for raised in told], sorted(found)

@@ -37,8 +37,7 @@ def own_disk(folder: Path) -> bool:
     return not libc.mount(b"none", os.fsencode(folder), b"tmpfs", 0, b"size=%d" % DISK_BYTES)
 
 
-def try_save(folder: Path, version: int, **options: Any) -> str:
-    """Save; what was raised, or nothing."""
+def _try_save(folder: Path, version: int, **options: Any) -> str:
     try:
         save_version(folder, version, **options)
     except dcp.CheckpointError as error:
@@ -48,8 +47,7 @@ def try_save(folder: Path, version: int, **options: Any) -> str:
     return ""
 
 
-def fill(folder: Path, free_bytes: int) -> None:
-    """Leave ``free_bytes`` of the file system."""
+def _fill(folder: Path, free_bytes: int) -> None:
     state = os.statvfs(folder)
     with (folder / "ballast").open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, state.f_bavail * state.f_bsize - free_bytes)
@@ -62,28 +60,26 @@ def look(folder: Path, *, large: int = 0) -> Seen:
     return seen, seen_by_stock(folder, large=large), listing(folder), found
 
 
-def large_save_on_a_small_disk(root: Path, before: bool, options: dict[str, Any]) -> Any:
-    """A save that does not fit; then one that does."""
+def _large_save_on_a_small_disk(root: Path, before: bool, options: dict[str, Any]) -> Any:
     if not own_disk(root / "disk"):
-        return limited(root, before, 1 << 20)
+        return _limited(root, before, 1 << 20)
     folder = root / "disk" / "x"
     if before:
         save_version(folder, OLD, large=LARGE)
     else:
-        fill(root / "disk", 8 << 20)
-    raised = try_save(folder, NEW, large=LARGE, **options)
+        _fill(root / "disk", 8 << 20)
+    raised = _try_save(folder, NEW, large=LARGE, **options)
     after = look(folder, large=LARGE)
     save_version(folder, NEXT)
     return raised, after, look(folder)
 
 
-def limited(root: Path, before: bool, limit_bytes: int) -> Any:
-    """A save under a limit on the size of files; then one without."""
+def _limited(root: Path, before: bool, limit_bytes: int) -> Any:
     folder = root / "x"
     if before:
         save_version(folder, OLD)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, resource.RLIM_INFINITY))
-    raised = try_save(folder, NEW, large=LARGE)
+    raised = _try_save(folder, NEW, large=LARGE)
     after = look(folder)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     save_version(folder, NEXT)
@@ -94,9 +90,9 @@ def limited(root: Path, before: bool, limit_bytes: int) -> Any:
 @pytest.mark.parametrize(
     ("how", "given"),
     [
-        *((large_save_on_a_small_disk, given) for given in ({}, {"sync_files": False}, {"thread_count": 2})),
-        pytest.param(large_save_on_a_small_disk, {"mapped": True}, marks=pytest.mark.exhaustive),
-        *((limited, limit_bytes) for limit_bytes in (1000, 9 << 20)),
+        *((_large_save_on_a_small_disk, given) for given in ({}, {"sync_files": False}, {"thread_count": 2})),
+        pytest.param(_large_save_on_a_small_disk, {"mapped": True}, marks=pytest.mark.exhaustive),
+        *((_limited, limit_bytes) for limit_bytes in (1000, 9 << 20)),
     ],
 )
 def test_a_save_that_does_not_fit_leaves_what_was_there(
@@ -115,13 +111,13 @@ def save_with_few_pages_left(root: Path, before: bool) -> list[tuple[str, Seen, 
     enough."""
     disk, rows = root / "disk", list[Any]()
     if not own_disk(disk):
-        return [limited(root, before, 1 << 20)]
+        return [_limited(root, before, 1 << 20)]
     while not rows or rows[-1][0]:
         folder = disk / f"x{len(rows)}"
         if before:
             save_version(folder, OLD)
-        fill(disk, len(rows) * PAGE)
-        raised, seen = try_save(folder, NEW), look(folder)
+        _fill(disk, len(rows) * PAGE)
+        raised, seen = _try_save(folder, NEW), look(folder)
         (disk / "ballast").unlink()
         save_version(folder, NEXT)
         rows.append((raised, seen, look(folder)))

@@ -34,19 +34,16 @@ class Payload:
         return os.system, (f"touch {self.canary}",)
 
 
-def target() -> dict[str, Any]:
-    """A state dict to load into."""
+def _target() -> dict[str, Any]:
     return {"w": torch.zeros(4, 4), "config": None}
 
 
-def save_stock(folder: Path, config: Any) -> Path:
-    """A checkpoint of stock torch with one tensor and one object."""
+def _save_stock(folder: Path, config: Any) -> Path:
     stock_save({"w": torch.ones(4, 4), "config": config}, checkpoint_id=folder, no_dist=True)
     return folder
 
 
-def save_ours(folder: Path, config: Any = 1) -> Path:
-    """The same of ours."""
+def _save_ours(folder: Path, config: Any = 1) -> Path:
     dcp.save({"w": torch.ones(4, 4), "config": config}, checkpoint_id=folder, no_dist=True)
     return folder
 
@@ -54,7 +51,7 @@ def save_ours(folder: Path, config: Any = 1) -> Path:
 def load_refused(folder: Path, error: type[CheckpointError], **options: Any) -> CheckpointError:
     """The error of a load, which leaves tensors' memory alone where it is told before reading."""
     with pytest.raises(error) as caught:
-        dcp.load(target(), checkpoint_id=folder, no_dist=True, **options)
+        dcp.load(_target(), checkpoint_id=folder, no_dist=True, **options)
     return caught.value
 
 
@@ -67,7 +64,7 @@ def inject(data: bytes, canary: Path) -> bytes:
 
 def test_code_in_metadata_does_not_run(tmp_path: Path) -> None:
     """A `.metadata` that calls os.system is refused by load and verify, and the error names the function."""
-    folder, canary = save_stock(tmp_path / "x", 1), tmp_path / "canary"
+    folder, canary = _save_stock(tmp_path / "x", 1), tmp_path / "canary"
     path = folder / ".metadata"
     original = pickle.loads(path.read_bytes())
     path.write_bytes(inject(pickle.dumps(original, protocol=2), canary))
@@ -81,7 +78,7 @@ def test_code_in_metadata_does_not_run(tmp_path: Path) -> None:
     assert not canary.exists()
 
 
-@pytest.mark.parametrize("save", [save_stock, save_ours])
+@pytest.mark.parametrize("save", [_save_stock, _save_ours])
 def test_code_in_an_object_does_not_run(tmp_path: Path, save: Callable[[Path, Any], Path]) -> None:
     """Refused with the name of the entry; ``weights_only=False`` by the caller is what allows it."""
     canary = tmp_path / "canary"
@@ -92,14 +89,14 @@ def test_code_in_an_object_does_not_run(tmp_path: Path, save: Callable[[Path, An
     assert "weights_only=False" in str(error)
     assert verified(folder)["ok"]
     assert not canary.exists()
-    dcp.load(target(), checkpoint_id=folder, no_dist=True, weights_only=False)
+    dcp.load(_target(), checkpoint_id=folder, no_dist=True, weights_only=False)
     assert canary.exists()
 
 
 def test_code_in_a_tensors_record_does_not_run(tmp_path: Path) -> None:
     """The pickle beside a foreign tensor's bytes is decoded by the allow-list, whatever the caller allows."""
     canary, folder = tmp_path / "canary", tmp_path / "x"
-    save_stock(folder, 1)
+    _save_stock(folder, 1)
     buffer = io.BytesIO()
     torch.save(torch.ones(4, 4), buffer)
     evil = io.BytesIO()
@@ -107,23 +104,21 @@ def test_code_in_a_tensors_record_does_not_run(tmp_path: Path) -> None:
         for name in source.namelist():
             data = source.read(name)
             made.writestr(name, inject(data, canary) if name.endswith("data.pkl") else data)
-    append(folder, evil.getvalue(), "w")
+    _append(folder, evil.getvalue(), "w")
     load_refused(folder, CheckpointError)
     load_refused(folder, CheckpointError, weights_only=False)
     assert not verified(folder)["ok"]
     assert not canary.exists()
 
 
-def change_metadata(folder: Path, change: Callable[[str, Any], None]) -> None:
-    """Each place in stock's `.metadata`, by the name of what is there."""
+def _change_metadata(folder: Path, change: Callable[[str, Any], None]) -> None:
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     for index, place in metadata.storage_data.items():
         change(index.fqn, place)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def append(folder: Path, data: bytes, name: str) -> None:
-    """To the data file, as if it were what stock had saved under ``name``."""
+def _append(folder: Path, data: bytes, name: str) -> None:
     (path,) = folder.glob("*.distcp")
     begin = path.stat().st_size
     with path.open("ab") as file:
@@ -133,7 +128,7 @@ def append(folder: Path, data: bytes, name: str) -> None:
         if fqn == name:
             place.offset, place.length = begin, len(data)
 
-    change_metadata(folder, move)
+    _change_metadata(folder, move)
 
 
 TRAVERSALS = ["../secret", "/etc/passwd", "a/../../secret", "..", "", ".", "a\0b", "sub/file"]
@@ -144,13 +139,13 @@ TRAVERSALS = ["../secret", "/etc/passwd", "a/../../secret", "..", "", ".", "a\0b
 def test_names_in_an_index_do_not_leave_the_folder(tmp_path: Path, name: str, by_stock: bool) -> None:
     """A data file by any other than a plain name is refused before anything is opened, in a manifest as in
     stock's `.metadata`."""
-    folder = (save_stock if by_stock else save_ours)(tmp_path / "x", 1)
+    folder = (_save_stock if by_stock else _save_ours)(tmp_path / "x", 1)
     (data,) = folder.glob("*.distcp")
     (folder / "sub").mkdir()
     for copy in (tmp_path / "secret", folder / "sub" / "file"):
         copy.write_bytes(data.read_bytes())
     if by_stock:
-        change_metadata(folder, lambda _, place: setattr(place, "relative_path", name))
+        _change_metadata(folder, lambda _, place: setattr(place, "relative_path", name))
     else:
         rewrite_manifest(folder, lambda index: dataclasses.replace(index, files=[name]))
     load_refused(folder, CheckpointFormatError)
@@ -160,7 +155,7 @@ def test_names_in_an_index_do_not_leave_the_folder(tmp_path: Path, name: str, by
 @pytest.mark.parametrize("odd", [lambda path, there: path.symlink_to(there), lambda path, _: os.mkfifo(path)])
 def test_links_are_not_followed_and_pipes_do_not_hang(tmp_path: Path, odd: Any) -> None:
     """In the place of a data file or a manifest: a link to a file of the user's, a FIFO."""
-    folder = save_ours(tmp_path / "x")
+    folder = _save_ours(tmp_path / "x")
     (data,) = folder.glob("*.distcp")
     for path in (data, folder / "manifest.msgpack"):
         path.rename(tmp_path / "elsewhere")
@@ -168,7 +163,7 @@ def test_links_are_not_followed_and_pipes_do_not_hang(tmp_path: Path, odd: Any) 
         load_refused(folder, CheckpointError)
         path.unlink()
         (tmp_path / "elsewhere").rename(path)
-    dcp.load(target(), checkpoint_id=folder, no_dist=True)
+    dcp.load(_target(), checkpoint_id=folder, no_dist=True)
 
 
 HUGE = 1 << 40
@@ -204,7 +199,7 @@ LIES: dict[str, Callable[[CheckpointIndex], CheckpointIndex]] = {
 
 def loads_in_little_memory(folder: Path, limit_bytes: int) -> tuple[str, bool, int]:
     """(error's class or "", right contents, growth of the peak in bytes) of a load with a limit on memory."""
-    state = target()
+    state = _target()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (used + limit_bytes, resource.RLIM_INFINITY))
@@ -224,9 +219,9 @@ def every_lie(root: Path, by_stock: bool) -> dict[str, Any]:
     """What loads do whose index lies, each in a process of its own: manifests, or places in a `.metadata`."""
     results: dict[str, Any] = {}
     for number, lie in enumerate(PLACES if by_stock else LIES):
-        folder = (save_stock if by_stock else save_ours)(root / str(number), 1)
+        folder = (_save_stock if by_stock else _save_ours)(root / str(number), 1)
         if by_stock:
-            change_metadata(folder, lambda _, place: vars(place).update(offset=lie[0], length=lie[1]))  # noqa: B023
+            _change_metadata(folder, lambda _, place: vars(place).update(offset=lie[0], length=lie[1]))  # noqa: B023
         else:
             rewrite_manifest(folder, LIES[str(lie)])
         ending = Child(loads_in_little_memory, folder, 256 << 20).wait()
@@ -244,18 +239,17 @@ def test_an_index_that_lies_is_refused_in_little_memory(tmp_path: Path, by_stock
         assert grown_bytes < 64 << 20, name
 
 
-def bomb(root: Path) -> Any:
-    """An object whose small pickle asks for a lot of memory, loaded with little."""
-    folder, made = save_stock(root / "x", 1), io.BytesIO()
+def _bomb(root: Path) -> Any:
+    folder, made = _save_stock(root / "x", 1), io.BytesIO()
     doubling = b"\x80\x02]q\0(" + b"".join(b"h\0h\0" for _ in range(10)) + b"e."
     with zipfile.ZipFile(made, "w") as archive:
         archive.writestr("archive/data.pkl", doubling)
         archive.writestr("archive/version", "3\n")
-    append(folder, made.getvalue(), "config")
+    _append(folder, made.getvalue(), "config")
     ending = Child(loads_in_little_memory, folder, 256 << 20).wait(240)
     return ending.hung, ending.signal, ending.value is not None
 
 
 def test_a_pickle_that_refers_to_itself_does_no_harm(tmp_path: Path) -> None:
     """A recursive list neither hangs nor kills the load."""
-    assert in_lab(bomb, tmp_path) == (False, 0, True)
+    assert in_lab(_bomb, tmp_path) == (False, 0, True)

@@ -70,12 +70,10 @@ class _Runs:
 
 
 def _opcodes(value: object) -> bytes:
-    """Those that make ``value``, without the pickle's head and end."""
     return pickle.dumps(value, protocol=2)[2:-1]
 
 
 def _item(key: bytes, value: bytes) -> bytes:
-    """A dict with a good tensor "a", and then this item."""
     good = tensor_pickle((2,), (1,))[2:-2].replace(b"x", b"a", 1)  # without SETITEM and STOP
     return b"\x80\x02" + good + b"s" + key + value + b"s."
 
@@ -138,7 +136,6 @@ def _get(number: int) -> bytes:
 
 
 def _laughs(first: bytes, level: Callable[[int], bytes]) -> bytes:
-    """Each level has the one below ten times."""
     levels = b"".join(level(n) + _memo(n + 1) + b"0" for n in range(40))
     return b"\x80\x02" + first + _memo(0) + b"0" + levels + b"}X\x01\0\0\0a" + _get(40) + b"s."
 
@@ -232,7 +229,6 @@ def test_what_a_pickle_says_of_a_storage_must_be_so() -> None:
 
 
 def _patched(lie: dict[str, int]) -> bytes:
-    """A good file with the third entry of its directory changed."""
     data = bytearray(archive(tensor_pickle((4,), (1,))))
     at = directory_of(bytes(data))
     for _ in range(2):
@@ -336,7 +332,6 @@ def test_lying_safetensors_headers(data: bytes | Callable[[], bytes]) -> None:
 
 
 def _mutated(data: bytes, rng: random.Random) -> bytes:
-    """A few bytes changed, cut out or repeated."""
     changed = bytearray(data)
     for _ in range(rng.randint(1, 4)):
         at = rng.randrange(len(changed))
@@ -472,8 +467,7 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
             self.write(b"b")
 
 
-def pickled(value: Any) -> bytes:
-    """The pickle of a value with `_Call` and `_Global` in it."""
+def _pickled(value: Any) -> bytes:
     buffer = io.BytesIO()
     _Pickler(buffer, 2).dump(value)
     return buffer.getvalue()
@@ -492,13 +486,11 @@ def dtype(text: Any, state: Any = None) -> _Call:
     return _Call(DTYPE, (text, False, True), state)
 
 
-def array(shape: Any, kind: Any, data: Any, *, first: Any = (0,), is_fortran: Any = False) -> _Call:
-    """An array as numpy pickles it."""
+def _array(shape: Any, kind: Any, data: Any, *, first: Any = (0,), is_fortran: Any = False) -> _Call:
     return _Call(RECONSTRUCT, (NDARRAY, first, b"b"), (1, shape, kind, is_fortran, data))
 
 
-def structure(fields: dict[str, Any], size: int, names: Any = None) -> _Call:
-    """A structured dtype."""
+def _structure(fields: dict[str, Any], size: int, names: Any = None) -> _Call:
     names = tuple(fields) if names is None else names
     return dtype(f"V{size}", (3, "|", None, names, fields, size, 1, 16))
 
@@ -507,24 +499,21 @@ def nested_structure(levels: int) -> Any:
     """Fields that lie over each other: each level has twice the fields of the one below, in one place."""
     inner: Any = F8
     for _ in range(levels):
-        inner = structure({"a": (inner, 0), "b": (inner, 0)}, 8)
+        inner = _structure({"a": (inner, 0), "b": (inner, 0)}, 8)
     return inner
 
 
-def shared(count: int) -> list[Any]:
-    """Many arrays of one megabyte that stands in the pickle once."""
+def _shared(count: int) -> list[Any]:
     data = bytes(1 << 20)
-    return [array((1 << 17,), F8, data) for _ in range(count)]
+    return [_array((1 << 17,), F8, data) for _ in range(count)]
 
 
-def buffers(count: int) -> list[Any]:
-    """As many buffers of one megabyte that stands in the pickle once."""
+def _buffers(count: int) -> list[Any]:
     data = bytes(1 << 20)
     return [_Made(_Global("_io", "BytesIO"), (data, 0, None)) for _ in range(count)]
 
 
-def layers(levels: int) -> Any:
-    """Lists of lists that are the same ones."""
+def _layers(levels: int) -> Any:
     value: Any = [np.float64(1)]
     for _ in range(levels):
         value = [value] * 10
@@ -532,32 +521,32 @@ def layers(levels: int) -> Any:
 
 
 HOSTILE: dict[str, Any] = {
-    "a huge first shape": array((1,), F8, bytes(8), first=(1 << 40,)),
-    "a huge shape": array((1 << 40,), F8, bytes(8)),
-    "a shape that overflows": array((1 << 61, 1 << 61), F8, bytes(8)),
-    "a negative shape": array((-1, -1), F8, bytes(8)),
-    "a shape of another type": array((1.0,), F8, bytes(8)),
-    "many dimensions": array((1,) * 1000, F8, bytes(8)),
-    "too few bytes": array((4,), F8, bytes(31)),
-    "too many bytes": array((4,), F8, bytes(33)),
-    "text for bytes": array((1,), F8, "x" * 8),
-    "objects": array((1,), dtype("O8", (3, "|", None, None, None, -1, -1, 63)), [print]),
-    "pointers": array((1,), dtype("O8", (3, "|", None, None, None, -1, -1, 63)), bytes(8)),
-    "a number with an object's flags": array(
+    "a huge first shape": _array((1,), F8, bytes(8), first=(1 << 40,)),
+    "a huge shape": _array((1 << 40,), F8, bytes(8)),
+    "a shape that overflows": _array((1 << 61, 1 << 61), F8, bytes(8)),
+    "a negative shape": _array((-1, -1), F8, bytes(8)),
+    "a shape of another type": _array((1.0,), F8, bytes(8)),
+    "many dimensions": _array((1,) * 1000, F8, bytes(8)),
+    "too few bytes": _array((4,), F8, bytes(31)),
+    "too many bytes": _array((4,), F8, bytes(33)),
+    "text for bytes": _array((1,), F8, "x" * 8),
+    "objects": _array((1,), dtype("O8", (3, "|", None, None, None, -1, -1, 63)), [print]),
+    "pointers": _array((1,), dtype("O8", (3, "|", None, None, None, -1, -1, 63)), bytes(8)),
+    "a number with an object's flags": _array(
         (1,), dtype("f8", (3, "<", None, None, None, -1, -1, 63)), [print]
     ),
-    "a huge element": array((0,), dtype("V999999999"), b""),
-    "elements of nothing": array((1 << 40,), dtype("V0"), b""),
-    "a field outside": array((1,), structure({"a": (F8, 1000)}, 8), bytes(8)),
-    "a field before": array((1,), structure({"a": (F8, -8)}, 8), bytes(8)),
-    "a field of objects": array((1,), structure({"a": (np.dtype("O"), 0)}, 8), bytes(8)),
-    "a field without a dtype": array((1,), structure({"a": (1, 0)}, 8), bytes(8)),
-    "fields that are not there": array((1,), structure({}, 8, names=("a",)), bytes(8)),
-    "exponential fields": array((1,), nested_structure(40), bytes(8)),
+    "a huge element": _array((0,), dtype("V999999999"), b""),
+    "elements of nothing": _array((1 << 40,), dtype("V0"), b""),
+    "a field outside": _array((1,), _structure({"a": (F8, 1000)}, 8), bytes(8)),
+    "a field before": _array((1,), _structure({"a": (F8, -8)}, 8), bytes(8)),
+    "a field of objects": _array((1,), _structure({"a": (np.dtype("O"), 0)}, 8), bytes(8)),
+    "a field without a dtype": _array((1,), _structure({"a": (1, 0)}, 8), bytes(8)),
+    "fields that are not there": _array((1,), _structure({}, 8, names=("a",)), bytes(8)),
+    "exponential fields": _array((1,), nested_structure(40), bytes(8)),
     "a dtype of a call": dtype(_Call(_Global("os", "system"), ("false",))),
     "a dtype of much text": dtype("f8," * 100_000),
     "a dtype of a class": dtype(_Global("builtins", "object")),
-    "a unit of another type": array(
+    "a unit of another type": _array(
         (1,), dtype("M8", (4, "<", None, None, None, -1, -1, 0, ({}, 1))), bytes(8)
     ),
     "a unit with metadata": dtype("M8", (4, "<", None, None, None, -1, -1, 0, ({"x": 1}, (b"s", 1, 1, 1)))),
@@ -567,8 +556,8 @@ HOSTILE: dict[str, Any] = {
     "a view of nothing": _Call(FROM_BUFFER, (b"", F8, (1 << 40,), "C")),
     "an array of a subclass": _Call(RECONSTRUCT, (_Global("os", "system"), (0,), b"b")),
     "an array without a state": _Call(RECONSTRUCT, (NDARRAY, (0,), b"b")),
-    "an array as a key": {(1, array((1,), F8, bytes(8))): 1},
-    "one piece many times": shared(500),
+    "an array as a key": {(1, _array((1,), F8, bytes(8))): 1},
+    "one piece many times": _shared(500),
     "a fraction of a huge power": _Call(_Global("fractions", "Fraction"), ("1e999999999",)),
     "a fraction by zero": _Call(_Global("fractions", "Fraction"), (1, 0)),
     "a date that is none": _Call(
@@ -579,7 +568,7 @@ HOSTILE: dict[str, Any] = {
     "a path of a call": _Call(_Global("pathlib", "PosixPath"), (print,)),
     "a factory that is called": _Call(_Global("collections", "defaultdict"), (_Global("os", "getcwd"),)),
     "a range of much": _Call(_Global("builtins", "range"), (0, 1 << 100_000, 1)),
-    "one buffer many times": buffers(500),
+    "one buffer many times": _buffers(500),
     "a buffer of text": _Made(_Global("_io", "BytesIO"), ("abc", 0, None)),
     "a buffer far behind its end": _Made(_Global("_io", "BytesIO"), (b"abc", 1 << 40, None)),
     "a buffer with attributes": _Made(_Global("_io", "BytesIO"), (b"abc", 0, {"write": 1})),
@@ -590,14 +579,13 @@ HOSTILE: dict[str, Any] = {
 }
 
 
-def hostile(name: str) -> bytes:
-    """The pickle of one of them."""
+def _hostile(name: str) -> bytes:
     value = HOSTILE[name]
-    return pickled(value() if callable(value) else value)
+    return _pickled(value() if callable(value) else value)
 
 
 BOUNDED = {
-    "shared lists": layers(60),
+    "shared lists": _layers(60),
     "a deque without end": _Call(_Global("collections", "deque"), ((), 1 << 62)),
     "a decimal of a huge power": _Call(_Global("decimal", "Decimal"), ("1e999999999",)),
 }
@@ -607,7 +595,7 @@ BOUNDED = {
 def test_hostile_values_are_refused(name: str) -> None:
     """Loaded from a checkpoint's object or found in an index: an error of ours, in bounded resources; in a
     torch.save file the entry is refused, or the whole file."""
-    data = hostile(name)
+    data = _hostile(name)
     with _bounded():
         with pytest.raises(CheckpointFormatError):
             load_object("x", archive(data), weights_only=True)
@@ -623,21 +611,21 @@ def test_hostile_values_are_refused(name: str) -> None:
 def test_values_that_only_look_hostile_are_cheap(name: str) -> None:
     """They mean something, and take no more than they have in the file."""
     with _bounded():
-        load_object("x", archive(pickled(BOUNDED[name])), weights_only=True)
+        load_object("x", archive(_pickled(BOUNDED[name])), weights_only=True)
 
 
 def test_tensors_within_values_stay_inside_their_storages() -> None:
     """A strided view that repeats itself to many times its bytes is refused."""
     for sizes, strides in (((1 << 40,), (0,)), ((5,), (1,)), ((1 << 20, 1 << 20), (0, 0))):
         tensor = tensor_pickle(sizes, strides)[2:-1]
-        data = archive(b"\x80\x02" + tensor + pickled(np.ones(1))[2:-1] + b"\x86.")
+        data = archive(b"\x80\x02" + tensor + _pickled(np.ones(1))[2:-1] + b"\x86.")
         with _bounded(), pytest.raises(CheckpointFormatError):
             load_object("x", data, weights_only=True)
 
 
 def test_tensors_within_values_that_torch_does_not_make() -> None:
     """Integers that want a gradient are refused; a storage may end within an element."""
-    tail = pickled(np.ones(1))[2:-1] + b"\x86."
+    tail = _pickled(np.ones(1))[2:-1] + b"\x86."
     graded = tensor_pickle((2,), (1,), storage=STORAGE.replace(b"FloatStorage", b"LongStorage"))
     graded = graded[2:-1].replace(b"\x89", b"\x88")
     data = archive(b"\x80\x02" + graded + tail, {"0": bytes(32)})

@@ -34,8 +34,7 @@ MOMENTS = {
 """At which rank 0 strikes the victim, which waits for it in an exchange; all but the first are operations."""
 
 
-def act(root: Path, operation: str, moment: str, strike: Any) -> None:
-    """One operation, in which ``strike`` is called at the moment."""
+def _act(root: Path, operation: str, moment: str, strike: Any) -> None:
     state: dict[str, Any] = version_state(NEW)
     if moment == "state":
         state["strikes"] = Acting(strike)
@@ -66,7 +65,7 @@ def struck(
     ended = "done"
     try:
         dist.barrier()
-        act(root, operation, moment, strike)
+        _act(root, operation, moment, strike)
     except KeyboardInterrupt:
         ended = "interrupted"
     except (dcp.CheckpointError, RuntimeError) as error:
@@ -78,8 +77,7 @@ def struck(
     return ended
 
 
-def cases(operations: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Each operation with each of its moments."""
+def _cases(operations: tuple[str, ...]) -> list[tuple[str, str]]:
     return [(operation, moment) for operation in operations for moment in MOMENTS[operation]]
 
 
@@ -88,7 +86,7 @@ def cases(operations: tuple[str, ...]) -> list[tuple[str, str]]:
     "some",
     [
         [("save", "write"), ("save", "publish"), ("load", "preadv"), ("prove", "state")],
-        pytest.param(cases(("save", "load", "prove")), marks=pytest.mark.exhaustive),
+        pytest.param(_cases(("save", "load", "prove")), marks=pytest.mark.exhaustive),
     ],
     ids=["some", "all"],
 )

@@ -41,13 +41,11 @@ def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def state_of(version: int, rank: int) -> dict[str, Any]:
-    """A version, and what is the rank's own of it."""
+def _state_of(version: int, rank: int) -> dict[str, Any]:
     return {**version_state(version), "own": dcp.PerRank({"rank": rank, "version": version})}
 
 
-def change(state: dict[str, Any]) -> None:
-    """Go on training, as soon as that is allowed."""
+def _change(state: dict[str, Any]) -> None:
     for _, value in leaves(state):
         if isinstance(value, torch.Tensor):
             value.zero_()
@@ -93,17 +91,17 @@ class KillingManager:
 
     def train(self, rank: int) -> str:
         """Save OLD; then NEW, with overlap, and change the state. How that save ended."""
-        first = self.manager.save(OLD, state_of(OLD, rank))
+        first = self.manager.save(OLD, _state_of(OLD, rank))
         assert first is not None
         first.result(TIMEOUT_SECONDS)
-        state = state_of(NEW, rank)
+        state = _state_of(NEW, rank)
         self.armed = self.stager.armed = True
         if self.phase == "state_dict":
             state["deadly"] = Acting(self.kill)
         future = self.manager.save(NEW, state, overlap=True)
         assert future is not None
         with self.manager.lock():
-            change(state)
+            _change(state)
         if self.phase == "staged":
             self.kill()
         error = future.exception(TIMEOUT_SECONDS)
@@ -116,12 +114,11 @@ class KillingManager:
         """How the save ended, two further calls and closing."""
         ends = [self.train(rank)]
         for step in (NEXT, NEXT + 1):
-            ends.append(error_of(partial(self.manager.save, step, state_of(step, rank))))
-        return [*ends, error_of(self.manager.close)]
+            ends.append(_error_of(partial(self.manager.save, step, _state_of(step, rank))))
+        return [*ends, _error_of(self.manager.close)]
 
 
-def error_of(call: Callable[[], object]) -> str:
-    """What a call raised."""
+def _error_of(call: Callable[[], object]) -> str:
     try:
         call()
     except dcp.CheckpointError as error:
@@ -136,14 +133,14 @@ PHASES = ["state_dict", "before the copies", "after the copies", "staged", "done
 def resume(rank: int, world_size: int, root: Path) -> tuple[int, list[int]]:
     """The next run: what it restored, and what is there when it has saved NEW (again) and NEXT."""
     with dcp.CheckpointManager(root, timeout_seconds=TIMEOUT_SECONDS) as manager:
-        state = state_of(0, -1)
+        state = _state_of(0, -1)
         restored = manager.restore(state)
         assert restored is not None
         own = state.pop("own").value
         assert version_of(state) == restored.step
         assert own == {"rank": rank, "version": restored.step}
         for version in (NEW, NEXT):
-            manager.save(version, state_of(version, rank), force=True)
+            manager.save(version, _state_of(version, rank), force=True)
         assert manager.wait(TIMEOUT_SECONDS)
         assert manager.failures == 0
         return restored.step, manager.all_steps()
@@ -160,8 +157,7 @@ class Crash:
     left: tuple[set[str], dict[str, int]]
 
 
-def left_in(root: Path) -> tuple[set[str], dict[str, int]]:
-    """What is found in the step that the next run has saved over the leftovers."""
+def _left_in(root: Path) -> tuple[set[str], dict[str, int]]:
     folder = root / f"step-{NEW:08d}"
     return findings(folder), listing(folder)
 
@@ -189,22 +185,23 @@ def train_alone(root: Path, phase: str | int) -> list[str]:
     return killing.steps
 
 
-def every_crash(root: Path, every: int) -> list[Crash]:
-    """A kill in each phase, and before each ``every``-th step on storage."""
+def _every_crash(root: Path, every: int) -> list[Crash]:
     steps = Child(train_alone, root / "count", NOBODY).wait().value
     crashes = []
     for phase in (*PHASES, *range(every, len(steps) + 1, every)):
         folder = root / str(phase)
         ending = Child(train_alone, folder, phase).wait()
         resumed = Child(resume, 0, 1, folder).wait()
-        crashes.append(Crash((0,), phase, [ending], [resumed], left_in(folder)))
+        crashes.append(Crash((0,), phase, [ending], [resumed], _left_in(folder)))
     return crashes
 
 
 @pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_trainer_killed_at_any_step_leaves_the_last_commit(tmp_path: Path, every: int) -> None:
     """Goes on from the old step until one moment, from the new one after it, and saves over what was left."""
-    versions = [resumed_from(crash, 1) for crash in in_lab(every_crash, tmp_path, every, timeout_seconds=800)]
+    versions = [
+        resumed_from(crash, 1) for crash in in_lab(_every_crash, tmp_path, every, timeout_seconds=800)
+    ]
     assert versions[:3] == [OLD, OLD, OLD]
     assert versions[4] == NEW  # killed once it is staged, the thread is anywhere
     at_steps = versions[len(PHASES) :]
@@ -253,8 +250,7 @@ def cases_of(steps: list[list[str]], *, exhaustive: bool) -> list[Case]:
     return cases + [((victim,), 1 - victim, number) for victim in (0, 1) for number in numbers[1 - victim]]
 
 
-def every_loss(root: Path, exhaustive: bool) -> list[Crash]:
-    """All cases, side by side, and the next run after each."""
+def _every_loss(root: Path, exhaustive: bool) -> list[Crash]:
     (counted,) = run_groups([Group(2, train_together, (root / "count", (), 0, NOBODY))])
     cases = cases_of([ending.value[0] for ending in counted], exhaustive=exhaustive)
     folders = [root / str(number) for number in range(len(cases))]
@@ -262,7 +258,7 @@ def every_loss(root: Path, exhaustive: bool) -> list[Crash]:
     endings = run_groups(groups, at_once=16)
     resumed = run_groups([Group(2, resume, (folder,)) for folder in folders], at_once=4)
     return [
-        Crash(victims, phase, ends, after, left_in(folder))
+        Crash(victims, phase, ends, after, _left_in(folder))
         for folder, (victims, _, phase), ends, after in zip(folders, cases, endings, resumed, strict=True)
     ]
 
@@ -270,7 +266,7 @@ def every_loss(root: Path, exhaustive: bool) -> list[Crash]:
 @pytest.mark.parametrize("exhaustive", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_killed_ranks_leave_the_last_commit_and_survivors_who_know(tmp_path: Path, exhaustive: bool) -> None:
     """Restores the last commit on both ranks; a survivor is given the rank by its saves, and closes."""
-    for crash in in_lab(every_loss, tmp_path, exhaustive, timeout_seconds=800):
+    for crash in in_lab(_every_loss, tmp_path, exhaustive, timeout_seconds=800):
         version = resumed_from(crash, 2)
         assert crash.phase != "done" or version == NEW
         for ending in (each for each in crash.endings if not each.killed):
@@ -286,39 +282,35 @@ def test_killed_ranks_leave_the_last_commit_and_survivors_who_know(tmp_path: Pat
 # -- writer processes ----------------------------------------------------------------------------------------
 
 
-def strike(operation: Operation) -> None:
-    """A fault's hook that kills its process."""
+def _strike(operation: Operation) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def noted_store(path: Any, *, faults: tuple[Fault, ...], notes: Path, trainer: int) -> Store:
-    """A store with faults in the writer process, which leaves its id in a file (see `writers_of`)."""
+    """A store with faults in the writer process, which leaves its id in a file (see `_writers_of`)."""
     if os.getpid() == trainer:
         return PosixStore(path)
     (notes / f"writer-{dist.get_rank()}-{os.getpid()}").touch()
     return FaultInjectingStore(PosixStore(path), *faults)
 
 
-def writers_of(root: Path, rank: int | str = "*") -> list[int]:
-    """The writer processes that trainers had, as far as they have come."""
+def _writers_of(root: Path, rank: int | str = "*") -> list[int]:
     return [int(path.name.rpartition("-")[2]) for path in root.glob(f"writer-{rank}-*")]
 
 
-def writer_of(root: Path, folder: str | Path, *faults: Fault) -> dcp.FileSystemWriter:
-    """One whose store is a `noted_store`."""
+def _writer_of(root: Path, folder: str | Path, *faults: Fault) -> dcp.FileSystemWriter:
     opener = partial(noted_store, faults=faults, notes=root, trainer=os.getpid())
     return dcp.FileSystemWriter(folder, open_store=opener)
 
 
-def save_behind(root: Path, name: str, version: int, *faults: Fault) -> Any:
-    """A save by a writer process, whose tensors change at once."""
+def _save_behind(root: Path, name: str, version: int, *faults: Fault) -> Any:
     state = version_state(version)
     future = dcp.async_save(
         state,
-        storage_writer=writer_of(root, root / name, *faults),
+        storage_writer=_writer_of(root, root / name, *faults),
         async_checkpointer_type=dcp.AsyncCheckpointerType.PROCESS,
     )
-    change(state)
+    _change(state)
     return future
 
 
@@ -333,8 +325,8 @@ def leave_data_loader(path: Path) -> None:
 
 def die_while_writing(rank: int, world_size: int, root: Path, victims: tuple[int, ...]) -> str:
     """Trainers that die with a save that is being written; the survivor's result."""
-    save_behind(root, "old", OLD).result(TIMEOUT_SECONDS)
-    future = save_behind(root, "x", NEW, Fault("write", onwards=True, delay_seconds=0.1))
+    _save_behind(root, "old", OLD).result(TIMEOUT_SECONDS)
+    future = _save_behind(root, "x", NEW, Fault("write", onwards=True, delay_seconds=0.1))
     if rank in victims:
         if len(victims) == world_size:  # else it would hide the trainer's end from the survivor's gloo, too
             leave_data_loader(root / f"data-loader-{rank}")
@@ -352,8 +344,7 @@ WRITER_PHASES = {
 LATE_SECONDS = 8.0
 
 
-def failure(future: Any) -> tuple[set[str], str]:
-    """Classes and text of a save's error, once all have it."""
+def _failure(future: Any) -> tuple[set[str], str]:
     error = future.exception(TIMEOUT_SECONDS)
     dist.barrier()
     return {cls.__name__ for cls in type(error).__mro__}, str(error)
@@ -364,36 +355,35 @@ def kill_writers(rank: int, world_size: int, root: Path, count: int) -> dict[str
     is stopped."""
     found: dict[str, Any] = {}
     for phase, (operation, at, victim) in [*WRITER_PHASES.items()][:count]:
-        save_behind(root, phase, OLD).result(TIMEOUT_SECONDS)
-        faults = [Fault(operation, at=at, hook=strike)] if rank == victim else []
-        failed = failure(save_behind(root, phase, NEW, *faults))
+        _save_behind(root, phase, OLD).result(TIMEOUT_SECONDS)
+        faults = [Fault(operation, at=at, hook=_strike)] if rank == victim else []
+        failed = _failure(_save_behind(root, phase, NEW, *faults))
         seen = seen_by_dcp(root / phase) if rank == 0 else None
         dist.barrier()
-        save_behind(root, phase, NEXT).result(TIMEOUT_SECONDS)
+        _save_behind(root, phase, NEXT).result(TIMEOUT_SECONDS)
         found[phase] = (failed, seen)
-    return found | ({"stopped": (stop_a_writer(rank, root), None)} if count == len(WRITER_PHASES) else {})
+    return found | ({"stopped": (_stop_a_writer(rank, root), None)} if count == len(WRITER_PHASES) else {})
 
 
-def stop_a_writer(rank: int, root: Path) -> tuple[set[str], str]:
-    """That of rank 1, between two saves of a manager."""
+def _stop_a_writer(rank: int, root: Path) -> tuple[set[str], str]:
     options: dict[str, Any] = {"mode": "process", "retries": 0, "verify_saved": "off"}
     with dcp.CheckpointManager(
-        root / "late", writer=partial(writer_of, root), timeout_seconds=LATE_SECONDS, **options
+        root / "late", writer=partial(_writer_of, root), timeout_seconds=LATE_SECONDS, **options
     ) as manager:
-        before = set(writers_of(root, rank))
+        before = set(_writers_of(root, rank))
         first = manager.save(OLD, version_state(OLD))
         assert first is not None and first.exception(TIMEOUT_SECONDS) is None
-        (own,) = set(writers_of(root, rank)) - before
+        (own,) = set(_writers_of(root, rank)) - before
         dist.barrier()
         if rank == 1:
             os.kill(own, signal.SIGSTOP)
-        return failure(manager.save(NEW, version_state(NEW)))
+        return _failure(manager.save(NEW, version_state(NEW)))
 
 
 def die_while_copying(rank: int, world_size: int, root: Path) -> list[str]:
     """Rank 0 is killed when its copies begin; rank 1's writer process has its part of that save by then."""
     phase = "before the copies" if rank == 0 else NOBODY
-    return KillingManager(root, phase, die, mode="process", writer=partial(writer_of, root)).train_on(rank)
+    return KillingManager(root, phase, die, mode="process", writer=partial(_writer_of, root)).train_on(rank)
 
 
 def stop_while_writing(rank: int, world_size: int, root: Path) -> list[str]:
@@ -442,7 +432,7 @@ def test_writer_processes_and_trainers_that_are_killed(tmp_path: Path, runs: dic
     try:
         endings, after = in_lab(run_all, tmp_path, runs, timeout_seconds=850)
         for name in runs.keys() - {"hanging"}:
-            for pid in writers_of(tmp_path / name):
+            for pid in _writers_of(tmp_path / name):
                 wait_for_end(pid)
     finally:
         for path in tmp_path.glob("*/data-loader-*"):
@@ -455,7 +445,7 @@ def test_writer_processes_and_trainers_that_are_killed(tmp_path: Path, runs: dic
     for rank, ending in enumerate(endings["writers"]):
         check_writers(tmp_path / "writers", rank, ending.value)
     for name in after:
-        check_survivor(endings[name], GO_ON[name])
+        _check_survivor(endings[name], GO_ON[name])
         assert [ending.value and ending.value[0] for ending in after[name]] == [OLD, OLD]
 
 
@@ -471,8 +461,7 @@ def check_writers(root: Path, rank: int, found: dict[str, Any]) -> None:
         assert seen_by_dcp(root / phase) == NEXT and listing(root / phase)["data"] == 2, phase
 
 
-def check_survivor(endings: list[Ending], victim: int) -> None:
-    """It is told who it was, by the save and by a later one, and closes."""
+def _check_survivor(endings: list[Ending], victim: int) -> None:
     assert endings[victim].killed
     saved, *following, closed = endings[1 - victim].value
     assert f"rank {victim}" in saved, saved

@@ -43,8 +43,7 @@ NOBODY = -1
 pytestmark = pytest.mark.timeout(900)
 
 
-def die(*args: Any, **kwargs: Any) -> None:
-    """SIGKILL for this process, whatever it was called for."""
+def _die(*args: Any, **kwargs: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -113,11 +112,10 @@ def every_loss(root: Path, old: int | str, mapped: bool, every: int) -> list[Los
         copy_folder(before, folder)
     groups = [Group(2, save, (folder, *case)) for folder, case in zip(folders, cases, strict=True)]
     endings = run_groups(groups, at_once=12)
-    return [look(folder, case, ended) for folder, case, ended in zip(folders, cases, endings, strict=True)]
+    return [_look(folder, case, ended) for folder, case, ended in zip(folders, cases, endings, strict=True)]
 
 
-def look(folder: Path, case: tuple[int, int, int], endings: list[Ending]) -> Loss:
-    """What a rank left that was killed, and what the next save made of it."""
+def _look(folder: Path, case: tuple[int, int, int], endings: list[Ending]) -> Loss:
     seen, stock, left = seen_by_dcp(folder), seen_by_stock(folder), listing(folder)
     found = findings(folder) if seen != ABSENT else set()
     save_version(folder, NEXT)
@@ -211,10 +209,9 @@ LOADS: list[Case] = [
 ]
 
 
-def act_and_die(
+def _act_and_die(
     rank: int, world_size: int, folder: Path, saves: bool, phase: str, victim: int, objects: bool
 ) -> None:
-    """A save or load during which rank ``victim`` is killed in ``phase``."""
     state: dict[str, Any] = version_state(NEW if saves else 0)
     planners: Any = (
         (ObjectSavePlanner, dcp.DefaultSavePlanner) if saves else (ObjectLoadPlanner, dcp.DefaultLoadPlanner)
@@ -222,11 +219,11 @@ def act_and_die(
     planner, opener = planners[0 if objects else 1](), OpenWithFaults()
     if rank == victim:
         if phase == "state_dict":
-            state["deadly"] = Acting(die)
+            state["deadly"] = Acting(_die)
         elif phase in OPERATIONS:
-            opener = OpenWithFaults(Fault(OPERATIONS[phase], hook=die))
+            opener = OpenWithFaults(Fault(OPERATIONS[phase], hook=_die))
         else:
-            setattr(planner, phase, die)
+            setattr(planner, phase, _die)
     more: dict[str, Any] = {"planner": planner, "timeout_seconds": TIMEOUT_SECONDS}
     if saves:
         dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, open_store=opener), **more)
@@ -240,7 +237,7 @@ def run_phases(root: Path, cases: list[Case], saves: bool) -> list[tuple[list[En
     folders = [root / str(number) for number in range(len(cases))]
     for folder in folders:
         copy_folder(root / "before", folder)
-    groups = [Group(3, act_and_die, (f, saves, *case)) for f, case in zip(folders, cases, strict=True)]
+    groups = [Group(3, _act_and_die, (f, saves, *case)) for f, case in zip(folders, cases, strict=True)]
     rows = []
     for folder, endings in zip(folders, run_groups(groups, at_once=10), strict=True):
         there = seen_by_dcp(folder), listing(folder)
@@ -277,8 +274,7 @@ KEEP = dcp.Retention(optimizer=dcp.Keep(last=1))
 LAST = 3
 
 
-def sharded_state(world_size: int, version: int) -> dict[str, Any]:
-    """`full_state`, whose tensors are cut by rows over all ranks."""
+def _sharded_state(world_size: int, version: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (world_size,))
 
     def cut(value: Any) -> Any:
@@ -303,7 +299,7 @@ def train(rank: int, world_size: int, root: Path, victim: int, at: int) -> list[
     with dcp.CheckpointManager(root, keep=KEEP, mode="sync", timeout_seconds=30.0) as manager:
         for step in range(1, LAST + 1):
             # A survivor's failed saves are told by events; what is on the storage is looked at.
-            manager.save(step, sharded_state(world_size, step))
+            manager.save(step, _sharded_state(world_size, step))
             manager.wait()
             if step == 1 and rank == 0:
                 observe_calls(root / "step-00000001", observe)
@@ -340,17 +336,15 @@ def every_drop(root: Path, some: Callable[[list[str]], list[int]]) -> tuple[Any,
     return (apart, there(root / "whole")), losses
 
 
-def at_the_commit(calls: list[str]) -> list[int]:
-    """What follows the drop's commit."""
+def _at_the_commit(calls: list[str]) -> list[int]:
     return [calls.index("os.rename") + 2]
 
 
-def all_of_them(calls: list[str]) -> list[int]:
-    """Each call."""
+def _all_of_them(calls: list[str]) -> list[int]:
     return [*range(1, len(calls) + 1)]
 
 
-@pytest.mark.parametrize("some", [at_the_commit, pytest.param(all_of_them, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("some", [_at_the_commit, pytest.param(_all_of_them, marks=pytest.mark.exhaustive)])
 def test_ranks_that_are_killed_while_a_part_is_dropped(tmp_path: Path, some: Any) -> None:
     """Leaves every step whole or without it, for dcp and stock, and the next manager ends the work."""
     (apart, whole), losses = in_lab(every_drop, tmp_path, some, timeout_seconds=800)

@@ -28,8 +28,7 @@ from tests.support.values import raw
 from tests.support.versions import listing
 
 
-def stored() -> dict[str, Any]:
-    """What the checkpoint holds."""
+def _stored() -> dict[str, Any]:
     return {
         "model": {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(5, dtype=torch.int32)},
         "step": 7,
@@ -39,13 +38,12 @@ def stored() -> dict[str, Any]:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A checkpoint of `stored`."""
-    dcp.save(stored(), checkpoint_id=tmp_path / "x", no_dist=True)
+    """A checkpoint of `_stored`."""
+    dcp.save(_stored(), checkpoint_id=tmp_path / "x", no_dist=True)
     return tmp_path / "x"
 
 
-def wanted(**changes: Any) -> dict[str, Any]:
-    """A state dict to load into: zeros, with some entries of its model changed."""
+def _wanted(**changes: Any) -> dict[str, Any]:
     model = {"w": torch.zeros(3, 4), "b": torch.zeros(5, dtype=torch.int32)} | changes
     return {"model": model, "step": 0, "names": []}
 
@@ -53,7 +51,7 @@ def wanted(**changes: Any) -> dict[str, Any]:
 def test_another_dtype_is_refused_by_name(checkpoint: Path) -> None:
     """fp32 does not go into bf16 or int32 without a word, and the destination is untouched."""
     for dtype in (torch.bfloat16, torch.int32, torch.float64):
-        state = wanted(w=torch.full((3, 4), 3, dtype=dtype))
+        state = _wanted(w=torch.full((3, 4), 3, dtype=dtype))
         with pytest.raises(DtypeMismatchError) as caught:
             dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
         assert "'model.w'" in str(caught.value)
@@ -65,7 +63,7 @@ def test_another_dtype_is_refused_by_name(checkpoint: Path) -> None:
 
 def test_a_cast_that_is_asked_for_is_done_and_reported(checkpoint: Path) -> None:
     """``dtype="cast"`` converts as torch does, and the report names what was converted."""
-    state = wanted(w=torch.zeros(3, 4, dtype=torch.bfloat16))
+    state = _wanted(w=torch.zeros(3, 4, dtype=torch.bfloat16))
     report = dcp.load(state, checkpoint_id=checkpoint, no_dist=True, dtype="cast")
     assert torch.equal(state["model"]["w"], torch.arange(12.0).reshape(3, 4).to(torch.bfloat16))
     assert report.cast == ["model.w"]
@@ -74,17 +72,17 @@ def test_a_cast_that_is_asked_for_is_done_and_reported(checkpoint: Path) -> None
 
 MISFITS: dict[str, tuple[dict[str, Any], type[CheckpointError], list[str]]] = {
     **{
-        str(shape): (wanted(w=torch.zeros(shape)), ShapeMismatchError, ["'model.w'", "(3, 4)", str(shape)])
+        str(shape): (_wanted(w=torch.zeros(shape)), ShapeMismatchError, ["'model.w'", "(3, 4)", str(shape)])
         for shape in [(4, 3), (12,), (3, 5), (3, 4, 1), (2, 4), ()]
     },
     "missing keys": (
-        wanted(extra=torch.zeros(2), more=torch.zeros(3)) | {"epoch": 3},
+        _wanted(extra=torch.zeros(2), more=torch.zeros(3)) | {"epoch": 3},
         *(MissingKeyError, ["model.extra", "model.more", "epoch"]),
     ),
-    "a tensor for a value": (wanted() | {"step": torch.zeros(())}, PlanError, ["'step'"]),
-    "a value for a tensor": (wanted(w="no tensor"), PlanError, ["'model.w'"]),
+    "a tensor for a value": (_wanted() | {"step": torch.zeros(())}, PlanError, ["'step'"]),
+    "a value for a tensor": (_wanted(w="no tensor"), PlanError, ["'model.w'"]),
     "three problems": (
-        wanted(w=torch.zeros(4, 4), b=torch.zeros(5), extra=torch.zeros(1)),
+        _wanted(w=torch.zeros(4, 4), b=torch.zeros(5), extra=torch.zeros(1)),
         *(PlanError, ["model.w", "model.b", "model.extra"]),
     ),
 }
@@ -102,13 +100,13 @@ def test_what_does_not_fit_is_refused_by_name(checkpoint: Path, misfit: str) -> 
 
 def test_a_partial_load_keeps_what_is_missing_and_reports_it(checkpoint: Path) -> None:
     """The rest is loaded; names of both kinds are in the report."""
-    state = wanted(extra=torch.full((2,), 9.0)) | {"epoch": 3}
+    state = _wanted(extra=torch.full((2,), 9.0)) | {"epoch": 3}
     del state["names"]
     report = dcp.load(state, checkpoint_id=checkpoint, no_dist=True, allow_partial_load=True)
     assert sorted(report.missing) == ["epoch", "model.extra"]
     assert report.unexpected == ["names"]
     assert torch.equal(state["model"]["extra"], torch.full((2,), 9.0))
-    assert raw(state["model"]["w"]) == raw(stored()["model"]["w"])
+    assert raw(state["model"]["w"]) == raw(_stored()["model"]["w"])
     assert (state["epoch"], state["step"]) == (3, 7)
 
 
@@ -122,21 +120,20 @@ def test_unexpected_keys_are_reported_and_not_read(checkpoint: Path) -> None:
 
 def test_the_report_says_what_was_read_and_checked(checkpoint: Path) -> None:
     """Bytes by need and by read, blocks, seconds by phase; ``verify="none"`` checks none."""
-    report = dcp.load(wanted(), checkpoint_id=checkpoint, no_dist=True)
+    report = dcp.load(_wanted(), checkpoint_id=checkpoint, no_dist=True)
     assert report.bytes_needed == 48 + 20
     assert report.bytes_read >= report.bytes_needed
     assert (report.blocks_verified, report.blocks_unverified) == (2, 0)
     assert {"index", "plan", "read"} <= report.seconds.keys()
     assert all(seconds >= 0 for seconds in report.seconds.values())
-    unchecked = dcp.load(wanted(), checkpoint_id=checkpoint, no_dist=True, verify="none")
+    unchecked = dcp.load(_wanted(), checkpoint_id=checkpoint, no_dist=True, verify="none")
     assert unchecked.blocks_verified == 0
 
 
 # -- between ranks ------------------------------------------------------------------------------------------
 
 
-def outcome(act: Callable[[], Any]) -> Any:
-    """What ``act`` raises: (classes, fqns, text)."""
+def _outcome(act: Callable[[], Any]) -> Any:
     try:
         act()
     except CheckpointError as error:
@@ -187,15 +184,14 @@ DIFFERENCES: dict[str, tuple[str, list[str], Callable[[bool], dict[str, Any]]]] 
 """State that is not the same on rank 1 of 3: the error, the names in it, and what a rank has."""
 
 
-def save_differing(rank: int, world_size: int, root: Path) -> Any:
-    """What each kind of difference raises, and what was left."""
+def _save_differing(rank: int, world_size: int, root: Path) -> Any:
     results: dict[str, Any] = {}
     for number, (kind, (_, _, state_of)) in enumerate(DIFFERENCES.items()):
         state, folder = (
             {"same": torch.ones(4), "model": {"w": torch.zeros(9)}, **state_of(rank == 1)},
             root / str(number),
         )
-        raised = outcome(partial(dcp.save, state, checkpoint_id=folder))
+        raised = _outcome(partial(dcp.save, state, checkpoint_id=folder))
         dist.barrier()
         results[kind] = raised, listing(folder)
     return results
@@ -203,7 +199,7 @@ def save_differing(rank: int, world_size: int, root: Path) -> Any:
 
 def test_replicas_that_differ_are_refused_on_every_rank_by_name_and_rank(tmp_path: Path) -> None:
     """One of the values would be lost: all ranks raise, naming the entry and who holds what."""
-    for results in run_ranks(3, save_differing, tmp_path):
+    for results in run_ranks(3, _save_differing, tmp_path):
         for kind, (class_name, wrong, _) in DIFFERENCES.items():
             (names, fqns, text), left = results[kind]
             assert {class_name, "RankFailedError"} <= names and left == {}, (kind, text)
@@ -219,7 +215,7 @@ def save_with_a_difference_between_samples(rank: int, world_size: int, root: Pat
     state["w"][123_457] = float(rank)
     planners = [None, *[dcp.DefaultSavePlanner(replica_check=check) for check in ("sampled", "off")]]
     return [
-        outcome(partial(dcp.save, state, checkpoint_id=root / str(number), planner=planner))
+        _outcome(partial(dcp.save, state, checkpoint_id=root / str(number), planner=planner))
         for number, planner in enumerate(planners)
     ]
 
@@ -234,8 +230,7 @@ def test_all_bytes_of_replicas_are_compared(tmp_path: Path) -> None:
         assert off is None
 
 
-def per_rank_round_trip(rank: int, world_size: int, folder: Path) -> Any:
-    """State that differs by rank on purpose."""
+def _per_rank_round_trip(rank: int, world_size: int, folder: Path) -> Any:
     state = {
         "w": torch.ones(3),
         "loader": dcp.PerRank({"position": 100 + rank, "order": torch.arange(rank + 1)}),
@@ -251,23 +246,22 @@ def per_rank_round_trip(rank: int, world_size: int, folder: Path) -> Any:
 
 def test_state_marked_per_rank_comes_back_to_its_rank(tmp_path: Path) -> None:
     """`PerRank` is the way out: each rank gets its own entry, of its own shape."""
-    assert run_ranks(3, per_rank_round_trip, tmp_path / "x") == [
+    assert run_ranks(3, _per_rank_round_trip, tmp_path / "x") == [
         (100 + r, list(range(r + 1))) for r in range(3)
     ]
 
 
-def load_with_one_misfit(rank: int, world_size: int, folder: Path) -> Any:
-    """Only rank 1's state dict does not fit."""
+def _load_with_one_misfit(rank: int, world_size: int, folder: Path) -> Any:
     if rank == 0:
-        dcp.save(stored(), checkpoint_id=folder, no_dist=True)
+        dcp.save(_stored(), checkpoint_id=folder, no_dist=True)
     dist.barrier()
-    state = wanted(w=torch.zeros(3, 5 if rank == 1 else 4))
-    return outcome(lambda: dcp.load(state, checkpoint_id=folder))
+    state = _wanted(w=torch.zeros(3, 5 if rank == 1 else 4))
+    return _outcome(lambda: dcp.load(state, checkpoint_id=folder))
 
 
 def test_a_misfit_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     """All ranks raise ShapeMismatchError that names the entry and the rank."""
-    for names, _, text in run_ranks(2, load_with_one_misfit, tmp_path / "x"):
+    for names, _, text in run_ranks(2, _load_with_one_misfit, tmp_path / "x"):
         assert "ShapeMismatchError" in names
         assert "rank 1" in text
         assert "'model.w'" in text

@@ -86,8 +86,7 @@ def test_options_that_differ_by_rank_are_told(tmp_path: Path, way: str) -> None:
         assert left == ["overwrite"]
 
 
-def other_kinds(rank: int, world_size: int, root: Path, what: str) -> Any:
-    """Rank 0 loads into an optimizer, rank 1 into something else at its key."""
+def _other_kinds(rank: int, world_size: int, root: Path, what: str) -> Any:
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
@@ -118,7 +117,7 @@ def other_kinds(rank: int, world_size: int, root: Path, what: str) -> Any:
 def test_another_kind_of_object_on_one_rank_is_told(tmp_path: Path, what: str, way: str) -> None:
     """It would stay empty there without a word, as the other rank takes what the checkpoint has: the error
     names the key and the rank."""
-    for (names, message, ranks), filled, (ignored, *_) in run_ranks(2, other_kinds, tmp_path / way, what):
+    for (names, message, ranks), filled, (ignored, *_) in run_ranks(2, _other_kinds, tmp_path / way, what):
         if what == "state dicts on both":
             assert "UnexpectedKeyError" in names and "'optim.state" in message and ignored == ()
             assert "on rank 1 " in message
@@ -162,8 +161,7 @@ MANAGER_OPTIONS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def managers_apart(rank: int, world_size: int, root: Path) -> Any:
-    """For each option the outcome where rank 1 is given another value."""
+def _managers_apart(rank: int, world_size: int, root: Path) -> Any:
     found = {
         name: outcome(lambda: dcp.CheckpointManager(root, timeout_seconds=120, **{name: values[rank]}))  # noqa: B023
         for name, values in MANAGER_OPTIONS.items()
@@ -178,7 +176,7 @@ def managers_apart(rank: int, world_size: int, root: Path) -> Any:
 def test_managers_that_are_not_made_alike_are_told(tmp_path: Path) -> None:
     """Their ranks would save other steps, or wait where the others do not; the group serves on. So are all
     of an option that is no choice on one rank."""
-    for found, (refused, refusal, _) in run_ranks(2, managers_apart, tmp_path / "run"):
+    for found, (refused, refusal, _) in run_ranks(2, _managers_apart, tmp_path / "run"):
         assert {"OptionError", "RankFailedError"} <= {*refused}, refusal
         assert "keep must be a Retention" in refusal
         for name, (names, message, _) in found.items():
@@ -216,8 +214,7 @@ def test_a_wrong_argument_of_an_asynchronous_save_on_one_rank_fails_all(tmp_path
     assert "OptionError" in own["metadata"][0] and "OptionError" in others["metadata"][0]
 
 
-def catalog_without_client(rank: int, world_size: int, root: Path) -> Any:
-    """httpx is not there on rank 0 alone."""
+def _catalog_without_client(rank: int, world_size: int, root: Path) -> Any:
     modules: dict[str, Any] = sys.modules
     there = modules.pop("httpx", None)
     if rank == 0:
@@ -235,4 +232,4 @@ def catalog_without_client(rank: int, world_size: int, root: Path) -> Any:
 
 def test_a_package_that_is_missing_on_one_rank_is_told_to_all(tmp_path: Path) -> None:
     """At once, with what to install."""
-    assert all("dcphub[catalog]" in said for said in run_ranks(2, catalog_without_client, tmp_path))
+    assert all("dcphub[catalog]" in said for said in run_ranks(2, _catalog_without_client, tmp_path))

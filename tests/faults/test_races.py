@@ -21,8 +21,7 @@ PATIENCE_SECONDS = 120.0
 """How long two writers may need to meet, on a machine that has little time for either of them."""
 
 
-def commits(folder: Path, version: int, start: float = 0.0, **options: Any) -> bool:
-    """Whether a save commits; any error but a conflict ends the test."""
+def _commits(folder: Path, version: int, start: float = 0.0, **options: Any) -> bool:
     time.sleep(max(0.0, start - time.monotonic()))
     try:
         save_version(folder, version, **options)
@@ -31,8 +30,7 @@ def commits(folder: Path, version: int, start: float = 0.0, **options: Any) -> b
     return True
 
 
-def values_of(children: list[Child]) -> list[Any]:
-    """What they return, all of them."""
+def _values_of(children: list[Child]) -> list[Any]:
     endings = [child.wait() for child in children]
     for ending in endings:
         assert ending.raised is None, ending.raised.traceback_text
@@ -46,14 +44,13 @@ def write_often(folder: Path, first: int, start: float, bare: bool) -> dict[int,
     for version in range(first, first + MOST_ROUNDS):
         if len(done) >= ROUNDS and (met.exists() or time.monotonic() > start + PATIENCE_SECONDS):
             break
-        done[version] = commits(folder, version, start, torch_compatible=not (bare and version % 2))
+        done[version] = _commits(folder, version, start, torch_compatible=not (bare and version % 2))
         if not done[version]:
             met.touch()
     return done
 
 
-def read_often(folder: Path, end: Path) -> set[int | str]:
-    """What loads see until the file ``end`` is there, and once more."""
+def _read_often(folder: Path, end: Path) -> set[int | str]:
     seen = set()
     while not end.exists():
         seen.add(seen_by_dcp(folder))
@@ -64,11 +61,11 @@ def overwriting_race(root: Path, bare: bool) -> Any:
     """Two writers and a reader on one id; what they did and saw, and what is there in the end."""
     folder, start = root / "x", time.monotonic() + 0.3
     writers = [Child(write_often, folder, first, start, bare) for first in (100, 550)]
-    reader = Child(read_often, folder, root / "end")
-    done = values_of(writers)
+    reader = Child(_read_often, folder, root / "end")
+    done = _values_of(writers)
     (root / "end").touch()
     at_end = seen_by_dcp(folder), seen_by_stock(folder), listing(folder), findings(folder)
-    return done, values_of([reader])[0], at_end
+    return done, _values_of([reader])[0], at_end
 
 
 @pytest.mark.parametrize("bare", [False, True])
@@ -87,20 +84,18 @@ def test_two_writers_overwrite_one_id(tmp_path: Path, bare: bool) -> None:
     assert seen - committed <= {ABSENT, "CorruptCheckpointError", "CheckpointConflictError"}
 
 
-def creating_race(root: Path, versions: tuple[int, ...], rounds: int, options: dict[str, Any]) -> list[Any]:
-    """All make the first save, so many times, and more until they have met."""
+def _creating_race(root: Path, versions: tuple[int, ...], rounds: int, options: dict[str, Any]) -> list[Any]:
     seen: list[Any] = []
     give_up = time.monotonic() + PATIENCE_SECONDS
     while len(seen) < rounds or (all(all(done) for done, *_ in seen) and time.monotonic() < give_up):
         folder, start = root / str(len(seen)), time.monotonic() + 0.05
-        done = values_of([Child(save_at, folder, version, start, options) for version in versions])
+        done = _values_of([Child(_save_at, folder, version, start, options) for version in versions])
         seen.append((done, seen_by_dcp(folder), seen_by_stock(folder), listing(folder)))
     return seen
 
 
-def save_at(folder: Path, version: int, start: float, options: dict[str, Any]) -> bool:
-    """In a child."""
-    return commits(folder, version, start, **options)
+def _save_at(folder: Path, version: int, start: float, options: dict[str, Any]) -> bool:
+    return _commits(folder, version, start, **options)
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
@@ -108,7 +103,7 @@ def test_writers_create_one_id(tmp_path: Path, overwrite: bool) -> None:
     """One wins and the others know that they lost, or came so late that they overwrote; with
     ``overwrite=False`` exactly one commits, whoever comes when."""
     versions = (1, 2) if overwrite else (1, 2, 3)
-    rounds = in_lab(creating_race, tmp_path, versions, 5, {"overwrite": overwrite})
+    rounds = in_lab(_creating_race, tmp_path, versions, 5, {"overwrite": overwrite})
     for done, seen, stock, files in rounds:
         assert done[seen - 1] and (stock, files) == (seen, CLEAN)
         assert overwrite or sum(done) == 1

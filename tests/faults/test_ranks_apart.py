@@ -114,8 +114,7 @@ def test_one_checkpoint_may_have_several_names(tmp_path: Path) -> None:
     assert run_ranks(2, use_by_other_names, tmp_path) == [([0.0, 1, 2, 3, 4, 5], 3, 3)] * 2
 
 
-def different_operations(rank: int, world_size: int, root: Path, other: str) -> Any:
-    """Rank 0 saves; rank 1 does something else."""
+def _different_operations(rank: int, world_size: int, root: Path, other: str) -> Any:
     target = root / "new"
     dcp.save(STATE, checkpoint_id=root / "old")
 
@@ -145,13 +144,12 @@ def test_ranks_in_different_operations_fail_at_once(tmp_path: Path, other: str) 
         "save alone": ("without collectives", "the same options"),
         "fail": ("rank 1", "checkpoint_id"),
     }[other]
-    for names, message, _ in run_ranks(2, different_operations, tmp_path, other):
+    for names, message, _ in run_ranks(2, _different_operations, tmp_path, other):
         assert "RankFailedError" in names, message
         assert all(word in message for word in words), message
 
 
-def a_save_meets_a_restore(rank: int, world_size: int, root: Path, mode: Any, due: bool) -> Any:
-    """Of one manager: rank 1 restores where the others save, at the second step."""
+def _a_save_meets_a_restore(rank: int, world_size: int, root: Path, mode: Any, due: bool) -> Any:
     every = 1 if due else 100
     manager = dcp.CheckpointManager(root, mode=mode, every_steps=every, timeout_seconds=300)
     state: dict[str, Any] = {"w": torch.ones(6)}
@@ -177,7 +175,7 @@ def a_save_meets_a_restore(rank: int, world_size: int, root: Path, mode: Any, du
 )
 def test_a_save_that_meets_a_restore_fails_at_once(tmp_path: Path, mode: str, due: bool) -> None:
     """Each rank is told which does what, where the save is waited for, or else at the next step."""
-    for told, steps in run_ranks(3, a_save_meets_a_restore, tmp_path / "run", mode, due):
+    for told, steps in run_ranks(3, _a_save_meets_a_restore, tmp_path / "run", mode, due):
         for names, message, _ in told:
             assert "CheckpointError" in names, message
             assert "rank 1: restore()" in message and "save() or should_save() of step 2" in message
@@ -185,15 +183,14 @@ def test_a_save_that_meets_a_restore_fails_at_once(tmp_path: Path, mode: str, du
         assert steps == [1]
 
 
-def save_in_other_ways(rank: int, world_size: int, root: Path) -> Any:
-    """Rank 1 saves in a process, rank 0 in a thread."""
+def _save_in_other_ways(rank: int, world_size: int, root: Path) -> Any:
     kind = dcp.AsyncCheckpointerType.PROCESS if rank == 1 else dcp.AsyncCheckpointerType.THREAD
     return outcome(lambda: dcp.async_save(STATE, checkpoint_id=root, async_checkpointer_type=kind).result(60))
 
 
 def test_ranks_that_save_in_other_ways_are_told(tmp_path: Path) -> None:
     """A thread and a process would never meet, and wait for each other until the timeout of 1800 s."""
-    for names, message, _ in run_ranks(2, save_in_other_ways, tmp_path / "x"):
+    for names, message, _ in run_ranks(2, _save_in_other_ways, tmp_path / "x"):
         assert "PlanError" in names, message
         assert "(thread)" in message and "(process)" in message
 

@@ -20,8 +20,7 @@ from tests.support.rank_acts import STATE, outcome
 _OWN_STATUS = 7
 
 
-def rank_2_stays_away(rank: int, world_size: int, root: Path, how: str, bound_seconds: float) -> Any:
-    """Ranks 0 and 1 begin, rank 2 never does."""
+def _rank_2_stays_away(rank: int, world_size: int, root: Path, how: str, bound_seconds: float) -> Any:
     first = how.startswith("first")
     how = how.removeprefix("first ")
     manager = None
@@ -70,7 +69,7 @@ def test_the_timeout_is_all_that_a_wait_takes(tmp_path: Path, waits: tuple[str, 
     late = {}
     for bound_seconds in (3.0, 8.0, 16.0):
         groups = [
-            Group(3, rank_2_stays_away, (tmp_path / f"{how} {bound_seconds}", how, bound_seconds))
+            Group(3, _rank_2_stays_away, (tmp_path / f"{how} {bound_seconds}", how, bound_seconds))
             for how in waits
         ]
         found = zip(waits, in_lab(run_groups, groups), strict=True)
@@ -93,8 +92,7 @@ def _is_told_in_time(ending: Ending, bound_seconds: float) -> bool:
     return "rank 2 of 3 died or did not answer" in message and seconds < bound_seconds + 1.5
 
 
-def rank_0_ends_while_the_group_forms(rank: int, world_size: int, root: Path, kind: str, when: str) -> Any:
-    """Rank 0, which hosts the store, ends where the saves' own group is made."""
+def _rank_0_ends_while_the_group_forms(rank: int, world_size: int, root: Path, kind: str, when: str) -> Any:
     store = _store_of_rank_0(rank)
     dist.destroy_process_group()
     dist.init_process_group(
@@ -120,7 +118,6 @@ def rank_0_ends_while_the_group_forms(rank: int, world_size: int, root: Path, ki
 
 
 def _store_of_rank_0(rank: int) -> dist.Store:
-    """On a port that it finds itself, and tells the others."""
     told = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
     timeout = timedelta(seconds=60)
     if rank == 0:
@@ -134,7 +131,7 @@ def _store_of_rank_0(rank: int) -> dist.Store:
 def test_the_end_of_rank_0_while_the_group_forms_is_told(tmp_path: Path, kind: str) -> None:
     """The survivors get an error of ours that names it, and not torch's about sockets."""
     groups = [
-        Group(3, rank_0_ends_while_the_group_forms, (tmp_path / when, kind, when))
+        Group(3, _rank_0_ends_while_the_group_forms, (tmp_path / when, kind, when))
         for when in ("early", "late")
     ]
     for first, *others in in_lab(run_groups, groups):

@@ -17,15 +17,13 @@ from tests.support.s3 import S3Server, raw_s3
 from tests.support.versions import version_state
 
 
-def save(url: str, server: S3Server | FaultProxy, **more: Any) -> str:
-    """A small checkpoint; its URL."""
+def _save(url: str, server: S3Server | FaultProxy, **more: Any) -> str:
     options = server.storage_options
     dcp.save(version_state(7) | more, checkpoint_id=url, storage_options=options, no_dist=True)
     return url
 
 
-def given(server: S3Server | FaultProxy, **changes: Any) -> tuple[str, str]:
-    """The option with everything about the server."""
+def _given(server: S3Server | FaultProxy, **changes: Any) -> tuple[str, str]:
     return "--storage-options", json.dumps({**server.storage_options, **changes})
 
 
@@ -34,8 +32,7 @@ def big() -> torch.Tensor:
     return torch.arange(2_621_440, dtype=torch.int32).reshape(1024, 2560)
 
 
-def failed(outcome: Outcome) -> str:
-    """The one line of an error; nothing was printed besides."""
+def _failed(outcome: Outcome) -> str:
     assert (outcome.status, outcome.out) == (3, ""), outcome
     assert outcome.err.startswith("dcp: ")
     assert outcome.err.count("\n") == 1, outcome.err
@@ -48,8 +45,8 @@ def failed(outcome: Outcome) -> str:
 def test_ls_show_and_verify(s3_server: S3Server, s3_root: str) -> None:
     """As on disk: a checkpoint, one that was not committed, one that is damaged."""
     root = f"{s3_root}/run"
-    good, half, bad = (save(f"{root}/step-{step}", s3_server) for step in (10, 2, 11))
-    options = given(s3_server)
+    good, half, bad = (_save(f"{root}/step-{step}", s3_server) for step in (10, 2, 11))
+    options = _given(s3_server)
     with raw_s3(s3_server) as raw:
         for name in (MANIFEST_NAME, METADATA_NAME):
             raw.delete(f"{half}/{name}")
@@ -80,13 +77,13 @@ def test_options_from_the_environment(
     s3_server: S3Server, s3_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A variable of ours has the JSON, and is for URLs only; what botocore reads itself serves as well."""
-    url = save(f"{s3_root}/step-1", s3_server)
+    url = _save(f"{s3_root}/step-1", s3_server)
     with monkeypatch.context() as patch:
         patch.setenv("DCP_STORAGE_OPTIONS", json.dumps(s3_server.storage_options))
         assert run("ls", s3_root, "--json").json[0]["url"] == url
         assert run("verify", url).status == 0
         assert run("ls", tmp_path).status == 0
-        assert "SignatureDoesNotMatch" in failed(run("ls", s3_root, *given(s3_server, secret="other")))
+        assert "SignatureDoesNotMatch" in _failed(run("ls", s3_root, *_given(s3_server, secret="other")))
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
     assert run("show", url, "--json").json["checkpoint"]["url"] == url
@@ -97,9 +94,9 @@ def test_options_from_the_environment(
 
 def test_values_of_urls(s3_server: S3Server, s3_root: str, tmp_path: Path) -> None:
     """Slices, statistics and differences as on disk, and between the disk and a bucket."""
-    url, local = save(f"{s3_root}/step-1", s3_server, big=big()), tmp_path / "x"
+    url, local = _save(f"{s3_root}/step-1", s3_server, big=big()), tmp_path / "x"
     dcp.save(version_state(7) | {"big": big()}, checkpoint_id=local, no_dist=True)
-    options = given(s3_server)
+    options = _given(s3_server)
     assert run("cat", url, "big", "--slice", "1000:,-1", "--json", *options).json["values"] == (
         big()[1000:, -1].tolist()
     )
@@ -118,7 +115,7 @@ def test_weights_in_a_bucket(s3_server: S3Server, s3_root: str, tmp_path: Path) 
     torch.save({"w": big(), "turned": big().t()}, tmp_path / "m.pt")
     with raw_s3(s3_server) as raw:
         raw.write(f"{s3_root}/m.pt", (tmp_path / "m.pt").read_bytes())
-    options = given(s3_server)
+    options = _given(s3_server)
     shown = run("cat", f"{s3_root}/m.pt", "turned", "--slice", "3:5,:4", "--json", *options).json
     assert shown["values"] == big().t()[3:5, :4].tolist()
     assert run("stats", f"{s3_root}/m.pt", "--json", *options).json["total"]["max"] == 2_621_439
@@ -128,8 +125,8 @@ def test_weights_in_a_bucket(s3_server: S3Server, s3_root: str, tmp_path: Path) 
 
 def test_removal_in_a_bucket(s3_server: S3Server, s3_root: str) -> None:
     """Remains and uploads of killed saves are listed; what is told to go goes; the checkpoint verifies."""
-    kept, gone = save(f"{s3_root}/step-1", s3_server), save(f"{s3_root}/step-2", s3_server)
-    options = given(s3_server)
+    kept, gone = _save(f"{s3_root}/step-1", s3_server), _save(f"{s3_root}/step-2", s3_server)
+    options = _given(s3_server)
     with raw_s3(s3_server) as raw:
         for name in ("__5_0.0123abcd.distcp", "__6_0.4567abcd.distcp"):
             raw.begin_upload(f"{kept}/{name}")
@@ -164,29 +161,29 @@ def test_failures_are_one_line(s3_server: S3Server, s3_root: str) -> None:
     of the secrets."""
     secret, nobody = s3_server.storage_options["secret"], "http://127.0.0.1:9"
     wanted: list[tuple[str, tuple[str, str], str]] = [
-        ("s3://no-such-bucket/run", given(s3_server), "there is no bucket 'no-such-bucket'"),
-        (s3_root, given(s3_server, secret="hush-hush"), "SignatureDoesNotMatch"),
-        (s3_root, given(s3_server, key="nobody"), "InvalidAccessKeyId"),
-        (s3_root, given(s3_server, key=None, secret=None, anon=True), "AccessDenied"),
-        (s3_root, given(s3_server, endpoint_url=nobody, retry_seconds=0.3), f"connect to .*{nobody}/"),
-        (s3_root, given(s3_server, no_such_option="hush-hush"), "no_such_option"),
-        (s3_root, given(s3_server, concurrency="hush-hush"), "concurrency must be a whole number"),
+        ("s3://no-such-bucket/run", _given(s3_server), "there is no bucket 'no-such-bucket'"),
+        (s3_root, _given(s3_server, secret="hush-hush"), "SignatureDoesNotMatch"),
+        (s3_root, _given(s3_server, key="nobody"), "InvalidAccessKeyId"),
+        (s3_root, _given(s3_server, key=None, secret=None, anon=True), "AccessDenied"),
+        (s3_root, _given(s3_server, endpoint_url=nobody, retry_seconds=0.3), f"connect to .*{nobody}/"),
+        (s3_root, _given(s3_server, no_such_option="hush-hush"), "no_such_option"),
+        (s3_root, _given(s3_server, concurrency="hush-hush"), "concurrency must be a whole number"),
         (s3_root, ("--storage-options", '{"secret": "hush-hush"'), "--storage-options is not a JSON object"),
         (s3_root, ("--storage-options", '["hush-hush"]'), "--storage-options is not a JSON object"),
-        ("/tmp", given(s3_server), "takes no storage options, and was given client_kwargs, endpoint_url"),
+        ("/tmp", _given(s3_server), "takes no storage options, and was given client_kwargs, endpoint_url"),
         ("s3:/bucket/run", ("--json", "--json"), "give 's3://bucket/run'"),
     ]
     for uri, options, message in wanted:
-        line = failed(run("ls", uri, *options))
+        line = _failed(run("ls", uri, *options))
         assert all(part in line for part in message.split(".*")), (message, line)
         assert not any(word in line for word in ("hush-hush", secret, "internal error"))
 
 
 def test_throttling_is_waited_out(s3_proxy: FaultProxy, s3_root: str) -> None:
     """Without a word about it, unless it does not end."""
-    url = save(f"{s3_root}/step-1", s3_proxy)
+    url = _save(f"{s3_root}/step-1", s3_proxy)
     s3_proxy.spoil(SLOW_DOWN, times=3)
-    quiet = run("show", url, *given(s3_proxy))
+    quiet = run("show", url, *_given(s3_proxy))
     assert (quiet.status, quiet.err) == (0, "")
     s3_proxy.spoil(SLOW_DOWN, times=None)
-    assert "SlowDown" in failed(run("show", url, *given(s3_proxy, retry_seconds=0.5)))
+    assert "SlowDown" in _failed(run("show", url, *_given(s3_proxy, retry_seconds=0.5)))

@@ -71,7 +71,6 @@ def test_ten_percent_faults_change_nothing(s3_proxy: FaultProxy, s3_root: str, s
 
 
 def _assert_whole(server: S3Server, url: str) -> None:
-    """One save's files, and nothing else."""
     with raw_s3(server) as raw:
         names = list(raw.list(url))
         assert raw.uploads(url) == {}

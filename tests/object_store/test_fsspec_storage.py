@@ -34,8 +34,7 @@ def memory_url() -> Iterator[str]:
         files.rm(url, recursive=True)
 
 
-def loaded(reader: Any, load: Any = dcp.load) -> int | str:
-    """The version that ``load`` gives by ``reader``."""
+def _loaded(reader: Any, load: Any = dcp.load) -> int | str:
     state = version_state(0)
     load(state, storage_reader=reader, no_dist=True)
     return version_of(state)
@@ -60,10 +59,10 @@ def test_with_stock_in_both_directions(
     for version, (name, (save, writer)) in enumerate(savers.items(), start=1):
         url = f"{place}/{name.replace(' ', '-')}"
         save(version_state(version), storage_writer=writer(url, **options), no_dist=True)
-        assert loaded(dcp.FsspecReader(url, **options)) == version, name
-        assert loaded(dcp.FsspecReader(url, **options), stock_load) == version, name
-        assert loaded(StockReader(url, **options), stock_load) == version, name
-        assert loaded(StockReader(url, **options)) == version, name
+        assert _loaded(dcp.FsspecReader(url, **options)) == version, name
+        assert _loaded(dcp.FsspecReader(url, **options), stock_load) == version, name
+        assert _loaded(StockReader(url, **options), stock_load) == version, name
+        assert _loaded(StockReader(url, **options)) == version, name
         names = [path.rpartition("/")[2] for path in fsspec.open_files(f"{url}/*", **options).fs.find(url)]
         assert ("manifest.msgpack" in names) == (writer is dcp.FsspecWriter), name
 
@@ -98,7 +97,7 @@ def test_places(tmp_path: Path, memory_url: str) -> None:
         writer = dcp.FsspecWriter(path, auto_mkdir=True)  # which is what torch's local users give
         assert isinstance(writer.store, PosixStore)
         dcp.save(version_state(1), storage_writer=writer, no_dist=True)
-        assert loaded(dcp.FsspecReader(path)) == 1
+        assert _loaded(dcp.FsspecReader(path)) == 1
     writer = dcp.FsspecWriter(memory_url)
     assert not isinstance(writer.store, PosixStore)
     dcp.save(version_state(1), storage_writer=writer, no_dist=True)
@@ -116,10 +115,10 @@ def test_they_are_ours_in_every_way(memory_url: str) -> None:
     dcp.save(version_state(2), storage_writer=writer, checkpoint_id=memory_url, no_dist=True)
     again = pickle.loads(pickle.dumps(dcp.FsspecReader(f"{memory_url}-2", concurrency=3)))
     assert again.open_store.storage_options == {"concurrency": 3}
-    assert loaded(again) == 1
+    assert _loaded(again) == 1
     future = dcp.async_save(version_state(3), storage_writer=writer, no_dist=True)
     future.result(60)
-    assert loaded(reader) == 3
+    assert _loaded(reader) == 3
     fsspec.filesystem("memory").rm(f"{memory_url}-2", recursive=True)
 
 

@@ -25,8 +25,7 @@ MIB = 1 << 18
 """Elements of four bytes."""
 
 
-def kill(operation: Operation) -> None:
-    """End this process as a power loss would."""
+def _kill(operation: Operation) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -44,7 +43,7 @@ class Scenario:
 def half_published(place: Place) -> None:
     """As a save leaves it that was killed between its manifest and its `.metadata`."""
     place.save(4)
-    Child(place.save, OLD, Fault("publish", name=METADATA_NAME, hook=kill)).wait()
+    Child(place.save, OLD, Fault("publish", name=METADATA_NAME, hook=_kill)).wait()
 
 
 WITHOUT_REQUEST = ("make_root", "create", "write", "sync", "lock")
@@ -79,7 +78,7 @@ class Crash:
 
 def crash(place: Place, step: str, fault: Fault, *, ask_stock: bool = True, **options: Any) -> Crash:
     """Save in a child that the fault kills; look, save again and look once more."""
-    ending = Child(run_save, place, NEW, fault, options).wait()
+    ending = Child(_run_save, place, NEW, fault, options).wait()
     if ending.raised is not None:
         raise AssertionError(ending.raised.traceback_text)
     stock = place.seen_by_stock() if ask_stock else None
@@ -89,8 +88,7 @@ def crash(place: Place, step: str, fault: Fault, *, ask_stock: bool = True, **op
     return Crash(step, ending.killed, *seen, place.seen(), place.listing(), place.uploads(), place.findings())
 
 
-def run_save(place: Place, version: int, fault: Fault, options: dict[str, Any]) -> None:
-    """In the child."""
+def _run_save(place: Place, version: int, fault: Fault, options: dict[str, Any]) -> None:
     place.save(version, fault, **options)
 
 
@@ -110,7 +108,7 @@ def every_crash(place: Place, name: str, each: int) -> list[Crash]:
         target = place.at(str(number))
         before.copy_to(target)
         asked = not crashes or number >= publishing
-        fault = Fault(at=number, hook=kill)
+        fault = Fault(at=number, hook=_kill)
         crashes.append(crash(target, step, fault, ask_stock=asked, **scenario.options))
     return crashes
 
@@ -148,10 +146,10 @@ def crashes_while_parts_are_sent(place: Place, each: int) -> list[Crash]:
     log = before.save(OLD).log
     written = list(itertools.accumulate(step.size_bytes for step in log if step.op == "write"))
     moments = [
-        *(Fault("write", at=bisect.bisect(written, size) + 2, hook=kill) for size in (5 << 20, 11 << 20)),
-        Fault("finish", hook=kill),
-        Fault("version", name=METADATA_NAME, at=2, hook=kill),
-        Fault("publish", name=METADATA_NAME, hook=kill),
+        *(Fault("write", at=bisect.bisect(written, size) + 2, hook=_kill) for size in (5 << 20, 11 << 20)),
+        Fault("finish", hook=_kill),
+        Fault("version", name=METADATA_NAME, at=2, hook=_kill),
+        Fault("publish", name=METADATA_NAME, hook=_kill),
     ]
     crashes = []
     for number, moment in enumerate(moments[::each]):

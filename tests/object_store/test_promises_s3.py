@@ -45,8 +45,7 @@ def place(s3_server: S3Server, s3_root: str) -> Place:
     return Place(s3_root, s3_server.storage_options)
 
 
-def data_of(place: Place) -> str:
-    """The URL of the one data file."""
+def _data_of(place: Place) -> str:
     (name,) = [name for name in place.raw.list(f"{place.url}/") if name.endswith(".distcp")]
     return f"{place.url}/{name}"
 
@@ -95,8 +94,7 @@ def test_damage_is_found_as_on_a_disk(place: Place, tmp_path: Path) -> None:
     assert (place.seen(), place.findings()) == (OLD, set())
 
 
-def save_shards(rank: int, world_size: int, url: str, options: dict[str, Any]) -> None:
-    """Shards of one tensor: the objects of the ranks have the same layout."""
+def _save_shards(rank: int, world_size: int, url: str, options: dict[str, Any]) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     shard = DTensor.from_local(torch.full((4, 6), float(rank + 1)), mesh, [Shard(0)])
     dcp.save({"w": shard}, checkpoint_id=url, storage_options=options)
@@ -105,7 +103,7 @@ def save_shards(rank: int, world_size: int, url: str, options: dict[str, Any]) -
 
 def test_swapped_objects_are_found(place: Place) -> None:
     """Each is whole and of the right size, but under the other's key."""
-    run_ranks(2, save_shards, place.url, place.storage_options)
+    run_ranks(2, _save_shards, place.url, place.storage_options)
     names = [name for name in place.raw.list(f"{place.url}/") if name.endswith(".distcp")]
     first, second = (place.raw.read(f"{place.url}/{name}") for name in names)
     assert len(first) == len(second)
@@ -172,7 +170,7 @@ def test_an_object_that_is_replaced_while_it_is_read(s3_server: S3Server, s3_roo
 def test_a_reader_that_is_overtaken_by_nobody_raises(place: Place) -> None:
     """The object is gone, and nobody has committed since."""
     place.save(OLD)
-    url = data_of(place)
+    url = _data_of(place)
     with pytest.raises(CorruptCheckpointError, match="is missing"):
         load_overtaken(place, 1, lambda: place.raw.delete(url))
 
@@ -240,8 +238,7 @@ STRANGE = (
 """What follows the folder's key and a slash, in keys that no file of a store can have."""
 
 
-def put_strange_objects(place: Place) -> dict[str, int]:
-    """Write them, and tell which the server has taken, with their sizes."""
+def _put_strange_objects(place: Place) -> dict[str, int]:
     for name in STRANGE:
         try:
             place.raw.write(f"{place.url}/{name}", b"" if name.endswith("/") or not name else b"strange")
@@ -254,7 +251,7 @@ def test_strange_objects_do_no_harm(place: Place) -> None:
     """Keys with .., nested ones and markers of folders are no files of the checkpoint: saving, loading and
     verifying go on beside them, and leave them alone."""
     step = place.at("run/step-00000001")
-    strange = put_strange_objects(step)
+    strange = _put_strange_objects(step)
     assert len(strange) >= 5
     assert step.seen() == ABSENT
     for version in (1, 2):
@@ -272,7 +269,7 @@ def test_a_hostile_name_in_the_index_reaches_nothing(place: Place) -> None:
     there, also when it is saved over."""
     outside = place.at("other")
     outside.save(OLD)
-    victim = data_of(outside)
+    victim = _data_of(outside)
     hostile = place.at("hostile")
     hostile.stock_save(OLD)
     whole = hostile.raw.read(f"{hostile.url}/{METADATA_NAME}")

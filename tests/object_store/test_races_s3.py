@@ -28,22 +28,20 @@ def race(place: Place, version: int, barrier: Barrier) -> list[bool]:
     for number in range(ROUNDS):
         try:
             # All have seen the same state of the id when the first of them begins to write.
-            place.at(str(number)).save(version, Fault("create", hook=once(lambda: meet(barrier))))
+            place.at(str(number)).save(version, Fault("create", hook=_once(lambda: _meet(barrier))))
         except CheckpointConflictError:
             outcomes.append(False)
         else:
             outcomes.append(True)
-        meet(barrier)  # and nobody is at the next id before all have left this one
+        _meet(barrier)  # and nobody is at the next id before all have left this one
     return outcomes
 
 
-def meet(barrier: Barrier) -> None:
-    """Wait for all others."""
+def _meet(barrier: Barrier) -> None:
     barrier.wait(240)
 
 
-def once(act: Callable[[], object]) -> Callable[[Operation], None]:
-    """A hook that does it the first time only."""
+def _once(act: Callable[[], object]) -> Callable[[Operation], None]:
     done: list[bool] = []
 
     def hook(operation: Operation) -> None:
@@ -54,8 +52,7 @@ def once(act: Callable[[], object]) -> Callable[[Operation], None]:
     return hook
 
 
-def races(place: Place, overwrite: bool, count: int) -> list[Any]:
-    """By round: who of so many committed, and what is there then."""
+def _races(place: Place, overwrite: bool, count: int) -> list[Any]:
     if overwrite:
         for number in range(ROUNDS):
             place.at(str(number)).save(OLD)
@@ -85,7 +82,7 @@ def test_one_of_some_wins(s3_server: S3Server, s3_root: str, overwrite: bool, co
     """Exactly one commits, the others raise CheckpointConflictError; what it saved is there whole, for stock
     torch as well, and nothing of the others or of what was replaced."""
     place = Place(s3_root, s3_server.storage_options)
-    for winners, seen in in_lab(races, place, overwrite, count):
+    for winners, seen in in_lab(_races, place, overwrite, count):
         assert len(winners) == 1, winners
         assert seen == (winners[0], winners[0], set(), CLEAN, 0)
 
@@ -102,7 +99,7 @@ def test_a_beaten_save_whose_upload_was_ended_says_so(s3_server: S3Server, s3_ro
         place.save(2)
 
     with pytest.raises(CheckpointConflictError, match="ended by somebody"):
-        place.save(1, Fault("finish", hook=once(overtake)))
+        place.save(1, Fault("finish", hook=_once(overtake)))
     assert began == [1]
     assert look(place) == (2, 2, set(), CLEAN, 0)
 
@@ -116,25 +113,23 @@ def test_a_metadata_that_comes_late_is_refused_or_taken_back(
     place = Place(s3_root, s3_server.storage_options)
     if old is not None:
         place.save(old)
-    overtake = once(lambda: place.save(2, torch_compatible=not bare))
+    overtake = _once(lambda: place.save(2, torch_compatible=not bare))
     place.save(1, Fault("publish", name=METADATA_NAME, hook=overtake))
     assert look(place) == (
         (2, ABSENT, set(), {"manifest": 1, "data": 1}, 0) if bare else (2, 2, set(), CLEAN, 0)
     )
 
 
-def forks(place: Place) -> list[Any]:
-    """What parent and child see in turn."""
+def _forks(place: Place) -> list[Any]:
     place.save(1)
     seen = [place.seen()]
-    seen.append(Child(save_and_see, place, 2).wait().value)
+    seen.append(Child(_save_and_see, place, 2).wait().value)
     seen.append(place.seen())
     place.save(3)
     return [*seen, Child(place.seen).wait().value]
 
 
-def save_and_see(place: Place, version: int) -> int | str:
-    """In the child."""
+def _save_and_see(place: Place, version: int) -> int | str:
     place.save(version)
     return place.seen()
 
@@ -142,4 +137,4 @@ def save_and_see(place: Place, version: int) -> int | str:
 def test_forks_of_a_process_that_uses_s3(s3_server: S3Server, s3_root: str) -> None:
     """The thread of its event loop is not in the fork, which makes itself another one: neither hangs, nor
     disturbs the other's connections."""
-    assert in_lab(forks, Place(s3_root, s3_server.storage_options)) == [1, 2, 2, 3]
+    assert in_lab(_forks, Place(s3_root, s3_server.storage_options)) == [1, 2, 2, 3]

@@ -25,7 +25,6 @@ def _content(seed: object) -> bytes:
 
 
 def _store(proxy: FaultProxy, root: str, *names: str, **options: Any) -> Store:
-    """A store with files of these names, whose reads alone are in the log."""
     with raw_s3(proxy.server) as raw:
         for name in names:
             raw.write(f"{root}/{name}", _content(name))
@@ -38,7 +37,6 @@ def _read(store: Store, name: str, begin: int = 0, size: int = _SIZE) -> bytes:
 
 
 def _signed(proxy: FaultProxy) -> list[bool]:
-    """Of each GET whether its URL was signed, and not the request."""
     gets = proxy.requests("GetObject")
     assert all(("X-Amz-Signature" in get.query) != ("authorization" in get.headers) for get in gets)
     return ["X-Amz-Signature" in get.query for get in gets]

@@ -43,29 +43,27 @@ def test_each_overwrites_the_other(s3_server: S3Server, s3_root: str) -> None:
     assert place.findings() == set()
 
 
-def whole() -> torch.Tensor:
-    """A tensor that no two elements of are alike."""
+def _whole() -> torch.Tensor:
     return torch.arange(SHAPE[0] * SHAPE[1], dtype=torch.float32).reshape(SHAPE)
 
 
 def state_of(mesh: DeviceMesh, factor: float, placement: Shard | Replicate) -> dict[str, Any]:
     """A sharded, a replicated and a plain tensor, and a value; ``factor`` 0 is to load into."""
     return {
-        "sharded": distribute_tensor(whole() * factor, mesh, [placement]),
-        "replicated": distribute_tensor(whole() * factor + factor, mesh, [Replicate()]),
+        "sharded": distribute_tensor(_whole() * factor, mesh, [placement]),
+        "replicated": distribute_tensor(_whole() * factor + factor, mesh, [Replicate()]),
         "plain": torch.full((5,), factor),
         "step": int(factor),
     }
 
 
-def equals(state: dict[str, Any], factor: float) -> bool:
-    """Whether the state is that of ``factor``, in all its parts."""
+def _equals(state: dict[str, Any], factor: float) -> bool:
     sharded, replicated = state["sharded"], state["replicated"]
     assert isinstance(sharded, DTensor)
     assert isinstance(replicated, DTensor)
     return (
-        torch.equal(sharded.full_tensor(), whole() * factor)
-        and torch.equal(replicated.full_tensor(), whole() * factor + factor)
+        torch.equal(sharded.full_tensor(), _whole() * factor)
+        and torch.equal(replicated.full_tensor(), _whole() * factor + factor)
         and torch.equal(state["plain"], torch.full((5,), factor))
         and state["step"] == int(factor)
     )
@@ -101,7 +99,7 @@ def reshard(rank: int, world_size: int, url: str, options: dict[str, Any]) -> li
             dist.barrier()
             state = state_of(mesh, 0.0, target)
             load(state, name)
-            seen.append(equals(state, factor))
+            seen.append(_equals(state, factor))
     return seen
 
 

@@ -38,8 +38,7 @@ PROCESS, THREAD = dcp.AsyncCheckpointerType.PROCESS, dcp.AsyncCheckpointerType.T
 # -- every way in --------------------------------------------------------------------------------------------
 
 
-def seen(url: str, options: dict[str, Any]) -> int | str:
-    """The version that a checkpoint of `version_state` holds."""
+def _seen(url: str, options: dict[str, Any]) -> int | str:
     state = version_state(0)
     dcp.load(state, checkpoint_id=url, storage_options=options, no_dist=True)
     return version_of(state)
@@ -57,7 +56,7 @@ def test_every_function_takes_them(s3_server: S3Server, s3_root: str) -> None:
         async_checkpointer_type=THREAD,
     )
     assert "model.w" in future.result(60).state_dict_metadata
-    assert [seen(f"{s3_root}/step-{step}", options) for step in (1, 2)] == [1, 2]
+    assert [_seen(f"{s3_root}/step-{step}", options) for step in (1, 2)] == [1, 2]
     assert "model.w" in dcp.open_index(f"{s3_root}/step-1", storage_options=options).fqns
     assert [row["step"] for row in run("ls", s3_root, "--json", *given(options)).json] == [1, 2]
     assert findings(f"{s3_root}/step-2", **options) == set()
@@ -67,7 +66,7 @@ def test_ours_are_told_from_the_file_systems(s3_proxy: FaultProxy, s3_root: str)
     """Both kinds come in one mapping; one of ours that is wrong is refused before any request."""
     options = {**s3_proxy.storage_options, "concurrency": 2, "part_bytes": 5 << 20, "retry_seconds": 0}
     dcp.save(version_state(1), checkpoint_id=s3_root, storage_options=options, no_dist=True)
-    assert seen(s3_root, options) == 1
+    assert _seen(s3_root, options) == 1
     s3_proxy.log.clear()
     for wrong in ({"concurrency": 0}, {"concurrency": "2"}, {"retry_seconds": None}, {"part_bytes": 5}):
         with pytest.raises(StorageError, match=next(iter(wrong))):
@@ -112,8 +111,7 @@ def die_after_staging(root: str, options: dict[str, Any], note: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train_in_a_child(root: str, options: dict[str, Any], note: Path) -> bool:
-    """Whether the trainer was killed."""
+def _train_in_a_child(root: str, options: dict[str, Any], note: Path) -> bool:
     return Child(die_after_staging, root, options, note).wait(120).killed
 
 
@@ -124,12 +122,12 @@ def test_a_trainer_that_is_killed_gets_its_checkpoint(
     """The writer process has the options with the order, neither by command line nor environment, and
     commits on S3 what was staged after nobody is left who could tell it anything."""
     options = s3_server.storage_options
-    assert in_lab(train_in_a_child, s3_root, options, tmp_path / "note", timeout_seconds=200)
+    assert in_lab(_train_in_a_child, s3_root, options, tmp_path / "note", timeout_seconds=200)
     with raw_s3(s3_server) as raw:
         deadline = time.monotonic() + 60
         while MANIFEST_NAME not in raw.list(f"{s3_root}/2/") and time.monotonic() < deadline:
             time.sleep(0.05)
-    assert [seen(f"{s3_root}/{name}", options) for name in ("1", "2")] == [1, 2]
+    assert [_seen(f"{s3_root}/{name}", options) for name in ("1", "2")] == [1, 2]
     assert (tmp_path / "note").read_text() == "False"
 
 

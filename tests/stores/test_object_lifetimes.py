@@ -53,7 +53,6 @@ def _comes_true(condition: Callable[[], bool]) -> bool:
 
 
 def _connections(server: Any) -> int:
-    """TCP connections of this process to the server that are established."""
     port = f":{int(server.endpoint_url.rpartition(':')[2]):04X}"
     ours = set(open_files())
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]

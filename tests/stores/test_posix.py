@@ -36,8 +36,7 @@ class Steps(list[tuple[str, str]]):
         self.append((step, ASIDE if name.startswith(ASIDE) else name))
 
 
-def calls_that_read(store: PosixStore, name: str) -> list[Callable[[], object]]:
-    """Every way to get at a file's bytes."""
+def _calls_that_read(store: PosixStore, name: str) -> list[Callable[[], object]]:
     return [
         partial(store.read, name, limit_bytes=9999),
         partial(store.open_read, name),
@@ -54,7 +53,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     (root / "dangling").symlink_to(tmp_path / "new")
     store = PosixStore(root)
     assert store.list() == [] and store.stat("link") is None
-    for call in calls_that_read(store, "link"):
+    for call in _calls_that_read(store, "link"):
         with pytest.raises(CheckpointFormatError, match="symbolic link"):
             call()
     with pytest.raises(StorageError):
@@ -87,7 +86,7 @@ def test_odd_files_are_refused_without_hanging(tmp_path: Path) -> None:
     assert store.list() == []
     for name in ("fifo", "folder", "socket"):
         assert store.stat(name) is None
-        for call in calls_that_read(store, name):
+        for call in _calls_that_read(store, name):
             with pytest.raises((CheckpointFormatError, StorageError)) as caught:
                 call()
             assert caught.value.path == str(tmp_path / name)
