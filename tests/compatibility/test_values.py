@@ -9,7 +9,6 @@ import dataclasses
 import datetime
 import decimal
 import enum
-import io
 import logging
 import pickle
 from collections import OrderedDict, defaultdict
@@ -276,33 +275,6 @@ def test_ours_and_stocks_are_equal(tmp_path: Path) -> None:
     assert told.status == 1 and "BytesIO(b'other')" in told.out and "array" in told.out
     for shown in (["cat"], ["cat", "--json"]):
         assert "BytesIO(b'xyz')" in command(*shown, tmp_path / "ours", "i").out
-
-
-class TrainState:
-    """As in older versions of torchtitan: losses are a buffer of what torch.save wrote."""
-
-    def __init__(self, step: int = 0, losses: Any = ()) -> None:
-        self.step, self.losses = step, [*losses]
-
-    def state_dict(self) -> dict[str, Any]:
-        """A tensor and a buffer."""
-        buffer = io.BytesIO()
-        torch.save(self.losses, buffer)
-        return {"step": torch.tensor(self.step, dtype=torch.int32), "losses": buffer}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Read the buffer."""
-        self.step = state["step"].item()
-        state["losses"].seek(0)
-        self.losses = torch.load(state["losses"], weights_only=True)
-
-
-@pytest.mark.parametrize("saver", SAVE)
-def test_a_train_state_of_torchtitan(saver: str, tmp_path: Path) -> None:
-    """Saved by either, loaded by ours."""
-    SAVE[saver]({"train_state": TrainState(7, [1.5, 0.5])}, checkpoint_id=tmp_path)
-    dcp.load({"train_state": (fresh := TrainState())}, checkpoint_id=tmp_path)
-    assert (fresh.step, fresh.losses) == (7, [1.5, 0.5])
 
 
 # -- classes of the user -------------------------------------------------------------------------------------

@@ -163,16 +163,12 @@ def test_a_save_behind_the_loop_that_copies_nothing() -> None:
 # -- this package --------------------------------------------------------------------------------------------
 
 _WORLDS: dict[Any, tuple[int, ...]] = {
-    builds.fsdp1: (2, 1, 3),
     builds.fsdp1_flat: (3, 2, 1),
     builds.fsdp2: (2, 1, 3),
-    builds.tensor_parallel: (2, 1, 3),
     builds.fsdp2_tensor_parallel: (4, 2, 1),
-    builds.fsdp2_peft: (2, 3, 1),
     builds.ddp: (2, 1),
     builds.pipeline: (2, 1, 3),
     builds.experts_by_number: (3, 1, 2),
-    builds.experts_sharded: (2, 3, 1),
     builds.tied: (1, 2),
 }
 _USUAL = (builds.fsdp2_tensor_parallel, builds.experts_by_number)

@@ -273,35 +273,6 @@ def test_a_rank_that_fails_in_any_phase_of_a_load_fails_it_everywhere(tmp_path: 
         assert loads_again
 
 
-def _save_to_another_place(rank: int, world_size: int, folder: str, replaced: bool) -> list[str]:
-    mine = {"own": dcp.PerRank(torch.full((3000,), float(rank)))}
-    if replaced:
-        dcp.save(mine, checkpoint_id=f"{folder}/0")
-    if rank == 0:
-        Path(f"{folder}/1").mkdir()
-    messages = []
-    try:
-        dcp.save(mine, checkpoint_id=f"{folder}/{rank}", timeout_seconds=120)
-    except dcp.errors.PlanError as error:
-        messages.append(str(error))
-    if replaced:
-        mine["own"].value.zero_()
-        dcp.load(mine, checkpoint_id=f"{folder}/0")
-        assert bool((mine["own"].value == rank).all())
-    return messages
-
-
-@pytest.mark.parametrize("replaced", [False, True])
-def test_ranks_that_write_to_different_places_are_found_out(tmp_path: Path, replaced: bool) -> None:
-    """A manifest that names files which only another machine sees is not published, over a checkpoint least
-    of all: the one that was there stays."""
-    for messages in run_ranks(2, _save_to_another_place, str(tmp_path), replaced):
-        assert len(messages) == 1
-        assert "Give all of them one id" in messages[0]
-    left = {path.name for path in (tmp_path / "0").glob("*")}
-    assert len(left) == (4 if replaced else 0), left
-
-
 # -- where it is easy to leave the others waiting ----------------------------------------------------------
 
 

@@ -110,14 +110,6 @@ def test_a_partial_load_keeps_what_is_missing_and_reports_it(checkpoint: Path) -
     assert (state["epoch"], state["step"]) == (3, 7)
 
 
-def test_unexpected_keys_are_reported_and_not_read(checkpoint: Path) -> None:
-    """What the state dict does not ask for costs nothing; nor what is left out of what it asks for."""
-    state = {"model": {"b": torch.zeros(5, dtype=torch.int32)}}
-    report = dcp.load(state, checkpoint_id=checkpoint, no_dist=True, unexpected="ignore")
-    assert sorted(report.unexpected) == ["model.w", "names", "step"]
-    assert report.bytes_needed == 20
-
-
 def test_the_report_says_what_was_read_and_checked(checkpoint: Path) -> None:
     """Bytes by need and by read, blocks, seconds by phase; ``verify="none"`` checks none."""
     report = dcp.load(_wanted(), checkpoint_id=checkpoint, no_dist=True)
@@ -228,40 +220,3 @@ def test_all_bytes_of_replicas_are_compared(tmp_path: Path) -> None:
         assert default[1] == ["w"]
         assert sampled is None
         assert off is None
-
-
-def _per_rank_round_trip(rank: int, world_size: int, folder: Path) -> Any:
-    state = {
-        "w": torch.ones(3),
-        "loader": dcp.PerRank({"position": 100 + rank, "order": torch.arange(rank + 1)}),
-    }
-    dcp.save(state, checkpoint_id=folder)
-    template: dict[str, Any] = {
-        "w": torch.zeros(3),
-        "loader": dcp.PerRank({"position": 0, "order": torch.zeros(rank + 1, dtype=torch.int64)}),
-    }
-    dcp.load(template, checkpoint_id=folder)
-    return template["loader"].value["position"], template["loader"].value["order"].tolist()
-
-
-def test_state_marked_per_rank_comes_back_to_its_rank(tmp_path: Path) -> None:
-    """`PerRank` is the way out: each rank gets its own entry, of its own shape."""
-    assert run_ranks(3, _per_rank_round_trip, tmp_path / "x") == [
-        (100 + r, list(range(r + 1))) for r in range(3)
-    ]
-
-
-def _load_with_one_misfit(rank: int, world_size: int, folder: Path) -> Any:
-    if rank == 0:
-        dcp.save(_stored(), checkpoint_id=folder, no_dist=True)
-    dist.barrier()
-    state = _wanted(w=torch.zeros(3, 5 if rank == 1 else 4))
-    return _outcome(lambda: dcp.load(state, checkpoint_id=folder))
-
-
-def test_a_misfit_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
-    """All ranks raise ShapeMismatchError that names the entry and the rank."""
-    for names, _, text in run_ranks(2, _load_with_one_misfit, tmp_path / "x"):
-        assert "ShapeMismatchError" in names
-        assert "rank 1" in text
-        assert "'model.w'" in text

@@ -129,25 +129,6 @@ def test_another_kind_of_object_on_one_rank_is_told(tmp_path: Path, what: str, w
         assert filled == 0
 
 
-def parts_of_a_pipeline(rank: int, world_size: int, root: Path) -> Any:
-    """Each rank has layers and an optimizer of its own, under one key; rank 1 has a key more."""
-    name = f"layers.{rank}"
-    own: Any = {"state": {name: {"step": torch.ones(2)}}, "param_groups": [{"params": [name]}]}
-    state: dict[str, Any] = {"model": {name: torch.ones(2)}, "optim": own["state"]}
-    if rank == 1:
-        state["head"] = {"w": torch.ones(2)}
-    dcp.save(state, checkpoint_id=root)
-    for tensor in (state["model"][name], own["state"][name]["step"]):
-        tensor.zero_()
-    dcp.load(state, checkpoint_id=root)
-    return state["model"][name].tolist(), own["state"][name]["step"].tolist()
-
-
-def test_parts_of_a_pipeline_differ(tmp_path: Path) -> None:
-    """Keys of one rank alone, and other entries below a key, are no difference of kind."""
-    assert run_ranks(2, parts_of_a_pipeline, tmp_path / "x") == [([1.0, 1.0], [1.0, 1.0])] * 2
-
-
 MANAGER_OPTIONS: dict[str, tuple[Any, Any]] = {
     "mode": ("thread", "sync"),
     "every_steps": (10, 20),

@@ -23,7 +23,7 @@ from dcp.errors import (
 )
 from dcp.storage.stores import PosixStore, Store
 from tests.support.crashes import in_lab
-from tests.support.fault_doors import Fault, FaultInjectingStore, run
+from tests.support.fault_doors import METADATA_NAME, Fault, FaultInjectingStore, OpenWithFaults, run
 from tests.support.rank_acts import ObjectLoadPlanner
 from tests.support.ranks import RankRaised, run_ranks
 from tests.support.versions import save_version, version_of, version_state
@@ -241,3 +241,19 @@ def test_verifying_beside_a_save_finds_no_damage(tmp_path: Path) -> None:
     """Says that the checkpoint was replaced: files that a successor has deleted are not missing."""
     said, later = in_lab(verify_overtaken, tmp_path / "x")
     assert "was replaced while it was being verified" in said and later == 0, said
+
+
+def test_a_first_save_while_it_is_looked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Is opened by its manifest: its `.metadata` alone, which is looked for after it, has no checksums."""
+    done: list[bool] = []
+
+    def hook(_: object) -> None:
+        if not done:
+            done.append(True)
+            save_version(tmp_path, 1)
+
+    faults = Fault("*", name=METADATA_NAME, hook=hook)
+    state, source = version_state(0), dcp.FileSystemReader(tmp_path, open_store=OpenWithFaults(faults))
+    dcp.load(state, storage_reader=source)
+    assert done and version_of(state) == 1
+    assert "is missing" not in caplog.text

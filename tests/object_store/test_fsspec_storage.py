@@ -21,6 +21,7 @@ import dcp
 from dcp.errors import CorruptCheckpointError, PlanError
 from dcp.storage.stores import PosixStore
 from tests.support.s3 import S3Server, raw_s3
+from tests.support.s3_versions import CLEAN, Place
 from tests.support.versions import version_of, version_state
 
 
@@ -86,6 +87,20 @@ def test_options_of_ours_beside_those_of_the_file_system(s3_server: S3Server, s3
     blind = dcp.FsspecReader(s3_root, verify="none", **options)
     dcp.load(got, storage_reader=blind, no_dist=True)
     assert (got["w"] != state["w"]).nonzero().flatten().tolist() == [10]
+
+
+def test_each_overwrites_the_other(s3_server: S3Server, s3_root: str) -> None:
+    """Whoever saved last is what both load. dcp clears away what it replaces, whoever wrote it."""
+    place = Place(s3_root, s3_server.storage_options)
+    place.stock_save(1)
+    place.save(2)
+    assert (place.seen(), place.seen_by_stock(), place.listing()) == (2, 2, CLEAN)
+    place.stock_save(3)
+    assert (place.seen(), place.seen_by_stock()) == (3, 3)
+    assert place.findings() <= {"metadata", "stray-file"}
+    place.save(4)
+    assert (place.seen(), place.seen_by_stock(), place.listing()) == (4, 4, CLEAN)
+    assert place.findings() == set()
 
 
 # -- what they are -------------------------------------------------------------------------------------------
