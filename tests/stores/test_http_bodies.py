@@ -20,7 +20,7 @@ import pytest
 from dcp.storage.stores.handles import Views
 from dcp.storage.stores.objects.client import Failure, RequestError
 from dcp.storage.stores.objects.s3.direct import DirectReads, SignedUrl
-from dcp.storage.stores.objects.s3.http_bodies import BodyTransport, CalledOff, Receiver
+from dcp.storage.stores.objects.s3.http_bodies import BodyTransport, Receiver
 from dcp.storage.stores.objects.s3.session import _tls
 from tests.support.ports import refusing_port
 from tests.support.receivers import CERTIFICATES
@@ -214,30 +214,6 @@ def test_chunked_bodies_must_have_the_size_too(extra: bytes) -> None:
         assert server.connections == 1
 
 
-@pytest.mark.parametrize("closing", [b"", b"Connection: close\r\n"])
-@pytest.mark.parametrize("sent", [0, 20, 1000])
-def test_what_is_called_off_writes_nothing_any_more(sent: int, closing: bytes) -> None:
-    """A request that hangs before, in or behind its head ends at once, and late bytes reach no memory."""
-    called_off = threading.Event()
-
-    def reply(connection: socket.socket, _: int) -> None:
-        data = _whole().replace(b"ETag", closing + b"ETag")
-        connection.sendall(data[:sent])
-        called_off.set()
-        server.let_go.wait(_HANG_SECONDS)
-        with contextlib.suppress(OSError):
-            connection.sendall(data[sent:])
-
-    with _Server(reply) as server, _transport() as transport:
-        data, receiver = _memory()
-        with pytest.raises(CalledOff):
-            transport.get(server.url, {}, receiver, limit_seconds=_HANG_SECONDS, called_off=called_off)
-        before = bytes(data)
-        server.let_go.set()
-        assert bytes(data) == before != _BODY
-        assert not receiver.is_filled
-
-
 @pytest.mark.parametrize(
     ("pause_seconds", "settings", "limit_seconds"),
     [(0.01, {}, 1.0), (_HANG_SECONDS, {"read_seconds": 0.3}, _HANG_SECONDS)],
@@ -280,16 +256,6 @@ def test_tls_is_verified_unless_switched_off() -> None:
                     continue
                 transport.get(server.url, {}, receiver, limit_seconds=_HANG_SECONDS)
                 assert receiver.is_filled and data == _BODY
-
-
-def test_a_closed_transport_asks_nobody() -> None:
-    """Its idle connections end, and requests fail as broken connections do."""
-    with _Server(lambda connection, _: connection.sendall(_whole())) as server, _transport() as transport:
-        transport.get(server.url, {}, _memory()[1], limit_seconds=_HANG_SECONDS)
-        transport.close()
-        with pytest.raises(ConnectionAbortedError):
-            transport.get(server.url, {}, _memory()[1], limit_seconds=_HANG_SECONDS)
-        assert len(server.heads) == 1
 
 
 @pytest.mark.parametrize("told", ["bytes 0-9/100", "bytes 50-59/100"])
