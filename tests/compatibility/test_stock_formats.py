@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -193,25 +192,6 @@ def test_each_overwrites_the_others_checkpoints(tmp_path: Path) -> None:
 
 # -- ways to call -------------------------------------------------------------------------------------------
 
-IDS: list[Callable[[Path], Any]] = [str, Path, lambda path: path.as_uri()]
-
-
-@pytest.mark.parametrize("make", IDS, ids=["str", "Path", "file URL"])
-def test_checkpoint_ids_of_every_kind(make: Callable[[Path], Any], tmp_path: Path) -> None:
-    """A str, a Path and a file URL name the same place, to save, load, writer and reader."""
-    folder = tmp_path / "with space" / "x"
-    dcp.save(fill(_plain_state()), checkpoint_id=make(folder))
-    assert (folder / "manifest.msgpack").exists()
-    assert _load_plain(0, 1, str(folder), "stock") == []
-    for options in (
-        {"checkpoint_id": make(folder)},
-        {"storage_reader": dcp.FileSystemReader(make(folder))},
-        {"storage_reader": dcp.FileSystemReader("elsewhere"), "checkpoint_id": make(folder)},
-    ):
-        target = _plain_state()
-        dcp.load(target, **options)
-        assert differences(target) == []
-
 
 def test_deprecated_functions_and_positional_storages_work(tmp_path: Path) -> None:
     """save_state_dict and load_state_dict, and a storage as second argument, as code from torch 2.0 calls."""
@@ -232,24 +212,3 @@ def test_deprecated_functions_and_positional_storages_work(tmp_path: Path) -> No
     with pytest.warns(UserWarning, match="argument order"):
         dcp.load(target, dcp.FileSystemReader(tmp_path / "p"))  # type: ignore[call-arg, arg-type]
     assert differences(target) == []
-
-
-def asynchronous(rank: int, world: int, root: str) -> list[str]:
-    """async_save of both packages with our storage, twice to different places; what differs."""
-    found = []
-    for package in PACKAGES:
-        for number in range(2):
-            state = fill(_sharded_state(world))
-            folder = f"{root}/{package}-{number}"
-            writer = dcp.FileSystemWriter(folder)
-            future = PACKAGES[package].async_save(state, storage_writer=writer)
-            scrub(state)
-            getattr(future, "upload_completion", future).result()
-            dist.barrier()
-            found += _load_sharded(rank, world, folder, "ours") + _load_sharded(rank, world, folder, "stock")
-    return found
-
-
-def test_async_save_writes_through_our_storage(tmp_path: Path) -> None:
-    """What async_save staged is what is saved, whatever the trainer does to the tensors afterwards."""
-    assert run_ranks(2, asynchronous, str(tmp_path)) == [[], []]

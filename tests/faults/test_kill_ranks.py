@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_map
 import dcp
 from dcp.storage.stores import PosixStore
 from tests.support.crashes import Ending, Group, in_lab, kill_rank, observe_calls, run_groups
-from tests.support.fault_doors import HARMLESS, Fault, OpenWithFaults, findings
-from tests.support.rank_acts import Acting, ObjectLoadPlanner, ObjectSavePlanner
+from tests.support.fault_doors import HARMLESS, findings
+from tests.support.rank_acts import act_in_phase
 from tests.support.versions import (
     ABSENT,
     TOGETHER,
@@ -175,19 +175,6 @@ def test_the_survivor_names_the_killed_rank(lost: tuple[int | str, list[Loss]]) 
 # -- in every phase ------------------------------------------------------------------------------------------
 
 
-OPERATIONS = {
-    "prepare": "make_root",
-    "write": "write",
-    "finish": "finish",
-    "sync": "sync",
-    "lock": "lock",
-    "publish": "publish",
-    "index": "read",
-    "open": "open_read",
-    "read": "preadv",
-}
-"""Phases that begin with an operation on the store; others are methods of planners."""
-
 Case = tuple[str, int, bool]
 """(phase, victim, by torch's protocol)"""
 
@@ -209,26 +196,9 @@ LOADS: list[Case] = [
 ]
 
 
-def _act_and_die(
-    rank: int, world_size: int, folder: Path, saves: bool, phase: str, victim: int, objects: bool
-) -> None:
-    state: dict[str, Any] = version_state(NEW if saves else 0)
-    planners: Any = (
-        (ObjectSavePlanner, dcp.DefaultSavePlanner) if saves else (ObjectLoadPlanner, dcp.DefaultLoadPlanner)
-    )
-    planner, opener = planners[0 if objects else 1](), OpenWithFaults()
-    if rank == victim:
-        if phase == "state_dict":
-            state["deadly"] = Acting(_die)
-        elif phase in OPERATIONS:
-            opener = OpenWithFaults(Fault(OPERATIONS[phase], hook=_die))
-        else:
-            setattr(planner, phase, _die)
-    more: dict[str, Any] = {"planner": planner, "timeout_seconds": TIMEOUT_SECONDS}
-    if saves:
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, open_store=opener), **more)
-    else:
-        dcp.load(state, storage_reader=dcp.FileSystemReader(folder, open_store=opener), **more)
+def _act_and_die(rank: int, world_size: int, folder: Path, version: int, *case: Any) -> None:
+    phase, victim, by_objects = case
+    act_in_phase(folder, phase, _die if rank == victim else None, version=version, by_objects=by_objects)
 
 
 def run_phases(root: Path, cases: list[Case], saves: bool) -> list[tuple[list[Ending], Any, Any]]:
@@ -237,7 +207,10 @@ def run_phases(root: Path, cases: list[Case], saves: bool) -> list[tuple[list[En
     folders = [root / str(number) for number in range(len(cases))]
     for folder in folders:
         copy_folder(root / "before", folder)
-    groups = [Group(3, _act_and_die, (f, saves, *case)) for f, case in zip(folders, cases, strict=True)]
+    groups = [
+        Group(3, _act_and_die, (f, NEW if saves else 0, *case))
+        for f, case in zip(folders, cases, strict=True)
+    ]
     rows = []
     for folder, endings in zip(folders, run_groups(groups, at_once=10), strict=True):
         there = seen_by_dcp(folder), listing(folder)

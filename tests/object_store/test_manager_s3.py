@@ -14,13 +14,8 @@ from dcp.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpoi
 from tests.support.fault_doors import MANIFEST_NAME, METADATA_NAME, NOTES_NAME
 from tests.support.fault_plan import INTERNAL_ERROR
 from tests.support.fault_proxy import FaultProxy
-from tests.support.ranks import run_ranks
 from tests.support.s3 import RawS3, S3Server, raw_s3
 from tests.support.versions import version_of, version_state
-
-
-def _state_at(step: int, rank: int = 0) -> dict[str, Any]:
-    return {"w": torch.full((3000,), float(step)), "own": dcp.PerRank({"rank": rank}), "step": step}
 
 
 def _steps_of(events: list[Any], kind: str) -> list[int]:
@@ -79,35 +74,6 @@ def test_a_run_keeps_what_it_is_told_to(s3_server: S3Server, s3_root: str, mode:
         assert restored is not None
         assert (restored.step, version_of(state), restored.metrics) == (6, 6, {"loss": 2.5})
         assert restored.checkpoint_id == f"{s3_root}/step-00000006"
-
-
-def save_on_ranks(rank: int, world_size: int, root: str, options: dict[str, Any]) -> list[int]:
-    """Two steps, saved by all ranks together in a thread; the steps that each rank sees."""
-    with dcp.CheckpointManager(root, storage_options=options, on_failure="raise") as manager:
-        for step in (1, 2):
-            manager.save(step, {**_state_at(step, rank)})
-        manager.wait(60)
-        return manager.all_steps()
-
-
-def _restore_on_ranks(rank: int, world_size: int, root: str, options: dict[str, Any]) -> list[Any]:
-    state = _state_at(0, rank)
-    with dcp.CheckpointManager(root, storage_options=options) as manager:
-        restored = manager.restore(state, per_rank="keep")
-        assert restored is not None
-        return [restored.step, [step for step, _ in restored.skipped], state["step"]]
-
-
-def test_ranks_save_and_others_go_on(s3_server: S3Server, s3_root: str) -> None:
-    """Two ranks save; three agree on the older step, because the newest is damaged."""
-    options = s3_server.storage_options
-    assert run_ranks(2, save_on_ranks, s3_root, options) == [[1, 2]] * 2
-    with raw_s3(s3_server) as raw:
-        folder = f"{s3_root}/step-00000002"
-        data = {name: size for name, size in raw.list(f"{folder}/").items() if name.endswith(".distcp")}
-        largest = max(data, key=lambda name: data[name])
-        raw.write(f"{folder}/{largest}", raw.read(f"{folder}/{largest}")[: data[largest] // 2])
-    assert run_ranks(3, _restore_on_ranks, s3_root, options) == [[1, [2], 1]] * 3
 
 
 def test_writers_of_ones_own_get_the_options(s3_server: S3Server, s3_root: str) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from botocore.exceptions import ClientError
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -29,7 +28,6 @@ from tests.support.fault_doors import (
     run,
     verified,
 )
-from tests.support.ranks import run_ranks
 from tests.support.s3 import S3Server
 from tests.support.s3_versions import CLEAN, Place
 from tests.support.versions import ABSENT, save_version, seen_by_dcp, version_of, version_state
@@ -92,32 +90,6 @@ def test_damage_is_found_as_on_a_disk(place: Place, tmp_path: Path) -> None:
         (folder / name).write_bytes(whole[name])
         place.raw.write(f"{place.url}/{name}", whole[name])
     assert (place.seen(), place.findings()) == (OLD, set())
-
-
-def _save_shards(rank: int, world_size: int, url: str, options: dict[str, Any]) -> None:
-    mesh = init_device_mesh("cpu", (world_size,))
-    shard = DTensor.from_local(torch.full((4, 6), float(rank + 1)), mesh, [Shard(0)])
-    dcp.save({"w": shard}, checkpoint_id=url, storage_options=options)
-    dist.barrier()
-
-
-def test_swapped_objects_are_found(place: Place) -> None:
-    """Each is whole and of the right size, but under the other's key."""
-    run_ranks(2, _save_shards, place.url, place.storage_options)
-    names = [name for name in place.raw.list(f"{place.url}/") if name.endswith(".distcp")]
-    first, second = (place.raw.read(f"{place.url}/{name}") for name in names)
-    assert len(first) == len(second)
-    place.raw.write(f"{place.url}/{names[0]}", second)
-    place.raw.write(f"{place.url}/{names[1]}", first)
-    with pytest.raises(CorruptCheckpointError) as caught:
-        dcp.load(
-            {"w": torch.zeros(8, 6)},
-            checkpoint_id=place.url,
-            storage_options=place.storage_options,
-            no_dist=True,
-        )
-    assert caught.value.fqn == "w"
-    assert {one["file"] for one in place.report()["findings"]} == set(names)
 
 
 # -- readers that are overtaken ------------------------------------------------------------------------------

@@ -141,11 +141,9 @@ class FaultProxy:
         self.plan.rules.append(rule)
         return rule
 
-    def spoil_at_random(
-        self, seed: int, probability: float, faults: Sequence[Fault] = PASSING, *, burst: int = 1
-    ) -> None:
+    def spoil_at_random(self, seed: int, probability: float, faults: Sequence[Fault] = PASSING) -> None:
         """Begin to spoil requests by chance; see `RandomFaults`."""
-        self.plan.random = RandomFaults(seed, probability, faults, burst=burst)
+        self.plan.random = RandomFaults(seed, probability, faults)
 
     def heal(self) -> None:
         """No more faults."""
