@@ -131,7 +131,7 @@ SAVES = {
     "over a killed save": Scenario("plain", half_published, OLD, 4),
     "overwrite, through a map": Scenario("mapped", ours(), OLD, OLD),
 }
-OFTEN = {"first, large", "overwrite, by torch's protocol", "over stock", "over a killed save"}
+OFTEN = {"first", "overwrite, by torch's protocol", "over stock", "over a killed save"}
 """What each of the others combines, these have."""
 
 

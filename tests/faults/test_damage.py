@@ -210,7 +210,7 @@ def interesting_sizes(folder: Path, path: Path) -> list[int]:
     return sorted(mark for mark in marks if 0 <= mark < size)
 
 
-@pytest.mark.parametrize("kind", ["bare", "file per tensor"])
+@pytest.mark.parametrize("kind", [pytest.param("bare", marks=pytest.mark.exhaustive), "file per tensor"])
 def test_a_file_of_another_size_is_refused(tmp_path: Path, kind: str) -> None:
     """Truncated at any interesting place, or extended: a typed error, and verify finds it."""
     folder = tmp_path / "x"

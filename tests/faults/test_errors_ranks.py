@@ -96,8 +96,11 @@ def fail_at_every_operation(rank: int, world_size: int, root: Path, faulty: int,
             rows.append((op, [entry[0] for entry in everything], seen, after))
 
 
-@pytest.mark.parametrize("faulty", [0, 1])
-@pytest.mark.parametrize("old", [ABSENT, OLD])
+@pytest.mark.parametrize(
+    ("faulty", "old"),
+    [(0, OLD), (1, ABSENT)]
+    + [pytest.param(*one, marks=pytest.mark.exhaustive) for one in ((0, ABSENT), (1, OLD))],
+)
 def test_an_error_of_one_rank_is_raised_on_both_and_undoes_the_save(
     tmp_path: Path, faulty: int, old: int | str
 ) -> None:
