@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 __all__ = [
     "load_adapters_on_the_first",
-    "load_flat",
     "load_full",
     "load_fused",
     "load_weights_alone",
@@ -25,7 +24,6 @@ __all__ = [
     "save_and_die",
     "save_and_hang",
     "save_by_blocks",
-    "save_flat",
     "save_full_in_order_of_the_mesh",
     "save_later_without_a_copy",
     "save_weights_alone",
@@ -115,22 +113,6 @@ def load_fused(state: State, *, checkpoint_id: str) -> None:
     """Its rows of what is there."""
     weight = _module(state).get_parameter("gate_up").detach()
     weight.copy_(_read(checkpoint_id).chunk(dist.get_world_size())[dist.get_rank()])
-
-
-# -- FSDP1: each rank's flat parameters as they are, which depend on the number of ranks ---------------------
-
-
-def save_flat(state: State, *, checkpoint_id: str) -> None:
-    """Each rank's part for itself."""
-    parts = {name: parameter.detach() for name, parameter in _module(state).named_parameters()}
-    torch.save(parts, f"{checkpoint_id}.{dist.get_rank()}.pt")
-
-
-def load_flat(state: State, *, checkpoint_id: str) -> None:
-    """A rank's own, as much as there is."""
-    found = torch.load(f"{checkpoint_id}.{dist.get_rank()}.pt", weights_only=True)
-    for name, parameter in _module(state).named_parameters():
-        parameter.detach().view(-1)[: len(found[name])].copy_(found[name])
 
 
 # -- others --------------------------------------------------------------------------------------------------

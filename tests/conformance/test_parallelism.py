@@ -132,18 +132,6 @@ def test_fused_projections_put_together_by_rank() -> None:
     assert found.from_places == "[12:18, 6:12]"
 
 
-def test_flat_parameters_of_which_each_rank_saves_its_own() -> None:
-    """FSDP1's flat parameters, saved as they are: on fewer ranks the end of each of them is lost."""
-    report = _tried(
-        builds.fsdp1_flat, faulty.save_flat, faulty.load_flat, worlds=(2, 1), only=("first.*", "second.*")
-    )
-    assert not [found for found in _told(report, 2, 2) if found.part == "model"]
-    found = {one.name: one for one in _told(report, 2, 1) if one.part == "model"}
-    assert {(one.kind, one.rank) for one in found.values()} == {("lost", 0)}
-    counts = {name: (one.count, one.total) for name, one in found.items()}
-    assert counts == {"first.weight": (54, 120), "first.bias": (12, 12), "second.weight": (72, 120)}
-
-
 def test_an_optimizer_that_nobody_finds_again() -> None:
     """Its state is in the file and is not read: nothing of it, no moments, no rate."""
     report = _tried(builds.tied, faulty.save_weights_alone, faulty.load_weights_alone, worlds=(1,))

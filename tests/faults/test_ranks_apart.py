@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -193,22 +192,3 @@ def test_ranks_that_save_in_other_ways_are_told(tmp_path: Path) -> None:
     for names, message, _ in run_ranks(2, _save_in_other_ways, tmp_path / "x"):
         assert "PlanError" in names, message
         assert "(thread)" in message and "(process)" in message
-
-
-def save_in_no_way(rank: int, world_size: int, root: Path) -> Any:
-    """Rank 1 misspells where to save; before there is a session, and when there is one."""
-    told = []
-    for number in (1, 2):
-        kind: Any = "proces" if rank == 1 else dcp.AsyncCheckpointerType.THREAD
-        save = partial(dcp.async_save, STATE, async_checkpointer_type=kind)
-        told.append(outcome(lambda: save(checkpoint_id=root / f"bad-{number}").result(60)))  # noqa: B023
-        dcp.async_save(STATE, checkpoint_id=root / f"good-{number}").result(60)
-    return told
-
-
-def test_a_way_to_save_that_is_none_is_an_error_of_all(tmp_path: Path) -> None:
-    """The others waited for that rank until the timeout; the saves after it are made."""
-    for told in run_ranks(2, save_in_no_way, tmp_path):
-        for names, message, _ in told:
-            assert "OptionError" in names and "'thread', 'process', not 'proces'" in message
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["good-1", "good-2"]

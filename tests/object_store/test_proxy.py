@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import http.client
 import random
 
 import pytest
@@ -60,21 +59,6 @@ def test_proxy_changes_nothing(s3_proxy: FaultProxy, s3_root: str) -> None:
     first, second = s3_proxy.requests("GetObject", "ü")
     assert (first.bucket, first.key, first.status, first.response_bytes) == (bucket, key, 200, len(data))
     assert (second.range, second.status, second.response_bytes) == ("bytes=10-19", 206, 10)
-
-
-def test_proxy_follows_chunked_bodies(s3_proxy: FaultProxy, s3_root: str) -> None:
-    """A request in chunks is forwarded whole, and the connection is in order after it."""
-    bucket, key = split_url(f"{s3_root}/object")
-    host, _, port = s3_proxy.endpoint_url.removeprefix("http://").partition(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=60)
-    for _ in range(2):  # nobody signed them
-        connection.request("PUT", f"/{bucket}/{key}", body=iter([b"abc", b"de"]), encode_chunked=True)
-        answer = connection.getresponse()
-        assert answer.status == 403
-        assert b"AccessDenied" in answer.read()
-    connection.close()
-    assert [request.status for request in s3_proxy.requests("PutObject")] == [403, 403]
-    assert s3_proxy.log[0].request_bytes == len(b"3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n")
 
 
 @pytest.mark.parametrize(
