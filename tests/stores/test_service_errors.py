@@ -7,11 +7,6 @@ from __future__ import annotations
 
 import errno
 import ftplib
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 from types import SimpleNamespace
 
 import aiohttp
@@ -28,6 +23,7 @@ from dcp.storage.stores import open_store
 from dcp.storage.stores.objects.client import Failure
 from dcp.storage.stores.objects.generic.errors import as_request_error
 from dcp.storage.stores.objects.s3.errors import request_error
+from tests.support.scripted_service import Answer, scripted_service
 
 
 class GoogleAuthError(Exception):
@@ -186,41 +182,13 @@ def test_a_file_system_that_cannot_log_in() -> None:
     assert "hush" not in str(failed.value)
 
 
-@contextmanager
-def _name_node(status: int) -> Iterator[tuple[int, list[str]]]:
-    """An HTTP server that refuses everything, on a port of its own; what it was asked."""
-    asked: list[str] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            body = json.dumps(
-                {"RemoteException": {"exception": "SecurityException", "message": "no"}}
-            ).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            """Say nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield server.server_address[1], asked
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_real_file_system_over_http(status: int) -> None:
     """Refuses at once over WebHDFS, where fsspec knows 403 and lets 401 through as an error of requests."""
-    with _name_node(status) as (port, asked):
+    refusal = Answer(status, {"RemoteException": {"exception": "SecurityException", "message": "no"}})
+    with scripted_service(lambda _: refusal) as service:
+        port = service.url.rpartition(":")[2]
         store = open_store(f"webhdfs://127.0.0.1:{port}/run", {"retry_seconds": 3600.0})
         with pytest.raises(StorageError, match="credentials are missing"):
             store.list()
-        assert len(asked) == 1
+        assert len(service.asked) == 1
