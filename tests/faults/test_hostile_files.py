@@ -473,6 +473,11 @@ def _pickled(value: Any) -> bytes:
     return buffer.getvalue()
 
 
+def _called(name: str, *args: Any) -> _Call:
+    module, _, attribute = name.rpartition(".")
+    return _Call(_Global(module, attribute), args)
+
+
 RECONSTRUCT = _Global("numpy._core.multiarray", "_reconstruct")
 SCALAR = _Global("numpy._core.multiarray", "scalar")
 FROM_BUFFER = _Global("numpy._core.numeric", "_frombuffer")
@@ -543,7 +548,7 @@ HOSTILE: dict[str, Any] = {
     "a field without a dtype": _array((1,), _structure({"a": (1, 0)}, 8), bytes(8)),
     "fields that are not there": _array((1,), _structure({}, 8, names=("a",)), bytes(8)),
     "exponential fields": _array((1,), nested_structure(40), bytes(8)),
-    "a dtype of a call": dtype(_Call(_Global("os", "system"), ("false",))),
+    "a dtype of a call": dtype(_called("os.system", "false")),
     "a dtype of much text": dtype("f8," * 100_000),
     "a dtype of a class": dtype(_Global("builtins", "object")),
     "a unit of another type": _array(
@@ -558,23 +563,21 @@ HOSTILE: dict[str, Any] = {
     "an array without a state": _Call(RECONSTRUCT, (NDARRAY, (0,), b"b")),
     "an array as a key": {(1, _array((1,), F8, bytes(8))): 1},
     "one piece many times": _shared(500),
-    "a fraction of a huge power": _Call(_Global("fractions", "Fraction"), ("1e999999999",)),
-    "a fraction by zero": _Call(_Global("fractions", "Fraction"), (1, 0)),
-    "a date that is none": _Call(
-        _Global("datetime", "datetime"), (b"\x07\xea\x0d\x40\x20\x00\x00\x00\x00\x00",)
-    ),
-    "a zone of a class": _Call(_Global("datetime", "datetime"), (bytes(10), print)),
-    "a duration without end": _Call(_Global("datetime", "timedelta"), (1 << 70, 0, 0)),
-    "a path of a call": _Call(_Global("pathlib", "PosixPath"), (print,)),
-    "a factory that is called": _Call(_Global("collections", "defaultdict"), (_Global("os", "getcwd"),)),
-    "a range of much": _Call(_Global("builtins", "range"), (0, 1 << 100_000, 1)),
+    "a fraction of a huge power": _called("fractions.Fraction", "1e999999999"),
+    "a fraction by zero": _called("fractions.Fraction", 1, 0),
+    "a date that is none": _called("datetime.datetime", b"\x07\xea\x0d\x40\x20\x00\x00\x00\x00\x00"),
+    "a zone of a class": _called("datetime.datetime", bytes(10), print),
+    "a duration without end": _called("datetime.timedelta", 1 << 70, 0, 0),
+    "a path of a call": _called("pathlib.PosixPath", print),
+    "a factory that is called": _called("collections.defaultdict", _Global("os", "getcwd")),
+    "a range of much": _called("builtins.range", 0, 1 << 100_000, 1),
     "one buffer many times": _buffers(500),
     "a buffer of text": _Made(_Global("_io", "BytesIO"), ("abc", 0, None)),
     "a buffer far behind its end": _Made(_Global("_io", "BytesIO"), (b"abc", 1 << 40, None)),
     "a buffer with attributes": _Made(_Global("_io", "BytesIO"), (b"abc", 0, {"write": 1})),
     "a buffer without its bytes": _Made(_Global("_io", "BytesIO"), None),
-    "a buffer of a call": _Call(_Global("_io", "BytesIO"), (b"abc",)),
-    "bytes of a number": _Call(_Global("builtins", "bytearray"), (1 << 40,)),
+    "a buffer of a call": _called("_io.BytesIO", b"abc"),
+    "bytes of a number": _called("builtins.bytearray", 1 << 40),
     "a set that collides": lambda: (np.ones(1), frozenset(n * ((1 << 61) - 1) for n in range(5000))),
 }
 
@@ -586,8 +589,8 @@ def _hostile(name: str) -> bytes:
 
 BOUNDED = {
     "shared lists": _layers(60),
-    "a deque without end": _Call(_Global("collections", "deque"), ((), 1 << 62)),
-    "a decimal of a huge power": _Call(_Global("decimal", "Decimal"), ("1e999999999",)),
+    "a deque without end": _called("collections.deque", (), 1 << 62),
+    "a decimal of a huge power": _called("decimal.Decimal", "1e999999999"),
 }
 
 

@@ -122,11 +122,6 @@ class FaultProxy:
         """The server's, by way of the proxy."""
         return {**self.server.storage_options, "endpoint_url": self.endpoint_url}
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """The server's, by way of the proxy."""
-        return {**self.server.environment, "AWS_ENDPOINT_URL": self.endpoint_url}
-
     def spoil(
         self,
         fault: Fault,
