@@ -177,7 +177,9 @@ def into_meta(rank: int, world: int, root: str) -> list[str]:
     def state(device: str, sharded: bool) -> State:
         with torch.device(device):
             made = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
-        return dict((fully_shard(made, mesh=mesh) if sharded else made).state_dict())
+        if sharded:
+            fully_shard(made, mesh=mesh)
+        return dict(made.state_dict())
 
     for (saver, loader), sharded in product(ROUTES, (False, True)):
         SAVE[saver](fill(state("cpu", sharded)), checkpoint_id=f"{root}/{saver}-{sharded}")

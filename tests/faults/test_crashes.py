@@ -311,10 +311,7 @@ def look_at_deletion(root: Path, step: str, killed: bool) -> Deletion:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name == "stock over ours" else pytest.mark.exhaustive)
-        for name in DELETIONS
-    ],
+    [pytest.param(name, marks=() if name == "strays" else pytest.mark.exhaustive) for name in DELETIONS],
 )
 def test_a_deletion_killed_before_any_step_leaves_all_or_nothing(tmp_path: Path, name: str) -> None:
     """Leaves the checkpoint whole until one step and gone after it; the next run finishes it, or saves."""

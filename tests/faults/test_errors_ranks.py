@@ -165,7 +165,7 @@ class Boom(Exception):
 
 OBJECT_PHASES = ("create_local_plan", "create_global_plan", "finish_plan", "resolve_data", "commit_tensor")
 STORE_PHASES = ("write", "publish", "index", "read")
-SPOILED = {
+SPOILED: dict[str, dict[str, Any]] = {
     "create_local_columns": {"bad": torch.zeros(4, 4).to_sparse()},
     "global plan": {"model": {"w": torch.zeros(5)}},
     "plan": {"in plan": torch.zeros(3)},

@@ -154,8 +154,9 @@ def test_a_run_in_any_root(kind: str, tmp_path: Path) -> None:
     listed; files of the root and deeper folders are none."""
     url = kind.format(tmp_path / "a run")
     neighbours = (url, f"{url}/step-00000001/deeper", f"{url}/step-00000009")
-    options = {"storage_options": {"conditional_writes": "off"}} if "cloud" in kind else {}
-    with dcp.CheckpointManager(url, keep=dcp.Retention(last=1), no_dist=True, **options) as manager:
+    options = {"conditional_writes": "off"} if "cloud" in kind else None
+    keep = dcp.Retention(last=1)
+    with dcp.CheckpointManager(url, keep=keep, storage_options=options, no_dist=True) as manager:
         manager.save(1, {"n": 1}, force=True)
         manager.wait(60)
         manager.pin(1)
@@ -200,15 +201,19 @@ def test_the_bucket_of_an_error_is_named(s3_server: Any) -> None:
     assert (caught.value.attempts, caught.value.bucket) == (1, "absent")
 
 
-_WRONG: list[dict[str, object]] = [
-    *({"conditional_writes": "maybe"}, {"concurrency": 0}, {"part_bytes": 1 << 20}),
-    *({"part_bytes": (5 << 20) + 1}, {"retry_seconds": -1}, {"request_timeout_seconds": 0}),
-]
+_WRONG: dict[str, list[object]] = {
+    "conditional_writes": ["maybe"],
+    "part_bytes": [1 << 20, (5 << 20) + 1],
+    **{
+        name: [value]
+        for name, value in (("concurrency", 0), ("retry_seconds", -1), ("request_timeout_seconds", 0))
+    },
+}
 
 
 @pytest.mark.parametrize(
     ("url", "options"),
-    [("s3://bucket/run", wrong) for wrong in _WRONG]
+    [("s3://bucket/run", {name: value}) for name, values in _WRONG.items() for value in values]
     + [("/tmp/run", {"key": "1"}), *((url, None) for url in ("s3://", "s3:///run", "s3a:///run"))],
 )
 def test_options_and_urls_that_make_no_sense(url: str, options: dict[str, object] | None) -> None:

@@ -70,7 +70,7 @@ _OPERATIONS: Final = {
 def act_in_phase(
     folder: Path,
     phase: str,
-    act: Callable[..., object] | None,
+    act: Callable[..., None] | None,
     *,
     version: int = 0,
     by_objects: bool = False,
