@@ -52,8 +52,7 @@ class Quantised(torch.Tensor):
         raise NotImplementedError(func)
 
 
-def weight(rows: slice = slice(None), *, filled: bool = True, settings: Any = "int8") -> Quantised:
-    """Rows of one weight."""
+def _weight(rows: slice = slice(None), *, filled: bool = True, settings: Any = "int8") -> Quantised:
     data, scale = (
         torch.arange(ROWS * 2, dtype=torch.int8).view(ROWS, 2),
         torch.arange(ROWS * 1.0).view(ROWS, 1),
@@ -62,35 +61,34 @@ def weight(rows: slice = slice(None), *, filled: bool = True, settings: Any = "i
     return Quantised(parts[0], parts[1], settings)
 
 
-def equal(one: Any, other: Any) -> bool:
-    """Part by part."""
+def _equal(one: Any, other: Any) -> bool:
     return torch.equal(one.data_, other.data_) and torch.equal(one.scale, other.scale)
 
 
 @pytest.mark.parametrize("how", ["save", "thread", pytest.param("process", marks=pytest.mark.exhaustive)])
 def test_parts_come_back(tmp_path: Path, how: str) -> None:
     """Into the tensor that is there; stock torch and `dcp.read` see the parts."""
-    state: dict[str, Any] = {"model": {"w": weight()}, "n": 1}
+    state: dict[str, Any] = {"model": {"w": _weight()}, "n": 1}
     if how == "save":
         dcp.save(state, checkpoint_id=tmp_path / "c")
     else:
         with dcp.CheckpointManager(tmp_path, mode=how, name="c{step}", handle_sigterm=False) as manager:  # type: ignore[arg-type]
             manager.save(0, state)
         (tmp_path / "c0").rename(tmp_path / "c")
-    target = weight(filled=False)
+    target = _weight(filled=False)
     report = dcp.load({"model": {"w": target}, "n": 0}, checkpoint_id=tmp_path / "c")
-    assert equal(target, weight()) and not report.unexpected
+    assert _equal(target, _weight()) and not report.unexpected
     seen = dcp.read(tmp_path / "c")["model"]["w"]
-    assert torch.equal(seen["scale"], weight().scale) and seen["subclass"]["shape"] == [ROWS, 2]
+    assert torch.equal(seen["scale"], _weight().scale) and seen["subclass"]["shape"] == [ROWS, 2]
     parts: dict[str, Any] = {"model": {"w": {"data_": torch.zeros(ROWS, 2, dtype=torch.int8)}}}
     stock.load(parts, checkpoint_id=tmp_path / "c", no_dist=True)
-    assert torch.equal(parts["model"]["w"]["data_"], weight().data_)
+    assert torch.equal(parts["model"]["w"]["data_"], _weight().data_)
 
 
 @pytest.mark.parametrize("planner", [None, "protocol"])
 def test_one_of_other_settings_is_an_error(tmp_path: Path, planner: str | None) -> None:
     """Its parts fit, and would mean other values; a plain tensor is no such tensor, nor the reverse."""
-    dcp.save({"w": weight(), "v": torch.ones(ROWS, 2)}, checkpoint_id=tmp_path)
+    dcp.save({"w": _weight(), "v": torch.ones(ROWS, 2)}, checkpoint_id=tmp_path)
 
     class Own(dcp.DefaultLoadPlanner):
         def finish_plan(self, central_plan: Any) -> Any:
@@ -98,31 +96,28 @@ def test_one_of_other_settings_is_an_error(tmp_path: Path, planner: str | None) 
 
     options: dict[str, Any] = {} if planner is None else {"planner": Own()}
     with pytest.raises(PlanError, match=r"'w'.*context \['int8'.*not \['int4'"):
-        dcp.load({"w": weight(settings="int4")}, checkpoint_id=tmp_path, **options)
+        dcp.load({"w": _weight(settings="int4")}, checkpoint_id=tmp_path, **options)
     with pytest.raises(dcp.MissingKeyError, match=r"v\.data_"):
-        dcp.load({"v": weight()}, checkpoint_id=tmp_path, **options)
+        dcp.load({"v": _weight()}, checkpoint_id=tmp_path, **options)
     with pytest.raises(dcp.MissingKeyError, match="w"):
         dcp.load({"w": torch.ones(ROWS, 2)}, checkpoint_id=tmp_path, **options)
 
 
-def sharded(world_size: int, rank: int, *, filled: bool) -> DTensor:
-    """A rank's rows."""
+def _sharded(world_size: int, rank: int, *, filled: bool) -> DTensor:
     mesh = init_device_mesh("cpu", (world_size,))
     each = -(-ROWS // world_size)
-    local = weight(slice(rank * each, (rank + 1) * each), filled=filled)
+    local = _weight(slice(rank * each, (rank + 1) * each), filled=filled)
     return DTensor.from_local(
         local, mesh, [Shard(0)], run_check=False, shape=torch.Size([ROWS, 2]), stride=(2, 1)
     )
 
 
-def save_sharded(rank: int, world_size: int, path: str) -> None:
-    """A DTensor of them."""
-    dcp.save({"model": {"w": sharded(world_size, rank, filled=True)}}, checkpoint_id=path)
+def _save_sharded(rank: int, world_size: int, path: str) -> None:
+    dcp.save({"model": {"w": _sharded(world_size, rank, filled=True)}}, checkpoint_id=path)
 
 
-def load_sharded(rank: int, world_size: int, path: str) -> list[Any]:
-    """On other ranks."""
-    target = sharded(world_size, rank, filled=False)
+def _load_sharded(rank: int, world_size: int, path: str) -> list[Any]:
+    target = _sharded(world_size, rank, filled=False)
     dcp.load({"model": {"w": target}}, checkpoint_id=path)
     local: Any = target.to_local()
     return [local.data_.tolist(), local.scale.tolist()]
@@ -130,14 +125,14 @@ def load_sharded(rank: int, world_size: int, path: str) -> list[Any]:
 
 def test_parts_of_dtensors_are_resharded(tmp_path: Path) -> None:
     """2 ranks save, 3 load, unevenly; one loads it whole."""
-    run_ranks(2, save_sharded, str(tmp_path))
-    whole = weight()
+    run_ranks(2, _save_sharded, str(tmp_path))
+    whole = _weight()
     for at, rows in ((0, whole.data_), (1, whole.scale)):
-        parts = [part[at] for part in run_ranks(3, load_sharded, str(tmp_path))]
+        parts = [part[at] for part in run_ranks(3, _load_sharded, str(tmp_path))]
         assert [row for part in parts for row in part] == rows.tolist()
-    target = weight(filled=False)
+    target = _weight(filled=False)
     dcp.load({"model": {"w": target}}, checkpoint_id=tmp_path)
-    assert equal(target, whole)
+    assert _equal(target, whole)
 
 
 def test_torchaos_quantised_weights(tmp_path: Path) -> None:
@@ -191,8 +186,7 @@ def write_folder(folder: Path) -> dict[str, torch.Tensor]:
     return {"a.weight": quantized.float() * large, "b_blocks": blocks.flatten(-2), "plain": plain}
 
 
-def load_dequantized(rank: int, world: int, folder: str, expected: dict[str, torch.Tensor]) -> None:
-    """Load shards along each dimension."""
+def _load_dequantized(rank: int, world: int, folder: str, expected: dict[str, torch.Tensor]) -> None:
     mesh = init_device_mesh("cpu", (world,))
     for dim in range(3):
         state = {
@@ -209,7 +203,7 @@ def load_dequantized(rank: int, world: int, folder: str, expected: dict[str, tor
 def test_weights_arrive_dequantized(world: int, tmp_path: Path) -> None:
     """fp8 in blocks and MXFP4, into float32 by default, whatever the sharding."""
     expected = write_folder(tmp_path)
-    run_ranks(world, load_dequantized, str(tmp_path), expected)
+    run_ranks(world, _load_dequantized, str(tmp_path), expected)
 
 
 def test_another_dtype_than_the_readers_is_an_error(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +25,14 @@ STOCK_CANNOT = ("fsdp1-8",)
 Found = dict[str, list[str]]
 
 
-def state_of(training: Training, name: str = "") -> dict[str, Any]:
-    """The state dict that a trainer saves."""
+def _state_of(training: Training, name: str = "") -> dict[str, Any]:
     # parameter groups list all their names, which differ between pipeline stages
     options = StateDictOptions(flatten_optimizer_state_dict=name == "pipeline")
     model, optimizer = get_state_dict(training.model, training.optimizer, options=options)
     return {"model": model, "optimizer": optimizer}
 
 
-def recipes(world: int, *, without: tuple[str, ...] = ()) -> list[str]:
-    """The recipes made for this world size."""
+def _recipes(world: int, *, without: tuple[str, ...] = ()) -> list[str]:
     return [
         name
         for name, (_, worlds) in RECIPES.items()
@@ -43,16 +40,14 @@ def recipes(world: int, *, without: tuple[str, ...] = ()) -> list[str]:
     ]
 
 
-def save_all(rank: int, world: int, root: str, names: list[str], savers: list[str]) -> None:
-    """Save each recipe's state by each saver."""
+def _save_all(rank: int, world: int, root: str, names: list[str], savers: list[str]) -> None:
     for name in names:
-        save_one(RECIPES[name][0](world), f"{root}/{name}-{world}", name, savers)
+        _save_one(RECIPES[name][0](world), f"{root}/{name}-{world}", name, savers)
 
 
-def save_one(training: Training, path: str, name: str, savers: list[str]) -> None:
-    """With the contents that `fill` gives."""
+def _save_one(training: Training, path: str, name: str, savers: list[str]) -> None:
     for saver in savers:
-        SAVE[saver](fill(state_of(training, name)), checkpoint_id=f"{path}-{saver}")
+        SAVE[saver](fill(_state_of(training, name)), checkpoint_id=f"{path}-{saver}")
 
 
 def load_all(
@@ -63,15 +58,14 @@ def load_all(
     for name in names:
         training = RECIPES[name][0](world)
         for source in sources:
-            found |= load_one(training, root, f"{name}-{world}", source, loaders)
+            found |= _load_one(training, root, f"{name}-{world}", source, loaders)
     return found
 
 
-def load_one(training: Training, root: str, case: str, source: str, loaders: list[str]) -> Found:
-    """One folder into one recipe's state, by each loader."""
+def _load_one(training: Training, root: str, case: str, source: str, loaders: list[str]) -> Found:
     found: Found = {}
     for loader in loaders:
-        target = scrub(state_of(training, case.partition("-")[0]))
+        target = scrub(_state_of(training, case.partition("-")[0]))
         assert differences(target)
         LOAD[loader](target, checkpoint_id=f"{root}/{source}")
         found[f"{source} into {case} by {loader}"] = differences(target)
@@ -83,15 +77,14 @@ def same_topology(rank: int, world: int, root: str, names: list[str]) -> Found:
     found: Found = {}
     for name in names:
         training, case = RECIPES[name][0](world), f"{name}-{world}"
-        save_one(training, f"{root}/{case}", name, ["ours", "stock"])
+        _save_one(training, f"{root}/{case}", name, ["ours", "stock"])
         loaders = ["ours"] if case in STOCK_CANNOT else ["ours", "stock"]
-        found |= load_one(training, root, case, f"{case}-ours", loaders)
-        found |= load_one(training, root, case, f"{case}-stock", ["ours"])
+        found |= _load_one(training, root, case, f"{case}-ours", loaders)
+        found |= _load_one(training, root, case, f"{case}-stock", ["ours"])
     return found
 
 
-def assert_none_differ(results: list[Found], cases: int) -> None:
-    """All ranks saw ``cases`` cases, and no tensor differed in any."""
+def _assert_none_differ(results: list[Found], cases: int) -> None:
     for rank, found in enumerate(results):
         assert len(found) == cases
         assert {case: names for case, names in found.items() if names} == {}, f"on rank {rank}"
@@ -100,9 +93,9 @@ def assert_none_differ(results: list[Found], cases: int) -> None:
 @pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 3, 4, 8))])
 def test_every_parallelism_round_trips_between_ours_and_stock(world: int, tmp_path: Path) -> None:
     """Model and optimizer of every recipe: ours by ours, ours by stock, stock's by ours give equal bytes."""
-    names = recipes(world)
+    names = _recipes(world)
     cases = sum(2 if f"{name}-{world}" in STOCK_CANNOT else 3 for name in names)
-    assert_none_differ(run_ranks(world, same_topology, str(tmp_path), names), cases)
+    _assert_none_differ(run_ranks(world, same_topology, str(tmp_path), names), cases)
 
 
 Folders = tuple[str, list[str]]
@@ -127,9 +120,9 @@ def saved_by(root: str, turns: dict[str, int | None]) -> Folders:
     made: list[str] = []
     for saver, turn in turns.items():
         for world in (1, 2, 3, 4):
-            names = recipes(world, without=OWN_NAMES)
+            names = _recipes(world, without=OWN_NAMES)
             names = names if turn is None else names[(world + turn) % 2 :: 2]
-            run_ranks(world, save_all, root, names, [saver])
+            run_ranks(world, _save_all, root, names, [saver])
             made += [f"{name}-{world}-{saver}" for name in names]
     return root, made
 
@@ -148,10 +141,10 @@ def load_into_others(world: int, root: str, sources: list[str], loader: str, sha
     every one is loaded in one of their worlds."""
     for number, target in enumerate(TARGETS[world]):
         taken = sources[(2 * world + number) % share :: share]
-        assert_none_differ(run_ranks(world, load_all, root, [target], taken, [loader]), cases=len(taken))
+        _assert_none_differ(run_ranks(world, load_all, root, [target], taken, [loader]), cases=len(taken))
 
 
-@pytest.mark.parametrize(("world", "share"), [*((world, 8) for world in TARGETS), *ALL_PAIRS])
+@pytest.mark.parametrize(("world", "share"), [(2, 8), (3, 8), *ALL_PAIRS])
 def test_every_parallelism_loads_into_every_other(
     world: int, share: int, request: pytest.FixtureRequest
 ) -> None:
@@ -160,7 +153,7 @@ def test_every_parallelism_loads_into_every_other(
     load_into_others(world, root, sources, "ours", share)
 
 
-@pytest.mark.parametrize(("world", "share"), [(2, 4), (3, 4), *ALL_PAIRS])
+@pytest.mark.parametrize(("world", "share"), [(3, 6), *ALL_PAIRS])
 def test_stock_loads_ours_into_every_other(world: int, share: int, request: pytest.FixtureRequest) -> None:
     """Stock's load reshards checkpoints of ours as its own."""
     root, sources = request.getfixturevalue("all_folders" if share == 1 else "folders")
@@ -168,47 +161,30 @@ def test_stock_loads_ours_into_every_other(world: int, share: int, request: pyte
     load_into_others(world, root, ours, "stock", share)
 
 
-def warnings_of_ours(rank: int, world: int, root: str) -> list[str]:
-    """The warnings that dcp itself raises while saving and loading FSDP1's ShardedTensors."""
-    state = state_of(RECIPES["fsdp1"][0](world))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        dcp.save(state, checkpoint_id=root)
-        dcp.load(state, checkpoint_id=root)
-    return [f"{warning.filename}:{warning.lineno}: {warning.message}" for warning in caught]
-
-
-def test_sharded_tensors_are_handled_without_warnings(tmp_path: Path) -> None:
-    """Users of FSDP1 know that ShardedTensor is deprecated; dcp does not repeat it for each tensor."""
-    assert run_ranks(2, warnings_of_ours, str(tmp_path)) == [[], []]
-
-
-def save_pipeline_by_groups(rank: int, world: int, root: str) -> None:
-    """Save stages whose optimizer state is left in parameter groups."""
+def _save_pipeline_by_groups(rank: int, world: int, root: str) -> None:
     training = pipeline(world)
-    dcp.save(state_of(training), checkpoint_id=root)
+    dcp.save(_state_of(training), checkpoint_id=root)
 
 
 def test_parameter_groups_of_pipeline_stages_are_refused(tmp_path: Path) -> None:
     """Without flatten_optimizer_state_dict stock keeps one stage's group and drops the other; ours raises."""
-    results = run_ranks(2, save_pipeline_by_groups, str(tmp_path / "x"), failures=True)
+    results = run_ranks(2, _save_pipeline_by_groups, str(tmp_path / "x"), failures=True)
     for result in results:
         assert isinstance(result, RankRaised)
         assert result.type_name == "ReplicaMismatchError"
         assert "optimizer.param_groups.0.params" in result.message
 
 
-def load_stages_alone(rank: int, world: int, root: str, stages: int, loader: str) -> Found:
-    """Load all stages into one process."""
+def _load_stages_alone(rank: int, world: int, root: str, stages: int, loader: str) -> Found:
     modules = torch.nn.ModuleDict({f"stage{stage}": Block(hidden=4 + stage) for stage in range(stages)})
-    target = scrub(state_of(Training(modules, adamw(modules)), "pipeline"))
+    target = scrub(_state_of(Training(modules, adamw(modules)), "pipeline"))
     LOAD[loader](target, checkpoint_id=root)
     return {loader: differences(target)}
 
 
 def test_pipeline_stages_load_into_one_process(tmp_path: Path) -> None:
     """Stages that three ranks saved, each its own names, are one model for a process that has them all."""
-    run_ranks(3, save_all, str(tmp_path), ["pipeline"], ["ours", "stock"])
+    run_ranks(3, _save_all, str(tmp_path), ["pipeline"], ["ours", "stock"])
     for saver, loader in (("ours", "ours"), ("ours", "stock"), ("stock", "ours")):
         folder = f"{tmp_path}/pipeline-3-{saver}"
-        assert_none_differ(run_ranks(1, load_stages_alone, folder, 3, loader), cases=1)
+        _assert_none_differ(run_ranks(1, _load_stages_alone, folder, 3, loader), cases=1)

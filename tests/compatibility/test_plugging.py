@@ -1,4 +1,4 @@
-"""Planners and storages of ours, of torch and of users, in `save` and `load` of ours and of torch.
+"""Planners and storages of ours, of torch and of users, in `_save` and `load` of ours and of torch.
 
 The users' classes are those of torch's documentation, and a storage written from the interface alone.
 """
@@ -35,8 +35,22 @@ PAIRS: list[Way] = [way for way in ALL if way.count("stock") % 2 == 0]
 """In which any two of the three come together in each of the four ways."""
 
 
-def state_of(world: int) -> State:
-    """Sharded, replicated and plain tensors, some in int keys, and values."""
+def _save(way: Way, folder: str, state: State, planner: Any = None) -> None:
+    engine, base, storage = (PACKAGES[name] for name in way)
+    planner = base.DefaultSavePlanner() if planner is None else planner
+    engine.save(state, storage_writer=storage.FileSystemWriter(folder), planner=planner)
+
+
+def misread(way: Way, folder: str, target: State, planner: Any = None, **values: Any) -> list[str]:
+    """Load likewise into ``target``; what differs, and the values that are others."""
+    engine, base, storage = (PACKAGES[name] for name in way)
+    planner = base.DefaultLoadPlanner() if planner is None else planner
+    engine.load(target, storage_reader=storage.FileSystemReader(folder), planner=planner)
+    wrong = differences(target) + [name for name, value in values.items() if target[name] != value]
+    return [f"{folder} by {'-'.join(way)}: {wrong}"] if wrong else []
+
+
+def _state_of(world: int) -> State:
     mesh = init_device_mesh("cpu", (world,))
     return {
         "model": {
@@ -46,7 +60,9 @@ def state_of(world: int) -> State:
             "plain": torch.zeros(3),
             "scalar": torch.zeros((), dtype=torch.int64),
         },
-        "optimizer": {0: {"step": torch.zeros(1)}, "lr": 0.25, "betas": (0.9, 0.99)},
+        "optimizer": {0: {"step": torch.zeros(1)}},
+        "lr": 0.25,
+        "betas": (0.9, 0.99),
     }
 
 
@@ -56,26 +72,12 @@ def state_of(world: int) -> State:
 def every_save(rank: int, world: int, root: str, ways: list[Way]) -> list[str]:
     """Each of save, planner and storage from either package; then loaded by each likewise; what differs."""
     found = []
-    for engine, planner, storage in ways:
-        folder = f"{root}/{engine}-{planner}-{storage}"
-        PACKAGES[engine].save(
-            fill(state_of(world)),
-            storage_writer=PACKAGES[storage].FileSystemWriter(folder),
-            planner=PACKAGES[planner].DefaultSavePlanner(),
-        )
-        for load_engine, load_planner, load_storage in ways:
-            target = scrub(state_of(world))
-            target["optimizer"] |= {"lr": None, "betas": None}
-            PACKAGES[load_engine].load(
-                target,
-                storage_reader=PACKAGES[load_storage].FileSystemReader(folder),
-                planner=PACKAGES[load_planner].DefaultLoadPlanner(),
-            )
-            wrong = differences(target)
-            if (target["optimizer"]["lr"], target["optimizer"]["betas"]) != (0.25, (0.9, 0.99)):
-                wrong.append("values")
-            if wrong:
-                found.append(f"{folder} by {load_engine}-{load_planner}-{load_storage}: {wrong}")
+    for way in ways:
+        folder = f"{root}/{'-'.join(way)}"
+        _save(way, folder, fill(_state_of(world)))
+        for load_way in ways:
+            target = scrub(_state_of(world)) | {"lr": None, "betas": None}
+            found += misread(load_way, folder, target, lr=0.25, betas=(0.9, 0.99))
     return found
 
 
@@ -96,31 +98,28 @@ def planner_options(rank: int, world: int, root: str, ways: list[Way]) -> list[s
         "lowest": {"dedup_save_to_lowest_rank": True},
         "cached": {"enable_plan_caching": True},
     }
-    for (engine, base, storage), name in product(ways, options):
+    for way, name in product(ways, options):
+        engine, base, storage = way
         planner = PACKAGES[base].DefaultSavePlanner(**options[name])
         for cache in (c for n, c in vars(SavePlanner).items() if n.startswith("_cached_")):
             cache.clear()  # torch's planners of a process share them, by class name: whatever the storage
         # the later saves of one planner may use what it kept of the first
         for number in (0, 1, 1) if name == "cached" or ways == ALL else (0,):
-            folder = f"{root}/{engine}-{base}-{storage}-{name}-{number}"
-            writer = PACKAGES[storage].FileSystemWriter(folder)
-            PACKAGES[engine].save(fill(flat_state(world)), storage_writer=writer, planner=planner)
+            folder = f"{root}/{'-'.join(way)}-{name}-{number}"
+            _save(way, folder, fill(_flat_state(world)), planner)
             for load_base, load_storage in (("ours", "stock"), ("stock", "ours")):
                 # flatten_sharded_tensors alone makes torch's planner load values into a copy of the state
                 as_saved = options[name] if name == "nested" else {}
-                loader = PACKAGES[load_base].DefaultLoadPlanner(**as_saved)
-                target = scrub(flat_state(world)) | {"lr": None}
-                reader = PACKAGES[load_storage].FileSystemReader(folder)
-                PACKAGES[engine].load(target, storage_reader=reader, planner=loader)
-                wrong += [f"{folder} {load_base} {load_storage} {item}" for item in differences(target)]
-                wrong += [f"{folder} lr {target['lr']}"] if target["lr"] != 0.5 else []
-        extra = torch.full((2,), 7.0)
-        partial = PACKAGES[base].DefaultLoadPlanner(allow_partial_load=True)
-        target = scrub(flat_state(world)) | {"lr": None, "absent": extra}
-        reader = PACKAGES[storage].FileSystemReader(folder)
-        PACKAGES[engine].load(target, storage_reader=reader, planner=partial)
-        wrong += [f"{folder} partial {item}" for item in differences(target) if item != "absent"]
-        wrong += [f"{folder} absent changed"] if not extra.eq(7).all() else []
+                loader, target = PACKAGES[load_base].DefaultLoadPlanner(**as_saved), scrub(_flat_state(world))
+                target["lr"] = None
+                wrong += misread((engine, load_base, load_storage), folder, target, loader, lr=0.5)
+        absent, target = torch.full((2,), 7.0), scrub(_flat_state(world)) | {"lr": None}
+        reader, partial = PACKAGES[storage].FileSystemReader(folder), PACKAGES[base].DefaultLoadPlanner
+        PACKAGES[engine].load(
+            target | {"absent": absent}, storage_reader=reader, planner=partial(allow_partial_load=True)
+        )
+        wrong += [f"{folder} partial {item}" for item in differences(target)]
+        wrong += [f"{folder} absent changed"] if not absent.eq(7).all() else []
     return wrong
 
 
@@ -181,9 +180,7 @@ def save_planners(base: type[Any]) -> dict[str, type[Any]]:
     }
 
 
-def load_planners(base: type[Any]) -> dict[str, type[Any]]:
-    """The load planners of torch's documentation."""
-
+def _load_planners(base: type[Any]) -> dict[str, type[Any]]:
     class RenamePlanner(base):  # type: ignore[misc]
         def set_up_planner(
             self, state_dict: State, metadata: Metadata | None = None, is_coordinator: bool = False
@@ -217,8 +214,7 @@ def load_planners(base: type[Any]) -> dict[str, type[Any]]:
     return {planner.__name__: planner for planner in (RenamePlanner, MetaModelMaterialize)}
 
 
-def flat_state(world: int) -> State:
-    """A flat state of float32 tensors, and a value."""
+def _flat_state(world: int) -> State:
     mesh = init_device_mesh("cpu", (world,))
     return {
         "rows": distribute_tensor(torch.zeros(7, 6), mesh, [Shard(0)]),
@@ -231,56 +227,41 @@ def flat_state(world: int) -> State:
 def documented_planners(rank: int, world: int, root: str, ways: list[Way]) -> list[str]:
     """The documentation's planners, on the bases, engines and storages of both packages; what is wrong."""
     wrong: list[str] = []
-    for engine, base, storage in ways:
-        case = f"{engine}-{base}-{storage}"
-        save, load = PACKAGES[engine].save, PACKAGES[engine].load
+    for way in ways:
+        engine, base, storage = way
+        case = f"{root}/{'-'.join(way)}"
         savers = save_planners(PACKAGES[base].DefaultSavePlanner)
-        loaders = load_planners(PACKAGES[base].DefaultLoadPlanner)
+        loaders = _load_planners(PACKAGES[base].DefaultLoadPlanner)
         for name, planner in savers.items():
             # balancing is for replicas; and torch's planner, when it merges its own planner_data for nested
             # dicts, fails on that of its documentation
-            state = fill(plain_tensors() if name == "DDPLoadBalancingPlanner" else flat_state(world))
+            state = fill(_plain_tensors() if name == "DDPLoadBalancingPlanner" else _flat_state(world))
             nested = name != "SaveExtraDataPlanner" or base == "ours"
-            save(
-                state,
-                storage_writer=PACKAGES[storage].FileSystemWriter(f"{root}/{case}-{name}"),
-                planner=planner(flatten_state_dict=nested),
-            )
-
-        target = scrub(flat_state(world)) | {"lr": 0.0}
-        reader = PACKAGES[storage].FileSystemReader(f"{root}/{case}-RenamePlanner")
-        load(target, storage_reader=reader, planner=loaders["RenamePlanner"]())
-        wrong += [f"{case} renamed {name}" for name in differences(target)]
-        wrong += [f"{case} renamed lr"] if target["lr"] != 0.5 else []
-
-        half = {name: torch.zeros_like(value, dtype=torch.float16) for name, value in plain_tensors().items()}
-        load(half, storage_reader=PACKAGES[storage].FileSystemReader(f"{root}/{case}-FP16Planner"))
-        expected = fill(plain_tensors())
+            _save(way, f"{case}-{name}", state, planner(flatten_state_dict=nested))
+        target = scrub(_flat_state(world)) | {"lr": 0.0}
+        wrong += misread(way, f"{case}-RenamePlanner", target, loaders["RenamePlanner"](), lr=0.5)
+        half = {
+            name: torch.zeros_like(value, dtype=torch.float16) for name, value in _plain_tensors().items()
+        }
+        misread((engine, engine, storage), f"{case}-FP16Planner", half)
         wrong += [
             f"{case} half {name}"
-            for name, value in half.items()
-            if not value.equal(expected[name].to(torch.float16))
-            and not value.nan_to_num().equal(expected[name].to(torch.float16).nan_to_num())
+            for name, value in fill(_plain_tensors()).items()
+            if not torch.equal(half[name].nan_to_num(), value.to(torch.float16).nan_to_num())
         ]
-
         for name in ("DDPLoadBalancingPlanner", "SaveExtraDataPlanner"):
-            target = scrub(plain_tensors())
-            reader = PACKAGES[storage].FileSystemReader(f"{root}/{case}-{name}")
-            load(target, storage_reader=reader)
-            wrong += [f"{case} {name} {part}" for part in differences(target)]
-        extra = stock.FileSystemReader(f"{root}/{case}-SaveExtraDataPlanner").read_metadata().planner_data
+            wrong += misread((engine, engine, storage), f"{case}-{name}", scrub(_plain_tensors()))
+        extra = stock.FileSystemReader(f"{case}-SaveExtraDataPlanner").read_metadata().planner_data
         wrong += [f"{case} planner_data is {extra}"] if extra != ["per-rank-data"] * world else []
-
         meta: State = {"plain": torch.zeros(3, device="meta"), "other": torch.zeros(2, 2, device="meta")}
-        planner = loaders["MetaModelMaterialize"]()
-        reader = PACKAGES[storage].FileSystemReader(f"{root}/{case}-SaveExtraDataPlanner")
-        load(meta, storage_reader=reader, planner=planner)
-        wrong += [f"{case} materialised {name}" for name in differences(dict(planner.state_dict))]
+        materialise = loaders["MetaModelMaterialize"]()
+        reader = PACKAGES[storage].FileSystemReader(f"{case}-SaveExtraDataPlanner")
+        PACKAGES[engine].load(meta, storage_reader=reader, planner=materialise)
+        wrong += [f"{case} materialised {name}" for name in differences(dict(materialise.state_dict))]
     return wrong
 
 
-def plain_tensors() -> State:
-    """The tensors of `flat_state` on one process."""
+def _plain_tensors() -> State:
     return {"rows": torch.zeros(7, 6), "plain": torch.zeros(3), "other": torch.zeros(2, 2)}
 
 
@@ -298,41 +279,27 @@ def test_planners_of_torchs_documentation_work(world: int, ways: list[Way], tmp_
 def own_parts(rank: int, world: int, root: str) -> list[str]:
     """A user's storage with each package's planner, a user's planners with each package's storage."""
     wrong: list[str] = []
-    for engine, planner in product(PACKAGES, repeat=2):
-        folder = f"{root}/items-{engine}-{planner}"
+    for engine, planner in product(PACKAGES.values(), repeat=2):
+        folder = f"{root}/items-{engine.__name__}-{planner.__name__}"
         writer = ItemWriter(folder)
-        PACKAGES[engine].save(
-            fill(state_of(world)), storage_writer=writer, planner=PACKAGES[planner].DefaultSavePlanner()
-        )
+        engine.save(fill(_state_of(world)), storage_writer=writer, planner=planner.DefaultSavePlanner())
         order = ["set_up", "local", *(["global"] if rank == 0 else []), "write"]
         wrong += [f"{folder}: {writer.calls}"] if writer.calls[: len(order)] != order else []
         wrong += [f"{folder}: no finish"] if ("finish" in writer.calls) != (rank == 0) else []
-        for load_engine, load_planner in product(PACKAGES, repeat=2):
-            target = scrub(state_of(world))
-            target["optimizer"] |= {"lr": None}
-            PACKAGES[load_engine].load(
-                target, storage_reader=ItemReader(folder), planner=PACKAGES[load_planner].DefaultLoadPlanner()
-            )
-            wrong += [f"{folder} {load_engine} {load_planner} {name}" for name in differences(target)]
-            wrong += [f"{folder} lr"] if target["optimizer"]["lr"] != 0.25 else []
+        for loader, loads in product(PACKAGES.values(), repeat=2):
+            target = scrub(_state_of(world)) | {"lr": None}
+            loader.load(target, storage_reader=ItemReader(folder), planner=loads.DefaultLoadPlanner())
+            wrong += [f"{folder} {name}" for name in differences(target)]
+            wrong += [f"{folder} lr"] if target["lr"] != 0.25 else []
     for engine, storage in product(PACKAGES, repeat=2):
         folder = f"{root}/plain-{engine}-{storage}"
         # torch's helpers repeat replicated tensors in every rank's plan, which stock's own planner removes
-        sharded = {"rows": flat_state(world)["rows"]} | ({"lr": 0.5} if rank == 0 else {})
-        PACKAGES[engine].save(
-            fill(sharded),
-            storage_writer=PACKAGES[storage].FileSystemWriter(folder),
-            planner=PlainSavePlanner(),
-        )
+        sharded = {"rows": _flat_state(world)["rows"]} | ({"lr": 0.5} if rank == 0 else {})
+        _save((engine, engine, storage), folder, fill(sharded), PlainSavePlanner())
         for load_engine, load_storage in product(PACKAGES, repeat=2):
-            target = scrub({"rows": flat_state(world)["rows"], "lr": 0.0})
-            PACKAGES[load_engine].load(
-                target,
-                storage_reader=PACKAGES[load_storage].FileSystemReader(folder),
-                planner=PlainLoadPlanner(),
-            )
-            wrong += [f"{folder} {load_engine} {load_storage} {name}" for name in differences(target)]
-            wrong += [f"{folder} lr {target['lr']}"] if target["lr"] != 0.5 else []
+            target = scrub({"rows": _flat_state(world)["rows"], "lr": 0.0})
+            way = (load_engine, load_engine, load_storage)
+            wrong += misread(way, folder, target, PlainLoadPlanner(), lr=0.5)
     return wrong
 
 
@@ -354,8 +321,7 @@ LOAD_STEPS = [
 ]
 
 
-def counting(base: type[Any], step: str) -> tuple[Any, list[str]]:
-    """A planner that overrides one step, and the list of its calls."""
+def _counting(base: type[Any], step: str) -> tuple[Any, list[str]]:
     calls: list[str] = []
 
     def counted(self: Any, *args: Any) -> Any:
@@ -369,14 +335,14 @@ def counting(base: type[Any], step: str) -> tuple[Any, list[str]]:
 def test_each_step_that_a_planner_overrides_is_called(package: str, tmp_path: Path) -> None:
     """Alone, on a planner of either package: what it returns is what is saved and loaded."""
     for step in SAVE_STEPS:
-        planner, calls = counting(PACKAGES[package].DefaultSavePlanner, step)
-        state = fill(plain_tensors()) | {"lr": 0.5}
+        planner, calls = _counting(PACKAGES[package].DefaultSavePlanner, step)
+        state = fill(_plain_tensors()) | {"lr": 0.5}
         dcp.save(state, checkpoint_id=tmp_path / step, planner=planner, no_dist=True)
         assert calls, step
         assert differences(dcp.read(tmp_path / step)) == [], step
     for step in LOAD_STEPS:
-        planner, calls = counting(PACKAGES[package].DefaultLoadPlanner, step)
-        target = scrub(plain_tensors()) | {"lr": 0.0}
+        planner, calls = _counting(PACKAGES[package].DefaultLoadPlanner, step)
+        target = scrub(_plain_tensors()) | {"lr": 0.0}
         dcp.load(target, checkpoint_id=tmp_path / SAVE_STEPS[0], planner=planner, no_dist=True)
         assert calls, step
         assert (differences(target), target["lr"]) == ([], 0.5), step
@@ -397,8 +363,7 @@ class CountingWriter(dcp.FileSystemWriter):
         return self.state_dict_cache
 
 
-def loaded(folder: Path, like: torch.Tensor) -> torch.Tensor:
-    """What is saved under "w"."""
+def _loaded(folder: Path, like: torch.Tensor) -> torch.Tensor:
     state = {"w": torch.zeros_like(like)}
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     return state["w"]
@@ -418,7 +383,13 @@ def test_writers_are_stagers_as_torchs_are(tmp_path: Path) -> None:
     assert dcp.FileSystemWriter(tmp_path, cache_staged_state_dict=True).cache_staged_state_dict
 
 
-@pytest.mark.parametrize("kind", list(dcp.AsyncCheckpointerType))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        dcp.AsyncCheckpointerType.THREAD,
+        pytest.param(dcp.AsyncCheckpointerType.PROCESS, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_subclass_that_stages_is_the_stager_of_its_saves(
     kind: dcp.AsyncCheckpointerType, tmp_path: Path
 ) -> None:
@@ -430,20 +401,11 @@ def test_a_subclass_that_stages_is_the_stager_of_its_saves(
         future = dcp.async_save({"w": w}, storage_writer=writer, async_checkpointer_type=kind, no_dist=True)
         w.add_(1)
         future.result(240)
-        assert loaded(tmp_path / str(number), w).tolist() == [number + i for i in range(5)]
+        assert _loaded(tmp_path / str(number), w).tolist() == [number + i for i in range(5)]
     assert CountingWriter.staged == 2
-
-
-def test_a_stager_that_is_given_goes_before_the_writers(tmp_path: Path) -> None:
-    """``async_stager`` is the caller's word."""
-    CountingWriter.staged = 0
-    w = torch.arange(5.0)
-    stager = stock.staging.BlockingAsyncStager()
-    dcp.async_save(
-        {"w": w}, storage_writer=CountingWriter(tmp_path), async_stager=stager, no_dist=True
-    ).result(240)
-    assert CountingWriter.staged == 0
-    assert loaded(tmp_path, w).equal(w)
+    given: Any = {"async_stager": BlockingAsyncStager(), "no_dist": True}  # is the caller's word
+    dcp.async_save({"w": w}, storage_writer=CountingWriter(tmp_path / "given"), **given).result(240)
+    assert CountingWriter.staged == 2 and _loaded(tmp_path / "given", w).equal(w)
 
 
 def test_stocks_async_save_stages_by_our_writer(tmp_path: Path) -> None:
@@ -453,4 +415,4 @@ def test_stocks_async_save_stages_by_our_writer(tmp_path: Path) -> None:
     w.zero_()
     assert isinstance(future, Future)
     future.result(240)
-    assert loaded(tmp_path, w).tolist() == [0, 1, 2, 3, 4]
+    assert _loaded(tmp_path, w).tolist() == [0, 1, 2, 3, 4]

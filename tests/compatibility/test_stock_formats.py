@@ -1,10 +1,8 @@
-"""Every way to save and load of stock torch. Internal: the table of dtypes is pure."""
+"""Every way to save and load of stock torch."""
 
 from __future__ import annotations
 
-import pickle
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +15,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dcp
-from dcp.storage.formats import dtypes
 from tests.support.ranks import run_ranks
 from tests.support.values import differences, fill, scrub
 
-SAFETENSORS_OF_TORCH = {
-    *("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"),
-    *("U16", "U32", "U64", "F8_E4M3", "F8_E5M2", "C64"),
-}
+SAFETENSORS = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16),
+    *(torch.int8, torch.uint8, torch.bool, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64),
+]
 """What the safetensors library writes for torch tensors."""
 
 PACKAGES: dict[str, Any] = {"ours": dcp, "stock": stock}
@@ -34,36 +32,31 @@ State = dict[str, Any]
 SHAPES = {"rows": (7, 6), "columns": (4, 5), "copy": (3, 3), "big": (40, 1024)}
 
 
-def plain_state() -> State:
-    """Full tensors of the names in `sharded_state`."""
+def _plain_state() -> State:
     return {name: torch.zeros(shape) for name, shape in SHAPES.items()}
 
 
-def sharded_state(world: int) -> State:
-    """Tensors sharded by rows and by columns, and a replicated one."""
+def _sharded_state(world: int) -> State:
     mesh = init_device_mesh("cpu", (world,))
     placements = {"rows": Shard(0), "columns": Shard(1), "copy": Replicate(), "big": Shard(1)}
     return {n: distribute_tensor(torch.zeros(SHAPES[n]), mesh, [p]) for n, p in placements.items()}
 
 
-def load_plain(rank: int, world: int, folder: str, package: str) -> list[str]:
-    """What differs after loading into full tensors."""
-    target = plain_state()
+def _load_plain(rank: int, world: int, folder: str, package: str) -> list[str]:
+    target = _plain_state()
     PACKAGES[package].load(target, checkpoint_id=folder)
     return differences(target)
 
 
-def load_sharded(rank: int, world: int, folder: str, package: str) -> list[str]:
-    """What differs after loading into tensors sharded over this world."""
-    target = sharded_state(world)
+def _load_sharded(rank: int, world: int, folder: str, package: str) -> list[str]:
+    target = _sharded_state(world)
     PACKAGES[package].load(target, checkpoint_id=folder)
     return differences(target)
 
 
-def save_with(rank: int, world: int, folder: str, package: str, options: dict[str, Any]) -> None:
-    """Save by one package's FileSystemWriter with options."""
+def _save_with(rank: int, world: int, folder: str, package: str, options: dict[str, Any]) -> None:
     writer = PACKAGES[package].FileSystemWriter(folder, **options)
-    PACKAGES[package].save(fill(sharded_state(world)), storage_writer=writer)
+    PACKAGES[package].save(fill(_sharded_state(world)), storage_writer=writer)
 
 
 WRITERS = [
@@ -84,11 +77,11 @@ def test_options_of_the_writers_do_not_show_in_what_is_loaded(
 ) -> None:
     """Safetensors payloads, several threads, a file a tensor: equal bytes on 2 ranks and on another world."""
     folder = str(tmp_path / "x")
-    run_ranks(2, save_with, folder, package, options)
-    for world in (1, 2, 3):
-        assert run_ranks(world, load_sharded, folder, "ours") == [[]] * world
+    run_ranks(2, _save_with, folder, package, options)
+    for world in (1, 3):
+        assert run_ranks(world, _load_sharded, folder, "ours") == [[]] * world
     if package == "ours":
-        assert run_ranks(2, load_sharded, folder, "stock") == [[], []]
+        assert run_ranks(2, _load_sharded, folder, "stock") == [[], []]
     if options.get("single_file_per_rank") is False and package == "ours":
         assert len(list(Path(folder).glob("__0_*.distcp"))) >= 3
 
@@ -96,9 +89,9 @@ def test_options_of_the_writers_do_not_show_in_what_is_loaded(
 def test_torch_compatible_off_leaves_stocks_parts_out(tmp_path: Path) -> None:
     """Smaller, without .metadata, loaded by ours; stock finds no checkpoint."""
     small, large = str(tmp_path / "small"), str(tmp_path / "large")
-    run_ranks(2, save_with, small, "ours", {"torch_compatible": False})
-    run_ranks(2, save_with, large, "ours", {})
-    assert run_ranks(3, load_sharded, small, "ours") == [[]] * 3
+    run_ranks(2, _save_with, small, "ours", {"torch_compatible": False})
+    run_ranks(2, _save_with, large, "ours", {})
+    assert run_ranks(3, _load_sharded, small, "ours") == [[]] * 3
     assert not (tmp_path / "small" / ".metadata").exists()
 
     def stored(folder: str) -> int:
@@ -106,26 +99,21 @@ def test_torch_compatible_off_leaves_stocks_parts_out(tmp_path: Path) -> None:
 
     assert stored(small) < stored(large) - 1000
     with pytest.raises(stock.CheckpointException):
-        stock.load(plain_state(), checkpoint_id=small)
+        stock.load(_plain_state(), checkpoint_id=small)
 
 
 def test_safetensors_payloads_of_every_dtype(tmp_path: Path) -> None:
     """What stock stores as safetensors, of every dtype that format has, 0-d and empty."""
 
+    shapes: dict[str, tuple[int, ...]] = {"some": (3, 700), "scalar": (), "empty": (0, 2)}
+
     def state() -> State:
-        made: State = {}
-        for dtype in dtypes.BY_CODE.values():
-            if dtype.safetensors in SAFETENSORS_OF_TORCH:
-                kind = getattr(torch, dtype.name)
-                shapes: dict[str, tuple[int, ...]] = {"some": (3, 700), "scalar": (), "empty": (0, 2)}
-                made |= {f"{n}.{dtype.name}": torch.empty(shape, dtype=kind) for n, shape in shapes.items()}
-        return made
+        return {f"{n}.{t}": torch.empty(shape, dtype=t) for t in SAFETENSORS for n, shape in shapes.items()}
 
     writer = stock.FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
     stock.save(fill(state()), storage_writer=writer)
     target = scrub(state())
     dcp.load(target, checkpoint_id=tmp_path)
-    assert len(target) > 30
     assert differences(target) == []
 
 
@@ -134,10 +122,10 @@ def test_safetensors_payloads_of_every_dtype(tmp_path: Path) -> None:
 
 def save_alone(rank: int, world: int, folder: str, package: str) -> list[str]:
     """Save with use_collectives=False, and load again on the same world by the other package and ours."""
-    PACKAGES[package].save(fill(sharded_state(world)), checkpoint_id=folder, use_collectives=False)
+    PACKAGES[package].save(fill(_sharded_state(world)), checkpoint_id=folder, use_collectives=False)
     dist.barrier()
-    found = load_sharded(rank, world, folder, "ours")
-    return found + (load_sharded(rank, world, folder, "stock") if package == "ours" else [])
+    found = _load_sharded(rank, world, folder, "ours")
+    return found + (_load_sharded(rank, world, folder, "stock") if package == "ours" else [])
 
 
 @pytest.mark.parametrize("package", ["ours", "stock"])
@@ -147,26 +135,8 @@ def test_ranks_that_saved_alone_are_loaded_together(package: str, tmp_path: Path
     assert run_ranks(3, save_alone, folder, package) == [[]] * 3
     assert {file.name for file in Path(folder).glob("*.metadata")} == {f"__{r}.metadata" for r in range(3)}
     for world in (1, 2, 4):
-        assert run_ranks(world, load_sharded, folder, "ours") == [[]] * world
-    assert load_plain(0, 1, folder, "ours") == []
-
-
-def each_for_itself(rank: int, world: int, root: str) -> list[str]:
-    """Inside of a process group, each rank saves and loads another thing with no_dist; what differs."""
-    found = []
-    for saver, loader in ROUTES:
-        folder = f"{root}/{saver}-{loader}-{rank}"
-        name = f"own-{rank}"
-        PACKAGES[saver].save(fill({name: torch.zeros(5 + rank)}), checkpoint_id=folder, no_dist=True)
-        target = {name: torch.zeros(5 + rank)}
-        PACKAGES[loader].load(target, checkpoint_id=folder, no_dist=True)
-        found += differences(target)
-    return found
-
-
-def test_no_dist_leaves_the_other_ranks_out(tmp_path: Path) -> None:
-    """With no_dist each rank has checkpoints of its own, though a process group is there."""
-    assert run_ranks(2, each_for_itself, str(tmp_path)) == [[], []]
+        assert run_ranks(world, _load_sharded, folder, "ours") == [[]] * world
+    assert _load_plain(0, 1, folder, "ours") == []
 
 
 def in_a_group(rank: int, world: int, root: str, members: list[int]) -> list[str]:
@@ -186,37 +156,11 @@ def in_a_group(rank: int, world: int, root: str, members: list[int]) -> list[str
     return found
 
 
-def shard_group(rank: int, world: int, root: str) -> list[str]:
-    """HSDP on 2 x 2: the second replica's shard group saves and loads alone; what differs."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-
-    def state() -> State:
-        placements = (Replicate(), Shard(0))
-        return {n: distribute_tensor(torch.zeros(shape), mesh, placements) for n, shape in SHAPES.items()}
-
-    found: list[str] = []
-    group = mesh.get_group("shard")
-    for saver, loader in ROUTES:
-        source, target = fill(state()), scrub(state())
-        if rank >= 2:
-            PACKAGES[saver].save(source, checkpoint_id=f"{root}/{saver}-{loader}", process_group=group)
-        dist.barrier()
-        # both replicas load, each by itself
-        PACKAGES[loader].load(target, checkpoint_id=f"{root}/{saver}-{loader}", process_group=group)
-        found += differences(target)
-    return found
-
-
 def test_some_of_the_ranks_save_and_load(tmp_path: Path) -> None:
     """A process group whose first rank is not rank 0 coordinates itself."""
     for members in ([2, 3], [1, 3], [3]):
         root = str(tmp_path / "".join(map(str, members)))
         assert run_ranks(4, in_a_group, root, members) == [[]] * 4
-
-
-def test_one_shard_group_of_hybrid_sharding_saves(tmp_path: Path) -> None:
-    """Of replicas of shards one group saves the whole; each group loads for itself."""
-    assert run_ranks(4, shard_group, str(tmp_path)) == [[]] * 4
 
 
 # -- overwriting -------------------------------------------------------------------------------------------
@@ -226,12 +170,12 @@ def overwritten(rank: int, world: int, folder: str) -> list[str]:
     """Each package overwrites the other's checkpoint, and its own, with other values; what is misread."""
     found = []
     for number, saver in enumerate(("ours", "stock", "ours", "ours", "stock", "stock", "ours")):
-        state = sharded_state(world)
+        state = _sharded_state(world)
         for value in state.values():
             value.to_local().fill_(number)
         PACKAGES[saver].save(state, checkpoint_id=folder)
         for loader in PACKAGES:
-            target = sharded_state(world)
+            target = _sharded_state(world)
             PACKAGES[loader].load(target, checkpoint_id=folder)
             dist.barrier()
             if not all(value.to_local().eq(number).all() for value in target.values()):
@@ -248,25 +192,6 @@ def test_each_overwrites_the_others_checkpoints(tmp_path: Path) -> None:
 
 # -- ways to call -------------------------------------------------------------------------------------------
 
-IDS: list[Callable[[Path], Any]] = [str, Path, lambda path: path.as_uri()]
-
-
-@pytest.mark.parametrize("make", IDS, ids=["str", "Path", "file URL"])
-def test_checkpoint_ids_of_every_kind(make: Callable[[Path], Any], tmp_path: Path) -> None:
-    """A str, a Path and a file URL name the same place, to save, load, writer and reader."""
-    folder = tmp_path / "with space" / "x"
-    dcp.save(fill(plain_state()), checkpoint_id=make(folder))
-    assert (folder / "manifest.msgpack").exists()
-    assert load_plain(0, 1, str(folder), "stock") == []
-    for options in (
-        {"checkpoint_id": make(folder)},
-        {"storage_reader": dcp.FileSystemReader(make(folder))},
-        {"storage_reader": dcp.FileSystemReader("elsewhere"), "checkpoint_id": make(folder)},
-    ):
-        target = plain_state()
-        dcp.load(target, **options)
-        assert differences(target) == []
-
 
 def test_deprecated_functions_and_positional_storages_work(tmp_path: Path) -> None:
     """save_state_dict and load_state_dict, and a storage as second argument, as code from torch 2.0 calls."""
@@ -275,46 +200,15 @@ def test_deprecated_functions_and_positional_storages_work(tmp_path: Path) -> No
             folder = str(tmp_path / str(number))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
-                saver.save_state_dict(fill(plain_state()), saver.FileSystemWriter(folder), no_dist=True)
-                target = plain_state()
+                saver.save_state_dict(fill(_plain_state()), saver.FileSystemWriter(folder), no_dist=True)
+                target = _plain_state()
                 loader.load_state_dict(target, loader.FileSystemReader(folder), no_dist=True)
             assert differences(target) == []
     with pytest.warns(FutureWarning, match="save_state_dict"):
-        dcp.save_state_dict(plain_state(), dcp.FileSystemWriter(tmp_path / "w"), no_dist=True)
+        dcp.save_state_dict(_plain_state(), dcp.FileSystemWriter(tmp_path / "w"), no_dist=True)
     with pytest.warns(UserWarning, match="argument order"):
-        dcp.save(fill(plain_state()), dcp.FileSystemWriter(tmp_path / "p"))  # type: ignore[call-arg, arg-type]
-    target = plain_state()
+        dcp.save(fill(_plain_state()), dcp.FileSystemWriter(tmp_path / "p"))  # type: ignore[call-arg, arg-type]
+    target = _plain_state()
     with pytest.warns(UserWarning, match="argument order"):
         dcp.load(target, dcp.FileSystemReader(tmp_path / "p"))  # type: ignore[call-arg, arg-type]
     assert differences(target) == []
-
-
-def asynchronous(rank: int, world: int, root: str) -> list[str]:
-    """async_save of both packages with our storage, twice to different places; what differs."""
-    found = []
-    for package in PACKAGES:
-        for number in range(2):
-            state = fill(sharded_state(world))
-            folder = f"{root}/{package}-{number}"
-            writer = dcp.FileSystemWriter(folder)
-            future = PACKAGES[package].async_save(state, storage_writer=writer)
-            scrub(state)
-            getattr(future, "upload_completion", future).result()
-            dist.barrier()
-            found += load_sharded(rank, world, folder, "ours") + load_sharded(rank, world, folder, "stock")
-    return found
-
-
-def test_async_save_writes_through_our_storage(tmp_path: Path) -> None:
-    """What async_save staged is what is saved, whatever the trainer does to the tensors afterwards."""
-    assert run_ranks(2, asynchronous, str(tmp_path)) == [[], []]
-
-
-def test_metadata_that_save_returns_is_that_of_the_checkpoint(tmp_path: Path) -> None:
-    """dcp.save returns torch's Metadata; it pickles, and says what stock reads from .metadata."""
-    returned = dcp.save({**fill(plain_state()), "n": 1}, checkpoint_id=str(tmp_path))
-    read = stock.FileSystemReader(tmp_path).read_metadata()
-    for metadata in (returned, pickle.loads(pickle.dumps(returned))):
-        assert metadata.state_dict_metadata == read.state_dict_metadata
-        assert metadata.planner_data == read.planner_data
-        assert metadata.storage_data == read.storage_data

@@ -1,8 +1,10 @@
-"""Tensors of every dtype and layout, with stock torch. Internal: the table of dtypes is pure."""
+"""Tensors of every dtype and layout, with stock torch."""
 
 from __future__ import annotations
 
+import re
 import warnings
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dcp
-from dcp.storage.formats import dtypes
+from tests.support.rank_acts import ObjectLoadPlanner
 from tests.support.ranks import run_ranks
-from tests.support.values import differences, expected_parts, fill, full_tensor, local_parts, put, raw, scrub
+from tests.support.values import differences, fill, full_tensor, raw, scrub
 
 SAVE = {"ours": dcp.save, "stock": stock.save}
 LOAD = {"ours": dcp.load, "stock": stock.load}
@@ -26,20 +28,29 @@ ROUTES = (("ours", "ours"), ("ours", "stock"), ("stock", "ours"))
 State = dict[str, torch.Tensor]
 
 
-STOCK_CANNOT_SAVE = ("bits1x8", "bits2x4", "bits4x2", "bits8", "bits16")
+STOCK_CANNOT_SAVE = {"bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"}
 """dtypes whose size stock's planner cannot tell; it loads them from checkpoints of ours."""
+NOT_KEPT = re.compile(r"u?int[1-7]|q.*")
+"""Names of dtypes that neither keeps."""
+DTYPES = {
+    str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)
+}
 
 
 def every_dtype(saver: str = "ours") -> State:
-    """A tensor of each dtype that the format knows: large enough for an aligned payload, small, 0-d,
-    empty."""
-    state = {}
-    for dtype in dtypes.BY_CODE.values():
-        if saver == "stock" and dtype.name in STOCK_CANNOT_SAVE:
-            continue
-        for label, shape in (("large", (5, 1024)), ("small", (3, 2)), ("scalar", ()), ("empty", (2, 0, 3))):
-            state[f"{label}.{dtype.name}"] = torch.empty(shape, dtype=getattr(torch, dtype.name))
-    return state
+    """A tensor of each dtype: large enough for an aligned payload, small, 0-d, empty."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "large": (5, 1024),
+        "small": (3, 2),
+        "scalar": (),
+        "empty": (2, 0, 3),
+    }
+    kept = {name for name in DTYPES if not NOT_KEPT.fullmatch(name)}
+    return {
+        f"{label}.{name}": torch.empty(shape, dtype=DTYPES[name])
+        for name in kept - (STOCK_CANNOT_SAVE if saver == "stock" else set())
+        for label, shape in shapes.items()
+    }
 
 
 def layouts(*, lazy: bool = True) -> State:
@@ -158,58 +169,31 @@ def test_tied_weights_are_stored_once_and_loaded_to_both(tmp_path: Path) -> None
         assert raw(model.head.weight) == raw(state["embed.weight"])
 
 
-def tied_and_sharded(rank: int, world: int, root: str) -> list[str]:
-    """Tied weights under `fully_shard`; what differs after loading, by ours and by stock."""
-    mesh = init_device_mesh("cpu", (world,))
-    weight = distribute_tensor(torch.zeros(64, 32), mesh, [Shard(0)])
-    state = {"a": weight, "b": weight}
-    for part, wanted in zip(local_parts(weight), expected_parts("a", weight), strict=True):
-        put(part, wanted)
-    dcp.save(state, checkpoint_id=root)
-    found = []
-    for loader, load in LOAD.items():
-        target = {name: torch.zeros(64, 32) for name in state}
-        load(target, checkpoint_id=root)
-        stored = raw(full_tensor("a", (64, 32), torch.float32))
-        found += [f"{loader} {name}" for name, value in target.items() if raw(value) != stored]
-    return found
-
-
-def test_tied_sharded_weights_are_stored_once(tmp_path: Path) -> None:
-    """The shards of tied DTensors are stored once a rank."""
-    assert run_ranks(2, tied_and_sharded, str(tmp_path)) == [[], []]
-    stored = sum(file.stat().st_size for file in tmp_path.glob("*.distcp"))
-    assert stored < 1.3 * 64 * 32 * 4
-
-
 def into_meta(rank: int, world: int, root: str) -> list[str]:
     """Load into a model on the meta device, plain and sharded; what differs or is still without memory."""
     mesh = init_device_mesh("cpu", (world,))
+    found = []
 
-    def model(device: str, *, sharded: bool) -> nn.Module:
+    def state(device: str, sharded: bool) -> State:
         with torch.device(device):
             made = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
         if sharded:
             fully_shard(made, mesh=mesh)
-        return made
+        return dict(made.state_dict())
 
-    found = []
-    for saver, loader in ROUTES:
-        for sharded in (False, True):
-            folder = f"{root}/{saver}-{sharded}"
-            SAVE[saver](fill(model("cpu", sharded=sharded).state_dict()), checkpoint_id=folder)
-            for other in (False, True):
-                target = dict(model("meta", sharded=other).state_dict())
-                LOAD[loader](target, checkpoint_id=folder)
-                found += [f"{name} is meta" for name, value in target.items() if value.is_meta]
-                found += differences({n: v for n, v in target.items() if not v.is_meta})
+    for (saver, loader), sharded in product(ROUTES, (False, True)):
+        SAVE[saver](fill(state("cpu", sharded)), checkpoint_id=f"{root}/{saver}-{sharded}")
+        for other in (False, True):
+            target = state("meta", other)
+            LOAD[loader](target, checkpoint_id=f"{root}/{saver}-{sharded}")
+            found += [f"{name} is meta" for name, value in target.items() if value.is_meta]
+            found += differences({n: v for n, v in target.items() if not v.is_meta})
     return found
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_meta_tensors_of_the_target_are_materialised(world: int, tmp_path: Path) -> None:
+def test_meta_tensors_of_the_target_are_materialised(tmp_path: Path) -> None:
     """Tensors on the meta device, plain and DTensors with empty shards, become real ones that are filled."""
-    assert run_ranks(world, into_meta, str(tmp_path)) == [[]] * world
+    assert run_ranks(3, into_meta, str(tmp_path)) == [[]] * 3
 
 
 def test_tensors_that_require_grad_keep_doing_so(tmp_path: Path) -> None:
@@ -231,8 +215,7 @@ def test_tensors_that_require_grad_keep_doing_so(tmp_path: Path) -> None:
 QUANTIZED = [torch.qint8, torch.quint8, torch.qint32]
 
 
-def quantized(dtype: torch.dtype, scale: float = 0.1) -> torch.Tensor:
-    """Numbers from 0 to 3 in units of ``scale``."""
+def _quantized(dtype: torch.dtype, scale: float = 0.1) -> torch.Tensor:
     return torch.quantize_per_tensor(torch.arange(4.0), scale, 3, dtype)
 
 
@@ -240,21 +223,14 @@ def quantized(dtype: torch.dtype, scale: float = 0.1) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", QUANTIZED)
 def test_a_save_says_why_it_cannot_keep_them(dtype: torch.dtype, tmp_path: Path) -> None:
     """Nothing is written; the error names what would keep the values."""
-    for state in (
-        {"q": quantized(dtype)},
-        {
-            "q": torch.quantize_per_channel(
-                torch.ones(2, 3), torch.tensor([0.1, 0.2]), torch.tensor([0, 0]), 0, dtype
-            )
-        },
-    ):
-        with pytest.raises(
-            dcp.errors.PlanError, match=r"'q'.*scale and a zero point.*int_repr\(\).*dequantize"
-        ):
-            dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    scales, zeros = torch.tensor([0.1, 0.2]), torch.tensor([0, 0])
+    said = r"'q'.*scale and a zero point.*int_repr\(\).*dequantize"
+    for one in (_quantized(dtype), torch.quantize_per_channel(torch.ones(2, 3), scales, zeros, 0, dtype)):
+        with pytest.raises(dcp.errors.PlanError, match=said):
+            dcp.save({"q": one}, checkpoint_id=tmp_path / "c", no_dist=True)
     with pytest.raises(dcp.CheckpointNotFoundError):
         dcp.load({}, checkpoint_id=tmp_path / "c", no_dist=True)
-    kept = {"ints": quantized(dtype).int_repr(), "scale": quantized(dtype).q_scale()}
+    kept = {"ints": _quantized(dtype).int_repr(), "scale": _quantized(dtype).q_scale()}
     dcp.save(kept, checkpoint_id=tmp_path / "c", no_dist=True)
 
 
@@ -262,14 +238,14 @@ def test_a_save_says_why_it_cannot_keep_them(dtype: torch.dtype, tmp_path: Path)
 @pytest.mark.parametrize("dtype", QUANTIZED)
 def test_what_stock_torch_saved_is_not_loaded_as_other_values(dtype: torch.dtype, tmp_path: Path) -> None:
     """It forgets the scale, so that loading into another one gives other numbers; here it is refused."""
-    stock.save({"q": quantized(dtype)}, checkpoint_id=tmp_path, no_dist=True)
-    target = {"q": quantized(dtype, scale=0.5)}
+    stock.save({"q": _quantized(dtype)}, checkpoint_id=tmp_path, no_dist=True)
+    target = {"q": _quantized(dtype, scale=0.5)}
     stock.load(target, checkpoint_id=tmp_path, no_dist=True)
     assert not torch.allclose(target["q"].dequantize(), torch.arange(4.0), atol=0.3)
     with pytest.raises(
         dcp.errors.UnsupportedFormatError, match=r"'q' is quantized \(torch\.q.*scale and zero point"
     ):
-        dcp.load({"q": quantized(dtype)}, checkpoint_id=tmp_path, no_dist=True)
+        dcp.load({"q": _quantized(dtype)}, checkpoint_id=tmp_path, no_dist=True)
 
 
 # -- autograd -----------------------------------------------------------------------------------------------
@@ -277,39 +253,23 @@ def test_what_stock_torch_saved_is_not_loaded_as_other_values(dtype: torch.dtype
 CHANGED = "modified by an inplace operation"
 
 
-class TakesObjects(dcp.DefaultLoadPlanner):
-    """Overrides a step, and so gets torch's objects."""
-
-    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
-        """As ever."""
-        super().commit_tensor(read_item, tensor)
-
-
-def ours(state: dict[str, Any], path: Path) -> None:
-    """The road of columns."""
-    dcp.load(state, checkpoint_id=path)
+ROADS: dict[str, Any] = {
+    "columns": lambda state, path: dcp.load(state, checkpoint_id=path),
+    "objects": lambda state, path: dcp.load(state, checkpoint_id=path, planner=ObjectLoadPlanner()),
+    "stock": lambda state, path: stock.load(state, storage_reader=dcp.FileSystemReader(path)),
+}
 
 
-def objects(state: dict[str, Any], path: Path) -> None:
-    """The road of torch's plans."""
-    dcp.load(state, checkpoint_id=path, planner=TakesObjects())
-
-
-def by_stock(state: dict[str, Any], path: Path) -> None:
-    """torch's function with our reader and torch's planner."""
-    stock.load(state, storage_reader=dcp.FileSystemReader(path))
-
-
-@pytest.mark.parametrize("load", [ours, objects, by_stock])
+@pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize("strided", [False, True])
-def test_a_load_between_forward_and_backward_is_noticed(tmp_path: Path, load: Any, strided: bool) -> None:
+def test_a_load_between_forward_and_backward_is_noticed(tmp_path: Path, road: str, strided: bool) -> None:
     """The gradient would be that of other values than the loss was of; torch refuses, as after its own
     load."""
     dcp.save({"w": torch.full((4, 3), 5.0)}, checkpoint_id=tmp_path)
     weight = torch.ones(3, 4).T if strided else torch.ones(4, 3)
     weight = torch.nn.Parameter(weight)
     loss = weight.square().sum()
-    load({"w": weight.detach()}, tmp_path)
+    ROADS[road]({"w": weight.detach()}, tmp_path)
     assert weight[0, 0] == 5
     with pytest.raises(RuntimeError, match=CHANGED):
         torch.autograd.backward(loss)
@@ -371,7 +331,7 @@ def _dtensors(rank: int, world_size: int, path: str) -> list[str]:
     dcp.save({"s": distribute_tensor(full, mesh, [Shard(0)])}, checkpoint_id=path)
     caught = []
     for placement in (Shard(0), Replicate()):
-        for load in (ours, objects):
+        for load in (ROADS["columns"], ROADS["objects"]):
             weight = torch.nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [placement]))
             loss = (weight * weight).sum()
             load({"s": weight.detach()}, Path(path))

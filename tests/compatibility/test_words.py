@@ -17,43 +17,40 @@ import dcp
 PACKAGES: dict[str, Any] = {"ours": dcp, "stock": stock}
 
 
-def state() -> dict[str, Any]:
-    """A tensor and a value."""
+def _state() -> dict[str, Any]:
     return {"w": torch.ones(3), "nested": {"lr": 0.5}}
 
 
-def load(package: Any, root: Path, **changes: Any) -> None:
-    """Load what was saved, into a state dict with changes."""
-    package.load(state() | changes, checkpoint_id=root, no_dist=True)
+def _load(package: Any, root: Path, **changes: Any) -> None:
+    package.load(_state() | changes, checkpoint_id=root, no_dist=True)
 
 
-def save_again(package: Any, root: Path) -> None:
-    """Save to an id that is taken, which the writer was told to respect."""
+def _save_again(package: Any, root: Path) -> None:
     writer = package.FileSystemWriter(root, overwrite=False)
-    package.save(state(), storage_writer=writer, no_dist=True)
+    package.save(_state(), storage_writer=writer, no_dist=True)
 
 
 FAILURES: dict[str, tuple[str, Callable[[Any, Path], None]]] = {
     "missing": (
         "Missing key in checkpoint state_dict: ",
-        lambda package, root: load(package, root, absent=torch.ones(1)),
+        lambda package, root: _load(package, root, absent=torch.ones(1)),
     ),
     "missing value": (
         "Missing key in checkpoint state_dict: ",
-        lambda package, root: load(package, root, nested={"lr": 0.5, "absent": 1}),
+        lambda package, root: _load(package, root, nested={"lr": 0.5, "absent": 1}),
     ),
     "shape": (
         "Size mismatch between saved ",
-        lambda package, root: load(package, root, w=torch.ones(4)),
+        lambda package, root: _load(package, root, w=torch.ones(4)),
     ),
-    "exists": ("Checkpoint already exists", save_again),
+    "exists": ("Checkpoint already exists", _save_again),
     "no place": (
         "`checkpoint_id` must be specified if storage_reader/storage_writer is None",
-        lambda package, root: package.load(state(), no_dist=True),
+        lambda package, root: package.load(_state(), no_dist=True),
     ),
     "no kind of place": (
         "Cannot detect which StorageReader or StorageWriter to use",
-        lambda package, root: package.load(state(), checkpoint_id="no-such://x/y", no_dist=True),
+        lambda package, root: package.load(_state(), checkpoint_id="no-such://x/y", no_dist=True),
     ),
     "one name": (
         "duplicated flatten key",
@@ -68,7 +65,7 @@ FAILURES: dict[str, tuple[str, Callable[[Any, Path], None]]] = {
 @pytest.mark.parametrize("failure", FAILURES)
 def test_messages_have_the_words_of_torch(package: str, failure: str, tmp_path: Path) -> None:
     """Programs that retry, or tell their users more, find out by the message what it was."""
-    stock.save(state(), checkpoint_id=tmp_path, no_dist=True)
+    stock.save(_state(), checkpoint_id=tmp_path, no_dist=True)
     words, fail = FAILURES[failure]
     with pytest.raises((Exception, CheckpointException)) as caught:
         fail(PACKAGES[package], tmp_path)
@@ -77,13 +74,13 @@ def test_messages_have_the_words_of_torch(package: str, failure: str, tmp_path: 
 
 def test_words_come_with_the_name_of_the_tensor(tmp_path: Path) -> None:
     """As one program tells quantised checkpoints: by these words and a part of the name in one message."""
-    dcp.save(state(), checkpoint_id=tmp_path, no_dist=True)
+    dcp.save(_state(), checkpoint_id=tmp_path, no_dist=True)
     with pytest.raises(
         dcp.errors.ShapeMismatchError, match=r"Size mismatch between saved \(3,\) and .* for 'w'"
     ):
-        load(dcp, tmp_path, w=torch.ones(4))
+        _load(dcp, tmp_path, w=torch.ones(4))
     with pytest.raises(dcp.MissingKeyError, match="Missing key in checkpoint state_dict: 'absent'"):
-        load(dcp, tmp_path, absent=torch.ones(4))
+        _load(dcp, tmp_path, absent=torch.ones(4))
 
 
 def test_lookups_have_the_words_of_torch() -> None:
@@ -106,7 +103,7 @@ def test_lookups_have_the_words_of_torch() -> None:
 def test_metadata_have_the_save_id_of_their_writer(writers: str, readers: str, tmp_path: Path) -> None:
     """In memory after a save, and read again by either package's reader."""
     writer = PACKAGES[writers].FileSystemWriter(tmp_path)
-    metadata = PACKAGES[writers].save(state(), storage_writer=writer, no_dist=True)
+    metadata = PACKAGES[writers].save(_state(), storage_writer=writer, no_dist=True)
     reader = PACKAGES[readers].FileSystemReader(tmp_path)
     found = reader.read_metadata().storage_meta
     assert found.save_id == writer.save_id

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,19 +24,13 @@ __all__ = [
     "experts_by_number",
     "experts_renumbered",
     "experts_seeded_alike",
-    "experts_sharded",
-    "fsdp1",
     "fsdp1_flat",
-    "fsdp1_tensor_parallel",
     "fsdp2",
     "fsdp2_adapted",
-    "fsdp2_peft",
     "fsdp2_tensor_parallel",
     "fused_of_rank",
     "gate_up_by_hand",
-    "gate_up_fsdp2",
     "pipeline",
-    "tensor_parallel",
     "tied",
 ]
 
@@ -87,33 +80,11 @@ def _fully_sharded(model: nn.Module, **options: Any) -> nn.Module:
         return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
 
 
-def fsdp1(rank: int, world: int) -> Built:
-    """FullyShardedDataParallel of a layer and the root; parameters are views of flat ones."""
-    model = Block(dtype=torch.float32)
-    model.first = _fully_sharded(model.first, use_orig_params=True)
-    return _with_optimizer(_fully_sharded(model, use_orig_params=True))
-
-
 def fsdp1_flat(rank: int, world: int) -> Built:
     """The same as it is by default: modules and optimizer have the flat parameters."""
     model = Block(dtype=torch.float32)
     model.first = _fully_sharded(model.first)
     return _with_optimizer(_fully_sharded(model))
-
-
-def fsdp1_tensor_parallel(rank: int, world: int) -> Built:
-    """FSDP1 over tensor parallelism."""
-    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
-    model = Block(dtype=torch.float32)
-    parallelize_module(model, mesh["tp"], _PLAN)
-    return _fully_sharded(model, device_mesh=mesh["dp"], use_orig_params=True), None
-
-
-def tensor_parallel(rank: int, world: int) -> Built:
-    """Columns of the first layer, rows of the second."""
-    model = Block()
-    parallelize_module(model, init_device_mesh("cpu", (world,)), _PLAN)
-    return _with_optimizer(model)
 
 
 def fsdp2_tensor_parallel(rank: int, world: int) -> Built:
@@ -130,16 +101,6 @@ def pipeline(rank: int, world: int) -> Built:
     """Four stages, of which each rank has those that are its turn."""
     stages = {f"stage{n}": Block(hidden=4 + n) for n in range(4) if n % world == rank}
     return _with_optimizer(nn.ModuleDict(stages))
-
-
-def fsdp2_peft(rank: int, world: int) -> Built:
-    """LoRA by PEFT, then `fully_shard`: base and adapters are sharded."""
-    from peft import LoraConfig, get_peft_model  # seconds, which others need not wait for
-
-    config = LoraConfig(r=4, target_modules=["first", "second"])
-    model = get_peft_model(Block(), config)  # type: ignore[no-untyped-call, unused-ignore]
-    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
-    return _with_optimizer(model)
 
 
 class _Adapted(nn.Module):
@@ -204,22 +165,6 @@ def expert_of_rank(name: str, tensor: torch.Tensor, rank: int, world: int) -> Wh
     return Whole(f"{head}experts.{number}.{which}", tuple(tensor.shape), index)
 
 
-class Stacked(nn.Module):
-    """Experts as one tensor, sharded by expert over the mesh."""
-
-    def __init__(self, world: int) -> None:
-        super().__init__()
-        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
-        weights = torch.randn(EXPERTS, 4, 5)
-        self.experts = nn.Parameter(distribute_tensor(weights, mesh, [Shard(0)]))
-        self.router = _router()
-
-
-def experts_sharded(rank: int, world: int) -> Built:
-    """Experts stacked in a `DTensor`."""
-    return _with_optimizer(Stacked(world))
-
-
 class Tied(nn.Module):
     """An embedding that is the output, too."""
 
@@ -243,13 +188,6 @@ def gate_up_by_hand(rank: int, world: int) -> Built:
     """Tensor parallelism of plain tensors: each rank has its rows of the gate, and below them of the up
     projection."""
     return nn.ParameterDict({"gate_up": torch.zeros(_FUSED[0] // world, _FUSED[1])}), None
-
-
-def gate_up_fsdp2(rank: int, world: int) -> Built:
-    """The same whole, in rows by `fully_shard`."""
-    model = nn.ParameterDict({"gate_up": torch.zeros(_FUSED)})
-    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
-    return model, None
 
 
 def fused_of_rank(name: str, tensor: torch.Tensor, rank: int, world: int) -> Whole:

@@ -39,54 +39,50 @@ def saved(dtype: torch.dtype) -> SavedState:
     return SavedState(2, {(row.part, row.name, row.rank): row for row in rows}, frozenset({"own"}))
 
 
-def values(dtype: torch.dtype, name: str, rank: int | None = None, moment: str = "saved") -> torch.Tensor:
-    """What a whole tensor has."""
+def _values(dtype: torch.dtype, name: str, rank: int | None = None, moment: str = "saved") -> torch.Tensor:
     made = torch.zeros(_SHAPE, dtype=dtype)
     index = np.arange(made.numel(), dtype=np.int64)
     write_bits(made, coded_bits(Identity(name, rank, moment), index, dtype))
     return made
 
 
-def found(tensor: torch.Tensor, name: str = "a", rank: int = 0) -> list[StateFinding]:
-    """What is said of ``tensor`` in the place of ``name``."""
+def _found(tensor: torch.Tensor, name: str = "a", rank: int = 0) -> list[StateFinding]:
     index = np.arange(tensor.numel(), dtype=np.int64)
     live = LiveTensor("model", name, name, tensor, _SHAPE, index, is_alone=name == "own")
     return list(judge(live, rank, saved(tensor.dtype)))
 
 
-def half(dtype: torch.dtype, first: int, **of_another: Any) -> torch.Tensor:
-    """From row ``first`` on, for four rows, something else."""
-    made, other = values(dtype, "a"), values(dtype, **({"name": "a"} | of_another))
+def _half(dtype: torch.dtype, first: int, **of_another: Any) -> torch.Tensor:
+    made, other = _values(dtype, "a"), _values(dtype, **({"name": "a"} | of_another))
     made[first : first + 4] = other[first : first + 4]
     return made
 
 
-def half_zero(dtype: torch.dtype) -> torch.Tensor:
-    """From row 4 on nothing."""
-    made = values(dtype, "a")
+def _half_zero(dtype: torch.dtype) -> torch.Tensor:
+    made = _values(dtype, "a")
     made[4:] = torch.zeros(1).to(dtype)
     return made
 
 
 _FAULTS: dict[str, tuple[Callable[[torch.dtype], torch.Tensor], str, str, str]] = {
     "rows turned": (
-        lambda dtype: values(dtype, "a")[[6, 7, 2, 3, 4, 5, 0, 1]],
+        lambda dtype: _values(dtype, "a")[[6, 7, 2, 3, 4, 5, 0, 1]],
         *("shuffled", "[0:2, 6:8]", "has [6:8, 0:2] of itself"),
     ),
     "row twice": (
-        lambda dtype: values(dtype, "a")[[0, 1, 2, 2, 4, 5, 6, 7]],
+        lambda dtype: _values(dtype, "a")[[0, 1, 2, 2, 4, 5, 6, 7]],
         *("doubled", "[3:4]", "has [2:3] of itself"),
     ),
-    "half of another": (lambda dtype: half(dtype, 4, name="b"), "mixed up", "[4:8]", "has [4:8] of b"),
+    "half of another": (lambda dtype: _half(dtype, 4, name="b"), "mixed up", "[4:8]", "has [4:8] of b"),
     "half before": (
-        lambda dtype: half(dtype, 0, moment="before"),
+        lambda dtype: _half(dtype, 0, moment="before"),
         *("lost", "[0:4]", "what it was before the load"),
     ),
     "half earlier": (
-        lambda dtype: half(dtype, 0, moment="earlier"),
+        lambda dtype: _half(dtype, 0, moment="earlier"),
         *("stale", "[0:4]", "an earlier save's"),
     ),
-    "half zero": (half_zero, "lost", "[4:8]", "zeros"),
+    "half zero": (_half_zero, "lost", "[4:8]", "zeros"),
 }
 
 
@@ -96,7 +92,7 @@ def test_each_fault_has_its_name(dtype: torch.dtype, fault: str) -> None:
     """Its kind, places and origin; where values have few bits some are right by chance, so that places may be
     told by their number."""
     make, kind, places, origin = _FAULTS[fault]
-    (one,) = found(make(dtype))
+    (one,) = _found(make(dtype))
     assert one.kind == kind and (one.name, one.rank) == ("a", 0)
     if gram_width(dtype) <= 2:
         assert (one.places, one.found) == (places, origin)
@@ -107,9 +103,9 @@ def test_each_fault_has_its_name(dtype: torch.dtype, fault: str) -> None:
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
 def test_values_are_finite_and_of_their_place(dtype: torch.dtype) -> None:
     """No NaN that never equals itself; another name, rank or moment is another value."""
-    made = values(dtype, "a")
-    assert not found(made.clone())
-    others = [values(dtype, "b"), values(dtype, "a", 1), values(dtype, "a", None, "before")]
+    made = _values(dtype, "a")
+    assert not _found(made.clone())
+    others = [_values(dtype, "b"), _values(dtype, "a", 1), _values(dtype, "a", None, "before")]
     for other in others:
         same = float((bits_of(made) == bits_of(other)).mean())
         assert same < 0.6
@@ -120,28 +116,28 @@ def test_values_are_finite_and_of_their_place(dtype: torch.dtype) -> None:
 
 def test_another_rank_s() -> None:
     """Of what is a rank's own."""
-    assert not found(values(torch.float32, "own", 1), "own", rank=1)
-    (one,) = found(values(torch.float32, "own", 0), "own", rank=1)
+    assert not _found(_values(torch.float32, "own", 1), "own", rank=1)
+    (one,) = _found(_values(torch.float32, "own", 0), "own", rank=1)
     assert (one.kind, one.from_rank, one.from_name, one.places) == ("mixed up", 0, "own", "all")
 
 
 def test_garbage_and_what_nobody_had() -> None:
     """A sample of it; and a tensor whose name or shape no rank had."""
-    made = values(torch.float32, "a")
+    made = _values(torch.float32, "a")
     made[2] = float("nan")
-    (one,) = found(made)
+    (one,) = _found(made)
     assert (one.kind, one.places, one.found) == ("garbage", "[2:3]", "nan, nan, nan")
-    (one,) = found(values(torch.float32, "c"), "c")
+    (one,) = _found(_values(torch.float32, "c"), "c")
     assert one.kind == "never saved"
 
 
 def test_columns_and_single_elements_are_told() -> None:
     """Columns as such; otherwise how many there are, and where they begin."""
-    made = values(torch.float32, "a")
+    made = _values(torch.float32, "a")
     made[:, 10:12] = 0
-    (one,) = found(made)
+    (one,) = _found(made)
     assert one.places == "[0:8; 10:12]"
-    made = values(torch.float32, "a")
+    made = _values(torch.float32, "a")
     made[3, 7] = made[5, 9] = 0
-    (one,) = found(made)
+    (one,) = _found(made)
     assert one.places == "2 from [3, 7] on"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ import dcp
 from dcp.storage.stores import PosixStore
 from tests.support.crashes import Child, in_lab, kill_at_each_step, observe_calls
 from tests.support.fault_doors import HARMLESS, MANIFEST_NAME, METADATA_NAME, NOTES_NAME, findings, run
+from tests.support.rank_acts import ObjectSavePlanner
 from tests.support.versions import (
     ABSENT,
     MIXED,
@@ -51,15 +51,11 @@ def turns_once(seen: list[Seen], old: Seen, new: Seen) -> int:
     return turn
 
 
+def _all_but_the_last(killed: list[bool]) -> bool:
+    return killed == [True] * (len(killed) - 1) + [False]
+
+
 # -- saves ---------------------------------------------------------------------------------------------------
-
-
-class ObjectPlanner(dcp.DefaultSavePlanner):
-    """Overrides a step, so that the save runs by torch's protocol."""
-
-    def create_local_plan(self) -> Any:
-        """As it was."""
-        return super().create_local_plan()
 
 
 WRITERS: dict[str, dict[str, Any]] = {
@@ -69,19 +65,22 @@ WRITERS: dict[str, dict[str, Any]] = {
     "two threads": {"thread_count": 2},
 }
 CALLS: dict[str, dict[str, Any]] = {
-    "objects": {"planner": ObjectPlanner()},
+    "objects": {"planner": ObjectSavePlanner()},
     "no collectives": {"use_collectives": False},
     "mapped": {"map": TOGETHER},
 }
 
 
-def save(folder: Path, how: str, version: int, large: int, observe: Any = None) -> None:
-    """One save of a scenario's kind."""
+def _save(folder: Path, how: str, version: int, large: int, observe: Any = None) -> None:
     state = (version_apart if how == "mapped" else version_state)(version, large=large)
     writer = dcp.FileSystemWriter(
         folder, open_store=partial(PosixStore, observe=observe), **WRITERS.get(how, {})
     )
     dcp.save(state, storage_writer=writer, no_dist=True, **CALLS.get(how, {}))
+
+
+def _save_observed(folder: Path, observe: Any, *, how: str, large: int = 0) -> None:
+    _save(folder, how, NEW, large, observe)
 
 
 def half_published(folder: Path) -> None:
@@ -92,7 +91,7 @@ def half_published(folder: Path) -> None:
         if (op, name) == ("rename", METADATA_NAME):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Child(save, folder, "plain", OLD, 0, observe).wait()
+    Child(_save, folder, "plain", OLD, 0, observe).wait()
 
 
 @dataclass(frozen=True)
@@ -132,14 +131,7 @@ SAVES = {
     "over a killed save": Scenario("plain", half_published, OLD, 4),
     "overwrite, through a map": Scenario("mapped", ours(), OLD, OLD),
 }
-OFTEN = {
-    "first, large",
-    "overwrite",
-    "overwrite, by torch's protocol",
-    "overwrite, no fsync",
-    "over stock",
-    "over a killed save",
-}
+OFTEN = {"first", "overwrite, by torch's protocol", "over stock", "over a killed save"}
 """What each of the others combines, these have."""
 
 
@@ -162,9 +154,7 @@ def every_crash(root: Path, name: str) -> list[Crash]:
     if scenario.before is not None:
         scenario.before(root / "before")
     seen: dict[Any, Crash] = {}
-
-    def act(folder: Path, observe: Any) -> None:
-        save(folder, scenario.how, NEW, scenario.large, observe)
+    act = partial(_save_observed, how=scenario.how, large=scenario.large)
 
     def look_once(folder: Path, step: str, killed: bool) -> Crash:
         if (left := what_is_left(folder)) not in seen:
@@ -198,77 +188,55 @@ def look(scenario: Scenario, folder: Path) -> Crash:
     return crash
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=() if name in OFTEN else pytest.mark.exhaustive) for name in SAVES],
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in OFTEN else pytest.mark.exhaustive) for name in SAVES],
 )
-def killed(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Scenario, list[Crash]]]:
-    """A scenario with all of its crashes."""
-    root = tmp_path_factory.mktemp("killed")
-    yield SAVES[request.param], in_lab(every_crash, root, request.param)
-    shutil.rmtree(root)
-
-
-def test_a_save_killed_before_any_step_leaves_the_old_or_the_new(
-    killed: tuple[Scenario, list[Crash]],
-) -> None:
-    """Keeps the old version until one step and has the new one after it, whole, for dcp and for stock."""
-    scenario, crashes = killed
+def test_a_save_killed_before_any_step_leaves_the_old_or_the_new(tmp_path: Path, name: str) -> None:
+    """Keeps the old version until one step and has the new one after it, whole, for dcp and for stock; the
+    next save commits, and leaves nothing else there."""
+    scenario, crashes = SAVES[name], in_lab(every_crash, tmp_path, name)
     assert len(crashes) > scenario.least_steps
-    assert [crash.killed for crash in crashes] == [True] * (len(crashes) - 1) + [False]
+    assert _all_but_the_last([crash.killed for crash in crashes])
     assert turns_once([crash.dcp for crash in crashes], scenario.old, NEW) in range(1, len(crashes))
     turns_once([crash.stock for crash in crashes], scenario.old_stock, scenario.new_stock)
-    assert crashes[-1].stock == scenario.new_stock
-    assert all(crash.found <= HARMLESS for crash in crashes), crashes
-    assert crashes[-1].found == set()
-
-
-def test_the_save_after_a_killed_one_works_and_cleans_up(killed: tuple[Scenario, list[Crash]]) -> None:
-    """Commits, whatever the killed save left, and leaves nothing else there."""
-    for crash in killed[1]:
+    assert crashes[-1].stock == scenario.new_stock and crashes[-1].found == set()
+    for crash in crashes:
+        assert crash.found <= HARMLESS, crash
         assert crash.next_seen == (NEXT, NEXT), crash
         assert (crash.next_listing, crash.next_found) == (CLEAN, set()), crash
 
 
-def every_crash_alone(root: Path, overwrite: bool) -> list[tuple[bool, Seen, Seen]]:
+def every_crash_alone(root: Path) -> list[tuple[bool, Seen, Seen]]:
     """(killed, what dcp sees, what it sees after one more save) for each step of a rank that saves alone."""
-    if overwrite:
-        save(root / "before", "no collectives", OLD, 0)
-
-    def act(folder: Path, observe: Any) -> None:
-        save(folder, "no collectives", NEW, 0, observe)
+    _save(root / "before", "no collectives", OLD, 0)
 
     def look_alone(folder: Path, step: str, killed: bool) -> tuple[bool, Seen, Seen]:
         seen = seen_by_dcp(folder)
-        save(folder, "no collectives", NEXT, 0)
+        _save(folder, "no collectives", NEXT, 0)
         return killed, seen, seen_by_dcp(folder)
 
+    act = partial(_save_observed, how="no collectives")
     return kill_at_each_step(root / "before", root, act, look_alone)
 
 
-@pytest.mark.parametrize("overwrite", [pytest.param(False, marks=pytest.mark.exhaustive), True])
-def test_a_rank_that_saves_without_the_others_is_killed(tmp_path: Path, overwrite: bool) -> None:
+def test_a_rank_that_saves_without_the_others_is_killed(tmp_path: Path) -> None:
     """Commits its own part by the same rules, with ``use_collectives=False``."""
-    rows = in_lab(every_crash_alone, tmp_path, overwrite)
-    assert [killed for killed, _, _ in rows] == [True] * (len(rows) - 1) + [False]
-    turn = turns_once([version for _, version, _ in rows], OLD if overwrite else ABSENT, NEW)
-    assert 4 < turn < len(rows) and len(rows) > 14
+    rows = in_lab(every_crash_alone, tmp_path)
+    assert _all_but_the_last([killed for killed, _, _ in rows]) and len(rows) > 14
+    assert 4 < turns_once([version for _, version, _ in rows], OLD, NEW) < len(rows)
     assert {after for _, _, after in rows} == {NEXT}
 
 
 # -- deletions -----------------------------------------------------------------------------------------------
 
 
-def stock_over_ours(folder: Path) -> None:
-    """Version OLD of stock torch's, over another one of ours."""
+def _stock_over_ours(folder: Path) -> None:
     save_version(folder, 4)
     stock_save_version(folder, OLD)
 
 
-def with_strays(folder: Path) -> None:
-    """Version OLD, with what killed saves left beside it."""
+def _with_strays(folder: Path) -> None:
     save_version(folder, OLD, single_file_per_rank=False)
     for name in ("__0_0.0a1b2c3d.distcp", ".tmp-" + "0" * 32):
         (folder / name).write_bytes(b"x")
@@ -287,8 +255,8 @@ DELETIONS: dict[str, tuple[Callable[[Path], None], bool]] = {
     "ours": (ours(), True),
     "bare": (ours(torch_compatible=False), False),
     "stock": (by_stock, True),
-    "stock over ours": (stock_over_ours, True),
-    "strays": (with_strays, True),
+    "stock over ours": (_stock_over_ours, True),
+    "strays": (_with_strays, True),
     "noted": (noted, True),
 }
 """What is to be deleted, and whether stock sees it before."""
@@ -307,8 +275,7 @@ class Deletion:
     saved: tuple[Seen, Seen, list[int], bool, dict[str, int]]
 
 
-def delete(root: Path, observe: Callable[[str, str], None]) -> None:
-    """Delete the step, by a manager."""
+def _delete(root: Path, observe: Callable[[str, str], None]) -> None:
     with dcp.CheckpointManager(root, no_dist=True) as manager:
         observe_calls(root, observe)
         manager.delete(STEP)
@@ -317,7 +284,7 @@ def delete(root: Path, observe: Callable[[str, str], None]) -> None:
 def every_deletion(base: Path, name: str) -> list[Deletion]:
     """Kill the deletion before its first step, its second, and so on until it gets through."""
     DELETIONS[name][0](base / "template" / FOLDER)
-    return kill_at_each_step(base / "template", base, delete, look_at_deletion)
+    return kill_at_each_step(base / "template", base, _delete, look_at_deletion)
 
 
 def look_at_deletion(root: Path, step: str, killed: bool) -> Deletion:
@@ -346,15 +313,12 @@ def look_at_deletion(root: Path, step: str, killed: bool) -> Deletion:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.exhaustive if name in ("ours", "stock", "bare", "noted") else ())
-        for name in DELETIONS
-    ],
+    [pytest.param(name, marks=() if name == "strays" else pytest.mark.exhaustive) for name in DELETIONS],
 )
 def test_a_deletion_killed_before_any_step_leaves_all_or_nothing(tmp_path: Path, name: str) -> None:
     """Leaves the checkpoint whole until one step and gone after it; the next run finishes it, or saves."""
     crashes: list[Deletion] = in_lab(every_deletion, tmp_path, name)
-    assert [crash.killed for crash in crashes] == [True] * (len(crashes) - 1) + [False]
+    assert _all_but_the_last([crash.killed for crash in crashes])
     cut = turns_once([crash.dcp for crash in crashes], OLD, ABSENT)
     assert 3 < cut < len(crashes) - 3
     assert {crash.stock for crash in crashes} == ({ABSENT, OLD} if DELETIONS[name][1] else {ABSENT})
@@ -370,8 +334,7 @@ def test_a_deletion_killed_before_any_step_leaves_all_or_nothing(tmp_path: Path,
 # -- drops ---------------------------------------------------------------------------------------------------
 
 
-def by_us_and_then_stock(folder: Path) -> None:
-    """Stock torch's, over another one of ours."""
+def _by_us_and_then_stock(folder: Path) -> None:
     save_apart(folder, 2)
     save_stock(folder)
 
@@ -380,7 +343,7 @@ DROPS: dict[str, tuple[Callable[[Path], None], tuple[str, ...], bool]] = {
     "files of their own": (save_apart, (), True),
     "one file": (save_mixed, ("--rewrite",), True),
     "stock": (save_stock, ("--rewrite",), True),
-    "stock over ours": (by_us_and_then_stock, ("--rewrite",), True),
+    "stock over ours": (_by_us_and_then_stock, ("--rewrite",), True),
     "bare": (partial(save_apart, torch_compatible=False), (), False),
 }
 """What it is dropped from, the command's options, and whether stock sees it."""
@@ -400,8 +363,7 @@ class Drop:
     collected: tuple[str, str, bool]
 
 
-def drop(folder: Path, observe: Callable[[str, str], None], *, options: tuple[str, ...]) -> None:
-    """Drop the optimizer, by the command."""
+def _drop(folder: Path, observe: Callable[[str, str], None], *, options: tuple[str, ...]) -> None:
     observe_calls(folder, observe)
     assert run("prune", folder, "--yes", *options).status == 0
 
@@ -411,7 +373,7 @@ def every_drop(base: Path, name: str) -> list[Drop]:
     before, options, has_stock = DROPS[name]
     before(base / "template")
     look = partial(look_at_drop, options=options, has_stock=has_stock)
-    return kill_at_each_step(base / "template", base, partial(drop, options=options), look)
+    return kill_at_each_step(base / "template", base, partial(_drop, options=options), look)
 
 
 def look_at_drop(folder: Path, step: str, killed: bool, *, options: tuple[str, ...], has_stock: bool) -> Drop:
@@ -448,7 +410,7 @@ def look_at_drop(folder: Path, step: str, killed: bool, *, options: tuple[str, .
 def test_a_drop_killed_before_any_step_leaves_all_or_the_rest(tmp_path: Path, name: str) -> None:
     """Leaves all until one step and the weights after it; a second drop, and a clean-up, end the work."""
     crashes: list[Drop] = in_lab(every_drop, tmp_path, name)
-    assert [crash.killed for crash in crashes] == [True] * (len(crashes) - 1) + [False]
+    assert _all_but_the_last([crash.killed for crash in crashes])
     assert 0 < turns_once([crash.dcp for crash in crashes], WHOLE, LESS) < len(crashes) - 1
     if DROPS[name][2]:  # which has a step of its own
         turns_once([crash.stock for crash in crashes], WHOLE, LESS)

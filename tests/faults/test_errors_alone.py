@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,7 @@ class Attempt:
         return self.operation.op
 
 
-def attempt(folder: Path, fault: Fault) -> Attempt:
-    """Save version NEW through a faulty store."""
+def _attempt(folder: Path, fault: Fault) -> Attempt:
     opener, error = OpenWithFaults(fault), None
     writer = dcp.FileSystemWriter(folder, open_store=opener)
     try:
@@ -81,23 +81,21 @@ def attempt(folder: Path, fault: Fault) -> Attempt:
     return Attempt(error, opener.log[at - 1] if len(opener.log) >= at else None)
 
 
-def operations(folder: Path) -> list[Operation]:
-    """Those of an undisturbed save over what is in ``folder``."""
+def _operations(folder: Path) -> list[Operation]:
     opener = OpenWithFaults()
     writer = dcp.FileSystemWriter(folder, open_store=opener)
     dcp.save(version_state(NEW), storage_writer=writer, no_dist=True)
     return opener.log
 
 
-def attempts(root: Path, before: str, fault: Callable[[int], Fault]) -> list[tuple[Path, Attempt]]:
-    """A folder and what happened in it for each operation of the save, in order."""
+def _attempts(root: Path, before: str, fault: Callable[[int], Fault]) -> list[tuple[Path, Attempt]]:
     BEFORE[before](root / "before")
     copy_folder(root / "before", root / "count")
     made = []
-    for number in range(1, len(operations(root / "count")) + 1):
+    for number in range(1, len(_operations(root / "count")) + 1):
         folder = root / str(number)
         copy_folder(root / "before", folder)
-        made.append((folder, attempt(folder, fault(number))))
+        made.append((folder, _attempt(folder, fault(number))))
     return made
 
 
@@ -122,23 +120,14 @@ def check_attempt(folder: Path, made: Attempt, old: int | str, expected: type[Ba
         assert seen_by_stock(folder) in ((ABSENT, NEW) if made.committed else (old, NEW)), where
 
 
-_rare = pytest.mark.exhaustive
+QUICK = [("first", "a bug of the store"), ("overwrite", "interrupt"), ("over stock", "input/output error")]
 
 
 @pytest.mark.parametrize(
     ("before", "kind"),
     [
-        ("first", "input/output error"),
-        ("first", "a bug of the store"),
-        ("overwrite", "disk full"),
-        ("overwrite", "interrupt"),
-        ("over stock", "input/output error"),
-        *(pytest.param("first", kind, marks=_rare) for kind in ("disk full", "interrupt")),
-        *(
-            pytest.param("overwrite", kind, marks=_rare)
-            for kind in ("input/output error", "a bug of the store")
-        ),
-        *(pytest.param("over stock", kind, marks=_rare) for kind in [*ERRORS][1:]),
+        pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.exhaustive)
+        for pair in product(BEFORE, ERRORS)
     ],
 )
 def test_an_error_at_any_operation_is_raised_typed_and_undoes_the_save(
@@ -150,18 +139,23 @@ def test_an_error_at_any_operation_is_raised_typed_and_undoes_the_save(
     def hook(operation: Operation) -> None:
         raise injected
 
-    made = attempts(tmp_path, before, lambda number: Fault(at=number, hook=hook))
+    made = _attempts(tmp_path, before, lambda number: Fault(at=number, hook=hook))
     for folder, one in made:
         check_attempt(folder, one, ABSENT if before == "first" else OLD, expected)
     assert sum(one.error is not None for _, one in made) >= 8
 
 
-@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize(
+    "before",
+    ["first", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("overwrite", "over stock"))],
+)
 def test_a_store_that_dies_for_good_leaves_the_old_or_the_new(tmp_path: Path, before: str) -> None:
     """Raises the first error when cleaning up fails as well; the next save removes what remained."""
     old: int | str = ABSENT if before == "first" else OLD
     dead = StorageError("dead")
-    for folder, made in attempts(tmp_path, before, lambda number: Fault(at=number, onwards=True, error=dead)):
+    for folder, made in _attempts(
+        tmp_path, before, lambda number: Fault(at=number, onwards=True, error=dead)
+    ):
         seen = seen_by_dcp(folder)
         assert made.op in ("delete", "read", "version") if made.error is None else "dead" in str(made.error)
         assert seen == (NEW if made.error is None or made.committed else old), made
@@ -192,8 +186,7 @@ class FailsAfterwards(FaultInjectingStore):
         return version
 
 
-def save_by(store: FaultInjectingStore, folder: Path) -> None:
-    """Version NEW."""
+def _save_by(store: FaultInjectingStore, folder: Path) -> None:
     writer = dcp.FileSystemWriter(folder, open_store=lambda path: store)
     dcp.save(version_state(NEW), storage_writer=writer, no_dist=True)
 
@@ -207,10 +200,10 @@ def test_a_publish_that_happened_but_reported_an_error(tmp_path: Path, before: s
     store = FailsAfterwards(folder, name)
     if name == METADATA_NAME:
         with pytest.raises(StorageError) as caught:
-            save_by(store, folder)
+            _save_by(store, folder)
         assert caught.value.committed
     else:
-        save_by(store, folder)
+        _save_by(store, folder)
     assert (seen_by_dcp(folder), seen_by_stock(folder)) == (NEW, NEW)
     assert findings(folder) <= {"stray-file"}
 
@@ -229,7 +222,7 @@ def test_a_failed_save_of_which_nobody_knows_keeps_its_files(tmp_path: Path, how
 
     store = FailsAfterwards(folder, MANIFEST_NAME, then, knows=how.endswith("published"))
     with pytest.raises(StorageError) as caught:
-        save_by(store, folder)
+        _save_by(store, folder)
     assert listing(folder)["data"] == 2
     assert how == "damaged" or seen_by_dcp(folder) == NEW
     if how.endswith("published"):
@@ -240,15 +233,14 @@ def test_a_failed_save_of_which_nobody_knows_keeps_its_files(tmp_path: Path, how
 def test_a_write_torn_anywhere_leaves_nothing(tmp_path: Path) -> None:
     """Fails a save of which only the first bytes of a write reached the file, and removes the file."""
     save_version(tmp_path / "before", OLD)
-    sizes = [one.size_bytes for one in operations(tmp_path / "logged") if one.op == "write"]
+    sizes = [one.size_bytes for one in _operations(tmp_path / "logged") if one.op == "write"]
     assert sizes
     for at, size in enumerate(sizes, start=1):
-        for torn_bytes in {1, size // 2, max(1, size - 1)}:
-            folder = tmp_path / f"{at}-{torn_bytes}"
-            copy_folder(tmp_path / "before", folder)
-            made = attempt(folder, Fault("write", at=at, torn_bytes=torn_bytes, error=StorageError("torn")))
-            assert isinstance(made.error, StorageError) and "torn" in str(made.error)
-            assert (seen_by_dcp(folder), seen_by_stock(folder), listing(folder)) == (OLD, OLD, CLEAN)
+        folder, torn_bytes = tmp_path / str(at), (1, size // 2, max(1, size - 1))[at % 3]
+        copy_folder(tmp_path / "before", folder)
+        made = _attempt(folder, Fault("write", at=at, torn_bytes=torn_bytes, error=StorageError("torn")))
+        assert isinstance(made.error, StorageError) and "torn" in str(made.error)
+        assert (seen_by_dcp(folder), seen_by_stock(folder), listing(folder)) == (OLD, OLD, CLEAN)
 
 
 def test_a_save_is_durable_in_the_right_order(tmp_path: Path) -> None:

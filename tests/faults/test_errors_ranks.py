@@ -16,11 +16,11 @@ import dcp
 from dcp.errors import StorageError, StorageFullError
 from tests.support.fault_doors import Fault, OpenWithFaults, Operation
 from tests.support.loaded import Unpicklable
-from tests.support.ranks import RankRaised, run_ranks
+from tests.support.rank_acts import STATE, act_in_phase
+from tests.support.ranks import run_ranks
 from tests.support.versions import (
     ABSENT,
     copy_folder,
-    is_version,
     listing,
     save_version,
     seen_by_dcp,
@@ -44,8 +44,7 @@ class Raised:
     cause: str = ""
 
 
-def outcome(act: Callable[[], Any]) -> Raised | None:
-    """What ``act`` raises."""
+def _outcome(act: Callable[[], Any]) -> Raised | None:
     try:
         act()
     except (dcp.RankFailedError, KeyboardInterrupt) as error:
@@ -58,19 +57,17 @@ def outcome(act: Callable[[], Any]) -> Raised | None:
     return None
 
 
-def tell(value: Any) -> list[Any]:
-    """``value`` of every rank, on every rank."""
+def _tell(value: Any) -> list[Any]:
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-def faulty_save(folder: Path, *faults: Fault, planner: Any = None) -> tuple[Raised | None, list[Operation]]:
-    """Save version NEW together, on this rank through a store with ``faults``."""
+def _faulty_save(folder: Path, *faults: Fault, planner: Any = None) -> tuple[Raised | None, list[Operation]]:
     opener = OpenWithFaults(*faults)
     writer = dcp.FileSystemWriter(folder, open_store=opener)
     state, more = version_state(NEW), {"planner": planner, "timeout_seconds": TIMEOUT_SECONDS}
-    return outcome(lambda: dcp.save(state, storage_writer=writer, **more)), opener.log
+    return _outcome(lambda: dcp.save(state, storage_writer=writer, **more)), opener.log
 
 
 def fail_at_every_operation(rank: int, world_size: int, root: Path, faulty: int, old: int | str) -> list[Any]:
@@ -86,21 +83,24 @@ def fail_at_every_operation(rank: int, world_size: int, root: Path, faulty: int,
             copy_folder(root / "before", folder)
         dist.barrier()
         faults = [Fault(at=number, error=StorageFullError("injected"))] if rank == faulty else []
-        raised, log = faulty_save(folder, *faults)
-        everything = tell((raised, len(log)))
+        raised, log = _faulty_save(folder, *faults)
+        everything = _tell((raised, len(log)))
         if everything[faulty][1] < number:
             return rows
         if rank == 0:
             seen = seen_by_dcp(folder), seen_by_stock(folder), listing(folder)
             save_version(folder, NEXT)
             after = seen_by_dcp(folder), listing(folder)
-        op = tell(log[number - 1].op if rank == faulty else None)[faulty]
+        op = _tell(log[number - 1].op if rank == faulty else None)[faulty]
         if rank == 0:
             rows.append((op, [entry[0] for entry in everything], seen, after))
 
 
-@pytest.mark.parametrize("faulty", [0, 1])
-@pytest.mark.parametrize("old", [ABSENT, OLD])
+@pytest.mark.parametrize(
+    ("faulty", "old"),
+    [(0, OLD), (1, ABSENT)]
+    + [pytest.param(*one, marks=pytest.mark.exhaustive) for one in ((0, ABSENT), (1, OLD))],
+)
 def test_an_error_of_one_rank_is_raised_on_both_and_undoes_the_save(
     tmp_path: Path, faulty: int, old: int | str
 ) -> None:
@@ -131,22 +131,20 @@ def test_an_error_of_one_rank_is_raised_on_both_and_undoes_the_save(
     assert failed >= (10 if faulty == 0 else 4)
 
 
-def interrupted_save(rank: int, world_size: int, folder: Path, who: int) -> Any:
-    """A KeyboardInterrupt in the middle of one rank's writing."""
-
+def _interrupted_save(rank: int, world_size: int, folder: Path, who: int) -> Any:
     def interrupt(operation: Operation) -> None:
         raise KeyboardInterrupt
 
     faults = [Fault("write", hook=interrupt)] if rank == who else []
-    raised, _ = faulty_save(folder, *faults)
+    raised, _ = _faulty_save(folder, *faults)
     dist.barrier()
-    return raised, listing(folder), outcome(lambda: dcp.save(version_state(NEXT), checkpoint_id=folder))
+    return raised, listing(folder), _outcome(lambda: dcp.save(version_state(NEXT), checkpoint_id=folder))
 
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_an_interrupted_rank_leaves_nothing_and_the_other_raises(tmp_path: Path, who: int) -> None:
     """The interrupt stays one where it happened, is RankFailedError elsewhere; no file remains."""
-    results = run_ranks(2, interrupted_save, tmp_path / "x", who)
+    results = run_ranks(2, _interrupted_save, tmp_path / "x", who)
     own, files, again = results[who]
     assert own.names[0] == "KeyboardInterrupt"
     other = results[1 - who][0]
@@ -165,192 +163,79 @@ class Boom(Exception):
     """An error that is not one of ours, as a user's code raises it."""
 
 
-class Failing:
-    """A Stateful that fails when it is asked for its state."""
+OBJECT_PHASES = ("create_local_plan", "create_global_plan", "finish_plan", "resolve_data", "commit_tensor")
+STORE_PHASES = ("write", "publish", "index", "read")
+SPOILED: dict[str, dict[str, Any]] = {
+    "create_local_columns": {"bad": torch.zeros(4, 4).to_sparse()},
+    "global plan": {"model": {"w": torch.zeros(5)}},
+    "plan": {"in plan": torch.zeros(3)},
+}
+"""What one rank has in its state where no act fails."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Fails."""
-        raise Boom("in state_dict")
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Never called."""
-
-
-def fail_in(planner: Any, phase: str) -> Any:
-    """A planner whose method of that name fails, as an override of a user's."""
+def _failing(rank: int, world_size: int, folder: Path, version: int, phase: str, who: int) -> Any:
+    """What a rank raises of a save or (version 0) a load, in which one fails; what is left, and how the next
+    one went."""
 
     def fail(*args: Any, **options: Any) -> None:
-        raise Boom(f"in {phase}")
+        raise (StorageError if phase in STORE_PHASES else Boom)(f"in {phase}")
 
-    return type(f"FailsIn_{phase}", (planner,), {phase: fail})()
-
-
-class QuietPlanner(dcp.DefaultSavePlanner):
-    """Overrides a step without changing it: what the other ranks have beside a planner that fails."""
-
-    def create_local_plan(self) -> Any:
-        """As it was."""
-        return super().create_local_plan()
-
-
-SAVE_PHASES = ("state_dict", "set_up_planner", "create_local_columns", "global plan", "write", "commit")
-OBJECT_PHASES = ("create_local_plan", "create_global_plan", "finish_plan", "resolve_data")
-
-
-def failing_save(rank: int, world_size: int, folder: Path, phase: str, who: int) -> Any:
-    """Rank ``who`` fails in ``phase``; then all save again."""
-    state: dict[str, Any] = version_state(NEW)
-    faults: list[Fault] = []
-    planner: dcp.DefaultSavePlanner | None = QuietPlanner() if phase in OBJECT_PHASES else None
-    if rank == who:
-        if phase == "state_dict":
-            state["stateful"] = Failing()
-        elif phase == "set_up_planner":
-            planner = fail_in(dcp.DefaultSavePlanner, phase)
-        elif phase == "create_local_columns":
-            state["bad"] = torch.zeros(4, 4).to_sparse()
-        elif phase == "global plan":
-            state["model"]["w"] = torch.zeros(5)
-        elif phase == "write":
-            faults = [Fault("write", error=StorageError("in write"))]
-        elif phase == "commit":
-            faults = [Fault("publish", error=StorageError("in commit"))]
-        else:
-            planner = fail_in(dcp.DefaultSavePlanner, phase)
-    writer = dcp.FileSystemWriter(folder, open_store=OpenWithFaults(*faults))
-    raised = outcome(
-        lambda: dcp.save(state, storage_writer=writer, planner=planner, timeout_seconds=TIMEOUT_SECONDS)
+    more = SPOILED.get(phase, {}) if rank == who else {}
+    act = fail if rank == who and phase not in SPOILED else None
+    by_objects = phase in OBJECT_PHASES
+    raised = _outcome(
+        lambda: act_in_phase(
+            folder, phase, act, version=version, by_objects=by_objects, timeout_seconds=120, **more
+        )
     )
-    left = tell(listing(folder))[0]
-    again = outcome(lambda: dcp.save(version_state(NEXT), checkpoint_id=folder))
+    left = _tell(listing(folder))[0]
+    again = _outcome(lambda: act_in_phase(folder, "", None, version=version and NEXT))
     return raised, left, again
 
 
-@pytest.mark.parametrize("phase", SAVE_PHASES + OBJECT_PHASES)
+@pytest.mark.parametrize(
+    "phase",
+    [
+        "state_dict",
+        "set_up_planner",
+        "create_local_columns",
+        "global plan",
+        "write",
+        "publish",
+        *OBJECT_PHASES[:-1],
+    ],
+)
 def test_a_rank_that_fails_in_any_phase_of_a_save_fails_it_everywhere(tmp_path: Path, phase: str) -> None:
     """All three raise RankFailedError with rank and cause; nothing is left, and the next save works."""
-    who = 0 if phase in ("commit", "global plan", "create_global_plan") else 1
-    results = run_ranks(3, failing_save, tmp_path / "x", phase, who)
+    who = 0 if phase in ("publish", "global plan", "create_global_plan") else 1
+    results = run_ranks(3, _failing, tmp_path / "x", NEW, phase, who)
     for raised, left, again in results:
-        assert raised is not None
-        assert "RankFailedError" in raised.names
-        assert "CheckpointException" in raised.names
-        assert raised.ranks == (who,)
-        assert again is None
-        assert left == {}
-        if phase not in ("create_local_columns", "global plan"):
-            assert f"in {phase}" in raised.message
-    causes = [raised.cause for raised, _, _ in results]
-    if phase in ("state_dict", "set_up_planner", *OBJECT_PHASES):
-        assert causes[who] == "Boom"
-        assert set(causes[:who] + causes[who + 1 :]) == {"RemoteError"}
+        assert {"RankFailedError", "CheckpointException"} <= {*raised.names}
+        assert (raised.ranks, left, again) == ((who,), {}, None)
+        assert f"in {phase}" in raised.message or phase in SPOILED
+    if phase not in SPOILED and phase not in STORE_PHASES:
+        causes = [raised.cause for raised, _, _ in results]
+        assert causes.pop(who) == "Boom" and set(causes) == {"RemoteError"}
     assert seen_by_dcp(tmp_path / "x") == NEXT
 
 
-class QuietLoadPlanner(dcp.DefaultLoadPlanner):
-    """Overrides a step without changing it."""
-
-    def create_local_plan(self) -> Any:
-        """As it was."""
-        return super().create_local_plan()
-
-
-LOAD_PHASES = ("state_dict", "index", "plan", "read", "create_local_plan", "commit_tensor")
-
-
-def failing_load(rank: int, world_size: int, folder: Path, phase: str, who: int) -> Any:
-    """Rank ``who`` fails in ``phase``; then all load again."""
-    if rank == 0:
-        save_version(folder, OLD)
-    dist.barrier()
-    state: dict[str, Any] = version_state(0)
-    faults: list[Fault] = []
-    by_objects = phase in ("create_local_plan", "commit_tensor")
-    planner: Any = QuietLoadPlanner() if by_objects else None
-    if rank == who:
-        if phase == "state_dict":
-            state["stateful"] = Failing()
-        elif phase == "index":
-            faults = [Fault("read", error=StorageError("in index"))]
-        elif phase == "plan":
-            state["in plan"] = torch.zeros(3)
-        elif phase == "read":
-            faults = [Fault("preadv", name="*.distcp", error=StorageError("in read"))]
-        else:
-            planner = fail_in(dcp.DefaultLoadPlanner, phase)
-    reader = dcp.FileSystemReader(folder, open_store=OpenWithFaults(*faults))
-    raised = outcome(
-        lambda: dcp.load(state, storage_reader=reader, planner=planner, timeout_seconds=TIMEOUT_SECONDS)
-    )
-    fresh = version_state(0)
-    dcp.load(fresh, checkpoint_id=folder, timeout_seconds=TIMEOUT_SECONDS)
-    return raised, is_version(fresh, OLD)
-
-
-@pytest.mark.parametrize("phase", LOAD_PHASES)
+@pytest.mark.parametrize(
+    "phase", ["state_dict", "index", "plan", "read", "create_local_plan", "commit_tensor"]
+)
 def test_a_rank_that_fails_in_any_phase_of_a_load_fails_it_everywhere(tmp_path: Path, phase: str) -> None:
     """All three raise RankFailedError with rank and cause; the next load on the same ranks works."""
+    save_version(tmp_path / "x", OLD)
     who = 0 if phase == "index" else 1
-    for raised, loads_again in run_ranks(3, failing_load, tmp_path / "x", phase, who):
-        assert raised is not None
-        assert "RankFailedError" in raised.names
-        assert raised.ranks == (who,)
+    kind = {"plan": "MissingKeyError", "index": "StorageError", "read": "StorageError"}.get(
+        phase, "RankFailedError"
+    )
+    for raised, _, again in run_ranks(3, _failing, tmp_path / "x", 0, phase, who):
+        assert {"RankFailedError", kind} <= {*raised.names}
+        assert (raised.ranks, again) == ((who,), None)
         assert f"in {phase}" in raised.message
-        if phase == "plan":
-            assert "MissingKeyError" in raised.names
-        if phase in ("index", "read"):
-            assert "StorageError" in raised.names
-        assert loads_again
-
-
-def save_to_another_place(rank: int, world_size: int, folder: str, replaced: bool) -> list[str]:
-    """Rank 1 writes to a folder of its own, as if the disk were not shared."""
-    mine = {"own": dcp.PerRank(torch.full((3000,), float(rank)))}
-    if replaced:
-        dcp.save(mine, checkpoint_id=f"{folder}/0")
-    if rank == 0:
-        Path(f"{folder}/1").mkdir()
-    messages = []
-    try:
-        dcp.save(mine, checkpoint_id=f"{folder}/{rank}", timeout_seconds=120)
-    except dcp.errors.PlanError as error:
-        messages.append(str(error))
-    if replaced:
-        mine["own"].value.zero_()
-        dcp.load(mine, checkpoint_id=f"{folder}/0")
-        assert bool((mine["own"].value == rank).all())
-    return messages
-
-
-@pytest.mark.parametrize("replaced", [False, True])
-def test_ranks_that_write_to_different_places_are_found_out(tmp_path: Path, replaced: bool) -> None:
-    """A manifest that names files which only another machine sees is not published, over a checkpoint least
-    of all: the one that was there stays."""
-    for messages in run_ranks(2, save_to_another_place, str(tmp_path), replaced):
-        assert len(messages) == 1
-        assert "Give all of them one id" in messages[0]
-    left = {path.name for path in (tmp_path / "0").glob("*")}
-    assert len(left) == (4 if replaced else 0), left
 
 
 # -- where it is easy to leave the others waiting ----------------------------------------------------------
-
-
-class FailsOnRankOne:
-    """A Stateful whose state cannot be had on one rank."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def state_dict(self) -> dict[str, Any]:
-        """Out of memory on rank 1."""
-        if self.rank == 1:
-            raise MemoryError("no memory for the state")
-        return {"a": torch.ones(3)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Not called in a load that fails."""
-        raise AssertionError
 
 
 class ShortPlanner(stock.DefaultSavePlanner):
@@ -362,51 +247,26 @@ class ShortPlanner(stock.DefaultSavePlanner):
         return plans[:1], metadata
 
 
-def fail_somehow(rank: int, world_size: int, path: str, how: str) -> None:
-    """One rank, or the coordinator, fails where it is easy to leave the others waiting."""
-    bounds: dict[str, Any] = {"checkpoint_id": path, "timeout_seconds": 120}
-    if how == "state_dict in save":
-        dcp.save({"s": FailsOnRankOne(rank)}, **bounds)
-    elif how == "state_dict in load":
-        dcp.save({"s": {"a": torch.ones(3)}}, **bounds)
-        dcp.load({"s": FailsOnRankOne(rank)}, **bounds)
-    elif how == "short plan":
-        dcp.save({"w": torch.ones(3)}, planner=ShortPlanner(), **bounds)
-    else:
-        dcp.save({"w": torch.ones(3), "o": dcp.PerRank(Unpicklable() if rank else 1)}, **bounds)
-
-
-@pytest.mark.parametrize(
-    ("how", "expected"),
-    [
-        ("state_dict in save", "no memory for the state"),
-        ("state_dict in load", "no memory for the state"),
-        ("short plan", "1 parts for 2 ranks"),
-        ("message that is not UTF-8", "name"),
-    ],
-)
-def test_every_rank_hears_of_a_failure_at_once(tmp_path: Path, how: str, expected: str) -> None:
-    """The others do not wait until their timeout, and learn the cause."""
-    for result in run_ranks(2, fail_somehow, str(tmp_path), how, failures=True):
-        assert isinstance(result, RankRaised)
-        assert expected in result.message
-        assert result.seconds < 100
-
-
 class Elsewhere(stock.FileSystemWriter):
     """A storage whose place only it knows."""
 
-    @property
-    def checkpoint_id(self) -> str:
-        """Nothing that can be opened."""
-        return "elsewhere://"
+    checkpoint_id = "elsewhere://"
 
 
-def save_elsewhere(rank: int, world_size: int, path: str) -> Any:
-    """The metadata that each rank gets."""
-    return sorted(dcp.save({"w": torch.ones(3)}, storage_writer=Elsewhere(path)).state_dict_metadata)
+def save_oddly(rank: int, world_size: int, path: str) -> Any:
+    """What each rank hears where one forgets the other, or raises what is not UTF-8; and the metadata that it
+    gets of a storage that nobody can open."""
+    odd = {"o": dcp.PerRank(Unpicklable() if rank else 1)}
+    told = [
+        _outcome(lambda: dcp.save(STATE, checkpoint_id=path, planner=ShortPlanner())),
+        _outcome(lambda: dcp.save(STATE | odd, checkpoint_id=path)),
+    ]
+    found = dcp.save(STATE, storage_writer=Elsewhere(path)).state_dict_metadata
+    return [raised and raised.message for raised in told], sorted(found)
 
 
-def test_every_rank_gets_the_metadata_of_a_foreign_storage(tmp_path: Path) -> None:
-    """As from stock: not only the coordinator, and without opening the storage."""
-    assert run_ranks(2, save_elsewhere, str(tmp_path)) == [["w"], ["w"]]
+def test_every_rank_hears_of_a_failure_and_of_the_metadata(tmp_path: Path) -> None:
+    """Also where the coordinator fails in what only it does, and of storages that no other rank can open."""
+    for (short, odd), names in run_ranks(2, save_oddly, str(tmp_path)):
+        assert "1 parts for 2 ranks" in short and "name" in odd
+        assert names == ["step", "w"]

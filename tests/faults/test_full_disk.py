@@ -14,13 +14,7 @@ import dcp
 from dcp.errors import StorageFullError
 from tests.support.crashes import in_lab
 from tests.support.fault_doors import findings
-from tests.support.versions import (
-    ABSENT,
-    listing,
-    save_version,
-    seen_by_dcp,
-    seen_by_stock,
-)
+from tests.support.versions import ABSENT, listing, save_version, seen_by_dcp, seen_by_stock
 
 OLD, NEW, NEXT = 1, 2, 3
 CLEAN = {"manifest": 1, "metadata": 1, "data": 1}
@@ -31,133 +25,61 @@ LARGE = 5 << 19  # elements of 4 bytes: 10 MiB, of which the small disk holds on
 _CLONE_NEWNS = 0x00020000
 _MS_REC_PRIVATE = 0x4000 | 1 << 18
 
+Seen = tuple[int | str, int | str, dict[str, int], int]
 
-def own_disk(folder: Path, size_bytes: int) -> bool:
-    """Mount a small file system on ``folder`` that only this process sees; False if the user may not.
 
-    Then a limit on file sizes stands in for it.
-    """
+def own_disk(folder: Path) -> bool:
+    """Mount a small file system on ``folder`` that only this process sees; False if the user may not."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNS) or libc.mount(b"none", b"/", None, _MS_REC_PRIVATE, None):
         return False
     folder.mkdir(exist_ok=True)
-    return not libc.mount(b"none", os.fsencode(folder), b"tmpfs", 0, b"size=%d" % size_bytes)
+    return not libc.mount(b"none", os.fsencode(folder), b"tmpfs", 0, b"size=%d" % DISK_BYTES)
 
 
-def try_save(folder: Path, version: int, **options: Any) -> str:
-    """Save; what was raised, or nothing."""
+def _try_save(folder: Path, version: int, **options: Any) -> str:
     try:
         save_version(folder, version, **options)
     except dcp.CheckpointError as error:
-        assert isinstance(error, StorageFullError), repr(error)
+        assert isinstance(error, StorageFullError) and isinstance(error, OSError), repr(error)
         assert error.facts["path"].startswith(str(folder.parent))
-        assert isinstance(error, OSError)
         return "committed" if error.facts.get("committed") else type(error).__name__
     return ""
 
 
-def fill(folder: Path, free_bytes: int) -> None:
-    """Leave ``free_bytes`` of the file system."""
+def _fill(folder: Path, free_bytes: int) -> None:
     state = os.statvfs(folder)
     with (folder / "ballast").open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, state.f_bavail * state.f_bsize - free_bytes)
 
 
-def look(folder: Path, *, large: int = 0) -> tuple[int | str, int | str, dict[str, int], int]:
+def look(folder: Path, *, large: int = 0) -> Seen:
     """What dcp sees, what stock sees, the files, and how much is wrong with them."""
     seen = seen_by_dcp(folder, large=large)
     found = len(findings(folder)) if seen != ABSENT else 0
     return seen, seen_by_stock(folder, large=large), listing(folder), found
 
 
-def large_save_on_a_small_disk(root: Path, before: bool, options: dict[str, Any]) -> Any:
-    """A save that does not fit; then one that does."""
-    disk = root / "disk"
-    if not own_disk(disk, DISK_BYTES):
-        return None
-    folder = disk / "x"
+def _large_save_on_a_small_disk(root: Path, before: bool, options: dict[str, Any]) -> Any:
+    if not own_disk(root / "disk"):
+        return _limited(root, before, 1 << 20)
+    folder = root / "disk" / "x"
     if before:
         save_version(folder, OLD, large=LARGE)
     else:
-        fill(disk, 8 << 20)
-    raised = try_save(folder, NEW, large=LARGE, **options)
+        _fill(root / "disk", 8 << 20)
+    raised = _try_save(folder, NEW, large=LARGE, **options)
     after = look(folder, large=LARGE)
-    again = try_save(folder, NEXT)
-    return raised, after, again, look(folder)
+    save_version(folder, NEXT)
+    return raised, after, look(folder)
 
 
-@pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"sync_files": False},
-        {"thread_count": 2},
-        pytest.param({"mapped": True}, id="mapped", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_a_save_that_does_not_fit_leaves_what_was_there(
-    tmp_path: Path, before: bool, options: dict[str, Any]
-) -> None:
-    """StorageFullError with the path; its own files are gone, so a smaller save fits."""
-    made = in_lab(large_save_on_a_small_disk, tmp_path, before, options)
-    if made is None:
-        raised, after, finally_ = in_lab(limited, tmp_path, before, 1 << 20)
-        again = ""
-    else:
-        raised, after, again, finally_ = made
-    assert raised == "StorageFullError"
-    assert after == ((OLD, OLD, CLEAN, 0) if before else (ABSENT, ABSENT, {}, 0))
-    assert again == ""
-    assert finally_ == (NEXT, NEXT, CLEAN, 0)
-
-
-def save_with_few_pages_left(root: Path, before: bool) -> Any:
-    """(raised, what is there) of saves with 0, 1, 2, ... free pages, until one has enough."""
-    disk = root / "disk"
-    if not own_disk(disk, DISK_BYTES):
-        return [limited(root, before, 1 << 20)]
-    rows: list[Any] = []
-    for pages in range(40):
-        folder = disk / f"x{pages}"
-        if before:
-            save_version(folder, OLD)
-        fill(disk, pages * PAGE)
-        raised = try_save(folder, NEW)
-        rows.append((raised, look(folder)))
-        (disk / "ballast").unlink()
-        save_version(folder, NEXT)
-        rows[-1] += (look(folder),)
-        if not raised:
-            break
-    return rows
-
-
-@pytest.mark.parametrize("before", [False, True])
-def test_a_disk_that_is_full_at_any_moment(tmp_path: Path, before: bool) -> None:
-    """Whichever file no longer fits, the last ones of a commit too: old or new, whole, and said so."""
-    rows = in_lab(save_with_few_pages_left, tmp_path, before)
-    assert len(rows) == 1 or (len(rows) >= 4 and rows[-1][0] == "")
-    for raised, (seen, stock, files, found), after in rows:
-        old = OLD if before else ABSENT
-        if raised == "StorageFullError":
-            assert (seen, stock, found) == (old, old, 0)
-            assert files == (CLEAN if before else {})
-        elif raised == "committed":
-            assert seen == NEW
-            assert stock in (old, NEW)
-        else:
-            assert (seen, stock, files, found) == (NEW, NEW, CLEAN, 0)
-        assert after == (NEXT, NEXT, CLEAN, 0)
-
-
-def limited(root: Path, before: bool, limit_bytes: int) -> Any:
-    """A save under a limit on the size of files."""
+def _limited(root: Path, before: bool, limit_bytes: int) -> Any:
     folder = root / "x"
     if before:
         save_version(folder, OLD)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, resource.RLIM_INFINITY))
-    raised = try_save(folder, NEW, large=LARGE)
+    raised = _try_save(folder, NEW, large=LARGE)
     after = look(folder)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     save_version(folder, NEXT)
@@ -165,10 +87,53 @@ def limited(root: Path, before: bool, limit_bytes: int) -> Any:
 
 
 @pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize("limit_bytes", [1000, 1 << 20, 9 << 20])
-def test_a_file_that_may_not_grow(tmp_path: Path, before: bool, limit_bytes: int) -> None:
-    """A limit on file sizes is a full disk as well, whoever writes when it is reached."""
-    raised, after, finally_ = in_lab(limited, tmp_path, before, limit_bytes)
+@pytest.mark.parametrize(
+    ("how", "given"),
+    [
+        *((_large_save_on_a_small_disk, given) for given in ({}, {"sync_files": False}, {"thread_count": 2})),
+        pytest.param(_large_save_on_a_small_disk, {"mapped": True}, marks=pytest.mark.exhaustive),
+        *((_limited, limit_bytes) for limit_bytes in (1000, 9 << 20)),
+    ],
+)
+def test_a_save_that_does_not_fit_leaves_what_was_there(
+    tmp_path: Path, before: bool, how: Any, given: Any
+) -> None:
+    """StorageFullError with the path, also where a file may not grow; its own files are gone, so a smaller
+    save fits."""
+    raised, after, finally_ = in_lab(how, tmp_path, before, given)
     assert raised == "StorageFullError"
     assert after == ((OLD, OLD, CLEAN, 0) if before else (ABSENT, ABSENT, {}, 0))
     assert finally_ == (NEXT, NEXT, CLEAN, 0)
+
+
+def save_with_few_pages_left(root: Path, before: bool) -> list[tuple[str, Seen, Seen]]:
+    """(raised, what is there, and after one more save) of saves with 0, 1, 2, ... free pages, until one has
+    enough."""
+    disk, rows = root / "disk", list[Any]()
+    if not own_disk(disk):
+        return [_limited(root, before, 1 << 20)]
+    while not rows or rows[-1][0]:
+        folder = disk / f"x{len(rows)}"
+        if before:
+            save_version(folder, OLD)
+        _fill(disk, len(rows) * PAGE)
+        raised, seen = _try_save(folder, NEW), look(folder)
+        (disk / "ballast").unlink()
+        save_version(folder, NEXT)
+        rows.append((raised, seen, look(folder)))
+    return rows
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_disk_that_is_full_at_any_moment(tmp_path: Path, before: bool) -> None:
+    """Whichever file no longer fits, the last ones of a commit too: old or new, whole, and said so."""
+    rows, old = in_lab(save_with_few_pages_left, tmp_path, before), OLD if before else ABSENT
+    assert len(rows) == 1 or (len(rows) >= 4 and rows[-1][0] == "")
+    for raised, (seen, stock, files, found), after in rows:
+        if raised == "StorageFullError":
+            assert (seen, stock, files, found) == (old, old, CLEAN if before else {}, 0)
+        elif raised == "committed":
+            assert seen == NEW and stock in (old, NEW)
+        else:
+            assert (seen, stock, files, found) == (NEW, NEW, CLEAN, 0)
+        assert after == (NEXT, NEXT, CLEAN, 0)

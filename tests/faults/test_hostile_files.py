@@ -33,15 +33,30 @@ from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.opening.sources import open_source
 from dcp.storage.formats.safetensors.file import MAX_HEADER_BYTES
 from dcp.storage.formats.safetensors.index import index_of_safetensors_file
-from dcp.storage.formats.torch import structure as torch_structure
 from dcp.storage.formats.torch.archive import MAX_FILE_ENTRIES
 from dcp.storage.formats.torch.python_values import HARMLESS_MARK, decode_value
+from dcp.storage.formats.torch.structure import MAX_ENTRIES
 from dcp.storage.stores import PosixStore
 from tests.support.fault_doors import run
 from tests.support.hostile_files import CENTRAL, END, STORAGE, archive, directory_of, tensor_pickle
 from tests.support.torch_files import index_of, reader, saved
 
 _MEMORY_BYTES = 200 << 20
+_VALUE_MEMORY_BYTES = 64 << 20
+_SECONDS = 30.0
+
+
+@contextmanager
+def _bounded(memory_bytes: int = _VALUE_MEMORY_BYTES) -> Iterator[None]:
+    """Little memory and time."""
+    tracemalloc.start()
+    begun = time.process_time()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < memory_bytes
+        assert time.process_time() - begun < _SECONDS
+    finally:
+        tracemalloc.stop()
 
 
 class _Runs:
@@ -55,12 +70,10 @@ class _Runs:
 
 
 def _opcodes(value: object) -> bytes:
-    """Those that make ``value``, without the pickle's head and end."""
     return pickle.dumps(value, protocol=2)[2:-1]
 
 
 def _item(key: bytes, value: bytes) -> bytes:
-    """A dict with a good tensor "a", and then this item."""
     good = tensor_pickle((2,), (1,))[2:-2].replace(b"x", b"a", 1)  # without SETITEM and STOP
     return b"\x80\x02" + good + b"s" + key + value + b"s."
 
@@ -123,7 +136,6 @@ def _get(number: int) -> bytes:
 
 
 def _laughs(first: bytes, level: Callable[[int], bytes]) -> bytes:
-    """Each level has the one below ten times."""
     levels = b"".join(level(n) + _memo(n + 1) + b"0" for n in range(40))
     return b"\x80\x02" + first + _memo(0) + b"0" + levels + b"}X\x01\0\0\0a" + _get(40) + b"s."
 
@@ -167,25 +179,20 @@ _HARMLESS = ("laughing lists", "laughing tuples", "metadata in itself")
 def test_bombs(name: str) -> None:
     """Pickles that are small and make a lot of themselves are refused in bounded memory."""
     data = archive(BOMBS[name])
-    tracemalloc.start()
-    try:
+    with _bounded(_MEMORY_BYTES):
         if name in _HARMLESS:  # a value that is too large, and one that is dropped, spoil nothing else
             assert index_of(data).tensor_count == 0
-        else:
-            with pytest.raises(CheckpointFormatError):
-                index_of(data)
-        assert tracemalloc.get_traced_memory()[1] < _MEMORY_BYTES
-    finally:
-        tracemalloc.stop()
+            return
+        with pytest.raises(CheckpointFormatError):
+            index_of(data)
 
 
-def test_too_many_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.exhaustive  # it takes seconds to come so far
+def test_too_many_entries() -> None:
     """A bare value of one byte would become an entry of some hundreds."""
-    monkeypatch.setattr(torch_structure, "MAX_ENTRIES", 1000)
-    many = b"\x80\x02}X\x01\0\0\0a](}" + b"N" * 1100 + b"es."
-    with pytest.raises(CheckpointFormatError, match="more than 1000 entries"):
+    many = b"\x80\x02}X\x01\0\0\0a](}" + b"N" * (MAX_ENTRIES + 100) + b"es."
+    with pytest.raises(CheckpointFormatError, match=f"more than {MAX_ENTRIES} entries"):
         index_of(archive(many))
-    assert len(index_of(archive(many.replace(b"N" * 200, b"", 1))).objects) == 900
 
 
 @pytest.mark.parametrize(
@@ -210,63 +217,43 @@ def test_lying_shapes(sizes: tuple[int, ...], strides: tuple[int, ...], offset: 
         index_of(archive(tensor_pickle(sizes, strides, offset)))
 
 
-def test_expanded_tensors_are_bounded() -> None:
-    """One element many times is fine, as masks are; a terabyte out of a kilobyte is refused."""
+def test_what_a_pickle_says_of_a_storage_must_be_so() -> None:
+    """A storage that is not there or of another size is refused; one element many times is fine, as in
+    masks, a terabyte out of a kilobyte is not."""
+    for storages in ({"1": bytes(16)}, {"0": bytes(12)}, {"0": bytes(20)}):
+        with pytest.raises(CheckpointFormatError, match="storage"):
+            index_of(archive(tensor_pickle((4,), (1,)), storages))
     assert index_of(archive(tensor_pickle((1 << 16, 1 << 14), (0, 0)))).tensor_count == 1
     with pytest.raises(CheckpointFormatError, match="expanded"):
         index_of(archive(tensor_pickle((1 << 20, 1 << 18), (0, 0))))
 
 
-def test_storages_that_are_not_there_or_of_another_size() -> None:
-    """What the pickle says of a storage must be so."""
-    for storages in ({"1": bytes(16)}, {"0": bytes(12)}, {"0": bytes(20)}):
-        with pytest.raises(CheckpointFormatError, match="storage"):
-            index_of(archive(tensor_pickle((4,), (1,)), storages))
-
-
-def _patched(change: Callable[[list[Any]], None], entry: int = 2) -> bytes:
-    """A good file with one entry of its directory changed."""
+def _patched(lie: dict[str, int]) -> bytes:
     data = bytearray(archive(tensor_pickle((4,), (1,))))
     at = directory_of(bytes(data))
-    for _ in range(entry):
-        fields = CENTRAL.unpack_from(data, at)
-        at += CENTRAL.size + sum(fields[10:13])
+    for _ in range(2):
+        at += CENTRAL.size + sum(CENTRAL.unpack_from(data, at)[10:13])
     changed = list(CENTRAL.unpack_from(data, at))
-    change(changed)
+    for name, value in lie.items():
+        changed[_FIELDS[name]] = value
     CENTRAL.pack_into(data, at, *changed)
     return bytes(data)
 
 
-def _set(**values: int) -> Callable[[list[Any]], None]:
-    places = {"method": 4, "packed": 8, "size": 9, "flags": 3, "header_at": 16}
-
-    def change(fields: list[Any]) -> None:
-        for name, value in values.items():
-            fields[places[name]] = value
-
-    return change
+_FIELDS = {"flags": 3, "method": 4, "packed": 8, "size": 9, "header_at": 16}
+_LIES: list[dict[str, int]] = [
+    *({"method": 8}, {"flags": 1}, {"packed": 15}, {"packed": 17, "size": 17}),
+    *({"packed": size, "size": size} for size in (1 << 31, 100_000, 0xFFFFFFFF)),
+    *({"header_at": place} for place in (0, 1, 1 << 31)),
+]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        _set(method=8),
-        _set(flags=1),
-        _set(packed=1 << 31, size=1 << 31),
-        _set(packed=100_000, size=100_000),
-        _set(packed=15),
-        _set(packed=17, size=17),
-        _set(header_at=0),
-        _set(header_at=1),
-        _set(header_at=1 << 31),
-        _set(packed=0xFFFFFFFF, size=0xFFFFFFFF),
-    ],
-)
-def test_zips_with_lying_directories(change: Callable[[list[Any]], None]) -> None:
+@pytest.mark.parametrize("lie", _LIES, ids=str)
+def test_zips_with_lying_directories(lie: dict[str, int]) -> None:
     """Compressed, encrypted, overlapping, huge and displaced entries are refused."""
-    assert index_of(_patched(lambda fields: None)).tensor_count == 1
+    assert index_of(_patched({})).tensor_count == 1
     with pytest.raises(CheckpointFormatError):
-        index_of(_patched(change))
+        index_of(_patched(lie))
 
 
 def test_zips_with_lying_ends() -> None:
@@ -340,17 +327,11 @@ def _entry(shape: list[int], begin: int, end: int, dtype: str = "F32") -> dict[s
 def test_lying_safetensors_headers(data: bytes | Callable[[], bytes]) -> None:
     """Headers that are too long, overlap, leave holes or lie about sizes never become an index."""
     data = data if isinstance(data, bytes) else data()  # large ones are not kept by all workers
-    tracemalloc.start()
-    try:
-        with pytest.raises(CheckpointFormatError):
-            index_of_safetensors_file(reader(data), len(data), "m.safetensors")
-        assert tracemalloc.get_traced_memory()[1] < _MEMORY_BYTES
-    finally:
-        tracemalloc.stop()
+    with _bounded(_MEMORY_BYTES), pytest.raises(CheckpointFormatError):
+        index_of_safetensors_file(reader(data), len(data), "m.safetensors")
 
 
 def _mutated(data: bytes, rng: random.Random) -> bytes:
-    """A few bytes changed, cut out or repeated."""
     changed = bytearray(data)
     for _ in range(rng.randint(1, 4)):
         at = rng.randrange(len(changed))
@@ -368,67 +349,49 @@ def _mutated(data: bytes, rng: random.Random) -> bytes:
     return bytes(changed)
 
 
-def _check_readable(index: CheckpointIndex, data: bytes) -> None:
-    """What an index says must be readable, whatever it is: every payload lies in the file."""
-    index.check()
-    assert (index.payload_offsets + index.payload_lengths <= len(data)).all()
+def _read_of_mutations(originals: list[bytes], count: int, read: Callable[[bytes], CheckpointIndex]) -> int:
+    """How many of so many mutations make an index, which must be consistent; the others are typed errors."""
+    rng, good = random.Random(20261121), 0
+    for number in range(count):
+        data = _mutated(originals[number % len(originals)], rng)
+        with suppress(CheckpointError):
+            index = read(data)
+            index.check()
+            assert (index.payload_offsets + index.payload_lengths <= max(index.file_sizes, default=0)).all()
+            good += 1
+    return good
 
 
-def test_fuzzed_torch_files() -> None:
-    """Seeded mutations of small files: an index that is consistent, or a typed error."""
+def _of_safetensors(data: bytes) -> CheckpointIndex:
+    return index_of_safetensors_file(reader(data), len(data), "m")
+
+
+def test_fuzzed_files(tmp_path: Path) -> None:
+    """Seeded mutations of torch.save files, of their pickles alone with the checksum right, of safetensors
+    files and of a folder's map."""
     state = {
         "a": torch.arange(6.0).view(2, 3).t(),
         "n": {0: [torch.ones(2, dtype=torch.int64), 1.5, "x"], "s": torch.Size([1])},
         "p": torch.nn.Parameter(torch.ones(1)),
         "o": torch.nn.Linear(1, 1).state_dict(),
     }
-    original = saved(state)
-    packed = archive(zipfile.ZipFile(BytesIO(saved({"a": torch.arange(4.0)}))).read("archive/data.pkl"))
+    pickled_state = zipfile.ZipFile(BytesIO(saved(state))).read("archive/data.pkl")
+    small = zipfile.ZipFile(BytesIO(saved({"a": torch.arange(4.0), "b": {1: [1, (2, None)]}})))
     # no checksum of the pickle, so that mutations of it get through to the decoder
     torch.serialization.set_crc32_options(False)
     try:
         unchecked = saved(state)
     finally:
         torch.serialization.set_crc32_options(True)
-    rng = random.Random(20261121)
-    good = 0
-    for number in range(900):
-        data = _mutated((original, packed, unchecked)[number % 3], rng)
-        try:
-            index = index_of(data)
-        except CheckpointError:
-            continue
-        _check_readable(index, data)
-        good += 1
-    assert good > 50
-
-
-def test_fuzzed_pickles() -> None:
-    """Mutations of the pickle alone, with its checksum right."""
-    state = {"a": torch.arange(4.0), "b": {1: [1, (2, None)], "c": torch.Size([3])}}
-    pickled = zipfile.ZipFile(BytesIO(saved(state))).read("archive/data.pkl")
-    rng = random.Random(5)
-    good = 0
-    for _ in range(600):
-        data = archive(_mutated(pickled, rng))
-        try:
-            _check_readable(index_of(data), data)
-            good += 1
-        except CheckpointError:
-            pass
-    assert good > 20
-
-
-def test_fuzzed_safetensors_files(tmp_path: Path) -> None:
-    """Mutations of safetensors files and of a folder's map."""
+    files = [saved(state), archive(small.read("archive/data.pkl")), unchecked]
+    assert _read_of_mutations(files, 450, index_of) > 25
+    packed = [small.read("archive/data.pkl"), pickled_state]
+    assert _read_of_mutations(packed, 300, lambda data: index_of(archive(data))) > 5
     original = save({"a": torch.ones(2, 3), "b": torch.zeros(1)}, metadata={"format": "pt"})
-    document = {"metadata": {}, "weight_map": {"a": "m.safetensors", "b": "m.safetensors"}}
+    assert _read_of_mutations([original], 300, _of_safetensors) > 0
     (tmp_path / "m.safetensors").write_bytes(original)
+    document = {"metadata": {}, "weight_map": {"a": "m.safetensors", "b": "m.safetensors"}}
     rng = random.Random(7)
-    for _ in range(400):
-        data = _mutated(original, rng)
-        with suppress(CheckpointError):
-            _check_readable(index_of_safetensors_file(reader(data), len(data), "m"), data)
     for _ in range(100):
         (tmp_path / "model.safetensors.index.json").write_bytes(_mutated(json.dumps(document).encode(), rng))
         with suppress(CheckpointError):
@@ -448,9 +411,6 @@ def test_a_whole_model_is_told_what_to_do(tmp_path: Path) -> None:
 
 
 # -- pickled values ------------------------------------------------------------------------------------------
-
-_VALUE_MEMORY_BYTES = 64 << 20
-_SECONDS = 30.0
 
 
 class _Call:
@@ -507,11 +467,15 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
             self.write(b"b")
 
 
-def pickled(value: Any) -> bytes:
-    """The pickle of a value with `_Call` and `_Global` in it."""
+def _pickled(value: Any) -> bytes:
     buffer = io.BytesIO()
     _Pickler(buffer, 2).dump(value)
     return buffer.getvalue()
+
+
+def _called(name: str, *args: Any) -> _Call:
+    module, _, attribute = name.rpartition(".")
+    return _Call(_Global(module, attribute), args)
 
 
 RECONSTRUCT = _Global("numpy._core.multiarray", "_reconstruct")
@@ -527,13 +491,11 @@ def dtype(text: Any, state: Any = None) -> _Call:
     return _Call(DTYPE, (text, False, True), state)
 
 
-def array(shape: Any, kind: Any, data: Any, *, first: Any = (0,), is_fortran: Any = False) -> _Call:
-    """An array as numpy pickles it."""
+def _array(shape: Any, kind: Any, data: Any, *, first: Any = (0,), is_fortran: Any = False) -> _Call:
     return _Call(RECONSTRUCT, (NDARRAY, first, b"b"), (1, shape, kind, is_fortran, data))
 
 
-def structure(fields: dict[str, Any], size: int, names: Any = None) -> _Call:
-    """A structured dtype."""
+def _structure(fields: dict[str, Any], size: int, names: Any = None) -> _Call:
     names = tuple(fields) if names is None else names
     return dtype(f"V{size}", (3, "|", None, names, fields, size, 1, 16))
 
@@ -542,24 +504,21 @@ def nested_structure(levels: int) -> Any:
     """Fields that lie over each other: each level has twice the fields of the one below, in one place."""
     inner: Any = F8
     for _ in range(levels):
-        inner = structure({"a": (inner, 0), "b": (inner, 0)}, 8)
+        inner = _structure({"a": (inner, 0), "b": (inner, 0)}, 8)
     return inner
 
 
-def shared(count: int) -> list[Any]:
-    """Many arrays of one megabyte that stands in the pickle once."""
+def _shared(count: int) -> list[Any]:
     data = bytes(1 << 20)
-    return [array((1 << 17,), F8, data) for _ in range(count)]
+    return [_array((1 << 17,), F8, data) for _ in range(count)]
 
 
-def buffers(count: int) -> list[Any]:
-    """As many buffers of one megabyte that stands in the pickle once."""
+def _buffers(count: int) -> list[Any]:
     data = bytes(1 << 20)
     return [_Made(_Global("_io", "BytesIO"), (data, 0, None)) for _ in range(count)]
 
 
-def layers(levels: int) -> Any:
-    """Lists of lists that are the same ones."""
+def _layers(levels: int) -> Any:
     value: Any = [np.float64(1)]
     for _ in range(levels):
         value = [value] * 10
@@ -567,32 +526,32 @@ def layers(levels: int) -> Any:
 
 
 HOSTILE: dict[str, Any] = {
-    "a huge first shape": array((1,), F8, bytes(8), first=(1 << 40,)),
-    "a huge shape": array((1 << 40,), F8, bytes(8)),
-    "a shape that overflows": array((1 << 61, 1 << 61), F8, bytes(8)),
-    "a negative shape": array((-1, -1), F8, bytes(8)),
-    "a shape of another type": array((1.0,), F8, bytes(8)),
-    "many dimensions": array((1,) * 1000, F8, bytes(8)),
-    "too few bytes": array((4,), F8, bytes(31)),
-    "too many bytes": array((4,), F8, bytes(33)),
-    "text for bytes": array((1,), F8, "x" * 8),
-    "objects": array((1,), dtype("O8", (3, "|", None, None, None, -1, -1, 63)), [print]),
-    "pointers": array((1,), dtype("O8", (3, "|", None, None, None, -1, -1, 63)), bytes(8)),
-    "a number with an object's flags": array(
+    "a huge first shape": _array((1,), F8, bytes(8), first=(1 << 40,)),
+    "a huge shape": _array((1 << 40,), F8, bytes(8)),
+    "a shape that overflows": _array((1 << 61, 1 << 61), F8, bytes(8)),
+    "a negative shape": _array((-1, -1), F8, bytes(8)),
+    "a shape of another type": _array((1.0,), F8, bytes(8)),
+    "many dimensions": _array((1,) * 1000, F8, bytes(8)),
+    "too few bytes": _array((4,), F8, bytes(31)),
+    "too many bytes": _array((4,), F8, bytes(33)),
+    "text for bytes": _array((1,), F8, "x" * 8),
+    "objects": _array((1,), dtype("O8", (3, "|", None, None, None, -1, -1, 63)), [print]),
+    "pointers": _array((1,), dtype("O8", (3, "|", None, None, None, -1, -1, 63)), bytes(8)),
+    "a number with an object's flags": _array(
         (1,), dtype("f8", (3, "<", None, None, None, -1, -1, 63)), [print]
     ),
-    "a huge element": array((0,), dtype("V999999999"), b""),
-    "elements of nothing": array((1 << 40,), dtype("V0"), b""),
-    "a field outside": array((1,), structure({"a": (F8, 1000)}, 8), bytes(8)),
-    "a field before": array((1,), structure({"a": (F8, -8)}, 8), bytes(8)),
-    "a field of objects": array((1,), structure({"a": (np.dtype("O"), 0)}, 8), bytes(8)),
-    "a field without a dtype": array((1,), structure({"a": (1, 0)}, 8), bytes(8)),
-    "fields that are not there": array((1,), structure({}, 8, names=("a",)), bytes(8)),
-    "exponential fields": array((1,), nested_structure(40), bytes(8)),
-    "a dtype of a call": dtype(_Call(_Global("os", "system"), ("false",))),
+    "a huge element": _array((0,), dtype("V999999999"), b""),
+    "elements of nothing": _array((1 << 40,), dtype("V0"), b""),
+    "a field outside": _array((1,), _structure({"a": (F8, 1000)}, 8), bytes(8)),
+    "a field before": _array((1,), _structure({"a": (F8, -8)}, 8), bytes(8)),
+    "a field of objects": _array((1,), _structure({"a": (np.dtype("O"), 0)}, 8), bytes(8)),
+    "a field without a dtype": _array((1,), _structure({"a": (1, 0)}, 8), bytes(8)),
+    "fields that are not there": _array((1,), _structure({}, 8, names=("a",)), bytes(8)),
+    "exponential fields": _array((1,), nested_structure(40), bytes(8)),
+    "a dtype of a call": dtype(_called("os.system", "false")),
     "a dtype of much text": dtype("f8," * 100_000),
     "a dtype of a class": dtype(_Global("builtins", "object")),
-    "a unit of another type": array(
+    "a unit of another type": _array(
         (1,), dtype("M8", (4, "<", None, None, None, -1, -1, 0, ({}, 1))), bytes(8)
     ),
     "a unit with metadata": dtype("M8", (4, "<", None, None, None, -1, -1, 0, ({"x": 1}, (b"s", 1, 1, 1)))),
@@ -602,99 +561,74 @@ HOSTILE: dict[str, Any] = {
     "a view of nothing": _Call(FROM_BUFFER, (b"", F8, (1 << 40,), "C")),
     "an array of a subclass": _Call(RECONSTRUCT, (_Global("os", "system"), (0,), b"b")),
     "an array without a state": _Call(RECONSTRUCT, (NDARRAY, (0,), b"b")),
-    "an array as a key": {(1, array((1,), F8, bytes(8))): 1},
-    "one piece many times": shared(500),
-    "a fraction of a huge power": _Call(_Global("fractions", "Fraction"), ("1e999999999",)),
-    "a fraction by zero": _Call(_Global("fractions", "Fraction"), (1, 0)),
-    "a date that is none": _Call(
-        _Global("datetime", "datetime"), (b"\x07\xea\x0d\x40\x20\x00\x00\x00\x00\x00",)
-    ),
-    "a zone of a class": _Call(_Global("datetime", "datetime"), (bytes(10), print)),
-    "a duration without end": _Call(_Global("datetime", "timedelta"), (1 << 70, 0, 0)),
-    "a path of a call": _Call(_Global("pathlib", "PosixPath"), (print,)),
-    "a factory that is called": _Call(_Global("collections", "defaultdict"), (_Global("os", "getcwd"),)),
-    "a range of much": _Call(_Global("builtins", "range"), (0, 1 << 100_000, 1)),
-    "one buffer many times": buffers(500),
+    "an array as a key": {(1, _array((1,), F8, bytes(8))): 1},
+    "one piece many times": _shared(500),
+    "a fraction of a huge power": _called("fractions.Fraction", "1e999999999"),
+    "a fraction by zero": _called("fractions.Fraction", 1, 0),
+    "a date that is none": _called("datetime.datetime", b"\x07\xea\x0d\x40\x20\x00\x00\x00\x00\x00"),
+    "a zone of a class": _called("datetime.datetime", bytes(10), print),
+    "a duration without end": _called("datetime.timedelta", 1 << 70, 0, 0),
+    "a path of a call": _called("pathlib.PosixPath", print),
+    "a factory that is called": _called("collections.defaultdict", _Global("os", "getcwd")),
+    "a range of much": _called("builtins.range", 0, 1 << 100_000, 1),
+    "one buffer many times": _buffers(500),
     "a buffer of text": _Made(_Global("_io", "BytesIO"), ("abc", 0, None)),
     "a buffer far behind its end": _Made(_Global("_io", "BytesIO"), (b"abc", 1 << 40, None)),
     "a buffer with attributes": _Made(_Global("_io", "BytesIO"), (b"abc", 0, {"write": 1})),
     "a buffer without its bytes": _Made(_Global("_io", "BytesIO"), None),
-    "a buffer of a call": _Call(_Global("_io", "BytesIO"), (b"abc",)),
-    "bytes of a number": _Call(_Global("builtins", "bytearray"), (1 << 40,)),
+    "a buffer of a call": _called("_io.BytesIO", b"abc"),
+    "bytes of a number": _called("builtins.bytearray", 1 << 40),
     "a set that collides": lambda: (np.ones(1), frozenset(n * ((1 << 61) - 1) for n in range(5000))),
 }
 
 
-def hostile(name: str) -> bytes:
-    """The pickle of one of them."""
+def _hostile(name: str) -> bytes:
     value = HOSTILE[name]
-    return pickled(value() if callable(value) else value)
+    return _pickled(value() if callable(value) else value)
 
 
 BOUNDED = {
-    "shared lists": layers(60),
-    "a deque without end": _Call(_Global("collections", "deque"), ((), 1 << 62)),
-    "a decimal of a huge power": _Call(_Global("decimal", "Decimal"), ("1e999999999",)),
+    "shared lists": _layers(60),
+    "a deque without end": _called("collections.deque", (), 1 << 62),
+    "a decimal of a huge power": _called("decimal.Decimal", "1e999999999"),
 }
-
-
-@contextmanager
-def bounded() -> Iterator[None]:
-    """Little memory and time."""
-    tracemalloc.start()
-    begun = time.process_time()
-    try:
-        yield
-        assert tracemalloc.get_traced_memory()[1] < _VALUE_MEMORY_BYTES
-        assert time.process_time() - begun < _SECONDS
-    finally:
-        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_values_are_refused(name: str) -> None:
-    """Loaded from a checkpoint's object or found in an index: an error of ours, in bounded resources."""
-    data = hostile(name)
-    with bounded():
+    """Loaded from a checkpoint's object or found in an index: an error of ours, in bounded resources; in a
+    torch.save file the entry is refused, or the whole file."""
+    data = _hostile(name)
+    with _bounded():
         with pytest.raises(CheckpointFormatError):
             load_object("x", archive(data), weights_only=True)
         with pytest.raises(CheckpointFormatError):
             decode_value(HARMLESS_MARK + data)
+    with _bounded(), suppress(CheckpointFormatError):
+        index = index_of(archive(b"\x80\x02}(X\x01\x00\x00\x00x" + data[2:-1] + b"X\x01\x00\x00\x00yK\x01u."))
+        assert index.objects.fqns == ["y"]
+        assert any(refused.startswith("x") for refused in index.provenance["refused_objects"])
 
 
 @pytest.mark.parametrize("name", BOUNDED)
 def test_values_that_only_look_hostile_are_cheap(name: str) -> None:
     """They mean something, and take no more than they have in the file."""
-    with bounded():
-        load_object("x", archive(pickled(BOUNDED[name])), weights_only=True)
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_values_of_a_file_do_no_harm(name: str) -> None:
-    """In a torch.save file: the entry is refused or the whole file, in bounded resources."""
-    body = hostile(name)[2:-1]
-    data = archive(b"\x80\x02}(X\x01\x00\x00\x00x" + body + b"X\x01\x00\x00\x00yK\x01u.")
-    with bounded():
-        try:
-            index = index_of(data)
-        except CheckpointFormatError:
-            return
-        assert index.objects.fqns == ["y"]
-        assert any(refused.startswith("x") for refused in index.provenance["refused_objects"])
+    with _bounded():
+        load_object("x", archive(_pickled(BOUNDED[name])), weights_only=True)
 
 
 def test_tensors_within_values_stay_inside_their_storages() -> None:
     """A strided view that repeats itself to many times its bytes is refused."""
     for sizes, strides in (((1 << 40,), (0,)), ((5,), (1,)), ((1 << 20, 1 << 20), (0, 0))):
         tensor = tensor_pickle(sizes, strides)[2:-1]
-        data = archive(b"\x80\x02" + tensor + pickled(np.ones(1))[2:-1] + b"\x86.")
-        with bounded(), pytest.raises(CheckpointFormatError):
+        data = archive(b"\x80\x02" + tensor + _pickled(np.ones(1))[2:-1] + b"\x86.")
+        with _bounded(), pytest.raises(CheckpointFormatError):
             load_object("x", data, weights_only=True)
 
 
 def test_tensors_within_values_that_torch_does_not_make() -> None:
     """Integers that want a gradient are refused; a storage may end within an element."""
-    tail = pickled(np.ones(1))[2:-1] + b"\x86."
+    tail = _pickled(np.ones(1))[2:-1] + b"\x86."
     graded = tensor_pickle((2,), (1,), storage=STORAGE.replace(b"FloatStorage", b"LongStorage"))
     graded = graded[2:-1].replace(b"\x89", b"\x88")
     data = archive(b"\x80\x02" + graded + tail, {"0": bytes(32)})
@@ -720,7 +654,7 @@ def test_fuzzed_values() -> None:
     loaded = refused = 0
     for value in honest:
         data = pickle.dumps(value, protocol=2) if not isinstance(value, tuple) else saved(value)
-        for _ in range(300):
+        for _ in range(120):
             changed = bytearray(data)
             for _ in range(random_.randrange(1, 4)):
                 changed[random_.randrange(len(changed))] = random_.randrange(256)
@@ -731,7 +665,7 @@ def test_fuzzed_values() -> None:
                 refused += 1
             else:
                 loaded += 1
-    assert min(loaded, refused) > 10, (loaded, refused)  # neither way is all that was tried
+    assert min(loaded, refused) > 5, (loaded, refused)  # neither way is all that was tried
 
 
 def test_a_hostile_object_is_listed_as_pickled(tmp_path: Any) -> None:

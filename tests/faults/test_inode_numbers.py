@@ -39,7 +39,11 @@ for number in (1, 2):
         assert loaded(place) == number
 
 def stop(progress):
-    raise KeyboardInterrupt
+    try:  # a second one of the same target
+        dcp.convert(root / "b", root / "again", **shards)
+    except dcp.errors.CheckpointConflictError:
+        raise KeyboardInterrupt
+    raise AssertionError("two hold it")
 
 dcp.save({"w": torch.full((3,), 2.0), "v": torch.ones(3)}, checkpoint_id=root / "b")
 shards = {"to": "safetensors", "shard_bytes": 12, "executor": "inline"}

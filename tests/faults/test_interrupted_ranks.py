@@ -16,6 +16,7 @@ import torch.distributed as dist
 import dcp
 from tests.support.crashes import Group, in_lab, kill_rank, run_groups
 from tests.support.fault_doors import HARMLESS, MANIFEST_NAME, Fault, OpenWithFaults, findings
+from tests.support.rank_acts import Acting
 from tests.support.ranks import run_ranks
 from tests.support.versions import save_version, seen_by_dcp, version_state
 
@@ -23,21 +24,6 @@ OLD, NEW = 1, 2
 
 Told = tuple[list[str], list[int], str]
 """Of an exception: its classes, the ranks that it names, its text."""
-
-
-class Striking:
-    """A Stateful that strikes another rank when it is asked for its state."""
-
-    def __init__(self, strike: Any) -> None:
-        self.strike = strike
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing of its own."""
-        self.strike()
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to do."""
 
 
 MOMENTS = {
@@ -48,11 +34,10 @@ MOMENTS = {
 """At which rank 0 strikes the victim, which waits for it in an exchange; all but the first are operations."""
 
 
-def act(root: Path, operation: str, moment: str, strike: Any) -> None:
-    """One operation, in which ``strike`` is called at the moment."""
+def _act(root: Path, operation: str, moment: str, strike: Any) -> None:
     state: dict[str, Any] = version_state(NEW)
     if moment == "state":
-        state["strikes"] = Striking(strike)
+        state["strikes"] = Acting(strike)
     opener = OpenWithFaults(Fault(moment, hook=lambda _: strike()))
     if operation == "save":
         writer = dcp.FileSystemWriter(root, open_store=opener)
@@ -80,7 +65,7 @@ def struck(
     ended = "done"
     try:
         dist.barrier()
-        act(root, operation, moment, strike)
+        _act(root, operation, moment, strike)
     except KeyboardInterrupt:
         ended = "interrupted"
     except (dcp.CheckpointError, RuntimeError) as error:
@@ -92,8 +77,7 @@ def struck(
     return ended
 
 
-def cases(operations: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Each operation with each of its moments."""
+def _cases(operations: tuple[str, ...]) -> list[tuple[str, str]]:
     return [(operation, moment) for operation in operations for moment in MOMENTS[operation]]
 
 
@@ -102,7 +86,7 @@ def cases(operations: tuple[str, ...]) -> list[tuple[str, str]]:
     "some",
     [
         [("save", "write"), ("save", "publish"), ("load", "preadv"), ("prove", "state")],
-        pytest.param(cases(("save", "load", "prove")), marks=pytest.mark.exhaustive),
+        pytest.param(_cases(("save", "load", "prove")), marks=pytest.mark.exhaustive),
     ],
     ids=["some", "all"],
 )

@@ -28,8 +28,7 @@ from tests.support.values import raw
 from tests.support.versions import listing
 
 
-def stored() -> dict[str, Any]:
-    """What the checkpoint holds."""
+def _stored() -> dict[str, Any]:
     return {
         "model": {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(5, dtype=torch.int32)},
         "step": 7,
@@ -39,13 +38,12 @@ def stored() -> dict[str, Any]:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A checkpoint of `stored`."""
-    dcp.save(stored(), checkpoint_id=tmp_path / "x", no_dist=True)
+    """A checkpoint of `_stored`."""
+    dcp.save(_stored(), checkpoint_id=tmp_path / "x", no_dist=True)
     return tmp_path / "x"
 
 
-def wanted(**changes: Any) -> dict[str, Any]:
-    """A state dict to load into: zeros, with some entries of its model changed."""
+def _wanted(**changes: Any) -> dict[str, Any]:
     model = {"w": torch.zeros(3, 4), "b": torch.zeros(5, dtype=torch.int32)} | changes
     return {"model": model, "step": 0, "names": []}
 
@@ -53,7 +51,7 @@ def wanted(**changes: Any) -> dict[str, Any]:
 def test_another_dtype_is_refused_by_name(checkpoint: Path) -> None:
     """fp32 does not go into bf16 or int32 without a word, and the destination is untouched."""
     for dtype in (torch.bfloat16, torch.int32, torch.float64):
-        state = wanted(w=torch.full((3, 4), 3, dtype=dtype))
+        state = _wanted(w=torch.full((3, 4), 3, dtype=dtype))
         with pytest.raises(DtypeMismatchError) as caught:
             dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
         assert "'model.w'" in str(caught.value)
@@ -65,89 +63,69 @@ def test_another_dtype_is_refused_by_name(checkpoint: Path) -> None:
 
 def test_a_cast_that_is_asked_for_is_done_and_reported(checkpoint: Path) -> None:
     """``dtype="cast"`` converts as torch does, and the report names what was converted."""
-    state = wanted(w=torch.zeros(3, 4, dtype=torch.bfloat16))
+    state = _wanted(w=torch.zeros(3, 4, dtype=torch.bfloat16))
     report = dcp.load(state, checkpoint_id=checkpoint, no_dist=True, dtype="cast")
     assert torch.equal(state["model"]["w"], torch.arange(12.0).reshape(3, 4).to(torch.bfloat16))
     assert report.cast == ["model.w"]
     assert report.missing == report.unexpected == []
 
 
-@pytest.mark.parametrize("shape", [(4, 3), (12,), (3, 5), (3, 4, 1), (2, 4), ()])
-def test_another_shape_is_refused_by_name(checkpoint: Path, shape: tuple[int, ...]) -> None:
-    """Also one with as many elements, or one that the stored tensor would cover."""
-    with pytest.raises(ShapeMismatchError) as caught:
-        dcp.load(wanted(w=torch.zeros(shape)), checkpoint_id=checkpoint, no_dist=True)
-    assert "'model.w'" in str(caught.value)
-    assert "(3, 4)" in str(caught.value)
-    assert str(shape) in str(caught.value)
+MISFITS: dict[str, tuple[dict[str, Any], type[CheckpointError], list[str]]] = {
+    **{
+        str(shape): (_wanted(w=torch.zeros(shape)), ShapeMismatchError, ["'model.w'", "(3, 4)", str(shape)])
+        for shape in [(4, 3), (12,), (3, 5), (3, 4, 1), (2, 4), ()]
+    },
+    "missing keys": (
+        _wanted(extra=torch.zeros(2), more=torch.zeros(3)) | {"epoch": 3},
+        *(MissingKeyError, ["model.extra", "model.more", "epoch"]),
+    ),
+    "a tensor for a value": (_wanted() | {"step": torch.zeros(())}, PlanError, ["'step'"]),
+    "a value for a tensor": (_wanted(w="no tensor"), PlanError, ["'model.w'"]),
+    "three problems": (
+        _wanted(w=torch.zeros(4, 4), b=torch.zeros(5), extra=torch.zeros(1)),
+        *(PlanError, ["model.w", "model.b", "model.extra"]),
+    ),
+}
 
 
-def test_missing_keys_are_refused_all_at_once(checkpoint: Path) -> None:
-    """Tensors and values that the checkpoint lacks are named in one error."""
-    state = wanted(extra=torch.zeros(2), more=torch.zeros(3)) | {"epoch": 3}
-    with pytest.raises(MissingKeyError) as caught:
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_what_does_not_fit_is_refused_by_name(checkpoint: Path, misfit: str) -> None:
+    """All problems in one error, also where as many elements are stored, or more."""
+    state, kind, words = MISFITS[misfit]
+    with pytest.raises(kind) as caught:
         dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
-    for name in ("model.extra", "model.more", "epoch"):
-        assert name in str(caught.value)
-    assert isinstance(caught.value, KeyError)
-    assert state["epoch"] == 3
+    assert [word for word in words if word not in str(caught.value)] == []
+    assert isinstance(caught.value, KeyError) == (kind is MissingKeyError)
 
 
 def test_a_partial_load_keeps_what_is_missing_and_reports_it(checkpoint: Path) -> None:
     """The rest is loaded; names of both kinds are in the report."""
-    state = wanted(extra=torch.full((2,), 9.0)) | {"epoch": 3}
+    state = _wanted(extra=torch.full((2,), 9.0)) | {"epoch": 3}
     del state["names"]
     report = dcp.load(state, checkpoint_id=checkpoint, no_dist=True, allow_partial_load=True)
     assert sorted(report.missing) == ["epoch", "model.extra"]
     assert report.unexpected == ["names"]
     assert torch.equal(state["model"]["extra"], torch.full((2,), 9.0))
-    assert raw(state["model"]["w"]) == raw(stored()["model"]["w"])
+    assert raw(state["model"]["w"]) == raw(_stored()["model"]["w"])
     assert (state["epoch"], state["step"]) == (3, 7)
-
-
-def test_unexpected_keys_are_reported_and_not_read(checkpoint: Path) -> None:
-    """What the state dict does not ask for costs nothing; nor what is left out of what it asks for."""
-    state = {"model": {"b": torch.zeros(5, dtype=torch.int32)}}
-    report = dcp.load(state, checkpoint_id=checkpoint, no_dist=True, unexpected="ignore")
-    assert sorted(report.unexpected) == ["model.w", "names", "step"]
-    assert report.bytes_needed == 20
 
 
 def test_the_report_says_what_was_read_and_checked(checkpoint: Path) -> None:
     """Bytes by need and by read, blocks, seconds by phase; ``verify="none"`` checks none."""
-    report = dcp.load(wanted(), checkpoint_id=checkpoint, no_dist=True)
+    report = dcp.load(_wanted(), checkpoint_id=checkpoint, no_dist=True)
     assert report.bytes_needed == 48 + 20
     assert report.bytes_read >= report.bytes_needed
     assert (report.blocks_verified, report.blocks_unverified) == (2, 0)
     assert {"index", "plan", "read"} <= report.seconds.keys()
     assert all(seconds >= 0 for seconds in report.seconds.values())
-    unchecked = dcp.load(wanted(), checkpoint_id=checkpoint, no_dist=True, verify="none")
+    unchecked = dcp.load(_wanted(), checkpoint_id=checkpoint, no_dist=True, verify="none")
     assert unchecked.blocks_verified == 0
-
-
-def test_a_tensor_where_a_value_is_stored_is_refused(checkpoint: Path) -> None:
-    """And a value where a tensor is stored."""
-    state = wanted() | {"step": torch.zeros(())}
-    with pytest.raises(PlanError, match="'step'"):
-        dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
-    with pytest.raises(PlanError, match=r"'model\.w'"):
-        dcp.load(wanted(w="no tensor"), checkpoint_id=checkpoint, no_dist=True)
-
-
-def test_every_kind_of_problem_is_told_in_one_error(checkpoint: Path) -> None:
-    """A user who changed three things need not run three times."""
-    state = wanted(w=torch.zeros(4, 4), b=torch.zeros(5), extra=torch.zeros(1))
-    with pytest.raises(PlanError) as caught:
-        dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
-    for name in ("model.w", "model.b", "model.extra"):
-        assert name in str(caught.value)
 
 
 # -- between ranks ------------------------------------------------------------------------------------------
 
 
-def outcome(act: Callable[[], Any]) -> Any:
-    """What ``act`` raises: (classes, fqns, text)."""
+def _outcome(act: Callable[[], Any]) -> Any:
     try:
         act()
     except CheckpointError as error:
@@ -156,87 +134,71 @@ def outcome(act: Callable[[], Any]) -> Any:
     return None
 
 
-def differing_state(rank: int, kind: str) -> dict[str, Any]:
-    """State that is not the same on rank 1 of 3."""
-    state: dict[str, Any] = {"same": torch.ones(4), "model": {"w": torch.zeros(300, 300)}, "lr": 0.5}
-    odd = rank == 1
-    if kind == "tensor":
-        state["model"]["w"][-1, -1] = float(odd)
-    elif kind == "sign of zero":
-        state["same"] = torch.tensor([0.0, -0.0 if odd else 0.0])
-    elif kind == "value":
-        state["lr"] = 0.25 if odd else 0.5
-    elif kind == "type of a value":
-        state["lr"] = 1 if odd else True
-    elif kind == "shape":
-        state["same"] = torch.ones(5 if odd else 4)
-    elif kind == "dtype":
-        state["same"] = torch.ones(4, dtype=torch.float64 if odd else torch.float32)
-    elif kind == "tensor and value":
-        state["lr"] = torch.ones(1) if odd else 0.5
-    elif kind == "generators and arrays":
-        state["rng"] = np.random.RandomState(odd).get_state()
-        state["generator"] = np.random.default_rng(int(odd))
-        state["random"] = random.Random(int(odd))
-        state["masked"] = np.ma.masked_array([1, 2], [False, odd])
-        state["objects"] = np.array([None, {"a": odd}], object)
-        state["sparse"] = (torch.eye(2).to_sparse() * (1 + odd),)
-    elif kind == "no state to compare":
-        state["lock"] = threading.Lock()
-    elif kind == "nested":
-        tensor, dictionary = [torch.ones(2)], {"x": 1}
-        state["list"], state["dict"] = ([], {}) if odd else (tensor, 5)
-        state["none"], state["deep"] = (None, {"a": [1]}) if odd else (dictionary, {"a": [1, tensor]})
-        state["tensor"] = torch.ones(2) if odd else tensor
-        state["fits"] = {} if odd else {"x": 1}
-    return state
-
-
-KINDS: dict[str, tuple[str, str | list[str]]] = {
-    "tensor": ("ReplicaMismatchError", "model.w"),
-    "sign of zero": ("ReplicaMismatchError", "same"),
-    "value": ("ReplicaMismatchError", "lr"),
-    "type of a value": ("ReplicaMismatchError", "lr"),
-    "shape": ("PlanError", "same"),
-    "dtype": ("PlanError", "same"),
-    "tensor and value": ("PlanError", "lr"),
-    "generators and arrays": (
-        "ReplicaMismatchError",
-        ["generator", "masked", "objects", "random", "rng", "sparse"],
+A_TENSOR, A_DICT = [torch.ones(2)], {"x": 1}
+DIFFERENCES: dict[str, tuple[str, list[str], Callable[[bool], dict[str, Any]]]] = {
+    "tensor": ("ReplicaMismatchError", ["w"], lambda odd: {"w": torch.tensor([[0.0, float(odd)]])}),
+    "sign of zero": (
+        *("ReplicaMismatchError", ["same"]),
+        lambda odd: {"same": torch.tensor([0.0, -0.0 if odd else 0.0])},
     ),
-    "no state to compare": ("ReplicaMismatchError", "lock"),
-    "nested": ("PlanError", ["list", "dict", "none", "deep.a", "tensor"]),
+    "value": ("ReplicaMismatchError", ["lr"], lambda odd: {"lr": 0.25 if odd else 0.5}),
+    "type of a value": ("ReplicaMismatchError", ["lr"], lambda odd: {"lr": 1 if odd else True}),
+    "shape": ("PlanError", ["same"], lambda odd: {"same": torch.ones(5 if odd else 4)}),
+    "dtype": (
+        *("PlanError", ["same"]),
+        lambda odd: {"same": torch.ones(4, dtype=torch.float64 if odd else torch.float32)},
+    ),
+    "tensor and value": ("PlanError", ["lr"], lambda odd: {"lr": torch.ones(1) if odd else 0.5}),
+    "generators and arrays": (
+        *("ReplicaMismatchError", ["generator", "masked", "objects", "random", "rng", "sparse"]),
+        lambda odd: {
+            "rng": np.random.RandomState(odd).get_state(),
+            "generator": np.random.default_rng(int(odd)),
+            "random": random.Random(int(odd)),
+            "masked": np.ma.masked_array([1, 2], [False, odd]),
+            "objects": np.array([None, {"a": odd}], object),
+            "sparse": (torch.eye(2).to_sparse() * (1 + odd),),
+        },
+    ),
+    "no state to compare": ("ReplicaMismatchError", ["lock"], lambda odd: {"lock": threading.Lock()}),
+    "nested": (
+        *("PlanError", ["list", "dict", "none", "deep.a", "tensor"]),
+        lambda odd: {
+            "list": [] if odd else A_TENSOR,
+            "dict": {} if odd else 5,
+            "none": None if odd else A_DICT,
+            "deep": {"a": [1]} if odd else {"a": [1, A_TENSOR]},
+            "tensor": torch.ones(2) if odd else A_TENSOR,
+            "fits": {} if odd else A_DICT,
+        },
+    ),
 }
+"""State that is not the same on rank 1 of 3: the error, the names in it, and what a rank has."""
 
 
-def save_differing(rank: int, world_size: int, root: Path) -> Any:
-    """What each kind of difference raises, and whether anything was left."""
-    results: dict[Any, Any] = {}
-    for number, kind in enumerate(KINDS):
-        folder = root / str(number)
-        state = differing_state(rank, kind)
-        results[kind] = outcome(partial(dcp.save, state, checkpoint_id=folder))
+def _save_differing(rank: int, world_size: int, root: Path) -> Any:
+    results: dict[str, Any] = {}
+    for number, (kind, (_, _, state_of)) in enumerate(DIFFERENCES.items()):
+        state, folder = (
+            {"same": torch.ones(4), "model": {"w": torch.zeros(9)}, **state_of(rank == 1)},
+            root / str(number),
+        )
+        raised = _outcome(partial(dcp.save, state, checkpoint_id=folder))
         dist.barrier()
-        results[kind, "left"] = listing(folder)
+        results[kind] = raised, listing(folder)
     return results
 
 
 def test_replicas_that_differ_are_refused_on_every_rank_by_name_and_rank(tmp_path: Path) -> None:
     """One of the values would be lost: all ranks raise, naming the entry and who holds what."""
-    for results in run_ranks(3, save_differing, tmp_path):
-        for kind, (class_name, names_of_kind) in KINDS.items():
-            wrong = [names_of_kind] if isinstance(names_of_kind, str) else names_of_kind
-            assert results[kind] is not None, kind
-            names, fqns, text = results[kind]
-            assert class_name in names, (kind, text)
-            assert "RankFailedError" in names
-            assert all(f"'{fqn}'" in text for fqn in wrong), (kind, text)
-            assert "'fits'" not in text
+    for results in run_ranks(3, _save_differing, tmp_path):
+        for kind, (class_name, wrong, _) in DIFFERENCES.items():
+            (names, fqns, text), left = results[kind]
+            assert {class_name, "RankFailedError"} <= names and left == {}, (kind, text)
+            assert all(f"'{fqn}'" in text for fqn in wrong) and "'fits'" not in text, (kind, text)
             if class_name == ReplicaMismatchError.__name__:
-                assert fqns == wrong
-                assert "PerRank" in text
+                assert fqns == wrong and "PerRank" in text
                 assert "rank 1" in text or "ranks 0, 1, 2 cannot" in text
-            assert results[kind, "left"] == {}
 
 
 def save_with_a_difference_between_samples(rank: int, world_size: int, root: Path) -> Any:
@@ -245,7 +207,7 @@ def save_with_a_difference_between_samples(rank: int, world_size: int, root: Pat
     state["w"][123_457] = float(rank)
     planners = [None, *[dcp.DefaultSavePlanner(replica_check=check) for check in ("sampled", "off")]]
     return [
-        outcome(partial(dcp.save, state, checkpoint_id=root / str(number), planner=planner))
+        _outcome(partial(dcp.save, state, checkpoint_id=root / str(number), planner=planner))
         for number, planner in enumerate(planners)
     ]
 
@@ -258,42 +220,3 @@ def test_all_bytes_of_replicas_are_compared(tmp_path: Path) -> None:
         assert default[1] == ["w"]
         assert sampled is None
         assert off is None
-
-
-def per_rank_round_trip(rank: int, world_size: int, folder: Path) -> Any:
-    """State that differs by rank on purpose."""
-    state = {
-        "w": torch.ones(3),
-        "loader": dcp.PerRank({"position": 100 + rank, "order": torch.arange(rank + 1)}),
-    }
-    dcp.save(state, checkpoint_id=folder)
-    template: dict[str, Any] = {
-        "w": torch.zeros(3),
-        "loader": dcp.PerRank({"position": 0, "order": torch.zeros(rank + 1, dtype=torch.int64)}),
-    }
-    dcp.load(template, checkpoint_id=folder)
-    return template["loader"].value["position"], template["loader"].value["order"].tolist()
-
-
-def test_state_marked_per_rank_comes_back_to_its_rank(tmp_path: Path) -> None:
-    """`PerRank` is the way out: each rank gets its own entry, of its own shape."""
-    assert run_ranks(3, per_rank_round_trip, tmp_path / "x") == [
-        (100 + r, list(range(r + 1))) for r in range(3)
-    ]
-
-
-def load_with_one_misfit(rank: int, world_size: int, folder: Path) -> Any:
-    """Only rank 1's state dict does not fit."""
-    if rank == 0:
-        dcp.save(stored(), checkpoint_id=folder, no_dist=True)
-    dist.barrier()
-    state = wanted(w=torch.zeros(3, 5 if rank == 1 else 4))
-    return outcome(lambda: dcp.load(state, checkpoint_id=folder))
-
-
-def test_a_misfit_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
-    """All ranks raise ShapeMismatchError that names the entry and the rank."""
-    for names, _, text in run_ranks(2, load_with_one_misfit, tmp_path / "x"):
-        assert "ShapeMismatchError" in names
-        assert "rank 1" in text
-        assert "'model.w'" in text

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 
 import dcp
-from tests.faults.apart_support import STATE, outcome
 from tests.support.crashes import Ending, Group, in_lab, run_groups
+from tests.support.processes import busy_seconds
+from tests.support.rank_acts import STATE, outcome
 
 _OWN_STATUS = 7
 
 
-def rank_2_stays_away(rank: int, world_size: int, root: Path, how: str, bound_seconds: float) -> Any:
-    """Ranks 0 and 1 begin, rank 2 never does."""
+def _rank_2_stays_away(rank: int, world_size: int, root: Path, how: str, bound_seconds: float) -> Any:
     first = how.startswith("first")
     how = how.removeprefix("first ")
     manager = None
@@ -50,15 +50,16 @@ def rank_2_stays_away(rank: int, world_size: int, root: Path, how: str, bound_se
         elif manager is not None and (future := manager.save(2, STATE)) is not None:
             future.result()
 
-    found = outcome(act) if rank != 2 else None
+    begun = time.monotonic() - busy_seconds()
+    found = (*outcome(act), time.monotonic() - busy_seconds() - begun) if rank != 2 else None
     store.set(f"done/{rank}", "1")
     store.wait([f"done/{other}" for other in range(world_size)], timedelta(seconds=120))
     os._exit(0) if found is None else None
     return found
 
 
-_WAITS = ("first save", "save", "save after a refused one", "manager", "process")
-_OTHER_WAITS = ("first load", "first manager", "load", "thread")
+_WAITS = ("first save", "manager", "process")
+_OTHER_WAITS = ("first load", "first manager", "load", "thread", "save", "save after a refused one")
 
 
 @pytest.mark.parametrize("waits", [_WAITS, pytest.param(_OTHER_WAITS, marks=pytest.mark.exhaustive)])
@@ -66,9 +67,9 @@ def test_the_timeout_is_all_that_a_wait_takes(tmp_path: Path, waits: tuple[str, 
     """Signs of life, and what trainers and writers tell each other, included; who is missing is named, and
     nobody else. On a busy machine others may be too late as well: then all have more time once more."""
     late = {}
-    for bound_seconds in (4.0, 8.0, 16.0):
+    for bound_seconds in (3.0, 8.0, 16.0):
         groups = [
-            Group(3, rank_2_stays_away, (tmp_path / f"{how} {bound_seconds}", how, bound_seconds))
+            Group(3, _rank_2_stays_away, (tmp_path / f"{how} {bound_seconds}", how, bound_seconds))
             for how in waits
         ]
         found = zip(waits, in_lab(run_groups, groups), strict=True)
@@ -91,8 +92,7 @@ def _is_told_in_time(ending: Ending, bound_seconds: float) -> bool:
     return "rank 2 of 3 died or did not answer" in message and seconds < bound_seconds + 1.5
 
 
-def rank_0_ends_while_the_group_forms(rank: int, world_size: int, root: Path, kind: str, when: str) -> Any:
-    """Rank 0, which hosts the store, ends where the saves' own group is made."""
+def _rank_0_ends_while_the_group_forms(rank: int, world_size: int, root: Path, kind: str, when: str) -> Any:
     store = _store_of_rank_0(rank)
     dist.destroy_process_group()
     dist.init_process_group(
@@ -118,7 +118,6 @@ def rank_0_ends_while_the_group_forms(rank: int, world_size: int, root: Path, ki
 
 
 def _store_of_rank_0(rank: int) -> dist.Store:
-    """On a port that it finds itself, and tells the others."""
     told = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
     timeout = timedelta(seconds=60)
     if rank == 0:
@@ -132,7 +131,7 @@ def _store_of_rank_0(rank: int) -> dist.Store:
 def test_the_end_of_rank_0_while_the_group_forms_is_told(tmp_path: Path, kind: str) -> None:
     """The survivors get an error of ours that names it, and not torch's about sockets."""
     groups = [
-        Group(3, rank_0_ends_while_the_group_forms, (tmp_path / when, kind, when))
+        Group(3, _rank_0_ends_while_the_group_forms, (tmp_path / when, kind, when))
         for when in ("early", "late")
     ]
     for first, *others in in_lab(run_groups, groups):
@@ -140,6 +139,6 @@ def test_the_end_of_rank_0_while_the_group_forms_is_told(tmp_path: Path, kind: s
         for ending in others:
             assert ending.raised is None, ending.raised.traceback_text
             assert ending.value is not None, ending
-            names, message, ranks, _ = ending.value
+            names, message, ranks = ending.value
             assert "CollectiveTimeoutError" in names, ending
             assert ranks == [0], message

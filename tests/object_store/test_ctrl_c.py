@@ -30,8 +30,7 @@ _HANG_SECONDS: Final = 60.0
 _rare = pytest.mark.exhaustive
 
 
-def options_of(proxy: FaultProxy) -> dict[str, Any]:
-    """Of patient requests, four at a time."""
+def _options_of(proxy: FaultProxy) -> dict[str, Any]:
     patience = {"retry_seconds": _PATIENCE_SECONDS, "request_timeout_seconds": _PATIENCE_SECONDS}
     return {**proxy.storage_options, **patience, "concurrency": 4, "part_bytes": 5 * _MIB}
 
@@ -58,8 +57,7 @@ def interrupted_when(condition: Callable[[], bool]) -> Iterator[None]:
         thread.join()
 
 
-def write_parts(store: Store, name: str, count: int) -> None:
-    """A file of so many parts, which takes all buffers that there are."""
+def _write_parts(store: Store, name: str, count: int) -> None:
     with store.create(name, durable=True) as handle:
         for _ in range(count):
             handle.write(bytes(5 * _MIB))
@@ -75,7 +73,7 @@ def test_reading_in_several_requests(s3_proxy: FaultProxy, s3_root: str, fault: 
     size = 40 * _MIB  # three requests
     with raw_s3(s3_proxy.server) as raw:
         raw.write(f"{s3_root}/data", b"x" * size)
-    handle = open_store(s3_root, options_of(s3_proxy)).open_read("data", expected_bytes=size)
+    handle = open_store(s3_root, _options_of(s3_proxy)).open_read("data", expected_bytes=size)
     rule = s3_proxy.spoil(fault, operation="GetObject", times=None)
     memory = bytearray(size)
     with interrupted_when(lambda: rule.seen >= 3):
@@ -90,14 +88,14 @@ def test_reading_in_several_requests(s3_proxy: FaultProxy, s3_root: str, fault: 
 @pytest.mark.parametrize("fault", [HANG, pytest.param(INTERNAL_ERROR, marks=_rare)], ids=str)
 def test_writing_in_parts(s3_proxy: FaultProxy, s3_root: str, fault: Fault) -> None:
     """Gives up the parts that are being sent, ends the upload, and has all buffers for the next file."""
-    store = open_store(s3_root, options_of(s3_proxy))
+    store = open_store(s3_root, _options_of(s3_proxy))
     rule = s3_proxy.spoil(fault, operation="UploadPart", times=None)
     with interrupted_when(lambda: rule.seen >= 3):
-        write_parts(store, "data", 8)
+        _write_parts(store, "data", 8)
     with raw_s3(s3_proxy.server) as raw:
         assert (raw.uploads(s3_root), raw.list(s3_root)) == ({}, {})
     s3_proxy.heal()
-    write_parts(store, "again", 8)
+    _write_parts(store, "again", 8)
     assert [info.size_bytes for info in store.list()] == [40 * _MIB]
 
 
@@ -138,7 +136,7 @@ def test_a_process_is_gone(
     s3_proxy: FaultProxy, s3_root: str, tmp_path: Path, act: str, operation: str, fault: Fault, count: int
 ) -> None:
     """Ends by one interrupt of its main thread, though nothing can be cleared up."""
-    log, options = tmp_path / "log.txt", json.dumps(options_of(s3_proxy))
+    log, options = tmp_path / "log.txt", json.dumps(_options_of(s3_proxy))
     state = {f"w{i}": torch.full((3, 1 << 20), float(i)) for i in range(8)}
     for name in ("run/step-1", "run/step-2"):
         url, direct = f"{s3_root}/{name}", s3_proxy.server.storage_options

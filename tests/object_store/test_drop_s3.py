@@ -33,8 +33,7 @@ def prune(place: Place, *options: str) -> str:
     return done.out
 
 
-def save(place: Place, *, apart: bool) -> None:
-    """Version 1, of which the optimizer has a file of its own or not."""
+def _save(place: Place, *, apart: bool) -> None:
     if apart:
         save_apart(place.url, open_store=lambda _: place.store())
     else:
@@ -68,7 +67,7 @@ def test_a_run_on_s3(s3_server: S3Server, s3_root: str) -> None:
 def test_what_it_costs(s3_proxy: FaultProxy, s3_root: str) -> None:
     """Reads and writes no data: manifest and `.metadata`, with conditions, and one object is deleted."""
     place = Place(s3_root, s3_proxy.storage_options)
-    save(place, apart=True)
+    _save(place, apart=True)
     s3_proxy.log.clear()
     assert "1 file" in prune(place)
     assert not [request for request in s3_proxy.requests("GetObject") if request.key.endswith(".distcp")]
@@ -84,7 +83,7 @@ def test_a_drop_killed_at_any_request(s3_proxy: FaultProxy, s3_root: str, rewrit
     """Leaves all until one request and the weights after it; the next drop ends the work."""
     place = Place(s3_root, s3_proxy.server.storage_options)
     options = ("--rewrite",) if rewrite else ()
-    save(place.at("before"), apart=not rewrite)
+    _save(place.at("before"), apart=not rewrite)
     rows = []
     for number in itertools.count(1):
         target = place.at(str(number))

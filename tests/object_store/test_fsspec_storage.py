@@ -18,9 +18,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 import dcp
-from dcp.errors import CheckpointConflictError, CorruptCheckpointError, PlanError
+from dcp.errors import CorruptCheckpointError, PlanError
 from dcp.storage.stores import PosixStore
 from tests.support.s3 import S3Server, raw_s3
+from tests.support.s3_versions import CLEAN, Place
 from tests.support.versions import version_of, version_state
 
 
@@ -34,8 +35,7 @@ def memory_url() -> Iterator[str]:
         files.rm(url, recursive=True)
 
 
-def loaded(reader: Any, load: Any = dcp.load) -> int | str:
-    """The version that ``load`` gives by ``reader``."""
+def _loaded(reader: Any, load: Any = dcp.load) -> int | str:
     state = version_state(0)
     load(state, storage_reader=reader, no_dist=True)
     return version_of(state)
@@ -60,27 +60,12 @@ def test_with_stock_in_both_directions(
     for version, (name, (save, writer)) in enumerate(savers.items(), start=1):
         url = f"{place}/{name.replace(' ', '-')}"
         save(version_state(version), storage_writer=writer(url, **options), no_dist=True)
-        assert loaded(dcp.FsspecReader(url, **options)) == version, name
-        assert loaded(dcp.FsspecReader(url, **options), stock_load) == version, name
-        assert loaded(StockReader(url, **options), stock_load) == version, name
-        assert loaded(StockReader(url, **options)) == version, name
+        assert _loaded(dcp.FsspecReader(url, **options)) == version, name
+        assert _loaded(dcp.FsspecReader(url, **options), stock_load) == version, name
+        assert _loaded(StockReader(url, **options), stock_load) == version, name
+        assert _loaded(StockReader(url, **options)) == version, name
         names = [path.rpartition("/")[2] for path in fsspec.open_files(f"{url}/*", **options).fs.find(url)]
         assert ("manifest.msgpack" in names) == (writer is dcp.FsspecWriter), name
-
-
-def test_overwriting_is_one_commit(s3_server: S3Server, s3_root: str) -> None:
-    """The files of the replaced checkpoint are gone; with ``overwrite=False`` nothing is replaced."""
-    options = s3_server.storage_options
-    writer = dcp.FsspecWriter(s3_root, **options)
-    for version in (1, 2):
-        dcp.save(version_state(version), storage_writer=writer, no_dist=True)
-    with raw_s3(s3_server) as raw:
-        kinds = sorted(name.rpartition(".")[2] for name in raw.list(f"{s3_root}/"))
-    assert kinds == ["distcp", "metadata", "msgpack"]
-    careful = dcp.FsspecWriter(s3_root, overwrite=False, **options)
-    with pytest.raises(CheckpointConflictError, match="overwrite=False"):
-        dcp.save(version_state(3), storage_writer=careful, no_dist=True)
-    assert loaded(dcp.FsspecReader(s3_root, **options)) == 2
 
 
 def test_options_of_ours_beside_those_of_the_file_system(s3_server: S3Server, s3_root: str) -> None:
@@ -104,6 +89,20 @@ def test_options_of_ours_beside_those_of_the_file_system(s3_server: S3Server, s3
     assert (got["w"] != state["w"]).nonzero().flatten().tolist() == [10]
 
 
+def test_each_overwrites_the_other(s3_server: S3Server, s3_root: str) -> None:
+    """Whoever saved last is what both load. dcp clears away what it replaces, whoever wrote it."""
+    place = Place(s3_root, s3_server.storage_options)
+    place.stock_save(1)
+    place.save(2)
+    assert (place.seen(), place.seen_by_stock(), place.listing()) == (2, 2, CLEAN)
+    place.stock_save(3)
+    assert (place.seen(), place.seen_by_stock()) == (3, 3)
+    assert place.findings() <= {"metadata", "stray-file"}
+    place.save(4)
+    assert (place.seen(), place.seen_by_stock(), place.listing()) == (4, 4, CLEAN)
+    assert place.findings() == set()
+
+
 # -- what they are -------------------------------------------------------------------------------------------
 
 
@@ -113,7 +112,7 @@ def test_places(tmp_path: Path, memory_url: str) -> None:
         writer = dcp.FsspecWriter(path, auto_mkdir=True)  # which is what torch's local users give
         assert isinstance(writer.store, PosixStore)
         dcp.save(version_state(1), storage_writer=writer, no_dist=True)
-        assert loaded(dcp.FsspecReader(path)) == 1
+        assert _loaded(dcp.FsspecReader(path)) == 1
     writer = dcp.FsspecWriter(memory_url)
     assert not isinstance(writer.store, PosixStore)
     dcp.save(version_state(1), storage_writer=writer, no_dist=True)
@@ -131,10 +130,10 @@ def test_they_are_ours_in_every_way(memory_url: str) -> None:
     dcp.save(version_state(2), storage_writer=writer, checkpoint_id=memory_url, no_dist=True)
     again = pickle.loads(pickle.dumps(dcp.FsspecReader(f"{memory_url}-2", concurrency=3)))
     assert again.open_store.storage_options == {"concurrency": 3}
-    assert loaded(again) == 1
+    assert _loaded(again) == 1
     future = dcp.async_save(version_state(3), storage_writer=writer, no_dist=True)
     future.result(60)
-    assert loaded(reader) == 3
+    assert _loaded(reader) == 3
     fsspec.filesystem("memory").rm(f"{memory_url}-2", recursive=True)
 
 

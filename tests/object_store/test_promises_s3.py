@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from botocore.exceptions import ClientError
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dcp
-from dcp.errors import CorruptCheckpointError, ReplicaMismatchError
+from dcp.errors import CorruptCheckpointError
 from dcp.storage.stores import Store
 from dcp.storage.stores import open_store as open_at
 from tests.support.crashes import Ending, Group, in_lab, kill_rank, run_groups
-from tests.support.fault_doors import MANIFEST_NAME, METADATA_NAME, Fault, FaultInjectingStore, given, run
-from tests.support.ranks import RankRaised, run_ranks
+from tests.support.fault_doors import (
+    MANIFEST_NAME,
+    METADATA_NAME,
+    Fault,
+    FaultInjectingStore,
+    given,
+    run,
+    verified,
+)
 from tests.support.s3 import S3Server
 from tests.support.s3_versions import CLEAN, Place
-from tests.support.versions import ABSENT, version_of, version_state
+from tests.support.versions import ABSENT, save_version, seen_by_dcp, version_of, version_state
 
 OLD, NEW = 1, 2
 MIB = 1 << 18
@@ -36,8 +43,7 @@ def place(s3_server: S3Server, s3_root: str) -> Place:
     return Place(s3_root, s3_server.storage_options)
 
 
-def data_of(place: Place) -> str:
-    """The URL of the one data file."""
+def _data_of(place: Place) -> str:
     (name,) = [name for name in place.raw.list(f"{place.url}/") if name.endswith(".distcp")]
     return f"{place.url}/{name}"
 
@@ -45,91 +51,56 @@ def data_of(place: Place) -> str:
 # -- damage --------------------------------------------------------------------------------------------------
 
 
-def test_a_flipped_bit_is_found(place: Place) -> None:
-    """In a payload, in a value, and in the manifest: an error of the load, and a finding of verify."""
-    place.save(OLD)
-    index = dcp.open_index(place.url, storage_options=place.storage_options)
-    objects = [row for row in range(len(index.objects.fqns)) if int(index.objects.plain[row]) < 0]
-    filled = [chunk for chunk in range(index.chunk_count) if index.payload_lengths[chunk]]
-    places = [
-        *((data_of(place), int(index.payload_offsets[chunk])) for chunk in filled[:: len(filled) - 1]),
-        *((data_of(place), int(index.objects.offsets[row]) + 3) for row in objects[:1]),
-        *((f"{place.url}/{MANIFEST_NAME}", offset) for offset in (0, 100)),
-    ]
-    assert len(places) == 5
-    for url, offset in places:
-        whole = place.raw.read(url)
-        damaged = bytearray(whole)
-        damaged[offset] ^= 0x10
-        place.raw.write(url, bytes(damaged))
-        assert place.seen() == "CorruptCheckpointError", (url, offset)
-        assert place.findings() & {"checksum", "index"}, (url, offset)
-        place.raw.write(url, whole)
-    assert (place.seen(), place.findings()) == (OLD, set())
+def damages(folder: Path) -> Iterator[tuple[str, bytes | None]]:
+    """(name, what is there then) for bits in payloads, a value and the manifest; for files that are cut,
+    emptied or extended; and for one that is missing."""
+    index, (data,) = dcp.open_index(folder), folder.glob("*.distcp")
+    row = next(row for row, plain in enumerate(index.objects.plain) if int(plain) < 0)
+    payloads = [int(place) for place, size in zip(index.payload_offsets, index.payload_lengths) if size]  # noqa: B905
+    for name, places in (
+        (data.name, (payloads[0], payloads[-1], int(index.objects.offsets[row]) + 3)),
+        (MANIFEST_NAME, (0, 100)),
+    ):
+        whole = (folder / name).read_bytes()
+        for place in places:
+            yield name, whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :]
+        yield from ((name, changed) for changed in (whole[: len(whole) // 2], whole[:-1], b"", whole + b"x"))
+    yield data.name, None
 
 
-def test_an_object_of_another_size_is_found(place: Place) -> None:
-    """Cut short, emptied or extended."""
-    place.save(OLD)
-    for url in (data_of(place), f"{place.url}/{MANIFEST_NAME}"):
-        whole = place.raw.read(url)
-        for changed in (whole[: len(whole) // 2], whole[:-1], b"", whole + b"x"):
-            place.raw.write(url, changed)
-            assert place.seen() == "CorruptCheckpointError", (url, len(changed))
-            assert place.findings(), (url, len(changed))
-        place.raw.write(url, whole)
-    assert (place.seen(), place.findings()) == (OLD, set())
-
-
-def test_a_missing_object_is_named(place: Place) -> None:
-    """The error has its URL, and verify lists it."""
-    place.save(OLD)
-    url = data_of(place)
-    place.raw.delete(url)
-    with pytest.raises(CorruptCheckpointError) as caught:
-        dcp.load(
-            version_state(0), checkpoint_id=place.url, storage_options=place.storage_options, no_dist=True
+def test_damage_is_found_as_on_a_disk(place: Place, tmp_path: Path) -> None:
+    """An error of the load, and the findings of ``dcp verify`` that the same damage has there."""
+    folder = tmp_path / "x"
+    save_version(folder, OLD)
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    place.raw.write_many([(f"{place.url}/{name}", data) for name, data in whole.items()])
+    for name, changed in damages(folder):
+        if changed is None:
+            (folder / name).unlink()
+            place.raw.delete(f"{place.url}/{name}")
+        else:
+            (folder / name).write_bytes(changed)
+            place.raw.write(f"{place.url}/{name}", changed)
+        assert place.seen() == seen_by_dcp(folder) == "CorruptCheckpointError", name
+        theirs, ours = (
+            [(one["kind"], Path(one["file"]).name) for one in report["findings"]]
+            for report in (place.report(), verified(folder))
         )
-    assert caught.value.path == url
-    assert "is missing" in str(caught.value)
-    missing = [one["file"] for one in place.report()["findings"] if one["kind"] == "missing-file"]
-    assert missing == [url.rpartition("/")[2]]
-
-
-def save_shards(rank: int, world_size: int, url: str, options: dict[str, Any]) -> None:
-    """Shards of one tensor: the objects of the ranks have the same layout."""
-    mesh = init_device_mesh("cpu", (world_size,))
-    shard = DTensor.from_local(torch.full((4, 6), float(rank + 1)), mesh, [Shard(0)])
-    dcp.save({"w": shard}, checkpoint_id=url, storage_options=options)
-    dist.barrier()
-
-
-def test_swapped_objects_are_found(place: Place) -> None:
-    """Each is whole and of the right size, but under the other's key."""
-    run_ranks(2, save_shards, place.url, place.storage_options)
-    names = [name for name in place.raw.list(f"{place.url}/") if name.endswith(".distcp")]
-    first, second = (place.raw.read(f"{place.url}/{name}") for name in names)
-    assert len(first) == len(second)
-    place.raw.write(f"{place.url}/{names[0]}", second)
-    place.raw.write(f"{place.url}/{names[1]}", first)
-    with pytest.raises(CorruptCheckpointError) as caught:
-        dcp.load(
-            {"w": torch.zeros(8, 6)},
-            checkpoint_id=place.url,
-            storage_options=place.storage_options,
-            no_dist=True,
-        )
-    assert caught.value.fqn == "w"
-    assert {one["file"] for one in place.report()["findings"]} == set(names)
+        assert theirs == ours != [], name
+        (folder / name).write_bytes(whole[name])
+        place.raw.write(f"{place.url}/{name}", whole[name])
+    assert (place.seen(), place.findings()) == (OLD, set())
 
 
 # -- readers that are overtaken ------------------------------------------------------------------------------
 
 
-def load_overtaken(place: Place, at: int, overtake: Callable[[], object], times: int = 1) -> tuple[Any, int]:
-    """The version that a load sees which is overtaken before its ``at``-th reading of a data file, and how
+def load_overtaken(
+    place: Place, at: int, overtake: Callable[[], object], op: str = "preadv", name: str = "*.distcp"
+) -> tuple[Any, int]:
+    """The version that a load sees which is overtaken before its ``at``-th reading of such a file, and how
     often it looked."""
-    left = [times]
+    left = [1]
 
     def hook(_: object) -> None:
         if left[0]:
@@ -138,7 +109,7 @@ def load_overtaken(place: Place, at: int, overtake: Callable[[], object], times:
 
     def open_store(path: str | os.PathLike[str]) -> Store:
         return FaultInjectingStore(
-            open_at(path, place.storage_options), Fault("preadv", at=at, name="*.distcp", hook=hook)
+            open_at(path, place.storage_options), Fault(op, at=at, name=name, hook=hook)
         )
 
     reader = dcp.FileSystemReader(place.url, open_store=open_store)
@@ -154,6 +125,13 @@ def test_an_overtaken_reader_loads_the_successor(place: Place) -> None:
     assert load_overtaken(place, 1, lambda: place.save(NEW)) == (NEW, 2)
 
 
+@pytest.mark.parametrize("name", [MANIFEST_NAME, METADATA_NAME])
+def test_a_save_while_both_files_are_asked_for_is_opened(place: Place, name: str) -> None:
+    """Manifest and `.metadata` are asked for at once: a save that comes between is taken for itself."""
+    place.save(OLD)
+    assert load_overtaken(place, 1, lambda: place.save(NEW), "*", name)[0] == NEW
+
+
 def test_an_object_that_is_replaced_while_it_is_read(s3_server: S3Server, s3_root: str) -> None:
     """Stock overwrites in place: what was read of the object before is not mixed with the rest of it."""
     place = Place(s3_root, s3_server.storage_options, large=20 * MIB)
@@ -164,7 +142,7 @@ def test_an_object_that_is_replaced_while_it_is_read(s3_server: S3Server, s3_roo
 def test_a_reader_that_is_overtaken_by_nobody_raises(place: Place) -> None:
     """The object is gone, and nobody has committed since."""
     place.save(OLD)
-    url = data_of(place)
+    url = _data_of(place)
     with pytest.raises(CorruptCheckpointError, match="is missing"):
         load_overtaken(place, 1, lambda: place.raw.delete(url))
 
@@ -221,42 +199,18 @@ def test_a_dead_rank_leaves_the_old_checkpoint(s3_server: S3Server, s3_root: str
             assert (listing, uploads) == (CLEAN, 0)
 
 
-def save_different(rank: int, world_size: int, url: str, options: dict[str, Any]) -> None:
-    """One name, other data on each rank."""
-    dcp.save({"w": torch.full((64,), float(rank))}, checkpoint_id=url, storage_options=options)
-
-
-def test_replicas_that_differ_leave_nothing(place: Place) -> None:
-    """All ranks raise, and no object is there."""
-    for result in run_ranks(2, save_different, place.url, place.storage_options, failures=True):
-        assert isinstance(result, RankRaised)
-        assert ReplicaMismatchError.__name__ in result.class_names
-        assert "'w'" in result.message
-    assert (place.raw.list(place.url), place.uploads(), place.seen()) == ({}, 0, ABSENT)
-
-
 # -- what else may lie there ---------------------------------------------------------------------------------
 
 
 STRANGE = (
-    "../manifest.msgpack",
-    "../../escaped.distcp",
-    "..",
-    "nested/manifest.msgpack",
-    "nested/.metadata",
-    "nested/__0_0.0a1b2c3d.distcp",
-    "nested/deeper/__0_0.0a1b2c3d.distcp",
-    "back\\slash.distcp",
-    "__0_0.0a1b2c3d.distcp/inside",
-    "x" * 300,
-    "folder/",
-    "",
+    *("../manifest.msgpack", "../../escaped.distcp", "..", "nested/manifest.msgpack", "nested/.metadata"),
+    *("nested/__0_0.0a1b2c3d.distcp", "nested/deeper/__0_0.0a1b2c3d.distcp", "back\\slash.distcp"),
+    *("__0_0.0a1b2c3d.distcp/inside", "x" * 300, "folder/", ""),
 )
 """What follows the folder's key and a slash, in keys that no file of a store can have."""
 
 
-def put_strange_objects(place: Place) -> dict[str, int]:
-    """Write them, and tell which the server has taken, with their sizes."""
+def _put_strange_objects(place: Place) -> dict[str, int]:
     for name in STRANGE:
         try:
             place.raw.write(f"{place.url}/{name}", b"" if name.endswith("/") or not name else b"strange")
@@ -269,7 +223,7 @@ def test_strange_objects_do_no_harm(place: Place) -> None:
     """Keys with .., nested ones and markers of folders are no files of the checkpoint: saving, loading and
     verifying go on beside them, and leave them alone."""
     step = place.at("run/step-00000001")
-    strange = put_strange_objects(step)
+    strange = _put_strange_objects(step)
     assert len(strange) >= 5
     assert step.seen() == ABSENT
     for version in (1, 2):
@@ -287,7 +241,7 @@ def test_a_hostile_name_in_the_index_reaches_nothing(place: Place) -> None:
     there, also when it is saved over."""
     outside = place.at("other")
     outside.save(OLD)
-    victim = data_of(outside)
+    victim = _data_of(outside)
     hostile = place.at("hostile")
     hostile.stock_save(OLD)
     whole = hostile.raw.read(f"{hostile.url}/{METADATA_NAME}")

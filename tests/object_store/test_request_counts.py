@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import io
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save
 
 import dcp
-from tests.support.fault_doors import run
+from tests.support.fault_doors import given, run, verified
 from tests.support.fault_proxy import FaultProxy
 from tests.support.faulty_saves import assert_loads, small_state
 from tests.support.s3 import S3Server, raw_s3
@@ -17,6 +18,7 @@ from tests.support.values import full_tensor, raw
 
 _STEPS = 1000
 _TENSORS = 5000
+_SMALL = 3000
 
 
 def test_small_tensors_share_requests(s3_proxy: FaultProxy, s3_root: str) -> None:
@@ -70,9 +72,21 @@ def steps(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> str:
     return url
 
 
+def test_command_line_lists_steps_by_listings(s3_proxy: FaultProxy, steps: str) -> None:
+    """`dcp ls --quick` opens none of 1,000 steps."""
+    outcome = run("ls", steps, "--quick", "--json", *given(s3_proxy.storage_options))
+    assert outcome.status == 0, outcome.err
+    assert [entry["step"] for entry in outcome.json] == list(range(1, _STEPS + 1))
+    assert s3_proxy.requests("GetObject") == []
+    assert s3_proxy.requests("HeadObject") == []
+    assert s3_proxy.counts().total() <= 4, s3_proxy.counts()
+
+
 def test_manager_finds_steps_by_listings(s3_proxy: FaultProxy, steps: str) -> None:
-    """The manager knows all steps, and restores the newest, without a request for each of the others."""
-    with dcp.CheckpointManager(steps, storage_options=s3_proxy.storage_options, no_dist=True) as manager:
+    """The manager knows all steps, and restores the newest, without a request for each of the others; a save
+    asks about its own step alone."""
+    settings: dict[str, Any] = {"mode": "sync", "verify_saved": "off", "no_dist": True}
+    with dcp.CheckpointManager(steps, storage_options=s3_proxy.storage_options, **settings) as manager:
         assert manager.all_steps() == list(range(1, _STEPS + 1))
         assert manager.latest() == _STEPS
         assert s3_proxy.requests("GetObject") == []
@@ -84,17 +98,12 @@ def test_manager_finds_steps_by_listings(s3_proxy: FaultProxy, steps: str) -> No
         assert restored.step == _STEPS
         assert raw(state["weight"]) == raw(small_state("last")["weight"])
         assert s3_proxy.counts().total() <= 8, s3_proxy.counts()
-
-
-def test_command_line_lists_steps_by_listings(s3_proxy: FaultProxy, steps: str) -> None:
-    """`dcp ls --quick` opens none of 1,000 steps."""
-    given = json.dumps(s3_proxy.storage_options)
-    outcome = run("ls", steps, "--quick", "--json", "--storage-options", given)
-    assert outcome.status == 0, outcome.err
-    assert [entry["step"] for entry in outcome.json] == list(range(1, _STEPS + 1))
-    assert s3_proxy.requests("GetObject") == []
-    assert s3_proxy.requests("HeadObject") == []
-    assert s3_proxy.counts().total() <= 4, s3_proxy.counts()
+        s3_proxy.log.clear()
+        manager.save(_STEPS + 1, small_state("next"), force=True)
+        asked = [request.key or request.query["prefix"] for request in s3_proxy.log]
+        committed = next(at for at, key in enumerate(asked) if key.endswith(f"{_STEPS + 1}/manifest.msgpack"))
+        assert {key.split("/")[1] for key in asked[:committed]} == {f"step-{_STEPS + 1:08d}"}
+        assert manager.wait(60)
 
 
 def test_small_checkpoints_cost_few_requests(s3_proxy: FaultProxy, s3_root: str) -> None:
@@ -106,3 +115,36 @@ def test_small_checkpoints_cost_few_requests(s3_proxy: FaultProxy, s3_root: str)
     s3_proxy.log.clear()
     assert_loads(s3_root, small_state("one"), options)
     assert s3_proxy.counts().total() <= 5, s3_proxy.counts()
+
+
+def test_files_cost_few_requests(s3_proxy: FaultProxy, s3_root: str) -> None:
+    """3,000 tensors of 256 bytes: a torch.save file loads by some ten requests, safetensors by fewer."""
+    block = torch.randn(_SMALL, 64, generator=torch.Generator().manual_seed(3))
+    state = {f"layers.{number}.w": block[number].clone() for number in range(_SMALL)}
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    with raw_s3(s3_proxy.server) as direct:
+        direct.write(f"{s3_root}/model.pt", buffer.getvalue())
+        direct.write(f"{s3_root}/hub/model.safetensors", save(state))
+    options = s3_proxy.storage_options
+    for source, limit in (("model.pt", 13), ("hub/model.safetensors", 8), ("hub", 14)):
+        s3_proxy.log.clear()
+        loaded = torch.zeros_like(block)
+        views = {f"layers.{number}.w": loaded[number] for number in range(_SMALL)}
+        dcp.load(views, checkpoint_id=f"{s3_root}/{source}", storage_options=options, no_dist=True)
+        assert torch.equal(loaded, block)
+        assert s3_proxy.counts().total() <= limit, (source, s3_proxy.counts())
+        assert verified(f"{s3_root}/{source}", **options)["ok"]
+    one = dcp.open_index(f"{s3_root}/model.pt", storage_options=options)
+    assert one.tensor_count == _SMALL and list(one.files) == ["model.pt"]
+
+
+def test_a_folder_may_be_called_like_a_file(s3_proxy: FaultProxy, s3_root: str) -> None:
+    """Only an object of that very name is a file."""
+    options = s3_proxy.storage_options
+    dcp.save(
+        {"w": torch.ones(3)}, checkpoint_id=f"{s3_root}/last.ckpt", storage_options=options, no_dist=True
+    )
+    target = {"w": torch.zeros(3)}
+    dcp.load(target, checkpoint_id=f"{s3_root}/last.ckpt", storage_options=options, no_dist=True)
+    assert target["w"].tolist() == [1.0, 1.0, 1.0]

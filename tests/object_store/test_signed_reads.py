@@ -25,7 +25,6 @@ def _content(seed: object) -> bytes:
 
 
 def _store(proxy: FaultProxy, root: str, *names: str, **options: Any) -> Store:
-    """A store with files of these names, whose reads alone are in the log."""
     with raw_s3(proxy.server) as raw:
         for name in names:
             raw.write(f"{root}/{name}", _content(name))
@@ -38,7 +37,6 @@ def _read(store: Store, name: str, begin: int = 0, size: int = _SIZE) -> bytes:
 
 
 def _signed(proxy: FaultProxy) -> list[bool]:
-    """Of each GET whether its URL was signed, and not the request."""
     gets = proxy.requests("GetObject")
     assert all(("X-Amz-Signature" in get.query) != ("authorization" in get.headers) for get in gets)
     return ["X-Amz-Signature" in get.query for get in gets]
@@ -136,7 +134,7 @@ def test_a_proxy_is_used(s3_proxy: FaultProxy, s3_root: str) -> None:
 
 
 def test_urls_for_amazon_are_signed_for_their_region() -> None:
-    """Signs by version 4 and at the bucket's own endpoint; for anonymous readers nothing."""
+    """Signs by version 4, or as asked to, at the bucket's own endpoint; for anonymous readers nothing."""
     keys = {"key": "AKIDEXAMPLE", "secret": "secret", "client_kwargs": {"region_name": "eu-west-1"}}
     own: Any = open_store("s3://some-bucket/run", keys)
     url = own.presigned_url("__0_0.distcp", 60)
@@ -150,3 +148,5 @@ def test_urls_for_amazon_are_signed_for_their_region() -> None:
     anybody: Any = open_store("s3://some-bucket/run", {"anon": True})
     public = anybody.presigned_url("key", 60)
     assert public is not None and "?" not in public
+    old: Any = open_store("s3://some-bucket/run", keys | {"config_kwargs": {"signature_version": "s3"}})
+    assert "AWSAccessKeyId=" in old.presigned_url("key", 60)

@@ -25,36 +25,31 @@ SLOW = Fault(Kind.DELAY, seconds=20.0)
 """Longer than a cancelled save may take, which must not wait for it."""
 
 
-def manager_of(root: str, server: S3Server | FaultProxy, **options: Any) -> dcp.CheckpointManager:
-    """A manager of this process alone."""
+def _manager_of(root: str, server: S3Server | FaultProxy, **options: Any) -> dcp.CheckpointManager:
     storage_options = server.storage_options | {"part_bytes": PART_BYTES}
     return dcp.CheckpointManager(root, storage_options=storage_options, no_dist=True, **options)
 
 
-def state_of(version: int) -> dict[str, Any]:
-    """Weights of one part, and an optimizer of many."""
-    return {"model": torch.full((1000,), version), "optimizer": torch.full((16, 1 << 20), float(version))}
+def _state_of(version: int) -> dict[str, Any]:
+    return {"model": torch.full((1000,), version), "optimizer": torch.full((4, 1 << 20), float(version))}
 
 
-def version_restored(manager: dcp.CheckpointManager) -> tuple[int, int]:
-    """The step that is restored, and the version that all of it tells."""
-    state = state_of(0)
+def _version_restored(manager: dcp.CheckpointManager) -> tuple[int, int]:
+    state = _state_of(0)
     restored = manager.restore(state)
     assert restored is not None
     assert float(state["optimizer"].min()) == float(state["model"].max())
     return restored.step, int(state["model"][0])
 
 
-def becomes(condition: Callable[[], object]) -> bool:
-    """Whether it is so within a minute."""
+def _becomes(condition: Callable[[], object]) -> bool:
     deadline = time.monotonic() + 60
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     return bool(condition())
 
 
-def left_of(raw: RawS3, root: str, step: int) -> list[str]:
-    """Objects and unfinished uploads of a step."""
+def _left_of(raw: RawS3, root: str, step: int) -> list[str]:
     folder = f"{root}/step-{step:08d}/"
     return [*raw.list(folder), *raw.uploads(folder).values()]
 
@@ -64,44 +59,43 @@ def test_a_cancelled_upload_is_ended(
     s3_server: S3Server, s3_proxy: FaultProxy, s3_root: str, mode: Any
 ) -> None:
     """In the middle of its parts: neither an object nor an upload is left, and the step before loads."""
-    with manager_of(s3_root, s3_proxy, mode=mode) as manager, raw_s3(s3_server) as raw:
-        manager.save(1, state_of(1))
+    with _manager_of(s3_root, s3_proxy, mode=mode) as manager, raw_s3(s3_server) as raw:
+        manager.save(1, _state_of(1))
         assert manager.wait(120)
         s3_proxy.spoil(SLOW, operation="UploadPart", times=None)
-        manager.save(2, state_of(2))
-        assert becomes(lambda: raw.uploads(f"{s3_root}/step-00000002"))
+        manager.save(2, _state_of(2))
+        assert _becomes(lambda: raw.uploads(f"{s3_root}/step-00000002"))
         assert manager.cancel()
-        assert left_of(raw, s3_root, 2) == []
+        assert _left_of(raw, s3_root, 2) == []
         s3_proxy.heal()
-        assert version_restored(manager) == (1, 1)
+        assert _version_restored(manager) == (1, 1)
 
 
 @pytest.mark.exhaustive
 def test_a_deadline_on_s3(s3_server: S3Server, s3_proxy: FaultProxy, s3_root: str) -> None:
     """The weights are there, the upload of the rest is ended, and resuming takes the step before."""
-    manager = manager_of(s3_root, s3_proxy, grace_seconds=4, every_steps=100, verify_saved="off")
+    manager = _manager_of(s3_root, s3_proxy, grace_seconds=4, every_steps=100, verify_saved="off")
     s3_proxy.spoil(Fault(Kind.DELAY, seconds=3.0), operation="UploadPart", times=None)
-    manager.save(1, state_of(1), force=True)  # takes longer than the grace
+    manager.save(1, _state_of(1), force=True)  # takes longer than the grace
     assert manager.wait(120)
     s3_proxy.heal()
     s3_proxy.spoil(SLOW, operation="UploadPart", times=None)
     os.kill(os.getpid(), signal.SIGTERM)
-    manager.save(2, state_of(2))
+    manager.save(2, _state_of(2))
     manager.close()
     s3_proxy.heal()
     with raw_s3(s3_server) as raw:
-        left = left_of(raw, s3_root, 2)
+        left = _left_of(raw, s3_root, 2)
         assert sorted(name.endswith(".distcp") for name in left) == [False, False, True]
-    with manager_of(s3_root, s3_server) as other:
-        assert version_restored(other) == (1, 1)
+    with _manager_of(s3_root, s3_server) as other:
+        assert _version_restored(other) == (1, 1)
         weights = {"model": torch.zeros(1000, dtype=torch.int64)}
         newest = other.restore(weights, only="model")
         assert newest is not None
         assert (newest.step, int(weights["model"][0])) == (2, 2)
 
 
-def given(root: str, server: S3Server, **options: Any) -> list[int]:
-    """What a consumer is given now, and acknowledges."""
+def _given(root: str, server: S3Server, **options: Any) -> list[int]:
     with dcp.watch(root, once=True, storage_options=server.storage_options, **options) as steps:
         return [step.step for step in steps]
 
@@ -120,9 +114,9 @@ def test_a_consumer_follows_a_run(s3_server: S3Server, s3_root: str, tmp_path: P
     """Its cursor is in the bucket: killed with a step in hand, that one is given again, and no other; what is
     repeated comes again, what retention deleted does not; two of one name do not work side by side."""
     options = s3_server.storage_options
-    assert given(s3_root, s3_server) == []
+    assert _given(s3_root, s3_server) == []
     small = {"model": torch.ones(3)}
-    with manager_of(s3_root, s3_server, mode="sync", keep=dcp.Retention(last=3)) as manager:
+    with _manager_of(s3_root, s3_server, mode="sync", keep=dcp.Retention(last=3)) as manager:
         for step in (1, 2, 3):
             manager.save(step, small)
         assert manager.wait(120)
@@ -141,6 +135,6 @@ def test_a_consumer_follows_a_run(s3_server: S3Server, s3_root: str, tmp_path: P
             manager.save(step, small, force=True)
         assert manager.wait(120)
         there = manager.all_steps()
-    assert given(s3_root, s3_server) == [step for step in there if step != 2]
-    assert given(s3_root, s3_server) == []
-    assert given(s3_root, s3_server, consumer="late", cursor=tmp_path) == there
+    assert _given(s3_root, s3_server) == [step for step in there if step != 2]
+    assert _given(s3_root, s3_server) == []
+    assert _given(s3_root, s3_server, consumer="late", cursor=tmp_path) == there

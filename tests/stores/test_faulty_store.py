@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dcp.errors import StorageError, StorageFullError
+from dcp.errors import StorageFullError
 from dcp.storage.stores import MemoryStore, PosixStore
 from tests.support.faulty_store import Fault, FaultInjectingStore, Operation
 
@@ -41,32 +41,22 @@ def test_log_and_counts(tmp_path: Path) -> None:
     assert store.counts["write"] == 1
 
 
-def test_error_at_the_nth_operation() -> None:
-    """The error comes at that operation only; before and after it all works."""
-    store = FaultInjectingStore(MemoryStore("nth"), Fault("write", at=2, error=FULL))
-    handle = store.create("a", durable=False)
-    handle.write(b"1")
+def test_errors_at_an_operation_or_from_then_on() -> None:
+    """At the nth of a kind since it was added; or for files of a pattern, until it is cleared."""
+    store = FaultInjectingStore(MemoryStore("nth"))
+    store.publish("m", b"1", durable=False)
+    store.add(Fault("publish", at=2, error=FULL))
+    store.publish("m", b"2", durable=False)
     with pytest.raises(StorageFullError, match="injected"):
-        handle.write(b"2")
-    handle.write(b"3")
-    assert handle.finish() == 2
-    store.delete("a")
-
-
-def test_errors_from_then_on_until_cleared() -> None:
-    """A dead disk stays dead until it is repaired; the pattern limits it to some files."""
-    store = FaultInjectingStore(
-        MemoryStore("dead"),
-        Fault("*", at=2, name="*.bin", onwards=True, error=OSError(errno.EIO, "injected")),
-    )
-    store.create("a.bin", durable=False)
+        store.publish("m", b"3", durable=False)
+    store.publish("m", b"4", durable=False)
+    store.add(Fault("*", name="*.bin", onwards=True, error=OSError(errno.EIO, "injected")))
     for _ in range(3):
         with pytest.raises(OSError, match="injected"):
             store.create("b.bin", durable=False)
-    store.publish("m", b"1", durable=False)
+    assert store.read("m", limit_bytes=1) == b"4"
     store.clear()
     store.create("b.bin", durable=False)
-    assert [info.name for info in store.list()] == ["a.bin", "b.bin", "m"]
 
 
 def test_torn_write(tmp_path: Path) -> None:
@@ -78,16 +68,6 @@ def test_torn_write(tmp_path: Path) -> None:
     assert handle.position == 3
     handle.abort()
     assert store.list() == []
-
-
-def test_faults_added_later_count_from_then() -> None:
-    """A fault counts the operations after it was added, so that a test can prepare with the same store."""
-    store = FaultInjectingStore(MemoryStore("later"))
-    store.publish("m", b"1", durable=False)
-    store.add(Fault("publish", at=1, error=StorageError("injected", path="m", op="publish")))
-    with pytest.raises(StorageError, match="injected"):
-        store.publish("m", b"2", durable=False)
-    assert store.read("m", limit_bytes=1) == b"1"
 
 
 def test_flipped_bytes() -> None:

@@ -13,13 +13,14 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import pytest
 
 from dcp.storage.stores.handles import Views
 from dcp.storage.stores.objects.client import Failure, RequestError
 from dcp.storage.stores.objects.s3.direct import DirectReads, SignedUrl
-from dcp.storage.stores.objects.s3.http_bodies import BodyTransport, CalledOff, Receiver
+from dcp.storage.stores.objects.s3.http_bodies import BodyTransport, Receiver
 from dcp.storage.stores.objects.s3.session import _tls
 from tests.support.ports import refusing_port
 from tests.support.receivers import CERTIFICATES
@@ -132,27 +133,50 @@ def test_bodies_fill_buffers_over_one_connection() -> None:
         assert "Range: bytes=0-9" in lines
 
 
-def test_the_answer_may_ask_to_close() -> None:
-    """A connection that the server wants to end is not kept."""
-    closing = _whole().replace(b"ETag", b"Connection: close\r\nETag")
-    with _Server(lambda connection, _: connection.sendall(closing)) as server, _transport() as transport:
-        for _ in range(2):
+@pytest.mark.parametrize("kept_seconds", [0.0, _HANG_SECONDS])
+@pytest.mark.parametrize("how", ["stays", "asked to close", "ends while idle"])
+def test_connections_that_are_old_or_ended_are_not_used(how: str, kept_seconds: float) -> None:
+    """One that the server wants to end, or has ended, or is too old: nobody fails."""
+    answer = _whole().replace(b"ETag", b"Connection: close\r\nETag") if how == "asked to close" else _whole()
+
+    def reply(connection: socket.socket, _: int) -> None:
+        connection.sendall(answer)
+        if how == "ends while idle":
+            connection.shutdown(socket.SHUT_RDWR)
+
+    with _Server(reply) as server, _transport(kept_seconds=kept_seconds) as transport:
+        for _ in range(3):
             data, receiver = _memory()
             transport.get(server.url, {}, receiver, limit_seconds=_HANG_SECONDS)
             assert data == _BODY
-        assert server.connections == 2
+            server.let_go.wait(0.05)  # so that it may have heard of an end
+        assert server.connections == (1 if how == "stays" and kept_seconds else 3)
 
 
-def test_a_body_of_another_size_is_left_alone() -> None:
-    """No byte of it gets into the memory, and its connection is not used again."""
-    answers = [_whole(_BODY[:-1]), _whole(_BODY + b"!"), _whole()]
-    with _Server(lambda connection, n: connection.sendall(answers[n])) as server, _transport() as transport:
-        for _ in range(2):
-            data, receiver = _memory()
+def test_what_is_no_whole_body_reaches_no_memory() -> None:
+    """A body of another size, and an error's text, which goes to the caller, a very long one cut: only a
+    connection of which all was read is used again."""
+    long = b"x" * (3 << 20)
+    answers = [
+        _whole(_BODY[:-1]),
+        _whole(_BODY + b"!"),
+        _whole(b"No", "404 Not Found"),
+        _whole(long, "500 Oh"),
+        _whole(),
+    ]
+
+    def reply(connection: socket.socket, number: int) -> None:
+        with contextlib.suppress(OSError):  # nobody reads all of the long one
+            connection.sendall(answers[number])
+
+    with _Server(reply) as server, _transport() as transport:
+        data, receiver = _memory()
+        for status, size in ((206, 0), (206, 0), (404, 2), (500, 1 << 20)):
             answer = transport.get(server.url, {}, receiver, limit_seconds=_HANG_SECONDS)
-            assert answer.status == 206 and not receiver.is_filled and not any(data)
-        transport.get(server.url, {}, _memory()[1], limit_seconds=_HANG_SECONDS)
-        assert server.connections == 3
+            assert (answer.status, len(answer.body)) == (status, size)
+            assert not receiver.is_filled and not any(data)
+        transport.get(server.url, {}, receiver, limit_seconds=_HANG_SECONDS)
+        assert receiver.is_filled and server.connections == 4
 
 
 def test_a_body_that_ends_too_early_is_an_error() -> None:
@@ -190,77 +214,25 @@ def test_chunked_bodies_must_have_the_size_too(extra: bytes) -> None:
         assert server.connections == 1
 
 
-def test_answers_that_are_errors_come_with_their_body() -> None:
-    """Their text goes to the caller, not to the memory; a very long one is cut, its connection dropped."""
-    long = b"x" * (3 << 20)
-    answers = [_whole(b"<Code>No</Code>", "404 Not Found"), _whole(long, "500 Oh"), _whole()]
-
-    def reply(connection: socket.socket, number: int) -> None:
-        with contextlib.suppress(OSError):  # nobody reads all of the long one
-            connection.sendall(answers[number])
-
-    with _Server(reply) as server, _transport() as transport:
-        data, receiver = _memory()
-        answer = transport.get(server.url, {}, receiver, limit_seconds=_HANG_SECONDS)
-        assert (answer.status, answer.body) == (404, b"<Code>No</Code>")
-        answer = transport.get(server.url, {}, receiver, limit_seconds=_HANG_SECONDS)
-        assert answer.status == 500 and len(answer.body) == 1 << 20
-        assert not receiver.is_filled and not any(data)
-        transport.get(server.url, {}, receiver, limit_seconds=_HANG_SECONDS)
-        assert receiver.is_filled and server.connections == 2
-
-
-@pytest.mark.parametrize("closing", [b"", b"Connection: close\r\n"])
-@pytest.mark.parametrize("sent", [0, 20, 1000])
-def test_what_is_called_off_writes_nothing_any_more(sent: int, closing: bytes) -> None:
-    """A request that hangs before, in or behind its head ends at once, and late bytes reach no memory."""
-    called_off = threading.Event()
-
-    def reply(connection: socket.socket, _: int) -> None:
-        data = _whole().replace(b"ETag", closing + b"ETag")
-        connection.sendall(data[:sent])
-        called_off.set()
-        server.let_go.wait(_HANG_SECONDS)
-        with contextlib.suppress(OSError):
-            connection.sendall(data[sent:])
-
-    with _Server(reply) as server, _transport() as transport:
-        data, receiver = _memory()
-        with pytest.raises(CalledOff):
-            transport.get(server.url, {}, receiver, limit_seconds=_HANG_SECONDS, called_off=called_off)
-        before = bytes(data)
-        server.let_go.set()
-        assert bytes(data) == before != _BODY
-        assert not receiver.is_filled
-
-
-def test_bytes_that_trickle_end_at_the_limit() -> None:
-    """A server that always sends something is given up all the same."""
+@pytest.mark.parametrize(
+    ("pause_seconds", "settings", "limit_seconds"),
+    [(0.01, {}, 1.0), (_HANG_SECONDS, {"read_seconds": 0.3}, _HANG_SECONDS)],
+)
+def test_trickles_and_silence_end(pause_seconds: float, settings: Any, limit_seconds: float) -> None:
+    """A server that always sends something is given up at the limit, and one that sends nothing sooner."""
 
     def reply(connection: socket.socket, _: int) -> None:
         data = _whole()
         for at in range(len(data)):
-            if server.let_go.wait(0.01):
+            if server.let_go.wait(pause_seconds):
                 return
             connection.sendall(data[at : at + 1])
 
-    with _Server(reply) as server, _transport() as transport:
+    with _Server(reply) as server, _transport(**settings) as transport:
         receiver = _memory()[1]
-        with pytest.raises(TimeoutError, match="no end"):
-            transport.get(server.url, {}, receiver, limit_seconds=1.0)
-        assert not receiver.is_filled
-
-
-def test_silence_ends_with_the_time_of_a_read() -> None:
-    """A server that sends nothing for that long has failed."""
-
-    def reply(connection: socket.socket, _: int) -> None:
-        connection.sendall(_whole()[:1000])
-        server.let_go.wait(_HANG_SECONDS)
-
-    with _Server(reply) as server, _transport(read_seconds=0.3) as transport:
         with pytest.raises(TimeoutError):
-            transport.get(server.url, {}, _memory()[1], limit_seconds=_HANG_SECONDS)
+            transport.get(server.url, {}, receiver, limit_seconds=limit_seconds)
+        assert not receiver.is_filled
         server.let_go.set()
 
 
@@ -284,16 +256,6 @@ def test_tls_is_verified_unless_switched_off() -> None:
                     continue
                 transport.get(server.url, {}, receiver, limit_seconds=_HANG_SECONDS)
                 assert receiver.is_filled and data == _BODY
-
-
-def test_a_closed_transport_asks_nobody() -> None:
-    """Its idle connections end, and requests fail as broken connections do."""
-    with _Server(lambda connection, _: connection.sendall(_whole())) as server, _transport() as transport:
-        transport.get(server.url, {}, _memory()[1], limit_seconds=_HANG_SECONDS)
-        transport.close()
-        with pytest.raises(ConnectionAbortedError):
-            transport.get(server.url, {}, _memory()[1], limit_seconds=_HANG_SECONDS)
-        assert len(server.heads) == 1
 
 
 @pytest.mark.parametrize("told", ["bytes 0-9/100", "bytes 50-59/100"])

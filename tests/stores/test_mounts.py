@@ -36,8 +36,7 @@ FAILURES = [
 ]
 
 
-def refusing(call: str, name: str) -> Callable[[str, Path], int]:
-    """An ``errno_of`` of a mount without ``call``; files can be synced."""
+def _refusing(call: str, name: str) -> Callable[[str, Path], int]:
     number = getattr(errno, name)
 
     def errno_of(called: str, path: Path) -> int:
@@ -46,8 +45,7 @@ def refusing(call: str, name: str) -> Callable[[str, Path], int]:
     return errno_of
 
 
-def odd_files(folder: Path) -> list[str]:
-    """Files that no checkpoint has."""
+def _odd_files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob(".*") if path.name != ".metadata")
 
 
@@ -61,12 +59,12 @@ def saves_where_refused(root: Path) -> tuple[list[Any], list[str]]:
     for call, names in REFUSALS.items():
         for name in names:
             folder = root / f"{call}-{name}"
-            with bad_mount(root, refusing(call, name)):
+            with bad_mount(root, _refusing(call, name)):
                 save_version(folder / "x", 1)
                 save_version(folder / "x", 2)
                 dcp.convert(folder / "x", folder / "x.pt", to="torch", executor="inline")
             is_made = (folder / "x.pt").is_file()
-            seen.append((call, name, seen_by_dcp(folder / "x"), is_made, odd_files(root)))
+            seen.append((call, name, seen_by_dcp(folder / "x"), is_made, _odd_files(root)))
     return seen, logged
 
 
@@ -86,12 +84,12 @@ def test_a_failure_is_not_taken_for_a_refusal(tmp_path: Path, call: str, name: s
     folder = tmp_path / "x"
     save_version(folder, 1)
     target = tmp_path / "new" if call == "link" else folder
-    with bad_mount(tmp_path, refusing(call, name)), pytest.raises(StorageError) as caught:
+    with bad_mount(tmp_path, _refusing(call, name)), pytest.raises(StorageError) as caught:
         save_version(target, 2)
     assert caught.value.errno == getattr(errno, name)
     assert caught.value.op in ("fsync_folder", "link", "lock") and str(tmp_path) in caught.value.path
     assert seen_by_dcp(folder) == 1
-    assert odd_files(tmp_path) == []
+    assert _odd_files(tmp_path) == []
 
 
 def test_what_cannot_be_done_otherwise_names_the_option(tmp_path: Path) -> None:
@@ -111,7 +109,7 @@ def test_what_cannot_be_done_otherwise_names_the_option(tmp_path: Path) -> None:
     with bad_mount(tmp_path, no_names), pytest.raises(StorageError, match=r"save to the URL of the store"):
         dcp.save(state, checkpoint_id=tmp_path / "b")
     assert dcp.read(tmp_path / "a") == state
-    assert odd_files(tmp_path) == []
+    assert _odd_files(tmp_path) == []
 
 
 def write_where_no_file_can_be_cut(folder: Path) -> tuple[str, dict[str, int]]:

@@ -16,7 +16,6 @@ import fsspec
 import fsspec.asyn
 from fsspec.implementations.memory import MemoryFileSystem
 
-from dcp.errors import StorageError
 from dcp.storage.stores import Store, open_store
 from dcp.storage.stores.contract import pattern_bytes
 from tests.support.fault_plan import STALLED
@@ -53,7 +52,6 @@ def _comes_true(condition: Callable[[], bool]) -> bool:
 
 
 def _connections(server: Any) -> int:
-    """TCP connections of this process to the server that are established."""
     port = f":{int(server.endpoint_url.rpartition(':')[2]):04X}"
     ours = set(open_files())
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
@@ -74,15 +72,6 @@ def test_old_credentials_leave_nothing_behind(s3_server: Any, s3_root: str) -> N
     _open_others(s3_server, s3_root)
     assert _comes_true(lambda: _connections(s3_server) <= _FEW)
     assert _comes_true(lambda: threads[-1] not in threading.enumerate())
-
-
-def test_the_steps_of_a_run_share_a_connection(s3_server: Any, s3_root: str) -> None:
-    """Each has a store of its own, which is gone when the next begins."""
-    _store(s3_server, f"{s3_root}/step-0", 700).list()
-    opened = _connections(s3_server)
-    for step in range(1, 12):
-        _store(s3_server, f"{s3_root}/step-{step}", 700).list()
-    assert _connections(s3_server) == opened
 
 
 def test_what_is_used_stays_open(s3_server: Any, s3_root: str) -> None:
@@ -149,23 +138,6 @@ def test_a_child_leaves_the_connections_of_its_parent_alone(s3_server: Any, s3_r
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert store.read("data", limit_bytes=5) == b"12345"
     assert store.traffic()["retries"] == 0
-
-
-def test_stores_of_one_place_exclude_each_other(s3_server: Any, s3_root: str) -> None:
-    """While one of this process holds the place's lock; its own thread may take it again."""
-
-    def takes(store: Store) -> bool:
-        try:
-            with store.lock(timeout_seconds=0.05):
-                return True
-        except StorageError:
-            return False
-
-    with ThreadPoolExecutor(1) as pool:
-        with _store(s3_server, s3_root).lock(timeout_seconds=1):
-            assert takes(_store(s3_server, s3_root))
-            assert not pool.submit(takes, _store(s3_server, s3_root)).result(_HANG_SECONDS)
-        assert pool.submit(takes, _store(s3_server, s3_root)).result(_HANG_SECONDS)
 
 
 class _Cloud(MemoryFileSystem):  # type: ignore[misc]  # it comes without types

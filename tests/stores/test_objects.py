@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -13,9 +13,11 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractFileSystem
 
+import dcp
 from dcp.errors import CheckpointConflictError, CheckpointError, CorruptCheckpointError, StorageError
 from dcp.storage.stores import Store, open_store
 from dcp.storage.stores.contract import pattern_bytes
+from tests.support.command import run
 from tests.support.s3 import RawS3, raw_s3
 
 _MIB = 1 << 20
@@ -126,6 +128,7 @@ def test_folders_and_their_files_by_one_listing(store: Store, raw: RawS3) -> Non
     assert {"a", "b"} <= set(store.folders()) and "" not in store.folders()
 
 
+@pytest.mark.exhaustive  # test_request_counts.py lists as many
 def test_listings_of_many_pages(store: Store, raw: RawS3) -> None:
     """Beyond a thousand objects, a listing continues where it was cut."""
     names = [f"f{n:04}" for n in range(1203)]
@@ -136,23 +139,37 @@ def test_listings_of_many_pages(store: Store, raw: RawS3) -> None:
     assert raw.list(store.url) == {}
 
 
-def test_a_forked_child_makes_its_own_connections(store: Store) -> None:
-    """A store that its parent has used works in the child, and in the parent after it."""
-    store.publish("m", b"parent", durable=True)
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            if store.read("m", limit_bytes=9) == b"parent":
-                store.publish("m", b"child", durable=True, expected=store.version("m"))
-                with store.create("data", durable=True) as handle:
-                    handle.write(pattern_bytes(11 * _MIB))
-                status = 0
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert store.read("m", limit_bytes=9) == b"child"
-    assert store.read("data", limit_bytes=11 * _MIB) == pattern_bytes(11 * _MIB)
+class _Roots(MemoryFileSystem):  # type: ignore[misc]  # it comes without types
+    """fsspec's memory, by a scheme that is not ours."""
+
+    protocol = "rootcloud"
+
+
+fsspec.register_implementation("rootcloud", _Roots, clobber=True)
+
+
+@pytest.mark.parametrize("kind", ["{}", "file://{}", "memory://{}", "rootcloud://bucket{}"])
+def test_a_run_in_any_root(kind: str, tmp_path: Path) -> None:
+    """A path, its URL, memory and any file system of fsspec's: steps are saved, found, pinned, kept and
+    listed; files of the root and deeper folders are none."""
+    url = kind.format(tmp_path / "a run")
+    neighbours = (url, f"{url}/step-00000001/deeper", f"{url}/step-00000009")
+    options = {"conditional_writes": "off"} if "cloud" in kind else None
+    keep = dcp.Retention(last=1)
+    with dcp.CheckpointManager(url, keep=keep, storage_options=options, no_dist=True) as manager:
+        manager.save(1, {"n": 1}, force=True)
+        manager.wait(60)
+        manager.pin(1)
+        for place in neighbours:
+            store = open_store(place)
+            store.make_root()
+            store.publish("other", b"1", durable=False)
+        for step in (2, 3):
+            manager.save(step, {"n": step}, force=True)
+        manager.wait(60)
+        assert (manager.all_steps(), manager.pinned(), manager.latest()) == ([1, 3], [1], 3)
+    listed = run("ls", url, "--json").json
+    assert [row["step"] for row in listed if row["state"] == "committed"] == [1, 3]
 
 
 # -- options -------------------------------------------------------------------------------------------------
@@ -184,20 +201,20 @@ def test_the_bucket_of_an_error_is_named(s3_server: Any) -> None:
     assert (caught.value.attempts, caught.value.bucket) == (1, "absent")
 
 
+_WRONG: dict[str, list[object]] = {
+    "conditional_writes": ["maybe"],
+    "part_bytes": [1 << 20, (5 << 20) + 1],
+    **{
+        name: [value]
+        for name, value in (("concurrency", 0), ("retry_seconds", -1), ("request_timeout_seconds", 0))
+    },
+}
+
+
 @pytest.mark.parametrize(
     ("url", "options"),
-    [
-        ("s3://bucket/run", {"conditional_writes": "maybe"}),
-        ("s3://bucket/run", {"concurrency": 0}),
-        ("s3://bucket/run", {"part_bytes": 1 << 20}),
-        ("s3://bucket/run", {"part_bytes": (5 << 20) + 1}),
-        ("s3://bucket/run", {"retry_seconds": -1}),
-        ("s3://bucket/run", {"request_timeout_seconds": 0}),
-        ("/tmp/run", {"key": "1"}),
-        ("s3://", None),
-        ("s3:///run", None),
-        ("s3a:///run", None),
-    ],
+    [("s3://bucket/run", {name: value}) for name, values in _WRONG.items() for value in values]
+    + [("/tmp/run", {"key": "1"}), *((url, None) for url in ("s3://", "s3:///run", "s3a:///run"))],
 )
 def test_options_and_urls_that_make_no_sense(url: str, options: dict[str, object] | None) -> None:
     """They are refused before any request."""

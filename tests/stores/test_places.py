@@ -125,5 +125,6 @@ def test_a_link_that_leads_nowhere(leads_to: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", [Path("s3://bucket/run"), "gs:/bucket", "simplecache::s3://bucket/run"])
 def test_urls_that_lost_a_slash_are_told(place: Any) -> None:
     """pathlib takes two slashes of a URL for one; a folder of that name would be made in silence."""
-    with pytest.raises(StorageError, match=r"lost a slash|chained"):
-        open_store(place)
+    for act in (open_store, USES["save"], USES["manager"]):
+        with pytest.raises(StorageError, match=r"lost a slash|chained"):
+            act(place)

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from dcp.errors import CheckpointConflictError, CheckpointFormatError, StorageError
+from dcp.errors import CheckpointFormatError, StorageError
 from dcp.storage.stores import PosixStore
 from dcp.storage.stores.contract import pattern_bytes
 from tests.support.bad_mount import bad_mount
@@ -36,8 +36,7 @@ class Steps(list[tuple[str, str]]):
         self.append((step, ASIDE if name.startswith(ASIDE) else name))
 
 
-def calls_that_read(store: PosixStore, name: str) -> list[Callable[[], object]]:
-    """Every way to get at a file's bytes."""
+def _calls_that_read(store: PosixStore, name: str) -> list[Callable[[], object]]:
     return [
         partial(store.read, name, limit_bytes=9999),
         partial(store.open_read, name),
@@ -54,7 +53,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     (root / "dangling").symlink_to(tmp_path / "new")
     store = PosixStore(root)
     assert store.list() == [] and store.stat("link") is None
-    for call in calls_that_read(store, "link"):
+    for call in _calls_that_read(store, "link"):
         with pytest.raises(CheckpointFormatError, match="symbolic link"):
             call()
     with pytest.raises(StorageError):
@@ -87,7 +86,7 @@ def test_odd_files_are_refused_without_hanging(tmp_path: Path) -> None:
     assert store.list() == []
     for name in ("fifo", "folder", "socket"):
         assert store.stat(name) is None
-        for call in calls_that_read(store, name):
+        for call in _calls_that_read(store, name):
             with pytest.raises((CheckpointFormatError, StorageError)) as caught:
                 call()
             assert caught.value.path == str(tmp_path / name)
@@ -236,17 +235,6 @@ def test_a_publish_interrupted_anywhere_leaves_nothing_aside(tmp_path: Path, dur
     assert (tmp_path / "m").read_bytes() == b"1"
 
 
-def test_without_hard_links_create_only_still_excludes(tmp_path: Path) -> None:
-    """Where links are refused a create-only publish is a compare and rename under the lock."""
-    steps = Steps()
-    store = PosixStore(tmp_path, steps, hard_links=False)
-    store.publish("m", b"1", durable=False, expected=None)
-    assert [step for step, _ in steps] == ["create", "write", "lock", "rename"]
-    with pytest.raises(CheckpointConflictError):
-        store.publish("m", b"2", durable=False, expected=None)
-    assert store.read("m", limit_bytes=9) == b"1"
-
-
 # -- handles, locks, modes -----------------------------------------------------------------------------------
 
 
@@ -262,27 +250,6 @@ def test_remove_root_ignores_an_abandoned_lock_file(tmp_path: Path) -> None:
     (root / ".lock").touch()
     store.remove_root()
     assert not root.exists()
-
-
-def test_many_threads_never_hold_one_lock_together(tmp_path: Path) -> None:
-    """Also where each removes the lock file as it lets go, just as the next ones open it."""
-    holders = worst = 0
-
-    def work() -> None:
-        nonlocal holders, worst
-        store = PosixStore(tmp_path)
-        for _ in range(100):
-            with store.lock(timeout_seconds=240):
-                holders += 1
-                worst = max(worst, holders)
-                holders -= 1
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (worst, holders, list(tmp_path.iterdir())) == (1, 0, [])
 
 
 def test_short_writes_and_reads_are_continued(tmp_path: Path) -> None:

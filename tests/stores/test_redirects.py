@@ -4,52 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 
 import pytest
 
 import dcp
 from dcp.errors import StorageError
 from dcp.storage.stores import open_store
+from tests.support.scripted_service import Answer, scripted_service
 
 _BODY = "<?xml version='1.0'?><Error><Code>{}</Code><Message>Use another endpoint.</Message>{}</Error>"
 
 
 @contextmanager
 def _elsewhere(status: int, code: str, *, extra: str = "", **headers: str) -> Iterator[dict[str, object]]:
-    """A service that sends everybody away, on a port of its own; options for it that are patient."""
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def answer(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            body = _BODY.format(code, extra).encode()
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name.replace("_", "-"), value.replace("HERE", endpoint))
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
-
-        do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = answer
-
-        def log_message(self, *_: object) -> None:
-            """Say nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    endpoint = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield {"endpoint_url": endpoint, "key": "k", "secret": "s", "retry_seconds": 3600.0}
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    """A service that sends everybody away; options for it that are patient."""
+    answer = Answer(status, _BODY.format(code, extra).encode(), headers)
+    with scripted_service(lambda _: answer) as service:
+        yield {"endpoint_url": service.url, "key": "k", "secret": "s", "retry_seconds": 3600.0}
 
 
 def _check(options: dict[str, object], *words: str) -> None:
@@ -78,7 +49,7 @@ def test_a_redirection_that_does_not_say_where(status: int) -> None:
 
 def test_a_redirection_that_names_the_region() -> None:
     """What the service says is passed on."""
-    with _elsewhere(301, "PermanentRedirect", x_amz_bucket_region="eu-west-1") as options:
+    with _elsewhere(301, "PermanentRedirect", **{"x-amz-bucket-region": "eu-west-1"}) as options:
         _check(options, 'client_kwargs={"region_name": "eu-west-1"}')
 
 

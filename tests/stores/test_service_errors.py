@@ -7,11 +7,6 @@ from __future__ import annotations
 
 import errno
 import ftplib
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 from types import SimpleNamespace
 
 import aiohttp
@@ -28,6 +23,7 @@ from dcp.storage.stores import open_store
 from dcp.storage.stores.objects.client import Failure
 from dcp.storage.stores.objects.generic.errors import as_request_error
 from dcp.storage.stores.objects.s3.errors import request_error
+from tests.support.scripted_service import Answer, scripted_service
 
 
 class GoogleAuthError(Exception):
@@ -38,40 +34,21 @@ class GoogleAuthError(Exception):
         self.retryable = retryable
 
 
-class DefaultCredentialsError(GoogleAuthError):
-    """As google.auth's."""
-
-
-class RefreshError(GoogleAuthError):
-    """As google.auth's."""
-
-
-class TransportError(GoogleAuthError):
-    """As google.auth's."""
-
-
 class HttpError(Exception):
-    """As gcsfs'."""
+    """As gcsfs', with a code; as azure.core's, with a status."""
 
-    def __init__(self, code: int | str | None, text: str) -> None:
+    def __init__(self, code: int | str | None = None, text: str = "", **attributes: object) -> None:
         super().__init__(text)
         self.code = code
+        vars(self).update(attributes)
 
 
-class HttpResponseError(Exception):
-    """As azure.core's."""
-
-    def __init__(self, status_code: int | None = None) -> None:
-        super().__init__("Operation returned an invalid status")
-        self.status_code = status_code
-
-
-class ClientAuthenticationError(HttpResponseError):
-    """As azure.core's; azure.identity's have no status."""
-
-
-class AuthenticationException(Exception):
-    """As paramiko's."""
+DefaultCredentialsError = type("DefaultCredentialsError", (GoogleAuthError,), {})
+RefreshError = type("RefreshError", (GoogleAuthError,), {})
+TransportError = type("TransportError", (GoogleAuthError,), {})
+HttpResponseError = type("HttpResponseError", (HttpError,), {})
+ClientAuthenticationError = type("ClientAuthenticationError", (HttpResponseError,), {})
+AuthenticationException = type("AuthenticationException", (Exception,), {})  # paramiko's
 
 
 def _hub(status: int) -> Exception:
@@ -100,10 +77,10 @@ FINAL, PASSING = Failure.FINAL, Failure.PASSING
         (HttpError(400, "no such parameter"), FINAL, ""),
         (HttpError(None, "?"), PASSING, ""),
         (OSError("Forbidden: gs://bucket/key\nno access"), FINAL, "credentials"),
-        (ClientAuthenticationError(), FINAL, "credentials"),
-        (HttpResponseError(403), FINAL, "credentials"),
-        (HttpResponseError(404), Failure.MISSING, ""),
-        (HttpResponseError(416), Failure.RANGE, ""),
+        (ClientAuthenticationError(status_code=None), FINAL, "credentials"),
+        (HttpResponseError(status_code=403), FINAL, "credentials"),
+        (HttpResponseError(status_code=404), Failure.MISSING, ""),
+        (HttpResponseError(status_code=416), Failure.RANGE, ""),
         (_hub(403), FINAL, "credentials"),
         (_hub(429), PASSING, ""),
         (_hub(507), Failure.FULL, ""),
@@ -181,15 +158,6 @@ class _Locked(MemoryFileSystem):  # type: ignore[misc]  # it comes without types
     info = cat_file = pipe_file = ls
 
 
-class _NeedsLogin(MemoryFileSystem):  # type: ignore[misc]  # it comes without types
-    """One that logs in as it is made."""
-
-    protocol = "logincloud"
-
-    def __init__(self, **options: object) -> None:
-        raise AuthenticationException("Authentication failed.")
-
-
 def test_a_save_and_a_load_without_credentials_end_at_once() -> None:
     """After one attempt of each request, however patient they are asked to be."""
     fsspec.register_implementation("lockedcloud", _Locked, clobber=True)
@@ -202,48 +170,25 @@ def test_a_save_and_a_load_without_credentials_end_at_once() -> None:
 
 def test_a_file_system_that_cannot_log_in() -> None:
     """Its own kind of error becomes ours, with the names of the options and none of the values."""
-    fsspec.register_implementation("logincloud", _NeedsLogin, clobber=True)
+
+    class NeedsLogin(MemoryFileSystem):  # type: ignore[misc]  # it comes without types
+        def __init__(self, **options: object) -> None:
+            raise AuthenticationException("Authentication failed.")
+
+    fsspec.register_implementation("logincloud", NeedsLogin, clobber=True)
     store = open_store("logincloud://bucket/run", {"password": "hush"})
     with pytest.raises(StorageError, match="with options password: AuthenticationException") as failed:
         store.list()
     assert "hush" not in str(failed.value)
 
 
-@contextmanager
-def _name_node(status: int) -> Iterator[tuple[int, list[str]]]:
-    """An HTTP server that refuses everything, on a port of its own; what it was asked."""
-    asked: list[str] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            body = json.dumps(
-                {"RemoteException": {"exception": "SecurityException", "message": "no"}}
-            ).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            """Say nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield server.server_address[1], asked
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_real_file_system_over_http(status: int) -> None:
     """Refuses at once over WebHDFS, where fsspec knows 403 and lets 401 through as an error of requests."""
-    with _name_node(status) as (port, asked):
+    refusal = Answer(status, {"RemoteException": {"exception": "SecurityException", "message": "no"}})
+    with scripted_service(lambda _: refusal) as service:
+        port = service.url.rpartition(":")[2]
         store = open_store(f"webhdfs://127.0.0.1:{port}/run", {"retry_seconds": 3600.0})
         with pytest.raises(StorageError, match="credentials are missing"):
             store.list()
-        assert len(asked) == 1
+        assert len(service.asked) == 1

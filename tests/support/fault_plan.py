@@ -163,25 +163,14 @@ class Rule:
 
 
 class RandomFaults:
-    """Each request is spoiled with ``probability``, by one of ``faults``; and with it the next ``burst - 1``.
+    """Each request is spoiled with ``probability``, by one of ``faults``: by one seed in the same way."""
 
-    The same seed gives the same faults for the same sequence of requests.
-    """
-
-    def __init__(
-        self, seed: int, probability: float, faults: Sequence[Fault] = PASSING, *, burst: int = 1
-    ) -> None:
-        self._random = random.Random(seed)
-        self._probability = probability
-        self._faults = tuple(faults)
-        self._burst = burst
-        self._left: list[Fault] = []
+    def __init__(self, seed: int, probability: float, faults: Sequence[Fault] = PASSING) -> None:
+        self._random, self._probability, self._faults = random.Random(seed), probability, tuple(faults)
 
     def next(self) -> Fault | None:
         """The fault of the next request."""
-        if not self._left and self._random.random() < self._probability:
-            self._left = [self._random.choice(self._faults)] * self._burst
-        return self._left.pop() if self._left else None
+        return self._random.choice(self._faults) if self._random.random() < self._probability else None
 
 
 class FaultPlan:

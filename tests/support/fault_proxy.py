@@ -122,11 +122,6 @@ class FaultProxy:
         """The server's, by way of the proxy."""
         return {**self.server.storage_options, "endpoint_url": self.endpoint_url}
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """The server's, by way of the proxy."""
-        return {**self.server.environment, "AWS_ENDPOINT_URL": self.endpoint_url}
-
     def spoil(
         self,
         fault: Fault,
@@ -141,11 +136,9 @@ class FaultProxy:
         self.plan.rules.append(rule)
         return rule
 
-    def spoil_at_random(
-        self, seed: int, probability: float, faults: Sequence[Fault] = PASSING, *, burst: int = 1
-    ) -> None:
+    def spoil_at_random(self, seed: int, probability: float, faults: Sequence[Fault] = PASSING) -> None:
         """Begin to spoil requests by chance; see `RandomFaults`."""
-        self.plan.random = RandomFaults(seed, probability, faults, burst=burst)
+        self.plan.random = RandomFaults(seed, probability, faults)
 
     def heal(self) -> None:
         """No more faults."""

@@ -50,7 +50,7 @@ class ScriptedService:
             def do_POST(self) -> None:
                 service._handle(self)
 
-            do_GET = do_DELETE = do_PUT = do_PATCH = do_POST
+            do_GET = do_HEAD = do_DELETE = do_PUT = do_PATCH = do_POST
 
             def log_message(self, format: str, *args: Any) -> None:
                 pass
@@ -97,7 +97,7 @@ class ScriptedService:
         if "Transfer-Encoding" not in answer.headers and "Content-Length" not in answer.headers:
             handler.send_header("Content-Length", str(len(body)))
         handler.end_headers()
-        handler.wfile.write(body[: answer.cut])
+        handler.wfile.write(b"" if asked.method == "HEAD" else body[: answer.cut])
         if answer.cut is not None:
             handler.close_connection = True
 
