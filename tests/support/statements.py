@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ def statements_to(engine: Engine) -> Iterator[list[tuple[str, Any]]]:
     def on_statement(_one: Any, _cursor: Any, statement: str, parameters: Any, *_: Any) -> None:
         said.append((statement, parameters))
 
-    acts = {
+    acts: dict[str, Callable[..., None]] = {
         "before_cursor_execute": on_statement,
         "commit": lambda _: said.append(("COMMIT", None)),
         "rollback": lambda _: said.append(("ROLLBACK", None)),
