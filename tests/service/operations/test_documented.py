@@ -335,7 +335,8 @@ def instructions(name: str) -> list[str]:
 def environment(service: str) -> dict[str, str]:
     """Of the image, and of the service on top."""
     image = dict(word.split("=", 1) for line in instructions("ENV") for word in shlex.split(line))
-    return image | services()[service]["environment"]
+    own: dict[str, str] = services()[service]["environment"]
+    return image | own
 
 
 @pytest.mark.parametrize("service", OURS)

@@ -142,7 +142,7 @@ def test_large_results_are_not_in_lists(catalog: Catalog) -> None:
     written: it is in many transactions, and is gone with its job."""
     large = {"tensors": [{"fqn": f"layers.{n}.weight", "mean": 1.0} for n in range(20_000)], "count": 20_000}
     small: dict[str, Any] = {"damaged": [], "count": 3}
-    numbers = []
+    numbers: list[int] = []
     with (
         statements_to(catalog.app.service.database.writer),
         statements_to(catalog.worker.database.writer) as said,

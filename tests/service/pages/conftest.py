@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.app import App, running_app
 from tests.support.pages import Browser
 
-_SETTINGS = {"rate_limit": "100000/minute"}
+_SETTINGS: dict[str, Any] = {"rate_limit": "100000/minute"}
 
 
 @pytest.fixture

@@ -107,7 +107,7 @@ def test_the_root_is_the_innermost_that_holds_it(
 ) -> None:
     """Of roots within each other; of S3 by whatever scheme it is written with."""
     options = s3_server.storage_options
-    roots = {"main": {"url": f"{tmp_path}/main"}, "inner": {"url": f"{tmp_path}/main/inner"}}
+    roots: dict[str, Any] = {"main": {"url": f"{tmp_path}/main"}, "inner": {"url": f"{tmp_path}/main/inner"}}
     roots["bucket"] = {"url": f"{s3_root}/runs", "storage_options": options}
     for place in (f"{tmp_path}/main/run", f"{tmp_path}/main/inner/run"):
         dcp.save({"w": torch.ones(2)}, checkpoint_id=f"{place}/step-1", no_dist=True)

@@ -26,7 +26,7 @@ PUBLIC_PATHS = {"/", "/healthz", "/readyz", "/metrics", "/openapi.json", "/docs"
     "/static/{digest}/{name:path}",
     "/theme",
 }
-MANY = {"rate_limit": "1000000/minute", "login_limit": "1000000/minute"}
+MANY: dict[str, Any] = {"rate_limit": "1000000/minute", "login_limit": "1000000/minute"}
 WRONG = f"dcp_abcdefgh_{'x' * 43}"
 
 
@@ -286,7 +286,11 @@ def test_how_long_a_window_is(tmp_path: Path, url: str, rate: str, seconds: int)
 def test_a_wrong_key_locks_nobody_out(tmp_path: Path, url: str) -> None:
     """Refused keys are counted by prefix and network, of IPv6 the /64: others of the same address pass, be it
     with a key of the same prefix; whoever tries many prefixes is stopped as one who asks without a key."""
-    limits = {"rate_limit": "8/hour", "login_limit": "3/hour", "trusted_proxies": ("testclient",)}
+    limits: dict[str, Any] = {
+        "rate_limit": "8/hour",
+        "login_limit": "3/hour",
+        "trusted_proxies": ("testclient",),
+    }
     with running_app(url, tmp_path, **limits) as app:
 
         def status(key: str, address: str = "10.0.0.1") -> int:
