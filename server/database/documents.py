@@ -7,7 +7,6 @@ document that nothing refers to any more becomes a draft again, and is removed a
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, groupby
@@ -16,7 +15,7 @@ from typing import Any, Final
 from sqlalchemy import Connection, Text, cast, insert, select, update
 
 from dcp.server.database.drafts import DOCUMENTS, Pause, draft_name
-from dcp.server.database.engine import Database, Encoded
+from dcp.server.database.engine import Database, Encoded, encode_json
 from dcp.server.database.tables import document_parts, documents, jobs, statistics, tasks
 
 __all__ = [
@@ -131,7 +130,7 @@ def _parts(number: int, content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             continue
         step = _CHARACTERS if isinstance(value, str) else _ITEMS
         for begin in range(0, len(value), step):
-            encoded = Encoded(json.dumps(value[begin : begin + step], separators=(",", ":")))
+            encoded = Encoded(encode_json(value[begin : begin + step], separators=(",", ":")))
             yield {"document_id": number, "field": field, "position": begin, "content": encoded}
 
 

@@ -22,7 +22,7 @@ from sqlalchemy.dialects.sqlite.base import SQLiteCompiler
 from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-__all__ = ["Database", "DatabaseUnavailableError", "Encoded"]
+__all__ = ["Database", "DatabaseUnavailableError", "Encoded", "encode_json"]
 
 T = TypeVar("T")
 Dialect = Literal["sqlite", "postgresql"]
@@ -245,7 +245,17 @@ def _log_ahead(cursor: sqlite3.Cursor) -> None:
 
 
 def _encode(value: Any) -> str:
-    return str(value) if isinstance(value, Encoded) else json.dumps(value)
+    return str(value) if isinstance(value, Encoded) else encode_json(value)
+
+
+def encode_json(value: Any, separators: tuple[str, str] | None = None) -> str:
+    """Escapes are only of what is no text: a PostgreSQL without an encoding takes no others."""
+    text = json.dumps(value, ensure_ascii=False, separators=separators)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return json.dumps(value, separators=separators)
+    return text
 
 
 @contextmanager

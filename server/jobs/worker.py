@@ -23,7 +23,7 @@ import structlog
 from sqlalchemy import Connection
 
 from dcp.server.database.documents import prepare_document
-from dcp.server.database.engine import Database, DatabaseUnavailableError, Encoded
+from dcp.server.database.engine import Database, DatabaseUnavailableError, Encoded, encode_json
 from dcp.server.jobs.executors.executor import Executor, Running
 from dcp.server.jobs.executors.opening import open_executor
 from dcp.server.jobs.executors.subprocess_main import error_of, load_kinds
@@ -383,7 +383,7 @@ class Worker:
     def _prepare(self, entry: _Entry, result: Json) -> None:
         """Write what is large before the transaction that tells of it, for which others wait."""
         if entry.claim.phase == "plan":
-            entry.plan_data = json.dumps(result["plan_data"])
+            entry.plan_data = encode_json(result["plan_data"])
             self._add_tasks(entry, result["tasks"])
         is_result = entry.claim.phase in ("task", "publish")
         if entry.document is not None or not is_result or not is_large(result):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,9 @@ class App:
 
 
 @contextmanager
-def running_app(database_url: str, folder: Path, **settings: Any) -> Iterator[App]:
+def running_app(
+    database_url: str, folder: Path, *, clock: Callable[[], float] = time.time, **settings: Any
+) -> Iterator[App]:
     """The application over ``database_url``, with the roots "main" and "other" below ``folder``.
 
     A file of SQLite that is not there is made, and migrated unless ``migrate`` is False.
@@ -65,6 +68,6 @@ def running_app(database_url: str, folder: Path, **settings: Any) -> Iterator[Ap
     if database_url.startswith("sqlite:///") and settings.get("migrate", True) and not file.exists():
         file.write_bytes(migrated_sqlite())
     given = {"roots": roots, "auth": "keys", "log_level": "warning", **settings}
-    app = create_app(Settings(database_url=SecretStr(database_url), **given))
+    app = create_app(Settings(database_url=SecretStr(database_url), **given), clock=clock)
     with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as base:
         yield App(app, base)

@@ -30,7 +30,7 @@ class Catalog:
         self.http = app.client("admin", name="boss")
         settings = app.service.settings
         roots = {name: root.model_dump() for name, root in settings.roots.items()}
-        self._worker = KindRuns(app.service.database, folder / "work", roots)
+        self.worker = KindRuns(app.service.database, folder / "work", roots)
 
     def place(self, key: str, root: str = "main") -> Path:
         """The folder of a checkpoint."""
@@ -89,12 +89,12 @@ class Catalog:
 
     def work(self) -> None:
         """Have a worker do all that there is to do."""
-        self._worker.drain()
+        self.worker.drain()
 
     def regular_work(self, later_seconds: float = 0.0) -> int:
         """What a worker does now and then, as if at a later time; how many jobs come of it."""
         now = time.time() + later_seconds
-        database, settings = self._worker.database, self._worker.settings
+        database, settings = self.worker.database, self.worker.settings
         return consume_events(database, settings, now) + submit_due(database, settings, now)
 
 

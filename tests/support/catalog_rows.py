@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from sqlalchemy import text
+
 from dcp.server.catalog.checkpoints import upsert_checkpoint
 from dcp.server.catalog.contents.structures import StructureFacts, StructureTensor
 from dcp.server.catalog.facts import CheckpointFacts
 from dcp.server.catalog.roots import sync_roots
 from dcp.server.database.engine import Database
+from dcp.server.database.tables import checkpoints
+from tests.support.app import App
 
-__all__ = ["add_checkpoint"]
+__all__ = ["T0", "add_checkpoint", "multiply"]
 
 T0 = 1_700_000_000.0
 
@@ -49,3 +53,14 @@ def add_checkpoint(database: Database, key: str, *, root: str = "main", **facts:
         return upsert_checkpoint(connection, CheckpointFacts(root=root, key=key, **given), now=T0).id
 
     return database.transact(act)
+
+
+def multiply(app: App, key: str, count: int) -> None:
+    """So many more of a checkpoint, of later steps, with their number as their bytes."""
+    names = [column.name for column in checkpoints.c if column.name not in ("id", "step_order")]
+    more = {"key": "key || '-' || s.n", "name": "name || '-' || s.n", "step": "100 + s.n", "bytes": "s.n"}
+    chosen = ", ".join(more.get(name, name) for name in names)
+    numbers = "WITH RECURSIVE s(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM s WHERE n < :count)"
+    statement = f"INSERT INTO checkpoints ({', '.join(names)}) {numbers} SELECT {chosen} FROM checkpoints, s"
+    with app.service.database.write() as connection:
+        connection.execute(text(f"{statement} WHERE key = :key"), {"key": key, "count": count})

@@ -10,8 +10,13 @@ from urllib.parse import urljoin, urlsplit
 from fastapi.testclient import TestClient
 from httpx2 import Response
 
-__all__ = ["Browser", "PageForm", "PageText", "faults_of"]
+__all__ = ["HOSTILE", "Browser", "PageForm", "PageText", "faults_of"]
 
+HOSTILE: Final = (
+    *("<script>alert(1)</script>", "\"><img src=x onerror='alert(1)'>", "{{ 7*7 }}{% raw %}", "x" * 900),
+    *("\u202egnp.exe \u2067\u05d0\u05d1", "\U0001f4a5\U0001f469\u200d\U0001f680 caf\u00e9"),
+)
+"""Names that pages show as text, whatever they are of."""
 _SHOWN_BY: Final = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8", "sec-fetch-site": "same-origin"}
 _OF_ADDRESSES: Final = frozenset({"href", "src", "action", "formaction", "hx-get", "hx-post", "sse-connect"})
 

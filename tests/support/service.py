@@ -104,8 +104,12 @@ class DcpProcess:
                 tied = [sys.executable, "-c", _TIED_TO_PARENT, str(os.getpid())]
                 self._process = subprocess.Popen([*tied, *self.arguments], **options)
             else:
-                self._process = Program("-m", "dcp", *self.arguments, ends_with_parent=True, **options)
+                self._process = Program(*self.command(), ends_with_parent=True, **options)
         return self
+
+    def command(self) -> tuple[str, ...]:
+        """The arguments of its Python."""
+        return ("-m", "dcp", *self.arguments)
 
     def stop(self, seconds: float = _STOP_SECONDS) -> int:
         """End it in good order by SIGTERM; its exit status. ServiceError if it has to be killed.

@@ -14,7 +14,8 @@ import pytest
 
 from tests.support.catalog import API, Catalog, pages
 from tests.support.catalog_roots import OLD_SECONDS
-from tests.support.catalog_rows import add_checkpoint
+from tests.support.catalog_rows import add_checkpoint, multiply
+from tests.support.statements import statements_to
 
 pytestmark = pytest.mark.each_database  # their SQL differs
 
@@ -164,6 +165,50 @@ def test_every_filter_and_order_page_by_page(many: Catalog) -> None:
     for sort in SORTS:
         found = pages(many.http, "/checkpoints", root="main", sort=sort, limit=4)
         assert [one["id"] for one in found] == expected(rows, {"root": "main"}, sort), sort
+
+
+FEW = 5_000
+"""So many rows are sorted; of more a page is read from the index of its order."""
+LARGE = ["", "state=any", "sort=-step", "sort=bytes", "sort=name", "root=main", "format=dcp", "pinned=false"]
+LARGE += ["run=big", "run=big&sort=-step"]
+SMALL = [
+    "tag=rare",
+    "alias=best",
+    "min_step=5&max_step=9&sort=-bytes",
+    "pinned=true&sort=-bytes",
+    "state=deleted",
+]
+
+
+def plan_of(catalog: Catalog, query: str) -> str:
+    """What the database does for a page of a list."""
+    reader = catalog.app.service.database.reader
+    with statements_to(reader) as said:
+        assert catalog.http.get(f"{API}/checkpoints?{query}").status_code == 200, query
+    statement, values = [one for one in said if "FROM checkpoints" in one[0] and "LIMIT" in one[0]][-1]
+    with reader.connect() as connection:
+        how = "EXPLAIN QUERY PLAN" if reader.dialect.name == "sqlite" else "EXPLAIN"
+        for way in ("seqscan", "sort", "incremental_sort", "bitmapscan", "hashjoin", "mergejoin"):
+            if how == "EXPLAIN":  # which would rather sort so few rows, but has to be able to
+                connection.exec_driver_sql(f"SET LOCAL enable_{way} = off")
+        return "\n".join(str(row[-1]) for row in connection.exec_driver_sql(f"{how} {statement}", values))
+
+
+def test_pages_of_many_are_read_from_an_index(catalog: Catalog) -> None:
+    """Of a large catalog a page is neither searched for row by row nor sorted, be it the first or a later
+    one; where a filter leaves few rows, these alone are looked at."""
+    number = add_checkpoint(catalog.app.service.database, "big/step-1")
+    multiply(catalog.app, "big/step-1", FEW + 100)
+    for query in LARGE:
+        cursor = catalog.http.get(f"{API}/checkpoints?{query}&limit=11").json()["next_cursor"]
+        for page in (f"{query}&limit=11", f"{query}&limit=11&cursor={cursor}"):
+            plan = plan_of(catalog, page)
+            assert not re.search(r"SCAN checkpoints(?! USING)|Seq Scan on checkpoints\b", plan), (page, plan)
+            assert "TEMP B-TREE" not in plan and "Sort" not in plan, (page, plan)
+    assert catalog.status("PUT", f"/checkpoints/{number}/tags/rare") == 200
+    for query in SMALL:
+        plan = plan_of(catalog, f"{query}&limit=11")
+        assert not re.search(r"SCAN checkpoints\b|Seq Scan on checkpoints\b", plan), (query, plan)
 
 
 def test_a_key_for_one_root_lists_that_root_only(many: Catalog) -> None:

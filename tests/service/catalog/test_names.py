@@ -1,44 +1,24 @@
-"""Patterns, cursors and layers. Internal: pure functions, compared with fnmatch and with themselves."""
+"""Names, patterns and cursors of any kind: found as Python finds them, kept as they are, or refused."""
 
 from __future__ import annotations
 
+import base64
 import fnmatch
+import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sqlalchemy import insert, select
 
-from dcp.server.catalog.contents.layers import in_order, is_of_optimizer, layer_number, layer_of
-from dcp.server.catalog.cursors import decode_cursor, encode_cursor
-from dcp.server.catalog.errors import InvalidQueryError
-from dcp.server.catalog.name_patterns import check_pattern, contains, matches
-from dcp.server.catalog.values import clean_json, clean_text, short_name
-from dcp.server.database.engine import Database
-from dcp.server.database.tables import checkpoint_names
+from tests.support.app import running_app
+from tests.support.catalog import Catalog, pages
+from tests.support.catalog_rows import add_checkpoint
+from tests.support.examples import examples
 
-pytestmark = pytest.mark.each_database  # their SQL differs
-
-NAMES = [
-    "step-1",
-    "step-12",
-    "STEP-1",
-    "a/b.c",
-    "a[1]",
-    "a*b",
-    "a?b",
-    "ab",
-    "a\\b",
-    "a.b",
-    "(a|b)+$^",
-    "ä€😀",
-    "a\nb",
-    "%_",
-    "]",
-    "x-]",
-    "{2}",
-]
+NAMES = ["step-1", "step-12", "STEP-1", "b.c", "a[1]", "a*b", "a?b", "ab", "a.b", "(a|b)+$^", "ä€😀"]
+NAMES += ["%_", "]", "x-]", "{2}"]
 GLOBS = [
     "*",
     "step-*",
@@ -51,6 +31,8 @@ GLOBS = [
     "a[[]1]",
     "a[1]",
     "a[*]b",
+]
+GLOBS += [
     "a.b",
     "a?b",
     "*b*",
@@ -66,109 +48,72 @@ GLOBS = [
     "x-]",
     "*]",
     "{2}",
-    "[",
-    "a[",
-    "[]",
-    "[!]",
-    "[a-]*",
-    "*\n*",
-    "[sS][tT]*",
 ]
+GLOBS += ["[", "a[", "[]", "[!]", "[a-]*", "[sS][tT]*"]
 OUR_OWN = {"a[[]1]", "a[*]b", "[a-]*", "[]", "[!]"}
 """Brackets around other things than letters, digits and underscores stand for themselves; no name is so."""
+PARTS = ["a", "*", "?", "%", "_", "[1]", "\\", "€", "STEP", "step-1", ".", "|"]
 
 
-@pytest.fixture
-def named(database: Database) -> Database:
-    """A database with `NAMES`."""
-    with database.write() as connection:
-        connection.execute(insert(checkpoint_names), [{"name": name} for name in NAMES])
-    return database
+@pytest.mark.each_database  # their SQL differs
+def test_patterns_match_what_fnmatch_does(catalog: Catalog) -> None:
+    """Every glob and every part with every name; names are sorted by code point, whatever the language."""
+    for name in NAMES:
+        add_checkpoint(catalog.app.service.database, f"run/{name}", step=1)
+
+    def found(**query: Any) -> list[str]:
+        return [one["name"] for one in pages(catalog.http, "/checkpoints", **query)]
+
+    assert found(sort="name", limit=5) == sorted(NAMES)
+    for glob in GLOBS:
+        fitting = {name for name in NAMES if fnmatch.fnmatchcase(name, glob)}
+        assert {*found(name_glob=glob)} == (set() if glob in OUR_OWN else fitting), glob
+    for part in PARTS:
+        assert {*found(name_contains=part)} == {name for name in NAMES if part in name}, part
 
 
-def test_globs_match_what_fnmatch_does(named: Database) -> None:
-    """Every glob with every name, on the database."""
-    column = checkpoint_names.c.name
-    with named.read() as connection:
-        for glob in GLOBS:
-            check_pattern("glob", glob)
-            query = select(column).where(matches(connection, column, glob))
-            found = set(connection.execute(query).scalars())
-            fitting = {name for name in NAMES if fnmatch.fnmatchcase(name, glob)}
-            assert found == (set() if glob in OUR_OWN else fitting), glob
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Catalog]:
+    """One for all, with two checkpoints."""
+    folder = tmp_path_factory.mktemp("names")
+    with running_app(f"sqlite:///{folder / 'catalog.sqlite'}", folder, rate_limit="1000000/minute") as app:
+        made = Catalog(app, folder)
+        for step in (1, 2):
+            made.add(f"run/step-{step}")
+        yield made
 
 
-def test_parts_are_found_as_they_stand(named: Database) -> None:
-    """No character means anything."""
-    column = checkpoint_names.c.name
-    with named.read() as connection:
-        for part in ("a", "*", "?", "%", "_", "[1]", "\\", "€", "\n", "STEP", "step-1", ".", "|"):
-            query = select(column).where(contains(connection, column, part))
-            assert set(connection.execute(query).scalars()) == {name for name in NAMES if part in name}, part
-
-
-def test_names_are_sorted_by_code_point(named: Database) -> None:
-    """On PostgreSQL too, whatever the language of the server."""
-    column = checkpoint_names.c.name
-    with named.read() as connection:
-        assert list(connection.execute(select(column).order_by(column)).scalars()) == sorted(NAMES)
-
-
-@given(
-    mark=st.text(max_size=8),
-    values=st.tuples(
-        st.integers(-(2**63) + 1, 2**63 - 1),
-        st.floats(allow_nan=False, allow_infinity=False),
-        st.text(max_size=20),
-    ),
-)
-def test_cursors_come_back_as_they_went(mark: str, values: tuple[int, float, str]) -> None:
-    """Whatever is sorted by; text that no database takes is refused."""
-    cursor = encode_cursor(mark, *values)
-    if "\x00" in values[2] or any("\ud800" <= character <= "\udfff" for character in values[2]):
-        with pytest.raises(InvalidQueryError):
-            decode_cursor(cursor, mark, int, float, str)
-    else:
-        assert decode_cursor(cursor, mark, int, float, str) == values
-
-
-@given(cursor=st.one_of(st.text(), st.text("ABCDabcd0123_-=", max_size=40)))
-def test_any_other_word_is_no_cursor(cursor: str) -> None:
+@examples(100)
+@given(cursor=st.one_of(st.text(min_size=1), st.text("ABCDabcd0123_-=", min_size=1, max_size=40)))
+def test_any_other_word_is_no_cursor(local: Catalog, cursor: str) -> None:
     """Refused in words, whatever it is."""
-    with pytest.raises(InvalidQueryError, match="cursor"):
-        decode_cursor(cursor, "m", int)
+    answer = local.http.get("/api/v1/checkpoints", params={"cursor": cursor})
+    assert answer.status_code in (400, 422), answer.text
 
 
-@pytest.mark.parametrize(
-    "values",
-    [(True, 1), (1, None), (1.5, 1), ("1", 1), (2**63, 1), (1,), (1, 1, 1), ([1], 1), (float("inf"), 1)],
+FORGED: list[list[Any]] = [
+    *([True, 1], [1, None], ["1", 1], [2**63, 1], [1], [1, 1, 1], [[1], 1], [1, 2**63]),
+    *([float("inf"), 1], [1, 1.5], [None, None], []),
+]
+
+
+@pytest.mark.parametrize("values", FORGED)
+def test_a_forged_cursor_has_the_right_types_or_none(local: Catalog, values: list[Any]) -> None:
+    """What the database would choke on does not get there; with its own values it goes on."""
+    cursor = local.get("/checkpoints", sort="-step", limit=1)["next_cursor"]
+    parts = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
+    for given_, status in ((parts[2:], 200), (values, 422)):
+        text = json.dumps([*parts[:2], *given_], separators=(",", ":")).encode()
+        made = base64.urlsafe_b64encode(text).decode().rstrip("=")
+        query = {"sort": "-step", "limit": 1, "cursor": made}
+        assert local.status("GET", "/checkpoints", params=query) == status
+
+
+_leaves = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.binary(max_size=5)
 )
-def test_a_forged_cursor_has_the_right_types_or_none(values: tuple[Any, ...]) -> None:
-    """What the database would choke on does not get there."""
-    with pytest.raises(InvalidQueryError):
-        decode_cursor(encode_cursor("m", *values), "m", int, int)
-
-
-@given(st.text(st.characters(codec=None), max_size=50))
-def test_clean_text_can_be_stored(text: str) -> None:
-    """Encodable, without NUL, and itself where it was clean before."""
-    found = clean_text(text)
-    found.encode()
-    assert "\x00" not in found
-    assert clean_text(found) == found
-
-
-@given(st.text(max_size=3000))
-def test_short_names_fit_into_an_index_and_stay_apart(text: str) -> None:
-    """1,024 bytes at most; two long ones that begin alike differ."""
-    assert len(short_name(text).encode()) <= 1024
-    assert short_name("x" * 2000 + text) != short_name("x" * 2000 + text + "y")
-
-
-_json = st.recursive(
-    st.one_of(
-        st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.binary(max_size=5)
-    ),
+_values = st.recursive(
+    _leaves,
     lambda inner: st.one_of(
         st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=4), inner, max_size=4)
     ),
@@ -176,58 +121,12 @@ _json = st.recursive(
 )
 
 
-@given(_json)
-def test_clean_json_is_clean(value: Any) -> None:
-    """Cleaning again changes nothing: what is read back compares equal to what comes from the file again."""
-    found = clean_json(value)
-    assert clean_json(found) == found
-
-
-@pytest.mark.parametrize(
-    ("fqn", "layer", "number"),
-    [
-        ("model.layers.3.mlp.up.weight", "model.layers.3", 3),
-        ("layers.12.weight", "layers.12", 12),
-        ("0.weight", "0", 0),
-        ("model.layers_2.weight", "model.layers_2", 2),
-        ("model.layers_2.attention.q.weight", "model.layers_2", 2),
-        ("experts.7.layers.1.w", "experts.7", 7),
-        ("model.block3.conv.weight", "model.block3.conv", None),
-        ("model.norm.weight", "model.norm", None),
-        ("weights.3", "weights", None),
-        ("head", "head", None),
-        ("", "", None),
-        (".", ".", None),
-        ("a\nb.1.w", "a\nb.1", 1),
-        ("\x00.1.w", "\\x00.1", 1),
-        (f"layers.{'9' * 5000}.w", f"layers.{'9' * 5000}", None),
-    ],
-)
-def test_layers(fqn: str, layer: str, number: int | None) -> None:
-    """To the first number that stands by itself and has something below it; else to the last dot."""
-    assert (layer_of(fqn), layer_number(fqn)) == (layer, number)
-
-
-@pytest.mark.parametrize(
-    ("fqn", "is_of"),
-    [
-        ("optimizer.state.0.exp_avg", True),
-        ("app.optimizer.state.w", True),
-        ("optim", True),
-        ("adam_optim_0.w", True),
-        ("Optimisers.1", True),
-        ("model.optimal.weight", False),
-        ("model.blocks.optimizer", False),
-        ("", False),
-    ],
-)
-def test_of_an_optimizer(fqn: str, is_of: bool) -> None:
-    """By its first two names."""
-    assert is_of_optimizer(fqn) == is_of
-
-
-def test_layers_are_in_order_as_people_count() -> None:
-    """Also those whose numbers have thousands of digits, which `int` refuses."""
-    names = ["a", "layers.2", "layers.10", "layers.10.b", f"layers.{'1' * 5000}", f"layers.{'2' * 5000}"]
-    shuffled = sorted(names)
-    assert shuffled != names and sorted(shuffled, key=in_order) == names
+@examples(60)
+@given(_values, st.text(max_size=20))
+def test_whatever_a_manifest_says_is_kept_as_it_was_read(local: Catalog, value: Any, name: str) -> None:
+    """A second look at the same file changes nothing: what was stored compares equal to what comes again."""
+    local.save("odd/step-1", user={name: value}, told={name: value})
+    number = local.register("odd/step-1")
+    version = local.get(f"/checkpoints/{number}")["version"]
+    assert local.register("odd/step-1") == number
+    assert local.get(f"/checkpoints/{number}")["version"] == version

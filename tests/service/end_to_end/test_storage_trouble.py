@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
-import pytest
 import torch
 
 import dcp
 from tests.support.catalog_api import CatalogApi
-from tests.support.s3 import S3Server
+from tests.support.fault_plan import RESET
+from tests.support.fault_proxy import FaultProxy
 from tests.support.service import Service, wait_until
-from tests.support.tcp_switch import TcpSwitch
 
 SAVED = "run/step-00000003"
 CHECKS = "/api/v1/root-checks"
-
-
-@pytest.fixture
-def switch(s3_server: S3Server) -> Iterator[TcpSwitch]:
-    """Before the S3 server."""
-    port = urlsplit(s3_server.endpoint_url).port
-    assert port is not None
-    with TcpSwitch(port) as relay:
-        yield relay
 
 
 def check_unavailable(answer: httpx.Response) -> None:
@@ -39,15 +27,11 @@ def check_unavailable(answer: httpx.Response) -> None:
     assert "127.0.0.1" not in answer.text
 
 
-def test_object_store_goes_away_and_comes_back(
-    tmp_path: Path, s3_server: S3Server, s3_root: str, switch: TcpSwitch
-) -> None:
+def test_object_store_goes_away_and_comes_back(tmp_path: Path, s3_proxy: FaultProxy, s3_root: str) -> None:
     """Answers 503 to requests for its bytes alone, keeps a job waiting, and recovers by itself."""
-    state = {"weight": torch.arange(6000.0).reshape(60, 100)}
-    dcp.save(
-        state, checkpoint_id=f"{s3_root}/{SAVED}", storage_options=s3_server.storage_options, no_dist=True
-    )
-    options: dict[str, Any] = {**s3_server.storage_options, "endpoint_url": f"http://127.0.0.1:{switch.port}"}
+    state: dict[str, Any] = {"weight": torch.arange(6000.0).reshape(60, 100)}
+    direct, options = s3_proxy.server.storage_options, s3_proxy.storage_options
+    dcp.save(state, checkpoint_id=f"{s3_root}/{SAVED}", storage_options=direct, no_dist=True)
     settings = {
         "roots": {"bucket": {"url": s3_root, "storage_options": options, "scan_seconds": 0}},
         "poll_seconds": 0.1,
@@ -61,7 +45,7 @@ def test_object_store_goes_away_and_comes_back(
         data = f"/api/v1/checkpoints/{number}/tensors/data?name=weight"
         before = http.get(data).content
 
-        switch.off()
+        s3_proxy.spoil(RESET, times=None)
         check_unavailable(http.get(data))
         check_unavailable(http.post("/api/v1/checkpoints", json={"root": "bucket", "key": SAVED}))
         wait_until(lambda: not http.get(CHECKS).json()["items"][0]["is_ok"], "the root is not well")
@@ -71,7 +55,7 @@ def test_object_store_goes_away_and_comes_back(
         wait_until(lambda: api.job(job)["started_at"], "the job begins")
         assert not api.job(job)["finished_at"]
 
-        switch.on()
+        s3_proxy.heal()
         wait_until(lambda: http.get(CHECKS).json()["items"][0]["is_ok"], "the root is well")
         assert http.get(data).content == before
         assert api.finished(job)["result"]

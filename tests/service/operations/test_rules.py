@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from sqlalchemy import event
 
 import dcp
 from tests.support.catalog import API, Catalog, pages
@@ -112,15 +115,22 @@ def test_verifying_and_tagging_are_events_too(catalog: Catalog) -> None:
 
 
 def test_a_rule_is_for_what_happens_from_then_on(catalog: Catalog) -> None:
-    """What was committed before it makes no job; of what comes, each one makes one, however many look."""
+    """What was committed before it makes no job; of what comes, each one makes one, however many look, and
+    however long transactions take to commit."""
     catalog.add("a/step-0")
     rule(catalog, VERIFY)
     assert catalog.regular_work() == 0
-    for step in range(1, 6):
-        catalog.add(f"a/step-{step}")
-    with ThreadPoolExecutor(4) as pool:
-        assert sum(pool.map(lambda _: catalog.regular_work(), range(4))) == 5
-    assert len(made(catalog)) == 5
+    for step in range(1, 21):
+        catalog.save(f"a/step-{step}", save_id=f"{step:08x}")
+    slow = Random(1)
+    event.listen(catalog.app.service.database.writer, "commit", lambda _: time.sleep(slow.random() / 30))
+    with ThreadPoolExecutor(6) as pool:
+        said = [pool.submit(catalog.register, f"a/step-{step}") for step in range(1, 21)]
+        looks = []
+        while not all(one.done() for one in said):
+            looks += list(pool.map(lambda _: catalog.regular_work(), range(2)))
+    assert sum(looks) + catalog.regular_work() == 20
+    assert sorted(made(catalog)) == [("verify", "rule:r")] * 20
 
 
 def test_what_a_rule_cannot_do_is_in_the_audit_log(catalog: Catalog) -> None:

@@ -1,32 +1,31 @@
-"""Tests of `dcp serve` as a process. Internal: what a process left is read from the database.
-
-Moves to HTTP when the service is rebuilt.
-"""
+"""`dcp serve` as processes: how it starts, what it says, how it ends, and several that share a port."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import socket
+import sqlite3
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from sqlalchemy import select
 
-from dcp.server.database.engine import Database
-from dcp.server.database.tables import jobs
-from tests.support.catalog_api import create_key
+from tests.support.catalog_api import CatalogApi, create_key
 from tests.support.catalog_roots import write_manifest
 from tests.support.processes import caught_signals, command_of
 from tests.support.programs import run_program
 from tests.support.service import DcpProcess, Service, wait_until
 
 _RSS_LIMIT_BYTES = 150 << 20
+_ALONE = {"embedded_worker": False}
 
 
 def test_with_nothing_configured(tmp_path: Path) -> None:
@@ -34,8 +33,7 @@ def test_with_nothing_configured(tmp_path: Path) -> None:
     with Service(tmp_path, is_fresh=True) as service:
         with service.client() as client:
             assert client.get("/readyz").json()["checks"] == {"database": "ok"}
-            listed = client.get("/api/v1/checkpoints").json()
-            assert (listed["items"], listed["next_cursor"]) == ([], None)
+            assert client.get("/api/v1/checkpoints").json()["items"] == []
             wait_until(lambda: service.pids("worker"), "a worker")
             for path in ("/openapi.json", "/docs", "/api/v1/runs", "/api/v1/roots", "/metrics"):
                 assert client.get(path).status_code == 200, path
@@ -44,31 +42,55 @@ def test_with_nothing_configured(tmp_path: Path) -> None:
         assert (tmp_path / "dcp-catalog.sqlite").is_file()
         process = Path(f"/proc/{service.pid}")
         resident = re.search(r"VmRSS:\s+(\d+) kB", (process / "status").read_text())
-        assert resident is not None
-        assert int(resident[1]) << 10 < _RSS_LIMIT_BYTES
+        assert resident is not None and int(resident[1]) << 10 < _RSS_LIMIT_BYTES
         assert "libtorch" not in (process / "maps").read_text()
         with socket.socket() as other:  # another address of this machine: nobody listens there
             assert other.connect_ex(("127.0.0.2", int(service.settings["port"]))) != 0
         assert service.stop() == 0
 
 
-def test_the_worker_beside_it(tmp_path: Path) -> None:
-    """Killed, it is followed by another one; it ends with the service, even with a killed one."""
-    service = Service(tmp_path).start()
-    try:
-        first = wait_until(lambda: service.pids("worker", "--until-input-ends"), "a worker")
+ROOTS = {
+    "My Runs/": "my-runs",
+    "here=./here/": "here",
+    "./lr=0.1": "lr-0.1",
+    "away=./nowhere": "away",
+}
+"""As they are given, and as they are called then."""
+
+
+def test_what_it_says_and_how_its_worker_follows_it(tmp_path: Path) -> None:
+    """Its roots, that the database is new, where it listens, what the first scan finds, once which root the
+    scans cannot find; a killed worker is followed by another one, which ends with the service."""
+    write_manifest(tmp_path / "My Runs" / "one" / "step-1")
+    service = Service(tmp_path, {"lease_seconds": 1, "poll_seconds": 0.1}, ready=False)
+    for given in ROOTS:
+        service.arguments += ["--root", given]
+    with service, service.client() as client:
+        wait_until(lambda: "scanned " in service.log(), "the first scan")
+        log = service.log()
+        for line in (
+            r"root +\[.*name=my-runs place=.*My Runs",
+            r"root is not there.* name=away place=\S*nowhere",
+            r"new database .* file=dcp-catalog.sqlite",
+            rf"serving .*api={service.url}/api/v1 docs={service.url}/docs",
+            r"scanned .* found=1 new=1 root=my-runs",
+        ):
+            assert re.search(line, log), line
+        assert "alembic" not in log  # whose set-up is nobody's business
+        assert {root["name"] for root in client.get("/api/v1/roots").json()["items"]} == {*ROOTS.values()}
+        checks = {one["root"]: one["detail"] for one in client.get("/api/v1/root-checks").json()["items"]}
+        assert checks["away"] == "the folder of root away is not there"
+        told = wait_until(lambda: re.findall(r"\[warning *\] failed .*root=away.*", service.log()), "a scan")
+        assert len(told) == 1 and "the folder of root away is not there" in told[0]
+        first = service.pids("worker", "--until-input-ends")
         for pid in first:
             service.kill_pid(pid)
-
-        def others() -> list[int]:
-            return [pid for pid in service.pids("worker", "--until-input-ends") if pid not in first]
-
-        wait_until(others, "another worker")
-        wait_until(lambda: "worker started" in service.log(), "a worker at work")
+        wait_until(lambda: {*service.pids("worker", "--until-input-ends")} - {*first}, "another worker")
+        wait_until(lambda: service.log().count("worker started") > 1, "a worker at work")
         service.kill_only_it()
         wait_until(lambda: not service.pids(), "no process left")
-    finally:
         service.kill()
+    assert not (tmp_path / "nowhere").exists()
 
 
 @pytest.mark.parametrize(
@@ -100,14 +122,13 @@ def _metric(service: Service, key: str, name: str, **labels: str) -> float:
 def test_several_processes(tmp_path: Path) -> None:
     """They share the port; a key that one of them revokes is refused by all; whichever answers tells of both,
     and one that is killed keeps its counts, with nothing in progress; one signal ends all."""
-    settings = {"api_workers": 2, "embedded_worker": False, "auth": "keys", "rate_limit": "100000/minute"}
+    settings = {**_ALONE, "api_workers": 2, "auth": "keys", "rate_limit": "100000/minute"}
     service = Service(tmp_path, settings)
     upgraded = run_program("-m", "dcp", "db", "upgrade", cwd=tmp_path, env=service.environment())
     assert upgraded.returncode == 0, upgraded.stderr
     key, ours = create_key(service, "a", ["admin"]), create_key(service, "ours", ["admin"])
     with service:
         with service.client(key) as client:
-            assert client.get("/api/v1/roots").status_code == 200
             items = client.get("/api/v1/keys").json()["items"]
             (number,) = (one["id"] for one in items if one["name"] == "a")
             assert client.delete(f"/api/v1/keys/{number}").status_code == 200
@@ -116,9 +137,7 @@ def test_several_processes(tmp_path: Path) -> None:
                 assert client.get("/api/v1/roots").status_code == 401
         assert len(service.pids()) >= 3
         _count_together(service, ours)
-        for secret in (key, ours):
-            assert secret not in service.log()
-            assert secret[13:] not in service.log()
+        assert not any(part in service.log() for secret in (key, ours) for part in (secret, secret[13:]))
         assert service.stop() == 0
 
 
@@ -142,41 +161,77 @@ def _count_together(service: Service, key: str) -> None:
     wait_until(lambda: _metric(service, key, "dcp_http_requests_in_progress") == 1, "only the one that asks")
 
 
+SECRETS = {
+    f"dcp_abcdefgh_{'S' * 43} refused": "dcp_abcdefgh_*** refused",
+    "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw": "whsec_***",
+    "Authorization: Bearer abc.def-ghijk": "Authorization: Bearer ***",
+    "postgresql://dcp:hunter2@host/db": "postgresql://dcp:***@host/db",
+    "b.s3/x%3FX-Amz-Signature=abc123&x=1": "b.s3/x?X-Amz-Signature=***&x=1",
+    "dcp_step-1 at 12:30@night": "dcp_step-1 at 12:30@night",
+}
+"""Words of requests, and what the log has of them."""
+
+
 def test_requests_under_way_are_finished(tmp_path: Path) -> None:
-    """SIGTERM lets a request that it has begun with come to its end, and takes no new ones."""
-    with Service(tmp_path, {"embedded_worker": False}) as service, service.client() as client:
-        database = Database(f"sqlite:///{tmp_path / 'dcp-catalog.sqlite'}")
+    """SIGTERM lets a request come to its end, takes no new ones, and ends streams whole. The log, of JSON a
+    line, tells who asked what with which result: no key, no query, no body, and no secret of a path."""
+    settings = {**_ALONE, "auth": "keys", "log_format": "json"}
+    service = Service(tmp_path, settings)
+    key = create_key(service, "boss", ["admin"])
+    with service, service.client(key) as client, service.client(key) as asking:
+        for words in SECRETS:
+            assert client.get(f"/{words}", headers={"X-Request-ID": "r1"}).status_code == 404
+        client.get("/api/v1/checkpoints?tag=hidden-one")
+        job = CatalogApi(client).submit("scan", root="checkpoints")
+        seen: list[str] = []
         answers: list[int] = []
 
-        def ask() -> None:
-            with service.client() as client:
-                answers.append(client.post("/api/v1/keys", json={"name": "slow"}).status_code)
+        def follow() -> None:
+            with service.client(key) as other, other.stream("GET", f"/api/v1/jobs/{job}/events") as answer:
+                seen.extend(answer.iter_lines())
 
-        with database.write():  # so that the request has to wait for its turn to write
-            thread = threading.Thread(target=ask)
+        def ask() -> None:
+            answers.append(asking.post("/api/v1/keys", json={"name": "hidden-two"}).status_code)
+
+        database = sqlite3.connect(tmp_path / "dcp-catalog.sqlite", isolation_level=None)
+        database.execute("BEGIN IMMEDIATE")  # so that the request has to wait for its turn to write
+        threads = [threading.Thread(target=one) for one in (follow, ask)]
+        for thread in threads:
             thread.start()
-            under_way = re.compile(r"dcp_http_requests_in_progress 2\b")
-            wait_until(lambda: under_way.search(client.get("/metrics").text), "the request, beside this one")
-            os.kill(service.pid, signal.SIGTERM)
-            time.sleep(0.5)
-            assert answers == []
-        thread.join(60)
+        under_way = re.compile(r"dcp_http_requests_in_progress 3\b")
+        wait_until(lambda: under_way.search(client.get("/metrics").text), "the requests, beside this one")
+        os.kill(service.pid, signal.SIGTERM)
+        time.sleep(0.5)
+        assert answers == []
+        database.close()
+        for thread in threads:
+            thread.join(60)
         assert answers == [201]
+        assert "event: submitted" in seen and seen[-1] == ""
         wait_until(lambda: service.exit_status is not None, "the end")
         assert service.exit_status == 0
-        database.close()
+    lines = [json.loads(line) for line in service.log().splitlines() if line.startswith("{")]
+    asked = {line["path"]: line for line in lines if line["event"] == "request"}
+    assert {f"/{shown}" for shown in SECRETS.values()} <= asked.keys()
+    assert asked["/whsec_***"].items() >= {"actor": "key:boss", "request_id": "r1", "status": 404}.items()
+    assert (asked["/api/v1/keys"]["method"], asked["/api/v1/keys"]["status"]) == ("POST", 201)
+    assert not any(hidden in service.log() for hidden in ("hidden-", "hunter2", key[13:]))
 
 
-def test_a_second_signal(tmp_path: Path) -> None:
-    """Ctrl-C twice ends it at once and in good order: status 0, and nothing that reads as a fault."""
-    with Service(tmp_path, {"embedded_worker": False}) as service:
+def test_a_second_signal_and_a_log_that_harms_no_terminal(tmp_path: Path) -> None:
+    """Ctrl-C twice ends it at once and in good order: status 0, and nothing that reads as a fault. Control
+    characters of paths are written out."""
+    with Service(tmp_path, _ALONE) as service, service.client() as client:
+        client.get("/a%1b[2J%00%e2%80%a8b%0ac-l%c3%a4ufe-%c2%9b")
         for _ in range(2):
             os.kill(service.pid, signal.SIGINT)
             time.sleep(0.02)
         wait_until(lambda: service.exit_status is not None, "the end")
         assert service.exit_status == 0
-        assert "Traceback" not in service.log()
-        assert "Application shutdown complete" in service.log()
+        log = service.log()
+    assert "Traceback" not in log and "Application shutdown complete" in log
+    assert r"\x1b[2J\x00\u2028b\nc-läufe-\x9b" in log
+    assert all(char.isprintable() or char == "\n" for char in log)
 
 
 def test_a_second_signal_while_bodies_are_sent(tmp_path: Path) -> None:
@@ -187,14 +242,14 @@ def test_a_second_signal_while_bodies_are_sent(tmp_path: Path) -> None:
     with (root / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + (128 << 20))
-    settings = {"embedded_worker": True, "roots": {"files": {"url": str(root), "scan_seconds": 0.2}}}
+    settings = {**_ALONE, "roots": {"files": {"url": str(root)}}}
     with Service(tmp_path / "service", settings) as service, ExitStack() as bodies:
         client = bodies.enter_context(service.client())
-        found = wait_until(lambda: client.get("/api/v1/checkpoints").json()["items"], "a scan")
-        url = f"/api/v1/checkpoints/{found[0]['id']}/download"
+        number = CatalogApi(client).register("files", "model.safetensors")
         for _ in range(2):
             other = bodies.enter_context(service.client())
-            assert bodies.enter_context(other.stream("GET", url)).status_code == 200
+            sent = other.stream("GET", f"/api/v1/checkpoints/{number}/download")
+            assert bodies.enter_context(sent).status_code == 200
         for _ in range(2):
             os.kill(service.pid, signal.SIGINT)
             time.sleep(0.3)
@@ -202,59 +257,80 @@ def test_a_second_signal_while_bodies_are_sent(tmp_path: Path) -> None:
         wait_until(lambda: service.exit_status is not None, "the end")
         assert time.monotonic() - begun < 10
         assert service.exit_status == 0
-        assert "Traceback" not in service.log()
-        assert "Exception" not in service.log()
-        assert len(re.findall("ended at once; requests were cut short", service.log())) == 1
-
-
-def test_a_root_that_is_away_for_long(tmp_path: Path) -> None:
-    """The log says once which root the scans cannot find, and why."""
-    root = tmp_path / "disk"
-    service = Service(tmp_path, {"roots": {"disk": {"url": str(root), "scan_seconds": 0.2}}}, ready=False)
-    with service:
-        failed = re.compile(r"\[warning *\] failed .*")
-
-        def attempts() -> int:
-            database = Database(f"sqlite:///{tmp_path / 'dcp-catalog.sqlite'}")
-            with database.read() as connection:
-                waiting = connection.execute(select(jobs.c.waiting)).scalars().all()
-            database.close()
-            return max((job["count"] for job in waiting if job is not None), default=0)
-
-        wait_until(lambda: attempts() > 1, "some attempts")
-        told = failed.findall(service.log())
-        assert len(told) == 1 and "root=disk" in told[0]
-        assert "the folder of root disk is not there" in told[0]
-
-
-def test_what_it_says_on_its_start(tmp_path: Path) -> None:
-    """Its roots, that the database is new, where it listens and has its pages, and what the first scan finds;
-    of a root that is not there that it is not, which is made by nobody."""
-    write_manifest(tmp_path / "My Runs" / "one" / "step-1")
-    service = Service(tmp_path, ready=False)
-    service.arguments += ["--root", "My Runs", "--root", "away=./nowhere"]
-    with service:
-        wait_until(lambda: "scanned " in service.log(), "the first scan")
-        log = service.log()
-        assert re.search(r"root +\[.*name=my-runs place=.*My Runs", log)
-        assert re.search(r"root is not there.* name=away place=\S*nowhere", log)
-        assert re.search(r"new database .* file=dcp-catalog.sqlite", log)
-        assert re.search(rf"serving .*api={service.url}/api/v1 docs={service.url}/docs", log)
-        assert re.search(r"scanned .* found=1 new=1 root=my-runs", log)
-        with service.client() as client:
-            checks = client.get("/api/v1/root-checks").json()["items"]
-            assert checks[0]["detail"] == "the folder of root away is not there"
-            assert client.get("/").json()["docs"] == "/docs"
-    assert not (tmp_path / "nowhere").exists()
+        assert "Traceback" not in service.log() and "Exception" not in service.log()
+        assert service.log().count("ended at once; requests were cut short") == 1
 
 
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
     """One line says so, and nothing has been made."""
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
+    with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         done = run_program("-m", "dcp", "serve", "--port", str(port), cwd=tmp_path)
     assert done.returncode == 3
     assert re.fullmatch(rf"dcp: port {port} of 127.0.0.1 is taken.*--port\n", done.stderr)
     assert list(tmp_path.iterdir()) == []
+
+
+# -- requests that come slowly -------------------------------------------------------------------------------
+
+_QUICK = """
+from dcp.server.process.heads import TimedHeads
+TimedHeads.head_seconds = 1.0
+from dcp.cli.app import app
+app(["serve"], prog_name="dcp")
+"""
+
+
+class _QuickService(Service):
+    """It waits a second for heads of requests, and not ten."""
+
+    def command(self) -> tuple[str, ...]:
+        """The arguments of its Python."""
+        return ("-c", _QUICK)
+
+
+@pytest.fixture(scope="module")
+def slow_heads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """The port of a service that waits a second for heads."""
+    with _QuickService(tmp_path_factory.mktemp("heads"), _ALONE) as service:
+        yield int(service.settings["port"])
+
+
+def _until_cut(connection: socket.socket, send: Callable[[], Any]) -> None:
+    connection.settimeout(0.05)
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        try:
+            send()
+            if connection.recv(100) == b"":
+                return
+        except TimeoutError:
+            continue
+        except ConnectionError:
+            return
+    raise AssertionError("nothing cuts it off")
+
+
+@pytest.mark.parametrize("head", [b"", b"GET / HTTP/1.1\r\nHost: localhost\r\n"])
+def test_a_head_that_does_not_end_is_cut_off(slow_heads: int, head: bytes) -> None:
+    """A connection that sends nothing, a part, or byte after byte does not stay open."""
+    with socket.create_connection(("127.0.0.1", slow_heads), 30) as connection:
+        connection.sendall(head)
+        _until_cut(connection, lambda: connection.sendall(b"X" if head else b""))
+
+
+def test_kept_connections_take_their_time(slow_heads: int) -> None:
+    """The limit is for heads alone: a connection may rest between two requests; a second head has it, too."""
+    head = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", slow_heads), 30) as connection:
+        for _ in range(2):
+            connection.sendall(head[:20])
+            time.sleep(0.05)
+            connection.sendall(head[20:])
+            answer = b""
+            while b'"version"' not in answer:
+                answer += connection.recv(1 << 16)
+            assert answer.startswith(b"HTTP/1.1 200")
+            time.sleep(1.3)
+        connection.sendall(head[:20])
+        _until_cut(connection, lambda: None)

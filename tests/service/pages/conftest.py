@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.app import App, running_app
+from tests.support.pages import Browser
 
-_SETTINGS = {"rate_limit": "100000/minute"}
+_SETTINGS: dict[str, Any] = {"rate_limit": "100000/minute"}
 
 
 @pytest.fixture
@@ -25,3 +27,25 @@ def keyed(tmp_path: Path) -> Iterator[App]:
     """With keys."""
     with running_app(f"sqlite:///{tmp_path / 'catalog.sqlite'}", tmp_path, **_SETTINGS) as made:
         yield made
+
+
+@pytest.fixture
+def browser(app: App) -> Browser:
+    """One where nobody signs in."""
+    return Browser(app.client())
+
+
+@pytest.fixture
+def reader(keyed: App) -> Browser:
+    """Signed in with a key that reads."""
+    made = Browser(keyed.client())
+    made.sign_in(keyed.key("read"))
+    return made
+
+
+@pytest.fixture
+def of_main(keyed: App) -> Browser:
+    """Signed in with a key that reads the root main."""
+    made = Browser(keyed.client())
+    made.sign_in(keyed.key("read", roots=["main"], name="of-main"))
+    return made

@@ -7,19 +7,10 @@ import pytest
 from tests.support.app import App
 from tests.support.catalog_rows import add_checkpoint
 from tests.support.page_rows import add_steps, derive
-from tests.support.pages import Browser, PageText
-
-HOSTILE = (
-    "<script>alert(1)</script>",
-    "\"><img src=x onerror='alert(1)'>",
-    "\u202egnp.exe \u2067\u05d0\u05d1",
-    "\U0001f4a5\U0001f469\u200d\U0001f680",
-    "{{ 7*7 }}",
-    "z" * 900,
-)
+from tests.support.pages import HOSTILE, Browser, PageText
 
 
-def test_a_family_is_shown(keyed: App) -> None:
+def test_a_family_is_shown(keyed: App, of_main: Browser) -> None:
     """Ancestors, the one asked for, descendants, each with its link; in which way, by which job, and when."""
     base, mine, export, hidden = (
         add_checkpoint(keyed.service.database, key, root=root, resumed_from=resumed_from)
@@ -33,63 +24,55 @@ def test_a_family_is_shown(keyed: App) -> None:
 
     derive(keyed, export, mine, map=f"there{HOSTILE[1]}")
     derive(keyed, hidden, mine)
-    browser = Browser(keyed.client())
-    browser.sign_in(keyed.key("read", roots=["main"]))
     path = f"/checkpoints/{mine}/lineage"
-    own = browser.page(f"/checkpoints/{mine}")
+    own = of_main.page(f"/checkpoints/{mine}")
     assert path in own.links
     origins, _, made = own.text.partition("Where it comes from")[2].partition("What became of it")
     assert "base/step-1" in origins and "exports/model" not in origins and "exports/model" in made
-    page = browser.page(path)
+    page = of_main.page(path)
     assert {f"/checkpoints/{one}/lineage" for one in (base, export)} <= set(page.links)
     assert "resumed from step-1" in page.text and "converted from step-2" in page.text
     assert f"through the map there{HOSTILE[1]}" in page.text
     assert "secret" not in page.text and "other" not in page.text
     assert sum(name == "foreignobject" for name, _ in page.elements) == 3
     (twin,) = [given["href"] for _, given in page.elements if given.get("class") == "twin"]
-    assert len(browser.get(twin).json()["nodes"]) == 3
-    alone = browser.page(f"/checkpoints/{base}/lineage")
+    assert len(of_main.get(twin).json()["nodes"]) == 3
+    alone = of_main.page(f"/checkpoints/{base}/lineage")
     assert "base/step-1" in alone.text
-    assert browser.get(f"/checkpoints/{hidden}/lineage").status_code == 404
-    assert browser.get("/checkpoints/99/lineage").status_code == 404
+    assert of_main.get(f"/checkpoints/{hidden}/lineage").status_code == 404
+    assert of_main.get("/checkpoints/99/lineage").status_code == 404
 
 
-def test_nothing_is_known(keyed: App) -> None:
+def test_nothing_is_known(keyed: App, reader: Browser) -> None:
     """Says so, and names the facts that would be noted."""
     number = add_checkpoint(keyed.service.database, "run/step-1")
-    browser = Browser(keyed.client())
-    browser.sign_in(keyed.key("read"))
-    assert "Nothing was made of it" in browser.page(f"/checkpoints/{number}/lineage").text
+    assert "Nothing was made of it" in reader.page(f"/checkpoints/{number}/lineage").text
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_names_of_any_kind_in_the_graph(keyed: App, name: str) -> None:
+def test_names_of_any_kind_in_the_graph(keyed: App, reader: Browser, name: str) -> None:
     """Of runs and checkpoints: text, cut where it is long."""
     name = name.replace("/", "|")[:400]
     one = add_checkpoint(keyed.service.database, f"{name}/{name}1", step=1)
     two = add_checkpoint(keyed.service.database, f"{name}/{name}2", step=2)
     derive(keyed, two, one)
-    browser = Browser(keyed.client())
-    browser.sign_in(keyed.key("read"))
-    page = browser.page(f"/checkpoints/{one}/lineage")
-    assert name[:60] in PageText(browser.get(f"/checkpoints/{one}/lineage").text).text or " " in name
+    page = reader.page(f"/checkpoints/{one}/lineage")
+    assert name[:60] in PageText(reader.get(f"/checkpoints/{one}/lineage").text).text or " " in name
     assert not [given for tag, given in page.elements if tag == "img"]
 
 
-def test_a_huge_family_is_a_small_page(keyed: App) -> None:
+def test_a_huge_family_is_a_small_page(keyed: App, reader: Browser) -> None:
     """Five hundred in the table, a dozen drawn, and how many are not."""
     base = add_checkpoint(keyed.service.database, "r/base", step=None)
 
     for child in add_steps(keyed, f"r/{'n' * 400}", range(1, 601)):
         derive(keyed, child, base)
-    browser = Browser(keyed.client())
-    browser.sign_in(keyed.key("read"))
-    page = browser.page(f"/checkpoints/{base}/lineage")
+    page = reader.page(f"/checkpoints/{base}/lineage")
     assert "There are more than 500" in page.text and "487 more are in the table alone" in page.text
-    assert len(browser.get(f"/checkpoints/{base}/lineage").content) < 1_500_000
+    assert len(reader.get(f"/checkpoints/{base}/lineage").content) < 1_500_000
 
 
-def test_the_page_of_a_checkpoint_says_where_else_its_tensors_are(keyed: App) -> None:
+def test_the_page_of_a_checkpoint_says_where_else_its_tensors_are(keyed: App, of_main: Browser) -> None:
     """With links and hostile names as text, of what the key may see; nothing where nobody else has them."""
     database = keyed.service.database
     one = add_checkpoint(database, "run/step-1", content_digest="d" * 32)
@@ -97,12 +80,10 @@ def test_the_page_of_a_checkpoint_says_where_else_its_tensors_are(keyed: App) ->
     same = [add_checkpoint(database, f"copies/{name}", content_digest="d" * 32) for name in names]
     hidden = add_checkpoint(database, "secret/step-1", root="other", content_digest="d" * 32)
     alone = add_checkpoint(database, "run/step-2", content_digest="e" * 32)
-    browser = Browser(keyed.client())
-    browser.sign_in(keyed.key("read", roots=["main"]))
-    page = browser.page(f"/checkpoints/{one}")
+    page = of_main.page(f"/checkpoints/{one}")
     assert "The same tensors, also in" in page.text and names[0] in page.text
     assert {f"/checkpoints/{number}" for number in same} <= set(page.links)
     assert f"/checkpoints/{hidden}" not in page.links
-    assert "also in" not in browser.page(f"/checkpoints/{alone}").text
+    assert "also in" not in of_main.page(f"/checkpoints/{alone}").text
     answer = keyed.client("read").get(f"/api/v1/checkpoints/{one}/lineage").json()
     assert [node["id"] for node in answer["also_in"]] == [hidden, *reversed(same)]

@@ -1,9 +1,9 @@
-"""Pictures as numbers. Internal: bins, levels and places of boxes for any values, more than a page shows."""
+"""Internal: pure functions: bins, levels and places of boxes for any values, layers of any names."""
 
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import pytest
 from dcp.inspection.values.difference import TensorDifference, TensorFacts
 from dcp.inspection.values.summaries import Summary
 from dcp.inspection.values.tensor_differences import ValueDifference
+from dcp.server.catalog.contents.layers import in_order, is_of_optimizer, layer_number, layer_of
 from dcp.server.data.drawings.phases import save_phases
 from dcp.server.jobs.kinds.shared.numbers import statistics_json
 from dcp.server.pages.drawings.changes import WeightChange
@@ -35,8 +36,7 @@ def _of(values: Any, bins: int = 32) -> Any:
 
 def test_bars_are_the_bins() -> None:
     """With their counts and shares; one element among many is seen; ticks are at both ends and at zero."""
-    random = np.random.default_rng(3)
-    values = np.append(random.normal(size=200_000), [900.0, 0.0])
+    values = np.append(np.random.default_rng(3).normal(size=200_000), [900.0, 0.0])
     kept = _of(values)
     picture = histogram_picture({"w": kept})
     assert picture is not None
@@ -44,16 +44,11 @@ def test_bars_are_the_bins() -> None:
     assert sum(bar.shares[0] for bar in picture.bars) > 0.999999
     assert picture.bars[-1].counts == (1,) and picture.bars[-1].heights[0] > 0.5
     assert max(bar.heights[0] for bar in picture.bars) == 100
-    assert [value for _, value in picture.ticks][0 :: len(picture.ticks) - 1] == [
-        kept["edges"][0],
-        kept["edges"][-1],
-    ]
-    assert 0.0 in [value for _, value in picture.ticks]
-    assert all(0 <= place <= 100 for place, _ in picture.ticks)
+    ticks = [value for _, value in picture.ticks]
+    assert (ticks[0], ticks[-1]) == (kept["edges"][0], kept["edges"][-1]) and 0.0 in ticks
     near = histogram_picture({"a": {"edges": [-1, -0.5, 0.5, *range(1, 40)], "counts": [1] * 41}})
     assert near is not None
-    places = [place for place, _ in near.ticks]
-    assert min(b - a for a, b in pairwise(places)) > 15, "their names do not lie over each other"
+    assert min(b[0] - a[0] for a, b in pairwise(near.ticks)) > 15, "names do not lie over each other"
 
 
 def test_several_have_common_edges() -> None:
@@ -67,19 +62,16 @@ def test_several_have_common_edges() -> None:
         "zeros": np.zeros(7),
         "wide": random.normal(size=500) * 10.0 ** random.integers(-200, 200, 500),
     }
-    for first, a in cases.items():
-        for second, b in cases.items():
-            for bins in (32, 9):
-                picture = histogram_picture({"a": _of(a), "b": _of(b, bins)})
-                assert picture is not None
-                edges = [picture.bars[0].low, *(bar.high for bar in picture.bars)]
-                assert edges == sorted(edges), (first, second)
-                for place, values in enumerate((a, b)):
-                    counts = [bar.counts[place] for bar in picture.bars]
-                    assert sum(counts) == len(values), (first, second)
-                    for (low, high), count in zip(pairwise(edges), counts, strict=True):
-                        inside = np.count_nonzero((values > low) & (values < high))
-                        assert inside <= count, (first, second, low, high)
+    for (first, a), (second, b), bins in product(cases.items(), cases.items(), (32, 9)):
+        picture = histogram_picture({"a": _of(a), "b": _of(b, bins)})
+        assert picture is not None
+        edges = [picture.bars[0].low, *(bar.high for bar in picture.bars)]
+        assert edges == sorted(edges), (first, second)
+        for place, values in enumerate((a, b)):
+            counts = [bar.counts[place] for bar in picture.bars]
+            assert sum(counts) == len(values), (first, second)
+            for (low, high), count in zip(pairwise(edges), counts, strict=True):
+                assert np.count_nonzero((values > low) & (values < high)) <= count, (first, second, low, high)
 
 
 def test_what_has_none_is_left_out() -> None:
@@ -247,3 +239,39 @@ def test_sentences_of_saves(ranks: list[Any], said: str) -> None:
     """Names a straggler, and none if ranks differ by times that nobody notices."""
     found = " ".join(waiting_of(save_phases({"rank_seconds": ranks})))
     assert said in found and bool(found) == bool(said)
+
+
+# -- names of layers ----------------------------------------------------------------------------------------
+
+LAYERS: dict[str, tuple[str, int | None]] = {
+    "model.layers.3.mlp.up.weight": ("model.layers.3", 3),
+    "layers.12.weight": ("layers.12", 12),
+    "0.weight": ("0", 0),
+    "model.layers_2.attention.q.weight": ("model.layers_2", 2),
+    "experts.7.layers.1.w": ("experts.7", 7),
+    "model.block3.conv.weight": ("model.block3.conv", None),
+    "weights.3": ("weights", None),
+    "head": ("head", None),
+    "": ("", None),
+    ".": (".", None),
+    "a\nb.1.w": ("a\nb.1", 1),
+    "\x00.1.w": ("\\x00.1", 1),
+    f"layers.{'9' * 5000}.w": (f"layers.{'9' * 5000}", None),
+}
+OF_OPTIMIZERS = (
+    "optimizer.state.0.exp_avg",
+    "app.optimizer.state.w",
+    "optim",
+    "adam_optim_0.w",
+    "Optimisers.1",
+)
+
+
+def test_layers() -> None:
+    """To the first number that stands by itself and has something below it; else to the last dot. Of an
+    optimizer is what its first two names say; order is as people count."""
+    assert {fqn: (layer_of(fqn), layer_number(fqn)) for fqn in LAYERS} == LAYERS
+    assert all(map(is_of_optimizer, OF_OPTIMIZERS))
+    assert not any(map(is_of_optimizer, ("model.optimal.weight", "model.blocks.optimizer", "")))
+    names = ["a", "layers.2", "layers.10", "layers.10.b", f"layers.{'1' * 5000}", f"layers.{'2' * 5000}"]
+    assert sorted(names) != names and sorted(sorted(names), key=in_order) == names

@@ -43,10 +43,9 @@ def registered(app: App, path: Path, key: str) -> int:
     return note_one(app, key)
 
 
-def test_which_rank_wrote_how_much(app: App, tmp_path: Path) -> None:
+def test_which_rank_wrote_how_much(app: App, browser: Browser, tmp_path: Path) -> None:
     """In words and by rank; each rank leads to its part, which leads back; chunks are a page of their own."""
     number = sharded(app, tmp_path)
-    browser = Browser(app.client())
     assert f"/checkpoints/{number}/shards" in browser.page(f"/checkpoints/{number}").links
     page = browser.page(f"/checkpoints/{number}/shards")
     assert "Rank 0 wrote 1.02 times" not in page.text
@@ -70,10 +69,9 @@ def test_which_rank_wrote_how_much(app: App, tmp_path: Path) -> None:
         assert browser.get(f"/checkpoints/{number}/shards?{wrong}").status_code == 422, wrong
 
 
-def test_chunks_are_text_and_come_in_pages(app: App, tmp_path: Path) -> None:
+def test_chunks_are_text_and_come_in_pages(app: App, browser: Browser, tmp_path: Path) -> None:
     """Names of any kind; each chunk once; a part of a name finds them; how often a box is stored."""
     number = sharded(app, tmp_path, parts=(16, 8))
-    browser = Browser(app.client())
     page, rows = browser.page(f"/checkpoints/{number}/shards/chunks"), 0
     while True:
         rows += len([1 for name, given in page.elements if name == "th" and given.get("scope") == "row"])
@@ -90,11 +88,10 @@ def test_chunks_are_text_and_come_in_pages(app: App, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_large_index_is_not_waited_for(app: App, tmp_path: Path) -> None:
+def test_a_large_index_is_not_waited_for(app: App, browser: Browser, tmp_path: Path) -> None:
     """Shows the page before an index of half a million chunks is read, and how to have it."""
     write_manifest(tmp_path / "main/big/step-1", tensors=500_001)
     number = note_one(app, "big/step-1")
-    browser = Browser(app.client())
     first = browser.page(f"/checkpoints/{number}/shards")
     assert "takes seconds" in first.text and "wrote" not in first.text
     (later,) = {given["hx-get"] for _, given in first.elements if given.get("hx-select") == "#late > *"}
@@ -104,14 +101,13 @@ def test_a_large_index_is_not_waited_for(app: App, tmp_path: Path) -> None:
         assert "takes seconds" not in browser.page(path).text
 
 
-def test_what_a_save_was_waiting_for(app: App, tmp_path: Path) -> None:
+def test_what_a_save_was_waiting_for(app: App, browser: Browser, tmp_path: Path) -> None:
     """Tells the wait of training apart from work behind it, by phase and rank, and marks stragglers."""
     ranks = [
         {"blocked": 0.5, "staging": 0.4, "local_plan": 0.01, "plan": 0.2, "write": 2.0 + 3 * (rank == 70)}
         for rank in range(128)
     ]
     number = sharded(app, tmp_path, rank_seconds=ranks, assemble_seconds=0.25)
-    browser = Browser(app.client())
     assert f"/checkpoints/{number}/anatomy" in browser.page(f"/checkpoints/{number}").links
     page = browser.page(f"/checkpoints/{number}/anatomy")
     assert "Training waited 0.5 s; 5.2 s went on behind it." in page.text
@@ -130,12 +126,11 @@ def test_what_a_save_was_waiting_for(app: App, tmp_path: Path) -> None:
     assert "no such ranks" in browser.page(f"/checkpoints/{number}/anatomy?first_rank=500").text
 
 
-def test_what_has_no_ranks_or_phases(app: App, tmp_path: Path) -> None:
+def test_what_has_no_ranks_or_phases(app: App, browser: Browser, tmp_path: Path) -> None:
     """Files of other formats tell neither; what is not there is an error that says so."""
     path = tmp_path / "main" / "weights.pt"
     torch.save({"w": torch.ones(4, 4)}, path)
     number = registered(app, path, "weights.pt")
-    browser = Browser(app.client())
     assert "do not tell which rank wrote them" in browser.page(f"/checkpoints/{number}/shards").text
     assert "No phases are recorded of this save." in browser.page(f"/checkpoints/{number}/anatomy").text
     gone = add_checkpoint(app.service.database, "gone/step-1")
@@ -153,11 +148,10 @@ def _saved(rank: int, world_size: int, path: str) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_save_by_real_ranks(app: App, tmp_path: Path) -> None:
+def test_a_save_by_real_ranks(app: App, browser: Browser, tmp_path: Path) -> None:
     """Shows notes of four ranks on their save, and the bytes of each."""
     path = tmp_path / "main" / "real" / "step-1"
     run_ranks(4, _saved, str(path))
-    browser = Browser(app.client())
     number = registered(app, path, "real/step-1")
     anatomy = browser.page(f"/checkpoints/{number}/anatomy")
     assert "training waited for all of it" in anatomy.text and "write" in anatomy.text

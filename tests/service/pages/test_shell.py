@@ -227,9 +227,8 @@ def test_every_form_needs_its_token(keyed: App) -> None:
             assert "load its page again" in PageText(answer.text).text
 
 
-def test_forms_of_other_sites(app: App) -> None:
+def test_forms_of_other_sites(app: App, browser: Browser) -> None:
     """Refused before anything is looked at, also where nobody signs in."""
-    browser = Browser(app.client())
     form = browser.page("/roots").form("/roots/main/scan")
     for headers in ({"origin": "http://evil.example"}, {"sec-fetch-site": "cross-site"}):
         browser.client.headers.update(headers)
@@ -248,9 +247,8 @@ def test_forms_that_are_none(app: App, body: bytes) -> None:
     assert client.post(f"{API}/jobs", content=b"a=1", headers=form).status_code == 415
 
 
-def test_the_colours_stay(app: App) -> None:
+def test_the_colours_stay(app: App, browser: Browser) -> None:
     """In a cookie, also without a script; what is no theme changes nothing."""
-    browser = Browser(app.client())
     assert '<html lang="en" data-theme="system">' in browser.get("/jobs?state=failed").text
     for expected in ("light", "dark", "system"):
         form = browser.page("/jobs?state=failed").form("/theme")
@@ -296,9 +294,8 @@ def test_errors_are_pages(app: App, tmp_path: Path) -> None:
     assert 'http-equiv="refresh"' in away.text
 
 
-def test_hostile_text_is_text(app: App) -> None:
+def test_hostile_text_is_text(app: App, browser: Browser) -> None:
     """Escapes typed text wherever it stands."""
-    browser = Browser(app.client())
     for text in ('"><script>alert(1)</script>', "'onfocus='alert(1)", "\u202e\U0001f4a5", "{{ 7 * 7 }}"):
         page = PageText(browser.get("/search", params={"q": text}).text)
         assert faults_of(page) == []

@@ -197,33 +197,22 @@ def test_another_checkpoint(here: App) -> None:
     assert here.base.get(f"/api/v1{path}").status_code == 422
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "nonsense",
-        "[]",
-        "{}",
-        '{"a": NaN}',
-        '{"a": [1], "a": [1]}',
-        '{"a": [-1]}',
-        '{"a": [1.5]}',
-        '{"a": [true]}',
-        '{"a": {"dtype": "float33", "shape": []}}',
-        '{"tensors": [1]}',
-        '{"tensors": [{"fqn": 7}]}',
-        '{"weight_map": {}}',
-        "[" * 100_000,
-        '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}",
-        '{"a": [' + "1" * 5000 + "]}",
-        json.dumps({"a": [1] * 1000}),
-        json.dumps({"x" * 5000: [1]}),
-        '{"\\ud800": [1]}',
-    ],
-)
-def test_hostile_text_is_refused(here: App, text: str) -> None:
-    """Says on the page what may be pasted, whatever it is."""
-    assert pasted(here, "run/step-1", text, status=422).text
+HOSTILE_TEXTS = [
+    *("", "nonsense", "[]", "{}", '{"a": NaN}', '{"a": [1], "a": [1]}', '{"a": [-1]}', '{"a": [1.5]}'),
+    *('{"a": [true]}', '{"a": {"dtype": "float33", "shape": []}}', '{"tensors": [1]}', '{"weight_map": {}}'),
+    *('{"tensors": [{"fqn": 7}]}', "[" * 100_000, '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"),
+    *('{"a": [' + "1" * 5000 + "]}", json.dumps({"a": [1] * 1000}), json.dumps({"x" * 5000: [1]})),
+    *('{"\\ud800": [1]}', f'{{"a": "{"</textarea><script>alert(1)</script>"}"}}'),
+]
+
+
+def test_hostile_text_is_refused(here: App) -> None:
+    """Says on the page what may be pasted, and has the text as text, whatever it is."""
+    for text in HOSTILE_TEXTS:
+        page = pasted(here, "run/step-1", text, status=422)
+        assert page.text and not [
+            1 for name, given in page.elements if name == "script" and "src" not in given
+        ]
 
 
 def test_what_people_have_of_a_state(here: App) -> None:
@@ -246,13 +235,6 @@ def test_many_names_are_answered_in_part(here: App, name: str) -> None:
     assert answer.status_code == 200, answer.text[:500]
     assert answer.json()["plain"]["counts"]["missing"] == 5_000
     assert len(answer.json()["plain"]["problems"]) <= 505
-
-
-def test_a_refused_text_stays_on_the_page(here: App) -> None:
-    """With what is wrong with it; nothing of it is anything but text."""
-    page = pasted(here, "run/step-1", f'{{"a": "{"</textarea><script>alert(1)</script>"}"}}', status=422)
-    assert "is no shape" in page.text
-    assert not [1 for name, given in page.elements if name == "script" and "src" not in given]
 
 
 # -- models of Hugging Face ----------------------------------------------------------------------------------

@@ -1,196 +1,123 @@
-"""Scans and registrations beside others. Internal: instants between two batches are reached by no request."""
+"""Scans and registrations beside others: a root that is replaced, several at once, other writers."""
 
 from __future__ import annotations
 
 import shutil
+import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from sqlalchemy import Engine, event
 
 import dcp
-from dcp.server.catalog.roots import sync_roots
-from dcp.server.database.engine import Database
-from dcp.server.database.migrations import upgrade
-from dcp.server.jobs import ledger
-from dcp.server.problems import UnavailableError
-from dcp.server.roots import Roots
-from dcp.server.scanning.registering import Registration, register
-from dcp.server.scanning.scanner import Scanner, ScanReport, ScanStoppedError
-from dcp.server.settings import RootSettings
-from tests.support.catalog_roots import roots_of, rows, scan, write_manifest
-from tests.support.written import written_by
-
-LEASE_SECONDS = 10.0
+from tests.support.app import running_app
+from tests.support.catalog import API, Catalog
+from tests.support.catalog_roots import write_manifest
+from tests.support.lost_places import PLACES, put_back
+from tests.support.statements import most_rows_inserted, statements_to
 
 
-def states(database: Database) -> dict[str, str]:
-    """The state of each checkpoint, by key."""
-    return {key: row["state"] for key, row in rows(database).items()}
-
-
-def _emptied(root: Path, elsewhere: Path) -> None:
-    root.rename(elsewhere)
-    root.mkdir()
-
-
-def _with_other_things(root: Path, elsewhere: Path) -> None:
-    _emptied(root, elsewhere)
-    write_manifest(root / "others" / "step-1")
-
-
-def _a_link_to_another_folder(root: Path, elsewhere: Path) -> None:
-    root.rename(elsewhere)
-    write_manifest(root.parent / "another" / "theirs" / "step-9")
-    root.symlink_to(root.parent / "another")
-
-
-def _removed(root: Path, elsewhere: Path) -> None:
-    root.rename(elsewhere)
-
-
-@pytest.mark.parametrize(
-    ("replace", "batches"),
-    [
-        *((_removed, 1), (_emptied, 4), (_with_other_things, 1), (_a_link_to_another_folder, 4)),
-    ],
-)
-def test_a_root_that_is_replaced_during_a_scan(
-    database: Database, tmp_path: Path, replace: Callable[[Path, Path], None], batches: int
-) -> None:
-    """What is not found after a good beginning may be a share that is small enough to be believed, and what
-    is found is somebody else's: the scan fails, nothing vanishes, and nothing of the other place is taken in.
-    Once the root is back all is as before, with what is new."""
-    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
-    keys = {f"run-{number:03}/step-{number}" for number in range(200)}
+@pytest.mark.parametrize("replace", PLACES)
+def test_a_root_that_is_replaced_during_a_scan(catalog: Catalog, replace: Callable[[Path], None]) -> None:
+    """Whenever that is: nothing vanishes, and nothing of the other place is taken in; once the root is back
+    all is as before, with what is new."""
+    keys = {f"run-{number % 50:02}/step-{number}" for number in range(120)}
     for key in keys:
-        write_manifest(root / key)
-    roots = roots_of(root)
-    assert scan(database, roots).new == 200
-    new = {f"run-19{number}/new-{number}" for number in range(10)}
+        catalog.save(key)
+    catalog.scan()
+    new = {f"run-x{number % 50:02}/new-{number}" for number in range(120)}
     for key in new:
-        write_manifest(root / key)
-    seen: list[ScanReport] = []
+        catalog.save(key)
+    replaced: list[str] = []
 
-    def on_progress(report: ScanReport) -> None:
-        seen.append(report)
-        if len(seen) == batches:
-            replace(root, elsewhere)
+    def on_statement(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if statement.startswith("INSERT INTO checkpoints") and not replaced:
+            replaced.append(statement)  # in the midst: the first new ones are being written
+            replace(catalog.place(""))
 
-    with pytest.raises(UnavailableError, match=r"root main (was replaced|is not there)"):
-        Scanner(database, roots, batch=2).scan("main", on_progress=on_progress)
-    found = states(database)
-    assert keys <= found.keys() <= keys | new and set(found.values()) == {"committed"}
-    if root.is_symlink():
-        root.unlink()
-    elif root.exists():
-        shutil.rmtree(root)
-    elsewhere.rename(root)
-    report = scan(database, roots)
-    assert (report.vanished, report.lost) == (0, 0)
-    assert states(database) == dict.fromkeys(keys | new, "committed")
-
-
-def test_stopped_and_gone_on_with(database: Database, tmp_path: Path) -> None:
-    """A scan that is stopped leaves whole batches, and nothing vanished; the next one finishes."""
-    for step in range(10):
-        write_manifest(tmp_path / "run" / f"step-{step}")
-    seen: list[int] = []
-
-    def note(report: ScanReport) -> None:
-        seen.append(report.new)
-
-    scanner = Scanner(database, roots_of(tmp_path), batch=4)
-    with pytest.raises(ScanStoppedError):
-        scanner.scan("main", stopped=lambda: True, on_progress=note)
-    assert len(rows(database)) == 4
-    assert scanner.scan("main", on_progress=note).new == 6
-    assert seen[0] == 4 and seen[-1] == 6
-    assert set(states(database).values()) == {"committed"}
+    event.listen(Engine, "before_cursor_execute", on_statement)
+    order = {"kind": "scan", "params": {"root": "main"}}
+    assert catalog.http.post(f"{API}/jobs", json=order).status_code == 202
+    try:
+        for _ in ("plan", "task"):  # another attempt would begin with the other place
+            made = catalog.worker.claim()
+            assert made is not None
+            catalog.worker.complete(made, catalog.worker.carry_out(made))
+    finally:
+        event.remove(Engine, "before_cursor_execute", on_statement)
+    assert replaced
+    found = catalog.states()
+    assert keys <= found.keys() <= keys | new and {*found.values()} == {"committed"}
+    put_back(catalog.place(""))
+    report = catalog.scan()
+    assert (report["vanished"], report["lost"]) == (0, 0)
+    assert catalog.states() == dict.fromkeys(sorted(keys | new), "committed")
 
 
-def test_two_at_once(database: Database, tmp_path: Path) -> None:
-    """Scanners that work on one root at the same time write each checkpoint once, and count it once."""
+def test_two_at_once(catalog: Catalog) -> None:
+    """Scans of one root at the same time write each checkpoint once, and count it once."""
     for step in range(60):
-        write_manifest(tmp_path / "run" / f"step-{step}", save_id=f"{step}")
-    roots = roots_of(tmp_path)
+        catalog.save(f"run/step-{step}", save_id=f"{step}")
+    orders = [{"kind": "scan", "params": {"root": "main", "below": below}} for below in ("", "run")]
+    for order in orders:
+        assert catalog.http.post(f"{API}/jobs", json=order).status_code == 202
     with ThreadPoolExecutor(4) as pool:
-        scanners = [Scanner(database, roots, batch=7) for _ in range(4)]
-        reports = [pool.submit(scanner.scan, "main") for scanner in scanners]
-    assert sum(report.result().committed for report in reports) == 60
-    assert len(rows(database)) == 60
+        list(pool.map(lambda _: catalog.work(), range(4)))
+    jobs = catalog.get("/jobs", state="succeeded")["items"]
+    assert len(jobs) == 2 and sum(job["result"]["committed"] for job in jobs) == 60
+    assert len(catalog.states()) == 60
 
 
-def test_a_deletion_beside_a_new_save(database: Database, tmp_path: Path) -> None:
-    """What is saved and registered anew while somebody looks, and finds nothing, is not marked as gone."""
-    roots = roots_of(tmp_path / "main")
-    database.transact(lambda connection: sync_roots(connection, {"main": str(tmp_path / "main")}))
-    folder = tmp_path / "main" / "run" / "step-1"
-    write_manifest(folder)
-    register(database, roots, Registration(root="main", key="run/step-1"), actor="t")
-    shutil.rmtree(folder)
-    times = count(time.time() + 10.0)
-
-    def clock() -> float:
-        """Whenever the deletion asks for the time, the new save has just been told of."""
-        write_manifest(folder, save_id="0000beef")
-        register(database, roots, saved, actor="key:other", clock=lambda: next(times))
-        return next(times)
-
-    saved = Registration(root="main", key="run/step-1")
-    gone = Registration(root="main", key="run/step-1", deleted=True)
-    assert register(database, roots, gone, actor="key:trainer", clock=clock).is_present
-    row = rows(database)["run/step-1"]
-    assert (row["state"], row["save_id"]) == ("committed", "0000beef")
+def test_a_deletion_beside_a_new_save(catalog: Catalog) -> None:
+    """What is saved and registered anew while others say that it is gone is there in the end."""
+    folder, key = catalog.place("run/step-1"), "run/step-1"
+    catalog.add(key)
+    with ThreadPoolExecutor(2) as pool:
+        for number in range(20):
+            shutil.rmtree(folder)
+            gone = pool.submit(catalog.register, key, deleted=True)
+            write_manifest(folder, save_id=f"{number:08x}")
+            new = pool.submit(catalog.register, key)
+            assert gone.result() == new.result() == 1
+            row = catalog.get("/checkpoints/1")
+            assert (row["state"], row["save_id"]) == ("committed", f"{number:08x}")
 
 
-@pytest.mark.parametrize("count", [5_000, pytest.param(300_000, marks=pytest.mark.exhaustive)])
-def test_leases_are_renewed_while_it_is_written(tmp_path: Path, count: int) -> None:
-    """Another process that writes to the same SQLite file gets its turn all the time, between transactions of
-    some rows each, and all is done long before a request is given up."""
-    folder, url = tmp_path / "main", f"sqlite:///{tmp_path / 'catalog.sqlite'}"
-    dcp.save({f"layers.{n}.weight": torch.zeros(2) for n in range(count)}, checkpoint_id=folder / "step-1")
-    database, other = Database(url), Database(url)  # each with a connection of its own that writes
-    upgrade(database)
-    spec = ledger.JobSpec(kind="stats", params={}, created_by="test")
+@pytest.fixture
+def local(tmp_path: Path) -> Iterator[Catalog]:
+    """A catalog in a file of SQLite, which another process may write to."""
+    with running_app(f"sqlite:///{tmp_path / 'catalog.sqlite'}", tmp_path) as app:
+        yield Catalog(app, tmp_path)
 
-    def claim() -> ledger.Claim:
-        other.transact(lambda connection: ledger.submit(connection, spec, time.time()))
-        made = other.transact(lambda c: ledger.claim(c, "worker", time.time(), LEASE_SECONDS))
-        assert made is not None
-        return made
 
-    held, ended = {claim().held: None}, threading.Event()
-    turns: list[int] = []  # how many transactions of the registration were before each
-    lost: list[ledger.Held] = []
+@pytest.mark.parametrize("count", [8_000, pytest.param(300_000, marks=pytest.mark.exhaustive)])
+def test_others_write_while_a_large_one_is_registered(local: Catalog, count: int) -> None:
+    """Another process gets its turn all the time, between transactions of some rows each."""
+    state = {f"layers.{n}.weight": torch.zeros(2) for n in range(count)}
+    dcp.save(state, checkpoint_id=local.place("step-1"), no_dist=True)
+    ended, turns = threading.Event(), [0.0]
 
-    def renew() -> None:
+    def take_turns() -> None:
+        other = sqlite3.connect(local.folder / "catalog.sqlite", isolation_level=None, timeout=30)
         while not ended.is_set():
-            lost.extend(other.transact(lambda c: ledger.renew(c, "worker", held, time.time(), LEASE_SECONDS)))
-            turns.append(found.transactions)
-            time.sleep(0.01)
+            other.execute("BEGIN IMMEDIATE")
+            other.execute("COMMIT")
+            turns.append(time.monotonic())
+            time.sleep(0.005)
+        other.close()
 
-    database.transact(lambda connection: sync_roots(connection, {"main": str(folder)}))
-    renewing = threading.Thread(target=renew)
-    begun = time.process_time()
-    with written_by(database) as found:
-        renewing.start()
-        try:
-            roots = Roots({"main": RootSettings(url=str(folder))})
-            registered = register(database, roots, Registration(key="step-1", root="main"), actor="test")
-        finally:
-            ended.set()
-            renewing.join()
-            for one in (database, other):
-                one.close()
-    assert registered.is_new
-    assert turns and not lost
-    assert 1_000 < found.most_inserted <= 2_000
-    if count > 100_000:
-        assert len({*turns}) > 10
-        assert time.process_time() - begun < 50
+    thread = threading.Thread(target=take_turns)
+    with statements_to(local.app.service.database.writer) as said:
+        thread.start()
+        local.register("step-1")
+        ended.set()
+    thread.join()
+    assert most_rows_inserted(said) <= 2_000
+    assert len(turns) > 3 and max(b - a for a, b in pairwise(turns[1:])) < 10

@@ -86,12 +86,17 @@ def test_the_same_is_found_on_s3(
     fill(tmp_path / "source")
     files = fsspec.filesystem("s3", **s3_server.storage_options)
     files.put(f"{tmp_path / 'source'}/", f"{s3_root}/", recursive=True)
+    names = ("run/step-1", "run/step-1.b", "run/step-10", "run/step-1/deep")  # however they sort around "/"
+    for key in names:
+        files.put(f"{tmp_path / 'source/lone.safetensors'}", f"{s3_root}/{key}/model.safetensors")
     roots = {"main": {"url": s3_root, "storage_options": s3_server.storage_options}}
     with running_app(make_database(), tmp_path, roots=roots) as app:
         catalog = Catalog(app, tmp_path)
         assert catalog.scan()["trouble"] == []
         # A file that was written a moment ago and cannot be read may be half of one.
-        assert found_in(catalog) == FOUND | {"files/broken.ckpt": ("incomplete", "torch_save", None)}
+        found = found_in(catalog)
+        assert {found.pop(key)[:2] for key in names} == {("committed", "safetensors")}
+        assert found == FOUND | {"files/broken.ckpt": ("incomplete", "torch_save", None)}
         files.rm(f"{s3_root}/hub/", recursive=True)
         assert catalog.scan()["vanished"] == 2
         assert found_in(catalog)["hub/checkpoint-500"] == ("vanished", "safetensors", 500)
@@ -169,3 +174,18 @@ def test_steps_are_read_from_names(catalog: Catalog) -> None:
     age(catalog.place(""))
     catalog.scan()
     assert {key: row["step"] for key, row in catalog.rows().items()} == STEPS
+
+
+def test_places_in_memory(make_database: MakeDatabase, tmp_path: Path) -> None:
+    """Where there is no listing of everything folders are listed one by one; names that no key can have are
+    counted there, too."""
+    place = f"memory://{tmp_path}"
+    keys = ["run-b/step-1", "run/inner/step-1", "run/step-1"]
+    for key in (*keys, "new\nline/step-1", ".hidden/step-1"):
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=f"{place}/{key}", no_dist=True)
+    with running_app(make_database(), tmp_path, roots={"main": {"url": place}}) as app:
+        catalog = Catalog(app, tmp_path)
+        for _ in range(2):
+            report = catalog.scan()
+        assert found_in(catalog) == dict.fromkeys(keys, ("committed", "dcp", 1))
+        assert len(report["trouble"]) == 1 and "control characters" in report["trouble"][0]

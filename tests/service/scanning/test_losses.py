@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.catalog import API, Catalog
-from tests.support.catalog_roots import write_manifest
+from tests.support.lost_places import PLACES, is_a_link_elsewhere, is_emptied, is_removed, put_back
 
 
 def root_of(catalog: Catalog) -> Any:
@@ -18,76 +18,79 @@ def root_of(catalog: Catalog) -> Any:
     return catalog.get("/roots/main")
 
 
-def _emptied(root: Path) -> None:
-    root.rename(root.with_name("elsewhere"))
-    root.mkdir()
+def check_of_main(catalog: Catalog) -> Any:
+    """Of the root main; the service is ready whatever is found."""
+    assert catalog.http.get("/readyz").json() == {"status": "ok", "checks": {"database": "ok"}}
+    (found,) = (one for one in catalog.get("/root-checks")["items"] if one["root"] == "main")
+    assert f'dcp_root_up{{root="main"}} {float(found["is_ok"])}' in catalog.http.get("/metrics").text
+    return found
 
 
-def _with_other_things(root: Path) -> None:
-    _emptied(root)
-    write_manifest(root / "others" / "step-1")
+KEYS = ("run/step-1", "run/step-2", "alone-7")
 
 
-def _a_link_to_another_folder(root: Path) -> None:
-    root.rename(root.with_name("elsewhere"))
-    write_manifest(root.with_name("another") / "theirs" / "step-9")
-    root.symlink_to(root.with_name("another"))
-
-
-def _removed(root: Path) -> None:
-    root.rename(root.with_name("elsewhere"))
-
-
-def put_back(root: Path) -> None:
-    """The folder that was there before it was exchanged."""
-    if root.is_symlink():
-        root.unlink()
-    elif root.exists():
-        shutil.rmtree(root)
-    root.with_name("elsewhere").rename(root)
-
-
-@pytest.mark.parametrize("replace", [_emptied, _with_other_things, _a_link_to_another_folder])
+@pytest.mark.parametrize("replace", PLACES)
 def test_another_place_under_the_name_of_a_root_loses_nothing(
     catalog: Catalog, replace: Callable[[Path], None]
 ) -> None:
-    """A mount point without its disk is named as that, however often it is scanned, until it is back."""
-    for key in ("run/step-1", "run/step-2", "alone-7"):
+    """A mount point without its disk is named as that, however often it is scanned, until it is back; its
+    check says why, and the service stays ready."""
+    for key in KEYS:
         catalog.save(key)
     catalog.scan()
     replace(catalog.place(""))
     for _ in range(2):
-        report = catalog.scan()
-        assert (report["vanished"], report["lost"]) == (0, 3)
-        assert {catalog.states()[key] for key in ("run/step-1", "run/step-2", "alone-7")} == {"committed"}
+        job = catalog.do("scan", root="main")
+        assert {catalog.states()[key] for key in KEYS} == {"committed"}
         root = root_of(catalog)
-        assert root["lost"] == 3
+        if job["state"] != "succeeded":
+            assert root["scan_error"] == "the folder of root main is not there"
+            continue
+        assert (job["result"]["vanished"], job["result"]["lost"], root["lost"]) == (0, 3, 3)
         assert "3 of" in root["scan_error"] and "dcp roots accept main" in root["scan_error"]
+    found = check_of_main(catalog)
+    assert not found["is_ok"] and str(catalog.folder) not in found["detail"]
     put_back(catalog.place(""))
     assert catalog.scan()["lost"] == 0
     assert root_of(catalog)["scan_error"] is None
 
 
-def test_a_root_that_is_away_fails_the_scan_and_heals(catalog: Catalog) -> None:
-    """Nothing vanishes, no folder is made in its place, requests for bytes are 503, and all comes back."""
-    catalog.save("run/step-1")
-    catalog.scan()
-    number = catalog.rows()["run/step-1"]["id"]
-    _removed(catalog.place(""))
-    assert catalog.do("scan", root="main")["state"] != "succeeded"
-    assert root_of(catalog)["scan_error"] == "the folder of root main is not there"
-    assert catalog.get("/runs", root="main")["notes"] == [
-        "the last scan of root main: the folder of root main is not there"
-    ]
+def test_a_root_that_is_away_gives_no_bytes(catalog: Catalog) -> None:
+    """No folder is made in its place, requests for bytes are 503, and the word that something is deleted
+    has to wait."""
+    number = catalog.add("run/step-1")
+    is_removed(catalog.place(""))
+    catalog.do("scan", root="main")
+    note = "the last scan of root main: the folder of root main is not there"
+    assert note in catalog.get("/runs", root="main")["notes"]
     answer = catalog.http.get(f"{API}/checkpoints/{number}/files")
     assert (answer.status_code, "not there" in answer.json()["detail"]) == (503, True)
     gone = {"root": "main", "key": "run/step-1", "deleted": True}
     assert catalog.status("POST", "/checkpoints", json=gone) == 503
     assert catalog.states() == {"run/step-1": "committed"}
     assert not catalog.place("").exists()
-    put_back(catalog.place(""))
-    assert catalog.scan()["found"] == 1
-    assert root_of(catalog)["scan_error"] is None
+
+
+def test_a_purge_waits_for_the_disk(catalog: Catalog) -> None:
+    """What cannot be seen is not purged: it would come back with the disk, and nobody would know it."""
+    number = catalog.add("run/step-1")
+    catalog.add("run/step-2")
+    assert catalog.status("DELETE", f"/checkpoints/{number}", params={"grace_seconds": 0}) == 200
+    order = {"kind": "purge", "params": {"checkpoint_id": number}}
+    job = catalog.http.post(f"{API}/jobs", json=order).json()["id"]
+    for spoil in (is_emptied, is_removed, is_a_link_elsewhere):
+        spoil(catalog.place(""))
+        for _ in range(2 if spoil is is_a_link_elsewhere else 0):  # which shows by a scan
+            catalog.worker.scan("main")
+        for _ in range(2):
+            if (made := catalog.worker.claim()) is not None:
+                catalog.worker.complete(made, catalog.worker.carry_out(made))
+        assert catalog.get(f"/jobs/{job}")["state"] in ("queued", "planning", "running")
+        assert catalog.states()["run/step-1"] == "deleted"
+        put_back(catalog.place(""))
+    catalog.work()
+    assert catalog.get(f"/jobs/{job}")["state"] == "succeeded"
+    assert catalog.states()["run/step-1"] == "purged"
 
 
 def test_a_large_part_needs_a_word(catalog: Catalog) -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
+import dcp
+from tests.support.app import running_app
 from tests.support.catalog import API, Catalog
+from tests.support.databases import MakeDatabase
+from tests.support.s3 import S3Server
 
 
 def say(catalog: Catalog, key: str, **more: Any) -> Any:
@@ -94,6 +100,34 @@ def test_the_root_is_found_by_a_url(catalog: Catalog, url: str) -> None:
     key = "step-1" if "run" in place.rpartition("main")[2] else "run/step-1"
     answer = say(catalog, key, root_url=place)
     assert (answer.json()["root"], answer.json()["key"]) == ("main", "run/step-1")
+
+
+def test_the_root_is_the_innermost_that_holds_it(
+    make_database: MakeDatabase, tmp_path: Path, s3_server: S3Server, s3_root: str
+) -> None:
+    """Of roots within each other; of S3 by whatever scheme it is written with."""
+    options = s3_server.storage_options
+    roots: dict[str, Any] = {"main": {"url": f"{tmp_path}/main"}, "inner": {"url": f"{tmp_path}/main/inner"}}
+    roots["bucket"] = {"url": f"{s3_root}/runs", "storage_options": options}
+    for place in (f"{tmp_path}/main/run", f"{tmp_path}/main/inner/run"):
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=f"{place}/step-1", no_dist=True)
+    there = f"{s3_root}/runs/a/step-1"
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=there, storage_options=options, no_dist=True)
+    bucket = s3_root.removeprefix("s3://")
+    with running_app(make_database(), tmp_path, roots=roots) as app:
+        catalog = Catalog(app, tmp_path)
+        for url, found in (
+            (f"{tmp_path}/main/run", ("main", "run/step-1")),
+            (f"{tmp_path}/main/inner/run", ("inner", "run/step-1")),
+            (f"s3://{bucket}/runs/a", ("bucket", "a/step-1")),
+            (f"s3a://{bucket}/runs/a", ("bucket", "a/step-1")),
+            (f"S3://{bucket}/runs/a/", ("bucket", "a/step-1")),
+        ):
+            answer = say(catalog, "step-1", root_url=url)
+            assert answer.is_success, answer.text
+            assert (answer.json()["root"], answer.json()["key"]) == found
+        for url in (f"s3://{bucket}/runs-of-others", f"s3://{bucket}", f"s3://{bucket.split('/')[0]}"):
+            assert say(catalog, "step-1", root_url=url).status_code == 404, url
 
 
 def test_what_cannot_be_meant_is_refused(catalog: Catalog) -> None:

@@ -1,7 +1,4 @@
-"""Nothing outside of the roots is read. Internal: hostile manifests, and links exchanged during a read.
-
-Moves to HTTP when the service is rebuilt.
-"""
+"""Nothing outside of the roots is read, written or named, whatever keys, links and checkpoints say."""
 
 from __future__ import annotations
 
@@ -10,11 +7,11 @@ import os
 import pickle
 import shutil
 import threading
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from urllib.parse import quote
+from typing import Any
+from urllib.parse import quote, unquote
 
 import pytest
 import torch
@@ -22,126 +19,112 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dcp
-from dcp.manager.cleanup.removal import remove_checkpoint
-from dcp.server.problems import ProblemError, UnprocessableError
-from dcp.server.roots import StorageRoot, check_key
-from dcp.server.settings import RootSettings
-from dcp.storage.commit_names import MANIFEST_NAME
-from dcp.storage.errors import CheckpointError
-from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.native.manifest import encode_manifest
-from dcp.storage.formats.opening.folder import open_index
-from dcp.storage.stores import PosixStore
-from tests.support.app import App, running_app
+from tests.support.app import running_app
+from tests.support.catalog import API, Catalog
 from tests.support.examples import examples
+from tests.support.hostile_files import rewrite_manifest
 from tests.support.s3 import S3Server
 
 SECRET = b"nobody-outside-may-see-this-0123456789"
 
-BAD_KEYS = [
-    "",
-    ".",
-    "..",
-    "/",
-    "//",
-    "/etc/passwd",
-    "../secret",
-    "run/../../secret",
-    "run/..",
-    "run/.",
-    "run//step",
-    "run/",
-    "./run",
-    "..\\secret",
-    "run\\..\\..\\secret",
-    "C:\\secret",
-    "C:",
-    "\\\\host\\share",
-    "run/\x00/step",
-    "run\x00",
-    "run\n",
-    "run\r\nX-Header: y",
-    "run\x7f",
-    "run\x85",
-    "run\u2028step",
+_BAD = """
+. .. / // /etc/passwd ../secret run/../../secret run/.. run/. run//step run/ ./run C: %2e%2e/secret
+%2e%2e%2fsecret ..%2fsecret ..%5csecret %252e%252e%252fsecret %25252e%25252e/secret run%00
+run%2f..%2f..%2fsecret %2Fetc%2Fpasswd run/%0a run/%3a%3a/x %ff/../.. simplecache::s3://bucket/x
+x::y file:///etc/passwd s3://bucket/key s3:/bucket/key http://127.0.0.1/ run/https://elsewhere/x
+memory://x ~ ~root/x run/.lock .lock %2525252525252525252e
+..\\secret run\\..\\..\\secret C:\\secret \\\\host\\share
+"""
+_CONTROLLED = (
+    "/\x00/step",
+    "\x00",
+    "\n",
+    "\r\nX-Header: y",
+    "\x7f",
+    "\x85",
+    "\u2028step",
     "\ud800",
-    "run/\udcff",
-    "%2e%2e/secret",
-    "%2e%2e%2fsecret",
-    "..%2fsecret",
-    "..%5csecret",
-    "%252e%252e%252fsecret",
-    "%25252e%25252e/secret",
-    "run%00",
-    "run%2f..%2f..%2fsecret",
-    "%2Fetc%2Fpasswd",
-    "run/%0a",
-    "run/%3a%3a/x",
-    "%ff/../..",
-    "simplecache::s3://bucket/x",
-    "x::y",
-    "file:///etc/passwd",
-    "s3://bucket/key",
-    "s3:/bucket/key",
-    "http://127.0.0.1/",
-    "run/https://elsewhere/x",
-    "memory://x",
-    "~",
-    "~root/x",
-    "run/.lock",
-    ".lock",
-    "x" * 1025,
-    "a/" * 512 + "b",
-    "x" * 256,
-    "ü" * 200,
-    f"%{'25' * 9}2e",
-]
+    "/\udcff",
+)
+_LONG = ("x" * 1025, "a/" * 512 + "b", "x" * 256, "ü" * 200)
+BAD_KEYS = ["", *_BAD.split(), *(f"run{end}" for end in _CONTROLLED), *_LONG]
 
-GOOD_KEYS = [
-    "run",
-    "run/step-1",
-    "a b/c",
-    "ü/日本",
-    "100%",
-    "50%25",
-    "a=b&c?d#e",
-    "...",
-    "..a",
-    "a..",
-    ".hidden",
-    "run.1/model.safetensors",
-    "*",
-    "[x]",
-    "$HOME",
-    "`id`",
-    "a;b",
-    "x" * 255,
-    "a:b",
-]
+_GOOD = """
+run run/step-1 100% 50%25 a=b&c?d#e ... ..a a.. .hidden run.1/model.safetensors * [x] $HOME `id` a;b a:b
+"""
+GOOD_KEYS = [*_GOOD.split(), "a b/c", "ü/日本", "x" * 255]
+
+
+class Outside:
+    """What lies beside a root, which nobody may touch: checkpoints and secrets in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        dcp.save({"w": torch.arange(12.0)}, checkpoint_id=folder / "step-9", no_dist=True)
+        (folder / "secret.bin").write_bytes(SECRET)
+        torch.save({"w": torch.ones(2)}, folder / "secret.pt")
+        self.before = self.files()
+
+    def files(self) -> dict[str, bytes]:
+        """All of it."""
+        return {str(path): path.read_bytes() for path in self.folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Iterator[Catalog]:
+    """A catalog on SQLite, with the checkpoint run/step-1."""
+    with running_app(
+        f"sqlite:///{tmp_path / 'catalog.sqlite'}", tmp_path, rate_limit="1000000/minute"
+    ) as app:
+        dcp.save({"w": torch.arange(12.0)}, checkpoint_id=tmp_path / "main/run/step-1", no_dist=True)
+        yield Catalog(app, tmp_path)
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Iterator[Outside]:
+    """At the end it is as it was."""
+    found = Outside(tmp_path / "outside")
+    yield found
+    assert found.files() == found.before
+
+
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Catalog]:
+    """A catalog with nothing in its first root, and a checkpoint in the other."""
+    folder = tmp_path_factory.mktemp("empty")
+    with running_app(f"sqlite:///{folder / 'catalog.sqlite'}", folder, rate_limit="1000000/minute") as app:
+        catalog = Catalog(app, folder)
+        catalog.add("run/step-1", "other")
+        yield catalog
+
+
+def say(catalog: Catalog, key: str, **place: Any) -> int:
+    """The status of a registration."""
+    body = json.dumps({"key": key, **(place or {"root": "main"})})
+    return catalog.status("POST", "/checkpoints", content=body, headers={"Content-Type": "application/json"})
 
 
 @pytest.mark.parametrize("key", BAD_KEYS)
-def test_keys_that_are_refused(key: str, tmp_path: Path) -> None:
-    """By every way in: check, place, store, source, listing."""
-    root = StorageRoot("prod", RootSettings(url=str(tmp_path)))
-    for ask in (check_key, root.check_key, root.place, root.source):
-        with pytest.raises(UnprocessableError):
-            ask(key)
-    if key:  # the empty one is the root itself
-        for look in (root.store, root.url_of, lambda key: list(root.walk(key))):
-            with pytest.raises(UnprocessableError):
-                look(key)
+def test_keys_that_are_refused(empty: Catalog, key: str) -> None:
+    """By every way in: of a checkpoint, below a URL, of a folder to be scanned, as a target."""
+    assert say(empty, key) == say(empty, key, root_url=str(empty.place(""))) == 422
+    for kind, params in (
+        ("scan", {"root": "main", "below": key}),
+        ("convert", {"checkpoint_id": 1, "to": "dcp", "target_root": "main", "target_key": key}),
+    ):
+        if key or kind == "convert":  # a scan below nothing is one of all
+            body = json.dumps({"kind": kind, "params": params})
+            headers = {"Content-Type": "application/json"}
+            assert empty.status("POST", "/jobs", content=body, headers=headers) == 422, kind
 
 
-@pytest.mark.parametrize("key", GOOD_KEYS)
-def test_keys_that_are_plain_names(key: str, tmp_path: Path) -> None:
+def test_keys_that_are_plain_names(local: Catalog) -> None:
     """They mean the very folder of that name, decoded nowhere on the way."""
-    for url in (str(tmp_path), f"file://{quote(str(tmp_path))}"):
-        root = StorageRoot("prod", RootSettings(url=url))
-        assert check_key(key) == key
-        assert root.url_of(key) == f"{os.path.realpath(tmp_path)}/{key}"
-    remote = StorageRoot("s3", RootSettings(url="s3://bucket/prefix/"))
-    assert remote.url_of(key) == f"s3://bucket/prefix/{key}"
+    for number, key in enumerate(GOOD_KEYS):
+        local.save(key, save_id=f"{number:08x}")
+        assert say(local, key) == 201, key
+        assert local.get("/checkpoints/lookup", root="main", key=key)["save_id"] == f"{number:08x}"
 
 
 @examples(200)
@@ -151,308 +134,247 @@ def test_keys_that_are_plain_names(key: str, tmp_path: Path) -> None:
         max_size=12,
     ).map("".join)
 )
-def test_whatever_is_accepted_stays_inside(key: str) -> None:
+def test_whatever_is_accepted_stays_inside(empty: Catalog, key: str) -> None:
     """An accepted key is a path below the root, also for somebody who normalises or decodes it."""
-    try:
-        check_key(key)
-    except UnprocessableError:
+    if say(empty, key) == 422:
         return
-    from urllib.parse import unquote
-
-    text = key
     for _ in range(10):
-        joined = os.path.normpath(f"/root/{text}")
-        assert joined.startswith("/root/")
-        assert joined == f"/root/{text}"
-        text = unquote(text)
+        joined = os.path.normpath(f"/root/{key}")
+        assert joined == f"/root/{key}" and joined.startswith("/root/")
+        key = unquote(key)
 
 
-# -- local storage -------------------------------------------------------------------------------------------
-
-
-class Place:
-    """A root with a checkpoint in it, and beside it what nobody may touch."""
-
-    def __init__(self, folder: Path) -> None:
-        self.root = folder / "main"
-        self.outside = folder / "outside"
-        self.outside.mkdir(parents=True)
-        dcp.save({"w": torch.arange(12.0)}, checkpoint_id=self.outside / "step-9")
-        (self.outside / "secret.bin").write_bytes(SECRET)
-        torch.save({"w": torch.ones(2)}, self.outside / "secret.pt")
-        self.before = self._state()
-
-    def _state(self) -> dict[str, bytes]:
-        return {str(path): path.read_bytes() for path in self.outside.rglob("*") if path.is_file()}
-
-    def check(self) -> None:
-        """What is outside is as it was."""
-        assert self._state() == self.before
+LINKS = {
+    "absolute": "{outside}/step-9",
+    "relative": "../outside/step-9",
+    "folder": "{outside}",
+    "file.pt": "{outside}/secret.pt",
+    "chain": "absolute",
+    "up": "..",
+    "run/step-9": "{outside}/step-9",
+}
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    """Checked at the end."""
-    found = Place(tmp_path)
-    (tmp_path / "main").mkdir(exist_ok=True)
-    yield found
-    found.check()
+def linked(local: Catalog, outside: Outside) -> Catalog:
+    """With links out of the root, and one that stays inside."""
+    for name, target in LINKS.items():
+        local.place(name).symlink_to(target.format(outside=outside.folder))
+    local.place("run/latest").symlink_to("step-1")
+    return local
 
 
-def test_links_that_lead_out(place: Place) -> None:
-    """Folders and files behind links out of the root are refused; those that stay inside are followed."""
-    root = StorageRoot("main", RootSettings(url=str(place.root)))
-    dcp.save({"w": torch.ones(2)}, checkpoint_id=place.root / "run" / "step-1")
-    links = {
-        "absolute": place.outside / "step-9",
-        "relative": Path("../outside/step-9"),
-        "folder": place.outside,
-        "file.pt": place.outside / "secret.pt",
-        "chain": place.root / "absolute",
-        "up": Path(".."),
-    }
-    for name, target in links.items():
-        (place.root / name).symlink_to(target)
-    for key in (
-        "absolute",
-        "relative",
-        "folder/step-9",
-        "file.pt",
-        "chain",
-        "up/outside/step-9",
-        "folder/new",
+def test_links_that_lead_out(linked: Catalog) -> None:
+    """They are refused and not scanned; those that stay inside are followed."""
+    for key in (*LINKS, "folder/step-9", "up/outside/step-9", "folder/new"):
+        answer = linked.http.post(f"{API}/checkpoints", json={"root": "main", "key": key})
+        assert (answer.status_code, "leads out" in answer.json()["detail"]) == (422, True), key
+        assert "outside" not in answer.json()["detail"].replace(key, "")
+    main = linked.place("")
+    for url in (f"{main}/../outside", str(linked.folder / "outside"), f"file://{linked.folder}/outside"):
+        assert say(linked, "step-9", root_url=url) in (404, 422), url
+    linked.scan()
+    for below in ("folder", "up", "folder/step-9", "up/outside"):
+        linked.do("scan", root="main", below=below)
+    assert [*linked.states()] == ["run/step-1"]
+    assert say(linked, "run/latest") == 201
+
+
+@pytest.mark.parametrize(
+    ("to", "key"),
+    [
+        *(("dcp", "folder/new"), ("dcp", "up/new")),
+        *(("safetensors", "folder/new.safetensors"), ("torch", "up/outside/new.pt")),
+    ],
+)
+def test_a_conversion_writes_nothing_outside(linked: Catalog, to: str, key: str) -> None:
+    """A target behind a link out of the root fails the job, and leaves nothing there."""
+    number = linked.register("run/step-1")
+    job = linked.do("convert", checkpoint_id=number, to=to, target_key=key)
+    assert job["state"] == "failed" and "outside" not in str(job["error"]).replace(key, "")
+    assert not [*linked.folder.glob("**/new*")]
+
+
+def test_a_checkpoint_that_became_a_link(linked: Catalog, outside: Outside) -> None:
+    """What was found as a folder and is a link now is neither read nor deleted by any job."""
+    number = linked.register("run/step-1")
+    shutil.rmtree(linked.place("run/step-1"))
+    linked.place("run/step-1").symlink_to(outside.folder / "step-9")
+    one = {"checkpoint_id": number}
+    for kind, params in (
+        ("verify", one),
+        ("stats", one),
+        ("diff", {"a": number, "b": number}),
+        ("convert", {**one, "to": "safetensors", "target_key": "copy.safetensors"}),
     ):
-        for ask in (root.source, root.store, root.place, root.url_of):
-            with pytest.raises(UnprocessableError, match="leads out") as caught:
-                ask(key)
-            assert "outside" not in caught.value.detail.replace(key, "")
-    (place.root / "run" / "latest").symlink_to("step-1")
-    assert root.source("run/latest").index.shape(0) == (2,)
-    assert {folder.key for folder in root.walk()} == {"", "run", "run/step-1"}
-    assert not any("pt" in file for folder in root.walk() for file in folder.files)
-    with pytest.raises(UnprocessableError):
-        list(root.walk("folder"))
+        job = linked.do(kind, **params)
+        assert job["state"] == "failed" and str(outside.folder) not in str(job["error"]), kind
+    assert not linked.place("copy.safetensors").exists()
+    linked.do("delete", checkpoint_ids=[number], grace_seconds=0)
+    linked.do("purge", checkpoint_id=number, now=True)
 
 
 def test_a_root_behind_a_link_is_the_operators_choice(tmp_path: Path) -> None:
     """The root itself may be a link; what is below it is then measured by where it really is."""
-    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "real" / "step-1")
     (tmp_path / "link").symlink_to("real")
-    root = StorageRoot("main", RootSettings(url=str(tmp_path / "link")))
-    assert root.source("step-1").index.shape(0) == (2,)
+    roots = {"main": {"url": str(tmp_path / "link")}}
+    with running_app(f"sqlite:///{tmp_path / 'catalog.sqlite'}", tmp_path, roots=roots) as app:
+        catalog = Catalog(app, tmp_path)
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "real" / "step-1", no_dist=True)
+        assert catalog.scan()["found"] == 1
+        assert catalog.do("verify", checkpoint_id=1)["result"]["outcome"] == "good"
 
 
-def _links_to_files(folder: Path, place: Place) -> None:
+# -- names inside of checkpoints -----------------------------------------------------------------------------
+
+
+def _links_to_files(folder: Path, outside: Path) -> None:
     data = next(folder.glob("*.distcp"))
     data.unlink()
-    data.symlink_to(place.outside / "secret.bin")
+    data.symlink_to(outside / "secret.bin")
 
 
-def _names_in_the_manifest(folder: Path, name: str) -> None:
-    index = open_index(PosixStore(folder))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CheckpointIndex, "check", lambda self: None)  # a hostile writer does not check
-        data = encode_manifest(replace(index, files=[name, *index.files[1:]]))
-    (folder / MANIFEST_NAME).write_bytes(data)
+def _names_a_file_outside(folder: Path, outside: Path) -> None:
+    rewrite_manifest(
+        folder, lambda index: replace(index, files=["../../outside/secret.bin", *index.files[1:]])
+    )
 
 
-def _names_a_file_outside(folder: Path, place: Place) -> None:
-    _names_in_the_manifest(folder, "../../outside/secret.bin")
+def _names_an_absolute_file(folder: Path, outside: Path) -> None:
+    rewrite_manifest(
+        folder, lambda index: replace(index, files=[str(outside / "secret.bin"), *index.files[1:]])
+    )
 
 
-def _names_an_absolute_file(folder: Path, place: Place) -> None:
-    _names_in_the_manifest(folder, str(place.outside / "secret.bin"))
-
-
-def _stock_metadata(folder: Path, place: Place) -> None:
+def _stock_metadata(folder: Path, outside: Path) -> None:
     from torch.distributed.checkpoint import FileSystemWriter
 
     shutil.rmtree(folder)
     torch.distributed.checkpoint.save({"w": torch.arange(12.0)}, storage_writer=FileSystemWriter(folder))
-    with (folder / ".metadata").open("rb") as file:
-        metadata = pickle.load(file)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
     for info in metadata.storage_data.values():
         object.__setattr__(info, "relative_path", "../../outside/secret.bin")
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def _weight_map(folder: Path, place: Place) -> None:
+def _index_of(folder: Path, name: str, file: str) -> None:
     shutil.rmtree(folder)
     folder.mkdir()
-    document = {"metadata": {}, "weight_map": {"w": "../../outside/secret.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(document))
+    (folder / name).write_text(json.dumps({"metadata": {}, "weight_map": {"w": file}}))
 
 
-def _bin_weight_map(folder: Path, place: Place) -> None:
-    shutil.rmtree(folder)
-    folder.mkdir()
-    document = {"metadata": {}, "weight_map": {"w": str(place.outside / "secret.pt")}}
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(document))
+def _weight_map(folder: Path, outside: Path) -> None:
+    _index_of(folder, "model.safetensors.index.json", "../../outside/secret.safetensors")
+
+
+def _bin_weight_map(folder: Path, outside: Path) -> None:
+    _index_of(folder, "pytorch_model.bin.index.json", str(outside / "secret.pt"))
 
 
 HOSTILE = [
-    _links_to_files,
-    _names_a_file_outside,
-    _names_an_absolute_file,
-    _stock_metadata,
-    _weight_map,
-    _bin_weight_map,
+    *(_links_to_files, _names_a_file_outside, _names_an_absolute_file),
+    *(_stock_metadata, _weight_map, _bin_weight_map),
 ]
+ROUTES = (
+    *("download", "download?format=torch", "files", "shards", "shards/ranks", "tensors"),
+    *("tensors/data?name=w", "tensors/data?name=w&slice=0:2", "diff?before={number}", "files/secret.bin"),
+)
 
 
 @pytest.mark.parametrize("make", HOSTILE, ids=lambda make: make.__name__.strip("_"))
-def test_names_inside_of_checkpoints(place: Place, make: object, tmp_path: Path) -> None:
-    """What metadata names cannot be read through any route, and not be deleted."""
-    folder = place.root / "run" / "step-1"
-    dcp.save({"w": torch.arange(12.0)}, checkpoint_id=folder)
-    with running_app(f"sqlite:///{tmp_path / 'catalog.sqlite'}", tmp_path) as app:
-        number = _register(app, "run/step-1")
-        make(folder, place)  # type: ignore[operator]
-        client = app.client("read", "write")
-        for path in (
-            "download",
-            "download?format=torch",
-            "files",
-            "shards",
-            "shards/ranks",
-            "tensors",
-            "tensors/data?name=w",
-            "tensors/data?name=w&slice=0:2",
-            f"diff?before={number}",
-            "files/secret.bin",
-            *(f"files/{quote(path.name)}" for path in folder.iterdir()),
-        ):
-            answer = client.get(f"/api/v1/checkpoints/{number}/{path}")
-            assert answer.status_code < 500, (path, answer.text)
-            assert SECRET not in answer.content, path
-            if make not in (_names_an_absolute_file, _bin_weight_map):  # these say it themselves
-                assert str(place.outside) not in answer.text, path
-        client.post("/api/v1/checkpoints", json={"root": "main", "key": "run/step-1"})
-        root = StorageRoot("main", RootSettings(url=str(place.root)))
-        with suppress(CheckpointError, ProblemError):
-            remove_checkpoint(root.store("run/step-1"), 0.0)
+def test_names_inside_of_checkpoints(
+    local: Catalog, outside: Outside, make: Callable[[Path, Path], None]
+) -> None:
+    """What metadata names cannot be read through any route or job, and not be deleted."""
+    number, folder = local.register("run/step-1"), local.place("run/step-1")
+    make(folder, outside.folder)
+    files = (f"files/{quote(path.name)}" for path in folder.iterdir())
+    for path in (*ROUTES, *files):
+        answer = local.http.get(f"{API}/checkpoints/{number}/{path.format(number=number)}")
+        assert answer.status_code < 500, (path, answer.text)
+        assert SECRET not in answer.content, path
+        if make not in (_names_an_absolute_file, _bin_weight_map):  # these say it themselves
+            assert str(outside.folder) not in answer.text, path
+    say(local, "run/step-1")
+    for kind, params in (
+        ("verify", {"checkpoint_id": number}),
+        ("delete", {"checkpoint_ids": [number], "grace_seconds": 0}),
+        ("purge", {"checkpoint_id": number, "now": True}),
+    ):
+        local.http.post(f"{API}/jobs", json={"kind": kind, "params": params})
+        local.work()
+    assert SECRET.decode() not in local.http.get(f"{API}/jobs").text
 
 
-# -- over HTTP -----------------------------------------------------------------------------------------------
+NAMES = (
+    *("link.bin", "folder", "folder%2Finner.bin", "..%2Fbeside.bin", "%2e%2e%2fbeside.bin"),
+    *("%252e%252e%252fbeside.bin", "..%5Cbeside.bin", "%2e%2e%2f", "%00", "a%00b", ".lock", ".tmp-x"),
+    *("..;/beside.bin", "%c0%ae%c0%ae%c0%afbeside.bin", "%ef%bc%8e%ef%bc%8e%2fbeside.bin"),
+)
 
 
-def _register(app: App, key: str) -> int:
-    answer = app.client("write").post("/api/v1/checkpoints", json={"root": "main", "key": key})
-    assert answer.status_code == 201, answer.text
-    number: int = answer.json()["id"]
-    return number
-
-
-def test_registration_over_http(place: Place, tmp_path: Path) -> None:
-    """No bad key, and no link out of the root, gets into the catalog."""
-    (place.root / "link").symlink_to(place.outside / "step-9")
-    (place.root / "up").symlink_to("..")
-    with running_app(f"sqlite:///{tmp_path / 'catalog.sqlite'}", tmp_path) as app:
-        client = app.client("read", "write")
-        keys = [key for key in BAD_KEYS if not any(0xD800 <= ord(char) < 0xE000 for char in key)]
-        for key in [*keys, "link", "up/outside/step-9", "up/outside"]:
-            answer = client.post("/api/v1/checkpoints", json={"root": "main", "key": key})
-            assert answer.status_code in (404, 422), (key, answer.text)
-        for url in (str(place.outside), f"file://{place.outside}", f"{place.root}/../outside", "s3://x/y"):
-            answer = client.post("/api/v1/checkpoints", json={"root_url": url, "key": "step-9"})
-            assert answer.status_code in (404, 422), url
-            assert "outside" not in answer.text.replace(url, "")
-        assert client.get("/api/v1/checkpoints").json()["items"] == []
-
-
-def test_names_of_files_over_http(place: Place, tmp_path: Path) -> None:
+def test_names_of_files_over_http(local: Catalog, outside: Outside) -> None:
     """A checkpoint's files are those in its folder, however the name is written."""
-    dcp.save({"w": torch.ones(2)}, checkpoint_id=place.root / "run" / "step-1")
-    (place.root / "run" / "beside.bin").write_bytes(SECRET)
-    (place.root / "run" / "step-1" / "link.bin").symlink_to(place.outside / "secret.bin")
-    (place.root / "run" / "step-1" / "folder").mkdir()
-    (place.root / "run" / "step-1" / "folder" / "inner.bin").write_bytes(SECRET)
-    with running_app(f"sqlite:///{tmp_path / 'catalog.sqlite'}", tmp_path) as app:
-        number = _register(app, "run/step-1")
-        client = app.client("read")
-        names = [
-            "link.bin",
-            "folder",
-            "folder%2Finner.bin",
-            "..%2Fbeside.bin",
-            "%2e%2e%2fbeside.bin",
-            "%252e%252e%252fbeside.bin",
-            "..%5Cbeside.bin",
-            "%2e%2e%2f",
-            "%00",
-            "a%00b",
-            ".lock",
-            ".tmp-x",
-            quote(str(place.outside / "secret.bin"), safe=""),
-            "..;/beside.bin",
-            "%c0%ae%c0%ae%c0%afbeside.bin",
-            "%ef%bc%8e%ef%bc%8e%2fbeside.bin",
-        ]
-        for name in names:
-            answer = client.get(f"/api/v1/checkpoints/{number}/files/{name}")
-            assert SECRET not in answer.content, name
-            assert answer.status_code in (400, 404, 422), (name, answer.status_code)
+    folder, number = local.place("run/step-1"), local.register("run/step-1")
+    (folder / "folder").mkdir()
+    for path in (folder.parent / "beside.bin", folder / "folder" / "inner.bin"):
+        path.write_bytes(SECRET)
+    (folder / "link.bin").symlink_to(outside.folder / "secret.bin")
+    for name in (*NAMES, quote(str(outside.folder / "secret.bin"), safe="")):
+        answer = local.http.get(f"{API}/checkpoints/{number}/files/{name}")
+        assert SECRET not in answer.content, name
+        assert answer.status_code in (400, 404, 422), (name, answer.status_code)
 
 
-def test_jobs_cannot_write_outside(place: Place, tmp_path: Path) -> None:
-    """Targets of conversions are keys, too."""
-    dcp.save({"w": torch.ones(2)}, checkpoint_id=place.root / "run" / "step-1")
-    (place.root / "link").symlink_to(place.outside)
-    with running_app(f"sqlite:///{tmp_path / 'catalog.sqlite'}", tmp_path) as app:
-        number = _register(app, "run/step-1")
-        client = app.client("admin")
-        keys = [key for key in BAD_KEYS if not any(0xD800 <= ord(char) < 0xE000 for char in key)]
-        for key in keys:
-            params = {"checkpoint_id": number, "to": "dcp", "target_key": key}
-            answer = client.post("/api/v1/jobs", json={"kind": "convert", "params": params})
-            assert answer.status_code == 422, (key, answer.text)
-
-
-def test_s3_keys_stay_below_the_prefix(s3_server: S3Server, s3_root: str) -> None:
+def test_s3_keys_stay_below_the_prefix(tmp_path: Path, s3_server: S3Server, s3_root: str) -> None:
     """A root is a prefix: what begins alike beside it is no part of it."""
     options = s3_server.storage_options
-    dcp.save({"w": torch.ones(2)}, checkpoint_id=f"{s3_root}-beside/step-1", storage_options=options)
-    dcp.save({"w": torch.ones(3)}, checkpoint_id=f"{s3_root}/step-1", storage_options=options)
-    root = StorageRoot("s3", RootSettings(url=s3_root, storage_options=options))
-    assert {folder.key for folder in root.walk()} == {"step-1"}
-    assert root.source("step-1").index.shape(0) == (3,)
-    for key in ("../step-1", "x/../../step-1", "-beside/../step-1"):
-        with pytest.raises(UnprocessableError):
-            root.source(key)
-    prefix = s3_root.rpartition("/")[2]
-    with pytest.raises(ProblemError):
-        root.source(f"{prefix}-beside/step-1")
+    for place, count in ((f"{s3_root}-beside", 2), (s3_root, 3)):
+        dcp.save({"w": torch.ones(count)}, checkpoint_id=f"{place}/step-1", storage_options=options)
+    roots = {"main": {"url": s3_root, "storage_options": options}}
+    with running_app(f"sqlite:///{tmp_path / 'catalog.sqlite'}", tmp_path, roots=roots) as app:
+        catalog = Catalog(app, tmp_path)
+        catalog.scan()
+        assert [*catalog.states()] == ["step-1"]
+        assert catalog.get("/checkpoints/1/tensors")["items"][0]["shape"] == [3]
+        for key in ("../step-1", "x/../../step-1", "-beside/../step-1"):
+            assert say(catalog, key) == 422
+        assert say(catalog, f"{s3_root.rpartition('/')[2]}-beside/step-1") == 404
+        assert say(catalog, "step-1", root_url=f"{s3_root}-beside") in (404, 422)
 
 
 @pytest.mark.parametrize("what", ["file", "folder"])
-def test_a_link_that_is_exchanged_meanwhile(tmp_path: Path, what: str) -> None:
+def test_a_link_that_is_exchanged_meanwhile(local: Catalog, outside: Outside, what: str) -> None:
     """However often and whenever it is pointed elsewhere, nothing outside is read."""
-    for place, content in (("root/in", b"inside"), ("out", b"secret")):
-        (tmp_path / place).mkdir(parents=True)
-        (tmp_path / place / "data").write_bytes(content)
-    link, spare = tmp_path / "root" / "link", tmp_path / "root" / "spare"
-    ending = "/data" if what == "file" else ""
-    targets = [f"{tmp_path}/root/in{ending}", f"{tmp_path}/out{ending}"]
+    number, folder = local.register("run/step-1"), local.place("run/step-1")
+    (folder / "data.bin").write_bytes(b"inside")
+    if what == "folder":
+        shutil.copytree(folder, local.place("run/in"))
+        shutil.rmtree(folder)
+        link, targets = folder, [local.place("run/in"), outside.folder]
+        (outside.folder / "data.bin").write_bytes(SECRET)
+        outside.before = outside.files()
+    else:
+        (folder / "in.bin").write_bytes(b"inside")
+        (folder / "data.bin").unlink()
+        link, targets = folder / "data.bin", [folder / "in.bin", outside.folder / "secret.bin"]
+    spare, done = local.folder / "spare", threading.Event()
     link.symlink_to(targets[0])
-    done = threading.Event()
 
     def exchange() -> None:
-        for number in range(200_000):
+        for turn in range(200_000):
             if done.is_set():
                 return
-            spare.symlink_to(targets[number % 2])
-            os.replace(spare, link)  # noqa: PTH105 - in a loop that has to be quick
+            spare.symlink_to(targets[turn % 2])
+            spare.replace(link)
 
-    store = PosixStore(tmp_path / "root" if what == "file" else link, links_within=tmp_path / "root")
     thread = threading.Thread(target=exchange)
     thread.start()
     seen: set[bytes] = set()
     try:
-        for _ in range(3000):
-            try:
-                seen.add(store.read("link" if what == "file" else "data", limit_bytes=100))
-            except CheckpointError:
-                continue
+        for _ in range(150):
+            answer = local.http.get(f"{API}/checkpoints/{number}/files/data.bin")
+            seen |= {answer.content} if answer.status_code == 200 else set()
     finally:
         done.set()
         thread.join()

@@ -1,0 +1,135 @@
+"""`dcp keys`, `dcp db`, `dcp roots`, and what `dcp serve` refuses to start with."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from tests.support.app import running_app
+from tests.support.catalog import API, Catalog
+from tests.support.catalog_roots import write_manifest
+from tests.support.command import run as command
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands run where nothing is configured."""
+    monkeypatch.chdir(tmp_path)
+    # --config sets it for the processes that are started; monkeypatch puts it back
+    monkeypatch.setenv("DCP_SERVER_CONFIG", str(tmp_path / "dcp-server.toml"))
+
+
+def run(line: str, status: int = 0) -> str:
+    """What a command prints, as one line; its exit status has to be this one."""
+    done = command(*line.split())
+    assert done.status == status, done.err
+    return " ".join(f"{done.out} {done.err}".split())
+
+
+def test_a_key_from_its_making_to_its_end(tmp_path: Path) -> None:
+    """Printed once and alone; listed without itself; good until it is revoked."""
+    # the first thing that anybody does: there is no database yet
+    secret = run("keys create ci --scope read --scope write --expires 30d")
+    assert "up to date" in run("db upgrade")
+    with running_app(f"sqlite:///{tmp_path / 'dcp-catalog.sqlite'}", tmp_path) as app:
+        headers = {"Authorization": f"Bearer {secret}"}
+        known = app.base.get(f"{API}/whoami", headers=headers).json()
+        assert (known["name"], known["scopes"]) == ("key:ci", ["read", "write"])
+        assert "ci" in (listed := run("keys list")) and secret not in listed
+        (entry,) = json.loads(run("keys list --json"))
+        assert (entry["name"], entry["is_valid"]) == ("ci", True) and secret[4:12] == entry["prefix"]
+        left = datetime.fromisoformat(known["expires_at"]).timestamp() - Path(tmp_path).stat().st_mtime
+        assert left == pytest.approx(30 * 86_400, abs=300)
+        run("keys create ci", status=3)  # there is a valid one of this name
+        assert "revoked: ci" in run(f"keys revoke {entry['prefix']}")
+        assert app.base.get(f"{API}/whoami", headers=headers).status_code == 401
+    assert "revoked" in run("keys list")
+    run("keys revoke 99", status=3)
+
+
+@pytest.mark.parametrize("rest", ["--scope everything", "--root nowhere", "--expires soon", "--expires 0d"])
+def test_keys_that_are_none(rest: str) -> None:
+    """A usage error, and no key."""
+    run("db upgrade")
+    run(f"keys create ci {rest}", status=2)
+    run("keys create a*b", status=2)
+    assert json.loads(run("keys list --json")) == []
+
+
+def test_the_state_of_the_database(tmp_path: Path) -> None:
+    """1 until it is up to date; the database may be named; what is none is said in a line."""
+    other = f"--database sqlite:///{tmp_path / 'other.sqlite'}"
+    assert json.loads(run(f"db status --json {other}", status=1))["current"] is None
+    run(f"db upgrade {other}")
+    assert json.loads(run(f"db status --json {other}"))["is_current"] is True
+    for wrong in (
+        "mysql://host/db",
+        "sqlite://",
+        "sqlite:///:memory:",
+        f"sqlite:///{tmp_path}/no/folder.sqlite",
+        "nonsense",
+    ):
+        shown = run(f"db status --database {wrong}", status=3)
+        assert "dcp: " in shown and "internal error" not in shown
+
+
+@pytest.mark.parametrize("line", ["keys list", "keys revoke 1", "roots list", "roots accept main"])
+def test_a_database_that_is_not_there_is_missed_and_not_made(line: str, tmp_path: Path) -> None:
+    """Whoever lists or takes back has mistaken its name, or the folder."""
+    absent = tmp_path / "absent.sqlite"
+    shown = run(f"{line} --database sqlite:///{absent}", status=3)
+    assert f"there is no database {absent}" in shown and not absent.exists()
+
+
+def test_keys_without_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is migrated by itself, a line says what to do first."""
+    monkeypatch.setenv("DCP_SERVER_MIGRATE", "false")
+    assert "dcp db upgrade" in run("keys create ci", status=3)
+    assert "empty -> " in run("db upgrade")
+    assert run("keys create ci").startswith("dcp_")
+
+
+def test_settings_that_are_none(tmp_path: Path) -> None:
+    """Each mistake is a line which names the setting and not its value, and nothing is started."""
+    assert "auth=keys" in run("serve --host 0.0.0.0", status=3)
+    config = tmp_path / "wrong.toml"
+    config.write_text(
+        'port = "many"\nnonsense = 1\nrate_limit = "5/fortnight"\n[roots."A B"]\nurl = "s3://b"'
+    )
+    shown = run(f"serve --config {config}", status=3)
+    assert all(f"{name}: " in shown for name in ("port", "nonsense", "roots")) and "many" not in shown
+    for unread in (b"roots = [\n", b"\xff\xfe"):
+        config.write_bytes(unread)
+        assert f"{config} is no TOML" in run(f"serve --config {config}", status=3)
+    assert "is not a file" in run(f"serve --config {tmp_path}/none.toml", status=3)
+    for roots in ("--root noname=", "--root /", "--root a/runs --root b/runs"):
+        run(f"serve {roots}", status=2)
+    for rate in ("many/minute", "0/minute", "5/0minutes", "5", "1/second;9/minute", "5/fortnight"):
+        config.write_text(f'login_limit = "{rate}"')
+        assert rate in run(f"serve --config {config}", status=3)
+
+
+def test_a_persons_word(tmp_path: Path) -> None:
+    """`dcp roots` says what is in doubt; without --yes nothing is done, nor if more is missing by now."""
+    root = tmp_path / "main"
+    for run_name in ("run", "other"):
+        for step in range(12):
+            write_manifest(root / run_name / f"step-{step}")
+    with running_app(f"sqlite:///{tmp_path / 'dcp-catalog.sqlite'}", tmp_path) as app:
+        catalog = Catalog(app, tmp_path)
+        catalog.scan()
+        assert "nothing is in doubt" in run("roots accept main")
+        shutil.rmtree(root / "run")
+        catalog.scan()
+        assert "12 of 24 checkpoints were not found" in run("roots list")
+        assert "with --yes" in run("roots accept main")
+        shutil.rmtree(root / "other")
+        assert "nothing was marked" in run("roots accept main --yes", status=3)
+        assert {*catalog.states().values()} == {"committed"}
+        assert "24 marked as vanished; 0 are there" in run("roots accept main --yes")
+        assert {*catalog.states().values()} == {"vanished"}
+    assert "there is no root 'elsewhere': main" in run("roots accept elsewhere", status=3)

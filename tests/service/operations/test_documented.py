@@ -1,0 +1,404 @@
+"""docs/ and deploy/ say what there is. Internal: they are compared with the settings that are declared."""
+
+from __future__ import annotations
+
+import base64
+import configparser
+import hashlib
+import hmac
+import json
+import re
+import shlex
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+from prometheus_client.parser import text_string_to_metric_families
+from pydantic import BaseModel, SecretStr
+from pydantic_core import PydanticUndefined
+
+from dcp.server.settings import CONFIG_VARIABLE, RootSettings, Settings
+from tests.service.operations.test_monitoring import fill
+from tests.support.app import running_app
+from tests.support.catalog import API, Catalog
+from tests.support.command import run
+from tests.support.hook_bench import MAX_ATTEMPTS, RETRY_SECONDS
+from tests.support.openapi import document
+from tests.support.service import Service
+
+ROOT = Path(__file__).parents[3]
+DEPLOY = ROOT / "deploy"
+OPERATIONS = (ROOT / "docs/operations.md").read_text()
+API_PAGE = (ROOT / "docs/api.md").read_text()
+CONTAINERFILE = (DEPLOY / "Containerfile").read_text().replace("\\\n", " ")
+ROW = re.compile(r"^\| (?P<first>[^|]*) \| (?P<second>[^|]*) \|", re.MULTILINE)
+OURS = ("api", "worker")
+
+
+@pytest.fixture(scope="module")
+def catalog(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Catalog]:
+    """One that has seen some of everything."""
+    folder = tmp_path_factory.mktemp("documented")
+    with running_app(f"sqlite:///{folder / 'catalog.sqlite'}", folder) as app:
+        made = Catalog(app, folder)
+        fill(made)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def metrics(catalog: Catalog) -> dict[str, set[str]]:
+    """Labels of each metric, by the names of families as pages have them, and by those of samples."""
+    catalog.http.get("/metrics")
+    found: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(catalog.http.get("/metrics").text):
+        found.setdefault(f"{family.name}{'_total' * (family.type == 'counter')}", set())
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return {name: labels for name, labels in found.items() if name.startswith(("dcp_", "up"))}
+
+
+def names(text: str) -> list[str]:
+    """All names in the first column of tables."""
+    cells = re.findall(r"^\| (`[^|]*) \|", text, re.MULTILINE)
+    return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+
+
+def check_command(line: str) -> None:
+    """The command line has it, with these options."""
+    words = shlex.split(line)
+    commands = [word for word in words[:2] if re.fullmatch("[a-z]+", word)]
+    commands = commands[:1] if commands[0] in ("serve", "worker") else commands
+    shown = run(*commands, "--help")
+    assert shown.status == 0, line
+    assert all(word in shown.out for word in words if word.startswith("--")), line
+
+
+# -- docs/api.md ---------------------------------------------------------------------------------------------
+
+
+def section(heading: str) -> str:
+    """From one heading to the next."""
+    return re.split(r"^## ", API_PAGE.split(f"\n## {heading}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def test_every_route_is_there_with_its_scope(catalog: Catalog) -> None:
+    """Those that there are are documented, and those that are documented are there; so with public ones."""
+    rows = re.findall(
+        r"^\| `([A-Z]+) (/[^`]*)` \| ([^|]+) \|", API_PAGE.split("\n## Outside")[0], re.MULTILINE
+    )
+    documented = {(method, path): scope.strip(" `") for method, path, scope in rows}
+    found = {
+        (method.upper(), path.removeprefix(API)): told["x-required-scope"]
+        for path, ways in document()["paths"].items()
+        for method, told in ways.items()
+        if path.startswith(API)
+    }
+    by_kind = {place for place, scope in documented.items() if scope == "by kind"}
+    assert documented == found | dict.fromkeys(by_kind, "by kind")
+    assert {path.split("/")[1] for _, path in by_kind} == {"jobs"}
+    for place in names(section("Outside of `/api/v1`")):
+        assert catalog.app.client().get(place.removeprefix("GET ")).status_code in (200, 401), place
+
+
+_TARGET = {"to": "dcp", "target_key": "x"}
+_ONE = {"checkpoint_id": 1}
+PARAMS: dict[str, dict[str, Any]] = {
+    "convert": {**_ONE, **_TARGET},
+    "merge": {"sources": [1, 2], **_TARGET},
+    **dict.fromkeys(("verify", "stats", "purge"), _ONE),
+    "diff": {"a": 1, "b": 2},
+    "shapes": {**_ONE, "config": {}},
+    "drift": {"run_id": 1},
+    "delete": {"checkpoint_ids": [1]},
+    "prune": {**_ONE, "parts": ["optimizer"]},
+    "scan": {"root": "main"},
+    "retention": {"policy_id": 1},
+}
+"""What a job of each kind has to have."""
+
+
+def test_parameters_scopes_kinds_and_events_are_all_there(catalog: Catalog) -> None:
+    """As many as the service has, called so; each parameter of a job is one of its kind's."""
+    described = document()
+    schemas, listed = described["components"]["schemas"], described["paths"][f"{API}/checkpoints"]["get"]
+    told = section("The catalog").split("`GET /checkpoints` takes these")[1]
+    assert {*names(told)} == {one["name"] for one in listed["parameters"] if one["in"] == "query"}
+    scopes = schemas["NewKey"]["properties"]["scopes"]["items"]["enum"]
+    assert {name for name in names(section("Conventions")) if name.isalpha()} == {*scopes}
+    events = [name for name in names(section("Webhooks")) if name.startswith("checkpoint.")]
+    assert sorted(events) == sorted(schemas["WebhookRequest"]["properties"]["events"]["items"]["enum"])
+    jobs = re.findall(r"^\| `([a-z]+)` \| `([a-z]+)` \| (`.*) \|$", section("Jobs"), re.MULTILINE)
+    kinds = {name.lower() for name in re.findall(r"New(\w+)Job", " ".join(schemas))}
+    assert {name for name, _, _ in jobs} == kinds
+    reader = catalog.app.client("read", name="documented")
+    for kind, scope, words in jobs:
+        refused = reader.post(f"{API}/jobs", json={"kind": kind, "params": PARAMS[kind]})
+        assert (refused.json()["scope"] if refused.status_code == 403 else "read") == scope, kind
+        given = schemas[f"New{kind.title()}Job"]["properties"]["params"]["$ref"].rpartition("/")[2]
+        formats = {"dcp", "torch", "safetensors"}
+        assert {*re.findall(r"`([a-z_]+)`", words)} - formats <= {*schemas[given]["properties"]}, kind
+
+
+def test_a_receiver_can_verify_as_the_example_does() -> None:
+    """The code of the page takes signatures of Standard Webhooks, and refuses others', changed and old ones;
+    pauses are as they are said."""
+    block = re.findall(r"^```python\n(.*?)^```", section("Webhooks"), re.MULTILINE | re.DOTALL)[0]
+    scope: dict[str, Any] = {}
+    exec(compile(block, "api.md", "exec"), scope)
+    body, secret = b'{"type": "checkpoint.committed"}', f"whsec_{base64.b64encode(b'k' * 24).decode()}"
+
+    def headers(seconds: float) -> dict[str, str]:
+        signed = f"evt_5.{int(seconds)}.".encode() + body
+        mark = base64.b64encode(hmac.digest(b"k" * 24, signed, hashlib.sha256)).decode()
+        return {
+            "webhook-id": "evt_5",
+            "webhook-timestamp": str(int(seconds)),
+            "webhook-signature": f"v1,{'A' * 43}= v1,{mark}",
+        }
+
+    now = headers(time.time())
+    assert scope["verify"](secret, now, body) == "evt_5"
+    for wrong, given, content in (
+        (f"whsec_{base64.b64encode(b'x' * 24).decode()}", now, body),
+        (secret, now, body + b" "),
+        (secret, now | {"webhook-id": "evt_6"}, body),
+        (secret, headers(time.time() - 301), body),
+    ):
+        with pytest.raises(ValueError):
+            scope["verify"](wrong, given, content)
+    assert RETRY_SECONDS == (10, 60, 300, 1800, 3600, 7200, 14_400, 28_800, 43_200) and MAX_ATTEMPTS == 10
+    assert "after 10 s, 1 and 5 min, half an hour, 1, 2, 4, 8 and 12 hours" in API_PAGE.lower()
+    assert "After ten attempts" in API_PAGE
+
+
+# -- docs/operations.md --------------------------------------------------------------------------------------
+
+IN_WORDS = {
+    "roots": "`checkpoints` is `./checkpoints`",
+    "allowed_hosts": "loopback",
+    "work_folder": "the system's temporary folder",
+    "description": "empty",
+}
+"""Defaults that are said, not shown."""
+
+
+def shown(name: str, value: Any) -> str:
+    """A default as the table has it."""
+    if name in IN_WORDS or value is PydanticUndefined:
+        return IN_WORDS.get(name, "required")
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float | int):
+        return f"{value:g}" if value < 1e5 else str(int(value))
+    value = value.get_secret_value() if isinstance(value, SecretStr) else value
+    return f"`{value}`" if value else "none"
+
+
+def defaults(model: type[BaseModel]) -> dict[str, str]:
+    """All fields with their defaults, as tables have them."""
+    return {
+        f"`{name}`": shown(name, field.get_default(call_default_factory=True, validated_data={}))
+        for name, field in model.model_fields.items()
+    }
+
+
+def rows_after(heading: str) -> dict[str, str]:
+    """Of the first table after ``heading``: the first two columns."""
+    parts = OPERATIONS.split(heading, 1)[1].split("\n\n", 2)
+    body = next(part for part in parts if part.lstrip().startswith("|"))
+    found = {match["first"].strip(): match["second"].strip() for match in ROW.finditer(body)}
+    return {name: value for name, value in found.items() if name.startswith("`")}
+
+
+def test_every_setting_and_metric_is_there_with_its_default(metrics: dict[str, set[str]]) -> None:
+    """No more, no fewer; those of a root as well."""
+    assert rows_after("refused.\n") == defaults(Settings)
+    assert rows_after("they are there again.\n") == defaults(RootSettings)
+    families = {re.sub(r"_(bucket|count|sum|created)$", "", name) for name in metrics} - {"up"}
+    assert {*re.findall(r"\bdcp_[a-z_]+\b", OPERATIONS)} == families
+
+
+def test_the_examples_of_settings_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block of TOML is a whole configuration, as is that of deploy/; so are variables in the text."""
+    blocks = re.findall(r"^ *```toml\n(.*?)^ *```", OPERATIONS, re.MULTILINE | re.DOTALL)
+    assert blocks
+    for block in (*blocks, (DEPLOY / "dcp-server.toml").read_text()):
+        path = tmp_path / "dcp-server.toml"
+        path.write_text(re.sub(r"^ +", "", block, flags=re.MULTILINE))
+        monkeypatch.setenv(CONFIG_VARIABLE, str(path))
+        assert {*tomllib.loads(path.read_text())} == Settings().model_fields_set
+    monkeypatch.setenv("DCP_SERVER_DATABASE_URL", "postgresql://dcphub:secret@db.example.com/dcphub")
+    settings = Settings()
+    assert (settings.auth, settings.api_workers, settings.embedded_worker) == ("keys", 2, False)
+    assert settings.roots["archive"].readonly and "secret" not in repr(settings)
+    monkeypatch.setenv(CONFIG_VARIABLE, str(tmp_path / "none.toml"))
+    variables = re.findall(r"`(DCP_SERVER_[A-Z_]+)=([^`]*)`", OPERATIONS)
+    assert len(variables) >= 3
+    for name, value in variables:
+        monkeypatch.setenv(name, shlex.split(value)[0])
+    settings = Settings()
+    assert settings.roots["runs"].url == "/data/runs"
+    assert settings.allowed_hosts == ("checkpoints.example.com",)
+
+
+def test_every_command_and_file_is_there() -> None:
+    """Lines that begin with dcp, in blocks and between words; links between the pages and to deploy/."""
+    lines = re.findall(r"^ *dcp (.*)$|`dcp ([a-z][^`]*)`", OPERATIONS, re.MULTILINE)
+    assert len(lines) >= 8
+    for block, inline in lines:
+        check_command(block or inline)
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", OPERATIONS + API_PAGE):
+        assert (ROOT / "docs" / target).exists(), target
+
+
+# -- deploy/ -------------------------------------------------------------------------------------------------
+
+SELECTOR = re.compile(r"\b(dcp_[a-z0-9_]+)\s*(?:\{([^}]*(?:\{[^}]*\}[^}]*)*)\})?")
+"""A metric with what is asked of its labels; functions and words of PromQL are no metrics of ours."""
+LABEL = re.compile(r"([a-z_]+)\s*(?:=~|!~|!=|=)\s*\"")
+ADDED_BY_PROMETHEUS = {"instance", "job"}
+
+
+def check(expression: str, metrics: dict[str, set[str]]) -> int:
+    """Every metric is there, and has the labels that it is selected by; how many there were."""
+    selectors = SELECTOR.findall(expression)
+    for name, matchers in selectors:
+        assert name in metrics, f"{name} is not in /metrics"
+        assert {*LABEL.findall(matchers)} <= metrics[name] | ADDED_BY_PROMETHEUS, expression
+    labels = {label for group in re.findall(r"by \(([^)]*)\)", expression) for label in group.split(", ")}
+    assert labels <= set().union(ADDED_BY_PROMETHEUS, *(metrics[name] for name, _ in selectors)), expression
+    return len(selectors)
+
+
+def test_every_metric_of_the_dashboard_and_the_alerts_is_there(metrics: dict[str, set[str]]) -> None:
+    """By name and label, and each of ours is watched; panels do not overlap, alerts say what is wrong."""
+    text = (DEPLOY / "grafana-dashboard.json").read_text()
+    panels = json.loads(text)["panels"]
+    found = [json.loads(f'"{quoted}"') for quoted in re.findall(r'"expr": "((?:[^"\\]|\\.)*)"', text)]
+    assert len(found) >= 30 and all(check(expression, metrics) for expression in found)
+    ours = {re.sub(r"_(bucket|count|sum)$", "", name) for name in metrics} - {"up"}
+    assert not {name for name in ours if name not in text}
+    places = [panel["gridPos"] for panel in panels]
+    cells = [(p["x"] + x, p["y"] + y) for p in places for x in range(p["w"]) for y in range(p["h"])]
+    assert len(cells) == len({*cells}) and all(0 <= x < 24 for x, _ in cells)
+    (group,) = yaml.safe_load((DEPLOY / "prometheus-rules.yml").read_text())["groups"]
+    assert len({rule["alert"] for rule in group["rules"]}) == len(group["rules"]) >= 12
+    for rule in group["rules"]:
+        assert check(rule["expr"], metrics) or rule["expr"].startswith("up{")
+        assert (
+            rule["labels"]["severity"] in ("critical", "warning", "info") and rule["annotations"]["summary"]
+        )
+
+
+@pytest.mark.parametrize("name", ["dcp-server.service", "dcp-worker.service"])
+def test_the_units_start_commands_that_exist(name: str) -> None:
+    """The command and its option are the command line's; there is time for requests that are under way."""
+    unit = configparser.RawConfigParser(interpolation=None)
+    unit.read(DEPLOY / name)
+    _, command, option, path = unit["Service"]["execstart"].split()
+    check_command(f"{command} {option}")
+    assert path.endswith("/dcp-server.toml")
+    assert float(unit["Service"]["timeoutstopsec"]) > 2 * Settings().shutdown_seconds
+
+
+OPERATOR = {
+    "DATABASE_PASSWORD": "0123456789abcdef",
+    "WEBHOOK_KEY": "k" * 44,
+    "CHECKPOINTS": "/data/runs",
+    "RUN_AS": "1000:1000",
+    "HOST_NAME": "checkpoints.example.com",
+}
+"""What the first lines of the compose file tell to set."""
+
+
+def services() -> dict[str, Any]:
+    """Of the compose file, with the values of the operator."""
+    text = (DEPLOY / "compose.yaml").read_text()
+    for name in re.findall(r"\$\{(\w+)", text):
+        assert f"#   {name}=" in text, name
+    filled = re.sub(r"\$\{(\w+)[^}]*\}", lambda match: OPERATOR[match[1]], text)
+    return dict(yaml.safe_load(filled)["services"])
+
+
+def instructions(name: str) -> list[str]:
+    """What follows that word, by its place in the file."""
+    return re.findall(rf"^ *{name} +(.*)$", CONTAINERFILE, flags=re.MULTILINE)
+
+
+def environment(service: str) -> dict[str, str]:
+    """Of the image, and of the service on top."""
+    image = dict(word.split("=", 1) for line in instructions("ENV") for word in shlex.split(line))
+    own: dict[str, str] = services()[service]["environment"]
+    return image | own
+
+
+@pytest.mark.parametrize("service", OURS)
+def test_containers_are_set_and_run_as_they_can_be(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names and values are those of the settings, nobody is let in without a key; commands are there."""
+    own = services()[service]
+    for name, value in environment(service).items():
+        monkeypatch.setenv(name, value)
+    settings = Settings()
+    given = {name for name in environment(service) if name.startswith("DCP_SERVER_")}
+    given -= {name for name in given if name.startswith("DCP_SERVER_ROOTS__")}
+    assert {f"DCP_SERVER_{field.upper()}" for field in settings.model_fields_set - {"roots"}} == given
+    assert (settings.host, settings.auth, settings.embedded_worker) == ("0.0.0.0", "keys", False)
+    assert settings.allowed_hosts == ("checkpoints.example.com", "localhost", "127.0.0.1")
+    assert OPERATOR["DATABASE_PASSWORD"] not in repr(settings)
+    folders = {volume["target"] for volume in own["volumes"] if isinstance(volume, dict)}
+    assert {root.url for root in settings.roots.values()} == folders
+    assert f"work:{settings.work_folder}" in own["volumes"]
+    check_command(shlex.join(own["command"]))
+    assert float(own["stop_grace_period"].rstrip("s")) > 2 * settings.shutdown_seconds
+    assert (own["read_only"], own["cap_drop"], own["user"]) == (True, ["ALL"], OPERATOR["RUN_AS"])
+
+
+def test_the_services_are_locked_in_and_their_image_is_built_of_what_is_there() -> None:
+    """The database on a network of its own; all that a build needs is copied, and let through."""
+    found = services()
+    assert (instructions("USER"), instructions("ENTRYPOINT")) == (["10001:10001"], ['["dcp"]'])
+    for line in re.findall(r"^docker compose run --rm worker (.*)$", OPERATIONS, flags=re.MULTILINE):
+        check_command(line)
+    check_command(shlex.join(json.loads(instructions("CMD")[-1])))
+    assert found["database"]["networks"] == ["database"] and "ports" not in found["database"]
+    assert all(port.startswith("127.0.0.1:") for port in found["api"]["ports"])
+    # Compose copies secrets that are not files, and refuses to where the container is read-only
+    assert not any("secrets" in service for service in found.values() if service.get("read_only"))
+    database = found["database"]["environment"]
+    user, password = database["POSTGRES_USER"], database["POSTGRES_PASSWORD"]
+    url = environment("api")["DCP_SERVER_DATABASE_URL"]
+    assert url == f"postgresql://{user}:{password}@database/{user}"
+    copied = {word for line in instructions("COPY") if "--from" not in line for word in line.split()[:-1]}
+    assert copied >= {"dcp", "planners", "server", "src", "storage", "LICENSE", "README.md", "pyproject.toml"}
+    assert all((ROOT / name).exists() for name in copied)
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    assert copied == {line[1:] for line in lines if line.startswith("!")}
+    assert {found[service]["image"] for service in OURS} == {f"dcphub-server:{version('dcphub')}"}
+    assert {*re.findall(r"dcphub-server:([\w.]+)", CONTAINERFILE)} == {version("dcphub")}
+    assert all(re.search(r":\S*\d+\.\d+", line) or "PYTHON" in line for line in instructions("FROM"))
+
+
+def test_the_service_is_asked_for_its_health(tmp_path: Path) -> None:
+    """By the command of the image, with the settings of the compose file: it is green, and red without it."""
+    python, *arguments = json.loads(instructions("HEALTHCHECK")[0].split("CMD ", 1)[1])
+    assert python == "python" and str(Settings().port) in arguments[-1]
+    (tmp_path / "runs").mkdir()
+    own = {
+        "DCP_SERVER_HOST": "127.0.0.1",
+        "DCP_SERVER_DATABASE_URL": f"sqlite:///{tmp_path / 'catalog.sqlite'}",
+        "DCP_SERVER_ROOTS__RUNS__URL": str(tmp_path / "runs"),
+        "DCP_SERVER_WORK_FOLDER": str(tmp_path),
+    }
+    taken = {name: value for name, value in environment("api").items() if name.startswith("DCP_SERVER_")}
+    with Service(tmp_path / "service", environment=taken | own) as service:
+        port = service.url.rpartition(":")[2]
+        command = [sys.executable, *arguments[:-1], arguments[-1].replace(str(Settings().port), port)]
+        assert subprocess.run(command, capture_output=True).returncode == 0
+    assert subprocess.run(command, capture_output=True).returncode == 1

@@ -1,0 +1,52 @@
+"""Places of roots that are not what they were: a disk that is not mounted, or another one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from tests.support.catalog_roots import write_manifest
+
+__all__ = ["PLACES", "is_a_link_elsewhere", "is_emptied", "is_removed", "put_back"]
+
+
+def is_removed(root: Path) -> None:
+    """Nothing is there."""
+    root.rename(root.with_name("elsewhere"))
+
+
+def is_emptied(root: Path) -> None:
+    """A mount point without its disk."""
+    is_removed(root)
+    root.mkdir()
+
+
+def has_other_things(root: Path) -> None:
+    """Another disk."""
+    is_emptied(root)
+    write_manifest(root / "others" / "step-1")
+
+
+def is_a_link_elsewhere(root: Path) -> None:
+    """To another folder."""
+    is_removed(root)
+    write_manifest(root.with_name("another") / "theirs" / "step-9")
+    root.symlink_to(root.with_name("another"))
+
+
+def is_a_link_to_nothing(root: Path) -> None:
+    """To what there is not."""
+    is_removed(root)
+    root.symlink_to(root.with_name("nothing"))
+
+
+PLACES = [is_removed, is_emptied, has_other_things, is_a_link_elsewhere, is_a_link_to_nothing]
+
+
+def put_back(root: Path) -> None:
+    """The folder that was there before."""
+    if root.is_symlink():
+        root.unlink()
+    elif root.exists():
+        shutil.rmtree(root)
+    root.with_name("elsewhere").rename(root)
