@@ -90,6 +90,18 @@ def test_a_large_replica_is_split_over_its_holders() -> None:
     assert max(disk.written_bytes) - min(disk.written_bytes) <= 2 * 4 * 8
 
 
+def test_parts_of_a_replica_are_as_its_holders_have_to_do() -> None:
+    """Whoever has much of its own to write gets a smaller part; together the parts have each element once."""
+    for busy in range(3):
+        ranks = [{"big": whole((1000, 4))} | {"own": part((600,), (200 * r,), (200,))} for r in range(3)]
+        ranks[busy] |= {"more": whole((900,), number=1)}
+        plan = plan_save([save_columns(held) for held in ranks], split_bytes=512)
+        disk = write(plan, ranks)
+        assert sum(disk.written_bytes) == 8 * (4000 + 600 + 900)
+        boxes = [plan.index.box(chunk) for chunk in plan.index.chunks(plan.index.position["big"])]
+        assert sum(sizes[0] for _, sizes in boxes) == 1000
+
+
 def test_tied_tensors_are_stored_once() -> None:
     """Tensors with the same memory share a payload, in parts too, where the rank that writes them has them
     tied."""
