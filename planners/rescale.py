@@ -51,6 +51,8 @@ def rescaled_value(name: str, rule: RescaleRule, states: list[Any], rank: int, w
     make = rule if callable(rule) else _RULES[rule]
     try:
         return make(states, rank, world_size)
+    except PlanError as error:
+        raise PlanError(f"{name!r}: {error}", fqn=name) from error
     except CheckpointError:
         raise
     except Exception as error:  # whatever a user's function raises is told with the name of the value

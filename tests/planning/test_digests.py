@@ -1,19 +1,33 @@
-"""Digests and checksums. Internal: pure; compared with docs/format.md's own definition and with zlib."""
+"""Digests and checksums. Internal: pure; compared with docs/format.md's own definition, zlib and equality."""
 
 from __future__ import annotations
 
+import argparse
+import collections
+import copy
+import dataclasses
+import datetime
+import enum
+import functools
 import hashlib
+import io
 import itertools
 import math
+import pathlib
+import random
 import zlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dcp import DefaultSavePlanner
+from dcp.planners.by_value import encode_by_value
+from dcp.planners.digest import SAMPLE_BYTES, WHOLE_LIMIT_BYTES, block_sums, digest_bytes, digest_tensors
+from dcp.planners.value_digests import NOT_COMPARABLE, digest_value
 from dcp.storage.digests.boxes import BoxDigest, blocks_of, logical_runs
 from dcp.storage.digests.field import ONE, as_elements, horner, power, product, times, times_powers
 from dcp.storage.digests.runs import KEY, row_values
@@ -22,7 +36,6 @@ from dcp.storage.formats.checksums import BLOCK_BYTES as CRC_BLOCK_BYTES
 from dcp.storage.formats.checksums import crc32, crc32_combine, crc32_rows
 from tests.support.examples import examples
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "format.md"
 H = 0x66E94BD4EF8A2C3B884CFA59CA342B2E
 
 
@@ -55,6 +68,11 @@ def added(array: np.ndarray[Any, Any], offsets: list[int], sizes: list[int], cut
         box.update(memoryview(data[position : position + length]))
         position += length
     return product(power(KEY, where.blocks_behind), box.value())
+
+
+def numbers_of(elements: Any) -> list[int]:
+    """Elements of the field as numbers."""
+    return [int.from_bytes(one.tobytes(), "big") for one in elements]
 
 
 def random_array(shape: tuple[int, ...], itemsize: int, seed: int) -> np.ndarray[Any, Any]:
@@ -90,27 +108,20 @@ def test_tables_and_calls_of_the_cipher_agree_with_the_document() -> None:
     for size, phase in itertools.product((0, 1, 15, 16, 33, 96, 112, 1000), (0, 7)):
         rows = random_array((5, size), 1, size)
         expected = [sum_of(bytes(phase) + row.tobytes()) for row in rows]
-        assert [int.from_bytes(one.tobytes(), "big") for one in row_values(rows, phase)] == expected
+        assert numbers_of(row_values(rows, phase)) == expected
 
 
 def test_the_field_is_that_of_gcm() -> None:
     """Products, powers, Horner's rule and the vectorised forms agree; the key generates the whole group."""
     elements = random_array((37, 2), 8, 1)
-    numbers = [int.from_bytes(one.tobytes(), "big") for one in elements]
-    assert [int.from_bytes(one.tobytes(), "big") for one in times(elements, H)] == [
-        multiplied(number, H) for number in numbers
-    ]
-    total = 0
-    for number in numbers:
-        total = multiplied(total, H) ^ number
-    assert int.from_bytes(horner(elements, H).tobytes(), "big") == total
+    numbers = numbers_of(elements)
+    assert numbers_of(times(elements, H)) == [multiplied(number, H) for number in numbers]
+    total = functools.reduce(lambda so_far, number: multiplied(so_far, H) ^ number, numbers, 0)
+    assert numbers_of([horner(elements, H)]) == [total]
     exponents = np.arange(37, dtype=np.int64) * 1_000_003
-    assert [int.from_bytes(one.tobytes(), "big") for one in times_powers(elements, H, exponents)] == [
-        multiplied(number, power(H, exponent))
-        for number, exponent in zip(numbers, exponents.tolist(), strict=True)
-    ]
-    order = 2**128 - 1
-    primes = (3, 5, 17, 257, 641, 65537, 274177, 6700417, 67280421310721)
+    powers = [power(H, exponent) for exponent in exponents.tolist()]
+    assert numbers_of(times_powers(elements, H, exponents)) == [*map(multiplied, numbers, powers)]
+    order, primes = 2**128 - 1, (3, 5, 17, 257, 641, 65537, 274177, 6700417, 67280421310721)
     assert math.prod(primes) == order and power(KEY, order) == ONE == 1 << 127
     assert all(power(H, order // prime) != ONE for prime in primes)
     assert as_elements(bytes(32)).shape == (2, 2) and blocks_of(17) == 2
@@ -119,23 +130,12 @@ def test_the_field_is_that_of_gcm() -> None:
 def test_the_digest_tells_dtype_and_shape() -> None:
     """Equal bytes as another dtype or in another shape; and the example of the document."""
     total = sum_of(bytes.fromhex("0000803f0040404080 40a040")).to_bytes(16, "big")
-    shown = {
-        shown_digest(total, dtype, shape)
-        for dtype, shape in (
-            ("bfloat16", (2, 3)),
-            ("float16", (2, 3)),
-            ("bfloat16", (3, 2)),
-            ("bfloat16", (6,)),
-        )
-    }
-    assert len(shown) == 4
-    by_document = hashlib.blake2b(
-        b"dcphub tensor digest 1\nbfloat16\n2,3\n" + total, digest_size=16
-    ).hexdigest()
-    assert by_document == shown_digest(total, "bfloat16", (2, 3)) in shown
-    text = DOCUMENT.read_text()
-    assert total.hex() in text and by_document in text
-    assert shown_digest(bytes(16), "float32", ()) in text
+    forms = (("bfloat16", (2, 3)), ("float16", (2, 3)), ("bfloat16", (3, 2)), ("bfloat16", (6,)))
+    shown = [shown_digest(total, dtype, shape) for dtype, shape in forms]
+    told = b"dcphub tensor digest 1\nbfloat16\n2,3\n" + total
+    text = (pathlib.Path(__file__).parents[2] / "docs" / "format.md").read_text()
+    assert len({*shown}) == 4 and shown[0] == hashlib.blake2b(told, digest_size=16).hexdigest()
+    assert all(one in text for one in (total.hex(), shown[0], shown_digest(bytes(16), "float32", ())))
 
 
 @given(
@@ -155,3 +155,202 @@ def test_the_checksums_of_rows_are_those_of_each(count: int, size: int) -> None:
     """Short rows are summed together, longer ones one by one."""
     rows = np.random.default_rng(size).integers(0, 256, (count, size), np.uint8)
     assert crc32_rows(rows).tolist() == [zlib.crc32(row) for row in rows]
+
+
+# -- replicas are compared by digests ------------------------------------------------------------------------
+
+
+def digest_tensor(tensor: torch.Tensor, check: Any = "sampled") -> int:
+    """Digest of one tensor; 0 with ``off``."""
+    return int(digest_tensors([tensor], check)[0])
+
+
+@pytest.mark.parametrize("check", ["sampled", "full"])
+@pytest.mark.parametrize("rows", [0, 3, 1000], ids=str)
+def test_strides_do_not_change_a_digest(check: str, rows: int) -> None:
+    """The same values in another memory order have the same digest, small and large, sampled or whole."""
+    for dtype in (torch.bfloat16, torch.float32, torch.int64, torch.bool, torch.float8_e4m3fn):
+        tensor = (torch.arange(rows * 257).reshape(rows, 257) % 100).to(dtype)
+        other = tensor.t().contiguous().t()
+        assert other.is_contiguous() == (rows < 2)
+        assert digest_tensor(tensor, check) == digest_tensor(other, check) != 0, dtype
+
+
+@pytest.mark.parametrize("size", [WHOLE_LIMIT_BYTES, 1 << 20, (1 << 20) + 5])
+def test_large_tensors_are_sampled_at_head_tail_and_between(size: int) -> None:
+    """Small ones are read whole; else a single byte between samples is seen by the full check only."""
+    tensor, is_whole = torch.zeros(size, dtype=torch.uint8), size == WHOLE_LIMIT_BYTES
+    sampled, full = digest_tensor(tensor), digest_tensor(tensor, "full")
+    for place, is_seen in ((0, True), (-1, True), (-SAMPLE_BYTES, True), (SAMPLE_BYTES + 1, is_whole)):
+        tensor[place] = 1
+        assert digest_tensor(tensor, "full") != full
+        assert (digest_tensor(tensor) != sampled) == is_seen, place
+        tensor[place] = 0
+
+
+@pytest.mark.parametrize("digest", [lambda data: digest_tensor(data, "full"), block_sums])
+def test_every_bit_counts(digest: Any) -> None:
+    """Wherever it is, also where two differ in the highest bit of a word; and memory may begin anywhere."""
+    memory = torch.randint(256, ((2 << 20) + 8,), dtype=torch.uint8)
+    data = memory[3 : 3 + (2 << 20) + 5]
+    before = torch.as_tensor(digest(data))
+    assert torch.equal(torch.as_tensor(digest(data.clone())), before)
+    for places in ((0,), ((1 << 20) - 1,), (1 << 20,), (-1,), (3, 7), (3, (64 << 10) + 3), (-2, -6)):
+        changed = data.clone()
+        changed[list(places)] ^= 0x80
+        assert not torch.equal(torch.as_tensor(digest(changed)), before), places
+
+
+def test_zero_is_reserved() -> None:
+    """Nothing has digest 0 but what was not looked at."""
+    assert digest_tensor(torch.zeros(0)) == digest_bytes(b"") != 0
+    assert digest_tensors([torch.zeros(3)], "off").tolist() == [0]
+
+
+@dataclasses.dataclass
+class Position:
+    epoch: int
+    order: Any
+
+
+@dataclasses.dataclass
+class Cursor:
+    epoch: int
+
+    @classmethod
+    def at(cls, position: int) -> Cursor:
+        """With a state that is none of its fields."""
+        cursor = cls(1)
+        cursor.position = position  # type: ignore[attr-defined]
+        return cursor
+
+
+Phase = enum.Enum("Phase", ["WARM", "COLD"])
+
+
+class Thing:
+    """Says nothing of equality; it knows itself, as modules know their parents."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.own = self
+
+
+def made(number: int) -> dict[str, Any]:
+    """One value of each kind; of another ``number`` another one, of the same an equal one."""
+    name = f"{number}" * 3
+    return {
+        "random state": np.random.RandomState(number).get_state(),
+        "array": np.full((2, 3), number).T,
+        "scalar": np.float32(number),
+        "structure": np.array([(number, 0.5)], dtype=[("a", "i4"), ("b", "f8")]),
+        "set": {name, "b", "c", "d"},
+        "frozenset": frozenset((number, 9)),
+        "deque": collections.deque([number]),
+        "default dict": collections.defaultdict(list, {"a": [number]}),
+        "ordered dict in a tuple": (collections.OrderedDict(a=number),),
+        "dataclass": Position(1, [name, name]),
+        "enum": list(Phase)[number],
+        "tensor in a tuple": (torch.full((3,), float(number)),),
+        "time": datetime.timedelta(number),
+        "path": pathlib.Path(name),
+        "size": torch.Size([number]),
+        "dtype": [torch.float32, torch.float64][number],
+        "bytearray": bytearray([number]),
+        "buffer": io.BytesIO(bytes([number])),
+        "generator": torch.Generator().manual_seed(number),
+        "long string": "x" * (1 << 17) + name,
+        "long list": [0.5] * (1 << 17) + [number],
+        "type": [(1, {1}), (True, {1})][number],
+        "sign of zero": ([-0.0] if number else [0.0], {1}),
+        "numpy's generator": np.random.default_rng(number),
+        "Python's generator": random.Random(number),
+        "masked array": np.ma.masked_array([1, 2, 3], [False, False, bool(number)]),
+        "array of objects": np.array([{"a": number}, None, name], object),
+        "sparse tensor in a tuple": (torch.eye(3).to_sparse() * (number + 1),),
+        "quantised tensor in a tuple": (
+            torch.quantize_per_tensor(torch.ones(3), number + 1, 0, torch.quint8),
+        ),
+        "object": Thing([number]),
+        "object without __dict__": (functools.partial(int, base=number + 2), argparse.Namespace(b=number)),
+        "module": (torch.nn.LayerNorm(2 + number),),
+    }
+
+
+def digests_of(state: dict[str, Any]) -> dict[str, int]:
+    """As a save compares them."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state)
+    local = planner.create_local_columns(digests=False)
+    objects = local.digested_objects("sampled")
+    if not any(isinstance(value, torch.Generator) for value in state.values()):
+        staged = local.encoded().digested_objects("sampled")
+        assert staged.digests.tolist() == objects.digests.tolist()
+    return dict(zip(objects.fqns, objects.digests.tolist(), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_equal_values_have_one_digest_and_others_another() -> None:
+    """Equal ones are made apart, and one of them once more by a copy, which shares parts otherwise."""
+    one, again, other = (digests_of(made(number)) for number in (0, 0, 1))
+    assert one == again
+    assert not [name for name, digest in one.items() if digest in (0, NOT_COMPARABLE, other[name])]
+    shared = Position(1, ["000"] * 2)
+    assert digest_value(shared) == digest_value(copy.deepcopy(shared)) == digest_value(made(0)["dataclass"])
+    assert digest_value({"b", "a"}) == digest_value({"a", "b"})
+
+
+def test_attributes_count_by_name_not_by_the_order_they_were_set_in() -> None:
+    """Also where one object is met twice, and what is below a mask does not count."""
+    first, second = argparse.Namespace(a=1, b=2), argparse.Namespace(b=2, a=1)
+    assert digest_value([first, first]) == digest_value([second, first]) != NOT_COMPARABLE
+    masked = [np.ma.masked_array([1, below], [False, True]) for below in (2, 3)]
+    assert digest_value(masked[0]) == digest_value(masked[1])
+
+
+@pytest.mark.parametrize("value", [1, [1]])
+def test_keys_count_by_name_not_by_the_order_they_came_in(value: Any) -> None:
+    """Equal dicts are made of sets, whose order differs by process; order is of an OrderedDict's value."""
+    one, other = {"a": value, "b": 2}, {"b": 2, "a": value}
+    for kind in (dict, functools.partial(collections.defaultdict, list), collections.Counter, Thing):
+        assert digest_value([kind(one)]) == digest_value([kind(other)])  # type: ignore[operator]
+    ordered = [digest_value([collections.OrderedDict(each)]) for each in (one, other)]
+    assert ordered[0] != ordered[1]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Cursor.at(1), Cursor.at(2)),
+        (np.array([(1, 2)], "i4,i4"), np.array([(1, 2)], [("f1", "i4"), ("f0", "i4")])),
+        (collections.deque([1], 2), collections.deque([1], 3)),
+        (collections.defaultdict(int), collections.defaultdict(list)),
+        (argparse.Namespace(next=[1].index), argparse.Namespace(next=[2].index)),
+    ],
+    ids=["attribute of a dataclass", "names of fields", "maxlen", "factory", "bound method"],
+)
+def test_what_is_saved_of_a_value_besides_its_items_counts(one: Any, other: Any) -> None:
+    """Rank 0's is what is saved."""
+    assert NOT_COMPARABLE != digest_value(one) != digest_value(other)
+    assert digest_value(one) == digest_value(copy.deepcopy(one))
+
+
+@pytest.mark.timeout(20)
+def test_containers_that_are_held_many_times_are_looked_at_once() -> None:
+    """Of 2^60 paths to one set; a tree whose nodes know their parent, and a ring, are not compared."""
+    held: Any = {1}
+    for _ in range(60):
+        held = [held, held]
+    assert digest_value(held) != NOT_COMPARABLE
+    root: dict[str, Any] = {"parent": None, "things": {1}}
+    root["children"] = [{"parent": root, "children": []} for _ in range(3)]
+    assert encode_by_value(root) is None
+    assert digest_value(root) == NOT_COMPARABLE
+    assert digest_value(argparse.Namespace(tree=root)) != NOT_COMPARABLE
+    below: Any = argparse.Namespace(a=1)
+    for _ in range(60):
+        below = argparse.Namespace(a=below, b=below)
+    assert digest_value(below) != NOT_COMPARABLE
+    ring: list[Any] = [{1}]
+    ring.append(ring)
+    assert digest_value(ring) == NOT_COMPARABLE

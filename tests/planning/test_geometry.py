@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dcp.errors import PlanError
 from dcp.storage.geometry.boxes import Box, contiguous_position, range_boxes, split_box
 from dcp.storage.geometry.joins import BoxSet, disjoint, intersecting_pairs, overlapping_pairs
 from dcp.storage.geometry.payload_parts import box_parts, is_sparse
@@ -57,29 +60,20 @@ def test_intersection_and_subtraction_share_the_elements_out(case: tuple[tuple[i
     assert len([*box.without(hole)]) <= max(1, 2 * len(shape))
 
 
+@examples(200)
 @given(case=shaped(1), by=st.lists(st.integers(-5, 5), min_size=3, max_size=3))
 def test_a_box_is_the_same_from_anywhere(case: tuple[tuple[int, ...], list[Box]], by: list[int]) -> None:
-    """Moving it and looking from there are inverse; so are an order of the dimensions and its inverse."""
+    """Moves and turns have inverses; it is contiguous where its elements follow one another."""
     shape, (box,) = case
-    assert box.moved(by[: len(shape)]).seen_from(by[: len(shape)]) == box
-    assert Box.between(box.offsets, box.high) == box
+    assert (
+        box.moved(by[: len(shape)]).seen_from(by[: len(shape)]) == box == Box.between(box.offsets, box.high)
+    )
     turn = np.random.default_rng(len(by)).permutation(len(shape)).tolist()
     assert box.permuted(turn).permuted(np.argsort(turn).tolist()) == box
     assert Box.whole(shape).intersection(box) == (box if box.volume else None)
-
-
-@examples(200)
-@given(case=shaped(1))
-def test_a_box_is_contiguous_where_its_elements_follow_one_another(
-    case: tuple[tuple[int, ...], list[Box]],
-) -> None:
-    """And then its position is that of the first one."""
-    shape, (box,) = case
-    if not box.volume:
-        return
-    places = elements(shape, box)
-    is_run = places == [*range(places[0], places[0] + len(places))]
-    assert contiguous_position(shape, box) == (places[0] if is_run else None)
+    if places := elements(shape, box):
+        is_run = places == [*range(places[0], places[0] + len(places))]
+        assert contiguous_position(shape, box) == (places[0] if is_run else None)
 
 
 @examples(100)
@@ -110,34 +104,24 @@ def test_a_range_of_elements_is_a_few_boxes(shape: list[int], ends: tuple[int, i
 shapes = st.lists(st.integers(1, 5), max_size=4)
 
 
-@given(shape=shapes, data=st.data())
-def test_a_permuted_array_is_dense_in_the_order_it_was_permuted_from(
-    shape: list[int], data: st.DataObject
-) -> None:
-    """And C-ordered only if that changes nothing."""
-    turn = data.draw(st.permutations(range(len(shape))))
-    array = np.empty(shape, np.uint8).transpose(turn)
+@given(shape=shapes, steps=st.lists(st.integers(2, 3), min_size=4, max_size=4), data=st.data())
+def test_only_permuted_arrays_are_dense(shape: list[int], steps: list[int], data: st.DataObject) -> None:
+    """In the order they were permuted from; not every step-th element, nor one that stands for several."""
+    array = np.empty(shape, np.uint8).transpose(data.draw(st.permutations(range(len(shape)))))
     order = dense_order(array.shape, array.strides)
-    assert order is not None
-    assert array.transpose(order).flags.c_contiguous
+    assert order is not None and array.transpose(order).flags.c_contiguous
     assert is_c_ordered(array.shape, array.strides) == array.flags.c_contiguous
     assert extent(array.shape, array.strides) == array.size
-
-
-@given(shape=shapes, steps=st.lists(st.integers(2, 3), min_size=4, max_size=4))
-def test_arrays_with_gaps_or_repeats_are_not_dense(shape: list[int], steps: list[int]) -> None:
-    """Every step-th element, or one that stands for several."""
     whole = np.empty([n * step for n, step in zip(shape, steps, strict=False)], np.uint8)
     array = whole[tuple(slice(None, None, step) for step in steps[: len(shape)])]
-    if array.size > 1:
-        assert dense_order(array.shape, array.strides) is None
+    assert array.size <= 1 or dense_order(array.shape, array.strides) is None
+    assert extent(array.shape, array.strides, 1) <= whole.size
     repeated = np.broadcast_to(np.empty(shape, np.uint8), (2, *shape))
     assert dense_order(repeated.shape, repeated.strides) is None
-    assert extent(array.shape, array.strides, 1) <= whole.size
 
 
 @given(shape=st.lists(st.integers(0, 5), min_size=1, max_size=4), itemsize=st.sampled_from([1, 2, 8]))
-def test_c_strides_are_those_of_torch(shape: list[int], itemsize: int) -> None:
+def test_c_strides_are_those_of_numpy(shape: list[int], itemsize: int) -> None:
     """An empty dimension counts as one of one element; many rows at once are the same."""
     steps = c_strides(shape, itemsize)
     assert steps == np.empty([max(n, 1) for n in shape], f"V{itemsize}").strides
@@ -215,27 +199,30 @@ def meet(a: BoxSet, i: int, b: BoxSet, j: int) -> bool:
 
 @examples(200)
 @given(data=st.data(), ndim=st.integers(0, 3), scale=st.sampled_from([1, 1 << 59]))
-def test_intersections_are_all_and_only_those_that_share_volume(
-    data: st.DataObject, ndim: int, scale: int
-) -> None:
-    """Every pair of one group with common volume, once, in order; also with coordinates near the int64
-    limit."""
+def test_pairs_of_boxes_that_share_volume_are_found_once(data: Any, ndim: int, scale: int) -> None:
+    """All and only those of one group, in order; also with coordinates near the int64 limit."""
     a, b = data.draw(box_sets(ndim, scale)), data.draw(box_sets(ndim, scale))
-    if not len(a.groups) or not len(b.groups):
-        return
-    found = list(zip(*(side.tolist() for side in intersecting_pairs(a, b)), strict=True))
-    pairs = itertools.product(range(len(a.groups)), range(len(b.groups)))
-    assert found == [(i, j) for i, j in pairs if meet(a, i, b, j)]
+    if len(a.groups) and len(b.groups):
+        found = [*zip(*(side.tolist() for side in intersecting_pairs(a, b)), strict=True)]
+        pairs = itertools.product(range(len(a.groups)), range(len(b.groups)))
+        assert found == [(i, j) for i, j in pairs if meet(a, i, b, j)]
+    found = sorted(zip(*(side.tolist() for side in overlapping_pairs(a)), strict=True))
+    pairs = itertools.combinations(range(len(a.groups)), 2)
+    assert found == [(i, j) for i, j in pairs if meet(a, i, a, j)]
 
 
-@examples(200)
-@given(data=st.data(), ndim=st.integers(0, 3))
-def test_overlaps_are_all_found_once(data: st.DataObject, ndim: int) -> None:
-    """Every pair i < j of one group with common volume, once."""
-    boxes = data.draw(box_sets(ndim))
-    found = sorted(zip(*(side.tolist() for side in overlapping_pairs(boxes)), strict=True))
-    pairs = itertools.combinations(range(len(boxes.groups)), 2)
-    assert found == [(i, j) for i, j in pairs if meet(boxes, i, boxes, j)]
+def test_many_boxes_cost_what_they_share_and_absurdly_many_overlaps_are_refused() -> None:
+    """Neither a grid, nor boxes that are apart in one dimension only, cost the square of their number; what
+    would fill memory with pairs or cuts is an error."""
+    at = np.arange(40_000, dtype=np.int64)
+    grid, sheared = np.stack([at // 200, at % 200], axis=1), np.stack([at, at], axis=1)
+    for low, sizes in ((grid, [1, 1]), (sheared, [40_000, 1])):
+        boxes = BoxSet(np.zeros(len(at), np.int64), low, low + np.array(sizes))
+        assert len(overlapping_pairs(boxes)[0]) == 0
+        assert len(intersecting_pairs(boxes, boxes)[0]) == len(at)
+    same = BoxSet(np.zeros(40_000, np.int64), np.zeros((40_000, 1), np.int64), np.ones((40_000, 1), np.int64))
+    with pytest.raises(PlanError, match="overlap"):
+        overlapping_pairs(same)
 
 
 @st.composite

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed.checkpoint as stock
 
 import dcp
 
-__all__ = ["ROADS", "Part", "TakesObjects", "load"]
+__all__ = ["ROADS", "Part", "TakesObjects", "load", "told"]
 
 ROADS = ["columns", "objects", "foreign reader"]
 
@@ -51,3 +52,12 @@ class Part:
         """Take it, and remember it."""
         self.state = state
         self.given.append(state)
+
+
+def told(act: Callable[[], Any]) -> str:
+    """Class and message of the error that a call raises, for which no rank has to end; "" for none."""
+    try:
+        act()
+    except dcp.CheckpointError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -1,4 +1,4 @@
-"""Arguments, results and errors in editors. Internal: inspections are functions of inner modules."""
+"""Arguments, results and errors in editors: what a call takes, gives and raises is in its docstring."""
 
 from __future__ import annotations
 
@@ -10,28 +10,12 @@ from typing import Any
 import pytest
 
 import dcp
-from dcp.inspection.checkpoints import list_checkpoints
-from dcp.inspection.runs import list_below, list_runs
-from dcp.inspection.values.difference import diff
-from dcp.inspection.values.statistics import statistics
-from dcp.inspection.values.tensor_reading import open_tensors
-from dcp.inspection.verification import verify
 
-INSPECTIONS: tuple[Callable[..., Any], ...] = (
-    statistics,
-    diff,
-    verify,
-    open_tensors,
-    list_checkpoints,
-    list_runs,
-    list_below,
-)
 SMALL = "should_save request_stop cancel checkpoint_id all_steps latest delete pin unpin pinned wait close"
 ERRORS_OF_PYTHON = ("TypeError", "ValueError", "ModuleNotFoundError")
 CALLS = ("save", "async_save", "load", "read", "convert", "merge", "watch", "open_index", "CheckpointManager")
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(dcp, name) for name in CALLS},
-    **{function.__name__: function for function in INSPECTIONS},
     **{f"manager.{name}": getattr(dcp.CheckpointManager, name) for name in ("save", "restore")},
     **{f"manager.{name}": getattr(dcp.CheckpointManager, name) for name in SMALL.split()},
 }

@@ -4,10 +4,10 @@ saved."""
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,9 @@ from dcp.errors import (
     UnexpectedKeyError,
 )
 from dcp.storage.stores import PosixStore
-from tests.save_load.roads import TakesObjects
+from tests.save_load.roads import TakesObjects, told
 from tests.support.examples import examples
-from tests.support.ranks import RankRaised, run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.recording import RecordingStore
 from tests.support.sharded import grid, save_sharded
 
@@ -270,83 +270,79 @@ def test_what_no_rule_knows_is_read_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_transformers_tells_its_sizes(tmp_path: Path) -> None:
-    """By the config.json beside the weights; a ready map, into a module."""
-    config = {"num_attention_heads": 2, "hidden_size": 8, "head_dim": 4}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    weight = numbered(8, 8)
-    save_file({"model.layers.0.self_attn.q_proj.weight": weight}, tmp_path / "model.safetensors")
-    model = nn.Linear(8, 8, bias=False)
-    state = {"layers.0.attention.qkv_linear.wq.weight": model.weight}
-    dcp.load(state, checkpoint_id=tmp_path, map="llama:hf-to-titan", no_dist=True)
-    assert torch.equal(model.weight, weight.view(2, 2, 2, 8).transpose(1, 2).reshape(8, 8))
+    """By the config.json beside the weights; a ready map, on one rank and on two."""
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 2, "hidden_size": 8, "head_dim": 4}')
+    weights = {"model.layers.0.self_attn.q_proj.weight": numbered(8, 8)}
+    save_file(weights, tmp_path / "model.safetensors")
+    for ranks in (1, 2):
+        run_ranks(ranks, load_by_config, str(tmp_path))
 
 
-class FusedByHooks(nn.Module):
+class _FusedByHooks(nn.Module):
     """As torchtitan's attention: fused in memory, and apart in a state dict, of copies."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fused, self.norm = nn.Linear(4, 6, bias=False), nn.LayerNorm(4)
-        self.register_state_dict_post_hook(self.split)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(self.merge)  # type: ignore[no-untyped-call]
+        self.register_state_dict_post_hook(self._split)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(self._merge)  # type: ignore[no-untyped-call]
 
     @staticmethod
-    def split(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """On the way out."""
-        fused = state.pop(f"{prefix}fused.weight")
-        if isinstance(fused, DTensor):
-            fused = fused.redistribute(fused.device_mesh, [Replicate()])
+    def _split(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        fused = whole_of(state.pop(f"{prefix}fused.weight"))
         for number, name in enumerate("qkv"):
             state[f"{prefix}{name}.weight"] = fused.view(2, 3, 4)[:, number].contiguous()
 
     @staticmethod
-    def merge(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """On the way in."""
+    def _merge(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         parts = [state.pop(f"{prefix}{name}.weight") for name in "qkv"]
         state[f"{prefix}fused.weight"] = torch.stack(parts, 1).view(6, 4)
 
 
-FUSED_BY_HOOKS = {"rules": [{"from": "model.{name:*}", "to": "{name:*}"}]}
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All of it, replicated if it is sharded."""
+    if isinstance(tensor, DTensor):
+        return tensor.redistribute(tensor.device_mesh, [Replicate()])
+    return tensor
 
 
 def load_by_hooks(rank: int, world_size: int, path: str) -> None:
     """Copies are told where they are given, and what the page says fills the parameter."""
-    saved = dcp.read(path)
-    sharded = FusedByHooks()
+    saved, sharded = dcp.read(path), _FusedByHooks()
     fully_shard(sharded)
-    for model in (FusedByHooks(), sharded):
+    for model in (_FusedByHooks(), sharded):
         state: Any = model.state_dict()
         with pytest.warns(UserWarning, match=r"'q.weight', 'k.weight', 'v.weight' are in the memory of no"):
-            dcp.load(state, checkpoint_id=path, map=FUSED_BY_HOOKS)
+            dcp.load(state, checkpoint_id=path, map={"rules": [{"from": "model.{n:*}", "to": "{n:*}"}]})
         model.load_state_dict(state)
         fused = model.fused.weight
-        whole = fused.full_tensor() if isinstance(fused, DTensor) else fused
-        assert torch.equal(
-            whole, torch.stack([saved[f"model.{name}.weight"] for name in "qkv"], 1).view(6, 4)
-        )
+        found = fused.full_tensor() if isinstance(fused, DTensor) else fused
+        wanted = torch.stack([saved[f"model.{name}.weight"] for name in "qkv"], 1)
+        assert torch.equal(found, wanted.view(6, 4))
         assert torch.equal(state["norm.weight"], model.state_dict()["norm.weight"])
 
 
 def test_copies_that_hooks_of_a_module_make_are_told(tmp_path: Path) -> None:
     """A load would fill them and not the module. Nothing is said of the module itself, of its own memory, of
     views, of what is not asked for, nor of a state dict whose module is gone."""
-    model = FusedByHooks()
+    model, plain = _FusedByHooks(), nn.LayerNorm(4)
+    views = plain.state_dict() | {"half": plain.weight.detach()[:2], "other": plain.bias.detach()[2:]}
     saved = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
     run_ranks(2, load_by_hooks, str(tmp_path))
-    ours: dict[str, Any] = {"model": model}
-    plain = nn.LayerNorm(4)
-    views = plain.state_dict() | {"half": plain.weight.detach()[:2], "other": plain.bias.detach()[2:]}
     dcp.save({"norm": views, "model": model.state_dict()}, checkpoint_id=tmp_path / "own", no_dist=True)
+
+    def load(state: dict[str, Any], **options: Any) -> None:
+        dcp.load(state, checkpoint_id=tmp_path / "own", no_dist=True, **options)
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        dcp.load(ours, checkpoint_id=tmp_path / "own", no_dist=True)
-        dcp.load({"norm": views}, checkpoint_id=tmp_path / "own", no_dist=True)
-        below = {"model": model.state_dict()}
-        dcp.load(below, checkpoint_id=tmp_path / "own", only="model.norm", no_dist=True)
-        dcp.load({"model": FusedByHooks().state_dict()}, checkpoint_id=tmp_path / "own", no_dist=True)
+        load({"model": model})
+        load({"norm": views})
+        load({"model": model.state_dict()}, only="model.norm")
+        load({"model": _FusedByHooks().state_dict()})
     with pytest.warns(UserWarning, match=r"'model.q.weight', .*module\.load_state_dict\(state\)"):
-        dcp.load({"model": model.state_dict()}, checkpoint_id=tmp_path / "own", no_dist=True)
+        load({"model": model.state_dict()})
 
 
 def test_files_of_torch_save_and_views_of_them(tmp_path: Path) -> None:
@@ -390,33 +386,24 @@ def sharded(kind: str) -> nn.Module:
     return model
 
 
-def load_sharded(rank: int, world_size: int, path: str, kind: str) -> tuple[int, int, int]:
-    """(needed, read and local bytes) of a load into a sharded model, which is then as a plain one."""
+def load_sharded(rank: int, world_size: int, path: str, kind: str) -> tuple[int, int]:
+    """(needed and local bytes) of a load into a sharded model, which is then as a plain one."""
     model = sharded(kind)
     rename = {r"^model\.": ""}
     report = dcp.load({"model": model}, checkpoint_id=path, map=FUSED, rename=rename, verify="none")
-    wanted = fused()
-    state = model.state_dict()
-    assert state.keys() == wanted.keys()
-    local = 0
-    for name, tensor in state.items():
-        assert isinstance(tensor, DTensor), name
-        assert torch.equal(tensor.full_tensor(), wanted[name]), name
-        local += tensor.to_local().nbytes
-    return report.bytes_needed, report.bytes_read, local
+    state: dict[str, Any] = model.state_dict()
+    assert_equal({name: tensor.full_tensor() for name, tensor in state.items()}, fused())
+    return report.bytes_needed, sum(tensor.to_local().nbytes for tensor in state.values())
 
 
 @pytest.mark.parametrize("kind", [pytest.param("fsdp", marks=pytest.mark.exhaustive), "fsdp and tp"])
 def test_into_a_sharded_model(saved: Path, kind: str) -> None:
-    """FSDP2, and FSDP2 over tensor parallelism; each rank asks for what it holds, but for zeros, and reads
-    little beside it."""
-    results = run_ranks(4, load_sharded, str(saved), kind)
+    """FSDP2, and FSDP2 over tensor parallelism; each rank asks for what it holds, but for zeros."""
+    results, stored = run_ranks(4, load_sharded, str(saved), kind), sum(t.nbytes for t in apart().values())
     padding = 3 * WIDTH * 4
-    assert sum(needed for needed, _, _ in results) >= sum(t.nbytes for t in apart().values())
-    for needed, _, local in results:
-        assert local - padding <= needed <= local
-    if kind == "fsdp":
-        assert sum(needed for needed, _, _ in results) == sum(t.nbytes for t in apart().values())
+    assert all(local - padding <= needed <= local for needed, local in results)
+    assert sum(needed for needed, _ in results) >= stored
+    assert kind != "fsdp" or sum(needed for needed, _ in results) == stored
 
 
 def test_damage_is_noticed(saved: Path) -> None:
@@ -434,26 +421,24 @@ def test_damage_is_noticed(saved: Path) -> None:
 
 def test_what_does_not_fit_is_told_with_all_names(saved: Path) -> None:
     """As of a plain load, by the names behind the map."""
-    state = like(fused())
-    state["0.gate_up"] = torch.zeros(47, WIDTH)
+
+    def load(state: dict[str, torch.Tensor], **options: Any) -> dcp.LoadReport:
+        return dcp.load(state, checkpoint_id=saved, map=FUSED, no_dist=True, **options)
+
     with pytest.raises(ShapeMismatchError, match=r"0\.gate_up"):
-        dcp.load(state, checkpoint_id=saved, map=FUSED, no_dist=True)
+        load(like(fused()) | {"0.gate_up": torch.zeros(47, WIDTH)})
     state = like(fused()) | {"more": torch.zeros(2), "most": torch.zeros(2)}
     with pytest.raises(MissingKeyError) as missing:
-        dcp.load(state, checkpoint_id=saved, map=FUSED, no_dist=True)
-    assert missing.value.fqns == ["more", "most"]
-    report = dcp.load(state, checkpoint_id=saved, map=FUSED, no_dist=True, allow_partial_load=True)
-    assert report.missing == ["more", "most"]
+        load(state)
+    assert missing.value.fqns == load(state, allow_partial_load=True).missing == ["more", "most"]
     assert_equal(state, fused())
     halves = {name: tensor.half() for name, tensor in like(fused()).items()}
     with pytest.raises(DtypeMismatchError, match=r"0\.gate_up.*and 4 more"):
-        dcp.load(halves, checkpoint_id=saved, map=FUSED, no_dist=True)
-    report = dcp.load(halves, checkpoint_id=saved, map=FUSED, no_dist=True, dtype="cast")
+        load(halves)
+    assert sorted(load(halves, dtype="cast").cast) == sorted(halves)
     assert_equal(halves, {name: tensor.half() for name, tensor in fused().items()})
-    assert sorted(report.cast) == sorted(halves)
-    expanded = {"experts": torch.zeros(1, WIDTH, 8).expand(5, WIDTH, 8)}
     with pytest.raises(PlanError, match="share memory"):
-        dcp.load(expanded, checkpoint_id=saved, map=FUSED, no_dist=True)
+        load({"experts": torch.zeros(1, WIDTH, 8).expand(5, WIDTH, 8)})
 
 
 def test_a_part_of_the_names_behind_the_map(saved: Path) -> None:
@@ -503,59 +488,39 @@ def test_tensors_that_no_rule_knows(tmp_path: Path) -> None:
     assert torch.equal(given["opt"]["q"], numbered(3))
 
 
-def load_with_other_maps(rank: int, world_size: int, path: str) -> None:
-    """Each rank with a map of its own."""
-    weights = {"rules": [{"from": "norm.weight", "to": f"norm{rank}"}]}
-    dcp.load({f"norm{rank}": torch.zeros(WIDTH)}, checkpoint_id=path, map=weights)
+WAYS: dict[str, Any] = {
+    "load": lambda state, path, weights: dcp.load(state, checkpoint_id=path, map=weights),
+    "save": lambda state, path, weights: dcp.save(state, checkpoint_id=f"{path}-saved", map=weights),
+    "read": lambda state, path, weights: dcp.read(path, map=weights),
+    "prove": lambda state, path, weights: dcp.prove(state, path, map=weights),
+    "restore": lambda state, path, weights: dcp.CheckpointManager(path).restore(state, map=weights),
+    "async_save": lambda state, path, weights: dcp.async_save(
+        state, checkpoint_id=f"{path}-saved", map=weights
+    ).result(),
+}
 
 
-def call_with_a_map_that_one_rank_lacks(rank: int, world_size: int, path: str, way: str) -> None:
-    """As of a file on the first one's host alone."""
-    weights = Path(path, f"map{rank}.toml")
+def wrong_maps(rank: int, world_size: int, path: str) -> dict[str, str]:
+    """A map that is on the first one's host alone; one of each rank's own; a planner that knows no map."""
     state = {"final.weight": torch.zeros(WIDTH)}
-    if way == "load":
-        dcp.load(state, checkpoint_id=path, map=weights)
-    elif way == "save":
-        dcp.save(state, checkpoint_id=f"{path}-saved", map=weights)
-    elif way == "read":
-        dcp.read(path, map=weights)
-    elif way == "prove":
-        dcp.prove(state, path, map=weights)
-    elif way == "restore":
-        dcp.CheckpointManager(path).restore(state, map=weights)
-    else:
-        dcp.async_save(state, checkpoint_id=f"{path}-saved", map=weights).result()
-
-
-@pytest.mark.parametrize(
-    "way",
-    [
-        *("load", "save", "async_save", "restore"),
-        *(pytest.param(way, marks=pytest.mark.exhaustive) for way in ("prove", "read")),
-    ],
-)
-def test_a_map_that_one_rank_lacks_is_told_to_all(saved: Path, way: str) -> None:
-    """None waits for the one that cannot begin."""
-    (saved / "map0.toml").write_text('rules = [{ from = "{rest:*}", to = "{rest:*}" }]')
-    for result in run_ranks(2, call_with_a_map_that_one_rank_lacks, str(saved), way, failures=True):
-        assert isinstance(result, RankRaised)
-        assert "map1.toml' is no weight map" in result.message
-
-
-def load_by_objects(rank: int, world_size: int, path: str) -> None:
-    """A planner of the user's on one rank alone."""
+    found = {way: told(partial(act, state, path, Path(path, f"map{rank}.toml"))) for way, act in WAYS.items()}
+    own = {"rules": [{"from": "norm.weight", "to": f"norm{rank}"}]}
+    for way in ("load", "save"):
+        named = {"load": f"norm{rank}", "save": "norm.weight"}[way]
+        found[f"other maps, {way}"] = told(partial(WAYS[way], {named: torch.zeros(WIDTH)}, path, own))
     planner = TakesObjects() if rank else None
-    dcp.load({"final.weight": torch.zeros(WIDTH)}, checkpoint_id=path, planner=planner, map=FUSED)
+    found["planner"] = told(lambda: dcp.load(state, checkpoint_id=path, planner=planner, map=FUSED))
+    return found
 
 
-def test_all_ranks_say_what_cannot_be(saved: Path) -> None:
-    """Ranks with different maps, and ways to load that know nothing of maps."""
-    for result in run_ranks(2, load_with_other_maps, str(saved), failures=True):
-        assert isinstance(result, RankRaised)
-        assert "the option 'map' is not the same on all ranks" in result.message
-    for result in run_ranks(2, load_by_objects, str(saved), failures=True):
-        assert isinstance(result, RankRaised)
-        assert "map needs a planner" in result.message
+def test_maps_that_cannot_be_are_told_to_all_ranks(saved: Path) -> None:
+    """None waits for the one that cannot begin; by each way that takes a map."""
+    (saved / "map0.toml").write_text('rules = [{ from = "{rest:*}", to = "{rest:*}" }]')
+    for found in run_ranks(2, wrong_maps, str(saved)):
+        assert all("map1.toml' is no weight map" in found[way] for way in WAYS), found
+        for way in ("load", "save"):
+            assert "the option 'map' is not the same on all ranks" in found[f"other maps, {way}"]
+        assert "map needs a planner" in found["planner"]
     with pytest.raises(OptionError, match="map needs"):
         dcp.load({}, storage_reader=stock.FileSystemReader(saved), map=FUSED, no_dist=True)
     with pytest.raises(OptionError, match="did you mean llama:hf-to-titan"):
@@ -586,22 +551,12 @@ def test_an_optimizer_whose_names_the_rules_know(tmp_path: Path) -> None:
 
 
 def load_by_config(rank: int, world_size: int, path: str) -> None:
-    """Where the sizes are in the configuration alone."""
-    state = {"layers.0.attention.qkv_linear.wq.weight": torch.zeros(8, 8)}
-    mesh = init_device_mesh("cpu", (world_size,))
-    sharded = {name: distribute_tensor(tensor, mesh, [Shard(1)]) for name, tensor in state.items()}
-    dcp.load(dict(sharded), checkpoint_id=path, map="llama:hf-to-titan")
-    (found,) = sharded.values()
+    """Where the sizes are in the configuration alone: those of the coordinator."""
+    name, mesh = "layers.0.attention.qkv_linear.wq.weight", init_device_mesh("cpu", (world_size,))
+    state = {name: distribute_tensor(torch.zeros(8, 8), mesh, [Shard(1)])}
+    dcp.load(dict(state), checkpoint_id=path, map="llama:hf-to-titan")
     wanted = numbered(8, 8).view(2, 2, 2, 8).transpose(1, 2).reshape(8, 8)
-    assert torch.equal(found.full_tensor(), wanted)
-
-
-def test_all_ranks_have_the_sizes_of_one_configuration(tmp_path: Path) -> None:
-    """That of the coordinator."""
-    (tmp_path / "config.json").write_text('{"num_attention_heads": 2, "hidden_size": 8, "head_dim": 4}')
-    weights = {"model.layers.0.self_attn.q_proj.weight": numbered(8, 8)}
-    save_file(weights, tmp_path / "model.safetensors")
-    run_ranks(2, load_by_config, str(tmp_path))
+    assert torch.equal(state[name].full_tensor(), wanted)
 
 
 def load_rows(rank: int, world_size: int, path: str) -> tuple[int, int]:

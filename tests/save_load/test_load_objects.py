@@ -15,62 +15,51 @@ from dcp.errors import CheckpointError, PlanError
 from tests.support.ranks import RankRaised, run_ranks
 
 
-class Picky:
+class _Picky:
     """Refuses what it is given, on some ranks."""
 
     def __init__(self, fails: bool) -> None:
         self.fails = fails
-        self.value = torch.zeros(2)
 
     def state_dict(self) -> dict[str, Any]:
-        """A tensor."""
-        return {"value": self.value}
+        return {"value": torch.zeros(2)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Or not."""
         if self.fails:
             raise OSError("no place for the loader's cache")
 
 
 def _one_fails(rank: int, world_size: int, path: str) -> None:
-    dcp.save({"app": Picky(False), "step": 3}, checkpoint_id=path)
-    dcp.load({"app": Picky(rank == 1), "step": 0}, checkpoint_id=path)
+    dcp.save({"app": _Picky(False), "step": 3}, checkpoint_id=path)
+    dcp.load({"app": _Picky(rank == 1), "step": 0}, checkpoint_id=path)
 
 
 def test_a_load_state_dict_that_fails_fails_all_ranks(tmp_path: Path) -> None:
-    """Each gets the cause, and the rank and name of it; none trains while the others are gone."""
+    """Each gets the cause, and the rank and name of it; none trains while the others are gone. Alone the
+    cause is chained."""
     for result in run_ranks(3, _one_fails, str(tmp_path), failures=True):
         assert isinstance(result, RankRaised)
         assert result.type_name == "RankFailedError"
-        for told in ("rank 1", "'app'", "Picky", "OSError", "no place for the loader's cache"):
+        for told in ("rank 1", "'app'", "_Picky", "OSError", "no place for the loader's cache"):
             assert told in result.message
-
-
-def test_alone_the_cause_is_chained(tmp_path: Path) -> None:
-    """For whoever wants to know what it was."""
-    dcp.save({"app": Picky(False)}, checkpoint_id=tmp_path)
     with pytest.raises(CheckpointError, match="'app'") as caught:
-        dcp.load({"app": Picky(True)}, checkpoint_id=tmp_path)
+        dcp.load({"app": _Picky(True)}, checkpoint_id=tmp_path)
     assert isinstance(caught.value.__cause__, OSError)
 
 
 # -- tensors without memory ----------------------------------------------------------------------------------
 
 
-class Holder:
+class _Holder:
     """Has a model on the meta device, and gives it what is loaded in one way or another."""
 
     def __init__(self, *, assign: bool) -> None:
-        with torch.device("meta"):
-            self.net = nn.Linear(2, 2)
-        self.assign = assign
+        self.net, self.assign = meta_linear(), assign
 
     def state_dict(self) -> dict[str, Any]:
-        """The model's."""
         return {"net": self.net.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """To the model."""
         self.net.load_state_dict(state["net"], assign=self.assign)
 
 
@@ -111,21 +100,14 @@ def test_an_optimizer_of_such_a_module_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:for .*. copying from a non-meta parameter")
 def test_an_object_may_assign(tmp_path: Path) -> None:
-    """One that does gets real tensors; one that does not is found out."""
+    """One that does gets real tensors, as a dict does; one that does not is found out."""
     net = nn.Linear(2, 2)
     dcp.save({"app": {"net": net.state_dict()}}, checkpoint_id=tmp_path)
-    holder = Holder(assign=True)
+    holder, state = _Holder(assign=True), {"app": {"net": meta_linear().state_dict()}}
     dcp.load({"app": holder}, checkpoint_id=tmp_path)
-    assert torch.equal(holder.net.weight, net.weight)
-    with pytest.raises(PlanError, match="did not take") as caught:
-        dcp.load({"app": Holder(assign=False)}, checkpoint_id=tmp_path)
-    assert "'app.net.weight'" in str(caught.value)
-
-
-def test_a_dict_gets_real_tensors(tmp_path: Path) -> None:
-    """As with torch: for ``load_state_dict(..., assign=True)``."""
-    net = nn.Linear(2, 2)
-    dcp.save({"model": net.state_dict()}, checkpoint_id=tmp_path)
-    state = {"model": meta_linear().state_dict()}
     dcp.load(state, checkpoint_id=tmp_path)
-    assert torch.equal(state["model"]["weight"], net.weight)
+    assert torch.equal(holder.net.weight, net.weight)
+    assert torch.equal(state["app"]["net"]["weight"], net.weight)
+    with pytest.raises(PlanError, match="did not take") as caught:
+        dcp.load({"app": _Holder(assign=False)}, checkpoint_id=tmp_path)
+    assert "'app.net.weight'" in str(caught.value)

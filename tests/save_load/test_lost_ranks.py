@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 from datetime import timedelta
 from pathlib import Path
@@ -17,22 +15,20 @@ import dcp
 from dcp.errors import CollectiveTimeoutError, CorruptCheckpointError
 from tests.support.crashes import Ending, Group, in_lab, run_groups
 from tests.support.programs import Program
-from tests.support.ranks import RankRaised, run_ranks
+from tests.support.ranks import run_ranks
 
 
-class Acts:
-    """Does something on one rank when it is asked for its state."""
-
-    def __init__(self, act: Any) -> None:
-        self.act = act
+class _Acts:
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
 
     def state_dict(self) -> dict[str, Any]:
-        """After it has acted."""
-        self.act()
+        if self.error is not None:
+            raise self.error
         return {"x": 1}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing is loaded."""
+        raise AssertionError
 
 
 def store_of_group() -> Any:
@@ -46,17 +42,6 @@ def all_have(rank: int, world_size: int, word: str) -> None:
     """Return when all ranks have come so far: who ends takes its connections along."""
     store_of_group().set(f"{word}/{rank}", "1")
     store_of_group().wait([f"{word}/{other}" for other in range(world_size)], timedelta(seconds=120))
-
-
-def kill_one(rank: int, world_size: int, root: Path, lost: int) -> None:
-    """One rank is killed while the state is collected."""
-    dies = Acts(lambda: os.kill(os.getpid(), signal.SIGKILL) if rank == lost else None)
-    try:
-        dcp.save({"app": dies}, checkpoint_id=root, timeout_seconds=120)
-    finally:
-        store_of_group().set(f"done/{rank}", "1")
-        others = [f"done/{other}" for other in range(world_size) if other != lost]
-        store_of_group().wait(others, timedelta(seconds=120))
 
 
 def two_saves(rank: int, world_size: int, root: Path) -> None:
@@ -84,54 +69,21 @@ def give_up_and_destroy(rank: int, world_size: int, root: Path) -> str:
     return "destroyed"
 
 
-def break_groups(root: Path) -> dict[str, list[Ending]]:
+def break_groups(root: Path) -> list[list[Ending]]:
     """Ranks that wait for some that do not come, side by side: each takes seconds, and little work."""
-    groups = {
-        "killed 0": Group(4, kill_one, (root / "a", 0)),
-        "killed 2": Group(4, kill_one, (root / "b", 2)),
-        "two saves": Group(3, two_saves, (root / "d",)),
-        "destroyed": Group(2, give_up_and_destroy, (root / "e",)),
-    }
-    return dict(zip(groups, run_groups([*groups.values()], at_once=len(groups)), strict=True))
+    groups = [Group(3, two_saves, (root / "a",)), Group(2, give_up_and_destroy, (root / "b",))]
+    return run_groups(groups, at_once=2)
 
 
-@pytest.fixture(scope="module")
-def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Ending]]:
-    """How the ranks of each group ended."""
-    endings: dict[str, list[Ending]] = in_lab(break_groups, tmp_path_factory.mktemp("broken"))
-    return endings
-
-
-def raised(ending: Ending) -> RankRaised:
-    """The error that a rank got."""
-    assert ending.raised is not None, ending
-    return ending.raised
-
-
-@pytest.mark.parametrize("lost", [0, 2])
-def test_a_killed_rank_is_named_by_all_others(broken: dict[str, list[Ending]], lost: int) -> None:
-    """SIGKILL of any rank, the coordinator too, makes the others raise, naming it."""
-    for rank, ending in enumerate(broken[f"killed {lost}"]):
-        if rank == lost:
-            assert ending.killed
-            continue
-        error = raised(ending)
-        assert "CollectiveTimeoutError" in error.class_names, error.traceback_text
-        assert error.facts["ranks"] == [lost], error.message
-
-
-def test_a_group_that_is_out_of_step_says_so_at_once(broken: dict[str, list[Ending]]) -> None:
-    """After a save that some ranks left, the next one fails on all ranks, long before its timeout."""
-    for ending in broken["two saves"]:
-        error = raised(ending)
-        assert "CollectiveTimeoutError" in error.class_names, error.traceback_text
-        assert "an earlier" in error.message and "not in" in error.message, error.message
-
-
-def test_a_group_whose_save_was_given_up_is_destroyed_at_once(broken: dict[str, list[Ending]]) -> None:
-    """Torch's timeout of the collective that is under way need not have passed."""
-    endings = broken["destroyed"]
-    assert [ending.value for ending in endings] == ["destroyed", "waited"], endings
+def test_a_group_whose_save_was_given_up_says_so_and_is_destroyed_at_once(tmp_path: Path) -> None:
+    """After a save that some ranks left, the next one fails on all ranks, long before its timeout; torch's of
+    the collective that is under way need not have passed."""
+    out_of_step, destroyed = in_lab(break_groups, tmp_path)
+    for ending in out_of_step:
+        assert ending.raised is not None, ending
+        assert "CollectiveTimeoutError" in ending.raised.class_names, ending.raised.traceback_text
+        assert "an earlier" in ending.raised.message and "not in" in ending.raised.message
+    assert [ending.value for ending in destroyed] == ["destroyed", "waited"], destroyed
 
 
 _LEAVING = """
@@ -166,42 +118,35 @@ def test_a_process_that_gave_a_save_up_ends_at_once(tmp_path: Path) -> None:
         ranks[1].communicate()
 
 
-def fails(error: BaseException) -> Any:
-    """An act that raises."""
-
-    def act() -> None:
-        raise error
-
-    return act
-
-
-def save_and_fail(rank: int, world_size: int, root: str, failing: list[int]) -> Any:
+def save_and_fail(rank: int, world_size: int, root: str) -> Any:
     """Some ranks fail, each in its own way; then all save."""
-    errors: dict[int, BaseException] = {
-        0: CorruptCheckpointError("bits flipped" * 100, path="file-7", fqn="w"),
-        1: CorruptCheckpointError("bits flipped" * 100, path="file-7", fqn="w"),
-        2: ValueError("another one"),
-    }
-    act = fails(errors[rank]) if rank in failing else lambda: None
-    with pytest.raises(dcp.RankFailedError) as caught:
-        dcp.save({"app": Acts(act)}, checkpoint_id=root)
-    dcp.save({"w": torch.ones(2)}, checkpoint_id=root)
-    error: Any = caught.value
-    return isinstance(error, CorruptCheckpointError), error.ranks, str(error), getattr(error, "path", None)
+    corrupt = CorruptCheckpointError("bits flipped" * 100, path="file-7", fqn="w")
+    seen = []
+    ways: list[dict[int, BaseException]]
+    ways = [
+        {0: corrupt},
+        {1: corrupt},
+        {1: corrupt, 2: ValueError("another one")},
+        {2: MemoryError("none left")},
+    ]
+    for errors in ways:
+        with pytest.raises(dcp.RankFailedError) as caught:
+            dcp.save({"app": _Acts(errors.get(rank))}, checkpoint_id=root)
+        assert caught.value.ranks == [*errors]
+        is_corrupt = isinstance(caught.value, CorruptCheckpointError)
+        seen.append((is_corrupt, getattr(caught.value, "path", None), str(caught.value)))
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=root)
+    return seen
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_one_ranks_error_is_raised_on_all_with_rank_and_facts(tmp_path: Path, failing: int) -> None:
-    """The error is of the cause's class and complete, however long it is; the group stays usable."""
-    for is_corrupt, ranks, message, path in run_ranks(3, save_and_fail, str(tmp_path / "x"), [failing]):
-        assert (is_corrupt, ranks, path) == (True, [failing], "file-7")
-        assert "bits flipped" * 100 in message
-
-
-def test_all_failing_ranks_are_reported_together(tmp_path: Path) -> None:
-    """Different errors of several ranks come as one."""
-    for _, ranks, message, _ in run_ranks(3, save_and_fail, str(tmp_path / "x"), [1, 2]):
-        assert ranks == [1, 2] and "bits flipped" in message and "another one" in message
+def test_errors_of_ranks_are_raised_on_all_with_ranks_and_facts(tmp_path: Path) -> None:
+    """One is of the cause's class and complete, however long it is; several come together; one of memory is
+    named too. The group stays usable."""
+    for *alone, several, memory in run_ranks(3, save_and_fail, str(tmp_path / "x")):
+        for is_corrupt, path, message in alone:
+            assert (is_corrupt, path) == (True, "file-7") and "bits flipped" * 100 in message
+        assert "bits flipped" in several[2] and "another one" in several[2]
+        assert "MemoryError" in memory[2] and "none left" in memory[2] and "rank 2" in memory[2]
 
 
 def save_in_a_later_life(rank: int, world_size: int, root: str) -> float:

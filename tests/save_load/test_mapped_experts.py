@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 
 import dcp
 from dcp.errors import PlanError
+from tests.save_load.roads import told
 from tests.save_load.test_load_mapped import assert_equal, numbered
-from tests.support.ranks import RankRaised, run_ranks
+from tests.support.ranks import run_ranks
 
 EXPERTS, HIDDEN, WIDTH = 6, 8, 4
 STACKED = "layers.0.moe.routed_experts.inner_experts"
@@ -93,50 +95,37 @@ def test_each_rank_has_its_own_part_of_the_stack(tmp_path: Path, ranks: int, gro
         run_ranks(ranks, load_own_experts, str(tmp_path), groups)
 
 
-def save_without_one(rank: int, world_size: int, path: str, config: dict[str, int]) -> None:
-    """Expert 3 is nowhere."""
+def save_wrong(rank: int, world_size: int, path: str) -> list[str]:
+    """Expert 3 is nowhere, and it is known how many there are, or not; experts of rank 1 are of another
+    shape."""
     own = part_of(rank, world_size, without=3)
-    dcp.save(own, checkpoint_id=path, map=dcp.weight_map("qwen3:hf-to-titan", config))
+    wide = {
+        name: torch.zeros(HIDDEN, WIDTH + rank) if "experts" in name else tensor
+        for name, tensor in part_of(rank, world_size).items()
+    }
+    configs: list[Any] = [{"num_experts": EXPERTS}, {"num_experts": 2}, {}]
+    saves = [(own, config) for config in configs] + [(wide, configs[0])]
+    maps = [dcp.weight_map("qwen3:hf-to-titan", config) for _, config in saves]
+    return [
+        told(partial(dcp.save, state, checkpoint_id=path, map=weights))
+        for (state, _), weights in zip(saves, maps, strict=True)
+    ]
 
 
-def test_an_expert_that_no_rank_has_is_named_on_all(tmp_path: Path) -> None:
-    """Before anything is written; so is that nobody says how many there are."""
-    for result in run_ranks(
-        2, save_without_one, str(tmp_path / "c"), {"num_experts": EXPERTS}, failures=True
-    ):
-        assert isinstance(result, RankRaised)
-        assert "PlanError" in result.class_names
-        assert (
-            "no rank has (all of) 'model.layers.0.mlp.experts.3.gate_proj.weight', "
-            "'model.layers.0.mlp.experts.3.up_proj.weight': " in result.message
-        )
-    for result in run_ranks(2, save_without_one, str(tmp_path / "c"), {"num_experts": 2}, failures=True):
-        assert isinstance(result, RankRaised)
-        assert "there is expert" in result.message
-    for result in run_ranks(2, save_without_one, str(tmp_path / "c"), {}, failures=True):
-        assert isinstance(result, RankRaised)
-        assert "how many there are of expert (num_experts or num_local_experts) is not" in result.message
+def test_experts_that_no_rank_has_or_that_differ_are_named_on_all(tmp_path: Path) -> None:
+    """Before anything is written; so is that nobody says how many there are. Of another shape they are not
+    said to be missing."""
+    gone = [f"'model.layers.0.mlp.experts.3.{part}.weight'" for part in ("gate_proj", "up_proj")]
+    for missing, more, unknown, wide in run_ranks(2, save_wrong, str(tmp_path / "c")):
+        assert f"PlanError: no rank has (all of) {', '.join(gone)}: " in missing
+        assert "there is expert" in more
+        assert "how many there are of expert (num_experts or num_local_experts) is not" in unknown
+        assert "float32 [6, 8, 4] on rank 0, but float32 [6, 8, 5] on rank 1" in wide
+        assert "no rank has" not in wide
     with pytest.raises(PlanError, match="expert 3 is missing"):
         weights = dcp.weight_map("qwen3:hf-to-titan", num_experts=EXPERTS)
         dcp.save(part_of(0, 1, without=3), checkpoint_id=tmp_path / "c", map=weights, no_dist=True)
     assert not (tmp_path / "c").exists()
-
-
-def save_wide_on_one(rank: int, world_size: int, path: str) -> None:
-    """The experts of rank 1 have another shape."""
-    own = {
-        name: torch.zeros(HIDDEN, WIDTH + rank) if "experts" in name else tensor
-        for name, tensor in part_of(rank, world_size).items()
-    }
-    dcp.save(own, checkpoint_id=path, map=dcp.weight_map("qwen3:hf-to-titan", num_experts=EXPERTS))
-
-
-def test_experts_of_another_shape_are_not_said_to_be_missing(tmp_path: Path) -> None:
-    """Each expert is there, and that one rank's are other ones is what is wrong."""
-    for result in run_ranks(2, save_wide_on_one, str(tmp_path / "c"), failures=True):
-        assert isinstance(result, RankRaised)
-        assert "float32 [6, 8, 4] on rank 0, but float32 [6, 8, 5] on rank 1" in result.message
-        assert "no rank has" not in result.message
 
 
 def save_by_transformers_map(rank: int, world_size: int, source: str, path: str) -> None:

@@ -2,20 +2,148 @@
 
 from __future__ import annotations
 
+import fnmatch
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dcp
-from dcp.errors import CheckpointError, MissingKeyError, PlanError
+from dcp.errors import CheckpointError, MissingKeyError, PlanError, ShapeMismatchError
 from tests.save_load.roads import ROADS, Part, load
-from tests.support.ranks import RankRaised, run_ranks
+from tests.support.examples import examples
+from tests.support.ranks import run_ranks
+
+# -- patterns and names --------------------------------------------------------------------------------------
+
+KEYS = ["model", "model.w", "model.layers.0.w", "model.layers.10.bias", "models.w", "Model.w", "opt.lr"]
+PATTERNS = st.sampled_from(
+    ["model", "model.*", "model.layers.?", "*.w", "[Mm]odel.w", "opt", "m*", "models*", "*.bias"]
+)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with an entry for each key."""
+    folder = tmp_path_factory.mktemp("stored")
+    dcp.save({key: torch.ones(1) for key in KEYS}, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def chosen(patterns: list[str], key: str) -> bool:
+    """Whether a pattern means the key, or something above it."""
+    parts = key.split(".")
+    above = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+    return any(fnmatch.fnmatchcase(name, pattern) for name in above for pattern in patterns)
+
+
+@examples(40)
+@given(only=st.none() | st.lists(PATTERNS, min_size=1, max_size=2), exclude=st.lists(PATTERNS, max_size=2))
+def test_patterns_select_what_they_match_and_all_below(
+    stored: Path, only: list[str] | None, exclude: list[str]
+) -> None:
+    """Globs, each with everything below what it matches; case-sensitive; exclude wins."""
+    state = {key: torch.zeros(1) for key in KEYS}
+    expected = [key for key in KEYS if (only is None or chosen(only, key)) and not chosen(exclude, key)]
+    if not expected:
+        with pytest.raises(PlanError, match="leave nothing"):
+            dcp.load(state, checkpoint_id=stored, only=only, exclude=exclude, no_dist=True)
+        return
+    dcp.load(state, checkpoint_id=stored, only=only, exclude=exclude, no_dist=True)
+    assert [key for key in KEYS if state[key].item()] == expected
+
+
+def test_a_pattern_without_a_match_is_named_with_what_it_resembles(stored: Path) -> None:
+    """Suggestions are as deep as the pattern; patterns that match are not told, and nothing is loaded."""
+    state = {key: torch.zeros(1) for key in KEYS}
+    with pytest.raises(PlanError, match=r"did you mean 'Model' or 'models'") as caught:
+        dcp.load(state, checkpoint_id=stored, only=["modle.*", "opt"], exclude="zzz", no_dist=True)
+    assert "zzz" in str(caught.value) and "'opt'" not in str(caught.value)
+    assert not any(tensor.item() for tensor in state.values())
+
+
+WRONG: list[dict[str, Any]] = [
+    *({"only": []}, {"only": [""]}, {"only": 3}, {"exclude": [b"w"]}, {"per_rank": "kept"}),
+    *({"rename": rename} for rename in ({"(": "x"}, {3: "x"}, "x")),
+]
+
+
+def test_options_that_cannot_be_meant_are_refused(stored: Path) -> None:
+    """When the planner is made, before anything is read; a renaming that fails names the key."""
+    for options in WRONG:
+        with pytest.raises(PlanError):
+            dcp.DefaultLoadPlanner(**options)
+    for rename in ({"w": r"\3"}, lambda _: None, {"w": 3}):  # no such group, no string
+        with pytest.raises(PlanError, match=r"model\.w|rename"):
+            dcp.load({"model.w": torch.zeros(1)}, checkpoint_id=stored, rename=rename, no_dist=True)
+
+
+def test_rules_apply_in_order_each_to_what_the_last_one_gave(tmp_path: Path) -> None:
+    """As `re.sub`: anywhere in the key, with groups and with functions; several from one."""
+    dcp.save({"layers.3.W": torch.ones(2), "n": 1, "spare": 2}, checkpoint_id=tmp_path, no_dist=True)
+    state = {"module.layer3.w": torch.zeros(2), "module.layer3.w_ema": torch.zeros(2), "module.n": 0}
+    rules: Any = {
+        r"^module\.": "",
+        "_ema$": "",
+        r"layer(\d+)": r"layers.\1",
+        "w$": lambda found: found[0].upper(),
+    }
+    report = dcp.load(state, checkpoint_id=tmp_path, rename=rules, unexpected="ignore", no_dist=True)
+    assert state["module.layer3.w"].sum() == state["module.layer3.w_ema"].sum() == 2  # type: ignore[attr-defined]
+    assert state["module.n"] == 1 and report.unexpected == ["spare"]
+    assert set(report.renamed.values()) == {"layers.3.W", "n"}
+
+
+def test_what_does_not_fit_is_told_under_both_names(tmp_path: Path) -> None:
+    """The state dict's, which the reader knows, and the one that was looked for."""
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(ShapeMismatchError, match=r"Size mismatch between .* for 'm\.w' \(renamed to 'w'\)"):
+        dcp.load({"m": {"w": torch.zeros(3)}}, checkpoint_id=tmp_path, rename={"^m.": ""}, no_dist=True)
+    with pytest.raises(MissingKeyError, match=re.escape("'m.v' (renamed to 'v')")) as caught:
+        dcp.load(
+            {"m": {"v": torch.zeros(2), "n": 1}}, checkpoint_id=tmp_path, rename={"^m.": ""}, no_dist=True
+        )
+    assert caught.value.fqns == ["m.v", "m.n"]
+
+
+def test_torchs_load_heeds_the_options(tmp_path: Path) -> None:
+    """The planner is enough, also for tensors on the meta device, which stay so if not loaded."""
+    saved = {"w": torch.ones(4, 2), "n": 3, "v": torch.ones(1), "b": torch.ones(2)}
+    stock.save(saved, checkpoint_id=tmp_path)
+    state: dict[str, Any] = {"m": {"w": torch.empty(4, 2, device="meta"), "n": 0}, "v": torch.zeros(1)}
+    state["b"] = torch.empty(2, device="meta")
+    planner = dcp.DefaultLoadPlanner(only="m", rename={"^m.": ""})
+    stock.load(state, checkpoint_id=tmp_path, planner=planner)
+    assert (state["m"]["w"].sum(), state["m"]["n"], state["v"].item()) == (8, 3, 0)
+    assert state["b"].is_meta
+    with pytest.raises(stock.CheckpointException, match=r"exclude='q'.* matches nothing"):
+        stock.load(
+            {"w": torch.zeros(4, 2)}, checkpoint_id=tmp_path, planner=dcp.DefaultLoadPlanner(exclude="q")
+        )
+
+
+class _PlansAlone(dcp.DefaultLoadPlanner):
+    def create_local_plan(self) -> Any:
+        return stock.LoadPlan([])
+
+
+def test_a_subclass_that_plans_otherwise_cannot_heed_the_options(stored: Path) -> None:
+    """Better an error than a whole load where a part was asked for."""
+    for options in ({"only": "opt"}, {"per_rank": "keep"}, {"rename": {"a": "b"}}):
+        with pytest.raises(PlanError, match="PlansAlone"):
+            planner = _PlansAlone(**options)
+            dcp.load({"opt.lr": torch.zeros(1)}, checkpoint_id=stored, planner=planner, no_dist=True)
+
+
+# -- objects and ways through a load -------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -77,14 +205,14 @@ def test_objects_are_given_what_is_selected_of_them(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("road", ROADS)
-@pytest.mark.parametrize("patterns", [{"only": "modell"}, {"exclude": ["model", "opt.z"]}])
-def test_a_misspelt_pattern_loads_nothing(saved: Path, road: str, patterns: dict[str, Any]) -> None:
+def test_a_misspelt_pattern_loads_nothing(saved: Path, road: str) -> None:
     """No tensor is filled before the patterns have been looked at."""
-    state = fresh()
-    with pytest.raises(PlanError, match="matches nothing"):
-        load(state, saved, road, **patterns)
-    assert not state["model"].state["w"].any()
-    assert not state["opt"].state["m"].any()
+    patterns: list[dict[str, Any]] = [{"only": "modell"}, {"exclude": ["model", "opt.z"]}]
+    for wrong in patterns:
+        state = fresh()
+        with pytest.raises(PlanError, match="matches nothing"):
+            load(state, saved, road, **wrong)
+        assert not state["model"].state["w"].any() and not state["opt"].state["m"].any()
 
 
 def test_options_of_the_planner_and_of_the_load(saved: Path) -> None:
@@ -104,11 +232,10 @@ def test_options_of_the_planner_and_of_the_load(saved: Path) -> None:
 @pytest.mark.parametrize("road", ROADS)
 def test_two_names_for_one_entry(saved: Path, road: str) -> None:
     """Weights and their moving average begin with the same values, in memory of their own."""
-    model, ema = ({"w": torch.zeros(2, 3), "head": {"w": torch.zeros(2), "name": ""}} for _ in range(2))
-    report = load({"model": model, "ema": ema}, saved, road, rename={"^ema": "model"})
-    assert torch.equal(model["w"], torch.arange(6.0).view(2, 3))  # type: ignore[arg-type]
-    assert torch.equal(ema["w"], model["w"])  # type: ignore[arg-type]
-    assert ema["head"]["name"] == "old"  # type: ignore[index]
+    state: Any = {name: {"w": torch.zeros(2, 3), "head": {"w": torch.zeros(2)}} for name in ("model", "ema")}
+    report = load(state, saved, road, rename={"^ema": "model"}, unexpected="ignore")
+    assert torch.equal(state["model"]["w"], torch.arange(6.0).view(2, 3))
+    assert torch.equal(state["ema"]["w"], state["model"]["w"])
     assert report.renamed["ema.head.w"] == "model.head.w"
 
 
@@ -158,12 +285,11 @@ def of_two(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def load_prefixed(rank: int, world_size: int, path: str, road: str) -> Any:
     """Into a model in the wrappers of FSDP1 and torch.compile, in more parts than were saved."""
-    w = sharded(torch.zeros(7, 3), world_size)
-    layer: dict[str, Any] = {"w": w, "n": 0}
+    layer: dict[str, Any] = {"w": sharded(torch.zeros(7, 3), world_size), "n": 0}
     state = {"_orig_mod": {"_fsdp_wrapped_module": {"layers": {"0": layer}}}}
     rename = {r"(_orig_mod|_fsdp_wrapped_module)\.": ""}
     report = load(state, path, road, rename=rename, only="*.layers")
-    return w.full_tensor().tolist(), report.renamed, layer["n"]
+    return layer["w"].full_tensor().tolist(), report.renamed, layer["n"]
 
 
 @pytest.mark.parametrize("road", ROADS)
@@ -171,18 +297,23 @@ def test_wrappers_prefixes_are_renamed_away(of_two: str, road: str) -> None:
     """A DTensor saved by 2 ranks loads on 3 under other names."""
     prefix = "_orig_mod._fsdp_wrapped_module.layers.0."
     renamed = {f"{prefix}{name}": f"layers.0.{name}" for name in ("w", "n")}
-    for full, told, n in run_ranks(3, load_prefixed, of_two, road):
-        assert full == torch.arange(21.0).reshape(7, 3).tolist()
-        assert (told, n) == (renamed, 3)
+    wanted = torch.arange(21.0).reshape(7, 3).tolist(), renamed, 3
+    assert run_ranks(3, load_prefixed, of_two, road) == [wanted] * 3
 
 
-def load_per_rank(rank: int, world_size: int, path: str, road: str, per_rank: str) -> Any:
-    """A rank's own values afterwards."""
-    own: dict[str, Any] = {"pos": -1, "gen": torch.full((3,), -1)}
-    layers = {"0": {"w": sharded(torch.zeros(7, 3), world_size), "n": 0}}
-    report = load({"layers": layers, "loader": dcp.PerRank(own)}, path, road, per_rank=per_rank)
-    assert layers["0"]["n"] == 3
-    return own["pos"], own["gen"].tolist(), report.kept_per_rank
+def load_per_rank(rank: int, world_size: int, path: str, roads: list[tuple[str, str]]) -> list[Any]:
+    """By each road a rank's own values afterwards, or the error."""
+    found: list[Any] = []
+    for road, per_rank in roads:
+        own: dict[str, Any] = {"pos": -1, "gen": torch.full((3,), -1)}
+        layers = {"0": {"w": sharded(torch.zeros(7, 3), world_size), "n": 0}}
+        try:
+            report = load({"layers": layers, "loader": dcp.PerRank(own)}, path, road, per_rank=per_rank)
+        except MissingKeyError as error:
+            found.append(str(error))
+            continue
+        found.append((own["pos"], own["gen"].tolist(), report.kept_per_rank))
+    return found
 
 
 KEPT = (-1, [-1, -1, -1], ["loader"])
@@ -192,26 +323,29 @@ OWN: list[Any] = [(10 + rank, [rank] * 3, []) for rank in range(2)]
 @pytest.mark.parametrize("road", ["columns", "objects"])
 def test_other_ranks_values_are_kept_if_asked(of_two: str, road: str) -> None:
     """Saved by 2: kept on all of 3 ranks and on 1; loaded by 2, and by default by as many as have one."""
-    assert run_ranks(3, load_per_rank, of_two, road, "keep") == [KEPT] * 3
-    assert run_ranks(1, load_per_rank, of_two, road, "keep") == [KEPT]
-    assert run_ranks(2, load_per_rank, of_two, road, "keep") == OWN
-    assert run_ranks(1, load_per_rank, of_two, road, "exact") == OWN[:1]
-    for result in run_ranks(3, load_per_rank, of_two, road, "exact", failures=True):
-        assert isinstance(result, RankRaised)
-        assert MissingKeyError.__name__ in result.class_names
-        assert "loader.rank-2.pos" in result.message and 'per_rank="keep"' in result.message
+    ways = [(road, "keep"), (road, "exact")]
+    for kept, told in run_ranks(3, load_per_rank, of_two, ways):
+        assert kept == KEPT
+        assert "loader.rank-2.pos" in told and 'per_rank="keep"' in told
+    assert run_ranks(2, load_per_rank, of_two, ways) == [[own, own] for own in OWN]
+    assert run_ranks(1, load_per_rank, of_two, ways) == [[KEPT, OWN[0]]]
+    # torch's metadata have no number of ranks: those that have an entry take it
+    found = run_ranks(3, load_per_rank, of_two, [("foreign reader", "keep")])
+    assert found == [[OWN[0]], [OWN[1]], [KEPT]]
 
 
-def test_what_stock_reads_is_kept_where_it_is_absent(of_two: str) -> None:
-    """torch's metadata have no number of ranks: those that have an entry take it."""
-    assert run_ranks(3, load_per_rank, of_two, "foreign reader", "keep") == [*OWN, KEPT]
-
-
-def load_stages(rank: int, world_size: int, path: str, road: str, only: list[str]) -> Any:
-    """Each rank has a stage of a pipeline."""
-    stage, more = torch.zeros(2), torch.zeros(1)
-    load({"stages": {str(rank): stage}, "more": more}, path, road, only=only)
-    return stage.tolist(), more.tolist()
+def load_stages(rank: int, world_size: int, path: str, road: str) -> Any:
+    """Each rank has a stage of a pipeline, and each list of patterns is loaded by it."""
+    found: list[Any] = []
+    for only in (["stages.0", "stages.1"], ["stages.0"], ["stages.0", "stages.2"]):
+        stage, more = torch.zeros(2), torch.zeros(1)
+        try:
+            load({"stages": {str(rank): stage}, "more": more}, path, road, only=only)
+        except PlanError as error:
+            found.append(str(error))
+        else:
+            found.append((stage.tolist(), more.tolist()))
+    return found
 
 
 @pytest.mark.parametrize("road", ROADS)
@@ -219,22 +353,10 @@ def test_a_pattern_needs_a_match_on_some_rank(tmp_path: Path, road: str) -> None
     """Rank 0 has nothing that ``stages.1`` could mean, and rank 1 nothing at all to load."""
     stages = {"0": torch.ones(2), "1": torch.ones(2)}
     dcp.save({"stages": stages, "more": torch.ones(1)}, checkpoint_id=tmp_path)
-    path, loaded = str(tmp_path), ([1.0, 1.0], [0.0])
-    assert run_ranks(2, load_stages, path, road, ["stages.0", "stages.1"]) == [loaded] * 2
-    assert run_ranks(2, load_stages, path, road, ["stages.0"]) == [loaded, ([0.0, 0.0], [0.0])]
-    for result in run_ranks(2, load_stages, path, road, ["stages.0", "stages.2"], failures=True):
-        assert isinstance(result, RankRaised)
-        assert "only='stages.2'" in result.message
-
-
-def test_views_of_a_fused_weight(tmp_path: Path) -> None:
-    """Entries of their own go into the parts of a plain parameter."""
-    parts = {name: {"weight": torch.full((2, 2), float(number))} for number, name in enumerate("qkv")}
-    dcp.save({"attention": parts}, checkpoint_id=tmp_path)
-    fused = torch.nn.Linear(2, 6)
-    q, k, v = fused.weight.detach().chunk(3)
-    dcp.load({"q": q, "k": k, "v": v}, checkpoint_id=tmp_path, rename={"^([qkv])$": r"attention.\1.weight"})
-    assert fused.weight[:, 0].tolist() == [0, 0, 1, 1, 2, 2]
+    full, none = ([1.0, 1.0], [0.0]), ([0.0, 0.0], [0.0])
+    found = run_ranks(2, load_stages, str(tmp_path), road)
+    assert [each[:2] for each in found] == [[full, full], [full, none]]
+    assert all("only='stages.2'" in told for *_, told in found)
 
 
 def save_own(rank: int, world_size: int, path: str) -> None:
@@ -242,31 +364,30 @@ def save_own(rank: int, world_size: int, path: str) -> None:
     dcp.save({"app": {"loader": dcp.PerRank({"position": rank})}}, checkpoint_id=path)
 
 
-def warnings_of_load(rank: int, world_size: int, path: str, options: dict[str, Any]) -> list[str]:
-    """The messages of a load."""
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("dcp")
+def warnings_of_loads(rank: int, world_size: int, path: str) -> list[list[str]]:
+    """The messages of a load that keeps and of one that does not."""
+    told: list[list[str]] = []
+    handler, logger = logging.Handler(), logging.getLogger("dcp")
+    handler.emit = lambda record: told[-1].append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
-    try:
+    for options in ({"per_rank": "keep"}, {}):
         for road in ROADS[:2]:
+            told.append([])
             load({"app": {"loader": dcp.PerRank({"position": -1})}}, path, road, **options)
-    finally:
-        logger.removeHandler(handler)
+    logger.removeHandler(handler)
     return told
 
 
 def test_values_of_other_numbers_of_ranks_are_warned_of(tmp_path: Path) -> None:
     """Kept ones begin anew on every rank, and those of ranks that are gone are nowhere: by name, once."""
     run_ranks(3, save_own, str(tmp_path))
-    assert run_ranks(3, warnings_of_load, str(tmp_path), {"per_rank": "keep"}) == [[], [], []]
-    kept, other = run_ranks(2, warnings_of_load, str(tmp_path), {"per_rank": "keep"})
-    assert len(kept) == 2 and other == []
-    assert all("saved by 3 ranks, loaded by 2: 'app.loader' of every rank" in text for text in kept)
-    left, other = run_ranks(2, warnings_of_load, str(tmp_path), {})
-    assert len(left) == 2 and other == []
-    assert all("its own of 'app.loader'" in text and "not loaded" in text for text in left)
+    assert run_ranks(3, warnings_of_loads, str(tmp_path)) == [[[]] * 4] * 3
+    (*kept, left, other_left), others = run_ranks(2, warnings_of_loads, str(tmp_path))
+    assert others == [[]] * 4
+    for (text,) in kept:
+        assert "saved by 3 ranks, loaded by 2: 'app.loader' of every rank" in text
+    for (text,) in (left, other_left):
+        assert "its own of 'app.loader'" in text and "not loaded" in text
 
 
 def test_a_value_that_the_checkpoint_lacks_is_warned_of(

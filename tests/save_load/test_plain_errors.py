@@ -7,6 +7,7 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -62,12 +63,39 @@ def load(state: Any, where: Path, **options: Any) -> None:
 
 STEP = "run/step-00000020"
 WEIGHT = "layers.0.linear1.weight"
+MANAGED: dict[str, Callable[[Any], Any]] = {
+    "restore": lambda manager: manager.restore({"model": {"absent": torch.zeros(1)}}),
+    "no such step": lambda manager: manager.restore({"step": 0}, step=30),
+    "delete": lambda manager: manager.delete(30),
+}
+
+
+def with_manager(root: Path, act: Callable[[Any], Any]) -> None:
+    """Of the run."""
+    with dcp.CheckpointManager(root / "run", no_dist=True, handle_sigterm=False) as manager:
+        act(manager)
+
+
+def save(state: Any, where: Path, **options: Any) -> None:
+    """As a process alone saves."""
+    dcp.save(state, checkpoint_id=where, no_dist=True, **options)
+
+
+def save_later(state: Any, where: Path) -> None:
+    """In the background."""
+    dcp.async_save(state, checkpoint_id=where, no_dist=True).result()
+
+
+def weight(*shape: int, dtype: Any = None, name: str = WEIGHT) -> dict[str, Any]:
+    """One entry of a model."""
+    return {"model": {name: torch.zeros(shape, dtype=dtype)}}
+
 
 MISTAKES: dict[str, Callable[[Path], Any]] = {
-    "wrong key": lambda root: load({"model": {"layers.0.linear1.weigth": torch.zeros(16, 8)}}, root / STEP),
+    "wrong key": lambda root: load(weight(16, 8, name="layers.0.linear1.weigth"), root / STEP),
     "no key at all": lambda root: load({"net": model().state_dict()}, root / STEP),
-    "shape": lambda root: load({"model": {WEIGHT: torch.zeros(16, 9)}}, root / STEP),
-    "dtype": lambda root: load({"model": {WEIGHT: torch.zeros(16, 8, dtype=torch.int8)}}, root / STEP),
+    "shape": lambda root: load(weight(16, 9), root / STEP),
+    "dtype": lambda root: load(weight(16, 8, dtype=torch.int8), root / STEP),
     "no such path": lambda root: load({"step": 0}, root / "run/step-00000030"),
     "run folder": lambda root: load({"step": 0}, root / "run"),
     "other names": lambda root: load(model().state_dict(), root / "hf"),
@@ -76,17 +104,17 @@ MISTAKES: dict[str, Callable[[Path], Any]] = {
     "swapped in save": lambda root: dcp.save(str(root / "x"), {"step": 0}),  # type: ignore
     "swapped in async_save": lambda root: dcp.async_save(str(root / "x"), checkpoint_id={}),  # type: ignore
     "no place": lambda root: dcp.save({"step": 0}),
-    "value": lambda root: dcp.save({"f": lambda: 0}, checkpoint_id=root / "x", no_dist=True),
-    "async_save": lambda root: dcp.async_save(
-        {"f": lambda: 0}, checkpoint_id=root / "x", no_dist=True
-    ).result(),
-    "async_save, staging": lambda root: dcp.async_save(
-        {"t": torch.zeros(2)}, checkpoint_id=root / "pickled.pt/x", no_dist=True
-    ).result(),
+    "value": lambda root: save({"f": lambda: 0}, root / "x"),
+    "async_save": lambda root: save_later({"f": lambda: 0}, root / "x"),
+    "async_save, staging": lambda root: save_later({"t": torch.zeros(2)}, root / "pickled.pt/x"),
     "convert": lambda root: dcp.convert(root / "run", root / "x.safetensors", to="safetensors"),
     "open_index": lambda root: dcp.open_index(root / "run"),
     "read": lambda root: dcp.read(root / "run"),
     "merge": lambda root: dcp.merge([root / "run"], root / "x"),
+    **{
+        f"manager, {name}": partial(lambda act, root: with_manager(root, act), act)
+        for name, act in MANAGED.items()
+    },
 }
 
 
@@ -97,18 +125,6 @@ def test_a_usual_mistake_is_shown_in_a_few_lines(places: Path, mistake: str) -> 
     lines = text.splitlines()
     assert len(lines) <= MAX_LINES, text
     assert max(map(len, lines)) <= MAX_COLUMNS, text
-
-
-def test_the_manager_is_as_brief(places: Path) -> None:
-    """Restoring, deleting and what is wrong with its arguments."""
-    with dcp.CheckpointManager(places / "run", no_dist=True, handle_sigterm=False) as manager:
-        for act in (
-            lambda: manager.restore({"model": {"absent": torch.zeros(1)}}),
-            lambda: manager.restore({"step": 0}, step=30),
-            lambda: manager.delete(30),
-        ):
-            text = shown(act)
-            assert len(text.splitlines()) <= MAX_LINES, text
 
 
 def test_classes_facts_and_causes_are_as_ever(places: Path) -> None:
@@ -125,20 +141,32 @@ def test_classes_facts_and_causes_are_as_ever(places: Path) -> None:
     assert str(error).startswith(str(cause)) and str(error).endswith("(failed on rank 0 in step 'plan')")
 
 
+class _Acts:
+    """A `Stateful` of the user's, with a function of its own."""
+
+    def __init__(self, act: Callable[[], Any] = lambda: {"value": 1 / 0}) -> None:
+        self.act = act
+
+    def state_dict(self) -> Any:
+        return self._collect()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("of the user")
+
+    def _collect(self) -> Any:
+        return self.act()
+
+
 def test_causes_may_form_a_ring(tmp_path: Path) -> None:
     """As those do that a library keeps and raises again: the error comes all the same."""
 
-    class Broken:
-        def state_dict(self) -> dict[str, Any]:
-            first, second = dcp.CheckpointError("the first"), ValueError("the second")
-            first.__cause__, second.__cause__ = second, first
-            raise first
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            """Nothing is loaded."""
+    def fail() -> None:
+        first, second = dcp.CheckpointError("the first"), ValueError("the second")
+        first.__cause__, second.__cause__ = second, first
+        raise first
 
     with pytest.raises(dcp.CheckpointError, match="the first"):
-        dcp.save({"app": Broken()}, checkpoint_id=tmp_path / "step-1", no_dist=True)
+        save({"app": _Acts(fail)}, tmp_path / "step-1")
 
 
 def test_debugging_shows_everything(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,45 +176,15 @@ def test_debugging_shows_everything(places: Path, monkeypatch: pytest.MonkeyPatc
     assert "in plan_load" in text and "direct cause" in text
 
 
-class Broken:
-    """A `Stateful` of the user's with a bug."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Fails in a function of its own."""
-        return self._collect()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Never called."""
-
-    def _collect(self) -> dict[str, Any]:
-        return {"value": 1 / 0}
-
-
-def test_where_the_users_own_code_failed_is_shown(tmp_path: Path) -> None:
-    """The traceback of the user's error stays, from the first frame outside of this package."""
-    text = shown(lambda: dcp.save({"app": Broken()}, checkpoint_id=tmp_path / "x", no_dist=True))
+def test_where_the_users_own_code_failed_is_shown(places: Path, tmp_path: Path) -> None:
+    """The traceback of the user's error stays, from the first frame outside of this package; of a load the
+    cause is told."""
+    text = shown(lambda: save({"app": _Acts()}, tmp_path / "x"))
     assert '{"value": 1 / 0}' in text and "ZeroDivisionError" in text
     assert "state_dict_saver.py" not in text and "collectives.py" not in text
-    assert len(text.splitlines()) <= 20
-
-
-class Unloadable:
-    """A `Stateful` of the user's that takes nothing."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Some value."""
-        return {"step": 0}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Fails."""
-        raise KeyError("of the user")
-
-
-def test_where_the_users_load_state_dict_failed_is_shown(places: Path) -> None:
-    """The error says what failed, and its cause where."""
-    text = shown(lambda: load({"x": Unloadable()}, places / STEP, rename={r"^x\.": ""}))
-    assert 'raise KeyError("of the user")' in text
-    assert len(text.splitlines()) <= 20, text
+    loading = shown(lambda: load({"x": _Acts(lambda: {"step": 0})}, places / STEP, rename={r"^x\.": ""}))
+    assert 'raise KeyError("of the user")' in loading
+    assert max(len(each.splitlines()) for each in (text, loading)) <= 20
 
 
 def raised(act: Callable[[], Any]) -> Any:
@@ -202,10 +200,10 @@ def raised(act: Callable[[], Any]) -> Any:
 def test_errors_of_ranks_are_what_they_are_elsewhere(tmp_path: Path) -> None:
     """The system's number has its place in OSError, and a foreign cause makes no other class of a copy."""
     (tmp_path / "file").write_bytes(b"")
-    error = raised(lambda: dcp.save({"a": 1}, checkpoint_id=tmp_path / "file" / "x", no_dist=True))
+    error = raised(lambda: save({"a": 1}, tmp_path / "file" / "x"))
     assert isinstance(error, dcp.errors.StorageError)
     assert error.errno == error.facts["errno"] == errno.ENOTDIR
-    error = raised(lambda: dcp.save({"app": Broken()}, checkpoint_id=tmp_path / "x", no_dist=True))
+    error = raised(lambda: save({"app": _Acts()}, tmp_path / "x"))
     assert isinstance(error, dcp.errors.RemoteError)
 
 
@@ -217,12 +215,6 @@ def test_user_metadata_is_looked_at_before_anything_is_written(wrong: Any, tmp_p
         with pytest.raises(dcp.errors.OptionError, match="user_metadata"):
             save({"a": 1}, checkpoint_id=place, no_dist=True, user_metadata=wrong)
     assert not place.exists()
-
-
-def test_a_device_that_is_none_is_told(places: Path) -> None:
-    """As any other option."""
-    with pytest.raises(dcp.errors.OptionError, match="'cpuu'"):
-        dcp.read(places / STEP, device="cpuu")
 
 
 def test_a_relative_path_in_a_folder_that_was_removed(
@@ -237,9 +229,7 @@ def test_a_relative_path_in_a_folder_that_was_removed(
         lambda: dcp.read("x", no_dist=True),
         lambda: dcp.CheckpointManager("x"),
     ):
-        with pytest.raises(
-            dcp.errors.StorageError, match="'x' is relative to the current folder, which is not"
-        ):
+        with pytest.raises(dcp.errors.StorageError, match="'x' is relative to the current folder, which is"):
             act()
 
 
@@ -261,17 +251,10 @@ def test_a_module_below_the_top_level_is_told(tmp_path: Path, caplog: pytest.Log
     assert told.startswith("'app.model': objects with a state_dict()")
 
 
-def test_nested_tensors_are_told_what_to_do(tmp_path: Path) -> None:
-    """Instead of what torch says of an internal error."""
-    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    with pytest.raises(dcp.errors.PlanError, match=r"'n': nested tensors .* unbind\(\)"):
-        dcp.save({"n": nested}, checkpoint_id=tmp_path, no_dist=True)
-
-
 def mistakes_of_ranks(rank: int, world_size: int, root: Path) -> dict[str, str]:
     """What each rank would print."""
     found = {}
-    app: Any = Broken() if rank == 0 else {"value": 1}
+    app: Any = _Acts() if rank == 0 else {"value": 1}
     found["of one rank"] = shown(lambda: dcp.save({"app": app}, checkpoint_id=root / "broken"))
     found["other keys on each rank"] = shown(
         lambda: dcp.load({f"absent-{rank}": torch.zeros(2)}, checkpoint_id=root / STEP)

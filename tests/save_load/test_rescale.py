@@ -1,7 +1,9 @@
-"""`dcp.Rescale` in saves and loads, with real ranks."""
+"""`dcp.Rescale`: values of each rank that another number of ranks loads."""
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,93 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import dcp
-from dcp.errors import CorruptCheckpointError, PlanError
+from dcp.errors import CheckpointError, CorruptCheckpointError, OptionError, PlanError
+from tests.save_load.roads import TakesObjects
 from tests.support.ranks import run_ranks
+
+MANY = 40
+
+
+def numbers(rank: int) -> list[int]:
+    """Whole numbers of a rank, up to 60 bits."""
+    return [(-1) ** case * ((1 << 3 * case // 2) + 7 * rank) for case in range(MANY)]
+
+
+def rows(rank: int, case: int) -> list[int]:
+    """Some items of a rank, or none."""
+    return list(range(100 * rank, 100 * rank + (7 * case + 3 * rank) % 11))
+
+
+def of_rules(rank: int) -> dict[str, Any]:
+    """Each rule for many values, also as tensors and in dicts."""
+    state: dict[str, Any] = {"same": dcp.Rescale({"epoch": 3, "l": [torch.ones(2), (1, "a")]}, "same")}
+    for case, number in enumerate(numbers(rank)):
+        tensor = torch.tensor(rows(rank, case)).view(-1, 1)
+        state[f"sum{case}"] = dcp.Rescale({"seen": number, "t": torch.tensor([number])}, "sum")
+        state[f"split{case}"] = dcp.Rescale({"list": rows(rank, case), "t": tensor}, "split")
+    return state
+
+
+def save_rules(rank: int, world_size: int, path: str) -> None:
+    """Each rank's values."""
+    dcp.save(of_rules(rank), checkpoint_id=path)
+
+
+def load_rules(rank: int, world_size: int, path: str) -> dict[str, Any]:
+    """Those of a rank among others."""
+    state = of_rules(rank)
+    dcp.load(state, checkpoint_id=path)
+    return {name: value.value for name, value in state.items()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_sums_stay_and_lists_are_cut_anew(world_size: int, of_three: str) -> None:
+    """Whole numbers to the last one, dealt out evenly; every item once, in the order of the ranks."""
+    found = run_ranks(world_size, load_rules, of_three)
+    for case in range(MANY):
+        sums, parts = ([each[f"{rule}{case}"] for each in found] for rule in ("sum", "split"))
+        seen = [each["seen"] for each in sums]
+        assert sum(seen) == sum(numbers(rank)[case] for rank in range(3)) and max(seen) - min(seen) <= 1
+        assert [int(each["t"]) for each in sums] == seen
+        joined = [item for rank in range(3) for item in rows(rank, case)]
+        assert [item for part in parts for item in part["list"]] == joined
+        assert torch.cat([part["t"] for part in parts]).flatten().tolist() == joined
+        sizes = [len(part["list"]) for part in parts]
+        assert max(sizes) - min(sizes) <= 1 and sizes == [len(part["t"]) for part in parts]
+    for each in found:
+        assert each["same"]["epoch"] == 3 and each["same"]["l"][0].tolist() == [1, 1]
+
+
+@pytest.fixture(scope="module")
+def of_three(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Saved by three ranks."""
+    path = str(tmp_path_factory.mktemp("three"))
+    run_ranks(3, save_rules, path)
+    return path
+
+
+WRONG: list[tuple[Any, list[Any]]] = [
+    *(("sum", ["a", "b"]), ("sum", [True, False]), ("split", [1, 2]), ("sum", [{"a": 1}, {"b": 1}])),
+    ("same", [{"epoch": 3}, {"epoch": 4}]),
+    ("same", [[torch.ones(2)], [torch.zeros(2)]]),
+    ("same", [{"epoch": 3, "l": 1}, {"epoch": 3}]),
+]
+
+
+def save_wrong(rank: int, world_size: int, path: str) -> None:
+    """Values that their rules are not for."""
+    dcp.save({f"v{n}": dcp.PerRank(states[rank]) for n, (_, states) in enumerate(WRONG)}, checkpoint_id=path)
+
+
+def test_values_that_a_rule_is_not_for(tmp_path: Path) -> None:
+    """An error that names the value, not a guess; a rule that is none is an error where it is marked."""
+    run_ranks(2, save_wrong, str(tmp_path))
+    for number, (rule, _) in enumerate(WRONG):
+        with pytest.raises(CheckpointError, match=f"v{number}"):
+            dcp.load({f"v{number}": dcp.Rescale(None, rule)}, checkpoint_id=tmp_path)
+    for wrong in ("mean", None):
+        with pytest.raises(OptionError, match=re.escape('"same", "sum", "split", "keep" or a function')):
+            dcp.Rescale(1, wrong)  # type: ignore[arg-type]
 
 
 class App:
@@ -28,7 +115,7 @@ class App:
         self.given: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Each with a rule of its own."""
+        """Each value with a rule of its own."""
         return {
             "list": [dcp.Rescale({"seen": self.own["seen"], "half": self.own["half"]}, "sum")],
             "rows": dcp.Rescale(self.own["weights"], "split"),
@@ -48,6 +135,14 @@ def saved(rank: int, world_size: int, path: str) -> None:
     dcp.save({"app": App(rank), "odd": dcp.PerRank(last)}, checkpoint_id=path)
 
 
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Saved by two ranks."""
+    path = tmp_path_factory.mktemp("two")
+    run_ranks(2, saved, str(path))
+    return path
+
+
 def told(states: list[Any], rank: int, world_size: int) -> Any:
     """A rule."""
     return [sorted(state["parts"]) for state in states], rank, world_size
@@ -55,104 +150,75 @@ def told(states: list[Any], rank: int, world_size: int) -> Any:
 
 def loaded(rank: int, world_size: int, path: str, options: dict[str, Any]) -> Any:
     """What an `App` is given, and what there is to tell."""
-    app = App(7)
-    state: dict[str, Any] = {"app": app, "odd": dcp.Rescale(None, told)}
+    app, odd = App(7), dcp.Rescale(None, told)
     if world_size == 2:
-        del state["odd"]  # as many ranks as saved fill what is there
+        app = App(rank)
+        app.own["seen"], app.queue = 0, []
+    state = {"app": app} | ({"odd": odd} if world_size != 2 else {})  # as many as saved fill what is there
     report = dcp.load(state, checkpoint_id=path, **options)
+    assert report.kept_per_rank == []
     given = app.given
-    return (
-        given["list"][0].value["seen"],
-        given["list"][0].value["half"],
-        given["rows"].value.tolist(),
-        given["queue"].value,
-        given["noise"].value.tolist(),
-        state["odd"].value if "odd" in state else None,
-        sorted(report.rescaled),
-        report.kept_per_rank,
-    )
+    sums = given["list"][0].value
+    lists = [given["rows"].value.tolist(), given["queue"].value, given["noise"].value.tolist()]
+    return sums["seen"], sums["half"], *lists, odd.value, sorted(report.rescaled)
 
 
-def test_other_numbers_of_ranks(tmp_path: Path) -> None:
+def test_other_numbers_of_ranks(of_two: Path) -> None:
     """2 save, 3 and 1 load: every rule, in objects, lists and dicts; ``per_rank`` changes nothing."""
-    run_ranks(2, saved, str(tmp_path))
     names = ["app.list.0", "app.noise", "app.queue", "app.rows", "odd"]
     odd: Any = [["0"], ["0", "1"]]
     for options in ({}, {"per_rank": "keep"}):
-        assert run_ranks(3, loaded, str(tmp_path), options) == [
-            (11, 2 / 3, [0.0], [0], [7, 7], (odd, 0, 3), names, []),
-            (11, 2 / 3, [1.0], [1], [7, 7], (odd, 1, 3), names, []),
-            (10, 2 / 3, [1.0], [1], [7, 7], (odd, 2, 3), names, []),
+        assert run_ranks(3, loaded, str(of_two), options) == [
+            (11, 2 / 3, [0.0], [0], [7, 7], (odd, 0, 3), names),
+            (11, 2 / 3, [1.0], [1], [7, 7], (odd, 1, 3), names),
+            (10, 2 / 3, [1.0], [1], [7, 7], (odd, 2, 3), names),
         ]
-    assert run_ranks(1, loaded, str(tmp_path), {}) == [
-        (32, 2.0, [0.0, 1.0, 1.0], [0, 1, 1], [7, 7], (odd, 0, 1), names, [])
-    ]
+    alone = (32, 2.0, [0.0, 1.0, 1.0], [0, 1, 1], [7, 7], (odd, 0, 1), names)
+    assert run_ranks(1, loaded, str(of_two), {}) == [alone]
 
 
-def same_number(rank: int, world_size: int, path: str) -> Any:
-    """Into an `App` of the same shape."""
-    app = App(rank)
-    app.own["seen"], app.queue = 0, []
-    report = dcp.load({"app": app}, checkpoint_id=path)
-    given = app.given
-    return (
-        given["list"][0].value["seen"],
-        given["queue"].value,
-        given["noise"].value.tolist(),
-        report.rescaled,
-    )
-
-
-def test_as_many_ranks_get_their_own(tmp_path: Path) -> None:
+def test_as_many_ranks_get_their_own(of_two: Path) -> None:
     """Whatever the rule is; stock torch sees what it sees of `PerRank`."""
-    run_ranks(2, saved, str(tmp_path))
-    assert run_ranks(2, same_number, str(tmp_path)) == [(11, [0], [0, 0], []), (21, [1, 1], [1, 1], [])]
+    assert run_ranks(2, loaded, str(of_two), {}) == [
+        (11, 0.5, [0.0], [0], [0, 0], None, []),
+        (21, 1.5, [1.0, 1.0], [1, 1], [1, 1], None, []),
+    ]
     state: dict[str, Any] = {"app": {"queue": {"rank-1": []}}}
-    stock.load(state, checkpoint_id=tmp_path, no_dist=True)
+    stock.load(state, checkpoint_id=of_two, no_dist=True)
     assert state["app"]["queue"]["rank-1"] == [1, 1]
 
 
-def test_names_and_parts(tmp_path: Path) -> None:
+def test_names_and_parts(of_two: Path) -> None:
     """Under another name, and left out where the patterns leave it out."""
-    run_ranks(2, saved, str(tmp_path))
     state: dict[str, Any] = {"mine": {"queue": dcp.Rescale([], "split"), "plain": 0}}
-    report = dcp.load(state, checkpoint_id=tmp_path, rename={"^mine": "app"}, unexpected="ignore")
+    report = dcp.load(state, checkpoint_id=of_two, rename={"^mine": "app"}, unexpected="ignore")
     assert (state["mine"]["queue"].value, report.rescaled) == ([0, 1, 1], ["mine.queue"])
     state = {"app": {"queue": dcp.Rescale([], "split"), "plain": 0}}
-    report = dcp.load(state, checkpoint_id=tmp_path, only="app.plain")
+    report = dcp.load(state, checkpoint_id=of_two, only="app.plain")
     assert (state["app"]["queue"].value, state["app"]["plain"], report.rescaled) == ([], 5, [])
 
 
-class OwnPlanner(dcp.DefaultLoadPlanner):
-    """One that goes by torch's protocol."""
-
-    def finish_plan(self, central_plan: Any) -> Any:
-        """As it is."""
-        return super().finish_plan(central_plan)
-
-
-def test_by_torchs_protocol(tmp_path: Path) -> None:
+def test_by_torchs_protocol(of_two: Path) -> None:
     """A planner that overrides a step rescales as well; a foreign reader cannot, and says so."""
-    run_ranks(2, saved, str(tmp_path))
     state: dict[str, Any] = {"app": {"queue": dcp.Rescale([], "split")}}
-    dcp.load(state, checkpoint_id=tmp_path, planner=OwnPlanner(), unexpected="ignore")
+    dcp.load(state, checkpoint_id=of_two, planner=TakesObjects(), unexpected="ignore")
     assert state["app"]["queue"].value == [0, 1, 1]
     with pytest.raises(PlanError, match=r"'app\.queue'.*FileSystemReader"):
-        dcp.load(state, storage_reader=stock.FileSystemReader(tmp_path), unexpected="ignore")
+        dcp.load(state, storage_reader=stock.FileSystemReader(of_two), unexpected="ignore")
 
 
-def test_a_rule_that_fails_changes_nothing(tmp_path: Path) -> None:
+def test_a_rule_that_fails_changes_nothing(of_two: Path, tmp_path: Path) -> None:
     """Nor does a damaged state of another rank, which is noticed."""
-    run_ranks(2, saved, str(tmp_path))
     state: dict[str, Any] = {"app": {"plain": 0, "rows": dcp.Rescale(torch.zeros(1), "same")}}
     with pytest.raises(PlanError, match="differs"):
-        dcp.load(state, checkpoint_id=tmp_path, unexpected="ignore")
+        dcp.load(state, checkpoint_id=of_two, unexpected="ignore")
     assert state["app"]["plain"] == 0
-    for file in tmp_path.glob("*.distcp"):
+    copy = shutil.copytree(of_two, tmp_path / "copy")
+    for file in copy.glob("*.distcp"):
         file.write_bytes(bytes(byte ^ 1 for byte in file.read_bytes()))
     state["app"]["rows"] = dcp.Rescale(torch.zeros(1), "split")
     with pytest.raises(CorruptCheckpointError):
-        dcp.load(state, checkpoint_id=tmp_path, unexpected="ignore")
+        dcp.load(state, checkpoint_id=copy, unexpected="ignore")
     assert (state["app"]["plain"], state["app"]["rows"].value.tolist()) == (0, [0])
 
 

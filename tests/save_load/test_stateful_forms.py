@@ -21,7 +21,7 @@ from tests.save_load.roads import TakesObjects
 from tests.support.ranks import run_ranks
 
 
-class Holder:
+class _Holder:
     """Has whatever state it is given, and remembers that it was given some."""
 
     def __init__(self, state: Any) -> None:
@@ -29,11 +29,9 @@ class Holder:
         self.loads = 0
 
     def state_dict(self) -> Any:
-        """The state itself, not a copy."""
         return self.state
 
     def load_state_dict(self, state: Any) -> None:
-        """Take the state."""
         self.state = state
         self.loads += 1
 
@@ -97,8 +95,8 @@ def test_an_object_is_given_what_was_saved(tmp_path: Path, road: str) -> None:
         {"own of the rank", "empty dict in a dict"} if road == "stock" else set()
     )  # which stock does not save
     forms = {name: form for name, form in FORMS.items() if name not in left_out}
-    saved = {name: Holder(copy.deepcopy(after)) for name, (_, after) in forms.items()}
-    fresh = {name: Holder(copy.deepcopy(before)) for name, (before, _) in forms.items()}
+    saved = {name: _Holder(copy.deepcopy(after)) for name, (_, after) in forms.items()}
+    fresh = {name: _Holder(copy.deepcopy(before)) for name, (before, _) in forms.items()}
     before = {name: copy.deepcopy(holder.state) for name, holder in fresh.items()}
     (stock.save if road == "stock" else dcp.save)(saved, checkpoint_id=tmp_path)
     own = {name: holder.state for name, holder in fresh.items()}
@@ -120,65 +118,44 @@ def test_what_names_parameters_does_not_grow(tmp_path: Path, road: str) -> None:
     torch.autograd.backward(net(torch.ones(1, 2)).sum())
     optimizer.step()
     models = {"net": net.state_dict(), "plain": dict(net.state_dict()), "optim": optimizer.state_dict()}
-    saved: dict[str, Any] = {"app": Holder({**models, "list": [net.state_dict()] * 2}), "net": net}
+    saved: dict[str, Any] = {"app": _Holder({**models, "list": [net.state_dict()] * 2}), "net": net}
     dcp.save(saved, checkpoint_id=tmp_path)
+    unexpected = {
+        "net": {"net": smaller.state_dict()},
+        "plain": {"plain": dict(smaller.state_dict())},
+        "optim": {"optim": other.state_dict()},
+        "list": {"list": [net.state_dict()]},
+    }
+    missing: list[Any] = [{"list": [net.state_dict()] * 3}, {"more": tensor(1)}, {"more": 1}]
+    held = saved["app"].state
     cases: list[tuple[dict[str, Any], Any, str]] = [
         ({"net": smaller}, UnexpectedKeyError, "'net.1'"),
-        (
-            {"app": Holder({**saved["app"].state, "net": smaller.state_dict()})},
-            UnexpectedKeyError,
-            "'app.net.1",
-        ),
-        (
-            {"app": Holder({**saved["app"].state, "plain": dict(smaller.state_dict())})},
-            UnexpectedKeyError,
-            "'app.plain.1",
-        ),
-        (
-            {"app": Holder({**saved["app"].state, "optim": other.state_dict()})},
-            UnexpectedKeyError,
-            "'app.optim.state",
-        ),
-        (
-            {"app": Holder({**saved["app"].state, "list": [net.state_dict()]})},
-            UnexpectedKeyError,
-            "'app.list.1'",
-        ),
-        (
-            {"app": Holder({**saved["app"].state, "list": [net.state_dict()] * 3})},
-            MissingKeyError,
-            "app.list.2",
-        ),
-        ({"app": Holder({**saved["app"].state, "more": tensor(1)})}, MissingKeyError, "app.more"),
-        ({"app": Holder({**saved["app"].state, "more": 1})}, MissingKeyError, "app.more"),
-        ({"app": saved["app"].state | {"list": []}}, MissingKeyError, "app.list"),  # a dict is no object
+        *(({"app": _Holder(held | now)}, UnexpectedKeyError, f"'app.{n}") for n, now in unexpected.items()),
+        *(({"app": _Holder(held | now)}, MissingKeyError, f"app.{next(iter(now))}") for now in missing),
+        ({"app": held | {"list": []}}, MissingKeyError, "app.list"),  # a dict is no object
     ]
     for state, error, name in cases:
         with pytest.raises(error, match=name):
             dcp.load(state, checkpoint_id=tmp_path, planner=planner)
-        assert all(value.loads == 0 for value in state.values() if isinstance(value, Holder))
+        assert all(value.loads == 0 for value in state.values() if isinstance(value, _Holder))
 
 
-class Extra(nn.Linear):
-    """A module with state beside its parameters, which it has once it was used."""
-
-    extra: Any = None
+class _Extra(nn.Linear):
+    extra: Any = None  # which it has once it was used
 
     def get_extra_state(self) -> Any:
-        """As torch calls it."""
         return self.extra
 
     def set_extra_state(self, state: Any) -> None:
-        """As torch calls it."""
         self.extra = state
 
 
 def test_the_extra_state_of_a_module(tmp_path: Path) -> None:
     """Below a module's own keys the same holds as for any object."""
-    modules = {name: Extra(2, 2) for name in ("tensor", "dict", "list")}
+    modules = {name: _Extra(2, 2) for name in ("tensor", "dict", "list")}
     modules["tensor"].extra, modules["dict"].extra, modules["list"].extra = tensor(1), {"a": 1}, [tensor(2)]
     dcp.save(dict(modules), checkpoint_id=tmp_path)
-    fresh = {name: Extra(2, 2) for name in modules}
+    fresh = {name: _Extra(2, 2) for name in modules}
     dcp.load(dict(fresh), checkpoint_id=tmp_path)
     for name, module in modules.items():
         assert told(fresh[name].extra) == told(module.extra)
@@ -187,15 +164,15 @@ def test_the_extra_state_of_a_module(tmp_path: Path) -> None:
 
 def test_a_part_of_an_object(tmp_path: Path) -> None:
     """Entries that patterns leave out stay as they are."""
-    saved = {"app": Holder({"a": {"x": 1}, "b": tensor(1), "c": [tensor(1)], "n": None})}
+    saved = {"app": _Holder({"a": {"x": 1}, "b": tensor(1), "c": [tensor(1)], "n": None})}
     dcp.save(saved, checkpoint_id=tmp_path)
-    fresh = {"app": Holder({"a": {}, "b": None, "c": [], "n": tensor(5)})}
+    fresh = {"app": _Holder({"a": {}, "b": None, "c": [], "n": tensor(5)})}
     dcp.load(fresh, checkpoint_id=tmp_path, only="app.c")
     assert told(fresh["app"].state) == told({"a": {}, "b": None, "c": [tensor(1)], "n": tensor(5)})
-    fresh = {"app": Holder({"a": {}, "b": None, "c": [], "n": tensor(5)})}
+    fresh = {"app": _Holder({"a": {}, "b": None, "c": [], "n": tensor(5)})}
     dcp.load(fresh, checkpoint_id=tmp_path, exclude="app.a", rename={"^other": "one"})
     assert told(fresh["app"].state) == told(saved["app"].state | {"a": {}})
-    fresh = {"app": Holder({"a": {}, "b": tensor(0), "c": [tensor(0)], "n": None})}
+    fresh = {"app": _Holder({"a": {}, "b": tensor(0), "c": [tensor(0)], "n": None})}
     dcp.load(fresh, checkpoint_id=tmp_path, unexpected="ignore")
     assert fresh["app"].state["a"] == {}
 
@@ -212,9 +189,9 @@ def _sharded(rank: int, world_size: int, path: str, road: str) -> list[Any]:
     }
     save = stock.save if road == "stock" else dcp.save
     ranks = {} if road == "stock" else {"own": dcp.PerRank({"rank": rank})}
-    save({"app": Holder(grown | {"stage": own} | ranks)}, checkpoint_id=path)
+    save({"app": _Holder(grown | {"stage": own} | ranks)}, checkpoint_id=path)
     weight = distribute_tensor(torch.zeros(4, 6), mesh, [Shard(1)])
-    fresh = Holder({"weight": weight, "seen": {}, "x": None, "stage": {key: tensor(9) for key in own}})
+    fresh = _Holder({"weight": weight, "seen": {}, "x": None, "stage": {key: tensor(9) for key in own}})
     fresh.state |= dict.fromkeys(ranks, dcp.PerRank({}))
     planner = TakesObjects() if road == "objects" else None
     dcp.load({"app": fresh}, checkpoint_id=path, planner=planner)

@@ -96,16 +96,14 @@ def test_the_state_dict_of_an_optimizer_without_state(tmp_path: Path) -> None:
         dcp.load({"many": [torch.zeros(1)]}, checkpoint_id=tmp_path)
 
 
-class StepsInTrainModeOnly(torch.optim.SGD):
+class _StepsInTrainModeOnly(torch.optim.SGD):
     """As schedulefree's optimizers do."""
 
     def train(self) -> None:
-        """The mode for steps."""
         for group in self.param_groups:
             group["train_mode"] = True
 
     def step(self, closure: Any = None) -> Any:
-        """In that mode."""
         if not all(group.get("train_mode") for group in self.param_groups):
             raise RuntimeError("not in train mode")
         return super().step(closure)
@@ -118,7 +116,7 @@ def test_optimizers_that_make_no_step_by_themselves(tmp_path: Path, kind: str, r
     makes: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         "LBFGS": lambda net: torch.optim.LBFGS(net.parameters(), max_iter=3, history_size=4),
         "one step of LBFGS": lambda net: torch.optim.LBFGS(net.parameters(), max_iter=1),
-        "train mode": lambda net: StepsInTrainModeOnly(net.parameters(), lr=0.1, momentum=0.9),
+        "train mode": lambda net: _StepsInTrainModeOnly(net.parameters(), lr=0.1, momentum=0.9),
     }
     torch.manual_seed(0)
     nets = [nn.Linear(2, 2) for _ in range(2)]
@@ -144,13 +142,6 @@ def test_optimizers_that_make_no_step_by_themselves(tmp_path: Path, kind: str, r
     assert torch.equal(nets[0].weight, nets[1].weight)
 
 
-def test_what_is_missing_comes_first(tmp_path: Path) -> None:
-    """A prefix too many makes every key both missing and unexpected; the missing ones are the matter."""
-    save(tmp_path)
-    with pytest.raises(MissingKeyError):
-        dcp.load({"model": {"module": {"w": torch.zeros(2)}}}, checkpoint_id=tmp_path)
-
-
 @pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize(
     ("rename", "state", "lost"),
@@ -173,24 +164,21 @@ def test_under_other_names(tmp_path: Path, road: str, rename: Any, state: Any, l
     assert lost in str(caught.value)
 
 
-def test_the_planner_brings_it_too(tmp_path: Path) -> None:
-    """The option of a planner holds where the call has none; nonsense is refused."""
+def test_planners_bring_it_or_decide_themselves(tmp_path: Path) -> None:
+    """The option of a planner holds where the call has none; nonsense is refused. torch's planners leave out
+    what they do not know, as torch's load does; so do torch's functions with ours."""
     save(tmp_path)
-    lenient = dcp.DefaultLoadPlanner(unexpected="ignore")
-    dcp.load(encoder(), checkpoint_id=tmp_path, planner=lenient)
+    lenient, states = dcp.DefaultLoadPlanner(unexpected="ignore"), [encoder() for _ in range(3)]
+    dcp.load(states[0], checkpoint_id=tmp_path, planner=lenient)
     with pytest.raises(UnexpectedKeyError):
         dcp.load(encoder(), checkpoint_id=tmp_path, planner=lenient, unexpected="error")
     with pytest.raises(PlanError, match="unexpected must be"):
         dcp.load(encoder(), checkpoint_id=tmp_path, unexpected="drop")  # type: ignore[arg-type]
-
-
-def test_planners_of_others_decide_themselves(tmp_path: Path) -> None:
-    """torch's leave out what they do not know, as torch's load does; so do torch's functions with ours."""
-    save(tmp_path)
-    by_ours, by_stock = encoder(), encoder()
-    dcp.load(by_ours, checkpoint_id=tmp_path, planner=stock.DefaultLoadPlanner())
-    stock.load(by_stock, storage_reader=dcp.FileSystemReader(tmp_path), planner=dcp.DefaultLoadPlanner())
-    for state in (by_ours, by_stock):
+    with pytest.raises(MissingKeyError):  # what is missing comes first, as with a prefix too many
+        dcp.load({"model": {"module": {"w": torch.zeros(2)}}}, checkpoint_id=tmp_path)
+    dcp.load(states[1], checkpoint_id=tmp_path, planner=stock.DefaultLoadPlanner())
+    stock.load(states[2], storage_reader=dcp.FileSystemReader(tmp_path), planner=dcp.DefaultLoadPlanner())
+    for state in states:
         assert all(tensor.tolist() == [1, 1] for tensor in state["model"]["encoder"].values())
 
 

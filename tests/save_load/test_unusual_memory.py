@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pickle
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -97,33 +95,24 @@ def test_memory_that_elements_share_is_no_destination(
         assert torch.equal(target, stored)
 
 
-OVERLAPS = ["the same", "tied", "parts", "rows and columns", "another dtype", "beyond a row"]
-
-
-def overlapping(kind: str) -> dict[str, torch.Tensor]:
-    """Two destinations "a" and "b" of 4 x 4 that share memory in one way or another."""
-    base = torch.zeros(12, 8)
-    ways = {
-        "the same": (base[:4, :4], base[:4, :4]),
-        "tied": (base[:2].view(4, 4), base[:2].view(4, 4)),
-        "parts": (base[:2].view(4, 4), base[1:3].view(4, 4)),
-        "rows and columns": (base[:4, :4], base[:4, 2:6].t()),
-        "another dtype": (base[:4, :4], base[:4, :2].view(torch.int32).view(torch.bfloat16)),
-        "beyond a row": (base[:4, :4], base.flatten()[6:38].view(4, 8)[:, :4]),
-    }
-    return dict(zip("ab", ways[kind], strict=True))
-
-
-@pytest.mark.parametrize("kind", OVERLAPS)
-def test_entries_that_differ_are_not_loaded_into_the_same_memory(tmp_path: Path, kind: str) -> None:
+def test_entries_that_differ_are_not_loaded_into_the_same_memory(tmp_path: Path) -> None:
     """The last one would win: both are named, and one of them alone is loaded."""
     stored = torch.arange(16.0).view(4, 4)
     dcp.save({"a": stored, "b": stored + 100, "c": stored}, checkpoint_id=tmp_path)
-    state = {**overlapping(kind), "c": torch.zeros(4, 4)}
-    with pytest.raises(PlanError, match=r"share memory .* different values in the checkpoint: 'a', 'b'"):
-        dcp.load(state, checkpoint_id=tmp_path, dtype="cast")
-    dcp.load(state, checkpoint_id=tmp_path, dtype="cast", exclude="b")
-    assert torch.equal(state["a"], stored)
+    base = torch.zeros(12, 8)
+    for a, b in (
+        (base[:4, :4], base[:4, :4]),
+        (base[:2].view(4, 4), base[:2].view(4, 4)),
+        (base[:2].view(4, 4), base[1:3].view(4, 4)),
+        (base[:4, :4], base[:4, 2:6].t()),  # rows and columns
+        (base[:4, :4], base[:4, :2].view(torch.int32).view(torch.bfloat16)),
+        (base[:4, :4], base.flatten()[6:38].view(4, 8)[:, :4]),  # beyond a row
+    ):
+        state = {"a": a, "b": b, "c": torch.zeros(4, 4)}
+        with pytest.raises(PlanError, match=r"share memory .* different values in the checkpoint: 'a', 'b'"):
+            dcp.load(state, checkpoint_id=tmp_path, dtype="cast")
+        dcp.load(state, checkpoint_id=tmp_path, dtype="cast", exclude="b")
+        assert torch.equal(a, stored)
 
 
 @pytest.mark.parametrize("way", ["one payload", "copies", "torch", "file"])
@@ -150,7 +139,7 @@ def test_entries_that_are_equal_are_loaded_into_the_same_memory(tmp_path: Path, 
         assert torch.equal(target.nan_to_num(-1), base.nan_to_num(-1))
 
 
-@pytest.mark.parametrize("count", [3, 5000])
+@pytest.mark.parametrize("count", [3, 2000])
 def test_slices_that_interleave_share_no_memory(tmp_path: Path, count: int) -> None:
     """A fused weight may be divided by columns, into few or very many."""
     state = {f"w{number}": torch.full((2, 3), float(number)) for number in range(count)}
@@ -189,27 +178,20 @@ def test_strided_four_bit_floats(tmp_path: Path, rows: int) -> None:
     assert torch.equal(target, stored)
 
 
-@contextmanager
-def open_file_limit(limit: int) -> Iterator[None]:
-    """At most ``limit`` file descriptors in this process."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
 def test_more_files_than_a_process_can_open(tmp_path: Path) -> None:
     """A checkpoint of a file for each tensor saves and loads under any limit."""
-    state = {f"w{number}": torch.full((10,), float(number)) for number in range(300)}
+    state = {f"w{number}": torch.full((10,), float(number)) for number in range(200)}
     wanted = {name: torch.zeros(10) for name in state}
     writer = dcp.FileSystemWriter(tmp_path, single_file_per_rank=False, sync_files=False)
-    used = max(int(link.name) for link in Path("/proc/self/fd").iterdir())
-    with open_file_limit(used + 60):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(link.name) for link in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 60, limits[1]))
+    try:
         dcp.save(dict(state), storage_writer=writer)
         dcp.load(dict(wanted), storage_reader=dcp.FileSystemReader(tmp_path, threads=3))
-    assert len(list(tmp_path.glob("*.distcp"))) == 300
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len(list(tmp_path.glob("*.distcp"))) == 200
     assert all(torch.equal(wanted[name], state[name]) for name in state)
 
 
@@ -222,15 +204,3 @@ def test_an_object_that_claims_to_be_huge_takes_no_memory(tmp_path: Path) -> Non
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CorruptCheckpointError, match="truncated"):
         dcp.load({"o": set()}, checkpoint_id=tmp_path)
-
-
-def test_blocks_of_a_payload_read_in_part_do_not_count_as_verified(tmp_path: Path) -> None:
-    """Stock's records have one checksum for the whole: without all blocks nothing was compared."""
-    stored = torch.randn(4 << 20)
-    stock.save({"w": stored}, checkpoint_id=tmp_path)
-    half: Any = torch.zeros(2 << 20)
-    half.global_shape, half.global_offsets, half.local_offsets = (4 << 20,), ((0,),), ((0,),)
-    half.local_sizes = ((2 << 20,),)
-    report = dcp.load({"w": half}, checkpoint_id=tmp_path)
-    assert (report.blocks_verified, report.blocks_unverified) == (0, 2)
-    assert torch.equal(half, stored[: 2 << 20])

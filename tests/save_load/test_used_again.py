@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from pathlib import Path
 from typing import Any
@@ -66,52 +67,56 @@ def test_a_reader_serves_one_thread_at_a_time(tmp_path: Path) -> None:
     assert dcp.read(storage_reader=reader)["own"] == {"x": 1}
 
 
-def test_options_of_one_load_do_not_stay(tmp_path: Path) -> None:
-    """Options of `dcp.load` hold for that load, not for the reader's and planner's next one."""
-    dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path)
-    reader, planner = FileSystemReader(tmp_path), dcp.DefaultLoadPlanner()
-    wanted = {"w": torch.zeros(4, dtype=torch.float64), "more": torch.zeros(1)}
-    options: dict[str, Any] = {"verify": "none", "dtype": "cast", "allow_partial_load": True}
-    report = dcp.load(wanted, storage_reader=reader, planner=planner, **options)
-    assert (report.cast, report.missing) == (["w"], ["more"])
-    assert (reader.verify, planner.dtype, planner.allow_partial_load) == ("blocks", "exact", False)
+class _Steps(dcp.DefaultLoadPlanner):
+    def finish_plan(self, central_plan: Any) -> Any:
+        return super().finish_plan(central_plan)
 
 
-@pytest.mark.parametrize("steps", [0, 1])
-def test_options_hold_for_one_load_on_either_road(tmp_path: Path, steps: int) -> None:
-    """On columns and by torch's protocol; stock's load with the same objects then goes by their own."""
-
-    class Planner(dcp.DefaultLoadPlanner):
-        def finish_plan(self, central_plan: Any) -> Any:
-            return super().finish_plan(central_plan)
-
+@pytest.mark.parametrize("make", [dcp.DefaultLoadPlanner, _Steps])
+def test_options_hold_for_one_load_on_either_road(tmp_path: Path, make: type[dcp.DefaultLoadPlanner]) -> None:
+    """On columns and by torch's protocol; the next loads with the same objects go by their own. A policy that
+    nobody knows is not taken for the default one."""
     dcp.save({"w": torch.ones(4), "x": torch.ones(4)}, checkpoint_id=tmp_path)
-    reader, planner = FileSystemReader(tmp_path), Planner() if steps else dcp.DefaultLoadPlanner()
-    wanted = {"w": torch.zeros(4), "x": torch.zeros(4)}
-    options: dict[str, Any] = {"verify": "none", "only": "w"}
+    reader, planner = FileSystemReader(tmp_path), make()
+    wanted = {"w": torch.zeros(4, dtype=torch.float64), "x": torch.zeros(4), "more": torch.zeros(1)}
+    options: dict[str, Any] = {"verify": "none", "dtype": "cast", "allow_partial_load": True, "exclude": "x"}
     report = dcp.load(wanted, storage_reader=reader, planner=planner, **options)
-    assert (report.blocks_verified, wanted["w"].tolist(), wanted["x"].tolist()) == (0, [1] * 4, [0] * 4)
-    stock.load(wanted, storage_reader=reader, planner=planner, no_dist=True)
+    assert (report.cast, report.missing, report.blocks_verified) == (["w"], ["more"], 0)
+    assert (wanted["w"].tolist(), wanted["x"].tolist()) == ([1] * 4, [0] * 4)
+    assert (reader.verify, planner.dtype, planner.allow_partial_load) == ("blocks", "exact", False)
+    stock.load({"x": wanted["x"]}, storage_reader=reader, planner=planner, no_dist=True)
     assert reader.stats.blocks_verified > 0
     assert wanted["x"].tolist() == [1] * 4
+    for wrong in ({"verify": "ful"}, {"dtype": "casts"}):
+        with pytest.raises(PlanError):
+            dcp.load({"w": torch.zeros(4)}, checkpoint_id=tmp_path, **wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("options", [{"verify": "ful"}, {"dtype": "casts"}])
-def test_misspelt_options_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
-    """A policy that nobody knows is not taken for the default one."""
-    dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path)
-    with pytest.raises(PlanError):
-        dcp.load({"w": torch.zeros(4)}, checkpoint_id=tmp_path, **options)
+class _Watching(dict[str, Any]):
+    """Notes whether garbage is collected while a load looks at its tensors."""
+
+    def __init__(self, *items: Any) -> None:
+        super().__init__(*items)
+        self.seen: list[bool] = []
+
+    def values(self) -> Any:
+        self.seen.append(gc.isenabled())
+        return super().values()
 
 
-def test_the_report_names_missing_keys_with_a_planner_of_the_users(tmp_path: Path) -> None:
-    """A subclass that plans with torch's objects reports as ours does."""
-
-    class Planner(dcp.DefaultLoadPlanner):
-        def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
-            return super().commit_tensor(read_item, tensor)
-
-    dcp.save({"w": torch.ones(4), "x": torch.ones(1)}, checkpoint_id=tmp_path)
-    wanted = {"w": torch.zeros(4), "more": torch.zeros(1)}
-    report = dcp.load(wanted, checkpoint_id=tmp_path, planner=Planner(allow_partial_load=True))
-    assert (report.missing, report.unexpected) == (["more"], ["x"])
+@pytest.mark.parametrize("is_on", [True, False])
+def test_loads_leave_the_collection_of_garbage_as_it_was(tmp_path: Path, is_on: bool) -> None:
+    """Also those that fail; and none is collected while a load plans, which makes many objects that live."""
+    state = {f"w{n}": torch.full((3,), n) for n in range(500)}
+    dcp.save({"in": state}, checkpoint_id=tmp_path, no_dist=True)
+    watching = _Watching(state)
+    (gc.enable if is_on else gc.disable)()
+    try:
+        dcp.load({"in": watching}, checkpoint_id=tmp_path, no_dist=True)
+        assert gc.isenabled() == is_on
+        with pytest.raises(dcp.MissingKeyError):
+            dcp.load({"in": state, "more": torch.zeros(1)}, checkpoint_id=tmp_path, no_dist=True)
+        assert gc.isenabled() == is_on
+    finally:
+        gc.enable()
+    assert watching.seen and not all(watching.seen)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 import dcp
 from tests.support.values import raw
 
-__all__ = ["DTYPES", "TensorSpec", "bits", "collect", "make_tensors", "tensor_specs"]
+__all__ = ["TensorSpec", "bits", "collect", "make_tensors", "tensor_specs"]
 
 _NAMES = (
     *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"),
@@ -21,17 +22,7 @@ _NAMES = (
     *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool", "bits8", "bits16"),
 )
 DTYPES = tuple(name for name in _NAMES if hasattr(torch, name))
-Memory = Literal["contiguous", "transposed", "stepped", "offset", "expanded", "conjugated", "tied", "leaf"]
-_MEMORY: tuple[Memory, ...] = (
-    "contiguous",
-    "transposed",
-    "stepped",
-    "offset",
-    "expanded",
-    "conjugated",
-    "tied",
-    "leaf",
-)
+_MEMORY = ("contiguous", "transposed", "stepped", "offset", "expanded", "conjugated", "tied", "leaf")
 
 
 @dataclass(frozen=True)
@@ -40,7 +31,7 @@ class TensorSpec:
 
     dtype: str
     shape: tuple[int, ...]
-    memory: Memory
+    memory: str
     seed: int
 
 
@@ -57,34 +48,33 @@ def tensor_specs() -> st.SearchStrategy[list[TensorSpec]]:
 
 
 def _filled(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    itemsize = dtype.itemsize
-    count = int(np.prod(shape, dtype=np.int64))
-    data = np.random.default_rng(seed).integers(
-        0, 2 if dtype == torch.bool else 256, count * itemsize, np.uint8
-    )
-    if count == 0:
+    if (count := math.prod(shape)) == 0:
         return torch.empty(shape, dtype=dtype)
+    most = 2 if dtype == torch.bool else 256
+    data = np.random.default_rng(seed).integers(0, most, count * dtype.itemsize, np.uint8)
     return torch.from_numpy(data).view(dtype).view(shape)
 
 
 def _make(spec: TensorSpec, previous: torch.Tensor | None) -> torch.Tensor:
-    dtype, shape = getattr(torch, spec.dtype), spec.shape
-    if spec.memory == "tied" and previous is not None:
+    dtype, shape, memory, seed = getattr(torch, spec.dtype), spec.shape, spec.memory, spec.seed
+    if memory == "tied" and previous is not None:
         return previous
-    if spec.memory == "transposed" and shape:
-        return _filled(dtype, shape[::-1], spec.seed).permute(*range(len(shape))[::-1])
-    if spec.memory == "stepped" and shape:
-        return _filled(dtype, (*shape[:-1], 2 * shape[-1]), spec.seed)[..., ::2]
-    if spec.memory == "offset" and shape:
-        return _filled(dtype, (shape[0] + 1, *shape[1:]), spec.seed)[1:]
-    if spec.memory == "expanded" and shape:
-        return _filled(dtype, (1, *shape[1:]), spec.seed).expand(shape)
-    filled = _filled(dtype, shape, spec.seed)
-    if spec.memory == "conjugated" and dtype in (torch.complex64, torch.complex128):
+    if shape and memory == "transposed":
+        return _filled(dtype, shape[::-1], seed).permute(*range(len(shape))[::-1])
+    if shape and memory == "stepped":
+        return _filled(dtype, (*shape[:-1], 2 * shape[-1]), seed)[..., ::2]
+    if shape and memory == "offset":
+        return _filled(dtype, (shape[0] + 1, *shape[1:]), seed)[1:]
+    if shape and memory == "expanded":
+        return _filled(dtype, (1, *shape[1:]), seed).expand(shape)
+    filled = _filled(dtype, shape, seed)
+    if memory == "conjugated" and dtype in (torch.complex64, torch.complex128):
         return filled.conj()
-    if spec.memory == "leaf" and dtype in (torch.float32, torch.bfloat16):
-        return torch.nn.Parameter(filled)
-    return filled
+    return (
+        torch.nn.Parameter(filled)
+        if memory == "leaf" and dtype.is_floating_point and dtype.itemsize > 1
+        else filled
+    )
 
 
 def make_tensors(specs: list[TensorSpec]) -> dict[str, torch.Tensor]:

@@ -70,40 +70,30 @@ def test_a_tensor_overwritten_between_sample_and_copy_is_found(
 @examples(30)
 @given(count=st.integers(1, 5000), data=st.data())
 def test_full_sees_every_byte(count: int, data: st.DataObject) -> None:
-    """With guard='full' any single change is found."""
+    """With guard='full' any single change is found; of a few elements also without."""
     state = {"w": torch.arange(count, dtype=torch.int16)}
-    samples = sample_state(state, "full")
+    samples = sample_state(state, "full" if count > 8 else "sampled")
     state["w"][data.draw(st.integers(0, count - 1))] ^= data.draw(st.integers(1, 255))
     with pytest.raises(StagingError, match="'w'"):
         check_staged(state, {"w": state["w"].clone()}, samples)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.int64, torch.float32])
-@pytest.mark.parametrize("count", [1, 3, 8])
-def test_samples_see_every_element_of_a_tiny_tensor(dtype: torch.dtype, count: int) -> None:
-    """Steps and counters of a few elements are compared whole."""
-    for element in range(count):
-        state = {"large": torch.zeros(100), "tiny": torch.arange(count).to(dtype)}
-        samples = sample_state(state)
-        patterns(state["tiny"])[element] ^= 1
-        with pytest.raises(StagingError, match="'tiny'"):
-            check_staged(state, copied(state), samples)
-
-
 def test_samples_of_later_saves_look_at_other_places() -> None:
     """A change that is missed once is not missed for ever: half of a percent is met within some saves."""
     state = {"w": torch.zeros(1 << 20, dtype=torch.uint8)}
-    found = []
-    for serial in range(40):
-        samples = sample_state(state, serial=serial)
-        staged = {"w": state["w"].clone()}
-        staged["w"][500_000:505_000] = 1
-        try:
-            check_staged(state, staged, samples)
-            found.append(False)
-        except StagingError:
-            found.append(True)
-    assert any(found) and not all(found)
+    staged = {"w": state["w"].clone()}
+    staged["w"][500_000:505_000] = 1
+    found = {is_found(state, staged, sample_state(state, serial=serial)) for serial in range(40)}
+    assert found == {True, False}
+
+
+def is_found(state: dict[str, Any], staged: dict[str, Any], samples: Any) -> bool:
+    """Whether a difference is."""
+    try:
+        check_staged(state, staged, samples)
+    except StagingError:
+        return True
+    return False
 
 
 def test_views_of_one_memory_that_differ_are_copied_each() -> None:
@@ -140,38 +130,30 @@ def test_the_error_names_sixteen_tensors_and_counts_all() -> None:
     assert caught.value.count == 30
 
 
-def test_a_stager_that_returns_the_state_itself_is_caught() -> None:
-    """Memory of the state in the staged dict is an error, for views and parts of it too."""
-    state = {"weight": torch.arange(100.0), "bias": torch.ones(3)}
-    samples = sample_state(state)
-    with pytest.raises(StagingError, match="'weight', 'bias'"):
-        check_staged(state, dict(state), samples)
-    shifted = {"weight": state["weight"].clone(), "bias": state["weight"][50:53]}
-    with pytest.raises(StagingError, match="in memory of the state") as caught:
-        check_staged(state, shifted, samples)
-    assert caught.value.fqns == ["bias"]
+def told(state: dict[str, Any], staged: dict[str, Any], serial: int = 0) -> tuple[list[str], str]:
+    """The names that are refused, and the message."""
+    with pytest.raises(StagingError) as caught:
+        check_staged(state, staged, sample_state(state, serial=serial))
+    assert caught.value.count == len(caught.value.fqns)
+    return [*caught.value.fqns], str(caught.value)
 
 
-def test_a_stale_copy_is_caught() -> None:
-    """A cache that is not refreshed passes once and fails after the state has changed."""
-    state = {"weight": torch.arange(10_000.0), "bias": torch.ones(3)}
+def test_what_is_no_copy_of_the_state_is_caught() -> None:
+    """Memory of the state itself, views and parts of it too; a cache that is not refreshed; tensors that are
+    missing, cast or reshaped."""
+    state: dict[str, Any] = {"weight": torch.arange(10_000.0), "bias": torch.ones(3)}
     cache = {name: value.clone() for name, value in state.items()}
+    assert told(state, dict(state))[0] == ["weight", "bias"]
+    names, message = told(state, cache | {"bias": state["weight"][50:53]})
+    assert names == ["bias"] and "in memory of the state" in message
     check_staged(state, cache, sample_state(state))
     state["bias"].mul_(2)
-    with pytest.raises(StagingError, match="'bias'") as caught:
-        check_staged(state, cache, sample_state(state, serial=1))
-    assert caught.value.fqns == ["bias"]
-
-
-def test_a_staged_dict_of_another_shape_is_caught() -> None:
-    """Tensors that are missing, cast or reshaped are named with what is wrong."""
+    assert told(state, cache, serial=1)[0] == ["bias"]
     state = {"a": torch.ones(4), "b": torch.ones(4), "c": {"d": torch.ones(4)}}
-    staged = {"a": torch.ones(4).bfloat16(), "b": torch.ones(2, 2), "c": {}}
-    with pytest.raises(StagingError) as caught:
-        check_staged(state, staged, sample_state(state))
-    told = ("'a' is torch.bfloat16 of shape (4,)", "'b' is torch.float32 of shape (2, 2)", "'c.d' is missing")
-    assert all(part in str(caught.value) for part in told)
-    assert caught.value.count == 3
+    names, message = told(state, {"a": torch.ones(4).bfloat16(), "b": torch.ones(2, 2), "c": {}})
+    assert len(names) == 3 and "'c.d' is missing" in message
+    assert "'a' is torch.bfloat16 of shape (4,)" in message
+    assert "'b' is torch.float32 of shape (2, 2)" in message
 
 
 def test_nested_and_sparse_state_is_compared_as_far_as_it_can_be() -> None:

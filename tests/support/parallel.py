@@ -11,16 +11,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-__all__ = ["RECIPES", "Block", "Training", "adamw"]
+__all__ = ["RECIPES", "Block", "Training", "adamw", "pipeline"]
 
 
 class Block(nn.Module):
@@ -60,112 +62,78 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return optimizer
 
 
-def _trained(model: nn.Module) -> Training:
-    return Training(model, adamw(model))
+def _mesh(*sizes: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
 
 
-def plain(world_size: int) -> Training:
-    """The model as it is."""
-    return _trained(Block())
-
-
-def fsdp1(world_size: int) -> Training:
-    """FullyShardedDataParallel, which on CPU wants its device named."""
-    with warnings.catch_warnings():
+def _fsdp1(**options: Any) -> nn.Module:
+    with warnings.catch_warnings():  # which on CPU wants its device named
         warnings.simplefilter("ignore", FutureWarning)
-        model = FullyShardedDataParallel(Block(), device_id=torch.device("cpu"), use_orig_params=True)
-    return _trained(model)
+        device = torch.device("cpu")
+        return FullyShardedDataParallel(Block(), device_id=device, use_orig_params=True, **options)
 
 
-def fsdp2(world_size: int) -> Training:
-    """`fully_shard` of layers and root."""
-    mesh = init_device_mesh("cpu", (world_size,))
-    model = Block()
-    fully_shard(model.first, mesh=mesh)
+def _fsdp2(mesh: DeviceMesh, model: nn.Module | None = None, *layers: str) -> nn.Module:
+    model = model or Block()
+    for layer in layers:
+        fully_shard(model.get_submodule(layer), mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return _trained(model)
+    return model
 
 
-def ddp(world_size: int) -> Training:
-    """DistributedDataParallel."""
-    return _trained(DistributedDataParallel(Block()))
+def _tensor_parallel(mesh: DeviceMesh) -> nn.Module:
+    return parallelize_module(Block(), mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()})
 
 
-def data_parallel(world_size: int) -> Training:
-    """DataParallel, whose names begin with ``module.``: torch's helpers take that off for
-    DistributedDataParallel only."""
-    return _trained(DataParallel(Block()))
+def _fsdp2_tensor_parallel(world_size: int) -> nn.Module:
+    mesh = _mesh(2, world_size // 2, names=("dp", "tp"))  # strided shards, and uneven ones
+    return _fsdp2(mesh["dp"], _tensor_parallel(mesh["tp"]), "first")
 
 
-def tensor_parallel(world_size: int) -> Training:
-    """`parallelize_module`: columns of the first layer, rows of the second."""
-    mesh = init_device_mesh("cpu", (world_size,))
-    model = Block()
-    parallelize_module(model, mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()})
-    return _trained(model)
+def _hybrid(world_size: int) -> DeviceMesh:
+    return _mesh(2, world_size // 2, names=("replicate", "shard"))
 
 
-def fsdp2_tensor_parallel(world_size: int) -> Training:
-    """`fully_shard` over tensor parallelism on a 2-D mesh: strided shards, and uneven ones."""
-    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("dp", "tp"))
-    model = Block()
-    parallelize_module(model, mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
-    fully_shard(model.first, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
-    return _trained(model)
+def _fsdp1_hybrid(world_size: int) -> nn.Module:
+    strategy = ShardingStrategy.HYBRID_SHARD
+    return _fsdp1(device_mesh=_hybrid(world_size), sharding_strategy=strategy)
 
 
-def hybrid_sharded(world_size: int) -> Training:
-    """HSDP: replicas of shards."""
-    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
-    model = Block()
-    fully_shard(model, mesh=mesh)
-    return _trained(model)
-
-
-def fsdp1_hybrid(world_size: int) -> Training:
-    """FullyShardedDataParallel's own hybrid sharding, on a 2-D mesh."""
-    from torch.distributed.fsdp import ShardingStrategy
-
-    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        model = FullyShardedDataParallel(
-            Block(),
-            device_id=torch.device("cpu"),
-            device_mesh=mesh,
-            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-            use_orig_params=True,
-        )
-    return _trained(model)
-
-
-def frozen(world_size: int) -> Training:
-    """`fully_shard` with the first layer frozen."""
-    mesh = init_device_mesh("cpu", (world_size,))
+def _frozen(world_size: int) -> nn.Module:
     model = Block()
     model.first.requires_grad_(False)
-    fully_shard(model, mesh=mesh)
-    return _trained(model)
+    return _fsdp2(_mesh(world_size), model)
+
+
+def _stages(world_size: int) -> nn.Module:
+    return nn.ModuleDict({f"stage{dist.get_rank()}": Block(hidden=4 + dist.get_rank())})
 
 
 def pipeline(world_size: int) -> Training:
     """Pipeline stages: every rank has layers, and names, of its own."""
-    stages = nn.ModuleDict({f"stage{dist.get_rank()}": Block(hidden=4 + dist.get_rank())})
-    return _trained(stages)
+    return _trained(_stages, world_size)
 
 
+def _trained(build: Callable[[int], nn.Module], world_size: int) -> Training:
+    model = build(world_size)
+    return Training(model, adamw(model))
+
+
+_MODELS: dict[str, tuple[Callable[[int], nn.Module], tuple[int, ...]]] = {
+    "plain": (lambda _: Block(), (1, 2)),
+    "fsdp1": (lambda _: _fsdp1(), (1, 2, 3, 4)),
+    "fsdp2": (lambda world: _fsdp2(_mesh(world), None, "first"), (1, 2, 3, 4)),
+    "ddp": (lambda _: DistributedDataParallel(Block()), (2, 4)),
+    # whose names begin with "module.": torch's helpers take that off for DistributedDataParallel only
+    "data_parallel": (lambda _: DataParallel(Block()), (1, 2)),
+    "tensor_parallel": (lambda world: _tensor_parallel(_mesh(world)), (2, 3, 4)),
+    "fsdp2_tensor_parallel": (_fsdp2_tensor_parallel, (2, 4)),
+    "hybrid_sharded": (lambda world: _fsdp2(_hybrid(world)), (2, 4)),
+    "fsdp1_hybrid": (_fsdp1_hybrid, (4,)),
+    "frozen": (_frozen, (2, 4)),
+    "pipeline": (_stages, (2, 3)),
+}
 RECIPES: dict[str, tuple[Callable[[int], Training], tuple[int, ...]]] = {
-    "plain": (plain, (1, 2)),
-    "fsdp1": (fsdp1, (1, 2, 3, 4)),
-    "fsdp2": (fsdp2, (1, 2, 3, 4)),
-    "ddp": (ddp, (2, 4)),
-    "data_parallel": (data_parallel, (1, 2)),
-    "tensor_parallel": (tensor_parallel, (2, 3, 4)),
-    "fsdp2_tensor_parallel": (fsdp2_tensor_parallel, (2, 4)),
-    "hybrid_sharded": (hybrid_sharded, (2, 4)),
-    "fsdp1_hybrid": (fsdp1_hybrid, (4,)),
-    "frozen": (frozen, (2, 4)),
-    "pipeline": (pipeline, (2, 3)),
+    name: (partial(_trained, build), worlds) for name, (build, worlds) in _MODELS.items()
 }
 """Recipes by name, each with the world sizes it is made for."""
