@@ -57,12 +57,21 @@ def processes_with(text: str) -> list[int]:
     return found
 
 
+_WARM = """
+import runpy
+from tests.support.programs import fork_children
+fork_children("torch.distributed.run", "dcp.demo.training.train")
+runpy.run_module("dcp.demo", run_name="__main__", alter_sys=True)
+"""
+"""The demo, whose trainers have imported torch."""
+
+
 @pytest.mark.timeout(1200)
 def test_demo_from_end_to_end(tmp_path: Path) -> None:
     """It passes its own checks, and its claims about files and steps hold when looked at from outside; then
     it serves what it has trained to a browser, until Ctrl-C."""
     root = tmp_path / "demo"
-    process = start("-m", "dcp.demo", "--root", root, "--save-every", str(SAVE_EVERY), "--serve")
+    process = start("-c", _WARM, "--root", root, "--save-every", "1", "--serve")
     output, url = read_until_served(process)
     assert "uninterrupted" in httpx.get(url, headers={"accept": "text/html"}, trust_env=False).text
     process.send_signal(signal.SIGINT)

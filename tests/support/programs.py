@@ -10,6 +10,7 @@ interpreter ends says ``finalizes=True``, and gets a plain Python.
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import runpy
@@ -19,7 +20,7 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -29,12 +30,14 @@ from typing import IO, Any, Final, Self
 from tests.support.forking import end_with_parent, forkserver_context
 from tests.support.processes import rename_process
 
-__all__ = ["Program", "run_program"]
+__all__ = ["Program", "fork_children", "run_program"]
 
 _Stream = int | IO[Any] | None
 
-_asking: Final = threading.Lock()
+_asking = threading.Lock()
 """multiprocessing looks after all its processes in whatever thread starts one or asks for its end."""
+
+_context = forkserver_context
 
 
 @dataclass(frozen=True)
@@ -104,12 +107,13 @@ class Program:
     def wait(self, timeout: float | None = None) -> int:
         """Its exit status, once it has ended; `subprocess.TimeoutExpired`."""
         if self.returncode is None:
-            if isinstance(self._process, subprocess.Popen):
+            if not isinstance(self._process, BaseProcess):
                 self.returncode = self._process.wait(timeout)
             elif not wait([self._process.sentinel], timeout):
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
             else:
                 with _asking:
+                    self._process.join()  # a fork's files are closed shortly before it has ended
                     self.returncode = self._process.exitcode
         assert self.returncode is not None
         return self.returncode
@@ -202,10 +206,24 @@ def _start_forked(order: _Order, ends: list[Connection]) -> BaseProcess:
     ready, not_yet = multiprocessing.Pipe(duplex=False)
     with ready:
         with not_yet, _asking:
-            process = forkserver_context().Process(target=_become, args=(order, not_yet, *ends))
+            process = _context().Process(target=_become, args=(order, not_yet, *ends))
             process.start()
         ready.poll(None)  # from here on the system knows it by its name, and signals are the program's
     return process
+
+
+def fork_children(*modules: str) -> None:
+    """From now on ``python -m MODULE`` is no cold process where this one starts it by `subprocess.Popen`, or one
+    that it has forked: it is a fork of that one."""
+    global _context
+    _context = functools.partial(multiprocessing.get_context, "fork")  # type: ignore[assignment]
+    cold: Any = subprocess.Popen
+
+    def start(args: Sequence[str], **options: Any) -> Any:
+        is_warm = args[0] == sys.executable and {*modules} & {*args}
+        return Program(*args[1:], **options) if is_warm else cold(args, **options)
+
+    subprocess.Popen = start  # type: ignore[assignment, misc]
 
 
 def run_program(
@@ -230,6 +248,8 @@ def _become(order: _Order, not_yet: Connection, *ends: Connection) -> None:
     for number, end in enumerate(ends):
         os.dup2(end.fileno(), number)
         end.close()
+    global _asking
+    _asking = threading.Lock()  # this may be a fork of the process that holds it
     if order.has_session:
         os.setsid()
     end_with_parent(signal.SIGTERM if order.ends_with_parent else signal.SIGKILL)
