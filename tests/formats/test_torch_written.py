@@ -1,4 +1,4 @@
-"""What is written for torch. Internal: any index as `.metadata` and zips beyond 4 GiB, of which saves make few."""
+"""What is written for torch. Internal: any index as `.metadata`, zips beyond 4 GiB; saves make few such."""
 
 from __future__ import annotations
 
