@@ -25,11 +25,11 @@ from dcp.storage.formats.torch.metadata.writer import MAX_PLAIN_DEPTH, encode_to
 from dcp.storage.formats.torch.zip_writer import ZipLayout
 from dcp.storage.torch_compat import strides_of, tensor_properties
 from tests.support.examples import examples
-from tests.support.formats_metadata import (
+from tests.support.formats_indexes import (
     assert_same,
     decode_torch_metadata,
     index_of,
-    indexes,
+    indexes_of_torch,
     make_index,
     rich_state_dict,
     stock_save,
@@ -106,7 +106,7 @@ def test_planner_data_that_is_not_plain_is_refused() -> None:
 
 
 @examples(60)
-@given(indexes())
+@given(indexes_of_torch())
 def test_any_index_comes_back(index: CheckpointIndex) -> None:
     """Of what is encoded stock's unpickler (C and Python) and our reader make the index again."""
     index.check()
