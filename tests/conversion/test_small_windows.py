@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from dcp.conversion.copying import sums, tasks
 from dcp.conversion.targets import safetensors, torch_save
 from dcp.errors import PlanError
 from dcp.storage.formats import dtypes
+from tests.support.conversion import write_adapter
 from tests.support.conversion_states import FUSED, KINDS, NAMES, same, state_to_fuse, write
 
 Small = Callable[..., None]
@@ -163,11 +163,8 @@ def test_adapters_are_added_exactly(tmp_path: Path, small: Small, accumulate: st
     torch.save({"m.weight": bases[1].T.contiguous().T}, tmp_path / "2.pt")
     factors = [(torch.randn(rank, columns), torch.randn(rows, rank).to(torch.float16)) for rank in (3, 5)]
     for number, (a, b) in enumerate(factors):
-        (folder := tmp_path / f"lora{number}").mkdir()
         config = {"peft_type": "LORA", "r": len(a), "lora_alpha": 7, "use_rslora": bool(number)}
-        (folder / "adapter_config.json").write_text(json.dumps(config))
-        named = {f"base_model.model.m.lora_{name}.weight": value for name, value in (("A", a), ("B", b))}
-        save_file(named, folder / "adapter_model.safetensors")
+        write_adapter(tmp_path / f"lora{number}", config, {"m.lora_A.weight": a, "m.lora_B.weight": b})
     total = _added(bases, [0.6, -1.1], accumulate)
     for (a, b), weight, scale in zip(factors, (1.5, 0.3), (7 / 3, 7 / 5**0.5), strict=True):
         product: Any = None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -24,6 +26,7 @@ __all__ = [
     "save_sharded",
     "sharded_tensors",
     "training_state",
+    "write_adapter",
 ]
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -38,25 +41,11 @@ SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
 
 def many_kinds() -> dict[str, torch.Tensor]:
     """A tensor of each kind: all dtypes, 0-d, empty, of odd sizes, tied."""
-    names = [
-        "float32",
-        "float64",
-        "float16",
-        "bfloat16",
-        "uint8",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "bool",
-        "complex64",
-        "uint16",
-        "uint32",
-        "uint64",
-        "float8_e4m3fn",
-        "float8_e5m2",
-    ]
-    state = {f"kind.{name}": full_tensor(name, (13, 7), getattr(torch, name)) for name in names}
+    names = (
+        "float32 float64 float16 bfloat16 uint8 int8 int16 int32 int64 bool complex64 uint16 uint32 uint64"
+    )
+    names += " float8_e4m3fn float8_e5m2"
+    state = {f"kind.{name}": full_tensor(name, (13, 7), getattr(torch, name)) for name in names.split()}
     state["scalar"] = torch.tensor(2.5)
     state["empty"] = torch.zeros(0, 5)
     state["none_wide"] = torch.zeros(4, 0, 2, dtype=torch.int8)
@@ -148,3 +137,12 @@ def flip(checkpoint: Path, at: int | None = None) -> Path:
     data[len(data) // 2 if at is None else at] ^= 1
     file.write_bytes(data)
     return file
+
+
+def write_adapter(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
+    """As peft lays it out."""
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
+    save_file(named, folder / "adapter_model.safetensors")
+    return folder
