@@ -1,4 +1,4 @@
-"""Adapters of peft into their base, as peft itself merges them; to the last bit: test_small_windows."""
+"""Adapters of peft into their base, as peft itself merges them; to the last bit: test_numbers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Merges at their door: what becomes one checkpoint, and what is named before anything is written.
 
-The sums themselves, to the last bit, are tried in test_small_windows.
+The sums themselves, to the last bit, are tried in test_numbers.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from dcp.errors import (
     OptionError,
     PlanError,
 )
-from tests.support.conversion import command, flip, names_in
-from tests.support.conversion_states import FUSED, NAMES, same, state_to_fuse
+from tests.support.conversion import FUSED, NAMES, command, flip, names_in, same, state_to_fuse
 from tests.support.programs import run_program
 from tests.support.s3 import raw_s3
 

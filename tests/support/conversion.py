@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from safetensors.torch import save_file
@@ -17,14 +17,18 @@ from tests.support.command import run as command
 from tests.support.values import full_tensor, raw
 
 __all__ = [
+    "FUSED",
+    "NAMES",
     "assert_same",
     "command",
     "flip",
     "folder_of",
     "many_kinds",
     "names_in",
+    "same",
     "save_sharded",
     "sharded_tensors",
+    "state_to_fuse",
     "training_state",
     "write_adapter",
 ]
@@ -146,3 +150,37 @@ def write_adapter(folder: Path, config: dict[str, Any], tensors: dict[str, torch
     named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
     save_file(named, folder / "adapter_model.safetensors")
     return folder
+
+
+NAMES: Final = {"dcp": "out", "safetensors": "out.safetensors", "torch": "out.pt"}
+
+FUSED: Final[dict[str, Any]] = {
+    "rules": [
+        {
+            "from": {"q": "(two q) width", "k": "(two k) width"},
+            "to": {"qk": "width (two (q + k) + pad)"},
+            "padding": ["pad"],
+        },
+        {"from": "layers.{n}.w", "to": "blocks.{n}.weight"},
+        {"from": "steps", "to": "count"},
+    ],
+    "sizes": {"two": 2, "pad": 5, "q": 5, "k": 4},
+}
+"""Fused by heads, transposed and padded; stacked; renamed."""
+
+
+def state_to_fuse(number: int) -> dict[str, torch.Tensor]:
+    """What `FUSED` is about, of the source of that number."""
+    torch.manual_seed(number)
+    shapes = {"q": (10, 7), "k": (8, 7), "layers.0.w": (31,), "layers.1.w": (3, 5)}
+    kind = [torch.float32, torch.bfloat16, torch.float16][number % 3]
+    state = {name: torch.randn(shape).to(kind) for name, shape in shapes.items()}
+    return state | {"steps": torch.arange(3) + number}
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit for bit."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    raw = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other) if tensor.numel()]
+    return not raw or torch.equal(*raw)
