@@ -4,7 +4,6 @@ import fcntl
 import importlib
 import os
 import time
-from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from tests.command_line.cli_support import (
     save_ours,
     save_stock,
 )
-from tests.support.conversion import assert_same
 from tests.support.with_optimizer import parts_there, save_apart, save_mixed
 
 DAY = 86_400
@@ -265,14 +263,21 @@ def test_prune_says_what_stays_in_files_with_others(tmp_path: Path) -> None:
     assert [part["name"] for part in row["parts"]] == ["app.model.head"]
 
 
-@pytest.mark.parametrize(
-    "parts", [["a"], ["a.tied", "c.7*"], ["a.w", "b.scalar", "c.lr"], ["*.none", "b", "c"]]
-)
+def facts(folder: Path) -> dict[str, Any]:
+    """Of all entries by name: digests that the manifest has, and values."""
+    told = run("digest", folder, "--json").json
+    assert told["bytes_read"] == 0 and run("verify", folder).status == 0
+    values = run("show", folder, "--objects", "--json").json["objects"]
+    return {row["fqn"]: row["digest"] for row in told["tensors"]} | {
+        row["fqn"]: row["value"] for row in values
+    }
+
+
+@pytest.mark.parametrize("parts", [["a"], ["a.tied", "c.7*"], ["a.w", "b.scalar", "c.lr"], ["*.none", "b"]])
 def test_what_stays_is_as_it_was(tmp_path: Path, parts: list[str]) -> None:
-    """Whatever goes by its globs: tensors, tied, turned and empty ones too, have their values and digests, and
-    of the files those are there that something is in."""
-    weight = torch.arange(12.0).view(3, 4)
-    turned = torch.arange(6).view(2, 3).t()
+    """Whatever goes: tensors, tied, turned and empty ones, too, have their digests, values are as they were,
+    and of the files those stay that something is in."""
+    weight, turned = torch.arange(12.0).view(3, 4), torch.arange(6).view(2, 3).t()
     state: dict[str, Any] = {
         "a": {"w": weight, "tied": weight, "turned": turned, "none": torch.zeros(0, 2)},
         "b": {"scalar": torch.tensor(3), "half": torch.ones(5, dtype=torch.bfloat16), "lr": 0.1, "empty": {}},
@@ -280,37 +285,12 @@ def test_what_stays_is_as_it_was(tmp_path: Path, parts: list[str]) -> None:
     }
     writer = dcp.FileSystemWriter(tmp_path, single_file_per_rank=False, digests=True)
     dcp.save(state, storage_writer=writer, no_dist=True)
-    before = {row["fqn"]: row["digest"] for row in run("digest", tmp_path, "--json").json["tensors"]}
+    before = facts(tmp_path)
     globs = [word for part in parts for word in ("--part", part)]
     assert run("prune", tmp_path, *globs, "--rewrite", "--yes").status == 0
-
-    def is_gone(name: str) -> bool:
-        return any(fnmatch(name, part) or name.startswith(f"{part}.") for part in parts)
-
-    after = run("digest", tmp_path, "--json").json
-    assert after["bytes_read"] == 0
-    wanted = {name: digest for name, digest in before.items() if not is_gone(name)}
-    assert {row["fqn"]: row["digest"] for row in after["tensors"]} == wanted
-    index = dcp.open_index(tmp_path)
-    assert not any(map(is_gone, (*index.fqns, *index.objects.fqns)))
-    assert {*index.files} == {path.name for path in tmp_path.glob("*.distcp")}
-    assert run("verify", tmp_path).status == 0
-    assert_same(
-        dcp.read(tmp_path),
-        {key: kept for key, part in state.items() if (kept := _without(part, f"{key}.", is_gone))},
-    )
-
-
-def _without(state: dict[Any, Any], prefix: str, is_gone: Callable[[str], bool]) -> dict[Any, Any]:
-    """A nested dict without some of its entries, and dicts that had nothing else."""
-    found = {}
-    for key, value in state.items():
-        if isinstance(value, dict) and value:
-            if kept := _without(value, f"{prefix}{key}.", is_gone):
-                found[key] = kept
-        elif not is_gone(f"{prefix}{key}"):
-            found[key] = value
-    return found
+    gone = {name for name in before for part in parts if fnmatch(name, part) or name.startswith(f"{part}.")}
+    assert gone and facts(tmp_path) == {name: fact for name, fact in before.items() if name not in gone}
+    assert {*dcp.open_index(tmp_path).files} == {path.name for path in tmp_path.glob("*.distcp")}
 
 
 @pytest.mark.parametrize(
