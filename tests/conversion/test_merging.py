@@ -212,7 +212,7 @@ def test_damage_of_any_source_is_noticed(tmp_path: Path, rules: Any) -> None:
     with pytest.raises(CorruptCheckpointError) as caught:
         dcp.merge([tmp_path / "1", tmp_path / "2"], tmp_path / "out", map=rules)
     assert caught.value.path == str(data)
-    assert str(caught.value).startswith(f"{tmp_path / '2'}: tensor ")
+    assert str(caught.value).startswith(f"{tmp_path / '2'}: tensor 'k' is damaged")
     assert names_in(tmp_path) == ["1", "2"]
 
 
