@@ -1,7 +1,7 @@
 """``dcp rm``, ``dcp gc`` and ``dcp prune``: nothing goes without --yes, nothing of use goes with it."""
 
+import errno
 import fcntl
-import importlib
 import os
 import time
 from fnmatch import fnmatch
@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import dcp
-from dcp.errors import StorageError
 from tests.command_line.cli_support import (
+    Outcome,
     begin_deletion,
     data_file,
     rewrite_manifest,
@@ -22,6 +22,7 @@ from tests.command_line.cli_support import (
     save_ours,
     save_stock,
 )
+from tests.support.crashes import in_lab
 from tests.support.with_optimizer import parts_there, save_apart, save_mixed
 
 DAY = 86_400
@@ -118,21 +119,25 @@ def leave_things(root: Path) -> set[str]:
     return set(old)
 
 
-def test_gc_does_not_end_at_what_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _collected_beside_a_refusal(root: Path) -> Outcome:
+    """In the laboratory: where nothing in one of the folders can be removed."""
+    unlink = os.unlink
+
+    def refusing(path: Any, **options: Any) -> None:
+        if "step-1/" in str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        unlink(path, **options)
+
+    os.unlink = refusing
+    return run("gc", root, "--yes", "--json")
+
+
+def test_gc_does_not_end_at_what_cannot_be_removed(tmp_path: Path) -> None:
     """A folder that refuses is an error, and the others are cleared all the same."""
     leave_things(tmp_path)
-    at_work = "dcp.manager.cleanup.leftovers.remove_leftovers"
-    module, _, name = at_work.rpartition(".")
-    removing = getattr(importlib.import_module(module), name)
-
-    def remove(store: Any, *given: Any, **named: Any) -> Any:
-        if store.url.endswith("step-1"):
-            raise StorageError(f"unlink in {store.url} failed", path=store.url, op="unlink")
-        return removing(store, *given, **named)
-
-    monkeypatch.setattr(at_work, remove)
-    done = run("gc", tmp_path, "--yes", "--json")
-    assert (done.status, done.err) == (3, f"dcp: unlink in {tmp_path / 'step-1'} failed\n")
+    done = in_lab(_collected_beside_a_refusal, tmp_path)
+    assert (done.status, done.err.count("\n")) == (3, 1)
+    assert str(tmp_path / "step-1") in done.err and "Permission denied" in done.err
     assert {Path(row["url"]).name: row["removed"] for row in done.json} == {"killed": True, "step-3": True}
     assert not (tmp_path / "killed").exists()
 

@@ -327,6 +327,36 @@ def test_a_mount_that_keeps_removed_files_keeps_no_folder(tmp_path: Path) -> Non
     assert in_lab(_where_removed_files_stay, str(tmp_path)) == ["m.pt", "source"]
 
 
+def _with_a_close_that_fails(place: str) -> list[Any]:
+    """In the laboratory: how a conversion ends, and what is there, where a mount says only when a file is
+    closed that it could not be written, and once that is over."""
+    source, target, close = _save(Path(place, "source"), 1), Path(place, "m.pt"), os.close
+
+    def closing(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        close(descriptor)
+        if path.name == "m.pt":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    os.close = closing
+    ending = Child(_convert, source, target, "torch").wait()
+    os.close = close
+    was_there = target.exists()
+    _convert(source, target, "torch")
+    return [
+        ending.raised is not None and ending.raised.class_names,
+        was_there,
+        _values(target),
+        names_in(Path(place)),
+    ]
+
+
+def test_a_file_that_could_not_be_closed_is_not_published(tmp_path: Path) -> None:
+    """A typed error, and the next call makes it."""
+    raised, *rest = in_lab(_with_a_close_that_fails, str(tmp_path))
+    assert "CheckpointError" in raised and rest == [False, {1}, ["m.pt", "source"]]
+
+
 @pytest.mark.parametrize("verify", ["blocks", "none"])
 def test_a_source_replaced_meanwhile_is_not_mixed(verify: Any, tmp_path: Path) -> None:
     """Where no checksum would tell, too: nothing of it is published or resumed."""
