@@ -214,18 +214,8 @@ class Conversion(Closable):
                     raise
         publisher.make_durable()
         publisher.clear(prepared.batch_count)
-        return report_of(
-            layout,
-            checks.target,
-            checks.source.stats,
-            source=self._source.name,
-            target=self.place.url,
-            format=self._options.layout.to,
-            bytes_read=checks.bytes_read,
-            tasks=prepared.batch_count,
-            dropped_objects=prepared.dropped,
-            unmerged=prepared.unmerged,
-        )
+        facts = {"tasks": prepared.batch_count, "dropped_objects": prepared.dropped}
+        return self._report(layout, checks, unmerged=prepared.unmerged, **facts)
 
     def of_finished(self) -> ConversionReport | None:
         """The report on a target that is there, if it is what this conversion would make, to the last byte;
@@ -255,19 +245,14 @@ class Conversion(Closable):
                     checks.add(runner.run(batch))
                 except CheckpointConflictError:
                     return None
-        return report_of(
-            layout,
-            checks.target,
-            checks.source.stats,
-            source=self._source.name,
-            target=self.place.url,
-            format=to,
-            bytes_read=checks.bytes_read,
-            tasks=len(tasks),
-            tasks_resumed=len(tasks),
-            dropped_objects=planned.dropped,
-            unmerged=planned.merged.unmerged if planned.merged is not None else (),
-        )
+        merged = planned.merged.unmerged if planned.merged is not None else ()
+        facts = {"tasks": len(tasks), "tasks_resumed": len(tasks), "dropped_objects": planned.dropped}
+        return self._report(layout, checks, unmerged=merged, **facts)
+
+    def _report(self, layout: TargetLayout, checks: ResultChecks, **facts: Any) -> ConversionReport:
+        facts |= {"source": self._source.name, "target": self.place.url, "bytes_read": checks.bytes_read}
+        facts["format"] = self._options.layout.to
+        return report_of(layout, checks.target, checks.source.stats, **facts)
 
     def discard(self) -> None:
         """Remove what this object has begun."""

@@ -260,6 +260,12 @@ class CheckpointIndex:
         """Global shape of a tensor row."""
         return tuple(self.shape_values[self.shape_start[tensor] : self.shape_start[tensor + 1]].tolist())
 
+    def own_name(self, tensor: int) -> str:
+        """What a tensor row is called where it is stored: of several checkpoints as one, in its own."""
+        own = getattr(self.fqns, "own_name", None)
+        name: str = self.fqns[tensor] if own is None else own(tensor)
+        return name
+
     def dtype(self, tensor: int) -> dtypes.Dtype:
         """Element type of a tensor row."""
         return dtypes.BY_CODE[int(self.dtype_codes[tensor])]

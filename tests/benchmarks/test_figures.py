@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from benchmarks import peers
 from benchmarks.asynchronous.saving import merge_lives
 from benchmarks.digests import digests_row
 from benchmarks.machine import page_cache
+from benchmarks.machine.process_tree import cpu_seconds, resident_mebibytes
 from benchmarks.patterns import fill, is_intact
 from benchmarks.resharding import Resharding
 from benchmarks.rounds import Measurement, rotated
@@ -19,6 +23,8 @@ from benchmarks.s3.rows import object_reshard_row, object_row
 from benchmarks.s3.store import LOAD
 from benchmarks.targets import async_row, loop_rows, memory_row, peer_rows, plan_row, save_load_row
 from benchmarks.workloads import build_state, tensor_specs, total_bytes
+from tests.support.crashes import in_lab
+from tests.support.programs import run_program
 
 
 def measured(operation: str, **samples: list[float]) -> Measurement:
@@ -122,6 +128,58 @@ def test_page_cache_is_emptied_and_filled(tmp_path: Path) -> None:
     assert page_cache.resident_fraction([path]) < 0.02
     page_cache.warm([path])
     assert page_cache.resident_fraction([path]) == 1.0
+
+
+def _left_out(*workloads: str) -> list[str]:
+    sys.modules["torch_checkpointing"] = None  # type: ignore[assignment]
+    return peers.not_installed(workloads)
+
+
+def test_a_package_that_is_missing_is_named() -> None:
+    """Neither timed nor an error; the word is for runs of workloads that it would have been in."""
+    assert in_lab(_left_out, "W1") == ["torch-checkpointing"]
+    assert in_lab(_left_out, "W3") == []
+
+
+_PARENT = """
+import subprocess, sys
+from benchmarks.machine.process_tree import PeakMemory, cpu_seconds, descendants
+work = "import sys; data = bytearray(b'x') * (64 << 20); print(flush=True); sys.stdin.read()"
+before = cpu_seconds()
+with PeakMemory() as memory:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", work], stdin=pipe, stdout=pipe) as child:
+        child.stdout.readline()
+        print(cpu_seconds() - before, *descendants(__import__("os").getpid()), child.pid)
+        child.stdin.close()
+print(memory.peak - memory.before)
+"""
+
+
+def test_memory_and_processor_time_of_children_count() -> None:
+    """A child that fills 64 MiB and computes shows in the figures of its parent."""
+    ran = run_program("-c", _PARENT, cwd=Path(__file__).parents[2])
+    first, grown_mebibytes = ran.stdout.splitlines()
+    spent_seconds, pid, expected = first.split()
+    assert pid == expected and float(spent_seconds) > 0 and float(grown_mebibytes) > 60
+
+
+def test_processes_that_end_while_they_are_looked_at_cost_nothing() -> None:
+    """Whatever /proc has of them at that instant."""
+    ended = threading.Event()
+
+    def begin_and_end() -> None:
+        while not ended.is_set():
+            subprocess.run(["true"], check=True)
+
+    thread = threading.Thread(target=begin_and_end)
+    thread.start()
+    try:
+        for _ in range(5):
+            assert cpu_seconds() >= 0 and resident_mebibytes() > 0
+    finally:
+        ended.set()
+        thread.join()
 
 
 def test_other_packages_load_what_they_saved_into_our_tensors(tmp_path: Path) -> None:

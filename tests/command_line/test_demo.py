@@ -1,4 +1,4 @@
-"""The demo, end to end, with fewer steps. Internal: its checks are tried on nothing."""
+"""The demo, end to end, with fewer steps. Internal: its checks and places are tried one by one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,18 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import torch
 
+import dcp
 from dcp.demo.checks import compare_digests, largest_difference
+from dcp.demo.places import BucketPlace, FolderPlace, Place, newest_checkpoint
+from dcp.demo.s3_server import S3Server
 from dcp.demo.training.launch import start_ticks
+from dcp.demo.training.stock import load_damaged, load_with_stock_torch
 from tests.command_line.cli_support import run as command
 from tests.support.programs import Program
 
 ROOT = Path(__file__).parents[2]
-SAVE_EVERY = 1
 
 
 def start(*command: str | Path, is_fresh: bool = False) -> subprocess.Popen[str] | Program:
@@ -57,7 +62,7 @@ def test_demo_from_end_to_end(tmp_path: Path) -> None:
     """It passes its own checks, and its claims about files and steps hold when looked at from outside; then
     it serves what it has trained to a browser, until Ctrl-C."""
     root = tmp_path / "demo"
-    process = start("-m", "dcp.demo", "--root", root, "--save-every", str(SAVE_EVERY), "--serve")
+    process = start("-m", "dcp.demo", "--root", root, "--save-every", "1", "--serve")
     output, url = read_until_served(process)
     assert "uninterrupted" in httpx.get(url, headers={"accept": "text/html"}, trust_env=False).text
     process.send_signal(signal.SIGINT)
@@ -132,8 +137,10 @@ def test_demo_wants_a_folder_of_its_own(tmp_path: Path, command: tuple[str, ...]
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_checks_do_not_pass_on_nothing() -> None:
-    """Digests or logs that are missing count as different, so that a check cannot pass for lack of data."""
+def test_checks_do_not_pass_on_nothing(tmp_path: Path) -> None:
+    """Digests or logs that are missing count as different, so that a check cannot pass for lack of data; an
+    empty run, and one that is not there, has no newest checkpoint."""
+    assert newest_checkpoint(tmp_path) is newest_checkpoint(tmp_path / "none") is None
     assert compare_digests({}, {}) == "there are no digests to compare with"
     assert compare_digests({"a": "1"}, {}) == "1 of 1 entries differ, such as a"
     assert compare_digests({"a": "1", "rng.rank-0": "2"}, {"a": "1"}, without="rng.") == ""
@@ -141,3 +148,76 @@ def test_checks_do_not_pass_on_nothing() -> None:
     assert largest_difference({1: 2.0}, {1: 2.0}, []) == float("inf")
     assert largest_difference({1: [1.0, 2.0]}, {1: [1.0, 2.5]}, [1]) == 0.5
     assert largest_difference({1: [1.0, 2.0]}, {1: [1.0]}, [1]) == float("inf")
+
+
+# -- on S3 ---------------------------------------------------------------------------------------------------
+
+
+def state(mebibytes: int = 20) -> dict[str, torch.Tensor]:
+    """More than two parts of an upload, in tensors of a MiB."""
+    tensors = torch.arange(mebibytes << 18, dtype=torch.float32).chunk(mebibytes)
+    return {f"layer.{number}": tensor.clone() for number, tensor in enumerate(tensors)}
+
+
+def damage_a_copy(place: Place, job: str) -> None:
+    """Copy a checkpoint, flip a bit of the copy; only the copy is damaged, and verification finds it."""
+    place.copy(job, 2, f"{job}-copy")
+    assert place.findings(f"{job}-copy", 2) == []
+    fqn = place.flip_bit(f"{job}-copy", 2)
+    (finding,) = place.findings(f"{job}-copy", 2)
+    assert fqn in finding
+    assert place.findings(job, 2) == []
+    assert place.newest(f"{job}-copy") is None and place.newest(job) == "step-00000002"
+    with pytest.raises(dcp.CorruptCheckpointError):
+        dcp.load(
+            state(2),
+            checkpoint_id=place.checkpoint(f"{job}-copy", 2),
+            storage_options=place.storage_options,
+            no_dist=True,
+        )
+
+
+def test_copies_and_damage_are_the_same_in_folders_and_on_s3(s3_server: S3Server, tmp_path: Path) -> None:
+    """Copying and damaging goes through the stores, and has the same effect on both."""
+    for place in (FolderPlace(tmp_path), BucketPlace(s3_server)):
+        job = f"demo-{tmp_path.name}-whole"
+        url = place.checkpoint(job, 2)
+        dcp.save(state(2), checkpoint_id=url, storage_options=place.storage_options, no_dist=True)
+        damage_a_copy(place, job)
+
+
+def test_stock_torch_reads_from_s3_by_environment_variables(
+    s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The demo's last chapter: stock loads the very bytes, and a flipped bit without a word."""
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    place, job = BucketPlace(s3_server), f"demo-{tmp_path.name}-stock"
+    whole = place.checkpoint(job, 2)
+    dcp.save(state(2), checkpoint_id=whole, no_dist=True)
+    place.copy(job, 2, f"{job}-damaged")
+    place.flip_bit(f"{job}-damaged", 2)
+    wanted = load_with_stock_torch(whole)
+    assert len(wanted) == 2
+    by_stock, by_ours = load_damaged(place.checkpoint(f"{job}-damaged", 2))
+    assert isinstance(by_stock, dict) and len(wanted.items() - by_stock.items()) == 1
+    assert by_ours.startswith("CorruptCheckpointError")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+def test_demo_on_s3_from_end_to_end(tmp_path: Path) -> None:
+    """It passes its own checks; the killed save left half of each rank's upload, and no object."""
+    with tempfile.TemporaryFile("w+") as output:
+        command = [sys.executable, "-m", "dcp.demo", "--s3", "--root", str(tmp_path), "--save-every", "2"]
+        done = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, timeout=880)
+        output.seek(0)
+        text = output.read()
+    assert done.returncode == 0, text
+    assert "FAILED" not in text and re.search(r"All ([0-9]+) checks passed", text), text
+    halves = re.findall(r"^ +(__[01]_0\.[0-9a-f]+\.distcp) +([0-9,]+) +([0-9,]+)$", text, re.MULTILINE)
+    assert len(halves) == 2
+    for _, size, full in halves:
+        assert int(size.replace(",", "")) == 8 << 20 < int(full.replace(",", ""))
+    assert "step-00000006 is not there" in text
+    assert not (tmp_path / "s3").exists() and not (tmp_path / "checkpoints").exists()

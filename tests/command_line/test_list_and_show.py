@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import subprocess
@@ -238,12 +239,13 @@ def test_names_cannot_steer_the_terminal(tmp_path: Path) -> None:
 
 
 def test_json_of_any_name_on_any_terminal(tmp_path: Path) -> None:
-    """Letters that a terminal has not are escaped in JSON."""
-    folder = save_ours(tmp_path / "x", {"\u00e9": torch.ones(1)})
-    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
-    command = [sys.executable, "-m", "dcp", "show", str(folder), "--json"]
-    done = subprocess.run(command, cwd=ROOT, env=ascii_only, capture_output=True, text=True)
-    assert done.returncode == 0 and '"fqn": "\\u00e9"' in done.stdout, done.stderr
+    """Letters that a terminal has not, and halves of surrogate pairs, are escaped in JSON."""
+    torch.save({"\u00e9": torch.ones(1), "\ud800": torch.ones(1)}, tmp_path / "x.pt")
+    for encoding in ("ascii", "utf-8"):
+        environment = os.environ | {"PYTHONIOENCODING": encoding}
+        done = run_program("-m", "dcp", "show", tmp_path / "x.pt", "--json", env=environment, finalizes=True)
+        assert done.returncode == 0, done.stderr
+        assert [row["fqn"] for row in json.loads(done.stdout)["tensors"]] == ["\u00e9", "\ud800"]
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,28 @@
 """``dcp rm``, ``dcp gc`` and ``dcp prune``: nothing goes without --yes, nothing of use goes with it."""
 
+import errno
 import fcntl
-import importlib
 import os
 import time
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 import torch
 
 import dcp
-from dcp.errors import StorageError
-from tests.command_line.cli_support import begin_deletion, data_file, run, save_ours, save_stock
+from tests.command_line.cli_support import (
+    Outcome,
+    begin_deletion,
+    data_file,
+    rewrite_manifest,
+    run,
+    save_ours,
+    save_stock,
+)
+from tests.support.crashes import in_lab
 from tests.support.with_optimizer import parts_there, save_apart, save_mixed
 
 DAY = 86_400
@@ -109,21 +119,25 @@ def leave_things(root: Path) -> set[str]:
     return set(old)
 
 
-def test_gc_does_not_end_at_what_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _collected_beside_a_refusal(root: Path) -> Outcome:
+    """In the laboratory: where nothing in one of the folders can be removed."""
+    unlink = os.unlink
+
+    def refusing(path: Any, **options: Any) -> None:
+        if "step-1/" in str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        unlink(path, **options)
+
+    os.unlink = refusing
+    return run("gc", root, "--yes", "--json")
+
+
+def test_gc_does_not_end_at_what_cannot_be_removed(tmp_path: Path) -> None:
     """A folder that refuses is an error, and the others are cleared all the same."""
     leave_things(tmp_path)
-    at_work = "dcp.manager.cleanup.leftovers.remove_leftovers"
-    module, _, name = at_work.rpartition(".")
-    removing = getattr(importlib.import_module(module), name)
-
-    def remove(store: Any, *given: Any, **named: Any) -> Any:
-        if store.url.endswith("step-1"):
-            raise StorageError(f"unlink in {store.url} failed", path=store.url, op="unlink")
-        return removing(store, *given, **named)
-
-    monkeypatch.setattr(at_work, remove)
-    done = run("gc", tmp_path, "--yes", "--json")
-    assert (done.status, done.err) == (3, f"dcp: unlink in {tmp_path / 'step-1'} failed\n")
+    done = in_lab(_collected_beside_a_refusal, tmp_path)
+    assert (done.status, done.err.count("\n")) == (3, 1)
+    assert str(tmp_path / "step-1") in done.err and "Permission denied" in done.err
     assert {Path(row["url"]).name: row["removed"] for row in done.json} == {"killed": True, "step-3": True}
     assert not (tmp_path / "killed").exists()
 
@@ -252,6 +266,57 @@ def test_prune_says_what_stays_in_files_with_others(tmp_path: Path) -> None:
     assert parts_there(tmp_path / "a") == "weights"
     (row,) = run("prune", tmp_path / "a", "--part", "app.model.head", "--rewrite", "--yes", "--json").json
     assert [part["name"] for part in row["parts"]] == ["app.model.head"]
+
+
+def facts(folder: Path) -> dict[str, Any]:
+    """Of all entries by name: digests that the manifest has, and values."""
+    told = run("digest", folder, "--json").json
+    assert told["bytes_read"] == 0 and run("verify", folder).status == 0
+    values = run("show", folder, "--objects", "--json").json["objects"]
+    return {row["fqn"]: row["digest"] for row in told["tensors"]} | {
+        row["fqn"]: row["value"] for row in values
+    }
+
+
+@pytest.mark.parametrize("parts", [["a"], ["a.tied", "c.7*"], ["a.w", "b.scalar", "c.lr"], ["*.none", "b"]])
+def test_what_stays_is_as_it_was(tmp_path: Path, parts: list[str]) -> None:
+    """Whatever goes: tensors, tied, turned and empty ones, too, have their digests, values are as they were,
+    and of the files those stay that something is in."""
+    weight, turned = torch.arange(12.0).view(3, 4), torch.arange(6).view(2, 3).t()
+    state: dict[str, Any] = {
+        "a": {"w": weight, "tied": weight, "turned": turned, "none": torch.zeros(0, 2)},
+        "b": {"scalar": torch.tensor(3), "half": torch.ones(5, dtype=torch.bfloat16), "lr": 0.1, "empty": {}},
+        "c": {"lr": 0.1, "name": "x", 7: {"deep": torch.ones(2)}},
+    }
+    writer = dcp.FileSystemWriter(tmp_path, single_file_per_rank=False, digests=True)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    before = facts(tmp_path)
+    globs = [word for part in parts for word in ("--part", part)]
+    assert run("prune", tmp_path, *globs, "--rewrite", "--yes").status == 0
+    gone = {name for name in before for part in parts if fnmatch(name, part) or name.startswith(f"{part}.")}
+    assert gone and facts(tmp_path) == {name: fact for name, fact in before.items() if name not in gone}
+    assert {*dcp.open_index(tmp_path).files} == {path.name for path in tmp_path.glob("*.distcp")}
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        5,
+        [None, 3, "x", []],
+        [{"name": 3, "patterns": ["a"], "time": 1.0}],
+        [{"name": "a", "patterns": "a", "time": 1.0}],
+        [{"name": "a", "patterns": ["a"], "time": "now"}],
+        [{"name": "a", "patterns": ["a"], "time": 1e300}],
+    ],
+)
+def test_a_strangers_note_of_what_was_dropped_does_no_harm(tmp_path: Path, note: Any) -> None:
+    """What no drop writes says nothing; times that no calendar has are told all the same."""
+    folder = save_ours(tmp_path / "x")
+    data = msgpack.packb({"dropped": note})
+    rewrite_manifest(folder, lambda fields: fields.update(provenance=[len(data), 0, data]))
+    shown = run("show", folder)
+    assert shown.status == 0
+    assert ("a was dropped on an unknown day" in shown.out) == ("1e+300" in str(note))
 
 
 def test_prune_of_what_is_no_run(tmp_path: Path) -> None:

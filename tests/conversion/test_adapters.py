@@ -1,8 +1,7 @@
-"""Adapters of peft into their base, as peft itself merges them; to the last bit: test_small_windows."""
+"""Adapters of peft into their base, as peft itself merges them; to the last bit: test_numbers."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import dcp
 from dcp.errors import CheckpointFormatError, PlanError, UnsupportedFormatError
-from tests.support.conversion import command, names_in
+from tests.support.conversion import command, names_in, write_adapter
 
 # Elsewhere in the tests that need them: each worker collects this file, and one has to run it.
 if TYPE_CHECKING:
@@ -134,15 +133,6 @@ def test_an_adapter_of_a_tied_output(tmp_path: Path, modules: list[str]) -> None
         loaded: Any = llama(tied=True).from_pretrained(out)
         logits = peft(tokens).logits, loaded.eval()(tokens).logits
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
-
-
-def write_adapter(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
-    """As peft lays it out."""
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
-    save_file(named, folder / "adapter_model.safetensors")
-    return folder
 
 
 _PLAIN = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}

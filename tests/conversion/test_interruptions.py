@@ -23,7 +23,7 @@ import torch
 import dcp
 from dcp.errors import CheckpointConflictError, CheckpointError, StorageError
 from tests.support.conversion import command, folder_of, names_in
-from tests.support.crashes import Child, Ending, in_lab
+from tests.support.crashes import Child, Ending, in_lab, observe_calls
 from tests.support.power_cuts import Recording
 from tests.support.refused_calls import refuse
 
@@ -65,6 +65,72 @@ def _stop_when_done(source: Path, target: Path, to: str) -> Path:
     (work,) = target.parent.glob(".tmp-convert-*")
     (ledger,) = (path for path in work.iterdir() if path.is_file())
     return ledger
+
+
+# -- killed anywhere -----------------------------------------------------------------------------------------
+
+
+def _killed_anywhere(place: str, kind: str, every: int, is_there: bool) -> tuple[list[str], int]:
+    """In the laboratory: what is wrong where a merge, or a conversion to a folder of Hugging Face, is killed
+    before every so many of its calls, and called again; and how many there are."""
+    root, wrong = Path(place), list[str]()
+    for version in (1, 2):
+        state = {f"t{n}": torch.full((_SIZE,), float(version)) for n in range(4)}
+        dcp.save(state, checkpoint_id=root / str(version), no_dist=True)
+    (root / "template").mkdir()
+    (root / "template" / "config.json").write_text("{}")
+    rules = {"rules": [{"from": {"t{n}": "(a two)"}, "to": {"w{n}": "(two a)"}}], "sizes": {"two": 2}}
+    given: dict[str, Any] = {"executor": "inline", "overwrite": True, "to": "safetensors"}
+
+    def make(folder: Path, version: int, step: int = 0) -> None:
+        left = iter(range(step - 1))
+        if step:
+            observe_calls(folder, lambda *_: None if next(left, step) < step else os.kill(os.getpid(), 9))
+        source = root / str(version)
+        if kind == "merge":
+            dcp.merge([source, source], folder / "target", map=rules, shard_bytes=4 * _SIZE, **given)
+        else:
+            dcp.convert(source, folder / "target", hf=root / "template", **given)
+
+    def seen(folder: Path) -> tuple[set[int], list[str]]:
+        target = folder / "target"
+        return (_values(target), names_in(target)) if target.exists() else (set(), [])
+
+    make(root / "first", 1)
+    names = seen(root / "first")[1]
+    old = ({1}, names) if is_there else (set(), [])
+    for step in itertools.count(1, every):
+        folder = root / f"step {step}"
+        shutil.copytree(root / "first", folder) if is_there else folder.mkdir()
+        ending, left = Child(make, folder, 2, step).wait(), seen(folder)
+        assert ending.raised is None, ending.raised.traceback_text
+        Child(make, folder, 2).wait()
+        if left not in (old, ({2}, names)) or seen(folder) != ({2}, names) or names_in(folder) != ["target"]:
+            wrong.append(f"{step}: {left}, then {seen(folder)} beside {names_in(folder)}")
+        if not ending.killed:
+            return wrong, step
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_there", "every"),
+    [
+        ("merge", True, 5),
+        ("hf", False, 5),
+        *(
+            pytest.param(kind, is_there, 1, marks=pytest.mark.exhaustive)
+            for kind in ("merge", "hf")
+            for is_there in (True, False)
+        ),
+    ],
+)
+def test_killed_anywhere_it_is_whole_or_not_there(
+    kind: str, is_there: bool, every: int, tmp_path: Path
+) -> None:
+    """What was there is whole until the new one is, with all its files; called again it ends, and leaves
+    nothing else."""
+    wrong, steps = in_lab(_killed_anywhere, str(tmp_path), kind, every, is_there)
+    assert wrong == [] and steps > 10
 
 
 # -- killed between two tasks, and after the last ------------------------------------------------------------
@@ -259,6 +325,36 @@ def _where_removed_files_stay(place: str) -> list[str]:
 def test_a_mount_that_keeps_removed_files_keeps_no_folder(tmp_path: Path) -> None:
     """NFS and FUSE have them under another name, in the folder, until they are closed."""
     assert in_lab(_where_removed_files_stay, str(tmp_path)) == ["m.pt", "source"]
+
+
+def _with_a_close_that_fails(place: str) -> list[Any]:
+    """In the laboratory: how a conversion ends, and what is there, where a mount says only when a file is
+    closed that it could not be written, and once that is over."""
+    source, target, close = _save(Path(place, "source"), 1), Path(place, "m.pt"), os.close
+
+    def closing(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        close(descriptor)
+        if path.name == "m.pt":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    os.close = closing
+    ending = Child(_convert, source, target, "torch").wait()
+    os.close = close
+    was_there = target.exists()
+    _convert(source, target, "torch")
+    return [
+        ending.raised is not None and ending.raised.class_names,
+        was_there,
+        _values(target),
+        names_in(Path(place)),
+    ]
+
+
+def test_a_file_that_could_not_be_closed_is_not_published(tmp_path: Path) -> None:
+    """A typed error, and the next call makes it."""
+    raised, *rest = in_lab(_with_a_close_that_fails, str(tmp_path))
+    assert "CheckpointError" in raised and rest == [False, {1}, ["m.pt", "source"]]
 
 
 @pytest.mark.parametrize("verify", ["blocks", "none"])

@@ -1,6 +1,6 @@
 """Merges at their door: what becomes one checkpoint, and what is named before anything is written.
 
-The sums themselves, to the last bit, are tried in test_small_windows.
+The sums themselves, to the last bit, are tried in test_numbers.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from dcp.errors import (
     OptionError,
     PlanError,
 )
-from tests.support.conversion import command, flip, names_in
-from tests.support.conversion_states import FUSED, NAMES, same, state_to_fuse
+from tests.support.conversion import FUSED, NAMES, command, flip, names_in, same, state_to_fuse
 from tests.support.programs import run_program
 from tests.support.s3 import raw_s3
 
@@ -179,6 +178,24 @@ def test_what_is_no_number_or_too_large_is_never_published(tmp_path: Path, to: s
     assert dcp.read(tmp_path / NAMES[to])["large"].tolist() == [79872.0] * 5
 
 
+def test_a_faulty_sum_that_an_earlier_run_has_found_is_not_forgotten(tmp_path: Path) -> None:
+    """That run ended before it said so; the next one goes on behind it, and refuses."""
+    sources = [tmp_path / "in0", tmp_path / "in1"]
+    for source in sources:
+        state = {f"t{n}": torch.full((1000,), float("nan") if n == 0 else 1.0) for n in range(4)}
+        dcp.save(state, checkpoint_id=source, no_dist=True)
+    given: dict[str, Any] = {"to": "safetensors", "shard_bytes": 4000, "executor": "inline"}
+
+    def stop(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        dcp.merge(sources, tmp_path / "out", progress=stop, **given)
+    with pytest.raises(PlanError, match=r"'t0' \(1,?000 NaN"):
+        dcp.merge(sources, tmp_path / "out", **given)
+    assert names_in(tmp_path) == ["in0", "in1"]
+
+
 def test_selection_and_names_are_of_each_source(three: list[Path], tmp_path: Path) -> None:
     """One source may have what the others lack, as an optimizer, if it is left out."""
     state = {"net": _state(1), "optimizer": {"m": torch.ones(4)}}
@@ -213,7 +230,7 @@ def test_damage_of_any_source_is_noticed(tmp_path: Path, rules: Any) -> None:
     with pytest.raises(CorruptCheckpointError) as caught:
         dcp.merge([tmp_path / "1", tmp_path / "2"], tmp_path / "out", map=rules)
     assert caught.value.path == str(data)
-    assert str(caught.value).startswith(f"{tmp_path / '2'}: tensor ")
+    assert str(caught.value).startswith(f"{tmp_path / '2'}: tensor 'k' is damaged")
     assert names_in(tmp_path) == ["1", "2"]
 
 

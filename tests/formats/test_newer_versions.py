@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 import dcp
 from dcp.errors import CheckpointFormatError, CorruptCheckpointError, UnsupportedFormatError
-from tests.support.formats_metadata import GOLDEN, decode_torch_metadata
+from tests.support.formats_indexes import GOLDEN, decode_torch_metadata
 from tests.support.programs import run_program
 
 

@@ -34,7 +34,7 @@ from dcp.errors import (
     UnsafeObjectError,
     UnsupportedFormatError,
 )
-from tests.support.formats_metadata import (
+from tests.support.formats_indexes import (
     GOLDEN,
     assert_same,
     decode,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -15,15 +17,20 @@ from tests.support.command import run as command
 from tests.support.values import full_tensor, raw
 
 __all__ = [
+    "FUSED",
+    "NAMES",
     "assert_same",
     "command",
     "flip",
     "folder_of",
     "many_kinds",
     "names_in",
+    "same",
     "save_sharded",
     "sharded_tensors",
+    "state_to_fuse",
     "training_state",
+    "write_adapter",
 ]
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -38,25 +45,11 @@ SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
 
 def many_kinds() -> dict[str, torch.Tensor]:
     """A tensor of each kind: all dtypes, 0-d, empty, of odd sizes, tied."""
-    names = [
-        "float32",
-        "float64",
-        "float16",
-        "bfloat16",
-        "uint8",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "bool",
-        "complex64",
-        "uint16",
-        "uint32",
-        "uint64",
-        "float8_e4m3fn",
-        "float8_e5m2",
-    ]
-    state = {f"kind.{name}": full_tensor(name, (13, 7), getattr(torch, name)) for name in names}
+    names = (
+        "float32 float64 float16 bfloat16 uint8 int8 int16 int32 int64 bool complex64 uint16 uint32 uint64"
+    )
+    names += " float8_e4m3fn float8_e5m2"
+    state = {f"kind.{name}": full_tensor(name, (13, 7), getattr(torch, name)) for name in names.split()}
     state["scalar"] = torch.tensor(2.5)
     state["empty"] = torch.zeros(0, 5)
     state["none_wide"] = torch.zeros(4, 0, 2, dtype=torch.int8)
@@ -148,3 +141,46 @@ def flip(checkpoint: Path, at: int | None = None) -> Path:
     data[len(data) // 2 if at is None else at] ^= 1
     file.write_bytes(data)
     return file
+
+
+def write_adapter(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
+    """As peft lays it out."""
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
+    save_file(named, folder / "adapter_model.safetensors")
+    return folder
+
+
+NAMES: Final = {"dcp": "out", "safetensors": "out.safetensors", "torch": "out.pt"}
+
+FUSED: Final[dict[str, Any]] = {
+    "rules": [
+        {
+            "from": {"q": "(two q) width", "k": "(two k) width"},
+            "to": {"qk": "width (two (q + k) + pad)"},
+            "padding": ["pad"],
+        },
+        {"from": "layers.{n}.w", "to": "blocks.{n}.weight"},
+        {"from": "steps", "to": "count"},
+    ],
+    "sizes": {"two": 2, "pad": 5, "q": 5, "k": 4},
+}
+"""Fused by heads, transposed and padded; stacked; renamed."""
+
+
+def state_to_fuse(number: int) -> dict[str, torch.Tensor]:
+    """What `FUSED` is about, of the source of that number."""
+    torch.manual_seed(number)
+    shapes = {"q": (10, 7), "k": (8, 7), "layers.0.w": (31,), "layers.1.w": (3, 5)}
+    kind = [torch.float32, torch.bfloat16, torch.float16][number % 3]
+    state = {name: torch.randn(shape).to(kind) for name, shape in shapes.items()}
+    return state | {"steps": torch.arange(3) + number}
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit for bit."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    raw = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other) if tensor.numel()]
+    return not raw or torch.equal(*raw)

@@ -1,22 +1,96 @@
-"""Indexes for tests: one by hand, and any number made by hypothesis."""
+"""Indexes for tests: by hand, of any sort by hypothesis, and of stock's `Metadata`, by the plainest way."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import Any
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.state_dict_saver import save
 
+import dcp
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import BLOCK_BYTES
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64, ObjectColumns, starts
 from dcp.storage.formats.plain import encode_plain
+from dcp.storage.stores import MemoryStore
+
+GOLDEN = Path(__file__).parents[1] / "formats" / "golden"
+
+Numbers = tuple[int, ...]
+Place = tuple[str, int, int]
+"""File, offset, length."""
 
 
-def int64(values: list[int]) -> Int64:
+class Tensor(NamedTuple):
+    """``boxes`` are the offsets and sizes of its chunks."""
+
+    shape: Numbers
+    boxes: Sequence[tuple[Numbers, Numbers]]
+    dtype: str
+    requires_grad: bool = False
+
+
+def int64(values: Any) -> Int64:
     """A column."""
-    return np.array(values, dtype=np.int64)
+    return np.array(list(values), dtype=np.int64)
+
+
+def build(
+    tensors: Mapping[str, Tensor], places: Sequence[Place], objects: Mapping[str, Place], planner_data: Any
+) -> CheckpointIndex:
+    """An index that says no more than stock's does; ``places`` are those of all chunks."""
+    chunks = [(tensor, box) for tensor in tensors.values() for box in tensor.boxes]
+    files = sorted({file for file, *_ in (*places, *objects.values())})
+    rows = tensors.values()
+    return CheckpointIndex(
+        format="torch_dcp",
+        fqns=list(tensors),
+        dtype_codes=np.array([dtypes.BY_NAME[tensor.dtype].code for tensor in rows], dtype=np.uint8),
+        shape_start=starts([len(tensor.shape) for tensor in rows]),
+        shape_values=int64(size for tensor in rows for size in tensor.shape),
+        requires_grad=np.array([tensor.requires_grad for tensor in rows], dtype=np.uint8),
+        chunk_start=starts([len(tensor.boxes) for tensor in rows]),
+        chunk_offsets=int64(value for _, box in chunks for value in box[0]),
+        chunk_sizes=int64(value for _, box in chunks for value in box[1]),
+        chunk_files=int64(files.index(file) for file, *_ in places),
+        record_offsets=int64(offset for _, offset, _ in places),
+        record_lengths=int64(length for *_, length in places),
+        payload_offsets=int64(UNKNOWN for _ in chunks),
+        payload_lengths=int64(_bytes(tensor.dtype, box[1]) for tensor, box in chunks),
+        crc_start=int64([0] * (len(chunks) + 1)),
+        files=files,
+        file_sizes=int64(UNKNOWN for _ in files),
+        objects=ObjectColumns(
+            fqns=list(objects),
+            files=int64(files.index(file) for file, *_ in objects.values()),
+            offsets=int64(offset for _, offset, _ in objects.values()),
+            lengths=int64(length for *_, length in objects.values()),
+            crcs=int64(UNKNOWN for _ in objects),
+            plain=int64(-1 for _ in objects),
+        ),
+        planner_data=planner_data,
+    )
+
+
+def _bytes(dtype: str, sizes: Numbers) -> int:
+    return math.prod(sizes) * dtypes.BY_NAME[dtype].itemsize
 
 
 def small_index(**changes: Any) -> CheckpointIndex:
@@ -58,8 +132,102 @@ def small_index(**changes: Any) -> CheckpointIndex:
     return CheckpointIndex(**(fields | changes))
 
 
-_sizes = st.lists(st.integers(0, 2**40) | st.integers(0, 9), max_size=5)
-_names = st.text(min_size=1, max_size=30)
+# -- stock's -------------------------------------------------------------------------------------------------
+
+
+def stock_save(folder: Path, state_dict: dict[str, Any], **writer_options: Any) -> Metadata:
+    """Save with stock torch in this process alone; the `Metadata` it wrote."""
+    save(state_dict, storage_writer=FileSystemWriter(folder, **writer_options), no_dist=True)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    assert isinstance(metadata, Metadata)
+    return metadata
+
+
+def decode_torch_metadata(data: bytes) -> CheckpointIndex:
+    """The index of a checkpoint that has this `.metadata` alone, as anybody opens it."""
+    store = MemoryStore("tests/formats-metadata")
+    store.publish(".metadata", data, durable=False)
+    return dcp.open_index(store.url)
+
+
+def decode(metadata: Any) -> CheckpointIndex:
+    """The index of objects pickled as stock pickles them."""
+    return decode_torch_metadata(pickle.dumps(metadata, protocol=4))
+
+
+def rich_state_dict() -> dict[str, Any]:
+    """Every kind of entry a single process saves: dtypes, dimensions, empty, scalar, nested, objects."""
+    return {
+        "weights": torch.arange(12.0).reshape(3, 4),
+        "scalar": torch.tensor(3),
+        "empty": torch.zeros(0, 3),
+        "five": torch.zeros(1, 2, 3, 1, 2, dtype=torch.bfloat16),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "complex": torch.zeros(2, dtype=torch.complex64),
+        "float8": torch.zeros(3, dtype=torch.float8_e4m3fn),
+        "flags": torch.tensor([True, False]),
+        "nested": {"list": [torch.ones(2), {"deep": torch.ones(1)}], "rate": 0.001, "name": "é\U0001f600"},
+        "betas": (0.9, 0.999),
+        "step": 7,
+    }
+
+
+def index_of(metadata: Metadata) -> CheckpointIndex:
+    """The index of stock's objects: the reference for the fast encoder and decoder."""
+    tensors, places, objects = dict[str, Tensor](), list[Place](), dict[str, Place]()
+
+    def place(key: MetadataIndex) -> Place:
+        info = metadata.storage_data[key]
+        return info.relative_path, info.offset, info.length
+
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            objects[fqn] = place(MetadataIndex(fqn))
+            continue
+        boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+        dtype = str(entry.properties.dtype).removeprefix("torch.")
+        tensors[fqn] = Tensor(tuple(entry.size), boxes, dtype, entry.properties.requires_grad)
+        places += [place(MetadataIndex(fqn, chunk.offsets)) for chunk in entry.chunks]
+    return build(tensors, places, objects, metadata.planner_data)
+
+
+def small_metadata(**changes: Any) -> Metadata:
+    """A tensor of two chunks and an object, of stock's classes."""
+    chunks = [ChunkStorageMetadata(torch.Size([row, 0]), torch.Size([1, 3])) for row in range(2)]
+    places: dict[MetadataIndex, Any] = {
+        MetadataIndex("t", [row, 0], row): _StorageInfo("__0_0.distcp", 500 * row, 500) for row in range(2)
+    }
+    places[MetadataIndex("o")] = _StorageInfo("__0_0.distcp", 1000, 200)
+    metadata = Metadata(
+        {
+            "t": TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([2, 3]), chunks),
+            "o": BytesStorageMetadata(),
+        },
+        planner_data={"t": ("t",), "o": ("o",)},
+        storage_data=places,
+        storage_meta=StorageMeta("there", "id"),
+        version="1.0.0",
+    )
+    return dataclasses.replace(metadata, **changes)
+
+
+def assert_same(index: CheckpointIndex, expected: CheckpointIndex) -> None:
+    """All that a `.metadata` can hold is equal in both, in whatever order they have their files."""
+    index.check()
+    for one, other in ((index, expected), (index.objects, expected.objects)):
+        for name in (field.name for field in dataclasses.fields(one)):
+            if isinstance(getattr(one, name), np.ndarray) and "file" not in name:
+                np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
+    assert (index.fqns, index.objects.fqns) == (expected.fqns, expected.objects.fqns)
+    ours, others = (
+        [one.files[file] for file in (*one.chunk_files, *one.objects.files)] for one in (index, expected)
+    )
+    assert ours == others
+    assert repr(index.planner_data) == repr(expected.planner_data)
+
+
+# -- any -----------------------------------------------------------------------------------------------------
+
 _plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5),
     lambda inner: (
@@ -69,125 +237,115 @@ _plain = st.recursive(
     ),
     max_leaves=8,
 )
+_names = st.text(min_size=1, max_size=12)
+_dtypes = st.sampled_from(sorted(dtypes.BY_NAME))
+
+
+def _planner_data(fqns: Sequence[str]) -> st.SearchStrategy[Any]:
+    parts = st.lists(_names | st.integers(0, 1 << 40), max_size=4).map(tuple)
+    return st.fixed_dictionaries(dict.fromkeys(fqns, parts)) | _plain
+
+
+@st.composite
+def _tiled(draw: st.DrawFn) -> Tensor:
+    shape = tuple(draw(st.lists(st.integers(0, 4), max_size=4)))
+    zeros = (0,) * len(shape)
+    boxes = [(zeros, shape)]
+    if shape and shape[0] > 1 and draw(st.booleans()):
+        cut = draw(st.integers(1, shape[0] - 1))
+        boxes = [(zeros, (cut, *shape[1:])), ((cut, *zeros[1:]), (shape[0] - cut, *shape[1:]))]
+    return Tensor(shape, boxes, draw(_dtypes), draw(st.booleans()))
+
+
+@st.composite
+def indexes_of_torch(draw: st.DrawFn) -> CheckpointIndex:
+    """Those of which a `.metadata` can tell all: records follow one another, in three files in turn."""
+    fqns = draw(st.lists(_names, max_size=8, unique=True))
+    split, gap = draw(st.integers(0, len(fqns))), draw(st.sampled_from([0, 100, 1 << 40]))
+    return make_index(
+        {fqn: draw(_tiled()) for fqn in fqns[:split]}, fqns[split:], draw(_planner_data(fqns)), gap
+    )
+
+
+def make_index(
+    tensors: Mapping[str, Tensor], objects: Sequence[str] = (), planner_data: Any = None, gap: int = 100
+) -> CheckpointIndex:
+    """A consistent one, whose records are ``gap`` bytes longer than their payloads."""
+    chunks = [(tensor.dtype, sizes) for tensor in tensors.values() for _, sizes in tensor.boxes]
+    lengths = [_bytes(*chunk) + gap for chunk in chunks] + [gap] * len(objects)
+    ends = starts(lengths).tolist()
+    places = [(f"__{at % 3}_0.distcp", ends[at], length) for at, length in enumerate(lengths)]
+    return build(
+        tensors, places[: len(chunks)], dict(zip(objects, places[len(chunks) :], strict=True)), planner_data
+    )
+
+
+@st.composite
+def _cut(draw: st.DrawFn) -> Tensor:
+    shape = tuple(draw(st.lists(st.integers(0, 2**40) | st.integers(0, 9), max_size=5)))
+    boxes = []
+    for _ in range(draw(st.integers(0, 3))):
+        offsets = tuple(draw(st.integers(0, size)) for size in shape)
+        sizes = tuple(draw(st.integers(0, min(n - at, 64))) for n, at in zip(shape, offsets, strict=True))
+        boxes.append((offsets, sizes))
+    return Tensor(shape, boxes, draw(_dtypes), draw(st.booleans()))
 
 
 @st.composite
 def indexes(draw: st.DrawFn) -> CheckpointIndex:
     """Any consistent index: 0-d and empty tensors, unknown payload offsets, with and without CRCs."""
-    names = draw(st.lists(_names, max_size=8, unique=True))
-    tensors = draw(st.integers(0, len(names)))
-    files = draw(st.lists(st.from_regex(r"\A[a-zé0-9_]{1,9}\Z"), min_size=1, max_size=4, unique=True))
-    builder = _Builder(draw, len(files))
-    for _ in range(tensors):
-        builder.add_tensor()
-    return CheckpointIndex(
-        format=draw(st.sampled_from(["dcp", "torch_dcp"])),
-        fqns=names[:tensors],
-        files=files,
-        file_sizes=int64([draw(st.sampled_from([2**62, UNKNOWN])) for _ in files]),
-        objects=_objects(draw, names[tensors:], len(files)),
-        planner_data=draw(
-            st.none() | st.dictionaries(_names, st.lists(_names | st.integers()).map(tuple)) | _plain
-        ),
-        provenance=draw(st.dictionaries(st.text(max_size=5), _plain, max_size=3)),
-        user=draw(st.dictionaries(st.text(max_size=5), _plain, max_size=3)),
-        torch_metadata_crc=draw(st.none() | st.integers(0, 2**32 - 1)),
-        replaced_torch_metadata_crc=draw(st.none() | st.integers(0, 2**32 - 1)),
-        **builder.columns(),
-    )
 
+    def each(strategy: st.SearchStrategy[int], count: int) -> list[int]:
+        return draw(st.lists(strategy, min_size=count, max_size=count))
 
-class _Builder:
-    def __init__(self, draw: st.DrawFn, files: int) -> None:
-        self._draw = draw
-        self._files = files
-        self._codes: list[int] = []
-        self._shapes: list[list[int]] = []
-        self._grads: list[int] = []
-        self._chunk_counts: list[int] = []
-        self._boxes: list[tuple[list[int], list[int]]] = []
-        self._rows: list[tuple[int, int, int, int, int]] = []
-        self._crcs: list[list[int]] = []
-        self._orders: dict[int, tuple[int, ...]] = {}
-
-    def add_tensor(self) -> None:
-        draw = self._draw
-        dtype = dtypes.BY_CODE[draw(st.sampled_from(sorted(dtypes.BY_CODE)))]
-        shape = draw(_sizes)
-        if draw(st.booleans()):
-            self._orders[len(self._codes)] = tuple(draw(st.permutations(range(len(shape)))))
-        self._codes.append(dtype.code)
-        self._shapes.append(shape)
-        self._grads.append(draw(st.integers(0, 1)))
-        self._chunk_counts.append(draw(st.integers(0, 3)))
-        for _ in range(self._chunk_counts[-1]):
-            self._add_chunk(shape, dtype.itemsize)
-
-    def _add_chunk(self, shape: list[int], itemsize: int) -> None:
-        draw = self._draw
-        offsets = [draw(st.integers(0, size)) for size in shape]
-        sizes = [
-            draw(st.integers(0, min(size - offset, 64))) for size, offset in zip(shape, offsets, strict=True)
-        ]
-        length = math.prod(sizes) * itemsize
-        record, head, tail = draw(st.integers(0, 2**50)), draw(st.integers(0, 600)), draw(st.integers(0, 600))
-        payload = record + head if draw(st.booleans()) else UNKNOWN
-        self._boxes.append((offsets, sizes))
-        self._rows.append(
-            (draw(st.integers(0, self._files - 1)), record, head + length + tail, payload, length)
-        )
-        blocks = -(-length // BLOCK_BYTES) if length < 1 << 30 and draw(st.booleans()) else 0
-        self._crcs.append([draw(st.integers(0, 2**32 - 1)) for _ in range(blocks)])
-
-    def columns(self) -> dict[str, Any]:
-        rows = np.array(self._rows, dtype=np.int64).reshape(-1, 5)
-        return {
-            "dtype_codes": np.array(self._codes, dtype=np.uint8),
-            "shape_start": starts([len(shape) for shape in self._shapes]),
-            "shape_values": int64([size for shape in self._shapes for size in shape]),
-            "requires_grad": np.array(self._grads, dtype=np.uint8),
-            "chunk_start": starts(self._chunk_counts),
-            "chunk_offsets": int64([offset for box in self._boxes for offset in box[0]]),
-            "chunk_sizes": int64([size for box in self._boxes for size in box[1]]),
-            "chunk_files": rows[:, 0],
-            "record_offsets": rows[:, 1],
-            "record_lengths": rows[:, 2],
-            "payload_offsets": rows[:, 3],
-            "payload_lengths": rows[:, 4],
-            "crc_start": starts([len(crcs) for crcs in self._crcs]),
-            "crcs": np.array([crc for crcs in self._crcs for crc in crcs], dtype=np.uint32),
-            "stride_orders": self._orders,
-        }
-
-
-def _objects(draw: st.DrawFn, fqns: list[str], files: int) -> ObjectColumns:
+    fqns = draw(st.lists(_names, max_size=8, unique=True))
+    split = draw(st.integers(0, len(fqns)))
+    tensors = {fqn: draw(_cut()) for fqn in fqns[:split]}
+    chunks = [_bytes(tensor.dtype, sizes) for tensor in tensors.values() for _, sizes in tensor.boxes]
+    far, files = st.integers(0, 2**50), st.sampled_from(["a", "é_1", "__0_0.x"])
+    heads = each(st.integers(0, 600), len(chunks))
+    places = [(draw(files), draw(far), head + length) for head, length in zip(heads, chunks, strict=True)]
+    base = build(tensors, places, {fqn: (draw(files), draw(far), draw(far)) for fqn in fqns[split:]}, None)
+    is_known = np.array(each(st.booleans(), len(chunks)), dtype=bool)
+    blocks = [-(-size // BLOCK_BYTES) if size < 1 << 30 and draw(st.booleans()) else 0 for size in chunks]
     values = [encode_plain(value) or b"\xc0" for value in draw(st.lists(_plain, max_size=3))]
-    plain = [draw(st.integers(-1, len(values) - 1)) for _ in fqns]
-    stored = [draw(st.integers(0 if row < 0 else -1, files - 1)) for row in plain]
-    return ObjectColumns(
-        fqns=fqns,
-        files=int64(stored),
-        offsets=int64([draw(st.integers(0, 2**50)) for _ in fqns]),
-        lengths=int64([draw(st.integers(0, 2**40)) for _ in fqns]),
-        crcs=int64([draw(st.integers(-1, 2**32 - 1)) for _ in fqns]),
-        plain=int64(plain),
-        values=values,
+    count = len(fqns) - split
+    plain = int64(each(st.integers(-1, len(values) - 1), count))
+    is_stored = (plain < 0) | np.array(each(st.booleans(), count), dtype=bool)
+    crc = st.integers(0, 2**32 - 1)
+    ranks = {row: len(tensor.shape) for row, tensor in enumerate(tensors.values()) if draw(st.booleans())}
+    given = st.dictionaries(st.text(max_size=5), _plain, max_size=3)
+    return dataclasses.replace(
+        base,
+        format=draw(st.sampled_from(["dcp", "torch_dcp"])),
+        file_sizes=int64(each(st.sampled_from([2**62, UNKNOWN]), len(base.files))),
+        payload_offsets=np.where(is_known, base.record_offsets + int64(heads), UNKNOWN),
+        crc_start=starts(blocks),
+        crcs=np.array(each(crc, sum(blocks)), dtype=np.uint32),
+        stride_orders={row: tuple(draw(st.permutations(range(ndim)))) for row, ndim in ranks.items()},
+        objects=dataclasses.replace(
+            base.objects,
+            crcs=int64(each(crc | st.just(-1), count)),
+            files=np.where(is_stored, base.objects.files, -1),
+            plain=plain,
+            values=values,
+        ),
+        planner_data=draw(_planner_data(fqns)),
+        provenance=draw(given),
+        user=draw(given),
+        torch_metadata_crc=draw(st.none() | crc),
+        replaced_torch_metadata_crc=draw(st.none() | crc),
     )
 
 
 def assert_same_index(found: CheckpointIndex, expected: CheckpointIndex) -> None:
     """Every column and every section, with the types of columns."""
-    for name in CheckpointIndex.__dataclass_fields__:
-        if name != "objects":
-            _assert_same(getattr(found, name), getattr(expected, name), name)
-    for name in ObjectColumns.__dataclass_fields__:
-        _assert_same(getattr(found.objects, name), getattr(expected.objects, name), f"objects.{name}")
-
-
-def _assert_same(found: Any, expected: Any, name: str) -> None:
-    if isinstance(expected, np.ndarray):
-        assert found.dtype == expected.dtype and np.array_equal(found, expected), name
-    elif name.endswith(("fqns", "files", "values")):
-        assert list(found) == list(expected), name
-    else:
-        assert repr(found) == repr(expected), name  # repr: NaN equals itself, and types are told apart
+    for one, other in ((found, expected), (found.objects, expected.objects)):
+        for name in (field.name for field in dataclasses.fields(one)):
+            got, wanted = getattr(one, name), getattr(other, name)
+            if isinstance(wanted, np.ndarray):
+                assert got.dtype == wanted.dtype and np.array_equal(got, wanted), name
+            elif name in ("fqns", "files", "values"):
+                assert list(got) == list(wanted), name
+            elif name != "objects":
+                assert repr(got) == repr(wanted), name  # repr: NaN equals itself, and types are told apart

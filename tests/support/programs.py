@@ -33,7 +33,7 @@ __all__ = ["Program", "run_program"]
 
 _Stream = int | IO[Any] | None
 
-_asking: Final = threading.Lock()
+_asking = threading.Lock()
 """multiprocessing looks after all its processes in whatever thread starts one or asks for its end."""
 
 
@@ -104,12 +104,13 @@ class Program:
     def wait(self, timeout: float | None = None) -> int:
         """Its exit status, once it has ended; `subprocess.TimeoutExpired`."""
         if self.returncode is None:
-            if isinstance(self._process, subprocess.Popen):
+            if not isinstance(self._process, BaseProcess):
                 self.returncode = self._process.wait(timeout)
             elif not wait([self._process.sentinel], timeout):
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
             else:
                 with _asking:
+                    self._process.join()  # a fork's files are closed shortly before it has ended
                     self.returncode = self._process.exitcode
         assert self.returncode is not None
         return self.returncode
@@ -230,6 +231,8 @@ def _become(order: _Order, not_yet: Connection, *ends: Connection) -> None:
     for number, end in enumerate(ends):
         os.dup2(end.fileno(), number)
         end.close()
+    global _asking
+    _asking = threading.Lock()  # this may be a fork of the process that holds it
     if order.has_session:
         os.setsid()
     end_with_parent(signal.SIGTERM if order.ends_with_parent else signal.SIGKILL)

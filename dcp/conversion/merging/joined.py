@@ -153,8 +153,16 @@ class _JoinedNames(Sequence[str]):
     def __getitem__(self, row: int | slice) -> str | list[str]:
         if isinstance(row, slice):
             return [self[one] for one in range(*row.indices(len(self)))]
-        number = bisect_right(self._begins, row) - 1
+        number = self._number(row)
         return f"{number}/{self._members[number][row - self._begins[number]]}"
+
+    def own_name(self, row: int) -> str:
+        """Without the number: for errors, which name the source by the path of its file."""
+        number = self._number(row)
+        return self._members[number][row - self._begins[number]]
+
+    def _number(self, row: int) -> int:
+        return bisect_right(self._begins, row) - 1
 
 
 def _joined_index(parts: Sequence[CheckpointIndex]) -> CheckpointIndex:

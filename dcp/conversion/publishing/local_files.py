@@ -18,12 +18,13 @@ from dcp.conversion.layouts.layout import TargetLayout
 from dcp.storage.commit_names import DATA_SUFFIX, MANIFEST_NAME, METADATA_NAME
 from dcp.storage.errors import CheckpointConflictError, PlanError, StorageError
 from dcp.storage.formats.registry import formats
-from dcp.storage.stores.names import LOCK_NAME
+from dcp.storage.stores.names import LOCK_NAME, TEMPORARY_PREFIX
 from dcp.storage.stores.posix.files import step
 from dcp.storage.stores.posix.refusals import NO_EXCHANGE, is_link_refused
 from dcp.storage.stores.posix.store import PosixStore
 
 __all__ = [
+    "drop_half_written",
     "exchange",
     "fill_holes",
     "has_only_others",
@@ -68,6 +69,13 @@ def reserve(folder: Path, layout: TargetLayout) -> None:
                     os.ftruncate(descriptor, size)
             finally:
                 os.close(descriptor)
+
+
+def drop_half_written(folder: Path) -> None:
+    """Remove small files at which an earlier run was killed: the target would have them, too."""
+    for path in folder.rglob(f"{TEMPORARY_PREFIX}*"):
+        if path.is_file():
+            path.unlink()
 
 
 def _allocate(path: Path, size: int) -> None:

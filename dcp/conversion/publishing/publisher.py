@@ -243,6 +243,7 @@ class Publisher:
     ) -> None:
         output, target = ledger.output, Path(self._place.url)
         local_files.fill_holes(output, layout, checksums)
+        local_files.drop_half_written(output)
         for name, data in layout.last_files.items():
             self._write(output, name, data)
         if (

@@ -111,7 +111,7 @@ class Payloads:
     def _open_record(self, chunk: int, read: Callable[[int, int], bytes]) -> None:
         index = self._index
         tensor = int(index.chunk_tensors[chunk])
-        fqn, name = index.fqns[tensor], index.files[int(index.chunk_files[chunk])]
+        fqn, name = index.own_name(tensor), index.files[int(index.chunk_files[chunk])]
         handle = self._handle(int(index.chunk_files[chunk]))
         begin, length = int(index.record_offsets[chunk]), int(index.record_lengths[chunk])
         if begin + length > handle.size_bytes:
@@ -178,7 +178,7 @@ class Payloads:
             for block in range(1, len(blocks)):
                 total = crc32_combine(total, blocks[block], min(BLOCK_BYTES, size - block * BLOCK_BYTES))
             if total != self._whole_crcs[chunk]:
-                fqn = self._index.fqns[int(self._index.chunk_tensors[chunk])]
+                fqn = self._index.own_name(int(self._index.chunk_tensors[chunk]))
                 name = self._index.files[int(self._index.chunk_files[chunk])]
                 raise CorruptCheckpointError(
                     f"{name}: tensor {fqn!r} is damaged: CRC-32 {total:08x}, its record says "

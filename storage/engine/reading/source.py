@@ -126,7 +126,7 @@ class ReadSource:
 
     def corruption(self, chunk: int, block: int, expected: int, got: int) -> CorruptCheckpointError:
         """The error for bytes that are not those committed."""
-        fqn = self.index.fqns[int(self.index.chunk_tensors[chunk])]
+        fqn = self.index.own_name(int(self.index.chunk_tensors[chunk]))
         name = self.index.files[int(self.index.chunk_files[chunk])]
         offset = self.payloads.offset(chunk) + block * BLOCK_BYTES
         path = self.store.path_of(name)  # of several sources as one the store's own names are not the file's
