@@ -15,7 +15,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from dcp.demo.places import FolderPlace, Place
-from dcp.demo.training.launch import KILL_VARIABLE, Launch, rank_note, start, start_ticks
+from dcp.demo.training.launch import Launch, start
+from dcp.demo.training.rank_notes import KILL_VARIABLE, rank_note, start_ticks
 
 __all__ = ["DemoError", "JobOutcome", "Workplace", "environ_of", "import_path"]
 

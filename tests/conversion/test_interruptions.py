@@ -338,7 +338,7 @@ def _with_a_close_that_fails(place: str) -> list[Any]:
         if path.name == "m.pt":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    os.close = closing
+    os.close = closing  # type: ignore[assignment]
     ending = Child(_convert, source, target, "torch").wait()
     os.close = close
     was_there = target.exists()

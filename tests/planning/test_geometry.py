@@ -204,8 +204,8 @@ def test_pairs_of_boxes_that_share_volume_are_found_once(data: Any, ndim: int, s
     a, b = data.draw(box_sets(ndim, scale)), data.draw(box_sets(ndim, scale))
     if len(a.groups) and len(b.groups):
         found = [*zip(*(side.tolist() for side in intersecting_pairs(a, b)), strict=True)]
-        pairs = itertools.product(range(len(a.groups)), range(len(b.groups)))
-        assert found == [(i, j) for i, j in pairs if meet(a, i, b, j)]
+        across = itertools.product(range(len(a.groups)), range(len(b.groups)))
+        assert found == [(i, j) for i, j in across if meet(a, i, b, j)]
     found = sorted(zip(*(side.tolist() for side in overlapping_pairs(a)), strict=True))
     pairs = itertools.combinations(range(len(a.groups)), 2)
     assert found == [(i, j) for i, j in pairs if meet(a, i, a, j)]

@@ -168,7 +168,7 @@ def test_a_value_that_cannot_be_compared_differs_from_one_that_can(digests: tupl
 
 
 _T4 = save_columns({"t": whole((4,))})
-UNSOUND = {
+UNSOUND: dict[str, list[Any]] = {
     "outside of its shape": [_T4, {"t": Held((4,), whole_tensor((3,)), (LocalBox((2,), (3,), (0,)),))}],
     "overlap": [{"t": part((4,), (0,), (3,))}, {"t": part((4,), (2,), (2,))}],
     "2 of its 4 elements": [{"t": part((4,), (0,), (1,))}, {"t": part((4,), (3,), (1,))}],

@@ -81,7 +81,8 @@ def test_options_that_cannot_be_meant_are_refused(stored: Path) -> None:
     for options in WRONG:
         with pytest.raises(PlanError):
             dcp.DefaultLoadPlanner(**options)
-    for rename in ({"w": r"\3"}, lambda _: None, {"w": 3}):  # no such group, no string
+    renames: list[Any] = [{"w": r"\3"}, lambda _: None, {"w": 3}]  # no such group, no string
+    for rename in renames:
         with pytest.raises(PlanError, match=r"model\.w|rename"):
             dcp.load({"model.w": torch.zeros(1)}, checkpoint_id=stored, rename=rename, no_dist=True)
 

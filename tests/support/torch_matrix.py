@@ -157,7 +157,7 @@ def table(found: dict[str, dict[str, str]]) -> str:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     if sys.argv[1] in ("write", "read"):
-        print(json.dumps({"write": write, "read": read}[sys.argv[1]](*sys.argv[2:])))
+        print(json.dumps(write(sys.argv[2]) if sys.argv[1] == "write" else read(*sys.argv[2:])))
     else:
         with tempfile.TemporaryDirectory() as folder:
             found = matrix(sys.argv[1:], Path(folder))

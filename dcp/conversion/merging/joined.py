@@ -159,7 +159,7 @@ class _JoinedNames(Sequence[str]):
     def own_name(self, row: int) -> str:
         """Without the number: for errors, which name the source by the path of its file."""
         number = self._number(row)
-        return self._members[number][row - self._begins[number]]
+        return str(self._members[number][row - self._begins[number]])
 
     def _number(self, row: int) -> int:
         return bisect_right(self._begins, row) - 1

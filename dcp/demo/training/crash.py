@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from dcp.demo.training.launch import KILL_VARIABLE
+from dcp.demo.training.rank_notes import KILL_VARIABLE
 from dcp.storage.stores import OpenStore, Store, open_store
 from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
 from dcp.storage.stores.objects.options import ObjectOptions

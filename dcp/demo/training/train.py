@@ -21,8 +21,8 @@ import dcp
 from dcp.demo.training.batches import batch_of_step, read_tokens, window_batch
 from dcp.demo.training.crash import CrashPoint
 from dcp.demo.training.digests import digests_of_state
-from dcp.demo.training.launch import rank_note, start_ticks
 from dcp.demo.training.model import ModelSize, build_model
+from dcp.demo.training.rank_notes import rank_note, start_ticks
 
 __all__ = ["main"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     url = f"sqlite:///{tmp_path / 'catalog.sqlite'}"
     roots = {"checkpoints": {"url": str(tmp_path / "checkpoints"), "scan_seconds": 0}}
-    quick = {"work_folder": tmp_path / "work", "poll_seconds": 0.05}
+    quick: dict[str, Any] = {"work_folder": tmp_path / "work", "poll_seconds": 0.05}
     with (
         running_app(url, tmp_path, auth="off", roots=roots, **quick) as app,
         listening(app.app) as address,
