@@ -25,6 +25,9 @@ MAX_PAIRS = 100_000_000
 MAX_CUTS = 100_000
 """Boxes that partly overlapping ones may be cut into, a bound against absurd input."""
 
+MAX_CUT_TESTS = 100_000
+"""Tests of a part against a box that may cut it: a second or two, a bound on time against absurd input."""
+
 _KEY_LIMIT = 2.0**62
 _GOOD_SELECTIVITY = 4
 
@@ -258,14 +261,16 @@ def cut_overlaps(boxes: BoxSet, earlier: Int64, later: Int64) -> tuple[Int64, Bo
         cutters.setdefault(row, []).append(cutter)
     rows: list[int] = []
     rests: list[Box] = []
+    tests = 0
     for row, holes in cutters.items():
         rest = [_box(boxes, row)]
         for hole in holes:
+            tests += len(rest)
+            if tests > MAX_CUT_TESTS or len(rows) + len(rest) > MAX_CUTS:
+                raise PlanError(
+                    "the stored chunks of a tensor overlap in too many ways; the checkpoint is not sound"
+                )
             rest = [part for box in rest for part in box.without(_box(boxes, hole))]
-        if len(rows) + len(rest) > MAX_CUTS:
-            raise PlanError(
-                "the stored chunks of a tensor overlap in too many ways; the checkpoint is not sound"
-            )
         rows += [row] * len(rest)
         rests += rest
         dropped[row] = True

@@ -108,47 +108,6 @@ def test_after_its_end_nothing_is_cancelled(tmp_path: Path) -> None:
     assert (failing.cancel(), failing.cancelled()) == (False, False)
 
 
-def test_one_large_tensor_is_left_in_the_middle(tmp_path: Path) -> None:
-    """A save need not first write the tensor that it is at, nor does a bar on the terminal keep it."""
-    gate = Gate()
-    late: list[Operation] = []
-
-    def slow(operation: Operation) -> None:
-        gate()
-        if future.abort_event.is_set():
-            late.append(operation)
-
-    writer = writer_with(slow, "write", "*")(str(tmp_path / "x"))
-    state = {"large": torch.ones(64 << 20, dtype=torch.uint8)}
-    future = save(state, storage_writer=writer, progress=True)
-    gate.wait_until_reached()
-    future.abort()
-    gate.open()
-    assert future.cancel()
-    assert len(late) <= 2, "of 64 writes"
-    assert not (tmp_path / "x").exists()
-
-
-def test_a_progress_callback_may_not_wait_for_itself(tmp_path: Path) -> None:
-    """cancel() there is refused; abort() ends the save."""
-    refused: list[str] = []
-    made: list[SaveFuture] = []
-    known = threading.Event()
-
-    def progress(_: object) -> None:
-        assert known.wait(240)
-        try:
-            made[0].cancel()
-        except dcp.CheckpointError as error:
-            refused.append(str(error))
-        made[0].abort()
-
-    made.append(save(version_state(1, large=1 << 18), checkpoint_id=tmp_path / "x", progress=progress))
-    known.set()
-    assert isinstance(made[0].exception(240), SaveAbortedError)
-    assert refused and "wait for itself" in refused[0]
-
-
 def state_of_ranks(rank: int) -> dict[str, Any]:
     """A lot on rank 0, little on rank 1."""
     return {f"r{rank}.{n}": torch.full((1 << 18,), float(n)) for n in range(150 - 148 * rank)}
@@ -213,24 +172,3 @@ def test_a_cancelled_save_is_no_failure(tmp_path: Path, on_failure: Any) -> None
     told = seen.kinds("saved", "save_failed", "save_cancelled")
     assert told == [("saved", 1), ("save_cancelled", 2), ("saved", 3)]
     assert contents(tmp_path).keys() == {1, 3}
-
-
-def test_another_thread_cancels_a_save_in_the_loop(tmp_path: Path) -> None:
-    """Of a manager of mode "sync", too: the call that saves returns, and nothing is left."""
-    gate = Gate()
-    answers: list[bool] = []
-    slow = FaultyWriter([Fault("write", onwards=True, hook=gate, delay_seconds=0.05)])
-    state = {f"w{number}": torch.ones(4096) for number in range(40)}
-    with manager_of(tmp_path, mode="sync", writer=slow) as manager:
-
-        def cancel() -> None:
-            gate.wait_until_reached()
-            gate.open()
-            answers.append(manager.cancel())
-
-        thread = threading.Thread(target=cancel)
-        thread.start()
-        future = manager.save(1, state)
-        thread.join(240)
-        assert (answers, future is not None and future.cancelled()) == ([True], True)
-        assert manager.all_steps() == [] and contents(tmp_path) == {}

@@ -141,8 +141,8 @@ def endure(
 @pytest.mark.parametrize(
     ("mode", "world_size", "saves"),
     [
-        ("thread", 1, 14),
         ("process", 1, 14),
+        pytest.param("thread", 1, 14, marks=pytest.mark.exhaustive),
         *(
             pytest.param(mode, world_size, 100, marks=pytest.mark.exhaustive)
             for mode, world_size in (("thread", 2), ("process", 1))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
-import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,6 @@ import pytest
 import torch
 
 import dcp
-from dcp.storage.stores import PosixStore
 from tests.support.background import FileGate, gated_writer
 from tests.support.crashes import in_lab
 from tests.support.programs import run_program
@@ -67,46 +64,27 @@ save = lambda name, state: dcp.async_save(state, checkpoint_id=f"{sys.argv[1]}/{
 try:
     save("a", {"s": Interrupted()})
 except KeyboardInterrupt:
-    futures = [save(str(number), {"w": torch.arange(1 << 22)}) for number in range(2)]
+    run, mode = f"{sys.argv[1]}/run", sys.argv[2].lower()
+    manager = dcp.CheckpointManager(run, mode=mode, keep=dcp.Retention(last=1))
+    for step in (1, 2):
+        manager.save(step, {"w": torch.full((64,), step)})
+    large = torch.arange(1 << 24)  # under way when the script ends
+    futures = [save(str(number), {"w": large}) for number in range(2)]
+    manager.save(3, {"w": torch.full((64,), 3)})
     raise SystemExit(3)
 """
 
 
 @pytest.mark.parametrize("kind", ["THREAD", pytest.param("PROCESS", marks=pytest.mark.exhaustive)])
 def test_a_script_that_ends_has_saved(tmp_path: Path, kind: str) -> None:
-    """The interpreter's end waits for the commits of what was begun, also where the program exits by itself,
-    and where one save was ended by Ctrl-C while it was staged, which is raised there."""
+    """The interpreter's end waits for the commits of what was begun, by a manager that nobody closes too, and
+    where one save was ended by Ctrl-C while it was staged, which is raised there."""
     ended = run_program("-c", _INTERRUPTED, tmp_path, kind, finalizes=True)
     assert ended.returncode == 3, ended.stderr
     assert sorted(path.parent.name for path in tmp_path.glob("*/manifest.msgpack")) == ["0", "1"]
-    assert dcp.read(tmp_path / "1")["w"].equal(torch.arange(1 << 22))
-
-
-class InterruptedStore:
-    """What opens a store; it is interrupted on its way to the writer process, once."""
-
-    def __init__(self, interrupted: bool = False) -> None:
-        self.interrupted = interrupted
-
-    def __call__(self, path: str | os.PathLike[str]) -> PosixStore:
-        """The store."""
-        return PosixStore(path)
-
-    def __reduce__(self) -> tuple[type[InterruptedStore], tuple[bool]]:
-        if not self.interrupted:
-            self.interrupted = True
-            signal.raise_signal(signal.SIGINT)
-        return InterruptedStore, (True,)
-
-
-def test_an_interrupt_while_a_save_is_handed_over_comes_after_that(tmp_path: Path) -> None:
-    """Half of a message to the writer process would leave this save, and all after it, without an end."""
-    save = partial(dcp.async_save, no_dist=True, async_checkpointer_type=PROCESS)
-    writer = dcp.FileSystemWriter(tmp_path / "1", open_store=InterruptedStore())
-    with pytest.raises(KeyboardInterrupt):
-        save(state_of(1), storage_writer=writer)
-    save(state_of(2), checkpoint_id=tmp_path / "2").result(240)
-    assert [version_of(tmp_path / name) for name in ("1", "2")] == [1, 2]
+    assert dcp.read(tmp_path / "1")["w"].equal(torch.arange(1 << 24))
+    (last,) = (tmp_path / "run").iterdir()
+    assert last.name == "step-00000003" and dcp.read(last)["w"].eq(3).all()
 
 
 def save_in_fork(root: Path, kind: dcp.AsyncCheckpointerType) -> None:
@@ -142,35 +120,3 @@ def test_forks_leave_the_saves_to_their_parent(tmp_path: Path, kind: dcp.AsyncCh
     assert in_lab(fork_while_saving, tmp_path, kind) == [0, False, 0, False]
     found = [version_of(tmp_path / name) for name in ("first", "second", "fork", "last")]
     assert found == [1, 2, 3, 4]
-
-
-_FORKING = """
-import os, sys, torch, torch.distributed as dist, dcp
-how, folder = sys.argv[1:]
-store = dist.FileStore(folder + "/store", 1)
-dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-state = {"w": torch.ones(1 << 20)}
-manager = dcp.CheckpointManager(folder + "/run", mode="sync" if how == "save" else how)
-for number in range(2):
-    future = manager.save(number, state)
-    child = os.fork()
-    if child == 0:
-        if number % 2:
-            break  # to the end of the program
-        sys.exit(0)
-    ended = os.waitpid(child, 0)[1]
-    if ended != 0:
-        sys.exit(f"child {number} ended with {ended}")
-    future.result(120)
-else:
-    manager.close()
-    dist.destroy_process_group()
-"""
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("how", ["save", "thread", "process"])
-def test_a_forked_child_ends(how: str, tmp_path: Path) -> None:
-    """By sys.exit and at the end of the program, with process groups that its parent had threads for."""
-    done = run_program("-c", _FORKING, how, tmp_path, finalizes=True)
-    assert done.returncode == 0, done.stderr

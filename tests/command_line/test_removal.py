@@ -8,7 +8,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import pytest
 import torch
 
@@ -17,7 +16,6 @@ from tests.command_line.cli_support import (
     Outcome,
     begin_deletion,
     data_file,
-    rewrite_manifest,
     run,
     save_ours,
     save_stock,
@@ -223,12 +221,6 @@ def test_gc_leaves_alone_what_it_cannot_read(tmp_path: Path) -> None:
     assert not (tmp_path / "killed").exists()
 
 
-def test_gc_of_nothing_fails(tmp_path: Path) -> None:
-    """A folder that is not there is an error of one line."""
-    failed = run("gc", tmp_path / "absent")
-    assert (failed.status, failed.err) == (3, f"dcp: {tmp_path / 'absent'}: no such folder\n")
-
-
 def test_prune_drops_the_optimizer_only_if_asked_to(tmp_path: Path) -> None:
     """Of a run the older steps lose it; a dry run lists what would be freed, and touches nothing."""
     for step in (5, 10, 15):
@@ -296,36 +288,3 @@ def test_what_stays_is_as_it_was(tmp_path: Path, parts: list[str]) -> None:
     gone = {name for name in before for part in parts if fnmatch(name, part) or name.startswith(f"{part}.")}
     assert gone and facts(tmp_path) == {name: fact for name, fact in before.items() if name not in gone}
     assert {*dcp.open_index(tmp_path).files} == {path.name for path in tmp_path.glob("*.distcp")}
-
-
-@pytest.mark.parametrize(
-    "note",
-    [
-        5,
-        [None, 3, "x", []],
-        [{"name": 3, "patterns": ["a"], "time": 1.0}],
-        [{"name": "a", "patterns": "a", "time": 1.0}],
-        [{"name": "a", "patterns": ["a"], "time": "now"}],
-        [{"name": "a", "patterns": ["a"], "time": 1e300}],
-    ],
-)
-def test_a_strangers_note_of_what_was_dropped_does_no_harm(tmp_path: Path, note: Any) -> None:
-    """What no drop writes says nothing; times that no calendar has are told all the same."""
-    folder = save_ours(tmp_path / "x")
-    data = msgpack.packb({"dropped": note})
-    rewrite_manifest(folder, lambda fields: fields.update(provenance=[len(data), 0, data]))
-    shown = run("show", folder)
-    assert shown.status == 0
-    assert ("a was dropped on an unknown day" in shown.out) == ("1e+300" in str(note))
-
-
-def test_prune_of_what_is_no_run(tmp_path: Path) -> None:
-    """A run without rules, nothing at all, and folders of several runs; the others are done all the same."""
-    save_apart(tmp_path / "step-1")
-    wrong = run("prune", tmp_path, "--yes")
-    assert wrong.status == 2 or wrong.status == 3
-    assert "--last 2" in wrong.err
-    save_apart(tmp_path / "epoch-1")
-    assert "several runs" in run("prune", tmp_path, "--last", "1").err
-    mixed = run("prune", tmp_path / "none", tmp_path / "step-1", "--yes")
-    assert (mixed.status, parts_there(tmp_path / "step-1")) == (3, "weights")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +84,6 @@ def test_sorted_and_cut(runs: Path) -> None:
     assert len(run("stats", one, "--top", "1", "--json").json["tensors"]) == 6
 
 
-@pytest.mark.parametrize("command", ["show", "stats", "diff"])
-def test_an_unknown_column_is_wrong_usage(runs: Path, command: str) -> None:
-    """Before anything is opened the columns that there are are listed."""
-    wrong = run(command, *[runs / "nothing"] * (2 if command == "diff" else 1), "--sort", "colour")
-    assert wrong.status == 2 and "name" in wrong.err
-
-
 def test_ls_lists_runs_and_with_r_their_checkpoints(runs: Path) -> None:
     """Runs may be in folders of folders; their newest step is that of the last commit."""
     summary, files, table = run("ls", runs).out.split("\n\n")
@@ -105,42 +97,6 @@ def test_ls_lists_runs_and_with_r_their_checkpoints(runs: Path) -> None:
     names = [row["name"] for row in run("ls", "-r", runs, "--json").json]
     assert names == [runs.name, "a/step-1", "a/step-20", "b/nested/step-3", "b/nested/step-4"]
     assert [row["name"] for row in run("ls", "-r", runs / "a/step-1", "--json").json] == ["step-1"]
-
-
-def test_the_newest_step_of_a_run_is_of_those_that_have_one(tmp_path: Path) -> None:
-    """A checkpoint that is called otherwise, and was committed later, does not hide it."""
-    for name in ("run/step-7", "run/by-hand", "other/by-hand"):
-        save_ours(tmp_path / name, {"n": 1})
-    rows = {row["name"]: (row["checkpoints"], row["step"]) for row in run("ls", tmp_path, "--json").json}
-    assert rows == {"other": (1, None), "run": (2, 7)}
-
-
-def test_runs_of_an_object_store_are_found() -> None:
-    """A run in memory is listed as one on disk."""
-    for step in (1, 2):
-        dcp.save({"n": 1}, checkpoint_id=f"memory://runs-of-memory/step-{step}", no_dist=True)
-    assert [row["step"] for row in run("ls", "memory://runs-of-memory", "--json").json] == [1, 2]
-
-
-def test_files_without_checksums_are_not_said_to_be_ok(runs: Path) -> None:
-    """They were read, and that is all; and their time is that of their last change."""
-    verified = run("verify", runs / "w.safetensors")
-    assert verified.status == 0
-    assert verified.out == f"{runs / 'w.safetensors'}: readable, no checksums (1 tensor, 1 file, 12 B read)\n"
-    assert "\nmodified    20" in run("show", runs / "w.safetensors").out
-    assert "\ncommitted   20" in run("show", runs / "a/step-1").out
-
-
-@pytest.mark.parametrize("columns", [60, 200])
-def test_the_help_uses_the_width_and_has_groups(columns: int) -> None:
-    """No sentence of the list of commands is cut."""
-    done = run_program("-m", "dcp", "--help", env=os.environ | {"COLUMNS": str(columns)})
-    assert done.returncode == 0
-    longest = max(map(len, done.stdout.splitlines()))
-    assert min(columns, 120) - 20 < longest <= columns
-    assert "..." not in done.stdout.partition("Options:")[2]
-    panels = [line for line in done.stdout.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert panels == ["Options:", "Look:", "Check and convert:", "Remove:", "The service:", "Try it:"]
 
 
 # -- cat, stats and diff -------------------------------------------------------------------------------------

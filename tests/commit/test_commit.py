@@ -77,19 +77,6 @@ def test_uploads_that_were_there_are_ended_by_the_commit() -> None:
     assert sorted(model.uploads.values()) == ["__0_0.0a1b2c3f.distcp", "a user's own"]
 
 
-def test_a_save_that_fails_ends_its_uploads() -> None:
-    """And nobody else's. That uploads may not be listed is no obstacle."""
-    model, full = _model("discard"), StorageError("full")
-    model.create("__0_0.0a1b2c3e.distcp", durable=False)
-    denied = Fault("abort_uploads", onwards=True, error=StorageError("AccessDenied"))
-    for faults in ((), (denied,)):
-        with pytest.raises(StorageError, match="full"):
-            _save(FaultInjectingStore(model, Fault("finish", error=full), *faults), 1)
-        assert "__0_0.0a1b2c3e.distcp" in model.uploads.values()
-        assert model.list() == []
-    assert list(model.uploads.values()) == ["__0_0.0a1b2c3e.distcp"]
-
-
 @pytest.mark.parametrize("kind", ["ours", "stock"])
 def test_a_hostile_predecessor_has_nothing_of_the_user_deleted(tmp_path: Path, kind: str) -> None:
     """Whatever files it lists as its data: only what can be data of a checkpoint is removed."""
@@ -137,34 +124,8 @@ def test_a_commit_demands_its_data_files(tmp_path: Path) -> None:
         _value(tmp_path)
 
 
-def test_writers_that_replace_each_other_without_pause_are_a_conflict(tmp_path: Path) -> None:
-    """They do not hold a save up for ever."""
-    _save(tmp_path, 1)
-    gone = Fault("read", name=METADATA, onwards=True, error=CheckpointNotFoundError("gone again"))
-    (tmp_path / METADATA).write_bytes(b"of nobody")
-    with pytest.raises(CheckpointConflictError, match="another writer"):
-        _save(FaultInjectingStore(PosixStore(tmp_path), gone), 2)
-
-
 def _eio() -> OSError:
     return OSError(errno.EIO, "Input/output error")
-
-
-def test_a_lock_that_cannot_be_released_costs_no_commit(tmp_path: Path) -> None:
-    """Neither unlocking nor closing works: the save has ended well, and the next one does not wait."""
-    failed: list[str] = []
-
-    def unlocking_fails(call: str, path: Path) -> int:
-        is_release = path.name == ".lock (deleted)" and call in ("flock", "close")
-        failed.extend([call] * is_release)
-        return errno.EIO if is_release else 0
-
-    for value in (1, 2, 3):
-        with bad_mount(tmp_path, unlocking_fails):
-            _save(tmp_path / "x", value)
-        assert _value(tmp_path / "x") == value
-    assert {*failed} == {"flock", "close"}
-    assert len([*(tmp_path / "x").iterdir()]) == 3
 
 
 def test_what_was_replaced_stays_until_the_manifest_is_durable(tmp_path: Path) -> None:

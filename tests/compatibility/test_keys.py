@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import enum
-import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp
-from dcp.default_planner import _EmptyStateDictLoadPlanner
-from dcp.state_dict_loader import _load_state_dict, _load_state_dict_from_keys
+from dcp.state_dict_loader import _load_state_dict_from_keys
 from tests.support.ranks import run_ranks
 
 read_all = _load_state_dict_from_keys
@@ -34,24 +27,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "LBFGS": torch.optim.LBFGS,
     "NAdam": torch.optim.NAdam,
 }
-
-
-class Level(enum.IntEnum):
-    """A number with a name."""
-
-    LOW = 1
-
-
-class Color(enum.StrEnum):
-    """A string with a name."""
-
-    RED = "red"
-
-
-class Plain(enum.Enum):
-    """Neither."""
-
-    X = 1
 
 
 def shape(value: Any) -> Any:
@@ -124,25 +99,6 @@ def test_every_kind_of_key_and_empty_containers_on_every_way(tmp_path: Path) -> 
     ]
 
 
-def test_subclasses_of_keys_are_kept_by_value_and_others_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Equal keys of plain types come back; of a key that has none the save says that it becomes a string."""
-    state = {"k": {Level.LOW: 1, Color.RED: 2, np.int64(5): 3, np.float64(0.25): 4, np.str_("t"): 5}}
-    dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
-    assert shape(read_all(checkpoint_id=tmp_path / "a")) == shape(
-        {"k": {1: 1, "red": 2, 5: 3, 0.25: 4, "t": 5}}
-    )
-    assert not caplog.records
-    with caplog.at_level(logging.WARNING):
-        dcp.save({"k": {Plain.X: 1, torch.float32: 2}}, checkpoint_id=tmp_path / "b", no_dist=True)
-    assert "'k.Plain.X' (Plain)" in caplog.text and "'k.torch.float32' (dtype)" in caplog.text
-    assert read_all(checkpoint_id=tmp_path / "b") == {"k": {"Plain.X": 1, "torch.float32": 2}}
-    target = {"k": {Plain.X: 0, torch.float32: 0}}
-    dcp.load(target, checkpoint_id=tmp_path / "b", no_dist=True)
-    assert target == {"k": {Plain.X: 1, torch.float32: 2}}
-
-
 @pytest.mark.parametrize(
     "clash",
     [
@@ -180,52 +136,6 @@ def test_stock_torch_reads_what_has_such_keys(tmp_path: Path) -> None:
     target = {"o": _stepped(OPTIMIZERS["AdamW"])[1].state_dict()}
     dcp.load(target, checkpoint_id=tmp_path / "stock", no_dist=True)
     assert list(target["o"]["state"]) == [0, 1, 2, 3]
-
-
-def test_a_stock_save_over_ours_has_no_keys_of_ours(tmp_path: Path) -> None:
-    """The manifest that stock torch left behind in the folder is not asked."""
-    dcp.save({"x": {0: torch.ones(1)}}, checkpoint_id=tmp_path, no_dist=True)
-    stock.save({"x": {"0": torch.ones(1)}}, checkpoint_id=tmp_path, no_dist=True)
-    assert shape(read_all(checkpoint_id=tmp_path)) == shape({"x": {"0": torch.ones(1)}})
-
-
-def test_a_writer_that_is_used_again_sees_that_keys_have_changed(tmp_path: Path) -> None:
-    """The plan of the save before is for other keys, though their names are the same."""
-    writer = dcp.FileSystemWriter(tmp_path / "0")
-    states: list[dict[Any, Any]] = [
-        {0: 1, 1: {}},
-        {0: 2, 1: {}},
-        {"0": 3, "1": {}},
-        {True: 4, 1.5: 5},
-        {0: 1},
-    ]
-    for step, state in enumerate(states):
-        writer.path = tmp_path / str(step)
-        writer.reset(tmp_path / str(step))
-        dcp.save({"s": state}, storage_writer=writer, no_dist=True)
-        assert shape(read_all(checkpoint_id=tmp_path / str(step))) == shape({"s": state})
-
-
-class Prepared(dcp.DefaultSavePlanner):
-    """A planner that overrides a step, so that plans travel as torch's objects."""
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """As it is."""
-        return super().create_global_plan([dataclasses.replace(plan) for plan in all_plans])
-
-
-def test_planners_and_storages_that_override_a_step_keep_keys(tmp_path: Path) -> None:
-    """Plans made of torch's objects carry the notes; stock torch's own storage has no place for them."""
-    dcp.save(_mixed(), checkpoint_id=tmp_path / "a", planner=Prepared(), no_dist=True)
-    assert shape(read_all(checkpoint_id=tmp_path / "a")) == shape(_mixed())
-    stock.save(
-        _mixed(), storage_writer=dcp.FileSystemWriter(tmp_path / "b"), planner=Prepared(), no_dist=True
-    )
-    assert shape(read_all(checkpoint_id=tmp_path / "b")) == shape(_mixed())
-    state = {"s": {0: torch.ones(1)}}
-    dcp.save(state, storage_writer=stock.FileSystemWriter(tmp_path / "c"), planner=Prepared(), no_dist=True)
-    assert b"dcp" not in (tmp_path / "c" / ".metadata").read_bytes().replace(b".distcp", b"")
-    assert shape(read_all(checkpoint_id=tmp_path / "c")) == shape({"s": {"0": torch.ones(1)}})
 
 
 def keys_of_ranks(rank: int, world: int, root: str) -> dict[str, Any]:
@@ -292,28 +202,3 @@ def test_the_whole_checkpoint_or_parts_of_it(package: str, tmp_path: Path) -> No
         theirs = stock.state_dict_loader._load_state_dict_from_keys(keys, storage_reader=reader)
         assert _as_text(own) == _as_text(theirs)
         assert 0 < len(_as_text(own)) < len(_as_text(_a_state()))
-
-
-def test_absent_keys_and_filled_dicts_are_errors(tmp_path: Path) -> None:
-    """Where torch's function gives an empty dict, and its planner fails an assertion."""
-    dcp.save(_a_state(), checkpoint_id=tmp_path, no_dist=True)
-    with pytest.raises(dcp.MissingKeyError, match="'modle'"):
-        _load_state_dict_from_keys({"modle", "step"}, checkpoint_id=tmp_path)
-    reader, planner = dcp.FileSystemReader(tmp_path), _EmptyStateDictLoadPlanner()
-    with pytest.raises(dcp.errors.PlanError, match="empty dict"):
-        _load_state_dict({"step": 1}, reader, no_dist=True, planner=planner)
-
-
-@pytest.mark.parametrize("planners", PACKAGES)
-def test_planners_of_either_package_fill_an_empty_dict(planners: str, tmp_path: Path) -> None:
-    """The two calls that tools which merge checkpoints make."""
-    dcp.save(_a_state(), checkpoint_id=tmp_path, no_dist=True)
-    for package in PACKAGES.values():
-        state: dict[str, Any] = {}
-        package.state_dict_loader._load_state_dict(
-            state,
-            storage_reader=package.FileSystemReader(tmp_path),
-            planner=PACKAGES[planners].default_planner._EmptyStateDictLoadPlanner(),
-            no_dist=True,
-        )
-        assert _as_text(state) == _as_text(_a_state())

@@ -204,16 +204,3 @@ def test_weights_arrive_dequantized(world: int, tmp_path: Path) -> None:
     """fp8 in blocks and MXFP4, into float32 by default, whatever the sharding."""
     expected = write_folder(tmp_path)
     run_ranks(world, _load_dequantized, str(tmp_path), expected)
-
-
-def test_another_dtype_than_the_readers_is_an_error(tmp_path: Path) -> None:
-    """``target_dtype`` is the dtype that is stored, as far as a load can see."""
-    expected = write_folder(tmp_path)
-    state = {"a.weight": torch.zeros(6, 9, dtype=torch.bfloat16)}
-    with pytest.raises(dcp.errors.DtypeMismatchError, match="stored is float32"):
-        dcp.load(state, storage_reader=dcp.QuantizedHuggingFaceStorageReader(str(tmp_path)), no_dist=True)
-    reader = dcp.QuantizedHuggingFaceStorageReader(
-        str(tmp_path), target_dtype=torch.bfloat16, block_size=BLOCK
-    )
-    dcp.load(state, storage_reader=reader, no_dist=True)
-    assert torch.allclose(state["a.weight"].float(), expected["a.weight"], rtol=0.01)

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed.checkpoint as stock
 
 import dcp
 from dcp.state_dict import StateDictOptions, get_state_dict
-from tests.support.parallel import RECIPES, Block, Training, adamw, pipeline
+from tests.support.parallel import RECIPES, Training, pipeline
 from tests.support.ranks import RankRaised, run_ranks
 from tests.support.values import differences, fill, scrub
 
@@ -173,18 +172,3 @@ def test_parameter_groups_of_pipeline_stages_are_refused(tmp_path: Path) -> None
         assert isinstance(result, RankRaised)
         assert result.type_name == "ReplicaMismatchError"
         assert "optimizer.param_groups.0.params" in result.message
-
-
-def _load_stages_alone(rank: int, world: int, root: str, stages: int, loader: str) -> Found:
-    modules = torch.nn.ModuleDict({f"stage{stage}": Block(hidden=4 + stage) for stage in range(stages)})
-    target = scrub(_state_of(Training(modules, adamw(modules)), "pipeline"))
-    LOAD[loader](target, checkpoint_id=root)
-    return {loader: differences(target)}
-
-
-def test_pipeline_stages_load_into_one_process(tmp_path: Path) -> None:
-    """Stages that three ranks saved, each its own names, are one model for a process that has them all."""
-    run_ranks(3, _save_all, str(tmp_path), ["pipeline"], ["ours", "stock"])
-    for saver, loader in (("ours", "ours"), ("ours", "stock"), ("stock", "ours")):
-        folder = f"{tmp_path}/pipeline-3-{saver}"
-        _assert_none_differ(run_ranks(1, _load_stages_alone, folder, 3, loader), cases=1)

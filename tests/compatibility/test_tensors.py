@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -132,17 +131,6 @@ def test_views_of_any_strides_are_loaded_into(tmp_path: Path) -> None:
         assert around.sum() == 77 * 7 + 4
 
 
-def test_expanded_tensors_are_saved_whole(tmp_path: Path) -> None:
-    """A view that shows one row many times is many rows to who loads it."""
-    row = full_tensor("row", (1, 6), torch.float64)
-    for saver, loader in ROUTES:
-        folder = str(tmp_path / f"{saver}-{loader}")
-        SAVE[saver]({"x": row.expand(5, 6)}, checkpoint_id=folder)
-        target = {"x": torch.zeros(5, 6, dtype=torch.float64)}
-        LOAD[loader](target, checkpoint_id=folder)
-        assert raw(target["x"]) == raw(row) * 5
-
-
 class Tied(nn.Module):
     """Input and output embeddings are one parameter."""
 
@@ -194,20 +182,6 @@ def into_meta(rank: int, world: int, root: str) -> list[str]:
 def test_meta_tensors_of_the_target_are_materialised(tmp_path: Path) -> None:
     """Tensors on the meta device, plain and DTensors with empty shards, become real ones that are filled."""
     assert run_ranks(3, into_meta, str(tmp_path)) == [[]] * 3
-
-
-def test_tensors_that_require_grad_keep_doing_so(tmp_path: Path) -> None:
-    """Loading into a parameter keeps it, its requires_grad and the graph free of the copy."""
-    parameter = nn.Parameter(torch.ones(3))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        dcp.save({"x": parameter}, checkpoint_id=str(tmp_path))
-    target = nn.Parameter(torch.zeros(3))
-    state = {"x": target}
-    dcp.load(state, checkpoint_id=str(tmp_path))
-    assert state["x"] is target
-    assert target.requires_grad and target.is_leaf and target.grad is None
-    assert target.tolist() == [1.0, 1.0, 1.0]
 
 
 # -- quantized ----------------------------------------------------------------------------------------------
@@ -273,56 +247,6 @@ def test_a_load_between_forward_and_backward_is_noticed(tmp_path: Path, road: st
     assert weight[0, 0] == 5
     with pytest.raises(RuntimeError, match=CHANGED):
         torch.autograd.backward(loss)
-
-
-def test_a_cast_and_a_module_are_noticed(tmp_path: Path) -> None:
-    """Values that are converted on the way, and a `Stateful`, whose own copying changes nothing."""
-    dcp.save({"m": {"weight": torch.ones(2, 2), "bias": torch.ones(2)}}, checkpoint_id=tmp_path)
-    model = torch.nn.Linear(2, 2, dtype=torch.float64)
-    loss = model.weight.square().sum()
-    dcp.load({"m": model}, checkpoint_id=tmp_path, dtype="cast")
-    with pytest.raises(RuntimeError, match=CHANGED):
-        torch.autograd.backward(loss)
-
-
-def test_only_what_is_filled_is_noticed(tmp_path: Path) -> None:
-    """What is left as it is can still be differentiated."""
-    dcp.save({"a": torch.ones(3), "b": torch.ones(3)}, checkpoint_id=tmp_path)
-    state = {name: torch.nn.Parameter(torch.full((3,), 5.0)) for name in "ab"}
-    loss = state["b"].square().sum()
-    dcp.load(dict(state), checkpoint_id=tmp_path, only="a")
-    torch.autograd.backward(loss)
-    assert state["a"].tolist() == [1.0] * 3
-    assert state["b"].grad is not None and state["b"].grad.tolist() == [10.0] * 3
-
-
-def test_a_load_that_fails_is_noticed(tmp_path: Path) -> None:
-    """It may have filled a tensor before the damage was found."""
-    dcp.save({"w": torch.ones(1 << 21)}, checkpoint_id=tmp_path)
-    (data,) = tmp_path.glob("*.distcp")
-    with data.open("r+b") as file:
-        file.seek(-1000, 2)
-        file.write(b"\xff" * 64)
-        file.seek(data.stat().st_size // 2)
-        file.write(b"\xff" * 64)
-    weight = torch.nn.Parameter(torch.zeros(1 << 21))
-    loss = weight.square().sum()
-    with pytest.raises(dcp.CorruptCheckpointError):
-        dcp.load({"w": weight}, checkpoint_id=tmp_path)
-    with pytest.raises(RuntimeError, match=CHANGED):
-        torch.autograd.backward(loss)
-
-
-def test_inference_tensors_load(tmp_path: Path) -> None:
-    """They have no version; beside others that have one."""
-    dcp.save({"a": torch.ones(3), "b": torch.ones(3)}, checkpoint_id=tmp_path)
-    with torch.inference_mode():
-        state = {"a": torch.zeros(3), "b": torch.zeros(3)}
-        dcp.load(state, checkpoint_id=tmp_path)
-    mixed = {"a": state["a"], "b": torch.zeros(3)}
-    dcp.load(mixed, checkpoint_id=tmp_path)
-    assert state["a"].sum() == mixed["b"].sum() == 3
-    assert mixed["b"]._version > 0
 
 
 def _dtensors(rank: int, world_size: int, path: str) -> list[str]:

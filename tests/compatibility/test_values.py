@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import datetime
-import decimal
 import enum
 import logging
 import pickle
@@ -24,7 +22,6 @@ from torch.distributed.checkpoint.planner import SavePlan
 import dcp
 from tests.support.harmless_values import ARRAYS, SCALARS, STDLIB, same
 from tests.support.hostile_files import archive
-from tests.support.parallel import Block
 from tests.support.ranks import run_ranks
 
 SAVE: dict[str, Any] = {"ours": dcp.save, "stock": stock.save}
@@ -162,70 +159,6 @@ def test_pickles_of_numpy_1_and_newer_protocols_load(tmp_path: Path) -> None:
         assert same(target["x"], value)
 
 
-def test_tensors_beside_others_in_one_value(tmp_path: Path) -> None:
-    """A tuple is one value: all that is in it comes back, shared parts shared; a torch.save file has its
-    tensors as such, mapped or not."""
-    shared = np.ones(3)
-    value = (torch.arange(6.0).reshape(2, 3).t(), torch.zeros(0), torch.float32, torch.Size([2]))
-    betas = (torch.tensor(0.9, requires_grad=True), torch.ones(3, dtype=torch.bfloat16))
-    state = {"w": torch.arange(100.0), "betas": betas, "device": torch.device("cuda", 1)}
-    dcp.save(state | {"x": (*value, [shared, shared])}, checkpoint_id=tmp_path / "c")
-    target: dict[str, Any] = {"x": None}
-    dcp.load(target, checkpoint_id=tmp_path / "c")
-    assert same(target["x"], (*value, [shared, shared])) and target["x"][4][0] is target["x"][4][1]
-    dcp.convert(tmp_path / "c", tmp_path / "file.pt", to="torch", exclude="x", executor="inline")
-    for mapped in (False, True):
-        loaded = torch.load(tmp_path / "file.pt", weights_only=True, mmap=mapped)
-        assert all(same(loaded[name], one) for name, one in state.items())
-        assert loaded["betas"][0].requires_grad
-    dcp.convert(tmp_path / "file.pt", tmp_path / "back", only=["w", "betas.*"], to="dcp", executor="inline")
-    assert dcp.open_index(tmp_path / "back").shape(1) == ()
-
-
-def test_a_conversion_names_what_its_target_refuses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """torch.load knows sets and the like, and no arrays; safetensors holds plain data alone, and leaves the
-    rest out if it is asked to."""
-    state = {"w": torch.ones(2), "x": np.ones(2), "s": {1}, "t": (torch.ones(1),), "d": torch.float32}
-    dcp.save(state, checkpoint_id=tmp_path / "c")
-    dcp.convert(tmp_path / "c", tmp_path / "file.pt", to="torch")
-    said = [one.getMessage() for one in caplog.records if one.name.startswith("dcp.conversion.")]
-    assert len(said) == 1 and "because of 'x';" in said[0]
-    dcp.convert(tmp_path / "c", tmp_path / "other.pt", to="torch", exclude="x")
-    assert torch.load(tmp_path / "other.pt", weights_only=True)["s"] == {1}
-    given: dict[str, Any] = {"to": "safetensors", "only": ["w", "x"]}
-    with pytest.raises(dcp.errors.PlanError, match=r"'x'.*drop_objects"):
-        dcp.convert(tmp_path / "c", tmp_path / "out", **given)
-    assert dcp.convert(tmp_path / "c", tmp_path / "out", drop_objects=True, **given).dropped_objects == ("x",)
-
-
-def test_a_torch_file_keeps_its_containers_and_names_what_it_cannot(tmp_path: Path) -> None:
-    """Deques with tensors stay deques, also on the way to the next file; numpy's numbers are plain keys; a
-    layout and other keys are refused by name, and spoil no other entry."""
-    kept: dict[str, Any] = {
-        "deque": collections.deque([torch.ones(1), {"a": 1}], 3),
-        "default": collections.defaultdict(list, {"a": torch.ones(1)}),
-        "numpy": ({np.int64(3): 1, np.str_("a"): {np.float32(0.5)}}, {np.int64(4): torch.ones(1)}),
-    }
-    refused: dict[str, tuple[Any, str]] = {
-        "layout": ((torch.strided,), "torch.layout"),
-        "dtype": ({torch.float32: torch.ones(1), "w": torch.ones(1)}, "a Dtype as a key"),
-        "date": ({datetime.date(2026, 1, 1): 1}, "a date as a key"),
-        "closed": (({"a": [{decimal.Decimal(1): 1}]},), "a Decimal as a key"),
-        "set": ({datetime.date(2026, 1, 1)}, "a set of more than"),
-    }
-    torch.save({**kept, **{name: value for name, (value, _) in refused.items()}}, tmp_path / "a.pt")
-    with pytest.raises(dcp.errors.UnsafeObjectError) as caught:
-        dcp.read(tmp_path / "a.pt")
-    for name, (_, need) in refused.items():
-        assert f"'{name}" in str(caught.value) and need in str(caught.value), str(caught.value)
-    dcp.convert(tmp_path / "a.pt", tmp_path / "b", to="dcp", drop_objects=True)
-    dcp.convert(tmp_path / "b", tmp_path / "c.pt", to="torch")
-    for place in ("a.pt", "b", "c.pt"):
-        found = dcp.read(tmp_path / place, exclude=[] if place != "a.pt" else [*refused, "*<key*"])
-        assert all(same(found[name], value) for name, value in kept.items()), place
-    assert same(torch.load(tmp_path / "c.pt", weights_only=False)["deque"], kept["deque"])
-
-
 # -- classes of the user -------------------------------------------------------------------------------------
 
 
@@ -311,20 +244,6 @@ def test_what_equals_no_plain_data_is_warned_of(tmp_path: Path, caplog: pytest.L
     assert target == values and (target["tagged"].tag, target["weighed"].unit) == ("x", "kg")
 
 
-def test_members_of_enumerations_that_are_allowed_or_no_more(tmp_path: Path) -> None:
-    """Who has allowed a class gets it back without a state dict that has it; a value that the target's class
-    has not is that value."""
-    with torch.serialization.safe_globals([Level]):
-        dcp.save({"v": Level.HIGH}, checkpoint_id=tmp_path / "a", no_dist=True)
-        target: dict[str, Any] = {"v": None}
-        dcp.load(target, checkpoint_id=tmp_path / "a", no_dist=True)
-    assert target["v"] is Level.HIGH
-    dcp.save({"v": 7, "w": 2.5}, checkpoint_id=tmp_path / "b", no_dist=True)
-    target = {"v": Level.LOW, "w": Level.LOW}
-    dcp.load(target, checkpoint_id=tmp_path / "b", no_dist=True)
-    assert same(target, {"v": 7, "w": 2.5})
-
-
 # -- nested states, Stateful objects -------------------------------------------------------------------------
 
 
@@ -369,55 +288,6 @@ def test_nested_structures_come_back_in_place(tmp_path: Path) -> None:
     stock.load(ours, checkpoint_id=tmp_path / "ours again")
     stock.load(theirs, checkpoint_id=tmp_path / "stock again")
     assert same(ours, theirs) and ours["groups"] == nested()["groups"]
-
-
-class Counter:
-    """A Stateful object of the user's program."""
-
-    def __init__(self, count: int) -> None:
-        self.count, self.total, self.loads = count, torch.full((2,), float(count)), 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """What to save."""
-        return {"count": self.count, "total": self.total}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what was loaded."""
-        self.count, self.total = state["count"], state["total"]
-        self.loads += 1
-
-
-def _training(seed: int, steps: int) -> dict[str, Any]:
-    torch.manual_seed(seed)
-    model = Block()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "counter": Counter(seed)}
-    return _trained(state, steps)
-
-
-def _trained(state: dict[str, Any], steps: int) -> dict[str, Any]:
-    for _ in range(steps):
-        state["model"](torch.linspace(0, 1, 30).view(3, 10)).square().sum().backward()
-        for name in ("optimizer", "scheduler"):
-            state[name].step()
-        state["optimizer"].zero_grad()
-    return state
-
-
-def test_stateful_objects_go_on_exactly(tmp_path: Path) -> None:
-    """Models, optimizers, schedulers and objects with state_dict are given as they are, both ways; the next
-    steps give the bits of a training that was not interrupted."""
-    for saver, loader in ROUTES:
-        original = _training(1, steps=3)
-        SAVE[saver](original, checkpoint_id=tmp_path / f"{saver}-{loader}")
-        resumed = _training(2, steps=1)  # so that the optimizer has state to load into
-        LOAD[loader](resumed, checkpoint_id=tmp_path / f"{saver}-{loader}")
-        assert resumed["counter"].loads == 1
-        for one in (original, resumed):
-            _trained(one, 2)
-        for name, value in original.items():
-            assert same(dict(resumed[name].state_dict()), dict(value.state_dict())), (saver, loader, name)
 
 
 # -- ranks ---------------------------------------------------------------------------------------------------

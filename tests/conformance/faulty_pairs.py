@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Iterator
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,13 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 __all__ = [
-    "load_adapters_on_the_first",
     "load_full",
     "load_fused",
     "load_weights_alone",
-    "save_adapters_of_the_first",
     "save_and_die",
-    "save_and_hang",
     "save_by_blocks",
     "save_full_in_order_of_the_mesh",
     "save_later_without_a_copy",
@@ -50,28 +44,6 @@ def _read(checkpoint_id: str) -> Any:
 
 
 # -- huggingface/accelerate#4206: the adapter's slice of rank 0 is written, and read by rank 0 ---------------
-
-
-def _adapters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in module.named_parameters():
-        if "lora_" in name:
-            yield (
-                name,
-                parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach(),
-            )
-
-
-def save_adapters_of_the_first(state: State, *, checkpoint_id: str) -> None:
-    """What rank 0 has of a sharded adapter, as if it were all of it."""
-    _write(checkpoint_id, {name: tensor.clone() for name, tensor in _adapters(_module(state))})
-
-
-def load_adapters_on_the_first(state: State, *, checkpoint_id: str) -> None:
-    """The other ranks are left as they are."""
-    found = _read(checkpoint_id)
-    if dist.get_rank() == 0:
-        for name, tensor in _adapters(_module(state)):
-            tensor[: len(found[name])].copy_(found[name][: len(tensor)])
 
 
 # -- pytorch/pytorch#129206: shards of FSDP2 over tensor parallelism are put together in the order of the mesh
@@ -154,12 +126,4 @@ def save_and_die(state: State, *, checkpoint_id: str) -> None:
     """Rank 1 is killed; the others wait for it."""
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
-
-
-def save_and_hang(state: State, *, checkpoint_id: str) -> None:
-    """Rank 1 does not come back; its process is known by a file."""
-    Path(f"{checkpoint_id}.rank{dist.get_rank()}").write_text(str(os.getpid()))
-    if dist.get_rank() == 1:
-        time.sleep(600)
     dist.barrier()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -23,10 +22,8 @@ __all__ = [
     "expert_of_rank",
     "experts_by_number",
     "experts_renumbered",
-    "experts_seeded_alike",
     "fsdp1_flat",
     "fsdp2",
-    "fsdp2_adapted",
     "fsdp2_tensor_parallel",
     "fused_of_rank",
     "gate_up_by_hand",
@@ -103,23 +100,6 @@ def pipeline(rank: int, world: int) -> Built:
     return _with_optimizer(nn.ModuleDict(stages))
 
 
-class _Adapted(nn.Module):
-    """A frozen layer with an adapter beside it, as PEFT makes one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(10, 12).requires_grad_(False)
-        self.lora_A = nn.Linear(10, 4, bias=False)
-        self.lora_B = nn.Linear(4, 12, bias=False)
-
-
-def fsdp2_adapted(rank: int, world: int) -> Built:
-    """The same without PEFT, which takes each process seconds to import."""
-    model = nn.Sequential(OrderedDict(first=_Adapted()))
-    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
-    return _with_optimizer(model)
-
-
 def _experts() -> list[nn.Linear]:
     torch.manual_seed(0)
     return [nn.Linear(5, 4) for _ in range(EXPERTS)]
@@ -145,13 +125,6 @@ def experts_renumbered(rank: int, world: int) -> Built:
     count = EXPERTS // world
     own = nn.ModuleList(_experts()[rank * count : (rank + 1) * count])
     return nn.ModuleDict({"experts": own, "router": _router()}), None
-
-
-def experts_seeded_alike(rank: int, world: int) -> Built:
-    """The same, but each rank makes its own experts alone, and a router besides, from one seed."""
-    torch.manual_seed(0)
-    own = nn.ModuleList(nn.Linear(5, 4) for _ in range(EXPERTS // world))
-    return nn.ModuleDict({"experts": own, "router": nn.Linear(5, EXPERTS), "norm": nn.LayerNorm(5)}), None
 
 
 def expert_of_rank(name: str, tensor: torch.Tensor, rank: int, world: int) -> Whole | None:

@@ -12,7 +12,7 @@ import torch
 from dcp.testing.judging import SavedState, SavedTensor, judge
 from dcp.testing.live_state import LiveTensor
 from dcp.testing.report import StateFinding
-from dcp.testing.values import Identity, bits_of, coded_bits, gram_width, write_bits
+from dcp.testing.values import Identity, coded_bits, gram_width, write_bits
 
 _SHAPE = (8, 50)
 _DTYPES = (
@@ -100,27 +100,6 @@ def test_each_fault_has_its_name(dtype: torch.dtype, fault: str) -> None:
         assert one.found == origin
 
 
-@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
-def test_values_are_finite_and_of_their_place(dtype: torch.dtype) -> None:
-    """No NaN that never equals itself; another name, rank or moment is another value."""
-    made = _values(dtype, "a")
-    assert not _found(made.clone())
-    others = [_values(dtype, "b"), _values(dtype, "a", 1), _values(dtype, "a", None, "before")]
-    for other in others:
-        same = float((bits_of(made) == bits_of(other)).mean())
-        assert same < 0.6
-    assert dtype == torch.bool or len(np.unique(bits_of(made))) > 20
-    if dtype.is_floating_point:
-        assert bool(torch.isfinite(made.float()).all())
-
-
-def test_another_rank_s() -> None:
-    """Of what is a rank's own."""
-    assert not _found(_values(torch.float32, "own", 1), "own", rank=1)
-    (one,) = _found(_values(torch.float32, "own", 0), "own", rank=1)
-    assert (one.kind, one.from_rank, one.from_name, one.places) == ("mixed up", 0, "own", "all")
-
-
 def test_garbage_and_what_nobody_had() -> None:
     """A sample of it; and a tensor whose name or shape no rank had."""
     made = _values(torch.float32, "a")
@@ -129,15 +108,3 @@ def test_garbage_and_what_nobody_had() -> None:
     assert (one.kind, one.places, one.found) == ("garbage", "[2:3]", "nan, nan, nan")
     (one,) = _found(_values(torch.float32, "c"), "c")
     assert one.kind == "never saved"
-
-
-def test_columns_and_single_elements_are_told() -> None:
-    """Columns as such; otherwise how many there are, and where they begin."""
-    made = _values(torch.float32, "a")
-    made[:, 10:12] = 0
-    (one,) = _found(made)
-    assert one.places == "[0:8; 10:12]"
-    made = _values(torch.float32, "a")
-    made[3, 7] = made[5, 9] = 0
-    (one,) = _found(made)
-    assert one.places == "2 from [3, 7] on"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from functools import cache
 from pathlib import Path
@@ -17,9 +16,8 @@ from dcp.errors import OptionError
 from dcp.testing.parallelism import Finding, Report, check
 from tests.conformance import faulty_pairs as faulty
 from tests.conformance import parallel_builds as builds
-from tests.support.crashes import wait_for_end
 from tests.support.forking import forkserver_context
-from tests.support.programs import Program, run_program
+from tests.support.programs import run_program
 
 _nameless = lambda rank, world: builds.ddp(rank, world)  # noqa: E731
 
@@ -57,41 +55,6 @@ def test_experts_of_one_rank_alone() -> None:
     for name in names:
         other = name.replace(name.split(".")[1], str(int(name.split(".")[1]) + 3))
         assert (name, other) in pairs or (other, name) in pairs
-
-
-def test_experts_of_one_rank_alone_that_all_ranks_seed_alike() -> None:
-    """The same fault where each rank has the same random numbers: those are given by rank. What is alike
-    nevertheless is taken for replicas, and so is what the user says; the report has them."""
-    report = _tried(builds.experts_seeded_alike, stock.save, stock.load, worlds=(2,), replicas="router.*")
-    names = {f"experts.{n}.{which}" for n in range(3) for which in ("weight", "bias")}
-    assert {(found.kind, found.name) for found in report.findings} == {("mixed up", name) for name in names}
-    (trial,) = report.trials
-    assert trial.replicas == ("norm.bias", "norm.weight", "router.bias", "router.weight")
-    _, own, replicas, *_ = str(report).splitlines()
-    assert "6 plain tensors were taken for each rank's own (replicas= names those that are not): ex" in own
-    assert (
-        "4 plain tensors were taken for replicas (own= names those that are not): norm.bias, norm" in replicas
-    )
-    assert report.to_json()["trials"][0]["replicas"] == trial.replicas
-
-
-def test_adapters_of_rank_0_alone() -> None:
-    """accelerate#4206: of a sharded adapter rank 0's slice is saved, the others keep what they began with."""
-    report = _tried(
-        builds.fsdp2_adapted,
-        faulty.save_adapters_of_the_first,
-        faulty.load_adapters_on_the_first,
-        worlds=(2, 1),
-        only="*.lora_*",
-    )
-    adapters = [found for found in _told(report, 2, 2) if found.part == "model"]
-    assert {(found.kind, found.rank, found.found) for found in adapters} == {
-        ("lost", 1, "what it was before the load")
-    }
-    (lost,) = [
-        found for found in _told(report, 2, 1) if "first.lora_A" in found.name and found.part == "model"
-    ]
-    assert (lost.kind, lost.places, lost.count, lost.total) == ("lost", "[2:4]", 20, 40)
 
 
 def test_shards_in_the_order_of_the_mesh() -> None:
@@ -196,61 +159,11 @@ def test_ours_refuses_experts_that_are_counted_by_rank() -> None:
 # -- ranks that fail -----------------------------------------------------------------------------------------
 
 
-def _raise_on_the_last(rank: int, world: int) -> builds.Built:
-    if rank == world - 1:
-        raise RuntimeError("no memory on this one")
-    return builds.ddp(rank, world)
-
-
 def test_a_rank_that_dies_in_a_save() -> None:
     """It is named with its exit code, and the one that waits for it is ended."""
     report = _tried(builds.ddp, faulty.save_and_die, dcp.load, worlds=(2, 1))
     assert [(found.kind, found.rank) for found in report.findings] == [("failed", 0), ("failed", 1)]
     assert "exit code -9" in report.findings[1].found
-
-
-@pytest.mark.exhaustive
-def test_a_rank_that_hangs_in_a_save(tmp_path: Path) -> None:
-    """All are ended after the time that was given, and their processes are gone."""
-    report = _tried(
-        builds.ddp, faulty.save_and_hang, dcp.load, worlds=(2,), timeout_seconds=8.0, folder=tmp_path
-    )
-    assert {found.kind for found in report.findings} == {"failed"}
-    assert any("did not end in 8 s" in found.found for found in report.findings), report
-    for rank in (0, 1):
-        process = int((tmp_path / f"earlier.rank{rank}").read_text())
-        with pytest.raises(ProcessLookupError):
-            os.kill(process, 0)
-
-
-_KILLED = """
-import sys
-from tests.conformance import faulty_pairs, parallel_builds
-from dcp.testing.parallelism import check
-
-if __name__ == "__main__":
-    check(parallel_builds.ddp, faulty_pairs.save_and_hang, worlds=(2,), folder=sys.argv[1])
-"""
-
-
-@pytest.mark.exhaustive
-def test_no_rank_outlives_who_asked(tmp_path: Path) -> None:
-    """Killed while a rank hangs: the processes of all ranks end, too."""
-    (tmp_path / "script.py").write_text(_KILLED)
-    notes = [tmp_path / f"earlier.rank{rank}" for rank in (0, 1)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    with Program(tmp_path / "script.py", tmp_path, env=environment) as program:
-        while not all(note.exists() and note.read_text() for note in notes):
-            assert program.poll() is None
-        program.kill()
-    for note in notes:
-        wait_for_end(int(note.read_text()))
-
-
-def test_a_rank_that_raises() -> None:
-    """The report has its message."""
-    report = _tried(_raise_on_the_last, worlds=(2,))
-    assert any("no memory on this one" in found.found for found in report.findings if found.rank == 1)
 
 
 def test_what_cannot_be_sent_to_a_process() -> None:

@@ -76,7 +76,13 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", _CONFIGS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case in ("stabilised", "conv1d") else pytest.mark.exhaustive)
+        for case in _CONFIGS
+    ],
+)
 def test_as_peft_merges_it(tmp_path: Path, case: str) -> None:
     """All weights, targeted or not, and the model's outputs."""
     from peft import PeftModel
@@ -103,7 +109,7 @@ def test_as_peft_merges_it(tmp_path: Path, case: str) -> None:
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("modules", [["lm_head"], ["embed_tokens"], ["embed_tokens", "lm_head"]])
+@pytest.mark.parametrize("modules", [["lm_head"], ["embed_tokens", "lm_head"]])
 def test_an_adapter_of_a_tied_output(tmp_path: Path, modules: list[str]) -> None:
     """What it adds to one end would be added to both: an error, also where the folder that is written says
     so; without a configuration the two are weights of their own then. An adapter that keeps them tied is
@@ -143,26 +149,12 @@ _FACTORS = {"m.lora_A.weight": torch.ones(2, 5), "m.lora_B.weight": torch.ones(3
     ("config", "words"),
     [
         ({"peft_type": "IA3"}, "adapters of the type 'IA3'"),
-        ({"use_dora": True}, "DoRA"),
-        ({"bias": "all"}, "bias 'all'"),
         ({"modules_to_save": ["head"]}, "modules that are saved whole"),
         ({"init_lora_weights": "pissa"}, "changed by 'pissa'"),
         ({"rank_pattern": {"(a+)+b": 3}}, "of the pattern"),
         ({"use_dora": True, "bias": "all"}, "DoRA; bias 'all'"),
         ({"r": 0}, "r is 0, which is no whole number above 0"),
-        ({"r": -2}, "r is -2, which is no whole number above 0"),
-        ({"r": 2.5}, "r is 2.5, which is no whole number above 0"),
-        ({"r": 2.0}, "r is 2.0, which is no whole number above 0"),
-        ({"r": True}, "r is True, which is no whole number above 0"),
-        ({"r": 10**400}, "r is 10000"),
-        ({"alpha_pattern": {"m": 10**400}}, "alpha_pattern of 'm' is 10000"),
-        (
-            {"r": None, "lora_alpha": "4", "rank_pattern": {"a": 2.5, "b": 2}, "use_rslora": "false"},
-            "r is None, .*, rank_pattern of 'a' is 2.5, .*, lora_alpha is '4', which is no number above 0, "
-            "use_rslora is 'false', which is neither true nor false",
-        ),
         ({"rank_pattern": {f"m{number}": 2 for number in range(10_001)}}, "more than 10000 patterns"),
-        ({"r": "2"}, "r is '2'"),
         ({"lora_alpha": 1e999}, "adapter_config"),
         ({"r": 3}, "has the rank 2, and the configuration says 3"),
     ],
@@ -172,45 +164,5 @@ def test_configurations_that_are_not_merged(tmp_path: Path, config: dict[str, An
     save_file({"m.weight": torch.ones(3, 5)}, tmp_path / "base.safetensors")
     write_adapter(tmp_path / "lora", _PLAIN | config, _FACTORS)
     with pytest.raises((UnsupportedFormatError, CheckpointFormatError), match=words.replace("(", r"\(")):
-        dcp.merge([tmp_path / "base.safetensors"], tmp_path / "out", adapters=[tmp_path / "lora"])
-    assert names_in(tmp_path) == ["base.safetensors", "lora"]
-
-
-def test_all_other_ranks_than_are_said_are_named(tmp_path: Path) -> None:
-    """Each module with its own and what the configuration says of it."""
-    save_file({"m.weight": torch.ones(3, 5), "n.weight": torch.ones(3, 5)}, tmp_path / "base.safetensors")
-    others = {"n.lora_A.weight": torch.ones(4, 5), "n.lora_B.weight": torch.ones(3, 4)}
-    lora = write_adapter(tmp_path / "lora", _PLAIN | {"r": 4, "rank_pattern": {"n": 8}}, _FACTORS | others)
-    with pytest.raises(CheckpointFormatError) as caught:
-        dcp.merge([tmp_path / "base.safetensors"], tmp_path / "out", adapters=[lora])
-    assert "'m' has the rank 2, and the configuration says 4" in str(caught.value)
-    assert "'n' has the rank 4, and the configuration says 8" in str(caught.value)
-    assert names_in(tmp_path) == ["base.safetensors", "lora"]
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"m.lora_B.weight": None}, "'m': no two factors"),
-        ({"m.lora_B.weight": torch.ones(3, 3)}, "'m': no two factors"),
-        ({"m.lora_B.weight": torch.ones(4, 2)}, r"'m\.weight' has the shape \(3, 5\)"),
-        ({"head.weight": torch.ones(2)}, "'base_model.model.head.weight': no two factors"),
-        (
-            {"n.lora_A.weight": torch.ones(2, 5), "n.lora_B.weight": torch.ones(3, 2)},
-            r"'n\.weight' is what an adapter is for, and no floating-point tensor \(did you mean 'm\.weight'",
-        ),
-        (
-            {"i.lora_A.weight": torch.ones(2, 5), "i.lora_B.weight": torch.ones(3, 2)},
-            r"'i\.weight' is what an adapter is for",
-        ),
-    ],
-)
-def test_factors_that_do_not_fit(tmp_path: Path, change: dict[str, torch.Tensor | None], words: str) -> None:
-    """One without the other, another rank or shape, no factor at all, no weight or one of whole numbers."""
-    base = {"m.weight": torch.ones(3, 5), "i.weight": torch.ones(3, 5, dtype=torch.int8)}
-    save_file(base, tmp_path / "base.safetensors")
-    factors = {name: tensor for name, tensor in (_FACTORS | change).items() if tensor is not None}
-    write_adapter(tmp_path / "lora", _PLAIN, factors)
-    with pytest.raises(PlanError, match=words):
         dcp.merge([tmp_path / "base.safetensors"], tmp_path / "out", adapters=[tmp_path / "lora"])
     assert names_in(tmp_path) == ["base.safetensors", "lora"]

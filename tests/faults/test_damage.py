@@ -11,17 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 import dcp
 from dcp.errors import CheckpointFormatError, CorruptCheckpointError, PlanError
 from tests.support.fault_doors import verified
-from tests.support.ranks import run_ranks
 from tests.support.values import leaves, raw
-from tests.support.versions import listing, save_version, seen_by_dcp
+from tests.support.versions import save_version, seen_by_dcp
 
 TYPED = (CorruptCheckpointError, CheckpointFormatError, PlanError)
 LARGE = 3 << 18
@@ -246,69 +242,3 @@ def test_a_missing_file_is_refused_by_name(tmp_path: Path, kind: str) -> None:
         assert missing == [path.name]
         (tmp_path / "away").rename(path)
     assert _passes(folder)
-
-
-def _save_shards(rank: int, world_size: int, folder: Path) -> None:
-    mesh = init_device_mesh("cpu", (world_size,))
-    shard = torch.full((4, 6), float(rank + 1))
-    state = {"w": DTensor.from_local(shard, mesh, [Shard(0)])}
-    dcp.save(state, checkpoint_id=folder)
-    dist.barrier()
-
-
-def _load_shards(folder: Path) -> torch.Tensor:
-    state = {"w": torch.zeros(8, 6)}
-    dcp.load(state, checkpoint_id=folder, no_dist=True)
-    return state["w"]
-
-
-def test_swapped_files_of_two_ranks_are_refused(tmp_path: Path) -> None:
-    """Each file is whole and of the right size, but stands under the other one's name."""
-    run_ranks(2, _save_shards, tmp_path / "x")
-    first, second = sorted((tmp_path / "x").glob("*.distcp"))
-    assert torch.equal(_load_shards(tmp_path / "x")[:, 0], torch.tensor([1.0] * 4 + [2.0] * 4))
-    assert first.stat().st_size == second.stat().st_size
-    first.rename(tmp_path / "away")
-    second.rename(first)
-    (tmp_path / "away").rename(second)
-    with pytest.raises(CorruptCheckpointError) as caught:
-        _load_shards(tmp_path / "x")
-    assert caught.value.fqn == "w"
-    assert len({one["file"] for one in verified(tmp_path / "x")["findings"]}) == 2
-
-
-def test_a_part_of_a_block_is_verified_if_asked(tmp_path: Path) -> None:
-    """``verify="full"`` reads the rest of a block of which only rows are wanted, and finds damage there."""
-    folder = tmp_path / "x"
-    dcp.save({"w": torch.arange(4000.0).reshape(100, 40)}, checkpoint_id=folder, no_dist=True)
-    index = dcp.open_index(folder)
-    (path,) = folder.glob("*.distcp")
-    with path.open("r+b") as file:
-        file.seek(int(index.payload_offsets[0]) + 80 * 160)
-        file.write(b"\xff" * 8)
-    for policy in ("blocks", "full"):
-        with pytest.raises(CorruptCheckpointError):
-            dcp.load({"w": torch.zeros(100, 40)}, checkpoint_id=folder, no_dist=True, verify=policy)
-    state = {"w": torch.zeros(100, 40)}
-    dcp.load(state, checkpoint_id=folder, no_dist=True, verify="none")
-    assert torch.equal(state["w"][:80].flatten(), torch.arange(3200.0))
-
-
-def test_damage_behind_a_half_published_save_does_not_bring_the_old_one_back(tmp_path: Path) -> None:
-    """A crash between manifest and `.metadata` leaves the old `.metadata`; damaged, it is not the truth."""
-    folder = tmp_path / "x"
-    save_version(folder, 1)
-    old = (folder / ".metadata").read_bytes()
-    old_data = {path: path.read_bytes() for path in folder.glob("*.distcp")}
-    save_version(folder, 2)
-    (folder / ".metadata").write_bytes(old)
-    for path, data in old_data.items():
-        path.write_bytes(data)
-    assert seen_by_dcp(folder) == 2
-    for offset in range(0, len(old), 97):
-        damaged = bytearray(old)
-        damaged[offset] ^= 0x04
-        (folder / ".metadata").write_bytes(damaged)
-        seen = seen_by_dcp(folder)
-        assert seen == 2 or isinstance(seen, str), (offset, seen)
-    assert listing(folder) == {"manifest": 1, "metadata": 1, "data": 2}

@@ -191,23 +191,6 @@ def _save_by(store: FaultInjectingStore, folder: Path) -> None:
     dcp.save(version_state(NEW), storage_writer=writer, no_dist=True)
 
 
-@pytest.mark.parametrize("before", BEFORE)
-@pytest.mark.parametrize("name", [MANIFEST_NAME, METADATA_NAME])
-def test_a_publish_that_happened_but_reported_an_error(tmp_path: Path, before: str, name: str) -> None:
-    """Keeps the checkpoint with all its files: the save succeeds, or its error says committed."""
-    folder = tmp_path / "x"
-    BEFORE[before](folder)
-    store = FailsAfterwards(folder, name)
-    if name == METADATA_NAME:
-        with pytest.raises(StorageError) as caught:
-            _save_by(store, folder)
-        assert caught.value.committed
-    else:
-        _save_by(store, folder)
-    assert (seen_by_dcp(folder), seen_by_stock(folder)) == (NEW, NEW)
-    assert findings(folder) <= {"stray-file"}
-
-
 @pytest.mark.parametrize("how", ["damaged", "away", "away, and known to be published"])
 def test_a_failed_save_of_which_nobody_knows_keeps_its_files(tmp_path: Path, how: str) -> None:
     """Leaves the data of a manifest that cannot be looked at, and no older `.metadata` beside it."""
@@ -228,19 +211,6 @@ def test_a_failed_save_of_which_nobody_knows_keeps_its_files(tmp_path: Path, how
     if how.endswith("published"):
         assert caught.value.committed and "the one before was removed" in str(caught.value)
         assert not (folder / METADATA_NAME).exists()
-
-
-def test_a_write_torn_anywhere_leaves_nothing(tmp_path: Path) -> None:
-    """Fails a save of which only the first bytes of a write reached the file, and removes the file."""
-    save_version(tmp_path / "before", OLD)
-    sizes = [one.size_bytes for one in _operations(tmp_path / "logged") if one.op == "write"]
-    assert sizes
-    for at, size in enumerate(sizes, start=1):
-        folder, torn_bytes = tmp_path / str(at), (1, size // 2, max(1, size - 1))[at % 3]
-        copy_folder(tmp_path / "before", folder)
-        made = _attempt(folder, Fault("write", at=at, torn_bytes=torn_bytes, error=StorageError("torn")))
-        assert isinstance(made.error, StorageError) and "torn" in str(made.error)
-        assert (seen_by_dcp(folder), seen_by_stock(folder), listing(folder)) == (OLD, OLD, CLEAN)
 
 
 def test_a_save_is_durable_in_the_right_order(tmp_path: Path) -> None:

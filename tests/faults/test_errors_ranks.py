@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as stock
 
 import dcp
 from dcp.errors import StorageError, StorageFullError
 from tests.support.fault_doors import Fault, OpenWithFaults, Operation
-from tests.support.loaded import Unpicklable
-from tests.support.rank_acts import STATE, act_in_phase
+from tests.support.rank_acts import act_in_phase
 from tests.support.ranks import run_ranks
 from tests.support.versions import (
     ABSENT,
@@ -236,37 +234,3 @@ def test_a_rank_that_fails_in_any_phase_of_a_load_fails_it_everywhere(tmp_path: 
 
 
 # -- where it is easy to leave the others waiting ----------------------------------------------------------
-
-
-class ShortPlanner(stock.DefaultSavePlanner):
-    """Forgets a rank in its global plan."""
-
-    def create_global_plan(self, all_plans: Any) -> Any:
-        """The first rank's plan only."""
-        plans, metadata = super().create_global_plan(all_plans)
-        return plans[:1], metadata
-
-
-class Elsewhere(stock.FileSystemWriter):
-    """A storage whose place only it knows."""
-
-    checkpoint_id = "elsewhere://"
-
-
-def save_oddly(rank: int, world_size: int, path: str) -> Any:
-    """What each rank hears where one forgets the other, or raises what is not UTF-8; and the metadata that it
-    gets of a storage that nobody can open."""
-    odd = {"o": dcp.PerRank(Unpicklable() if rank else 1)}
-    told = [
-        _outcome(lambda: dcp.save(STATE, checkpoint_id=path, planner=ShortPlanner())),
-        _outcome(lambda: dcp.save(STATE | odd, checkpoint_id=path)),
-    ]
-    found = dcp.save(STATE, storage_writer=Elsewhere(path)).state_dict_metadata
-    return [raised and raised.message for raised in told], sorted(found)
-
-
-def test_every_rank_hears_of_a_failure_and_of_the_metadata(tmp_path: Path) -> None:
-    """Also where the coordinator fails in what only it does, and of storages that no other rank can open."""
-    for (short, odd), names in run_ranks(2, save_oddly, str(tmp_path)):
-        assert "1 parts for 2 ranks" in short and "name" in odd
-        assert names == ["step", "w"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 import dcp
 from dcp.errors import StorageFullError
+from dcp.storage.stores import PosixStore
 from tests.support.crashes import in_lab
 from tests.support.fault_doors import findings
 from tests.support.versions import ABSENT, listing, save_version, seen_by_dcp, seen_by_stock
@@ -86,6 +88,24 @@ def _limited(root: Path, before: bool, limit_bytes: int) -> Any:
     return raised, after, look(folder)
 
 
+def _full_for_one_write(root: Path, before: bool, at: int) -> Any:
+    """In the background; all that is written after it fits."""
+    folder, writes = root / "x", 0
+    if before:
+        save_version(folder, OLD)
+
+    def observe(step: str, name: str) -> None:
+        nonlocal writes
+        writes += step == "pwrite"
+        limit = 1 << 20 if (step, writes) == ("pwrite", at) else resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+    raised = _try_save(folder, NEW, large=LARGE, open_store=partial(PosixStore, observe=observe))
+    after = look(folder)
+    save_version(folder, NEXT)
+    return raised, after, look(folder)
+
+
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize(
     ("how", "given"),
@@ -93,6 +113,7 @@ def _limited(root: Path, before: bool, limit_bytes: int) -> Any:
         *((_large_save_on_a_small_disk, given) for given in ({}, {"sync_files": False}, {"thread_count": 2})),
         pytest.param(_large_save_on_a_small_disk, {"mapped": True}, marks=pytest.mark.exhaustive),
         *((_limited, limit_bytes) for limit_bytes in (1000, 9 << 20)),
+        (_full_for_one_write, 1),
     ],
 )
 def test_a_save_that_does_not_fit_leaves_what_was_there(

@@ -237,19 +237,3 @@ def test_an_index_that_lies_is_refused_in_little_memory(tmp_path: Path, by_stock
         error, right, grown_bytes = result
         assert error and not right, name
         assert grown_bytes < 64 << 20, name
-
-
-def _bomb(root: Path) -> Any:
-    folder, made = _save_stock(root / "x", 1), io.BytesIO()
-    doubling = b"\x80\x02]q\0(" + b"".join(b"h\0h\0" for _ in range(10)) + b"e."
-    with zipfile.ZipFile(made, "w") as archive:
-        archive.writestr("archive/data.pkl", doubling)
-        archive.writestr("archive/version", "3\n")
-    _append(folder, made.getvalue(), "config")
-    ending = Child(loads_in_little_memory, folder, 256 << 20).wait(240)
-    return ending.hung, ending.signal, ending.value is not None
-
-
-def test_a_pickle_that_refers_to_itself_does_no_harm(tmp_path: Path) -> None:
-    """A recursive list neither hangs nor kills the load."""
-    assert in_lab(_bomb, tmp_path) == (False, 0, True)

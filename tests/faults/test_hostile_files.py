@@ -6,7 +6,6 @@ Typed errors, nothing run, little spent.
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
 import random
@@ -14,6 +13,7 @@ import struct
 import time
 import tracemalloc
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import BytesIO
@@ -23,20 +23,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save
 
 import dcp
 from dcp.errors import CheckpointError, CheckpointFormatError, UnsafeObjectError
 from dcp.planners.load.objects import load_object
-from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.opening.sources import open_source
-from dcp.storage.formats.safetensors.file import MAX_HEADER_BYTES
 from dcp.storage.formats.safetensors.index import index_of_safetensors_file
 from dcp.storage.formats.torch.archive import MAX_FILE_ENTRIES
 from dcp.storage.formats.torch.python_values import HARMLESS_MARK, decode_value
-from dcp.storage.formats.torch.structure import MAX_ENTRIES
-from dcp.storage.stores import PosixStore
 from tests.support.fault_doors import run
 from tests.support.hostile_files import CENTRAL, END, STORAGE, archive, directory_of, tensor_pickle
 from tests.support.torch_files import index_of, reader, saved
@@ -187,14 +180,6 @@ def test_bombs(name: str) -> None:
             index_of(data)
 
 
-@pytest.mark.exhaustive  # it takes seconds to come so far
-def test_too_many_entries() -> None:
-    """A bare value of one byte would become an entry of some hundreds."""
-    many = b"\x80\x02}X\x01\0\0\0a](}" + b"N" * (MAX_ENTRIES + 100) + b"es."
-    with pytest.raises(CheckpointFormatError, match=f"more than {MAX_ENTRIES} entries"):
-        index_of(archive(many))
-
-
 @pytest.mark.parametrize(
     ("sizes", "strides", "offset"),
     [
@@ -292,122 +277,21 @@ def test_names_in_zips() -> None:
             index_of(buffer.getvalue())
 
 
-def _safetensors(header: Any, data: bytes = bytes(16)) -> bytes:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + data
-
-
-def _entry(shape: list[int], begin: int, end: int, dtype: str = "F32") -> dict[str, Any]:
-    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-
-
 @pytest.mark.parametrize(
-    "data",
+    ("first", "repeated", "last"),
     [
-        struct.pack("<Q", MAX_HEADER_BYTES) + b"{" * 100,
-        struct.pack("<Q", 1 << 63) + b"{}",
-        _safetensors({"a": _entry([4], 0, 16), "b": _entry([1], 8, 12)}),
-        _safetensors({"a": _entry([2], 0, 8), "b": _entry([1], 12, 16)}),
-        _safetensors({"a": _entry([3], 0, 12)}),
-        _safetensors({"a": _entry([5], 0, 20)}),
-        _safetensors({"a": _entry([4], 16, 0)}),
-        _safetensors({"a": _entry([1 << 62, 4], 0, 16)}),
-        _safetensors({"a": _entry([-4], 0, 16)}),
-        _safetensors({"a": _entry([4], 0, 16, "F33")}),
-        _safetensors(b'{"a":' * 50_000),
-        _safetensors(b'{"a": {"dtype":"F32","shape":[4],"data_offsets":[0,16]}, "a": 1}'),
-        _safetensors({"a": _entry([1] * 65, 0, 4)}, bytes(4)),
-        lambda: _safetensors(b'{"__metadata__":{' + b'"a":"",' * 4_000_000 + b'"b":""}}'),
-        lambda: _safetensors(b'{"a":{"shape":[' + b"[]," * 9_000_000 + b"[]]}}"),
-        lambda: _safetensors(b'{"a":{"shape":[' + b".1," * 9_000_000 + b"1]}}"),
-        lambda: _safetensors(b'{"a":[' + b"{}," * 9_000_000 + b"{}]}"),
+        (b'{"__metadata__":{', b'"a":"",', b'"b":""}}'),
+        (b'{"a":{"shape":[', b"[],", b"[]]}}"),
+        (b'{"a":{"shape":[', b".1,", b"1]}}"),
+        (b'{"a":[', b"{},", b"{}]}"),
     ],
-    ids=map(str, range(17)),
 )
-def test_lying_safetensors_headers(data: bytes | Callable[[], bytes]) -> None:
-    """Headers that are too long, overlap, leave holes or lie about sizes never become an index."""
-    data = data if isinstance(data, bytes) else data()  # large ones are not kept by all workers
+def test_large_safetensors_headers(first: bytes, repeated: bytes, last: bytes) -> None:
+    """Headers that are small values many times are refused before they take a multiple of their size."""
+    text = first + repeated * (27_000_000 // len(repeated)) + last
+    data = struct.pack("<Q", len(text)) + text + bytes(16)
     with _bounded(_MEMORY_BYTES), pytest.raises(CheckpointFormatError):
         index_of_safetensors_file(reader(data), len(data), "m.safetensors")
-
-
-def _mutated(data: bytes, rng: random.Random) -> bytes:
-    changed = bytearray(data)
-    for _ in range(rng.randint(1, 4)):
-        at = rng.randrange(len(changed))
-        kind = rng.randrange(6)
-        if kind < 4:
-            changed[at] = rng.choice(
-                [0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256), changed[at] ^ (1 << rng.randrange(8))]
-            )
-        elif kind == 4:
-            del changed[at : at + rng.randint(1, 9)]
-        else:
-            changed[at:at] = changed[at : at + rng.randint(1, 9)]
-        if not changed:
-            break
-    return bytes(changed)
-
-
-def _read_of_mutations(originals: list[bytes], count: int, read: Callable[[bytes], CheckpointIndex]) -> int:
-    """How many of so many mutations make an index, which must be consistent; the others are typed errors."""
-    rng, good = random.Random(20261121), 0
-    for number in range(count):
-        data = _mutated(originals[number % len(originals)], rng)
-        with suppress(CheckpointError):
-            index = read(data)
-            index.check()
-            assert (index.payload_offsets + index.payload_lengths <= max(index.file_sizes, default=0)).all()
-            good += 1
-    return good
-
-
-def _of_safetensors(data: bytes) -> CheckpointIndex:
-    return index_of_safetensors_file(reader(data), len(data), "m")
-
-
-def test_fuzzed_files(tmp_path: Path) -> None:
-    """Seeded mutations of torch.save files, of their pickles alone with the checksum right, of safetensors
-    files and of a folder's map."""
-    state = {
-        "a": torch.arange(6.0).view(2, 3).t(),
-        "n": {0: [torch.ones(2, dtype=torch.int64), 1.5, "x"], "s": torch.Size([1])},
-        "p": torch.nn.Parameter(torch.ones(1)),
-        "o": torch.nn.Linear(1, 1).state_dict(),
-    }
-    pickled_state = zipfile.ZipFile(BytesIO(saved(state))).read("archive/data.pkl")
-    small = zipfile.ZipFile(BytesIO(saved({"a": torch.arange(4.0), "b": {1: [1, (2, None)]}})))
-    # no checksum of the pickle, so that mutations of it get through to the decoder
-    torch.serialization.set_crc32_options(False)
-    try:
-        unchecked = saved(state)
-    finally:
-        torch.serialization.set_crc32_options(True)
-    files = [saved(state), archive(small.read("archive/data.pkl")), unchecked]
-    assert _read_of_mutations(files, 450, index_of) > 25
-    packed = [small.read("archive/data.pkl"), pickled_state]
-    assert _read_of_mutations(packed, 300, lambda data: index_of(archive(data))) > 5
-    original = save({"a": torch.ones(2, 3), "b": torch.zeros(1)}, metadata={"format": "pt"})
-    assert _read_of_mutations([original], 300, _of_safetensors) > 0
-    (tmp_path / "m.safetensors").write_bytes(original)
-    document = {"metadata": {}, "weight_map": {"a": "m.safetensors", "b": "m.safetensors"}}
-    rng = random.Random(7)
-    for _ in range(100):
-        (tmp_path / "model.safetensors.index.json").write_bytes(_mutated(json.dumps(document).encode(), rng))
-        with suppress(CheckpointError):
-            open_source(tmp_path)
-
-
-def test_a_whole_model_is_told_what_to_do(tmp_path: Path) -> None:
-    """The error of a hostile or foreign root names what it wanted, and the file."""
-    path = tmp_path / "model.pt"
-    path.write_bytes(archive(b"\x80\x02" + _opcodes(_Runs(tmp_path / "run")) + b"."))
-    with pytest.raises(UnsafeObjectError, match=r"model\.pt.*posix\.system"):
-        open_source(path)
-    good = archive(tensor_pickle((4,), (1,), storage=STORAGE))
-    path.write_bytes(good)
-    with ReadEngine(PosixStore(tmp_path), open_source(path).index) as engine:
-        assert engine.handle(0).size_bytes == len(good)
 
 
 # -- pickled values ------------------------------------------------------------------------------------------
@@ -627,45 +511,39 @@ def test_tensors_within_values_stay_inside_their_storages() -> None:
 
 
 def test_tensors_within_values_that_torch_does_not_make() -> None:
-    """Integers that want a gradient are refused; a storage may end within an element."""
+    """Integers that want a gradient are refused."""
     tail = _pickled(np.ones(1))[2:-1] + b"\x86."
     graded = tensor_pickle((2,), (1,), storage=STORAGE.replace(b"FloatStorage", b"LongStorage"))
     graded = graded[2:-1].replace(b"\x89", b"\x88")
     data = archive(b"\x80\x02" + graded + tail, {"0": bytes(32)})
     with pytest.raises(CheckpointFormatError):
         load_object("x", data, weights_only=True)
-    odd = tensor_pickle((2,), (1,), storage=STORAGE.replace(b"K\x04t", b"K\x0at"))[2:-1]
-    odd = odd.replace(b"ctorch\nFloatStorage", b"ctorch.storage\nUntypedStorage")
-    odd = odd.replace(b"_rebuild_tensor_v2", b"_rebuild_tensor_v3").replace(
-        b"OrderedDict\n)R", b"OrderedDict\n)Rctorch\nint32\n"
-    )
-    value = load_object("x", archive(b"\x80\x02" + odd + tail, {"0": bytes(10)}), weights_only=True)
-    assert value[0]["x"].tolist() == [0, 0]
 
 
-def test_fuzzed_values() -> None:
-    """Changed and shortened pickles of honest values: a value or a typed error, whatever stands there."""
-    honest = [
-        np.zeros(2, [("a", "<i4"), ("b", "<f8", (2,))]),
-        (np.random.RandomState(1).get_state(), torch.ones(2)),
-        [np.float64(1), np.datetime64("2026-01-02"), {"a"}],
-    ]
-    random_ = random.Random(5)
-    loaded = refused = 0
-    for value in honest:
-        data = pickle.dumps(value, protocol=2) if not isinstance(value, tuple) else saved(value)
-        for _ in range(120):
+def test_fuzzed_pickles() -> None:
+    """Changed pickles of honest files and values, with the checksum right: an index that is consistent, a
+    value or a typed error."""
+    state = {"a": torch.arange(6.0).view(2, 3).t(), "n": {0: [torch.ones(2), 1.5, "x"], "s": (2, None)}}
+    numbers = [np.zeros(2, [("a", "<i4"), ("b", "<f8", (2,))]), np.datetime64("2026-01-02"), {"a"}]
+    whole = zipfile.ZipFile(BytesIO(saved(state))).read("archive/data.pkl")
+    random_, count = random.Random(5), Counter[str]()
+    for data in (whole, pickle.dumps(numbers, protocol=2)):
+        for _ in range(250):
             changed = bytearray(data)
             for _ in range(random_.randrange(1, 4)):
                 changed[random_.randrange(len(changed))] = random_.randrange(256)
-            blob = bytes(changed) if isinstance(value, tuple) else archive(bytes(changed))
-            try:
-                load_object("x", blob, weights_only=True)
-            except CheckpointError:
-                refused += 1
-            else:
-                loaded += 1
-    assert min(loaded, refused) > 5, (loaded, refused)  # neither way is all that was tried
+            blob = archive(bytes(changed), {"0": bytes(24), "1": bytes(8)})
+            for read in (lambda blob: index_of(blob).check(), _value_of):
+                try:
+                    read(blob)
+                    count[read.__name__] += 1
+                except CheckpointError:
+                    count["refused"] += 1
+    assert min(count.values()) > 5, count  # neither way is all that was tried
+
+
+def _value_of(blob: bytes) -> None:
+    load_object("x", blob, weights_only=True)
 
 
 def test_a_hostile_object_is_listed_as_pickled(tmp_path: Any) -> None:

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
-from torch.utils._pytree import tree_map
 
 import dcp
 from dcp.storage.stores import PosixStore
-from tests.support.crashes import Ending, Group, in_lab, kill_rank, observe_calls, run_groups
+from tests.support.crashes import Ending, Group, in_lab, kill_rank, run_groups
 from tests.support.fault_doors import HARMLESS, findings
 from tests.support.rank_acts import act_in_phase
 from tests.support.versions import (
@@ -33,7 +28,7 @@ from tests.support.versions import (
     version_apart,
     version_state,
 )
-from tests.support.with_optimizer import full_state, parts_there, stock_sees
+from tests.support.with_optimizer import parts_there, stock_sees
 
 OLD, NEW, NEXT = 1, 2, 3
 CLEAN = {"manifest": 1, "metadata": 1, "data": 1}
@@ -243,42 +238,6 @@ def test_a_rank_killed_in_any_phase_is_named_by_the_others(
 
 # -- while a part is dropped ---------------------------------------------------------------------------------
 
-KEEP = dcp.Retention(optimizer=dcp.Keep(last=1))
-LAST = 3
-
-
-def _sharded_state(world_size: int, version: int) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (world_size,))
-
-    def cut(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.ndim:
-            return value
-        return distribute_tensor(value, mesh, [Shard(0)])
-
-    state: dict[str, Any] = tree_map(cut, full_state(version))
-    return state
-
-
-def train(rank: int, world_size: int, root: Path, victim: int, at: int) -> list[str]:
-    """Three steps are saved; ``victim`` is killed before the ``at``-th call that changes the first one after
-    the second was saved, by when its optimizer is dropped. These calls."""
-    calls: list[str] = []
-
-    def observe(call: str, name: str) -> None:
-        calls.append(call)
-        if len(calls) == at:
-            kill_rank(victim)
-
-    with dcp.CheckpointManager(root, keep=KEEP, mode="sync", timeout_seconds=30.0) as manager:
-        for step in range(1, LAST + 1):
-            # A survivor's failed saves are told by events; what is on the storage is looked at.
-            manager.save(step, _sharded_state(world_size, step))
-            manager.wait()
-            if step == 1 and rank == 0:
-                observe_calls(root / "step-00000001", observe)
-        dist.barrier()  # who may be killed by the last drop must be there
-    return calls
-
 
 def there(root: Path) -> list[tuple[str, str]]:
     """By step that is there what dcp and stock torch find; each is readable, whoever was killed."""
@@ -287,45 +246,3 @@ def there(root: Path) -> list[tuple[str, str]]:
     return [
         (parts_there(path, number), stock_sees(path, number)) for number, path in enumerate(folders, start=1)
     ]
-
-
-def every_drop(root: Path, some: Callable[[list[str]], list[int]]) -> tuple[Any, list[tuple[Any, ...]]]:
-    """What an undisturbed run left; and for each kill at ``some`` calls the victim, the endings, what is
-    there, and what the next manager, of one process, makes of it."""
-    (endings,) = run_groups([Group(2, train, (root / "whole", NOBODY, 0))])
-    cases = [(victim, at) for at in some(endings[0].value) for victim in (0, 1)]
-    groups = [Group(2, train, (root / f"{victim}-{at}", victim, at)) for victim, at in cases]
-    losses: list[tuple[Any, ...]] = []
-    for (victim, at), ended in zip(cases, run_groups(groups, at_once=4), strict=True):
-        folder = root / f"{victim}-{at}"
-        seen = there(folder)
-        with dcp.CheckpointManager(folder, keep=KEEP, no_dist=True) as manager:
-            manager.save(len(seen) + 1, full_state(len(seen) + 1))
-        losses.append((victim, ended, seen, there(folder)))
-    apart = [
-        sorted(path.name.split(".")[0] for path in step.glob("*.distcp"))
-        for step in sorted((root / "whole").iterdir())
-    ]
-    return (apart, there(root / "whole")), losses
-
-
-def _at_the_commit(calls: list[str]) -> list[int]:
-    return [calls.index("os.rename") + 2]
-
-
-def _all_of_them(calls: list[str]) -> list[int]:
-    return [*range(1, len(calls) + 1)]
-
-
-@pytest.mark.parametrize("some", [_at_the_commit, pytest.param(_all_of_them, marks=pytest.mark.exhaustive)])
-def test_ranks_that_are_killed_while_a_part_is_dropped(tmp_path: Path, some: Any) -> None:
-    """Leaves every step whole or without it, for dcp and stock, and the next manager ends the work."""
-    (apart, whole), losses = in_lab(every_drop, tmp_path, some, timeout_seconds=800)
-    assert apart == [["__0_0", "__1_0"]] * 2 + [["__0_0", "__0_1", "__1_0", "__1_1"]]
-    assert whole == [("weights", "weights")] * 2 + [("whole", "whole")]
-    assert len(losses) >= 2
-    for victim, endings, seen, after in losses:
-        assert endings[victim].killed and not endings[1 - victim].hung, endings
-        assert 2 <= len(seen) <= LAST and seen[-1] == ("whole", "whole"), seen
-        assert {one for both in seen for one in both} <= {"whole", "weights"}, seen
-        assert after == [("weights", "weights")] * len(seen) + [("whole", "whole")], after

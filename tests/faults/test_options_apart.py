@@ -85,49 +85,6 @@ def test_options_that_differ_by_rank_are_told(tmp_path: Path, way: str) -> None:
         assert left == ["overwrite"]
 
 
-def _other_kinds(rank: int, world_size: int, root: Path, what: str) -> Any:
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    dcp.save({"optim": optimizer}, checkpoint_id=root)
-    fresh = torch.optim.AdamW(torch.nn.Linear(3, 2).parameters())
-    others = {
-        "its state dict": fresh.state_dict(),
-        "an empty dict": {},
-        "a module": torch.nn.Linear(3, 2),
-        "state dicts on both": fresh.state_dict(),
-    }
-    state: dict[str, Any] = {"optim": fresh}
-    if what == "state dicts on both":
-        state["optim"] = {**optimizer.state_dict()}
-    if rank == 1:
-        state["optim"] = others[what]
-    planner = ObjectLoadPlanner() if root.name == "objects" else None
-    found = outcome(lambda: dcp.load(state, checkpoint_id=root, planner=planner, timeout_seconds=120))
-    ignored = outcome(
-        lambda: dcp.load(state, checkpoint_id=root, planner=planner, unexpected="ignore", timeout_seconds=120)
-    )
-    return found, len(fresh.state), ignored
-
-
-@pytest.mark.parametrize("way", ["columns", pytest.param("objects", marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("what", ["its state dict", "an empty dict", "a module", "state dicts on both"])
-def test_another_kind_of_object_on_one_rank_is_told(tmp_path: Path, what: str, way: str) -> None:
-    """It would stay empty there without a word, as the other rank takes what the checkpoint has: the error
-    names the key and the rank."""
-    for (names, message, ranks), filled, (ignored, *_) in run_ranks(2, _other_kinds, tmp_path / way, what):
-        if what == "state dicts on both":
-            assert "UnexpectedKeyError" in names and "'optim.state" in message and ignored == ()
-            assert "on rank 1 " in message
-        else:
-            kind = {"a module": "an object"}.get(what, "a dict")
-            assert "PlanError" in names, message
-            assert f"'optim' is not of one kind on all ranks: rank 0: an optimizer; rank 1: {kind}" in message
-            assert ranks == [1]
-        assert filled == 0
-
-
 MANAGER_OPTIONS: dict[str, tuple[Any, Any]] = {
     "mode": ("thread", "sync"),
     "every_steps": (10, 20),
@@ -164,29 +121,3 @@ def test_managers_that_are_not_made_alike_are_told(tmp_path: Path) -> None:
             for rank, given in enumerate(MANAGER_OPTIONS[name]):
                 value = "given" if name == "every_seconds" and given else given
                 assert f"rank {rank}: {name}={value!r}" in message, message
-
-
-def wrong_on_one_rank(rank: int, world_size: int, root: Path, kind: str) -> Any:
-    """Rank 1 gives `async_save` an argument that cannot be; for each the outcome. A good save follows."""
-    good: dict[str, Any] = {"async_checkpointer_type": dcp.AsyncCheckpointerType[kind]}
-    wrong: dict[str, dict[str, Any]] = {
-        "'thread', 'process', not 'proces'": {"async_checkpointer_type": "proces"},
-        "must be specified": {"checkpoint_id": None},
-        "no storage_writer": {"storage_writer": 3},
-        "user_metadata": {"user_metadata": {"x": object()}},
-    }
-    found = {}
-    for number, (said, given) in enumerate(wrong.items()):
-        arguments = good | {"checkpoint_id": root / f"bad-{number}"} | (given if rank == 1 else {})
-        found[said] = outcome(lambda: dcp.async_save(STATE, **arguments).result(200))  # noqa: B023
-        dcp.async_save(STATE, checkpoint_id=root / f"good-{number}", **good).result(200)
-    return found
-
-
-@pytest.mark.parametrize("kind", ["THREAD", pytest.param("PROCESS", marks=pytest.mark.exhaustive)])
-def test_a_wrong_argument_of_an_asynchronous_save_on_one_rank_fails_all(tmp_path: Path, kind: str) -> None:
-    """The others would wait for that rank in the background until the timeout; the group serves on."""
-    for found in run_ranks(2, wrong_on_one_rank, tmp_path, kind):
-        for said, (names, message, _) in found.items():
-            assert "CheckpointError" in names and said in message, (said, message)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"good-{number}" for number in range(4)]

@@ -6,7 +6,6 @@ import errno
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,13 @@ from dcp.errors import (
     CheckpointConflictError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    PlanError,
     StorageError,
 )
 from dcp.storage.stores import PosixStore, Store
 from tests.support.crashes import in_lab
-from tests.support.fault_doors import METADATA_NAME, Fault, FaultInjectingStore, OpenWithFaults, run
+from tests.support.fault_doors import Fault, FaultInjectingStore
 from tests.support.rank_acts import ObjectLoadPlanner
-from tests.support.ranks import RankRaised, run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.versions import save_version, version_of, version_state
 
 
@@ -89,17 +87,6 @@ def test_one_refusal_of_a_data_file_is_no_damage(tmp_path: Path, number: int, is
     assert report.attempts == (1 if number == errno.ENOENT and not is_replaced else 2)
 
 
-def test_a_file_that_stays_stale_is_the_storages_fault(tmp_path: Path) -> None:
-    """Nothing was replaced, and no attempt can open it."""
-    save_version(tmp_path, 1)
-    with pytest.raises(StorageError) as caught:
-        dcp.load(
-            version_state(0),
-            storage_reader=reader(tmp_path, partial(_refuse, errno.ESTALE, tmp_path / "data"), times=99),
-        )
-    assert (caught.value.op, caught.value.path) == ("open", str(tmp_path / "data"))
-
-
 def test_a_reader_that_is_overtaken_again_and_again(tmp_path: Path) -> None:
     """Says so, and names the place."""
     save_version(tmp_path, 1)
@@ -130,21 +117,6 @@ def test_a_file_that_is_only_missing_stays_an_error(tmp_path: Path, gone: str) -
     with pytest.raises(CorruptCheckpointError, match="is missing"):
         dcp.load(version_state(0), storage_reader=reader(tmp_path, remove, times=99))
     assert len(calls) == 1
-
-
-def test_a_successor_that_lacks_what_was_filled_is_refused(tmp_path: Path) -> None:
-    """A partial load would leave values of the first checkpoint beside those of the second."""
-    dcp.save({"a": torch.ones(2), "b": torch.ones(2)}, checkpoint_id=tmp_path)
-
-    def without_b() -> None:
-        dcp.save({"a": torch.zeros(2)}, checkpoint_id=tmp_path)
-
-    with pytest.raises(PlanError, match=r"'b'.*two checkpoints"):
-        dcp.load(
-            {"a": torch.zeros(2), "b": torch.zeros(2)},
-            storage_reader=reader(tmp_path, without_b),
-            allow_partial_load=True,
-        )
 
 
 class Counted:
@@ -189,14 +161,6 @@ def test_all_ranks_load_the_successor(tmp_path: Path, overtaken: int) -> None:
         assert (given, attempts) == (1, 2)
 
 
-def test_all_ranks_raise_what_stays(tmp_path: Path) -> None:
-    """The file is gone on one rank's word; the coordinator sees the same manifest as before."""
-    _save_counted(str(tmp_path), 1.0)
-    for result in run_ranks(2, _load_overtaken, str(tmp_path), 1, "damaged", failures=True):
-        assert isinstance(result, RankRaised)
-        assert "CorruptCheckpointError" in result.class_names
-
-
 def overtake_at_opens(folder: Path, versions: list[int]) -> None:
     """From now on another save replaces what is in ``folder`` each time this process opens a data file of it
     to read, until all of ``versions`` are saved."""
@@ -227,33 +191,3 @@ def _restore_overtaken(root: Path) -> tuple[int, list[Any], int | str]:
 def test_a_restore_that_is_overtaken_takes_no_older_step(tmp_path: Path) -> None:
     """Restores the newest step as its last save left it, and does not take the replacements for damage."""
     assert in_lab(_restore_overtaken, tmp_path) == (2, [], 13)
-
-
-def verify_overtaken(folder: Path) -> tuple[str, int]:
-    """What ``dcp verify`` says that is overtaken, and its status when nobody saves."""
-    save_version(folder, 1)
-    overtake_at_opens(folder, [2])
-    said = run("verify", folder).err
-    return said, run("verify", folder).status
-
-
-def test_verifying_beside_a_save_finds_no_damage(tmp_path: Path) -> None:
-    """Says that the checkpoint was replaced: files that a successor has deleted are not missing."""
-    said, later = in_lab(verify_overtaken, tmp_path / "x")
-    assert "was replaced while it was being verified" in said and later == 0, said
-
-
-def test_a_first_save_while_it_is_looked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Is opened by its manifest: its `.metadata` alone, which is looked for after it, has no checksums."""
-    done: list[bool] = []
-
-    def hook(_: object) -> None:
-        if not done:
-            done.append(True)
-            save_version(tmp_path, 1)
-
-    faults = Fault("*", name=METADATA_NAME, hook=hook)
-    state, source = version_state(0), dcp.FileSystemReader(tmp_path, open_store=OpenWithFaults(faults))
-    dcp.load(state, storage_reader=source)
-    assert done and version_of(state) == 1
-    assert "is missing" not in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,45 +22,56 @@ _OWN_STATUS = 7
 
 
 def _rank_2_stays_away(rank: int, world_size: int, root: Path, how: str, bound_seconds: float) -> Any:
-    first = how.startswith("first")
-    how = how.removeprefix("first ")
-    manager = None
-    if how in ("thread", "process"):
-        manager = dcp.CheckpointManager(root, mode=how, timeout_seconds=bound_seconds)  # type: ignore[arg-type]
-        manager.save(1, STATE)
-        manager.wait()
-    elif how == "save after a refused one":
-        a_class: Any = dcp.FileSystemWriter if rank == 1 else None
-        names, *_ = outcome(lambda: dcp.save(STATE, checkpoint_id=root, storage_writer=a_class))
-        assert "RankFailedError" in names
-    elif first:  # alone, for what takes its time once
-        dcp.save(STATE, checkpoint_id=root / f"alone-{rank}", no_dist=True)
-    else:
-        dcp.save(STATE, checkpoint_id=root)
     store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
-    store.set(f"ready/{rank}", "1")
-    store.wait([f"ready/{other}" for other in range(world_size)], timedelta(seconds=120))
-
-    def act() -> None:
-        if how.startswith("save"):
-            dcp.save(STATE, checkpoint_id=root, timeout_seconds=bound_seconds)
-        elif how == "load":
-            dcp.load({"w": torch.zeros(6)}, checkpoint_id=root, timeout_seconds=bound_seconds)
-        elif how == "manager":
-            dcp.CheckpointManager(root, timeout_seconds=bound_seconds)
-        elif manager is not None and (future := manager.save(2, STATE)) is not None:
-            future.result()
-
-    begun = time.monotonic() - busy_seconds()
-    found = (*outcome(act), time.monotonic() - busy_seconds() - begun) if rank != 2 else None
-    store.set(f"done/{rank}", "1")
-    store.wait([f"done/{other}" for other in range(world_size)], timedelta(seconds=120))
+    try:
+        act = _prepared(rank, root, how, bound_seconds)
+        _meet(store, "ready", rank, world_size)
+        begun = time.monotonic() - busy_seconds()
+        found = (*outcome(act), time.monotonic() - busy_seconds() - begun) if rank != 2 else None
+        _meet(store, "done", rank, world_size)
+    finally:  # nobody waits for a rank that failed
+        for word in ("ready", "done"):
+            store.set(f"{word}/{rank}", "1")
     os._exit(0) if found is None else None
     return found
 
 
-_WAITS = ("first save", "manager", "process")
-_OTHER_WAITS = ("first load", "first manager", "load", "thread", "save", "save after a refused one")
+def _meet(store: dist.Store, word: str, rank: int, world_size: int) -> None:
+    store.set(f"{word}/{rank}", "1")
+    store.wait([f"{word}/{other}" for other in range(world_size)], timedelta(seconds=120))
+
+
+def _prepared(rank: int, root: Path, how: str, bound_seconds: float) -> Callable[[], Any]:
+    """All that takes its time once is behind the group; what is left to do without rank 2."""
+    bound: dict[str, Any] = {"timeout_seconds": bound_seconds}
+    if how in ("thread", "process"):
+        manager = dcp.CheckpointManager(root, mode=how, **bound)  # type: ignore[arg-type]
+        manager.save(1, STATE)
+        manager.wait()
+
+        def save() -> None:
+            future = manager.save(2, STATE)
+            assert future is not None
+            future.result()
+
+        return save
+    if how == "save after a refused one":
+        a_class: Any = dcp.FileSystemWriter if rank == 1 else None
+        names, *_ = outcome(lambda: dcp.save(STATE, checkpoint_id=root, storage_writer=a_class))
+        assert "RankFailedError" in names
+    elif how.startswith("first"):
+        dcp.save(STATE, checkpoint_id=root / f"alone-{rank}", no_dist=True)
+    else:
+        dcp.save(STATE, checkpoint_id=root)
+    return {
+        "save": lambda: dcp.save(STATE, checkpoint_id=root, **bound),
+        "load": lambda: dcp.load({"w": torch.zeros(6)}, checkpoint_id=root, **bound),
+        "manager": lambda: dcp.CheckpointManager(root, **bound),
+    }[how.removeprefix("first ").split()[0]]
+
+
+_WAITS = ("first save", "manager", "thread")
+_OTHER_WAITS = (*("process", "first load", "first manager", "load", "save", "save after a refused one"),)
 
 
 @pytest.mark.parametrize("waits", [_WAITS, pytest.param(_OTHER_WAITS, marks=pytest.mark.exhaustive)])
@@ -67,16 +79,17 @@ def test_the_timeout_is_all_that_a_wait_takes(tmp_path: Path, waits: tuple[str, 
     """Signs of life, and what trainers and writers tell each other, included; who is missing is named, and
     nobody else. On a busy machine others may be too late as well: then all have more time once more."""
     late = {}
-    for bound_seconds in (3.0, 8.0, 16.0):
+    for factor in (1, 2, 4):
+        bounds = [factor * (10.0 if how == "process" else 3.0) for how in waits]
         groups = [
-            Group(3, _rank_2_stays_away, (tmp_path / f"{how} {bound_seconds}", how, bound_seconds))
-            for how in waits
+            Group(3, _rank_2_stays_away, (tmp_path / f"{how} {bound}", how, bound))
+            for how, bound in zip(waits, bounds, strict=True)
         ]
-        found = zip(waits, in_lab(run_groups, groups), strict=True)
+        found = zip(waits, bounds, in_lab(run_groups, groups), strict=True)
         late = {
             how: endings
-            for how, (*endings, _) in found
-            if not all(_is_told_in_time(ending, bound_seconds) for ending in endings)
+            for how, bound, (*endings, _) in found
+            if not all(_is_told_in_time(ending, bound) for ending in endings)
         }
         if not late:
             return
@@ -85,11 +98,11 @@ def test_the_timeout_is_all_that_a_wait_takes(tmp_path: Path, waits: tuple[str, 
 
 
 def _is_told_in_time(ending: Ending, bound_seconds: float) -> bool:
-    assert ending.raised is None, ending.raised.traceback_text
-    assert ending.value is not None, ending
+    if ending.value is None:
+        return False
     names, message, _, seconds = ending.value
-    assert "CollectiveTimeoutError" in names, ending
-    return "rank 2 of 3 died or did not answer" in message and seconds < bound_seconds + 1.5
+    is_told = "CollectiveTimeoutError" in names and "rank 2 of 3 died or did not answer" in message
+    return is_told and seconds < bound_seconds + 1.5
 
 
 def _rank_0_ends_while_the_group_forms(rank: int, world_size: int, root: Path, kind: str, when: str) -> Any:

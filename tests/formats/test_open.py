@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +36,6 @@ def seen(folder: Path) -> tuple[str, int]:
     state = {"w": torch.zeros(3, dtype=torch.int64)}
     dcp.load(state, checkpoint_id=folder, unexpected="ignore", no_dist=True)
     return dcp.open_index(folder).format, int(state["w"][0])
-
-
-def test_a_manifest_alone_is_a_checkpoint(tmp_path: Path) -> None:
-    """Saved without stock's metadata, or crashed before it was written: the manifest is enough."""
-    save(tmp_path, 1)
-    (tmp_path / METADATA).unlink()
-    assert seen(tmp_path) == ("dcp", 1)
 
 
 def test_a_crash_between_the_two_files_leaves_the_new_checkpoint(tmp_path: Path) -> None:
@@ -181,19 +173,3 @@ def test_a_save_during_opening_is_not_taken_for_stock(tmp_path: Path, name: str)
     reader = dcp.FileSystemReader("x", open_store=lambda _: store)
     dcp.load(state, storage_reader=reader, no_dist=True)
     assert state["w"].tolist() == [2] * 3
-
-
-def test_a_large_metadata_is_known_by_its_first_bytes(tmp_path: Path) -> None:
-    """It is not read to find out that it belongs to the manifest; what stock wrote over it is believed."""
-    state = {f"layers.{n}.weight": torch.zeros(1) for n in range(9000)}
-    dcp.save(state, checkpoint_id=tmp_path / "x", no_dist=True)
-    store = FaultInjectingStore(PosixStore(tmp_path / "x"))
-    reader = dcp.FileSystemReader("x", open_store=lambda _: store)
-    reader.read_index()
-    size = (tmp_path / "x" / METADATA).stat().st_size
-    asked = [step.size_bytes for step in store.log if step.name == METADATA and step.op == "preadv"]
-    assert asked and sum(asked) <= size // 8
-    assert not any(step.op == "read" and step.name == METADATA for step in store.log)
-    shutil.copytree(tmp_path / "x", tmp_path / "y")
-    stock.save({"w": torch.full((3,), 2)}, checkpoint_id=tmp_path / "y", no_dist=True)
-    assert seen(tmp_path / "y") == ("torch_dcp", 2)

@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError
-from dcp.storage.formats import dtypes
-from dcp.storage.formats.pickle.decoder import Constructor, Instance, allow_list, decode_pickle, instances
+from dcp.storage.formats.pickle.decoder import Constructor, allow_list, decode_pickle, instances
 from dcp.storage.formats.torch.tensor_pickle import decode_tensor_pickle
 from tests.support.examples import examples
 
@@ -94,28 +93,6 @@ def test_memo_keeps_identity_and_cycles() -> None:
     assert decoded[2] is decoded
 
 
-def test_allowed_globals() -> None:
-    """Globals are what the caller says: inert values, constructors that get arguments, instances."""
-    assert decode_pickle(b"cm\nvalue\n.", find=SOME) == "inert"
-    assert decode_pickle(b"\x8c\x01m\x8c\x05value\x93.", find=SOME) == "inert"
-    assert decode_pickle(b"ctorch\nSize\n((I2\nI3\nttR.", find=SOME) == (2, 3)
-    thing = decode_pickle(b"\x80\x04cm\nThing\n)\x81}\x8c\x01a\x8c\x01bsb.", find=SOME)
-    assert isinstance(thing, Instance)
-    assert (thing.kind, thing.state) == ("Thing", {"a": "b"})
-    again = decode_pickle(b"\x80\x04cm\nThing\n)}\x92.", find=SOME)
-    assert isinstance(again, Instance)
-    assert again.state is None
-
-
-def test_persistent_ids() -> None:
-    """References to data outside go to the caller's function; without one they are refused."""
-    assert decode(b"\x80\x02(X\x01\0\0\0aK\x01tQ.", persistent_load=list) == ["a", 1]
-    assert decode(b"Pname\n.", persistent_load=str.upper) == "NAME"
-    for data in (b"\x80\x02K\x01Q.", b"Pname\n."):
-        with pytest.raises(UnsafeObjectError, match="outside"):
-            decode(data)
-
-
 class Exploit:
     """Runs a command when it is unpickled."""
 
@@ -151,8 +128,6 @@ ATTACKS: dict[str, bytes] = {
     "nested value": b"\x80\x04\x8c\x01m\x8c\x0fvalue.__class__\x93.",
     "nested module": b"\x80\x04\x8c\x08os.path.\x8c\x06system\x93.",
     "extension": b"\x80\x02\x82\x01.",
-    "extension 2": b"\x80\x02\x83\x01\0.",
-    "extension 4": b"\x80\x02\x84\x01\0\0\0.",
     "build on list": b"\x80\x02]}X\x01\0\0\0aK\x01sb.",
     "build on constructor": b"\x80\x02ctorch\nSize\n}X\x06\0\0\0reduceK\x01sb.",
     "build on value": b"\x80\x02cm\nvalue\n}X\x01\0\0\0aK\x01sb.",
@@ -177,50 +152,31 @@ def test_attacks_run_nothing(name: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 MALFORMED: dict[str, bytes] = {
     "empty": b"",
-    "only stop": b".",
     "no stop": b"\x80\x04N",
-    "two values": b"\x80\x04NN.",
     "open mark": b"\x80\x04(N.",
     "trailing": b"\x80\x04N.N",
     "unknown opcode": b"\x80\x04\xff.",
-    "tuple without mark": b"t.",
     "append to int": b"\x80\x04K\x01K\x02a.",
-    "set item of list": b"\x80\x04]K\x01K\x02s.",
     "add to list": b"\x80\x04](K\x01\x90.",
-    "odd items": b"\x80\x04}(K\x01u.",
     "unknown memo": b"\x80\x04h\x00.",
-    "memo of nothing": b"\x80\x04\x94.",
     "negative memo": b"I1\np-1\n.",
-    "negative get": b"I1\np0\n0g-1\n.",
     "memo without number": b"I1\npx\n.",
     "duplicate key": b"\x80\x04}(K\x01NK\x01Nu.",
-    "duplicate equal key": b"\x80\x04}(K\x01N\x88Nu.",
-    "duplicate later": b"\x80\x04}K\x01NsK\x01Ns.",
     "list as key": b"\x80\x04}]Ns.",
-    "dict in tuple as key": b"\x80\x04}}\x85Ns.",
     "set as key": b"\x80\x04}\x8fNs.",
     "list in set": b"\x80\x04\x8f(]\x90.",
-    "list in frozenset": b"\x80\x04(]\x91.",
     "long beyond end": b"\x80\x02\x8b\xff\xff\xff\x7f\x01.",
-    "negative long": b"\x80\x02\x8b\xff\xff\xff\xff\x01.",
-    "huge text": b"\x80\x04X\xff\xff\xff\xffx.",
     "huge text 8": b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\xffx.",
-    "huge bytes 8": b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7fx.",
     "huge bytearray": b"\x80\x05\x96\xff\xff\xff\xff\xff\xff\xff\x7fx.",
     "negative string": b"T\xff\xff\xff\xffx.",
     "huge frame": b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x7fN.",
     "bad utf-8": b"\x80\x04\x8c\x02\xff\xfe.",
     "bad string": b"S'x\n.",
-    "bad int": b"Ix\n.",
     "bad float": b"Fx\n.",
-    "bad long": b"Lx\n.",
     "decimal bomb": b"L" + b"9" * 1_000_000 + b"L\n.",
     "global name not text": b"\x80\x04K\x01K\x02\x93.",
-    "global without name": b"cposix\n",
     "reduce without tuple": b"\x80\x04ctorch\nSize\nK\x01R.",
-    "new without tuple": b"\x80\x04cm\nThing\nK\x01\x81.",
     "new with arguments": b"\x80\x04cm\nThing\nK\x01\x85\x81.",
-    "names given": b"\x80\x04cm\nThing\n)}K\x01Ns\x92.",
     "deep marks": b"(" * 1_000_000 + b".",
 }
 
@@ -262,47 +218,30 @@ FROM_TYPE = b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\n("
 HUGE = b"\x8a\x09" + b"\xff" * 8 + b"\x00"
 FORGED: dict[str, bytes] = {
     "beyond the storage": forged(offset=b"K\x01"),
-    "sizes beyond": forged(sizes=b"K\x02K\x04\x86"),
     "strides beyond": forged(strides=b"K\x04K\x01\x86"),
     "negative offset": forged(offset=b"J\xff\xff\xff\xff"),
-    "negative size": forged(sizes=b"J\xff\xff\xff\xffK\x03\x86"),
     "negative stride": forged(strides=b"J\xff\xff\xff\xffK\x01\x86"),
     "huge size": forged(sizes=HUGE + b"K\x03\x86", strides=b"K\0K\0\x86"),
     "huge volume": forged(sizes=b"J\xff\xff\xff\x7f" * 3 + b"\x87", strides=b"K\0K\0K\0\x87"),
     "huge storage": forged(
         storage=b"(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpu" + HUGE + b"tQ"
     ),
-    "dimensions differ": forged(strides=b"K\x01\x85"),
     "many dimensions": forged(sizes=b"(" + b"K\x01" * 65 + b"t", strides=b"(" + b"K\x01" * 65 + b"t"),
     "bool as size": forged(sizes=b"\x88K\x03\x86"),
-    "text as size": forged(sizes=b"X\x01\0\0\0aK\x03\x86"),
     "list of sizes": forged(sizes=b"](K\x02K\x03e"),
-    "grad is a number": forged(grad=b"K\0"),
     "no storage": forged(storage=b"N"),
     "storage of another kind": forged(storage=b"(X\x07\0\0\0storagectorch\nTensor\nX\x01\0\0\x000NK\x06tQ"),
-    "storage of a dtype": forged(storage=b"(X\x07\0\0\0storagectorch\nfloat32\nX\x01\0\0\x000NK\x06tQ"),
     "storage not a tuple": forged(storage=b"NQ"),
-    "storage too short": forged(storage=b"(X\x07\0\0\0storagetQ"),
     "module, not storage": forged(storage=b"(X\x06\0\0\0modulectorch\nTensor\nX\x01\0\0\x000NK\x06tQ"),
-    "key not text": forged(storage=b"(X\x07\0\0\0storagectorch\nFloatStorage\nK\0NK\x06tQ"),
     "long key": forged(
         storage=b"(X\x07\0\0\0storagectorch\nFloatStorage\nX\x64\0\0\0" + b"0" * 100 + b"NK\x06tQ"
     ),
     "arguments missing": b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n)R.",
     "v3 without dtype": forged(function=b"_rebuild_tensor_v3", rest=b"N"),
     "parameter of nothing": b"\x80\x02ctorch._utils\n_rebuild_parameter\n(N\x89NtR.",
-    "tensor type of nothing": FROM_TYPE + b"ctorch._utils\n_rebuild_tensor_v2\nN)NtR.",
     "type function": FROM_TYPE + b"ccollections\nOrderedDict\nctorch\nTensor\n)NtR.",
     "hooks": b"\x80\x02ccollections\nOrderedDict\n](K\x01K\x02\x86e\x85R.",
 }
-
-
-def test_the_forged_base_is_good() -> None:
-    """The forged pickle without changes is a tensor, so that each change below is what is refused."""
-    tensor = decode_tensor_pickle(forged())
-    assert (tensor.sizes, tensor.strides, tensor.storage_bytes) == ((2, 3), (3, 1), 24)
-    last = forged(function=b"_rebuild_tensor_v3", rest=b"ctorch\nint8\n")
-    assert decode_tensor_pickle(last).dtype_code == dtypes.BY_NAME["int8"].code
 
 
 @pytest.mark.parametrize("name", FORGED)

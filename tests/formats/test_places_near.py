@@ -45,28 +45,3 @@ def test_what_is_beside_a_missing_place_is_told(runs: Path) -> None:
     )
     assert f"{runs}/c does not exist.\n{runs} has " in said(runs / "c/step-1")
     assert f"{runs} has files" in said(runs / "fils")
-
-
-def test_files_of_weights_are_told(runs: Path) -> None:
-    """A folder with one is no checkpoint; the file is."""
-    assert said(runs / "files").endswith("\nFiles in it: model.pt.")
-
-
-def test_a_save_that_did_not_finish_is_still_said_to_be_one(runs: Path) -> None:
-    """That there are data files is what matters there."""
-    assert "1 data files" in said(runs / "a/step-11")
-
-
-def test_loads_say_so_too(runs: Path) -> None:
-    """Whatever takes a place of the user's."""
-    with pytest.raises(dcp.CheckpointNotFoundError, match=r"Checkpoints below it: step-10"):
-        dcp.load({"n": 0}, checkpoint_id=runs / "a", no_dist=True)
-
-
-def test_places_in_memory_have_neighbours_too() -> None:
-    """Whatever kind of root; an empty one has nothing to tell."""
-    dcp.save({"n": 1}, checkpoint_id="memory://near/step-1", no_dist=True)
-    with pytest.raises(dcp.CheckpointNotFoundError, match=r"Checkpoints below it: step-1\."):
-        dcp.open_index("memory://near")
-    with pytest.raises(dcp.CheckpointNotFoundError, match="Check the path"):
-        dcp.open_index("memory://elsewhere")

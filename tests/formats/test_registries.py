@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import dcp
-from dcp.errors import CheckpointError, OptionError, StorageError, UnsupportedFormatError
+from dcp.errors import CheckpointError
 from dcp.storage.formats.format import Format
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.registry import file_names, formats, register_format, target_named
-from dcp.storage.stores import StoreType, open_store, register_store
+from dcp.storage.stores import open_store
 from tests.support.crashes import in_lab
 
 
@@ -57,18 +57,6 @@ def test_a_package_that_cannot_be_imported_is_named(code: str, tmp_path: Path) -
     assert are_ours_there
 
 
-def with_two_packages(folder: Path) -> str:
-    """Of one name."""
-    for package in ("first", "second"):
-        install(folder, package, "dcphub.formats", "two", "OBJECT = 1")
-    return told(lambda: dcp.open_index(folder))
-
-
-def test_two_packages_of_one_name_are_told(tmp_path: Path) -> None:
-    """It would be chance, which of them is taken."""
-    assert re.search(r"first and second.*uninstall all but one", in_lab(with_two_packages, tmp_path))
-
-
 def with_faulty_readers(folder: Path) -> list[str]:
     """What three formats say of their checkpoints: readers that raise, that return nonsense, and that lie."""
 
@@ -100,33 +88,3 @@ def test_a_reader_with_a_fault_costs_its_own_checkpoints(tmp_path: Path) -> None
     assert "UnsupportedFormatError" in faulty and str(tmp_path / "a.faulty") in faulty
     assert "UnsupportedFormatError" in odd and str(tmp_path / "b.odd") in odd
     assert "CheckpointFormatError" in lying and "plain name" in lying and str(tmp_path) in lying
-
-
-@pytest.mark.parametrize(
-    "odd",
-    [
-        Format(name="odd", folder_files=re.compile("(?i)a")),
-        Format(name="odd", folder_marks=re.compile("a # b", re.VERBOSE)),
-        Format(name="odd", suffixes=("",)),
-        Format(name="odd", suffixes=(".ODD",)),
-        Format(name="odd", suffixes=".npy"),  # type: ignore[arg-type]
-        Format(name="dcp"),
-        Format(name="Odd"),
-        5,
-    ],
-)
-def test_formats_that_could_not_be_meant_are_refused(odd: Any) -> None:
-    """Before they make every file a checkpoint, or none."""
-    with pytest.raises((UnsupportedFormatError, OptionError)):
-        register_format(odd)
-    assert "odd" not in {one.name for one in formats()}
-
-
-@pytest.mark.parametrize("wrong", ["zip", (), ("ZIP",), ("s3",), (5,), None])
-def test_schemes_that_cannot_be_are_refused(wrong: Any) -> None:
-    """None of them is registered."""
-    made: Any = (
-        StoreType(schemes=wrong, open=lambda url, options: open_store(url)) if wrong is not None else 5
-    )
-    with pytest.raises((StorageError, OptionError), match=r"scheme|no StoreType"):
-        register_store(made)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as stock
 from safetensors.torch import load_file, save_file
 
 import dcp
@@ -56,10 +55,7 @@ def tensor(begin: int, end: int, shape: list[int], dtype: str = "U8") -> dict[st
         (1 << 63).to_bytes(8, "little") + b"{}",
         (100).to_bytes(8, "little") + b"{}",
         blob(""),
-        blob("[]"),
-        blob(" {}"),
         blob("{} x"),
-        blob('{"a"'),
         blob("{" * 50_000),
         blob('{"a":' + "[" * 50_000),
         blob('{"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}, "a": 1}', b"x"),
@@ -68,8 +64,6 @@ def tensor(begin: int, end: int, shape: list[int], dtype: str = "U8") -> dict[st
         blob('{"\\ud800": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}', b"x"),
         (3).to_bytes(8, "little") + b'{"\xff',
         blob({"__metadata__": {"a": 1}}),
-        blob({"__metadata__": []}),
-        blob({"a": [1]}),
         blob({"a": {"dtype": "U8", "shape": [1]}}, b"x"),
         blob({"a": tensor(0, 2, [1])}, b"xy"),
         blob({"a": tensor(1, 2, [1])}, b"xy"),
@@ -80,7 +74,6 @@ def tensor(begin: int, end: int, shape: list[int], dtype: str = "U8") -> dict[st
         blob({"a": tensor(1, 0, [1])}, b"x"),
         blob({"a": tensor(0, 1, [-1])}, b"x"),
         blob({"a": tensor(0, 1, [1.0])}, b"x"),  # type: ignore[list-item]
-        blob({"a": tensor(0, 1, [True])}, b"x"),
         blob({"a": tensor(0, 1, [1] * 65)}, b"x"),
         blob({"a": tensor(0, 0, [1 << 32, 1 << 32])}),
         blob('{"a": {"dtype": "U8", "shape": [' + "9" * 5000 + '], "data_offsets": [0, 1]}}', b"x"),
@@ -101,7 +94,7 @@ def test_what_the_specification_forbids_is_refused(data: bytes) -> None:
 
 def test_an_unknown_element_type_is_named() -> None:
     """A type of a newer specification is unsupported, not corrupt."""
-    with pytest.raises(UnsupportedFormatError, match="F6_E2M3"):
+    with pytest.raises(UnsupportedFormatError, match=r"F6_E2M3.*newer safetensors"):
         opened(blob({"a": tensor(0, 3, [4], "F6_E2M3")}, b"abc"))
 
 
@@ -166,17 +159,6 @@ def test_a_sharded_folder(tmp_path: Path) -> None:
     assert index.planner_data["scale"] == ("scale",)
 
 
-def test_a_sharded_folder_without_its_map(tmp_path: Path) -> None:
-    """The numbers in the names tell whether all files are there."""
-    weights = _weights(7)
-    _sharded(tmp_path, weights)
-    (tmp_path / "model.safetensors.index.json").unlink()
-    _assert_holds(dcp.open_index(tmp_path), tmp_path, weights)
-    (tmp_path / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(CorruptCheckpointError, match="1 of the 3 files"):
-        dcp.open_index(tmp_path)
-
-
 def test_torch_files_with_a_map(tmp_path: Path) -> None:
     """pytorch_model.bin.index.json names torch.save files; ties within a file, strides and values survive."""
     first = {"a": torch.arange(6.0).view(2, 3).t(), "b": torch.ones(2), "note": "text"}
@@ -224,21 +206,6 @@ def test_shards_that_stock_dcp_notes(tmp_path: Path) -> None:
         dcp.open_index(tmp_path)
 
 
-def test_what_stock_torch_writes(tmp_path: Path) -> None:
-    """A folder of torch.distributed.checkpoint.HuggingFaceStorageWriter."""
-    weights = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(3)}
-    writer = stock.HuggingFaceStorageWriter(str(tmp_path), fqn_to_index_mapping={"a": 1, "b": 2})
-    stock.save(dict(weights), storage_writer=writer, no_dist=True)
-    _assert_holds(dcp.open_index(tmp_path), tmp_path, weights)
-
-
-def test_a_commit_comes_before_weights(tmp_path: Path) -> None:
-    """In a folder with both, what was committed is the checkpoint."""
-    stock.save({"committed": torch.ones(1)}, checkpoint_id=str(tmp_path), no_dist=True)
-    save_file({"other": torch.ones(1)}, tmp_path / "model.safetensors")
-    assert list(dcp.open_index(tmp_path).fqns) == ["committed"]
-
-
 def _break_map(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
         path = folder / "model.safetensors.index.json"
@@ -261,17 +228,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[CheckpointError], str]] 
         CheckpointFormatError,
         "not allowed",
     ),
-    "absolute": (
-        _break_map(lambda d: d["weight_map"].update(scale="/etc/x.safetensors")),
-        CheckpointFormatError,
-        "not allowed",
-    ),
-    "other suffix": (
-        _break_map(lambda d: d["weight_map"].update(scale="x.bin")),
-        CheckpointFormatError,
-        "no \\*.safetensors file",
-    ),
-    "no map": (_break_map(lambda d: d.pop("weight_map")), CheckpointFormatError, "no weight_map"),
     "map of lists": (
         _break_map(lambda d: d["weight_map"].update(scale=["x"])),
         CheckpointFormatError,
@@ -291,11 +247,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[CheckpointError], str]] 
         lambda folder: (folder / "model.safetensors.index.json").write_text("{"),
         CheckpointFormatError,
         "not JSON",
-    ),
-    "key twice": (
-        lambda folder: (folder / "model.safetensors.index.json").write_text('{"a": 1, "a": 1}'),
-        CheckpointFormatError,
-        "twice",
     ),
     "two of one name": (_duplicate, CheckpointFormatError, "nothing says which"),
     "two models": (

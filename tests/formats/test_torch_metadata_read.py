@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardedTensorProperties
-from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    BytesIOWriteData,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
 
 from dcp.errors import (
     CheckpointFormatError,
     CorruptCheckpointError,
-    UnsafeObjectError,
     UnsupportedFormatError,
 )
 from tests.support.formats_indexes import (
@@ -69,14 +58,6 @@ def test_real_saves(tmp_path: Path, state_dict: Callable[[], dict[str, Any]]) ->
         assert (tmp_path / name).is_file()
 
 
-def test_several_files(tmp_path: Path) -> None:
-    """One file an entry, and several threads: each chunk names the file that holds it."""
-    metadata = stock_save(tmp_path, rich_state_dict(), single_file_per_rank=False, thread_count=2)
-    index = decode_torch_metadata((tmp_path / ".metadata").read_bytes())
-    assert_same(index, index_of(metadata))
-    assert len(index.files) == index.chunk_count + len(index.objects)
-
-
 def test_golden_files() -> None:
     """Committed files of two ranks, with DTensor and ShardedTensor, still give the same index."""
     index = decode_torch_metadata((GOLDEN / "torch-2.13-two-ranks.metadata").read_bytes())
@@ -108,77 +89,12 @@ def test_fields_that_older_versions_lack() -> None:
     assert index.provenance == {}
 
 
-def test_plans_that_megatron_keeps() -> None:
-    """Megatron-Core adds the plans of all ranks, which say nothing more of what is stored."""
-    metadata = small_metadata()
-    expected = index_of(metadata)
-    chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([2]))
-    data = TensorWriteData(chunk, TensorProperties(torch.float32), torch.Size([2]))
-    items = [
-        WriteItem(MetadataIndex("t", torch.Size([0])), WriteItemType.SHARD, tensor_data=data),
-        WriteItem(MetadataIndex("o"), WriteItemType.BYTE_IO, bytes_io_data=BytesIOWriteData(3)),
-    ]
-    metadata.all_local_plans = [SavePlan(items, storage_data=_StoragePrefix("__0_"))]  # type: ignore[attr-defined]
-    assert_same(decode(metadata), expected)
-
-
-def test_sharded_tensor_properties() -> None:
-    """Up to torch 2.3 the properties were those of ShardedTensor, from another module."""
-    metadata = small_metadata()
-    tensor = metadata.state_dict_metadata["t"]
-    assert isinstance(tensor, TensorStorageMetadata)
-    tensor.properties = ShardedTensorProperties(torch.float32, requires_grad=True)  # type: ignore[assignment]
-    data = pickle.dumps(metadata)
-    assert b"torch.distributed._shard.sharded_tensor.metadata" in data
-    index = decode_torch_metadata(data)
-    assert index.requires_grad.tolist() == [1]
-    assert index.dtype(0).name == "float32"
-
-
-def test_repeated_and_empty_chunks() -> None:
-    """Replicas that were not deduplicated count once; an empty shard hides no chunk at its offset."""
-    properties = TensorProperties(torch.float32)
-
-    def chunk(offset: int, size: int) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(torch.Size([offset]), torch.Size([size]))
-
-    entries = {
-        "twice": TensorStorageMetadata(properties, torch.Size([4]), [chunk(0, 4), chunk(0, 4)]),
-        "empty": TensorStorageMetadata(properties, torch.Size([4]), [chunk(0, 0), chunk(0, 4)]),
-    }
-    places = {MetadataIndex(fqn, [0]): _StorageInfo("f", 0, 900) for fqn in entries}
-    index = decode(Metadata(entries, storage_data=places))  # type: ignore[arg-type]
-    assert [index.box(row) for row in range(index.chunk_count)] == [((0,), (4,)), ((0,), (4,))]
-    clash = TensorStorageMetadata(properties, torch.Size([4]), [chunk(0, 4), chunk(0, 3)])
-    with pytest.raises(CheckpointFormatError, match="begin at"):
-        decode(Metadata({"twice": clash}, storage_data=places))
-
-
-def test_memory_format_by_name() -> None:
-    """Enums that were pickled as getattr of a name are understood, and getattr gives nothing else."""
-    data = pickle.dumps(small_metadata(), protocol=2)
-    enum = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
-    begin = data.index(enum)
-    end = data.index(b"R", begin + len(enum))
-    named = (
-        data[:begin] + b"cbuiltins\ngetattr\n(" + enum + b"X\x17\0\0\0TORCH_CONTIGUOUS_FORMATt" + data[end:]
-    )
-    assert_same(decode_torch_metadata(named), index_of(small_metadata()))
-    hostile = named.replace(b"X\x17\0\0\0TORCH_CONTIGUOUS_FORMAT", b"X\x0b\0\0\0__globals__")
-    with pytest.raises(CheckpointFormatError, match="attribute"):
-        decode_torch_metadata(hostile)
-
-
 def test_transformed_entries_are_named() -> None:
-    """An entry that went through a stream transform is refused by name; an empty list is no transform."""
+    """An entry that went through a stream transform, as stock's zstd, is refused and not misread."""
     metadata = small_metadata()
-    info = metadata.storage_data[MetadataIndex("t", [1, 0])]
-    info.transform_descriptors = []
-    assert_same(decode(metadata), index_of(small_metadata()))
-    info.transform_descriptors = ["stream.zstd"]
-    with pytest.raises(UnsupportedFormatError, match=r"'t'.*transform") as caught:
+    metadata.storage_data[MetadataIndex("t", [1, 0])].transform_descriptors = ["stream.zstd"]
+    with pytest.raises(UnsupportedFormatError, match=r"'t'.*transform"):
         decode(metadata)
-    assert caught.value.fqn == "t"
 
 
 def test_missing_place_is_corruption() -> None:
@@ -191,19 +107,6 @@ def test_missing_place_is_corruption() -> None:
         assert caught.value.fqn == key.fqn
 
 
-class Custom:
-    """A class that is on nobody's list."""
-
-
-@pytest.mark.parametrize("place", ["planner_data", "storage_data", "storage_meta", "state_dict_metadata"])
-def test_unknown_classes_are_named(place: str) -> None:
-    """Wherever a foreign class stands, the error names it."""
-    metadata = small_metadata(**{place: {"x": Custom()}})
-    with pytest.raises(UnsafeObjectError, match="Custom") as caught:
-        decode(metadata)
-    assert caught.value.global_name.endswith("test_torch_metadata_read.Custom")
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
@@ -211,9 +114,7 @@ def test_unknown_classes_are_named(place: str) -> None:
         ({"storage_data": {"t": 1}}, CheckpointFormatError, "MetadataIndex"),
         ({"storage_data": {MetadataIndex("t", [0, 0]): (1, 2)}}, UnsupportedFormatError, "'t'"),
         ({"storage_data": {MetadataIndex("t" * 20_000): (1, 2)}}, CheckpointFormatError, "length"),
-        ({"state_dict_metadata": None}, CheckpointFormatError, "state_dict_metadata"),
         ({"state_dict_metadata": {"t": 1}}, CheckpointFormatError, "int"),
-        ({"state_dict_metadata": {1: BytesStorageMetadata()}}, CheckpointFormatError, "name"),
         ({"storage_meta": "text"}, CheckpointFormatError, "StorageMeta"),
     ],
 )
@@ -241,21 +142,15 @@ def change_chunk(offsets: Any, sizes: Any) -> Metadata:
     ("metadata", "match"),
     [
         (change_tensor(size=(2, 1.5)), "integers"),
-        (change_tensor(size=(2, True)), "integers"),
         (change_tensor(size="ab"), "integers"),
-        (change_tensor(size=(2,)), "dimensions"),
         (change_tensor(size=(-2, 3)), "negative|outside"),
-        (change_tensor(size=(1, 3)), "outside"),
         (change_tensor(size=(1,) * 65), "integers"),
-        (change_tensor(chunks=None), "list"),
         (change_tensor(chunks=[1]), "ChunkStorageMetadata"),
-        (change_tensor(properties=None), "properties"),
         (change_tensor(properties=TensorProperties(torch.qint8)), "qint8"),
         (change_tensor(properties=TensorProperties(torch.float32, layout=torch.sparse_coo)), "sparse"),
         (change_tensor(properties=TensorProperties(torch.float32, requires_grad=1)), "requires_grad"),  # type: ignore[arg-type]
         (change_chunk((0, 0), (1 << 40, 1 << 40)), "int64"),
         (change_chunk((0, 0), (-1, 3)), "negative"),
-        (change_chunk((0, 0), None), "integers"),
         (change_chunk((1 << 70, 0), (1, 1)), "did not complete"),
     ],
 )
@@ -272,18 +167,6 @@ def test_file_names_that_leave_the_folder(name: str) -> None:
     for info in metadata.storage_data.values():
         info.relative_path = name
     with pytest.raises(CheckpointFormatError, match="plain name"):
-        decode(metadata)
-
-
-@pytest.mark.parametrize(
-    ("offset", "length", "match"),
-    [(-1, 5, "negative"), (5, -1, "negative"), (1 << 63, 0, "int64"), ("0", 5, "int64")],
-)
-def test_wrong_ranges(offset: Any, length: Any, match: str) -> None:
-    """A range that cannot be one is refused."""
-    metadata = small_metadata()
-    metadata.storage_data[MetadataIndex("t", [0, 0])] = _StorageInfo("f", offset, length)
-    with pytest.raises(CheckpointFormatError, match=match):
         decode(metadata)
 
 

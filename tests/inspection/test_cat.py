@@ -19,7 +19,6 @@ from tests.command_line.cli_support import (
     BLOCK_BYTES,
     data_file,
     flip,
-    payload_of,
     run,
     save_ours,
     save_stock,
@@ -144,14 +143,6 @@ def test_one_changed_element_is_found_in_every_format(
             assert found[name]["values"]["max_abs"] == pytest.approx(size, rel=1e-6)
 
 
-def test_torch_files_are_compared_by_their_checksums(tmp_path: Path) -> None:
-    """Two torch.save files of one state are equal without a payload read."""
-    state = {"w": torch.randn(300_000), "turned": torch.randn(300, 400).t()}
-    for name in ("a.pt", "b.pt"):
-        torch.save(state, tmp_path / name)
-    assert run("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--json").json["bytes_read"] == 0
-
-
 @st.composite
 def slicings(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], str]:
     """(shape, cuts, slices as they are written) of an array."""
@@ -192,65 +183,11 @@ def test_slices_are_numpys(
     assert found.shape == expected.shape and np.array_equal(found, expected)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("0,0,0", "has 2 dimensions"), ("...,...", "has 2 dimensions"), ("4", "4 elements along dimension 0")],
-)
-def test_wrong_slices_are_refused(tmp_path: Path, text: str, message: str) -> None:
-    """A slice that numpy does not take is one clear error with the tensor's name."""
-    folder = save_ours(tmp_path / "x", {"w": torch.zeros(4, 4)})
-    told = refused(folder, "w", f"--slice={text}")
-    assert message in told and "'w'" in told
-
-
-def test_replicated_and_overlapping_chunks_are_one_tensor(tmp_path: Path) -> None:
-    """Chunks that share rows, as ranks that save on their own leave them, have each element once."""
-    tensor = torch.randn(12, 7, generator=torch.Generator().manual_seed(2))
-    boxes = [((0, 0), (8, 7)), ((0, 0), (8, 7)), ((5, 0), (7, 7)), ((2, 3), (3, 2))]
-    save_sharded(tmp_path / "x", {"w": tensor}, {"w": boxes})
-    assert np.array_equal(taken(tmp_path / "x", "w"), tensor.numpy())
-    assert np.array_equal(taken(tmp_path / "x", "w", "4:11:3"), tensor.numpy()[4:11:3])
-    assert run("stats", tmp_path / "x", "--json").json["total"]["count"] == 84
-
-
 def test_a_missing_chunk_is_an_error(tmp_path: Path) -> None:
     """Half a tensor is never taken for a whole one."""
     save_sharded(tmp_path / "x", {"w": torch.ones(8, 2)}, {"w": [((0, 0), (5, 2))]})
     assert "10 of 16 elements of 'w'" in refused(tmp_path / "x", "w")
     assert "10 of 16" in run("stats", tmp_path / "x").err
-
-
-def test_a_large_tensor_is_read_at_its_edges_only(tmp_path: Path) -> None:
-    """Damage in what numpy would leave out is not noticed, damage at an edge is."""
-    tensor = torch.arange(10_000_000, dtype=torch.uint8).reshape(100_000, 100)
-    folder = save_ours(tmp_path / "x", {"w": tensor})
-    expected = np.array2string(tensor.numpy(), separator=", ", threshold=1000, max_line_width=100)
-    assert run("cat", folder, "w").out == f"{expected}\nuint8 100000x100\n"
-    flip(data_file(folder), 6_000_000)
-    assert run("cat", folder, "w").out == f"{expected}\nuint8 100000x100\n"
-    flip(data_file(folder), 1_000)
-    assert "damaged" in run("cat", folder, "w").err
-
-
-def test_only_blocks_of_what_is_taken_are_read(tmp_path: Path) -> None:
-    """Rows that a step leaves out are not read where they are long: damage in other blocks is not noticed."""
-    tensor = torch.arange(400 * 30_000, dtype=torch.int32).reshape(400, 30_000)
-    folder = save_ours(tmp_path / "x", {"w": tensor})
-    offset, length = payload_of(folder, "w")
-    needed = {100 * row * 120_000 // BLOCK_BYTES for row in range(4)}
-    for block in {*range(-(-length // BLOCK_BYTES))} - needed:
-        flip(data_file(folder), offset + block * BLOCK_BYTES + 5)
-    assert np.array_equal(taken(folder, "w", "::100"), tensor.numpy()[::100])
-    assert np.array_equal(taken(folder, "w", "0:201:200,20000::9000"), tensor.numpy()[0:201:200, 20000::9000])
-    assert "'w' is damaged" in refused(folder, "w", "--slice", "::50")
-
-
-def test_no_damaged_number_is_shown(tmp_path: Path) -> None:
-    """Of a slice the blocks that it is in are read whole and checked, wherever in them the damage is."""
-    folder = save_ours(tmp_path / "x", {"w": torch.arange(100_000)})
-    assert run("cat", folder, "w", "--slice", "7").out == "7\nint64 scalar\n"
-    flip(data_file(folder), 500_000)
-    assert "'w' is damaged" in refused(folder, "w", "--slice", "7")
 
 
 @pytest.mark.parametrize("save", [save_ours, save_stock])
@@ -285,14 +222,3 @@ def test_every_code_is_decoded_as_torch_does(tmp_path: Path) -> None:
         assert np.array_equal(found.astype(np.float32), expected, equal_nan=True), name
         numbers = ~np.isnan(expected)
         assert np.array_equal(np.signbit(found[numbers]), np.signbit(expected[numbers])), name
-
-
-@pytest.mark.filterwarnings("ignore:ComplexHalf support")
-def test_types_that_numpy_lacks(tmp_path: Path) -> None:
-    """Two halves are a complex number; pairs of four bits are the sixteen values of e2m1, low bits first."""
-    complex32 = torch.randn(5, 3, dtype=torch.complex64).to(torch.complex32)
-    pairs = torch.tensor([[0x10, 0x32], [0x54, 0xFE]], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
-    folder = save_ours(tmp_path / "x", {"c": complex32, "p": pairs})
-    assert np.array_equal(taken(folder, "c"), complex32.to(torch.complex64).numpy())
-    values = [[0.0, 0.5, 1.0, 1.5], [2.0, 3.0, -4.0, -6.0]]
-    assert run("cat", folder, "p", "--json").json["values"] == values

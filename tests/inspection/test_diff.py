@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from tests.command_line.cli_support import BLOCK_BYTES, data_file, flip, run, save_ours, save_stock, state
-from tests.support.ranks import run_ranks
 from tests.support.sharded import grid, save_sharded
 
 Save = Callable[[Path, dict[str, Any]], Path]
@@ -67,14 +66,6 @@ def test_equal_checkpoints_are_equal_by_their_checksums(tmp_path: Path, save: Sa
     assert is_empty(diff(a, b, "--no-values")) or save is save_stock
 
 
-def test_ours_and_stocks_are_compared_across(tmp_path: Path) -> None:
-    """The same state in two formats is equal, by the checksums of both."""
-    tensors = {"big": torch.randn(1_000_000), "turned": torch.randn(300, 200).T, "none": torch.zeros(0, 5)}
-    found = diff(save_ours(tmp_path / "a", state() | tensors), save_stock(tmp_path / "b", state() | tensors))
-    assert is_empty(found)
-    assert found["equal_objects"] == 5 and found["bytes_read"] < 1_000_000
-
-
 def test_every_kind_of_difference_is_told(tmp_path: Path) -> None:
     """Added, removed, another shape, another dtype and other values are found, with the distance."""
     generator = torch.Generator().manual_seed(0)
@@ -99,7 +90,7 @@ def test_every_kind_of_difference_is_told(tmp_path: Path) -> None:
     assert tensors["gone"]["after"] is None and tensors["new"]["before"] is None
 
 
-CUTS = [((1, 1), (4, 1)), ((4, 1), (3, 1)), ((1, 4), (1, 1)), ((2, 3), (5, 1)), ((2, 2), (2, 2))]
+CUTS = [((4, 1), (3, 1)), ((2, 3), (5, 1))]
 
 
 @pytest.mark.parametrize(("cut_a", "cut_b"), CUTS)
@@ -122,19 +113,6 @@ def test_shardings_do_not_matter(tmp_path: Path, cut_a: tuple[int, int], cut_b: 
     (unread,) = diff(a, other, "--no-values")["tensors"]
     assert unread["kind"] == ("changed" if by_checksums else "undecided")
     assert unread["values"] is None
-
-
-def test_large_tensors_cut_differently_are_compared_in_slabs(tmp_path: Path) -> None:
-    """Columns against rows over several blocks, one side stored turned: every element is compared once."""
-    tensor = torch.arange(1500 * 3000, dtype=torch.int32).reshape(1500, 3000)
-    changed = tensor.clone()
-    changed[::100, ::1000] ^= 1
-    columns = save_sharded(tmp_path / "a", {"w": tensor}, {"w": grid(tensor.shape, (1, 3))})
-    turned = save_stock(tmp_path / "b", {"w": changed.T.contiguous().T})
-    for before, after in ((columns, turned), (turned, columns)):
-        (found,) = diff(before, after)["tensors"]
-        assert (found["values"]["elements"], found["values"]["differing"]) == (1500 * 3000, 45)
-        assert found["values"]["max_abs"] == 1.0
 
 
 def test_bits_decide_and_nonfinite_is_counted_apart(tmp_path: Path) -> None:
@@ -177,14 +155,7 @@ def test_differences_of_other_dtypes(
     assert (values["max_abs"], values["differing"]) == (largest, count)
 
 
-def test_a_norm_of_zero_makes_the_relative_change_infinite(tmp_path: Path) -> None:
-    """Zeros have no scale to compare with."""
-    assert changed_values(tmp_path, torch.zeros(3), torch.ones(3))["relative_l2"] == "inf"
-
-
-@pytest.mark.parametrize(
-    ("save_a", "save_b"), [(save_ours, save_ours), (save_ours, save_stock), (save_stock, save_stock)]
-)
+@pytest.mark.parametrize(("save_a", "save_b"), [(save_ours, save_ours), (save_ours, save_stock)])
 def test_values_that_are_no_tensors(tmp_path: Path, save_a: Save, save_b: Save) -> None:
     """Plain values are compared by value and type, pickled ones by their pickles."""
     a = {"w": torch.ones(2), "step": 1, "lr": 0.1, "gone": 1, "one": 1, "nan": math.nan}
@@ -221,14 +192,6 @@ def test_names_are_chosen_and_renamed(tmp_path: Path) -> None:
         assert refused.status == 3 and words in refused.err
 
 
-def test_only_what_differs_is_read(tmp_path: Path) -> None:
-    """A tensor with equal checksums costs nothing."""
-    same, weight = torch.randn(300_000), torch.randn(400_000)
-    a = save_ours(tmp_path / "a", {"same": same, "w": weight})
-    b = save_ours(tmp_path / "b", {"same": same, "w": weight + 1})
-    assert diff(a, b)["bytes_read"] == 2 * weight.nbytes
-
-
 def test_damage_is_an_error_and_no_difference(tmp_path: Path) -> None:
     """Bytes that are not those committed are not compared as if they were."""
     weight = torch.randn(5000, 30)
@@ -236,39 +199,3 @@ def test_damage_is_an_error_and_no_difference(tmp_path: Path) -> None:
     flip(data_file(b), 3000)
     refused = run("diff", a, b)
     assert refused.status == 3 and "'w' is damaged" in refused.err
-
-
-def test_many_tensors_are_compared_together(tmp_path: Path) -> None:
-    """Hundreds of small tensors that all changed, with empty ones between, have their own figures."""
-    a = {f"t{number}": torch.full((number % 5, 2), float(number)) for number in range(500)}
-    b = {fqn: tensor + number for number, (fqn, tensor) in enumerate(a.items())}
-    found = diff(save_ours(tmp_path / "a", dict(a)), save_ours(tmp_path / "b", dict(b)))
-    tensors = by_name(found)
-    assert list(tensors) == [f"t{number}" for number in range(1, 500) if number % 5]
-    assert all(tensor["values"]["max_abs"] == float(fqn[1:]) for fqn, tensor in tensors.items())
-    assert len(found["equal"]) == 500 - len(tensors)
-
-
-def save_with_digests(rank: int, world: int, folder: str) -> None:
-    """Sharded by rows in ``a``, by columns in ``b``."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    import dcp
-
-    mesh = init_device_mesh("cpu", (world,))
-    for number, name in enumerate("ab"):
-        full = {
-            name: torch.randn(8, 6, generator=torch.Generator().manual_seed(n))
-            for n, name in enumerate("xyz")
-        }
-        sharded = {name: distribute_tensor(one, mesh, [Shard(number)]) for name, one in full.items()}
-        dcp.save(dict(sharded), storage_writer=dcp.FileSystemWriter(f"{folder}/{name}", digests=True))
-
-
-def test_digests_tell_where_no_checksum_compares(tmp_path: Path) -> None:
-    """Of rows here and columns there nothing is read, if both have digests."""
-    run_ranks(2, save_with_digests, str(tmp_path))
-    for options in ((), ("--no-values",)):
-        found = diff(tmp_path / "a", tmp_path / "b", *options)
-        assert is_empty(found) and found["bytes_read"] == 0 and len(found["equal"]) == 3

@@ -11,20 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import dcp
-from dcp.errors import CheckpointFormatError
-from tests.command_line.cli_support import rewrite_manifest, run
+from tests.command_line.cli_support import run
 from tests.support.examples import examples
 from tests.support.ranks import run_ranks
 from tests.support.sharded import grid, save_sharded
-from tests.support.with_optimizer import save_apart
 
 State = dict[str, Any]
 
@@ -109,34 +103,6 @@ def test_saves_by_ranks_know_the_digests_of_one_process(how: str, world: int, tm
     assert known(tmp_path / "ranks") == by_name(tmp_path / "ranks", "--recompute")
 
 
-class Block(nn.Module):
-    """What tensor parallelism cuts by columns and by rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(12, 24)
-        self.down = nn.Linear(24, 12)
-
-
-def save_fsdp_and_tp(rank: int, world: int, folder: str) -> None:
-    """A 2D mesh: sharded twice along one dimension, and by both."""
-    torch.manual_seed(3)
-    model, mesh = Block(), init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
-    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    fully_shard(model, mesh=mesh["dp"])
-    state = get_model_state_dict(model)
-    dcp.save({"model": state}, storage_writer=writer(folder))
-    full = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in state.items()}
-    if rank == 0:
-        torch.save({"model": full}, f"{folder}.pt")
-
-
-def test_fsdp2_with_tensor_parallelism_knows_the_digests_of_the_whole(tmp_path: Path) -> None:
-    """Strided shards of real modules on four ranks have the digests of the whole tensors."""
-    run_ranks(4, save_fsdp_and_tp, str(tmp_path / "two"))
-    assert known(tmp_path / "two") == by_name(tmp_path / "two.pt")
-
-
 def test_formats_and_options_of_writers_do_not_show(tmp_path: Path) -> None:
     """torch.save, safetensors, several files, payloads without containers and async_save give one digest."""
     state = {name: tensor for name, tensor in full_state().items() if name != "complex"}
@@ -216,36 +182,6 @@ def test_a_changed_bit_row_shape_or_name_is_another_digest(tmp_path: Path) -> No
     assert digests(tmp_path / "one")["digest"] != digests(tmp_path / "two")["digest"]
 
 
-def save_alone(rank: int, world: int, folder: str) -> None:
-    """Each rank its own part."""
-    mesh = init_device_mesh("cpu", (world,))
-    state = {
-        name: distribute_tensor(full, mesh, [Shard(0)]) if full.ndim >= 2 else full
-        for name, full in full_state().items()
-    }
-    dcp.save(state, storage_writer=writer(folder), use_collectives=False)
-
-
-def test_ranks_that_save_alone_say_nothing_of_what_they_have_in_part(tmp_path: Path) -> None:
-    """Their parts together have no digests, and by reading those of the whole."""
-    run_ranks(2, save_alone, str(tmp_path / "one"))
-    torch.save(full_state(), tmp_path / "whole.pt")
-    assert are_read(tmp_path / "one")
-    assert by_name(tmp_path / "one") == by_name(tmp_path / "whole.pt")
-
-
-def test_the_command_prints_names_and_json(tmp_path: Path) -> None:
-    """A line a tensor, one for all; names select; what matches nothing is an error."""
-    state = {"model": {"a": torch.ones(3), "b": torch.ones(3)}, "step": 1}
-    dcp.save(state, storage_writer=writer(tmp_path / "one"))
-    shown = run("digest", tmp_path / "one")
-    assert shown.status == 0 and shown.out.count(known(tmp_path / "one")["model.a"]) == 2
-    answer = digests(tmp_path / "one", "model.a", "--recompute")
-    (tensor,) = answer["tensors"]
-    assert (tensor["fqn"], tensor["is_read"], answer["bytes_read"]) == ("model.a", True, 12)
-    assert run("digest", tmp_path / "one", "nothing").status == 3
-
-
 HALVES = {"rules": [{"from": {"a": "(x + y) c"}, "to": {"top": "x c", "low": "c y"}, "sizes": {"x": 13}}]}
 """A map that cuts the rows of one tensor, and transposes the rest."""
 
@@ -297,30 +233,6 @@ def test_verify_against_another_compares_by_digests(tmp_path: Path) -> None:
     assert run("verify", one, "--only", "a").status > 1
 
 
-def cut_in_both_ways(rank: int, world: int, folder: str) -> None:
-    """One sharded by rows, one by columns, one that is larger than a block of checksums."""
-    mesh = init_device_mesh("cpu", (world,))
-    made = torch.Generator().manual_seed(1)
-    state = {
-        "rows": distribute_tensor(torch.randn(33, 5, generator=made), mesh, [Shard(0)]),
-        "columns": distribute_tensor(torch.randn(33, 5, generator=made), mesh, [Shard(1)]),
-        "large": distribute_tensor(torch.randn(1201, 1003, generator=made), mesh, [Shard(0)]),
-        "empty": torch.zeros(0, 3),
-    }
-    state["tied"] = state["again"] = torch.arange(40)
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, digests=True))
-
-
-def test_a_verification_compares_digests_however_tensors_are_cut(tmp_path: Path) -> None:
-    """Rows of several ranks, columns, ties and another format agree with the manifest and with each other."""
-    run_ranks(2, cut_in_both_ways, str(tmp_path / "one"))
-    assert run("verify", tmp_path / "one").status == 0
-    dcp.convert(tmp_path / "one", tmp_path / "two", to="safetensors")
-    for pair in (("one", "two"), ("two", "one")):
-        same = run("verify", tmp_path / pair[0], "--against", tmp_path / pair[1])
-        assert same.status == 0, same.out
-
-
 def sealed(body: bytes) -> bytes:
     """A manifest whose own checksum is right."""
     return body + zlib.crc32(body).to_bytes(4, "big")
@@ -341,30 +253,3 @@ def test_a_manifest_that_tells_another_digest_is_found_out(tmp_path: Path, fqn: 
     told = run("verify", tmp_path, "--json")
     assert [(found["kind"], found["fqn"]) for found in told.json[0]["findings"]] == [("digest", fqn)]
     assert told.status == 1
-
-
-HOSTILE: list[Any] = [
-    5,
-    [],
-    {},
-    [[2, None, 16, 0, 0, b""], [1 << 40, 0, b""]],
-    [[3, None, 16, 0, 0, b""], [48, 0, b"x" * 48]],
-]
-
-
-@pytest.mark.parametrize("hostile", HOSTILE)
-def test_a_hostile_section_of_digests_is_refused(hostile: Any, tmp_path: Path) -> None:
-    """Of another type, of a size that it has not, of more tensors than there are: a typed error."""
-    dcp.save({"a": torch.ones(3), "b": torch.ones(2)}, storage_writer=writer(tmp_path / "one"))
-    rewrite_manifest(tmp_path / "one", lambda fields: fields["tensors"].update(digests=hostile))
-    with pytest.raises(CheckpointFormatError):
-        dcp.open_index(tmp_path / "one")
-
-
-def test_what_is_left_of_a_checkpoint_keeps_its_digests(tmp_path: Path) -> None:
-    """Weights keep theirs when the optimizer is dropped."""
-    save_apart(tmp_path / "one", digests=True)
-    before = known(tmp_path / "one")
-    assert run("prune", tmp_path / "one", "--yes").status == 0
-    weights = {name: digest for name, digest in before.items() if "optimizer" not in name}
-    assert known(tmp_path / "one") == weights and weights != before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import tracemalloc
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.command_line.cli_support import data_file, run, save_ours, save_stock
+from tests.command_line.cli_support import run, save_ours, save_stock
 from tests.support.examples import examples
 from tests.support.sharded import grid, save_sharded
 
@@ -145,13 +144,6 @@ def test_the_total_is_that_of_all_elements(
     assert_describes(found["total"], torch.cat([array.to(torch.float64) for array in arrays]))
 
 
-def test_means_that_differ_by_far_are_put_together(tmp_path: Path) -> None:
-    """Merged moments are right where means differ by far more than deviations."""
-    state = {f"t{number}": torch.randn(997) * 10.0**number + 10.0 ** (2 * number) for number in range(4)}
-    found = statistics(save_ours(tmp_path / "x", dict(state)))
-    assert_describes(found["total"], torch.cat(list(state.values())))
-
-
 @pytest.mark.parametrize("cuts", [(3, 1), (1, 4), (2, 3)])
 def test_sharding_does_not_matter(tmp_path: Path, cuts: tuple[int, ...]) -> None:
     """Any cutting gives the same figures, also where a chunk is stored twice."""
@@ -159,17 +151,6 @@ def test_sharding_does_not_matter(tmp_path: Path, cuts: tuple[int, ...]) -> None
     boxes = [*grid(tensor.shape, cuts), grid(tensor.shape, cuts)[0]]
     found = statistics(save_sharded(tmp_path / "x", {"w": tensor}, {"w": boxes}))
     assert_describes(found["tensors"][0]["statistics"], tensor)
-
-
-def test_tied_tensors_count_by_name_and_are_read_once(tmp_path: Path) -> None:
-    """Two names of one tensor have their figures each; the bytes of both are fetched once."""
-    weight = torch.randn(500, 300)
-    folder = save_ours(tmp_path / "x", {"a": weight, "b": weight, "c": weight[:0]})
-    assert data_file(folder).stat().st_size < 2 * weight.nbytes
-    found = statistics(folder)
-    assert found["bytes_read"] == weight.nbytes
-    assert found["tensors"][0]["statistics"] == found["tensors"][1]["statistics"]
-    assert_describes(found["total"], torch.cat([weight, weight]))
 
 
 def test_globs_choose_tensors(tmp_path: Path) -> None:
@@ -185,44 +166,18 @@ def test_globs_choose_tensors(tmp_path: Path) -> None:
     assert run("stats", folder, "--bins", "2").status == 2
 
 
-def test_bits_without_a_meaning_have_no_statistics(tmp_path: Path) -> None:
-    """Opaque types are listed, and not part of the whole."""
-    save_ours(tmp_path / "x", {"q": torch.zeros(8, dtype=torch.uint8).view(torch.bits8), "w": torch.ones(3)})
-    found = statistics(tmp_path / "x")
-    told = [(tensor["fqn"], tensor["statistics"] is None) for tensor in found["tensors"]]
-    assert told == [("q", True), ("w", False)]
-    assert found["total"]["count"] == 3
-
-
-def counts_by_numpy(values: np.ndarray, edges: list[float]) -> list[int]:
-    """The histogram's counts, by comparing each value with each bin's edges."""
-    found = []
-    for low, high in itertools.pairwise(edges):
-        if low >= 0 < high and not (low == 0 or high == 0):
-            inside = (low <= values) & (values < high)
-        elif high <= 0 and low < 0 and high != 0:
-            inside = (low < values) & (values <= high)
-        else:
-            inside = ((low < values) & (values < high)) | (values == 0)
-        found.append(int(inside.sum()))
-    return found
-
-
-@pytest.mark.parametrize("bins", [3, 4, 9, 32, 100])
-def test_histograms_count_what_is_between_their_edges(ours: Path, bins: int) -> None:
-    """Bins are of powers of two, at most as many as asked for, and every finite value is in one of them."""
-    state = tensors()
-    names = ("float32", "float64", "bfloat16", "int64", "uint8", "int8", "one", "zeros")
-    for tensor in statistics(ours, "--bins", str(bins))["tensors"]:
-        if tensor["fqn"] not in names:
-            continue
-        histogram = tensor["statistics"]["histogram"]
-        edges = [float(edge) for edge in histogram["edges"]]
-        assert len(histogram["counts"]) <= bins
-        assert edges == sorted(edges)
-        assert all(edge == 0 or abs(math.frexp(edge)[0]) == 0.5 for edge in edges)
-        values = state[tensor["fqn"]].double().numpy().reshape(-1)
-        assert histogram["counts"] == counts_by_numpy(values[np.isfinite(values)], edges), tensor["fqn"]
+def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
+    """96 MiB are described in less memory than they have, whatever the order of their dimensions."""
+    tensor = torch.ones(6, 8 << 20, dtype=torch.bfloat16)
+    folder = save_stock(tmp_path / "x", {"w": tensor.T})
+    tracemalloc.start()
+    try:
+        found = statistics(folder)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found["total"]["mean"] == 1.0
+    assert peak < 64 << 20
 
 
 def test_a_histogram_shows_sign_and_size(tmp_path: Path) -> None:
@@ -232,30 +187,3 @@ def test_a_histogram_shows_sign_and_size(tmp_path: Path) -> None:
     inner = [2.0**-13, 2.0**-8, 2.0**-3]
     edges = [-4.0, *(-edge for edge in inner[::-1]), *inner, 4.0]
     assert found["histogram"] == {"edges": edges, "counts": [1, 0, 0, 2, 0, 0, 3]}
-
-
-def test_sums_that_float64_cannot_hold_are_infinite(tmp_path: Path) -> None:
-    """Doubles near the limit have no finite norm; their bounds and counts are right all the same."""
-    huge = torch.tensor([1e308, -1e308, 1e308], dtype=torch.float64)
-    found = statistics(save_ours(tmp_path / "x", {"w": huge}))["tensors"][0]["statistics"]
-    assert (found["min"], found["max"], found["std"], found["norm"]) == (-1e308, 1e308, "inf", "inf")
-    assert found["histogram"]["counts"] == [1, 0, 2]
-
-
-@pytest.mark.parametrize("kind", ["in order", "turned"])
-def test_memory_does_not_grow_with_the_tensor(tmp_path: Path, kind: str) -> None:
-    """96 MiB are described in less memory than they have, whatever the order of their dimensions."""
-    tensor = torch.ones(6, 8 << 20, dtype=torch.bfloat16)
-    folder = tmp_path / "x"
-    if kind == "turned":
-        save_stock(folder, {"w": tensor.T})
-    else:
-        save_ours(folder, {"w": tensor})
-    tracemalloc.start()
-    try:
-        found = statistics(folder)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert found["total"]["mean"] == 1.0
-    assert peak < 64 << 20

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 
 import dcp
-from dcp.errors import CheckpointConflictError, CheckpointFormatError, OptionError
+from dcp.errors import CheckpointConflictError, CheckpointFormatError
 from tests.command_line.cli_support import begin_deletion, run
 from tests.support.processes import lives
 from tests.support.programs import Program
@@ -123,63 +122,6 @@ def test_what_is_deleted_before_its_turn_is_not_given(tmp_path: Path) -> None:
         assert [step.step for step in steps] == [3]
 
 
-def test_an_acknowledged_step_is_known_by_its_listing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A consumer that continues opens no old manifest of what it has done, and that of a young one, which
-    could be replaced without its size and time showing it."""
-    commit(tmp_path, 1, 2)
-    old, young = 1e9, time.time() + 3600  # however long this takes
-    folders = {tmp_path / "step-00000001": old, tmp_path / "step-00000002": young}
-
-    def set_times() -> None:
-        for folder, seconds in folders.items():
-            for path in folder.iterdir():
-                os.utime(path, (seconds, seconds))
-
-    set_times()
-    assert given(tmp_path) == [1, 2]
-    for folder in folders:
-        manifest = folder / "manifest.msgpack"
-        manifest.write_bytes(bytes(manifest.stat().st_size))
-    set_times()
-    assert given(tmp_path) == []
-    opened = [record.getMessage() for record in caplog.records if "is passed over" in record.getMessage()]
-    assert len(opened) == 1 and "step-00000002" in opened[0]
-
-
-def test_a_run_that_is_not_there_yet(tmp_path: Path) -> None:
-    """Nothing is made for it; ``once`` ends, and else its first step is waited for, until stop()."""
-    root, found = tmp_path / "run", threading.Event()
-    assert given(root) == []
-    assert not root.exists()
-    steps, seen = dcp.watch(root, interval_seconds=0.05), []
-
-    def consume() -> None:
-        for step in steps:
-            seen.append(step.step)
-            found.set()
-
-    thread = threading.Thread(target=consume)
-    thread.start()
-    commit(root, 7)
-    assert found.wait(60)
-    steps.stop()
-    thread.join(60)
-    assert (seen, thread.is_alive()) == ([7], False)
-    assert given(root) == []
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"consumer": "../x"}, {"consumer": ""}, {"interval_seconds": 0}, {"since": -1}, {"name": "step"}],
-)
-def test_arguments_that_cannot_be(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    """Each is refused with an OptionError."""
-    with pytest.raises(OptionError):
-        dcp.watch(tmp_path, **wrong)
-
-
 def test_a_cursor_elsewhere_and_one_that_is_none(tmp_path: Path) -> None:
     """The run's folder may be read-only; a file that is no cursor is an error that says what to do."""
     commit(tmp_path / "run", 1)
@@ -191,18 +133,6 @@ def test_a_cursor_elsewhere_and_one_that_is_none(tmp_path: Path) -> None:
         with pytest.raises(CheckpointFormatError, match="begins anew"):
             given(tmp_path / "run", cursor=tmp_path / "mine")
     assert [row["name"] for row in run("ls", tmp_path / "run", "--json").json] == ["step-00000001"]
-
-
-def test_a_cursor_does_not_grow_for_ever(tmp_path: Path) -> None:
-    """Of steps that are gone the last thousand are remembered."""
-    commit(tmp_path, 0)
-    assert given(tmp_path) == [0]
-    known = change_cursor(tmp_path)["acknowledged"]
-    change_cursor(tmp_path, acknowledged=known | {str(step): ["x", ""] for step in range(1, 2001)})
-    commit(tmp_path, 5000)
-    assert given(tmp_path) == [5000]
-    left = {int(step) for step in change_cursor(tmp_path)["acknowledged"]}
-    assert {0, 5000, 2000, 1001} <= left and 1000 not in left and len(left) == 1002
 
 
 # -- one process at a time -----------------------------------------------------------------------------------
@@ -284,18 +214,6 @@ def test_steps_as_lines(tmp_path: Path) -> None:
     assert rows[0].keys() == facts
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    """A folder that is not there, and a checkpoint in the place of a run, are status 3."""
-    commit(tmp_path, 2)
-    mistyped = run("watch", tmp_path / "rnu", "--once")
-    assert (mistyped.status, mistyped.out) == (3, "")
-    assert "rnu is not there" in mistyped.err
-    checkpoint = run("watch", tmp_path / "step-00000002")
-    assert (checkpoint.status, checkpoint.out) == (3, "")
-    assert "is a checkpoint, and no run: give the folder that its steps are in" in checkpoint.err
-    assert not (tmp_path / "step-00000002" / ".watch").exists()
-
-
 def test_a_command_for_each_step(tmp_path: Path, begun: list[Program]) -> None:
     """It gets the path in place of {} and in the environment, no shell looks at either; its own output is not
     mixed with the JSON."""
@@ -322,26 +240,6 @@ def test_a_command_that_fails(tmp_path: Path) -> None:
     assert log.read_text().split() == ["1", "1", "1", "2"]
     missing = run("watch", tmp_path / "run", "--once", "--exec", "/no/such", "--consumer", "b")
     assert (missing.status, "/no/such" in missing.err) == (3, True)
-
-
-@pytest.mark.parametrize(
-    ("option", "value"), [("--exec", "'"), ("--exec", ""), ("--consumer", "../b"), ("--folders", "step")]
-)
-def test_options_that_cannot_be(tmp_path: Path, option: str, value: str) -> None:
-    """A wrong value is wrong usage, status 2."""
-    refused = run("watch", tmp_path, option, value)
-    assert refused.status == 2 and "Invalid value" in refused.err
-
-
-def test_a_step_that_goes_under_its_command_is_no_failure(tmp_path: Path) -> None:
-    """Retention may delete what is being evaluated: a line says so, and the next step follows."""
-    commit(tmp_path / "run", 1, 2)
-    command = (
-        f"sh -c 'echo $DCP_STEP >> {tmp_path}/log; test $DCP_STEP = 2 || {{ rm -r $DCP_CHECKPOINT; false; }}'"
-    )
-    ended = run("watch", tmp_path / "run", "--once", "--exec", command)
-    assert (ended.status, "was deleted" in ended.err) == (0, True)
-    assert (tmp_path / "log").read_text().split() == ["1", "2"]
 
 
 def test_killed_while_a_command_runs(tmp_path: Path, begun: list[Program]) -> None:

@@ -159,6 +159,7 @@ def test_weights_alone_push_no_whole_step_out(partial_run: PartialRun) -> None:
     assert manager.all_steps() == [2]
 
 
+@pytest.mark.exhaustive
 def test_without_time_for_the_weights_nothing_is_left(tmp_path: Path) -> None:
     """Neither folder nor files."""
     slow, seen = Slow(0.03), Recorder()
@@ -184,6 +185,7 @@ def test_once_the_deadline_has_passed_nothing_is_begun(tmp_path: Path) -> None:
     assert contents(tmp_path) == {}
 
 
+@pytest.mark.exhaustive
 def test_weights_never_replace_a_whole_state(tmp_path: Path) -> None:
     """A run that has gone back comes to a step that was saved whole: only the whole may replace it."""
     slow = Slow(0.0)
@@ -211,19 +213,6 @@ def test_a_storage_that_hangs_does_not_keep_the_run(tmp_path: Path) -> None:
     assert manager.all_steps() == []
 
 
-def test_weights_that_the_state_has_not(tmp_path: Path) -> None:
-    """They are missed at the first step, not at the preemption; deeper ones fail their own save alone."""
-    with (
-        manager_of(tmp_path, grace_seconds=30) as manager,
-        pytest.raises(OptionError, match="'app', 'epoch'"),
-    ):
-        manager.save(1, state_of(1))
-    for weights in ("app.net.nothing", ()):
-        with deadline_manager(tmp_path / str(weights), weights=weights, grace_seconds=60) as manager:
-            stop(manager, 1)
-            assert manager.all_steps() == [1]
-
-
 # -- notices -------------------------------------------------------------------------------------------------
 
 
@@ -241,23 +230,6 @@ def test_what_is_under_way_is_called_off_though_no_step_comes(tmp_path: Path, mo
         future.exception(PATIENCE_SECONDS)
         assert future.cancelled()
     assert contents(tmp_path) == {} and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
-
-
-def test_a_file_that_appears_is_a_notice(tmp_path: Path) -> None:
-    """Whatever it is; one that is there already is none before it comes anew."""
-    there, coming = tmp_path / "there", tmp_path / "coming"
-    there.touch()
-    steps, state = iter(range(1, 100_000)), {"model": torch.ones(1)}
-    for notice, make in ((there, there.touch), (coming, coming.mkdir)):
-        with manager_of(tmp_path / "run", grace_seconds={str(notice): 1000}, every_steps=10**6) as manager:
-            manager.save(next(steps), state)
-            assert not manager.stop_requested
-            there.unlink(missing_ok=True)
-            time.sleep(0.6 if notice is there else 0.0)  # it looks four times a second
-            make()
-            while not manager.stop_requested:
-                manager.save(next(steps), state)
-                time.sleep(0.005)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,6 @@ import errno
 import itertools
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -22,14 +20,12 @@ from dcp.errors import StorageError
 from tests.support.command import run as command
 from tests.support.manager_runs import (
     Fault,
-    FaultyWriter,
     Gate,
     Recorder,
     WatchedRoot,
     loaded_step,
     manager_of,
     state_at,
-    truncate,
     until,
 )
 from tests.support.versions import (
@@ -147,21 +143,6 @@ def test_only_what_can_be_of_it_is_deleted(tmp_path: Path) -> None:
     assert dcp.CheckpointManager(root.url).all_steps() == []
 
 
-@pytest.mark.parametrize("damaged", ["manifest.msgpack", ".metadata", None])
-def test_neither_damage_nor_times_keep_a_checkpoint(tmp_path: Path, damaged: str | None) -> None:
-    """An index that cannot be read, data that a copy has made newer than its commit, files of one second."""
-    root = WatchedRoot(tmp_path)
-    for step, save in ((1, save_version), (2, stock_save_version)):
-        save(root.path(step), step)
-        if damaged and step == 1:
-            truncate(root.path(step) / damaged)
-        for number, path in enumerate(sorted(root.path(step).iterdir())):
-            seconds = 1000 if damaged else 1000 - 100 * ("m" in path.name) - number
-            os.utime(path, (seconds, seconds))
-    delete(root, 1, 2)
-    assert [root.path(step).exists() for step in (1, 2)] == [False, False]
-
-
 def test_a_pin_keeps_a_checkpoint_from_everybody(tmp_path: Path) -> None:
     """From the manager, from rm, and from a deletion that was begun before it; unpinned it goes."""
     root = WatchedRoot(tmp_path)
@@ -185,27 +166,6 @@ def test_a_pin_keeps_a_checkpoint_from_everybody(tmp_path: Path) -> None:
         manager.unpin(1)
         assert command("rm", root.path(1), "--yes").status == 0
         assert manager.all_steps() == []
-
-
-def test_checkpoints_in_memory_go_too() -> None:
-    """Any kind of root that can be listed."""
-    with manager_of("memory://deletion", mode="sync", keep=dcp.Retention(last=1)) as manager:
-        for step in (1, 2):
-            manager.save(step, state_at(step))
-        assert manager.wait(240)
-        manager.delete(2)
-    assert dcp.CheckpointManager("memory://deletion").all_steps() == []
-
-
-def test_who_lists_and_deletes_needs_no_torch(tmp_path: Path) -> None:
-    """Nor waits for its import."""
-    save_version(tmp_path / "step-00000001", 1)
-    script = "import sys; sys.modules['torch'] = None; from dcp.cli.app import app\n"
-    for words in (["ls", str(tmp_path)], ["rm", f"{tmp_path}/step-00000001", "--yes"]):
-        script += f"app({words!r}, standalone_mode=False)\n"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert not (tmp_path / "step-00000001").exists()
 
 
 # -- storage that fails --------------------------------------------------------------------------------------
@@ -319,22 +279,6 @@ def test_a_save_takes_its_step_from_the_queue(tmp_path: Path) -> None:
     assert [loaded_step(root.path(step)) for step in (1, 2)] == [11, 12]
 
 
-def test_retention_spares_what_is_saved_again_since_it_looked(tmp_path: Path) -> None:
-    """A run that went back saves an old step anew, which retention has just found to be one too many."""
-    root, gate, seen = WatchedRoot(tmp_path), Gate(), Recorder()
-    with manager_of(root.url, keep=dcp.Retention(last=1), on_event=seen) as manager:
-        manager.save(1, state_at(1))
-        assert manager.wait(240)
-        root.store(1).add(Fault(hook=gate))
-        manager.save(2, state_at(2))
-        gate.wait_until_reached()
-        manager.save(1, state_at(3), force=True)
-        gate.open()
-        assert manager.wait(240)
-    assert seen.steps("deleted") == [] and manager.all_steps() == [1, 2]
-    assert loaded_step(root.path(1)) == 3
-
-
 # -- what saves have left ------------------------------------------------------------------------------------
 
 
@@ -362,41 +306,6 @@ def test_abandoned_saves_are_removed(tmp_path: Path) -> None:
     assert [root.path(step).exists() for step in range(1, 7)] == [True, False, *[True] * 4]
     assert [path.name for path in root.path(4).iterdir()] == ["mine.txt"]
     assert seen_by_dcp(root.path(1)) == 1
-
-
-def test_an_empty_folder_that_a_crash_left_goes_a_day_later(tmp_path: Path) -> None:
-    """A deletion was killed before its last step, or a save before its first: gc shows the one that is surely
-    ours, and the next run removes both, but none in which a save may just begin."""
-    root = WatchedRoot(tmp_path)
-    for step in range(1, 5):
-        root.path(step).mkdir()
-        if step in (1, 3):
-            (root.path(step) / ".lock").touch()
-        os.utime(root.path(step), (time.time() - DAY + 60 * (-1 if step < 3 else 1),) * 2)
-    (left,) = command("gc", tmp_path, "--json").json
-    assert left["url"] == str(root.path(1)) and left["files"] == [".lock"]
-    with manager_of(tmp_path) as manager:
-        manager.save(5, state_at(5))
-    assert [path.name[-1] for path in sorted(tmp_path.iterdir())] == ["3", "4", "5"]
-    root.path(1).mkdir()
-    (root.path(1) / ".lock").touch()
-    os.utime(root.path(1), (1, 1))
-    assert command("gc", tmp_path, "--yes").status == 0 and not root.path(1).exists()
-
-
-def test_a_save_makes_an_old_empty_folder_its_own(tmp_path: Path) -> None:
-    """A clean-up that comes before its first file leaves the folder, and the save commits."""
-    folder = WatchedRoot(tmp_path).path(1)
-    folder.mkdir()
-    os.utime(folder, (1, 1))
-
-    def clean_up(_: object) -> None:
-        with manager_of(tmp_path) as manager:
-            manager.save(2, state_at(2))
-
-    writer = FaultyWriter([Fault("create", name="*.distcp", hook=clean_up)])
-    dcp.save(version_state(3), storage_writer=writer(folder), no_dist=True)
-    assert seen_by_dcp(folder) == 3
 
 
 def test_a_late_save_keeps_its_files(tmp_path: Path) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +11,7 @@ from typing import Any
 import pytest
 
 import dcp
-from dcp.errors import CheckpointConflictError, MissingKeyError, OptionError
+from dcp.errors import CheckpointConflictError, MissingKeyError
 from tests.support.command import run as command
 from tests.support.manager_runs import (
     Fault,
@@ -23,8 +20,6 @@ from tests.support.manager_runs import (
     WatchedRoot,
     flip,
     manager_of,
-    until,
-    writer_with,
 )
 from tests.support.values import leaves
 from tests.support.with_optimizer import (
@@ -186,21 +181,6 @@ def test_damage_in_what_stays_is_not_copied(tmp_path: Path) -> None:
     assert "app.optimizer.state.0.exp_avg" in dcp.open_index(tmp_path).fqns
 
 
-def test_copies_by_links_stay_whole(tmp_path: Path) -> None:
-    """A hard-linked copy, as by cp -al, has all when the other has lost a part; a symbolic link has what it
-    leads to."""
-    save_mixed(tmp_path / "mixed")
-    save_apart(tmp_path / "apart")
-    for name in ("mixed", "apart"):
-        copy, link = tmp_path / f"{name}-copy", tmp_path / f"{name}-link"
-        shutil.copytree(tmp_path / name, copy, copy_function=os.link)
-        link.symlink_to(tmp_path / name)
-        assert prune(link, "--rewrite")["outcome"] == "dropped"
-        assert (parts_there(copy), stock_sees(copy)) == ("whole", "whole")
-        assert (parts_there(link), parts_there(tmp_path / name)) == ("weights", "weights")
-        assert is_sound(copy) and is_sound(tmp_path / name)
-
-
 # -- beside saves and readers --------------------------------------------------------------------------------
 
 
@@ -220,24 +200,6 @@ def test_a_save_that_came_first_wins(tmp_path: Path, rewrite: bool) -> None:
     refused = command("prune", watched(tmp_path, overtaken), "--yes", *["--rewrite"][: int(rewrite)])
     assert refused.status != 0
     assert parts_there(folder, 2) == stock_sees(folder, 2) == "whole" and is_sound(folder)
-
-
-@pytest.mark.parametrize("first", ["drop", "save"])
-def test_files_that_another_has_removed_are_no_loss(tmp_path: Path, first: str) -> None:
-    """A file that is to be copied is gone, for another drop or save came first: the error says that."""
-    folder = WatchedRoot(tmp_path).path(1)
-    save_mixed(folder)
-
-    def act(_: object) -> None:
-        if first == "drop":
-            prune(folder, "--rewrite")
-        else:
-            save_apart(folder, 2)
-
-    url = watched(tmp_path, Fault("open_read", name="*.distcp", hook=act))
-    refused = command("prune", url, "--rewrite", "--yes")
-    assert refused.status != 0 and "came first" in refused.err
-    assert is_sound(folder)
 
 
 def test_a_save_that_is_overtaken_by_a_drop_fails(tmp_path: Path) -> None:
@@ -264,36 +226,6 @@ def test_a_reader_that_is_overtaken_looks_again(tmp_path: Path) -> None:
         else:
             report = dcp.load(full_state(0), checkpoint_id=url, only="app.model", no_dist=True)
             assert report.unexpected == []
-
-
-def test_what_a_drop_could_not_remove_goes_with_the_next(tmp_path: Path) -> None:
-    """Nor is it counted as freed; and so does what a crash has left, once stock torch sees the same."""
-    folder = WatchedRoot(tmp_path).path(1)
-    save_apart(folder)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    done = prune(watched(tmp_path, Fault("delete", name="*.distcp", error=OSError("no"))))
-    assert (done["outcome"], done["files"], done["freed_bytes"]) == ("dropped", [], 0)
-    (gone,) = prune(folder)["files"]
-    for name in (".metadata", gone):  # as after a crash behind the manifest
-        (folder / name).write_bytes(before[name])
-    aside, young, ledger = (folder / f".tmp-{name}" for name in ("a" * 32, "0" * 32, "convert-" + "0" * 16))
-    for other in (aside, young, ledger):  # of a killed publish, of one that runs, and of a conversion
-        other.write_bytes(b"x")
-    for old in (aside, ledger):
-        os.utime(old, (1, 1))
-    assert (parts_there(folder), stock_sees(folder)) == ("weights", "whole")
-    assert gone in prune(folder)["files"]
-    assert {*folder.glob(".tmp-*")} == {young, ledger}
-    young.unlink()
-    ledger.unlink()
-    assert parts_there(folder) == stock_sees(folder) == "weights" and is_sound(folder)
-
-
-def test_parts_apart_need_a_planner_that_knows_of_them(tmp_path: Path) -> None:
-    """One that makes torch's plans would put them into one file without a word."""
-    planner = type("Own", (dcp.DefaultSavePlanner,), {"create_local_plan": lambda self: None})()
-    with pytest.raises(OptionError, match=r"apart needs a planner and a storage of ours.*prune --rewrite"):
-        dcp.save(full_state(), checkpoint_id=tmp_path, planner=planner, apart="optimizer", no_dist=True)
 
 
 # -- a run ---------------------------------------------------------------------------------------------------
@@ -360,26 +292,6 @@ def test_a_drop_that_fails_is_tried_after_the_next_save(tmp_path: Path) -> None:
     assert not left.exists() and there(tmp_path, range(1, 5)) == [*["weights"] * 3, "whole"]
 
 
-def test_a_notice_while_a_drop_hangs(tmp_path: Path) -> None:
-    """SIGTERM: what is saved is committed in time, the process may end, and what is being dropped from is
-    whole until its drop goes on."""
-    root, gate, seen = WatchedRoot(tmp_path), Gate(), Recorder()
-    manager = manager_of(root.url, keep=OPTIMIZER, on_event=seen, grace_seconds=60.0, weights="app.model")
-    manager.save(1, full_state(1))
-    assert manager.wait(240)
-    root.store(1).add(Fault("publish", name="manifest.msgpack", hook=gate))
-    manager.save(2, full_state(2))
-    gate.wait_until_reached()
-    os.kill(os.getpid(), signal.SIGTERM)
-    future = manager.save(3, full_state(3))
-    assert future is not None and future.done() and manager.stop_requested
-    manager.close(0.1)
-    assert there(tmp_path, range(1, 4)) == ["whole"] * 3
-    gate.open()
-    until(lambda: parts_there(root.path(1), 1) == "weights", "the end of the drop")
-    assert seen.kinds("drop_failed", "verify_failed") == []
-
-
 def test_a_save_of_the_step_waits_for_its_drop(tmp_path: Path) -> None:
     """Saved again while its optimizer is being dropped, it comes out whole, and nothing fails."""
     root, gate, seen = WatchedRoot(tmp_path), Gate(), Recorder()
@@ -400,21 +312,3 @@ def test_a_save_of_the_step_waits_for_its_drop(tmp_path: Path) -> None:
         assert manager.wait(240)
         assert (manager.failures, seen.steps("drop_failed")) == (0, [])
     assert parts_there(root.path(1), 7) == "whole"
-
-
-def test_a_save_in_flight_is_not_touched(tmp_path: Path) -> None:
-    """While it waits to commit, older steps lose their optimizer; it comes out whole."""
-    gate, seen = Gate(), Recorder()
-
-    def writer(checkpoint_id: str) -> dcp.FileSystemWriter:
-        return writer_with(gate if checkpoint_id.endswith("3") else lambda _: None)(checkpoint_id)
-
-    with manager_of(tmp_path, keep=OPTIMIZER, on_event=seen, writer=writer) as manager:
-        for step in (1, 2, 3):
-            manager.save(step, full_state(step))
-        until(lambda: seen.steps("dropped"), "a drop")
-        assert seen.steps("dropped") == [1]
-        assert there(tmp_path, range(1, 3)) == ["weights", "whole"]
-        gate.open()
-        assert manager.wait(240)
-    assert there(tmp_path, range(1, 4)) == ["weights", "weights", "whole"]

@@ -6,8 +6,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import threading
-import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,38 +19,18 @@ import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import dcp
-from tests.support.crashes import Child, in_lab
+from tests.support.crashes import in_lab
 from tests.support.manager_runs import (
     Failing,
-    Fault,
     Gate,
-    Recorder,
-    WatchedRoot,
-    loaded_step,
     manager_of,
     plain_writer,
     state_at,
     steps_on_disk,
-    until,
     writer_with,
 )
-from tests.support.programs import run_program
 
 # -- closing -------------------------------------------------------------------------------------------------
-
-
-def test_close_waits_for_the_save_under_way(tmp_path: Path) -> None:
-    """It is committed and verified when close returns."""
-    gate, seen = Gate(), Recorder()
-    manager = dcp.CheckpointManager(tmp_path, writer=writer_with(gate), on_event=seen)
-    manager.save(1, state_at(1))
-    assert gate.reached.wait(240)
-    closing = threading.Thread(target=manager.close)
-    closing.start()
-    gate.open()
-    closing.join(240)
-    assert seen.kinds() == [("saved", 1), ("verified", 1)]
-    assert loaded_step(manager.checkpoint_id(1)) == 1
 
 
 def test_close_is_bounded(tmp_path: Path) -> None:
@@ -122,75 +100,6 @@ def test_a_forked_child_neither_saves_nor_waits(tmp_path: Path) -> None:
     assert "in a forked child too" in said.read_text() and said.read_text().endswith("[] True")
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("work", ["verification", "deletion"])
-def test_work_behind_a_commit_that_hangs_does_not_keep_the_run(tmp_path: Path, work: str) -> None:
-    """Closing is bounded, and tells of no failure; the next manager verifies and deletes what was left."""
-    root, gate, seen = WatchedRoot(tmp_path), Gate(), Recorder()
-    with manager_of(root.url, verify_saved="off") as manager:
-        for step in (1, 2):
-            manager.save(step, state_at(step))
-    manager = manager_of(root.url, verify_saved="full", on_event=seen)
-    if work == "verification":
-        root.store(3).add(Fault("open_read", name="*.distcp", hook=gate))
-        manager.save(3, state_at(3))
-    else:
-        root.store(1).add(Fault("delete", hook=gate))
-        manager.delete(1)
-    gate.wait_until_reached()
-    manager.close(0.1)
-    assert seen.kinds("verify_failed", "deleted", "delete_failed") == []
-    gate.open()
-    with manager_of(root.url, verify_saved="full", on_event=seen) as manager:
-        manager.save(4, state_at(4))
-    if work == "verification":
-        assert {3, 4} <= {*seen.steps("verified")}
-    else:
-        until(lambda: not root.path(1).exists(), "the end of the deletion")
-    assert loaded_step(root.path(2)) == 2
-
-
-def test_a_dropped_manager_lets_go_of_sigterm(tmp_path: Path) -> None:
-    """Nobody closes it, but SIGTERM ends the process again once it is gone."""
-    gc.collect()  # what earlier tests dropped may still listen
-    before = signal.getsignal(signal.SIGTERM)
-    manager = dcp.CheckpointManager(tmp_path)
-    assert signal.getsignal(signal.SIGTERM) != before
-    del manager
-    gc.collect()
-    assert signal.getsignal(signal.SIGTERM) == before
-
-
-# -- the end of the program ----------------------------------------------------------------------------------
-
-SCRIPT = """
-import sys, torch, dcp
-root, mode, ending = sys.argv[1:]
-manager = dcp.CheckpointManager(root, mode=mode, keep=dcp.Retention(last=1))
-state = {"model": {"weight": torch.zeros(64), "bias": torch.arange(4)}, "step": 0}
-for step in (1, 2, 3):
-    state["model"]["weight"].fill_(step)
-    state["model"]["bias"].copy_(torch.arange(4) + step)
-    state["step"] = step
-    manager.save(step, state)
-if ending == "raise":
-    raise ValueError("the loop fails")
-"""
-
-
-@pytest.mark.parametrize(
-    ("mode", "ending"),
-    [("thread", "raise"), pytest.param("process", "end", marks=pytest.mark.exhaustive)],
-)
-def test_a_script_that_just_ends_commits_what_it_saved(tmp_path: Path, mode: str, ending: str) -> None:
-    """Nobody waits or closes: the interpreter's end does, and what follows a commit happens too."""
-    run = run_program("-c", SCRIPT, tmp_path, mode, ending, finalizes=True)
-    assert run.returncode == (0 if ending == "end" else 1), run.stderr
-    assert ("ValueError: the loop fails" in run.stderr) == (ending == "raise")
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
-    assert loaded_step(str(tmp_path / "step-00000003")) == 3
-
-
 # -- SIGTERM -------------------------------------------------------------------------------------------------
 
 
@@ -228,81 +137,6 @@ def test_the_users_handler_is_called_too_and_comes_back(tmp_path: Path, heard: l
     assert signal.getsignal(signal.SIGTERM) is users
     os.kill(os.getpid(), signal.SIGTERM)
     assert heard == [signal.SIGTERM] * 2
-
-
-def test_a_handler_that_came_on_top_is_left_alone(tmp_path: Path, heard: list[int]) -> None:
-    """Closing must not throw out what was installed later and may call on; a later manager comes above it."""
-    manager = manager_of(tmp_path / "a")
-    beneath = signal.getsignal(signal.SIGTERM)
-    assert callable(beneath)
-
-    def on_top(number: int, frame: FrameType | None) -> None:
-        beneath(number, frame)
-
-    signal.signal(signal.SIGTERM, on_top)
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert stops(manager, 1)
-    manager.close()
-    assert signal.getsignal(signal.SIGTERM) is on_top
-    with manager_of(tmp_path / "b") as above:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stops(above, 1)
-    assert signal.getsignal(signal.SIGTERM) is on_top and heard == [signal.SIGTERM] * 2
-
-
-def test_a_manager_of_another_thread_cannot_listen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Python allows handlers in the main thread only: the log says so, and all else works."""
-    made: list[dcp.CheckpointManager] = []
-    thread = threading.Thread(target=lambda: made.append(manager_of(tmp_path)))
-    thread.start()
-    thread.join()
-    assert "main thread" in caplog.text
-    made[0].save(1, state_at(1))
-    made[0].close()
-    assert made[0].all_steps() == [1]
-
-
-def _sleep_on() -> None:
-    """Until a signal ends this process. `signal.pause` would miss one that comes just before it: Python's
-    handler runs between two calls, and the second one begins to wait."""
-    while True:
-        time.sleep(0.01)
-
-
-def _signalled_forks(root: str) -> list[int]:
-    """Exit signals of a fork that inherited the handler, and of a process that has closed its manager."""
-    manager = dcp.CheckpointManager(root, mode="sync")
-    ready, done = os.pipe()
-
-    def wait_for_the_end() -> None:
-        os.write(done, b"x")
-        _sleep_on()
-
-    inherited = Child(wait_for_the_end)
-    os.read(ready, 1)
-    os.kill(inherited.pid, signal.SIGTERM)
-    endings = [inherited.wait(240).signal]
-    manager.close()
-
-    def closed_under_another_handler() -> None:
-        own = dcp.CheckpointManager(root, mode="sync")
-        beneath = signal.getsignal(signal.SIGTERM)
-        assert callable(beneath)
-        signal.signal(signal.SIGTERM, lambda number, frame: beneath(number, frame))
-        own.close()
-        os.kill(os.getpid(), signal.SIGTERM)
-        _sleep_on()
-
-    endings.append(Child(closed_under_another_handler).wait(240).signal)
-    return endings
-
-
-def test_forked_children_and_closed_managers_end_on_sigterm(tmp_path: Path) -> None:
-    """A data loader's worker must not live for ever because its parent's handler was there at the fork."""
-    assert in_lab(_signalled_forks, str(tmp_path)) == [signal.SIGTERM, signal.SIGTERM]
-
-
-# -- ranks that die ------------------------------------------------------------------------------------------
 
 
 # -- elastic restart -----------------------------------------------------------------------------------------

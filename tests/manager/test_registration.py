@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,46 +44,6 @@ def saved(root: Path, url: str, steps: range, **options: Any) -> dcp.CheckpointM
         for step in steps:
             manager.save(step, STATE, force=True)
     return manager
-
-
-def test_a_run_is_registered(tmp_path: Path) -> None:
-    """Each commit and each deletion, with where it is, step, save id and tags, by the key; once it has
-    arrived nothing is left on disk."""
-    with scripted_service() as service:
-        catalog = dcp.CatalogRegistration(service.url, key="dcp_secret", tags=("nightly",))
-        with dcp.CheckpointManager(tmp_path, keep=dcp.Retention(last=1), catalog=catalog) as manager:
-            for step in (1, 2):
-                manager.save(step, STATE, metrics={"loss": 0.5}, force=True)
-                assert manager.wait(HANG_SECONDS)
-        bodies = service.bodies()
-        assert {asked.path for asked in service.asked} == {"/api/v1/checkpoints"}
-        assert {asked.headers["Authorization"] for asked in service.asked} == {"Bearer dcp_secret"}
-    saved = [body for body in bodies if "save_id" in body]
-    assert [body["key"] for body in saved] == ["step-00000001", "step-00000002"]
-    ids = [dcp.open_index(tmp_path / "step-00000002").provenance["save_id"]]
-    assert saved[1] == {
-        "root_url": str(tmp_path),
-        "key": "step-00000002",
-        "step": 2,
-        "save_id": ids[0],
-        "tags": ["nightly"],
-    }
-    assert [body for body in bodies if body.get("deleted")] == [
-        {"root_url": str(tmp_path), "key": "step-00000001", "step": 1, "deleted": True}
-    ]
-    assert spooled(tmp_path) == []
-
-
-def test_by_the_name_of_a_root(tmp_path: Path) -> None:
-    """The service may see the storage elsewhere: then root and folder say where the run is."""
-    with scripted_service() as service:
-        catalog = dcp.CatalogRegistration(service.url, root="prod", folder="/llama/7/")
-        with dcp.CheckpointManager(tmp_path, mode="sync", catalog=catalog) as manager:
-            manager.save(3, STATE, force=True)
-        assert [(body["root"], body["key"]) for body in service.bodies()] == [
-            ("prod", "llama/7/step-00000003")
-        ]
-        assert "Authorization" not in service.asked[0].headers
 
 
 def test_a_catalog_that_is_away(tmp_path: Path, closed_port: int, caplog: pytest.LogCaptureFixture) -> None:
@@ -164,73 +123,6 @@ def test_a_redirect_is_not_followed(tmp_path: Path) -> None:
             service.wait_for(1)
         assert other.asked == []
     assert len(spooled(tmp_path)) == 1
-
-
-def test_only_the_last_of_a_checkpoint_is_sent(tmp_path: Path, closed_port: int) -> None:
-    """A deletion makes the note of the commit moot, if that has not been sent yet; of too many notes the
-    oldest go."""
-    url = f"http://127.0.0.1:{closed_port}"
-    catalog = dcp.CatalogRegistration(url, spool=tmp_path / "spool", close_seconds=0)
-    keep = dcp.Retention(last=1)
-    with dcp.CheckpointManager(tmp_path / "run", mode="sync", catalog=catalog, keep=keep) as manager:
-        for step in (1, 2):
-            manager.save(step, STATE, force=True)
-            assert manager.wait(HANG_SECONDS)
-    assert [(body["step"], body.get("deleted")) for body in spooled(tmp_path)] == [(2, None), (1, True)]
-    saved(tmp_path, url, range(3, 9), close_seconds=0, spool_notes=3)
-    assert [body["step"] for body in spooled(tmp_path)] == [6, 7, 8]
-
-
-def test_a_spool_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Then notes are in memory only, and are sent all the same."""
-    (tmp_path / "file").write_bytes(b"")
-    with scripted_service() as service:
-        saved(tmp_path, service.url, range(1, 2), spool=tmp_path / "file" / "spool")
-        assert [body["step"] for body in service.bodies()] == [1]
-    assert "in memory only" in caplog.text
-
-
-def test_rests_in_a_spool_are_not_sent(tmp_path: Path, closed_port: int) -> None:
-    """Half-written, foreign and damaged files: damaged notes are removed, what is another's stays."""
-    saved(tmp_path, f"http://127.0.0.1:{closed_port}", range(1, 2), close_seconds=0)
-    (good,) = (tmp_path / "spool").glob("[0-9]*.json")
-    aside = good.with_name(f".tmp-{good.name}")
-    aside.write_bytes(b"{")
-    os.utime(aside, (1e9, 1e9))
-    good.with_name("notes.txt").write_bytes(b"mine")
-    for number, data in enumerate((b"", b"{", b"[]", b'{"key": 7}', b"\xff" * 70_000)):
-        good.with_name(f"{number:020d}-0000abcd-000000.json").write_bytes(data)
-    with scripted_service() as service:
-        saved(tmp_path, service.url, range(0))
-        assert [body["step"] for body in service.bodies()] == [1]
-    assert [path.name for path in good.parent.iterdir()] == ["notes.txt"]
-
-
-@pytest.mark.parametrize(
-    ("url", "options"),
-    [
-        ("localhost:8470", {}),
-        ("ftp://host/", {}),
-        ("http://", {}),
-        ("http://host", {"folder": "a"}),
-        ("http://host", {"spool_notes": 0}),
-        ("http://host", {"key": "s\u00fcss-secret"}),
-    ],
-)
-def test_what_cannot_be_meant(url: str, options: dict[str, Any]) -> None:
-    """Is refused when the manager is made; the key is in no message."""
-    with pytest.raises(ValueError, match="catalog") as caught:
-        dcp.CatalogRegistration(url, **options)
-    assert "secret" not in str(caught.value)
-
-
-def test_the_key_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where none is given it is DCP_CATALOG_KEY, which scripts need not know; no key is in a repr."""
-    assert "dcp_secret" not in repr(dcp.CatalogRegistration("http://host", key="dcp_secret"))
-    monkeypatch.setenv("DCP_CATALOG_KEY", "dcp_fromenv")
-    with scripted_service() as service:
-        saved(tmp_path, service.url, range(1, 2))
-        assert service.asked[0].headers["Authorization"] == "Bearer dcp_fromenv"
 
 
 def test_a_run_in_the_catalog(tmp_path: Path) -> None:

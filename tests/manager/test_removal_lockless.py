@@ -6,14 +6,13 @@ import itertools
 
 import pytest
 
-from dcp.manager.cleanup.removal import Removed, remove_abandoned, remove_checkpoint
+from dcp.manager.cleanup.removal import Removed, remove_checkpoint
 from dcp.steps.notes import read_notes
-from dcp.storage.commit import Names, Previous, previous_state
+from dcp.storage.commit import Previous
 from dcp.storage.commit_names import MANIFEST_NAME, NOTES_NAME
 from dcp.storage.errors import CheckpointConflictError
 from dcp.storage.stores.base import Store
 from tests.support.commit_scenes import (
-    BEFORE,
     Scene,
     Stage,
     bare,
@@ -23,10 +22,9 @@ from tests.support.commit_scenes import (
     two_switches,
     version_in,
 )
-from tests.support.lockless import ObjectModel, by_plan
+from tests.support.lockless import by_plan
 
 NOW = 1e9
-OTHERS = ("__0_0.abcdef01.distcp", "__1_0.abcdef02.distcp")
 
 removed: list[Removed] = []
 
@@ -85,45 +83,3 @@ def test_a_save_beside_a_removal(kind: object, every: int) -> None:
         ends.add((removed[0].outcome, saved, last))
     # Overwritten before or after; both gone; the save is too late; the removal is.
     assert ends == {("deleted", True, 2), ("deleted", True, 0), ("deleted", False, 0), ("replaced", True, 2)}
-
-
-def begin_uploads(model: ObjectModel, *names: str) -> None:
-    """As writers do that are killed then."""
-    for name in names:
-        model.create(name, durable=False)
-
-
-def test_a_removal_ends_uploads_that_began_before_it() -> None:
-    """Those of killed saves go with the checkpoint; that of a save which begins meanwhile goes on."""
-    model = ObjectModel("tests/removal-uploads")
-    model.clear()
-    save(BEFORE, model)
-    begin_uploads(model, *OTHERS, "a user's own")
-    began = [False]
-
-    class Meanwhile(ObjectModel):
-        """The same files, seen by the removal; somebody begins to upload when they are deleted."""
-
-        def delete_if(self, name: str, expected: object) -> bool:
-            if not began[0]:
-                began[0] = True
-                begin_uploads(model, "__0_0.abcdef03.distcp")
-            return model.delete_if(name, expected)  # type: ignore[arg-type]
-
-    seen = Meanwhile("tests/removal-uploads")
-    seen.uploads = model.uploads
-    assert remove_checkpoint(seen, NOW).outcome == "deleted"
-    assert sorted(model.uploads.values()) == ["__0_0.abcdef03.distcp", "a user's own"]
-    assert model.list() == []
-
-
-def test_abandoned_files_take_their_uploads_along() -> None:
-    """A killed save has left files and uploads: both go. Uploads of others may be of a save that runs."""
-    model = ObjectModel("tests/removal-abandoned")
-    model.clear()
-    model.publish("__0_0.abcdef01.distcp", b"x", durable=False)
-    begin_uploads(model, "__0_1.abcdef01.distcp", "__0_0.abcdef02.distcp")
-    assert remove_abandoned(model, 10.0, 4e9).outcome == "deleted"
-    assert list(model.uploads.values()) == ["__0_0.abcdef02.distcp"]
-    assert model.list() == []
-    assert not previous_state(model, Names()).exists

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 import zlib
 from collections.abc import Callable
@@ -27,7 +26,6 @@ from dcp.errors import (
 )
 from tests.support.manager_runs import (
     MODES,
-    Event,
     Fault,
     Recorder,
     WatchedRoot,
@@ -44,11 +42,8 @@ from tests.support.versions import save_version, stock_save_version, version_of,
 MANIFEST = "manifest.msgpack"
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "a flipped bit": damage,
-    "a truncated data file": lambda folder: truncate(data_files(folder)[0]),
     "a missing data file": lambda folder: data_files(folder)[0].unlink(),
     "a truncated manifest": lambda folder: truncate(folder / MANIFEST),
-    "a flipped bit in the manifest": lambda folder: flip(folder / MANIFEST, 99),
-    "an empty manifest": lambda folder: (folder / MANIFEST).write_bytes(b""),
 }
 
 
@@ -125,16 +120,6 @@ def test_nothing_committed_is_a_fresh_start(tmp_path: Path) -> None:
     assert resume(tmp_path, version_state(0)) is None
 
 
-def test_a_part_of_the_state_under_other_names(tmp_path: Path) -> None:
-    """What `dcp.load` can leave out and rename, the manager can."""
-    with manager_of(tmp_path) as manager:
-        manager.save(3, state_at(3))
-        state: dict[str, Any] = {"net": {"weight": torch.zeros(64), "bias": torch.zeros(4)}, "step": -1}
-        assert manager.restore(state, only="net", exclude="net.bias", rename={"^net": "model"}) is not None
-    assert (state["step"], state["net"]["bias"].tolist()) == (-1, [0.0] * 4)
-    assert state["net"]["weight"].tolist() == [3.0] * 64
-
-
 # -- damage --------------------------------------------------------------------------------------------------
 
 
@@ -174,7 +159,7 @@ def test_no_flip_of_a_bit_gives_another_state(tmp_path: Path) -> None:
     with manager_of(tmp_path, mode="sync", verify_saved="off") as manager:
         for path in (*data_files(folder_of(tmp_path, 2)), folder_of(tmp_path, 2) / MANIFEST):
             whole = path.read_bytes()
-            for position in range(0, len(whole), 151):
+            for position in range(0, len(whole), 601):
                 flip(path, position)
                 state = version_state(0)
                 restored = manager.restore(state)
@@ -205,56 +190,6 @@ def test_a_damaged_step_is_noted_and_may_be_saved_anew(tmp_path: Path) -> None:
     assert manager.all_steps() == [4]
 
 
-def test_what_one_host_alone_cannot_read_is_not_noted_as_damaged(tmp_path: Path) -> None:
-    """All bytes are read again first: a mount that is broken somewhere must not cost what is good."""
-    root, seen = WatchedRoot(tmp_path), Recorder()
-    save_steps(tmp_path, 1, 2)
-    root.store(2).add(Fault("preadv", name="*.distcp", flip_byte=40))
-    restored = resume(root.url, state := version_state(0), seen=seen)
-    assert restored is not None and restored.step == version_of(state) == 1
-    found = seen.kinds("skipped_damaged", "verified", "verify_failed")
-    assert sorted(found) == [("skipped_damaged", 2), ("verified", 2)]
-    assert (again := resume(root.url, version_state(0))) is not None and again.step == 2
-
-
-def test_damage_that_cannot_be_noted_is_passed_over_all_the_same(tmp_path: Path) -> None:
-    """As on storage that may only be read."""
-    root = WatchedRoot(tmp_path)
-    save_steps(tmp_path, 1, 2)
-    damage(folder_of(tmp_path, 2))
-    read_only = OSError(errno.EROFS, "read-only")
-    root.store(2).add(Fault("publish", name="notes.msgpack", onwards=True, error=read_only))
-    restored = resume(root.url, state := version_state(0))
-    assert restored is not None and restored.step == version_of(state) == 1
-    assert not (folder_of(tmp_path, 2) / "notes.msgpack").exists()
-
-
-def test_objects_get_their_state_once_and_from_the_good_step(tmp_path: Path) -> None:
-    """What is not selected stays as it was, though the load that failed came far."""
-
-    class Counted:
-        def __init__(self) -> None:
-            self.state: dict[str, Any] = {"w": torch.zeros(64), "n": 0}
-            self.given = 0
-
-        def state_dict(self) -> dict[str, Any]:
-            return self.state
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.state, self.given = state, self.given + 1
-
-    for step in (1, 2):
-        part = {"w": torch.full((64,), float(step)), "n": step}
-        dcp.save({"model": part, "opt": dict(part)}, checkpoint_id=folder_of(tmp_path, step))
-    damage(folder_of(tmp_path, 2))
-    state = {"model": Counted(), "opt": Counted()}
-    restored = resume(tmp_path, state, only="model")
-    assert restored is not None and restored.step == 1
-    assert (state["model"].given, state["opt"].given) == (1, 0)
-    assert state["model"].state["w"].eq(1).all() and state["model"].state["n"] == 1
-    assert not state["opt"].state["w"].any()
-
-
 # -- what a failed load has filled ---------------------------------------------------------------------------
 
 
@@ -265,30 +200,12 @@ class Opaque:
         self.number = number
 
 
-def save_own(folder: Path, step: int, **more: Any) -> None:
-    """A step with values of its rank's own."""
-    own = {"gen": torch.full((4,), step), "pos": step}
-    state = {"w": torch.full((4,), float(step)), "loader": dcp.PerRank(own), "o": Opaque(step), **more}
-    dcp.save(state, checkpoint_id=folder)
-
-
 def break_object(folder: Path, fqn: str) -> None:
     """Flip a bit in the blob of a value, so that a load fails when all tensors have been filled."""
     index = dcp.open_index(folder)
     objects, row = index.objects, index.objects.position[fqn]
     middle = int(objects.offsets[row] + objects.lengths[row] // 2)
     flip(folder / index.files[int(objects.files[row])], middle)
-
-
-def test_values_of_a_rank_are_those_of_the_step_restored(tmp_path: Path) -> None:
-    """Not of the damaged one, which had been loaded but for its last value."""
-    for step in (1, 2):
-        save_own(folder_of(tmp_path, step), step)
-    break_object(folder_of(tmp_path, 2), "o")
-    own: dict[str, Any] = {"gen": torch.full((4,), -1), "pos": -1}
-    state: dict[str, Any] = {"w": torch.zeros(4), "loader": dcp.PerRank(own), "o": None}
-    assert resume(tmp_path, state, per_rank="keep", weights_only=False) is not None
-    assert (own["gen"].tolist(), own["pos"], state["o"].number) == ([1] * 4, 1, 1)
 
 
 def test_a_partial_load_does_not_mix_two_steps(tmp_path: Path) -> None:
@@ -348,12 +265,11 @@ def test_a_manifest_of_a_newer_version_is_no_damage(tmp_path: Path) -> None:
     assert seen.kinds("damaged", "skipped_damaged") == []
 
 
-@pytest.mark.parametrize("op", ["read", "preadv"])
-def test_a_storage_that_fails_for_a_while_is_asked_again(tmp_path: Path, op: str) -> None:
+def test_a_storage_that_fails_for_a_while_is_asked_again(tmp_path: Path) -> None:
     """The newest step is restored, and nothing is noted against it."""
     root, seen = WatchedRoot(tmp_path), Recorder()
     save_steps(tmp_path, 1, 2)
-    root.store(2).add(Fault(op, error=StorageError("injected", errno=errno.EIO)))
+    root.store(2).add(Fault("preadv", error=StorageError("injected", errno=errno.EIO)))
     restored = resume(root.url, state := version_state(0), seen=seen)
     assert restored is not None and (restored.step, restored.skipped) == (2, ())
     assert version_of(state) == 2 and seen.kinds() == [("restored", 2)]
@@ -390,42 +306,25 @@ def test_a_step_that_vanishes_under_the_reader_is_no_damage(tmp_path: Path) -> N
     assert seen.steps("verify_failed") == []
 
 
-# -- what is read --------------------------------------------------------------------------------------------
+def test_an_optimizer_that_has_not_stepped_goes_on_where_the_saved_one_was(tmp_path: Path) -> None:
+    """Model and optimizer are given as they are; the next step has the bits of the run that was not ended."""
 
+    def build(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(4, 3)
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1 * seed)}
 
-def test_listing_reads_no_checkpoint(tmp_path: Path) -> None:
-    """Names and notes tell which steps there are; notes that have come to rest are read once."""
-    root = WatchedRoot(tmp_path)
-    with manager_of(root.url, mode="sync", verify_saved="off") as manager:
-        for step in (1, 2):
-            manager.save(step, state_at(step))
-        manager.pin(2)
-        for path in root.path(2).iterdir():
-            os.utime(path, (path.stat().st_mtime - 60,) * 2)
-        for reads in (["notes.msgpack"], []):
-            root.forget_log()
-            assert manager.all_steps() == [1, 2]
-            assert [done.name for done in root.log() if done.op != "stat"] == reads
+    def step(state: dict[str, Any]) -> None:
+        state["optimizer"].zero_grad()
+        state["model"](torch.ones(2, 4)).square().sum().backward()
+        state["optimizer"].step()
 
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_callback_that_would_wait_for_itself_is_refused(tmp_path: Path, mode: Any) -> None:
-    """Rather than hang; it may list and pin. One that wants to end the program does not end the writer."""
-    refused: list[str] = []
-
-    def callback(event: Event) -> None:
-        if event.kind not in ("saved", "verified"):
-            return
-        assert event.step in manager.all_steps()
-        manager.pin(event.step)
-        for call in (manager.wait, manager.close, lambda: manager.save(9, {}), lambda: manager.restore({})):
-            with pytest.raises(dcp.CheckpointError, match="would wait for itself"):
-                call()
-            refused.append(event.kind)
-        raise SystemExit(3)
-
-    with manager_of(tmp_path, mode=mode, on_event=callback) as manager:
-        for step in (1, 2):
-            manager.save(step, state_at(step))
-        assert manager.wait(240)
-    assert (manager.pinned(), len(refused)) == ([1, 2], 16)
+    whole, fresh = build(1), build(2)
+    step(whole)
+    with manager_of(tmp_path) as manager:
+        manager.save(1, whole)
+        restored = manager.restore(fresh)
+    assert restored is not None and fresh["optimizer"].param_groups[0]["lr"] == 0.1
+    for state in (whole, fresh):
+        step(state)
+    assert fresh["model"].weight.equal(whole["model"].weight)

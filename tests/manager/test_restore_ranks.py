@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.support.manager_runs import Recorder, manager_of, state_at, steps_on_disk, truncate
+from tests.support.manager_runs import Recorder, manager_of, truncate
 from tests.support.ranks import RankRaised, run_ranks
 
 
@@ -81,58 +80,3 @@ def test_damage_does_not_hide_a_wrong_model_on_another_rank(tmp_path: Path) -> N
     for result in run_ranks(2, resume_sharded, str(tmp_path), True, failures=True):
         assert isinstance(result, RankRaised) and result.type_name == "MissingKeyError"
         assert "Missing key in checkpoint state_dict: 'absent'" in result.message
-
-
-def save_own(rank: int, world_size: int, root: str, step: int) -> None:
-    """A step with values of each rank's own."""
-    with manager_of(root, mode="sync", no_dist=world_size == 1) as manager:
-        manager.save(step, state_at(step, rank))
-
-
-def test_kept_values_are_not_those_of_the_damaged_step(tmp_path: Path) -> None:
-    """The newest was saved by as many ranks and is damaged, the older one by others: what was there stays."""
-    run_ranks(2, save_own, str(tmp_path), 1)
-    save_own(0, 1, str(tmp_path), 2)
-    spoil(tmp_path, 2, 0)
-    state = state_at(-1, 5)
-    with manager_of(tmp_path, mode="sync") as manager:
-        restored = manager.restore(state, per_rank="keep")
-    assert restored is not None
-    assert (restored.step, restored.report.kept_per_rank, state["step"]) == (1, ["own"], 1)
-    assert state["own"].value == {"rank": 5, "step": -1}
-
-
-def _straggler(rank: int, world_size: int, root: str) -> list[int]:
-    """Rank 0 begins its step 2 only when rank 1 has passed it: waiting there would be a deadlock."""
-    token = torch.zeros(1)
-    with manager_of(root, every_steps=1000) as manager:
-        for step in (1, 2, 3):
-            if rank == 0 and step == 2:
-                dist.recv(token, src=1)
-            manager.save(step, state_at(step, rank))
-            if rank == 1 and step == 2:
-                dist.send(token, dst=0)
-    return manager.all_steps()
-
-
-def test_no_rank_waits_for_the_stragglers_of_its_step(tmp_path: Path) -> None:
-    """Where nothing is saved the ranks may be a step apart."""
-    assert run_ranks(2, _straggler, str(tmp_path)) == [[], []]
-
-
-def _agrees_seldom(rank: int, world_size: int, root: str) -> int:
-    with manager_of(root, every_steps=1000, agree_every_steps=5) as manager:
-        for step in range(1, 40):
-            if rank == 1 and step == 3:
-                manager.request_stop()
-            manager.save(step, state_at(step, rank))
-            if manager.stop_requested:
-                return step
-    return 0
-
-
-def test_exchanging_less_often_agrees_later(tmp_path: Path) -> None:
-    """What came at step 3 is asked at the next exchange, and known to all at the step after that."""
-    first, second = run_ranks(2, _agrees_seldom, str(tmp_path))
-    assert first == second and 6 <= first <= 12
-    assert steps_on_disk(tmp_path) == [first]

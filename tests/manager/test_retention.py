@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import dcp
-from dcp.errors import CheckpointNotFoundError, CorruptCheckpointError
+from dcp.errors import CorruptCheckpointError
 from tests.support.command import run as command
 from tests.support.manager_runs import (
     MODES,
-    Gate,
     data_files,
     loaded_step,
     manager_of,
     state_at,
     steps_on_disk,
     truncate,
-    writer_with,
 )
 
 
@@ -174,44 +171,6 @@ def test_after_going_back_the_new_step_stays(tmp_path: Path, caplog: pytest.LogC
         manager.delete(9)
         manager.save(5, state_at(5))
     assert manager.all_steps() == [4, 5]
-
-
-def test_a_step_that_is_not_there_cannot_be_pinned_or_deleted(tmp_path: Path) -> None:
-    """Nor one that was deleted a moment ago; its name may be saved again."""
-    with manager_of(tmp_path) as manager:
-        manager.save(2, state_at(2))
-        assert manager.wait(240)
-        manager.delete(2)
-        for absent in (2, 17):
-            for call in (manager.pin, manager.unpin, manager.delete):
-                with pytest.raises(CheckpointNotFoundError):
-                    call(absent)
-        manager.save(2, state_at(20), force=True)
-    assert loaded_step(manager.checkpoint_id(2)) == 20
-
-
-def test_a_step_being_saved_cannot_be_deleted(tmp_path: Path) -> None:
-    """An error rather than a race; the new one is there in the end."""
-    gate = Gate()
-    dcp.save(state_at(1), checkpoint_id=tmp_path / "step-00000001", no_dist=True)
-    with manager_of(tmp_path, writer=writer_with(gate)) as manager:
-        manager.save(1, state_at(10))
-        gate.wait_until_reached()
-        with pytest.raises(dcp.CheckpointError, match="step 1 is being saved"):
-            manager.delete(1)
-        gate.open()
-    assert loaded_step(manager.checkpoint_id(1)) == 10
-
-
-def test_pins_of_many_threads_are_all_kept(tmp_path: Path) -> None:
-    """None is lost to another that is set beside it, nor to the notes of a verification."""
-    with manager_of(tmp_path, mode="sync", verify_saved="full") as manager:
-        for step in range(8):
-            manager.save(step, state_at(step))
-        with ThreadPoolExecutor(4) as threads:
-            list(threads.map(manager.pin, [*range(8)] * 3))
-        assert manager.wait(240)
-        assert manager.pinned() == [*range(8)]
 
 
 def test_damaged_notes_count_as_a_pin(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,15 +13,13 @@ import pytest
 import torch
 
 import dcp
-from dcp.errors import PlanError, StorageError
+from dcp.errors import StorageError
 from tests.support.faulty_saves import without_metadata
 from tests.support.manager_runs import (
     MODES,
     Event,
     Failing,
-    Fault,
     Recorder,
-    WatchedRoot,
     data_files,
     flip,
     loaded_step,
@@ -79,16 +77,7 @@ def test_metrics_are_numbers_of_any_kind(tmp_path: Path) -> None:
     loss = torch.nn.functional.mse_loss(torch.ones(2, requires_grad=True), torch.zeros(2))
     metrics: dict[str, SupportsFloat] = {"loss": loss, "bf16": torch.tensor(0.5, dtype=torch.bfloat16)}
     metrics |= {"count": torch.tensor(3), "scalar": np.float32(0.25), "array": np.array(2.0), "nan": math.nan}
-    wrong: list[Any] = [
-        torch.ones(2),
-        torch.ones(1, 1),
-        np.ones(3),
-        "0.5",
-        None,
-        True,
-        1j,
-        torch.ones(99, 99),
-    ]
+    wrong: list[Any] = [np.ones(3), "0.5", None, True, torch.ones(99, 99)]
     with manager_of(tmp_path, mode="sync") as manager:
         manager.save(1, state_at(1), metrics=metrics)
         for value in wrong:
@@ -118,16 +107,6 @@ def test_what_is_stored_beside_the_state(tmp_path: Path) -> None:
     assert manager.all_steps() == [7]
     expected = {"step": 7, "metrics": {"loss": 0.5}, "run": "tuesday", "tags": ["good"]}
     assert user_of(tmp_path, 7) == expected
-
-
-def test_what_is_no_state_dict_is_refused_at_the_call(tmp_path: Path) -> None:
-    """Also at steps that are not due: behind the loop each save would fail, and training go on without."""
-    wrong: Any = torch.nn.Linear(2, 2)
-    with manager_of(tmp_path, every_steps=10) as manager:
-        for step in (1, 10):
-            with pytest.raises(PlanError, match="put the Linear into one"):
-                manager.save(step, wrong)
-    assert (manager.all_steps(), manager.failures) == ([], 0)
 
 
 # -- failures ------------------------------------------------------------------------------------------------
@@ -200,14 +179,6 @@ def test_a_failure_may_be_raised_at_the_next_call(tmp_path: Path) -> None:
         failing.times = 0
         manager.save(3, state_at(3))
     assert (manager.failures, manager.all_steps()) == (2, [3])
-    failing.times = None
-    for mode, call in (("sync", "save"), ("thread", "close")):
-        other = manager_of(tmp_path, mode=mode, **options)
-        with pytest.raises(StorageError, match="the storage is away"):
-            other.save(4, state_at(4))
-            assert call == "close"
-            other.close()
-        other.close()
 
 
 def test_a_run_that_saved_nothing_does_not_end_well(tmp_path: Path) -> None:
@@ -254,24 +225,6 @@ def test_damage_at_the_commit_is_found_and_not_counted(
     if found:
         event = seen.one("verify_failed")
         assert (event.step, event.data["damaged"]) == (2, True) and "__0_0." in str(event.error)
-
-
-def test_a_step_that_another_replaces_while_it_is_verified_is_not_damaged(tmp_path: Path) -> None:
-    """Its files are gone then, but so is it: nothing is said of it, and nothing noted."""
-    root, seen = WatchedRoot(tmp_path), Recorder()
-    replaced: list[int] = []
-
-    def replace(_: object) -> None:
-        if root.path(1).joinpath(".metadata").exists() and not replaced:
-            replaced.append(1)
-            dcp.save(state_at(5), checkpoint_id=root.path(1), no_dist=True)
-
-    with manager_of(root.url, on_event=seen) as manager:
-        root.store(1).add(Fault("list", onwards=True, hook=replace))
-        manager.save(1, state_at(1))
-        assert manager.wait(240)
-    assert replaced and (manager.failures, seen.steps("verify_failed")) == (0, [])
-    assert loaded_step(root.path(1)) == 5
 
 
 # -- events --------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -139,20 +138,6 @@ def test_a_save_that_comes_too_early(tmp_path: Path, when_busy: Any) -> None:
     assert seen.steps("save_skipped") == ([2] if when_busy == "skip" else [])
 
 
-def test_a_step_that_was_left_out_is_saved_as_the_last(tmp_path: Path) -> None:
-    """Its interval was skipped while a save was under way, and then the loop turns out to end with it."""
-    gate = Gate()
-    with manager_of(tmp_path, writer=writer_with(gate), every_steps=2, when_busy="skip") as manager:
-        manager.save(2, state_at(2))
-        gate.wait_until_reached()
-        assert manager.save(4, state_at(4)) is None
-        gate.open()
-        assert manager.save(4, state_at(4)) is None
-        assert manager.save(4, state_at(4), last=True) is not None
-        assert manager.save(4, state_at(4), last=True) is None
-    assert manager.all_steps() == [2, 4]
-
-
 def test_a_stop_saves_the_next_step_and_waits(tmp_path: Path) -> None:
     """By a request as by SIGTERM, once, also where the loop forces each of its saves."""
     for force in (False, True):
@@ -173,16 +158,6 @@ def test_what_is_no_step_is_refused_at_once(step: Any) -> None:
         for call in (manager.should_save, lambda step: manager.save(step, {}), manager.checkpoint_id):
             with pytest.raises(ValueError, match="step: must be a whole number from 0 to"):
                 call(step)
-
-
-def test_whole_numbers_of_numpy_and_torch_are_steps() -> None:
-    """As loops have them that count by arrays, or restore a counter."""
-    with run() as manager:
-        numbers: list[Any] = [np.int64(2), torch.tensor(10**18 - 1)]
-        for number in numbers:
-            manager.save(number, STATE)
-            manager.pin(number)
-        assert manager.all_steps() == manager.pinned() == [2, 10**18 - 1]
 
 
 @pytest.mark.parametrize(

@@ -2,61 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
-import torch
 
 import dcp
 from tests.support.manager_runs import (
     PATIENCE_SECONDS,
-    Gate,
     loaded_step,
     manager_of,
     state_at,
-    writer_with,
 )
-
-
-def test_plans_and_buffers_are_each_ones_own(tmp_path: Path) -> None:
-    """The same names with other shapes, one save waiting for its storage while the other manager saves on."""
-    gate = Gate()
-    writer = writer_with(gate, op="create", name="*.distcp")
-    with manager_of(tmp_path / "a", writer=writer) as one, manager_of(tmp_path / "b") as other:
-        one.save(1, {"w": torch.full((4, 5), 1.0)})
-        gate.wait_until_reached()
-        for step in range(1, 4):
-            other.save(step, {"w": torch.full((2 + step, 5), float(step))})
-        assert other.wait(PATIENCE_SECONDS) and one.latest() is None
-        gate.open()
-        one.save(2, {"w": torch.full((4, 5), 2.0)})
-    for manager, rows in ((one, {1: 4, 2: 4}), (other, {1: 3, 2: 4, 3: 5})):
-        found = {step: dcp.read(manager.checkpoint_id(step))["w"] for step in manager.all_steps()}
-        assert {step: w.shape[0] for step, w in found.items()} == rows
-        assert all(w.eq(step).all() for step, w in found.items())
-
-
-def test_locks_hold_off_only_the_managers_own_copies(tmp_path: Path) -> None:
-    """One's lock keeps its own next save waiting, and neither the other's copies nor the other's lock."""
-    with manager_of(tmp_path / "a") as one, manager_of(tmp_path / "b") as other:
-        begun = threading.Event()
-
-        def save() -> None:
-            begun.set()
-            one.save(1, state_at(1), overlap=True)
-
-        thread = threading.Thread(target=save)
-        with one.lock():
-            thread.start()
-            assert begun.wait(PATIENCE_SECONDS)
-            saved = other.save(1, state_at(1), overlap=True)
-            assert saved is not None
-            saved.result(PATIENCE_SECONDS)
-            with other.lock():
-                assert one.latest() is None
-        thread.join(PATIENCE_SECONDS)
-    assert (one.all_steps(), other.all_steps()) == ([1], [1])
 
 
 def test_one_root_with_two_names(tmp_path: Path) -> None:

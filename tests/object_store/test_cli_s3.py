@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import dcp
+from dcp.errors import StorageError
 from tests.support.fault_doors import MANIFEST_NAME, METADATA_NAME, Outcome, run, verified
-from tests.support.fault_plan import SLOW_DOWN
+from tests.support.fault_plan import SLOW_DOWN, Fault, Kind
 from tests.support.fault_proxy import FaultProxy
 from tests.support.s3 import S3Server, raw_s3
-from tests.support.versions import version_state
+from tests.support.versions import version_of, version_state
 
 
 def _save(url: str, server: S3Server | FaultProxy, **more: Any) -> str:
@@ -25,11 +25,6 @@ def _save(url: str, server: S3Server | FaultProxy, **more: Any) -> str:
 
 def _given(server: S3Server | FaultProxy, **changes: Any) -> tuple[str, str]:
     return "--storage-options", json.dumps({**server.storage_options, **changes})
-
-
-def big() -> torch.Tensor:
-    """Ten MiB, several blocks."""
-    return torch.arange(2_621_440, dtype=torch.int32).reshape(1024, 2560)
 
 
 def _failed(outcome: Outcome) -> str:
@@ -92,37 +87,6 @@ def test_options_from_the_environment(
 # -- values and removal ---------------------------------------------------------------------------------
 
 
-def test_values_of_urls(s3_server: S3Server, s3_root: str, tmp_path: Path) -> None:
-    """Slices, statistics and differences as on disk, and between the disk and a bucket."""
-    url, local = _save(f"{s3_root}/step-1", s3_server, big=big()), tmp_path / "x"
-    dcp.save(version_state(7) | {"big": big()}, checkpoint_id=local, no_dist=True)
-    options = _given(s3_server)
-    assert run("cat", url, "big", "--slice", "1000:,-1", "--json", *options).json["values"] == (
-        big()[1000:, -1].tolist()
-    )
-    assert run("cat", url, "step", *options).out == "7\n"
-    shown = run("stats", url, "--json", *options).json
-    assert shown["total"] == run("stats", local, "--json").json["total"]
-    for pair in ((url, local), (local, url), (url, url)):
-        same = run("diff", *pair, *options)
-        assert (same.status, same.err) == (0, "")
-    absent = run("cat", f"{s3_root}/none", "w", *options)
-    assert (absent.status, absent.err.count("\n")) == (3, 1)
-
-
-def test_weights_in_a_bucket(s3_server: S3Server, s3_root: str, tmp_path: Path) -> None:
-    """A torch.save file as an object: read in blocks, compared by its checksums."""
-    torch.save({"w": big(), "turned": big().t()}, tmp_path / "m.pt")
-    with raw_s3(s3_server) as raw:
-        raw.write(f"{s3_root}/m.pt", (tmp_path / "m.pt").read_bytes())
-    options = _given(s3_server)
-    shown = run("cat", f"{s3_root}/m.pt", "turned", "--slice", "3:5,:4", "--json", *options).json
-    assert shown["values"] == big().t()[3:5, :4].tolist()
-    assert run("stats", f"{s3_root}/m.pt", "--json", *options).json["total"]["max"] == 2_621_439
-    same = run("diff", f"{s3_root}/m.pt", tmp_path / "m.pt", *options)
-    assert (same.status, same.err) == (0, "")
-
-
 def test_removal_in_a_bucket(s3_server: S3Server, s3_root: str) -> None:
     """Remains and uploads of killed saves are listed; what is told to go goes; the checkpoint verifies."""
     kept, gone = _save(f"{s3_root}/step-1", s3_server), _save(f"{s3_root}/step-2", s3_server)
@@ -177,6 +141,19 @@ def test_failures_are_one_line(s3_server: S3Server, s3_root: str) -> None:
         line = _failed(run("ls", uri, *options))
         assert all(part in line for part in message.split(".*")), (message, line)
         assert not any(word in line for word in ("hush-hush", secret, "internal error"))
+
+
+def test_a_root_that_may_not_be_listed(s3_proxy: FaultProxy, s3_root: str) -> None:
+    """Is told as such, by the command and the manager, and is not taken for an empty one; a checkpoint in it
+    loads by its URL."""
+    url, options = _save(f"{s3_root}/step-1", s3_proxy), s3_proxy.storage_options
+    s3_proxy.spoil(Fault(Kind.ANSWER, 403, "AccessDenied"), operation="ListObjectsV2", times=None)
+    assert "AccessDenied" in _failed(run("ls", s3_root, *_given(s3_proxy)))
+    with pytest.raises(StorageError, match="AccessDenied"):
+        dcp.CheckpointManager(s3_root, storage_options=options, no_dist=True).all_steps()
+    state = version_state(0)
+    dcp.load(state, checkpoint_id=url, storage_options=options, no_dist=True)
+    assert version_of(state) == 7
 
 
 def test_throttling_is_waited_out(s3_proxy: FaultProxy, s3_root: str) -> None:

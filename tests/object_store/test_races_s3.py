@@ -118,23 +118,3 @@ def test_a_metadata_that_comes_late_is_refused_or_taken_back(
     assert look(place) == (
         (2, ABSENT, set(), {"manifest": 1, "data": 1}, 0) if bare else (2, 2, set(), CLEAN, 0)
     )
-
-
-def _forks(place: Place) -> list[Any]:
-    place.save(1)
-    seen = [place.seen()]
-    seen.append(Child(_save_and_see, place, 2).wait().value)
-    seen.append(place.seen())
-    place.save(3)
-    return [*seen, Child(place.seen).wait().value]
-
-
-def _save_and_see(place: Place, version: int) -> int | str:
-    place.save(version)
-    return place.seen()
-
-
-def test_forks_of_a_process_that_uses_s3(s3_server: S3Server, s3_root: str) -> None:
-    """The thread of its event loop is not in the fork, which makes itself another one: neither hangs, nor
-    disturbs the other's connections."""
-    assert in_lab(_forks, Place(s3_root, s3_server.storage_options)) == [1, 2, 2, 3]

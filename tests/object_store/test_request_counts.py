@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save
 
 import dcp
-from tests.support.fault_doors import given, run, verified
+from tests.support.fault_doors import given, run
 from tests.support.fault_proxy import FaultProxy
 from tests.support.faulty_saves import assert_loads, small_state
 from tests.support.s3 import S3Server, raw_s3
@@ -18,7 +16,6 @@ from tests.support.values import full_tensor, raw
 
 _STEPS = 1000
 _TENSORS = 5000
-_SMALL = 3000
 
 
 def test_small_tensors_share_requests(s3_proxy: FaultProxy, s3_root: str) -> None:
@@ -115,36 +112,3 @@ def test_small_checkpoints_cost_few_requests(s3_proxy: FaultProxy, s3_root: str)
     s3_proxy.log.clear()
     assert_loads(s3_root, small_state("one"), options)
     assert s3_proxy.counts().total() <= 5, s3_proxy.counts()
-
-
-def test_files_cost_few_requests(s3_proxy: FaultProxy, s3_root: str) -> None:
-    """3,000 tensors of 256 bytes: a torch.save file loads by some ten requests, safetensors by fewer."""
-    block = torch.randn(_SMALL, 64, generator=torch.Generator().manual_seed(3))
-    state = {f"layers.{number}.w": block[number].clone() for number in range(_SMALL)}
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    with raw_s3(s3_proxy.server) as direct:
-        direct.write(f"{s3_root}/model.pt", buffer.getvalue())
-        direct.write(f"{s3_root}/hub/model.safetensors", save(state))
-    options = s3_proxy.storage_options
-    for source, limit in (("model.pt", 13), ("hub/model.safetensors", 8), ("hub", 14)):
-        s3_proxy.log.clear()
-        loaded = torch.zeros_like(block)
-        views = {f"layers.{number}.w": loaded[number] for number in range(_SMALL)}
-        dcp.load(views, checkpoint_id=f"{s3_root}/{source}", storage_options=options, no_dist=True)
-        assert torch.equal(loaded, block)
-        assert s3_proxy.counts().total() <= limit, (source, s3_proxy.counts())
-        assert verified(f"{s3_root}/{source}", **options)["ok"]
-    one = dcp.open_index(f"{s3_root}/model.pt", storage_options=options)
-    assert one.tensor_count == _SMALL and list(one.files) == ["model.pt"]
-
-
-def test_a_folder_may_be_called_like_a_file(s3_proxy: FaultProxy, s3_root: str) -> None:
-    """Only an object of that very name is a file."""
-    options = s3_proxy.storage_options
-    dcp.save(
-        {"w": torch.ones(3)}, checkpoint_id=f"{s3_root}/last.ckpt", storage_options=options, no_dist=True
-    )
-    target = {"w": torch.zeros(3)}
-    dcp.load(target, checkpoint_id=f"{s3_root}/last.ckpt", storage_options=options, no_dist=True)
-    assert target["w"].tolist() == [1.0, 1.0, 1.0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -64,16 +63,6 @@ def test_a_refused_url_is_asked_for_the_ordinary_way(s3_proxy: FaultProxy, s3_ro
     assert _signed(s3_proxy) == [True, False] * 3 + [False] * 2
 
 
-def test_refusals_that_end_are_forgotten(s3_proxy: FaultProxy, s3_root: str) -> None:
-    """Keeps to signed URLs, though one object is refused now and then."""
-    store = _store(s3_proxy, s3_root, "key")
-    for nth in (1, 4, 7, 10):
-        s3_proxy.spoil(_DENIED, operation="GetObject", nth=nth)
-    for _ in range(8):
-        _read(store, "key")
-    assert _signed(s3_proxy) == [True, False, True] * 4
-
-
 def test_urls_that_end_do_not_end_the_way(s3_proxy: FaultProxy, s3_root: str) -> None:
     """Signs URLs anew when credentials expire in a load, which makes all of them void at once."""
     names = [str(number) for number in range(4)]
@@ -108,22 +97,6 @@ def test_answers_that_settle_it_do_not_end_the_way(s3_proxy: FaultProxy, s3_root
     assert _signed(s3_proxy) == [True] * 4
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"s3_additional_kwargs": {"RequestPayer": "requester"}},
-        {"config_kwargs": {"connector_args": {"use_dns_cache": False}}},
-    ],
-)
-def test_what_a_url_cannot_say_goes_the_ordinary_way(
-    s3_proxy: FaultProxy, s3_root: str, options: dict[str, Any]
-) -> None:
-    """Heeds settings that are headers, and those of connections."""
-    store = _store(s3_proxy, s3_root, "key", **options)
-    assert _read(store, "key") == _content("key")
-    assert _signed(s3_proxy) == [False]
-
-
 def test_a_proxy_is_used(s3_proxy: FaultProxy, s3_root: str) -> None:
     """Sends nothing past a proxy that was set."""
     nobody = {"http": "http://127.0.0.1:9", "https": "http://127.0.0.1:9"}
@@ -131,22 +104,3 @@ def test_a_proxy_is_used(s3_proxy: FaultProxy, s3_root: str) -> None:
     with pytest.raises(StorageError, match=r"127\.0\.0\.1:9"):
         _read(store, "key")
     assert s3_proxy.log == []
-
-
-def test_urls_for_amazon_are_signed_for_their_region() -> None:
-    """Signs by version 4, or as asked to, at the bucket's own endpoint; for anonymous readers nothing."""
-    keys = {"key": "AKIDEXAMPLE", "secret": "secret", "client_kwargs": {"region_name": "eu-west-1"}}
-    own: Any = open_store("s3://some-bucket/run", keys)
-    url = own.presigned_url("__0_0.distcp", 60)
-    assert url is not None
-    parts = urlsplit(url)
-    query = parse_qs(parts.query)
-    assert (parts.scheme, parts.hostname) == ("https", "some-bucket.s3.eu-west-1.amazonaws.com")
-    assert query["X-Amz-Algorithm"] == ["AWS4-HMAC-SHA256"]
-    assert query["X-Amz-Credential"][0].split("/")[2:] == ["eu-west-1", "s3", "aws4_request"]
-    assert query["X-Amz-SignedHeaders"] == ["host"]
-    anybody: Any = open_store("s3://some-bucket/run", {"anon": True})
-    public = anybody.presigned_url("key", 60)
-    assert public is not None and "?" not in public
-    old: Any = open_store("s3://some-bucket/run", keys | {"config_kwargs": {"signature_version": "s3"}})
-    assert "AWSAccessKeyId=" in old.presigned_url("key", 60)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import traceback
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +12,12 @@ import pytest
 import torch
 
 import dcp
-from dcp.errors import CheckpointError, CheckpointNotFoundError, StorageError
-from dcp.storage.stores import Store, open_store
+from dcp.errors import CheckpointError, StorageError
 from tests.support.fault_doors import (
     findings,
     given,
     run,
 )
-from tests.support.fault_proxy import FaultProxy
-from tests.support.processes import command_of, environment_of
 from tests.support.s3 import S3Server
 from tests.support.versions import version_of, version_state
 
@@ -52,42 +47,7 @@ def test_every_function_takes_them(s3_server: S3Server, s3_root: str) -> None:
     assert findings(f"{s3_root}/step-2", **options) == set()
 
 
-def test_ours_are_told_from_the_file_systems(s3_proxy: FaultProxy, s3_root: str) -> None:
-    """Both kinds come in one mapping; one of ours that is wrong is refused before any request."""
-    options = {**s3_proxy.storage_options, "concurrency": 2, "part_bytes": 5 << 20, "retry_seconds": 0}
-    dcp.save(version_state(1), checkpoint_id=s3_root, storage_options=options, no_dist=True)
-    assert _seen(s3_root, options) == 1
-    s3_proxy.log.clear()
-    for wrong in ({"concurrency": 0}, {"concurrency": "2"}, {"retry_seconds": None}, {"part_bytes": 5}):
-        with pytest.raises(StorageError, match=next(iter(wrong))):
-            dcp.save(version_state(1), checkpoint_id=s3_root, storage_options=options | wrong, no_dist=True)
-    assert s3_proxy.log == []
-
-
 # -- the writer process --------------------------------------------------------------------------------------
-
-
-def _telling_store(path: Any, options: dict[str, Any], note: Path, trainer: int) -> Store:
-    """Tells whether the start of a writer process shows the secret."""
-    if os.getpid() != trainer:
-        shown = command_of(os.getpid()).encode() + environment_of(os.getpid())
-        note.write_text(f"{options['secret'].encode() in shown}")
-    return open_store(path, options)
-
-
-@pytest.mark.exhaustive
-def test_a_writer_process_is_given_them_with_the_order(
-    s3_server: S3Server, s3_root: str, tmp_path: Path
-) -> None:
-    """Neither by its command line nor by its environment, which others on the machine may read."""
-    options, note = s3_server.storage_options, tmp_path / "note"
-    opener = partial(_telling_store, options=options, note=note, trainer=os.getpid())
-    writer = dcp.FileSystemWriter(s3_root, open_store=opener)
-    kind = dcp.AsyncCheckpointerType.PROCESS
-    dcp.async_save(
-        version_state(2), storage_writer=writer, async_checkpointer_type=kind, no_dist=True
-    ).result(60)
-    assert (_seen(s3_root, options), note.read_text()) == (2, "False")
 
 
 # -- what is refused -----------------------------------------------------------------------------------------
@@ -154,25 +114,3 @@ def test_secrets_are_not_shown(
     for text in shown:
         assert secret not in text
         assert good["secret"] not in text
-
-
-@pytest.mark.parametrize(
-    ("url", "options", "said"),
-    [
-        (
-            "s3://bucket/run",
-            {"client_kwargs": {"verify": "/no/certificates.pem"}, "endpoint_url": "https://127.0.0.1:9"},
-            "No such file",
-        ),
-        ("http://no-such-host.invalid/run", {}, r"no-such-host\.invalid"),
-    ],
-)
-def test_what_does_not_pass_is_not_waited_for(url: str, options: dict[str, Any], said: str) -> None:
-    """A wrong path of certificates, and a host without an address, which is not one without a checkpoint."""
-    store = open_store(
-        url, {"retry_seconds": 3600.0} | ({"key": "k", "secret": "s"} if options else {}) | options
-    )
-    for act in (store.list, lambda: store.open_read("data", expected_bytes=9).pread(9, 0)):
-        with pytest.raises(StorageError, match=said) as failed:
-            act()
-        assert not isinstance(failed.value, CheckpointNotFoundError)

@@ -71,30 +71,6 @@ def test_a_cancelled_upload_is_ended(
         assert _version_restored(manager) == (1, 1)
 
 
-@pytest.mark.exhaustive
-def test_a_deadline_on_s3(s3_server: S3Server, s3_proxy: FaultProxy, s3_root: str) -> None:
-    """The weights are there, the upload of the rest is ended, and resuming takes the step before."""
-    manager = _manager_of(s3_root, s3_proxy, grace_seconds=4, every_steps=100, verify_saved="off")
-    s3_proxy.spoil(Fault(Kind.DELAY, seconds=3.0), operation="UploadPart", times=None)
-    manager.save(1, _state_of(1), force=True)  # takes longer than the grace
-    assert manager.wait(120)
-    s3_proxy.heal()
-    s3_proxy.spoil(SLOW, operation="UploadPart", times=None)
-    os.kill(os.getpid(), signal.SIGTERM)
-    manager.save(2, _state_of(2))
-    manager.close()
-    s3_proxy.heal()
-    with raw_s3(s3_server) as raw:
-        left = _left_of(raw, s3_root, 2)
-        assert sorted(name.endswith(".distcp") for name in left) == [False, False, True]
-    with _manager_of(s3_root, s3_server) as other:
-        assert _version_restored(other) == (1, 1)
-        weights = {"model": torch.zeros(1000, dtype=torch.int64)}
-        newest = other.restore(weights, only="model")
-        assert newest is not None
-        assert (newest.step, int(weights["model"][0])) == (2, 2)
-
-
 def _given(root: str, server: S3Server, **options: Any) -> list[int]:
     with dcp.watch(root, once=True, storage_options=server.storage_options, **options) as steps:
         return [step.step for step in steps]

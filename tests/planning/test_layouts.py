@@ -77,14 +77,6 @@ def test_boxes_hold_what_torch_distributes(mesh: Mesh, sizes: tuple[int, ...], s
     assert not [name for name, seen in covered.items() if not seen.all()]
 
 
-def test_strided_shards_give_several_boxes(mesh: Mesh) -> None:
-    """FSDP2 over tensor parallelism leaves a rank rows that are apart: a box each, where stock sees one."""
-    whole = torch.arange(9.0).reshape(9, 1)
-    tensor = distribute_tensor(whole, mesh(0, (2, 2)), [STRIDED, REPLICAS], src_data_rank=None)
-    found = [(offsets, data.flatten().tolist()) for offsets, data in held({"t": tensor})["t"]]
-    assert found == [((0, 0), [0, 1, 2]), ((5, 0), [5, 6])]
-
-
 def test_a_rank_that_has_nothing_says_so(mesh: Mesh) -> None:
     """A DTensor on a submesh is left out by ranks that are not in it; an empty shard has no box, and an empty
     tensor keeps one empty chunk."""
@@ -161,15 +153,6 @@ def test_unsupported_tensors_are_all_named_with_advice() -> None:
     for problem, (name, (_, advice)) in zip(problems, REFUSED.items(), strict=True):
         assert repr(name) in problem
         assert advice in problem
-
-
-@pytest.mark.parametrize("use", [dcp.save, dcp.load])
-def test_a_jagged_tensor_is_named(tmp_path: Path, use: Callable[..., Any]) -> None:
-    """It is made of inner tensors and has a size that is no number."""
-    jagged = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
-    dcp.save({}, checkpoint_id=tmp_path)
-    with pytest.raises(PlanError, match=r"'m\.x': nested tensors cannot be stored; store its values\(\)"):
-        use({"m": {"x": jagged}}, checkpoint_id=tmp_path)
 
 
 def test_freed_memory_is_refused(tmp_path: Path) -> None:

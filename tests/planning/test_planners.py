@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import OrderedDict
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +13,6 @@ import torch.distributed.checkpoint as stock
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import _version
-from torch.distributed.checkpoint.planner import LoadItemType, SavePlanner
 
 from dcp import DefaultLoadPlanner, DefaultSavePlanner, PerRank, load
 from dcp.errors import PlanError
@@ -115,20 +113,6 @@ def test_plans_and_metadata_are_those_of_torch(flatten: bool) -> None:
     assert results[0] == results[1]
 
 
-def test_read_items_name_objects_as_torch_does(tmp_path: Path) -> None:
-    """One BYTE_IO item a value, one TENSOR item a chunk, like torch's plan of the same state dict."""
-    state = {"w": torch.ones(4, 2), "s": torch.tensor(1.0), "n": 1}
-    stock.save(state, checkpoint_id=tmp_path)
-    metadata = stock.FileSystemReader(tmp_path).read_metadata()
-    plans = []
-    for planner in (DefaultLoadPlanner(), stock.DefaultLoadPlanner()):
-        planner.set_up_planner(dict(state), metadata)
-        plans.append({item.dest_index.fqn: item for item in planner.create_local_plan().items})
-    assert plans[0].keys() == plans[1].keys()
-    assert [plans[0][fqn] for fqn in "ws"] == [plans[1][fqn] for fqn in "ws"]
-    assert plans[0]["n"].type == LoadItemType.BYTE_IO
-
-
 def test_they_are_torchs_for_isinstance() -> None:
     """Code that asks for torch's classes gets a yes, and the arguments are torch's."""
     saving, loading = DefaultSavePlanner(True, False, None, True, True), DefaultLoadPlanner(True, False, True)
@@ -138,35 +122,3 @@ def test_they_are_torchs_for_isinstance() -> None:
     loading.set_up_planner({"w": torch.zeros(1)})
     with pytest.raises(PlanError, match="metadata"):
         loading.create_local_plan()
-
-
-def test_torchs_shared_caches_stay_empty(tmp_path: Path) -> None:
-    """With plan caching on, nothing is put into the caches that all planners of a process share."""
-    planner = DefaultSavePlanner(enable_plan_caching=True)
-    for step in range(2):
-        stock.save({"w": torch.full((3,), float(step))}, checkpoint_id=tmp_path / str(step), planner=planner)
-    assert not SavePlanner._cached_save_plan
-    assert not SavePlanner._cached_global_plan
-    assert not SavePlanner._cached_metadata
-    loaded = {"w": torch.zeros(3)}
-    stock.load(loaded, checkpoint_id=tmp_path / "1")
-    assert loaded["w"].tolist() == [1, 1, 1]
-
-
-def test_split_replicas_resolve_to_their_rows() -> None:
-    """A replicated tensor cut over two ranks: each item's data is just its part of the local tensor."""
-    values: dict[str, Any] = {"w": torch.arange(40.0).reshape(10, 4), "n": 3}
-    planners = [DefaultSavePlanner(split_bytes=64) for _ in range(2)]
-    for number, planner in enumerate(planners):
-        planner.rank = number
-        planner.set_up_planner(values)
-    sent = [pickle.loads(pickle.dumps(planner.create_local_plan())) for planner in planners]
-    plans, metadata = planners[0].create_global_plan(sent)
-    parts = {}
-    for planner, plan in zip(planners, plans, strict=True):
-        for item in planner.finish_plan(plan).items:
-            if item.tensor_data is not None:
-                parts[item.tensor_data.chunk.offsets[0]] = planner.resolve_data(item)
-    chunks: Any = metadata.state_dict_metadata["w"]
-    assert sorted(parts) == [chunk.offsets[0] for chunk in chunks.chunks] == [0, 5]
-    assert torch.equal(torch.cat([parts[at] for at in sorted(parts)]), values["w"])

@@ -124,29 +124,6 @@ def test_every_change_is_noticed(tmp_path: Path, change: str) -> None:
     job.save(training_state())
 
 
-def test_a_planner_that_chooses_for_itself_is_not_second_guessed(tmp_path: Path) -> None:
-    """What an overridden set_up_planner does to the state dict is done each time."""
-
-    class Every(dcp.DefaultSavePlanner):
-        skipped = ""
-
-        def set_up_planner(
-            self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
-        ) -> None:
-            super().set_up_planner(state_dict, storage_meta, is_coordinator)
-            self.state_dict = {k: v for k, v in self.state_dict.items() if k != self.skipped}
-
-    writer, planner = dcp.FileSystemWriter(tmp_path / "none", sync_files=False), Every()
-    names: list[list[str]] = []
-    for planner.skipped in ("", "a", "b", ""):
-        writer.reset(tmp_path / str(len(names)))
-        state = {"a": torch.zeros(2), "b": torch.zeros(2)}
-        dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
-        assert writer.index is not None
-        names.append(list(writer.index.fqns))
-    assert names == [["a", "b"], ["b"], ["a"], ["a", "b"]]
-
-
 def test_no_tensor_is_kept(tmp_path: Path) -> None:
     """The plan may stay, the state may go."""
     job, tensor = Again(tmp_path), torch.zeros(3)

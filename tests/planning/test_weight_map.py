@@ -96,19 +96,6 @@ def of(*rules: Mapping[str, Any], **sizes: int | str) -> WeightMap:
     return WeightMap.of({"rules": rules, "sizes": sizes})
 
 
-def test_rotary_halves_become_pairs() -> None:
-    """As Meta's own conversion permutes them."""
-    source = llama()
-    made = mapped(WeightMap.of("llama:hf-to-titan").with_config(LLAMA), source)
-    query = source["model.layers.1.self_attn.q_proj.weight"]
-    wanted = query.reshape(4, 2, 3, 8).swapaxes(1, 2).reshape(24, 8)
-    assert np.array_equal(made["layers.1.attention.qkv_linear.wq.weight"], wanted)
-    assert np.array_equal(made["lm_head.weight"], source["lm_head.weight"])
-    assert np.array_equal(
-        made["layers.0.feed_forward.w3.weight"], source["model.layers.0.mlp.up_proj.weight"]
-    )
-
-
 def test_queries_keys_and_values_are_fused_by_group() -> None:
     """As Megatron-Core has them: each group's queries, its key, its value."""
     source = llama()
@@ -234,22 +221,6 @@ def test_rules_that_would_lose_or_repeat_elements_are_refused(rule: dict[str, An
     assert told in str(caught.value)
 
 
-def test_a_copy_alone_does_not_go_without_a_word() -> None:
-    """What it is a copy of is missing."""
-    weights = of({"from": {"e": "v w"}, "to": {"tok": "v w", "head": "v w"}, "copies": ["head"]}).inverse
-    with pytest.raises(PlanError, match="'tok' is missing"):
-        mapped(weights, arrays({"head": (2, 3)}))
-
-
-def test_the_way_back_asks_rules_that_say_more_first() -> None:
-    """A prefix that is taken away of all names but some."""
-    weights = of({"from": "model.{rest:*}", "to": "{rest:*}"}, {"from": "head.w", "to": "head.w"})
-    source = arrays({"model.a": (2,), "model.b\n": (2,), "head.w": (3,)})
-    there = mapped(weights, source)
-    assert list(there) == ["a", "b\n", "head.w"]
-    assert mapped(weights.inverse, there).keys() == source.keys()
-
-
 def test_numbers_by_hand_are_of_the_configuration_or_of_axes() -> None:
     """The names that an error has asked for can be said."""
     source = {"model.layers.0.self_attn.q_proj.weight": (24, 8)}
@@ -280,15 +251,6 @@ def test_layers_that_are_missing_at_the_end_are_told() -> None:
         weights.apply(given, is_whole=True)
     assert len(weights.apply(given)) == len(source)
     assert len(weights.with_config({"num_hidden_layers": 2}).apply(given, is_whole=True)) == len(source)
-
-
-def test_a_map_is_its_data() -> None:
-    """What is written is read again, and tells of the same."""
-    for name in ready_maps():
-        weights = WeightMap.of(name)
-        again = WeightMap.from_data(weights.data)
-        assert again.rules == weights.rules
-        assert again.identity == weights.identity != weights.inverse.identity
 
 
 def test_a_model_of_another_family_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -125,6 +125,7 @@ assert "httpx" not in sys.modules  # a run without a catalog does not pay for it
 """
 
 
+@pytest.mark.exhaustive
 def test_submodules_are_attributes_of_dcp_in_a_fresh_interpreter() -> None:
     """``import dcp; dcp.filesystem.FileSystemReader`` needs no further import, as with torch's; torch's own
     modules are found too. `import dcp` alone brings no torch, and none of what takes longer than all the

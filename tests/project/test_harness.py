@@ -11,54 +11,15 @@ import uuid
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from sqlalchemy import make_url
 
 from tests.support.crashes import wait_for_end
-from tests.support.examples import examples
 from tests.support.forking import PRELOADED, forkserver_context
 from tests.support.processes import command_of, environment_of
 from tests.support.programs import Program, run_program
 from tests.support.service import wait_until
-from tests.support.shards import shard_of
 
 _ROOT = Path(__file__).parents[2]
-
-_SAYS = """
-import atexit, os, sys, threading, time
-atexit.register(os.write, 1, b"exit handler\\n")
-threading.Thread(target=lambda: (time.sleep(0.1), os.write(1, b"thread\\n"))).start()
-print(__name__, sys.argv, os.getcwd(), sys.stdin.read(), os.environ["SAID"], "HOME" in os.environ, flush=True)
-sys.exit(3)
-"""
-
-
-@pytest.mark.parametrize("finalizes", [False, True])
-def test_a_program_has_what_it_is_given_and_waits_for_its_threads(tmp_path: Path, finalizes: bool) -> None:
-    """Arguments, folder, input and environment are its own; a cold one calls its exit handlers, too."""
-    ended = run_program("-c", _SAYS, "a", stdin="in", env={"SAID": "so"}, cwd=tmp_path, finalizes=finalizes)
-    first, *rest = ended.stdout.splitlines()
-    assert first == f"__main__ ['-c', 'a'] {tmp_path} in so False"
-    assert rest[0] == "thread" and (rest[1:] == ["exit handler"] or not finalizes)
-    assert (ended.returncode, ended.stderr) == (3, "")
-
-
-@pytest.mark.parametrize(
-    ("text", "status", "error"),
-    [
-        ("pass", 0, ""),
-        ("raise SystemExit('no')", 1, "no\n"),
-        ("import no_such_module", 1, "ModuleNotFoundError: No module named 'no_such_module'\n"),
-        ("1 / 0", 1, "ZeroDivisionError: division by zero\n"),
-        ("import os; os.kill(os.getpid(), 2)", -signal.SIGINT, "KeyboardInterrupt\n"),
-        ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL, ""),
-    ],
-)
-def test_the_status_of_a_program_is_that_of_python(text: str, status: int, error: str) -> None:
-    """With what it has raised as the last line of its traceback."""
-    ended = run_program("-c", text)
-    assert (ended.returncode, ended.stderr[-len(error) :] if error else ended.stderr) == (status, error)
 
 
 def test_a_program_may_be_a_module_or_a_file_and_is_known_by_its_name(tmp_path: Path) -> None:
@@ -147,17 +108,6 @@ def test_a_shared_server_is_started_once_and_ends_with_the_run(
         run.send_signal(number)
     wait_until(lambda: not marked(), "no process left", 60)
     assert not folder.exists()
-
-
-@examples(100)
-@given(st.dictionaries(st.text(max_size=3), st.integers(1, 500), max_size=40), st.integers(1, 6))
-def test_each_file_is_in_one_shard_and_shards_are_alike(sizes: dict[str, int], count: int) -> None:
-    """No shard has more than the smallest one and its largest file."""
-    shards = shard_of(sizes, count)
-    assert shards.keys() == sizes.keys() and set(shards.values()) <= set(range(1, count + 1))
-    totals = [sum(sizes[name] for name in sizes if shards[name] == one) for one in range(1, count + 1)]
-    assert max(totals) - min(totals) <= max(sizes.values(), default=0)
-    assert shard_of(dict(reversed(sizes.items())), count) == shards
 
 
 _TESTS = """

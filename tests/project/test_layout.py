@@ -92,13 +92,6 @@ def built(folder: Path, kind: str) -> zipfile.ZipFile:
     return zipfile.ZipFile(copy / "out" / run.stdout.split()[-1])
 
 
-def test_an_editable_install_is_a_path(tmp_path: Path) -> None:
-    """Type checkers do not see through a finder, which is code that the interpreter runs."""
-    with built(tmp_path, "editable") as wheel:
-        (path,) = [wheel.read(name).decode() for name in wheel.namelist() if name.endswith(".pth")]
-    assert path.split() == [str(tmp_path / "copy" / "src")]
-
-
 @pytest.mark.exhaustive  # mypy reads all of torch
 def test_a_users_project_sees_the_types(tmp_path: Path) -> None:
     """By that path alone, in the strict mode of mypy, the layers below the package included."""
@@ -162,11 +155,3 @@ def test_formats_stores_command_line_and_service_do_not_import_torch() -> None:
         [sys.executable, "-c", program, *TORCH_FREE], cwd=ROOT, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-def test_layers_are_one_module_under_one_name(layer: str) -> None:
-    """The package below dcp is the folder at the top, not a copy that could differ."""
-    module = __import__(f"dcp.{layer}", fromlist=["__file__"])
-    assert module.__file__ is not None
-    assert Path(module.__file__).samefile(ROOT / layer / "__init__.py")

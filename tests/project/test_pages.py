@@ -110,6 +110,7 @@ def test_weight_maps_fuse_and_split(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
 
 
+@pytest.mark.exhaustive
 def test_digests_and_the_proof_of_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the page says: nothing is read for the proof, and what is changed is named."""
     monkeypatch.chdir(tmp_path)

@@ -133,7 +133,7 @@ def test_views_in_files_of_torch_save_arrive(data: st.DataObject, tmp_path_facto
     assert torch.equal(dcp.read(path)["t"], view)
 
 
-@pytest.mark.parametrize("scatters", [False, True])
+@pytest.mark.parametrize("scatters", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_boxes_of_tensors_of_many_blocks_arrive(scatters: bool) -> None:
     """Columns of wide rows and of very long ones, and a part of a flat tensor: every block is compared."""
     place = Place() if scatters else Place(MemoryStore)
@@ -153,21 +153,6 @@ def test_boxes_of_tensors_of_many_blocks_arrive(scatters: bool) -> None:
     stored = sum(tensor.nbytes for tensor in (wide, long, flat))
     assert report.bytes_read <= stored + (40 << 22)
     place.forget()
-
-
-@pytest.mark.parametrize("scatters", [False, True])
-def test_entries_that_want_bytes_in_common_get_them(scatters: bool) -> None:
-    """Tied tensors and overlapping boxes: one read, or two, but the right bytes in each."""
-    for size in (1_000, 400_000):
-        place, stored, third = Place() if scatters else Place(MemoryStore), torch.randn(size), size // 3
-        place.save({"a": torch.randn(5000), "t": stored, "z": torch.randn(5000)})
-        cuts = [(0, size), (third, size - third), (size // 2, third), (0, size), (0, size // 2), (third, 7)]
-        parts = [boxed(torch.zeros(length), (size,), (at,), (length,)) for at, length in cuts]
-        state = {f"w{n}": part for n, part in enumerate(parts)}
-        report = place.load(state, rename=lambda name: "t", unexpected="ignore")
-        assert all(torch.equal(part, stored[a : a + n]) for part, (a, n) in zip(parts, cuts, strict=True))
-        assert report.bytes_needed == 4 * sum(length for _, length in cuts)
-        place.forget()
 
 
 def test_a_box_beside_its_tensor_is_refused(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ WAYS: dict[str, Any] = {  # what is wanted of a tensor of 3000 x 1000, and by wh
 }
 
 
-@pytest.mark.parametrize("make", places())
+@pytest.mark.parametrize("make", [MemoryStore, pytest.param(None, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("way", WAYS)
 def test_pieces_of_a_block_are_compared_once_they_are_together(way: str, make: Any) -> None:
     """Checksums of pieces are combined, and staging memory holds no whole block: damage is found anywhere."""

@@ -13,10 +13,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp.storage.engine.reading.coalescing.clusters import PlacedRuns, split_off_clusters
 from dcp.storage.engine.reading.coalescing.neighbours import coalesce, coalesce_columns, span_bytes
 from dcp.storage.engine.reading.fragments import Fragment, Fragments, within_blocks
-from dcp.storage.engine.reading.requests import ByteRuns
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
 from tests.support.examples import examples
 
@@ -74,45 +72,6 @@ def test_columns_are_grouped_as_ranges_are(several: list[Range], limit: int, bel
     groups = [*coalesce(several, gap_bytes=8, limit_bytes=limit, join_below_bytes=below)]
     begins = np.cumsum([0, *(len(group) for group in groups)])[:-1]
     assert first.tolist() == begins.tolist()
-
-
-@st.composite
-def placed_runs(draw: st.DrawFn) -> PlacedRuns:
-    """Runs in the order of two files: some follow one another, some overlap, some straddle two blocks."""
-    rows = []
-    for file in range(2):
-        offset = 0
-        for _ in range(draw(st.integers(0, 12))):
-            offset = max(0, offset + draw(st.sampled_from((0, 0, 3, 8, 9, 40, -5))))
-            size = draw(st.integers(1, 20))
-            position = draw(st.sampled_from((0, 7, BLOCK_BYTES - 4)))
-            rows.append((file, offset, size, position))
-            offset += size
-    rows.sort()
-    files, offsets, sizes, positions = np.array(rows, np.int64).reshape(-1, 4).T
-    numbers = np.arange(len(rows), dtype=np.int64)
-    return PlacedRuns(files, offsets, ByteRuns(numbers, positions, sizes, numbers + 1))
-
-
-@examples(150)
-@given(placed=placed_runs(), limit_bytes=st.integers(16, 100))
-def test_every_run_is_in_one_cluster_or_alone(placed: PlacedRuns, limit_bytes: int) -> None:
-    """Clusters are bounded, of one file, without wide gaps and overlaps; each run is somewhere, once."""
-    is_small = placed.runs.sizes_bytes <= 15
-    clusters, others = split_off_clusters(placed, is_small, gap_bytes=8, limit_bytes=limit_bytes)
-    found = others.runs.chunks.tolist()
-    for cluster in clusters:
-        rows = list(cluster.members.tuples())
-        assert len(rows) > 1
-        assert {row[0] for row in rows} == {cluster.file}
-        assert (cluster.begin, cluster.end) == (rows[0][1], rows[-1][1] + rows[-1][2])
-        assert cluster.end - cluster.begin <= limit_bytes
-        assert all(0 <= after[1] - row[1] - row[2] <= 8 for row, after in pairwise(rows))
-        assert all(
-            (size <= 15 and position != BLOCK_BYTES - 4) or size <= 4 for _, _, size, _, position, _ in rows
-        )
-        found += [row[3] for row in rows]
-    assert sorted(found) == placed.runs.chunks.tolist()
 
 
 MEMORY = memoryview(random.Random(1).randbytes(3 * BLOCK_BYTES))

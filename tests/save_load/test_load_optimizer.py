@@ -89,20 +89,6 @@ def test_a_new_optimizer_is_filled(tmp_path: Path, number: int) -> None:
     assert not called and not hasattr(resumed, "_opt_called")
 
 
-def test_state_that_is_loaded_in_inference_mode_can_be_trained_with(tmp_path: Path) -> None:
-    """The state outlives the load, and tensors of inference mode may not be changed outside of it."""
-    net, optimizer = trained()
-    dcp.save({"model": net, "optim": optimizer}, checkpoint_id=tmp_path)
-    new, resumed = trained(steps=0, seed=1)
-    with torch.inference_mode():
-        dcp.load({"model": new, "optim": resumed}, checkpoint_id=tmp_path)
-    train(net, optimizer, 1)
-    train(new, resumed, 1)
-    assert exactly(dict(new.state_dict()), dict(net.state_dict()))
-    with torch.inference_mode():
-        dcp.load({"optim": AdamW(model().parameters())}, checkpoint_id=tmp_path)
-
-
 @pytest.mark.parametrize("steps", [0, 1])
 def test_settings_of_a_scheduler_that_is_made_later_are_kept(tmp_path: Path, steps: int) -> None:
     """``initial_lr`` is kept, without which it would begin at the rate of the last step; also by other names,
@@ -118,19 +104,6 @@ def test_settings_of_a_scheduler_that_is_made_later_are_kept(tmp_path: Path, ste
         dcp.load({name: resumed}, checkpoint_id=tmp_path, rename={"^other": "optim"})
         assert resumed.param_groups[0]["initial_lr"] == 0.5
         assert torch.optim.lr_scheduler.StepLR(resumed, 1, last_epoch=3).base_lrs == [0.5]
-
-
-def test_settings_in_a_plain_dict(tmp_path: Path) -> None:
-    """They are put into the dict that was given, or, if the load fails, not."""
-    _, optimizer = trained(lr=0.5)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    dcp.save({"app": {"optim": optimizer.state_dict()}}, checkpoint_id=tmp_path)
-    given = trained(lr=0.5)[1].state_dict()
-    with pytest.raises(MissingKeyError):
-        dcp.load({"app": {"optim": given, "more": 1}}, checkpoint_id=tmp_path)
-    assert "initial_lr" not in given["param_groups"][0]
-    dcp.load({"app": {"optim": given}}, checkpoint_id=tmp_path)
-    assert given["param_groups"][0]["initial_lr"] == 0.5
 
 
 class _Trainer:
@@ -191,18 +164,6 @@ def test_parameters_that_were_not_used_yet_get_state(tmp_path: Path) -> None:
     assert len(fresh.state) == 0
 
 
-def test_a_part_of_other_names(tmp_path: Path) -> None:
-    """Names are chosen and renamed as for all entries."""
-    net, optimizer = trained()
-    dcp.save({"old": optimizer, "step": 1}, checkpoint_id=tmp_path)
-    resumed = AdamW(net.parameters())
-    dcp.load({"optim": resumed}, checkpoint_id=tmp_path, rename={"^optim": "old"})
-    assert exactly(resumed.state_dict(), optimizer.state_dict())
-    other = AdamW(net.parameters(), lr=0.7)
-    dcp.load({"old": other}, checkpoint_id=tmp_path, only="old.param_groups")
-    assert len(other.state) == 0 and other.param_groups[0]["lr"] == 1e-3
-
-
 def local_state(optimizer: torch.optim.Optimizer) -> list[Any]:
     """This rank's part of all state."""
     values = [value for own in optimizer.state_dict()["state"].values() for value in own.values()]
@@ -259,18 +220,3 @@ def test_other_groups_of_parameters_by_name(tmp_path: Path, layers: int, rates: 
         if name in parameters:
             saved = optimizer.state[parameters[name]]["exp_avg"]
             assert torch.equal(its.state[parameter]["exp_avg"], saved)
-
-
-def test_the_error_of_other_groups_advises_names(tmp_path: Path) -> None:
-    """Options that load nevertheless are not advised: by numbers, state may get to other parameters."""
-    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-    one = AdamW(first.parameters())
-    two = AdamW([{"params": list(net.parameters())} for net in (first, second)])
-    for name, saved, loaded in (("less", one, two), ("more", two, one)):
-        dcp.save({"optimizer": saved}, checkpoint_id=tmp_path / name)
-        with pytest.raises(PlanError, match="flatten_optimizer_state_dict") as caught:
-            dcp.load({"optimizer": loaded}, checkpoint_id=tmp_path / name)
-        assert "allow_partial_load" not in str(caught.value) and "unexpected=" not in str(caught.value)
-    dcp.save({"optimizer": {}, "model": first}, checkpoint_id=tmp_path / "weights")
-    with pytest.raises(MissingKeyError, match="allow_partial_load"):
-        dcp.load({"optimizer": one}, checkpoint_id=tmp_path / "weights")

@@ -70,23 +70,6 @@ def test_a_pattern_without_a_match_is_named_with_what_it_resembles(stored: Path)
     assert not any(tensor.item() for tensor in state.values())
 
 
-WRONG: list[dict[str, Any]] = [
-    *({"only": []}, {"only": [""]}, {"only": 3}, {"exclude": [b"w"]}, {"per_rank": "kept"}),
-    *({"rename": rename} for rename in ({"(": "x"}, {3: "x"}, "x")),
-]
-
-
-def test_options_that_cannot_be_meant_are_refused(stored: Path) -> None:
-    """When the planner is made, before anything is read; a renaming that fails names the key."""
-    for options in WRONG:
-        with pytest.raises(PlanError):
-            dcp.DefaultLoadPlanner(**options)
-    renames: list[Any] = [{"w": r"\3"}, lambda _: None, {"w": 3}]  # no such group, no string
-    for rename in renames:
-        with pytest.raises(PlanError, match=r"model\.w|rename"):
-            dcp.load({"model.w": torch.zeros(1)}, checkpoint_id=stored, rename=rename, no_dist=True)
-
-
 def test_rules_apply_in_order_each_to_what_the_last_one_gave(tmp_path: Path) -> None:
     """As `re.sub`: anywhere in the key, with groups and with functions; several from one."""
     dcp.save({"layers.3.W": torch.ones(2), "n": 1, "spare": 2}, checkpoint_id=tmp_path, no_dist=True)
@@ -129,19 +112,6 @@ def test_torchs_load_heeds_the_options(tmp_path: Path) -> None:
         stock.load(
             {"w": torch.zeros(4, 2)}, checkpoint_id=tmp_path, planner=dcp.DefaultLoadPlanner(exclude="q")
         )
-
-
-class _PlansAlone(dcp.DefaultLoadPlanner):
-    def create_local_plan(self) -> Any:
-        return stock.LoadPlan([])
-
-
-def test_a_subclass_that_plans_otherwise_cannot_heed_the_options(stored: Path) -> None:
-    """Better an error than a whole load where a part was asked for."""
-    for options in ({"only": "opt"}, {"per_rank": "keep"}, {"rename": {"a": "b"}}):
-        with pytest.raises(PlanError, match="PlansAlone"):
-            planner = _PlansAlone(**options)
-            dcp.load({"opt.lr": torch.zeros(1)}, checkpoint_id=stored, planner=planner, no_dist=True)
 
 
 # -- objects and ways through a load -------------------------------------------------------------------------
@@ -192,30 +162,6 @@ def test_without_a_part(saved: Path, road: str) -> None:
     assert (state["opt"].state["lr"], state["step"]) == (0.0, 7)
 
 
-def test_objects_are_given_what_is_selected_of_them(saved: Path) -> None:
-    """One of which nothing is selected gives its state at most; without patterns all are given theirs, also
-    one that has no state."""
-    state = fresh()
-    load(state, saved, only="*.head.w")
-    assert state["model"].given
-    assert (state["opt"].asked, state["opt"].given) == (1, [])
-    assert not state["opt"].state["m"].any()
-    state = fresh() | {"empty": Part()}
-    load(state, saved)
-    assert [len(state[name].given) for name in ("model", "opt", "empty")] == [1, 1, 1]
-
-
-@pytest.mark.parametrize("road", ROADS)
-def test_a_misspelt_pattern_loads_nothing(saved: Path, road: str) -> None:
-    """No tensor is filled before the patterns have been looked at."""
-    patterns: list[dict[str, Any]] = [{"only": "modell"}, {"exclude": ["model", "opt.z"]}]
-    for wrong in patterns:
-        state = fresh()
-        with pytest.raises(PlanError, match="matches nothing"):
-            load(state, saved, road, **wrong)
-        assert not state["model"].state["w"].any() and not state["opt"].state["m"].any()
-
-
 def test_options_of_the_planner_and_of_the_load(saved: Path) -> None:
     """A planner brings its own; the load's are for one load, and need a planner that knows them."""
     planner = dcp.DefaultLoadPlanner(only="step")
@@ -231,31 +177,11 @@ def test_options_of_the_planner_and_of_the_load(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("road", ROADS)
-def test_two_names_for_one_entry(saved: Path, road: str) -> None:
-    """Weights and their moving average begin with the same values, in memory of their own."""
-    state: Any = {name: {"w": torch.zeros(2, 3), "head": {"w": torch.zeros(2)}} for name in ("model", "ema")}
-    report = load(state, saved, road, rename={"^ema": "model"}, unexpected="ignore")
-    assert torch.equal(state["model"]["w"], torch.arange(6.0).view(2, 3))
-    assert torch.equal(state["ema"]["w"], state["model"]["w"])
-    assert report.renamed["ema.head.w"] == "model.head.w"
-
-
-@pytest.mark.parametrize("road", ROADS)
 def test_patterns_are_about_the_names_before_the_renaming(saved: Path, road: str) -> None:
     """Patterns choose by the names of the state dict, whatever the checkpoint calls it."""
     state = {"model": {"w": torch.zeros(2, 3)}, "ema": {"w": torch.zeros(2, 3)}}
     load(state, saved, road, rename={"^ema": "model"}, only="ema")
     assert state["ema"]["w"].any() and not state["model"]["w"].any()
-
-
-def test_the_report_has_what_the_save_was_given(tmp_path: Path) -> None:
-    """User metadata, save id and world size are there for loads through our storage."""
-    dcp.save({"w": torch.ones(1)}, checkpoint_id=tmp_path, user_metadata={"run": "a", "step": 3})
-    for road in ("columns", "objects"):
-        report = load({"w": torch.zeros(1)}, tmp_path, road)
-        assert (report.user_metadata, report.world_size) == ({"run": "a", "step": 3}, 1)
-        assert report.save_id and report.attempts == 1
-    assert load({"w": torch.zeros(1)}, tmp_path, "foreign reader").user_metadata == {}
 
 
 # -- ranks ---------------------------------------------------------------------------------------------------
@@ -389,12 +315,3 @@ def test_values_of_other_numbers_of_ranks_are_warned_of(tmp_path: Path) -> None:
         assert "saved by 3 ranks, loaded by 2: 'app.loader' of every rank" in text
     for (text,) in (left, other_left):
         assert "its own of 'app.loader'" in text and "not loaded" in text
-
-
-def test_a_value_that_the_checkpoint_lacks_is_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A value that is new in the state is kept."""
-    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path)
-    dcp.load({"w": torch.ones(2), "rng": dcp.PerRank(7)}, checkpoint_id=tmp_path, per_rank="keep")
-    assert "no 'rng' of rank 0" in caplog.text

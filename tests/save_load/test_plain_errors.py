@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import pickle
 import time
 import traceback
 from collections.abc import Callable
@@ -157,18 +155,6 @@ class _Acts:
         return self.act()
 
 
-def test_causes_may_form_a_ring(tmp_path: Path) -> None:
-    """As those do that a library keeps and raises again: the error comes all the same."""
-
-    def fail() -> None:
-        first, second = dcp.CheckpointError("the first"), ValueError("the second")
-        first.__cause__, second.__cause__ = second, first
-        raise first
-
-    with pytest.raises(dcp.CheckpointError, match="the first"):
-        save({"app": _Acts(fail)}, tmp_path / "step-1")
-
-
 def test_debugging_shows_everything(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With DCP_DEBUG the error has its frames and its cause."""
     monkeypatch.setenv("DCP_DEBUG", "1")
@@ -187,26 +173,6 @@ def test_where_the_users_own_code_failed_is_shown(places: Path, tmp_path: Path) 
     assert max(len(each.splitlines()) for each in (text, loading)) <= 20
 
 
-def raised(act: Callable[[], Any]) -> Any:
-    """The error of ``act``, and that it is the same after a pickle."""
-    with pytest.raises(dcp.CheckpointError) as caught:
-        act()
-    copy = pickle.loads(pickle.dumps(caught.value))
-    assert type(copy) is type(caught.value)
-    assert (str(copy), copy.facts) == (str(caught.value), caught.value.facts)
-    return copy
-
-
-def test_errors_of_ranks_are_what_they_are_elsewhere(tmp_path: Path) -> None:
-    """The system's number has its place in OSError, and a foreign cause makes no other class of a copy."""
-    (tmp_path / "file").write_bytes(b"")
-    error = raised(lambda: save({"a": 1}, tmp_path / "file" / "x"))
-    assert isinstance(error, dcp.errors.StorageError)
-    assert error.errno == error.facts["errno"] == errno.ENOTDIR
-    error = raised(lambda: save({"app": _Acts()}, tmp_path / "x"))
-    assert isinstance(error, dcp.errors.RemoteError)
-
-
 @pytest.mark.parametrize("wrong", [[1], "text", {"o": object()}, {1: 2}, {"t": torch.ones(1)}])
 def test_user_metadata_is_looked_at_before_anything_is_written(wrong: Any, tmp_path: Path) -> None:
     """The end of a save of hours would be late for it."""
@@ -215,40 +181,6 @@ def test_user_metadata_is_looked_at_before_anything_is_written(wrong: Any, tmp_p
         with pytest.raises(dcp.errors.OptionError, match="user_metadata"):
             save({"a": 1}, checkpoint_id=place, no_dist=True, user_metadata=wrong)
     assert not place.exists()
-
-
-def test_a_relative_path_in_a_folder_that_was_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is of no folder, and the error says so."""
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    for act in (
-        lambda: dcp.save({"a": 1}, checkpoint_id="x", no_dist=True),
-        lambda: dcp.read("x", no_dist=True),
-        lambda: dcp.CheckpointManager("x"),
-    ):
-        with pytest.raises(dcp.errors.StorageError, match="'x' is relative to the current folder, which is"):
-            act()
-
-
-def test_an_empty_name_is_a_name(tmp_path: Path) -> None:
-    """A value saved under it is read and converted."""
-    dcp.save({"": torch.ones(2), "a": 1}, checkpoint_id=tmp_path / "x", no_dist=True)
-    assert torch.equal(dcp.read(tmp_path / "x", no_dist=True)[""], torch.ones(2))
-    dcp.convert(tmp_path / "x", tmp_path / "x.pt", to="torch")
-    assert set(torch.load(tmp_path / "x.pt")) == {"", "a"}
-    with pytest.raises(dcp.errors.PlanError, match="rename leaves nothing of the name 'a'"):
-        dcp.read(tmp_path / "x", rename={"^a$": ""}, no_dist=True)
-
-
-def test_a_module_below_the_top_level_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is pickled whole, as by stock, where its tensors were meant."""
-    linear = torch.nn.Linear(1, 1)
-    dcp.save({"app": {"model": linear}, "top": linear}, checkpoint_id=tmp_path, no_dist=True)
-    (told,) = (record.getMessage() for record in caplog.records if "at the top level" in record.getMessage())
-    assert told.startswith("'app.model': objects with a state_dict()")
 
 
 def mistakes_of_ranks(rank: int, world_size: int, root: Path) -> dict[str, str]:

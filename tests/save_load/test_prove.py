@@ -14,11 +14,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dcp
-from dcp.errors import PlanError
 from tests.support.ranks import run_ranks
 
 
@@ -202,22 +201,6 @@ def test_checkpoints_without_digests_and_other_formats_are_read(tmp_path: Path) 
         ]
 
 
-def lack_a_part(rank: int, world: int, folder: str) -> str:
-    """Rank 1 has forgotten its half."""
-    mesh = init_device_mesh("cpu", (world,))
-    whole = torch.arange(12.0).reshape(4, 3)
-    half = whole[rank * 2 : rank * 2 + 2].clone()
-    dcp.save({"w": DTensor.from_local(half, mesh, [Shard(0)])}, checkpoint_id=folder)
-    state = {"w": DTensor.from_local(half, mesh, [Shard(0)])} if rank == 0 else {}
-    return dcp.prove(state, folder).to_json()
-
-
-def test_a_part_that_no_rank_has_is_told(tmp_path: Path) -> None:
-    """A rank without its shard."""
-    (proof, _) = map(dcp.Proof.of_json, run_ranks(2, lack_a_part, str(tmp_path / "one")))
-    assert [found.kind for found in proof.findings] == ["incomplete"]
-
-
 def parts_of(whole: torch.Tensor, *parts: tuple[int, int]) -> Any:
     """The rows ``first`` to ``end`` of ``whole`` for each of ``parts``, one part behind the other."""
     made: Any = torch.cat([whole[first:end] for first, end in parts])
@@ -250,15 +233,6 @@ def test_parts_have_each_element_once(tmp_path: Path, name: str, has_digests: bo
     if "incomplete" in kinds:
         held = len({row for first, end in parts for row in range(first, end)})
         assert f"{held} of its 8 elements" in found[-1].message
-
-
-def test_a_part_outside_of_its_tensor_is_refused(tmp_path: Path) -> None:
-    """As by a save: it has no place among the tensor's bytes."""
-    beyond = parts_of(torch.arange(8.0), (0, 3), (3, 8))
-    dcp.save({"w": torch.arange(8.0)}, checkpoint_id=tmp_path)
-    beyond.global_offsets = ((0,), (5,))
-    with pytest.raises(PlanError, match=r"'w' .*outside"):
-        dcp.prove({"w": beyond}, tmp_path)
 
 
 def hostile_state() -> dict[str, Any]:

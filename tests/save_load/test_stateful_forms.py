@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dcp
-from dcp.errors import MissingKeyError, UnexpectedKeyError
 from tests.save_load.roads import TakesObjects
 from tests.support.ranks import run_ranks
 
@@ -108,38 +107,6 @@ def test_an_object_is_given_what_was_saved(tmp_path: Path, road: str) -> None:
             assert set(own[name]) == set(before[name]), name
 
 
-@pytest.mark.parametrize("road", ["columns", "objects"])
-def test_what_names_parameters_does_not_grow(tmp_path: Path, road: str) -> None:
-    """A model or an optimizer that lacks something is no less an error within an object than beside it; so is
-    what an object asks for that the checkpoint has not."""
-    planner = TakesObjects() if road == "objects" else None
-    net, smaller = (nn.Sequential(*(nn.Linear(2, 2) for _ in range(count))) for count in (2, 1))
-    optimizer, other = (torch.optim.AdamW(each.parameters()) for each in (net, smaller))
-    torch.autograd.backward(net(torch.ones(1, 2)).sum())
-    optimizer.step()
-    models = {"net": net.state_dict(), "plain": dict(net.state_dict()), "optim": optimizer.state_dict()}
-    saved: dict[str, Any] = {"app": _Holder({**models, "list": [net.state_dict()] * 2}), "net": net}
-    dcp.save(saved, checkpoint_id=tmp_path)
-    unexpected = {
-        "net": {"net": smaller.state_dict()},
-        "plain": {"plain": dict(smaller.state_dict())},
-        "optim": {"optim": other.state_dict()},
-        "list": {"list": [net.state_dict()]},
-    }
-    missing: list[Any] = [{"list": [net.state_dict()] * 3}, {"more": tensor(1)}, {"more": 1}]
-    held = saved["app"].state
-    cases: list[tuple[dict[str, Any], Any, str]] = [
-        ({"net": smaller}, UnexpectedKeyError, "'net.1'"),
-        *(({"app": _Holder(held | now)}, UnexpectedKeyError, f"'app.{n}") for n, now in unexpected.items()),
-        *(({"app": _Holder(held | now)}, MissingKeyError, f"app.{next(iter(now))}") for now in missing),
-        ({"app": held | {"list": []}}, MissingKeyError, "app.list"),  # a dict is no object
-    ]
-    for state, error, name in cases:
-        with pytest.raises(error, match=name):
-            dcp.load(state, checkpoint_id=tmp_path, planner=planner)
-        assert all(value.loads == 0 for value in state.values() if isinstance(value, _Holder))
-
-
 class _Extra(nn.Linear):
     extra: Any = None  # which it has once it was used
 
@@ -160,21 +127,6 @@ def test_the_extra_state_of_a_module(tmp_path: Path) -> None:
     for name, module in modules.items():
         assert told(fresh[name].extra) == told(module.extra)
         assert torch.equal(fresh[name].weight, module.weight)
-
-
-def test_a_part_of_an_object(tmp_path: Path) -> None:
-    """Entries that patterns leave out stay as they are."""
-    saved = {"app": _Holder({"a": {"x": 1}, "b": tensor(1), "c": [tensor(1)], "n": None})}
-    dcp.save(saved, checkpoint_id=tmp_path)
-    fresh = {"app": _Holder({"a": {}, "b": None, "c": [], "n": tensor(5)})}
-    dcp.load(fresh, checkpoint_id=tmp_path, only="app.c")
-    assert told(fresh["app"].state) == told({"a": {}, "b": None, "c": [tensor(1)], "n": tensor(5)})
-    fresh = {"app": _Holder({"a": {}, "b": None, "c": [], "n": tensor(5)})}
-    dcp.load(fresh, checkpoint_id=tmp_path, exclude="app.a", rename={"^other": "one"})
-    assert told(fresh["app"].state) == told(saved["app"].state | {"a": {}})
-    fresh = {"app": _Holder({"a": {}, "b": tensor(0), "c": [tensor(0)], "n": None})}
-    dcp.load(fresh, checkpoint_id=tmp_path, unexpected="ignore")
-    assert fresh["app"].state["a"] == {}
 
 
 def _sharded(rank: int, world_size: int, path: str, road: str) -> list[Any]:

@@ -168,16 +168,6 @@ def test_read_only_memory_is_named(tmp_path: Path, rows: int) -> None:
             assert (mapped == 1).all()
 
 
-@pytest.mark.parametrize("rows", [600, 20])
-def test_strided_four_bit_floats(tmp_path: Path, rows: int) -> None:
-    """A transposed float4_e2m1fn_x2 is saved and loaded, of which torch has no strided copy."""
-    stored = torch.randint(0, 255, (rows, 400), dtype=torch.uint8)
-    dcp.save({"w": stored.view(torch.float4_e2m1fn_x2).t()}, checkpoint_id=tmp_path)
-    target = torch.zeros_like(stored)
-    dcp.load({"w": target.view(torch.float4_e2m1fn_x2).t()}, checkpoint_id=tmp_path)
-    assert torch.equal(target, stored)
-
-
 def test_more_files_than_a_process_can_open(tmp_path: Path) -> None:
     """A checkpoint of a file for each tensor saves and loads under any limit."""
     state = {f"w{number}": torch.full((10,), float(number)) for number in range(200)}

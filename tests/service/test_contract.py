@@ -16,7 +16,6 @@ from tests.support.service_resources import RESOURCES, Resource
 
 __all__ = ["catalog"]
 
-pytestmark = pytest.mark.each_database  # their SQL differs
 
 SCOPES: tuple[Any, ...] = ("read", "write", "convert", "delete", "admin")
 

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dcp
-from dcp.errors import PlanError
 from dcp.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from tests.support.ranks import run_ranks
 from tests.support.values import differences, fill
@@ -109,47 +108,6 @@ def test_structure_is_kept_and_nothing_is_shared(stager: Stager) -> None:
     assert staged["conjugate"].tolist() == [1 - 2j]
     assert staged["sparse"].to_dense().tolist() == torch.eye(2).tolist()
     assert staged["step"] == 3
-
-
-def test_buffers_are_used_again_and_copies_without_a_cache_are_not() -> None:
-    """A caching stager gives the same memory each time, one with two arenas every other time, so that a save
-    under way is not overwritten; another one gives fresh memory."""
-    state = {"w": torch.zeros(1000)}
-    makers: list[tuple[Stager, int]] = [
-        (DefaultStager(), 1),
-        (DefaultStager(arenas=2), 2),
-        (BlockingAsyncStager(cache_staged_state_dict=True), 1),
-        (BlockingAsyncStager(), 9),
-    ]
-    for made, period in makers:
-        results = []
-        for step in range(4):
-            state["w"].fill_(step)
-            results.append(staged_by(made, state)["w"])
-            kept = results[-period:]
-            assert [int(copy[0]) for copy in kept] == [*range(step + 1 - len(kept), step + 1)]
-        assert len({copy.data_ptr() for copy in results}) == min(period, 4)
-        made.close()
-        assert int(results[-1][0]) == 3
-
-
-def test_async_staging_gives_a_future_where_torchs_does() -> None:
-    """Without an accelerator torch's stager takes ``use_async_staging`` only without non-blocking copies."""
-    options = StagingOptions(use_pinned_memory=False, use_shared_memory=False, use_non_blocking_copy=False)
-    for made in (torch_staging.DefaultStager(options), DefaultStager(options)):
-        w = torch.arange(3.0)
-        staged = made.stage({"w": w})
-        assert isinstance(staged, Future)
-        assert staged.result(240)["w"].tolist() == [0, 1, 2]
-        made.close()
-
-
-def test_type_check_refuses_other_values() -> None:
-    """As torch's stager says of its argument, with the name of the value."""
-    state = {"a": {"odd": {1, 2}}, "w": torch.ones(2)}
-    with pytest.raises(PlanError, match=r"'a\.odd' is a set"):
-        BlockingAsyncStager(type_check=True).stage(state)
-    assert BlockingAsyncStager(type_check=False).stage(state)["a"]["odd"] == {1, 2}
 
 
 def test_stock_async_save_works_with_our_stagers(stager: Stager, tmp_path: Path) -> None:

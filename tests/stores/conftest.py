@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-_NOT_OF_FILES = (
-    "TestMemoryStore",
-    "TestS3",
-    "TestFsspecMemory",
-    "TestFsspecLocal",
-    "TestFaultInjectingStore",
-)
+_OTHERS = ("TestMemoryStore", "TestS3", "TestFsspecMemory", "TestFsspecLocal")
+"""Stores that do not write files themselves."""
 _LARGE_BYTES = 16 << 20
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is to be durable is stored no otherwise by stores that do not write files themselves; that they
-    take the option, a few tests of each try. And every size that buffers may break at, the disk's does."""
+    """What is to be durable is stored no otherwise by other stores, and every size that buffers may break at,
+    the disk's tries; fsspec's local files are its memory's in all but what their class says."""
     for item in items:
-        if isinstance(item, pytest.Function) and item.cls is not None and item.cls.__name__ in _NOT_OF_FILES:
-            values = item.callspec.params if hasattr(item, "callspec") else {}
-            size = values.get("size", 1)
-            is_large = isinstance(size, int) and size >= _LARGE_BYTES and item.cls.__name__ != "TestS3"
-            if (values.get("durable") and size) or is_large:
-                item.add_marker(pytest.mark.exhaustive)
+        if not isinstance(item, pytest.Function) or getattr(item.cls, "__name__", "") not in _OTHERS:
+            continue
+        kind, values = item.cls.__name__, item.callspec.params if hasattr(item, "callspec") else {}
+        size = values.get("size", 1)
+        is_large = isinstance(size, int) and size >= _LARGE_BYTES and kind != "TestS3"
+        is_like_others = kind == "TestFsspecLocal" and item.originalname not in vars(item.cls)
+        if (values.get("durable") and size) or is_large or is_like_others:
+            item.add_marker(pytest.mark.exhaustive)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import shutil
-import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from dcp.errors import StorageError
 from dcp.storage.stores import MemoryStore, PosixStore, Store, open_store
 from dcp.storage.stores.contract import StoreContract
-from tests.support.faulty_store import FaultInjectingStore
 from tests.support.s3 import RawS3, raw_s3
-
-SHARED_MEMORY = Path("/dev/shm")
-"""A tmpfs on Linux. Elsewhere the tests that name it run on the default folder, and prove a little less."""
 
 
 class PosixContract(StoreContract):
@@ -46,17 +40,6 @@ class TestPosixStore(PosixContract):
         store = PosixStore(tmp_path / "parent" / "root")
         store.make_root()
         return store
-
-
-class TestPosixStoreOnTmpfs(PosixContract):
-    """On memory, where O_DIRECT is refused or has other rules."""
-
-    @pytest.fixture
-    def store(self) -> Iterator[Store]:
-        """A folder that is removed afterwards, since it takes memory."""
-        folder = tempfile.mkdtemp(dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
-        yield PosixStore(folder)
-        shutil.rmtree(folder)
 
 
 class TestPosixStoreWithoutFeatures(PosixContract):
@@ -86,15 +69,6 @@ class TestMemoryStore(StoreContract):
     def reopen(self, store: Store) -> Store:
         """By name."""
         return MemoryStore(store.url.removeprefix("memory://"))
-
-
-class TestFaultInjectingStore(PosixContract):
-    """Without faults the wrapper changes nothing."""
-
-    @pytest.fixture
-    def store(self, tmp_path: Path) -> Store:
-        """Around a POSIX store."""
-        return FaultInjectingStore(PosixStore(tmp_path))
 
 
 class TestS3(StoreContract):

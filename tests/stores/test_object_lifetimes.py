@@ -6,20 +6,12 @@ import gc
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar
-
-import fsspec
-import fsspec.asyn
-from fsspec.implementations.memory import MemoryFileSystem
+from typing import Any
 
 from dcp.storage.stores import Store, open_store
 from dcp.storage.stores.contract import pattern_bytes
-from tests.support.fault_plan import STALLED
-from tests.support.fault_proxy import FaultProxy
 from tests.support.processes import open_files
 from tests.support.s3 import raw_s3
 
@@ -85,40 +77,6 @@ def test_what_is_used_stays_open(s3_server: Any, s3_root: str) -> None:
     handle.close()
 
 
-def test_a_request_under_way_is_carried_out(s3_proxy: FaultProxy, s3_root: str) -> None:
-    """The client that it is made by is not closed before it has its answer, though nobody else knows it."""
-    rule = s3_proxy.spoil(STALLED, operation="GetObject", times=None)
-    with raw_s3(s3_proxy.server) as raw:
-        raw.write(f"{s3_root}/data", b"1" * _MIB)
-    with ThreadPoolExecutor(1) as pool:
-        store = _store(s3_proxy, s3_root, request_timeout_seconds=1.0)
-        handle = store.open_read("data", expected_bytes=_MIB)
-        del store
-        reading = pool.submit(handle.pread, _MIB, 0)
-        del handle
-        assert _comes_true(lambda: rule.seen > 0)
-        _open_others(s3_proxy.server, s3_root)
-        gc.collect()
-        s3_proxy.heal()
-        assert reading.result(_HANG_SECONDS) == b"1" * _MIB
-
-
-def test_the_collector_may_run_anywhere(s3_server: Any, s3_root: str) -> None:
-    """Also in the thread of the event loop: stores in cycles are closed there, and nothing is waited for."""
-    for token in range(200, 200 + _FEW + 6):
-        store: Any = _store(s3_server, s3_root, token)
-        store.list()
-        store.itself = store
-    del store
-
-    async def collect() -> None:
-        gc.collect()
-
-    fsspec.asyn.sync(fsspec.asyn.get_loop(), collect, timeout=_HANG_SECONDS)
-    assert _comes_true(lambda: _connections(s3_server) <= _FEW)
-    assert _store(s3_server, s3_root, 300).list() == []
-
-
 def test_a_child_leaves_the_connections_of_its_parent_alone(s3_server: Any, s3_root: str) -> None:
     """It lets go of the parent's stores as it opens its own; the parent's requests need no repetition."""
     with raw_s3(s3_server) as raw:
@@ -138,30 +96,3 @@ def test_a_child_leaves_the_connections_of_its_parent_alone(s3_server: Any, s3_r
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert store.read("data", limit_bytes=5) == b"12345"
     assert store.traffic()["retries"] == 0
-
-
-class _Cloud(MemoryFileSystem):  # type: ignore[misc]  # it comes without types
-    """A file system that has credentials; ``made`` are all that there were."""
-
-    protocol = "lifetimecloud"
-    made: ClassVar[list[weakref.ref[Any]]] = []
-
-    def __init__(self, token: str = "", **options: Any) -> None:
-        super().__init__(**options)
-        self.made.append(weakref.ref(self))
-
-
-def _alive() -> int:
-    return sum(one() is not None for one in _Cloud.made)
-
-
-def test_file_systems_are_shared_and_let_go() -> None:
-    """Folders of one place share a file system, and fsspec does not keep those with old credentials."""
-    fsspec.register_implementation("lifetimecloud", _Cloud, clobber=True)
-    stores = [open_store(f"lifetimecloud://bucket/{step}", {"token": "1"}) for step in range(3)]
-    assert [store.list() for store in stores] == [[], [], []]
-    assert _alive() == 1
-    del stores
-    for token in range(20):
-        open_store("lifetimecloud://bucket/run", {"token": str(token)}).list()
-    assert _comes_true(lambda: _alive() <= _FEW)

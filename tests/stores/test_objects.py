@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractFileSystem
 
 import dcp
-from dcp.errors import CheckpointConflictError, CheckpointError, CorruptCheckpointError, StorageError
+from dcp.errors import CheckpointError, CorruptCheckpointError, StorageError
 from dcp.storage.stores import Store, open_store
 from dcp.storage.stores.contract import pattern_bytes
 from tests.support.command import run
@@ -77,28 +76,6 @@ def test_a_service_that_ignores_conditions_is_refused() -> None:
     assert store.read("m", limit_bytes=9) == b"2"
 
 
-def test_the_weaker_mode_looks_before_it_writes(tmp_path: Any) -> None:
-    """With conditional_writes="off" a conflict that is there already is still seen."""
-    store = open_store(f"local://{tmp_path}/run", {"conditional_writes": "off"})
-    store.make_root()
-    first = store.publish("m", b"1", durable=True, expected=None)
-    with pytest.raises(CheckpointConflictError):
-        store.publish("m", b"2", durable=True, expected=None)
-    store.publish("m", b"2", durable=True, expected=first)
-    with pytest.raises(CheckpointConflictError):
-        store.publish("m", b"3", durable=True, expected=first)
-    assert (tmp_path / "run" / "m").read_bytes() == b"2"
-
-
-def test_conditions_are_tried_once_for_all_stores(store: Store, s3_server: Any, raw: RawS3) -> None:
-    """The trial of a bucket serves every store of the process; nothing of it stays."""
-    store.publish("a", b"1", durable=True, expected=None)
-    again = open_store(store.url, s3_server.storage_options | {"part_bytes": 5 * _MIB})
-    again.publish("b", b"1", durable=True, expected=None)
-    assert again.traffic()["requests"] == 1
-    assert sorted(raw.list(store.url)) == ["a", "b"]
-
-
 # -- files and listings --------------------------------------------------------------------------------------
 
 
@@ -126,17 +103,6 @@ def test_folders_and_their_files_by_one_listing(store: Store, raw: RawS3) -> Non
     assert store.traffic()["requests"] == before + 1
     assert [info.name for info in store.list()] == ["top"]
     assert {"a", "b"} <= set(store.folders()) and "" not in store.folders()
-
-
-@pytest.mark.exhaustive  # test_request_counts.py lists as many
-def test_listings_of_many_pages(store: Store, raw: RawS3) -> None:
-    """Beyond a thousand objects, a listing continues where it was cut."""
-    names = [f"f{n:04}" for n in range(1203)]
-    raw.write_many([(f"{store.url}/{name}", b"") for name in names])
-    assert [info.name for info in store.list()] == names
-    assert store.delete_all(names) == {}
-    assert (store.traffic()["list"], store.traffic()["delete"]) == (2, 2)
-    assert raw.list(store.url) == {}
 
 
 class _Roots(MemoryFileSystem):  # type: ignore[misc]  # it comes without types
@@ -173,32 +139,6 @@ def test_a_run_in_any_root(kind: str, tmp_path: Path) -> None:
 
 
 # -- options -------------------------------------------------------------------------------------------------
-
-
-def test_nothing_that_is_shown_of_a_store_has_secrets(store: Store, s3_server: Any) -> None:
-    """Neither its repr nor the errors of refused options and wrong keys show the secret."""
-    secret = s3_server.storage_options["secret"]
-    assert secret not in repr(store)
-    assert pickle.loads(pickle.dumps(store)).url == store.url
-    refused: list[dict[str, Any]] = [
-        {"key": "nobody"},
-        {"key": "a", "username": "b"},
-        {"client_kwargs": {"no_such_option": "hidden"}},
-    ]
-    for options in refused:
-        other = open_store(store.url, s3_server.storage_options | options)
-        for act in (other.list, lambda other=other: other.publish("m", b"1", durable=True, expected=None)):
-            with pytest.raises(StorageError) as caught:
-                act()
-            assert not any(word in str(caught.value) for word in (secret, "nobody", "hidden"))
-            assert secret not in repr(caught.value.facts)
-
-
-def test_the_bucket_of_an_error_is_named(s3_server: Any) -> None:
-    """A missing bucket is said to be missing, at once, and not a missing checkpoint."""
-    with pytest.raises(StorageError, match="no bucket 'absent'") as caught:
-        open_store("s3://absent/run", s3_server.storage_options).list()
-    assert (caught.value.attempts, caught.value.bucket) == (1, "absent")
 
 
 _WRONG: dict[str, list[object]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,19 +51,6 @@ def test_empty_path() -> None:
     """An empty id is most likely an unset variable: it must not mean the current folder."""
     with pytest.raises(StorageError, match="empty path"):
         open_store("")
-
-
-def test_posix_store_travels_to_other_processes(tmp_path: Path) -> None:
-    """A pickled store opens the same folder with the same options, and holds no lock there."""
-    (tmp_path / "target").write_bytes(b"x")
-    (tmp_path / "link").symlink_to("target")
-    store = PosixStore(tmp_path, follow_links=True)
-    with store.lock(timeout_seconds=1):
-        copy = pickle.loads(pickle.dumps(store))
-        with pytest.raises(StorageError), copy.lock(timeout_seconds=0):
-            pass
-    assert copy.url == store.url
-    assert copy.read("link", limit_bytes=1) == b"x"
 
 
 NO_PLACES: dict[str, Any] = {

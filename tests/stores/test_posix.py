@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import os
-import shutil
-import signal
 import socket
 import stat
-import sys
-import threading
 from collections.abc import Callable
 from functools import partial
-from itertools import count
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 
 from dcp.errors import CheckpointFormatError, StorageError
 from dcp.storage.stores import PosixStore
-from dcp.storage.stores.contract import pattern_bytes
 from tests.support.bad_mount import bad_mount
-from tests.support.processes import open_files
 
 MIB = 1 << 20
 ASIDE = ".tmp-"
@@ -132,20 +123,6 @@ def test_make_root_is_durable(tmp_path: Path) -> None:
     assert steps == [("mkdir", "a"), ("fsync_folder", tmp_path.name), ("mkdir", "b"), ("fsync_folder", "a")]
 
 
-@pytest.mark.parametrize("at", [("mkdir", "b"), ("fsync_folder", "a")])
-def test_make_root_beside_who_removes_it(tmp_path: Path, at: tuple[str, str]) -> None:
-    """A deletion that ends as a save of the same id begins takes the empty folder away: it is made again."""
-    root, steps = tmp_path / "a" / "b", Steps()
-
-    def observe(step: str, name: str) -> None:
-        if (step, name) == at and at not in steps:
-            shutil.rmtree(root.parent)
-        steps(step, name)
-
-    PosixStore(root, observe).make_root()
-    assert root.is_dir() and steps.count(at) == 2
-
-
 @pytest.mark.parametrize("durable", [False, True])
 def test_content_is_durable_before_its_name_and_the_name_after(tmp_path: Path, durable: bool) -> None:
     """Content is synced before it gets its name, and the folder after; the lock is for replacements only."""
@@ -205,82 +182,7 @@ def test_the_system_is_really_asked_to_sync(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("durable", [False, True])
-def test_a_publish_interrupted_anywhere_leaves_nothing_aside(tmp_path: Path, durable: bool) -> None:
-    """Ctrl-C may come at any call: what is there then is nothing, or the whole file under its name."""
-    store, left = PosixStore(tmp_path), 0
-
-    def interrupt(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal left
-        if event in ("call", "return") and (left := left - 1) == 0:
-            raise KeyboardInterrupt
-        return interrupt
-
-    for call in count(1):
-        left = call
-        before = sys.gettrace()
-        sys.settrace(interrupt)
-        try:
-            store.publish("m", b"1", durable=durable, expected=None)
-        except KeyboardInterrupt:
-            pass
-        else:
-            break
-        finally:
-            sys.settrace(before)
-        assert [path.name for path in tmp_path.iterdir()] in ([], ["m"]), call
-        (tmp_path / "m").unlink(missing_ok=True)
-    assert call > 20
-    assert (tmp_path / "m").read_bytes() == b"1"
-
-
 # -- handles, locks, modes -----------------------------------------------------------------------------------
-
-
-def test_remove_root_ignores_an_abandoned_lock_file(tmp_path: Path) -> None:
-    """The lock file of a killed process does not keep an empty folder; that of a living one does."""
-    root = tmp_path / "root"
-    root.mkdir()
-    (root / ".lock").touch()
-    store = PosixStore(root)
-    with PosixStore(root).lock(timeout_seconds=1):
-        store.remove_root()
-        assert root.is_dir()
-    (root / ".lock").touch()
-    store.remove_root()
-    assert not root.exists()
-
-
-def test_short_writes_and_reads_are_continued(tmp_path: Path) -> None:
-    """Signals cut calls of the system short anywhere: every byte is written and read all the same."""
-    data, store = pattern_bytes(8 * MIB), PosixStore(tmp_path)
-    previous = signal.signal(signal.SIGALRM, lambda *_: None)
-    signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
-    try:
-        with store.create("data", durable=False) as handle:
-            for begin, end in ((0, 5), (5, MIB), (MIB, len(data))):
-                handle.write(memoryview(data)[begin:end])
-        assert store.read("data", limit_bytes=len(data)) == data
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-    assert (tmp_path / "data").read_bytes() == data
-
-
-def test_handles_that_are_dropped_release_everything(tmp_path: Path) -> None:
-    """A handle that is neither finished nor aborted leaks no descriptor, thread or buffer."""
-    store = PosixStore(tmp_path)
-    earlier = set(threading.enumerate())
-    for n in range(6):
-        store.create(f"a{n}", durable=True).write(bytes(9 * MIB))
-        store.create(f"b{n}", durable=False).write(b"x")
-        store.open_read(f"b{n}")
-    writing = [thread for thread in threading.enumerate() if thread not in earlier]
-    for thread in writing:
-        thread.join(240)
-    assert [path for path in open_files() if path.startswith(str(tmp_path))] == []
-    assert not any(thread.is_alive() for thread in writing)
 
 
 def test_modes_follow_the_umask(tmp_path: Path) -> None:

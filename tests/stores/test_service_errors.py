@@ -19,11 +19,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import dcp
 from dcp.errors import StorageError
-from dcp.storage.stores import open_store
 from dcp.storage.stores.objects.client import Failure
 from dcp.storage.stores.objects.generic.errors import as_request_error
 from dcp.storage.stores.objects.s3.errors import request_error
-from tests.support.scripted_service import Answer, scripted_service
 
 
 class GoogleAuthError(Exception):
@@ -166,29 +164,3 @@ def test_a_save_and_a_load_without_credentials_end_at_once() -> None:
         with pytest.raises(StorageError, match="credentials are missing") as failed:
             act({"n": 1}, checkpoint_id="lockedcloud://bucket/run", storage_options=options, no_dist=True)
         assert failed.value.facts["attempts"] == 1
-
-
-def test_a_file_system_that_cannot_log_in() -> None:
-    """Its own kind of error becomes ours, with the names of the options and none of the values."""
-
-    class NeedsLogin(MemoryFileSystem):  # type: ignore[misc]  # it comes without types
-        def __init__(self, **options: object) -> None:
-            raise AuthenticationException("Authentication failed.")
-
-    fsspec.register_implementation("logincloud", NeedsLogin, clobber=True)
-    store = open_store("logincloud://bucket/run", {"password": "hush"})
-    with pytest.raises(StorageError, match="with options password: AuthenticationException") as failed:
-        store.list()
-    assert "hush" not in str(failed.value)
-
-
-@pytest.mark.parametrize("status", [401, 403])
-def test_a_real_file_system_over_http(status: int) -> None:
-    """Refuses at once over WebHDFS, where fsspec knows 403 and lets 401 through as an error of requests."""
-    refusal = Answer(status, {"RemoteException": {"exception": "SecurityException", "message": "no"}})
-    with scripted_service(lambda _: refusal) as service:
-        port = service.url.rpartition(":")[2]
-        store = open_store(f"webhdfs://127.0.0.1:{port}/run", {"retry_seconds": 3600.0})
-        with pytest.raises(StorageError, match="credentials are missing"):
-            store.list()
-        assert len(service.asked) == 1

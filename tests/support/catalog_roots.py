@@ -16,20 +16,12 @@ from dcp.server.database.engine import Database
 from dcp.server.database.tables import checkpoints
 from dcp.server.roots import Roots
 from dcp.server.scanning.scanner import Scanner, ScanReport
-from dcp.server.settings import RootSettings
 from dcp.storage.commit_names import MANIFEST_NAME
 from dcp.storage.formats.index import CheckpointIndex, starts
 from dcp.storage.formats.native.manifest import encode_manifest
 
-__all__ = ["OLD_SECONDS", "age", "index_of", "roots_of", "rows", "scan", "write_manifest"]
-
 OLD_SECONDS = 1_700_000_000.0
 """A time of files that nobody is writing any more."""
-
-
-def roots_of(url: str | Path, name: str = "main", **settings: Any) -> Roots:
-    """One root."""
-    return Roots({name: RootSettings(url=str(url), **settings)})
 
 
 def scan(database: Database, roots: Roots, name: str = "main", **options: Any) -> ScanReport:

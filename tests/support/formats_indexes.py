@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import dcp
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.checksums import BLOCK_BYTES
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64, ObjectColumns, starts
 from dcp.storage.formats.plain import encode_plain
 from dcp.storage.stores import MemoryStore
@@ -278,74 +277,3 @@ def make_index(
     return build(
         tensors, places[: len(chunks)], dict(zip(objects, places[len(chunks) :], strict=True)), planner_data
     )
-
-
-@st.composite
-def _cut(draw: st.DrawFn) -> Tensor:
-    shape = tuple(draw(st.lists(st.integers(0, 2**40) | st.integers(0, 9), max_size=5)))
-    boxes = []
-    for _ in range(draw(st.integers(0, 3))):
-        offsets = tuple(draw(st.integers(0, size)) for size in shape)
-        sizes = tuple(draw(st.integers(0, min(n - at, 64))) for n, at in zip(shape, offsets, strict=True))
-        boxes.append((offsets, sizes))
-    return Tensor(shape, boxes, draw(_dtypes), draw(st.booleans()))
-
-
-@st.composite
-def indexes(draw: st.DrawFn) -> CheckpointIndex:
-    """Any consistent index: 0-d and empty tensors, unknown payload offsets, with and without CRCs."""
-
-    def each(strategy: st.SearchStrategy[int], count: int) -> list[int]:
-        return draw(st.lists(strategy, min_size=count, max_size=count))
-
-    fqns = draw(st.lists(_names, max_size=8, unique=True))
-    split = draw(st.integers(0, len(fqns)))
-    tensors = {fqn: draw(_cut()) for fqn in fqns[:split]}
-    chunks = [_bytes(tensor.dtype, sizes) for tensor in tensors.values() for _, sizes in tensor.boxes]
-    far, files = st.integers(0, 2**50), st.sampled_from(["a", "é_1", "__0_0.x"])
-    heads = each(st.integers(0, 600), len(chunks))
-    places = [(draw(files), draw(far), head + length) for head, length in zip(heads, chunks, strict=True)]
-    base = build(tensors, places, {fqn: (draw(files), draw(far), draw(far)) for fqn in fqns[split:]}, None)
-    is_known = np.array(each(st.booleans(), len(chunks)), dtype=bool)
-    blocks = [-(-size // BLOCK_BYTES) if size < 1 << 30 and draw(st.booleans()) else 0 for size in chunks]
-    values = [encode_plain(value) or b"\xc0" for value in draw(st.lists(_plain, max_size=3))]
-    count = len(fqns) - split
-    plain = int64(each(st.integers(-1, len(values) - 1), count))
-    is_stored = (plain < 0) | np.array(each(st.booleans(), count), dtype=bool)
-    crc = st.integers(0, 2**32 - 1)
-    ranks = {row: len(tensor.shape) for row, tensor in enumerate(tensors.values()) if draw(st.booleans())}
-    given = st.dictionaries(st.text(max_size=5), _plain, max_size=3)
-    return dataclasses.replace(
-        base,
-        format=draw(st.sampled_from(["dcp", "torch_dcp"])),
-        file_sizes=int64(each(st.sampled_from([2**62, UNKNOWN]), len(base.files))),
-        payload_offsets=np.where(is_known, base.record_offsets + int64(heads), UNKNOWN),
-        crc_start=starts(blocks),
-        crcs=np.array(each(crc, sum(blocks)), dtype=np.uint32),
-        stride_orders={row: tuple(draw(st.permutations(range(ndim)))) for row, ndim in ranks.items()},
-        objects=dataclasses.replace(
-            base.objects,
-            crcs=int64(each(crc | st.just(-1), count)),
-            files=np.where(is_stored, base.objects.files, -1),
-            plain=plain,
-            values=values,
-        ),
-        planner_data=draw(_planner_data(fqns)),
-        provenance=draw(given),
-        user=draw(given),
-        torch_metadata_crc=draw(st.none() | crc),
-        replaced_torch_metadata_crc=draw(st.none() | crc),
-    )
-
-
-def assert_same_index(found: CheckpointIndex, expected: CheckpointIndex) -> None:
-    """Every column and every section, with the types of columns."""
-    for one, other in ((found, expected), (found.objects, expected.objects)):
-        for name in (field.name for field in dataclasses.fields(one)):
-            got, wanted = getattr(one, name), getattr(other, name)
-            if isinstance(wanted, np.ndarray):
-                assert got.dtype == wanted.dtype and np.array_equal(got, wanted), name
-            elif name in ("fqns", "files", "values"):
-                assert list(got) == list(wanted), name
-            elif name != "objects":
-                assert repr(got) == repr(wanted), name  # repr: NaN equals itself, and types are told apart

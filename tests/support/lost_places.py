@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
+
 from tests.support.catalog_roots import write_manifest
 
 __all__ = ["PLACES", "is_a_link_elsewhere", "is_emptied", "is_removed", "put_back"]
@@ -40,7 +42,13 @@ def is_a_link_to_nothing(root: Path) -> None:
     root.symlink_to(root.with_name("nothing"))
 
 
-PLACES = [is_removed, is_emptied, has_other_things, is_a_link_elsewhere, is_a_link_to_nothing]
+PLACES = [
+    *(is_emptied, is_a_link_elsewhere),
+    *(
+        pytest.param(f, marks=pytest.mark.exhaustive)
+        for f in (is_removed, has_other_things, is_a_link_to_nothing)
+    ),
+]
 
 
 def put_back(root: Path) -> None:

@@ -266,18 +266,3 @@ class WatchedRoot:
         store = _open_watched(f"{self.url}/{self.path(step).name}", None)
         assert isinstance(store, FaultInjectingStore)
         return store
-
-    def log(self) -> list[Operation]:
-        """What was done below the root, by folder."""
-        return [
-            operation
-            for path, store in list(_watched.items())
-            if path.startswith(f"{self.folder}/")
-            for operation in store.log
-        ]
-
-    def forget_log(self) -> None:
-        """Begin a new log."""
-        for path, store in list(_watched.items()):
-            if path.startswith(f"{self.folder}/"):
-                store.log.clear()

@@ -16,7 +16,6 @@ from dcp.server.catalog.contents.structures import StructureFacts, StructureTens
 from dcp.server.catalog.contents.verifications import add_verification
 from dcp.server.catalog.facts import CheckpointFacts
 from dcp.server.catalog.labelling.lineage import add_lineage
-from dcp.server.catalog.roots import set_scanned
 from dcp.server.database.tables import checkpoints, jobs, sessions
 from dcp.server.http.access import walk_routes
 from dcp.server.scanning.registering import Registration, register
@@ -35,7 +34,6 @@ __all__ = [
     "posted_paths",
     "registered",
     "scan",
-    "scan_failed",
     "set_columns",
     "set_provenance",
     "structure_of",
@@ -104,13 +102,6 @@ def found_damaged(
             job_id=1,
             now=app.service.clock(),
         )
-
-
-def scan_failed(app: App, why: str) -> None:
-    """Of the root "main"."""
-    app.service.database.transact(
-        lambda connection: set_scanned(connection, "main", state={"lost": 7}, error=why, now=T0)
-    )
 
 
 def set_columns(app: App, **values: Any) -> None:

@@ -26,8 +26,6 @@ from dcp.demo.places import FolderPlace
 from dcp.server.client import Client
 from tests.support.chromium import running_chromium, window
 
-__all__ = ["PICTURES", "Picture", "palette_png"]
-
 _ROOT: Final = Path(__file__).parents[2]
 _FOLDER: Final = _ROOT / "docs/pictures"
 _DECODE: Final = """
@@ -49,15 +47,13 @@ async source => {
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A page: ``path`` with the names of `_places`, ``height`` of what is shown of it in pixels, and what to
-    click before (selectors, in their order)."""
+    """A page: ``path`` with the names of `_places`, and how much is shown of it in pixels."""
 
     name: str
     path: str
     height: int = 820
     width: int = 1200
     colours: Any = "light"
-    clicks: tuple[str, ...] = ()
 
 
 PICTURES: Final = (
@@ -139,9 +135,6 @@ def _screenshot(browser: Browser, url: str, picture: Picture, places: dict[str, 
         seen.page.set_viewport_size({"width": picture.width, "height": picture.height})
         seen.open(picture.path.format(**places))
         seen.page.wait_for_load_state("networkidle")
-        for selector in picture.clicks:
-            seen.page.locator(selector).first.click()
-            seen.page.wait_for_load_state("networkidle")
         taken = seen.page.screenshot()
         assert seen.faults == [], seen.faults
     with browser.new_context() as context:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.plain import decode_plain
 from dcp.storage.formats.torch.file import index_of_torch_file
-from dcp.storage.formats.torch.structure import restore_structure
 
 
 def saved(value: Any) -> bytes:
@@ -40,11 +37,6 @@ def index_of(data: bytes, name: str = "model.pt") -> CheckpointIndex:
     return index_of_torch_file(reader(data), len(data), name)
 
 
-def index_of_path(path: Path) -> CheckpointIndex:
-    """The index of a file on disk."""
-    return index_of(path.read_bytes(), path.name)
-
-
 def tensor_at(index: CheckpointIndex, data: bytes, row: int) -> torch.Tensor:
     """A tensor as the index describes its bytes."""
     dtype = getattr(torch, index.dtype(row).name)
@@ -55,20 +47,6 @@ def tensor_at(index: CheckpointIndex, data: bytes, row: int) -> torch.Tensor:
     flat = torch.frombuffer(bytearray(data[begin : begin + length]), dtype=torch.uint8).view(dtype)
     strides = index.payload_strides.get(row)
     return flat.view(shape) if strides is None else flat.as_strided(shape, strides)
-
-
-def restored(index: CheckpointIndex, data: bytes) -> Any:
-    """The nested value that the index describes."""
-    kinds = index.provenance["structure"]["values"]
-
-    def value_of(fqn: str) -> Any:
-        row = index.position.get(fqn)
-        if row is not None:
-            return tensor_at(index, data, row)
-        value = decode_plain(index.objects.values[int(index.objects.plain[index.objects.position[fqn]])])
-        return torch.Size(value) if kinds.get(fqn) == "torch.Size" else value
-
-    return restore_structure(index.provenance["structure"], index.planner_data, value_of)
 
 
 def assert_same(got: Any, wanted: Any) -> None:

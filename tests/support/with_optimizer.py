@@ -14,10 +14,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 import dcp
-from dcp.manager.cleanup.retention import part_named
 
 __all__ = [
-    "OPTIMIZER_PART",
     "full_state",
     "parts_there",
     "save_apart",
@@ -27,8 +25,6 @@ __all__ = [
     "stock_sees",
     "weights_of_stock",
 ]
-
-OPTIMIZER_PART = part_named("optimizer")
 
 
 def full_state(version: int = 1, *, elements: int = 3000) -> dict[str, Any]:

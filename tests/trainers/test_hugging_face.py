@@ -1,6 +1,5 @@
 """Trainer and Accelerate, the real ones: killed in a save, resumed, compared with runs that were not."""
 
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -160,57 +159,6 @@ def test_arguments_of_the_trainer_keep_their_meaning(tmp_path: Path) -> None:
     assert "No valid checkpoint found in output directory" in message
 
 
-def refusals(root: str) -> None:
-    """In the laboratory: wrong uses, each with the way out that its error names."""
-    import accelerate
-    from accelerate import Accelerator
-    from transformers import Trainer
-
-    from dcp.integrations.accelerate import use
-    from dcp.integrations.huggingface import DcpTrainerMixin
-    from tests.support.trainer_runs import HuggingFaceRun
-
-    class _ToTheHub(Trainer):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            self.args.push_to_hub, self.args.hub_strategy = True, "every_save"
-
-    class _WithDeepSpeed(Trainer):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            self.is_deepspeed_enabled = True
-
-    def refused(way_out: str, call: Any) -> None:
-        with pytest.raises((ValueError, dcp.errors.OptionError), match=re.escape(way_out)):
-            call()
-
-    arguments = {"save_on_each_node": "one output_dir", "enable_jit_checkpoint": "enable_jit_checkpoint off"}
-    for argument, way_out in arguments.items():
-        refused(way_out, HuggingFaceRun(root, arguments={argument: True}).make)
-    trainers: dict[str, Any] = {"set hub_strategy='end'": _ToTheHub, "or FSDP2": _WithDeepSpeed}
-    for way_out, trainer in trainers.items():
-        made = type("Own", (DcpTrainerMixin, trainer), {})
-        refused(way_out, HuggingFaceRun(root, trainer=made).make)
-    accelerator = Accelerator(cpu=True)
-    refused("'thread', 'process' or 'sync'", lambda: use(accelerator, mode="proces"))
-    project = accelerate.utils.ProjectConfiguration(root, automatic_checkpoint_naming=True)
-    naming = Accelerator(cpu=True, project_config=project)
-    refused("verify_saved must be one of", lambda: use(naming, verify_saved="all"))
-    refused("automatic_checkpoint_naming=True", lambda: use(accelerator, catalog="http://127.0.0.1:1"))
-    for kind in ("DEEPSPEED", "MEGATRON_LM"):
-        accelerator.state.distributed_type = accelerate.DistributedType[kind]
-        refused("use DDP or FSDP2", lambda: use(accelerator))
-    accelerator.state.distributed_type = accelerate.DistributedType.FSDP
-    accelerator.state.fsdp_plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=1)
-    refused("fsdp_version=2", lambda: use(accelerator))
-
-
-@pytest.mark.exhaustive
-def test_wrong_use_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
-    """Engines and arguments that need the frameworks' own files, each with a way out."""
-    in_lab(refusals, str(tmp_path))
-
-
 class Moments:
     """A registered object with what is sharded as the model is, and what is not."""
 
@@ -227,8 +175,8 @@ class Moments:
         self.average, self.count = state["average"], state["count"]
 
 
-def folders_of_accelerate(rank: int, world_size: int, root: str) -> list[str]:
-    """Explicit folders: saved over, told apart, not there; Accelerate's own; two models, one optimizer."""
+def folders_of_accelerate(rank: int, world_size: int, root: str) -> bool:
+    """Explicit folders: saved over, not there; Accelerate's own."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     import dcp.integrations.accelerate
@@ -256,14 +204,8 @@ def folders_of_accelerate(rank: int, world_size: int, root: str) -> list[str]:
     assert moments.count == 2
     assert torch.all(moments.average["weight"].full_tensor() == 2)
 
-    errors = []
-    if rank == 0:
-        Path(root, "killed").mkdir()
-    accelerator.wait_for_everyone()
-    for place in ("killed", "nowhere"):
-        with pytest.raises(Exception, match=r"\w") as caught:
-            accelerator.load_state(f"{root}/{place}")
-        errors.append(f"{type(caught.value).__name__}: {caught.value}")
+    with pytest.raises(ValueError, match="folder does not exist"):
+        accelerator.load_state(f"{root}/nowhere")
     accelerator._custom_objects.clear()  # Accelerate's own way does not know what is sharded
     own_save(f"{root}/own")
     weight = model.state_dict()["weight"].full_tensor().clone()
@@ -272,7 +214,7 @@ def folders_of_accelerate(rank: int, world_size: int, root: str) -> list[str]:
     accelerator.load_state(f"{root}/own")
     assert torch.equal(model.state_dict()["weight"].full_tensor(), weight)
     accelerator.end_training()
-    return errors
+    return True
 
 
 def run_folders_of_accelerate(root: str) -> list[Any]:
@@ -282,12 +224,8 @@ def run_folders_of_accelerate(root: str) -> list[Any]:
 
 @pytest.mark.exhaustive
 def test_folders_of_accelerate(tmp_path: Path) -> None:
-    """A folder is saved over; sharded objects come back whole; a save that was killed names what is beside
-    it; Accelerate's own checkpoints load."""
-    for killed, nowhere in in_lab(run_folders_of_accelerate, str(tmp_path)):
-        assert "no save there has ended; the newest beside it is" in killed
-        assert f"{tmp_path}/again" in killed
-        assert nowhere == f"ValueError: Tried to find {tmp_path}/nowhere but folder does not exist"
+    """A folder is saved over; sharded objects come back whole; Accelerate's own checkpoints load."""
+    assert in_lab(run_folders_of_accelerate, str(tmp_path)) == [True, True]
 
 
 def loops_of_accelerate(root: str) -> dict[str, Any]:
@@ -321,78 +259,3 @@ def test_loops_of_accelerate(tmp_path: Path) -> None:
     assert found["stateful, resumed"] == found["stateful"]
     assert found["last batch, resumed"] == found["last batch"]
     assert found["nothing"] == "CheckpointNotFoundError"
-
-
-class Stubborn:
-    """A registered object that has no state on one rank."""
-
-    def __init__(self, rank: int, odd: int) -> None:
-        self.is_odd = rank == odd
-        self.count = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Of the others."""
-        if self.is_odd:
-            raise ValueError("no state here")
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Of the others."""
-        self.count = state["count"]
-
-
-def one_rank_has_no_state(rank: int, world_size: int, root: str) -> list[str]:
-    """Accelerate in a folder and with automatic naming, saved and loaded. What each says."""
-    from accelerate import Accelerator
-    from accelerate.utils import ProjectConfiguration
-
-    import dcp.integrations.accelerate
-    from tests.support.trainer_runs import fsdp_on_cpu
-
-    def said(act: Any) -> str:
-        try:
-            act()
-        except (dcp.CheckpointError, ValueError) as error:
-            return f"{type(error).__name__}: {error}"
-        return "fine"
-
-    found = []
-    for named in (False, True):
-        with fsdp_on_cpu(False):
-            project = ProjectConfiguration(f"{root}/{named}", automatic_checkpoint_naming=named)
-            accelerator = Accelerator(cpu=True, project_config=project)
-        checkpoints = dcp.integrations.accelerate.use(accelerator)
-        accelerator.prepare(torch.nn.Linear(2, 2))
-        stubborn = Stubborn(rank, 1)
-        accelerator.register_for_checkpointing(stubborn)
-        place = None if named else f"{root}/folder"
-
-        def saved(accelerator: Any = accelerator, place: Any = place, waits: Any = checkpoints) -> None:
-            accelerator.save_state(place)
-            waits.wait()
-
-        found.append(said(saved))
-        said(checkpoints.wait)  # of the rank that has raised, whose save has failed as well
-        stubborn.is_odd = False
-        found.append(said(saved))
-        stubborn.is_odd = rank == 1
-        found.append(said(lambda accelerator=accelerator, place=place: accelerator.load_state(place)))
-        stubborn.is_odd = False
-        accelerator.load_state(place)
-        checkpoints.wait()
-    return found
-
-
-def _one_rank_has_no_state(root: str) -> list[Any]:
-    return [ran(ending) for ending in run_groups([Group(2, one_rank_has_no_state, (root,))])[0]]
-
-
-@pytest.mark.exhaustive
-def test_what_one_rank_cannot_give_fails_all(tmp_path: Path) -> None:
-    """Nobody waits for it until a timeout: saves and loads of Accelerate, which work again after it; the
-    others name the rank."""
-    first, second = in_lab(_one_rank_has_no_state, str(tmp_path))
-    own = "ValueError: no state here"
-    assert second == [own, "fine", own] * 2
-    assert first[1] == first[4] == "fine"
-    assert all("no state here" in first[at] and "rank 1" in first[at] for at in (0, 2, 3, 5))

@@ -6,8 +6,7 @@ import datetime
 import os
 import pickle
 import time
-import warnings
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 from dcp.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    OptionError,
     StorageError,
     UnsafeObjectError,
 )
@@ -25,7 +23,6 @@ from tests.support.conversion import flip
 from tests.support.crashes import Ending, Group, in_lab, run_groups
 from tests.support.harmless_values import same
 from tests.support.manager_runs import Fault, Gate, WatchedRoot
-from tests.support.scripted_service import scripted_service
 
 STEPS = 14
 LAST = "last.ckpt"
@@ -110,31 +107,12 @@ def test_a_trainer_goes_on_with_another_number_of_ranks(
     assert all(float.fromhex(loss) < 1 for loss in after.values())
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("strategy", "error"), [("ddp", "KeyError"), ("fsdp2", "MissingKeyError")])
-def test_training_does_not_go_on_without_its_optimizer(tmp_path: Path, strategy: str, error: str) -> None:
-    """From a checkpoint of weights alone: by an error, never with an optimizer that begins anew."""
-    saved, resumed = in_lab(
-        _trained,
-        [
-            (tmp_path, 2, {"strategy": strategy, "weights_only": True}),
-            (tmp_path, 2, {"strategy": strategy}),
-        ],
-    )
-    assert [ending.value for ending in saved] == [STEPS] * 2, saved
-    for ending in resumed:
-        assert ending.raised is not None
-        assert error in ending.raised.class_names
-
-
 def _checkpoint() -> dict[str, Any]:
     """One with all that is unusual in one."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.randn(5, 3)).sum().backward()
     optimizer.step()
-    lengths: defaultdict[str, list[int]] = defaultdict(list)
-    lengths["a"].append(1)
     return {
         "epoch": 1,
         "global_step": 7,
@@ -152,7 +130,6 @@ def _checkpoint() -> dict[str, Any]:
         },
         "hyper_parameters": OrderedDict(width=16, when=datetime.date(2026, 1, 2), names=["a", ("b", None)]),
         "mixed": {"a": {"b": 1}, "a.b": 2, 0: "zero", "0": "text", None: [], "deep": {"x": OrderedDict()}},
-        "lengths": lengths,
         "nothing": {},
         "lists": [[], [torch.ones(2)], [{}]],
         "pair": (torch.zeros(2), {"x": torch.ones(1)}),
@@ -202,52 +179,6 @@ def test_what_is_replaced_stays_until_the_newer_one_is_committed(tmp_path: Path,
     assert [path.name for path in tmp_path.iterdir()] == [root.path(2).name]
 
 
-def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
-    """ModelCheckpoint may have made "last" a link to another checkpoint, which is to stay what it is."""
-    plugin = plugin_of()
-    plugin.save_checkpoint({"a": torch.ones(2)}, tmp_path / "best.ckpt")
-    plugin.wait()
-    (tmp_path / LAST).symlink_to("best.ckpt")
-    plugin.save_checkpoint({"a": torch.zeros(2)}, tmp_path / LAST)
-    plugin.teardown()
-    assert plugin.load_checkpoint(tmp_path / "best.ckpt")["a"].tolist() == [1, 1]
-    assert plugin.load_checkpoint(tmp_path / LAST)["a"].tolist() == [0, 0]
-
-
-@pytest.mark.parametrize("mode", ["thread", "sync"])
-def test_a_catalog_is_told(tmp_path: Path, mode: Any) -> None:
-    """Of each checkpoint that was saved or deleted, by its name in its folder."""
-    with scripted_service() as service:
-        plugin = plugin_of(mode=mode, catalog=service.url)
-        for step in (3, 6):
-            name = f"step={step}.ckpt"
-            plugin.save_checkpoint({"global_step": step, "a": torch.ones(2)}, tmp_path / name)
-        plugin.remove_checkpoint(tmp_path / "step=3.ckpt")
-        plugin.teardown()
-        told = [(body["key"], body["step"], body.get("deleted", False)) for body in service.bodies()]
-        roots = {body["root_url"] for body in service.bodies()}
-    assert ("step=6.ckpt", 6, False) in told
-    assert told[-1] == ("step=3.ckpt", None, True)
-    assert roots == {str(tmp_path)}
-
-
-@pytest.mark.exhaustive
-def test_a_damaged_last_one_is_passed_over_under_fsdp2(tmp_path: Path) -> None:
-    """By all ranks alike, though one alone may read what is damaged; each loss is that of the first run."""
-    job: list[tuple[Path, int, dict[str, Any]]] = [(tmp_path, 2, {"strategy": "fsdp2"})]
-    in_lab(_trained, job)
-    whole = [_losses(tmp_path, rank) for rank in range(2)]
-    for rank in range(2):
-        (tmp_path / f"losses-{rank}.jsonl").unlink()
-    flip(tmp_path / "checkpoints" / LAST)
-    (again,) = in_lab(_trained, job)
-    assert [ending.value for ending in again] == [STEPS] * 2, again
-    for rank in range(2):
-        found = _losses(tmp_path, rank)
-        assert 3 <= min(found) <= 12 and max(found) == STEPS - 1
-        assert found.items() <= whole[rank].items()
-
-
 def test_a_damaged_last_one_is_passed_over_and_no_other(tmp_path: Path) -> None:
     """For the newest good one beside it, with a warning; what was named otherwise is an error."""
     plugin = plugin_of(mode="sync")
@@ -264,17 +195,6 @@ def test_a_damaged_last_one_is_passed_over_and_no_other(tmp_path: Path) -> None:
         plugin.load_checkpoint(tmp_path / "other" / LAST)
 
 
-def test_files_of_lightning_are_loaded_and_not_overwritten(tmp_path: Path) -> None:
-    """A run that moves over begins from what it has; a folder cannot take the place of a file."""
-    from lightning.pytorch.plugins.io import TorchCheckpointIO
-
-    plugin = plugin_of()
-    TorchCheckpointIO().save_checkpoint({"a": torch.ones(2)}, tmp_path / LAST)
-    assert torch.equal(plugin.load_checkpoint(tmp_path / LAST)["a"], torch.ones(2))
-    with pytest.raises(OptionError, match="another place"):
-        plugin.save_checkpoint({"a": torch.ones(2)}, tmp_path / LAST)
-
-
 class Unknown:
     """A class that no checkpoint brings back unasked."""
 
@@ -288,93 +208,3 @@ def test_objects_need_to_be_allowed(tmp_path: Path) -> None:
     assert "fit(..., weights_only=False)" in "".join(caught.value.__notes__)
     loaded = plugin.load_checkpoint(tmp_path / LAST, weights_only=False)
     assert isinstance(loaded["hyper_parameters"]["model"], Unknown)
-
-
-def test_the_order_of_samples_goes_on_within_an_epoch(tmp_path: Path) -> None:
-    """With the sampler that the pages give, whatever the seed of the program is by then, as do numbers that
-    are drawn; with shuffle=True the save says that it may not."""
-    import lightning.pytorch as pl
-    from lightning.pytorch.callbacks import ModelCheckpoint
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    from dcp.integrations.lightning import DcpCheckpointIO, RankStates
-    from dcp.integrations.torchdata import RescalableSampler
-
-    class Net(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(1, 1)
-            self.seen: list[Any] = []
-
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            self.seen.append((batch.flatten().tolist(), torch.rand(()).item()))
-            loss: torch.Tensor = self.layer(batch).sum()
-            return loss
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    data: Any = [torch.tensor([float(number)]) for number in range(12)]
-
-    def fitted(seed: int, name: str, steps: int, resume: str | None = None, **options: Any) -> list[Any]:
-        torch.manual_seed(seed)
-        net = Net()
-        saves = ModelCheckpoint(tmp_path / name, "{step}", every_n_train_steps=4, save_top_k=-1)
-        trainer = pl.Trainer(
-            max_steps=steps,
-            accelerator="cpu",
-            plugins=[DcpCheckpointIO()],
-            callbacks=[RankStates(), saves],
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        loader: Any = StatefulDataLoader(data, batch_size=2, **options)
-        trainer.fit(net, loader, ckpt_path=resume)
-        return net.seen
-
-    def sampler() -> dict[str, Any]:
-        return {"sampler": RescalableSampler(data, seed=7)}
-
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        whole = fitted(1, "whole", 14, **sampler())
-        rest = fitted(5, "rest", 14, str(tmp_path / "whole" / "step=8.ckpt"), **sampler())
-    assert rest == whole[8:]
-    assert not any("RescalableSampler" in str(one.message) for one in told)
-    with pytest.warns(UserWarning, match="sampler=.*RescalableSampler"):
-        fitted(1, "shuffled", 4, shuffle=True)
-
-
-def test_wrong_use_says_what_to_do(tmp_path: Path) -> None:
-    """Options that cannot be meant, and the plug-in where nobody would ask it."""
-    import lightning.pytorch as pl
-    from lightning.pytorch.strategies import ModelParallelStrategy
-
-    from dcp.integrations.lightning import DcpCheckpointIO, DcpModelParallelStrategy, RankStates
-
-    with pytest.raises(OptionError, match="'thread', 'process' or 'sync'"):
-        DcpCheckpointIO(mode="later")  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="leave out save_distributed_checkpoint"):
-        DcpModelParallelStrategy(save_distributed_checkpoint=False)
-    with pytest.raises(OptionError, match="storage_options to plug-in or strategy"):
-        DcpCheckpointIO().save_checkpoint({}, tmp_path / LAST, storage_options={"anon": True})
-    bypassed = pl.Trainer(
-        strategy=ModelParallelStrategy(), plugins=[DcpCheckpointIO()], accelerator="cpu", logger=False
-    )
-    with pytest.raises(OptionError, match="DcpModelParallelStrategy"):
-        RankStates().setup(bypassed, pl.LightningModule(), "fit")
-
-
-def test_names_of_lightnings_own_are_those_of_the_installed_version() -> None:
-    """They are not documented."""
-    from lightning.fabric.utilities.load import _METADATA_FILENAME
-    from lightning.pytorch.callbacks import ModelCheckpoint
-    from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
-
-    from dcp.integrations import lightning as names
-
-    assert names.LAST == ModelCheckpoint.CHECKPOINT_NAME_LAST
-    assert names.SHARDS == _METADATA_FILENAME
-    path = _CheckpointConnector.hpc_save_path("/nowhere")
-    assert Path(path).name.startswith(names.BEFORE_REQUEUE)

@@ -45,9 +45,6 @@ def _values(endings: list[Ending]) -> list[Any]:
     return [ending.value for ending in endings]
 
 
-_SIZES = {"tp": 2, "pp": 1}
-
-
 @pytest.mark.parametrize(
     ("interface", "mode", "pp"),
     [
@@ -124,29 +121,6 @@ def _raised(function: Any, *args: Any) -> tuple[str, str]:
     return "", ""
 
 
-def _damaged(package: Any, plugin: Any, folder: Path) -> list[tuple[str, str]]:
-    def state() -> dict[str, Any]:
-        return {"w": package.ShardedTensor.from_rank_offsets("w", torch.ones(64)), "lr": 0.123}
-
-    found = []
-    for number, at in enumerate((torch.ones(4).numpy().tobytes(), b"lr")):
-        place = folder / f"iter_{number}"
-        place.mkdir()
-        package.save(state(), str(place), plugin.DcpSaveStrategy())
-        for path in place.glob("*.distcp"):
-            path.write_bytes(path.read_bytes().replace(at, b"?" * len(at), 1))
-        found.append(_raised(package.load, state(), str(place), plugin.DcpLoadStrategy()))
-    return found
-
-
-@pytest.mark.parametrize("interface", INTERFACES)
-def test_damage_is_found_also_in_what_ranks_have_in_common(tmp_path: Path, interface: Interface) -> None:
-    """With the iterations beside it that may be taken instead."""
-    tensor, common = _in_package(interface, _damaged, tmp_path)
-    assert "Corrupt" in tensor[0] and "--ckpt-step" in tensor[1] and tensor[1].endswith("none")
-    assert "Corrupt" in common[0] and "iter_0" in common[1]
-
-
 def _other_shapes(package: Any, plugin: Any, folder: Path) -> dict[str, Any]:
     make, save, load = (
         package.ShardedTensor.from_rank_offsets,
@@ -192,52 +166,3 @@ def test_other_shapes_and_dtypes_are_errors_unless_they_are_allowed(
         "cast": "",
         "missing": "MissingKeyError",
     }
-
-
-def _crosswise(package: Any, plugin: Any, folder: Path) -> list[Any]:
-    def state() -> dict[str, Any]:
-        whole = package.ShardedTensor.from_rank_offsets("w", torch.arange(6.0))
-        layer = package.ShardedTensor.from_rank_offsets("l", torch.ones(2, 2), (0, 0, 1), prepend_axis_num=1)
-        return {"t": [whole, layer], "o": package.ShardedObject("o", {"a": [1]}, (1,), (0,)), "lr": 0.5}
-
-    found = []
-    ways = ((None, plugin.DcpLoadStrategy()), (plugin.DcpSaveStrategy(), None))
-    for number, (save, load) in enumerate(ways):
-        place = folder / f"iter_{number}"
-        place.mkdir()
-        package.save(state(), str(place), save)
-        empty = state()
-        for tensor in empty["t"]:
-            tensor.data.zero_()
-        loaded = package.load(empty, str(place), load)
-        keys = {entry.key for entry in package.serialization.load_sharded_metadata(str(place)).values()}
-        tensors = [tensor.tolist() for tensor in loaded["t"]]
-        found.append((tensors, loaded["o"], loaded["lr"], sorted(keys)))
-    return found
-
-
-if "installed" in INTERFACES:
-
-    @pytest.mark.exhaustive
-    def test_each_reads_what_the_other_saved(tmp_path: Path) -> None:
-        """Megatron's own strategies and ours, all kinds of entries, and Megatron's list of what there is."""
-        whole, ours = _in_package("installed", _crosswise, tmp_path)
-        assert (
-            whole
-            == ours
-            == ([[*range(6)], [[1.0] * 2] * 2], {"a": [1]}, 0.5, ["common_state", "l", "o", "w"])
-        )
-
-
-def _wrong_uses(package: Any, plugin: Any) -> list[str]:
-    return [
-        _raised(lambda: plugin.use(mode="later"))[1],
-        _raised(lambda: plugin.use(catalog="http://localhost"))[1],
-    ]
-
-
-def test_wrong_use_says_what_there_is() -> None:
-    """A mode that there is not, and an option."""
-    mode, option = _in_package("ours", _wrong_uses)
-    assert "'thread' or 'process'" in mode
-    assert "'catalog' is no option" in option

@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -89,76 +88,3 @@ def test_on_another_number_of_ranks_it_goes_on_without_the_loaders_place(
     assert resumed[0].value[0] == 6
     assert saved[0].value is not None
     assert resumed[0].value[1] == pytest.approx(saved[0].value[1], abs=1e-5)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("interface", INTERFACES)
-def test_a_damaged_step_is_passed_over_and_a_finished_run_leaves_its_model(
-    tmp_path: Path, interface: str
-) -> None:
-    """The newest whole step is taken; the last one of a run has the model alone, in the dtype that was asked
-    for, and another run begins from it."""
-    import torch
-
-    import dcp
-
-    run, other = tmp_path / "run", tmp_path / "other"
-    options = {"interface": interface, "steps": 7}
-    _run((run, 2, options))
-    for data in (run / "checkpoint" / "step-7").glob("*.distcp"):
-        data.write_bytes(b"\0" * data.stat().st_size)
-    last = {"last_save_model_only": True, "export_dtype": "bfloat16"}
-    begun = {"initial_load_path": str(run / "checkpoint" / "step-8")}
-    (resumed, fresh) = _run(
-        (run, 2, options | {"steps": 8, "config": last}), (other, 1, options | {"steps": 0, "config": begun})
-    )
-    assert resumed[0].value is not None, resumed
-    assert list(_losses(run))[-2:] == [7, 8]
-    model = dcp.read(run / "checkpoint" / "step-8")
-    assert sorted(model) == ["0.bias", "0.weight", "3.bias", "3.weight"]
-    assert {tensor.dtype for tensor in model.values()} == {torch.bfloat16}
-    assert "DtypeMismatchError" in (fresh[0].raised.traceback_text if fresh[0].raised else "")
-
-
-def _wrong_uses() -> list[str]:
-    from tests.support.torchtitan_interface import install
-
-    config = install("older")
-    from dcp.integrations.torchtitan import DcpCheckpointManager
-
-    class Enabled:
-        enabled = True
-
-    said = []
-    for options in (
-        {"checkpoint_config": config(async_mode="later")},
-        {"checkpoint_config": config(), "ft_manager": Enabled()},
-    ):
-        try:
-            DcpCheckpointManager(**options)
-        except TypeError as error:
-            said.append(str(error))
-    return said
-
-
-def test_wrong_use_says_what_to_do() -> None:
-    """A mode that there is not, and torchft's manager."""
-    mode, torchft = in_lab(_wrong_uses)
-    assert "one of disabled, async, async_with_pinned_mem" in mode
-    assert "use torchtitan's own" in torchft
-
-
-def _without_triton(folder: str) -> str:
-    sys.path.insert(0, folder)
-    try:
-        importlib.import_module("dcp.integrations.torchtitan")
-    except ModuleNotFoundError as error:
-        return str(error)
-    return ""
-
-
-def test_what_torchtitan_itself_lacks_is_no_matter_of_the_extra(tmp_path: Path) -> None:
-    """Such as triton, which torch's builds for CPUs do not bring: the message is Python's."""
-    (tmp_path / "torchtitan").mkdir()
-    (tmp_path / "torchtitan/__init__.py").write_text("import triton_of_nowhere")
-    assert in_lab(_without_triton, str(tmp_path)).startswith("No module named 'triton_of_nowhere'")

@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import dcp
-from dcp.errors import CheckpointError, PlanError
+from dcp.errors import CheckpointError
 from dcp.integrations.random_state import RandomState
 from dcp.integrations.trainer_state import (
     TrainedModel,
     TrainedOptimizers,
-    check_private,
-    package_of,
     refused_by_all,
 )
 from tests.support.crashes import in_lab
+from tests.support.harmless_values import same
 from tests.support.ranks import run_ranks
 
 
@@ -79,18 +79,6 @@ def test_what_was_never_used_has_no_state(tmp_path: Path) -> None:
     assert all(torch.equal(value, fresh.state_dict()[name]) for name, value in net.state_dict().items())
 
 
-def test_parameters_of_nobody_are_an_error(tmp_path: Path) -> None:
-    """They would have no name; so are other groups than were saved."""
-    net = Net()
-    temperature = nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([net.used.weight, temperature], lr=0.1, momentum=0.9)
-    with pytest.raises(PlanError, match="none of the model's"):
-        TrainedOptimizers(net, [optimizer]).state_dict()
-    saved = TrainedOptimizers(net, [torch.optim.SGD([net.used.weight])]).state_dict()
-    with pytest.raises(PlanError, match="other groups"):
-        TrainedOptimizers(net, [torch.optim.SGD([net.used.bias])]).load_state_dict(saved)
-
-
 def batch_norm(rank: int, world_size: int, root: Path) -> Any:
     """Ranks whose running means differ, as those of DDP do between two forwards."""
     torch.manual_seed(0)
@@ -109,16 +97,6 @@ def test_running_means_of_ranks_may_differ(tmp_path: Path) -> None:
     (first, one), (second, other) = run_ranks(2, batch_norm, tmp_path)
     assert first != second
     assert first == one == other
-
-
-def test_what_a_framework_lacks_is_told() -> None:
-    """A package, with what brings it; a private name, and one with other parameters, with the version."""
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'dcphub\[nothing\]'"), package_of("nothing"):
-        importlib.import_module("there_is_no_such_package")
-    check_private("torch", Net, {"__init__": ("self",)})
-    for names in ({"__init__": ("self", "more")}, ["_gone"]):
-        with pytest.raises(RuntimeError, match=r"torch .* has no"):
-            check_private("torch", Net, names)
 
 
 def _one_cannot_make_its_state(rank: int, world_size: int, root: str) -> list[str]:
@@ -146,6 +124,26 @@ def test_a_state_that_one_rank_cannot_make_fails_all(tmp_path: Path) -> None:
     assert own == ["ValueError: a state of its own"] * 2
     assert [("a state of its own" in said, "rank 1" in said) for said in others] == [(True, True)] * 2
     assert not (tmp_path / "new").exists()
+
+
+def _with_zero(rank: int, world_size: int, checkpoint: str) -> bool:
+    def stepped(gradient: float) -> ZeroRedundancyOptimizer:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=gradient)
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, gradient)
+        optimizer.step()
+        return optimizer
+
+    saved, other = (stepped(gradient).optim.state_dict() for gradient in (1.0, 2.0))
+    dcp.save({"part": dcp.PerRank(saved)}, checkpoint_id=checkpoint)
+    dcp.load(loaded := {"part": dcp.PerRank(other)}, checkpoint_id=checkpoint)
+    return same(loaded["part"].value, saved)
+
+
+def test_each_rank_has_its_part_of_a_zero_redundancy_optimizer(tmp_path: Path) -> None:
+    """Saved and loaded as its rank's own, the local optimizer's state is what it was."""
+    assert run_ranks(2, _with_zero, str(tmp_path / "checkpoint")) == [True, True]
 
 
 def draw() -> tuple[float, float, float]:

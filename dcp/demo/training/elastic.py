@@ -6,6 +6,7 @@ import os
 import sys
 import uuid
 
+import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -14,6 +15,9 @@ from dcp.demo.training.launch import Launch
 from dcp.demo.training.train import main
 
 __all__ = ["run"]
+
+torch.compiler.reset()
+"""So that the compiler is imported here, once: FSDP2 does it in each rank, for seconds."""
 
 
 def run(launch: Launch) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-import dcp
+from dcp import CheckpointManager, FileSystemWriter, PerRank
 from dcp.demo.training.batches import batch_of_step, read_tokens, window_batch
 from dcp.demo.training.crash import CrashPoint
 from dcp.demo.training.digests import digests_of_state
@@ -101,7 +101,7 @@ class Checkpoints:
         self._training = training
         self._job = job
         self._crash = crash
-        self.manager = dcp.CheckpointManager(
+        self.manager = CheckpointManager(
             job.checkpoints,
             mode="process" if job.writer == "process" else "thread",
             every_steps=job.save_every,
@@ -110,11 +110,11 @@ class Checkpoints:
             timeout_seconds=_TIMEOUT_SECONDS,
         )
 
-    def _writer(self, checkpoint_id: str) -> dcp.FileSystemWriter:
+    def _writer(self, checkpoint_id: str) -> FileSystemWriter:
         if self._crash is not None and self._crash.is_in_save_of(self._training.step):
             open_store = self._crash.open_store(self._job.results, dist.get_rank(), dist.get_world_size())
-            return dcp.FileSystemWriter(checkpoint_id, open_store=open_store)
-        return dcp.FileSystemWriter(checkpoint_id)
+            return FileSystemWriter(checkpoint_id, open_store=open_store)
+        return FileSystemWriter(checkpoint_id)
 
     def save(self, loss: float) -> None:
         """Save this step if it is time for that, and beside every second checkpoint note what the state was,
@@ -124,7 +124,7 @@ class Checkpoints:
             return
         if training.step % (2 * job.save_every) == 0:  # the one that is resumed from, and the last one
             _note_digests(training, job, f"saved-{training.step}.json")
-        state = {"app": training, "rng": dcp.PerRank(training.generator.get_state())}
+        state = {"app": training, "rng": PerRank(training.generator.get_state())}
         self.manager.save(training.step, state, metrics={"loss": loss})
         if self._crash is not None and self._crash.is_after_staging_of(training.step):
             dist.barrier()  # all ranks have handed their copy over
@@ -133,7 +133,7 @@ class Checkpoints:
     def restore(self) -> None:
         """Load the newest good checkpoint, of any number of ranks, into the shards of this one's."""
         training = self._training
-        own = dcp.PerRank(torch.empty_like(training.generator.get_state()))
+        own = PerRank(torch.empty_like(training.generator.get_state()))
         # Generators belong to ranks: with other ranks than before they start anew.
         restored = self.manager.restore({"app": training, "rng": own}, per_rank="keep")
         if restored is None:
@@ -152,7 +152,7 @@ class Checkpoints:
 
 
 def _note_digests(training: Training, job: TrainingJob, name: str) -> None:
-    state = {"app": training.state_dict(), "rng": dcp.PerRank(training.generator.get_state())}
+    state = {"app": training.state_dict(), "rng": PerRank(training.generator.get_state())}
     digests = digests_of_state(state)
     if dist.get_rank() == 0:
         (job.results / name).write_text(json.dumps(digests, indent=1))

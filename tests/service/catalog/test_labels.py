@@ -105,48 +105,6 @@ def test_protected_aliases_need_admin(catalog: Catalog) -> None:
     assert admin.delete(path, headers=ANY).status_code == 204
 
 
-def test_labels_are_plain_names(catalog: Catalog) -> None:
-    """Words that fit into a URL, for tags, aliases and metrics alike."""
-    number = catalog.add("run/step-1")
-    run = catalog.get(f"/checkpoints/{number}")["run_id"]
-    for name in ["", "with space", "%C3%BCmlaut", "x" * 129, "-first", "a%09b", "a%00b"]:
-        assert catalog.status("PUT", f"/checkpoints/{number}/tags/{name}") in (400, 404, 405, 422)
-        body = {"checkpoint_id": number}
-        assert catalog.status("PUT", f"/runs/{run}/aliases/{name}", json=body) in (400, 404, 405, 422)
-        change = {"metrics": {name.replace("%", " "): 1.0}}
-        assert catalog.status("PATCH", f"/checkpoints/{number}/metrics", json=change) == 422
-
-
-def test_metrics_are_finite_numbers_and_bounded(catalog: Catalog) -> None:
-    """What a database or JSON could not hold is refused, and so is the 257th label."""
-    path = f"{API}/checkpoints/{catalog.add('run/step-1')}"
-    huge = "1" + "0" * 400
-    for metrics in ("NaN", "1e999", "-Infinity", '"1"', huge):
-        content = f'{{"metrics": {{"a": {metrics}}}}}'
-        headers = {"Content-Type": "application/json"}
-        assert catalog.http.patch(f"{path}/metrics", content=content, headers=headers).status_code == 422
-    for count in (0, 257):
-        body = {"metrics": {f"m{number}": 1.0 for number in range(count)}}
-        assert catalog.http.patch(f"{path}/metrics", json=body).status_code == 422
-
-
-def test_what_is_deleted_takes_no_labels(catalog: Catalog) -> None:
-    """Each change of a deleted checkpoint is 409, and none is written."""
-    number = catalog.add("run/step-1")
-    path = f"/checkpoints/{number}"
-    run = catalog.get(path)["run_id"]
-    assert catalog.status("DELETE", path) == 200
-    before = catalog.get(path)
-    for method, below, body in (
-        ("PUT", "tags/a", None),
-        ("PUT", "pin", None),
-        ("PATCH", "metrics", {"metrics": {"a": 1}}),
-    ):
-        assert catalog.status(method, f"{path}/{below}", json=body) == 409, below
-    assert catalog.status("PUT", f"/runs/{run}/aliases/best", json={"checkpoint_id": number}) == 409
-    assert catalog.get(path) == before
-
-
 @pytest.mark.each_database
 def test_labels_of_many_at_once_are_all_there(catalog: Catalog) -> None:
     """Each has a version of its own: no change is written over another."""

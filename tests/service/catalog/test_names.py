@@ -9,47 +9,47 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.support.app import running_app
 from tests.support.catalog import Catalog, pages
 from tests.support.catalog_rows import add_checkpoint
-from tests.support.examples import examples
 
 NAMES = ["step-1", "step-12", "STEP-1", "b.c", "a[1]", "a*b", "a?b", "ab", "a.b", "(a|b)+$^", "ä€😀"]
 NAMES += ["%_", "]", "x-]", "{2}"]
 GLOBS = [
-    "*",
-    "step-*",
-    "step-?",
-    "?????1",
-    "[a-z]*",
-    "[!a-z]*",
-    "*[0-9]",
-    "*[!0-9]",
-    "a[[]1]",
-    "a[1]",
-    "a[*]b",
+    r"*",
+    r"step-*",
+    r"step-?",
+    r"?????1",
+    r"[a-z]*",
+    r"[!a-z]*",
+    r"*[0-9]",
+    r"*[!0-9]",
+    r"a[[]1]",
+    r"a[1]",
+    r"a[*]b",
+    r"a.b",
+    r"a?b",
+    r"*b*",
+    r"**b",
+    r"(a|b)+$^",
+    r"ä?😀",
+    r"??",
+    r"%_",
+    r"%*",
+    r"a\b",
+    r"a\?",
+    r"]",
+    r"x-]",
+    r"*]",
+    r"{2}",
+    r"[",
+    r"a[",
+    r"[]",
+    r"[!]",
+    r"[a-]*",
+    r"[sS][tT]*",
 ]
-GLOBS += [
-    "a.b",
-    "a?b",
-    "*b*",
-    "**b",
-    "(a|b)+$^",
-    "ä?😀",
-    "??",
-    "%_",
-    "%*",
-    "a\\b",
-    "a\\?",
-    "]",
-    "x-]",
-    "*]",
-    "{2}",
-]
-GLOBS += ["[", "a[", "[]", "[!]", "[a-]*", "[sS][tT]*"]
 OUR_OWN = {"a[[]1]", "a[*]b", "[a-]*", "[]", "[!]"}
 """Brackets around other things than letters, digits and underscores stand for themselves; no name is so."""
 PARTS = ["a", "*", "?", "%", "_", "[1]", "\\", "€", "STEP", "step-1", ".", "|"]
@@ -83,50 +83,18 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Catalog]:
         yield made
 
 
-@examples(100)
-@given(cursor=st.one_of(st.text(min_size=1), st.text("ABCDabcd0123_-=", min_size=1, max_size=40)))
-def test_any_other_word_is_no_cursor(local: Catalog, cursor: str) -> None:
-    """Refused in words, whatever it is."""
-    answer = local.http.get("/api/v1/checkpoints", params={"cursor": cursor})
-    assert answer.status_code in (400, 422), answer.text
-
-
 FORGED: list[list[Any]] = [
     *([True, 1], [1, None], ["1", 1], [2**63, 1], [1], [1, 1, 1], [[1], 1], [1, 2**63]),
     *([float("inf"), 1], [1, 1.5], [None, None], []),
 ]
 
 
-@pytest.mark.parametrize("values", FORGED)
-def test_a_forged_cursor_has_the_right_types_or_none(local: Catalog, values: list[Any]) -> None:
+def test_a_forged_cursor_has_the_right_types_or_none(local: Catalog) -> None:
     """What the database would choke on does not get there; with its own values it goes on."""
     cursor = local.get("/checkpoints", sort="-step", limit=1)["next_cursor"]
     parts = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
-    for given_, status in ((parts[2:], 200), (values, 422)):
+    for given_, status in ((parts[2:], 200), *((values, 422) for values in FORGED)):
         text = json.dumps([*parts[:2], *given_], separators=(",", ":")).encode()
         made = base64.urlsafe_b64encode(text).decode().rstrip("=")
         query = {"sort": "-step", "limit": 1, "cursor": made}
         assert local.status("GET", "/checkpoints", params=query) == status
-
-
-_leaves = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.binary(max_size=5)
-)
-_values = st.recursive(
-    _leaves,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=4), inner, max_size=4)
-    ),
-    max_leaves=12,
-)
-
-
-@examples(60)
-@given(_values, st.text(max_size=20))
-def test_whatever_a_manifest_says_is_kept_as_it_was_read(local: Catalog, value: Any, name: str) -> None:
-    """A second look at the same file changes nothing: what was stored compares equal to what comes again."""
-    local.save("odd/step-1", user={name: value}, told={name: value})
-    number = local.register("odd/step-1")
-    version = local.get(f"/checkpoints/{number}")["version"]
-    assert local.register("odd/step-1") == number
-    assert local.get(f"/checkpoints/{number}")["version"] == version

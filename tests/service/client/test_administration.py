@@ -13,7 +13,6 @@ from dcp.server.client import (
     Client,
     ConflictError,
     ForbiddenError,
-    NotFoundError,
     PreconditionFailedError,
     ProblemError,
     TransportError,
@@ -63,36 +62,6 @@ def test_keys(connect: MakeClient) -> None:
     assert admin.revoke_key(made.id).revoked_at == admin.revoke_key(made.id).revoked_at is not None
     with pytest.raises(ProblemError):
         user.roots()
-
-
-def test_webhooks_and_deliveries(connect: MakeClient) -> None:
-    """A webhook is made, changed by whoever has seen it last, tried out, listed by pages, and removed."""
-    admin = connect("admin")
-    made = admin.create_webhook(
-        "https://93.184.215.14/one", events=["checkpoint.tagged"], roots=("main",), description="first"
-    )
-    assert made.secret.startswith("whsec_") and made.secret not in repr(made)
-    other = admin.create_webhook("https://93.184.215.14/two")
-    assert [hook.id for hook in admin.webhooks(page_size=1)] == [made.id, other.id]
-    shown = admin.webhook(made.id)
-    assert (shown.events, shown.roots, shown.etag) == (("checkpoint.tagged",), ("main",), made.etag)
-    changed = admin.change_webhook(made.id, etag=made.etag, roots=None, is_enabled=False)
-    assert (changed.roots, changed.is_enabled, changed.description) == (None, False, "first")
-    with pytest.raises(PreconditionFailedError):
-        admin.delete_webhook(made.id, etag=made.etag)
-    with pytest.raises(ConflictError):
-        admin.test_webhook(made.id)
-    rotated = admin.rotate_webhook_secret(other.id, overlap_seconds=60, etag=other.etag)
-    assert rotated.secret != other.secret and rotated.previous_secret_until is not None
-    sent = [admin.test_webhook(other.id) for _ in range(3)]
-    listed = admin.deliveries(other.id, state="waiting", page_size=2).all()
-    assert [each.id for each in listed] == [each.id for each in reversed(sent)]
-    assert (listed[0].event, listed[0].attempts) == ("webhook.test", 0)
-    assert admin.redeliver(other.id, sent[0].id).message_id == sent[0].message_id
-    assert admin.deliveries(other.id, state="failed").first() is None
-    admin.delete_webhook(made.id)
-    with pytest.raises(NotFoundError):
-        admin.webhook(made.id)
 
 
 def test_rules(connect: MakeClient) -> None:
@@ -161,16 +130,3 @@ def test_what_answers_with_a_secret_is_asked_once(lost: int | None) -> None:
         with pytest.raises(TransportError if lost is None else ProblemError):
             client.rotate_webhook_secret(1)
     assert [request.method for request in seen] == ["POST", "POST"]
-
-
-def test_a_preview_leaves_nothing() -> None:
-    """It is a POST that changes nothing, so that its answer is not kept for a second one."""
-    seen: list[httpx.Request] = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        seen.append(request)
-        return httpx.Response(200, json={"items": [], "next_cursor": None})
-
-    with Client("http://localhost", transport=httpx.MockTransport(answer)) as client:
-        assert client.preview_retention("main", {"last": 1}).all() == []
-    assert [(request.method, "Idempotency-Key" in request.headers) for request in seen] == [("POST", False)]

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import datetime
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,6 @@ from safetensors.torch import load_file
 import dcp
 from dcp.server.client import (
     Client,
-    ConflictError,
     ForbiddenError,
     JobCancelledError,
     NotFoundError,
@@ -28,7 +26,7 @@ from dcp.server.client import (
     WaitTimeoutError,
 )
 from tests.support.app import App, running_app
-from tests.support.both_clients import client_of
+from tests.support.both_clients import KINDS, client_of
 from tests.support.sockets import listening
 
 MakeClient = Callable[..., Client]
@@ -63,7 +61,7 @@ def state_at(step: int) -> dict[str, object]:
     }
 
 
-@pytest.fixture(params=["sync", "async"])
+@pytest.fixture(params=KINDS)
 def connect(request: pytest.FixtureRequest, app: App) -> Iterator[MakeClient]:
     """Makes clients with keys of given scopes."""
     with ExitStack() as stack:
@@ -187,32 +185,6 @@ def test_downloads(connect: MakeClient, tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.glob(".*.part*")] == []
 
 
-def test_an_interrupted_download_is_resumed(connect: MakeClient, tmp_path: Path) -> None:
-    """Fetches nothing again that an interrupted call has fetched, and keeps nothing of another content."""
-    client = connect("read", "write")
-    one, two = registered(client)
-
-    class Interrupt(Exception):
-        pass
-
-    def interrupt(done: int, total: int) -> None:
-        raise Interrupt
-
-    target = tmp_path / "model.safetensors"
-    for number in (one, two):
-        with pytest.raises(Interrupt):
-            client.download(number, target, on_bytes=interrupt)
-    whole = client.download(two, tmp_path / "whole.safetensors").read_bytes()
-    part = tmp_path / ".model.safetensors.part"
-    assert part.read_bytes() == whole
-    part.write_bytes(whole[:100])
-    begun: list[int] = []
-    client.download(two, target, on_bytes=lambda done, total: begun.append(done))
-    assert target.read_bytes() == whole
-    assert begun[0] > 100 and len(begun) >= 1
-    assert not part.exists()
-
-
 def test_refusals(connect: MakeClient) -> None:
     """Each is the error of its status, with the detail of the service and the request's id."""
     with pytest.raises(UnauthorizedError):
@@ -229,51 +201,6 @@ def test_refusals(connect: MakeClient) -> None:
     with pytest.raises(ValueError, match="time zone"):
         reader.checkpoints(since=datetime(2026, 1, 1))
     assert reader.request("GET", "/checkpoints", params={"limit": 1})["items"] == []
-
-
-def test_deleting_and_taking_it_back(connect: MakeClient) -> None:
-    """A deleted one is not listed, and can be restored; a pinned one is not deleted."""
-    client = connect("read", "write", "delete")
-    one, two = registered(client)
-    client.pin(two)
-    with pytest.raises(ConflictError):
-        client.delete(two)
-    gone = client.delete(one, grace_seconds=3600)
-    assert gone.state == "deleted" and gone.purge_after is not None
-    assert [found.id for found in client.checkpoints()] == [two]
-    assert [found.id for found in client.checkpoints(state="deleted")] == [one]
-    assert client.restore(one, etag=gone.etag).state == "committed"
-
-
-def test_what_pages_ask_for(connect: MakeClient) -> None:
-    """Runs in bins, counts, one by its name, search, pictures, totals: each by its method."""
-    client = connect("read", "write")
-    one, two = registered(client)
-    assert client.whoami().scopes == ("read", "write")
-    run_id = client.checkpoint(one).run_id
-    timeline = client.run_timeline(run_id, metric=["loss"], points=1)
-    assert (timeline.count, timeline.bins[0].metrics[0].last) == (2, 0.5)
-    (states,) = [facet for facet in client.checkpoint_facets(state="any").facets if facet.name == "state"]
-    assert [(value.value, value.count) for value in states.values] == [("committed", 2)]
-    assert client.lookup(run="run", step=1).id == client.lookup(key="run/step-00000001").id == one
-    found = {(hit.kind, hit.checkpoint_id) for hit in client.search("weight")}
-    assert found == {("tensor", two)} and not client.search("weight", kind=["run"])
-    assert client.tensor_grid(one, "model.weight", rows=1, columns=1).max == (12.0,)
-    statistics = client.tensor_statistics(one, "model.weight").statistics
-    assert statistics is not None and statistics["max"] == 12.0
-    assert client.phases(one).rank_count == client.shard_map(one, bins=4).rank_count == 1
-    assert client.run_tensor_bytes(run_id, only="model.*").tensors == 4
-    assert client.retention_totals("main", {"last": 1}).deleted == 1
-    with pytest.raises(NotFoundError):
-        client.run_drift(run_id)
-    job = client.compute_drift(run_id)
-    assert next(line.text for line in client.job_log(job.id)).startswith("submitted by key:")
-    assert client.job_throughput(job.id).state == "queued"
-    events = client.watch_jobs(after_id=0)
-    assert [(event.kind, event.job_id) for event in islice(events, 2)] == [
-        ("ready", None),
-        ("submitted", job.id),
-    ]
 
 
 def test_jobs_wait_their_turn(connect: MakeClient) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import dcp
 from dcp.server.client import Client
 from tests.support.app import running_app
-from tests.support.job_workers import working
+from tests.support.job_workers import served_by
 from tests.support.sockets import listening
 
 PAGE = Path(__file__).parents[3] / "docs" / "catalog-client.md"
@@ -27,7 +25,7 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         running_app(url, tmp_path, auth="off", roots=roots, **quick) as app,
         listening(app.app) as address,
-        working(app.service.settings, kinds="dcp.server.jobs.kinds:KINDS", own_executor=True),
+        served_by(app.service.settings),
     ):
         text = PAGE.read_text().replace("http://127.0.0.1:8470", address)
         names: dict[str, object] = {}
@@ -40,15 +38,3 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         names["client"].close()  # type: ignore[attr-defined]
     assert (tmp_path / "best.safetensors").stat().st_size
     assert (tmp_path / "manifest.msgpack").read_bytes()
-
-
-def test_every_option_is_there() -> None:
-    """The table of options names each of CatalogRegistration's, with its default."""
-    rows = re.findall(r"^\| ((?:`[a-z_]+`(?:, )?)+) \| (.*?) \|", PAGE.read_text(), re.MULTILINE)
-    named = {name: default for names, default in rows for name in re.findall(r"[a-z_]+", names)}
-    fields = {
-        field.name: field for field in dataclasses.fields(dcp.CatalogRegistration) if field.name != "url"
-    }
-    assert named.keys() == fields.keys()
-    for name in ("spool_notes", "request_seconds", "close_seconds"):
-        assert float(named[name].replace(",", "")) == fields[name].default

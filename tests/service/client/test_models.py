@@ -38,14 +38,6 @@ def reached(kind: Any) -> set[Any]:
     return {kind}.union(*(reached(one) for one in get_type_hints(kind).values()))
 
 
-def test_a_later_service_may_say_more() -> None:
-    """Passes over members that this client does not know."""
-    job = {"id": 7, "kind": "verify", "state": "queued", "params": {}, "created_by": "key:a", "new": 1}
-    job |= {"created_at": "2026-01-01T00:00:00.000Z", "progress": {"done_tasks": 1, "new": {"deep": 2}}}
-    with scripted_service(lambda asked: Answer(200, job)) as service:
-        assert Client(service.url).job(7).state == "queued"
-
-
 @pytest.mark.parametrize("document", [None, [], {}, {"id": "x"}, {"id": 7, "kind": 3}])
 def test_answers_that_are_none(document: Any) -> None:
     """Raises an error of the client's tree, which says what is wrong."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import json
 import time
 import zipfile
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -25,7 +23,14 @@ from tests.support.service import wait_until
 
 
 @pytest.mark.parametrize("to", ["safetensors", "torch"])
-@pytest.mark.parametrize("source", ["kinds", "sharded", "training", "stock", "turned.pt"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "kinds",
+        "sharded",
+        *(pytest.param(s, marks=pytest.mark.exhaustive) for s in ("training", "stock", "turned.pt")),
+    ],
+)
 def test_a_download_is_what_a_conversion_writes(source: str, to: str, site: DataSite, tmp_path: Path) -> None:
     """Has the bytes of `dcp.convert`, of the announced size, and any range of them."""
     target = tmp_path / ("out.safetensors" if to == "safetensors" else "out.pt")
@@ -73,17 +78,6 @@ def test_options_of_a_download(site: DataSite) -> None:
         assert refused.status_code == 422 and refused.headers["content-type"] == "application/problem+json"
 
 
-def test_values_that_cannot_travel(own: DataSite) -> None:
-    """Refuses what only a pickle can hold, by name, or leaves it out and counts it."""
-    own.save("s", {"w": torch.ones(3), "odd": io.StringIO})
-    url = f"{own.known('s')}/download?format=torch"
-    refused = own.http.get(url)
-    assert refused.status_code == 422 and "odd" in refused.text
-    answer = own.http.get(f"{url}&drop_objects=true")
-    assert answer.headers["x-dcp-dropped"] == "1"
-    assert set(torch.load(io.BytesIO(answer.content), weights_only=True)) == {"w"}
-
-
 # -- damage --------------------------------------------------------------------------------------------------
 
 
@@ -97,10 +91,10 @@ def flip(folder: Path, at: float) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-@pytest.mark.parametrize("to", ["safetensors", "torch"])
+@pytest.mark.parametrize("to", ["safetensors", pytest.param("torch", marks=pytest.mark.exhaustive)])
 def test_a_damaged_source_never_gives_all_bytes(own: DataSite, to: str) -> None:
     """Breaks the connection wherever the damage is; a range beside it is whole."""
-    folder = own.save("s", {"a": torch.arange(6_000_000.0), "b": torch.arange(9.0)})
+    folder = own.save("s", {"a": torch.arange(3_000_000.0), "b": torch.arange(9.0)})
     url = f"{own.known('s')}/download?format={to}"
     whole = own.http.get(url).content
     for at in (0.01, 0.6, 0.9):
@@ -130,26 +124,6 @@ def test_a_range_of_a_zip_reads_nothing_before_it(own: DataSite, dtype: str | No
     end = own.http.get(url, params=params, headers={"Range": "bytes=-300"})
     assert end.status_code == (206 if dtype is None else 422)
     assert dtype is not None or end.content == data[-300:]
-
-
-def test_storage_that_has_lost_it(own: DataSite) -> None:
-    """Is gone where files are not there, and unprocessable where they are damaged; names no place."""
-    folder = own.save("s")
-    (data,) = folder.glob("*.distcp")
-    url, whole = own.known("s"), data.read_bytes()
-    data.write_bytes(whole[:-1000])
-    answer = own.http.get(f"{url}/download")
-    assert answer.status_code == 422 and str(own.folder) not in answer.text
-    data.write_bytes(whole)
-    before = own.http.get(f"{url}/download")
-    own.save("s", {"w": torch.ones(4)})
-    after = own.http.get(f"{url}/download")
-    assert set(load_safetensors(after.content)) == {"w"}
-    assert after.headers["etag"] != before.headers["etag"]
-    for file in folder.iterdir():
-        file.unlink()
-    assert own.http.get(f"{url}/download").status_code == 410
-    assert own.http.get(f"{url}/tensors").status_code == 200
 
 
 # -- who, and for how long -----------------------------------------------------------------------------------
@@ -267,33 +241,3 @@ def test_from_s3(s3_server: S3Server, s3_root: str, tmp_path: Path) -> None:
 
 
 # -- what a plan costs ---------------------------------------------------------------------------------------
-
-NAMES = 20_000
-
-
-@pytest.fixture(scope="module")
-def many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DataSite]:
-    """A checkpoint of many small tensors."""
-    with ExitStack() as stack:
-        made = data_site(stack, tmp_path_factory.mktemp("many"))
-        made.save(
-            "many", {f"layers.{n // 10}.part{n % 10}": torch.full((64,), float(n)) for n in range(NAMES)}
-        )
-        yield made
-
-
-@pytest.mark.parametrize("to", ["safetensors", pytest.param("torch", marks=pytest.mark.exhaustive)])
-def test_planning_costs_some_passes_over_the_names(many: DataSite, to: str) -> None:
-    """Sends the first bytes of a range within the time that a few documents of all names take."""
-    url = f"{many.known('many')}/download?format={to}"
-    document = {f"layers.{n}": {"shape": [n], "offsets": [n, n + 1], "name": str(n)} for n in range(NAMES)}
-    references, plans = [], []
-    for attempt in range(3):
-        begun = time.process_time()
-        json.loads(json.dumps(document))
-        references.append(time.process_time() - begun)
-        begun = time.process_time()
-        answer = many.http.get(f"{url}&exclude=layers.{attempt}.part0", headers={"Range": "bytes=-100"})
-        plans.append(time.process_time() - begun)
-        assert answer.status_code == 206
-    assert min(plans) < 8 * min(references)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -104,58 +103,6 @@ def test_the_map_of_shards(drawn: DataSite) -> None:
     assert sum(row["replicated_bytes"] for row in together["rows"]) == 5 * 400
     assert max(row["largest_rank_bytes"] for row in together["rows"]) == max(by_rank)
     assert asked(drawn, "sharded", "shards/map", glob="nothing*")["cell_rows"] == []
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        {"bins": 7, "rows": 2},
-        {"begin": 100, "end": 3_001, "bins": 13},
-        {"begin": 2_900, "end": 2_901},
-        {"glob": "[bo]*", "bins": 64, "begin": 7},
-        {"first_rank": 1, "last_rank": 3, "rows": 2, "end": 100_000},
-        {"first_rank": 9},
-    ],
-)
-def test_cells_are_what_adding_up_each_chunk_gives(drawn: DataSite, part: dict[str, Any]) -> None:
-    """Adds up in whatever part and bins; also where chunks are empty, or larger than a bin."""
-    chunks = asked(drawn, "sharded", "shards/chunks", limit=100)["items"]
-    found = asked(drawn, "sharded", "shards/map", **part)
-    ranks = range(part.get("first_rank", 0), min(4, part.get("last_rank", 4)) + 1)
-    cells: dict[tuple[int, int], tuple[int, int]] = {}
-    for chunk in chunks:
-        if chunk["rank"] not in ranks or not fnmatchcase(chunk["fqn"], part.get("glob", "*")):
-            continue
-        row = (chunk["rank"] - ranks.start) * len(found["rows"]) // len(ranks)
-        low, high = chunk["file_offset"], chunk["file_offset"] + chunk["bytes"]
-        for bin in range(found["bins"]):
-            begin = found["begin"] + bin * found["bin_bytes"]
-            held = min(min(found["end"], begin + found["bin_bytes"]), high) - max(begin, low)
-            if held > 0:
-                before = cells.get((row, bin), (0, 0))
-                cells[row, bin] = (before[0] + held, before[1] + 1)
-    columns = (found[f"cell_{name}"] for name in ("rows", "bins", "bytes", "chunks"))
-    assert {cell[:2]: cell[2:] for cell in zip(*columns, strict=True)} == cells
-
-
-def test_chunks_one_by_one(drawn: DataSite) -> None:
-    """Lists each once over pages, by file and place; of a part those that reach into it."""
-    url = f"{drawn.known('run/step-1')}/shards/chunks"
-    first = drawn.http.get(url, params={"limit": 2}).json()
-    second = drawn.http.get(url, params={"limit": 2, "cursor": first["next_cursor"]}).json()
-    items = first["items"] + second["items"]
-    assert {one["fqn"] for one in items} == {"w", "b", "deep"} and second["next_cursor"] is None
-    places = [one["file_offset"] for one in items]
-    assert places == sorted(places)
-    (w,) = drawn.http.get(url, params={"glob": "w"}).json()["items"]
-    shown = [w[name] for name in ("rank", "offsets", "sizes", "copies", "dtype")]
-    assert shown == [0, [0, 0], [2000, 1500], 1, "float32"]
-    end = w["file_offset"] + w["bytes"]
-    inside = drawn.http.get(url, params={"begin": end - 1, "end": end}).json()["items"]
-    assert [one["fqn"] for one in inside] == ["w"]
-    assert drawn.http.get(url, params={"first_rank": 1}).json()["items"] == []
-    for wrong in ({"begin": 5, "end": 5}, {"cursor": first["next_cursor"], "glob": "w"}, {"x": 1}):
-        assert drawn.http.get(url, params=wrong).status_code == 422, wrong
 
 
 def test_a_replaced_one_is_read_anew(own: DataSite) -> None:

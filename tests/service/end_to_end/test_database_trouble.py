@@ -73,6 +73,7 @@ def test_full_disk(tmp_path: Path) -> None:
         assert names(client)[:-1] == written
 
 
+@pytest.mark.exhaustive
 def test_locked_database(tmp_path: Path) -> None:
     """Answers 503 in bounded time to writes beside a writer that does not end, and reads meanwhile."""
     with Service(tmp_path / "service", SETTINGS) as service, service.client() as client:

@@ -21,6 +21,17 @@ STATE: dict[str, Any] = {
 }
 
 
+def check_target(site: JobSite, key: str, result: Any) -> None:
+    """It is in the catalog with its origin and structure, once, and holds what was saved."""
+    row, source = site.found("export", key), site.id("main", "run/step-5")
+    assert (row.state, row.step, row.tensor_count) == ("committed", 5, 2)
+    assert (row.bytes, row.file_count) == (result["bytes_written"], result["file_count"])
+    assert site.edges(row.id) == [(row.id, source, "converted_from")]
+    assert len(site.audited("checkpoint.convert", row.id)) == 1
+    assert [one["key"] for one in site.api.checkpoints(root="export")] == [key]
+    assert site.result("verify", checkpoint_id=row.id)["outcome"] == "good"
+
+
 @pytest.fixture
 def state() -> dict[str, Any]:
     """What ``run/step-5`` holds."""

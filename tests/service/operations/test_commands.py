@@ -51,15 +51,6 @@ def test_a_key_from_its_making_to_its_end(tmp_path: Path) -> None:
     run("keys revoke 99", status=3)
 
 
-@pytest.mark.parametrize("rest", ["--scope everything", "--root nowhere", "--expires soon", "--expires 0d"])
-def test_keys_that_are_none(rest: str) -> None:
-    """A usage error, and no key."""
-    run("db upgrade")
-    run(f"keys create ci {rest}", status=2)
-    run("keys create a*b", status=2)
-    assert json.loads(run("keys list --json")) == []
-
-
 def test_the_state_of_the_database(tmp_path: Path) -> None:
     """1 until it is up to date; the database may be named; what is none is said in a line."""
     other = f"--database sqlite:///{tmp_path / 'other.sqlite'}"
@@ -83,14 +74,6 @@ def test_a_database_that_is_not_there_is_missed_and_not_made(line: str, tmp_path
     absent = tmp_path / "absent.sqlite"
     shown = run(f"{line} --database sqlite:///{absent}", status=3)
     assert f"there is no database {absent}" in shown and not absent.exists()
-
-
-def test_keys_without_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing is migrated by itself, a line says what to do first."""
-    monkeypatch.setenv("DCP_SERVER_MIGRATE", "false")
-    assert "dcp db upgrade" in run("keys create ci", status=3)
-    assert "empty -> " in run("db upgrade")
-    assert run("keys create ci").startswith("dcp_")
 
 
 def test_settings_that_are_none(tmp_path: Path) -> None:

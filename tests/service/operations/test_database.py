@@ -11,8 +11,7 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from tests.support.app import running_app
-from tests.support.catalog import API, Catalog
-from tests.support.command import run
+from tests.support.catalog import API
 from tests.support.databases import MakeDatabase, PostgresServer
 
 RULE = {"name": "hidden-name", "actions": [{"kind": "verify"}]}
@@ -44,18 +43,6 @@ def test_a_server_that_only_reads_is_unavailable_for_writes(postgres: str, tmp_p
         answer = app.base.post(f"{API}/rules", json=RULE)
         assert (answer.status_code, "retry-after" in answer.headers) == (503, True)
         assert app.base.get(f"{API}/rules").json()["items"] == []
-
-
-def test_a_database_without_an_encoding_gives_text(postgres_server: PostgresServer, tmp_path: Path) -> None:
-    """As `initdb` makes them where there is no locale."""
-    name = postgres_server.create(options="ENCODING 'SQL_ASCII' LOCALE 'C'")
-    url = postgres_server.url(name)
-    assert run("db", "upgrade", "--database", url).status == 0
-    with running_app(url, tmp_path) as app:
-        catalog = Catalog(app, tmp_path)
-        number = catalog.add("läufe/step-1")
-        assert catalog.get(f"/checkpoints/{number}")["run"] == "läufe"
-    postgres_server.drop(name)
 
 
 @pytest.mark.each_database

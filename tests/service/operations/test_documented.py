@@ -339,27 +339,6 @@ def environment(service: str) -> dict[str, str]:
     return image | own
 
 
-@pytest.mark.parametrize("service", OURS)
-def test_containers_are_set_and_run_as_they_can_be(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names and values are those of the settings, nobody is let in without a key; commands are there."""
-    own = services()[service]
-    for name, value in environment(service).items():
-        monkeypatch.setenv(name, value)
-    settings = Settings()
-    given = {name for name in environment(service) if name.startswith("DCP_SERVER_")}
-    given -= {name for name in given if name.startswith("DCP_SERVER_ROOTS__")}
-    assert {f"DCP_SERVER_{field.upper()}" for field in settings.model_fields_set - {"roots"}} == given
-    assert (settings.host, settings.auth, settings.embedded_worker) == ("0.0.0.0", "keys", False)
-    assert settings.allowed_hosts == ("checkpoints.example.com", "localhost", "127.0.0.1")
-    assert OPERATOR["DATABASE_PASSWORD"] not in repr(settings)
-    folders = {volume["target"] for volume in own["volumes"] if isinstance(volume, dict)}
-    assert {root.url for root in settings.roots.values()} == folders
-    assert f"work:{settings.work_folder}" in own["volumes"]
-    check_command(shlex.join(own["command"]))
-    assert float(own["stop_grace_period"].rstrip("s")) > 2 * settings.shutdown_seconds
-    assert (own["read_only"], own["cap_drop"], own["user"]) == (True, ["ALL"], OPERATOR["RUN_AS"])
-
-
 def test_the_services_are_locked_in_and_their_image_is_built_of_what_is_there() -> None:
     """The database on a network of its own; all that a build needs is copied, and let through."""
     found = services()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,13 +13,10 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 from sqlalchemy import event as sqlalchemy_event
 
-import dcp
 from tests.support.catalog import API, Catalog, pages
 from tests.support.sockets import listening
-from tests.support.statements import most_rows_inserted, statements_to
 
 JOBS = f"{API}/jobs"
 SOCKETS = httpx.Client(
@@ -136,46 +132,6 @@ def test_cancelling_and_retrying(catalog: Catalog) -> None:
     assert [entry["action"] for entry in entries][:2] == ["job.retry", "job.cancel"]
 
 
-@pytest.mark.each_database
-def test_large_results_are_not_in_lists(catalog: Catalog) -> None:
-    """A list has what is short of them, and says so; the job itself has all. Nobody waits while one is
-    written: it is in many transactions, and is gone with its job."""
-    large = {"tensors": [{"fqn": f"layers.{n}.weight", "mean": 1.0} for n in range(20_000)], "count": 20_000}
-    small: dict[str, Any] = {"damaged": [], "count": 3}
-    numbers: list[int] = []
-    with (
-        statements_to(catalog.app.service.database.writer),
-        statements_to(catalog.worker.database.writer) as said,
-    ):
-        for result in (large, small):
-            numbers.append(submit(catalog, str(len(numbers))))
-            plan(catalog, 1)
-            do_next(catalog, result)
-            do_next(catalog, result)
-    assert most_rows_inserted(said) < 1_000
-    listed = catalog.http.get(JOBS)
-    assert len(listed.content) < 5_000
-    found = [(job["result"], job["is_result_whole"]) for job in listed.json()["items"]]
-    assert found == [(small, True), ({"count": 20_000}, False)]
-    whole = shown(catalog, numbers[0])
-    assert (whole["result"], whole["is_result_whole"]) == (large, True)
-    assert len(catalog.http.get(f"{JOBS}/{numbers[0]}/tasks").content) < 1_000
-
-
-def test_errors_advise_what_a_request_can_say(catalog: Catalog) -> None:
-    """They name the parameter, in place of options and arguments of Python; places are those of the root."""
-    folder = catalog.place("run/step-1")
-    dcp.save({"w": torch.ones(3), "odd": {1, 2}}, checkpoint_id=folder, no_dist=True)
-    number = catalog.register("run/step-1")
-    target = {"to": "safetensors", "target_key": "x.safetensors"}
-    error = catalog.do("convert", checkpoint_id=number, **target)["error"]["detail"]
-    assert "drop_objects=true" in error and "--" not in error and "True" not in error
-    (data,) = folder.glob("*.distcp")
-    data.unlink()
-    error = catalog.do("convert", checkpoint_id=number, **target, drop_objects=True)["error"]["detail"]
-    assert "main:run/step-1" in error and str(catalog.folder) not in error
-
-
 # -- server-sent events --------------------------------------------------------------------------------------
 
 
@@ -240,14 +196,6 @@ def test_events_are_followed_to_the_end_and_replayed(catalog: Catalog, url: str)
     assert SOCKETS.get(place, headers=headers).status_code == 204
 
 
-@pytest.mark.parametrize("last", ["+0.0", "-1", "1_0", "1.0", "\u0661", "x", "", str(2**60)])
-def test_what_is_no_events_id_is_refused(catalog: Catalog, last: str) -> None:
-    """Also spellings of a number that no event is sent with."""
-    headers = {b"Last-Event-ID": last.encode()}
-    for place in (f"{JOBS}/events", f"{JOBS}/{submit(catalog)}/events"):
-        assert catalog.http.get(place, headers=headers).status_code == 422
-
-
 def test_one_stream_has_the_events_of_all_jobs(catalog: Catalog, url: str) -> None:
     """From now on, or behind an event, of jobs that the key may see; own scans if they are asked for."""
     before = submit(catalog)
@@ -268,6 +216,7 @@ def test_one_stream_has_the_events_of_all_jobs(catalog: Catalog, url: str) -> No
         assert [event["data"]["kind"] for event in again][:4] == ["submitted"] * 2 + ["state"] * 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("make_database", ["postgresql"], indirect=True)
 def test_events_that_become_visible_late_are_told(catalog: Catalog, url: str) -> None:
     """A transaction may take longer than one that began later: the events of both are told, once each."""
@@ -336,23 +285,3 @@ def test_streams_end_with_their_key(catalog: Catalog, url: str) -> None:
         assert time.monotonic() - begun < 60
         plan(catalog, 1)
         assert "id" in next(going_on)
-
-
-def test_one_look_at_the_database_serves_all_streams(catalog: Catalog, url: str) -> None:
-    """Many streams cost as many statements as one."""
-    ids, key = [submit(catalog, str(n)) for n in range(4)], catalog.app.key("read")
-    with ExitStack() as stack:
-        streams = [
-            stack.enter_context(stream(f"{url}{JOBS}/{number}/events", key)) for number in ids for _ in "abc"
-        ]
-        for events in streams:
-            assert "id" in next(events)
-        with statements_to(catalog.app.service.database.reader) as said:
-            begun = time.monotonic()
-            threading.Event().wait(1.6)
-            looks = sum("job_events" in statement for statement, _ in [*said])
-            assert 1 <= looks <= 1 + (time.monotonic() - begun) / 0.5
-        for number in ids:
-            catalog.http.post(f"{JOBS}/{number}/cancel")
-        for events in streams:
-            assert [event["event"] for event in events][-1] == "end"

@@ -13,7 +13,7 @@ from dcp.server.catalog.contents.verifications import get_statistics, statistics
 from dcp.server.database import migrations
 from dcp.server.database.engine import Database, DatabaseUnavailableError
 from dcp.server.database.tables import metadata
-from dcp.server.jobs.ledger import get_job, list_jobs, task_results
+from dcp.server.jobs.ledger import get_job, task_results
 
 pytestmark = pytest.mark.each_database  # their SQL differs
 
@@ -40,15 +40,6 @@ def test_tables_and_migrations_agree_to_the_letter(empty_database: Database) -> 
     assert _described(empty_database) == migrated
 
 
-def test_a_second_upgrade_changes_nothing(database: Database) -> None:
-    """An up to date database is left alone, and says which revision it has."""
-    with database.write() as connection:
-        connection.execute(text("INSERT INTO checkpoint_names (name) VALUES ('step-1')"))
-    assert migrations.upgrade(database) == migrations.head()
-    with database.read() as connection:
-        assert connection.execute(text("SELECT name FROM checkpoint_names")).scalars().all() == ["step-1"]
-
-
 def test_a_database_of_a_newer_version_is_left_alone(database: Database) -> None:
     """After a downgrade of the program: said so, and nothing is changed."""
     with database.write() as connection:
@@ -69,49 +60,6 @@ def test_a_migration_that_fails_leaves_nothing(empty_database: Database) -> None
         connection.execute(text("DROP TABLE webhooks"))
     assert migrations.upgrade(empty_database) is None
     assert migrations.is_current(empty_database)
-
-
-def test_large_results_move_to_tables_of_their_own(empty_database: Database) -> None:
-    """From revision 0001: a large result, and the tensors of statistics, lie elsewhere afterwards, whole."""
-    large = {"tensors": [{"fqn": f"layers.{n}"} for n in range(250)], "bytes_read": 7, "total": {"mean": 1.0}}
-    migrations.upgrade(empty_database, "0001")
-    with empty_database.write() as connection:
-        for statement in (
-            "INSERT INTO roots (id, name, url, created_seconds) VALUES (1, 'main', '/main', 0)",
-            "INSERT INTO runs (id, root_id, key, created_seconds, updated_seconds) VALUES (1, 1, 'r', 0, 0)",
-            "INSERT INTO checkpoints (id, root_id, run_id, key, name, format, state, committed_seconds, "
-            "discovered_seconds, updated_seconds) VALUES (1, 1, 1, 'r/a', 'a', 'dcp', 'committed', 0, 0, 0)",
-        ):
-            connection.execute(text(statement))
-        for number, result in ((1, large), (2, {"count": 3})):
-            columns = {"id": number, "result": json.dumps(result)}
-            connection.execute(
-                text(
-                    "INSERT INTO jobs (id, kind, state, params, created_by, created_seconds, result)"
-                    " VALUES (:id, 'stats', 'succeeded', '{}', 'me', 0, :result)"
-                ),
-                columns,
-            )
-        connection.execute(
-            text(
-                "INSERT INTO checkpoint_statistics (checkpoint_id, fingerprint, result, created_seconds)"
-                " VALUES (1, 'f', :result, 0)"
-            ),
-            {"result": json.dumps(large)},
-        )
-    assert migrations.upgrade(empty_database) == "0001"
-    with empty_database.read() as connection:
-        assert [get_job(connection, number).result for number in (1, 2)] == [large, {"count": 3}]
-        (small, short) = list_jobs(connection)
-        assert (short.result, short.is_result_whole, small.is_result_whole) == (
-            {"bytes_read": 7},
-            False,
-            True,
-        )
-        kept = get_statistics(connection, 1)
-        assert kept is not None
-        assert (kept.tensor_count, kept.result) == (250, {"bytes_read": 7, "total": {"mean": 1.0}})
-        assert statistics_tensors(connection, 1, 95, 205) == large["tensors"][95:205]  # type: ignore[index]
 
 
 def test_large_results_become_documents(empty_database: Database) -> None:
@@ -162,28 +110,6 @@ def test_large_results_become_documents(empty_database: Database) -> None:
         assert connection.execute(of_first).scalar_one() == get_job(connection, 1).document_id
         assert connection.execute(text("SELECT count(*) FROM documents")).scalar_one() == 3
     assert migrations.check(empty_database) == []
-
-
-def test_names_of_tensors_become_patterns(empty_database: Database) -> None:
-    """From revision 0004: what is there is found by a search, drafts have no patterns yet."""
-    migrations.upgrade(empty_database, "0004")
-    columns = "(id, digest, tensor_count, object_count, element_count, bytes, dtypes)"
-    with empty_database.write() as connection:
-        for number, digest in ((1, "a" * 64), (2, "draft-1-x")):
-            values = f"({number}, '{digest}', 3, 0, 3, 12, '{{}}')"
-            connection.execute(text(f"INSERT INTO structures {columns} VALUES {values}"))
-            for place, fqn in enumerate(("H.0.W", "H.1.W", "head")):
-                row = f"({number}, {place}, '{fqn}', 'tensor', 4)"
-                names = "(structure_id, position, fqn, kind, bytes)"
-                connection.execute(text(f"INSERT INTO structure_tensors {names} VALUES {row}"))
-    migrations.upgrade(empty_database)
-    with empty_database.read() as connection:
-        rows = connection.execute(
-            text("SELECT structure_id, pattern, position, tensor_count FROM structure_patterns ORDER BY 2")
-        )
-        assert [tuple(row) for row in rows] == [(1, "h.#.w", 0, 2), (1, "head", 2, 1)]
-        known = connection.execute(text("SELECT pattern FROM tensor_patterns ORDER BY 1")).scalars().all()
-    assert known == ["h.#.w", "head"]
 
 
 def test_processes_that_start_at_once_migrate_once(empty_database: Database) -> None:

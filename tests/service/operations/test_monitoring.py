@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -94,46 +93,6 @@ def test_the_state_of_the_database_is_told(catalog: Catalog) -> None:
     again = read(catalog)
     is_kept = value(again, "dcp_database_state_seconds") == value(found, "dcp_database_state_seconds")
     assert value(again, "dcp_catalog_runs") == (2 if is_kept else 3)  # read anew after five seconds
-
-
-def test_requests_are_counted_by_route_not_by_path(catalog: Catalog) -> None:
-    """However many paths and methods there are, the series are few; statements by whether they write."""
-    client, first = catalog.http, read(catalog)
-    for number in (7, 8, 9):
-        assert client.get(f"{API}/runs/{number}").status_code == 404
-        assert client.get(f"/nowhere/{number}").status_code == 404
-        client.request(f"METHOD{number}", "/nowhere")
-    assert client.get(f"{API}/runs/none").status_code == 422
-    assert client.get("/openapi.json").status_code == 200
-    catalog.add("run/step-1")
-    found = read(catalog)
-    run, name = f"{API}/runs/{{run_id}}", "dcp_http_requests_total"
-    assert value(found, name, method="GET", route=run, status="404") == 3
-    assert value(found, name, method="GET", route=run, status="422") == 1
-    assert value(found, name, method="GET", route="(none)", status="404") == 3
-    assert value(found, name, method="(other)", route="(none)", status="404") == 3
-    assert value(found, "dcp_http_request_seconds_count", method="GET", route=run) == 4
-    assert value(found, "dcp_http_response_bytes_total", route="/openapi.json") > 10_000
-    assert value(found, "dcp_http_requests_in_progress") == 1
-    for access in ("read", "write"):
-        told = [value(one, "dcp_database_statement_seconds_count", access=access) for one in (first, found)]
-        assert told[1] > told[0]
-
-
-def test_answers_that_are_cut_are_counted(catalog: Catalog) -> None:
-    """A download that breaks off in the midst is one, with the bytes that were sent."""
-    number = catalog.add("run/step-1", tensors=200_000 // 64)
-    file = catalog.place("run/step-1/__0_0.0000abcd.distcp")
-    file.write_bytes(bytes(200_000 // 64 * 64))
-    assert catalog.http.get(f"{API}/checkpoints/{number}/download").status_code == 200
-    before = read(catalog)
-    file.write_bytes(bytes(100))
-    try:
-        answer: Any = catalog.http.get(f"{API}/checkpoints/{number}/download")
-    except Exception:  # noqa: BLE001 - whatever the client makes of it
-        answer = None
-    cut = value(read(catalog), "dcp_http_responses_cut_total") - value(before, "dcp_http_responses_cut_total")
-    assert cut == 1 or (answer is not None and answer.status_code >= 400)
 
 
 def test_metrics_need_a_key_for_all_roots_unless_it_is_said_otherwise(tmp_path: Path) -> None:

@@ -120,6 +120,7 @@ def test_the_process_is_killed(make_database: MakeDatabase, tmp_path: Path, inst
         assert len(app.base.get(f"{API}/rules").json()["items"]) == done(app) == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("make_database", ["postgresql"], indirect=True)
 def test_who_was_overtaken_does_nothing(make_database: MakeDatabase, tmp_path: Path) -> None:
     """A request that is slower than another one is patient has no effect: the other has had it."""

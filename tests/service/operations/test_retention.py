@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from tests.support.app import running_app
 from tests.support.catalog import API, Catalog, pages
-from tests.support.catalog_rows import multiply
 from tests.support.databases import MakeDatabase
-
-pytestmark = pytest.mark.each_database  # their SQL differs
 
 POLICIES = "/retention/policies"
 
@@ -152,29 +147,3 @@ def test_previews_come_run_by_run_and_a_run_of_the_policy_is_one_job(catalog: Ca
     jobs = [catalog.http.post(f"{API}{POLICIES}/{number}/run") for _ in range(2)]
     assert [job.status_code for job in jobs] == [202, 202]
     assert jobs[0].json()["id"] == jobs[1].json()["id"]
-
-
-STATE = ["app.model.w", "app.optimizer.state.w.exp_avg", "app.optimizer.state.w.exp_avg_sq"]
-
-
-def test_bytes_of_optimizers(catalog: Catalog) -> None:
-    """Of older steps those that nothing holds; of a run that may be seen."""
-    numbers = [catalog.add(f"run/step-{step}", fqns=STATE) for step in range(1, 6)]
-    assert catalog.status("PUT", f"/checkpoints/{numbers[0]}/pin") == 200
-    found = catalog.get("/runs/1/tensor-bytes", below_step=4)
-    assert (found["checkpoints"], found["held"], found["tensors"]) == (3, 1, 4)
-    assert (found["bytes"], found["total_bytes"]) == (2 * 128, 2 * 192)
-    assert catalog.get("/runs/1/tensor-bytes", only="*")["bytes"] == 4 * 192
-    assert catalog.status("GET", "/runs/1/tensor-bytes", catalog.app.client("read", roots=["other"])) == 404
-
-
-@pytest.mark.exhaustive  # many rows
-def test_a_large_catalog_is_counted_to_the_end(catalog: Catalog) -> None:
-    """What will be deleted is never understated: neither totals nor facets stop after some rows."""
-    fill(catalog)
-    multiply(catalog.app, "run/step-2", 26_000)
-    body = {"root": "main", "run_glob": "*", "keep": {"last": 2}}
-    found = catalog.http.post(f"{API}/retention/preview/totals", json=body).json()
-    assert (found["runs"], found["kept"], found["deleted"], found["is_cut"]) == (1, 2, 26_004, False)
-    facets = catalog.get("/checkpoints/facets")
-    assert (facets["count"], facets["is_cut"]) == (26_006, False)

@@ -7,15 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from sqlalchemy import event
 
 import dcp
 from tests.support.catalog import API, Catalog, pages
-
-pytestmark = pytest.mark.each_database  # their SQL differs
 
 VERIFY = {"kind": "verify"}
 CONVERT = {
@@ -85,18 +82,6 @@ def test_all_conditions_that_are_given_must_hold(catalog: Catalog) -> None:
     for number, (condition, keys) in enumerate(CONDITIONS):
         mine = [job for job in jobs if job["created_by"] == f"rule:r{number}"]
         assert sorted(ids[job["checkpoint_id"]] for job in mine) == keys, condition
-
-
-def test_a_tag_that_comes_later_counts(catalog: Catalog) -> None:
-    """On commit of one with a tag: also if it gets the tag after that, but not for other tags."""
-    rule(catalog, VERIFY, condition={"tag": "release"})
-    number = catalog.add("a/step-1")
-    found = []
-    for tag in ("other", "release", "third"):
-        catalog.status("PUT", f"/checkpoints/{number}/tags/{tag}")
-        found.append(catalog.regular_work())
-        catalog.work()
-    assert found == [0, 1, 0]
 
 
 def test_verifying_and_tagging_are_events_too(catalog: Catalog) -> None:

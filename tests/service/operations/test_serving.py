@@ -119,6 +119,7 @@ def _metric(service: Service, key: str, name: str, **labels: str) -> float:
     return next((one.value for one in samples if (one.name, one.labels) == (name, labels)), 0.0)
 
 
+@pytest.mark.exhaustive
 def test_several_processes(tmp_path: Path) -> None:
     """They share the port; a key that one of them revokes is refused by all; whichever answers tells of both,
     and one that is killed keeps its counts, with nothing in progress; one signal ends all."""
@@ -218,22 +219,6 @@ def test_requests_under_way_are_finished(tmp_path: Path) -> None:
     assert not any(hidden in service.log() for hidden in ("hidden-", "hunter2", key[13:]))
 
 
-def test_a_second_signal_and_a_log_that_harms_no_terminal(tmp_path: Path) -> None:
-    """Ctrl-C twice ends it at once and in good order: status 0, and nothing that reads as a fault. Control
-    characters of paths are written out."""
-    with Service(tmp_path, _ALONE) as service, service.client() as client:
-        client.get("/a%1b[2J%00%e2%80%a8b%0ac-l%c3%a4ufe-%c2%9b")
-        for _ in range(2):
-            os.kill(service.pid, signal.SIGINT)
-            time.sleep(0.02)
-        wait_until(lambda: service.exit_status is not None, "the end")
-        assert service.exit_status == 0
-        log = service.log()
-    assert "Traceback" not in log and "Application shutdown complete" in log
-    assert r"\x1b[2J\x00\u2028b\nc-läufe-\x9b" in log
-    assert all(char.isprintable() or char == "\n" for char in log)
-
-
 def test_a_second_signal_while_bodies_are_sent(tmp_path: Path) -> None:
     """Ctrl-C twice, with downloads under way that nobody reads: at once, and one line says what was cut."""
     root = tmp_path / "files"
@@ -319,6 +304,7 @@ def test_a_head_that_does_not_end_is_cut_off(slow_heads: int, head: bytes) -> No
         _until_cut(connection, lambda: connection.sendall(b"X" if head else b""))
 
 
+@pytest.mark.exhaustive
 def test_kept_connections_take_their_time(slow_heads: int) -> None:
     """The limit is for heads alone: a connection may rest between two requests; a second head has it, too."""
     head = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -9,7 +9,6 @@ import pytest
 from httpx2 import Response
 
 from tests.support.app import App
-from tests.support.catalog_rows import T0, add_checkpoint
 from tests.support.page_rows import note
 from tests.support.pages import Browser, PageText, faults_of
 
@@ -120,30 +119,6 @@ def test_who_may_not_is_told_so(keyed: App) -> None:
         token = browser.page("/roots").form("/theme").fields["token"]
         assert browser.client.post("/keys", data={"token": token, "name": "x"}).status_code == 403
         assert browser.client.post("/keys/1/revoke", data={"token": token}).status_code == 403
-
-
-def test_the_log_is_filtered_and_paged(keyed: App, admin: Browser) -> None:
-    """By who, what, to what and whole days, all in the address, whose JSON has the same entries."""
-    number = add_checkpoint(keyed.service.database, "run/step-1")
-
-    for key in range(3):
-        for _ in range(25):
-            target, now = f"checkpoint:{number}", T0 + key * 86_400
-            note(keyed, f"key:k{key}", "tag.add", target, {"tag": "x"}, now=now)
-    page = admin.page("/audit")
-    assert {f"/checkpoints/{number}", "/audit?actor=key%3Ak2", "/audit?action=tag.add"} <= set(page.links)
-    assert _rows(admin.page("/audit?actor=key%3Ak1")) == 25
-    first = admin.page("/audit?action=tag.add")
-    (more,) = [given["href"] for _, given in first.elements if given.get("rel") == "next"]
-    assert (_rows(first), _rows(admin.page(more))) == (50, 25)
-    day = "2023-11-15"  # the second, as T0 is in the evening of the 14th
-    one = admin.page(f"/audit?since={day}&until={day}")
-    assert _rows(one) == 25 and "key:k1" in one.text and "key:k0" not in one.text
-    (twin,) = [given["href"] for _, given in one.elements if given.get("class") == "twin"]
-    assert len(admin.get(twin).json()["items"]) == 25
-    assert "Nothing like this was done" in admin.page("/audit?target=nothing").text
-    for query in ("since=tomorrow", "since=0000-01-01", "until=9999-12-31", "other=1"):
-        assert admin.get(f"/audit?{query}").status_code == 422, query
 
 
 def _rows(page: PageText) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -87,9 +86,9 @@ RARE: Final = (
 def test_pages_at_three_widths_in_both_colours(site: Site) -> None:
     """No scrolling aside, no error, no request elsewhere; nothing serious for those who do not see them."""
     with site.kept_window() as seen:
-        for number, path in enumerate(PATHS):
+        for number, path in enumerate(PATHS[::3]):
             seen.open(path)
-            if number % 6 == 0:  # takes as long as all else; each page is looked through below
+            if number % 4 == 0:  # takes as long as all else; each page is looked through below
                 assert accessibility_faults(seen.page) == [], path
             for width in (min(WIDTHS), max(WIDTHS)):
                 resized(seen, width, "dark")
@@ -160,21 +159,7 @@ def test_looking_around(site: Site) -> None:
         assert seen.faults == []
 
 
-def test_a_search_that_a_newer_one_replaces_is_no_error(site: Site) -> None:
-    """While the first waits, more is typed: its hits come, and the console is silent."""
-    with site.kept_window() as seen:
-        page = seen.page
-        page.route(re.compile(r"/search\?q=l$"), lambda route: None)  # is never let go on
-        seen.open("/")
-        with page.expect_request(re.compile(r"/search\?q=l$")):
-            page.locator("#find").press_sequentially("l")
-        with page.expect_event("requestfailed") as replaced:
-            page.locator("#find").press_sequentially("lama")
-        assert replaced.value.url.endswith("q=l")
-        expect(page.locator("#found .hits a").first).to_contain_text("llama/7b")
-        assert seen.faults == []
-
-
+@pytest.mark.exhaustive
 def test_the_values_of_a_tensor(site: Site) -> None:
     """From the list to its picture, closer by dragging; what a job finds comes by itself."""
     with site.kept_window() as seen:
@@ -211,33 +196,6 @@ def test_the_values_of_a_tensor(site: Site) -> None:
         page.get_by_role("button", name="Compare with step 200").click()
         expect(page.locator(".legend.changes")).to_be_visible(timeout=120_000)
         expect(page.locator(".treemap .q0").first).to_be_visible()
-        assert seen.faults == []
-
-
-def test_comparing(site: Site) -> None:
-    """Two that are ticked, by values as their job ends; a run's drift, under the pointer."""
-    with site.kept_window() as seen:
-        page = seen.page
-        seen.open("/runs/1")
-        page.get_by_label("Compare 100").check()
-        page.get_by_label("Compare 400").check()
-        page.get_by_role("button", name="Compare two").click()
-        page.wait_for_url("**/diff?a=1&b=3")
-        page.get_by_role("button", name="Compare the values").click()
-        expect(page.get_by_role("columnheader", name="Relative L2")).to_be_visible(timeout=120_000)
-        page.get_by_role("link", name="model.layers_2.weight").click()
-        page.wait_for_url("**tensor=model.layers_2.weight**")
-        expect(page.locator("#tensor .histogram svg")).to_be_visible()
-        page.locator("#glob").fill("layers_1")
-        expect(page.get_by_text("No tensor that differs is like this.")).to_be_visible()
-        seen.open("/runs/1/drift")
-        page.get_by_role("button", name="Compare the steps").click()
-        strip = page.locator(".heat svg")
-        expect(strip).to_be_visible(timeout=120_000)
-        box = strip.bounding_box()
-        assert box is not None
-        page.mouse.move(box["x"] + box["width"] * 0.9, box["y"] + box["height"] - 5)
-        expect(page.locator("[data-readout]")).to_contain_text("model.layers_2 at step 400: 0.00")
         assert seen.faults == []
 
 
@@ -319,41 +277,6 @@ def _tabbed(page: Page) -> list[Any]:
 
 
 @pytest.mark.exhaustive
-def test_two_who_do_what_excludes_the_other(site: Site) -> None:
-    """Shows the later of two what the other did, and moves or deletes nothing that a page did not show."""
-    with site.window() as ada, site.window() as bob:
-        ada.open("/checkpoints/1")
-        ada.page.get_by_label("Alias", exact=True).fill("both")
-        ada.page.get_by_role("button", name="Name it so").click()
-        for seen, number in ((ada, 2), (bob, 3)):
-            seen.open(f"/checkpoints/{number}")
-            seen.page.get_by_label("Alias", exact=True).fill("both")
-            seen.page.get_by_role("button", name="Name it so").click()
-            expect(seen.page.get_by_role("heading", name="Move both")).to_be_visible()
-        for seen in (ada, bob):
-            seen.page.get_by_role("button", name="Move it").click()
-            seen.page.wait_for_load_state("load")
-        expect(ada.page.get_by_text("names this checkpoint now")).to_be_visible()
-        expect(bob.page.locator("main")).to_contain_text("changed")
-        assert [one["checkpoint_id"] for one in site.api.get("/runs/1/aliases")["items"]] == [2]
-        ada.open("/checkpoints/3")
-        bob.open("/checkpoints/3")
-        bob.page.get_by_text("Convert…").click()
-        form = bob.page.locator("form[action$='/convert']")
-        form.get_by_label("As", exact=True).fill("export/contested.safetensors")
-        form.get_by_label("leave out values").check()
-        ada.page.get_by_text("Delete…").click()
-        ada.page.get_by_role("button", name="Delete Step 400").click()
-        expect(ada.page.get_by_role("button", name="Undo")).to_be_visible()
-        bob.page.get_by_role("button", name="Convert").click()
-        bob.page.wait_for_load_state("load")
-        expect(bob.page.locator("main")).to_contain_text("deleted")
-        ada.page.get_by_role("button", name="Undo").click()
-        expect(ada.page.get_by_role("status").filter(has_text="It is restored.")).to_be_visible()
-        assert ada.faults == []
-
-
-@pytest.mark.exhaustive
 def test_tabs_that_nobody_looks_at_leave_connections_to_others(site: Site) -> None:
     """More of them than a browser opens connections; one that is looked at again shows what it has missed."""
     with site.window() as seen:
@@ -408,42 +331,6 @@ def test_signing_out(site: Site) -> None:
     site.sign_in()
 
 
-def test_looking_around_in_the_map_of_shards(site: Site) -> None:
-    """By keys, buttons and wheel; the part is in the address, and the way back leads back."""
-    with site.kept_window() as seen:
-        page = seen.page
-        seen.open("/checkpoints/1/shards")
-        cell = page.locator("#cell")
-        expect(page.locator(".shardmap .legend")).to_contain_text("layer 0")
-        page.locator(".shardmap canvas").focus()
-        page.keyboard.press("ArrowRight")
-        expect(cell).to_contain_text("Tensor")
-        page.keyboard.press("+")
-        page.wait_for_url("**/checkpoints/1/shards?*end=*")
-        expect(page.locator("#late .said")).to_contain_text("Rank 0 wrote all of it")
-        part = seen.path
-        page.keyboard.press("Enter")
-        page.wait_for_url(lambda url: _end(url) < _end(part))
-        page.mouse.move(*_middle(page, 0.4))
-        page.mouse.move(*_middle(page, 0.5))
-        expect(cell).to_contain_text("__0_0")
-        page.get_by_role("link", name="dtype").click()
-        page.wait_for_url("**colour=dtype*")
-        expect(page.locator(".shardmap .legend")).to_contain_text("float32")
-        page.get_by_role("button", name="All").click()
-        page.wait_for_url(lambda url: "end=" not in url)
-        page.go_back()
-        page.wait_for_url("**end=*")
-        expect(page.locator("[name=end]")).not_to_have_value("")
-        chunks = page.get_by_role("link", name="All chunks as a table")
-        expect(chunks).to_have_attribute("href", re.compile("end="))
-        chunks.click()
-        expect(page.locator("tbody tr").first).to_contain_text("float32")
-        seen.open("/checkpoints/1/anatomy")
-        expect(page.locator(".lead")).to_contain_text("waited")
-        assert seen.faults == []
-
-
 @pytest.mark.exhaustive
 def test_what_is_typed_while_an_answer_is_under_way_stays(site: Site) -> None:
     """A slow answer brings the field as it was when it was asked for; nothing of what is typed is lost."""
@@ -464,43 +351,5 @@ def test_what_is_typed_while_an_answer_is_under_way_stays(site: Site) -> None:
         expect(page.locator("#glob")).to_be_focused()
 
 
-@pytest.mark.exhaustive
-def test_two_fingers_on_the_map(site: Site) -> None:
-    """Apart they zoom in around what is between them, and move it; one finger leaves the map as it is."""
-    with site.window(360) as seen:
-        page = seen.page
-        touch = page.context.new_cdp_session(page)
-        touch.send("Emulation.setTouchEmulationEnabled", {"enabled": True, "maxTouchPoints": 2})
-        seen.open("/checkpoints/1/shards")
-        expect(page.locator(".shardmap .legend")).to_contain_text("layer 0")
-        page.locator(".shardmap canvas").scroll_into_view_if_needed()
-        x, y = _middle(page, 0.4)
-        _fingers(touch, [[(x, y)], [(x + 60, y)]])
-        page.wait_for_timeout(400)
-        assert "end=" not in page.url
-        _fingers(touch, [[(x - far, y), (x + far, y)] for far in (20, 40, 80)])
-        page.wait_for_url("**end=*")
-        part = _end(seen.path)
-        expect(page.locator("#late .said")).to_contain_text("Rank 0 wrote all of it")
-        _fingers(touch, [[(x - 50 - aside, y), (x + 50 - aside, y)] for aside in (0, 30, 60)])
-        page.wait_for_url(lambda url: _end(url) > part)
-        _fingers(touch, [[(x - far, y), (x + far, y)] for far in (80, 40, 20)])
-        page.wait_for_url(lambda url: "end=" not in url)
-        assert seen.faults == []
-
-
-def _fingers(touch: Any, places: list[list[tuple[float, float]]]) -> None:
-    for number, points in enumerate(places):
-        kind = "touchMove" if number else "touchStart"
-        given = [{"x": x, "y": y, "id": finger} for finger, (x, y) in enumerate(points)]
-        touch.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": given})
-    touch.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
-
-
 def _end(url: str) -> int:
     return int(parse_qs(urlsplit(url).query)["end"][0])
-
-
-def _middle(page: Any, across: float) -> tuple[float, float]:
-    box = page.locator(".shardmap canvas").bounding_box()
-    return box["x"] + across * box["width"], box["y"] + box["height"] / 3

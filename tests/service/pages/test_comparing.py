@@ -104,59 +104,6 @@ def test_what_changed_at_once_and_by_values(site: Site) -> None:
     assert (answer["basis"], answer["matching"], answer["job_id"]) == ("values", 5, 1)
 
 
-def test_which_tensors_in_which_order(site: Site) -> None:
-    """Kinds with counts, parts of names, orders and pages: all in the address."""
-    a, b = site.id(1), site.id(2)
-    site.runs.do("diff", a=a, b=b)
-    path = f"/diff?a={a}&b={b}"
-    assert "m.extra" in rows_of(site.browser.page(f"{path}&kind=added"))
-    assert "m.layers" not in rows_of(site.browser.page(f"{path}&kind=added"))
-    found = site.browser.page(f"{path}&glob=layers")
-    assert "1 of 4" in found.text and "m.grows" not in rows_of(found)
-    by_share = rows_of(site.browser.page(f"{path}&order=changed"))
-    assert by_share.index("m.layers.0") < by_share.index("m.extra")
-    nothing = site.browser.page(f"{path}&glob=nothing")
-    assert "No tensor that differs is like this." in nothing.text
-    assert site.browser.get(f"{path}&kind=nonsense").status_code == 422
-    assert site.browser.get(f"{path}&glob={'*a' * 100}").status_code == 422
-
-
-def test_histograms_of_both_lie_over_each_other(site: Site) -> None:
-    """Of a tensor in both, read when it is asked for; of one that is in one only why there is none."""
-    a, b = site.id(1), site.id(2)
-    page = site.browser.page(f"/diff?a={a}&b={b}&tensor=m.layers.0.weight")
-    assert "before after" in page.text.partition("m.layers.0.weight")[2]
-    assert "1 2 32 100 % 32 100 %" in page.text
-    missing = site.browser.page(f"/diff?a={a}&b={b}&tensor=m.extra")
-    assert "not in the checkpoint" in missing.text
-
-
-def test_how_two_are_chosen(site: Site) -> None:
-    """Ticked in a list in any order, from the page of one, with the step before; the way back is a link."""
-    one, two, three = site.id(1), site.id(2), site.id(3)
-    page = site.browser.page("/runs/1")
-    ticks = [given["value"] for name, given in page.elements if given.get("name") == "of"]
-    assert sorted(map(int, ticks)) == sorted((one, two, three))
-    for given in ((one, three), (three, one)):
-        answer = site.browser.get("/diff", params={"of": given})
-        assert str(answer.url).endswith(f"/diff?a={one}&b={three}")
-    assert f"/diff?a={two}&b={three}" in site.browser.page(f"/checkpoints/{three}").links
-    assert str(site.browser.get(f"/diff?b={three}").url).endswith(f"/diff?a={two}&b={three}")
-    assert f"/diff?a={three}&b={two}" in site.browser.page(f"/diff?a={two}&b={three}").links
-    assert "Which two?" in site.browser.page("/diff").text
-    assert str(site.browser.get(f"/diff?of={two}").url).endswith(f"/diff?a={one}&b={two}")
-    for wrong in (f"of={one}", f"b={one}", "a=1&b=x", f"a={one}&b={three}&cursor=x"):
-        assert site.browser.get(f"/diff?{wrong}").status_code == 422, wrong
-    many = site.browser.page(f"/diff?of={three}&of={two}&of={one}")
-    assert "3 checkpoints are ticked." in many.text
-    chosen = site.browser.submit(many.form("/diff"))
-    assert str(chosen.url).endswith(f"/diff?a={one}&b={three}"), (
-        "the first and the last, if no other is chosen"
-    )
-    for gone in ("a=1&b=99", "of=1&of=99"):
-        assert site.browser.get(f"/diff?{gone}").status_code == 404, gone
-
-
 def test_what_was_deleted_is_told_as_such(site: Site) -> None:
     """Says which of two was deleted, the way to restore it, and a pair that can be compared instead."""
     one, two, three = site.id(1), site.id(2), site.id(3)
@@ -168,17 +115,6 @@ def test_what_was_deleted_is_told_as_such(site: Site) -> None:
     assert {f"/checkpoints/{two}", f"/diff?b={three}", "/runs/1"} <= set(page.links)
     assert str(site.browser.get(f"/diff?b={three}").url).endswith(f"/diff?a={one}&b={three}")
     assert "It is deleted: its values" in site.browser.page(f"/checkpoints/{two}?colour=change").text
-
-
-def test_a_difference_of_what_was_replaced_is_not_shown(site: Site, tmp_path: Path) -> None:
-    """Shows no difference that a job found of other content."""
-    a, b = site.id(1), site.id(2)
-    site.runs.do("diff", a=a, b=b)
-    assert "Compare the values" not in site.browser.page(f"/diff?a={a}&b={b}").text
-    dcp.save(state(1), checkpoint_id=tmp_path / "main/run/step-2", no_dist=True)
-    scan(site.app)
-    page = site.browser.page(f"/diff?a={a}&b={b}")
-    assert "as their checksums tell" in page.text and "Relative L2" not in page.text
 
 
 def test_a_comparison_that_fails_says_so(site: Site, tmp_path: Path) -> None:
@@ -206,21 +142,6 @@ def test_hostile_names_are_text(site: Site) -> None:
     assert f"m.{shown}" in chosen.text and shown in page.text and "\u202e" not in page.text
 
 
-def test_names_longer_than_addresses(site: Site, tmp_path: Path) -> None:
-    """Rows of what changed, came and went lead to pages of the tensor, whatever its name."""
-    name = "\N{COLLISION SYMBOL}" * 5000
-    for step in (1, 2):
-        state = {f"{name}{n}": torch.full((2,), float(step)) for n in (0, step)}
-        dcp.save(state, checkpoint_id=tmp_path / f"main/long/step-{step}", no_dist=True)
-    scan(site.app)
-    a, b = (site.runs.id("main", f"long/step-{step}") for step in (1, 2))
-    page = site.browser.page(f"/diff?a={a}&b={b}")
-    rows = [link for link in page.links if "tensor=" in link or "fqn=" in link]
-    assert len(rows) == 3
-    for link in rows:
-        assert "float32" in site.browser.page(link).text
-
-
 # -- the steps of a run --------------------------------------------------------------------------------------
 
 
@@ -244,26 +165,3 @@ def test_the_drift_of_a_run(site: Site) -> None:
     assert "m.layers.0 100 % 100 %" in changed
     assert site.browser.get(f"{path}?value=nonsense").status_code == 422
     assert site.browser.get("/runs/99/drift").status_code == 404
-
-
-def test_weights_are_not_outshone_by_their_optimizer(site: Site, tmp_path: Path) -> None:
-    """The strip is of weights alone, unless all is asked for; links narrow differences to a part."""
-    for step in (1, 2):
-        state = {"m.w": torch.full((4,), 1.0 + step / 100), "optim.exp_avg": torch.full((4,), 10.0**step)}
-        dcp.save(state, checkpoint_id=tmp_path / f"main/both/step-{step}", no_dist=True)
-    scan(site.app)
-    a, b = (site.runs.id("main", f"both/step-{step}") for step in (1, 2))
-    run = site.app.base.get(f"/api/v1/checkpoints/{a}").json()["run_id"]
-    site.runs.do("drift", run_id=run)
-    page = site.browser.page(f"/runs/{run}/drift")
-    table = page.text.partition("The same as a table")[2]
-    assert "m 0.0099" in table and "optim" not in table
-    assert f"/runs/{run}/drift?of=all" in page.links
-    assert "optim 9" in site.browser.page(f"/runs/{run}/drift?of=all").text
-    path = f"/diff?a={a}&b={b}"
-    site.runs.do("diff", a=a, b=b)
-    rows = rows_of(site.browser.page(path))
-    assert rows.index("m.w") < rows.index("optim.exp_avg"), "which moved most"
-    assert {f"{path}&top=m", f"{path}&top=optim"} <= set(site.browser.page(path).links)
-    assert "optim" not in rows_of(site.browser.page(f"{path}&top=m"))
-    assert "1 of 2" in site.browser.page(f"{path}&top=optim&glob=avg").text

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.support.app import App
 from tests.support.catalog_rows import add_checkpoint
 from tests.support.page_rows import add_steps, derive
-from tests.support.pages import HOSTILE, Browser, PageText
+from tests.support.pages import HOSTILE, Browser
 
 
 def test_a_family_is_shown(keyed: App, of_main: Browser) -> None:
@@ -41,24 +39,6 @@ def test_a_family_is_shown(keyed: App, of_main: Browser) -> None:
     assert "base/step-1" in alone.text
     assert of_main.get(f"/checkpoints/{hidden}/lineage").status_code == 404
     assert of_main.get("/checkpoints/99/lineage").status_code == 404
-
-
-def test_nothing_is_known(keyed: App, reader: Browser) -> None:
-    """Says so, and names the facts that would be noted."""
-    number = add_checkpoint(keyed.service.database, "run/step-1")
-    assert "Nothing was made of it" in reader.page(f"/checkpoints/{number}/lineage").text
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_names_of_any_kind_in_the_graph(keyed: App, reader: Browser, name: str) -> None:
-    """Of runs and checkpoints: text, cut where it is long."""
-    name = name.replace("/", "|")[:400]
-    one = add_checkpoint(keyed.service.database, f"{name}/{name}1", step=1)
-    two = add_checkpoint(keyed.service.database, f"{name}/{name}2", step=2)
-    derive(keyed, two, one)
-    page = reader.page(f"/checkpoints/{one}/lineage")
-    assert name[:60] in PageText(reader.get(f"/checkpoints/{one}/lineage").text).text or " " in name
-    assert not [given for tag, given in page.elements if tag == "img"]
 
 
 def test_a_huge_family_is_a_small_page(keyed: App, reader: Browser) -> None:

@@ -6,17 +6,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-import pytest
 import torch
 
-import dcp
 from tests.support.app import App
-from tests.support.catalog_roots import age, write_manifest
+from tests.support.catalog_roots import age
 from tests.support.catalog_rows import add_checkpoint
 from tests.support.page_rows import registered as note_one
 from tests.support.page_rows import set_provenance
-from tests.support.pages import Browser, PageText, faults_of
-from tests.support.ranks import run_ranks
+from tests.support.pages import Browser, PageText
 from tests.support.sharded import grid, save_sharded
 
 HOSTILE = "<img src=x onerror='alert(1)'>\u202e{{ 7*7 }}"
@@ -69,38 +66,6 @@ def test_which_rank_wrote_how_much(app: App, browser: Browser, tmp_path: Path) -
         assert browser.get(f"/checkpoints/{number}/shards?{wrong}").status_code == 422, wrong
 
 
-def test_chunks_are_text_and_come_in_pages(app: App, browser: Browser, tmp_path: Path) -> None:
-    """Names of any kind; each chunk once; a part of a name finds them; how often a box is stored."""
-    number = sharded(app, tmp_path, parts=(16, 8))
-    page, rows = browser.page(f"/checkpoints/{number}/shards/chunks"), 0
-    while True:
-        rows += len([1 for name, given in page.elements if name == "th" and given.get("scope") == "row"])
-        following = [given["href"] for _, given in page.elements if given.get("rel") == "next"]
-        if not following:
-            break
-        page = browser.page(following[0])
-    assert rows == 128 + 6 + 2
-    found = browser.get(f"/checkpoints/{number}/shards/chunks", params={"glob": HOSTILE[:20]})
-    hostile = PageText(found.text)
-    assert faults_of(hostile) == [] and not [1 for name, _ in hostile.elements if name == "img"]
-    assert "0:2, 0:4" in hostile.text and "layers.0.w" not in hostile.text
-    assert "Nothing lies there." in browser.page(f"/checkpoints/{number}/shards/chunks?glob=none").text
-
-
-@pytest.mark.exhaustive
-def test_a_large_index_is_not_waited_for(app: App, browser: Browser, tmp_path: Path) -> None:
-    """Shows the page before an index of half a million chunks is read, and how to have it."""
-    write_manifest(tmp_path / "main/big/step-1", tensors=500_001)
-    number = note_one(app, "big/step-1")
-    first = browser.page(f"/checkpoints/{number}/shards")
-    assert "takes seconds" in first.text and "wrote" not in first.text
-    (later,) = {given["hx-get"] for _, given in first.elements if given.get("hx-select") == "#late > *"}
-    assert (later, f"{later}?wait=true" in first.links) == (f"/checkpoints/{number}/shards", True)
-    assert "wrote" in browser.page(f"{later}?wait=true").text
-    for path in (later, f"/checkpoints/{number}/anatomy"):
-        assert "takes seconds" not in browser.page(path).text
-
-
 def test_what_a_save_was_waiting_for(app: App, browser: Browser, tmp_path: Path) -> None:
     """Tells the wait of training apart from work behind it, by phase and rank, and marks stragglers."""
     ranks = [
@@ -140,21 +105,3 @@ def test_what_has_no_ranks_or_phases(app: App, browser: Browser, tmp_path: Path)
         assert answer.status_code == 410, page
         assert f"/checkpoints/{gone}" in PageText(answer.text).links, "back to what the catalog knows"
         assert browser.get(f"/checkpoints/999/{page}").status_code == 404, page
-
-
-def _saved(rank: int, world_size: int, path: str) -> None:
-    state = {"model": {f"layers.{n}.w": torch.ones(32, 32) for n in range(4)}, "step": 1}
-    dcp.save(state, checkpoint_id=path)
-
-
-@pytest.mark.exhaustive
-def test_a_save_by_real_ranks(app: App, browser: Browser, tmp_path: Path) -> None:
-    """Shows notes of four ranks on their save, and the bytes of each."""
-    path = tmp_path / "main" / "real" / "step-1"
-    run_ranks(4, _saved, str(path))
-    number = registered(app, path, "real/step-1")
-    anatomy = browser.page(f"/checkpoints/{number}/anatomy")
-    assert "training waited for all of it" in anatomy.text and "write" in anatomy.text
-    rows = [1 for name, given in anatomy.elements if name == "th" and given.get("scope") == "row"]
-    assert len(rows) >= 2 + 4
-    assert "wrote" in browser.page(f"/checkpoints/{number}/shards").text

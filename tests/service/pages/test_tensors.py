@@ -127,17 +127,6 @@ def test_the_page_of_a_tensor(site: Any) -> None:
     assert browser.get("/checkpoints/1/tensors").status_code == 422
 
 
-def test_a_histogram_has_its_table(site: Any) -> None:
-    """Every element is in it, and the bars are as many as its rows."""
-    _, browser, _ = site
-    page = browser.page(tensor(1, "model.layers.0.weight"))
-    table = page.text.partition("From To Elements Share")[2].partition("Bins are powers")[0]
-    counts = [int(row[2].replace(",", "")) for row in re.findall(r"(\S+) (\S+) ([\d,]+) [\d.e-]+ %", table)]
-    assert sum(counts) == 32 * 48 and len(counts) > 8
-    bars = [given for name, given in page.elements if name == "rect" and given.get("class") == "s0"]
-    assert len(bars) == sum(count > 0 for count in counts)
-
-
 @pytest.mark.parametrize("name", HOSTILE)
 def test_names_of_any_kind(site: Any, name: str) -> None:
     """A tensor is found from the list by whatever it is called: slashes, globs, 10,000 characters, NUL."""
@@ -153,36 +142,6 @@ def test_names_of_any_kind(site: Any, name: str) -> None:
     for path in (below for below in page.links if "/tensors/" in below and "/api/" not in below):
         assert len(browser.get(path).content) < 300_000, path
     assert all(browser.get(path).status_code == 200 for path in page.links if "format=" in path)
-
-
-def test_a_slice_as_cells(site: Any) -> None:
-    """Cells and their table by any two dimensions; heads lead closer; what cannot be drawn says what can."""
-    _, browser, _ = site
-    page = browser.page(tensor(1, "model.conv", "/slice", d0="1", d1="2", d2=":", d3=":"))
-    values = weights(1)["conv"][1, 2]
-    table = page.text.partition("heads lead closer")[2]
-    assert [f"{float(value):.5g}" in table for value in values.ravel()] == [True] * 30
-    usual = browser.page(tensor(1, "model.conv", "/slice"))
-    given = {
-        g["name"]: g["value"]
-        for name, g in usual.elements
-        if name == "input" and g.get("name", "")[:1] == "d"
-    }
-    assert given == {"d0": "0", "d1": "0", "d2": ":", "d3": ":"}
-    whole = browser.page(tensor(1, "model.layers.0.weight", "/slice", value="max"))
-    closer = [link for link in whole.links if "d0=4%3A6" in link or "d0=4:6" in link]
-    assert closer and "value=max" in closer[0]
-    part = browser.page(closer[0])
-    block = weights(1)["layers.0.weight"][4:6]
-    assert f"{float(block[0, :3].max()):.5g}" in part.text
-    (twin,) = [g["href"] for _, g in part.elements if g.get("class") == "twin"]
-    assert browser.get(twin).json()["shape"] == [2, 48]
-    for wrong in ({"d0": "1:2:0"}, {"d0": "nonsense"}, {"d2": "0"}, {"d0": ":", "d1": ":"}, {"d0": "99"}):
-        refused = browser.page(tensor(1, "model.conv", "/slice", **wrong))
-        assert [g for _, g in refused.elements if g.get("role") == "alert"] or wrong == {"d2": "0"}, wrong
-    nan = browser.page(tensor(2, "model.layers.1.weight", "/slice"))
-    assert "2 NaN or infinite" in nan.text
-    assert len([1 for _, g in nan.elements if g.get("class") == "wrong"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -239,19 +198,6 @@ def test_what_an_optimizer_keeps(site: Any) -> None:
         assert "First moment beside it 0.25" in panel  # 0.5 / (1 - 0.9) / 20
     assert "dead" in browser.page(tensor(1, "model.layers.0.bias")).text
     assert "Optimizer" not in browser.page(tensor(1, "model.conv")).text
-
-
-def test_names_that_fit_very_many_are_no_more_work(site: Any) -> None:
-    """Of 500 tensors that one state can be of a few are listed, and fewer of them read."""
-    app, browser, folder = site
-    states = {"state": {"weight": {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": ["weight"]}]}
-    model = {f"{n}.weight": torch.ones(2) for n in range(500)}
-    dcp.save({"model": model, "optim": states}, checkpoint_id=folder / "main/many")
-    age(folder / "main/many")
-    number = registered(app, "many")
-    page = browser.page(tensor(number, "model.7.weight"))
-    assert "500 tensors are called so" in page.text and "The first 16 of 501." in page.text
-    assert page.text.count("not computed yet") == 10
 
 
 def test_what_is_large_is_read_only_when_it_is_asked_for(site: Any) -> None:
@@ -317,42 +263,3 @@ def test_layers_dead_and_exploding(site: Any) -> None:
     steps = browser.page(tensor(1, "model.layers.0.weight", "/steps"))
     first = weights(1)["layers.0.weight"].double().norm()
     assert f"{norm:.5g}" in steps.text and f"{first:.5g}" in steps.text
-
-
-def test_a_job_that_failed_says_why(site: Any) -> None:
-    """Offers it again in the place of its result."""
-    app, browser, folder = site
-    file = next((folder / "main/sharded").glob("__1_0*"))
-    whole = file.read_bytes()
-    page, form = "/checkpoints/3/layers", "/checkpoints/3/statistics"
-    browser.submit(browser.page(page).form(form))
-    file.write_bytes(whole[: len(whole) // 2])
-    computed(app, folder)
-    failed = browser.page(page)
-    assert "has failed" in failed.text and failed.form(form)
-    file.write_bytes(whole)
-    age(file)
-    browser.submit(failed.form(form))
-    computed(app, folder)
-    assert "none is dead or exploding" in browser.page(page).text
-
-
-def test_areas_by_change(site: Any) -> None:
-    """Offered to be computed; then each name has how much all below it changed, as numpy says."""
-    app, browser, folder = site
-    address = "/checkpoints/2?prefix=model&colour=change"
-    before = browser.page(address)
-    assert "has not been compared" in before.text
-    assert browser.submit(before.form("/checkpoints/2/change")).url.path == "/checkpoints/2"
-    waiting = browser.page(address)
-    assert [g for _, g in waiting.elements if "/events" in g.get("sse-connect", "")]
-    computed(app, folder)
-    page = browser.page("/checkpoints/2?prefix=model.layers.0&colour=change")
-    a, b = (weights(step)["layers.0.weight"].double() for step in (1, 2))
-    assert f"{float((b - a).norm() / a.norm()):.5g}" in page.text
-    assert "bias float32 32 none" in page.text
-    colours = [g["data-colour"] for name, g in page.elements if name == "tr" and "data-colour" in g]
-    assert sorted(colours) == ["q0", "q4"]
-    assert "There is no step before it" in browser.page("/checkpoints/1?colour=change").text
-    plain = browser.page("/checkpoints/2?prefix=model.layers.0&colour=bytes")
-    assert {g["data-colour"] for name, g in plain.elements if "data-colour" in g} == {"one"}

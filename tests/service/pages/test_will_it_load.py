@@ -226,17 +226,6 @@ def test_what_people_have_of_a_state(here: App) -> None:
     assert "4 of 4 names fit" in pasted(here, "bare/step-1", json.dumps(index)).text
 
 
-@pytest.mark.parametrize("name", ["layers.%d.weight", "x." * 400 + "%d"])
-def test_many_names_are_answered_in_part(here: App, name: str) -> None:
-    """Counts thousands of missing names, and lists some of them."""
-    path = f"/api/v1/checkpoints/{number(here, 'run/step-1')}/will-it-load"
-    tensors = [{"fqn": name % n, "shape": [2]} for n in range(5_000)]
-    answer = here.base.post(path, json={"tensors": tensors})
-    assert answer.status_code == 200, answer.text[:500]
-    assert answer.json()["plain"]["counts"]["missing"] == 5_000
-    assert len(answer.json()["plain"]["problems"]) <= 505
-
-
 # -- models of Hugging Face ----------------------------------------------------------------------------------
 
 

@@ -28,11 +28,11 @@ from tests.support.statements import most_rows_inserted, statements_to
 def test_a_root_that_is_replaced_during_a_scan(catalog: Catalog, replace: Callable[[Path], None]) -> None:
     """Whenever that is: nothing vanishes, and nothing of the other place is taken in; once the root is back
     all is as before, with what is new."""
-    keys = {f"run-{number % 50:02}/step-{number}" for number in range(120)}
+    keys = {f"run-{number % 50:02}/step-{number}" for number in range(60)}
     for key in keys:
         catalog.save(key)
     catalog.scan()
-    new = {f"run-x{number % 50:02}/new-{number}" for number in range(120)}
+    new = {f"run-x{number % 50:02}/new-{number}" for number in range(60)}
     for key in new:
         catalog.save(key)
     replaced: list[str] = []
@@ -61,6 +61,28 @@ def test_a_root_that_is_replaced_during_a_scan(catalog: Catalog, replace: Callab
     assert catalog.states() == dict.fromkeys(sorted(keys | new), "committed")
 
 
+def test_a_scan_that_stops_halfway_is_gone_on_with(catalog: Catalog) -> None:
+    """Leaves whole checkpoints and nothing vanished; the next attempt has the rest."""
+    keys = {f"run-{number % 50:02}/step-{number}" for number in range(296)}  # more than are written at a time
+    for key in keys:
+        catalog.save(key)
+    turns: list[str] = []
+
+    def break_off(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if statement.startswith("INSERT INTO checkpoints"):
+            turns.append(statement)
+            if len(turns) == 2:
+                raise ConnectionError("the worker is stopped")
+
+    event.listen(Engine, "before_cursor_execute", break_off)
+    try:
+        catalog.scan()
+    finally:
+        event.remove(Engine, "before_cursor_execute", break_off)
+    assert len(turns) > 2 and catalog.states() == dict.fromkeys(sorted(keys), "committed")
+    assert catalog.scan()["opened"] == 0
+
+
 def test_two_at_once(catalog: Catalog) -> None:
     """Scans of one root at the same time write each checkpoint once, and count it once."""
     for step in range(60):
@@ -80,7 +102,7 @@ def test_a_deletion_beside_a_new_save(catalog: Catalog) -> None:
     folder, key = catalog.place("run/step-1"), "run/step-1"
     catalog.add(key)
     with ThreadPoolExecutor(2) as pool:
-        for number in range(20):
+        for number in range(8):
             shutil.rmtree(folder)
             gone = pool.submit(catalog.register, key, deleted=True)
             write_manifest(folder, save_id=f"{number:08x}")

@@ -102,28 +102,6 @@ def test_the_same_is_found_on_s3(
         assert found_in(catalog)["hub/checkpoint-500"] == ("vanished", "safetensors", 500)
 
 
-def test_stock_saved_over_ours(catalog: Catalog) -> None:
-    """Then stock's metadata is the truth about the folder, though our manifest is still there."""
-    folder = catalog.place("run/step-1")
-    dcp.save({"w": torch.ones(2)}, checkpoint_id=folder, no_dist=True)
-    age(catalog.place(""))
-    catalog.scan()
-    assert found_in(catalog) == {"run/step-1": ("committed", "dcp", 1)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        stock.save({"w": torch.ones(2), "v": torch.ones(3)}, checkpoint_id=folder, no_dist=True)
-    catalog.scan()
-    assert found_in(catalog) == {"run/step-1": ("committed", "torch_dcp", 1)}
-
-
-def test_steps_in_the_folder_of_a_checkpoint(catalog: Catalog) -> None:
-    """A commit that somebody has once made in the folder of a run does not hide the run's steps."""
-    for key in ("run", "run/step-1", "run/step-2"):
-        dcp.save({"w": torch.ones(2)}, checkpoint_id=catalog.place(key), no_dist=True)
-    catalog.scan()
-    assert sorted(found_in(catalog)) == ["run", "run/step-1", "run/step-2"]
-
-
 def test_ranks_that_saved_on_their_own(catalog: Catalog) -> None:
     """What ranks committed without each other is one checkpoint."""
     dcp.save({"w": torch.ones(2)}, checkpoint_id=catalog.place("whole"), no_dist=True)
@@ -149,9 +127,9 @@ STEPS: dict[str, int | None] = {
     "Epoch=1-step=0200.ckpt": 200,
     "run/1200": 1200,
     "model_1000.pt": 1000,
+    "last-v1.ckpt": None,
     "exports/seed-1.safetensors": None,
     "model-00001-of-00002.safetensors": None,
-    "last-v1.ckpt": None,
     "2026-11-23": None,
     "9" * 30: None,
     f"snapshots/{'a1' * 20}": None,
@@ -174,18 +152,3 @@ def test_steps_are_read_from_names(catalog: Catalog) -> None:
     age(catalog.place(""))
     catalog.scan()
     assert {key: row["step"] for key, row in catalog.rows().items()} == STEPS
-
-
-def test_places_in_memory(make_database: MakeDatabase, tmp_path: Path) -> None:
-    """Where there is no listing of everything folders are listed one by one; names that no key can have are
-    counted there, too."""
-    place = f"memory://{tmp_path}"
-    keys = ["run-b/step-1", "run/inner/step-1", "run/step-1"]
-    for key in (*keys, "new\nline/step-1", ".hidden/step-1"):
-        dcp.save({"w": torch.ones(2)}, checkpoint_id=f"{place}/{key}", no_dist=True)
-    with running_app(make_database(), tmp_path, roots={"main": {"url": place}}) as app:
-        catalog = Catalog(app, tmp_path)
-        for _ in range(2):
-            report = catalog.scan()
-        assert found_in(catalog) == dict.fromkeys(keys, ("committed", "dcp", 1))
-        assert len(report["trouble"]) == 1 and "control characters" in report["trouble"][0]

@@ -6,10 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pytest
 import torch
-from safetensors.numpy import save_file
 
 import dcp
 from tests.support.app import running_app
@@ -72,58 +69,27 @@ def test_a_deletion_is_believed_as_far_as_storage_bears_it_out(catalog: Catalog)
     assert say(catalog, "run/step-2", deleted=True).json()["id"] is None
 
 
-def test_a_damaged_one_is_noted_with_the_reason(catalog: Catalog) -> None:
-    """It is unreadable, as by a scan, and the reason has no path of the server."""
-    path = catalog.save("run/step-1")
-    path.write_bytes(path.read_bytes()[:-9])
-    assert not say(catalog, "run/step-1").json()["is_present"]
-    row = catalog.rows()["run/step-1"]
-    assert row["state"] == "unreadable" and "checksum" in row["problem"]
-    assert str(catalog.folder) not in row["problem"]
-
-
-def test_files_and_folders_of_weights_are_registered(catalog: Catalog) -> None:
-    """Whatever a scan would find can be said."""
-    catalog.place("hub").mkdir()
-    for key in ("hub/model.safetensors", "alone.safetensors"):
-        save_file({"w": np.ones(3, np.float32)}, catalog.place(key))
-    for key in ("hub", "alone.safetensors"):
-        assert say(catalog, key).status_code == 201
-    assert {row["format"] for row in catalog.rows().values()} == {"safetensors"}
-
-
-@pytest.mark.parametrize("url", ["{main}/run", "file://{main}/run", "{main}/run/", "{main}"])
-def test_the_root_is_found_by_a_url(catalog: Catalog, url: str) -> None:
-    """Trainers know a path or a URL, of which the catalog makes a root and a key."""
-    catalog.save("run/step-1")
-    place = url.format(main=catalog.place(""))
-    key = "step-1" if "run" in place.rpartition("main")[2] else "run/step-1"
-    answer = say(catalog, key, root_url=place)
-    assert (answer.json()["root"], answer.json()["key"]) == ("main", "run/step-1")
-
-
-def test_the_root_is_the_innermost_that_holds_it(
+def test_the_root_is_the_innermost_that_holds_the_url(
     make_database: MakeDatabase, tmp_path: Path, s3_server: S3Server, s3_root: str
 ) -> None:
-    """Of roots within each other; of S3 by whatever scheme it is written with."""
-    options = s3_server.storage_options
-    roots: dict[str, Any] = {"main": {"url": f"{tmp_path}/main"}, "inner": {"url": f"{tmp_path}/main/inner"}}
+    """Makes a root and a key of a path or URL, as trainers know it; of S3 in whatever scheme."""
+    options, bucket = s3_server.storage_options, s3_root.removeprefix("s3://")
+    main = f"{tmp_path}/main"
+    roots: dict[str, Any] = {"main": {"url": main}, "inner": {"url": f"{main}/inner"}}
     roots["bucket"] = {"url": f"{s3_root}/runs", "storage_options": options}
-    for place in (f"{tmp_path}/main/run", f"{tmp_path}/main/inner/run"):
+    for place in (f"{main}/run", f"{main}/inner/run"):
         dcp.save({"w": torch.ones(2)}, checkpoint_id=f"{place}/step-1", no_dist=True)
     there = f"{s3_root}/runs/a/step-1"
     dcp.save({"w": torch.ones(2)}, checkpoint_id=there, storage_options=options, no_dist=True)
-    bucket = s3_root.removeprefix("s3://")
     with running_app(make_database(), tmp_path, roots=roots) as app:
         catalog = Catalog(app, tmp_path)
-        for url, found in (
-            (f"{tmp_path}/main/run", ("main", "run/step-1")),
-            (f"{tmp_path}/main/inner/run", ("inner", "run/step-1")),
-            (f"s3://{bucket}/runs/a", ("bucket", "a/step-1")),
-            (f"s3a://{bucket}/runs/a", ("bucket", "a/step-1")),
-            (f"S3://{bucket}/runs/a/", ("bucket", "a/step-1")),
+        for url, key, found in (
+            *((url, "step-1", ("main", "run/step-1")) for url in (f"{main}/run", f"file://{main}/run/")),
+            (main, "run/step-1", ("main", "run/step-1")),
+            (f"{main}/inner/run", "step-1", ("inner", "run/step-1")),
+            *((f"{s}://{bucket}/runs/a", "step-1", ("bucket", "a/step-1")) for s in ("s3", "s3a", "S3")),
         ):
-            answer = say(catalog, "step-1", root_url=url)
+            answer = say(catalog, key, root_url=url)
             assert answer.is_success, answer.text
             assert (answer.json()["root"], answer.json()["key"]) == found
         for url in (f"s3://{bucket}/runs-of-others", f"s3://{bucket}", f"s3://{bucket.split('/')[0]}"):

