@@ -12,22 +12,18 @@ import pytest
 import structlog
 
 from tests.support.databases import (
-    _sqlite_template,
     database,
     empty_database,
     make_database,
     postgres_server,
     share_statements,
-    shared_database,
 )
 
 __all__ = [
-    "_sqlite_template",
     "database",
     "empty_database",
     "make_database",
     "postgres_server",
-    "shared_database",
 ]
 
 

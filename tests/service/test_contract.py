@@ -63,7 +63,7 @@ def test_what_is_made_is_shown_listed_changed_and_removed(catalog: Catalog, reso
 
 
 def test_what_cannot_be_meant_is_refused_and_nothing_is_stored(catalog: Catalog, resource: Resource) -> None:
-    """Each mistake is 422 with a problem document, and one name is there once."""
+    """Each mistake is 422 with a problem document, in a change as well, and one name is there once."""
     client, path = catalog.http, f"{API}{resource.path}"
     before = client.get(path).json()["items"]
     for change in (*resource.wrong, {"unknown": 1}):
@@ -72,8 +72,12 @@ def test_what_cannot_be_meant_is_refused_and_nothing_is_stored(catalog: Catalog,
         assert answer.headers["content-type"] == "application/problem+json"
         assert answer.json()["request_id"] == answer.headers["x-request-id"]
     assert client.get(path).json()["items"] == before
+    place = make(client, resource).headers["Location"]
+    if resource.change is not None:
+        for change in resource.wrong:
+            assert client.patch(place, json=change).status_code == 422, change
     if resource.named is not None:
-        assert [make(client, resource).status_code for _ in range(2)] == [201, 409]
+        assert make(client, resource).status_code == 409
 
 
 def test_each_scope_does_what_it_says(catalog: Catalog, resource: Resource) -> None:

@@ -10,30 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sqlalchemy import select
 
-from dcp.server.database.engine import Database
-from dcp.server.database.tables import checkpoints
-from dcp.server.roots import Roots
-from dcp.server.scanning.scanner import Scanner, ScanReport
 from dcp.storage.commit_names import MANIFEST_NAME
 from dcp.storage.formats.index import CheckpointIndex, starts
 from dcp.storage.formats.native.manifest import encode_manifest
 
 OLD_SECONDS = 1_700_000_000.0
 """A time of files that nobody is writing any more."""
-
-
-def scan(database: Database, roots: Roots, name: str = "main", **options: Any) -> ScanReport:
-    """A scan by a new scanner."""
-    return Scanner(database, roots).scan(name, **options)
-
-
-def rows(database: Database) -> dict[str, dict[str, Any]]:
-    """All checkpoints as they are in the table, by key."""
-    with database.read() as connection:
-        found = connection.execute(select(checkpoints).order_by(checkpoints.c.key)).mappings()
-        return {row["key"]: dict(row) for row in found}
 
 
 def age(path: Path, seconds: float = OLD_SECONDS) -> None:

@@ -32,7 +32,6 @@ __all__ = [
     "migrated_sqlite",
     "postgres_server",
     "share_statements",
-    "shared_database",
 ]
 
 _STATEMENTS: Final = 3_000
@@ -116,13 +115,6 @@ def migrated_sqlite() -> bytes:
 
 
 @pytest.fixture(scope="session")
-def _sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("database") / "template.sqlite"
-    path.write_bytes(migrated_sqlite())
-    return path
-
-
-@pytest.fixture(scope="session")
 def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgresServer]:
     """One PostgreSQL for all processes of the run, started by the first test that wants it."""
 
@@ -165,26 +157,6 @@ def database(make_database: MakeDatabase) -> Iterator[Database]:
     opened = Database(make_database())
     yield opened
     opened.close()
-
-
-@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
-def shared_database(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Database]:
-    """A migrated database that the tests of a module share: for those that only read."""
-    if request.param == "sqlite":
-        path = tmp_path_factory.mktemp("shared") / "catalog.sqlite"
-        path.write_bytes(migrated_sqlite())
-        opened = Database(f"sqlite:///{path}")
-        yield opened
-        opened.close()
-        return
-    server: PostgresServer = request.getfixturevalue("postgres_server")
-    name = server.create_migrated()
-    opened = Database(server.url(name))
-    yield opened
-    opened.close()
-    server.drop(name)
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

@@ -14,11 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import select
-
 from dcp.server.catalog.roots import sync_roots
 from dcp.server.database.engine import Database
-from dcp.server.database.tables import checkpoints, roots
 from dcp.server.jobs import ledger
 from dcp.server.jobs.executors.subprocess_main import error_of
 from dcp.server.jobs.kind import JobContext
@@ -26,7 +23,6 @@ from dcp.server.jobs.kinds import KINDS
 from dcp.server.jobs.ledger.states import Claim, JobRow
 from dcp.server.roots import Roots
 from dcp.server.scanning.scanner import Scanner
-from dcp.server.security.principal import LOCAL, Principal
 from dcp.server.settings import Settings
 
 __all__ = ["KindRuns"]
@@ -51,55 +47,17 @@ class KindRuns:
         """Bring the catalog up to date."""
         Scanner(self.database, self.roots).scan(root)
 
-    def row(self, root: str, key: str) -> Any:
-        """A row of `tables.checkpoints`, with ``root``; None if there is none."""
-        query = (
-            select(checkpoints, roots.c.name.label("root"))
-            .join(roots, roots.c.id == checkpoints.c.root_id)
-            .where(roots.c.name == root, checkpoints.c.key == key)
-        )
-        with self.database.read() as connection:
-            return connection.execute(query).one_or_none()
-
-    def id(self, root: str, key: str) -> int:
-        """The number of a checkpoint that was found."""
-        return int(self.row(root, key).id)
-
-    def all(self, query: Any) -> list[Any]:
-        """All rows of a query."""
-        with self.database.read() as connection:
-            return list(connection.execute(query).all())
-
     # -- jobs ------------------------------------------------------------------------------------------------
-
-    def submit(self, kind: str, caller: Principal = LOCAL, **params: Any) -> int:
-        """A job as a request would make it."""
-        given = KINDS[kind].params.model_validate(params)
-        now = time.time()
-        return self.database.transact(
-            lambda connection: ledger.submit(
-                connection, KINDS[kind].specify(connection, given, caller, self.settings), now
-            )
-        )
-
-    def do(self, kind: str, **params: Any) -> JobRow:
-        """Submit a job, and carry out all that there is to do."""
-        number = self.submit(kind, **params)
-        self.drain()
-        return self.job(number)
 
     def job(self, number: int) -> JobRow:
         """A job as it is now."""
         with self.database.read() as connection:
             return ledger.get_job(connection, number)
 
-    def drain(self) -> list[JobRow]:
-        """Carry out whatever there is to do; the jobs that were at it."""
-        seen: dict[int, JobRow] = {}
+    def drain(self) -> None:
+        """Carry out whatever there is to do."""
         while (made := self.claim()) is not None:
             self.complete(made, self.carry_out(made))
-            seen[made.job.id] = self.job(made.job.id)
-        return list(seen.values())
 
     def claim(self, lease_seconds: float = 3600.0) -> Claim | None:
         """The next thing to do, if it is not to be waited for."""

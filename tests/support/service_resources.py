@@ -99,7 +99,11 @@ RESOURCES: dict[str, Resource] = {
         root="main",
         named=None,
         has_secret=True,
-        wrong=({"url": "http://127.0.0.1/"}, {"events": ["nothing"]}, {"url": ""}, {"more": 1}),
+        wrong=(
+            *({"url": url} for url in ("http://127.0.0.1/", "http://1.1.1.1/", "https://2130706433/", "")),
+            *({"events": ["nothing"]}, {"events": []}, {"roots": ["nowhere"]}, {"secret": "short"}),
+            {"description": "a\u0000b"},
+        ),
     ),
     "key": Resource(
         path="/keys",

@@ -6,9 +6,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
 
 __all__ = ["listening"]
 
@@ -16,7 +16,7 @@ _HANG_SECONDS = 60.0
 
 
 @contextmanager
-def listening(app: FastAPI) -> Iterator[str]:
+def listening(app: Any) -> Iterator[str]:
     """The URL at which it listens, on a free port of the loopback interface."""
     config = uvicorn.Config(app, port=0, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)

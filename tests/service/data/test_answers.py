@@ -31,8 +31,8 @@ from dcp.server.http.middleware.requests import RequestMiddleware
 from dcp.server.problems import RangeError
 from dcp.server.process.logs import configure_logs
 from dcp.server.settings import Settings
-from tests.support.asgi_server import served
 from tests.support.service import wait_until
+from tests.support.sockets import listening
 
 PART = 1 << 20
 
@@ -91,8 +91,9 @@ class Site:
 
     def serve(self, stack: ExitStack) -> httpx.Client:
         """On a socket."""
-        self.port = stack.enter_context(served(RequestMiddleware(self.app)))
-        return stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60))
+        url = stack.enter_context(listening(RequestMiddleware(self.app)))
+        self.port = int(url.rpartition(":")[2])
+        return stack.enter_context(httpx.Client(base_url=url, timeout=60))
 
     def ask(self, stack: ExitStack, receive_buffer: int | None = None) -> socket.socket:
         """A client that has asked, and has read nothing."""
@@ -211,6 +212,3 @@ def test_a_place_comes_before_planning() -> None:
         for thread in asking:
             thread.join(60)
     assert [answer.status_code for answer in answers] == [206, 206] and made == [1]
-
-
-# -- phases of a save ----------------------------------------------------------------------------------------

@@ -238,6 +238,3 @@ def test_from_s3(s3_server: S3Server, s3_root: str, tmp_path: Path) -> None:
         assert torch.equal(load_safetensors(whole.content)["model.w"], STATE["model"]["w"])
         part = site.http.get(f"{number}/download", headers={"Range": "bytes=100-50000"})
         assert part.content == whole.content[100:50_001]
-
-
-# -- what a plan costs ---------------------------------------------------------------------------------------

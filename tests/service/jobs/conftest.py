@@ -40,12 +40,10 @@ def state() -> dict[str, Any]:
 
 @pytest.fixture
 def local(make_database: MakeDatabase, tmp_path: Path) -> Iterator[JobSite]:
-    """``run/step-5`` in the root "main", beside the empty "export" and "frozen", which is only read."""
-    names = ("main", "export", "frozen")
-    roots = {name: {"url": str(tmp_path / name), "readonly": name == "frozen"} for name in names}
+    """``run/step-5`` in the root "main", beside the empty "export"."""
+    roots = {name: {"url": str(tmp_path / name)} for name in ("main", "export")}
     dcp.save(STATE, checkpoint_id=tmp_path / "main/run/step-5", no_dist=True)
-    for name in ("export", "frozen"):
-        (tmp_path / name).mkdir()
+    (tmp_path / "export").mkdir()
     with running_jobs(make_database(), tmp_path, roots) as site:
         site.scan("main")
         yield site
@@ -55,7 +53,7 @@ def local(make_database: MakeDatabase, tmp_path: Path) -> Iterator[JobSite]:
 def on_s3(
     make_database: MakeDatabase, tmp_path: Path, s3_server: S3Server, s3_root: str
 ) -> Iterator[JobSite]:
-    """The same in a bucket, without "frozen"."""
+    """The same in a bucket."""
     options = s3_server.storage_options
     place = f"{s3_root}/main/run/step-5"
     dcp.save(STATE, checkpoint_id=place, storage_options=options, no_dist=True)

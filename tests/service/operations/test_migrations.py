@@ -30,16 +30,6 @@ def test_an_empty_database_gets_all_tables(empty_database: Database) -> None:
     assert migrations.check(empty_database) == []
 
 
-def test_tables_and_migrations_agree_to_the_letter(empty_database: Database) -> None:
-    """Columns, defaults, checks, indexes and collations are what the table definitions would create."""
-    migrations.upgrade(empty_database)
-    migrated = _described(empty_database)
-    with empty_database.write() as connection:
-        metadata.drop_all(connection)
-        metadata.create_all(connection)
-    assert _described(empty_database) == migrated
-
-
 def test_a_database_of_a_newer_version_is_left_alone(database: Database) -> None:
     """After a downgrade of the program: said so, and nothing is changed."""
     with database.write() as connection:
@@ -121,38 +111,3 @@ def test_processes_that_start_at_once_migrate_once(empty_database: Database) -> 
         other.close()
     assert sorted(before, key=str) == [migrations.head()] * 3 + [None]
     assert migrations.check(empty_database) == []
-
-
-def _described(database: Database) -> object:
-    with database.read() as connection:
-        if database.dialect == "sqlite":
-            rows = connection.execute(
-                text("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL AND name NOT LIKE 'alembic%'")
-            )
-            return {name: _normalised(sql) for name, sql in rows}
-        columns = connection.execute(
-            text(
-                "SELECT table_name, column_name, data_type, column_default, is_nullable, collation_name,"
-                " character_maximum_length, generation_expression FROM information_schema.columns"
-                " WHERE table_schema = 'public' AND table_name <> 'alembic_version'"
-            )
-        )
-        indexes = connection.execute(
-            text(
-                "SELECT indexdef FROM pg_indexes"
-                " WHERE schemaname = 'public' AND tablename NOT LIKE 'alembic%'"
-            )
-        )
-        constraints = connection.execute(
-            text(
-                "SELECT conrelid::regclass::text, conname, pg_get_constraintdef(oid)"
-                " FROM pg_constraint WHERE connamespace = 'public'::regnamespace"
-                " AND conrelid::regclass::text NOT LIKE 'alembic%'"
-            )
-        )
-        return [{tuple(row) for row in rows} for rows in (columns, indexes, constraints)]
-
-
-def _normalised(sql: str) -> object:
-    head, _, body = " ".join(sql.split()).partition("(")
-    return head, sorted(part.strip() for part in body.removesuffix(")").split(", "))

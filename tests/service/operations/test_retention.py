@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.app import running_app
 from tests.support.catalog import API, Catalog, pages
-from tests.support.databases import MakeDatabase
 
 POLICIES = "/retention/policies"
 
@@ -113,37 +111,3 @@ def test_policies_and_purges_are_due_by_the_clock(catalog: Catalog) -> None:
     purges = catalog.get("/jobs", kind="purge")["items"]
     assert [job["created_by"] for job in purges] == ["system"] * 2
     assert catalog.regular_work(601) == 1
-
-
-def test_a_root_that_is_only_read_loses_nothing(make_database: MakeDatabase, tmp_path: Any) -> None:
-    """Neither by a request nor by a policy."""
-    roots = {name: {"url": str(tmp_path / name), "readonly": name == "main"} for name in ("main", "other")}
-    with running_app(make_database(), tmp_path, roots=roots) as app:
-        catalog = Catalog(app, tmp_path)
-        numbers = fill(catalog)
-        answer = catalog.http.delete(f"{API}/checkpoints/{numbers[1]}")
-        assert answer.status_code == 403 and "read-only" in answer.json()["detail"]
-        body: dict[str, Any] = {"name": "p", "root": "main", "run_glob": "*", "keep": {"last": 1}}
-        made = catalog.http.post(f"{API}{POLICIES}", json=body)
-        assert made.status_code == 403 and "read-only" in made.json()["detail"], made.text
-        catalog.regular_work()
-        catalog.work()
-        assert set(catalog.states().values()) == {"committed"}
-
-
-def test_previews_come_run_by_run_and_a_run_of_the_policy_is_one_job(catalog: Catalog) -> None:
-    """Each run once over the pages, with what goes and why; asking again for the job gives the same."""
-    for run in ("run-a", "run-b", "else"):
-        fill(catalog, run, 4)
-    number = policy(catalog, run_glob="run*", keep={"last": 1})
-    found = pages(catalog.http, f"{POLICIES}/{number}/preview", limit=1)
-    assert [one["run"] for one in found] == ["run-a", "run-b"]
-    assert (found[0]["kept"], found[0]["deleted"], found[0]["deleted_bytes"]) == (1, 3, 3 * 192)
-    reasons = {one["step"]: one["reasons"] for one in found[0]["checkpoints"]}
-    assert reasons == {1: [], 2: [], 3: [], 4: ["newest", "last 1"]}
-    totals = catalog.get(f"{POLICIES}/{number}/preview/totals")
-    assert (totals["runs"], totals["deleted"], totals["is_cut"]) == (2, 6, False)
-    assert set(catalog.states().values()) == {"committed"}
-    jobs = [catalog.http.post(f"{API}{POLICIES}/{number}/run") for _ in range(2)]
-    assert [job.status_code for job in jobs] == [202, 202]
-    assert jobs[0].json()["id"] == jobs[1].json()["id"]

@@ -50,6 +50,8 @@ def test_a_huge_family_is_a_small_page(keyed: App, reader: Browser) -> None:
     page = reader.page(f"/checkpoints/{base}/lineage")
     assert "There are more than 500" in page.text and "487 more are in the table alone" in page.text
     assert len(reader.get(f"/checkpoints/{base}/lineage").content) < 1_500_000
+    boxes = {(given["x"], given["y"]) for name, given in page.elements if name == "foreignobject"}
+    assert len(boxes) == 13, "none lies on another"
 
 
 def test_the_page_of_a_checkpoint_says_where_else_its_tensors_are(keyed: App, of_main: Browser) -> None:

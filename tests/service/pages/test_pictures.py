@@ -11,56 +11,7 @@ import pytest
 from dcp.inspection.values.summaries import Summary
 from dcp.server.catalog.contents.layers import in_order, is_of_optimizer, layer_number, layer_of
 from dcp.server.jobs.kinds.shared.numbers import statistics_json
-from dcp.server.pages.drawings.graphs import BOX_HEIGHT, BOX_WIDTH, NodeBox, graph_of
 from dcp.server.pages.drawings.marks import mark_of
-from dcp.server.records.declaring import moment
-from dcp.server.records.drawings import DriftLayer
-from dcp.server.records.labels import LineageEdge, LineageNode
-
-
-def _of(values: Any, bins: int = 32) -> Any:
-    summary = Summary()
-    summary.add(np.asarray(values, np.float64))
-    found = statistics_json(summary.result(bins), histogram=True)
-    assert found is not None
-    return found["histogram"]
-
-
-def layers(count: int, width: int = 3) -> list[DriftLayer]:
-    """Numbered ones that move the more the later they come."""
-    moves = [(n / count,) * width for n in range(count)]
-    return [DriftLayer(f"m.layers.{n}", each, each, (0,) * width) for n, each in enumerate(moves)]
-
-
-def node(number: int, distance: int) -> LineageNode:
-    """One of a graph."""
-    return LineageNode(number, "main", f"run/{number}", number, "dcp", "committed", distance)
-
-
-def edge(child: int, parent: int) -> LineageEdge:
-    """One of a graph."""
-    return LineageEdge(child, parent, "converted_from", None, moment(1_700_000_000.0))
-
-
-def is_apart(one: NodeBox, other: NodeBox) -> bool:
-    """Whether neither lies on the other."""
-    return abs(one.x - other.x) >= BOX_WIDTH or abs(one.y - other.y) >= BOX_HEIGHT
-
-
-def test_a_graph_is_laid_out_in_columns() -> None:
-    """By distance from left to right; no box lies on another; lines go from right edges to left ones."""
-    nodes = [node(1, 0), node(2, -1), node(3, 1), node(4, 1), node(5, 2)]
-    graph = graph_of(nodes, [edge(1, 2), edge(3, 1), edge(4, 1), edge(5, 4)])
-    places = {box.node.id: box for box in graph.boxes}
-    assert places[2].x < places[1].x < places[3].x == places[4].x < places[5].x
-    assert all(is_apart(a, b) for a in graph.boxes for b in graph.boxes if a is not b)
-    assert (graph.left_out, len(graph.lines)) == (0, 4)
-    for line in graph.lines:
-        start, end = places[line.edge.parent_id], places[line.edge.child_id]
-        assert line.path.startswith(f"M{start.x + BOX_WIDTH} ")
-        assert line.path.endswith(f" {end.x} {end.y + BOX_HEIGHT // 2}")
-    assert all(0 <= box.y <= graph.height - BOX_HEIGHT for box in graph.boxes)
-    assert max(box.x for box in graph.boxes) == graph.width - BOX_WIDTH
 
 
 @pytest.mark.parametrize(

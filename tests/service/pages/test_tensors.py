@@ -15,8 +15,8 @@ import torch
 
 import dcp
 from tests.support.app import App, running_app
+from tests.support.catalog import Catalog
 from tests.support.catalog_roots import age
-from tests.support.kind_runs import KindRuns
 from tests.support.page_rows import registered
 from tests.support.pages import Browser, PageText
 from tests.support.sharded import grid, save_sharded
@@ -92,12 +92,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[App, Browse
         for key in keys:
             registered(app, key)
         yield app, Browser(app.client()), folder
-
-
-def computed(app: App, folder: Path) -> None:
-    """Whatever jobs there are to do."""
-    roots = {"main": {"url": str(folder / "main")}, "other": {"url": str(folder / "other")}}
-    KindRuns(app.service.database, folder, roots).drain()
 
 
 def tensor(number: int, fqn: str, path: str = "", **query: str) -> str:
@@ -244,7 +238,7 @@ def test_layers_dead_and_exploding(site: Any) -> None:
     assert sent.url.path == "/checkpoints/2/layers"
     waiting = PageText(sent.text)
     assert [g for _, g in waiting.elements if "/events" in g.get("sse-connect", "")]
-    computed(app, folder)
+    Catalog(app, folder).work()
     page = browser.page("/checkpoints/2/layers")
     row = page.text.partition("model.layers.1")[2].partition("model.layers.2")[0]
     assert "exploding" in row

@@ -15,7 +15,7 @@ import torch
 
 import dcp
 from tests.support.app import App
-from tests.support.kind_runs import KindRuns
+from tests.support.catalog import Catalog
 from tests.support.page_rows import scan
 from tests.support.pages import Browser, PageText, faults_of
 
@@ -297,8 +297,7 @@ def test_a_model_of_a_config_from_end_to_end(here: App, tmp_path: Path) -> None:
     """The program itself, in the job."""
     pasted(here, "run/step-1", json.dumps({**CONFIG, "hidden_size": "nonsense"}))
     pasted(here, "run/step-1", json.dumps(CONFIG))
-    roots = {name: {"url": str(tmp_path / name)} for name in ("main", "other")}
-    KindRuns(here.service.database, tmp_path / "work", roots).drain()
+    Catalog(here, tmp_path).work()
     one, two = (here.base.get(f"/api/v1/jobs/{n}").json() for n in (1, 2))
     assert (one["state"], two["state"]) == ("failed", "succeeded")
     assert "makes no model" in one["error"]["detail"]

@@ -15,9 +15,9 @@ import httpx
 import pytest
 
 from tests.support.app import App, running_app
-from tests.support.asgi_server import served
 from tests.support.catalog import API
 from tests.support.databases import MakeDatabase
+from tests.support.sockets import listening
 
 PUBLIC_PATHS = {"/", "/healthz", "/readyz", "/metrics", "/openapi.json", "/docs", "/redoc"} | {
     "/docs/static/{name}",
@@ -80,22 +80,6 @@ def test_authorization_of_another_kind(app: App, value: str) -> None:
     assert app.client().get("/healthz", headers={"Authorization": value}).status_code == 401
 
 
-def test_scopes_and_roots(app: App) -> None:
-    """A key does what its scopes say; one for some roots does not administrate, and another root is as one
-    that there is not."""
-    assert app.client("read").get(f"{API}/roots").status_code == 200
-    refused = app.client("write").get(f"{API}/roots")
-    assert (refused.status_code, refused.json()["scope"]) == (403, "read")
-    assert app.client("admin").get(f"{API}/roots").status_code == 200
-    assert app.client("read", name="reader").get(f"{API}/keys").status_code == 403
-    client = app.client("admin", roots=["main"])
-    assert client.get(f"{API}/keys").status_code == 403
-    assert [root["name"] for root in client.get(f"{API}/roots").json()["items"]] == ["main"]
-    hidden, missing = client.get(f"{API}/roots/other"), client.get(f"{API}/roots/nowhere")
-    assert hidden.status_code == missing.status_code == 404
-    assert hidden.json()["detail"].replace("other", "nowhere") == missing.json()["detail"]
-
-
 HOSTS = {
     200: ("localhost", "LOCALHOST:1234", "127.0.0.1:8470", "[::1]:8470"),
     421: ("evil.example", "localhost.evil.example", "", "127.0.0.2", "[::2]"),
@@ -127,7 +111,10 @@ def test_a_parameter_that_is_no_list_is_given_once(app: App) -> None:
 
 def test_two_lengths_of_one_body(app: App) -> None:
     """A request that is chunked and has a Content-Length is refused, and its connection closed."""
-    with served(app.app) as port, socket.create_connection(("127.0.0.1", port), 30) as connection:
+    with (
+        listening(app.app) as place,
+        socket.create_connection(("127.0.0.1", int(place.rpartition(":")[2])), 30) as connection,
+    ):
         connection.sendall(
             b"POST /api/v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             + f"Authorization: Bearer {app.key('read', name='lengths')}\r\n".encode()
@@ -145,8 +132,7 @@ def test_large_bodies_are_taken_a_few_at_a_time(app: App) -> None:
     one, other = (
         bearer(app.key("read", name=name)) | {"Content-Type": "application/json"} for name in ("one", "two")
     )
-    with served(app.app) as port, httpx.Client(verify=False, trust_env=False, timeout=120) as http:
-        place = f"http://127.0.0.1:{port}"
+    with listening(app.app) as place, httpx.Client(verify=False, trust_env=False, timeout=120) as http:
 
         def post(headers: dict[str, str]) -> httpx.Response:
             return http.post(f"{place}{API}/jobs", content=large, headers=headers)
