@@ -150,10 +150,10 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def damage(folder: Path, rank: int = 0) -> Path:
-    """Flip a bit of the largest tensor in the file of a rank; the file."""
+def damage(folder: Path) -> Path:
+    """Flip a bit of the largest tensor in the file of rank 0; the file."""
     index = dcp.open_index(folder)
-    (path,) = folder.glob(f"__{rank}_0.*distcp")
+    (path,) = folder.glob("__0_0.*distcp")
     own = index.chunk_files == index.files.index(path.name)
     chunk = int((index.payload_lengths * own).argmax())
     flip(path, int(index.payload_offsets[chunk]))

@@ -103,9 +103,9 @@ def rename_process(command: Sequence[str], environment: Mapping[str, str]) -> No
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_MM_MAP)")
 
 
-def mapped_files(pid: int | str = "self") -> list[str]:
-    """What a process maps, a line for each mapping."""
-    return Path(f"/proc/{pid}/maps").read_text().splitlines()
+def mapped_files() -> list[str]:
+    """What this process maps, a line for each mapping."""
+    return Path("/proc/self/maps").read_text().splitlines()
 
 
 def open_files(pid: int | str = "self") -> list[str]:

@@ -104,7 +104,7 @@ def _session() -> botocore.session.Session:
 
 
 @contextmanager
-def raw_s3(server: _Reachable, *, read_timeout_seconds: float = 60) -> Iterator[RawS3]:
+def raw_s3(server: _Reachable) -> Iterator[RawS3]:
     """A client of ``server``, or of anything with its ``storage_options``."""
     options = server.storage_options
     client = _session().create_client(
@@ -115,7 +115,7 @@ def raw_s3(server: _Reachable, *, read_timeout_seconds: float = 60) -> Iterator[
         region_name=options["client_kwargs"]["region_name"],
         config=Config(
             retries={"total_max_attempts": 1},
-            read_timeout=read_timeout_seconds,
+            read_timeout=60,
             max_pool_connections=_THREADS,
             s3={"addressing_style": "path"},
             proxies={},
