@@ -1,123 +1,32 @@
-"""Weight maps. Internal: pure algebra of names and axes, carried out on arrays of numbers that all differ."""
+"""Weight maps. Internal: pure algebra of names and axes, of which files at the door show few."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 
-from dcp.planners.weight_maps.pieces import MappedTensor, Piece, PieceSide
 from dcp.planners.weight_maps.weight_map import WeightMap, ready_maps, weight_map
 from dcp.storage.errors import OptionError, PlanError
 
-Array = npt.NDArray[Any]
-Arrays = dict[str, Array]
-
-LLAMA = {
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "hidden_size": 8,
-    "head_dim": 6,
-    "intermediate_size": 10,
-    "vocab_size": 7,
-}
+LAYER = {"self_attn": "qkvo", "mlp": ("gate", "up", "down")}
 
 
-def arrays(shapes: Mapping[str, tuple[int, ...]]) -> Arrays:
-    """Of numbers that are all different."""
-    numbers = itertools.count(1)
-    made = {}
-    for name, shape in shapes.items():
-        made[name] = np.array([next(numbers) for _ in range(int(np.prod(shape)))]).reshape(shape)
-    return made
-
-
-def planned(weights: WeightMap, source: Arrays) -> list[MappedTensor]:
-    """What becomes of the arrays."""
-    return weights.apply((name, array.shape, 0, False) for name, array in source.items())
-
-
-def view(array: Array, side: PieceSide, lengths: tuple[int, ...]) -> Array:
-    """The elements of a piece, in a C-ordered array."""
-    strides = tuple(step // array.itemsize for step in array.strides)
-    return np.lib.stride_tricks.as_strided(
-        array.reshape(-1)[side.place(strides, (0,) * array.ndim) :],
-        lengths,
-        [step * array.itemsize for step in side.strides(strides)],
-    )
-
-
-def carried_out(pieces: Iterable[Piece], source: Arrays, target: Array) -> None:
-    """Copy the elements."""
-    for piece in pieces:
-        if 0 not in piece.lengths:
-            view(target, piece.target, piece.lengths)[...] = view(
-                source[piece.source.name], piece.source, piece.lengths
-            )
-
-
-def mapped(weights: WeightMap, source: Arrays) -> Arrays:
-    """The target's arrays; elements that nothing fills are 0."""
-    made = {}
-    for tensor in planned(weights, source):
-        made[tensor.name] = np.zeros(tensor.shape, np.int64)
-        carried_out(tensor.pieces, source, made[tensor.name])
-        assert int((made[tensor.name] == 0).sum()) == tensor.padding
-    return made
-
-
-def llama(*, tied: bool = False, layers: int = 2) -> Arrays:
-    """As transformers names the weights of a small one."""
+def llama(layers: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of a small one's weights, by transformers' names."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (7, 8), "model.norm.weight": (8,)}
-    for layer in range(layers):
-        own = f"model.layers.{layer}"
-        shapes |= {
-            f"{own}.self_attn.q_proj.weight": (24, 8),
-            f"{own}.self_attn.k_proj.weight": (12, 8),
-            f"{own}.self_attn.v_proj.weight": (12, 8),
-            f"{own}.self_attn.o_proj.weight": (8, 24),
-            f"{own}.mlp.gate_proj.weight": (10, 8),
-            f"{own}.mlp.up_proj.weight": (10, 8),
-            f"{own}.mlp.down_proj.weight": (8, 10),
-            f"{own}.input_layernorm.weight": (8,),
-            f"{own}.post_attention_layernorm.weight": (8,),
-        }
-    if not tied:
-        shapes["lm_head.weight"] = (7, 8)
-    return arrays(shapes)
+    sizes = {"q": (24, 8), "k": (12, 8), "v": (12, 8), "o": (8, 24), "gate": (10, 8), "up": (10, 8)}
+    sizes["down"] = (8, 10)
+    for own in (f"model.layers.{layer}" for layer in range(layers)):
+        shapes |= {f"{own}.{part}.{n}_proj.weight": sizes[n] for part, names in LAYER.items() for n in names}
+        shapes |= {f"{own}.{name}_layernorm.weight": (8,) for name in ("input", "post_attention")}
+    return shapes | {"lm_head.weight": (7, 8)}
 
 
 def of(*rules: Mapping[str, Any], **sizes: int | str) -> WeightMap:
     """A map of these rules."""
     return WeightMap.of({"rules": rules, "sizes": sizes})
-
-
-def test_queries_keys_and_values_are_fused_by_group() -> None:
-    """As Megatron-Core has them: each group's queries, its key, its value."""
-    source = llama()
-    made = mapped(WeightMap.of("llama:hf-to-megatron").with_config({**LLAMA, "padded_vocab_size": 9}), source)
-    fused = made["decoder.layers.0.self_attention.linear_qkv.weight"].reshape(2, 4, 6, 8)
-    for group, (name, heads) in itertools.product(
-        range(2), [("q", slice(0, 2)), ("k", slice(2, 3)), ("v", slice(3, 4))]
-    ):
-        own = source[f"model.layers.0.self_attn.{name}_proj.weight"].reshape(2, -1, 6, 8)[group]
-        assert np.array_equal(fused[group, heads], own)
-    embedding = made["embedding.word_embeddings.weight"]
-    assert embedding.shape == (9, 8)
-    assert not embedding[7:].any()
-
-
-def test_a_map_of_many_rules_can_be_inverted() -> None:
-    """There and back is the same, bit for bit, also of padding."""
-    source = llama()
-    weights = WeightMap.of("llama:hf-to-megatron").with_config({**LLAMA, "padded_vocab_size": 9})
-    back = mapped(weights.inverse, mapped(weights, source))
-    assert back.keys() == source.keys()
-    assert all(np.array_equal(back[key], source[key]) for key in source)
 
 
 def fused(one: str, other: str, to: str, **sizes: Any) -> dict[str, Any]:
@@ -243,8 +152,9 @@ def test_numbers_by_hand_are_of_the_configuration_or_of_axes() -> None:
 def test_layers_that_are_missing_at_the_end_are_told() -> None:
     """Of a whole model, by its configuration; a part of one may lack them."""
     source = llama(layers=2)
-    weights = WeightMap.of("llama:hf-to-titan").with_config({**LLAMA, "num_hidden_layers": 4})
-    given = [(name, array.shape, 0, False) for name, array in source.items()]
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "num_hidden_layers": 4}
+    weights = WeightMap.of("llama:hf-to-titan").with_config(config)
+    given = [(name, shape, 0, False) for name, shape in source.items()]
     with pytest.raises(
         PlanError, match=r"there should be 4 of layer \(num_hidden_layers\): 2 and 1 more miss"
     ):

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dcp
@@ -263,13 +263,6 @@ def test_a_folder_of_transformers_tells_its_sizes(tmp_path: Path) -> None:
     save_file(weights, tmp_path / "model.safetensors")
     for ranks in (1, 2):
         run_ranks(ranks, load_by_config, str(tmp_path))
-
-
-def whole_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All of it, replicated if it is sharded."""
-    if isinstance(tensor, DTensor):
-        return tensor.redistribute(tensor.device_mesh, [Replicate()])
-    return tensor
 
 
 class Fused(nn.Module):

@@ -126,34 +126,3 @@ def test_experts_that_no_rank_has_or_that_differ_are_named_on_all(tmp_path: Path
         weights = dcp.weight_map("qwen3:hf-to-titan", num_experts=EXPERTS)
         dcp.save(part_of(0, 1, without=3), checkpoint_id=tmp_path / "c", map=weights, no_dist=True)
     assert not (tmp_path / "c").exists()
-
-
-def save_by_transformers_map(rank: int, world_size: int, source: str, path: str) -> None:
-    """Every other expert of the checkpoint, stacked as the model has them."""
-    own = {
-        name: tensor
-        for name, tensor in dcp.read(source, no_dist=True).items()
-        if ".experts." not in name or int(name.split(".experts.")[1].split(".")[0]) % world_size == rank
-    }
-    dcp.save(own, checkpoint_id=path, map=dcp.transformers_map(source))
-
-
-@pytest.mark.exhaustive
-def test_a_mixtral_of_transformers(tmp_path: Path) -> None:
-    """Its files' experts on two ranks become the stacked and fused ones of its model."""
-    import transformers  # seconds of each process that collects tests
-
-    config: Any = transformers.MixtralConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=37,
-        num_local_experts=4,
-    )
-    build: Any = transformers.AutoModelForCausalLM.from_config
-    made = build(config)
-    made.save_pretrained(tmp_path / "hf")
-    run_ranks(2, save_by_transformers_map, str(tmp_path / "hf"), str(tmp_path / "c"))
-    assert_equal(dcp.read(tmp_path / "c"), made.state_dict())
