@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 import dcp
 from dcp import convert
-from dcp.errors import CheckpointConflictError, CorruptCheckpointError
+from dcp.errors import CheckpointConflictError
 from tests.support.conversion import training_state
 from tests.support.fault_doors import findings
 from tests.support.fault_plan import HANG
@@ -149,30 +148,3 @@ def test_uploads_of_a_killed_conversion_end_with_the_next(
     folder = "" if kind in ("torch", "file") else f"{name}/"
     assert {f"{folder}{file}" for file in made.files} <= names
     _assert_large(url, _options(s3_server))
-
-
-@pytest.mark.parametrize(
-    "kind",
-    ["dcp", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("torch", "file", "shards"))],
-)
-def test_a_damaged_source_leaves_and_replaces_nothing(
-    kind: str, large: Path, s3_server: S3Server, s3_root: str, tmp_path: Path
-) -> None:
-    """Worker processes compare before a file appears: the old one stays, and of a folder's new files none."""
-    name, settings = _LARGE_TARGETS[kind]
-    url, options = f"{s3_root}/{name}", _options(s3_server)
-    damaged = tmp_path / "damaged"
-    shutil.copytree(large, damaged)
-    file = next(damaged.glob("*.distcp"))
-    data = bytearray(file.read_bytes())
-    data[len(data) // 4] ^= 1
-    file.write_bytes(data)
-    before: dict[str, bytes] = {}
-    with raw_s3(s3_server) as raw:
-        if kind in ("torch", "file"):
-            convert(large, url, target_options=options, executor="inline", **settings)
-            before = {name: raw.read(url)}
-        with pytest.raises(CorruptCheckpointError, match="damaged"):
-            convert(damaged, url, target_options=options, workers=2, overwrite=True, **settings)
-        assert {key: raw.read(f"{s3_root}/{key}") for key in raw.list(s3_root)} == before
-        assert not raw.uploads(s3_root)

@@ -19,7 +19,6 @@ import dcp
 from dcp.errors import PlanError
 from dcp.storage.stores import PosixStore
 from tests.support.s3 import S3Server
-from tests.support.s3_versions import CLEAN, Place
 from tests.support.versions import version_of, version_state
 
 
@@ -64,20 +63,6 @@ def test_with_stock_in_both_directions(
         assert _loaded(StockReader(url, **options)) == version, name
         names = [path.rpartition("/")[2] for path in fsspec.open_files(f"{url}/*", **options).fs.find(url)]
         assert ("manifest.msgpack" in names) == (writer is dcp.FsspecWriter), name
-
-
-def test_each_overwrites_the_other(s3_server: S3Server, s3_root: str) -> None:
-    """Whoever saved last is what both load. dcp clears away what it replaces, whoever wrote it."""
-    place = Place(s3_root, s3_server.storage_options)
-    place.stock_save(1)
-    place.save(2)
-    assert (place.seen(), place.seen_by_stock(), place.listing()) == (2, 2, CLEAN)
-    place.stock_save(3)
-    assert (place.seen(), place.seen_by_stock()) == (3, 3)
-    assert place.findings() <= {"metadata", "stray-file"}
-    place.save(4)
-    assert (place.seen(), place.seen_by_stock(), place.listing()) == (4, 4, CLEAN)
-    assert place.findings() == set()
 
 
 # -- what they are -------------------------------------------------------------------------------------------

@@ -68,9 +68,6 @@ def test_a_run_keeps_what_it_is_told_to(s3_server: S3Server, s3_root: str, mode:
         assert restored.checkpoint_id == f"{s3_root}/step-00000006"
 
 
-# -- damage --------------------------------------------------------------------------------------------------
-
-
 # -- notes and deletions -------------------------------------------------------------------------------------
 
 
@@ -112,6 +109,3 @@ def test_what_an_earlier_run_left_is_finished(
             state = version_state(0)
             assert manager.restore(state, step=3) is not None and version_of(state) == 33
         assert below(raw, s3_root) == {f"step-{step:08d}": CHECKPOINT for step in (3, 4)}
-
-
-# -- what it costs -------------------------------------------------------------------------------------------

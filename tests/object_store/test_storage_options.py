@@ -47,9 +47,6 @@ def test_every_function_takes_them(s3_server: S3Server, s3_root: str) -> None:
     assert findings(f"{s3_root}/step-2", **options) == set()
 
 
-# -- the writer process --------------------------------------------------------------------------------------
-
-
 # -- what is refused -----------------------------------------------------------------------------------------
 
 

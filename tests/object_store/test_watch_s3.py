@@ -1,12 +1,10 @@
-"""On a real S3 server: saves that are cancelled or meet a deadline, and consumers that follow a run there."""
+"""On a real S3 server: consumers that follow a run there."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,59 +14,14 @@ import torch
 import dcp
 from dcp.errors import CheckpointConflictError
 from tests.support.crashes import Child, in_lab
-from tests.support.fault_plan import Fault, Kind
 from tests.support.fault_proxy import FaultProxy
 from tests.support.faulty_saves import PART_BYTES
-from tests.support.s3 import RawS3, S3Server, raw_s3
-
-SLOW = Fault(Kind.DELAY, seconds=20.0)
-"""Longer than a cancelled save may take, which must not wait for it."""
+from tests.support.s3 import S3Server
 
 
 def _manager_of(root: str, server: S3Server | FaultProxy, **options: Any) -> dcp.CheckpointManager:
     storage_options = server.storage_options | {"part_bytes": PART_BYTES}
     return dcp.CheckpointManager(root, storage_options=storage_options, no_dist=True, **options)
-
-
-def _state_of(version: int) -> dict[str, Any]:
-    return {"model": torch.full((1000,), version), "optimizer": torch.full((4, 1 << 20), float(version))}
-
-
-def _version_restored(manager: dcp.CheckpointManager) -> tuple[int, int]:
-    state = _state_of(0)
-    restored = manager.restore(state)
-    assert restored is not None
-    assert float(state["optimizer"].min()) == float(state["model"].max())
-    return restored.step, int(state["model"][0])
-
-
-def _becomes(condition: Callable[[], object]) -> bool:
-    deadline = time.monotonic() + 60
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return bool(condition())
-
-
-def _left_of(raw: RawS3, root: str, step: int) -> list[str]:
-    folder = f"{root}/step-{step:08d}/"
-    return [*raw.list(folder), *raw.uploads(folder).values()]
-
-
-@pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.exhaustive)])
-def test_a_cancelled_upload_is_ended(
-    s3_server: S3Server, s3_proxy: FaultProxy, s3_root: str, mode: Any
-) -> None:
-    """In the middle of its parts: neither an object nor an upload is left, and the step before loads."""
-    with _manager_of(s3_root, s3_proxy, mode=mode) as manager, raw_s3(s3_server) as raw:
-        manager.save(1, _state_of(1))
-        assert manager.wait(120)
-        s3_proxy.spoil(SLOW, operation="UploadPart", times=None)
-        manager.save(2, _state_of(2))
-        assert _becomes(lambda: raw.uploads(f"{s3_root}/step-00000002"))
-        assert manager.cancel()
-        assert _left_of(raw, s3_root, 2) == []
-        s3_proxy.heal()
-        assert _version_restored(manager) == (1, 1)
 
 
 def _given(root: str, server: S3Server, **options: Any) -> list[int]:

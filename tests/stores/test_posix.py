@@ -139,24 +139,6 @@ def test_content_is_durable_before_its_name_and_the_name_after(tmp_path: Path, d
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
-def test_data_files_are_synced_once_when_they_are_whole(tmp_path: Path) -> None:
-    """A large durable file is reserved, written in pieces and cut; a small one is one write and one sync."""
-    steps = Steps()
-    store = PosixStore(tmp_path, steps)
-    with store.create("small", durable=True, expected_bytes=MIB) as handle:
-        handle.write(bytes(1000))
-        handle.write(bytes(1000))
-    assert steps == [("create", "small"), ("pwrite", "small"), ("fsync", "small")]
-    with store.create("large", durable=True, expected_bytes=64 * MIB) as handle:
-        handle.write(bytes(17 * MIB + 1))
-    # Reserving and cutting belong to O_DIRECT, which this file system may not have.
-    assert [step for step, name in steps if name == "large"] in (
-        ["create", "fallocate", "pwrite", "pwrite", "pwrite", "ftruncate", "fsync"],
-        ["create", "pwrite", "pwrite", "pwrite", "fsync"],
-    )
-    assert (tmp_path / "large").stat().st_size == 17 * MIB + 1
-
-
 def test_the_system_is_really_asked_to_sync(tmp_path: Path) -> None:
     """Of a durable file, and of the folder: calls of the kernel, and none where nothing is to be durable."""
     asked: list[tuple[str, str]] = []

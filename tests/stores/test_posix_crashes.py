@@ -1,4 +1,4 @@
-"""Real crashes and real full disks, in processes of their own."""
+"""Locks of killed processes and files of forked ones, in processes of their own."""
 
 from __future__ import annotations
 
@@ -7,53 +7,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dcp.errors import StorageError
 from dcp.storage.stores import PosixStore
-from tests.support.crashes import Child, in_lab, kill_at_each_step
+from tests.support.crashes import Child, in_lab
 
 MIB = 1 << 20
-
-
-def _publish_new(folder: Path, observe: Any, size: int = 1000) -> None:
-    store = PosixStore(folder, observe)
-    store.make_root()
-    store.publish("m", b"N" * size, durable=True, expected=PosixStore(folder).version("m"))
-
-
-def _publish_large(folder: Path, observe: Any) -> None:
-    _publish_new(folder, observe, 9 * MIB)
-
-
-def _seen_after_kill(folder: Path, operation: str, killed: bool) -> tuple[str, bytes, list[str], bool]:
-    store = PosixStore(folder)
-    store.make_root()
-    current = store.read("m", limit_bytes=1 << 30)[:3] if store.stat("m") else b""
-    left = [info.name for info in store.list() if info.name != "m"]
-    store.publish("m", b"next", durable=True, expected=store.version("m"))
-    assert store.read("m", limit_bytes=9) == b"next"
-    return operation, current, left, killed
-
-
-@pytest.mark.parametrize(
-    ("act", "old"), [(_publish_new, b""), (_publish_new, b"old"), (_publish_large, b"old")]
-)
-def test_publish_killed_at_every_step(tmp_path: Path, old: bytes, act: Any) -> None:
-    """SIGKILL before any step leaves the old or the new content, one instant between, and no lock."""
-    before = tmp_path / "before"
-    before.mkdir()
-    if old:
-        (before / "m").write_bytes(old)
-    seen = in_lab(kill_at_each_step, before, tmp_path / "runs", act, _seen_after_kill)
-    contents = [content for _, content, _, _ in seen]
-    assert contents == sorted(contents, key=lambda content: content == b"NNN")
-    assert set(contents) == {old, b"NNN"}
-    assert all(name.startswith(".tmp-") for _, _, left, _ in seen for name in left)
-    assert [killed for *_, killed in seen] == [True] * (len(seen) - 1) + [False]
-    assert len(seen) >= 6 and seen[-1][2] == []
 
 
 def _hold_until_killed(folder: Path, ready: Path) -> None:
