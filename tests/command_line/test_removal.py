@@ -21,7 +21,7 @@ from tests.command_line.cli_support import (
     save_stock,
 )
 from tests.support.crashes import in_lab
-from tests.support.with_optimizer import parts_there, save_apart, save_mixed
+from tests.support.with_optimizer import parts_there, save_apart
 
 DAY = 86_400
 
@@ -244,20 +244,6 @@ def test_prune_drops_the_optimizer_only_if_asked_to(tmp_path: Path) -> None:
     (row,) = run("prune", tmp_path / "step-5", "--json", "--yes").json
     assert (row["outcome"], row["done"], row["freed_bytes"]) == ("absent", False, 0)
     assert run("verify", tmp_path / "step-5").status == 0
-
-
-def test_prune_says_what_stays_in_files_with_others(tmp_path: Path) -> None:
-    """Parts in files with others are freed where files may be rewritten; any part by a glob."""
-    save_mixed(tmp_path / "a")
-    before = content(tmp_path)
-    done = run("prune", tmp_path / "a", "--yes")
-    assert done.status == 0
-    assert "in files with what stays; --rewrite frees them" in done.out
-    assert content(tmp_path) == before
-    assert "written anew" in run("prune", tmp_path / "a", "--rewrite", "--yes").out
-    assert parts_there(tmp_path / "a") == "weights"
-    (row,) = run("prune", tmp_path / "a", "--part", "app.model.head", "--rewrite", "--yes", "--json").json
-    assert [part["name"] for part in row["parts"]] == ["app.model.head"]
 
 
 def facts(folder: Path) -> dict[str, Any]:

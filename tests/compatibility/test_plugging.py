@@ -174,6 +174,3 @@ def test_each_step_that_a_planner_overrides_is_called(package: str, tmp_path: Pa
         dcp.load(target, checkpoint_id=tmp_path / SAVE_STEPS[0], planner=planner, no_dist=True)
         assert calls, step
         assert (differences(target), target["lr"]) == ([], 0.5), step
-
-
-# -- writers as stagers -------------------------------------------------------------------------------------

@@ -43,9 +43,6 @@ def _read(checkpoint_id: str) -> Any:
     return torch.load(f"{checkpoint_id}.pt", weights_only=True)
 
 
-# -- huggingface/accelerate#4206: the adapter's slice of rank 0 is written, and read by rank 0 ---------------
-
-
 # -- pytorch/pytorch#129206: shards of FSDP2 over tensor parallelism are put together in the order of the mesh
 
 

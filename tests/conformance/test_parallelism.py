@@ -136,19 +136,6 @@ def test_ours_keeps_every_element(build: Any) -> None:
     assert all(trial.tensors > 3 * trial.loaded_by for trial in report.trials)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("build", _WORLDS, ids=lambda build: build.__name__)
-@pytest.mark.parametrize(
-    ("save", "load"),
-    [(dcp.async_save, dcp.load), (dcp.save, stock.load), (stock.save, dcp.load)],
-    ids=["behind the loop", "loaded by stock", "saved by stock"],
-)
-def test_ours_keeps_every_element_in_other_pairs(build: Any, save: Any, load: Any) -> None:
-    """Behind the loop, and with stock torch on either side."""
-    report = _tried(build, save, load, worlds=_WORLDS[build][:2])
-    assert report.ok, report
-
-
 def test_ours_refuses_experts_that_are_counted_by_rank() -> None:
     """An error comes here, and stock torch drops one rank's without a word."""
     report = _tried(builds.experts_renumbered, worlds=(2,))

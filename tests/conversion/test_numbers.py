@@ -27,7 +27,6 @@ from dcp.conversion.merging.module_patterns import ModulePattern
 from dcp.errors import OptionError
 from dcp.storage.formats import dtypes
 from tests.support.conversion import FUSED, NAMES, same, state_to_fuse, write_adapter
-from tests.support.examples import examples
 
 Small = Callable[..., None]
 _NAMES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -77,15 +76,6 @@ def test_boundaries_of_wide_types_are_cast_as_torch_casts_them(source: str, targ
     values = np.concatenate([values, np.nextafter(values, np.inf), np.nextafter(values, -np.inf)])
     special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan], kind)
     _assert_as_torch(np.concatenate([values, special]), source, target)
-
-
-@examples(60)
-@given(pair=st.sampled_from(_FROM_WIDE), seed=st.integers(0, 2**32 - 1))
-def test_any_bits_of_wide_types_are_cast_as_torch_casts_them(pair: tuple[str, str], seed: int) -> None:
-    """Random bits are mostly numbers of any size, denormal ones, and NaN."""
-    size = dtypes.BY_NAME[pair[0]].itemsize
-    bits = np.random.default_rng(seed).integers(0, 1 << 8 * size, 4096, dtype=f"<u{size}", endpoint=False)
-    _assert_as_torch(bits, *pair)
 
 
 def _nearest(values: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:

@@ -145,26 +145,6 @@ def test_an_error_at_any_operation_is_raised_typed_and_undoes_the_save(
     assert sum(one.error is not None for _, one in made) >= 8
 
 
-@pytest.mark.parametrize(
-    "before",
-    ["first", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("overwrite", "over stock"))],
-)
-def test_a_store_that_dies_for_good_leaves_the_old_or_the_new(tmp_path: Path, before: str) -> None:
-    """Raises the first error when cleaning up fails as well; the next save removes what remained."""
-    old: int | str = ABSENT if before == "first" else OLD
-    dead = StorageError("dead")
-    for folder, made in _attempts(
-        tmp_path, before, lambda number: Fault(at=number, onwards=True, error=dead)
-    ):
-        seen = seen_by_dcp(folder)
-        assert made.op in ("delete", "read", "version") if made.error is None else "dead" in str(made.error)
-        assert seen == (NEW if made.error is None or made.committed else old), made
-        save_version(folder, NEXT)
-        assert (seen_by_dcp(folder), seen_by_stock(folder)) == (NEXT, NEXT)
-        # A data file of stock's that was not deleted has no unique name, and may be of a save that runs now.
-        assert before == "over stock" or listing(folder) == CLEAN
-
-
 class FailsAfterwards(FaultInjectingStore):
     """Publishing one name happens, and is reported as failed: a lost answer, or a failed fsync behind it.
     ``then`` comes between the two."""

@@ -231,6 +231,3 @@ def test_a_rank_that_fails_in_any_phase_of_a_load_fails_it_everywhere(tmp_path: 
         assert {"RankFailedError", kind} <= {*raised.names}
         assert (raised.ranks, again) == ((who,), None)
         assert f"in {phase}" in raised.message
-
-
-# -- where it is easy to leave the others waiting ----------------------------------------------------------

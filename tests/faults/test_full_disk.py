@@ -125,36 +125,3 @@ def test_a_save_that_does_not_fit_leaves_what_was_there(
     assert raised == "StorageFullError"
     assert after == ((OLD, OLD, CLEAN, 0) if before else (ABSENT, ABSENT, {}, 0))
     assert finally_ == (NEXT, NEXT, CLEAN, 0)
-
-
-def save_with_few_pages_left(root: Path, before: bool) -> list[tuple[str, Seen, Seen]]:
-    """(raised, what is there, and after one more save) of saves with 0, 1, 2, ... free pages, until one has
-    enough."""
-    disk, rows = root / "disk", list[Any]()
-    if not own_disk(disk):
-        return [_limited(root, before, 1 << 20)]
-    while not rows or rows[-1][0]:
-        folder = disk / f"x{len(rows)}"
-        if before:
-            save_version(folder, OLD)
-        _fill(disk, len(rows) * PAGE)
-        raised, seen = _try_save(folder, NEW), look(folder)
-        (disk / "ballast").unlink()
-        save_version(folder, NEXT)
-        rows.append((raised, seen, look(folder)))
-    return rows
-
-
-@pytest.mark.parametrize("before", [False, True])
-def test_a_disk_that_is_full_at_any_moment(tmp_path: Path, before: bool) -> None:
-    """Whichever file no longer fits, the last ones of a commit too: old or new, whole, and said so."""
-    rows, old = in_lab(save_with_few_pages_left, tmp_path, before), OLD if before else ABSENT
-    assert len(rows) == 1 or (len(rows) >= 4 and rows[-1][0] == "")
-    for raised, (seen, stock, files, found), after in rows:
-        if raised == "StorageFullError":
-            assert (seen, stock, files, found) == (old, old, CLEAN if before else {}, 0)
-        elif raised == "committed":
-            assert seen == NEW and stock in (old, NEW)
-        else:
-            assert (seen, stock, files, found) == (NEW, NEW, CLEAN, 0)
-        assert after == (NEXT, NEXT, CLEAN, 0)

@@ -1,5 +1,4 @@
-"""One of several ranks leaves a save, load or proof by Ctrl-C, or is killed, where the others wait for it; or
-cannot say what it has: the others hear of it, and a checkpoint stays."""
+"""A rank leaves a save, load or proof by Ctrl-C while the others wait for it: they hear of it."""
 
 from __future__ import annotations
 
@@ -13,7 +12,6 @@ import pytest
 import torch.distributed as dist
 
 import dcp
-from tests.support.crashes import kill_rank
 from tests.support.fault_doors import HARMLESS, Fault, OpenWithFaults, findings
 from tests.support.rank_acts import Acting
 from tests.support.ranks import run_ranks
@@ -45,9 +43,7 @@ def _act(root: Path, operation: str, moment: str, strike: Any) -> None:
         dcp.prove(state, root, timeout_seconds=60)
 
 
-def struck(
-    rank: int, world_size: int, root: Path, operation: str, moment: str, victim: int, kills: bool
-) -> str:
+def struck(rank: int, world_size: int, root: Path, operation: str, moment: str, victim: int) -> str:
     """How one operation ended, which ``victim`` leaves when rank 0 comes to the moment."""
     pids: list[Any] = [None] * world_size
     dist.all_gather_object(pids, os.getpid())
@@ -56,7 +52,7 @@ def struck(
     def strike() -> None:
         if rank == 0 and not done:
             done.append(True)
-            kill_rank(victim) if kills else os.kill(pids[victim], signal.SIGINT)
+            os.kill(pids[victim], signal.SIGINT)
 
     ended = "done"
     try:
@@ -66,10 +62,9 @@ def struck(
         ended = "interrupted"
     except (dcp.CheckpointError, RuntimeError) as error:
         ended = str(error)
-    if not kills:
-        store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
-        store.set(f"done/{rank}", "1")  # who leaves the group sooner closes connections, which tells as well
-        store.wait([f"done/{other}" for other in range(world_size)], timedelta(seconds=120))
+    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    store.set(f"done/{rank}", "1")  # who leaves the group sooner closes connections, which tells as well
+    store.wait([f"done/{other}" for other in range(world_size)], timedelta(seconds=120))
     return ended
 
 
@@ -91,7 +86,7 @@ def test_a_rank_that_is_interrupted_while_it_waits_keeps_nobody(tmp_path: Path, 
     for operation, moment in some:
         root = tmp_path / f"{operation} {moment}"
         save_version(root, OLD)
-        results = run_ranks(3, struck, root, operation, moment, 1, False)
+        results = run_ranks(3, struck, root, operation, moment, 1)
         assert results[1] == "interrupted", (operation, moment, results)
         for ended in (results[0], results[2]):
             assert ended == "done" or "rank 1" in ended, (operation, moment, ended)

@@ -47,13 +47,6 @@ def test_a_crash_between_the_two_files_leaves_the_new_checkpoint(tmp_path: Path)
     assert seen(tmp_path) == ("dcp", 2)
 
 
-def test_stock_torch_overwriting_the_folder_wins(tmp_path: Path) -> None:
-    """A .metadata that the manifest does not know was written later: it is the truth."""
-    save(tmp_path, 1)
-    stock.save({"w": torch.full((3,), 2)}, checkpoint_id=tmp_path, no_dist=True)
-    assert seen(tmp_path) == ("torch_dcp", 2)
-
-
 def test_damage_to_our_own_metadata_does_not_hide_the_manifest(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

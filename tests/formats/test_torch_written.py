@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import pickle
-import pickletools
 from pathlib import Path
 
 import torch
-from hypothesis import given
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from dcp.storage.formats import dtypes
-from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
+from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.torch.metadata.writer import encode_torch_metadata
 from dcp.storage.torch_compat import strides_of, tensor_properties
-from tests.support.examples import examples
 from tests.support.formats_indexes import (
-    assert_same,
-    decode_torch_metadata,
     index_of,
-    indexes_of_torch,
     rich_state_dict,
     stock_save,
 )
@@ -53,20 +45,3 @@ def test_equals_what_stock_wrote(tmp_path: Path) -> None:
     assert isinstance(tensor, TensorStorageMetadata)
     assert type(tensor.size) is type(tensor.chunks[0].offsets) is torch.Size
     assert tensor.properties.memory_format is torch.contiguous_format
-
-
-@examples(60)
-@given(indexes_of_torch())
-def test_any_index_comes_back(index: CheckpointIndex) -> None:
-    """Of what is encoded stock's unpickler (C and Python) and our reader make the index again."""
-    index.check()
-    data = encode_torch_metadata(index, checkpoint_id="c", save_id="s")
-    pickletools.dis(data, out=io.StringIO())  # raises on a malformed stack, memo or frame
-    again = decode_torch_metadata(data)
-    assert_same(again, index)
-    assert again.provenance == {"save_id": "s", "checkpoint_id": "c", "torch_metadata_version": "1.0.0"}
-    assert (again.file_sizes == UNKNOWN).all()
-    if all(hasattr(torch, dtypes.BY_CODE[code].name) for code in set(index.dtype_codes.tolist())):
-        metadata = pickle.loads(data)
-        assert pickle._Unpickler(io.BytesIO(data)).load() == metadata
-        assert_same(index_of(metadata), index)

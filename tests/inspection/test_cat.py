@@ -204,21 +204,3 @@ def test_damage_in_any_block_is_found(tmp_path: Path, save: Callable[[Path, dict
             assert damaged.status == 3 and "'w' is damaged" in damaged.err
         flip(data_file(folder), begin + position)
     assert not (tmp_path / "w.npy").exists()
-
-
-FLOATS = ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"]
-
-
-def test_every_code_is_decoded_as_torch_does(tmp_path: Path) -> None:
-    """All codes of the small types have the same value, the same NaNs and the same signs of zeros."""
-    state = {}
-    for name in [*FLOATS, "float8_e8m0fnu"]:
-        itemsize = getattr(torch, name).itemsize
-        codes = np.arange(256**itemsize, dtype=f"u{itemsize}")
-        state[name] = torch.from_numpy(codes).view(getattr(torch, name))
-    folder = save_ours(tmp_path / "x", dict(state))
-    for name, tensor in state.items():
-        expected, found = tensor.to(torch.float32).numpy(), taken(folder, name)
-        assert np.array_equal(found.astype(np.float32), expected, equal_nan=True), name
-        numbers = ~np.isnan(expected)
-        assert np.array_equal(np.signbit(found[numbers]), np.signbit(expected[numbers])), name

@@ -8,17 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import dcp
 from tests.command_line.cli_support import run
-from tests.support.examples import examples
 from tests.support.ranks import run_ranks
-from tests.support.sharded import grid, save_sharded
 
 State = dict[str, Any]
 
@@ -150,20 +146,6 @@ def test_every_dtype_strides_ties_and_parts_of_memory(tmp_path: Path) -> None:
     copies = {name: tensor.resolve_conj().contiguous().clone() for name, tensor in state.items()}
     torch.save(copies, tmp_path / "copies.pt")
     assert by_name(tmp_path / "copies.pt") == {name: found[name] for name in copies}
-
-
-@examples(20)
-@given(data=st.data())
-def test_any_chunks_have_the_digest_of_the_whole(data: st.DataObject, tmp_path_factory: Any) -> None:
-    """Grids of chunks in any number of dimensions have the digest of one chunk."""
-    shape = tuple(data.draw(st.lists(st.integers(1, 11), min_size=1, max_size=3)))
-    dtype = data.draw(st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.float64]))
-    tensor = torch.randint(0, 250, shape).to(dtype)
-    cuts = [data.draw(st.integers(1, min(3, size))) for size in shape]
-    folder = tmp_path_factory.mktemp("chunks")
-    save_sharded(folder / "cut", {"x": tensor}, {"x": grid(shape, cuts)})
-    torch.save({"x": tensor}, folder / "whole.pt")
-    assert by_name(folder / "cut") == by_name(folder / "whole.pt")
 
 
 def test_a_changed_bit_row_shape_or_name_is_another_digest(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from tests.command_line.cli_support import run, save_ours, save_stock
 from tests.support.examples import examples
-from tests.support.sharded import grid, save_sharded
 
 
 def statistics(folder: Path, *options: str) -> Any:
@@ -142,15 +141,6 @@ def test_the_total_is_that_of_all_elements(
     folder = tmp_path_factory.mktemp("parts") / "x"
     found = statistics(save_ours(folder, {f"t{n}": array for n, array in enumerate(arrays)}))
     assert_describes(found["total"], torch.cat([array.to(torch.float64) for array in arrays]))
-
-
-@pytest.mark.parametrize("cuts", [(3, 1), (1, 4), (2, 3)])
-def test_sharding_does_not_matter(tmp_path: Path, cuts: tuple[int, ...]) -> None:
-    """Any cutting gives the same figures, also where a chunk is stored twice."""
-    tensor = torch.randn(211, 133)
-    boxes = [*grid(tensor.shape, cuts), grid(tensor.shape, cuts)[0]]
-    found = statistics(save_sharded(tmp_path / "x", {"w": tensor}, {"w": boxes}))
-    assert_describes(found["tensors"][0]["statistics"], tensor)
 
 
 def test_globs_choose_tensors(tmp_path: Path) -> None:

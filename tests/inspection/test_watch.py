@@ -281,30 +281,3 @@ def test_a_signal_ends_it(tmp_path: Path, begun: list[Program], number: int) -> 
         assert "Traceback" not in err
     assert all(json.loads(path.read_bytes())["holder"] is None for path in (root / ".watch").glob("*.cursor"))
     assert given(root) == [1]
-
-
-@pytest.mark.exhaustive
-def test_killed_at_any_time(tmp_path: Path, begun: list[Program]) -> None:
-    """Twenty kills while a run saves and repeats steps: nothing that was acknowledged comes again, and each
-    commit that stayed was given."""
-    root, log = tmp_path / "run", tmp_path / "log"
-    root.mkdir()
-    command = f"sh -c 'echo $DCP_STEP $DCP_SAVE_ID >> {log}'"
-    for number in range(20):
-        watcher = begin(begun, root, "--exec", command, "--interval", "0.05")
-        commit(root, number, number + 100)
-        if number % 5 == 4:
-            commit(root, 100)
-        time.sleep(0.4 + 0.03 * number)  # the moment of the kill, which is any
-        watcher.kill()
-        watcher.wait(60)
-    assert run("watch", root, "--once", "--exec", command).status == 0
-    lines = log.read_text().splitlines()
-    wanted = {
-        f"{int(path.name.removeprefix('step-'))} {dcp.open_index(path).provenance['save_id']}"
-        for path in root.glob("step-*")
-    }
-    assert wanted <= {*lines}
-    assert len(lines) <= len({*lines}) + 20  # one in the making, a kill
-    assert run("watch", root, "--once", "--exec", command).status == 0
-    assert log.read_text().splitlines() == lines

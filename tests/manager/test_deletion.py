@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import itertools
 import os
-import shutil
 import time
 from collections.abc import Callable
 from functools import partial
@@ -29,8 +26,6 @@ from tests.support.manager_runs import (
     until,
 )
 from tests.support.versions import (
-    ABSENT,
-    names_in,
     save_version,
     seen_by_dcp,
     seen_by_stock,
@@ -169,47 +164,6 @@ def test_a_pin_keeps_a_checkpoint_from_everybody(tmp_path: Path) -> None:
 
 
 # -- storage that fails --------------------------------------------------------------------------------------
-
-
-def delete_until_lost(root: WatchedRoot, number: int) -> None:
-    """Delete a step, from whose so many-th operation on its storage is away; then it is back."""
-    root.store(1).add(Fault(at=number, onwards=True, error=BROKEN))
-    manager = manager_of(root.url, handle_sigterm=False)
-    with contextlib.suppress(StorageError, OSError):  # of an operation before it is queued
-        manager.delete(1)
-    manager.close()
-    root.store(1).clear()
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "half published",
-        *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in KINDS if kind != "half published"),
-    ],
-)
-def test_storage_lost_at_any_operation_leaves_all_or_nothing(tmp_path: Path, kind: str) -> None:
-    """Whichever operation fails first: dcp and stock torch see it whole or not at all, and the next manager
-    finishes what was begun."""
-    KINDS[kind](tmp_path / "template" / "step-00000001", 5)
-    stock_sees = seen_by_stock(tmp_path / "template" / "step-00000001")
-    seen: list[int | str] = []
-    for number in itertools.count(1):
-        root = WatchedRoot(tmp_path / str(number))
-        shutil.copytree(tmp_path / "template" / "step-00000001", root.path(1))
-        delete_until_lost(root, number)
-        seen.append(seen_by_dcp(root.path(1)))
-        assert seen_by_stock(root.path(1)) in (stock_sees, ABSENT), number
-        if not root.path(1).exists():
-            break
-        has_begun = dcp.CheckpointManager(root.url).all_steps() == []
-        assert has_begun or seen[-1] == 5, number
-        save_more(root, 9, verify_saved="off")
-        left = names_in(root.path(1))
-        assert (left == []) == has_begun, (number, left)
-    cut = seen.index(ABSENT)
-    assert seen == [5] * cut + [ABSENT] * (len(seen) - cut)
-    assert 5 < cut < len(seen) - 3, seen
 
 
 def test_a_deletion_that_fails_is_tried_again(tmp_path: Path) -> None:

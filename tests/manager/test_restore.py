@@ -152,23 +152,6 @@ def test_steps_that_are_all_damaged_are_no_fresh_start(tmp_path: Path) -> None:
     assert "is missing" in caught.value.reasons[1] and "step 1: " in str(caught.value)
 
 
-def test_no_flip_of_a_bit_gives_another_state(tmp_path: Path) -> None:
-    """Wherever it is: the newest step in every bit, or the older one."""
-    save_steps(tmp_path, 1, 2)
-    seen = set()
-    with manager_of(tmp_path, mode="sync", verify_saved="off") as manager:
-        for path in (*data_files(folder_of(tmp_path, 2)), folder_of(tmp_path, 2) / MANIFEST):
-            whole = path.read_bytes()
-            for position in range(0, len(whole), 601):
-                flip(path, position)
-                state = version_state(0)
-                restored = manager.restore(state)
-                assert restored is not None and restored.step == version_of(state), (path.name, position)
-                seen.add(restored.step)
-                path.write_bytes(whole)
-    assert seen == {1, 2}
-
-
 def test_a_damaged_step_is_noted_and_may_be_saved_anew(tmp_path: Path) -> None:
     """Retention does not count it, so that the good one stays that is older; saved again it is good."""
     with manager_of(tmp_path) as manager:

@@ -128,20 +128,6 @@ def test_a_failed_save_is_tried_again(tmp_path: Path, mode: Any) -> None:
     assert len(data_files(tmp_path / "step-00000001")) == 1
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_failed_save_does_not_end_training(tmp_path: Path, mode: Any) -> None:
-    """It is an event and counted, and leaves no file; the next save works."""
-    seen, failing = Recorder(), Failing(times=2)
-    with manager_of(tmp_path, mode=mode, writer=writer_with(failing), on_event=seen, retries=1) as manager:
-        futures = [manager.save(step, state_at(step)) for step in (1, 2, 3)]
-        assert manager.wait(240)
-        assert (manager.failures, manager.all_steps()) == (1, [2, 3])
-    assert futures[0] is not None and isinstance(futures[0].exception(), StorageError)
-    event = seen.one("save_failed")
-    assert event.step == 1 and "the storage is away" in str(event.error)
-    assert data_files(tmp_path / "step-00000001") == []
-
-
 @pytest.mark.parametrize("mode", [*MODES, pytest.param("process", marks=pytest.mark.exhaustive)])
 def test_a_save_that_fails_behind_its_commit_is_committed(tmp_path: Path, mode: Any) -> None:
     """`.metadata` cannot be written: the same error in every mode says so, and the step counts as saved, and

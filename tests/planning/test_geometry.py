@@ -14,12 +14,6 @@ from hypothesis import strategies as st
 from dcp.errors import PlanError
 from dcp.storage.geometry.boxes import Box, range_boxes
 from dcp.storage.geometry.joins import BoxSet, disjoint, intersecting_pairs, overlapping_pairs
-from dcp.storage.geometry.payload_parts import box_parts, is_sparse
-from dcp.storage.geometry.strides import (
-    dense_order,
-    extent,
-    is_c_ordered,
-)
 from tests.support.examples import examples
 from tests.support.sharded import Boxes
 from tests.support.sharded import grid as grid_boxes
@@ -69,48 +63,6 @@ def test_a_range_of_elements_is_a_few_boxes(shape: list[int], ends: tuple[int, i
 
 
 shapes = st.lists(st.integers(1, 5), max_size=4)
-
-
-@given(shape=shapes, steps=st.lists(st.integers(2, 3), min_size=4, max_size=4), data=st.data())
-def test_only_permuted_arrays_are_dense(shape: list[int], steps: list[int], data: st.DataObject) -> None:
-    """In the order they were permuted from; not every step-th element, nor one that stands for several."""
-    array = np.empty(shape, np.uint8).transpose(data.draw(st.permutations(range(len(shape)))))
-    order = dense_order(array.shape, array.strides)
-    assert order is not None and array.transpose(order).flags.c_contiguous
-    assert is_c_ordered(array.shape, array.strides) == array.flags.c_contiguous
-    assert extent(array.shape, array.strides) == array.size
-    whole = np.empty([n * step for n, step in zip(shape, steps, strict=False)], np.uint8)
-    array = whole[tuple(slice(None, None, step) for step in steps[: len(shape)])]
-    assert array.size <= 1 or dense_order(array.shape, array.strides) is None
-    assert extent(array.shape, array.strides, 1) <= whole.size
-    repeated = np.broadcast_to(np.empty(shape, np.uint8), (2, *shape))
-    assert dense_order(repeated.shape, repeated.strides) is None
-
-
-@examples(200)
-@given(
-    shape=shapes,
-    steps=st.lists(st.integers(1, 3), min_size=4, max_size=4),
-    limit=st.integers(2, 200),
-    gap=st.integers(0, 20),
-)
-def test_parts_of_a_strided_box_have_each_element_once(
-    shape: list[int], steps: list[int], limit: int, gap: int
-) -> None:
-    """In bounded stretches of the payload, none of which reads over a gap that is too wide."""
-    whole = np.arange(int(np.prod([n * s for n, s in zip(shape, steps, strict=False)])), dtype=np.int64)
-    whole = whole.reshape([n * step for n, step in zip(shape, steps, strict=False)])
-    array = whole[tuple(slice(None, None, step) for step in steps[: len(shape)])]
-    strides = tuple(stride // 8 * 2 for stride in array.strides)  # of elements of two bytes
-    times = np.zeros(shape, np.int64)
-    for part in box_parts(0, tuple(shape), strides, 2, limit_bytes=limit, gap_bytes=gap):
-        box = Box(part.offsets, part.lengths)
-        times[box.slices] += 1
-        assert array[box.slices].min() * 2 == part.begin
-        assert array[box.slices].max() * 2 + 2 == part.end
-        assert part.end - part.begin <= limit
-        assert not is_sparse(part.lengths, strides, 2, gap)
-    assert (times == 1).all()
 
 
 @st.composite

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import tempfile
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -15,15 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dcp
 from dcp import PerRank
 from dcp.errors import PlanError, ReplicaMismatchError, StorageError
-from tests.support.examples import examples
 from tests.support.ranks import run_ranks
 from tests.support.values import leaves
 
@@ -133,45 +129,6 @@ def test_no_tensor_is_kept(tmp_path: Path) -> None:
     del tensor
     gc.collect()
     assert gone() is None
-
-
-MAKERS: list[Callable[[], torch.Tensor]] = [
-    lambda: torch.zeros(2, 3),
-    lambda: torch.zeros(3, 2).t(),
-    lambda: torch.zeros(2, 3, dtype=torch.int16),
-    lambda: torch.nn.Parameter(torch.zeros(2, 3)),
-    lambda: torch.zeros(0),
-    lambda: torch.zeros(()),
-]
-TENSORS = st.sampled_from(MAKERS).map(lambda make: make())
-LEAVES = TENSORS | st.sampled_from([1, "x", None, (1, 2), [1, 2], []])
-STATES = st.dictionaries(
-    st.sampled_from(["a", "a.b", "b", "0"]),
-    st.recursive(
-        LEAVES,
-        lambda inner: (
-            st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["b", "c", 0]), inner, max_size=3)
-        ),
-        max_leaves=4,
-    ),
-    max_size=3,
-)
-
-
-@given(st.lists(STATES, min_size=2, max_size=5), st.data())
-@examples(30)
-def test_no_history_changes_what_comes_out(states: list[dict[str, Any]], data: st.DataObject) -> None:
-    """States in any order, some of them again: each gives what a writer gives that knows none before it."""
-    with tempfile.TemporaryDirectory() as folder:
-        job = Again(Path(folder))
-        for state in data.draw(st.lists(st.sampled_from(states), min_size=2, max_size=6)):
-            try:
-                job.save(state)
-            except PlanError as refused:
-                fresh = dcp.FileSystemWriter(Path(folder) / "refused", sync_files=False)
-                with pytest.raises(PlanError) as same:
-                    dcp.save(state, storage_writer=fresh, no_dist=True)
-                assert str(same.value) == str(refused)
 
 
 # -- ranks ---------------------------------------------------------------------------------------------------

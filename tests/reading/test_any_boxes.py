@@ -133,28 +133,6 @@ def test_views_in_files_of_torch_save_arrive(data: st.DataObject, tmp_path_facto
     assert torch.equal(dcp.read(path)["t"], view)
 
 
-@pytest.mark.parametrize("scatters", [pytest.param(False, marks=pytest.mark.exhaustive), True])
-def test_boxes_of_tensors_of_many_blocks_arrive(scatters: bool) -> None:
-    """Columns of wide rows and of very long ones, and a part of a flat tensor: every block is compared."""
-    place = Place() if scatters else Place(MemoryStore)
-    wide, long = torch.randn(3000, 1400), torch.randint(0, 1 << 15, (3, 1500, 1600), dtype=torch.int16)
-    flat = torch.arange(3_000_000)
-    place.save({"wide": wide, "long": long, "flat": flat})
-    wanted = {
-        "wide": boxed(torch.zeros(50, 3000).t(), wide.shape, (0, 650), (3000, 50)),
-        "long": boxed(torch.zeros(2, 1500, 400, dtype=long.dtype), long.shape, (1, 0, 800), (2, 1500, 400)),
-        "flat": boxed(torch.zeros(2_000_000, dtype=torch.int64), flat.shape, (700_001,), (2_000_000,)),
-    }
-    report = place.load(wanted, "full")
-    assert torch.equal(wanted["wide"], wide[:, 650:700])
-    assert torch.equal(wanted["long"], long[1:3, :, 800:1200])
-    assert torch.equal(wanted["flat"], flat[700_001:2_700_001])
-    assert report.blocks_unverified == 0
-    stored = sum(tensor.nbytes for tensor in (wide, long, flat))
-    assert report.bytes_read <= stored + (40 << 22)
-    place.forget()
-
-
 def test_a_box_beside_its_tensor_is_refused(tmp_path: Path) -> None:
     """A plan that places a box outside of its tensor writes nowhere: the addresses there are of others."""
     dcp.save({"w": torch.ones(6)}, checkpoint_id=tmp_path, no_dist=True)

@@ -210,24 +210,6 @@ def of_two(tmp_path_factory: pytest.TempPathFactory) -> str:
     return path
 
 
-def load_prefixed(rank: int, world_size: int, path: str, road: str) -> Any:
-    """Into a model in the wrappers of FSDP1 and torch.compile, in more parts than were saved."""
-    layer: dict[str, Any] = {"w": sharded(torch.zeros(7, 3), world_size), "n": 0}
-    state = {"_orig_mod": {"_fsdp_wrapped_module": {"layers": {"0": layer}}}}
-    rename = {r"(_orig_mod|_fsdp_wrapped_module)\.": ""}
-    report = load(state, path, road, rename=rename, only="*.layers")
-    return layer["w"].full_tensor().tolist(), report.renamed, layer["n"]
-
-
-@pytest.mark.parametrize("road", ROADS)
-def test_wrappers_prefixes_are_renamed_away(of_two: str, road: str) -> None:
-    """A DTensor saved by 2 ranks loads on 3 under other names."""
-    prefix = "_orig_mod._fsdp_wrapped_module.layers.0."
-    renamed = {f"{prefix}{name}": f"layers.0.{name}" for name in ("w", "n")}
-    wanted = torch.arange(21.0).reshape(7, 3).tolist(), renamed, 3
-    assert run_ranks(3, load_prefixed, of_two, road) == [wanted] * 3
-
-
 def load_per_rank(rank: int, world_size: int, path: str, roads: list[tuple[str, str]]) -> list[Any]:
     """By each road a rank's own values afterwards, or the error."""
     found: list[Any] = []

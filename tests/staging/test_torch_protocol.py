@@ -1,8 +1,6 @@
 """Our stagers as torch's: their classes, protocol and results, in torch's own asynchronous save."""
 
 import collections
-import os
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -11,16 +9,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
-from torch.distributed._shard import sharded_tensor
-from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint import staging as torch_staging
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dcp
 from dcp.staging import BlockingAsyncStager, DefaultStager, StagingOptions
-from tests.support.ranks import run_ranks
-from tests.support.values import differences, fill
 
 Stager = DefaultStager | BlockingAsyncStager
 
@@ -126,43 +118,3 @@ def test_stock_async_save_works_with_our_stagers(stager: Stager, tmp_path: Path)
         loaded: dict[str, Any] = {"weight": torch.empty(4, 8), "step": -1}
         stock.load(loaded, checkpoint_id=str(tmp_path / str(step)), no_dist=True)
         assert loaded["step"] == step and bool((loaded["weight"] == step).all())
-
-
-def _stage_sharded(rank: int, world_size: int, folder: str) -> list[str]:
-    mesh = init_device_mesh("cpu", (world_size,))
-    state: dict[str, Any] = {
-        "rows": distribute_tensor(torch.zeros(5, 4), mesh, [Shard(0)]),
-        "columns": distribute_tensor(torch.zeros(3, 6), mesh, [Shard(1)]),
-        "whole": distribute_tensor(torch.zeros(3), mesh, [Replicate()]),
-        "shards": sharded_tensor.zeros(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 6, 2),
-        "plain": torch.zeros(4),
-    }
-    fill(state)
-    problems = []
-    for make in (STAGERS["default"], STAGERS["blocking"]):
-        stager = make()
-        staged = staged_by(stager, state)
-        for name in ("rows", "columns", "whole"):
-            source, copy = state[name], staged[name]
-            assert isinstance(copy, DTensor)
-            assert copy.placements == source.placements
-            assert copy.device_mesh == source.device_mesh
-            assert copy.shape == source.shape
-            if copy.to_local().numel():
-                assert copy.to_local().data_ptr() != source.to_local().data_ptr()
-        assert staged["shards"].metadata() == state["shards"].metadata()
-        problems += differences(staged)
-        response: Any = stock.async_save(state, checkpoint_id=folder, async_stager=stager)
-        getattr(response, "upload_completion", response).result(240)
-        stager.close()
-    return problems
-
-
-def test_sharded_tensors_are_staged_as_what_they_are() -> None:
-    """On two ranks DTensors keep mesh and placements, ShardedTensors their metadata; stock saves them."""
-    with tempfile.TemporaryDirectory() as folder:
-        assert run_ranks(2, _stage_sharded, folder) == [[], []]
-        loaded = {"rows": torch.empty(5, 4), "columns": torch.empty(3, 6), "shards": torch.empty(6, 2)}
-        stock.load(loaded, checkpoint_id=folder, no_dist=True)
-        assert differences(loaded) == []
-        assert ".metadata" in os.listdir(folder)  # noqa: PTH208
