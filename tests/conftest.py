@@ -36,6 +36,16 @@ if (
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+if sys.platform == "linux":
+    # What glibc has taken with mmap goes back when it is freed, but each array so freed raises the size above
+    # which it does that, to 32 MiB, and then the heap of each thread keeps up to 64 MiB for itself, which
+    # malloc_trim does not touch: hundreds of MiB in the end. Sizes that are set stay as they are.
+    _libc = ctypes.CDLL("libc.so.6")
+    _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+    for _option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+        _libc.mallopt(_option, 1 << 20)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Without the exhaustive tests, fewer examples of the others."""
     choose_profile(is_quick="not exhaustive" in config.getoption("markexpr"))
@@ -56,10 +66,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """After the last test of a file, memory that its tests freed goes back to the system: glibc keeps some
-    hundred MiB of it in the heaps of threads that have ended."""
+    """After the last test of a file, what its tests freed below that size goes back to the system."""
     if (nextitem is None or nextitem.path != item.path) and sys.platform == "linux":
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        _libc.malloc_trim(0)
 
 
 @pytest.fixture(scope="session")
