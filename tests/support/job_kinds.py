@@ -147,8 +147,6 @@ def _act(act: str, context: JobContext, folder: Path, report: ReportProgress) ->
         _take(int(argument))
     elif name == "grab":  # at once
         _take(1, int(argument))
-    elif name == "die":
-        os.kill(os.getpid(), signal.SIGKILL)
     elif name == "die_once":
         if _is_first(folder, f"died-{context.task_number}"):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -157,8 +155,6 @@ def _act(act: str, context: JobContext, folder: Path, report: ReportProgress) ->
             raise TransientJobError("not this time")
     elif name == "fail":
         raise PermanentJobError("never")
-    elif name == "away":
-        raise OSError("the storage is away: https://user:SECRET@host/")
     elif name == "secret":
         raise FileNotFoundError(2, "there is none", "https://user:SECRET@host/")
     elif name == "keep":  # in the work folder

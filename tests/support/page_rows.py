@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from sqlalchemy import update
 
@@ -13,10 +13,9 @@ from dcp.inspection.checkpoints import open_index
 from dcp.server.catalog import audit
 from dcp.server.catalog.checkpoints import upsert_checkpoints
 from dcp.server.catalog.contents.structures import StructureFacts, StructureTensor
-from dcp.server.catalog.contents.verifications import add_verification
 from dcp.server.catalog.facts import CheckpointFacts
 from dcp.server.catalog.labelling.lineage import add_lineage
-from dcp.server.database.tables import checkpoints, jobs, sessions
+from dcp.server.database.tables import checkpoints, sessions
 from dcp.server.http.access import walk_routes
 from dcp.server.scanning.registering import Registration, register
 from dcp.server.scanning.scanner import Scanner
@@ -29,7 +28,6 @@ __all__ = [
     "add_steps",
     "derive",
     "end_sessions",
-    "found_damaged",
     "note",
     "posted_paths",
     "registered",
@@ -78,30 +76,6 @@ def derive(app: App, child: int, *parents: int, **options: Any) -> None:
     with app.service.database.write() as connection:
         for parent in parents:
             add_lineage(connection, child, parent, **options)
-
-
-def found_damaged(
-    app: App,
-    number: int,
-    outcome: Literal["good", "damaged"] = "damaged",
-    findings: Sequence[dict[str, Any]] = (),
-) -> None:
-    """Job 1 has verified it."""
-    with app.service.database.write() as connection:
-        result = {"outcome": outcome, "findings": list(findings)}
-        connection.execute(update(jobs).values(state="succeeded", result=result))
-        add_verification(
-            connection,
-            number,
-            fingerprint="print-run/step-1",
-            mode="full",
-            outcome=outcome,
-            findings=list(findings),
-            checked_bytes=53,
-            seconds=1.0,
-            job_id=1,
-            now=app.service.clock(),
-        )
 
 
 def set_columns(app: App, **values: Any) -> None:

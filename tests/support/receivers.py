@@ -113,9 +113,9 @@ def raw_server(act: Callable[[socket.socket], None]) -> Iterator[int]:
         assert not thread.is_alive()
 
 
-def drip(connection: socket.socket, data: bytes, pause_seconds: float, limit_seconds: float = 20.0) -> None:
+def drip(connection: socket.socket, data: bytes, pause_seconds: float) -> None:
     """Send ``data`` again and again, a little at a time, until the other end has gone."""
-    end = time.monotonic() + limit_seconds
+    end = time.monotonic() + 20
     while time.monotonic() < end:
         connection.sendall(data)
         time.sleep(pause_seconds)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -17,12 +16,9 @@ from dcp.server.client import (
     ProblemError,
     TransportError,
 )
+from tests.service.client.conftest import MakeClient
 from tests.support.app import App, running_app
-from tests.support.both_clients import KINDS, client_of
 from tests.support.catalog_rows import add_checkpoint
-from tests.support.sockets import listening
-
-MakeClient = Callable[..., Client]
 
 
 @pytest.fixture
@@ -30,19 +26,6 @@ def app(tmp_path: Path) -> Iterator[App]:
     """The application with the roots "main" and "other"."""
     with running_app(f"sqlite:///{tmp_path / 'catalog.sqlite'}", tmp_path) as running:
         yield running
-
-
-@pytest.fixture(params=KINDS)
-def connect(request: pytest.FixtureRequest, app: App) -> Iterator[MakeClient]:
-    """Makes clients with keys of given scopes."""
-    with ExitStack() as stack:
-        url = stack.enter_context(listening(app.app))
-
-        def make(*scopes: str, key: str | None = None) -> Client:
-            key = key or app.key(*scopes)  # type: ignore[arg-type]
-            return stack.enter_context(client_of(request.param, url, key=key))
-
-        yield make
 
 
 def test_keys(connect: MakeClient) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -25,11 +24,8 @@ from dcp.server.client import (
     UnprocessableError,
     WaitTimeoutError,
 )
+from tests.service.client.conftest import MakeClient
 from tests.support.app import App, running_app
-from tests.support.both_clients import KINDS, client_of
-from tests.support.sockets import listening
-
-MakeClient = Callable[..., Client]
 
 
 @pytest.fixture(scope="module")
@@ -59,19 +55,6 @@ def state_at(step: int) -> dict[str, object]:
         },
         "lr": 0.1,
     }
-
-
-@pytest.fixture(params=KINDS)
-def connect(request: pytest.FixtureRequest, app: App) -> Iterator[MakeClient]:
-    """Makes clients with keys of given scopes."""
-    with ExitStack() as stack:
-        url = stack.enter_context(listening(app.app))
-
-        def make(*scopes: str, **options: object) -> Client:
-            key = app.key(*scopes) if scopes else "dcp_wrong"  # type: ignore[arg-type]
-            return stack.enter_context(client_of(request.param, url, key=key, **options))
-
-        yield make
 
 
 def registered(client: Client) -> list[int]:
@@ -188,7 +171,7 @@ def test_downloads(connect: MakeClient, tmp_path: Path) -> None:
 def test_refusals(connect: MakeClient) -> None:
     """Each is the error of its status, with the detail of the service and the request's id."""
     with pytest.raises(UnauthorizedError):
-        connect().roots()
+        connect(key="dcp_wrong").roots()
     reader = connect("read")
     with pytest.raises(ForbiddenError) as forbidden:
         reader.register("run/step-00000001", root="main")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -167,61 +166,16 @@ def test_diff_over_roots_and_formats(site: JobSite, tmp_path: Path) -> None:
     assert (changed["fqn"], changed["values"]["max_abs"]) == ("model.weight", 599.0)
 
 
-# -- the steps of a run --------------------------------------------------------------------------------------
-
-
-def moving(step: int) -> dict[str, Any]:
-    """Layer 2 stays, layer 10 moves at each step; at step 3 the head gets a NaN and layer 11 becomes NaN."""
-    head = torch.ones(4)
-    head[1] = float("nan") if step >= 3 else 1.0
-    tensors = {
-        "m.layers.10.w": torch.full((8,), 1.0 + step / 10),
-        "m.layers.10.b": torch.zeros(8),
-        "m.layers.11.w": torch.full((6,), float("nan") if step >= 3 else 1.0),
-        "m.layers.2.w": torch.ones(5),
-        "m.head": head,
-    }
-    return tensors | ({"m.extra": torch.ones(1)} if step == 3 else {})
-
-
-@pytest.fixture
-def drifting(make_database: MakeDatabase, tmp_path: Path) -> Iterator[JobSite]:
-    """A run of four steps, and another one of two that do not differ."""
-    for step in range(1, 5):
-        dcp.save(moving(step), checkpoint_id=tmp_path / f"main/run/step-{step}", no_dist=True)
+def test_drift_is_of_its_run_and_for_its_keys(site: JobSite, tmp_path: Path) -> None:
+    """Shows no drift of another run, and none to a key that may not see it; one step is no drift."""
     for step in (1, 2):
         dcp.save({"w": torch.ones(1)}, checkpoint_id=tmp_path / f"main/still/step-{step}", no_dist=True)
-    with running_jobs(make_database(), tmp_path) as made:
-        made.scan("main")
-        yield made
-
-
-def test_a_run_layer_by_layer(drifting: JobSite) -> None:
-    """Has distances, shares and NaNs by step, in the order in which people count."""
-    run = drifting.found("main", "run/step-1").run_id
-    drifting.result("drift", run_id=run)
-    shown = drifting.api.get(f"/runs/{run}/drift")
-    assert [(one["from_step"], one["step"], one["added"], one["removed"]) for one in shown["steps"]] == [
-        (1, 2, 0, 0),
-        (2, 3, 1, 0),
-        (3, 4, 0, 1),
-    ]
-    layers = {layer["name"]: layer for layer in shown["layers"]}
-    assert list(layers) == ["m", "m.layers.2", "m.layers.10", "m.layers.11"]
-    assert layers["m.layers.2"]["relative_l2"] == [0.0, 0.0, 0.0]
-    assert layers["m.layers.11"]["relative_l2"] == [0.0, None, None], "NaN is not unchanged"
-    assert layers["m.layers.10"]["changed"] == [0.5, 0.5, 0.5]
-    assert layers["m.layers.10"]["relative_l2"][0] == pytest.approx(0.1 / 1.1 / 2**0.5, rel=1e-5)
-    assert (layers["m"]["nonfinite"], layers["m.layers.11"]["nonfinite"]) == ([0, 1, 1], [0, 6, 6])
-
-
-def test_drift_is_of_its_run_and_for_its_keys(drifting: JobSite) -> None:
-    """Shows no drift of another run, and none to a key that may not see it; one step is no drift."""
-    run, still = (drifting.found("main", f"{name}/step-1").run_id for name in ("run", "still"))
-    drifting.result("drift", run_id=min(run, still), points=2)
-    assert drifting.http.get(f"/api/v1/runs/{max(run, still)}/drift").status_code == 404
-    stranger = drifting.app.client("read", roots=["other"])
+    site.scan("main")
+    run, still = (site.found("main", f"{name}/step-1").run_id for name in ("run", "still"))
+    site.result("drift", run_id=min(run, still), points=2)
+    assert site.http.get(f"/api/v1/runs/{max(run, still)}/drift").status_code == 404
+    stranger = site.app.client("read", roots=["other"])
     assert stranger.get(f"/api/v1/runs/{min(run, still)}/drift").status_code == 404
     with pytest.raises(RefusedError) as refused:
-        drifting.submit("drift", run_id=run, min_step=4)
+        site.submit("drift", run_id=run, min_step=2)
     assert refused.value.status == 409

@@ -39,11 +39,11 @@ def plan(catalog: Catalog, tasks: int) -> None:
     catalog.worker.complete(made, ([replace(task, weight_bytes=10)] * tasks, data))
 
 
-def do_next(catalog: Catalog, result: Any = None) -> str:
-    """The next thing that there is to do, with this result; what it was."""
+def do_next(catalog: Catalog) -> str:
+    """The next thing that there is to do; what it was."""
     made = catalog.worker.claim()
     assert made is not None
-    catalog.worker.complete(made, result or {})
+    catalog.worker.complete(made, {})
     return str(made.phase)
 
 

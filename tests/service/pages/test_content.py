@@ -12,8 +12,9 @@ import torch
 
 import dcp
 from tests.support.app import App
+from tests.support.catalog import Catalog
 from tests.support.catalog_rows import add_checkpoint
-from tests.support.page_rows import add_steps, found_damaged, set_columns, structure_of
+from tests.support.page_rows import add_steps, set_columns, structure_of
 from tests.support.pages import HOSTILE, Browser, PageText, faults_of
 
 
@@ -297,18 +298,19 @@ def test_what_is_partial_or_not_finite_says_so(app: App, browser: Browser) -> No
     assert (series["count"], series["nonfinite_count"], series["last_nonfinite_step"]) == (1, 1, 2)
 
 
-def test_a_job_that_found_damage_is_not_green(app: App, browser: Browser) -> None:
+def test_a_job_that_found_damage_is_not_green(app: App, browser: Browser, tmp_path: Path) -> None:
     """Its page and the list say so; the checkpoint's page has the findings where it was begun."""
-    number = add_checkpoint(app.service.database, "run/step-1")
+    catalog = Catalog(app, tmp_path)
+    number = catalog.add("run/step-1")  # of which there is no data
     browser.submit(browser.page(f"/checkpoints/{number}").form(f"/checkpoints/{number}/verify"))
-    finding = {"kind": "checksum", "message": "block 7 of w", "file": None, "fqn": "w"}
-    found_damaged(app, number, findings=[finding])
-    for path in ("/jobs", "/jobs/1"):
+    catalog.work()
+    for path, of_tasks in (("/jobs", 0), ("/jobs/1", 1)):  # its task has done what it was for
         page = browser.page(path)
-        assert "found damage" in page.text and not good_ones(page), path
-    assert "block 7 of w" in browser.page("/jobs/1").text
+        assert "found damage" in page.text and good_ones(page) == of_tasks, path
+    (finding,) = app.base.get("/api/v1/jobs/1").json()["result"]["findings"]
+    assert finding["message"] in browser.page("/jobs/1").text
     work = browser.page(f"/checkpoints/{number}").text.partition("Work on it")[2]
-    assert "checksum block 7 of w Verify again" in work
+    assert f"{finding['message']} Verify again" in work
 
 
 def test_answers_are_compressed(app: App) -> None:

@@ -19,19 +19,17 @@ from tests.support.sharded import grid, save_sharded
 HOSTILE = "<img src=x onerror='alert(1)'>\u202e{{ 7*7 }}"
 
 
-def sharded(
-    app: App, tmp_path: Path, key: str = "run/step-1", parts: tuple[int, int] = (4, 1), **provenance: Any
-) -> int:
+def sharded(app: App, tmp_path: Path, **provenance: Any) -> int:
     """A checkpoint of four ranks, of which the first has half of it; one tensor is stored twice."""
     tensors = {"layers.0.w": torch.ones(64, 64), HOSTILE: torch.ones(6, 8), "twice": torch.ones(10)}
     boxes = {
-        "layers.0.w": grid((64, 64), parts),
+        "layers.0.w": grid((64, 64), (4, 1)),
         HOSTILE: grid((6, 8), (3, 2)),
         "twice": [((0,), (10,))] * 2,
     }
-    path = save_sharded(tmp_path / "main" / key, tensors, boxes)
+    path = save_sharded(tmp_path / "main/run/step-1", tensors, boxes)
     set_provenance(path, {"world_size": 5, **provenance})
-    return registered(app, path, key)
+    return registered(app, path, "run/step-1")
 
 
 def registered(app: App, path: Path, key: str) -> int:
