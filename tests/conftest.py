@@ -18,7 +18,7 @@ from tests.support.examples import choose_profile
 from tests.support.fault_proxy import FaultProxy
 from tests.support.shared_servers import shared_server
 
-pytest_plugins = ["tests.support.shards", "tests.support.summary"]
+pytest_plugins = ["tests.support.shards", "tests.support.shared_servers", "tests.support.summary"]
 
 # Before torch is there. Several processes of tests share the cores: threads of OpenMP that wait for one take
 # more than half of the time of some files.

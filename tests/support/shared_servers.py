@@ -1,4 +1,5 @@
-"""Servers that all processes of one run of the tests share, each started by the first test that wants it.
+"""Servers that all processes of one run of the tests share, each started by the first test that wants it, or
+while the workers of a run collect: to start takes seconds, most of which are waited for.
 
 A server is kept by a process of its own, which ends it once the run has ended, be it that it was killed.
 """
@@ -13,8 +14,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,19 +37,44 @@ def _run_pid() -> int:
 def shared_server(
     name: str, folders: pytest.TempPathFactory, prepare: Callable[[Told], None] = lambda told: None
 ) -> Told:
-    """Where the server called ``name`` is. Who starts it calls ``prepare`` before another process has it."""
+    """Where the server called ``name`` is. The first that wants it calls ``prepare`` before another one has
+    it."""
     folder = folders.getbasetemp()
     if os.getpid() != _run_pid():
         folder = folder.parent  # that of all workers
     place = folder / f"{name}-server.json"
     with place.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not place.exists():
-            told = _start(name, place.with_suffix(".log"), _run_pid())
-            prepare(told)
-            place.write_text(json.dumps(told))
-        known: Told = json.loads(place.read_text())
+        known = _started(name, place)
+        is_prepared = place.with_suffix(".prepared")
+        if not is_prepared.exists():
+            prepare(known)
+            is_prepared.touch()
         return known
+
+
+def _started(name: str, place: Path) -> Told:
+    """Where it is, started if it is not noted yet; under the lock."""
+    if not place.exists():
+        place.write_text(json.dumps(_start(name, place.with_suffix(".log"), _run_pid())))
+    known: Told = json.loads(place.read_text())
+    return known
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """In the process that has workers, start all servers behind it."""
+    options = session.config.option
+    if getattr(options, "numprocesses", None) and not options.collectonly:
+        folder = session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+        for name in _SERVERS:
+            threading.Thread(target=_start_early, args=(name, folder), daemon=True).start()
+
+
+def _start_early(name: str, folder: Path) -> None:
+    place = folder / f"{name}-server.json"
+    with suppress(AssertionError), place.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _started(name, place)  # one that does not start is told of by the tests that want it
 
 
 def _start(name: str, log_path: Path, run_pid: int) -> Told:
