@@ -6,13 +6,13 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
-from sqlalchemy import Table, insert, select, update
+from sqlalchemy import Table, delete, select, update
 
 from dcp.server.automation.schedules import built_in_schedules
 from dcp.server.catalog.audit import audit_page
 from dcp.server.catalog.events import emit
 from dcp.server.database.engine import Database
-from dcp.server.database.tables import checkpoints, deliveries, metadata, roots, runs, webhooks
+from dcp.server.database.tables import deliveries, events, metadata, roots, webhooks
 from dcp.server.jobs.schedules import ScheduleContext
 from dcp.server.settings import Settings
 from dcp.server.webhooks import deliver_due, hooks, ledger
@@ -21,6 +21,7 @@ from dcp.server.webhooks.hooks import ALL_EVENTS, Hook, HookChange, NewHook
 from dcp.server.webhooks.ledger import MAX_ATTEMPTS, RETRY_SECONDS, DeliveryRow
 from dcp.server.webhooks.signing import SignatureError, verify
 from tests.support.app import App
+from tests.support.catalog_rows import add_checkpoint
 
 __all__ = [
     "ALL_EVENTS",
@@ -42,36 +43,18 @@ NOW: Final = 1_790_000_000.0
 
 
 class Bench:
-    """A catalog with the roots "prod" and "lab" and one checkpoint in each."""
+    """A catalog with the roots "main" and "other" and one checkpoint in each."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
         self.settings = Settings(webhook_allow_private=("127.0.0.0/8",), webhook_seconds=20.0)
+        self.checkpoint_ids = {
+            root: add_checkpoint(database, "first/step-7", root=root) for root in ("main", "other")
+        }
         with database.write() as connection:
-            self.root_ids = {
-                name: connection.execute(
-                    insert(roots).values(name=name, url=f"/{name}", created_seconds=NOW).returning(roots.c.id)
-                ).scalar_one()
-                for name in ("prod", "lab")
-            }
-            self.checkpoint_ids = {name: self._checkpoint(connection, name) for name in self.root_ids}
-
-    def _checkpoint(self, connection: Any, root: str) -> int:
-        times = {"updated_seconds": NOW, "created_seconds": NOW}
-        run = insert(runs).values(root_id=self.root_ids[root], key="first", **times).returning(runs.c.id)
-        checkpoint = insert(checkpoints).values(
-            root_id=self.root_ids[root],
-            run_id=connection.execute(run).scalar_one(),
-            key="first/step-7",
-            name="step-7",
-            step=7,
-            format="dcp",
-            state="committed",
-            committed_seconds=NOW,
-            discovered_seconds=NOW,
-            updated_seconds=NOW,
-        )
-        return int(connection.execute(checkpoint.returning(checkpoints.c.id)).scalar_one())
+            connection.execute(delete(events))
+            found = connection.execute(select(roots.c.name, roots.c.id)).all()
+        self.root_ids = {name: int(number) for name, number in found}
 
     def hook(self, url: str, events: tuple[str, ...] = ALL_EVENTS, root: str | None = None) -> Hook:
         """A webhook made at `NOW`."""
@@ -79,7 +62,7 @@ class Bench:
         return self.database.transact(lambda connection: hooks.create_hook(connection, new, NOW))[0]
 
     def emit(
-        self, kind: str = "checkpoint.committed", root: str = "prod", at: float = NOW, **data: Any
+        self, kind: str = "checkpoint.committed", root: str = "main", at: float = NOW, **data: Any
     ) -> None:
         """An event of the root's checkpoint."""
         root_id, checkpoint_id = self.root_ids[root], self.checkpoint_ids[root]

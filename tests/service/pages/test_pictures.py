@@ -1,4 +1,4 @@
-"""Internal: pure functions: bins, levels and places of boxes for any values, layers of any names."""
+"""Internal: the rules by which a tensor is dead or explodes, for values that no training gives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from dcp.inspection.values.summaries import Summary
-from dcp.server.catalog.contents.layers import in_order, is_of_optimizer, layer_number, layer_of
 from dcp.server.jobs.kinds.shared.numbers import statistics_json
 from dcp.server.pages.drawings.marks import mark_of
 
@@ -44,39 +43,3 @@ def test_what_is_dead_and_what_explodes(
     assert (mark and mark.kind) == kind
     assert mark is None or says in mark.reason
     assert mark_of("int64", of(values), of(second)) is None
-
-
-# -- names of layers ----------------------------------------------------------------------------------------
-
-LAYERS: dict[str, tuple[str, int | None]] = {
-    "model.layers.3.mlp.up.weight": ("model.layers.3", 3),
-    "layers.12.weight": ("layers.12", 12),
-    "0.weight": ("0", 0),
-    "model.layers_2.attention.q.weight": ("model.layers_2", 2),
-    "experts.7.layers.1.w": ("experts.7", 7),
-    "model.block3.conv.weight": ("model.block3.conv", None),
-    "weights.3": ("weights", None),
-    "head": ("head", None),
-    "": ("", None),
-    ".": (".", None),
-    "a\nb.1.w": ("a\nb.1", 1),
-    "\x00.1.w": ("\\x00.1", 1),
-    f"layers.{'9' * 5000}.w": (f"layers.{'9' * 5000}", None),
-}
-OF_OPTIMIZERS = (
-    "optimizer.state.0.exp_avg",
-    "app.optimizer.state.w",
-    "optim",
-    "adam_optim_0.w",
-    "Optimisers.1",
-)
-
-
-def test_layers() -> None:
-    """To the first number that stands by itself and has something below it; else to the last dot. Of an
-    optimizer is what its first two names say; order is as people count."""
-    assert {fqn: (layer_of(fqn), layer_number(fqn)) for fqn in LAYERS} == LAYERS
-    assert all(map(is_of_optimizer, OF_OPTIMIZERS))
-    assert not any(map(is_of_optimizer, ("model.optimal.weight", "model.blocks.optimizer", "")))
-    names = ["a", "layers.2", "layers.10", "layers.10.b", f"layers.{'1' * 5000}", f"layers.{'2' * 5000}"]
-    assert sorted(names) != names and sorted(sorted(names), key=in_order) == names

@@ -44,21 +44,21 @@ def test_an_event_arrives_signed_and_says_what_happened(bench: Bench, receiver: 
         "type": "checkpoint.committed",
         "timestamp": "2026-09-21T14:13:20.250Z",
         "data": {
-            "root": "prod",
+            "root": "main",
             "checkpoint": {
-                "id": bench.checkpoint_ids["prod"],
-                "root": "prod",
+                "id": bench.checkpoint_ids["main"],
+                "root": "main",
                 "run": "first",
                 "key": "first/step-7",
                 "step": 7,
                 "format": "dcp",
-                "href": f"/api/v1/checkpoints/{bench.checkpoint_ids['prod']}",
+                "href": f"/api/v1/checkpoints/{bench.checkpoint_ids['main']}",
             },
             "detail": {"mode": "full"},
         },
     }
     assert request.headers["content-type"] == "application/json"
-    assert verify(hook.secrets, request.headers, request.body, NOW + 1) == "evt_1"
+    assert verify(hook.secrets, request.headers, request.body, NOW + 1).startswith("evt_")
     with pytest.raises(SignatureError):
         verify(["whsec_" + "A" * 44], request.headers, request.body, NOW + 1)
     (delivery,) = bench.deliveries(hook)
@@ -72,12 +72,12 @@ def test_webhooks_are_told_of_their_events_and_roots_only(bench: Bench) -> None:
         bench.emit(at=NOW - 1)
         bench.hook(one.url)
         bench.hook(two.url, events=("checkpoint.verified",))
-        bench.hook(three.url, root="lab")
+        bench.hook(three.url, root="other")
         disabled = bench.hook(four.url)
         bench.change(disabled, is_enabled=False)
-        bench.emit("checkpoint.committed", "prod")
-        bench.emit("checkpoint.verified", "lab")
-        bench.emit("something.else", "lab")
+        bench.emit("checkpoint.committed", "main")
+        bench.emit("checkpoint.verified", "other")
+        bench.emit("something.else", "other")
         bench.emit_rootless("checkpoint.deleted")  # not for those who were told which roots
         bench.round()
         bench.change(disabled, is_enabled=True)
@@ -109,7 +109,7 @@ def test_failed_deliveries_are_repeated_with_growing_pauses_then_given_up(
     assert (delivery.state, delivery.error) == ("failed", "answered 500: not taken")
     assert bench.round(now + 100 * DAY) == 0
     assert len({request.body for request in receiver.requests}) == 1
-    assert {request.headers["webhook-id"] for request in receiver.requests} == {"evt_1"}
+    assert len({request.headers["webhook-id"] for request in receiver.requests}) == 1
     assert len({request.headers["webhook-signature"] for request in receiver.requests}) == MAX_ATTEMPTS
 
 
@@ -175,7 +175,7 @@ def test_several_senders_at_once_send_each_event_once(bench: Bench, receiver: Re
                     sent.result(120)
         for one in (receiver, other):
             identifiers = [request.headers["webhook-id"] for request in one.requests]
-            assert sorted(identifiers) == sorted(f"evt_{number}" for number in range(1, 41))
+            assert len(identifiers) == len({*identifiers}) == 40
 
 
 def test_a_dead_receiver_holds_nobody_up(bench: Bench, receiver: Receiver) -> None:
@@ -233,8 +233,8 @@ def test_rotated_secrets_sign_both_until_the_overlap_ends(bench: Bench, receiver
         bench.emit(at=at)
         bench.round(at)
     during, after = receiver.requests
-    assert verify([old], during.headers, during.body, NOW + 10) == "evt_1"
-    assert verify([new], during.headers, during.body, NOW + 10) == "evt_1"
-    assert verify([new], after.headers, after.body, NOW + 3610) == "evt_2"
+    for secret in (old, new):
+        assert verify([secret], during.headers, during.body, NOW + 10) == during.headers["webhook-id"]
+    assert verify([new], after.headers, after.body, NOW + 3610) == after.headers["webhook-id"]
     with pytest.raises(SignatureError):
         verify([old], after.headers, after.body, NOW + 3610)
