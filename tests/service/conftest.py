@@ -11,6 +11,7 @@ from typing import Final
 import pytest
 import structlog
 
+from tests.support.catalog import catalog
 from tests.support.databases import (
     database,
     empty_database,
@@ -20,6 +21,7 @@ from tests.support.databases import (
 )
 
 __all__ = [
+    "catalog",
     "database",
     "empty_database",
     "make_database",

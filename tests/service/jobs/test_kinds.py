@@ -154,18 +154,6 @@ def test_jobs_that_have_been_over_for_long_are_forgotten(site: JobSite) -> None:
     assert site.http.get(f"/api/v1/jobs/{plain}").status_code == 404
 
 
-def test_diff_over_roots_and_formats(site: JobSite, tmp_path: Path) -> None:
-    """Compares a safetensors file of one root with checkpoints of another."""
-    dcp.convert(tmp_path / "main/run/step-1", tmp_path / "other/w.safetensors", to="safetensors")
-    site.scan("other")
-    old, one, two = (site.id("other", "w.safetensors"), *(site.id("main", f"run/step-{n}") for n in (1, 2)))
-    same = site.result("diff", a=old, b=one)
-    assert (same["tensors"], same["equal_tensors"]) == ([], 3)
-    assert [(found["fqn"], found["kind"]) for found in same["objects"]] == [("step", "added")]
-    (changed,) = site.result("diff", a=old, b=two)["tensors"]
-    assert (changed["fqn"], changed["values"]["max_abs"]) == ("model.weight", 599.0)
-
-
 def test_drift_is_of_its_run_and_for_its_keys(site: JobSite, tmp_path: Path) -> None:
     """Shows no drift of another run, and none to a key that may not see it; one step is no drift."""
     for step in (1, 2):

@@ -96,19 +96,6 @@ def test_hosts(app: App) -> None:
             assert status == 200 or answer.headers["content-type"] == "application/problem+json"
 
 
-def test_a_parameter_that_is_no_list_is_given_once(app: App) -> None:
-    """Two are refused, by name, on every way that parameters are declared; lists may be repeated."""
-    client = app.client("read", name="once")
-    for path in ("jobs?limit=5&limit=5", "runs?cursor=5&cursor=5", "jobs?root=5&root=5"):
-        answer = client.get(f"{API}/{path}")
-        name = re.split("[?=]", path)[1]
-        assert (answer.status_code, answer.json()["errors"][0]["location"]) == (422, ["query", name])
-    for path in ("jobs?state=queued&state=running", "checkpoints?format=dcp&format=torch_dcp"):
-        assert client.get(f"{API}/{path}").status_code == 200
-    download = client.get(f"{API}/checkpoints/1/download?only=a.*&only=b.*&format=torch&format=torch")
-    assert download.json()["errors"][0]["location"] == ["query", "format"]
-
-
 def test_two_lengths_of_one_body(app: App) -> None:
     """A request that is chunked and has a Content-Length is refused, and its connection closed."""
     with (
