@@ -39,7 +39,8 @@ if (
 if sys.platform == "linux":
     # What glibc has taken with mmap goes back when it is freed, but each array so freed raises the size above
     # which it does that, to 32 MiB, and then the heap of each thread keeps up to 64 MiB for itself, which
-    # malloc_trim does not touch: hundreds of MiB in the end. Sizes that are set stay as they are; with 1 MiB tests take half as long again.
+    # malloc_trim does not touch: hundreds of MiB in the end. Sizes that are set stay as they are; with 1 MiB
+    # some folders take half as long again.
     _libc = ctypes.CDLL("libc.so.6")
     _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
     for _option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
