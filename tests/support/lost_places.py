@@ -23,12 +23,6 @@ def is_emptied(root: Path) -> None:
     root.mkdir()
 
 
-def has_other_things(root: Path) -> None:
-    """Another disk."""
-    is_emptied(root)
-    write_manifest(root / "others" / "step-1")
-
-
 def is_a_link_elsewhere(root: Path) -> None:
     """To another folder."""
     is_removed(root)
@@ -36,19 +30,7 @@ def is_a_link_elsewhere(root: Path) -> None:
     root.symlink_to(root.with_name("another"))
 
 
-def is_a_link_to_nothing(root: Path) -> None:
-    """To what there is not."""
-    is_removed(root)
-    root.symlink_to(root.with_name("nothing"))
-
-
-PLACES = [
-    *(is_emptied, is_a_link_elsewhere),
-    *(
-        pytest.param(f, marks=pytest.mark.exhaustive)
-        for f in (is_removed, has_other_things, is_a_link_to_nothing)
-    ),
-]
+PLACES = [is_emptied, is_a_link_elsewhere, pytest.param(is_removed, marks=pytest.mark.exhaustive)]
 
 
 def put_back(root: Path) -> None:

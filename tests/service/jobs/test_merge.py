@@ -35,20 +35,15 @@ def summed(factors: list[float]) -> torch.Tensor:
     return torch.from_numpy(total)
 
 
-def save_sources(main: str, export: str, **options: Any) -> None:
-    """Two steps of a run under one root, and one under another."""
-    for number in range(2):
-        values = {"weight": weight(number), "step": number}
-        place = f"{main}/run/step-{number}"
-        dcp.save(values, checkpoint_id=place, no_dist=True, user_metadata={"step": number}, **options)
-    dcp.save({"weight": weight(2)}, checkpoint_id=f"{export}/third", no_dist=True, **options)
-
-
 @pytest.fixture
 def site(make_database: MakeDatabase, tmp_path: Path) -> Iterator[JobSite]:
-    """Three checkpoints in two local roots."""
+    """Two steps of a run under one root, and one under another."""
     roots = {name: {"url": str(tmp_path / name)} for name in ("main", "export")}
-    save_sources(str(tmp_path / "main"), str(tmp_path / "export"))
+    for number in range(2):
+        values = {"weight": weight(number), "step": number}
+        place = tmp_path / f"main/run/step-{number}"
+        dcp.save(values, checkpoint_id=place, no_dist=True, user_metadata={"step": number})
+    dcp.save({"weight": weight(2)}, checkpoint_id=tmp_path / "export/third", no_dist=True)
     with running_jobs(make_database(), tmp_path, roots) as made:
         made.scan("main", "export")
         yield made
