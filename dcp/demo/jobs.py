@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from dcp.demo.places import FolderPlace, Place
-from dcp.demo.training.launch import Launch, start
+from dcp.demo.training.launch import Launch, start, start_stock
 from dcp.demo.training.rank_notes import KILL_VARIABLE, rank_note, start_ticks
 
 __all__ = ["DemoError", "JobOutcome", "Workplace", "environ_of", "import_path"]
@@ -115,6 +116,18 @@ class Workplace:
             log=log,
             log_folder=log.with_suffix(""),
         )
+
+    def load_with_stock_torch(self, folders: Sequence[str]) -> dict[str, Any]:
+        """What a process says that loads ``folders``, the first of which is damaged; DemoError if it fails,
+        or after two minutes."""
+        log = self.root / "logs" / "stock.txt"
+        process = start_stock(folders, environ_of(self.place.environment), log)
+        process.join(_COMMAND_SECONDS)
+        if process.exitcode != 0:
+            process.kill()
+            raise DemoError(f"the process that loads with stock torch failed:\n{_tail(log)}")
+        found: dict[str, Any] = json.loads(log.read_text())
+        return found
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run ``python -m ARGUMENTS`` where relative checkpoints are; DemoError after two minutes."""

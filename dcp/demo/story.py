@@ -5,7 +5,6 @@ Torch-free: what needs torch runs in processes of its own, as it would in real l
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from importlib.util import find_spec
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dcp.demo.checks import Checks, compare_digests, largest_difference, sparkline
-from dcp.demo.jobs import DemoError, JobOutcome, Workplace
+from dcp.demo.jobs import JobOutcome, Workplace
 from dcp.demo.narration import Narrator
 from dcp.demo.places import FolderPlace, Place, checkpoint_name
 from dcp.demo.text import write_corpus
@@ -225,10 +224,7 @@ class Story:
         places = {2: "run", 1: "on-1-rank", 3: "on-3-ranks"}
         folders = [self.place.checkpoint(where, last) for where in ("damaged", *places.values())]
         folders.append(self.place.checkpoint("handed-over", self.last_step))
-        done = self.work.command("dcp.demo.training.stock", *folders)
-        if done.returncode != 0:
-            raise DemoError(f"the process that loads with stock torch failed:\n{done.stderr[-4000:]}")
-        result = json.loads(done.stdout)
+        result = self.work.load_with_stock_torch(folders)
         *of_jobs, handed_over = result["stock"]
         for ranks, digests in zip(places, of_jobs, strict=True):
             difference = compare_digests(resumed[ranks].digests(f"saved-{last}"), digests)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,14 +53,10 @@ def load_damaged(folder: str) -> tuple[dict[str, str] | str, str]:
     return by_stock, "loaded it"
 
 
-def main() -> None:
-    """Load the checkpoints named on the command line, of which the first is damaged."""
+def main(folders: Sequence[str]) -> None:
+    """Load checkpoints, of which the first is damaged."""
     warnings.simplefilter("ignore")  # stock torch says that one process loads
-    damaged, *folders = sys.argv[1:]
+    damaged, *whole = folders
     by_stock, by_ours = load_damaged(damaged)
-    digests = [load_with_stock_torch(folder) for folder in folders]
+    digests = [load_with_stock_torch(folder) for folder in whole]
     print(json.dumps({"stock": digests, "damaged_by_stock": by_stock, "damaged_by_ours": by_ours}))
-
-
-if __name__ == "__main__":
-    main()
