@@ -15,7 +15,7 @@ from dcp.server.catalog.checkpoints import upsert_checkpoints
 from dcp.server.catalog.contents.structures import StructureFacts, StructureTensor
 from dcp.server.catalog.facts import CheckpointFacts
 from dcp.server.catalog.labelling.lineage import add_lineage
-from dcp.server.database.tables import checkpoints, sessions
+from dcp.server.database.tables import sessions
 from dcp.server.http.access import walk_routes
 from dcp.server.scanning.registering import Registration, register
 from dcp.server.scanning.scanner import Scanner
@@ -32,7 +32,6 @@ __all__ = [
     "posted_paths",
     "registered",
     "scan",
-    "set_columns",
     "set_provenance",
     "structure_of",
 ]
@@ -76,12 +75,6 @@ def derive(app: App, child: int, *parents: int, **options: Any) -> None:
     with app.service.database.write() as connection:
         for parent in parents:
             add_lineage(connection, child, parent, **options)
-
-
-def set_columns(app: App, **values: Any) -> None:
-    """Of all checkpoints."""
-    with app.service.database.write() as connection:
-        connection.execute(update(checkpoints).values(**values))
 
 
 def end_sessions(app: App) -> None:

@@ -14,7 +14,7 @@ import dcp
 from tests.support.app import App
 from tests.support.catalog import Catalog
 from tests.support.catalog_rows import add_checkpoint
-from tests.support.page_rows import add_steps, set_columns, structure_of
+from tests.support.page_rows import add_steps, structure_of
 from tests.support.pages import HOSTILE, Browser, PageText, faults_of
 
 
@@ -238,18 +238,6 @@ def test_deleting_and_undoing(app: App, browser: Browser) -> None:
     assert app.base.get("/api/v1/jobs/1").json()["params"]["dtype"] == "float16"
 
 
-def test_what_is_damaged_is_not_said_to_load(app: App, browser: Browser) -> None:
-    """Promises nothing of a checkpoint that is damaged or vanished."""
-    number = add_checkpoint(app.service.database, "run/step-1")
-    assert "any number of ranks" in browser.page(f"/checkpoints/{number}").text
-    for values in ({"verification": "damaged"}, {"verification": "unverified", "state": "vanished"}):
-        set_columns(app, **values)
-        text = browser.page(f"/checkpoints/{number}").text
-        strip = text.partition("Loads in stock torch")[2].partition("Facts")[0]
-        assert "any number" not in strip and " yes" not in strip
-        assert "damaged" in strip or "vanished" in strip
-
-
 def good_ones(page: PageText) -> int:
     """How many badges of a page are green."""
     return sum(given.get("class") == "badge good" for _, given in page.elements)
@@ -259,12 +247,13 @@ def test_a_checkpoint_without_its_data_is_not_green(app: App, tmp_path: Path) ->
     """Verified before a file of it was lost: no box says that it loads, and the files say which is gone."""
     folder = tmp_path / "main/run/step-1"
     dcp.save({"w": torch.ones(4)}, checkpoint_id=folder, no_dist=True)
-    number = app.base.post("/api/v1/checkpoints", json={"root": "main", "key": "run/step-1"}).json()["id"]
-    set_columns(app, verification="good")
+    catalog = Catalog(app, tmp_path)
+    number = catalog.register("run/step-1")
+    assert catalog.do("verify", checkpoint_id=number)["result"]["outcome"] == "good"
     browser, path = Browser(app.client()), "/api/v1/checkpoints/1/files"
     page = browser.page(f"/checkpoints/{number}")
     assert any(f"/checkpoints/{number}/files" == given.get("hx-get") for _, given in page.elements)
-    assert good_ones(page) == 2, "committed and verified; of the others nobody knows before it is looked at"
+    assert good_ones(page) == 3, "committed, verified, its job; of others nobody knows before it is looked at"
     whole = browser.page(f"/checkpoints/{number}/files")
     assert (good_ones(whole), app.base.get(path).json()["missing"]) == (4, [])
     (data,) = folder.glob("*.distcp")
@@ -299,9 +288,11 @@ def test_what_is_partial_or_not_finite_says_so(app: App, browser: Browser) -> No
 
 
 def test_a_job_that_found_damage_is_not_green(app: App, browser: Browser, tmp_path: Path) -> None:
-    """Its page and the list say so; the checkpoint's page has the findings where it was begun."""
+    """Its page and the list say so; the checkpoint's page has the findings where it was begun, and promises
+    nothing of loading it any more."""
     catalog = Catalog(app, tmp_path)
     number = catalog.add("run/step-1")  # of which there is no data
+    assert "any number of ranks" in browser.page(f"/checkpoints/{number}").text
     browser.submit(browser.page(f"/checkpoints/{number}").form(f"/checkpoints/{number}/verify"))
     catalog.work()
     for path, of_tasks in (("/jobs", 0), ("/jobs/1", 1)):  # its task has done what it was for
@@ -309,8 +300,10 @@ def test_a_job_that_found_damage_is_not_green(app: App, browser: Browser, tmp_pa
         assert "found damage" in page.text and good_ones(page) == of_tasks, path
     (finding,) = app.base.get("/api/v1/jobs/1").json()["result"]["findings"]
     assert finding["message"] in browser.page("/jobs/1").text
-    work = browser.page(f"/checkpoints/{number}").text.partition("Work on it")[2]
-    assert f"{finding['message']} Verify again" in work
+    text = browser.page(f"/checkpoints/{number}").text
+    assert f"{finding['message']} Verify again" in text.partition("Work on it")[2]
+    strip = text.partition("Loads in stock torch")[2].partition("Facts")[0]
+    assert "any number" not in strip and " yes" not in strip and "damaged" in strip
 
 
 def test_answers_are_compressed(app: App) -> None:
