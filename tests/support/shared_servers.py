@@ -62,10 +62,9 @@ def _started(name: str, place: Path) -> Told:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """In the process that has workers, start all servers behind it."""
-    options = session.config.option
-    if getattr(options, "numprocesses", None) and not options.collectonly:
-        folder = session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+    """The first of several workers starts all servers behind its collection."""
+    if os.environ.get("PYTEST_XDIST_WORKER") == "gw0" and not session.config.getoption("collectonly"):
+        folder = Path(session.config.getoption("basetemp")).parent
         for name in _SERVERS:
             threading.Thread(target=_start_early, args=(name, folder), daemon=True).start()
 
