@@ -26,7 +26,6 @@ PRELOADED: Final = [
     "hypothesis",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
-    "torch.distributed.optim",
     "torch.distributed.run",
     "torch._dynamo",  # imported by the first optimizer of a process
     "s3fs",

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import dcp
 from dcp.errors import CheckpointError
@@ -127,6 +126,8 @@ def test_a_state_that_one_rank_cannot_make_fails_all(tmp_path: Path) -> None:
 
 
 def _with_zero(rank: int, world_size: int, checkpoint: str) -> bool:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
     def stepped(gradient: float) -> ZeroRedundancyOptimizer:
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=gradient)
