@@ -104,7 +104,8 @@ class CheckpointManager(KeptSteps):
             such an error, or with "raise" any, at the next call, on all ranks at the same step, and so do
             `wait` and `close`.
         retries: How often a save is tried again after an error of the storage.
-        retry_pause_seconds: The pause before that, doubled each time.
+        retry_pause_seconds: The pause before that, doubled each time; and before a restore asks a storage
+            again that fails.
         verify_saved: After each commit, in the background, "sizes" sees to it that all files are there with
             the committed sizes, "full" reads all of their bytes again; "off" does neither. What is found is
             noted beside the checkpoint.
@@ -415,6 +416,7 @@ class CheckpointManager(KeptSteps):
             checkpoint_id=self.checkpoint_id,
             step=step,
             on_damage=None if self._post_commit is None else self._post_commit.doubt,
+            retry_pause_seconds=self._options.retry_pause_seconds,
             timeout_seconds=self._options.timeout_seconds,
             process_group=self._options.process_group,
             no_dist=self._no_dist,
