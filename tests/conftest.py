@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterator
 import pytest
 
 from dcp.demo.s3_server import S3Server
-from tests.support.examples import choose_profile
+from tests.support.examples import choose_profile, prepare_text
 from tests.support.fault_proxy import FaultProxy
 from tests.support.shared_servers import shared_server
 
@@ -50,6 +50,12 @@ if sys.platform == "linux":
 def pytest_configure(config: pytest.Config) -> None:
     """Without the exhaustive tests, fewer examples of the others."""
     choose_profile(is_quick="not exhaustive" in config.getoption("markexpr"))
+
+
+@pytest.hookimpl(trylast=True)  # only then hypothesis wants work to be done; xdist starts workers still later
+def pytest_sessionstart() -> None:
+    """What all workers share is made once."""
+    prepare_text()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, settings, strategies
 
-__all__ = ["choose_profile", "examples"]
+__all__ = ["choose_profile", "examples", "prepare_text"]
 
 _QUICK_EXAMPLES: Final = 30
 _ALL_EXAMPLES: Final = 100
@@ -25,6 +25,12 @@ def choose_profile(*, is_quick: bool) -> None:
             suppress_health_check=[HealthCheck.too_slow],
         )
     settings.load_profile("quick" if is_quick else "exhaustive")
+
+
+def prepare_text() -> None:
+    """The first strategy of text takes 200 MiB for a second, and leaves a file for all processes that follow:
+    before there are workers, so that none of them does it on top of what it has."""
+    strategies.text().validate()
 
 
 def examples(
