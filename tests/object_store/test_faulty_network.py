@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections import Counter
@@ -30,6 +31,7 @@ from tests.support.fault_plan import (
 )
 from tests.support.fault_proxy import FaultProxy
 from tests.support.faulty_saves import assert_loads, impatient, patient, small_state, state_of
+from tests.support.programs import run_program
 from tests.support.s3 import S3Server, raw_s3
 
 _DENIED = Fault(Kind.ANSWER, 403, "AccessDenied")
@@ -195,6 +197,23 @@ def test_lost_answers_of_uploads(s3_proxy: FaultProxy, s3_root: str, operation: 
     _assert_whole(s3_proxy.server, s3_root)
 
 
+_PUBLISHING = """
+import json, sys
+from dcp.errors import CheckpointConflictError
+from dcp.storage.stores import open_store
+
+store, data = open_store(sys.argv[1], json.loads(sys.argv[2])), b"o" * (65 << 20)
+there = store.version("manifest.msgpack")
+try:
+    version = store.publish("manifest.msgpack", data, durable=True, expected=there if sys.argv[3:] else None)
+    assert version == store.version("manifest.msgpack")
+    assert store.read("manifest.msgpack", limit_bytes=len(data)) == data
+except CheckpointConflictError as error:
+    assert store.version("manifest.msgpack") == there
+    print(error)
+"""
+
+
 @pytest.mark.parametrize(
     "fault", [LOST_ANSWER, pytest.param(INTERNAL_ERROR, marks=pytest.mark.exhaustive)], ids=str
 )
@@ -202,19 +221,15 @@ def test_large_manifests_are_not_taken_for_those_of_others(
     s3_proxy: FaultProxy, s3_root: str, fault: Fault
 ) -> None:
     """One that is uploaded in parts, and refused when tried again: another writer's has the same size."""
-    store = open_store(s3_root, patient(s3_proxy.storage_options) | {"part_bytes": 16 << 20})
-    ours, theirs = b"o" * (33 << 20), b"t" * (33 << 20)
     with raw_s3(s3_proxy.server) as raw:
-        raw.write(f"{s3_root}/manifest.msgpack", theirs)
-        s3_proxy.spoil(fault, operation="CompleteMultipartUpload")
-        with pytest.raises(CheckpointConflictError, match="somebody else"):
-            store.publish("manifest.msgpack", ours, durable=True, expected=None)
-        assert raw.read(f"{s3_root}/manifest.msgpack") == theirs
-        version = store.version("manifest.msgpack")
-        s3_proxy.spoil(LOST_ANSWER, operation="CompleteMultipartUpload")
-        published = store.publish("manifest.msgpack", ours, durable=True, expected=version)
-        assert published == store.version("manifest.msgpack")
-        assert raw.read(f"{s3_root}/manifest.msgpack") == ours
+        raw.write(f"{s3_root}/manifest.msgpack", b"t" * (65 << 20))
+        for one, replaces, told in ((fault, (), "somebody else"), (LOST_ANSWER, ("replaces",), "")):
+            spoilt = s3_proxy.spoil(one, operation="CompleteMultipartUpload")
+            options = json.dumps(patient(s3_proxy.storage_options))
+            # the memory that it takes is of a process that ends
+            run = run_program("-c", _PUBLISHING, s3_root, options, *replaces)
+            assert (run.returncode, spoilt.seen > 0) == (0, True), run.stderr
+            assert told in run.stdout and bool(told) == bool(run.stdout), run.stdout
         assert raw.uploads(s3_root) == {}
 
 
