@@ -68,7 +68,7 @@ except KeyboardInterrupt:
     manager = dcp.CheckpointManager(run, mode=mode, keep=dcp.Retention(last=1))
     for step in (1, 2):
         manager.save(step, {"w": torch.full((64,), step)})
-    large = torch.arange(1 << 24)  # under way when the script ends
+    large = torch.arange(1 << 24, dtype=torch.int32)  # under way when the script ends
     futures = [save(str(number), {"w": large}) for number in range(2)]
     manager.save(3, {"w": torch.full((64,), 3)})
     raise SystemExit(3)
@@ -82,7 +82,7 @@ def test_a_script_that_ends_has_saved(tmp_path: Path, kind: str) -> None:
     ended = run_program("-c", _INTERRUPTED, tmp_path, kind, finalizes=True)
     assert ended.returncode == 3, ended.stderr
     assert sorted(path.parent.name for path in tmp_path.glob("*/manifest.msgpack")) == ["0", "1"]
-    assert dcp.read(tmp_path / "1")["w"].equal(torch.arange(1 << 24))
+    assert dcp.read(tmp_path / "1")["w"].equal(torch.arange(1 << 24, dtype=torch.int32))
     (last,) = (tmp_path / "run").iterdir()
     assert last.name == "step-00000003" and dcp.read(last)["w"].eq(3).all()
 

@@ -104,7 +104,7 @@ def test_a_change_while_staging_overlaps_is_an_error_that_names_the_tensor() -> 
             go_on.wait(240)
 
     while not held.is_set():  # a copy may be complete before its future is asked to call
-        before = stager.stage_local(collect({"filler": torch.ones(16 * MIB)}), overlap=True)
+        before = stager.stage_local(collect({"filler": torch.ones(8 * MIB)}), overlap=True)
         before.done.add_done_callback(hold)
         before.release()
         held.wait(1)
