@@ -121,7 +121,7 @@ def test_pieces_of_a_block_are_compared_once_they_are_together(way: str, make: A
             flipped(place.store, index.files[0], int(index.payload_offsets[0]) + at),
             pytest.raises(CorruptCheckpointError),
         ):
-            place.load(wanted(), **options)
+            place.load(parts, **options)
     place.forget()
 
 
