@@ -56,9 +56,9 @@ def full_state(version: int = 1) -> dict[str, Any]:
     }
 
 
-def save_mixed(folder: Path) -> None:
+def save_mixed(folder: Path, version: int = 1) -> None:
     """By `dcp.save`: all of a rank in one file."""
-    dcp.save(full_state(), checkpoint_id=folder, no_dist=True)
+    dcp.save(full_state(version), checkpoint_id=folder, no_dist=True)
 
 
 def save_apart(folder: Path | str, version: int = 1, **options: Any) -> None:
