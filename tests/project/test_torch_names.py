@@ -19,10 +19,11 @@ OTHERS = {"os", "sys", "threading"}  # modules whose private names are used, for
 
 
 def modules() -> list[Path]:
-    """All of ours, each by its path below the root."""
+    """All of ours that speak of torch, each by its path below the root."""
     links = {path for path in (ROOT / "dcp").iterdir() if path.is_symlink()}
     found = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
-    return sorted(path.relative_to(ROOT) for path in found if not links & {*path.parents})
+    paths = (path for path in found if not links & {*path.parents} and "torch" in path.read_text())
+    return sorted(path.relative_to(ROOT) for path in paths)
 
 
 def is_private(name: str) -> bool:

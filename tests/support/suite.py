@@ -6,7 +6,7 @@ import ast
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Final
 
@@ -33,9 +33,17 @@ class Module:
     path: Path
     text: str
     first_line: str
-    imported: frozenset[str]
-    private: frozenset[str]
     tests: tuple[Collected, ...]
+
+    @cached_property
+    def imported(self) -> frozenset[str]:
+        """What it imports."""
+        return frozenset(_imported(_tree(self.text)))
+
+    @cached_property
+    def private(self) -> frozenset[str]:
+        """Attributes that it looks up and should not."""
+        return _private(_tree(self.text)) if "._" in self.text else frozenset()
 
     @property
     def name(self) -> str:
@@ -50,20 +58,25 @@ class Module:
 
 @cache
 def modules() -> tuple[Module, ...]:
-    """All of them; garbage is not collected meanwhile (python/cpython#106905)."""
+    """All of them."""
+    return tuple(_module(path) for path in sorted(TESTS.rglob("*.py")))
+
+
+def _tree(text: str) -> ast.Module:
+    """Garbage is not collected meanwhile (python/cpython#106905)."""
     gc.disable()
     try:
-        return tuple(_module(path) for path in sorted(TESTS.rglob("*.py")))
+        return ast.parse(text)
     finally:
         gc.enable()
 
 
 def _module(path: Path) -> Module:
     text = path.read_text()
-    tree = ast.parse(text)
+    tree = _tree(text)
     name = path.relative_to(ROOT).as_posix()
     first = (ast.get_docstring(tree) or "").partition("\n")[0]
-    return Module(path, text, first, frozenset(_imported(tree)), _private(tree), tuple(_tests(name, tree)))
+    return Module(path, text, first, tuple(_tests(name, tree)))
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:

@@ -11,6 +11,7 @@ On its control socket, one packet each: ``{"start": N}`` with a socket for child
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -87,6 +88,11 @@ def serve(control_fd: int) -> None:
     kinds = load_kinds(setup.kinds)
     for module in {name for kind in kinds.values() for name in kind.preload}:
         importlib.import_module(module)
+    if any(root.url.startswith("s3") for root in setup.settings.roots.values()):
+        with contextlib.suppress(ImportError):  # whoever opens it says what is missing
+            from dcp.storage.stores.objects.s3.session import prepare
+
+            prepare()
     os.dup2(2, 1)  # what a library prints belongs to the log
     gc.collect()
     gc.freeze()  # so that collections in the children do not copy pages
