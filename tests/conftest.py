@@ -5,11 +5,14 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import resource
 import signal
 import sys
 import threading
 import uuid
 from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Final
 
 import pytest
 
@@ -72,11 +75,31 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+_MUCH_KIB: Final = 32 << 10
+_held_kib = 0
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """After the last test of a file, what its tests freed below that size goes back to the system."""
-    if (nextitem is None or nextitem.path != item.path) and sys.platform == "linux":
+    """After the last test of a file, and after one that leaves much, garbage is collected: errors hold arrays
+    in cycles. After a file, what was freed goes back to the system, and what is left stays, as above."""
+    global _held_kib
+    is_last = nextitem is None or nextitem.path != item.path
+    if not is_last and _resident_kib() < _held_kib + _MUCH_KIB:
+        return
+    gc.collect()
+    if is_last:
+        gc.freeze()
+    if is_last and sys.platform == "linux":
         _libc.malloc_trim(0)
+    _held_kib = _resident_kib()
+
+
+def _resident_kib() -> int:
+    if sys.platform != "linux":
+        return 0
+    pages = int(Path("/proc/self/statm").read_bytes().split()[1])
+    return pages * resource.getpagesize() >> 10
 
 
 @pytest.fixture(scope="session")

@@ -140,8 +140,10 @@ class StoreContract:
         for _ in range(3):
             for n, handle in enumerate(handles):
                 handle.write(pattern_bytes(3 * _MIB, n))
-        for handle in handles:
+        for n, handle in enumerate(handles):
             assert handle.finish() == 9 * _MIB
+            assert self.raw_read(store, f"a{n}") == 3 * pattern_bytes(3 * _MIB, n)
+            store.delete(f"a{n}")
         with ThreadPoolExecutor(4) as threads:
             jobs = [
                 threads.submit(write_file, store, f"b{n}", pattern_bytes(9 * _MIB, n), durable=durable)
@@ -150,7 +152,6 @@ class StoreContract:
             for job in jobs:
                 job.result()
         for n in range(6):
-            assert self.raw_read(store, f"a{n}") == 3 * pattern_bytes(3 * _MIB, n)
             assert self.raw_read(store, f"b{n}") == pattern_bytes(9 * _MIB, n)
 
     @pytest.mark.parametrize("size", [5, 20 * _MIB])

@@ -288,8 +288,9 @@ def test_names_in_zips() -> None:
 )
 def test_large_safetensors_headers(first: bytes, repeated: bytes, last: bytes) -> None:
     """Headers that are small values many times are refused before they take a multiple of their size."""
-    text = first + repeated * (27_000_000 // len(repeated)) + last
-    data = struct.pack("<Q", len(text)) + text + bytes(16)
+    count = 27_000_000 // len(repeated)
+    length = struct.pack("<Q", len(first) + count * len(repeated) + len(last))
+    data = b"".join((length, first, repeated * count, last, bytes(16)))
     with _bounded(_MEMORY_BYTES), pytest.raises(CheckpointFormatError):
         index_of_safetensors_file(reader(data), len(data), "m.safetensors")
 

@@ -158,8 +158,7 @@ def test_globs_choose_tensors(tmp_path: Path) -> None:
 
 def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
     """96 MiB are described in less memory than they have, whatever the order of their dimensions."""
-    tensor = torch.ones(6, 8 << 20, dtype=torch.bfloat16)
-    folder = save_stock(tmp_path / "x", {"w": tensor.T})
+    folder = save_stock(tmp_path / "x", {"w": torch.ones(6, 8 << 20, dtype=torch.bfloat16).T})
     tracemalloc.start()
     try:
         found = statistics(folder)

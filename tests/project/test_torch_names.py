@@ -2,7 +2,7 @@
 
 import ast
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,27 +31,24 @@ def is_private(name: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
 
 
-def own_names(trees: Iterable[list[ast.AST]]) -> set[str]:
+def own_names(nodes: list[ast.AST]) -> Iterator[str]:
     """Private names that our own classes define: methods, fields, attributes of ``self``."""
-    names = {"_fields", "_make", "_replace", "_asdict", "_mapping"}  # of named tuples, and SQLAlchemy's
-    for nodes in trees:
-        for node in nodes:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                names.add(node.name)
-            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                names.add(node.target.id)
-            elif (
-                isinstance(node, ast.Attribute)
-                and isinstance(node.ctx, ast.Store)
-                and isinstance(node.value, ast.Name)
-                and node.value.id in ("self", "cls")
-            ):
-                names.add(node.attr)
-    return names
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in ("self", "cls")
+        ):
+            yield node.attr
 
 
-def torchs_names(path: Path, nodes: list[ast.AST], own: set[str]) -> list[str]:
-    """Private names of torch's that a module imports or looks up."""
+def torchs_names(path: Path, nodes: list[ast.AST]) -> list[str]:
+    """Private names of torch's that a module imports or looks up; those looked up may be our own."""
     uses_torch = False
     found = []
     for node in nodes:
@@ -63,9 +60,10 @@ def torchs_names(path: Path, nodes: list[ast.AST], own: set[str]) -> list[str]:
         elif isinstance(node, ast.Import):
             uses_torch |= any(alias.name.partition(".")[0] == "torch" for alias in node.names)
             found += [alias.name for alias in node.names if alias.name.startswith("torch.")]
+    own = set()
     if path.parent == INTEGRATIONS:  # lists the names of its framework that it uses, for its test
         texts = (node.value for node in nodes if isinstance(node, ast.Constant))
-        own = own | {text for text in texts if isinstance(text, str)}
+        own = {text for text in texts if isinstance(text, str)}
     for node in nodes if uses_torch else ():
         if isinstance(node, ast.Attribute) and node.attr not in own and is_private(node.attr):
             holder = ast.unparse(node.value)
@@ -76,12 +74,16 @@ def torchs_names(path: Path, nodes: list[ast.AST], own: set[str]) -> list[str]:
 
 def test_one_module_has_all_private_names_of_torch() -> None:
     """A name that a new version drops is mended in one place, and has its fallback there."""
+    own = {"_fields", "_make", "_replace", "_asdict", "_mapping"}  # of named tuples, and SQLAlchemy's
+    found = {}
     gc.disable()  # python/cpython#106905
-    trees = {path: list(ast.walk(ast.parse((ROOT / path).read_text()))) for path in modules()}
+    for path in modules():
+        nodes = list(ast.walk(ast.parse((ROOT / path).read_text())))
+        found[str(path)] = {name.removeprefix("torch?.") for name in torchs_names(path, nodes)}
+        own.update(own_names(nodes) if path != ONLY else ())
     gc.enable()
-    own = own_names(nodes for path, nodes in trees.items() if path != ONLY)
-    found = {str(path): names for path, nodes in trees.items() if (names := torchs_names(path, nodes, own))}
-    assert set(found) == {str(ONLY)}, found
+    private = {path: names - own for path, names in found.items() if names - own}
+    assert set(private) == {str(ONLY)}, private
 
 
 def test_the_tested_versions_are_those_that_can_be_installed() -> None:

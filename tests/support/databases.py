@@ -34,7 +34,7 @@ __all__ = [
     "share_statements",
 ]
 
-_STATEMENTS: Final = 3_000
+_STATEMENTS: Final = 1_000
 _TEMPLATE: Final = "dcp_template"
 
 MakeDatabase = Callable[[], str]

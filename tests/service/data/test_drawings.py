@@ -14,16 +14,20 @@ from tests.service.data.conftest import DataSite, data_site
 from tests.support.catalog_roots import age
 from tests.support.sharded import grid, save_sharded
 
-MATRIX = torch.arange(3_000_000.0).reshape(2000, 1500)
-MATRIX[7, 9], MATRIX[1500, 0] = float("nan"), -5.0
+
+def matrix() -> torch.Tensor:
+    """Of more elements than are read at a time."""
+    made = torch.arange(3_000_000.0).reshape(2000, 1500)
+    made[7, 9], made[1500, 0] = float("nan"), -5.0
+    return made
 
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DataSite]:
-    """A matrix of more elements than are read at a time, one of more than are read at all, and shards."""
+    """That matrix, one of more elements than are read at all, and shards."""
     with ExitStack() as stack:
         made = data_site(stack, tmp_path_factory.mktemp("drawn"))
-        state = {"w": MATRIX, "b": torch.ones(700, dtype=torch.bfloat16), "deep": torch.ones(2, 3, 4)}
+        state = {"w": matrix(), "b": torch.ones(700, dtype=torch.bfloat16), "deep": torch.ones(2, 3, 4)}
         age(made.save("run/step-1", state | {"step": 1}))
         made.save("large", {"w": torch.full((8200, 8200), 3, dtype=torch.uint8)})
         tensors = {"layers.2.w": torch.ones(64, 64), "b": torch.ones(500), "empty": torch.ones(0)}
@@ -43,7 +47,7 @@ def test_a_matrix_in_cells(drawn: DataSite) -> None:
     """Says of each cell what numpy says; NaN counts by itself; a slice and a vector are drawn as well."""
     url = f"{drawn.known('run/step-1')}/tensors/grid"
     answer = drawn.http.get(url, params={"fqn": "w", "rows": 7, "columns": 5})
-    found, values = answer.json(), MATRIX.numpy()
+    found, values = answer.json(), matrix().numpy()
     assert (found["shape"], found["rows"], found["columns"]) == ([2000, 1500], 7, 5)
     assert (found["is_sampled"], found["read_elements"]) == (False, 3_000_000)
     rows = [*(np.arange(7) * 2000 // 7), 2000]

@@ -198,7 +198,7 @@ def test_what_an_optimizer_keeps(site: Any) -> None:
 def test_what_is_large_is_read_only_when_it_is_asked_for(site: Any) -> None:
     """Shows a large tensor without its values, and has them come; still larger ones are left to a job."""
     app, browser, folder = site
-    sizes = {"large": torch.ones(600, 512), "huge": torch.ones((1 << 24) + 1)}
+    sizes = {"large": torch.ones(600, 512), "huge": torch.ones((1 << 24) + 1, dtype=torch.int8)}
     dcp.save(sizes, checkpoint_id=folder / "main/sizes")
     age(folder / "main/sizes")
     number = registered(app, "sizes")
