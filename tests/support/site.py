@@ -11,7 +11,7 @@ from playwright.sync_api import Browser
 
 from tests.support.catalog_api import CatalogApi, create_key
 from tests.support.chromium import Window, running_chromium, window
-from tests.support.service import Service, wait_until
+from tests.support.service import Service, Worker, wait_until
 
 __all__ = ["Site", "resized", "running_site"]
 
@@ -19,7 +19,7 @@ _SETTINGS: Final = {
     "auth": "keys",
     "rate_limit": "100000/minute",
     "concurrency": 1,
-    "embedded_worker": True,
+    "embedded_worker": False,
     "log_level": "warning",
 }
 
@@ -78,7 +78,8 @@ def running_site(folder: Path, runs: Path, checkpoints: int) -> Iterator[Site]:
     """Over the root "main" at ``runs``, once so many checkpoints are found there; its files in ``folder``."""
     service = Service(folder, {**_SETTINGS, "roots": {"main": {"url": str(runs)}}})
     key = create_key(service, "ada", ["admin"])
-    with running_chromium() as browser, service, service.client(key) as client:
+    worker = Worker(folder, service.settings)
+    with running_chromium() as browser, service, worker, service.client(key) as client:
         api = CatalogApi(client)
         wait_until(lambda: len(api.checkpoints()) == checkpoints, "the scan finds them")
         with closing(Site(service, key, browser, api)) as made:

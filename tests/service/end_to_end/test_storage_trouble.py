@@ -12,7 +12,7 @@ import dcp
 from tests.support.catalog_api import CatalogApi
 from tests.support.fault_plan import RESET
 from tests.support.fault_proxy import FaultProxy
-from tests.support.service import Service, wait_until
+from tests.support.service import Service, Worker, wait_until
 
 SAVED = "run/step-00000003"
 CHECKS = "/api/v1/root-checks"
@@ -34,12 +34,14 @@ def test_object_store_goes_away_and_comes_back(tmp_path: Path, s3_proxy: FaultPr
     dcp.save(state, checkpoint_id=f"{s3_root}/{SAVED}", storage_options=direct, no_dist=True)
     settings = {
         "roots": {"bucket": {"url": s3_root, "storage_options": options, "scan_seconds": 0}},
+        "embedded_worker": False,
         "poll_seconds": 0.1,
         "lease_seconds": 5,
         "log_level": "warning",
         "rate_limit": "100000/minute",
     }
-    with Service(tmp_path / "service", settings) as service, service.client() as http:
+    service = Service(tmp_path / "service", settings)
+    with service, Worker(service.folder, settings), service.client() as http:
         api = CatalogApi(http)
         number = api.register("bucket", SAVED)
         data = f"/api/v1/checkpoints/{number}/tensors/data?name=weight"

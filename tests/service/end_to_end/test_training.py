@@ -15,7 +15,7 @@ from tests.support.databases import MakeDatabase
 from tests.support.fault_plan import HANG
 from tests.support.fault_proxy import FaultProxy
 from tests.support.s3 import raw_s3
-from tests.support.service import Service, wait_until
+from tests.support.service import Service, Worker, wait_until
 from tests.support.torchrun import torchrun
 
 STEPS = 4
@@ -37,6 +37,7 @@ def settings_of(database_url: str, root_url: str, options: dict[str, Any]) -> di
     return {
         "auth": "keys",
         "database_url": database_url,
+        "embedded_worker": False,
         "roots": roots,
         "lease_seconds": 2,
         "poll_seconds": 0.1,
@@ -71,10 +72,11 @@ def test_from_training_to_download(
     reads. All of the service is killed in the conversion, which completes once, with one target."""
     service = Service(tmp_path / "service", settings_of(make_database(), s3_root, s3_proxy.storage_options))
     service.folder.mkdir()
+    worker = Worker(service.folder, service.settings)
     admin = create_key(service, "operator", ["admin"])
     trainer = create_key(service, "trainer", ["write"], ["runs"])
     reader = create_key(service, "reader", ["read"])
-    with service, service.client(admin) as http:
+    with service, worker, service.client(admin) as http:
         api = CatalogApi(http)
         add_rule(api)
         rule = s3_proxy.spoil(HANG, operation=MOMENTS[moment][0], key=MOMENTS[moment][1])
@@ -87,8 +89,10 @@ def test_from_training_to_download(
         assert all("loss" in one["metrics"] for one in saved)
 
         wait_until(lambda: rule.seen, f"{rule.operation} of {rule.key}")
-        service.kill()
-        service.start()
+        for process in (service, worker):
+            process.kill()
+        for process in (service, worker):
+            process.start()
         wait_until(lambda: len(api.checkpoints(root="exports")) == 2, "both are converted")
         wait_until(
             lambda: {job["state"] for job in api.get("/jobs", kind="convert")["items"]} == {"succeeded"},
@@ -104,7 +108,7 @@ def test_from_training_to_download(
         names = {f"llama/step-{step:08d}/model.safetensors" for step in (2, 4)}
         assert s3.list(f"{s3_root}/exports").keys() == names
     for secret in (admin, trainer, reader, s3_proxy.server.secret_key):
-        assert secret not in service.log()
+        assert secret not in service.log() + worker.log()
 
 
 def add_rule(api: CatalogApi) -> None:
