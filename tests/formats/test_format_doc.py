@@ -160,7 +160,7 @@ def whole_tensors() -> dict[str, torch.Tensor]:
         "matrix": torch.arange(1500.0).view(5, 300).bfloat16(),
         "vector": torch.arange(7),
         "scalar": torch.tensor(2.5, dtype=torch.float64),
-        "large": (torch.arange(9_000_003) % 251).to(torch.uint8).view(3, 3_000_001),
+        "large": torch.arange(251, dtype=torch.uint8).repeat(35_857)[:9_000_003].view(3, 3_000_001),
         "eight": torch.arange(6.0).to(torch.float8_e5m2),
     }
     return tensors | {f"layers.{number}.weight": torch.full((2, 8), number * 1.0) for number in range(1000)}
