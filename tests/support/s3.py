@@ -16,6 +16,7 @@ from botocore.awsrequest import AWSRequest
 from botocore.config import Config
 
 from dcp.demo.s3_server import S3Server
+from dcp.storage.stores.objects.s3.session import session_of
 
 __all__ = ["RawS3", "S3Server", "raw_s3", "split_url"]
 
@@ -99,8 +100,10 @@ class RawS3:
 
 @cache
 def _session() -> botocore.session.Session:
-    """One for all clients: each would parse the service's description again, for a tenth of a second."""
-    return botocore.session.get_session()
+    """One for all clients, and with the service's description that ours have parsed: it takes megabytes."""
+    session = botocore.session.get_session()
+    session.register_component("data_loader", session_of().get_component("data_loader"))
+    return session
 
 
 @contextmanager
