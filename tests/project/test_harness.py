@@ -126,9 +126,11 @@ def test_property(number):
 def test_a_run_ends_with_what_one_needs_next(tmp_path: Path) -> None:
     """A command for each failure, hypothesis's blob, the memory; and of two shards one has the file."""
     (tmp_path / "test_it.py").write_text(_TESTS)
-    given = ("-p", "tests.support.shards", "-p", "tests.support.summary", "-p", "no:cacheprovider")
+    plugins = ("tests.support.shards", "tests.support.summary", "hypothesispytest")
+    given = [*(f"-p{name}" for name in plugins), "-pno:cacheprovider", "test_it.py"]
+    alone = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     runs = [
-        run_program("-m", "pytest", *given, f"--shard={shard}", "test_it.py", cwd=tmp_path)
+        run_program("-m", "pytest", *given, f"--shard={shard}", cwd=tmp_path, env=alone)
         for shard in ("1/2", "2/2", "3/2")
     ]
     outputs = [run.stdout for run in runs]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,16 +19,23 @@ _STATE = {"weight": torch.arange(600.0), "bias": torch.ones(70), "step": 5}
 _KEYS = ("run/step-5", "run/stock-6", "run/model-7.pt", "run/one-8.safetensors", "run/shards-9")
 
 
-@pytest.fixture
-def site(make_database: MakeDatabase, tmp_path: Path) -> Iterator[JobSite]:
-    """A run with a checkpoint of each format."""
-    run = tmp_path / "main/run"
+@pytest.fixture(scope="module")
+def formats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints, with one of each format."""
+    run = tmp_path_factory.mktemp("run")
     for step in (4, 5):
         dcp.save(_STATE, checkpoint_id=run / f"step-{step}", no_dist=True)
     torch.distributed.checkpoint.save(_STATE, checkpoint_id=run / "stock-6", no_dist=True)
     torch.save(_STATE, run / "model-7.pt")
     dcp.convert(run / "step-5", run / "one-8.safetensors", to="safetensors", drop_objects=True)
     dcp.convert(run / "step-5", run / "shards-9", to="safetensors", shard_bytes=100, drop_objects=True)
+    return run
+
+
+@pytest.fixture
+def site(make_database: MakeDatabase, tmp_path: Path, formats: Path) -> Iterator[JobSite]:
+    """A run with these."""
+    shutil.copytree(formats, tmp_path / "main/run")
     with running_jobs(make_database(), tmp_path) as made:
         made.scan("main")
         yield made
