@@ -6,6 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -39,28 +40,29 @@ class CatalogAct:
         self._place = work.place
         self._narrator = narrator
 
-    def tell(self, digests: dict[str, str], losses: Mapping[int, float]) -> None:
-        """``digests`` are of what the last step of the job "run" has saved, ``losses`` by step those of the
-        job "uninterrupted"."""
+    def tell(
+        self, digests: dict[str, str], losses: Mapping[int, float], until_end: ExitStack
+    ) -> CatalogService:
+        """The service, which is up ``until_end``. ``digests`` are of what the last step of the job "run" has
+        saved, ``losses`` by step those of the job "uninterrupted"."""
         self._narrator.chapter("Serve all of it as a catalog")
         told = "nothing configured" if isinstance(self._place, FolderPlace) else "only the bucket named"
         self._narrator.say(
             f"""dcp serve with {told}: the checkpoints there in an SQLite database, an API on this machine
             only, and a worker for its jobs."""
         )
-        with CatalogService(self._work.root, self._place) as service:
-            self._narrator.say(f"It was ready after {service.ready_seconds:.1f} s, at {service.url}.")
-            # with a transport of its own no proxy is asked for what is on this machine
-            with Client(service.url, transport=httpx.HTTPTransport()) as client:
-                try:
-                    self._find(client, losses)
-                    self._verify(client)
-                    export = self._convert(client, digests)
-                    self._look(client, service.url, export)
-                except ClientError as error:
-                    raise DemoError(f"the catalog: {error}") from error
-            status = service.stop()
-        self._narrator.check("it ended in good order", status == 0, f"exit status {status}")
+        service = until_end.enter_context(CatalogService(self._work.root, self._place))
+        self._narrator.say(f"It was ready after {service.ready_seconds:.1f} s, at {service.url}.")
+        # with a transport of its own no proxy is asked for what is on this machine
+        with Client(service.url, transport=httpx.HTTPTransport()) as client:
+            try:
+                self._find(client, losses)
+                self._verify(client)
+                export = self._convert(client, digests)
+                self._look(client, service.url, export)
+            except ClientError as error:
+                raise DemoError(f"the catalog: {error}") from error
+        return service
 
     def _find(self, client: Client, losses: Mapping[int, float]) -> None:
         client.wait(client.scan(ROOT_NAME), timeout_seconds=_WAIT_SECONDS)

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -90,17 +90,19 @@ def _tell(root: Path, save_every: int, on_s3: bool, serve: bool, *, is_kept: boo
         return 2
     begun = time.monotonic()
     try:
-        with _place(root, on_s3) as place:
-            story = Story(root, place, save_every)
+        with _place(root, on_s3) as place, ExitStack() as until_end:
+            story = Story(root, place, save_every, until_end)
             try:
                 story.tell()
+                if not serve:
+                    story.end_catalog()
             except DemoError as error:
                 story.narrator.check("the demo ran to its end", False, str(error))
             kept = _kept(root, on_s3, is_kept, place.checkpoint("run", 4 * save_every))
             status = _sum_up(story.checks, story.narrator, time.monotonic() - begun, "" if serve else kept)
             if serve and status == 0:
-                _serve(root, place, story.narrator)
-            return status
+                _serve(root, story)
+            return 1 if story.checks.failed else 0
     except S3ServerError as error:
         print(f"dcp: {error}", file=sys.stderr)
         return 2
@@ -119,19 +121,19 @@ def _kept(root: Path, on_s3: bool, is_kept: bool, newest: str) -> str:
     )
 
 
-def _serve(root: Path, place: Place, narrator: Narrator) -> None:
+def _serve(root: Path, story: Story) -> None:
     """The catalog of what was trained, until Ctrl-C or SIGTERM."""
-    from dcp.demo.catalog_service import CatalogService
-
-    with CatalogService(root, place) as service:
-        narrator.chapter("Look at it")
-        narrator.say(f"The catalog is at {service.url}/ until Ctrl-C.")
-        try:
-            status = service.wait()
-        except KeyboardInterrupt:
-            narrator.say("It is stopped.")
-        else:
-            narrator.say(f"It ended by itself, with exit status {status}; its log is in {root / 'logs'}.")
+    if story.service is None:
+        return
+    story.narrator.chapter("Look at it")
+    story.narrator.say(f"The catalog is at {story.service.url}/ until Ctrl-C.")
+    try:
+        status = story.service.wait()
+    except KeyboardInterrupt:
+        story.end_catalog()
+        story.narrator.say("It is stopped.")
+    else:
+        story.narrator.say(f"It ended by itself, with exit status {status}; its log is in {root / 'logs'}.")
 
 
 @contextmanager

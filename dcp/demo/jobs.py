@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -129,22 +131,33 @@ class Workplace:
         found: dict[str, Any] = json.loads(log.read_text())
         return found
 
-    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run ``python -m ARGUMENTS`` where relative checkpoints are; DemoError after two minutes."""
+    def command(self, *arguments: str) -> tuple[int, str]:
+        """The exit status of ``dcp ARGUMENTS`` and what it printed; DemoError after two minutes.
+
+        It runs where relative checkpoints are, in a fork of this process.
+        """
         folder = self.place.folder if isinstance(self.place, FolderPlace) else self.root
-        try:
-            return subprocess.run(
-                [sys.executable, "-m", *arguments],
-                cwd=folder,
-                # a package that is only importable from the current folder must be so from there, too
-                env=environ_of({**self.place.environment, "PYTHONPATH": os.pathsep.join(import_path())}),
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=_COMMAND_SECONDS,
+        with tempfile.TemporaryFile("w+", encoding=sys.stdout.encoding, errors="replace") as output:
+            process = multiprocessing.get_context("fork").Process(
+                target=_run_dcp, args=(arguments, folder, environ_of(self.place.environment), output.fileno())
             )
-        except subprocess.TimeoutExpired as error:
-            raise DemoError(f"{' '.join(arguments)} took longer than {_COMMAND_SECONDS:g} seconds") from error
+            process.start()
+            process.join(_COMMAND_SECONDS)
+            if process.exitcode is None:
+                process.kill()
+                raise DemoError(f"dcp {' '.join(arguments)} took longer than {_COMMAND_SECONDS:g} seconds")
+            output.seek(0)
+            return process.exitcode, output.read()
+
+
+def _run_dcp(arguments: Sequence[str], folder: Path, environment: Mapping[str, str], output: int) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(output, stream.fileno())
+    sys.argv[1:] = arguments
+    importlib.import_module("dcp.cli").main()
 
 
 def import_path() -> list[str]:

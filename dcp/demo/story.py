@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import signal
 import time
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from dcp.demo.catalog_service import CatalogService
 from dcp.demo.checks import Checks, compare_digests, largest_difference, sparkline
 from dcp.demo.jobs import JobOutcome, Workplace
 from dcp.demo.narration import Narrator
@@ -30,9 +32,11 @@ _KILLED_BEFORE_WRITE = 2
 
 
 class Story:
-    """One run of the demo in a folder of its own."""
+    """One run of the demo in a folder of its own; its ``service`` stays up ``until_end`` or `end_catalog`."""
 
-    def __init__(self, root: Path, place: Place, save_every: int) -> None:
+    def __init__(self, root: Path, place: Place, save_every: int, until_end: ExitStack) -> None:
+        self.service: CatalogService | None = None
+        self._until_end = until_end
         self.checks = Checks()
         self.narrator = Narrator(self.checks)
         self.place = place
@@ -252,7 +256,13 @@ class Story:
         from dcp.demo.catalog import CatalogAct  # only here: training is shown without these packages, too
 
         digests = resumed[2].digests(f"saved-{self.work.steps}")
-        CatalogAct(self.work, self.narrator).tell(digests, reference.losses)
+        self.service = CatalogAct(self.work, self.narrator).tell(digests, reference.losses, self._until_end)
+
+    def end_catalog(self) -> None:
+        """Where there is one."""
+        if self.service is not None:
+            status = self.service.stop()
+            self.narrator.check("it ended in good order", status == 0, f"exit status {status}")
 
     # -- what chapters share ---------------------------------------------------------------------------------
 
@@ -317,11 +327,10 @@ class Story:
 
     def _dcp(self, *arguments: str, status: int | None = None, claim: str = "") -> str:
         """Run a dcp command, show it; ``status`` is the exit status that ``claim`` needs."""
-        done = self.work.command("dcp", *arguments)
-        output = done.stdout + done.stderr
-        self.narrator.command("dcp " + " ".join(arguments), output, done.returncode)
+        ended, output = self.work.command(*arguments)
+        self.narrator.command("dcp " + " ".join(arguments), output, ended)
         if status is not None:
-            self.narrator.check(claim, done.returncode == status, f"exit status {done.returncode}")
+            self.narrator.check(claim, ended == status, f"exit status {ended}")
         return output
 
 

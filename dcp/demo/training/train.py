@@ -53,7 +53,7 @@ class Training:
         rest = [value for name, value in self.model.named_parameters() if name != "pair.weight"]
         # A row of the pair table is seen rarely, so it has to learn fast.
         groups = [{"params": rest, "lr": 2e-3}, {"params": [self.model.pair.weight], "lr": 0.1}]
-        self.optimizer = torch.optim.AdamW(groups, weight_decay=0.01)
+        self.optimizer = torch.optim.AdamW(groups, weight_decay=0.01, fused=True)
         self.step = 0
         # each rank's own: which window it looks at in passing
         self.generator = torch.Generator().manual_seed(1000 + dist.get_rank())
