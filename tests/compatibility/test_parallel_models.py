@@ -39,9 +39,9 @@ def _recipes(world: int, *, without: tuple[str, ...] = ()) -> list[str]:
     ]
 
 
-def _save_all(rank: int, world: int, root: str, names: list[str], savers: list[str]) -> None:
-    for name in names:
-        _save_one(RECIPES[name][0](world), f"{root}/{name}-{world}", name, savers)
+def _save_all(rank: int, world: int, root: str, sources: list[tuple[str, str]]) -> None:
+    for name, saver in sources:
+        _save_one(RECIPES[name][0](world), f"{root}/{name}-{world}", name, [saver])
 
 
 def _save_one(training: Training, path: str, name: str, savers: list[str]) -> None:
@@ -97,18 +97,13 @@ def test_every_parallelism_round_trips_between_ours_and_stock(world: int, tmp_pa
     _assert_none_differ(run_ranks(world, same_topology, str(tmp_path), names), cases)
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str]]:
-    """(root, names of checkpoints in it): each saver saves every second recipe of each world of 1 to 4 ranks,
-    in the next world the others."""
-    root, made = str(tmp_path_factory.mktemp("some")), list[str]()
-    for turn, saver in enumerate(SAVE):
-        for world in (1, 2, 3, 4):
-            names = _recipes(world, without=OWN_NAMES)[(world + turn) % 2 :: 2]
-            run_ranks(world, _save_all, root, names, [saver])
-            made += [f"{name}-{world}-{saver}" for name in names]
-    return root, made
-
+SOURCES = [
+    (name, world, saver)
+    for turn, saver in enumerate(SAVE)
+    for world in (1, 2, 3, 4)
+    for name in _recipes(world, without=OWN_NAMES)[(world + turn) % 2 :: 2]
+]
+"""Each saver saves every second recipe of each world of 1 to 4 ranks, in the next world the others."""
 
 TARGETS = {
     1: ["plain", "fsdp2"],
@@ -119,12 +114,16 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("world", [2, 3, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 4))])
-def test_every_parallelism_loads_into_every_other(folders: tuple[str, list[str]], world: int) -> None:
+def test_every_parallelism_loads_into_every_other(tmp_path: Path, world: int) -> None:
     """A checkpoint of any parallelism and world, of ours or stock's, fills a model distributed otherwise."""
-    root, sources = folders
-    for number, target in enumerate(TARGETS[world]):
-        taken = sources[(2 * world + number) % 8 :: 8]  # every one is loaded in one of the worlds
-        _assert_none_differ(run_ranks(world, load_all, root, [target], taken, ["ours"]), cases=len(taken))
+    taken = [SOURCES[(2 * world + number) % 8 :: 8] for number in (0, 1)]  # all are in one of the worlds
+    for ranks in (1, 2, 3, 4):
+        sources = [(name, saver) for name, of, saver in taken[0] + taken[1] if of == ranks]
+        run_ranks(ranks, _save_all, str(tmp_path), sources)
+    for target, made in zip(TARGETS[world], taken, strict=True):
+        folders = [f"{name}-{of}-{saver}" for name, of, saver in made]
+        results = run_ranks(world, load_all, str(tmp_path), [target], folders, ["ours"])
+        _assert_none_differ(results, cases=len(folders))
 
 
 def _save_pipeline_by_groups(rank: int, world: int, root: str) -> None:

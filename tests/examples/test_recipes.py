@@ -185,7 +185,8 @@ def test_fsdp2_and_tensor_parallel_resume_on_the_same_mesh_and_on_others(
 
     train("fsdp2_tensor_parallel", same, *options, "--mode", "thread", ranks=4)
     assert lines(same)[1:] == expected[4:]
-    for folder, parallel, mode in zip(others, (2, 1), ("process", "thread"), strict=True):
+    modes = ("process" if by_torchrun else "thread", "thread")
+    for folder, parallel, mode in zip(others, (2, 1), modes, strict=True):
         train("fsdp2_tensor_parallel", folder, *options, "--mode", mode, "--tp", parallel, ranks=2)
         assert steps(lines(folder)) == [3, 4, 5]
         assert lines(folder)[0]["validation"] == pytest.approx(expected[3]["validation"], rel=1e-5)

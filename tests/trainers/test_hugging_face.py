@@ -46,19 +46,23 @@ def killed_and_resumed(root: str, *kinds: tuple[str, dict[str, Any]]) -> list[di
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "of_loop"),
     [
-        pytest.param({"fsdp": True}, id="fsdp"),
-        pytest.param({}, id="ddp", marks=pytest.mark.exhaustive),
-        pytest.param({"fsdp": True, "peft": True}, id="fsdp-peft", marks=pytest.mark.exhaustive),
-        pytest.param({"peft": True}, id="ddp-peft", marks=pytest.mark.exhaustive),
+        pytest.param({"fsdp": True}, {}, id="fsdp-ddp"),
+        pytest.param({}, {"fsdp": True}, id="ddp-fsdp", marks=pytest.mark.exhaustive),
+        *(
+            pytest.param(options, options, id=name, marks=pytest.mark.exhaustive)
+            for name, options in (("fsdp-peft", {"fsdp": True, "peft": True}), ("ddp-peft", {"peft": True}))
+        ),
     ],
 )
-def test_killed_in_a_save_and_resumed(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_killed_in_a_save_and_resumed(
+    tmp_path: Path, options: dict[str, Any], of_loop: dict[str, Any]
+) -> None:
     """On as many ranks each loss is bit for bit the uninterrupted run's; on one rank, where nothing is
     sharded, training goes on."""
     tied = {"tied": "fsdp" not in options}
-    trainer, loop = in_lab(killed_and_resumed, str(tmp_path), ("trainer", options | tied), ("loop", options))
+    trainer, loop = in_lab(killed_and_resumed, str(tmp_path), ("trainer", options | tied), ("loop", of_loop))
     assert [step for step, _ in trainer["whole"]] == [2, 4, 6, 8]
     assert trainer["two"] == trainer["whole"]
     assert trainer["one"][0] == trainer["whole"][0]
