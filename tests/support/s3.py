@@ -23,6 +23,9 @@ __all__ = ["RawS3", "S3Server", "raw_s3", "split_url"]
 _THREADS = 16
 _CONNECTIONS = 4
 
+# Of all sessions, s3fs' own too: what ours have parsed of services' descriptions, which are 20 MiB each time.
+botocore.session.create_loader = lambda _: session_of().get_component("data_loader")
+
 
 class _Reachable(Protocol):
     @property
@@ -100,10 +103,7 @@ class RawS3:
 
 @cache
 def _session() -> botocore.session.Session:
-    """One for all clients, and with the service's description that ours have parsed: it takes megabytes."""
-    session = botocore.session.get_session()
-    session.register_component("data_loader", session_of().get_component("data_loader"))
-    return session
+    return botocore.session.get_session()
 
 
 @contextmanager
