@@ -24,7 +24,7 @@ __all__ = ["JOBS", "CatalogAct", "digests_of_safetensors"]
 
 T = TypeVar("T")
 
-JOBS: Final = ("uninterrupted", "run", "handed-over", "on-1-rank", "on-3-ranks", "damaged")
+JOBS: Final = ("uninterrupted", "run", "on-1-rank", "on-3-ranks", "damaged")
 """What has saved or been copied by now."""
 
 _WAIT_SECONDS: Final = 240.0

@@ -1,19 +1,18 @@
-"""`dcp serve` for the demo: as a user starts it, with no settings but a free port, and ended again."""
+"""`dcp serve` for the demo: as a user runs it, with no settings but a free port, and ended again."""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Final, Self
 
-from dcp.demo.jobs import DemoError, environ_of, import_path
+from dcp.demo.jobs import DemoError, environ_of, import_path, start_dcp
 from dcp.demo.places import FolderPlace, Place
 
 __all__ = ["ROOT_NAME", "CatalogService"]
@@ -44,7 +43,7 @@ class CatalogService:
             self._environment["DCP_SERVER_ROOTS"] = json.dumps(
                 {ROOT_NAME: {"url": place.root("").rstrip("/")}}
             )
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: BaseProcess | None = None
 
     def __enter__(self) -> Self:
         begun = time.monotonic()
@@ -63,17 +62,11 @@ class CatalogService:
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "dcp", "serve", "--port", str(port)],
-                cwd=self._folder,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+            command = ("serve", "--port", str(port))
+            self._process = start_dcp(command, self._folder, self._environment, log.fileno())
         try:
             while not self._is_ready():
-                if self._process.poll() is not None or time.monotonic() - begun > _READY_SECONDS:
+                if not self._process.is_alive() or time.monotonic() - begun > _READY_SECONDS:
                     raise DemoError(f"dcp serve is not ready:\n{self._tail()}")
                 time.sleep(0.05)
         except BaseException:
@@ -85,7 +78,10 @@ class CatalogService:
 
     def wait(self) -> int | None:
         """Until it ends by itself, or Ctrl-C ends both (KeyboardInterrupt)."""
-        return None if self._process is None else self._process.wait()
+        if self._process is None:
+            return None
+        self._process.join()
+        return self._process.exitcode
 
     def stop(self) -> int | None:
         """End it in good order; its exit status, None if it had to be killed. Idempotent."""
@@ -93,12 +89,12 @@ class CatalogService:
         if process is None:
             return None
         process.terminate()
-        try:
-            return process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
+        process.join(_STOP_SECONDS)
+        if process.exitcode is None:
             process.kill()
-            process.wait()
+            process.join()
             return None
+        return process.exitcode
 
     def _is_ready(self) -> bool:
         # no proxy is asked for what is on this machine

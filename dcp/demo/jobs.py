@@ -21,7 +21,7 @@ from dcp.demo.places import FolderPlace, Place
 from dcp.demo.training.launch import Launch, start, start_stock
 from dcp.demo.training.rank_notes import KILL_VARIABLE, rank_note, start_ticks
 
-__all__ = ["DemoError", "JobOutcome", "Workplace", "environ_of", "import_path"]
+__all__ = ["DemoError", "JobOutcome", "Workplace", "environ_of", "import_path", "start_dcp"]
 
 _JOB_SECONDS = 300.0
 _COMMAND_SECONDS = 120.0
@@ -138,16 +138,24 @@ class Workplace:
         """
         folder = self.place.folder if isinstance(self.place, FolderPlace) else self.root
         with tempfile.TemporaryFile("w+", encoding=sys.stdout.encoding, errors="replace") as output:
-            process = multiprocessing.get_context("fork").Process(
-                target=_run_dcp, args=(arguments, folder, environ_of(self.place.environment), output.fileno())
-            )
-            process.start()
+            process = start_dcp(arguments, folder, environ_of(self.place.environment), output.fileno())
             process.join(_COMMAND_SECONDS)
             if process.exitcode is None:
                 process.kill()
                 raise DemoError(f"dcp {' '.join(arguments)} took longer than {_COMMAND_SECONDS:g} seconds")
             output.seek(0)
             return process.exitcode, output.read()
+
+
+def start_dcp(
+    arguments: Sequence[str], folder: Path, environment: Mapping[str, str], output: int
+) -> BaseProcess:
+    """``dcp ARGUMENTS`` in ``folder``, which prints to the descriptor ``output``, as a fork of this
+    process."""
+    details = (arguments, folder, environment, output)
+    process = multiprocessing.get_context("fork").Process(target=_run_dcp, args=details)
+    process.start()
+    return process
 
 
 def _run_dcp(arguments: Sequence[str], folder: Path, environment: Mapping[str, str], output: int) -> None:
