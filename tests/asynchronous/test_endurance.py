@@ -141,7 +141,7 @@ def endure(
 @pytest.mark.parametrize(
     ("mode", "world_size", "saves"),
     [
-        ("process", 1, 14),
+        ("process", 1, 7),
         pytest.param("thread", 1, 14, marks=pytest.mark.exhaustive),
         *(
             pytest.param(mode, world_size, 100, marks=pytest.mark.exhaustive)
