@@ -15,7 +15,8 @@ import dcp
 from dcp.errors import WriterProcessError
 from dcp.state_dict_saver import SaveFuture
 from dcp.storage.stores import PosixStore
-from tests.support.background import FileGate, NotedPids, gated_writer
+from tests.support.background import FileGate, NotedPids, gated_writer, slow_writer
+from tests.support.manager_runs import until
 from tests.support.processes import lives
 from tests.support.user_storage import ItemReader, ItemWriter, PlainLoadPlanner, PlainSavePlanner
 from tests.support.values import leaves
@@ -94,33 +95,23 @@ def test_planner_and_storage_of_a_user(tmp_path: Path, writer: int) -> None:
     state = {"w": torch.arange(6.0), "step": 4, "vocabulary": os.urandom(3 << 20)}
     foreign = ItemWriter(tmp_path / "theirs")
     future = by_process(state, storage_writer=foreign, planner=PlainSavePlanner())
-    wanted = state["vocabulary"]
     overwrite(state)
     assert set(future.result(240).state_dict_metadata) == {"w", "step", "vocabulary"}
     assert foreign.calls == []
     got = {"w": torch.zeros(6), "step": 0, "vocabulary": b""}
     dcp.load(got, storage_reader=ItemReader(tmp_path / "theirs"), planner=PlainLoadPlanner(), no_dist=True)
-    assert got["w"].tolist() == torch.arange(6.0).tolist() and got["vocabulary"] == wanted  # type: ignore[attr-defined]
+    assert got["w"].tolist() == torch.arange(6.0).tolist() and got["vocabulary"] == state["vocabulary"]  # type: ignore[attr-defined]
 
 
 def test_what_the_process_cannot_rebuild_is_refused(tmp_path: Path, writer: int) -> None:
     """A planner class of a function, one of the script itself, a lambda as store: the error says what to do,
     and does not spoil the next save."""
-
-    class Local(Negating):
-        """Nobody can import it."""
-
+    local = type("Local", (Negating,), {})
     script = type("Script", (Negating,), {"__module__": "__main__", "__qualname__": "Script"})
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"planner": Local()}, "top level of a module"),
-        ({"planner": script()}, "top level of a module"),
-        (
-            {"storage_writer": dcp.FileSystemWriter(tmp_path / "x", open_store=lambda p: PosixStore(p))},
-            "top level of a module",
-        ),
-    ]
-    for case, text in cases:
-        with pytest.raises(WriterProcessError, match=text) as caught:
+    by_lambda = dcp.FileSystemWriter(tmp_path / "x", open_store=lambda path: PosixStore(path))
+    cases: list[dict[str, Any]] = [{"planner": local()}, {"planner": script()}, {"storage_writer": by_lambda}]
+    for case in cases:
+        with pytest.raises(WriterProcessError, match="top level of a module") as caught:
             save(tmp_path / "x", 1, **case).result(240)
         assert isinstance(caught.value, dcp.RankFailedError)
     assert seen_by_dcp(tmp_path / "x") == ABSENT
@@ -136,6 +127,15 @@ def test_a_sigterm_to_all_processes_costs_no_save(tmp_path: Path, writer: int) -
         os.kill(writer, number)
     gate.open()
     under_way.result(240)
+    assert saved_by(writer, tmp_path / "2", 2)
+
+
+def test_a_cancelled_save_leaves_nothing(tmp_path: Path, writer: int) -> None:
+    """The process that writes it is told, and is ready for the next one."""
+    state = {str(number): torch.ones(1 << 14) for number in range(60)}
+    future = by_process(state, storage_writer=slow_writer(tmp_path / "1", 0.1))
+    until(lambda: [*tmp_path.glob("1/*")], "the beginning of the save")
+    assert future.cancel() and not (tmp_path / "1").exists()
     assert saved_by(writer, tmp_path / "2", 2)
 
 

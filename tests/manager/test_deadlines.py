@@ -219,12 +219,13 @@ def test_a_storage_that_hangs_does_not_keep_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.exhaustive)])
 def test_what_is_under_way_is_called_off_though_no_step_comes(tmp_path: Path, mode: Any) -> None:
     """Training is in a long step when the notice comes and when the time is over. Of several notices the one
-    counts that leaves the least time."""
+    counts that leaves the least time, and a file that was there before is none."""
     writer = FaultyWriter([Fault("write", onwards=True, delay_seconds=0.3)])
-    grace = {signal.SIGUSR1: 1000.0, signal.SIGUSR2: 1.0}
+    grace = {signal.SIGUSR1: 1000.0, signal.SIGUSR2: 1.0, __file__: 1000.0}
     with deadline_manager(tmp_path, mode=mode, writer=writer, grace_seconds=grace) as manager:
         future = manager.save(1, state_of(1), force=True)
-        assert future is not None
+        time.sleep(0.4)  # it looks for files four times a second
+        assert future is not None and manager.save(2, state_of(2)) is None and not manager.stop_requested
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             os.kill(os.getpid(), number)
         future.exception(PATIENCE_SECONDS)
