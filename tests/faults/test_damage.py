@@ -186,8 +186,9 @@ def test_each_region_of_each_record_is_watched(tmp_path: Path) -> None:
         region = what.split()[0]
         seen[region] += 1
         got = seen_by_dcp(folder, large=LARGE)
-        assert got == ("CorruptCheckpointError" if region in ("payload", "object") else 1), what
-        assert not _passes(folder), what
+        place = f"{what}: byte {offset} of {name}"
+        assert got == ("CorruptCheckpointError" if region in ("payload", "object") else 1), place
+        assert not _passes(folder), place
         _flip(folder / name, offset)
     assert min(seen[region] for region in ("prefix", "payload", "suffix", "object")) >= 3
     assert _passes(folder)
