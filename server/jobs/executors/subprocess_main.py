@@ -90,13 +90,22 @@ def serve(control_fd: int) -> None:
         importlib.import_module(module)
     if any(root.url.startswith("s3") for root in setup.settings.roots.values()):
         with contextlib.suppress(ImportError):  # whoever opens it says what is missing
-            from dcp.storage.stores.objects.s3.session import prepare
-
-            prepare()
+            _prepare_s3()
     os.dup2(2, 1)  # what a library prints belongs to the log
     gc.collect()
     gc.freeze()  # so that collections in the children do not copy pages
     _Warm(control, setup, kinds).run()
+
+
+def _prepare_s3() -> None:
+    """Import and read here what the first client of a process needs: most of half a second for each child."""
+    import s3fs  # noqa: F401
+
+    import dcp.storage.stores.objects.s3.service
+    import dcp.storage.stores.objects.store  # noqa: F401
+    from dcp.storage.stores.objects.s3.session import read_descriptions
+
+    read_descriptions()
 
 
 def _receive_fd(control: socket.socket) -> int:

@@ -13,7 +13,7 @@ from botocore.loaders import Loader, create_loader
 
 from dcp.storage.stores.objects.s3.http_bodies import BodyTransport
 
-__all__ = ["OneAttemptSession", "prepare", "session_of"]
+__all__ = ["OneAttemptSession", "read_descriptions", "session_of"]
 
 _SECONDS: Final = 60.0
 _CONNECTIONS: Final = 10
@@ -34,14 +34,8 @@ def _loader(data_path: str | None) -> Loader:
     return create_loader(data_path)
 
 
-def prepare() -> None:
-    """Import and read what the first client of a process needs, for those that are forked from this one:
-    most of half a second for each."""
-    import s3fs  # noqa: F401
-
-    import dcp.storage.stores.objects.s3.service
-    import dcp.storage.stores.objects.store  # noqa: F401
-
+def read_descriptions() -> None:
+    """Read what the first client of a process needs, for those that are forked from this one."""
     for description in ("service-2", "endpoint-rule-set-1"):
         _loader(None).load_service_model("s3", description)
 
