@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
-from dcp.errors import MissingKeyError, OptionError, UnexpectedKeyError
+from dcp.errors import CheckpointError, MissingKeyError, OptionError, UnexpectedKeyError
 from dcp.integrations.random_state import RandomState
 from dcp.manager.cleanup.retention import Retention
 from dcp.manager.manager import CheckpointManager as Manager
@@ -162,8 +162,9 @@ class DcpCheckpointManager(_Base):  # type: ignore[misc]
         state = self._model() if model_only else self._all_states(self.exclude_from_loading)
         try:
             self._open().restore(state, step=None if step == -1 else step, per_rank="keep")
-        except (MissingKeyError, UnexpectedKeyError) as error:
-            error.add_note(_DATALOADER)
+        except CheckpointError as error:
+            if isinstance(error, MissingKeyError | UnexpectedKeyError) or "'dataloader'" in str(error):
+                error.add_note(_DATALOADER)
             raise
         self.states[_MODEL].load_state_dict(state)
         return True

@@ -73,7 +73,9 @@ def reserve(folder: Path, layout: TargetLayout) -> None:
 
 def drop_half_written(folder: Path) -> None:
     """Remove small files at which an earlier run was killed: the target would have them, too."""
-    for path in folder.rglob(f"{TEMPORARY_PREFIX}*"):
+    with step(None, "list", folder):
+        found = list(folder.rglob(f"{TEMPORARY_PREFIX}*"))
+    for path in found:
         if path.is_file():
             path.unlink()
 
