@@ -14,7 +14,7 @@ DEMO = demo$(if $(S3),-s3)
 DEMO_STAMP = .venv/.installed-$(DEMO)
 
 # One more than the two cores, because tests wait for a third of their time; each worker takes ten seconds of a
-# core to start. A file stays on one worker; in the order of their names those that take longest are not the last.
+# core to start. A file stays on one worker; tests/support/shards.py has the order of files.
 WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
 PYTEST_ARGS ?=
 # SHARD=2/4 runs the second quarter of the files, for four machines
@@ -48,8 +48,7 @@ demo: $(DEMO_STAMP)
 # Tests start hundreds of processes: what they import is compiled once, whatever the environment says of that.
 test test-all: export PYTHONDONTWRITEBYTECODE =
 
-# Large arrays get pages of 2 MiB, where the system offers them: a quarter of what tests take of the system's time is
-# for pages that are touched first.
+# Large arrays get pages of 2 MiB, where the system offers them: tests of reading and of stores take a twelfth less.
 test test-all: export GLIBC_TUNABLES = glibc.malloc.hugetlb=1
 
 test test-all: browser

@@ -116,7 +116,6 @@ class Workplace:
             arguments=tuple(str(part) for pair in arguments.items() for part in pair),
             environment=environ_of(extra),
             log=log,
-            log_folder=log.with_suffix(""),
         )
 
     def load_with_stock_torch(self, folders: Sequence[str]) -> dict[str, Any]:

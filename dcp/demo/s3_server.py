@@ -74,8 +74,8 @@ class S3Server:
     bucket: str = "dcp-test"
     volume_limit_bytes: int = 128 << 20
     """Files that the server keeps its data in are as large; the bucket alone takes seven, not reserved."""
-    is_public: bool = False
-    """Whether anybody may read and list without credentials."""
+    public_bucket: str = ""
+    """The name of a second bucket, which anybody may read and list without credentials."""
     access_key: str = field(default_factory=lambda: f"dcp{secrets.token_hex(8)}")
     secret_key: str = field(default_factory=lambda: secrets.token_hex(20), repr=False)
     endpoint_url: str = ""
@@ -166,7 +166,10 @@ class S3Server:
         who = {"accessKey": self.access_key, "secretKey": self.secret_key}
         allowed = ["Admin", "Read", "Write", "List", "Tagging"]
         identity = {"name": "dcp", "credentials": [who], "actions": allowed}
-        identities = [identity, {"name": "anonymous", "actions": ["Read", "List"]}][: 1 + self.is_public]
+        identities = [identity]
+        if self.public_bucket:
+            readable = [f"{action}:{self.public_bucket}" for action in ("Read", "List")]
+            identities.append({"name": "anonymous", "actions": readable})
         config = self.folder / "s3.json"
         config.touch(0o600)
         config.write_text(json.dumps({"identities": identities}))
@@ -237,8 +240,9 @@ class S3Server:
                 try:
                     # one that is there is ours, from an attempt whose answer did not come in time
                     known = client.exceptions
-                    with contextlib.suppress(known.BucketAlreadyOwnedByYou, known.BucketAlreadyExists):
-                        client.create_bucket(Bucket=self.bucket)
+                    for bucket in filter(None, (self.public_bucket, self.bucket)):
+                        with contextlib.suppress(known.BucketAlreadyOwnedByYou, known.BucketAlreadyExists):
+                            client.create_bucket(Bucket=bucket)
                     client.put_object(Bucket=self.bucket, Key="ready", Body=b"ready")
                     client.delete_object(Bucket=self.bucket, Key="ready")
                     return

@@ -301,7 +301,7 @@ class Story:
     def _train(self, name: str, ranks: int, **where: Any) -> JobOutcome:
         steps = self.work.steps
         on = "1 process" if ranks == 1 else f"{ranks} processes"
-        with self.narrator.training(f"torch's launcher starts {on} ...", steps) as on_step:
+        with self.narrator.training(f"torch.multiprocessing starts {on} ...", steps) as on_step:
             job = self.work.train(name, ranks, on_step=on_step, **where)
         done = f"steps {min(job.losses, default=0)} to {max(job.losses, default=0)} in {job.seconds:.0f} s"
         self.narrator.say(f"{name}: {done}")

@@ -19,6 +19,7 @@ from dcp.errors import CheckpointError, MissingKeyError, OptionError, Unexpected
 from dcp.integrations.random_state import RandomState
 from dcp.manager.cleanup.retention import Retention
 from dcp.manager.manager import CheckpointManager as Manager
+from dcp.ranks.failures import causes_of
 from dcp.state_dict_loader import load
 from dcp.state_dict_saver import save
 
@@ -163,7 +164,8 @@ class DcpCheckpointManager(_Base):  # type: ignore[misc]
         try:
             self._open().restore(state, step=None if step == -1 else step, per_rank="keep")
         except CheckpointError as error:
-            if isinstance(error, MissingKeyError | UnexpectedKeyError) or "'dataloader'" in str(error):
+            is_of_loader = "dataloader" in [getattr(one, "facts", {}).get("key") for one in causes_of(error)]
+            if is_of_loader or isinstance(error, MissingKeyError | UnexpectedKeyError):
                 error.add_note(_DATALOADER)
             raise
         self.states[_MODEL].load_state_dict(state)

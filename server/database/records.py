@@ -20,14 +20,14 @@ from sqlalchemy import (
     false,
     true,
 )
-from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.types import TypeEngine
 
 from dcp.server.records.declaring import ColumnType, OwnColumn, RecordField, fields_of, moment
 
 __all__ = ["ID", "JSON_DOCUMENT", "NAME", "checks_of", "columns_of", "shown_columns", "values_of"]
 
-JSON_DOCUMENT: Final = JSON().with_variant(JSONB(), "postgresql")
+JSON_DOCUMENT: Final = JSON()
+"""Of PostgreSQL too, whose JSONB does not keep the order of members: rules of ``rename`` apply in theirs."""
 NAME: Final = Text().with_variant(Text(collation="C"), "postgresql")
 """Compared and sorted by code point on both: pages go on where they ended whatever the server's locale."""
 ID: Final = BigInteger().with_variant(Integer(), "sqlite")  # SQLite numbers rows by INTEGER PRIMARY KEY only

@@ -27,7 +27,7 @@ def _(element: _JsonItems, compiler: Any, **options: Any) -> str:
 
 @compiles(_JsonItems, "postgresql")
 def _(element: _JsonItems, compiler: Any, **options: Any) -> str:
-    return f"jsonb_array_elements_text({compiler.process(element.clauses, **options)})"
+    return f"json_array_elements_text({compiler.process(element.clauses, **options)})"
 
 
 def items_of(document: ColumnElement[Any]) -> TableValuedAlias:

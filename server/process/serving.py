@@ -55,10 +55,10 @@ def serve(settings: Settings, flags: Mapping[str, Any]) -> int:
         for root in settings.roots.values():
             Path(root.url).mkdir(exist_ok=True)
     _tell_roots(settings)
-    # For before uvicorn listens to signals and after: it sends itself again what has ended it.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _end)
     with ExitStack() as stack:
+        # For before uvicorn listens to signals and after: it sends itself again what has ended it.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            stack.callback(signal.signal, number, signal.signal(number, _end))
         stack.enter_context(_environment(flags_environment(flags)))
         started = threading.Event()
         if settings.embedded_worker:

@@ -134,7 +134,7 @@ def cancel_by_the_rank_that_is_ready(rank: int, world_size: int, root: Path, kin
     return [*found, again.cancel()]
 
 
-@pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("kind", ["thread", "process"])
 def test_any_rank_ends_the_writing_of_all(tmp_path: Path, kind: str) -> None:
     """A rank that is ready ends the save while another still writes; all hold that it was cancelled, and by
     whom. After a commit all are answered that it was not."""

@@ -216,7 +216,7 @@ def test_a_storage_that_hangs_does_not_keep_the_run(tmp_path: Path) -> None:
 # -- notices -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("mode", ["thread", "process"])
 def test_what_is_under_way_is_called_off_though_no_step_comes(tmp_path: Path, mode: Any) -> None:
     """Training is in a long step when the notice comes and when the time is over. Of several notices the one
     counts that leaves the least time, and a file that was there before is none."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.support.mutants import mutants
+from tests.support.mutants import MUTANTS, Mutant, mutants
 from tests.support.suite import ROOT, has_test
 
 BENEATH = {
@@ -15,6 +15,8 @@ BENEATH = {
     "`dcp.save`, `dcp.load`, `dcp.async_save`, planners, readers and writers under torch's names",
 }
 """What the README says in sentences."""
+
+FAULTS = mutants()
 
 MEASURED = {"time"}
 """By `make bench`; no fault of a line or two shows in a test of seconds."""
@@ -57,6 +59,30 @@ def test_a_promise_has_tests_and_faults(row: Row) -> None:
     """The tests are there and not among the exhaustive ones; the faults are patches of tests/mutants."""
     assert row.tests
     assert not [test for test in row.tests if not has_test(test)]
-    known = {mutant.name for mutant in mutants()}
+    known = {mutant.name for mutant in FAULTS}
     if row.promise not in MEASURED:
         assert row.faults and not [fault for fault in row.faults if fault not in known]
+
+
+def test_there_are_as_many_faults_as_promised() -> None:
+    """Sixty, over everything that the README promises."""
+    assert len(FAULTS) >= 60 and len({mutant.path.parent for mutant in FAULTS}) >= 5
+
+
+@pytest.mark.parametrize("mutant", FAULTS, ids=lambda mutant: mutant.name)
+def test_a_fault_applies_and_names_its_promise_and_tests(mutant: Mutant) -> None:
+    """A patch of the product alone, whose lines are in the present tree; `make mutants` runs it."""
+    for change in mutant.path.read_text().split("\ndiff --git")[1:]:
+        (name,) = re.findall(r"^\+\+\+ b/(\S+)", change, re.MULTILINE)
+        assert name.split("/")[0] in ("dcp", "planners", "server", "storage")
+        for hunk in re.split(r"^@@ .*\n", change, flags=re.MULTILINE)[1:]:
+            before = [line[1:] for line in hunk.splitlines() if not line.startswith(("+", "\\"))]
+            assert "\n".join(before) in (ROOT / name).read_text()
+    assert mutant.promise.endswith(".") or len(mutant.promise.split()) > 3
+    missing = [test for test in mutant.found_by if not has_test(test) and not (ROOT / test).is_dir()]
+    assert not missing, missing
+
+
+def test_each_patch_is_read() -> None:
+    """None lies where `make mutants` does not look."""
+    assert {mutant.path for mutant in FAULTS} == set(MUTANTS.rglob("*.patch"))

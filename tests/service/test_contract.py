@@ -13,6 +13,7 @@ from fastapi.testclient import TestClient
 
 from tests.support.app import App, running_app
 from tests.support.catalog import API, Catalog, pages
+from tests.support.openapi import document
 from tests.support.service_resources import RESOURCES, Resource
 
 SCOPES: tuple[Any, ...] = ("read", "write", "convert", "delete", "admin")
@@ -158,7 +159,7 @@ def test_lists_come_in_pages_once_each(catalog: Catalog, resource: Resource) -> 
 
 def test_no_route_ignores_a_parameter_that_it_does_not_know(catalog: Catalog) -> None:
     """Everything that the API describes answers 422 with the name of the parameter, before anything else."""
-    described = catalog.app.client().get("/openapi.json").json()["paths"]
+    described = document()["paths"]
     routes = [(method, path) for path, methods in described.items() for method in methods if API in path]
     assert len(routes) > 60
     for method, path in routes:
@@ -171,7 +172,7 @@ def test_no_route_ignores_a_parameter_that_it_does_not_know(catalog: Catalog) ->
 
 def test_a_parameter_that_is_no_list_is_given_once(catalog: Catalog) -> None:
     """Of each operation of the API, each parameter that is given twice is refused by its name."""
-    described = catalog.app.client().get("/openapi.json").json()["paths"]
+    described = document()["paths"]
     tried = 0
     for path, methods in described.items():
         for method, told in methods.items():

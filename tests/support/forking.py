@@ -24,6 +24,7 @@ _PR_SET_PDEATHSIG: Final = 1
 PRELOADED: Final = [
     "pytest",
     "hypothesis",
+    "numpy.ma",  # imported by the first `numpy.unique` of a process
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.run",
@@ -32,7 +33,7 @@ PRELOADED: Final = [
     "dcp.cli.app",
     "dcp.conversion.run",
     "dcp.demo.story",
-    "dcp.demo.training.elastic",
+    "dcp.demo.training.ranks",
     "dcp.filesystem",
     "dcp.manager.manager",
     "dcp.server.client",
@@ -41,16 +42,15 @@ PRELOADED: Final = [
     "tests.support.crashes",
     "tests.support.programs",
     "tests.support.ranks",
-    "tests.support.fork_server",  # the last: what is imported by then is shared by all forks
 ]
-"""The server passes over what it cannot import; a process then imports it by itself."""
+"""What the fork server imports for all of its processes."""
 
 _context: Final = multiprocessing.get_context("forkserver")
 
 
 def ensure_fork_server() -> None:
     """It is started in the checkout, wherever a test is: it finds there what to import."""
-    _context.set_forkserver_preload(PRELOADED)
+    _context.set_forkserver_preload(["tests.support.fork_server"])
     with contextlib.chdir(_ROOT):
         forkserver.ensure_running()
 

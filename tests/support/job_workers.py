@@ -231,7 +231,7 @@ def until(holds: Callable[[], object], what: str) -> None:
     end = time.monotonic() + HANG_SECONDS
     while not holds():
         assert time.monotonic() < end, f"waited in vain for: {what}"
-        time.sleep(0.01)
+        time.sleep(0.03)
 
 
 def wait_for_end(database: Database, job_id: int) -> JobRow:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ _ERROR = re.compile(r"/responses/[45]..$")
 _REQUIRED = re.compile(r"(.*)/required\[\] = .*|(.*)/(?:parameters\[.*\]|requestBody)/required = true")
 
 
+@cache
 def document() -> dict[str, Any]:
     """That of the service; nothing is opened."""
     return create_app(Settings(database_url=SecretStr("sqlite:///none.sqlite"))).openapi()

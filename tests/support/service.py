@@ -127,7 +127,7 @@ class DcpProcess:
         # children that were told so end by themselves, shortly after
         give_up = time.monotonic() + seconds
         while (left := self.pids()) and time.monotonic() < give_up:
-            time.sleep(0.02)
+            time.sleep(0.05)
         if left:
             names = [command_of(pid) for pid in left]
             self.kill()
@@ -145,7 +145,7 @@ class DcpProcess:
                 self._process.poll()  # so that it is no zombie
             if time.monotonic() > give_up:
                 raise ServiceError(f"processes {pids} survive SIGKILL")
-            time.sleep(0.01)
+            time.sleep(0.05)
         if self._process is not None:
             self._process.wait()
             self._process = None
@@ -286,7 +286,7 @@ class Service(DcpProcess):
                     seen = f"{answer.status_code} {answer.text[:500]}"
                 except httpx.TransportError as error:
                     seen = repr(error)
-                time.sleep(0.02)
+                time.sleep(0.05)
         raise ServiceError(f"{path}: no {status} within {seconds:g} s, but {seen}\n{self.log_tail()}")
 
     def client(self, key: str | None = None, *, timeout_seconds: float = 60.0) -> httpx.Client:

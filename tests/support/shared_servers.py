@@ -103,8 +103,11 @@ def _start(name: str, log_path: Path, run_pid: int) -> Told:
 def _s3() -> Iterator[Told]:
     from dcp.demo.s3_server import S3Server
 
-    with tempfile.TemporaryDirectory(prefix="dcp-s3-") as folder, S3Server(Path(folder) / "data") as server:
-        names = ("bucket", "access_key", "secret_key", "endpoint_url")
+    names = ("bucket", "public_bucket", "access_key", "secret_key", "endpoint_url")
+    with (
+        tempfile.TemporaryDirectory(prefix="dcp-s3-") as folder,
+        S3Server(Path(folder) / "data", public_bucket="dcp-public") as server,
+    ):
         yield {"folder": str(server.folder), **{name: getattr(server, name) for name in names}}
 
 

@@ -133,8 +133,14 @@ def _is_mark(node: ast.Assign) -> bool:
     return any(isinstance(target, ast.Name) and target.id == "pytestmark" for target in node.targets)
 
 
+@cache
+def _quick() -> frozenset[str]:
+    found = {
+        test.name for module in modules() if module.is_test for test in module.tests if not test.is_exhaustive
+    }
+    return frozenset("::".join(name.split("::")[:parts]) for name in found for parts in (1, 2, 3))
+
+
 def has_test(node_id: str) -> bool:
     """Whether a file, a class or a test of that name is there and in `make test`; without parameters."""
-    wanted = node_id.partition("[")[0]
-    found = [test for module in modules() for test in module.tests if module.is_test]
-    return any(f"{test.name}::".startswith(f"{wanted}::") and not test.is_exhaustive for test in found)
+    return node_id.partition("[")[0] in _quick()

@@ -9,6 +9,7 @@ torch before the process has lowered its priority.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -34,8 +35,11 @@ def main(arguments: Sequence[str]) -> None:
         level=logging.WARNING,
         format=f"dcp writer process {os.getpid()} of %(processName)s: %(levelname)s: %(message)s",
     )
+    gc.disable()  # what is imported stays: to look through it again and again is an eighth of the start
     from dcp.background.process.serving import WriterLoop
 
+    gc.freeze()
+    gc.enable()
     status = 1
     try:
         WriterLoop(connection).run()

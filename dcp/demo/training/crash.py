@@ -35,7 +35,7 @@ class CrashPoint:
     def from_environment(cls) -> CrashPoint | None:
         """What `KILL_VARIABLE` says; None unless it is set, for a rank of a job."""
         setting = os.environ.get(KILL_VARIABLE)
-        if setting and "TORCHELASTIC_RUN_ID" in os.environ:
+        if setting and "RANK" in os.environ:
             return cls(setting)
         return None
 

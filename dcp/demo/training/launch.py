@@ -19,7 +19,7 @@ from typing import Any
 
 __all__ = ["Launch", "start", "start_stock"]
 
-_LAUNCHER = "dcp.demo.training.elastic"
+_RANKS = "dcp.demo.training.ranks"
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,6 @@ class Launch:
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
     log: Path
-    log_folder: Path
 
 
 def start(launch: Launch) -> BaseProcess:
@@ -46,18 +45,18 @@ def start_stock(folders: Sequence[str], environment: Mapping[str, str], log: Pat
 
 def _start(target: Callable[..., None], *arguments: Any) -> BaseProcess:
     process: BaseProcess
-    if _LAUNCHER in sys.modules:
+    if _RANKS in sys.modules:
         process = multiprocessing.get_context("fork").Process(target=target, args=arguments)
     else:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([_LAUNCHER])
+        context.set_forkserver_preload([_RANKS])
         process = context.Process(target=target, args=arguments)
     process.start()
     return process
 
 
 def _launch(launch: Launch) -> None:
-    importlib.import_module(_LAUNCHER).run(launch)  # it imports torch, which the demo itself does not
+    importlib.import_module(_RANKS).run(launch)  # it imports torch, which the demo itself does not
 
 
 def _load_with_stock_torch(folders: Sequence[str], environment: Mapping[str, str], log: Path) -> None:

@@ -125,8 +125,11 @@ class Checkpoints:
         if training.step % (2 * job.save_every) == 0:  # the one that is resumed from, and the last one
             _note_digests(training, job, f"saved-{training.step}.json")
         state = {"app": training, "rng": PerRank(training.generator.get_state())}
+        is_last = self._crash is not None and self._crash.is_after_staging_of(training.step)
+        if is_last:
+            self.manager.wait()  # what follows is about this save alone
         self.manager.save(training.step, state, metrics={"loss": loss})
-        if self._crash is not None and self._crash.is_after_staging_of(training.step):
+        if self._crash is not None and is_last:
             dist.barrier()  # all ranks have handed their copy over
             self._crash.die()
 

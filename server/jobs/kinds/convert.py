@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
@@ -137,7 +137,7 @@ def _with_its_groups(pattern: re.Pattern[str]) -> re.Pattern[str]:
     return re.compile("".join(groups))
 
 
-class TargetParams(ConvertOptions):
+class TargetParams(ConvertOptions, ABC):
     """And the key of what is made, where nothing may be yet.
 
     ``target_key`` ends in ``.pt`` or another suffix of torch.save files for "torch", in ``.safetensors`` for
@@ -147,10 +147,10 @@ class TargetParams(ConvertOptions):
     target_key: Annotated[str, Field(min_length=1, max_length=1024)]
 
     @property
+    @abstractmethod
     def source_ids(self) -> Sequence[int]:
         """The checkpoints that it is made of; the first one's root is that of the target, unless another is
         said."""
-        raise NotImplementedError
 
     @model_validator(mode="after")
     def _found_again(self) -> Self:

@@ -30,7 +30,7 @@ from tests.support.app import running_app
 from tests.support.catalog import API, Catalog
 from tests.support.command import run
 from tests.support.hook_bench import MAX_ATTEMPTS, RETRY_SECONDS
-from tests.support.openapi import document
+from tests.support.openapi import PROMISED, breaks, document
 from tests.support.service import Service
 
 ROOT = Path(__file__).parents[3]
@@ -105,6 +105,18 @@ def test_every_route_is_there_with_its_scope(catalog: Catalog) -> None:
     assert {path.split("/")[1] for _, path in by_kind} == {"jobs"}
     for place in names(section("Outside of `/api/v1`")):
         assert catalog.app.client().get(place.removeprefix("GET ")).status_code in (200, 401), place
+
+
+def test_openapi_has_all_that_was_promised() -> None:
+    """Paths, parameters, members, types, limits, statuses; and requests need nothing that they did not."""
+    assert breaks(set(PROMISED.read_text().splitlines()), document()) == []
+
+
+def test_openapi_says_what_is_for_everybody() -> None:
+    """Also where a page, which needs a key, has the same path."""
+    paths = document()["paths"]
+    assert all("security" not in paths[path]["get"] for path in ("/", "/healthz"))
+    assert "security" in paths["/api/v1/whoami"]["get"]
 
 
 _TARGET = {"to": "dcp", "target_key": "x"}

@@ -19,6 +19,7 @@ import pytest
 from tests.support.app import App, running_app
 from tests.support.catalog import API
 from tests.support.databases import MakeDatabase
+from tests.support.openapi import document
 from tests.support.sockets import listening
 
 PUBLIC_PATHS = {"/", "/healthz", "/readyz", "/metrics", "/openapi.json", "/docs", "/redoc"} | {
@@ -289,10 +290,9 @@ def test_addresses_behind_a_proxy(tmp_path: Path, url: str) -> None:
 # -- what it says of itself ----------------------------------------------------------------------------------
 
 
-def test_the_description_is_complete(app: App) -> None:
+def test_the_description_is_complete() -> None:
     """OpenAPI names each operation once, with the scope it needs and how it can fail."""
-    document = app.client().get("/openapi.json").json()
-    operations = [operation for path in document["paths"].values() for operation in path.values()]
+    operations = [operation for path in document()["paths"].values() for operation in path.values()]
     names = [operation["operationId"] for operation in operations]
     assert len({*names}) == len(names)
     for operation in operations:
