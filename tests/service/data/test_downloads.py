@@ -6,6 +6,7 @@ import io
 import time
 import zipfile
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -158,13 +159,13 @@ def test_a_client_that_leaves_stops_the_reading(tmp_path: Path) -> None:
     with ExitStack() as stack:
         site = data_site(stack, tmp_path, max_downloads=1)
         site.save("big", {"w": torch.from_numpy(np.zeros(MANY, np.int32))})
-        url = f"{site.known('big')}/download"
-        with site.http.stream("GET", url) as answer:
+        ask = partial(site.http.stream, "GET", f"{site.known('big')}/download")
+        with ask() as answer:
             body = answer.iter_raw(1000)  # httpx hangs up once nobody has it
             next(body)
             wait_until(lambda: any("/big/" in path for path in open_files()), "its files are open")
         wait_until(lambda: not any("/big/" in path for path in open_files()), "its files are closed")
-        wait_until(lambda: site.http.get(url).status_code == 200, "its place is free")
+        wait_until(lambda: stack.enter_context(ask()).status_code == 200, "its place is free")
 
 
 @pytest.mark.parametrize(
