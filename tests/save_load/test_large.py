@@ -30,6 +30,7 @@ def test_a_tensor_above_4_gib_goes_both_ways(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
 def test_a_million_tensors_with_long_names(tmp_path: Path) -> None:
     """A manifest of more than 64 MiB is committed, loaded, replaced, and done without as stock leaves it."""
     values = torch.arange(1_000_000, dtype=torch.float32)

@@ -83,4 +83,4 @@ def test_with_a_key(make_database: MakeDatabase, tmp_path: Path) -> None:
 def test_all_phases(make_database: MakeDatabase, tmp_path: Path, with_key: bool) -> None:
     """Examples, coverage, fuzzing and chains, on both databases, also of somebody whom the service does not
     know; the seed is in the output if it fails."""
-    _run(make_database(), tmp_path, "--max-examples", "25", with_key=with_key)
+    _run(make_database(), tmp_path, "--max-examples", "6", with_key=with_key)
