@@ -181,15 +181,14 @@ def plan_save(
     dedup_to_lowest_rank: bool = False,
     split_bytes: int | None = SPLIT_BYTES,
     check_replicas: bool = True,
-    check_coverage: bool | None = None,
     with_sets: bool = False,
 ) -> GlobalSavePlan:
     """Plan a save from the columns of all ranks, in rank order.
 
     ``dedup_to_lowest_rank`` lets the lowest holder write each replicated box; otherwise bytes are balanced,
-    and replicated boxes above ``split_bytes`` are cut (None: never). ``check_coverage`` None demands that
-    boxes fill their tensors where there is more than one rank: a single rank may save its own part alone.
-    ``with_sets`` finds what a plan that is kept needs to compare replicas again.
+    and replicated boxes above ``split_bytes`` are cut (None: never). Boxes must fill their tensors where
+    there is more than one rank: a single rank may save its own part alone. ``with_sets`` finds what a plan
+    that is kept needs to compare replicas again.
 
     Raises PlanError listing all problems: out of bounds, overlap, gaps, differing shapes, dtypes or kinds;
     ReplicaMismatchError where that is the only kind of problem and replicas differ (`PerRank` is for state
@@ -214,8 +213,7 @@ def plan_save(
     ]
     if problems:
         raise_problems(problems, objects.mismatches)
-    complete = world_size > 1 if check_coverage is None else check_coverage
-    boxes, problems = _compared_boxes(items, tensors, complete=complete)
+    boxes, problems = _compared_boxes(items, tensors, complete=world_size > 1)
     replicas = check_replica_digests(items, boxes, tensors) if check_replicas else []
     raise_problems(problems, [*objects.mismatches, *replicas])
     nbytes = items.volumes[boxes.first] * itemsizes(tensors.dtype_codes)[items.tensors[boxes.first]]

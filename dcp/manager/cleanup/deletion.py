@@ -23,12 +23,17 @@ from dcp.steps.folders import StepFolders
 from dcp.storage.commit_names import NOTES_NAME, is_commit_object
 from dcp.storage.errors import CheckpointError, StorageError
 
-__all__ = ["ABANDONED_AFTER_SECONDS", "Deleter", "DeleterClosedError", "DeletionEvent"]
+__all__ = ["Deleter", "DeleterClosedError", "DeletionEvent"]
 
 logger = logging.getLogger(__name__)
 
-ABANDONED_AFTER_SECONDS: Final = 86_400.0
-"""Default age from which on data that no save committed is taken for abandoned."""
+_ATTEMPTS: Final = 5
+_PAUSE_SECONDS: Final = 1.0
+"""Before the second attempt; it doubles from one to the next."""
+_WAIT_SECONDS: Final = 60.0
+"""Of a save, for the deletion of its step."""
+_ABANDONED_AFTER_SECONDS: Final = 86_400.0
+"""Age from which on data that no save committed is taken for abandoned."""
 
 What = Literal["checkpoint", "rest", "abandoned"]
 
@@ -66,7 +71,6 @@ class DeleterClosedError(RuntimeError):
 class _Deletion:
     step: int
     what: What
-    older_than_seconds: float = ABANDONED_AFTER_SECONDS
     attempt: int = 0
     due_seconds: float = 0.0
     is_running: bool = False
@@ -75,22 +79,14 @@ class _Deletion:
 class Deleter:
     """Deletes checkpoints of ``folders``, one after another, in a daemon thread while there are any.
 
-    For one process of a run, the coordinator. A deletion that fails is repeated up to ``attempts`` times in
-    all, after a pause that doubles from ``pause_seconds`` on. ``on_event`` is called from the thread, and
-    must not wait for it.
+    For one process of a run, the coordinator. A deletion that fails is repeated a few times, after a
+    pause that doubles each time. ``on_event`` is called from the thread, and must not wait for it.
     """
 
     def __init__(
-        self,
-        folders: StepFolders,
-        *,
-        attempts: int = 5,
-        pause_seconds: float = 1.0,
-        on_event: Callable[[DeletionEvent], None] | None = None,
+        self, folders: StepFolders, *, on_event: Callable[[DeletionEvent], None] | None = None
     ) -> None:
         self._folders = folders
-        self._attempts = attempts
-        self._pause_seconds = pause_seconds
         self._on_event = on_event
         self._jobs: dict[int, _Deletion] = {}
         self._changed = threading.Condition()
@@ -115,10 +111,10 @@ class Deleter:
         """Queue the rest of a deletion that an earlier process began; returns at once."""
         self._enqueue(_Deletion(step, "rest"))
 
-    def abandoned(self, older_than_seconds: float = ABANDONED_AFTER_SECONDS) -> list[int]:
+    def abandoned(self) -> list[int]:
         """Queue the step folders whose saves have never committed; returns them.
 
-        Only those whose newest data file, or empty folder, is older than ``older_than_seconds``: a background
+        Only those whose newest data file, or empty folder, is older than a day: a background
         writer may outlive its trainer, and commit yet.
         """
         now = time.time()
@@ -126,10 +122,10 @@ class Deleter:
             step
             for step, files in self._folders.folders().items()
             if not any(map(is_commit_object, files))
-            and is_abandoned(store := self._folders.store(step), store.list(), older_than_seconds, now)
+            and is_abandoned(store := self._folders.store(step), store.list(), _ABANDONED_AFTER_SECONDS, now)
         ]
         for step in steps:
-            self._enqueue(_Deletion(step, "abandoned", older_than_seconds))
+            self._enqueue(_Deletion(step, "abandoned"))
         return steps
 
     def _enqueue(self, job: _Deletion) -> None:
@@ -156,23 +152,23 @@ class Deleter:
             self._changed.notify_all()
             return True
 
-    def make_way(self, step: int, timeout_seconds: float = 60.0) -> None:
+    def make_way(self, step: int) -> None:
         """Let a save to ``step`` begin: its deletion is over, and what is left of it is done right here.
 
         A checkpoint that is still whole stays: the save's commit replaces it, so that it is never missing.
-        Raises what the storage raises, and `StorageError` if the thread is still at it after
-        ``timeout_seconds``.
+        Raises what the storage raises, and `StorageError` if the thread is still at it after a
+        minute.
         """
-        self._take(step, timeout_seconds)
+        self._take(step)
         files = self._folders.root.look_into(self._folders.name(step), (NOTES_NAME,))
         if NOTES_NAME in files and not any(map(is_commit_object, files)):
             self._remove(_Deletion(step, "rest"))
 
-    def _take(self, step: int, timeout_seconds: float) -> None:
+    def _take(self, step: int) -> None:
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._is_running(step), timeout_seconds):
+            if not self._changed.wait_for(lambda: not self._is_running(step), _WAIT_SECONDS):
                 raise StorageError(
-                    f"{self._folders.checkpoint_id(step)} is being deleted, still after {timeout_seconds:g} "
+                    f"{self._folders.checkpoint_id(step)} is being deleted, still after {_WAIT_SECONDS:g} "
                     "seconds: the storage hangs; save under another step, or when it works again",
                     path=self._folders.checkpoint_id(step),
                     op="delete",
@@ -248,7 +244,7 @@ class Deleter:
         store = self._folders.store(job.step)
         try:
             if job.what == "abandoned":
-                return remove_abandoned(store, job.older_than_seconds, time.time())
+                return remove_abandoned(store, _ABANDONED_AFTER_SECONDS, time.time())
             remove = remove_checkpoint if job.what == "checkpoint" else finish_removal
             return remove(store, time.time())
         finally:
@@ -256,17 +252,13 @@ class Deleter:
 
     def _is_worth_another(self, job: _Deletion, error: Exception | None) -> bool:
         # Anything but a failure of the storage would fail the same way again.
-        return (
-            isinstance(error, CheckpointError | OSError)
-            and job.attempt < self._attempts
-            and not self._closing
-        )
+        return isinstance(error, CheckpointError | OSError) and job.attempt < _ATTEMPTS and not self._closing
 
     def _end(self, job: _Deletion, again: bool) -> None:
         with self._changed:
             job.is_running = False
             if again:
-                job.due_seconds = time.monotonic() + self._pause_seconds * 2 ** (job.attempt - 1)
+                job.due_seconds = time.monotonic() + _PAUSE_SECONDS * 2 ** (job.attempt - 1)
             else:
                 self._jobs.pop(job.step, None)
             self._changed.notify_all()
