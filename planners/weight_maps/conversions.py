@@ -24,9 +24,7 @@ _Text = str
 _Dims = list[_Text]
 
 
-def map_of_conversions(
-    conversions: Sequence[Any], tensors: Mapping[str, tuple[int, ...]], *, name: str = "transformers"
-) -> WeightMap:
+def map_of_conversions(conversions: Sequence[Any], tensors: Mapping[str, tuple[int, ...]]) -> WeightMap:
     """What ``conversions`` make of a checkpoint of ``tensors`` (shapes by name), as a map of that.
 
     PlanError that names the operations that a map cannot say.
@@ -64,7 +62,7 @@ def map_of_conversions(
         raise PlanError(
             f"conversions of transformers that no map can say: {'; '.join(told[:_MAX_LISTED])}{more}"
         )
-    return WeightMap.from_data({"name": name, "rules": list(rules.values())})
+    return WeightMap.from_data({"name": "transformers", "rules": list(rules.values())})
 
 
 def _varied(fqn: str, like: str | None = None) -> str:

@@ -72,11 +72,6 @@ class Child:
         self.send({"kind": "hello", "version": __version__, **hello})
         threading.Thread(target=self._receive, name="dcp-writer-watch", daemon=True).start()
 
-    @property
-    def pid(self) -> int:
-        """The process's id; 0 if there never was one."""
-        return self._pid
-
     def send(self, body: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
         """Send it a message; one that has ended, or does not take messages any more, shows by its ``end``."""
         if self.end:

@@ -79,11 +79,6 @@ class ProcessWriter(BackgroundWriter):
         if start:
             self._start()
 
-    @property
-    def pid(self) -> int:
-        """The id of this rank's writer process; 0 while there is none."""
-        return 0 if self._child is None else self._child.pid
-
     # -- called by the trainer -------------------------------------------------------------------------------
 
     def submit(

@@ -40,26 +40,21 @@ What = Literal["checkpoint", "rest", "abandoned"]
 
 @dataclass(frozen=True, slots=True)
 class DeletionEvent:
-    """Something that happened to the deletion of a step.
+    """The end of the deletion of a step.
 
-    - "deleted": ``files`` and ``size_bytes`` are gone; ``left`` names what stayed in the folder.
-    - "kept": nothing was done, ``reason`` says why: "pinned" or "replaced" (saved again).
-    - "retry": attempt ``attempt`` failed with ``error`` and will be repeated.
-    - "failed": so did the last one; the next start of a manager here goes on with it.
+    - "deleted": ``files`` and ``size_bytes`` are gone.
+    - "failed": the last attempt raised ``error``; the next start of a manager here goes on with it.
 
     ``what`` was deleted: a "checkpoint", the "rest" of one whose deletion was interrupted, or data files that
     a save had "abandoned".
     """
 
-    kind: Literal["deleted", "kept", "retry", "failed"]
+    kind: Literal["deleted", "failed"]
     step: int
     what: What
-    attempt: int = 1
-    seconds: float = 0.0
+    seconds: float
     files: int = 0
     size_bytes: int = 0
-    left: tuple[str, ...] = ()
-    reason: str | None = None
     error: Exception | None = None
 
 
@@ -100,13 +95,6 @@ class Deleter:
         """Queue the checkpoint of ``step``; returns at once. It is kept if it is pinned."""
         self._enqueue(_Deletion(step, "checkpoint"))
 
-    def resume(self) -> list[int]:
-        """Queue the steps whose deletion an earlier process began and did not finish; returns them."""
-        steps = self._folders.half_deleted()
-        for step in steps:
-            self.finish(step)
-        return steps
-
     def finish(self, step: int) -> None:
         """Queue the rest of a deletion that an earlier process began; returns at once."""
         self._enqueue(_Deletion(step, "rest"))
@@ -141,16 +129,6 @@ class Deleter:
             self._changed.notify_all()
 
     # -- a save that wants the place -------------------------------------------------------------------------
-
-    def forget(self, step: int) -> bool:
-        """Take ``step`` from the queue; False if its deletion has begun, which nothing can undo."""
-        with self._changed:
-            job = self._jobs.get(step)
-            if job is not None and job.attempt:
-                return False
-            self._jobs.pop(step, None)
-            self._changed.notify_all()
-            return True
 
     def make_way(self, step: int) -> None:
         """Let a save to ``step`` begin: its deletion is over, and what is left of it is done right here.
@@ -270,25 +248,13 @@ class Deleter:
         if error is not None:
             outlook = "it will be tried again" if again else "the next start of a manager here tries again"
             logger.warning("%s could not be deleted: %s; %s", url, error, outlook)
-            kind: Literal["retry", "failed"] = "retry" if again else "failed"
-            event = DeletionEvent(kind, job.step, job.what, job.attempt, seconds, error=error)
+            if not again:
+                event = DeletionEvent("failed", job.step, job.what, seconds, error=error)
         elif removed.outcome in ("pinned", "replaced"):
             logger.info("%s is not deleted: it is %s", url, removed.outcome)
-            event = DeletionEvent(
-                "kept", job.step, job.what, job.attempt, seconds, left=removed.left, reason=removed.outcome
-            )
         elif removed.outcome == "deleted" or job.attempt > 1:
             logger.info("%s is deleted: %d files", url, removed.files)
-            event = DeletionEvent(
-                "deleted",
-                job.step,
-                job.what,
-                job.attempt,
-                seconds,
-                removed.files,
-                removed.size_bytes,
-                removed.left,
-            )
+            event = DeletionEvent("deleted", job.step, job.what, seconds, removed.files, removed.size_bytes)
         if event is None or self._on_event is None:
             return
         try:
