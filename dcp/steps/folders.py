@@ -269,10 +269,10 @@ class StepFolders:
         info = self.store(step).stat(NOTES_NAME)
         return self._notes_of(step, {} if info is None else {NOTES_NAME: info})
 
-    def update_notes(self, step: int, change: Callable[[Notes], Notes], *, durable: bool = True) -> Notes:
+    def update_notes(self, step: int, change: Callable[[Notes], Notes]) -> Notes:
         """As `dcp.steps.notes.update_notes`."""
         self._notes.forget(step)
-        return update_notes(self.store(step), change, durable=durable)
+        return update_notes(self.store(step), change)
 
     def survey(self, pending: Collection[int] = ()) -> list[StepState]:
         """All steps with what retention goes by, ascending.
