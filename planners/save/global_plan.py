@@ -31,9 +31,8 @@ from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64, ObjectCol
 from dcp.storage.formats.native.format import DCP
 from dcp.storage.geometry.ragged import expand_ranges, gather_rows, row_products
 
-__all__ = ["INDEX_FORMAT", "SPLIT_BYTES", "GlobalSavePlan", "plan_save"]
+__all__ = ["SPLIT_BYTES", "GlobalSavePlan", "plan_save"]
 
-INDEX_FORMAT = DCP.name
 SPLIT_BYTES = 64 << 20
 """A replicated box above this is written by several of its holders, a part each."""
 
@@ -80,7 +79,7 @@ def _index(
     box_start = starts(np.diff(tensors.shape_start)[chunk_tensors])
     zeros = np.zeros(chunks, np.int64)
     return CheckpointIndex(
-        format=INDEX_FORMAT,
+        format=DCP.name,
         fqns=tensors.fqns,
         dtype_codes=tensors.dtype_codes,
         shape_start=tensors.shape_start,
