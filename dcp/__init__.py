@@ -5,7 +5,6 @@ submodules are imported when they are first used (PEP 562), so that ``import dcp
 service or the formats does not pay for torch.
 """
 
-import warnings
 from importlib import import_module
 from types import ModuleType
 
@@ -116,27 +115,6 @@ _NAMES = {
     "dcp.storage": ("StorageReader", "StorageWriter"),
     "dcp.watching.watch": ("watch",),
 }
-_ERRORS = frozenset(
-    {
-        "CheckpointConflictError",
-        "CheckpointFormatError",
-        "CollectiveTimeoutError",
-        "DtypeMismatchError",
-        "PlanError",
-        "RemoteError",
-        "ReplicaMismatchError",
-        "SaveAbortedError",
-        "ShapeMismatchError",
-        "StagingError",
-        "StorageError",
-        "StorageFullError",
-        "UnexpectedKeyError",
-        "UnsafeObjectError",
-        "UnsupportedFormatError",
-        "WriterProcessError",
-    }
-)
-"""Of `dcp.errors`: names that were here before, and still are, with a warning."""
 
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 _SUBMODULES = frozenset(
@@ -180,9 +158,6 @@ if not TYPE_CHECKING:  # a type checker that sees this function takes every miss
             value = getattr(_imported(_HOMES[name]), name)
             globals()[name] = value
             return value
-        if name in _ERRORS:
-            warnings.warn(f"dcp.{name} is dcp.errors.{name}", DeprecationWarning, stacklevel=2)
-            return getattr(_imported("dcp.errors"), name)
         if name in _SUBMODULES or name in _MODULES_OF_TORCH:
             return _imported(f"dcp.{name}")
         raise AttributeError(f"module 'dcp' has no attribute {name!r}")

@@ -8,7 +8,6 @@ copied. The two kinds of digests cannot be compared with each other (`is_made_on
 
 from __future__ import annotations
 
-import ctypes
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
@@ -19,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from isal.isal_zlib import adler32, crc32
+
+from dcp.storage.engine.memory import view
 
 __all__ = [
     "ReplicaCheck",
@@ -45,16 +46,6 @@ _WORD_BYTES: Final = 4
 _FROM_DEVICE: Final = np.uint64(0xFFFF << 48)
 """No Adler-32 is that high."""
 
-_memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
-_memory_view.restype = ctypes.py_object
-_memory_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
-_READ_ONLY = 0x100
-
-
-def _memory(tensor: torch.Tensor) -> Any:
-    """Read-only view of a contiguous CPU tensor's bytes, valid only while the caller holds the tensor."""
-    return _memory_view(tensor.data_ptr(), tensor.nbytes, _READ_ONLY) if tensor.nbytes else b""
-
 
 def _combine(crc: int, adler: int) -> int:
     return (adler << 32 | crc) or 1
@@ -79,7 +70,7 @@ def _fetched(tensors: Sequence[torch.Tensor], rows: Sequence[int], *, full: bool
 
 
 def _digest_contiguous(tensor: torch.Tensor) -> int:
-    data = _memory(tensor)
+    data = view(tensor.data_ptr(), tensor.nbytes)
     if tensor.nbytes <= WHOLE_LIMIT_BYTES:
         return digest_bytes(data)
     blocks = range(0, tensor.nbytes, _CRC_BLOCK_BYTES)
@@ -108,7 +99,7 @@ def _digest_host(tensor: torch.Tensor, *, full: bool) -> int:
     if not full and tensor.nbytes > WHOLE_LIMIT_BYTES:
         if not tensor.is_contiguous():
             return _digest_contiguous(_sampled(tensor))
-        data = _memory(tensor)
+        data = view(tensor.data_ptr(), tensor.nbytes)
         crc, adler = 0, 1
         for start in _sample_starts(tensor.nbytes):
             sample = data[start : start + SAMPLE_BYTES]

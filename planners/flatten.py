@@ -239,10 +239,10 @@ def _too_deep(fqn: str) -> PlanError:
 
 
 def flatten_state_dict(
-    state_dict: Mapping[Any, Any], *, rank: int = 0, legacy: bool = False
+    state_dict: Mapping[Any, Any], *, rank: int = 0
 ) -> tuple[dict[str, Any], dict[str, Path]]:
     """(values by flat key, paths by flat key), as of `flatten`."""
-    return flatten(state_dict, rank=rank, legacy=legacy)[:2]
+    return flatten(state_dict, rank=rank)[:2]
 
 
 def flatten(state_dict: Mapping[Any, Any], *, rank: int = 0, legacy: bool = False) -> Flat:

@@ -235,12 +235,8 @@ class AsyncSession:
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
-    def pending(self) -> int:
-        """Saves that have not ended yet."""
-        return len(self.under_way())
-
     def under_way(self) -> list[SaveFuture]:
-        """Those saves."""
+        """Saves that have not ended yet."""
         with self._changed:
             return list(self._unfinished)
 

@@ -24,7 +24,7 @@ import numpy as np
 from dcp.conversion.copying.batches import BatchRunner, BatchSettings
 from dcp.conversion.copying.checks import ResultChecks, refuse_faults
 from dcp.conversion.copying.sinks import Output
-from dcp.conversion.copying.source_marks import SourceChangedError, refuse_changed, source_mark
+from dcp.conversion.copying.source_marks import refuse_changed, source_mark
 from dcp.conversion.copying.tasks import TaskBatch, TaskResult, make_batches, make_tasks
 from dcp.conversion.layouts.columns import SourceColumns
 from dcp.conversion.layouts.layout import TargetLayout
@@ -51,7 +51,7 @@ from dcp.storage.formats.native.manifest import encode_manifest
 from dcp.storage.formats.opening.folder import open_index
 from dcp.storage.formats.opening.sources import Source, complete_index
 
-__all__ = ["BATCH_BYTES", "Conversion", "Prepared", "SourceChangedError", "discard_attempt"]
+__all__ = ["BATCH_BYTES", "Conversion", "Prepared", "discard_attempt"]
 
 BATCH_BYTES: Final = 512 << 20
 """What a batch of a job writes, about: enough that a process for it does not count beside it."""

@@ -99,11 +99,9 @@ def verify(
         return verify_place(place, threads=threads, progress=progress, against=other)
 
 
-def verify_store(
-    store: Store, *, threads: int | None = None, progress: ReportBytes | None = None
-) -> VerifyReport:
+def verify_store(store: Store) -> VerifyReport:
     """`verify` of the checkpoint in ``store``."""
-    return verify_place(SourcePlace(store), threads=threads, progress=progress)
+    return verify_place(SourcePlace(store))
 
 
 def verify_place(

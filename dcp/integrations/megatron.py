@@ -56,20 +56,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["PRIVATE", "DcpLoadStrategy", "DcpSaveStrategy", "use"]
-
-PRIVATE: Final = {
-    "dict_utils": ("dict_list_map_outplace", "nested_values"),
-    "mapping": ("is_main_replica",),
-    "strategies.torch": (
-        "TorchDistLoadShardedStrategy.load",
-        "TorchDistSaveShardedStrategy.async_save",
-        "TorchDistSaveShardedStrategy.save",
-        "get_async_strategy",
-    ),
-    "utils": ("force_all_tensors_to_non_fp8",),
-}
-"""What is used of `megatron.core.dist_checkpointing` that the package itself does not export, by module."""
+__all__ = ["DcpLoadStrategy", "DcpSaveStrategy", "use"]
 
 _COMMON: Final = "common_state/shard_0_1"
 """What is no `ShardedTensor` or `ShardedObject`: Megatron stores it as an object of this name, and reads it

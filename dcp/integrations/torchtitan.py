@@ -43,10 +43,7 @@ else:
             name=missing.name,
         ) from missing
 
-__all__ = ["PRIVATE", "DcpCheckpointManager"]
-
-PRIVATE: Final = ("_find_load_step",)
-"""What of torchtitan's manager is overridden or called besides its public names and documented hooks."""
+__all__ = ["DcpCheckpointManager"]
 
 _MODEL = "model"
 _RANDOM = "random_state"

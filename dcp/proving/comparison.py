@@ -4,7 +4,7 @@ tells nothing."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +13,6 @@ from dcp.inspection.values.tensor_reading import TensorReader
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.load.selection import Selection
 from dcp.planners.per_rank import rank_holder, rank_number
-from dcp.proving.coverage import held_elements, overlaps
 from dcp.proving.proof import FindingKind, Proof, ProofFinding, RankProof
 from dcp.proving.rank_digests import RankDigests, value_print
 from dcp.storage.digests.boxes import BoxDigest, logical_runs
@@ -22,6 +21,7 @@ from dcp.storage.digests.runs import KEY
 from dcp.storage.digests.shown import SUM_BYTES
 from dcp.storage.formats import dtypes
 from dcp.storage.geometry.boxes import Box
+from dcp.storage.geometry.joins import BoxSet, disjoint, overlapping_pairs
 from dcp.storage.near_names import listed
 
 __all__ = ["compare_ranks"]
@@ -108,7 +108,7 @@ class _DigestComparison:
             yield ProofFinding(
                 "unexpected", fqn, f"{fqn!r} is not in the checkpoint, or there of another kind"
             )
-        overlapping = overlaps({fqn: held.boxes for fqn, held in self.tensors.items()})
+        overlapping = _overlaps({fqn: held.boxes for fqn, held in self.tensors.items()})
         for fqn, held in self.tensors.items():
             yield from self._types(fqn, held) or self._tensor(fqn, held, overlapping.get(fqn))
         for fqn, prints in self.values.items():
@@ -136,7 +136,7 @@ class _DigestComparison:
         row = self._index.position[fqn]
         elements = math.prod(self._index.shape(row))
         parts = sum(box.volume for box in held.boxes)
-        found = parts if overlapping is None else held_elements(held.boxes)
+        found = parts if overlapping is None else _held_elements(held.boxes)
         if overlapping is not None:
             ranks = sorted(
                 {rank for box in overlapping for some in held.boxes[box].values() for rank in some}
@@ -242,3 +242,29 @@ def _values_of(ranks: Sequence[RankDigests]) -> dict[str, _RanksBy]:
         for fqn, found in zip(own.columns.objects.fqns, own.prints, strict=True):
             values.setdefault(fqn, {}).setdefault(found, []).append(rank)
     return values
+
+
+def _held_elements(boxes: Iterable[Box]) -> int:
+    """Elements that are in any of ``boxes``, each counted once."""
+    return sum(part.volume for _, part in disjoint([*boxes]))
+
+
+@garbage_collection_paused()
+def _overlaps(boxes: Mapping[str, Collection[Box]]) -> dict[str, tuple[Box, Box]]:
+    """By name of a tensor whose boxes are not apart two of them that share elements; ``boxes`` of one tensor
+    are distinct."""
+    names = [name for name, own in boxes.items() if len(own) > 1]
+    by_ndim: dict[int, tuple[list[int], list[Box]]] = {}
+    for number, name in enumerate(names):
+        for box in boxes[name]:
+            numbers, own = by_ndim.setdefault(len(box.sizes), ([], []))
+            numbers.append(number)
+            own.append(box)
+    found: dict[str, tuple[Box, Box]] = {}
+    for numbers, own in by_ndim.values():  # of a thousand ranks there are millions
+        low, sizes = (np.array(column, np.int64) for column in zip(*own, strict=True))
+        high = low + sizes
+        pairs = overlapping_pairs(BoxSet(np.array(numbers, np.int64), low, high))
+        for one, other in zip(*(side.tolist() for side in pairs), strict=True):
+            found.setdefault(names[numbers[one]], (own[one], own[other]))
+    return found

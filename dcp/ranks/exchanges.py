@@ -82,7 +82,6 @@ class Exchanges:
         channel: Channel | None = None,
         abort: threading.Event | None = None,
     ) -> None:
-        self.use_dist = use_dist
         self.coordinator = coordinator if use_dist else 0
         self.timeout_seconds = timeout_seconds
         self.operation = operation

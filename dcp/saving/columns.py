@@ -239,7 +239,6 @@ class ColumnSave(SaveAttempt):
         if not answer:
             return None
         self._writer.save_id = answer.decode("ascii")
-        self.plan_reused = True
         return cache.writes
 
     # -- the steps -------------------------------------------------------------------------------------------

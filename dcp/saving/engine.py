@@ -75,8 +75,7 @@ class SaveEngine(ABC):
 class SaveAttempt(ABC):
     """Every rank says what it has, one plans for all, each writes its share, one commits.
 
-    ``seconds`` by phase, ``size_bytes`` of this rank's tensors, and whether the plan of an earlier save
-    served again, are known after `run`.
+    ``seconds`` by phase and ``size_bytes`` of this rank's tensors are known after `run`.
     """
 
     def __init__(self, order: SaveOrder, part: GivesPart, ranks: Ranks) -> None:
@@ -90,7 +89,6 @@ class SaveAttempt(ABC):
         self._answer = b""
         self.seconds: dict[str, float] = {}
         self.size_bytes = 0
-        self.plan_reused = False
 
     def run(self) -> Metadata:
         """Plan, write, commit."""

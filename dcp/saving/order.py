@@ -31,14 +31,13 @@ _LONGEST_AGREEING_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """What a save did on this rank: ``seconds`` by phase, ``attempts`` (1 if it worked at once), the
-    ``staged_bytes`` of this rank's tensors, and whether the plan of an earlier save served again."""
+    """What a save did on this rank: ``seconds`` by phase, ``attempts`` (1 if it worked at once) and
+    ``staged_bytes`` of this rank's tensors."""
 
     save_id: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
     attempts: int = 1
     staged_bytes: int = 0
-    plan_reused: bool = False
 
 
 def carry_out(
@@ -86,4 +85,4 @@ def _attempt(
     metadata = attempt.run()
     save_id = str(getattr(order.engine.writer, "save_id", ""))
     seconds = attempt.seconds | {"save": time.perf_counter() - begun}
-    return metadata, SaveOutcome(save_id, seconds, number, attempt.size_bytes, attempt.plan_reused)
+    return metadata, SaveOutcome(save_id, seconds, number, attempt.size_bytes)

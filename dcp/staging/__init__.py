@@ -24,15 +24,12 @@ if TYPE_CHECKING:
     from dcp.staging.stager import DefaultStager as DefaultStager
     from dcp.staging.stager import StagedState as StagedState
 
-_TORCH = "torch.distributed.checkpoint.staging"
 _MODULES = {
-    "AsyncStager": _TORCH,
     "BlockingAsyncStager": "dcp.staging.blocking",
     "DefaultStager": "dcp.staging.stager",
     "HostArena": "dcp.staging.memory.arena",
     "StagedState": "dcp.staging.stager",
     "StagingMemoryError": "dcp.staging.errors",
-    "StagingOptions": _TORCH,
     "StagingTimeoutError": "dcp.staging.errors",
     "check_staged": "dcp.staging.guarding.guard",
     "sample_state": "dcp.staging.guarding.guard",

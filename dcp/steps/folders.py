@@ -23,7 +23,7 @@ from dcp.steps.states import Health, StepState, partial_of
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, NOTES_NAME, is_commit_object
 from dcp.storage.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, OptionError
 from dcp.storage.formats.dropped import DroppedPart, dropped_from
-from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
+from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.opening.folder import open_index
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import Store, Version
@@ -55,22 +55,17 @@ _RACY_SECONDS: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What a checkpoint says of itself. ``committed_seconds`` counts from the epoch, ``bytes`` its files.
+    """What a checkpoint says of itself. ``committed_seconds`` counts from the epoch.
 
     ``save_id`` identifies the commit: that of the save or, where the format has none (a damaged manifest has
-    neither), a digest of the commit object. ``durable``: it was synced when it was committed. ``user`` is all
-    user metadata; ``metrics`` those of its entries that are numbers; ``partial`` what it has if it is no
-    whole state, ``dropped`` what was dropped from it. Stock checkpoints have no user metadata.
+    neither), a digest of the commit object. ``durable``: it was synced when it was committed. ``metrics``
+    are numbers of the user metadata, which stock checkpoints have not; ``partial`` is what it has if it is no
+    whole state, ``dropped`` what was dropped from it.
     """
 
-    step: int
     save_id: str
     committed_seconds: float | None
     metrics: Mapping[str, float]
-    user: Mapping[str, Any]
-    run: str | None
-    world_size: int | None
-    bytes: int
     durable: bool = True
     partial: tuple[str, ...] = ()
     dropped: tuple[DroppedPart, ...] = ()
@@ -214,10 +209,6 @@ class StepFolders:
             if self._counts(step, files):
                 yield step
 
-    def latest(self) -> int | None:
-        """The newest of `all_steps`."""
-        return next(self.newest_first(), None)
-
     def has(self, step: int) -> bool:
         """Whether ``step`` is one of `all_steps`, without a look at the others."""
         return self._counts(step, self.root.look_into(self.name(step), (NOTES_NAME,)))
@@ -278,10 +269,10 @@ class StepFolders:
         info = self.store(step).stat(NOTES_NAME)
         return self._notes_of(step, {} if info is None else {NOTES_NAME: info})
 
-    def update_notes(self, step: int, change: Callable[[Notes], Notes], *, durable: bool = True) -> Notes:
+    def update_notes(self, step: int, change: Callable[[Notes], Notes]) -> Notes:
         """As `dcp.steps.notes.update_notes`."""
         self._notes.forget(step)
-        return update_notes(self.store(step), change, durable=durable)
+        return update_notes(self.store(step), change)
 
     def survey(self, pending: Collection[int] = ()) -> list[StepState]:
         """All steps with what retention goes by, ascending.
@@ -340,31 +331,19 @@ class StepFolders:
         return self._facts.get(step, objects, lambda: self._read_facts(step, objects))
 
     def _read_facts(self, step: int, objects: SmallFiles) -> StepFacts:
-        """Of what is committed as ``objects``: by no request but those that read them, if it is ours."""
+        """Of what is committed as ``objects``: by no request but those that read them, if it has an id."""
         store = self.store(step)
         index = open_index(store)
-        sizes = index.file_sizes.tolist()
-        if _id_of(index) is None or UNKNOWN in sizes:  # a foreign one: only the storage knows
+        save_id = _id_of(index)
+        if save_id is None:
             commit = read_commit(store)
             save_id = commit.save_id if commit is not None else ""
-            header = header_of(store, index)
-            size_bytes = header.file_bytes
-        else:
-            save_id, size_bytes = _id_of(index) or "", sum(sizes)
-            header = header_of(store, index, list(objects.values()))
-        user = dict(header.user)
-        run = user.get("run")
         return StepFacts(
-            step=step,
             save_id=save_id,
-            committed_seconds=_number(header.committed_seconds),
-            metrics=_metrics(user.get("metrics")),
-            user=user,
-            run=run if type(run) is str else None,
-            world_size=header.world_size if type(header.world_size) is int else None,
-            bytes=size_bytes,
+            committed_seconds=_number(header_of(store, index, list(objects.values())).committed_seconds),
+            metrics=_metrics(index.user.get("metrics")),
             durable=index.provenance.get("durable") is not False,
-            partial=partial_of(user),
+            partial=partial_of(index.user),
             dropped=dropped_from(index.provenance),
         )
 

@@ -205,7 +205,7 @@ def read_notes(store: Store) -> Notes:
         raise type(error)(f"{path}: {error}", **({"path": path} | error.facts)) from error
 
 
-def update_notes(store: Store, change: Callable[[Notes], Notes], *, durable: bool = True) -> Notes:
+def update_notes(store: Store, change: Callable[[Notes], Notes]) -> Notes:
     """Replace the notes by ``change`` of what they are; it is called again if another writer was faster.
 
     Damaged notes may have held a pin, so the change gets pinned ones in their place. Returns what is
@@ -220,7 +220,7 @@ def update_notes(store: Store, change: Callable[[Notes], Notes], *, durable: boo
         if new == old and version is not None:
             return new
         try:
-            store.publish(NOTES_NAME, encode_notes(new), durable=durable, expected=version)
+            store.publish(NOTES_NAME, encode_notes(new), durable=True, expected=version)
         except CheckpointConflictError:
             continue
         return new

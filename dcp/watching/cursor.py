@@ -35,7 +35,7 @@ __all__ = ["Acknowledged", "Cursor"]
 
 logger = logging.getLogger(__name__)
 
-LEASE_SECONDS: Final = 30.0
+_LEASE_SECONDS: Final = 30.0
 """A holder whose beat has not gone on for so long is gone."""
 
 _BEATS_A_LEASE: Final = 3
@@ -108,7 +108,7 @@ class Cursor:
     several threads. Raises OptionError for a name that no file may have.
     """
 
-    def __init__(self, store: Store, name: str, *, lease_seconds: float = LEASE_SECONDS) -> None:
+    def __init__(self, store: Store, name: str) -> None:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise OptionError(
                 f"consumer: {name!r} must be up to 100 letters, digits, dots, underscores and hyphens"
@@ -116,7 +116,6 @@ class Cursor:
         self._store = store
         self._name = name
         self._file = f"{name}.cursor"
-        self._lease_seconds = lease_seconds
         self._guard = threading.Lock()
         self._content = _Content()
         self._version: Version | None = None
@@ -138,7 +137,7 @@ class Cursor:
         """
         version, there = self._read()
         if there.holder is not None and not _has_ended(there.holder):
-            deadline = time.monotonic() + self._lease_seconds
+            deadline = time.monotonic() + _LEASE_SECONDS
             while time.monotonic() < deadline:
                 if stop.wait(_LOOK_SECONDS):
                     return False
@@ -146,7 +145,7 @@ class Cursor:
                 if now != version:
                     raise self._held(there.holder)
             logger.warning(
-                "%s: its holder gave no sign for %g s, and is taken for gone", self.path, self._lease_seconds
+                "%s: its holder gave no sign for %g s, and is taken for gone", self.path, _LEASE_SECONDS
             )
         mine = replace(there, holder=_own_identity(), beat=there.beat + 1)
         self._store.make_root()
@@ -170,7 +169,7 @@ class Cursor:
             logger.info("%s could not be released: %s", self.path, error)
 
     def _beat(self) -> None:
-        while not self._released.wait(self._lease_seconds / _BEATS_A_LEASE):
+        while not self._released.wait(_LEASE_SECONDS / _BEATS_A_LEASE):
             try:
                 self._change(lambda content: replace(content, beat=content.beat + 1))
             except CheckpointConflictError:

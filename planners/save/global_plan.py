@@ -31,9 +31,8 @@ from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64, ObjectCol
 from dcp.storage.formats.native.format import DCP
 from dcp.storage.geometry.ragged import expand_ranges, gather_rows, row_products
 
-__all__ = ["INDEX_FORMAT", "SPLIT_BYTES", "GlobalSavePlan", "plan_save"]
+__all__ = ["SPLIT_BYTES", "GlobalSavePlan", "plan_save"]
 
-INDEX_FORMAT = DCP.name
 SPLIT_BYTES = 64 << 20
 """A replicated box above this is written by several of its holders, a part each."""
 
@@ -80,7 +79,7 @@ def _index(
     box_start = starts(np.diff(tensors.shape_start)[chunk_tensors])
     zeros = np.zeros(chunks, np.int64)
     return CheckpointIndex(
-        format=INDEX_FORMAT,
+        format=DCP.name,
         fqns=tensors.fqns,
         dtype_codes=tensors.dtype_codes,
         shape_start=tensors.shape_start,
@@ -181,15 +180,14 @@ def plan_save(
     dedup_to_lowest_rank: bool = False,
     split_bytes: int | None = SPLIT_BYTES,
     check_replicas: bool = True,
-    check_coverage: bool | None = None,
     with_sets: bool = False,
 ) -> GlobalSavePlan:
     """Plan a save from the columns of all ranks, in rank order.
 
     ``dedup_to_lowest_rank`` lets the lowest holder write each replicated box; otherwise bytes are balanced,
-    and replicated boxes above ``split_bytes`` are cut (None: never). ``check_coverage`` None demands that
-    boxes fill their tensors where there is more than one rank: a single rank may save its own part alone.
-    ``with_sets`` finds what a plan that is kept needs to compare replicas again.
+    and replicated boxes above ``split_bytes`` are cut (None: never). Boxes must fill their tensors where
+    there is more than one rank: a single rank may save its own part alone. ``with_sets`` finds what a plan
+    that is kept needs to compare replicas again.
 
     Raises PlanError listing all problems: out of bounds, overlap, gaps, differing shapes, dtypes or kinds;
     ReplicaMismatchError where that is the only kind of problem and replicas differ (`PerRank` is for state
@@ -214,8 +212,7 @@ def plan_save(
     ]
     if problems:
         raise_problems(problems, objects.mismatches)
-    complete = world_size > 1 if check_coverage is None else check_coverage
-    boxes, problems = _compared_boxes(items, tensors, complete=complete)
+    boxes, problems = _compared_boxes(items, tensors, complete=world_size > 1)
     replicas = check_replica_digests(items, boxes, tensors) if check_replicas else []
     raise_problems(problems, [*objects.mismatches, *replicas])
     nbytes = items.volumes[boxes.first] * itemsizes(tensors.dtype_codes)[items.tensors[boxes.first]]

@@ -109,13 +109,9 @@ class _JointPlan:
 
 
 class PlanCache:
-    """The plan of one series of saves on one rank; see the module.
-
-    Used by the thread that saves. ``reused`` counts the saves that went by the cached plan.
-    """
+    """The plan of one series of saves on one rank; see the module. Used by the thread that saves."""
 
     def __init__(self) -> None:
-        self.reused = 0
         self._structure: _Structure | None = None
         self._mine: _RankPlan | None = None
         self._joint: _JointPlan | None = None
@@ -169,7 +165,6 @@ class PlanCache:
     def commit(self) -> None:
         """The save is committed: the plan that it went by may serve the next one."""
         if self._next_mine is None:
-            self.reused += self._mine is not None
             return
         self._mine, self._joint = self._next_mine, self._next_joint
         self._next_mine = self._next_joint = None

@@ -20,13 +20,10 @@ __all__ = ["map_of_conversions"]
 _NUMBER: Final = re.compile(r"(?<![^.])(?:0|[1-9][0-9]{0,8})(?![^.])")
 _MAX_LISTED: Final = 5
 
-_Text = str
-_Dims = list[_Text]
+_Dims = list[str]
 
 
-def map_of_conversions(
-    conversions: Sequence[Any], tensors: Mapping[str, tuple[int, ...]], *, name: str = "transformers"
-) -> WeightMap:
+def map_of_conversions(conversions: Sequence[Any], tensors: Mapping[str, tuple[int, ...]]) -> WeightMap:
     """What ``conversions`` make of a checkpoint of ``tensors`` (shapes by name), as a map of that.
 
     PlanError that names the operations that a map cannot say.
@@ -64,7 +61,7 @@ def map_of_conversions(
         raise PlanError(
             f"conversions of transformers that no map can say: {'; '.join(told[:_MAX_LISTED])}{more}"
         )
-    return WeightMap.from_data({"name": name, "rules": list(rules.values())})
+    return WeightMap.from_data({"name": "transformers", "rules": list(rules.values())})
 
 
 def _varied(fqn: str, like: str | None = None) -> str:
@@ -99,7 +96,7 @@ class _Group:
         """As a rule of a map, which says how many there are of a list where all groups have as many."""
         tensors: dict[str, _DeclaredTensor] = {}
         sources: dict[str, str] = {}
-        texts: dict[str, _Text] = {}  # of axes that are made of others
+        texts: dict[str, str] = {}  # of axes that are made of others
         sizes: dict[str, Any] = {"item": self.count} if is_counted and self.count else {}
         patterns = [pattern for pattern in self.converter.source_patterns if pattern in self.members]
         for number, pattern in enumerate(patterns):
@@ -169,7 +166,7 @@ class _Work:
 
     converter: Any
     tensors: dict[str, _DeclaredTensor]
-    texts: dict[str, _Text]
+    texts: dict[str, str]
     sizes: dict[str, Any]
 
     def apply(self, operation: Any) -> None:
@@ -180,7 +177,7 @@ class _Work:
             raise PlanError(f"{_told(self.converter)}: {kind}")
         act(self, operation)  # type: ignore[call-arg]
 
-    def text(self, dims: Iterable[_Text]) -> str:
+    def text(self, dims: Iterable[str]) -> str:
         """With axes as they are made of others at last."""
         return " ".join(_AXIS.sub(lambda axis: self._resolved(axis[0]), each) for each in dims)
 

@@ -441,8 +441,8 @@ def _rule(given: Any, where: str) -> MapRule:
         if when is not None:
             evaluate(when, {})
         return MapRule(
-            _patterns(given.get("from"), where),
-            _patterns(given.get("to", {}), where),
+            _patterns(given.get("from")),
+            _patterns(given.get("to", {})),
             _sizes(given.get("sizes", {}), where),
             frozenset(_texts(given.get("padding", []), f"{where}: padding")),
             frozenset(_texts(given.get("copies", []), f"{where}: copies")),
@@ -453,7 +453,7 @@ def _rule(given: Any, where: str) -> MapRule:
         raise OptionError(f"{where}: {error}") from None
 
 
-def _patterns(given: Any, where: str) -> tuple[Pattern, ...]:
+def _patterns(given: Any) -> tuple[Pattern, ...]:
     """Of a name, or of names with their axes."""
     if isinstance(given, str):
         return (Pattern(NamePattern.parse(given), None),)

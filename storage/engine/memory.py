@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 _WRITABLE = 0x200
+_KEPT_BUFFERS = 8
 
 # Not (c_ubyte * size).from_address(address): that makes a class for every size, at 9 microseconds each.
 _memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -186,9 +187,8 @@ class ScratchBuffers:
     Without a lock, which a forked child could find held by a thread that it does not have.
     """
 
-    def __init__(self, size_bytes: int, *, kept: int = 8) -> None:
+    def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
-        self._kept = kept
         self._free: list[memoryview] = []
 
     def get(self, size_bytes: int = 0) -> memoryview:
@@ -200,5 +200,5 @@ class ScratchBuffers:
 
     def put(self, buffer: memoryview) -> None:
         """Give one back."""
-        if len(buffer) == self._size_bytes and len(self._free) < self._kept:
+        if len(buffer) == self._size_bytes and len(self._free) < _KEPT_BUFFERS:
             self._free.append(buffer)

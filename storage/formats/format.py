@@ -41,14 +41,13 @@ class Target:
     ``as_file``: whether a target is one file, a folder, or the one if it is named as a file of the format.
     ``layout`` is a function of a `dcp.conversion.targets.job.LayoutJob` that returns the `Planned` target, or
     where it is found: "module:name". ``last_file`` is what makes a folder of several files complete, written
-    when they are. ``has_commit``: it is one of our commits that does, and replaces what is there in one step.
+    when they are.
     """
 
     name: str
     layout: str | Callable[..., Any]
     as_file: Literal["always", "by name", "never"] = "never"
     last_file: str | None = None
-    has_commit: bool = False
 
     def lay_out(self, job: Any) -> Any:
         """The layout of one target."""

@@ -59,10 +59,6 @@ class ParentFolder:
         """Whether the place is there. Kinds without folders, which have nothing to make, say yes."""
         return self.place.exists()
 
-    def make(self) -> None:
-        """Create the place and its parents, durably; fine if it is there."""
-        self.place.make_root()
-
     def names(self) -> list[str]:
         """Names of the folders directly below that could be checkpoints, sorted: one listing.
 
@@ -90,10 +86,6 @@ class ParentFolder:
         if not self.lists_tree:
             return {name: self.look_into(name, also) for name in self.names()}
         return {name: _wanted(files.values(), also) for name, files in self._walk()}
-
-    def committed(self, also: Collection[str] = ()) -> dict[str, SmallFiles]:
-        """The folders that have a commit object; else as `look`."""
-        return {name: files for name, files in self.look(also).items() if any(map(is_commit_object, files))}
 
     def look_into(self, name: str, also: Collection[str] = ()) -> SmallFiles:
         """One folder, as `look`; empty if it is not there."""

@@ -5,7 +5,6 @@ import importlib
 import inspect
 import subprocess
 import sys
-import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -173,15 +172,6 @@ def test_our_errors_are_exceptions_and_exported() -> None:
     assert errors.RankFailedError is dcp.RankFailedError
     with pytest.raises(AttributeError, match=r"'dcp\.errors' has no attribute 'RankFialedError'"):
         _ = errors.RankFialedError
-
-
-@pytest.mark.parametrize("name", sorted({*dcp.errors.__all__} - {"OptionError"}))  # younger than the move
-def test_errors_that_were_in_dcp_still_are(name: str) -> None:
-    """Code that catches ``dcp.PlanError`` works, and a warning says the new place where there is one."""
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        assert getattr(dcp, name) is getattr(dcp.errors, name)
-    assert name in dcp.__all__ or f"dcp.{name} is dcp.errors.{name}" in str(warned[0].message)
 
 
 def test_format_utils_converts_from_the_command_line_as_torchs_does(tmp_path: Path) -> None:

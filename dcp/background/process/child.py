@@ -50,7 +50,6 @@ class Child:
         self,
         hello: Mapping[str, Any],
         *,
-        nice: int,
         on_message: Callable[[Child, dict[str, Any]], None],
         on_end: Callable[[Child], None],
     ) -> None:
@@ -62,7 +61,7 @@ class Child:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                self._process = _popen(theirs, nice)
+                self._process = _popen(theirs)
             except OSError as error:
                 ours.close()
                 self._pid = 0
@@ -72,11 +71,6 @@ class Child:
         self._connection = Connection(ours, watch_process(self._pid))
         self.send({"kind": "hello", "version": __version__, **hello})
         threading.Thread(target=self._receive, name="dcp-writer-watch", daemon=True).start()
-
-    @property
-    def pid(self) -> int:
-        """The process's id; 0 if there never was one."""
-        return self._pid
 
     def send(self, body: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
         """Send it a message; one that has ended, or does not take messages any more, shows by its ``end``."""
@@ -132,12 +126,12 @@ class Child:
         self._on_end(self)
 
 
-def _popen(theirs: socket.socket, nice: int) -> subprocess.Popen[bytes]:
+def _popen(theirs: socket.socket) -> subprocess.Popen[bytes]:
     fd = theirs.fileno()
     # -P: a folder that training happens to run in must not provide modules that it does not provide there
     command = [sys.executable or "", "-P", "-m", "dcp.background.process.main"]
     return subprocess.Popen(
-        [*command, str(fd), str(os.getpid()), str(nice)],
+        [*command, str(fd), str(os.getpid())],
         stdin=subprocess.DEVNULL,
         pass_fds=[fd],
         start_new_session=True,  # else Ctrl-C and the launcher's signals to the trainer's group reach it

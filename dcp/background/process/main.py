@@ -1,4 +1,4 @@
-"""The process that writes in the background: ``python -m dcp.background.process.main FD PID NICE``.
+"""The process that writes in the background: ``python -m dcp.background.process.main FD PID``.
 
 A trainer starts it, and talks to it over the socket FD. It outlives the trainer PID: when that is gone, it
 finishes the saves which it was given, and ends. SIGTERM, SIGINT and SIGHUP are ignored, and so are SIGUSR1
@@ -16,18 +16,22 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from typing import Final
 
 from dcp.background.process.wire import Connection, watch_parent
 
 __all__ = ["main"]
 
+_NICENESS: Final = 10
+"""Added to the trainer's, so that training keeps its cores."""
+
 
 def main(arguments: Sequence[str]) -> None:
     """Serve one trainer; returns when all is done."""
-    fd, trainer, niceness = map(int, arguments)
+    fd, trainer = map(int, arguments)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    os.nice(niceness)
+    os.nice(_NICENESS)
     os.set_inheritable(fd, False)  # what custom storages start must not hold the connection
     connection = Connection(socket.socket(fileno=fd), watch_parent(trainer))
     logging.basicConfig(

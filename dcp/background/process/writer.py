@@ -55,21 +55,17 @@ class ProcessWriter(BackgroundWriter):
     """Carries out saves in one writer process by rank.
 
     ``channel`` is the ranks' (None for one rank alone); only its store is used, as a client of its own.
-    ``start`` starts the process now instead of at the first save. ``nice`` is added to its niceness, so that
-    training keeps its cores.
+    ``start`` starts the process now instead of at the first save.
 
     When the process of a rank dies, the save under way, or the next, fails with WriterProcessError on all
     ranks, and all get new writers. When trainers die, the writers finish what they were given.
     """
 
-    def __init__(
-        self, channel: Channel | None, *, timeout_seconds: float, start: bool = False, nice: int = 10
-    ) -> None:
+    def __init__(self, channel: Channel | None, *, timeout_seconds: float, start: bool = False) -> None:
         self._rank = 0 if channel is None else channel.rank
         self._world_size = 1 if channel is None else channel.world_size
         self._store = None if channel is None else PrefixStore("writers", own_client(channel.store))
         self._timeout_seconds = timeout_seconds
-        self._nice = nice
         self._changed = threading.Condition()
         self._sending = threading.RLock()
         self._saves: deque[_SentSave] = deque()
@@ -82,11 +78,6 @@ class ProcessWriter(BackgroundWriter):
         self._thread: threading.Thread | None = None
         if start:
             self._start()
-
-    @property
-    def pid(self) -> int:
-        """The id of this rank's writer process; 0 while there is none."""
-        return 0 if self._child is None else self._child.pid
 
     # -- called by the trainer -------------------------------------------------------------------------------
 
@@ -137,7 +128,7 @@ class ProcessWriter(BackgroundWriter):
             "world_size": self._world_size,
             "timeout_seconds": self._timeout_seconds,
         }
-        self._child = Child(hello, nice=self._nice, on_message=self._on_message, on_end=self._on_end)
+        self._child = Child(hello, on_message=self._on_message, on_end=self._on_end)
         self._sender = Sender(self._child)
 
     def _abort(self, save: _SentSave) -> None:

@@ -59,16 +59,17 @@ def command(
     by = sort_key(sort, _SORTS) if sort else None
     with errors_as_lines(debug=debug):
         # here, because a usage message must not wait for numpy
-        from dcp import inspection
+        from dcp.inspection.checkpoints import header_of
+        from dcp.inspection.entries import module_tree, object_rows, tensor_rows
         from dcp.storage.formats.opening.sources import open_source
         from dcp.storage.stores.opening import OpenWith
 
         source = open_source(uri, open_store=OpenWith(storage_options(uri, options)))
         store, index = source.store, source.index
-        header = inspection.header_of(store, index, url=source.name)
-        tensors = inspection.tensor_rows(index)
-        values = inspection.object_rows(store, index) if objects else []
-        modules = inspection.module_tree(tensors) if tree else None
+        header = header_of(store, index, url=source.name)
+        tensors = tensor_rows(index)
+        values = object_rows(store, index) if objects else []
+        modules = module_tree(tensors) if tree else None
     if json:
         print_json(_as_json(header, tensors, modules, values if objects else None))
         return

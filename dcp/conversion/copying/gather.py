@@ -78,7 +78,6 @@ class RangeReader:
     """Reads from the files of one source. ``files`` maps numbers to (name, size in bytes)."""
 
     def __init__(self, store: Store, *, verify: bool) -> None:
-        self._store = store
         self._verify = verify
         self._profile = store.read_profile
         self._facts: dict[int, tuple[str, int]] = {}

@@ -100,10 +100,6 @@ class Copies:
     def __len__(self) -> int:
         return len(self.tensors)
 
-    def sizes(self, copy: int) -> tuple[int, ...]:
-        """The extent of a copy's box."""
-        return tuple(self.box_sizes[self.box_start[copy] : self.box_start[copy + 1]].tolist())
-
 
 @dataclass
 class CopyBuilder:
@@ -184,11 +180,6 @@ class TargetLayout:
     last_files: Mapping[str, bytes] = field(default_factory=dict)
     tensor_copies: Mapping[str, int] = field(default_factory=dict)
     replaced: Callable[[str, Collection[str]], frozenset[str]] = _none
-
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes of tensors that are written."""
-        return int(self.copies.size_bytes.sum())
 
     def check(self) -> None:
         """PlanError unless literals and copies tile each file: a hole would be zeros that nobody saved.

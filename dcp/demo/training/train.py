@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from dcp import CheckpointManager, FileSystemWriter, PerRank
-from dcp.demo.training.batches import batch_of_step, read_tokens, window_batch
 from dcp.demo.training.crash import CrashPoint
 from dcp.demo.training.digests import digests_of_state
 from dcp.demo.training.model import ModelSize, build_model
@@ -77,11 +76,11 @@ class Training:
         """One step; returns what to log: the loss over all ranks, and each rank's passing look."""
         self.step += 1
         context, rank, world_size = self.size.context, dist.get_rank(), dist.get_world_size()
-        starts = batch_of_step(tokens, self.step, _WINDOWS, context).chunk(world_size)[rank]
+        starts = _batch_of_step(tokens, self.step, _WINDOWS, context).chunk(world_size)[rank]
         # One window more, drawn by the rank's own generator: looked at, not learned from. It shows whether
         # the generator came back too.
         look = torch.randint(0, len(tokens) - context - 1, (1,), generator=self.generator)
-        inputs, targets = window_batch(tokens, torch.cat([starts, look]), context)
+        inputs, targets = _window_batch(tokens, torch.cat([starts, look]), context)
         losses = F.cross_entropy(self.model(inputs).transpose(1, 2), targets, reduction="none").mean(1)
         loss = losses[:-1].mean()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -154,6 +153,29 @@ class Checkpoints:
             (self._job.results / "load.json").write_text(json.dumps(counts.tolist()))
 
 
+def _read_tokens(path: Path) -> torch.Tensor:
+    """The text as int64 tokens, shape [characters]."""
+    return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).long()
+
+
+def _batch_of_step(tokens: torch.Tensor, step: int, windows: int, context: int) -> torch.Tensor:
+    """Where the windows of ``step`` begin, shape [windows]: a function of the step alone.
+
+    Neither the number of ranks nor what ran before the step has any influence, so that a resumed run on
+    another number of ranks reads the same text.
+    """
+    generator = torch.Generator().manual_seed(1_000_003 * step + 17)
+    return torch.randint(0, len(tokens) - context - 1, (windows,), generator=generator)
+
+
+def _window_batch(
+    tokens: torch.Tensor, starts: torch.Tensor, context: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The characters of the windows at ``starts`` and those that follow each: two of [windows, context]."""
+    positions = starts[:, None] + torch.arange(context)
+    return tokens[positions], tokens[positions + 1]
+
+
 def _note_digests(training: Training, job: TrainingJob, name: str) -> None:
     state = {"app": training.state_dict(), "rng": PerRank(training.generator.get_state())}
     digests = digests_of_state(state)
@@ -167,7 +189,7 @@ def _run(job: TrainingJob) -> None:
     note = rank_note(job.results, rank)
     note.with_suffix(".part").write_text(f"{os.getpid()} {start_ticks(os.getpid())}")
     note.with_suffix(".part").rename(note)  # whoever reads it must not find half of a number
-    tokens = read_tokens(job.corpus)
+    tokens = _read_tokens(job.corpus)
     training = Training()
     checkpoints = Checkpoints(training, job, crash)
     checkpoints.restore()

@@ -183,12 +183,10 @@ class TensorReader(TensorSource):
         for each dimension."""
         return self._read(tensor_row, self._selection(tensor_row, slices).part(part))
 
-    def slabs(
-        self, tensor_row: int, slices: Slices | None = None, max_bytes: int = MAX_TILE_BYTES
-    ) -> Iterator[Array]:
-        """The same as `read`, in parts along the first dimension that is left, of about ``max_bytes``."""
+    def slabs(self, tensor_row: int, slices: Slices | None = None) -> Iterator[Array]:
+        """The same as `read`, in parts along the first dimension that is left, of about `MAX_TILE_BYTES`."""
         selection = self._selection(tensor_row, slices)
-        for slab in selection.slabs(max(1, max_bytes // self.index.dtype(tensor_row).itemsize)):
+        for slab in selection.slabs(MAX_TILE_BYTES // self.index.dtype(tensor_row).itemsize):
             yield self._read(tensor_row, slab)
 
     def _selection(self, tensor_row: int, slices: Slices | None) -> StridedSelection:

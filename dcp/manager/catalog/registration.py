@@ -152,13 +152,12 @@ class Registrar:
         with self._changed:
             return self._changed.wait_for(self._is_done, timeout_seconds)
 
-    def close(self, timeout_seconds: float | None = None) -> bool:
+    def close(self) -> bool:
         """As `wait`, for ``close_seconds`` at the most; what is left by then stays in the spool.
 
         A few seconds are taken in any case until the notes are on disk, if it takes that.
         """
-        bound = self._options.close_seconds
-        done = self.wait(bound if timeout_seconds is None else min(bound, timeout_seconds))
+        done = self.wait(self._options.close_seconds)
         with self._changed:
             self._changed.wait_for(self._is_spooled, _SPOOL_SECONDS)
             left = len(self._due) + len(self._fresh)

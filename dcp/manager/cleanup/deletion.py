@@ -23,38 +23,38 @@ from dcp.steps.folders import StepFolders
 from dcp.storage.commit_names import NOTES_NAME, is_commit_object
 from dcp.storage.errors import CheckpointError, StorageError
 
-__all__ = ["ABANDONED_AFTER_SECONDS", "Deleter", "DeleterClosedError", "DeletionEvent"]
+__all__ = ["Deleter", "DeleterClosedError", "DeletionEvent"]
 
 logger = logging.getLogger(__name__)
 
-ABANDONED_AFTER_SECONDS: Final = 86_400.0
-"""Default age from which on data that no save committed is taken for abandoned."""
+_ATTEMPTS: Final = 5
+_PAUSE_SECONDS: Final = 1.0
+"""Before the second attempt; it doubles from one to the next."""
+_WAIT_SECONDS: Final = 60.0
+"""Of a save, for the deletion of its step."""
+_ABANDONED_AFTER_SECONDS: Final = 86_400.0
+"""Age from which on data that no save committed is taken for abandoned."""
 
 What = Literal["checkpoint", "rest", "abandoned"]
 
 
 @dataclass(frozen=True, slots=True)
 class DeletionEvent:
-    """Something that happened to the deletion of a step.
+    """The end of the deletion of a step.
 
-    - "deleted": ``files`` and ``size_bytes`` are gone; ``left`` names what stayed in the folder.
-    - "kept": nothing was done, ``reason`` says why: "pinned" or "replaced" (saved again).
-    - "retry": attempt ``attempt`` failed with ``error`` and will be repeated.
-    - "failed": so did the last one; the next start of a manager here goes on with it.
+    - "deleted": ``files`` and ``size_bytes`` are gone.
+    - "failed": the last attempt raised ``error``; the next start of a manager here goes on with it.
 
     ``what`` was deleted: a "checkpoint", the "rest" of one whose deletion was interrupted, or data files that
     a save had "abandoned".
     """
 
-    kind: Literal["deleted", "kept", "retry", "failed"]
+    kind: Literal["deleted", "failed"]
     step: int
     what: What
-    attempt: int = 1
-    seconds: float = 0.0
+    seconds: float
     files: int = 0
     size_bytes: int = 0
-    left: tuple[str, ...] = ()
-    reason: str | None = None
     error: Exception | None = None
 
 
@@ -66,7 +66,6 @@ class DeleterClosedError(RuntimeError):
 class _Deletion:
     step: int
     what: What
-    older_than_seconds: float = ABANDONED_AFTER_SECONDS
     attempt: int = 0
     due_seconds: float = 0.0
     is_running: bool = False
@@ -75,22 +74,14 @@ class _Deletion:
 class Deleter:
     """Deletes checkpoints of ``folders``, one after another, in a daemon thread while there are any.
 
-    For one process of a run, the coordinator. A deletion that fails is repeated up to ``attempts`` times in
-    all, after a pause that doubles from ``pause_seconds`` on. ``on_event`` is called from the thread, and
-    must not wait for it.
+    For one process of a run, the coordinator. A deletion that fails is repeated a few times, after a
+    pause that doubles each time. ``on_event`` is called from the thread, and must not wait for it.
     """
 
     def __init__(
-        self,
-        folders: StepFolders,
-        *,
-        attempts: int = 5,
-        pause_seconds: float = 1.0,
-        on_event: Callable[[DeletionEvent], None] | None = None,
+        self, folders: StepFolders, *, on_event: Callable[[DeletionEvent], None] | None = None
     ) -> None:
         self._folders = folders
-        self._attempts = attempts
-        self._pause_seconds = pause_seconds
         self._on_event = on_event
         self._jobs: dict[int, _Deletion] = {}
         self._changed = threading.Condition()
@@ -104,21 +95,14 @@ class Deleter:
         """Queue the checkpoint of ``step``; returns at once. It is kept if it is pinned."""
         self._enqueue(_Deletion(step, "checkpoint"))
 
-    def resume(self) -> list[int]:
-        """Queue the steps whose deletion an earlier process began and did not finish; returns them."""
-        steps = self._folders.half_deleted()
-        for step in steps:
-            self.finish(step)
-        return steps
-
     def finish(self, step: int) -> None:
         """Queue the rest of a deletion that an earlier process began; returns at once."""
         self._enqueue(_Deletion(step, "rest"))
 
-    def abandoned(self, older_than_seconds: float = ABANDONED_AFTER_SECONDS) -> list[int]:
+    def abandoned(self) -> list[int]:
         """Queue the step folders whose saves have never committed; returns them.
 
-        Only those whose newest data file, or empty folder, is older than ``older_than_seconds``: a background
+        Only those whose newest data file, or empty folder, is older than a day: a background
         writer may outlive its trainer, and commit yet.
         """
         now = time.time()
@@ -126,10 +110,10 @@ class Deleter:
             step
             for step, files in self._folders.folders().items()
             if not any(map(is_commit_object, files))
-            and is_abandoned(store := self._folders.store(step), store.list(), older_than_seconds, now)
+            and is_abandoned(store := self._folders.store(step), store.list(), _ABANDONED_AFTER_SECONDS, now)
         ]
         for step in steps:
-            self._enqueue(_Deletion(step, "abandoned", older_than_seconds))
+            self._enqueue(_Deletion(step, "abandoned"))
         return steps
 
     def _enqueue(self, job: _Deletion) -> None:
@@ -146,33 +130,23 @@ class Deleter:
 
     # -- a save that wants the place -------------------------------------------------------------------------
 
-    def forget(self, step: int) -> bool:
-        """Take ``step`` from the queue; False if its deletion has begun, which nothing can undo."""
-        with self._changed:
-            job = self._jobs.get(step)
-            if job is not None and job.attempt:
-                return False
-            self._jobs.pop(step, None)
-            self._changed.notify_all()
-            return True
-
-    def make_way(self, step: int, timeout_seconds: float = 60.0) -> None:
+    def make_way(self, step: int) -> None:
         """Let a save to ``step`` begin: its deletion is over, and what is left of it is done right here.
 
         A checkpoint that is still whole stays: the save's commit replaces it, so that it is never missing.
-        Raises what the storage raises, and `StorageError` if the thread is still at it after
-        ``timeout_seconds``.
+        Raises what the storage raises, and `StorageError` if the thread is still at it after a
+        minute.
         """
-        self._take(step, timeout_seconds)
+        self._take(step)
         files = self._folders.root.look_into(self._folders.name(step), (NOTES_NAME,))
         if NOTES_NAME in files and not any(map(is_commit_object, files)):
             self._remove(_Deletion(step, "rest"))
 
-    def _take(self, step: int, timeout_seconds: float) -> None:
+    def _take(self, step: int) -> None:
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._is_running(step), timeout_seconds):
+            if not self._changed.wait_for(lambda: not self._is_running(step), _WAIT_SECONDS):
                 raise StorageError(
-                    f"{self._folders.checkpoint_id(step)} is being deleted, still after {timeout_seconds:g} "
+                    f"{self._folders.checkpoint_id(step)} is being deleted, still after {_WAIT_SECONDS:g} "
                     "seconds: the storage hangs; save under another step, or when it works again",
                     path=self._folders.checkpoint_id(step),
                     op="delete",
@@ -248,7 +222,7 @@ class Deleter:
         store = self._folders.store(job.step)
         try:
             if job.what == "abandoned":
-                return remove_abandoned(store, job.older_than_seconds, time.time())
+                return remove_abandoned(store, _ABANDONED_AFTER_SECONDS, time.time())
             remove = remove_checkpoint if job.what == "checkpoint" else finish_removal
             return remove(store, time.time())
         finally:
@@ -256,17 +230,13 @@ class Deleter:
 
     def _is_worth_another(self, job: _Deletion, error: Exception | None) -> bool:
         # Anything but a failure of the storage would fail the same way again.
-        return (
-            isinstance(error, CheckpointError | OSError)
-            and job.attempt < self._attempts
-            and not self._closing
-        )
+        return isinstance(error, CheckpointError | OSError) and job.attempt < _ATTEMPTS and not self._closing
 
     def _end(self, job: _Deletion, again: bool) -> None:
         with self._changed:
             job.is_running = False
             if again:
-                job.due_seconds = time.monotonic() + self._pause_seconds * 2 ** (job.attempt - 1)
+                job.due_seconds = time.monotonic() + _PAUSE_SECONDS * 2 ** (job.attempt - 1)
             else:
                 self._jobs.pop(job.step, None)
             self._changed.notify_all()
@@ -278,25 +248,13 @@ class Deleter:
         if error is not None:
             outlook = "it will be tried again" if again else "the next start of a manager here tries again"
             logger.warning("%s could not be deleted: %s; %s", url, error, outlook)
-            kind: Literal["retry", "failed"] = "retry" if again else "failed"
-            event = DeletionEvent(kind, job.step, job.what, job.attempt, seconds, error=error)
+            if not again:
+                event = DeletionEvent("failed", job.step, job.what, seconds, error=error)
         elif removed.outcome in ("pinned", "replaced"):
             logger.info("%s is not deleted: it is %s", url, removed.outcome)
-            event = DeletionEvent(
-                "kept", job.step, job.what, job.attempt, seconds, left=removed.left, reason=removed.outcome
-            )
         elif removed.outcome == "deleted" or job.attempt > 1:
             logger.info("%s is deleted: %d files", url, removed.files)
-            event = DeletionEvent(
-                "deleted",
-                job.step,
-                job.what,
-                job.attempt,
-                seconds,
-                removed.files,
-                removed.size_bytes,
-                removed.left,
-            )
+            event = DeletionEvent("deleted", job.step, job.what, seconds, removed.files, removed.size_bytes)
         if event is None or self._on_event is None:
             return
         try:

@@ -80,11 +80,6 @@ class Drop:
     shared_bytes: int = 0
     rewritten_bytes: int = 0
 
-    @property
-    def bytes(self) -> int:
-        """What the tensors of the parts take."""
-        return sum(part.bytes for part in self.parts)
-
 
 @dataclass(frozen=True)
 class _Droppable:

@@ -433,7 +433,7 @@ class PostCommitWorker:
                 files=event.files,
                 what=event.what,
             )
-        elif event.kind == "failed":
+        else:
             self._half_deleted.add(event.step)
             self._events.emit(
                 "delete_failed", event.step, seconds=seconds, error=event.error, what=event.what

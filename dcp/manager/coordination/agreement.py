@@ -9,7 +9,6 @@ of them read the same at the same step.
 from __future__ import annotations
 
 import atexit
-import logging
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -25,8 +24,6 @@ from dcp.ranks.collectives import Ranks
 from dcp.storage.errors import CheckpointError, OptionError, PlanError
 
 __all__ = ["Agreement", "RankAgreement", "Refusal", "Votes"]
-
-logger = logging.getLogger(__name__)
 
 _LEAVE_SECONDS = 5.0
 """How long `close` waits for the ranks that have not come to the last step yet."""

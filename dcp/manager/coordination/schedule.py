@@ -46,11 +46,6 @@ class Schedule:
         self._time_is_up = False
 
     @property
-    def needs_clock(self) -> bool:
-        """Whether time decides, so that the ranks have to agree on it."""
-        return self._every_seconds is not None
-
-    @property
     def saves_each(self) -> bool:
         """Whether every step is due that is asked for."""
         return self._every_steps is None and self._every_seconds is None

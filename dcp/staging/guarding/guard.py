@@ -37,13 +37,13 @@ class StateSamples:
     samples: Samples
 
 
-def sample_state(state_dict: Mapping[str, Any], guard: Guard = "sampled", *, serial: int = 0) -> StateSamples:
+def sample_state(state_dict: Mapping[str, Any], guard: Guard = "sampled") -> StateSamples:
     """Look at the tensors of a state dict, before a stager of any kind is asked to copy it.
 
     Tensors without strided memory of their own (sparse, quantized, of unknown subclasses) are passed over.
     """
     fqns, sources = _sources(state_dict)
-    return StateSamples(fqns, sources, Samples.take(sources, guard, serial=serial))
+    return StateSamples(fqns, sources, Samples.take(sources, guard))
 
 
 def check_staged(

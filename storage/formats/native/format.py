@@ -13,5 +13,5 @@ DCP: Final = Format(
     name="dcp",
     has_commit=True,
     data_files=re.compile(r"__.*\.distcp", re.DOTALL),
-    target=Target(name="dcp", layout="dcp.conversion.targets.dcp:lay_out", has_commit=True),
+    target=Target(name="dcp", layout="dcp.conversion.targets.dcp:lay_out"),
 )

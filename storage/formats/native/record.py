@@ -20,16 +20,13 @@ from dcp.storage.errors import UnsupportedFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import MAX_DIMENSIONS
-from dcp.storage.formats.native.record_reader import StoredTensor, locate_payload
 from dcp.storage.geometry.strides import c_strides
 
 __all__ = [
     "ALIGNED_PAYLOAD_BYTES",
     "ALIGNMENT_BYTES",
     "OpenRecord",
-    "StoredTensor",
     "begin_record",
-    "locate_payload",
     "object_record",
 ]
 

@@ -211,14 +211,10 @@ def complete_index(store: Store, index: CheckpointIndex) -> CheckpointIndex:
 
 
 def open_source(
-    checkpoint_id: str | os.PathLike[str],
-    *,
-    open_store: OpenStore = open_store,
-    rank: int | None = None,
-    own_rank: int | None = None,
+    checkpoint_id: str | os.PathLike[str], *, open_store: OpenStore = open_store, rank: int | None = None
 ) -> Source:
     """`locate` and `index_at` together."""
     with near_places_told(checkpoint_id, open_store):
         place = locate(checkpoint_id, open_store=open_store)
-        index = index_at(place, rank=rank, own_rank=own_rank)
+        index = index_at(place, rank=rank)
     return Source(place.store, index, place.url, place.file)

@@ -42,17 +42,13 @@ class SizeValue(tuple[int, ...]):
 
 
 class TensorRef(NamedTuple):
-    """A C-ordered tensor that fills a prefix of storage ``key`` of ``storage_elements``.
-
-    ``is_parameter`` makes it a torch.nn.Parameter.
-    """
+    """A C-ordered tensor that fills a prefix of storage ``key`` of ``storage_elements``."""
 
     dtype_code: int
     key: str
     storage_elements: int
     sizes: tuple[int, ...]
     requires_grad: bool = False
-    is_parameter: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,14 +219,14 @@ def _numbers(values: tuple[int, ...]) -> bytes:
 
 
 def _tensor(tensor: TensorRef, key: str) -> tuple[bytes, bytes, bytes]:
-    code, _, elements, sizes, requires_grad, is_parameter = tensor
-    before, after = _tensor_parts(code, elements, sizes, requires_grad, is_parameter)
+    code, _, elements, sizes, requires_grad = tensor
+    before, after = _tensor_parts(code, elements, sizes, requires_grad)
     return before, _text(key), after
 
 
 @lru_cache(maxsize=256)
 def _tensor_parts(
-    dtype_code: int, storage_elements: int, sizes: tuple[int, ...], requires_grad: bool, is_parameter: bool
+    dtype_code: int, storage_elements: int, sizes: tuple[int, ...], requires_grad: bool
 ) -> tuple[bytes, bytes]:
     """What stands before and after the key of a storage: a checkpoint has many tensors of few shapes."""
     dtype = dtypes.BY_CODE[dtype_code]
@@ -244,8 +240,5 @@ def _tensor_parts(
     geometry = b"K\0" + _numbers(sizes) + _numbers(c_strides(sizes))
     grad = b"\x88" if requires_grad else b"\x89"
     after = _text("cpu") + _integer(storage_elements * unit) + b"tQ" + geometry
-    after += (b"\x89" if is_parameter else grad) + _EMPTY_ORDERED + last + b"tR"
-    if is_parameter:
-        before = b"ctorch._utils\n_rebuild_parameter\n(" + before
-        after += grad + _EMPTY_ORDERED + b"tR"
+    after += grad + _EMPTY_ORDERED + last + b"tR"
     return before, after

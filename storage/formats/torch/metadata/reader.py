@@ -19,9 +19,9 @@ from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64, ObjectCol
 from dcp.storage.formats.pickle.decoder import Instance, Limits, decode_pickle
 from dcp.storage.formats.torch.format import TORCH_DCP
 from dcp.storage.formats.torch.metadata import classes
-from dcp.storage.formats.torch.tensor_pickle import MAX_DIMENSIONS, TensorPickle, decode_tensor_pickle
+from dcp.storage.formats.torch.tensor_pickle import MAX_DIMENSIONS
 
-__all__ = ["TensorPickle", "decode_tensor_pickle", "decode_torch_metadata"]
+__all__ = ["decode_torch_metadata"]
 
 MAX_METADATA_BYTES = 1 << 34
 """Some 60 million chunks; who reads the file from a store sets the limit that matters."""
