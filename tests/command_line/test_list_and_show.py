@@ -303,10 +303,11 @@ def test_a_terminal_gets_a_progress_bar_and_a_pipe_does_not(tmp_path: Path, comm
     folder = save_ours(tmp_path / "x", {"w": torch.zeros(5 << 20)})
     program = ["-c", _CALL.replace("{}", command)] if command in ("save", "load") else ["-m", "dcp", command]
     arguments = [*program, str(folder)]
-    piped = run_program(*arguments)
+    wide = {**os.environ, "COLUMNS": "400"}  # a bar beside a long path
+    piped = run_program(*arguments, env=wide)
     assert (piped.returncode, piped.stderr) == (0, "")
     controller, terminal = os.openpty()
-    with Program(*arguments, stdout=subprocess.PIPE, stderr=terminal) as process:
+    with Program(*arguments, stdout=subprocess.PIPE, stderr=terminal, env=wide) as process:
         os.close(terminal)
         drawn = b""
         try:
