@@ -89,15 +89,15 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     is_last = nextitem is None or nextitem.path != item.path
     if not is_last and _resident_kib() < _held_kib + _MUCH_KIB:
         return
-    if is_kept := is_last and _resident_kib() > _kept_kib + 2 * _MUCH_KIB:
+    if is_last and _resident_kib() > _kept_kib + 2 * _MUCH_KIB:
         gc.unfreeze()
+        _kept_kib = _resident_kib()
     gc.collect()
     if is_last:
         gc.freeze()
     if is_last and sys.platform == "linux":
         _libc.malloc_trim(0)
     _held_kib = _resident_kib()
-    _kept_kib = _held_kib if is_kept else _kept_kib
 
 
 def _resident_kib() -> int:

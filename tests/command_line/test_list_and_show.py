@@ -292,16 +292,12 @@ def test_a_reader_that_has_seen_enough_is_no_failure(tmp_path: Path, command: st
     assert process.returncode == 0
 
 
-_CALL = (
-    "import sys, torch, dcp; dcp.{}({'w': torch.zeros(5 << 20)}, checkpoint_id=sys.argv[1], progress=True)"
-)
-
-
 @pytest.mark.parametrize("command", ["stats", "verify", "save", "load"])
 def test_a_terminal_gets_a_progress_bar_and_a_pipe_does_not(tmp_path: Path, command: str) -> None:
     """Rate and time left are for people who watch: nothing of it is in a log or a script's output."""
     folder = save_ours(tmp_path / "x", {"w": torch.zeros(5 << 20)})
-    program = ["-c", _CALL.replace("{}", command)] if command in ("save", "load") else ["-m", "dcp", command]
+    call = f"import sys, torch, dcp; dcp.{command}({{'w': torch.zeros(5 << 20)}}, checkpoint_id=sys.argv[1]"
+    program = ["-c", f"{call}, progress=True)"] if command in ("save", "load") else ["-m", "dcp", command]
     arguments = [*program, str(folder)]
     wide = {**os.environ, "COLUMNS": "400"}  # a bar beside a long path
     piped = run_program(*arguments, env=wide)

@@ -135,10 +135,9 @@ def _is_mark(node: ast.Assign) -> bool:
 
 @cache
 def _quick() -> frozenset[str]:
-    found = {
-        test.name for module in modules() if module.is_test for test in module.tests if not test.is_exhaustive
-    }
-    return frozenset("::".join(name.split("::")[:parts]) for name in found for parts in (1, 2, 3))
+    tests = [test for module in modules() if module.is_test for test in module.tests]
+    names = [test.name.split("::") for test in tests if not test.is_exhaustive]
+    return frozenset("::".join(name[:parts]) for name in names for parts in (1, 2, 3))
 
 
 def has_test(node_id: str) -> bool:

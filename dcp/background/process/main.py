@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> None:
         WriterLoop(connection).run()
         status = 0
     except Exception:
-        logging.getLogger(__name__).exception("this process ends by what no save expects")
+        logging.getLogger(__name__).exception("an unexpected error ends this process")
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -165,7 +165,12 @@ def test_a_client_that_leaves_stops_the_reading(tmp_path: Path) -> None:
             next(body)
             wait_until(lambda: any("/big/" in path for path in open_files()), "its files are open")
         wait_until(lambda: not any("/big/" in path for path in open_files()), "its files are closed")
-        wait_until(lambda: stack.enter_context(ask()).status_code == 200, "its place is free")
+
+        def is_free() -> bool:
+            with ask() as answer:
+                return bool(answer.status_code == 200)
+
+        wait_until(is_free, "its place is free")
 
 
 @pytest.mark.parametrize(

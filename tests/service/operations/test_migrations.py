@@ -40,16 +40,20 @@ def test_a_database_of_a_newer_version_is_left_alone(database: Database) -> None
 
 
 def test_a_migration_that_fails_leaves_nothing(empty_database: Database) -> None:
-    """A table of ours is in the way: no other one is made, and without it all is well."""
+    """A table of ours is in the way: no other one is made, and without it all is well. One of another program
+    stays as it is."""
     with empty_database.write() as connection:
         connection.execute(text("CREATE TABLE webhooks (x INTEGER)"))
+        connection.execute(text("CREATE TABLE theirs (x JSONB)"))
     with pytest.raises((DBAPIError, DatabaseUnavailableError)):
         migrations.upgrade(empty_database)
     with empty_database.write() as connection:
-        assert inspect(connection).get_table_names() == ["webhooks"]
+        assert sorted(inspect(connection).get_table_names()) == ["theirs", "webhooks"]
         connection.execute(text("DROP TABLE webhooks"))
     assert migrations.upgrade(empty_database) is None
     assert migrations.is_current(empty_database)
+    with empty_database.read() as connection:
+        assert str(inspect(connection).get_columns("theirs")[0]["type"]) == "JSONB"
 
 
 def test_large_results_become_documents(empty_database: Database) -> None:

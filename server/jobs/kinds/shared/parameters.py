@@ -18,7 +18,7 @@ class Parameters(Request):
 
     def digest(self) -> str:
         """The same for the same parameters: what tells jobs apart that there is to be one of at a time."""
-        document = json.dumps(self.model_dump(mode="json"))
+        document = json.dumps(self.model_dump(mode="json"), sort_keys=True)
         return hashlib.sha256(document.encode()).hexdigest()[:40]
 
 
