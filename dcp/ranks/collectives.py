@@ -1,4 +1,4 @@
-"""What the ranks of a save or load say to each other.
+"""Steps that the ranks of a save or load take together.
 
 Payloads are packed bytes in uint8 tensors: no pickled objects travel, on gloo or on any other backend.
 Every exchange carries each rank's outcome, so one rank's exception becomes the same typed error on all of
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from typing import Any, NamedTuple, TypeVar
 
 import msgpack
 
@@ -16,7 +17,20 @@ from dcp.ranks.exchanges import STAMP_BYTES, Exchanges
 from dcp.ranks.failures import decode_failure, failure_of, pack_failure, pack_failures
 from dcp.storage.errors import CheckpointError, PlanError
 
-__all__ = ["Ranks"]
+__all__ = ["BYTES", "Codec", "Ranks"]
+
+T = TypeVar("T")
+
+
+class Codec(NamedTuple):
+    """Packs values for the way between ranks, and unpacks them."""
+
+    encode: Callable[[Any], bytes]
+    decode: Callable[[bytes], Any]
+
+
+BYTES = Codec(lambda value: value, lambda data: data)
+"""Values that are bytes already."""
 
 _OK, _FAILED = b"\x00", b"\x01"
 
@@ -24,38 +38,56 @@ _OK, _FAILED = b"\x00", b"\x01"
 class Ranks(Exchanges):
     """The ranks that take part in one save or load, and the steps they take together.
 
-    Without ``use_dist`` every step is local. Once ``abort`` is set, the next part of a step on this rank
-    fails, and so the step on all; before the coordinator reduces it looks whether it is set on any rank.
     Steps raise on all ranks alike (see `dcp.ranks.failures`): the failing rank's own exception there, its
-    description elsewhere.
+    description elsewhere. Once ``abort`` is set, the next step fails on this rank, and so on all; the
+    coordinator looks whether it is set on any rank before it reduces. With one rank nothing is packed: a step
+    returns what its functions return.
     """
 
     # -- steps -----------------------------------------------------------------------------------------------
 
     def reduce_scatter(
-        self, step: str, local: Callable[[], bytes], reduce: Callable[[list[bytes]], Sequence[bytes]]
-    ) -> bytes:
+        self,
+        step: str,
+        local: Callable[[], Any],
+        reduce: Callable[[list[Any]], Sequence[Any]],
+        *,
+        sent: Codec = BYTES,
+        reply: Codec = BYTES,
+    ) -> Any:
         """Run ``local`` everywhere, ``reduce`` on the coordinator, and give each rank its part of the
         result."""
-        gathered, own_error = self._gather_outcomes(step, local)
-        replies: list[bytes] | None = None
-        coordinator_error: BaseException | None = None
-        if gathered is not None:
-            outcome, coordinator_error = self._reduce(gathered, lambda parts: self._counted(reduce(parts)))
-            replies = (
-                [_OK + part for part in outcome]
-                if isinstance(outcome, list)
-                else [_FAILED + outcome] * self.world_size
-            )
-        reply = self._guard(step, lambda: self._scatter(replies))
-        return self._unwrap(step, reply, own_error or coordinator_error)
+        if self._channel is None:
+            return self._alone(step, local, reduce)[0]
+
+        def replies(parts: list[Any]) -> list[bytes]:
+            made = reduce(parts)
+            if len(made) != self.world_size:
+                raise PlanError(f"the global plan has {len(made)} parts for {self.world_size} ranks")
+            return [*map(reply.encode, made)]
+
+        message, own_error = self._attempt(step, local, sent)
+        gathered = self._guard(step, lambda: self._gather(message))
+        answers, error = self._reduce(gathered, replies, sent)
+        if isinstance(answers, bytes):
+            answers = [answers] * self.world_size
+        received = self._guard(step, lambda: self._scatter(answers))
+        return reply.decode(self._unwrap(step, received, own_error or error))
 
     def reduce_broadcast(
-        self, step: str, local: Callable[[], bytes], reduce: Callable[[list[bytes]], bytes]
-    ) -> bytes:
-        """Run ``local`` everywhere, ``reduce`` on the coordinator, and give its result to every rank."""
-        message, own_error = self._attempt(step, local)
-        return self._reduced(step, message, own_error, reduce)
+        self,
+        step: str,
+        local: Callable[[], Any],
+        reduce: Callable[[list[Any]], Any],
+        *,
+        sent: Codec = BYTES,
+    ) -> Any:
+        """Run ``local`` everywhere, ``reduce`` on the coordinator, and give its result, bytes, to every
+        rank."""
+        if self._channel is None:
+            return self._alone(step, local, reduce)
+        message, own_error = self._attempt(step, local, sent)
+        return self._reduce_broadcast(step, message, own_error, reduce, sent)
 
     def reduce_alike(
         self, step: str, local: Callable[[], bytes], reduce: Callable[[list[bytes]], bytes]
@@ -64,10 +96,13 @@ class Ranks(Exchanges):
 
         Where all messages are short (`channel.HEAD_BYTES`) each rank runs it itself: one exchange is enough.
         """
+        if self._channel is None:
+            alone: bytes = self._alone(step, local, reduce)
+            return alone
         message, own_error = self._attempt(step, local)
         messages = self._guard(step, lambda: self._all_gather_short(message))
         if messages is None:
-            return self._reduced(step, message, own_error, reduce)
+            return self._reduce_broadcast(step, message, own_error, reduce)
         parts = self._parts(step, messages, own_error)
 
         def run() -> tuple[bytes, CheckpointError | None]:
@@ -81,24 +116,10 @@ class Ranks(Exchanges):
             raise failure_of(step, {self.coordinator: error}, self.rank, error)
         return result
 
-    def _reduced(
-        self,
-        step: str,
-        message: bytes,
-        own_error: BaseException | None,
-        reduce: Callable[[list[bytes]], bytes],
-    ) -> bytes:
-        gathered = self._guard(step, lambda: self._gather(message))
-        reply: bytes | None = None
-        error: BaseException | None = None
-        if gathered is not None:
-            outcome, error = self._reduce(gathered, lambda parts: [reduce(parts)])
-            reply = _OK + outcome[0] if isinstance(outcome, list) else _FAILED + outcome
-        received = self._guard(step, lambda: self._broadcast(reply))
-        return self._unwrap(step, received, own_error or error)
-
     def all_gather(self, step: str, local: Callable[[], bytes]) -> list[bytes]:
         """Run ``local`` everywhere; every rank gets every rank's result."""
+        if self._channel is None:
+            return [self._alone(step, local)]
         message, own_error = self._attempt(step, local)
         try:
             messages = self._guard(step, lambda: self._all_gather(message))
@@ -111,20 +132,20 @@ class Ranks(Exchanges):
     def compare(self, step: str, local: Callable[[], bytes]) -> list[bytes]:
         """`all_gather` of what is mostly the same on all ranks: nothing else travels then than a digest. What
         operation the ranks are in is for the caller to compare."""
-        message, own_error = self._attempt(step, local, "any")
-        messages = [message] * self.world_size
         channel = self._channel
-        if channel is not None and not self._guard(step, lambda: channel.is_same(message, self._wait)):
+        if channel is None:
+            return [self._alone(step, local)]
+        message, own_error = self._attempt(step, local, operation="any")
+        messages = [message] * self.world_size
+        if not self._guard(step, lambda: channel.is_same(message, self._wait)):
             messages = self._guard(step, lambda: self._all_gather(message))
         return self._parts(step, messages, own_error)
 
-    def _parts(self, step: str, messages: list[bytes], own_error: BaseException | None) -> list[bytes]:
-        if failures := _failures(messages):
-            raise failure_of(step, {r: decode_failure(w) for r, w in failures.items()}, self.rank, own_error)
-        return [*map(_content, messages)]
-
     def broadcast(self, step: str, local: Callable[[], bytes]) -> bytes:
         """Run ``local`` on the coordinator; every rank gets its result."""
+        if self._channel is None:
+            alone: bytes = self._alone(step, local)
+            return alone
         message: bytes | None = None
         error: BaseException | None = None
         if self.is_coordinator:
@@ -140,28 +161,66 @@ class Ranks(Exchanges):
 
     # -- outcomes --------------------------------------------------------------------------------------------
 
-    def _gather_outcomes(
-        self, step: str, local: Callable[[], bytes]
-    ) -> tuple[list[bytes] | None, BaseException | None]:
-        message, own_error = self._attempt(step, local)
-        return self._guard(step, lambda: self._gather(message)), own_error
+    def _alone(
+        self, step: str, local: Callable[[], Any], reduce: Callable[[list[Any]], Any] | None = None
+    ) -> Any:
+        """The step of one rank; its error is the same as it would be among several."""
+        try:
+            self.check_called_off()
+            result = local()
+            if reduce is None:
+                return result
+            self.check_called_off()
+            return reduce([result])
+        except BaseException as error:  # noqa: BLE001 - raised below, where it keeps its cause
+            failure = failure_of(step, {0: decode_failure(pack_failure(error))}, 0, error)
+        raise failure
+
+    def _attempt(
+        self, step: str, local: Callable[[], Any], sent: Codec = BYTES, operation: str = ""
+    ) -> tuple[bytes, BaseException | None]:
+        """This rank's message: a stamp, the outcome, and the packed result or failure."""
+        name = f"{operation or self.operation}/{step}"
+        stamp = blake2b(name.encode(), digest_size=STAMP_BYTES).digest()
+        try:
+            self.check_called_off()
+            return b"".join((stamp, _OK, sent.encode(local()))), None
+        except BaseException as error:  # noqa: BLE001 - travels to every rank and is raised there
+            return stamp + _FAILED + pack_failure(error), error
 
     def _reduce(
-        self, gathered: list[bytes], reduce: Callable[[list[bytes]], list[bytes]]
-    ) -> tuple[list[bytes] | bytes, BaseException | None]:
-        """The coordinator's results, or the packed failures of the ranks (its own exception beside)."""
+        self, gathered: list[bytes] | None, reduce: Callable[[list[Any]], list[bytes]], sent: Codec = BYTES
+    ) -> tuple[list[bytes] | bytes | None, BaseException | None]:
+        """The coordinator's answers, or one answer of packed failures of ranks (its own exception beside).
+        None on other ranks."""
+        if gathered is None:
+            return None, None
         if failed := _failures(gathered):
-            return pack_failures(failed), None
+            return _FAILED + pack_failures(failed), None
         try:
             self.check_called_off(look=True)
-            return reduce([*map(_content, gathered)]), None
+            return [_OK + part for part in reduce([sent.decode(_content(one)) for one in gathered])], None
         except BaseException as error:  # noqa: BLE001 - travels to every rank and is raised there
-            return pack_failures({self.rank: pack_failure(error)}), error
+            return _FAILED + pack_failures({self.rank: pack_failure(error)}), error
 
-    def _counted(self, replies: Sequence[bytes]) -> list[bytes]:
-        if len(replies) != self.world_size:
-            raise PlanError(f"the global plan has {len(replies)} parts for {self.world_size} ranks")
-        return list(replies)
+    def _reduce_broadcast(
+        self,
+        step: str,
+        message: bytes,
+        own_error: BaseException | None,
+        reduce: Callable[[list[Any]], bytes],
+        sent: Codec = BYTES,
+    ) -> bytes:
+        gathered = self._guard(step, lambda: self._gather(message))
+        answers, error = self._reduce(gathered, lambda parts: [reduce(parts)], sent)
+        answer = answers[0] if isinstance(answers, list) else answers
+        received = self._guard(step, lambda: self._broadcast(answer))
+        return self._unwrap(step, received, own_error or error)
+
+    def _parts(self, step: str, messages: list[bytes], own_error: BaseException | None) -> list[bytes]:
+        if failures := _failures(messages):
+            raise failure_of(step, {r: decode_failure(w) for r, w in failures.items()}, self.rank, own_error)
+        return [*map(_content, messages)]
 
     def _unwrap(self, step: str, reply: bytes, own_error: BaseException | None) -> bytes:
         if reply[:1] == _OK:
@@ -171,17 +230,6 @@ class Ranks(Exchanges):
             for rank, wire in msgpack.unpackb(reply[1:], strict_map_key=False).items()
         }
         raise failure_of(step, failures, self.rank, own_error)
-
-    def _attempt(
-        self, step: str, local: Callable[[], bytes], operation: str = ""
-    ) -> tuple[bytes, BaseException | None]:
-        name = f"{operation or self.operation}/{step}"
-        stamp = blake2b(name.encode(), digest_size=STAMP_BYTES).digest()
-        try:
-            self.check_called_off()
-            return b"".join((stamp, _OK, local())), None
-        except BaseException as error:  # noqa: BLE001 - travels to every rank and is raised there
-            return stamp + _FAILED + pack_failure(error), error
 
 
 def _failures(messages: Sequence[bytes]) -> dict[int, bytes]:

@@ -215,20 +215,15 @@ class Exchanges:
     # -- exchanges -------------------------------------------------------------------------------------------
 
     def _gather(self, message: bytes) -> list[bytes] | None:
-        if self._channel is None:
-            return [message]
-        messages = self._channel.gather(message, self.coordinator, self._wait)
-        return self._of_one_step(message, messages or []) or None
+        messages = self._connected.gather(message, self.coordinator, self._wait)
+        return None if messages is None else self._of_one_step(message, messages)
 
     def _all_gather(self, message: bytes) -> list[bytes]:
-        if self._channel is None:
-            return [message]
-        return self._of_one_step(message, self._channel.all_gather(message, self._wait))
+        return self._of_one_step(message, self._connected.all_gather(message, self._wait))
 
     def _all_gather_short(self, message: bytes) -> list[bytes] | None:
-        if self._channel is None:
-            return [message]
-        return self._of_one_step(message, self._channel.all_gather_short(message, self._wait) or []) or None
+        messages = self._connected.all_gather_short(message, self._wait)
+        return None if messages is None else self._of_one_step(message, messages)
 
     def _of_one_step(self, own: bytes, messages: list[bytes]) -> list[bytes]:
         """``messages``, unless one is of another step than ``own``: of an operation that others have given
@@ -239,14 +234,16 @@ class Exchanges:
         return messages
 
     def _scatter(self, data: list[bytes] | None) -> bytes:
-        if self._channel is None:
-            return data[0] if data is not None else b""
-        return self._channel.scatter(data, self.coordinator, self._wait)
+        return self._connected.scatter(data, self.coordinator, self._wait)
 
     def _broadcast(self, data: bytes | None) -> bytes:
+        return self._connected.broadcast(data, self.coordinator, self._wait)
+
+    @property
+    def _connected(self) -> Channel:
         if self._channel is None:
-            return data or b""
-        return self._channel.broadcast(data, self.coordinator, self._wait)
+            raise CheckpointError("one rank alone exchanges nothing")
+        return self._channel
 
     # -- bounded waits ---------------------------------------------------------------------------------------
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import astuple, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata
@@ -28,15 +27,14 @@ from dcp.planners.wire.codec import (
     encode_write_columns,
 )
 from dcp.progress import reporting
-from dcp.ranks.collectives import Ranks
+from dcp.ranks.collectives import Codec, Ranks
 from dcp.ranks.options import of_save
 from dcp.saving.engine import GivesPart, SaveAttempt, SaveEngine, SaveOrder
 from dcp.saving.foreign_values import warn_of_foreign, warn_of_keys
 from dcp.saving.mapped import mapped_state, missing_sources
 from dcp.saving.options import SaveOptions
 from dcp.saving.provenance import provenance_of
-from dcp.storage.engine.assemble import assemble_index
-from dcp.storage.engine.write_tables import WriteColumns, WriteOutcome
+from dcp.storage.engine.write_tables import WriteColumns, WriteOutcome, assemble_index
 from dcp.storage.errors import CheckpointError, PlanError, StorageError
 from dcp.storage.formats.index import Int64
 from dcp.storage.formats.opening.folder import open_index
@@ -132,6 +130,28 @@ class ColumnSaveEngine(SaveEngine):
         return ColumnSave(order, part, ranks, cache, self.storage, self._plan)
 
 
+class _RankPlan(NamedTuple):
+    """What one rank has to write; ``extra`` is for its plan cache, None where that has the plan."""
+
+    save_id: str
+    writes: WriteColumns
+    extra: bytes | None
+
+    def encode(self) -> bytes:
+        """Packed for the way from the coordinator."""
+        extra = self.extra or b""
+        length = len(extra).to_bytes(_LENGTH_BYTES, "little")
+        return b"".join((self.save_id.encode("ascii"), length, extra, encode_write_columns(self.writes)))
+
+    @classmethod
+    def decode(cls, data: bytes) -> _RankPlan:
+        """The inverse of `encode`."""
+        begin = _SAVE_ID_BYTES + _LENGTH_BYTES
+        end = begin + int.from_bytes(data[_SAVE_ID_BYTES:begin], "little")
+        writes = decode_write_columns(data[end:])
+        return cls(data[:_SAVE_ID_BYTES].decode("ascii"), writes, data[begin:end])
+
+
 class ColumnSave(SaveAttempt):
     """One attempt on columns: no plan object per tensor is made on any rank.
 
@@ -153,104 +173,79 @@ class ColumnSave(SaveAttempt):
         self._writer = writer
         self._plan_options = plan
         self._cache = cache
-        self._offered = 0.0
         self._local: RankState | None = None
         self._plan: GlobalSavePlan | None = None
-        self._known: WriteColumns | None = None
+        # How replicas are compared: a rank that plans alone has none.
+        self._check: ReplicaCheck = plan.replica_check if self._together and ranks.world_size > 1 else "off"
+        sections: SectionCache = {}  # names and paths are the same on most ranks, and then decoded once
+        self.codecs = (
+            Codec(encode_save_columns, lambda data: decode_save_columns(data, sections)),
+            Codec(_RankPlan.encode, _RankPlan.decode),
+            Codec(WriteOutcome.encode, WriteOutcome.decode),
+        )
 
     def run(self) -> Metadata:
         """Plan, write, commit; a plan that did not end in a commit does not serve again."""
+        cache = self._cache
         try:
             metadata = super().run()
         except BaseException:
-            if self._cache is not None:
-                self._cache.drop()
+            if cache is not None:
+                cache.drop()
             raise
-        if self._cache is not None:
-            self._cache.commit()
+        if cache is not None:
+            cache.commit()
         return metadata
 
-    def _place(self) -> str:
-        return self._writer.store.url
-
-    def _manner(self) -> list[str]:
-        return [] if self._cache is None else ["with a plan cache"]
-
-    def _compared(self) -> dict[str, Any]:
-        return of_save(self._options, self._writer, self._plan_options)
+    def _manner(self) -> tuple[list[str], dict[str, Any]]:
+        manner = [] if self._cache is None else ["with a plan cache"]
+        return manner, of_save(self._options, self._writer, self._plan_options)
 
     def _metadata(self) -> Metadata:
         writer = self._writer
         index, store = writer.index, writer.store
-        meta = writer.storage_meta()
-        if index is not None:
-            return LazyMetadata.of(lambda: index, meta)
         rank = None if self._together else self._ranks.rank
-        return LazyMetadata.of(lambda: open_index(store, rank=rank), meta)
+        return LazyMetadata.of(
+            lambda: index if index is not None else open_index(store, rank=rank), writer.storage_meta()
+        )
 
     # -- the plan of the save before -------------------------------------------------------------------------
 
-    def _plan_together(self) -> bytes:
-        if self._cache is not None:
-            self._known = self._known_plan(self._cache)
-        return b"" if self._known is not None else super()._plan_together()
-
-    def _plan_by_itself(self) -> bytes:
-        if (cache := self._cache) is not None:
-            self._known = self._answered(cache, self._compare(cache, [self._offer(cache)]))
-        return b"" if self._known is not None else super()._plan_by_itself()
-
-    def _known_plan(self, cache: PlanCache) -> WriteColumns | None:
+    def _plan_again(self) -> _RankPlan | None:
         """This rank's part of the cached plan where all ranks have it and their parts are unchanged.
 
         Every rank of a save with caches takes this step: one that has no plan any more says so in it.
         """
-        answer = self._ranks.reduce_broadcast(
-            "digests",
-            lambda: self._offer(cache),
-            lambda offers: self._compare(cache, offers),
-        )
-        self.seconds["digests"] = time.perf_counter() - self._offered
-        return self._answered(cache, answer)
-
-    def _offer(self, cache: PlanCache) -> bytes:
-        begun = time.perf_counter()
-        local, ranks, check = self._local_state(), self._ranks, self._check
-        offer = cache.offer(
-            local,
-            local.digested_objects(check).digests,
-            check=check,
-            options=[*astuple(self._plan_options), self._together, ranks.rank, ranks.world_size],
-        )
-        self._offered = time.perf_counter()
-        self.seconds["local_plan"] = self._offered - begun
-        return offer
-
-    def _compare(self, cache: PlanCache, offers: list[bytes]) -> bytes:
-        """The id of the save if the cached plan serves, else nothing."""
-        begun = time.perf_counter()
-        if not cache.hit(offers):
-            return b""
-        self._plan = cache.plan
-        self.seconds["global_plan"] = time.perf_counter() - begun
-        return self._writer.save_id.encode("ascii")
-
-    def _answered(self, cache: PlanCache, answer: bytes) -> WriteColumns | None:
-        if not answer:
+        cache, ranks = self._cache, self._ranks
+        if cache is None:
             return None
-        self._writer.save_id = answer.decode("ascii")
-        return cache.writes
+
+        def offer() -> bytes:
+            begun, local = time.perf_counter(), self._local_state()
+            digests = local.digested_objects(self._check).digests
+            facts = [*astuple(self._plan_options), self._together, ranks.rank, ranks.world_size]
+            offered = cache.offer(local, digests, check=self._check, options=facts)
+            self.seconds["local_plan"] = time.perf_counter() - begun
+            return offered
+
+        def compare(offers: list[bytes]) -> bytes:
+            """The id of the save if the cached plan serves, else nothing."""
+            begun = time.perf_counter()
+            if not cache.hit(offers):
+                return b""
+            self._plan = cache.plan
+            self.seconds["global_plan"] = time.perf_counter() - begun
+            return self._writer.save_id.encode("ascii")
+
+        begun = time.perf_counter()
+        if self._together:
+            answer = ranks.reduce_broadcast("digests", offer, compare)
+            self.seconds["digests"] = time.perf_counter() - begun - self.seconds["local_plan"]
+        else:
+            answer = compare([offer()])
+        return _RankPlan(answer.decode("ascii"), cache.writes, None) if answer else None
 
     # -- the steps -------------------------------------------------------------------------------------------
-
-    @property
-    def _is_exchanged(self) -> bool:
-        return self._together and self._ranks.world_size > 1
-
-    @property
-    def _check(self) -> ReplicaCheck:
-        """How replicas are compared: a rank that plans alone has none."""
-        return self._plan_options.replica_check if self._is_exchanged else "off"
 
     def _local_state(self) -> RankState:
         if self._local is None:
@@ -264,91 +259,64 @@ class ColumnSave(SaveAttempt):
             self.size_bytes = self._local.memory.size_bytes
         return self._local
 
-    def _local_plan(self) -> bytes:
+    def _local_plan(self) -> SaveColumns:
         begun = time.perf_counter()
-        local = self._local_state()
-        local = self._local = local.with_digests(self._check)
-        encoded = encode_save_columns(local.columns) if self._is_exchanged else b""
+        self._local = self._local_state().with_digests(self._check)
         self.seconds["local_plan"] = self.seconds.get("local_plan", 0.0) + time.perf_counter() - begun
-        return encoded
+        return self._local.columns
 
-    def _global_plan(self, parts: list[bytes]) -> list[bytes]:
+    def _global_plan(self, parts: list[SaveColumns]) -> list[_RankPlan]:
         begun = time.perf_counter()
-        sections: SectionCache = {}  # names and paths are the same on most ranks, and then decoded once
-        if len(parts) == 1 and self._local is not None:
-            columns = [self._local.columns]
-        else:
-            columns = [decode_save_columns(part, sections) for part in parts]
-        with self._missing_told(columns):
-            self._plan = plan_save(
-                columns,
+        try:
+            plan = self._plan = plan_save(
+                parts,
                 dedup_to_lowest_rank=self._plan_options.dedup_to_lowest_rank,
                 split_bytes=self._plan_options.split_bytes,
                 check_replicas=self._check != "off",
                 with_sets=self._cache is not None,
             )
-        save_id = self._writer.save_id
-        extras = [b""] * len(parts) if self._cache is None else self._cache.planned(self._plan)
-        replies = [
-            save_id.encode("ascii")
-            + len(extra).to_bytes(_LENGTH_BYTES, "little")
-            + extra
-            + encode_write_columns(writes)
-            for extra, writes in zip(extras, self._plan.writes, strict=True)
-        ]
-        self.seconds["global_plan"] = time.perf_counter() - begun
-        return replies
-
-    @contextmanager
-    def _missing_told(self, columns: Sequence[SaveColumns]) -> Iterator[None]:
-        """What a plan lacks, by the names of the state dict that was saved through a map."""
-        try:
-            yield
         except PlanError as error:
             weights = self._options.map
-            missing = [] if weights is None else missing_sources(columns, weights)
+            missing = [] if weights is None else missing_sources(parts, weights)
             if not missing:
                 raise
             raise PlanError(
                 f"no rank has (all of) {listed(missing, most=_MAX_LISTED)}: {error}",
                 fqns=missing[:_MAX_LISTED],
             ) from error
+        save_id = self._writer.save_id
+        extras = [b""] * len(parts) if self._cache is None else self._cache.planned(plan)
+        replies = [_RankPlan(save_id, *part) for part in zip(plan.writes, extras, strict=True)]
+        self.seconds["global_plan"] = time.perf_counter() - begun
+        return replies
 
-    def _received(self, reply: bytes) -> WriteColumns:
-        """What this rank has to write, from the coordinator's `_global_plan`."""
-        begin = _SAVE_ID_BYTES + _LENGTH_BYTES
-        end = begin + int.from_bytes(reply[_SAVE_ID_BYTES:begin], "little")
-        self._writer.save_id = reply[:_SAVE_ID_BYTES].decode("ascii")
-        columns = decode_write_columns(reply[end:])
-        if self._cache is not None and self._local is not None:
-            self._cache.receive(self._local, columns, reply[begin:end], check=self._check)
-        return columns
-
-    def _write(self, plan: bytes) -> bytes:
-        columns = self._received(plan) if self._known is None else self._known
-        begun = time.perf_counter()
-        if self._local is None:
+    def _write(self, plan: _RankPlan) -> WriteOutcome:
+        local, writer, ranks, columns = self._local, self._writer, self._ranks, plan.writes
+        if local is None:
             raise CheckpointError("the save was not planned")
-        memory, objects = self._local.memory, self._local.encoded_objects(columns.objects)
-        places = self._local.places(columns) if self._writer.digests else None
+        writer.save_id = plan.save_id
+        if self._cache is not None and plan.extra is not None:
+            self._cache.receive(local, columns, plan.extra, check=self._check)
+        begun = time.perf_counter()
+        memory, objects = local.memory, local.encoded_objects(columns.objects)
+        places = local.places(columns) if writer.digests else None
         total = int(columns.payload_bytes(memory.dtype_codes)[columns.own_rows].sum())
-        with reporting(self._options.progress, "write", total, show=self._ranks.is_coordinator) as on_bytes:
-            watched = self._ranks.watching(on_bytes)
+        with reporting(self._options.progress, "write", total, show=ranks.is_coordinator) as on_bytes:
+            watched = ranks.watching(on_bytes)
             try:
-                with unwanted_once(self._ranks.abort):
-                    apart = _apart(self._local, self._options.apart)
-                    outcome = self._writer.write_columns(columns, memory, objects, watched, apart, places)
+                with unwanted_once(ranks.abort):
+                    apart = _apart(local, self._options.apart)
+                    outcome = writer.write_columns(columns, memory, objects, watched, apart, places)
             except StorageError:
-                self._ranks.check_called_off()  # then that is what has ended the request
+                ranks.check_called_off()  # then that is what has ended the request
                 raise
         self.seconds["write"] = time.perf_counter() - begun
-        return replace(outcome, seconds=dict(self.seconds), traffic=self._writer.traffic).encode()
+        return replace(outcome, seconds=dict(self.seconds), traffic=writer.traffic)
 
-    def _commit(self, parts: list[bytes]) -> bytes:
+    def _commit(self, outcomes: list[WriteOutcome]) -> bytes:
         if self._plan is None:
             raise CheckpointError("the save was not planned")
         begun = time.perf_counter()
-        outcomes = [WriteOutcome.decode(part) for part in parts]
         index = assemble_index(self._plan.index, self._plan.writes, outcomes)
         provenance = provenance_of(self._ranks, self._options)
         provenance["rank_seconds"] = [outcome.seconds for outcome in outcomes]

@@ -1,4 +1,4 @@
-"""One way from a state dict on every rank to a committed checkpoint, and the steps that both ways have.
+"""Steps of one save, from a state dict on every rank to a committed checkpoint.
 
 `dcp.engines` chooses the engine, once a save. The training loop, a thread and a process of its own run the
 same: what it is made of travels to that process.
@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from dcp.ranks.collectives import BYTES, Codec
 from dcp.ranks.handshake import begin, check_same_target
 from dcp.saving.options import SaveOptions
 from dcp.storage.errors import CheckpointError, SaveAbortedError
@@ -49,7 +50,7 @@ class SaveOrder:
 
 
 class SaveEngine(ABC):
-    """What makes a part of a rank's state dict, which may be staged, and then saves that.
+    """Makes a part of a rank's state dict, which may be staged, and then saves that.
 
     ``storage`` is ``writer`` where that is of this package, else None.
     """
@@ -75,8 +76,11 @@ class SaveEngine(ABC):
 class SaveAttempt(ABC):
     """Every rank says what it has, one plans for all, each writes its share, one commits.
 
-    ``seconds`` by phase and ``size_bytes`` of this rank's tensors are known after `run`.
+    ``seconds`` by phase and ``size_bytes`` of this rank's tensors are known after `run`. ``codecs`` pack, for
+    the way between ranks, what a rank has, its part of the plan, and its outcome.
     """
+
+    codecs: tuple[Codec, Codec, Codec] = (BYTES, BYTES, BYTES)
 
     def __init__(self, order: SaveOrder, part: GivesPart, ranks: Ranks) -> None:
         self._order = order
@@ -85,96 +89,100 @@ class SaveAttempt(ABC):
         self._ranks = ranks
         self._options = order.options
         self._together = order.options.use_collectives
-        self._scattered = False
         self._answer = b""
         self.seconds: dict[str, float] = {}
         self.size_bytes = 0
 
     def run(self) -> Metadata:
-        """Plan, write, commit."""
-        self._begin()
-        if self._together:
-            try:
-                self._write_together(self._planned())
-            except SaveAbortedError:
-                with suppress(CheckpointError):  # on no rank it has ended before nothing of it is left
-                    self._ranks.barrier("clear up")
-                raise
-        else:
-            self._ranks.all_gather("save", self._by_itself)
+        """Begin, plan, write, commit."""
+        is_scattered = self._begin()
+        if not self._together:
+            self._ranks.all_gather("save", self._save_alone)
+            return self._metadata()
+        try:
+            self._save_together(is_scattered)
+        except SaveAbortedError:
+            with suppress(CheckpointError):  # on no rank it has ended before nothing of it is left
+                self._ranks.barrier("clear up")
+            raise
         return self._metadata()
 
     # -- the steps, which each way takes in its own manner ---------------------------------------------------
 
     @abstractmethod
-    def _place(self) -> str:
-        """The id."""
+    def _manner(self) -> tuple[list[str], dict[str, Any]]:
+        """What decides which steps follow; and options that must be the same on all ranks."""
 
     @abstractmethod
-    def _manner(self) -> list[str]:
-        """What decides which steps follow."""
-
-    @abstractmethod
-    def _compared(self) -> dict[str, Any]:
-        """Options that must be the same on all ranks."""
-
-    @abstractmethod
-    def _local_plan(self) -> bytes:
+    def _local_plan(self) -> Any:
         """What this rank has to save."""
 
     @abstractmethod
-    def _global_plan(self, parts: list[bytes]) -> list[bytes]:
+    def _global_plan(self, parts: list[Any]) -> list[Any]:
         """On the coordinator: what each rank has to write."""
 
     @abstractmethod
-    def _write(self, plan: bytes) -> bytes:
+    def _write(self, plan: Any) -> Any:
         """Write this rank's share; what the commit has to know of it."""
 
     @abstractmethod
-    def _commit(self, parts: list[bytes]) -> bytes:
+    def _commit(self, parts: list[Any]) -> bytes:
         """On the coordinator: publish what was written; the answer to all ranks."""
 
     @abstractmethod
     def _metadata(self) -> Metadata:
         """torch's metadata of what is committed."""
 
+    def _plan_again(self) -> Any:
+        """This rank's part of the plan of the save before, where that serves again; else None."""
+        return None
+
     # -- how they follow each other --------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        manner = self._manner() if self._together else [*self._manner(), "without collectives"]
-        places = begin(self._ranks, self._place, manner=manner, options=self._compared())
+    def _begin(self) -> bool:
+        """Compare what the ranks are about; whether the id has another name on some of them."""
+        ranks, storage = self._ranks, self._storage
+
+        def place() -> str:
+            if storage is not None:
+                return storage.store.url
+            return str(getattr(self._order.engine.writer, "checkpoint_id", ""))
+
+        manner, options = self._manner()
+        if not self._together:
+            manner.append("without collectives")
+        places = begin(ranks, place, manner=manner, options=options)
         if self._together:
-            storage = self._storage
-            check_same_target(self._ranks, places, lambda: storage.store if storage is not None else None)
-        self._scattered = len(set(places)) > 1
+            check_same_target(ranks, places, lambda: storage.store if storage is not None else None)
+        return len(set(places)) > 1
 
     def _part(self) -> RankPart:
         part = self._part_of()
         self.seconds.update(self._order.seconds)  # staging may have ended only now
         return part
 
-    def _plan_together(self) -> bytes:
-        return self._ranks.reduce_scatter("plan", self._local_plan, self._global_plan)
-
-    def _planned(self) -> bytes:
-        begun = time.perf_counter()
+    def _save_together(self, is_scattered: bool) -> None:
+        ranks, storage, begun = self._ranks, self._storage, time.perf_counter()
+        local, planned, outcome = self.codecs
         try:
-            plan = self._plan_together()
+            plan = self._plan_again()
+            if plan is None:
+                plan = ranks.reduce_scatter(
+                    "plan", self._local_plan, self._global_plan, sent=local, reply=planned
+                )
         except BaseException:
-            if self._storage is not None and self._ranks.is_coordinator:
-                self._storage.remove_made_root()
+            if storage is not None and ranks.is_coordinator:
+                storage.remove_made_root()
             raise
         self.seconds["plan"] = time.perf_counter() - begun
-        return plan
-
-    def _write_together(self, plan: bytes) -> None:
-        ranks, storage = self._ranks, self._storage
         try:
-            self._answer = ranks.reduce_broadcast("write", lambda: self._write(plan), self._commit)
+            self._answer = ranks.reduce_broadcast(
+                "write", lambda: self._write(plan), self._commit, sent=outcome
+            )
         except BaseException as error:  # an interrupt, too, must not leave files behind
             # By the coordinator alone: by now every rank has reported to it, or was given up. Of what is
             # elsewhere it knows nothing.
-            if storage is not None and (ranks.is_coordinator or self._scattered):
+            if storage is not None and (ranks.is_coordinator or is_scattered):
                 storage.discard()
             is_committed = storage is not None and storage.index is not None
             if ranks.is_coordinator and is_committed and isinstance(error, CheckpointError):
@@ -182,12 +190,11 @@ class SaveAttempt(ABC):
                 error.add_note("The checkpoint is committed: only the answer did not reach every rank.")
             raise
 
-    def _plan_by_itself(self) -> bytes:
-        return self._global_plan([self._local_plan()])[0]
-
-    def _by_itself(self) -> bytes:
+    def _save_alone(self) -> bytes:
         """No plan is exchanged, no rank sees another's failure before the end."""
-        plan = self._plan_by_itself()
+        plan = self._plan_again()
+        if plan is None:
+            plan = self._global_plan([self._local_plan()])[0]
         try:
             self._answer = self._commit([self._write(plan)])
         except BaseException:

@@ -73,17 +73,9 @@ class ProtocolSave(SaveAttempt):
         self._writer, self._planner, self._ours = engine.writer, engine.planner, engine.ours
         self._made: Metadata | None = None
 
-    def _place(self) -> str:
-        if self._storage is not None:
-            return self._storage.store.url
-        return str(getattr(self._writer, "checkpoint_id", ""))
-
-    def _manner(self) -> list[str]:
-        return ["by torch's protocol"]
-
-    def _compared(self) -> dict[str, Any]:
+    def _manner(self) -> tuple[list[str], dict[str, Any]]:
         plan = PlanOptions.of(self._ours) if self._ours is not None else None
-        return of_save(self._options, self._storage, plan)
+        return ["by torch's protocol"], of_save(self._options, self._storage, plan)
 
     def _local_plan(self) -> bytes:
         writer, planner, ours, ranks = self._writer, self._planner, self._ours, self._ranks

@@ -13,8 +13,10 @@ import numpy.typing as npt
 from dcp.storage.digests.boxes import BoxDigest, RunDigest
 from dcp.storage.digests.runs import row_values, run_value
 from dcp.storage.digests.shown import SUM_BYTES
+from dcp.storage.engine.write_tables import CHUNK_COLUMNS
 from dcp.storage.errors import CheckpointFormatError, PlanError, StorageError
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine, crc32_rows
+from dcp.storage.formats.index import Int64
 from dcp.storage.formats.native.record import begin_record
 from dcp.storage.stores.base import Store
 from dcp.storage.threads import clearing_up
@@ -52,15 +54,15 @@ def _integers() -> array[int]:
 
 @dataclass(slots=True)
 class _Rows:
-    """Result rows of one file while it is written, which come one by one or as columns."""
+    """Result rows of one file while it is written: `CHUNK_COLUMNS` each, one after the other."""
 
-    record_offsets: array[int] = field(default_factory=_integers)
-    record_lengths: array[int] = field(default_factory=_integers)
-    payload_offsets: array[int] = field(default_factory=_integers)
-    payload_lengths: array[int] = field(default_factory=_integers)
-    crc_counts: array[int] = field(default_factory=_integers)
+    chunks: array[int] = field(default_factory=_integers)
     crcs: array[int] = field(default_factory=_integers)
     digest_values: bytearray = field(default_factory=bytearray)
+
+    def table(self) -> Int64:
+        """The chunks, a row each."""
+        return np.array(self.chunks, np.int64).reshape(-1, CHUNK_COLUMNS)
 
 
 class DataFile:
@@ -95,8 +97,8 @@ class DataFile:
         pieces: Iterable[bytes | memoryview],
         on_bytes: Callable[[int], None] = lambda size: None,
         digest: type[RunDigest] | Callable[[], BoxDigest] | None = None,
-    ) -> int:
-        """Append one tensor; ``pieces`` are its C-ordered bytes in order. Returns the row.
+    ) -> None:
+        """Append one tensor; ``pieces`` are its C-ordered bytes in order.
 
         Each piece is consumed before the next is asked for, so an iterable may reuse one buffer for all.
         ``on_bytes`` is called with each portion of payload bytes that was written. ``digest`` makes what is
@@ -137,13 +139,8 @@ class DataFile:
             write(suffix)
         payload_offset = begin + len(prefix)
         self._position = payload_offset + payload_bytes + len(suffix)
-        rows.record_offsets.append(begin)
-        rows.record_lengths.append(self._position - begin)
-        rows.payload_offsets.append(payload_offset)
-        rows.payload_lengths.append(payload_bytes)
-        rows.crc_counts.append(len(crcs))
+        rows.chunks.extend((begin, self._position - begin, payload_offset, payload_bytes, len(crcs)))
         rows.crcs.extend(crcs)
-        return len(rows.record_offsets) - 1
 
     def alike(
         self,
@@ -176,36 +173,27 @@ class DataFile:
             begin = len(prefix) + size + position
             records[:, begin : begin + 4] = crc_bytes
         self._handle.write(records.reshape(-1).data)
-        begins = self._position + length * np.arange(count, dtype=np.int64)
+        chunks = np.empty((count, CHUNK_COLUMNS), np.int64)
+        chunks[:, 0] = self._position + length * np.arange(count)
+        chunks[:, 1] = length
+        chunks[:, 2] = chunks[:, 0] + len(prefix)
+        chunks[:, 3] = size
+        chunks[:, 4] = size > 0
         self._position += count * length
-        rows, summed = self.rows, int(size > 0)
-        for column, values in (
-            (rows.record_offsets, begins),
-            (rows.payload_offsets, begins + len(prefix)),
-            (rows.record_lengths, np.full(count, length)),
-            (rows.payload_lengths, np.full(count, size)),
-            (rows.crc_counts, np.full(count, summed)),
-            (rows.crcs, crcs[: count * summed]),
-        ):
-            column.frombytes(values.astype(np.int64, copy=False).tobytes())
-
-    def blob(self, data: bytes | memoryview) -> tuple[int, int, int]:
-        """Append an object's bytes; returns (offset, length, CRC-32)."""
-        begin = self._position
-        self._handle.write(data)
-        self._position += len(data)
-        return begin, len(data), crc32(data)
+        self.rows.chunks.frombytes(chunks.tobytes())
+        if size:
+            self.rows.crcs.frombytes(crcs.astype(np.int64).tobytes())
 
     def blobs(self, blobs: Sequence[bytes]) -> list[tuple[int, int, int]]:
-        """Append many objects' bytes as `blob` does, small neighbours with one write."""
+        """Append objects' bytes, small neighbours with one write; returns (offset, length, CRC-32) of
+        each."""
         places = []
         for begin in range(0, len(blobs), _JOINED_BLOBS):
             part = blobs[begin : begin + _JOINED_BLOBS]
             position = self._position
             for data in part:
-                size = len(data)
-                places.append((position, size, crc32(data)))
-                position += size
+                places.append((position, len(data), crc32(data)))
+                position += len(data)
             if position - self._position <= _JOINED_BLOBS * JOINED_BYTES:
                 part = [b"".join(part)]
             for data in part:

@@ -1,18 +1,35 @@
-"""What one rank shall write of a save, and what it wrote: tables that travel between coordinator and rank."""
+"""One rank's share of a save as tables: boxes to write, places and checksums of what was written."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Final
 
 import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from dcp.storage.formats.index import Int64, itemsizes
-from dcp.storage.geometry.ragged import row_products
+from dcp.storage.errors import PlanError
+from dcp.storage.formats.index import CheckpointIndex, Int64, itemsizes, starts
+from dcp.storage.geometry.ragged import expand_ranges, row_products
 
-__all__ = ["WriteColumns", "WriteOutcome"]
+__all__ = ["CHUNK_COLUMNS", "OBJECT_COLUMNS", "WriteColumns", "WriteOutcome", "assemble_index"]
+
+CHUNK_COLUMNS: Final = 5
+"""Of each chunk: offset and length of its record, offset and length of its payload, number of block CRCs."""
+
+OBJECT_COLUMNS: Final = 3
+"""Of each object: offset, length, CRC-32."""
+
+_KINDS: Final = {
+    "chunks": "<i8",
+    "objects": "<i8",
+    "crcs": "<u4",
+    "digests": "<u8",
+    "has_digests": "|u1",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,62 +67,117 @@ class WriteColumns:
 
 @dataclass(frozen=True, kw_only=True)
 class WriteOutcome:
-    """Where one rank's chunks and objects ended up; what the coordinator needs for the index.
+    """Places of one rank's chunks and objects, for the coordinator's index.
 
-    Row i of the chunk columns belongs to row i of the rank's write plan. ``crc_counts`` says how many of
-    ``crcs`` are row i's. ``files`` are indexed by ``chunk_files`` and ``object_files``. ``traffic`` is what
-    the rank asked of the storage's service, as `Store.traffic` has it. ``digests`` are two words a row, what
-    it adds to its tensor's sum, and ``has_digests`` says of which rows that is known; empty if of none.
+    Row i of ``chunks`` belongs to row i of the rank's `WriteColumns`: its file, a number in ``files``, and
+    `CHUNK_COLUMNS`; the last one says how many of ``crcs`` are row i's. A row of ``objects`` is a file and
+    `OBJECT_COLUMNS`. ``digests`` are two words a row, added to the sum of its tensor, and ``has_digests``
+    marks the rows for which they are known; empty if for none. ``traffic`` as `Store.traffic` has it.
     """
 
     files: list[str] = field(default_factory=list)
     file_sizes: list[int] = field(default_factory=list)
-    chunk_files: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
-    record_offsets: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
-    record_lengths: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
-    payload_offsets: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
-    payload_lengths: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
-    crc_counts: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    chunks: Int64 = field(default_factory=lambda: np.zeros((0, 1 + CHUNK_COLUMNS), np.int64))
     crcs: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
     digests: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
     has_digests: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
-    object_files: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
-    object_offsets: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
-    object_lengths: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
-    object_crcs: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    objects: Int64 = field(default_factory=lambda: np.zeros((0, 1 + OBJECT_COLUMNS), np.int64))
     object_values: list[bytes | None] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     traffic: dict[str, float] = field(default_factory=dict)
 
-    _ARRAYS = (
-        ("chunk_files", "<i8"),
-        ("record_offsets", "<i8"),
-        ("record_lengths", "<i8"),
-        ("payload_offsets", "<i8"),
-        ("payload_lengths", "<i8"),
-        ("crc_counts", "<i8"),
-        ("crcs", "<u4"),
-        ("digests", "<u8"),
-        ("has_digests", "|u1"),
-        ("object_files", "<i8"),
-        ("object_offsets", "<i8"),
-        ("object_lengths", "<i8"),
-        ("object_crcs", "<i8"),
-    )
-
     def encode(self) -> bytes:
         """Packed bytes for the way to the coordinator."""
-        columns = {
-            name: np.asarray(getattr(self, name)).astype(kind).tobytes() for name, kind in self._ARRAYS
-        }
-        plain = ("files", "file_sizes", "object_values", "seconds", "traffic")
-        lists = {name: getattr(self, name) for name in plain}
-        return bytes(msgpack.packb(columns | lists))
+        fields = dict(vars(self))
+        for name, kind in _KINDS.items():
+            fields[name] = fields[name].astype(kind).tobytes()
+        return bytes(msgpack.packb(fields))
 
     @classmethod
     def decode(cls, data: bytes) -> WriteOutcome:
         """The inverse of `encode`."""
         fields = msgpack.unpackb(data)
-        for name, kind in cls._ARRAYS:
-            fields[name] = np.frombuffer(fields[name], dtype=kind)
+        for name, kind in _KINDS.items():
+            fields[name] = np.frombuffer(fields[name], kind)
+        for name, columns in (("chunks", CHUNK_COLUMNS), ("objects", OBJECT_COLUMNS)):
+            fields[name] = fields[name].reshape(-1, 1 + columns)
         return cls(**fields)
+
+
+def assemble_index(
+    planned: CheckpointIndex, writes: Sequence[WriteColumns], outcomes: Sequence[WriteOutcome]
+) -> CheckpointIndex:
+    """``planned`` with its file, record, payload and CRC columns filled in, from what each rank had to write
+    and what it wrote.
+
+    Raises PlanError if any chunk or object of the plan has no place.
+    """
+    first_files = np.cumsum([0, *(len(outcome.files) for outcome in outcomes)])
+    rows = np.concatenate([columns.chunks for columns in writes])
+    chunks = _scattered(planned.chunk_count, rows, [outcome.chunks for outcome in outcomes], first_files)
+    if (chunks[0] < 0).any():
+        missing = int(np.flatnonzero(chunks[0] < 0)[0])
+        fqn = planned.fqns[int(planned.chunk_tensors[missing])]
+        raise PlanError(f"no rank wrote chunk {planned.box(missing)} of {fqn!r}", fqn=fqn)
+    crc_start = starts(chunks[5])
+    crcs = np.zeros(int(crc_start[-1]), np.uint32)
+    crcs[expand_ranges(crc_start[:-1][rows], chunks[5][rows])] = np.concatenate([o.crcs for o in outcomes])
+    values = planned.objects
+    rows_of_objects = np.concatenate([columns.object_rows for columns in writes])
+    objects = _scattered(len(values), rows_of_objects, [o.objects for o in outcomes], first_files)
+    if (objects[0] < 0).any():
+        fqn = values.fqns[int(np.flatnonzero(objects[0] < 0)[0])]
+        raise PlanError(f"no rank wrote object {fqn!r}", fqn=fqn)
+    plain, numbers = np.full(len(values), -1, np.int64), dict[bytes, int]()
+    encoded = [value for outcome in outcomes for value in outcome.object_values]
+    for row, value in zip(rows_of_objects.tolist(), encoded, strict=True):
+        if value is not None:
+            plain[row] = numbers.setdefault(value, len(numbers))
+    return replace(
+        planned,
+        chunk_files=chunks[0],
+        record_offsets=chunks[1],
+        record_lengths=chunks[2],
+        payload_offsets=chunks[3],
+        payload_lengths=chunks[4],
+        crc_start=crc_start,
+        crcs=crcs,
+        digests=_digests(planned, rows, outcomes),
+        files=[name for outcome in outcomes for name in outcome.files],
+        file_sizes=np.array([size for outcome in outcomes for size in outcome.file_sizes], np.int64),
+        objects=replace(
+            values,
+            files=objects[0],
+            offsets=objects[1],
+            lengths=objects[2],
+            crcs=objects[3],
+            plain=plain,
+            values=list(numbers),
+        ),
+    )
+
+
+def _scattered(count: int, rows: Int64, tables: Sequence[Int64], first_files: Int64) -> Int64:
+    """The columns of all ranks' ``tables``, with their rows at ``rows``; -1 where there is none. Files are
+    numbered from ``first_files`` of each rank on."""
+    found = np.full((count, tables[0].shape[1]), -1, np.int64)
+    found[rows] = np.concatenate(tables)
+    found[rows, 0] += np.repeat(first_files[:-1], [len(table) for table in tables])
+    return np.ascontiguousarray(found.T)
+
+
+def _digests(planned: CheckpointIndex, rows: Int64, outcomes: Sequence[WriteOutcome]) -> list[bytes]:
+    """The sums of the tensors whose chunks are all of them, where each says what it adds."""
+    has = np.concatenate([outcome.has_digests for outcome in outcomes])
+    if len(has) != len(rows) or not len(has):
+        return []
+    known, added = np.zeros(planned.chunk_count, np.bool_), np.zeros((planned.chunk_count, 2), np.uint64)
+    known[rows] = has
+    added[rows] = np.concatenate([outcome.digests for outcome in outcomes]).reshape(-1, 2)
+    volumes = row_products(planned.chunk_sizes, planned.box_start) * known
+    starts, filled = planned.chunk_start[:-1], np.diff(planned.chunk_start) > 0
+    covered, sums = np.zeros(planned.tensor_count, np.int64), np.zeros((planned.tensor_count, 2), np.uint64)
+    covered[filled] = np.add.reduceat(volumes, starts[filled])
+    sums[filled] = np.bitwise_xor.reduceat(added, starts[filled], axis=0)
+    is_whole = (covered == row_products(planned.shape_values, planned.shape_start)).tolist()
+    return [one.tobytes() if whole else b"" for one, whole in zip(sums, is_whole, strict=True)]

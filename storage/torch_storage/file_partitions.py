@@ -1,10 +1,9 @@
-"""One rank's share of a save as data files: which rows go into which, and what became of them."""
+"""One rank's share of a save as data files: rows by file, and the places of what was written."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ from dcp.storage.digests.field import as_elements
 from dcp.storage.digests.places import LogicalPlaces
 from dcp.storage.engine.memory import gather_small
 from dcp.storage.engine.write import JOINED_BYTES, DataFile, file_bytes
-from dcp.storage.engine.write_tables import WriteColumns, WriteOutcome
+from dcp.storage.engine.write_tables import CHUNK_COLUMNS, OBJECT_COLUMNS, WriteColumns, WriteOutcome
 from dcp.storage.formats.index import Int64, starts
 from dcp.storage.geometry.ragged import expand_ranges
 from dcp.storage.tensors import LocalMemory, byte_pieces, narrow
@@ -70,15 +69,11 @@ class PartitionWriter:
         self._columns = columns
         self._memory = memory
         self._objects = objects
+        self._blobs = list(dict.fromkeys(objects.blobs))
         self._places = places
-        self._on_bytes = on_bytes if on_bytes is not None else lambda size: None
+        self._on_bytes = on_bytes if on_bytes is not None else _ignore
         self._dtype_codes = memory.dtype_codes[columns.sources]
         self.payload_bytes = columns.payload_bytes(memory.dtype_codes)
-
-    @cached_property
-    def _blobs(self) -> list[bytes]:
-        """The objects' bytes, each once."""
-        return list(dict.fromkeys(self._objects.blobs))
 
     def file_bytes(self, partition: FilePartition, *, torch_compatible: bool) -> int:
         """How large the file becomes, about."""
@@ -87,20 +82,20 @@ class PartitionWriter:
         objects = sum(map(len, self._blobs)) if partition.with_objects else 0
         return file_bytes(payload_bytes, len(rows), torch_compatible=torch_compatible) + objects
 
-    def write(self, file: DataFile, partition: FilePartition) -> list[tuple[int, int, int]]:
-        """Write the rows and objects of a partition, and finish its file; returns (offset, length, CRC-32) by
+    def write(self, file: DataFile, partition: FilePartition) -> Int64:
+        """Write the rows and objects of a partition, and finish its file; returns `OBJECT_COLUMNS` of each
         object."""
-        objects: list[tuple[int, int, int]] = []
+        objects = np.zeros((0, OBJECT_COLUMNS), np.int64)
         if partition.with_objects:
             stored = dict(zip(self._blobs, file.blobs(self._blobs), strict=True))
-            objects = [stored[blob] for blob in self._objects.blobs]
+            objects = np.array([stored[blob] for blob in self._objects.blobs], np.int64)
         for rows in self._alike(partition.rows):
             if len(rows) >= _ALIKE_FROM and self.payload_bytes[rows[0]] <= JOINED_BYTES:
                 self._write_alike(file, rows)
             else:
                 self._write_each(file, rows)
         file.finish()
-        return objects
+        return objects.reshape(-1, OBJECT_COLUMNS)
 
     def _alike(self, rows: Int64) -> Iterator[Int64]:
         """``rows``, cut wherever the dtype or the extent of the box changes."""
@@ -113,7 +108,9 @@ class PartitionWriter:
             before, after = (sizes[expand_ranges(start[rows[compared + step]], counts)] for step in (0, 1))
             differs[compared] = np.logical_or.reduceat(before != after, starts(counts)[:-1])
         edges = [0, *(np.flatnonzero(differs) + 1).tolist(), len(rows)]
-        return (rows[begin:end] for begin, end in pairwise(edges) if begin < end)
+        for begin, end in pairwise(edges):
+            if begin < end:
+                yield rows[begin:end]
 
     def _write_each(self, file: DataFile, rows: Int64) -> None:
         """Write tensors of one dtype and shape one by one."""
@@ -147,42 +144,38 @@ class PartitionWriter:
         self,
         files: Sequence[DataFile],
         partitions: Sequence[FilePartition],
-        objects: Sequence[Sequence[tuple[int, int, int]]],
+        objects: Sequence[Int64],
     ) -> WriteOutcome:
-        """What became of all rows, in their order; shared rows get the place of the row they share.
+        """The places of all rows, in their order; shared rows get the place of the row they share.
 
         ``objects`` are what `write` returned of each partition.
         """
         shares = self._columns.shares
-        order = np.concatenate([partition.rows for partition in partitions])
-        place = np.full(len(shares), -1, dtype=np.int64)
-        place[order] = np.arange(len(order))
-        take = place[np.where(shares < 0, np.arange(len(shares), dtype=np.int64), shares)]
-
-        def column(name: str) -> Int64:
-            return np.concatenate([np.array(getattr(file.rows, name), dtype=np.int64) for file in files])
-
-        counts = column("crc_counts")
+        take = np.empty(len(shares), np.int64)  # by row its place among all that was written
+        take[np.concatenate([partition.rows for partition in partitions])] = np.arange(
+            sum(len(partition.rows) for partition in partitions)
+        )
+        sharing = np.flatnonzero(shares >= 0)
+        take[sharing] = take[shares[sharing]]
+        tables, crcs = [], []
+        for file in files:
+            tables.append(file.rows.table())
+            crcs.append(np.array(file.rows.crcs, np.uint32))
+        chunks = np.concatenate(tables)
+        counts = chunks[:, CHUNK_COLUMNS - 1]
         crc_rows = expand_ranges(starts(counts)[:-1][take], counts[take])
-        number = next((n for n, partition in enumerate(partitions) if partition.with_objects), 0)
-        offsets, lengths, crcs = np.array(objects[number], dtype=np.int64).reshape(-1, 3).T.copy()
+        numbers = np.repeat(np.arange(len(files)), list(map(len, tables)))
         digests, has_digests = self._digests(files, take)
         return WriteOutcome(
             files=[file.name for file in files],
             file_sizes=[file.size_bytes for file in files],
-            chunk_files=np.repeat(np.arange(len(files)), [len(part.rows) for part in partitions])[take],
-            record_offsets=column("record_offsets")[take],
-            record_lengths=column("record_lengths")[take],
-            payload_offsets=column("payload_offsets")[take],
-            payload_lengths=column("payload_lengths")[take],
-            crc_counts=counts[take],
-            crcs=column("crcs").astype(np.uint32)[crc_rows],
+            chunks=np.column_stack([numbers, chunks])[take],
+            crcs=np.concatenate(crcs)[crc_rows],
             digests=digests,
             has_digests=has_digests,
-            object_files=np.full(len(offsets), number, dtype=np.int64),
-            object_offsets=offsets,
-            object_lengths=lengths,
-            object_crcs=crcs,
+            objects=np.concatenate(
+                [np.insert(places, 0, number, axis=1) for number, places in enumerate(objects)]
+            ),
             object_values=list(self._objects.plain),
         )
 
@@ -199,3 +192,7 @@ class PartitionWriter:
         sharing = np.flatnonzero(shares >= 0)
         known[sharing] = places.alike(sharing, shares[sharing])
         return places.placed(values[take]).reshape(-1), known
+
+
+def _ignore(size_bytes: int) -> None:
+    """The progress of a save that nobody watches."""

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp.storage.engine.write import DataFile
+from dcp.storage.engine.write_tables import CHUNK_COLUMNS
 from dcp.storage.errors import PlanError
 from dcp.storage.tensors import byte_pieces, dtype_code
 
@@ -73,7 +74,7 @@ def _write_item(file: DataFile, planner: SavePlanner, item: WriteItem) -> WriteR
                 f"the planner resolved {item.index.fqn!r} to {type(data).__name__}, not BytesIO",
                 fqn=item.index.fqn,
             )
-        offset, length, crc = file.blob(data.getvalue())
+        ((offset, length, crc),) = file.blobs([data.getvalue()])
         place = WrittenItem(file.name, offset, length, offset, length, (crc,), 0)
         return WriteResult(item.index, length, place)
     return _write_tensor(file, item, data)
@@ -93,15 +94,8 @@ def _write_tensor(file: DataFile, item: WriteItem, data: object) -> WriteResult:
             fqn=fqn,
         )
     code = dtype_code(tensor.dtype, fqn=fqn)
-    row = file.tensor(code, sizes, tensor.nbytes, byte_pieces(tensor))
-    rows = file.rows
-    place = WrittenItem(
-        file.name,
-        rows.record_offsets[row],
-        rows.record_lengths[row],
-        rows.payload_offsets[row],
-        rows.payload_lengths[row],
-        tuple(rows.crcs[len(rows.crcs) - rows.crc_counts[row] :]),
-        code,
-    )
+    file.tensor(code, sizes, tensor.nbytes, byte_pieces(tensor))
+    record_offset, record_length, payload_offset, payload_length, count = file.rows.chunks[-CHUNK_COLUMNS:]
+    crcs = tuple(file.rows.crcs[len(file.rows.crcs) - count :])
+    place = WrittenItem(file.name, record_offset, record_length, payload_offset, payload_length, crcs, code)
     return WriteResult(item.index, tensor.nbytes, place)

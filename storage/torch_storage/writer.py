@@ -364,7 +364,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
             return _empty_outcome(len(columns.shares))
         files: dict[int, DataFile] = {}
 
-        def write(number: int, part: FilePartition) -> list[tuple[int, int, int]]:
+        def write(number: int, part: FilePartition) -> Int64:
             # Created only now: with a file for each tensor there may be more than a process can have open.
             expected = writing.file_bytes(part, torch_compatible=self.torch_compatible)
             file = files[number] = self._create(number, expected)

@@ -61,7 +61,7 @@ def save_sharded(
             content = tensor_bytes(part)
             code = dtypes.BY_NAME[str(tensor.dtype).removeprefix("torch.")].code
             file.tensor(code, sizes, len(content), (memoryview(content),))
-            rows.append((row, offsets, sizes, number % files, len(file.rows.record_offsets) - 1))
+            rows.append((row, offsets, sizes, number % files, len(file.rows.table()) - 1))
     for file in data:
         file.finish()
     store.publish(MANIFEST_NAME, encode_manifest(_index(tensors, rows, data)), durable=False)
@@ -73,13 +73,12 @@ def _index(
     rows: list[tuple[int, tuple[int, ...], tuple[int, ...], int, int]],
     data: list[DataFile],
 ) -> CheckpointIndex:
-    def column(name: str) -> np.ndarray:
-        return np.array([getattr(data[file].rows, name)[at] for *_, file, at in rows], dtype=np.int64)
-
+    tables = [file.rows.table() for file in data]
+    chunks = np.array([tables[file][at] for *_, file, at in rows], np.int64).reshape(-1, 5).T
     crcs: list[int] = []
     for *_, file, at in rows:
-        begin = sum(data[file].rows.crc_counts[:at])
-        crcs += data[file].rows.crcs[begin : begin + data[file].rows.crc_counts[at]]
+        begin = tables[file][:at, 4].sum()
+        crcs += data[file].rows.crcs[begin : begin + tables[file][at, 4]]
     counts = np.bincount([row for row, *_ in rows], minlength=len(tensors))
     codes = [dtypes.BY_NAME[str(tensor.dtype).removeprefix("torch.")].code for tensor in tensors.values()]
     return CheckpointIndex(
@@ -93,11 +92,11 @@ def _index(
         chunk_offsets=np.array([o for _, offsets, *_ in rows for o in offsets], dtype=np.int64),
         chunk_sizes=np.array([n for _, _, sizes, *_ in rows for n in sizes], dtype=np.int64),
         chunk_files=np.array([file for *_, file, _ in rows], dtype=np.int64),
-        record_offsets=column("record_offsets"),
-        record_lengths=column("record_lengths"),
-        payload_offsets=column("payload_offsets"),
-        payload_lengths=column("payload_lengths"),
-        crc_start=starts(column("crc_counts")),
+        record_offsets=chunks[0],
+        record_lengths=chunks[1],
+        payload_offsets=chunks[2],
+        payload_lengths=chunks[3],
+        crc_start=starts(chunks[4]),
         crcs=np.array(crcs, dtype=np.uint32),
         files=[file.name for file in data],
         file_sizes=np.array([file.size_bytes for file in data], dtype=np.int64),
