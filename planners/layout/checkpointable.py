@@ -5,8 +5,7 @@ The attributes are on a tensor, not on its class: any tensor may have them, in a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import repeat
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -18,7 +17,6 @@ from dcp.storage.errors import PlanError
 __all__ = [
     "CheckpointableTensor",
     "ShardClaim",
-    "any_has_claim",
     "claim_of",
     "claimed_boxes",
     "has_claim",
@@ -56,11 +54,6 @@ _attributes = attrgetter(*ShardClaim._fields)
 def has_claim(tensor: object) -> bool:
     """Whether the tensor is a `CheckpointableTensor`."""
     return hasattr(tensor, "global_shape") and all(hasattr(tensor, name) for name in ShardClaim._fields)
-
-
-def any_has_claim(tensors: Iterable[object]) -> bool:
-    """Whether `has_claim` may be true for one of many, in a fraction of the time."""
-    return any(map(hasattr, tensors, repeat("global_shape")))
 
 
 def claim_of(tensor: torch.Tensor) -> ShardClaim | None:

@@ -1,15 +1,16 @@
 """The tensors of one rank as columns: which boxes of which global tensors lie where in local memory.
 
 Shared by saving and loading. There may be many thousands of tensors, and most differ in name and memory only.
-So boxes are found once a form (`_LocalForm`), and each tensor is asked only what torch alone can tell.
+So boxes are found once a form (`_Form`), and each tensor is asked only what torch alone can tell.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, compress
-from operator import attrgetter, itemgetter, not_
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
@@ -18,7 +19,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dcp.planners.columns import SaveColumns, SaveObjects
-from dcp.planners.layout.checkpointable import any_has_claim, has_claim
 from dcp.planners.layout.local_tensor import (
     DTENSOR,
     KINDS,
@@ -26,7 +26,6 @@ from dcp.planners.layout.local_tensor import (
     PLAIN,
     LocalTensor,
     SpecCache,
-    TensorLayout,
     layout_of,
     local_tensor,
 )
@@ -36,7 +35,6 @@ from dcp.storage.engine.memory import is_read_only
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import Int64, itemsizes, starts
-from dcp.storage.geometry.ragged import expand_ranges, gather_rows
 from dcp.storage.tensors import LocalMemory
 from dcp.storage.torch_compat import local_part, spec_of
 
@@ -57,80 +55,52 @@ class _Codes(dict[torch.dtype, int]):
 
 _CODES = _Codes(DTYPE_CODES)
 _nbytes, _is_resizable = torch.UntypedStorage.nbytes, torch.UntypedStorage.resizable
-_dtype, _is_cpu, _requires_grad = map(attrgetter, ("dtype", "is_cpu", "requires_grad"))
+_dtype, _is_cpu = map(attrgetter, ("dtype", "is_cpu"))
 _COMPLEX = np.array([dtype.code for name, dtype in dtypes.BY_NAME.items() if name.startswith("complex")])
 _MAX_LISTED = 20
 
 
-class _LocalForm(NamedTuple):
-    """What tensors have in common that differ in name, dtype and memory only.
+class _Form(NamedTuple):
+    """Rows that tensors have in common which differ in name, dtype and memory only, as packed int64.
 
-    ``source_shapes`` are those of a tensor's plain local tensors, ``box_sources`` says which of these has
-    each of its boxes.
+    ``counts`` are dimensions, boxes, local tensors, and two flags: sharded, replicated. ``box_sources`` says
+    which of the local tensors has each box; ``source_ndims`` and ``source_shapes`` are of these.
     """
 
-    shape: tuple[int, ...]
-    boxes: tuple[LocalBox, ...]
-    box_sources: tuple[int, ...]
-    source_shapes: tuple[tuple[int, ...], ...]
-    sharded: bool
-    replicated: bool
+    counts: bytes
+    shape: bytes
+    offsets: bytes
+    sizes: bytes
+    local_offsets: bytes
+    box_sources: bytes
+    source_ndims: bytes
+    source_shapes: bytes
 
 
-class _Forms:
-    """Numbers of forms, and their rows in a table."""
-
-    def __init__(self) -> None:
-        self.forms: list[_LocalForm] = []
-        self._numbers: dict[_LocalForm, int] = {}
-        self._by_layout: dict[int, int] = {}
-
-    def number(self, form: _LocalForm) -> int:
-        number = self._numbers.setdefault(form, len(self.forms))
-        if number == len(self.forms):
-            self.forms.append(form)
-        return number
-
-    def of_layout(self, layout: TensorLayout, shape: tuple[int, ...]) -> int:
-        """The form of DTensors of a layout with one box; a layout is of one shape."""
-        number = self._by_layout.get(id(layout))
-        if number is None:
-            form = _LocalForm(
-                tuple(shape), layout.boxes, (0,), (layout.local_shape,), True, layout.replicated
-            )
-            number = self._by_layout[id(layout)] = self.number(form)
-        return number
-
-    def column(self, values: Iterable[Iterable[int]]) -> _Ragged:
-        """Values of the forms, each in one row."""
-        rows = [tuple(row) for row in values]
-        flat = np.fromiter(chain.from_iterable(rows), np.int64)
-        return _Ragged(starts([len(row) for row in rows]), flat)
+def _form(
+    shape: Sequence[int],
+    boxes: Sequence[LocalBox],
+    box_sources: Sequence[int],
+    source_shapes: Sequence[Sequence[int]],
+    *,
+    sharded: bool,
+    replicated: bool,
+) -> _Form:
+    flat = [tuple(chain.from_iterable(part)) for part in zip(*boxes, strict=True)] or [(), (), ()]
+    columns = (shape, *flat, box_sources, map(len, source_shapes), chain.from_iterable(source_shapes))
+    counts = len(shape), len(boxes), len(source_shapes), sharded, replicated
+    return _Form(*(array("q", column).tobytes() for column in (counts, *columns)))
 
 
-class _PlainForms(dict[tuple[int, ...], int]):
+class _PlainForms(dict[tuple[int, ...], _Form]):
     """Forms of plain tensors by shape."""
 
-    def __init__(self, forms: _Forms) -> None:
-        super().__init__()
-        self._forms = forms
-
-    def __missing__(self, shape: tuple[int, ...]) -> int:
-        zeros, whole = (0,) * len(shape), tuple(shape)
-        form = _LocalForm(whole, (LocalBox(zeros, whole, zeros),), (0,), (whole,), False, True)
-        number = self[shape] = self._forms.number(form)
-        return number
-
-
-class _Ragged(NamedTuple):
-    start: Int64
-    values: Int64
-
-    def counts(self, rows: Int64) -> Int64:
-        return np.diff(self.start)[rows]
-
-    def take(self, rows: Int64) -> Int64:
-        return gather_rows(self.values, self.start, rows)
+    def __missing__(self, shape: tuple[int, ...]) -> _Form:
+        zeros = (0,) * len(shape)
+        form = self[shape] = _form(
+            shape, [LocalBox(zeros, shape, zeros)], [0], [shape], sharded=False, replicated=True
+        )
+        return form
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,13 +140,11 @@ class _SourceFacts:
 
 @dataclass(eq=False)
 class _Builder:
-    """Takes tensors one by one; ``rows`` says whose the sources are, ``problems`` begin with where they were
-    met."""
+    """Takes tensors one by one; ``problems`` begin with the row at which they were met."""
 
     loading: bool
-    forms: _Forms = field(default_factory=_Forms)
     fqns: list[str] = field(default_factory=list)
-    form_numbers: list[int] = field(default_factory=list)
+    forms: list[_Form] = field(default_factory=list)
     requires_grad: list[bool] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
     sourceless: dict[int, int] = field(default_factory=dict)
@@ -184,51 +152,35 @@ class _Builder:
     problems: list[tuple[int, str]] = field(default_factory=list)
 
     def add_all(self, state_dict: Mapping[str, Any]) -> None:
-        kinds = set(map(KINDS.__getitem__, set(map(type, state_dict.values()))))
-        if kinds <= {PLAIN, OBJECT} and self.add_plain(state_dict, has_objects=OBJECT in kinds):
-            return
-        plain_forms, cache = _PlainForms(self.forms), SpecCache()
+        plain_forms, layout_forms, cache = _PlainForms(), dict[int, _Form](), SpecCache()
+        add_form, add_name = self.forms.append, self.fqns.append
+        add_source, add_grad = self.sources.append, self.requires_grad.append
         for fqn, value in state_dict.items():
             kind = KINDS[type(value)]
             try:
-                if kind == PLAIN and not has_claim(value):
-                    self.form_numbers.append(plain_forms[value.shape])
-                    self.fqns.append(fqn)
-                    self.sources.append(value)
-                    self.requires_grad.append(not self.loading and value.requires_grad)
-                elif kind == OBJECT:
+                if kind == OBJECT:
                     self.objects[fqn] = value
-                elif kind != DTENSOR or not self.add_dtensor(fqn, value, cache):
-                    self.add(fqn, local_tensor(fqn, value, cache))
+                elif kind == PLAIN and not hasattr(value, "global_shape"):
+                    add_form(plain_forms[value.shape])
+                    add_name(fqn)
+                    add_source(value)
+                    add_grad(value.requires_grad)
+                elif kind != DTENSOR or not self.add_dtensor(fqn, value, cache, layout_forms):
+                    self.add_local(fqn, local_tensor(fqn, value, cache))
             except PlanError as error:
                 self.note(str(error))
             except RuntimeError as error:
                 self.note(_no_memory(fqn, value, error))
 
-    def add_plain(self, state_dict: Mapping[str, Any], *, has_objects: bool) -> bool:
-        """Plain tensors and objects, all together; False, and nothing is added, where a tensor has no shape
-        or holds boxes of another."""
-        tensors, objects = state_dict, dict[str, Any]()
-        if has_objects:
-            types = list(map(type, state_dict.values()))
-            plain_types = {cls for cls in set(types) if KINDS[cls] == PLAIN}
-            is_plain = list(map(plain_types.__contains__, types))
-            tensors = dict(compress(state_dict.items(), is_plain))
-            objects = dict(compress(state_dict.items(), map(not_, is_plain)) if tensors else state_dict)
-        sources, plain_forms = list(tensors.values()), _PlainForms(self.forms)
-        if any_has_claim(sources):
-            return False
-        try:
-            self.form_numbers += [plain_forms[source.shape] for source in sources]
-        except RuntimeError:
-            return False
-        self.fqns += tensors
+    def add(self, fqn: str, form: _Form, sources: Sequence[torch.Tensor], requires_grad: bool) -> None:
+        self.forms.append(form)
+        self.fqns.append(fqn)
         self.sources += sources
-        self.requires_grad += [False] * len(sources) if self.loading else map(_requires_grad, sources)
-        self.objects.update(objects)
-        return True
+        self.requires_grad.append(requires_grad)
 
-    def add_dtensor(self, fqn: str, tensor: DTensor, cache: SpecCache) -> bool:
+    def add_dtensor(
+        self, fqn: str, tensor: DTensor, cache: SpecCache, layout_forms: dict[int, _Form]
+    ) -> bool:
         """The usual DTensor, one box of a plain local tensor; whether it is one."""
         source = local_part(tensor)
         if KINDS[type(source)] != PLAIN:
@@ -236,67 +188,71 @@ class _Builder:
         layout = layout_of(fqn, spec_of(tensor), tensor.shape, cache)
         if layout is None or len(layout.boxes) != 1 or source.shape != layout.local_shape:
             return False
-        self.form_numbers.append(self.forms.of_layout(layout, tensor.shape))
-        self.fqns.append(fqn)
-        self.sources.append(source)
-        self.requires_grad.append(not self.loading and tensor.requires_grad)
+        form = layout_forms.get(id(layout))  # a layout, which the cache keeps, is of one shape
+        if form is None:
+            form = layout_forms[id(layout)] = _form(
+                tensor.shape,
+                layout.boxes,
+                [0],
+                [layout.local_shape],
+                sharded=True,
+                replicated=layout.replicated,
+            )
+        self.add(fqn, form, (source,), tensor.requires_grad)
         return True
 
-    def add(self, fqn: str, local: LocalTensor | None) -> None:
+    def add_local(self, fqn: str, local: LocalTensor | None) -> None:
+        """A tensor of any number of boxes, in any number of local tensors."""
         if local is None:
             return
-        code = DTYPE_CODES.get(local.dtype, 0)
         if not local.pieces:
-            self.sourceless[len(self.fqns)] = code
+            code = self.sourceless[len(self.fqns)] = DTYPE_CODES.get(local.dtype, 0)
             if not code:
                 self.note(f"{fqn!r}: dtype {local.dtype} cannot be stored")
         sources: list[torch.Tensor] = []
         box_sources = []
         for source, _ in local.pieces:
             if not sources or source is not sources[-1]:
-                self.check_source(fqn, source, local.dtype)
+                if KINDS[type(source)] != PLAIN:
+                    self.note(f"{fqn!r}: its local part is a {type(source).__name__}, not a plain tensor")
+                elif source.dtype != local.dtype:
+                    self.note(f"{fqn!r}: its local part is {source.dtype}, the tensor {local.dtype}")
                 sources.append(source)
             box_sources.append(len(sources) - 1)
-        form = _LocalForm(
-            tuple(local.shape),
-            tuple(box for _, box in local.pieces),
-            tuple(box_sources),
-            tuple(tuple(source.shape) for source in sources),
-            local.sharded,
-            local.replicated,
+        form = _form(
+            local.shape,
+            [box for _, box in local.pieces],
+            box_sources,
+            [source.shape for source in sources],
+            sharded=local.sharded,
+            replicated=local.replicated,
         )
-        self.form_numbers.append(self.forms.number(form))
-        self.fqns.append(fqn)
-        self.sources.extend(sources)
-        self.requires_grad.append(not self.loading and local.requires_grad)
-
-    def check_source(self, fqn: str, source: torch.Tensor, dtype: torch.dtype) -> None:
-        if KINDS[type(source)] != PLAIN:
-            self.note(f"{fqn!r}: its local part is a {type(source).__name__}, not a plain tensor")
-        elif source.dtype != dtype:
-            self.note(f"{fqn!r}: its local part is {source.dtype}, the tensor {dtype}")
+        self.add(fqn, form, sources, local.requires_grad)
 
     def note(self, problem: str) -> None:
         self.problems.append((len(self.fqns), problem))
 
     def finish(self) -> RankState:
         """The columns; PlanError if anything cannot be stored."""
-        forms, numbers = self.forms.forms, np.array(self.form_numbers, np.int64)
-        source_counts = np.array([len(form.source_shapes) for form in forms], np.int64)[numbers]
-        source_rows = np.repeat(np.arange(len(numbers), dtype=np.int64), source_counts)
+        counts = self._column("counts").reshape(-1, 5)
+        ndims, boxes, sources, sharded, replicated = counts.T
+        rows = np.arange(len(counts))
+        item_tensors, source_rows = np.repeat(rows, boxes), np.repeat(rows, sources)
+        source_start = starts(sources)
         facts = self._ask_sources(source_rows)
-        shapes = self.forms.column(form.shape for form in forms)
-        source_ndims = self.forms.column([len(shape) for shape in form.source_shapes] for form in forms)
-        source_shapes = self.forms.column(chain.from_iterable(form.source_shapes) for form in forms)
-        items, replicated = self._items(numbers, starts(source_counts))
-        count, values = len(replicated), len(self.objects)
+        count, values = len(item_tensors), len(self.objects)
         columns = SaveColumns(
             fqns=tuple(self.fqns),
-            dtype_codes=self._row_codes(source_counts, facts),
+            dtype_codes=self._row_codes(source_start, facts),
             requires_grad=np.array(self.requires_grad, np.uint8),
-            shape_start=starts(shapes.counts(numbers)),
-            shape_values=shapes.take(numbers),
-            **items,
+            shape_start=starts(ndims),
+            shape_values=self._column("shape"),
+            item_tensors=item_tensors,
+            item_offsets=self._column("offsets"),
+            item_sizes=self._column("sizes"),
+            item_local_offsets=self._column("local_offsets"),
+            item_sources=source_start[item_tensors] + self._column("box_sources"),
+            item_sharded=sharded[item_tensors].astype(np.uint8),
             item_digests=np.zeros(count, np.uint64),
             item_ties=np.full(count, -1, np.int64),
             objects=SaveObjects(tuple(self.objects), np.zeros(values, np.uint64), np.zeros(values, np.int64)),
@@ -307,40 +263,21 @@ class _Builder:
             facts.is_contiguous & ~facts.is_lazy & facts.is_cpu,
             facts.pointers,
             facts.codes,
-            starts(source_ndims.take(numbers)),
-            source_shapes.take(numbers),
+            starts(self._column("source_ndims")),
+            self._column("source_shapes"),
         )
-        return RankState(columns, memory, list(self.objects.values()), replicated)
+        others = replicated[item_tensors].astype(np.uint8)
+        return RankState(columns, memory, list(self.objects.values()), others)
 
-    def _items(self, numbers: Int64, source_start: Int64) -> tuple[dict[str, Any], npt.NDArray[np.uint8]]:
-        """The columns of the boxes, which follow from the forms, and which of them others may hold."""
-        forms = self.forms.forms
-        box_sources = self.forms.column(form.box_sources for form in forms)
-        counts = box_sources.counts(numbers)
-        item_tensors = np.repeat(np.arange(len(numbers), dtype=np.int64), counts)
-        boxes = [
-            self.forms.column(chain.from_iterable(box[part] for box in form.boxes) for form in forms)
-            for part in range(3)
-        ]
-        values = expand_ranges(boxes[0].start[numbers], boxes[0].counts(numbers))
-        sharded, replicated = (
-            np.array([form[part] for form in forms], np.uint8)[numbers[item_tensors]] for part in (4, 5)
-        )
-        items = {
-            "item_tensors": item_tensors,
-            "item_offsets": boxes[0].values[values],
-            "item_sizes": boxes[1].values[values],
-            "item_local_offsets": boxes[2].values[values],
-            "item_sources": source_start[item_tensors] + box_sources.take(numbers),
-            "item_sharded": sharded,
-        }
-        return items, replicated
+    def _column(self, name: str) -> Int64:
+        """The values of all forms, one after the other."""
+        return np.frombuffer(b"".join(map(attrgetter(name), self.forms)), np.int64)
 
-    def _row_codes(self, source_counts: Int64, facts: _SourceFacts) -> npt.NDArray[np.uint8]:
+    def _row_codes(self, source_start: Int64, facts: _SourceFacts) -> npt.NDArray[np.uint8]:
         """All sources of a tensor have its dtype."""
-        codes = np.zeros(len(source_counts), np.uint8)
-        filled = source_counts > 0
-        codes[filled] = facts.codes[starts(source_counts)[:-1][filled]]
+        codes = np.zeros(len(self.fqns), np.uint8)
+        filled = np.diff(source_start) > 0
+        codes[filled] = facts.codes[source_start[:-1][filled]]
         for row, code in self.sourceless.items():
             codes[row] = code
         return codes
@@ -464,8 +401,7 @@ def _no_memory(fqn: str, value: Any, error: RuntimeError) -> str:
 def collect_tensors(state_dict: Mapping[str, Any], *, purpose: Literal["save", "load"] = "save") -> RankState:
     """What this rank has of a flat state dict, in its order, without digests and ties.
 
-    The local tensors may require grad, so copy them under no_grad. ``requires_grad`` is asked for saves only,
-    and 0 else.
+    The local tensors may require grad, so copy them under no_grad.
 
     Raises PlanError naming every tensor that cannot be stored (sparse, quantized, meta, freed, unknown dtype)
     and what to do about it.
