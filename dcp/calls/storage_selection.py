@@ -32,7 +32,8 @@ def choose_reader(
             reader.reset(checkpoint_id)
         return reader
     opener = OpenWith(storage_options)
-    return FileSystemReader(_checked(checkpoint_id, opener), open_store=opener)
+    opener(_given(checkpoint_id))  # as below
+    return FileSystemReader(_given(checkpoint_id), open_store=opener)
 
 
 def choose_writer(
@@ -47,8 +48,9 @@ def choose_writer(
         if checkpoint_id is not None:
             writer.reset(checkpoint_id)
         return writer
-    opener = OpenWith(storage_options)
-    return FileSystemWriter(_checked(checkpoint_id, opener), open_store=opener)
+    chosen = FileSystemWriter(_given(checkpoint_id), open_store=OpenWith(storage_options))
+    _ = chosen.store  # an id that no store can handle is an error before anything is done
+    return chosen
 
 
 def with_options(writer: FileSystemWriter, opener: OpenWith) -> FileSystemWriter:
@@ -89,12 +91,10 @@ def _refuse_options(options: Mapping[str, Any] | None, storage: object, argument
         )
 
 
-def _checked(checkpoint_id: str | os.PathLike[str] | None, opener: OpenWith) -> str | os.PathLike[str]:
-    """The id, if ours can handle it; else the error that tells why not, before anything is done."""
+def _given(checkpoint_id: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
     if not checkpoint_id:
         raise CheckpointError(
             "`checkpoint_id` must be specified if storage_reader/storage_writer is None: give the place, or "
             "a storage that knows it"
         )
-    opener(checkpoint_id)
     return checkpoint_id

@@ -39,14 +39,13 @@ from dcp.storage.errors import CheckpointError, PlanError, StorageError
 from dcp.storage.formats.index import Int64
 from dcp.storage.formats.opening.folder import open_index
 from dcp.storage.near_names import listed
+from dcp.storage.packing import pack, unpack
 from dcp.storage.threads import unwanted_once
 from dcp.storage.torch_storage.metadata import LazyMetadata
 from dcp.storage.torch_storage.writer import FileSystemWriter
 
 __all__ = ["ColumnSave", "ColumnSaveEngine", "cache_of"]
 
-_SAVE_ID_BYTES = 8
-_LENGTH_BYTES = 8
 _MAX_LISTED = 10
 
 _caches: dict[int, tuple[weakref.ref[object], PlanCache]] = {}
@@ -139,17 +138,13 @@ class _RankPlan(NamedTuple):
 
     def encode(self) -> bytes:
         """Packed for the way from the coordinator."""
-        extra = self.extra or b""
-        length = len(extra).to_bytes(_LENGTH_BYTES, "little")
-        return b"".join((self.save_id.encode("ascii"), length, extra, encode_write_columns(self.writes)))
+        return pack((self.save_id, encode_write_columns(self.writes), self.extra))
 
     @classmethod
     def decode(cls, data: bytes) -> _RankPlan:
         """The inverse of `encode`."""
-        begin = _SAVE_ID_BYTES + _LENGTH_BYTES
-        end = begin + int.from_bytes(data[_SAVE_ID_BYTES:begin], "little")
-        writes = decode_write_columns(data[end:])
-        return cls(data[:_SAVE_ID_BYTES].decode("ascii"), writes, data[begin:end])
+        save_id, writes, extra = unpack(data)
+        return cls(save_id, decode_write_columns(writes), extra)
 
 
 class ColumnSave(SaveAttempt):
@@ -296,7 +291,7 @@ class ColumnSave(SaveAttempt):
             raise CheckpointError("the save was not planned")
         writer.save_id = plan.save_id
         if self._cache is not None and plan.extra is not None:
-            self._cache.receive(local, columns, plan.extra, check=self._check)
+            self._cache.receive(columns, plan.extra, check=self._check)
         begun = time.perf_counter()
         memory, objects = local.memory, local.encoded_objects(columns.objects)
         places = local.places(columns) if writer.digests else None

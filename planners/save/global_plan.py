@@ -7,15 +7,22 @@ several write a part each. Vectorised over boxes; the coordinator plans a thousa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from dcp.planners.columns import RankSets, SaveColumns
-from dcp.planners.save.boxes import Boxes, Items, distinct_boxes, gather_items
 from dcp.planners.save.dealing import Dealt, deal_boxes, deal_objects
-from dcp.planners.save.global_tables import GlobalObjects, GlobalTensors, global_objects, global_tensors
 from dcp.planners.save.replica_sets import replica_sets
+from dcp.planners.save.tables import (
+    GlobalObjects,
+    GlobalTensors,
+    Items,
+    distinct_boxes,
+    gather_items,
+    global_objects,
+    global_tensors,
+)
 from dcp.planners.save.validate import (
     check_bounds,
     check_boxes,
@@ -26,7 +33,7 @@ from dcp.planners.save.validate import (
     raise_problems,
 )
 from dcp.storage.engine.write_tables import WriteColumns
-from dcp.storage.formats.container_notes import Noted, join_notes, structure_of_notes
+from dcp.storage.formats.container_notes import ContainerNote, Noted, join_notes, structure_of_notes
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64, ObjectColumns, Path, itemsizes, starts
 from dcp.storage.formats.native.format import DCP
 from dcp.storage.geometry.ragged import expand_ranges, gather_rows, row_products
@@ -72,9 +79,15 @@ def _chunks(items: Items, dealt: Dealt) -> tuple[Int64, Int64, Int64, Int64]:
 
 
 def _index(
-    tensors: GlobalTensors, objects: GlobalObjects, chunk_tensors: Int64, offsets: Int64, sizes: Int64
+    tensors: GlobalTensors,
+    objects: GlobalObjects,
+    chunk_tensors: Int64,
+    offsets: Int64,
+    sizes: Int64,
+    paths: dict[str, Path] | None,
+    notes: Sequence[ContainerNote],
 ) -> CheckpointIndex:
-    """The index without what the nested state dict was like."""
+    """The index, without the places of bytes."""
     chunks, count = len(chunk_tensors), len(objects.fqns)
     box_start = starts(np.diff(tensors.shape_start)[chunk_tensors])
     zeros = np.zeros(chunks, np.int64)
@@ -103,6 +116,8 @@ def _index(
             plain=np.full(count, -1, np.int64),
         ),
         stride_orders=tensors.stride_orders,
+        planner_data=paths,
+        provenance=structure_of_notes(notes),
     )
 
 
@@ -193,8 +208,6 @@ def plan_save(
     ReplicaMismatchError where that is the only kind of problem and replicas differ (`PerRank` is for state
     that does so on purpose).
     """
-    if not all_columns:
-        return plan_save([_EMPTY])
     world_size = len(all_columns)
     tensors = global_tensors(all_columns)
     objects = global_objects(all_columns, check_replicas=check_replicas)
@@ -212,7 +225,12 @@ def plan_save(
     ]
     if problems:
         raise_problems(problems, objects.mismatches)
-    boxes, problems = _compared_boxes(items, tensors, complete=world_size > 1)
+    inside, problems = check_bounds(items, tensors)
+    volumes = row_products(tensors.shape_values, tensors.shape_start)
+    held = np.flatnonzero(inside & ((items.volumes > 0) | (volumes[items.tensors] == 0)))
+    boxes = distinct_boxes(items, held, tensors)
+    complete = world_size > 1 and not problems
+    problems += check_boxes(items, boxes.first, tensors, volumes, complete=complete)
     replicas = check_replica_digests(items, boxes, tensors) if check_replicas else []
     raise_problems(problems, [*objects.mismatches, *replicas])
     nbytes = items.volumes[boxes.first] * itemsizes(tensors.dtype_codes)[items.tensors[boxes.first]]
@@ -220,45 +238,9 @@ def plan_save(
     dealt = deal_boxes(items, boxes, nbytes, world_size, lowest_rank=lowest, split_bytes=split_bytes)
     owners = deal_objects(objects, dealt.loads, lowest_rank=lowest)
     chunk_items, offsets, sizes, local_offsets = _chunks(items, dealt)
-    index = replace(
-        _index(tensors, objects, items.tensors[chunk_items], offsets, sizes),
-        planner_data=paths,
-        provenance=structure_of_notes(notes),
-    )
+    index = _index(tensors, objects, items.tensors[chunk_items], offsets, sizes, paths, notes)
     return GlobalSavePlan(
         index=index,
         writes=_writes(items, index, chunk_items, local_offsets, objects, owners, world_size),
         sets=replica_sets(items, boxes, objects, all_columns) if with_sets else None,
     )
-
-
-def _compared_boxes(items: Items, tensors: GlobalTensors, *, complete: bool) -> tuple[Boxes, list[str]]:
-    """The boxes that differ, and what is wrong with them; if ``complete``, gaps too."""
-    inside, problems = check_bounds(items, tensors)
-    volumes = row_products(tensors.shape_values, tensors.shape_start)
-    held = np.flatnonzero(inside & ((items.volumes > 0) | (volumes[items.tensors] == 0)))
-    boxes = distinct_boxes(items, held, tensors)
-    complete = complete and not problems
-    return boxes, [*problems, *check_boxes(items, boxes.first, tensors, volumes, complete=complete)]
-
-
-def _empty_columns() -> SaveColumns:
-    none, small = np.zeros(0, np.int64), np.zeros(0, np.uint8)
-    return SaveColumns(
-        fqns=(),
-        dtype_codes=small,
-        requires_grad=small,
-        shape_start=starts([]),
-        shape_values=none,
-        item_tensors=none,
-        item_offsets=none,
-        item_sizes=none,
-        item_local_offsets=none,
-        item_sources=none,
-        item_sharded=small,
-        item_digests=np.zeros(0, np.uint64),
-        item_ties=none,
-    )
-
-
-_EMPTY = _empty_columns()

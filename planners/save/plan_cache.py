@@ -151,15 +151,13 @@ class PlanCache:
             raise PlanError("the coordinator reuses a plan that this rank does not have")
         return self._mine.writes
 
-    def receive(self, part: RankState, writes: WriteColumns, extra: bytes, *, check: ReplicaCheck) -> None:
+    def receive(self, writes: WriteColumns, extra: bytes, *, check: ReplicaCheck) -> None:
         """Take a new plan: ``extra`` is what `planned` made of it for this rank. Used after `commit`."""
         self._mine = self._next_mine = None
         structure = self._structure
         if not extra or structure is None:
             return
-        columns = part.columns
-        items, objects = len(columns.item_tensors), len(columns.objects.fqns)
-        sets = decode_rank_sets(extra[_ID_BYTES:], items=items, objects=objects)
+        sets = decode_rank_sets(extra[_ID_BYTES:])
         self._next_mine = _RankPlan(extra[:_ID_BYTES], structure, writes, sets, check)
 
     def commit(self) -> None:

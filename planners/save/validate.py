@@ -9,8 +9,7 @@ import numpy.typing as npt
 
 from dcp.planners.columns import SaveColumns
 from dcp.planners.digest import is_made_on_device
-from dcp.planners.save.boxes import Boxes, Items
-from dcp.planners.save.global_tables import GlobalObjects, GlobalTensors, describe_sides, rank_list
+from dcp.planners.save.tables import Boxes, GlobalObjects, GlobalTensors, Items, describe_sides, rank_list
 from dcp.storage.errors import PlanError, ReplicaMismatchError
 from dcp.storage.formats.container_notes import ContainerNote
 from dcp.storage.formats.index import Int64, Path, starts

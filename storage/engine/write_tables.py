@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final
 
-import msgpack
 import numpy as np
 import numpy.typing as npt
 
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex, Int64, itemsizes, starts
 from dcp.storage.geometry.ragged import expand_ranges, row_products
+from dcp.storage.packing import pack, unpack
 
 __all__ = ["CHUNK_COLUMNS", "OBJECT_COLUMNS", "WriteColumns", "WriteOutcome", "assemble_index"]
 
@@ -22,14 +22,6 @@ CHUNK_COLUMNS: Final = 5
 
 OBJECT_COLUMNS: Final = 3
 """Of each object: offset, length, CRC-32."""
-
-_KINDS: Final = {
-    "chunks": "<i8",
-    "objects": "<i8",
-    "crcs": "<u4",
-    "digests": "<u8",
-    "has_digests": "|u1",
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,20 +80,12 @@ class WriteOutcome:
 
     def encode(self) -> bytes:
         """Packed bytes for the way to the coordinator."""
-        fields = dict(vars(self))
-        for name, kind in _KINDS.items():
-            fields[name] = fields[name].astype(kind).tobytes()
-        return bytes(msgpack.packb(fields))
+        return pack(dict(vars(self)))
 
     @classmethod
     def decode(cls, data: bytes) -> WriteOutcome:
         """The inverse of `encode`."""
-        fields = msgpack.unpackb(data)
-        for name, kind in _KINDS.items():
-            fields[name] = np.frombuffer(fields[name], kind)
-        for name, columns in (("chunks", CHUNK_COLUMNS), ("objects", OBJECT_COLUMNS)):
-            fields[name] = fields[name].reshape(-1, 1 + columns)
-        return cls(**fields)
+        return cls(**unpack(data))
 
 
 def assemble_index(

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from dcp.storage.digests.field import as_elements
 from dcp.storage.digests.places import LogicalPlaces
 from dcp.storage.engine.memory import gather_small
-from dcp.storage.engine.write import JOINED_BYTES, DataFile, file_bytes
+from dcp.storage.engine.write import JOINED_BYTES, DataFile
 from dcp.storage.engine.write_tables import CHUNK_COLUMNS, OBJECT_COLUMNS, WriteColumns, WriteOutcome
 from dcp.storage.formats.index import Int64, starts
 from dcp.storage.geometry.ragged import expand_ranges
@@ -75,12 +75,10 @@ class PartitionWriter:
         self._dtype_codes = memory.dtype_codes[columns.sources]
         self.payload_bytes = columns.payload_bytes(memory.dtype_codes)
 
-    def file_bytes(self, partition: FilePartition, *, torch_compatible: bool) -> int:
-        """How large the file becomes, about."""
-        rows = partition.rows
-        payload_bytes = int(self.payload_bytes[rows].sum())
+    def sizes(self, partition: FilePartition) -> tuple[int, int, int]:
+        """Bytes of payloads, their number, and bytes of objects."""
         objects = sum(map(len, self._blobs)) if partition.with_objects else 0
-        return file_bytes(payload_bytes, len(rows), torch_compatible=torch_compatible) + objects
+        return int(self.payload_bytes[partition.rows].sum()), len(partition.rows), objects
 
     def write(self, file: DataFile, partition: FilePartition) -> Int64:
         """Write the rows and objects of a partition, and finish its file; returns `OBJECT_COLUMNS` of each

@@ -317,22 +317,19 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
             with contextlib.suppress(CheckpointError):
                 self.store.remove_root()
 
-    def _take_numbers(self, count: int) -> range:
-        first, self._files_written = self._files_written, self._files_written + count
-        return range(first, first + count)
-
-    def _create(self, number: int, expected_bytes: int) -> DataFile:
+    def _create(self, number: int, payload_bytes: int, records: int, other_bytes: int = 0) -> DataFile:
+        expected = file_bytes(payload_bytes, records, torch_compatible=self.torch_compatible)
         return DataFile(
             self.store,
             data_file_name(self.rank, number, self.save_id),
             durable=self.sync_files,
             torch_compatible=self.torch_compatible,
-            expected_bytes=expected_bytes,
+            expected_bytes=expected + other_bytes,
         )
 
     def _new_file(self, payload_bytes: int, records: int) -> DataFile:
-        expected = file_bytes(payload_bytes, records, torch_compatible=self.torch_compatible)
-        return self._create(self._take_numbers(1)[0], expected)
+        self._files_written += 1
+        return self._create(self._files_written - 1, payload_bytes, records)
 
     def _sync(self) -> None:
         if self.sync_files:
@@ -366,11 +363,11 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
 
         def write(number: int, part: FilePartition) -> Int64:
             # Created only now: with a file for each tensor there may be more than a process can have open.
-            expected = writing.file_bytes(part, torch_compatible=self.torch_compatible)
-            file = files[number] = self._create(number, expected)
+            file = files[number] = self._create(number, *writing.sizes(part))
             return writing.write(file, part)
 
-        numbers = self._take_numbers(len(parts))
+        numbers = range(self._files_written, self._files_written + len(parts))
+        self._files_written += len(parts)
         try:
             if len(parts) == 1:
                 placed = [write(numbers[0], parts[0])]

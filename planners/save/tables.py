@@ -1,13 +1,14 @@
-"""The names of all ranks, in one table.
+"""All ranks' tensors, boxes and objects, one table each; and which boxes are the same.
 
-Ranks mostly have equal tables, which are recognised and taken once, whatever the number of ranks.
+Ranks mostly have equal tables of names, which are recognised and taken once, whatever the number of ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +17,23 @@ from dcp.planners.columns import SaveColumns
 from dcp.planners.value_digests import NOT_COMPARABLE
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import Int64, starts
-from dcp.storage.geometry.ragged import gather_rows
+from dcp.storage.geometry.ragged import gather_rows, row_products
 from dcp.storage.near_names import listed
 
-__all__ = ["GlobalObjects", "GlobalTensors", "global_objects", "global_tensors", "rank_list"]
+__all__ = [
+    "Boxes",
+    "GlobalObjects",
+    "GlobalTensors",
+    "Items",
+    "describe_sides",
+    "distinct_boxes",
+    "gather_items",
+    "global_objects",
+    "global_tensors",
+    "rank_list",
+]
 
 _MAX_LISTED_RANKS = 8
-_Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 def rank_list(ranks: Sequence[int]) -> str:
@@ -52,6 +63,8 @@ class GlobalTensors:
 
 
 class _Table(NamedTuple):
+    """Columns that ``ranks`` have alike: their ``rows`` in the table of all, and which are ``new``."""
+
     columns: SaveColumns
     rows: Int64
     new: npt.NDArray[np.bool_]
@@ -68,59 +81,47 @@ def _numbered(fqns: Sequence[str], position: dict[str, int]) -> Int64:
     return np.array([position.setdefault(fqn, len(position)) for fqn in fqns], np.int64)
 
 
-def _tables(all_columns: Sequence[SaveColumns], position: dict[str, int]) -> list[_Table]:
-    tables: dict[tuple[object, ...], _Table] = {}
-    for rank, columns in enumerate(all_columns):
-        key = (
-            tuple(columns.fqns),
-            columns.dtype_codes.tobytes(),
-            columns.shape_start.tobytes(),
-            columns.shape_values.tobytes(),
-        )
-        table = tables.get(key)
-        if table is None:
-            known = len(position)
-            rows = _numbered(columns.fqns, position)
-            table = tables[key] = _Table(columns, rows, rows >= known, [])
-        table.ranks.append(rank)
-    return list(tables.values())
-
-
 def global_tensors(all_columns: Sequence[SaveColumns]) -> GlobalTensors:
     """One table of all ranks' tensors; differing dtypes and shapes are listed as problems."""
     position: dict[str, int] = {}
-    tables = _tables(all_columns, position)
-    ndims = [np.diff(table.columns.shape_start)[table.new] for table in tables]
-    shapes = [
-        gather_rows(t.columns.shape_values, t.columns.shape_start, np.flatnonzero(t.new)) for t in tables
-    ]
-    rows_by_rank: dict[int, Int64] = {rank: table.rows for table in tables for rank in table.ranks}
+    tables: dict[tuple[object, ...], _Table] = {}
+    rows: list[Int64] = []
     orders: dict[int, tuple[int, ...]] = {}
     for rank, columns in enumerate(all_columns):
+        shapes = columns.shape_start.tobytes(), columns.shape_values.tobytes()
+        key = (tuple(columns.fqns), columns.dtype_codes.tobytes(), *shapes)
+        table = tables.get(key)
+        if table is None:
+            known = len(position)
+            numbers = _numbered(columns.fqns, position)
+            table = tables[key] = _Table(columns, numbers, numbers >= known, [])
+        table.ranks.append(rank)
+        rows.append(table.rows)
         for row, order in columns.stride_orders.items():
-            orders.setdefault(int(rows_by_rank[rank][row]), tuple(order))
+            orders.setdefault(int(table.rows[row]), tuple(order))
+    ndims, shape_values, codes, grads = [], [], [], []
+    for columns, _, new, _ in tables.values():
+        ndims.append(columns.ndims[new])
+        shape_values.append(gather_rows(columns.shape_values, columns.shape_start, np.flatnonzero(new)))
+        codes.append(columns.dtype_codes[new])
+        grads.append(columns.requires_grad[new])
     found = GlobalTensors(
         fqns=list(position),
-        dtype_codes=_joined([t.columns.dtype_codes[t.new] for t in tables]),
-        requires_grad=_joined([t.columns.requires_grad[t.new] for t in tables]),
-        shape_start=starts(_joined(ndims)),
-        shape_values=_joined(shapes),
-        rows=[rows_by_rank[rank] for rank in range(len(all_columns))],
+        dtype_codes=np.concatenate(codes),
+        requires_grad=np.concatenate(grads),
+        shape_start=starts(np.concatenate(ndims)),
+        shape_values=np.concatenate(shape_values),
+        rows=rows,
         stride_orders=orders,
     )
-    for table in tables:
-        _compare(table, found, tables)
+    for table in tables.values():
+        if not table.new.all():
+            _compare(table, found, [*tables.values()])
     return found
-
-
-def _joined(parts: Sequence[npt.NDArray[_Scalar]]) -> npt.NDArray[_Scalar]:
-    return np.concatenate(parts)
 
 
 def _compare(table: _Table, found: GlobalTensors, tables: Sequence[_Table]) -> None:
     columns, rows = table.columns, table.rows
-    if table.new.all():
-        return
     differs = columns.dtype_codes != found.dtype_codes[rows]
     ndims = np.diff(columns.shape_start)
     same_ndim = ndims == np.diff(found.shape_start)[rows]
@@ -224,3 +225,106 @@ def describe_sides(sides: Sequence[Sequence[int]]) -> str:
         for side, word in zip(sides, words, strict=False)
     ]
     return listed(told, most=4, show=str)
+
+
+@dataclass(frozen=True, eq=False)
+class Items:
+    """The boxes of all ranks, one after the other: rank, row in that rank's columns, global tensor row,
+    box."""
+
+    ranks: Int64
+    rows: Int64
+    tensors: Int64
+    start: Int64
+    offsets: Int64
+    sizes: Int64
+    local_offsets: Int64
+    sources: Int64
+    digests: npt.NDArray[np.uint64]
+    ties: Int64
+    volumes: Int64
+
+    def box_text(self, item: int) -> str:
+        """``[0:4, 2:3]``, for messages."""
+        begin, end = self.start[item], self.start[item + 1]
+        pairs = zip(self.offsets[begin:end].tolist(), self.sizes[begin:end].tolist(), strict=True)
+        return "[" + ", ".join(f"{offset}:{offset + size}" for offset, size in pairs) + "]"
+
+
+def gather_items(all_columns: Sequence[SaveColumns], tensors: GlobalTensors) -> Items:
+    """The items of all ranks, in rank order."""
+    counts = [len(columns.item_tensors) for columns in all_columns]
+    rows = [np.arange(count, dtype=np.int64) for count in counts]
+    mapped = [rows[columns.item_tensors] for columns, rows in zip(all_columns, tensors.rows, strict=True)]
+    ndims = [np.diff(columns.box_start) for columns in all_columns]
+    start = starts(np.concatenate(ndims))
+    sizes = np.concatenate([columns.item_sizes for columns in all_columns])
+    return Items(
+        ranks=np.repeat(np.arange(len(counts), dtype=np.int64), counts),
+        rows=np.concatenate(rows),
+        tensors=np.concatenate(mapped),
+        start=start,
+        offsets=np.concatenate([columns.item_offsets for columns in all_columns]),
+        sizes=sizes,
+        local_offsets=np.concatenate([columns.item_local_offsets for columns in all_columns]),
+        sources=np.concatenate([columns.item_sources for columns in all_columns]),
+        digests=np.concatenate([columns.item_digests for columns in all_columns]),
+        ties=np.concatenate([columns.item_ties for columns in all_columns]),
+        volumes=row_products(sizes, start),
+    )
+
+
+def _positions(items: Items, chosen: Int64, tensors: GlobalTensors) -> Int64:
+    """A sort key by item of ``chosen``: tensor first, then the box's first element in C order."""
+    shape_start, shape_values = tensors.shape_start, tensors.shape_values
+    ndims = np.diff(shape_start)
+    volumes = np.maximum(row_products(shape_values, shape_start), 1)
+    base = starts(volumes)[:-1]
+    strides = np.ones(len(shape_values), np.int64)
+    for back in range(2, int(ndims.max(initial=0)) + 1):
+        places = shape_start[1:][ndims >= back] - back
+        strides[places] = strides[places + 1] * shape_values[places + 1]
+    keys = base[items.tensors[chosen]]
+    item_ndims = ndims[items.tensors[chosen]]
+    for ndim in np.unique(item_ndims[item_ndims > 0]).tolist():
+        of_ndim = np.flatnonzero(item_ndims == ndim)
+        boxes = items.start[chosen[of_ndim]][:, None] + np.arange(ndim)
+        places = shape_start[items.tensors[chosen[of_ndim]]][:, None] + np.arange(ndim)
+        keys[of_ndim] += (items.offsets[boxes] * strides[places]).sum(axis=1)
+    return keys
+
+
+@dataclass(frozen=True, eq=False)
+class Boxes:
+    """The distinct boxes, by tensor and position: those who hold box b are items ``members[start[b]:start[b +
+    1]]``, ascending by rank."""
+
+    members: Int64
+    start: Int64
+
+    @cached_property
+    def first(self) -> Int64:
+        """One item of each box."""
+        return self.members[self.start[:-1]]
+
+    def of(self, box: int) -> Int64:
+        """The items of a box."""
+        return self.members[self.start[box] : self.start[box + 1]]
+
+
+def distinct_boxes(items: Items, chosen: Int64, tensors: GlobalTensors) -> Boxes:
+    """The boxes of the items ``chosen``."""
+    keys = _positions(items, chosen, tensors)
+    order = np.argsort(keys, kind="stable")
+    members, keys = chosen[order], keys[order]
+    new = np.ones(len(members), bool)
+    new[1:] = keys[1:] != keys[:-1]
+    # equal beginnings with different sizes are different boxes; that they overlap is found later
+    same = np.flatnonzero(~new)
+    counts = items.start[members[same] + 1] - items.start[members[same]]
+    filled = same[counts > 0]
+    if len(filled):
+        here = gather_rows(items.sizes, items.start, members[filled])
+        before = gather_rows(items.sizes, items.start, members[filled - 1])
+        new[filled] = np.logical_or.reduceat(here != before, starts(counts[counts > 0])[:-1])
+    return Boxes(members, np.append(np.flatnonzero(new), len(members)))
