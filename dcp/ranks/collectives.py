@@ -1,8 +1,7 @@
 """Steps that the ranks of a save or load take together.
 
-Payloads are packed bytes in uint8 tensors: no pickled objects travel, on gloo or on any other backend.
-Every exchange carries each rank's outcome, so one rank's exception becomes the same typed error on all of
-them.
+Payloads are packed bytes in uint8 tensors, on gloo or on any other backend. Every exchange carries each
+rank's outcome, so one rank's exception becomes the same typed error on all of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A load by torch's protocol: plans made of objects, for a planner or storage that overrides a step.
 
-The sequence of calls is the one that torch documents for StorageReader and LoadPlanner. Plans travel as
-`dcp.torch_protocol.plan_transport` packs them.
+The sequence of calls is the one that torch documents for StorageReader and LoadPlanner.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ from dcp.ranks.options import of_load
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, PlanError
 from dcp.storage.formats.native.manifest import encode_manifest
 from dcp.storage.torch_compat import weight_scales
-from dcp.torch_protocol import plan_transport
-from dcp.torch_protocol.calls import call_with_optional
+from dcp.torch_protocol.calls import PICKLED, call_with_optional
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
@@ -60,7 +58,7 @@ class ProtocolLoad(LoadEngine):
         self._reader = reader
         self._planner = planner
         self._together = True
-        self._reply = b""
+        self._share: LoadPlan | None = None
 
     def plan(self, targets: GivenState, report: LoadReport) -> None:
         """Metadata and plan; what nobody takes."""
@@ -76,13 +74,12 @@ class ProtocolLoad(LoadEngine):
         )
 
         def plan() -> None:
-            self._reply = ranks.reduce_scatter(
+            self._share = ranks.reduce_scatter(
                 "plan",
-                lambda: plan_transport.pack(self._local_plan(targets)),
-                lambda parts: [
-                    plan_transport.pack(p)
-                    for p in self._global_plan([plan_transport.unpack(p) for p in parts])
-                ],
+                lambda: self._local_plan(targets),
+                lambda plans: self._reader.prepare_global_plan(self._planner.create_global_plan(plans)),
+                sent=PICKLED,
+                reply=PICKLED,
             )
             if storage is not None:  # of others nobody knows what a checkpoint is known by
                 check_same_checkpoint(ranks, places, lambda: _fingerprint(storage) if self._together else b"")
@@ -131,11 +128,10 @@ class ProtocolLoad(LoadEngine):
                 )
         return reader.prepare_local_plan(plan)
 
-    def _global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return self._reader.prepare_global_plan(self._planner.create_global_plan(plans))
-
     def _read(self) -> bytes:
-        plan = self._planner.finish_plan(plan_transport.unpack(self._reply))
+        if self._share is None:
+            raise CheckpointError("the load was not planned")
+        plan = self._planner.finish_plan(self._share)
         self._reader.read_data(plan, self._planner).wait()
         ours, storage = self._ours, self._storage
         if ours is not None and ours.rescaled and storage is not None:

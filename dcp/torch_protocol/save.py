@@ -1,11 +1,13 @@
 """Saves by torch's protocol: plans made of objects, for a planner or storage that overrides a step.
 
 The sequence of calls is the one that torch documents for StorageWriter and SavePlanner. Plans and results
-travel as `dcp.torch_protocol.plan_transport` packs them.
+are objects of any class: they travel between the ranks of a job pickled, as torch sends them, and nothing of
+that is ever stored.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +22,11 @@ from dcp.saving.provenance import provenance_of
 from dcp.storage.errors import CheckpointError
 from dcp.storage.formats.opening.folder import open_index
 from dcp.storage.torch_storage.metadata import LazyMetadata
-from dcp.torch_protocol import plan_transport
-from dcp.torch_protocol.calls import call_with_optional
+from dcp.torch_protocol.calls import PICKLED, call_with_optional
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-    from torch.distributed.checkpoint.storage import StorageWriter
+    from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
     from dcp.planners.save.plan_cache import PlanCache
     from dcp.planners.save.planner import DefaultSavePlanner
@@ -68,6 +69,8 @@ class ProtocolSaveEngine(SaveEngine):
 class ProtocolSave(SaveAttempt):
     """One attempt by torch's protocol; its metadata are those that the planner made."""
 
+    codecs = (PICKLED, PICKLED, PICKLED)
+
     def __init__(self, engine: ProtocolSaveEngine, order: SaveOrder, part: GivesPart, ranks: Ranks) -> None:
         super().__init__(order, part, ranks)
         self._writer, self._planner, self._ours = engine.writer, engine.planner, engine.ours
@@ -77,7 +80,7 @@ class ProtocolSave(SaveAttempt):
         plan = PlanOptions.of(self._ours) if self._ours is not None else None
         return ["by torch's protocol"], of_save(self._options, self._storage, plan)
 
-    def _local_plan(self) -> bytes:
+    def _local_plan(self) -> SavePlan:
         writer, planner, ours, ranks = self._writer, self._planner, self._ours, self._ranks
         state = self._part()
         if ours is not None:
@@ -99,25 +102,24 @@ class ProtocolSave(SaveAttempt):
         if ranks.is_coordinator:
             _warn_of_foreign(plan, planner.state_dict if hasattr(planner, "state_dict") else state)
             warn_of_keys(ours.foreign_keys if ours is not None else {})
-        return plan_transport.pack(writer.prepare_local_plan(plan))
+        return writer.prepare_local_plan(plan)
 
-    def _global_plan(self, parts: list[bytes]) -> list[bytes]:
-        plans, self._made = self._planner.create_global_plan([plan_transport.unpack(part) for part in parts])
-        return [plan_transport.pack(plan) for plan in self._writer.prepare_global_plan(plans)]
+    def _global_plan(self, parts: list[SavePlan]) -> list[SavePlan]:
+        plans, self._made = self._planner.create_global_plan(parts)
+        return self._writer.prepare_global_plan(plans)
 
-    def _write(self, plan: bytes) -> bytes:
-        planned = self._planner.finish_plan(plan_transport.unpack(plan))
-        future = self._writer.write_data(planned, self._planner)
+    def _write(self, plan: SavePlan) -> list[WriteResult]:
+        future = self._writer.write_data(self._planner.finish_plan(plan), self._planner)
         future.wait()
-        return plan_transport.pack(list(future.value()))
+        return list(future.value())
 
-    def _commit(self, parts: list[bytes]) -> bytes:
+    def _commit(self, parts: list[list[WriteResult]]) -> bytes:
         made = self._made
         if made is None:
             raise CheckpointError("the save was not planned")
-        self._writer.finish(metadata=made, results=[plan_transport.unpack(part) for part in parts])
+        self._writer.finish(metadata=made, results=parts)
         # What our writer published can be read again; a foreign storage need not be readable at all.
-        return b"" if self._storage is not None else plan_transport.pack(made)
+        return b"" if self._storage is not None else pickle.dumps(made)
 
     def _metadata(self) -> Metadata:
         if self._made is not None:
@@ -125,7 +127,7 @@ class ProtocolSave(SaveAttempt):
         if self._storage is not None:
             store = self._storage.store
             return LazyMetadata.of(lambda: open_index(store), self._storage.storage_meta())
-        metadata: Metadata = plan_transport.unpack(self._answer)
+        metadata: Metadata = pickle.loads(self._answer)
         return metadata
 
 
