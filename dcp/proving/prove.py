@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcp.calls.plain_errors import plain_errors
 from dcp.calls.stateful_values import stateful_to_plain
+from dcp.features.saved_map import mapped_state
 from dcp.inspection.values.tensor_reading import open_tensors
 from dcp.planners.load.selection import Patterns, Selection
 from dcp.planners.save.planner import DefaultSavePlanner
@@ -22,7 +23,6 @@ from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.ranks.handshake import begin, check_same_checkpoint, told_to_all
 from dcp.ranks.options import of_map
-from dcp.saving.mapped import mapped_state
 from dcp.storage.formats.native.manifest import encode_manifest
 
 if TYPE_CHECKING:

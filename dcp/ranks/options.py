@@ -8,7 +8,7 @@ or one host (``storage_options``), and what the coordinator's alone counts of (`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -16,18 +16,12 @@ from dcp.calls.stateful_values import stateful_keys
 from dcp.planners.flatten import LIST, MAPPING, kind_of
 from dcp.planners.load.options import LoadOptions
 from dcp.planners.load.planner import DefaultLoadPlanner
-from dcp.planners.save.options import PlanOptions
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.storage.torch_storage.reader import FileSystemReader
-from dcp.storage.torch_storage.writer import FileSystemWriter
 
-if TYPE_CHECKING:  # an engine's, which stands above
-    from dcp.saving.options import SaveOptions
-
-__all__ = ["kinds_of", "of_load", "of_map", "of_save"]
+__all__ = ["kinds_of", "of_load", "of_map"]
 
 _KINDS = {MAPPING: "a dict", LIST: "a list"}
-_OF_WRITERS = ("overwrite", "torch_compatible", "digests", "sync_files", "single_file_per_rank")
 _OF_LOADS = (
     "only",
     "exclude",
@@ -38,25 +32,6 @@ _OF_LOADS = (
     "weights_only",
 )
 _OF_LOAD_PLANNERS = ("flatten_state_dict", "flatten_sharded_tensors")
-_OF_PLANS = {
-    "dedup_to_lowest_rank": "dedup_save_to_lowest_rank",
-    "split_bytes": "split_bytes",
-    "replica_check": "replica_check",
-}
-
-
-def of_save(
-    options: SaveOptions, writer: FileSystemWriter | None, plan: PlanOptions | None
-) -> dict[str, Any]:
-    """The options of a save by ``writer``, by the names that its caller knows; those of others (None) are not
-    known."""
-    told: dict[str, Any] = {} if options.step is None else {"step": options.step}
-    told |= of_map(options.map)
-    if writer is not None:
-        told |= _values(writer, _OF_WRITERS)
-    if plan is not None:
-        told |= {name: getattr(plan, field) for field, name in _OF_PLANS.items()}
-    return told
 
 
 def of_load(

@@ -8,12 +8,10 @@ from collections.abc import Sequence
 from dataclasses import astuple, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp.planners.columns import SaveColumns
 from dcp.planners.digest import ReplicaCheck
-from dcp.planners.load.selection import Selection
 from dcp.planners.rank_state import RankState
 from dcp.planners.save.global_plan import GlobalSavePlan, plan_save
 from dcp.planners.save.options import PlanOptions
@@ -28,25 +26,20 @@ from dcp.planners.wire.codec import (
 )
 from dcp.progress import reporting
 from dcp.ranks.collectives import Codec, Ranks
-from dcp.ranks.options import of_save
 from dcp.saving.engine import GivesPart, SaveAttempt, SaveEngine, SaveOrder
+from dcp.saving.feature import SaveFeature
 from dcp.saving.foreign_values import warn_of_foreign, warn_of_keys
-from dcp.saving.mapped import mapped_state, missing_sources
-from dcp.saving.options import SaveOptions
+from dcp.saving.options import SaveOptions, compared_options
 from dcp.saving.provenance import provenance_of
 from dcp.storage.engine.write_tables import WriteColumns, WriteOutcome, assemble_index
 from dcp.storage.errors import CheckpointError, PlanError, StorageError
-from dcp.storage.formats.index import Int64
 from dcp.storage.formats.opening.folder import open_index
-from dcp.storage.near_names import listed
 from dcp.storage.packing import pack, unpack
 from dcp.storage.threads import unwanted_once
 from dcp.storage.torch_storage.metadata import LazyMetadata
 from dcp.storage.torch_storage.writer import FileSystemWriter
 
 __all__ = ["ColumnSave", "ColumnSaveEngine", "cache_of"]
-
-_MAX_LISTED = 10
 
 _caches: dict[int, tuple[weakref.ref[object], PlanCache]] = {}
 """By identity: equal writers are not one, and a user's may not be hashable. Entries go with their owners."""
@@ -59,24 +52,6 @@ def cache_of(owner: object) -> PlanCache:
     if number not in _caches:
         _caches[number] = (weakref.ref(owner, lambda _: _caches.pop(number, None)), PlanCache())
     return _caches[number][1]
-
-
-def _apart(local: RankState, parts: Sequence[Sequence[str]]) -> Int64 | None:
-    """By local tensor the number of the part that it is of, from 1; 0 for those of none."""
-    if not parts:
-        return None
-    columns = local.columns
-    selections = [Selection.of(patterns, None) for patterns in parts]
-    numbers = np.array(
-        [
-            next((at for at, one in enumerate(selections, 1) if one is not None and one.selects(name)), 0)
-            for name in columns.fqns
-        ],
-        np.int64,
-    )
-    found = np.zeros(len(local.sources), np.int64)
-    found[columns.item_sources] = numbers[columns.item_tensors]
-    return found
 
 
 class ColumnSaveEngine(SaveEngine):
@@ -92,15 +67,21 @@ class ColumnSaveEngine(SaveEngine):
         writer: FileSystemWriter,
         planner: DefaultSavePlanner | None,
         plan: PlanOptions,
+        features: Sequence[type[SaveFeature]] = (),
         options: SaveOptions | None = None,
     ) -> None:
         super().__init__(writer, writer)
         self._planner = planner
         self._plan = plan
+        self._kinds = tuple(features)
         self._options = options if options is not None else SaveOptions()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.storage, None, self._plan)
+        return type(self), (self.storage, None, self._plan, self._kinds)
+
+    def features(self, options: SaveOptions) -> list[SaveFeature]:
+        """The features of one save with ``options``, in their order."""
+        return [feature(options, self.storage) for feature in self._kinds]
 
     def part(self, state: dict[str, Any], *, rank: int, world_size: int, is_coordinator: bool) -> RankState:
         """The columns, tensors and values of ``state``. The coordinator logs a warning of what only a trusted
@@ -116,17 +97,17 @@ class ColumnSaveEngine(SaveEngine):
         if is_coordinator:
             warn_of_foreign(local.columns.objects.fqns, local.objects)
             warn_of_keys(planner.foreign_keys)
-        options = self._options
-        if options.map is None:
-            return local
-        is_part = world_size > 1 and options.use_collectives  # only then somebody looks for gaps
-        return mapped_state(local, options.map, is_part=is_part, leads_back=options.map_leads_back)
+        is_part = world_size > 1 and self._options.use_collectives  # only then gaps are looked for
+        for feature in self.features(self._options):
+            local = feature.held(local, is_part=is_part)
+        return local
 
     def attempt(
         self, order: SaveOrder, part: GivesPart, ranks: Ranks, cache: PlanCache | None = None
     ) -> ColumnSave:
         """One attempt on columns."""
-        return ColumnSave(order, part, ranks, cache, self.storage, self._plan)
+        features = self.features(order.options)
+        return ColumnSave(order, part, ranks, cache, self.storage, self._plan, features)
 
 
 class _RankPlan(NamedTuple):
@@ -163,6 +144,7 @@ class ColumnSave(SaveAttempt):
         cache: PlanCache | None,
         writer: FileSystemWriter,
         plan: PlanOptions,
+        features: Sequence[SaveFeature],
     ) -> None:
         super().__init__(order, part, ranks)
         self._writer = writer
@@ -170,6 +152,7 @@ class ColumnSave(SaveAttempt):
         self._cache = cache
         self._local: RankState | None = None
         self._plan: GlobalSavePlan | None = None
+        self._features = features
         # How replicas are compared: a rank that plans alone has none.
         self._check: ReplicaCheck = plan.replica_check if self._together and ranks.world_size > 1 else "off"
         sections: SectionCache = {}  # names and paths are the same on most ranks, and then decoded once
@@ -194,7 +177,10 @@ class ColumnSave(SaveAttempt):
 
     def _manner(self) -> tuple[list[str], dict[str, Any]]:
         manner = [] if self._cache is None else ["with a plan cache"]
-        return manner, of_save(self._options, self._writer, self._plan_options)
+        options = compared_options(self._options, self._writer, self._plan_options)
+        for feature in self._features:
+            options |= feature.agreed()
+        return manner, options
 
     def _metadata(self) -> Metadata:
         writer = self._writer
@@ -271,14 +257,10 @@ class ColumnSave(SaveAttempt):
                 with_sets=self._cache is not None,
             )
         except PlanError as error:
-            weights = self._options.map
-            missing = [] if weights is None else missing_sources(parts, weights)
-            if not missing:
-                raise
-            raise PlanError(
-                f"no rank has (all of) {listed(missing, most=_MAX_LISTED)}: {error}",
-                fqns=missing[:_MAX_LISTED],
-            ) from error
+            for feature in self._features:
+                if (better := feature.explained(error, parts)) is not None:
+                    raise better from error
+            raise
         save_id = self._writer.save_id
         extras = [b""] * len(parts) if self._cache is None else self._cache.planned(plan)
         replies = [_RankPlan(save_id, *part) for part in zip(plan.writes, extras, strict=True)]
@@ -294,14 +276,16 @@ class ColumnSave(SaveAttempt):
             self._cache.receive(columns, plan.extra, check=self._check)
         begun = time.perf_counter()
         memory, objects = local.memory, local.encoded_objects(columns.objects)
-        places = local.places(columns) if writer.digests else None
+        groups, places = None, None
+        for feature in self._features:
+            groups = feature.groups(local) if groups is None else groups
+            places = feature.places(local, columns) if places is None else places
         total = int(columns.payload_bytes(memory.dtype_codes)[columns.own_rows].sum())
         with reporting(self._options.progress, "write", total, show=ranks.is_coordinator) as on_bytes:
             watched = ranks.watching(on_bytes)
             try:
                 with unwanted_once(ranks.abort):
-                    apart = _apart(local, self._options.apart)
-                    outcome = writer.write_columns(columns, memory, objects, watched, apart, places)
+                    outcome = writer.write_columns(columns, memory, objects, watched, groups, places)
             except StorageError:
                 ranks.check_called_off()  # then that is what has ended the request
                 raise
@@ -314,6 +298,8 @@ class ColumnSave(SaveAttempt):
         begun = time.perf_counter()
         index = assemble_index(self._plan.index, self._plan.writes, outcomes)
         provenance = provenance_of(self._ranks, self._options)
+        for feature in self._features:
+            provenance |= feature.manifest()
         provenance["rank_seconds"] = [outcome.seconds for outcome in outcomes]
         if any(outcome.traffic for outcome in outcomes):
             provenance["rank_traffic"] = [outcome.traffic for outcome in outcomes]

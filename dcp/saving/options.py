@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
@@ -13,7 +13,18 @@ from dcp.storage.errors import OptionError
 from dcp.storage.formats.native.manifest_fields import MAX_PLAIN_SECTION_BYTES
 from dcp.storage.formats.plain import encode_plain
 
-__all__ = ["SaveOptions"]
+if TYPE_CHECKING:
+    from dcp.planners.save.options import PlanOptions
+    from dcp.storage.torch_storage.writer import FileSystemWriter
+
+__all__ = ["SaveOptions", "compared_options"]
+
+_OF_WRITERS: Final = ("overwrite", "torch_compatible", "digests", "sync_files", "single_file_per_rank")
+_OF_PLANS: Final = {
+    "dedup_to_lowest_rank": "dedup_save_to_lowest_rank",
+    "split_bytes": "split_bytes",
+    "replica_check": "replica_check",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,3 +57,16 @@ class SaveOptions:
                     f"user_metadata[{key!r}], a {type(value).__name__}, cannot be stored: give plain data "
                     "(None, numbers, text, bytes, and lists, tuples and dicts of them) under a string"
                 )
+
+
+def compared_options(
+    options: SaveOptions, writer: FileSystemWriter | None, plan: PlanOptions | None
+) -> dict[str, Any]:
+    """Options that must be the same on all ranks, by the names that their caller knows; those of other
+    packages' writers and planners (None) are not known."""
+    found: dict[str, Any] = {} if options.step is None else {"step": options.step}
+    if writer is not None:
+        found |= {name: getattr(writer, name) for name in _OF_WRITERS}
+    if plan is not None:
+        found |= {name: getattr(plan, field) for field, name in _OF_PLANS.items()}
+    return found

@@ -24,6 +24,4 @@ def provenance_of(ranks: Ranks, options: SaveOptions) -> dict[str, Any]:
     }
     if options.resumed_from is not None:
         facts["resumed_from"] = dict(options.resumed_from)
-    if options.map is not None:
-        facts["map"] = options.map.told
     return facts

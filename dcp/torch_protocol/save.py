@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from dcp.planners.save.options import PlanOptions
-from dcp.ranks.options import of_save
 from dcp.saving.engine import GivesPart, SaveAttempt, SaveEngine, SaveOrder
 from dcp.saving.foreign_values import warn_of_foreign, warn_of_keys
+from dcp.saving.options import compared_options
 from dcp.saving.provenance import provenance_of
 from dcp.storage.errors import CheckpointError
 from dcp.storage.formats.opening.folder import open_index
@@ -78,7 +78,7 @@ class ProtocolSave(SaveAttempt):
 
     def _manner(self) -> tuple[list[str], dict[str, Any]]:
         plan = PlanOptions.of(self._ours) if self._ours is not None else None
-        return ["by torch's protocol"], of_save(self._options, self._storage, plan)
+        return ["by torch's protocol"], compared_options(self._options, self._storage, plan)
 
     def _local_plan(self) -> SavePlan:
         writer, planner, ours, ranks = self._writer, self._planner, self._ours, self._ranks

@@ -1,4 +1,4 @@
-"""Saves through a weight map: what a rank has, as boxes of another model definition's tensors."""
+"""Saves through a weight map (``map=``): boxes of another model definition's tensors, of a rank's memory."""
 
 from __future__ import annotations
 
@@ -17,16 +17,49 @@ from dcp.planners.rank_state import RankState
 from dcp.planners.weight_maps.mapped_index import map_sources
 from dcp.planners.weight_maps.pieces import MappedTensor, Piece, check_mapped
 from dcp.planners.weight_maps.weight_map import MapSource, WeightMap
-from dcp.storage.errors import CheckpointError
+from dcp.saving.feature import SaveFeature
+from dcp.storage.errors import CheckpointError, PlanError
 from dcp.storage.formats.container_notes import notes_above
 from dcp.storage.formats.index import Path, starts
 from dcp.storage.geometry.boxes import Box
+from dcp.storage.near_names import listed
 from dcp.storage.tensors import LocalMemory, torch_dtype
 
-__all__ = ["mapped_state", "missing_sources"]
+__all__ = ["SavedMap", "mapped_state", "missing_sources"]
+
+_MAX_LISTED = 10
 
 _MAX_ITEMS = 2_000_000
 """Of all ranks, that are looked through for what is missing: some seconds, in which all of them wait."""
+
+
+class SavedMap(SaveFeature):
+    """Saves what the map makes of a rank's tensors."""
+
+    def agreed(self) -> dict[str, Any]:
+        """The map, in few characters."""
+        weights = self.options.map
+        return {} if weights is None else {"map": weights.mark}
+
+    def held(self, local: RankState, *, is_part: bool) -> RankState:
+        """Boxes of the other model definition."""
+        weights, leads_back = self.options.map, self.options.map_leads_back
+        if weights is None:
+            return local
+        return mapped_state(local, weights, is_part=is_part, leads_back=leads_back)
+
+    def explained(self, error: PlanError, parts: Sequence[SaveColumns]) -> PlanError | None:
+        """Names what a plan lacks by the state dict that was saved."""
+        weights = self.options.map
+        missing = [] if weights is None else missing_sources(parts, weights)
+        if not missing:
+            return None
+        text = f"no rank has (all of) {listed(missing, most=_MAX_LISTED)}: {error}"
+        return PlanError(text, fqns=missing[:_MAX_LISTED])
+
+    def manifest(self) -> dict[str, Any]:
+        """The map's name."""
+        return {} if self.options.map is None else {"map": self.options.map.told}
 
 
 class _MappedBox(NamedTuple):

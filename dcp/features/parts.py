@@ -1,0 +1,33 @@
+"""Parts of a save that get files of their own (``apart=``), so that they can be dropped without rewriting."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dcp.planners.load.selection import Selection
+from dcp.planners.rank_state import RankState
+from dcp.saving.feature import SaveFeature
+from dcp.storage.formats.index import Int64
+
+__all__ = ["Parts"]
+
+
+class Parts(SaveFeature):
+    """Numbers the tensors of each part from 1; 0 for those of none."""
+
+    def groups(self, local: RankState) -> Int64 | None:
+        """By local tensor the number of its part."""
+        if not self.options.apart:
+            return None
+        columns = local.columns
+        selections = [Selection.of(patterns, None) for patterns in self.options.apart]
+        numbers = np.array(
+            [
+                next((at for at, one in enumerate(selections, 1) if one is not None and one.selects(name)), 0)
+                for name in columns.fqns
+            ],
+            np.int64,
+        )
+        found = np.zeros(len(local.sources), np.int64)
+        found[columns.item_sources] = numbers[columns.item_tensors]
+        return found
