@@ -15,10 +15,8 @@ from dcp.planners.columns import SaveColumns, SaveObjects
 from dcp.planners.digest import ReplicaCheck, digest_bytes, digest_tensors
 from dcp.planners.encoded_objects import EncodedObject, encoded_object
 from dcp.planners.value_digests import digest_value
-from dcp.storage.digests.places import LogicalPlaces
-from dcp.storage.engine.write_tables import WriteColumns
-from dcp.storage.formats.index import Int64, itemsizes
-from dcp.storage.geometry.ragged import gather_rows, row_products
+from dcp.storage.formats.index import Int64
+from dcp.storage.geometry.ragged import row_products
 from dcp.storage.tensors import LocalMemory, narrow
 from dcp.storage.torch_storage.file_partitions import EncodedObjects
 
@@ -62,44 +60,6 @@ class RankState:
         columns = self.columns
         box = slice(int(columns.box_start[row]), int(columns.box_start[row + 1]))
         return narrow(source, columns.item_local_offsets[box].tolist(), columns.item_sizes[box].tolist())
-
-    def places(self, columns: WriteColumns) -> LogicalPlaces:
-        """Where the rows that this rank is to write lie in their tensors."""
-        held, items = self.columns, self._items_of(columns)
-        offsets, inner = (
-            gather_rows(values, held.box_start, items)
-            for values in (held.item_offsets, held.item_local_offsets)
-        )
-        tensors = held.item_tensors[items]
-        return LogicalPlaces(
-            columns.box_start,
-            gather_rows(held.shape_values, held.shape_start, tensors),
-            offsets + columns.local_offsets - inner,
-            columns.sizes,
-            itemsizes(held.dtype_codes[tensors]),
-        )
-
-    def _items_of(self, columns: WriteColumns) -> Int64:
-        """The item that each row is, or is a part of."""
-        sources = self.columns.item_sources
-        order = np.argsort(sources, kind="stable")
-        first = np.searchsorted(sources[order], columns.sources, "left")
-        count = np.searchsorted(sources[order], columns.sources, "right") - first
-        items = order[first]
-        for row in np.flatnonzero(count > 1).tolist():  # one local tensor that is several boxes
-            items[row] = next(
-                item
-                for item in order[first[row] : first[row] + count[row]].tolist()
-                if self._has(item, columns, row)
-            )
-        return items
-
-    def _has(self, item: int, columns: WriteColumns, row: int) -> bool:
-        held = self.columns
-        box = slice(int(held.box_start[item]), int(held.box_start[item + 1]))
-        part = slice(int(columns.box_start[row]), int(columns.box_start[row + 1]))
-        inner = columns.local_offsets[part] - held.item_local_offsets[box]
-        return bool(((inner >= 0) & (inner + columns.sizes[part] <= held.item_sizes[box])).all())
 
     def encoded(self) -> RankState:
         """The same with all values encoded: later changes of lists and dicts do not reach them."""

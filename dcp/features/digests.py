@@ -2,17 +2,125 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
 from dcp.planners.rank_state import RankState
 from dcp.saving.feature import SaveFeature
+from dcp.storage.digests.boxes import BoxDigest, RunDigest
+from dcp.storage.digests.field import as_elements
 from dcp.storage.digests.places import LogicalPlaces
+from dcp.storage.digests.runs import row_values, run_value
+from dcp.storage.digests.shown import SUM_BYTES
+from dcp.storage.engine.observers import Observer
 from dcp.storage.engine.write_tables import WriteColumns
+from dcp.storage.formats.index import CheckpointIndex, Int64, itemsizes
+from dcp.storage.geometry.ragged import gather_rows, row_products
 
 __all__ = ["Digests"]
 
 
 class Digests(SaveFeature):
-    """Has the writer add up the bytes that it writes."""
+    """Adds up what each written box has of its tensor, and keeps the sums of whole tensors in the index."""
 
-    def places(self, local: RankState, columns: WriteColumns) -> LogicalPlaces | None:
-        """The places of the written rows in their tensors."""
-        return local.places(columns) if self.writer.digests else None
+    name = "digests"
+
+    def observer(self, local: RankState, columns: WriteColumns) -> Observer | None:
+        """Sums of the written rows, if they are wanted."""
+        return _Sums(_places(local, columns), columns.shares) if self.writer.digests else None
+
+    def manifest(self, index: CheckpointIndex, rows: Int64, found: Sequence[Any]) -> CheckpointIndex:
+        """The sums of the tensors of which all chunks are known."""
+        if not len(rows) or any(one is None for one in found):
+            return index
+        known, added = np.zeros(index.chunk_count, np.bool_), np.zeros((index.chunk_count, 2), np.uint64)
+        known[rows] = np.concatenate([has for _, has in found])
+        added[rows] = np.concatenate([values for values, _ in found])
+        volumes = row_products(index.chunk_sizes, index.box_start) * known
+        first, filled = index.chunk_start[:-1], np.diff(index.chunk_start) > 0
+        covered, sums = np.zeros(index.tensor_count, np.int64), np.zeros((index.tensor_count, 2), np.uint64)
+        covered[filled] = np.add.reduceat(volumes, first[filled])
+        sums[filled] = np.bitwise_xor.reduceat(added, first[filled], axis=0)
+        is_whole = (covered == row_products(index.shape_values, index.shape_start)).tolist()
+        digests = [one.tobytes() if whole else b"" for one, whole in zip(sums, is_whole, strict=True)]
+        return replace(index, digests=digests)
+
+
+class _Sums(Observer):
+    """The value of each row's bytes, and what it adds to the sum of its tensor."""
+
+    def __init__(self, places: LogicalPlaces, shares: Int64) -> None:
+        self._places = places
+        self._shares = shares
+        self._sizes = (places.volumes * places.itemsizes).tolist()
+        self._values = np.zeros((len(shares), 2), np.uint64)
+        self._begun: dict[int, RunDigest | BoxDigest] = {}
+
+    def see(self, row: int, position: int, data: memoryview) -> None:
+        """Add bytes to a row's value."""
+        size, make = self._sizes[row], self._places.digest(row)
+        if make is RunDigest and len(data) == size:  # without an object for each of many small tensors
+            value = run_value(data)
+        else:
+            digest = self._begun.setdefault(row, make()) if position == 0 else self._begun[row]
+            digest.update(data)
+            if position + len(data) < size:
+                return
+            value = self._begun.pop(row).value()
+        self._values[row] = as_elements(value.to_bytes(SUM_BYTES, "big"))
+
+    def see_many(self, rows: Int64, payloads: npt.NDArray[np.uint8]) -> None:
+        """Add whole rows, all together where each is a run of its tensor that begins with a block."""
+        if self._places.is_simple[rows].all():
+            self._values[rows] = row_values(payloads)
+        else:
+            super().see_many(rows, payloads)
+
+    def finish(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint8]]:
+        """What each row adds, and whether that is known: not of one that shares the bytes of another, but
+        lies in another way in its tensor."""
+        sharing = np.flatnonzero(self._shares >= 0)
+        self._values[sharing] = self._values[self._shares[sharing]]
+        known = np.ones(len(self._shares), np.uint8)
+        known[sharing] = self._places.alike(sharing, self._shares[sharing])
+        return self._places.placed(self._values), known
+
+
+def _places(local: RankState, columns: WriteColumns) -> LogicalPlaces:
+    """The places of the rows that a rank is to write in their tensors."""
+    held, items = local.columns, _items_of(local, columns)
+    offsets, inner = (
+        gather_rows(values, held.box_start, items) for values in (held.item_offsets, held.item_local_offsets)
+    )
+    tensors = held.item_tensors[items]
+    return LogicalPlaces(
+        columns.box_start,
+        gather_rows(held.shape_values, held.shape_start, tensors),
+        offsets + columns.local_offsets - inner,
+        columns.sizes,
+        itemsizes(held.dtype_codes[tensors]),
+    )
+
+
+def _items_of(local: RankState, columns: WriteColumns) -> Int64:
+    """The held box that each row is, or is a part of."""
+    held = local.columns
+    order = np.argsort(held.item_sources, kind="stable")
+    first = np.searchsorted(held.item_sources[order], columns.sources, "left")
+    count = np.searchsorted(held.item_sources[order], columns.sources, "right") - first
+    items = order[first]
+
+    def has(item: int, row: int) -> bool:
+        box = slice(int(held.box_start[item]), int(held.box_start[item + 1]))
+        part = slice(int(columns.box_start[row]), int(columns.box_start[row + 1]))
+        inner = columns.local_offsets[part] - held.item_local_offsets[box]
+        return bool(((inner >= 0) & (inner + columns.sizes[part] <= held.item_sizes[box])).all())
+
+    for row in np.flatnonzero(count > 1).tolist():  # one local tensor that is several boxes
+        several = order[first[row] : first[row] + count[row]].tolist()
+        items[row] = next(item for item in several if has(item, row))
+    return items

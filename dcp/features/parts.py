@@ -15,6 +15,8 @@ __all__ = ["Parts"]
 class Parts(SaveFeature):
     """Numbers the tensors of each part from 1; 0 for those of none."""
 
+    name = "parts"
+
     def groups(self, local: RankState) -> Int64 | None:
         """By local tensor the number of its part."""
         if not self.options.apart:

@@ -20,7 +20,7 @@ from dcp.planners.weight_maps.weight_map import MapSource, WeightMap
 from dcp.saving.feature import SaveFeature
 from dcp.storage.errors import CheckpointError, PlanError
 from dcp.storage.formats.container_notes import notes_above
-from dcp.storage.formats.index import Path, starts
+from dcp.storage.formats.index import CheckpointIndex, Int64, Path, starts
 from dcp.storage.geometry.boxes import Box
 from dcp.storage.near_names import listed
 from dcp.storage.tensors import LocalMemory, torch_dtype
@@ -35,6 +35,8 @@ _MAX_ITEMS = 2_000_000
 
 class SavedMap(SaveFeature):
     """Saves what the map makes of a rank's tensors."""
+
+    name = "map"
 
     def agreed(self) -> dict[str, Any]:
         """The map, in few characters."""
@@ -57,9 +59,11 @@ class SavedMap(SaveFeature):
         text = f"no rank has (all of) {listed(missing, most=_MAX_LISTED)}: {error}"
         return PlanError(text, fqns=missing[:_MAX_LISTED])
 
-    def manifest(self) -> dict[str, Any]:
-        """The map's name."""
-        return {} if self.options.map is None else {"map": self.options.map.told}
+    def manifest(self, index: CheckpointIndex, rows: Int64, found: Sequence[Any]) -> CheckpointIndex:
+        """Notes the map's name."""
+        if self.options.map is None:
+            return index
+        return replace(index, provenance={**index.provenance, "map": self.options.map.told})
 
 
 class _MappedBox(NamedTuple):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp.planners.columns import SaveColumns
@@ -31,6 +32,7 @@ from dcp.saving.feature import SaveFeature
 from dcp.saving.foreign_values import warn_of_foreign, warn_of_keys
 from dcp.saving.options import SaveOptions, compared_options
 from dcp.saving.provenance import provenance_of
+from dcp.storage.engine.observers import Observer
 from dcp.storage.engine.write_tables import WriteColumns, WriteOutcome, assemble_index
 from dcp.storage.errors import CheckpointError, PlanError, StorageError
 from dcp.storage.formats.opening.folder import open_index
@@ -276,21 +278,25 @@ class ColumnSave(SaveAttempt):
             self._cache.receive(columns, plan.extra, check=self._check)
         begun = time.perf_counter()
         memory, objects = local.memory, local.encoded_objects(columns.objects)
-        groups, places = None, None
+        groups, observers = None, dict[str, Observer]()
         for feature in self._features:
             groups = feature.groups(local) if groups is None else groups
-            places = feature.places(local, columns) if places is None else places
+            if (observer := feature.observer(local, columns)) is not None:
+                observers[feature.name] = observer
         total = int(columns.payload_bytes(memory.dtype_codes)[columns.own_rows].sum())
         with reporting(self._options.progress, "write", total, show=ranks.is_coordinator) as on_bytes:
             watched = ranks.watching(on_bytes)
             try:
                 with unwanted_once(ranks.abort):
-                    outcome = writer.write_columns(columns, memory, objects, watched, groups, places)
+                    outcome = writer.write_columns(
+                        columns, memory, objects, watched, groups, [*observers.values()]
+                    )
             except StorageError:
                 ranks.check_called_off()  # then that is what has ended the request
                 raise
         self.seconds["write"] = time.perf_counter() - begun
-        return replace(outcome, seconds=dict(self.seconds), traffic=writer.traffic)
+        found = {name: observer.finish() for name, observer in observers.items()}
+        return replace(outcome, found=found, seconds=dict(self.seconds), traffic=writer.traffic)
 
     def _commit(self, outcomes: list[WriteOutcome]) -> bytes:
         if self._plan is None:
@@ -298,8 +304,10 @@ class ColumnSave(SaveAttempt):
         begun = time.perf_counter()
         index = assemble_index(self._plan.index, self._plan.writes, outcomes)
         provenance = provenance_of(self._ranks, self._options)
+        rows = np.concatenate([writes.chunks for writes in self._plan.writes])
         for feature in self._features:
-            provenance |= feature.manifest()
+            found = [outcome.found.get(feature.name) for outcome in outcomes]
+            index = feature.manifest(index, rows, found)
         provenance["rank_seconds"] = [outcome.seconds for outcome in outcomes]
         if any(outcome.traffic for outcome in outcomes):
             provenance["rank_traffic"] = [outcome.traffic for outcome in outcomes]

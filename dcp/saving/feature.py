@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from dcp.planners.columns import SaveColumns
     from dcp.planners.rank_state import RankState
     from dcp.saving.options import SaveOptions
-    from dcp.storage.digests.places import LogicalPlaces
+    from dcp.storage.engine.observers import Observer
     from dcp.storage.engine.write_tables import WriteColumns
     from dcp.storage.errors import PlanError
-    from dcp.storage.formats.index import Int64
+    from dcp.storage.formats.index import CheckpointIndex, Int64
     from dcp.storage.torch_storage.writer import FileSystemWriter
 
 __all__ = ["SaveFeature"]
@@ -30,6 +30,9 @@ class SaveFeature:
 
     options: SaveOptions
     writer: FileSystemWriter
+
+    name: ClassVar[str] = ""
+    """Stands for the feature in messages between ranks."""
 
     def agreed(self) -> dict[str, Any]:
         """Options that must be the same on all ranks, by the names that a caller knows."""
@@ -47,10 +50,14 @@ class SaveFeature:
         """A number for each local tensor: those of different numbers go into different files."""
         return None
 
-    def places(self, local: RankState, columns: WriteColumns) -> LogicalPlaces | None:
-        """The places of the written rows in their tensors, where digests are to be made of them."""
+    def observer(self, local: RankState, columns: WriteColumns) -> Observer | None:
+        """An object that sees the bytes of the rows that this rank writes; None for none."""
         return None
 
-    def manifest(self) -> dict[str, Any]:
-        """On the coordinator: what goes into the provenance."""
-        return {}
+    def manifest(self, index: CheckpointIndex, rows: Int64, found: Sequence[Any]) -> CheckpointIndex:
+        """On the coordinator, before the commit: the index with what goes into it.
+
+        ``found`` is what the observer's `finish` returned, by rank; ``rows`` the chunks of the index that the
+        ranks have written, one rank after the other in the order of their rows.
+        """
+        return index

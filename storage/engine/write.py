@@ -10,9 +10,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from dcp.storage.digests.boxes import BoxDigest, RunDigest
-from dcp.storage.digests.runs import row_values, run_value
-from dcp.storage.digests.shown import SUM_BYTES
 from dcp.storage.engine.write_tables import CHUNK_COLUMNS
 from dcp.storage.errors import CheckpointFormatError, PlanError, StorageError
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine, crc32_rows
@@ -58,7 +55,6 @@ class _Rows:
 
     chunks: array[int] = field(default_factory=_integers)
     crcs: array[int] = field(default_factory=_integers)
-    digest_values: bytearray = field(default_factory=bytearray)
 
     def table(self) -> Int64:
         """The chunks, a row each."""
@@ -96,13 +92,13 @@ class DataFile:
         payload_bytes: int,
         pieces: Iterable[bytes | memoryview],
         on_bytes: Callable[[int], None] = lambda size: None,
-        digest: type[RunDigest] | Callable[[], BoxDigest] | None = None,
+        see: Callable[[int, memoryview], None] | None = None,
     ) -> None:
         """Append one tensor; ``pieces`` are its C-ordered bytes in order.
 
         Each piece is consumed before the next is asked for, so an iterable may reuse one buffer for all.
-        ``on_bytes`` is called with each portion of payload bytes that was written. ``digest`` makes what is
-        given them while they are in the cache.
+        ``on_bytes`` is called with each portion of payload bytes that was written, ``see`` gets the position
+        of each and the portion itself while it is in the cache.
         PlanError if they are more or fewer than ``payload_bytes``.
         """
         rows = self.rows
@@ -118,8 +114,8 @@ class DataFile:
             _check_length(len(payload), payload_bytes)
             crc = crc32(payload)
             crcs = [crc] if payload_bytes else []
-            if digest is not None:  # behind the checksum, which reads memory faster
-                rows.digest_values += _sum_of(memoryview(payload), digest)
+            if see is not None and payload_bytes:  # behind the checksum, which reads memory faster
+                see(0, memoryview(payload))
             suffix = record.suffix(crc) if record is not None else b""
             if payload_bytes <= JOINED_BYTES:
                 write(b"".join((prefix, payload, suffix)))
@@ -130,10 +126,7 @@ class DataFile:
             on_bytes(payload_bytes)
         else:
             write(prefix)
-            sums = None if digest is None else digest()
-            crcs, written = self._stream(pieces, on_bytes, sums)
-            if sums is not None:
-                rows.digest_values += sums.value().to_bytes(SUM_BYTES, "big")
+            crcs, written = self._stream(pieces, on_bytes, see)
             _check_length(written, payload_bytes)
             suffix = record.suffix(_combine(crcs, payload_bytes)) if record is not None else b""
             write(suffix)
@@ -147,16 +140,11 @@ class DataFile:
         dtype_code: int,
         sizes: tuple[int, ...],
         payloads: npt.NDArray[np.uint8],
-        *,
-        digests: bool = False,
     ) -> None:
         """Append tensors of one dtype and shape, as `tensor` does one by one; each row is the bytes of one.
 
         For small ones, of at most JOINED_BYTES: then their records differ in bytes and checksum alone.
-        ``digests``: each is a run of its tensor that begins with a block.
         """
-        if digests:
-            self.rows.digest_values += row_values(payloads).tobytes()
         count, size = payloads.shape
         crcs = crc32_rows(payloads)
         prefix, suffix, crc_at = b"", b"", tuple[int, ...]()
@@ -224,7 +212,7 @@ class DataFile:
         self,
         pieces: Iterable[bytes | memoryview],
         on_bytes: Callable[[int], None],
-        digest: BoxDigest | RunDigest | None,
+        see: Callable[[int, memoryview], None] | None,
     ) -> tuple[list[int], int]:
         """Write ``pieces``; the CRC of each block, and the bytes in all."""
         crcs: list[int] = []
@@ -235,8 +223,8 @@ class DataFile:
                 step = min(size - position, _PIECE_BYTES, BLOCK_BYTES - in_block)
                 part = memoryview(piece)[position : position + step]
                 crc = crc32(part, crc)
-                if digest is not None:
-                    digest.update(part)
+                if see is not None:
+                    see(total + position, part)
                 self._handle.write(part)
                 on_bytes(step)
                 position += step
@@ -248,15 +236,6 @@ class DataFile:
         if in_block:
             crcs.append(crc)
         return crcs, total
-
-
-def _sum_of(payload: memoryview, digest: type[RunDigest] | Callable[[], BoxDigest]) -> bytes:
-    """What the bytes of a box have as their value."""
-    if digest is RunDigest:  # as it would say, without making one for each of many small tensors
-        return run_value(payload).to_bytes(SUM_BYTES, "big")
-    box = digest()
-    box.update(payload)
-    return box.value().to_bytes(SUM_BYTES, "big")
 
 
 def _check_length(written: int, payload_bytes: int) -> None:

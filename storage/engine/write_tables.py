@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -63,18 +63,16 @@ class WriteOutcome:
 
     Row i of ``chunks`` belongs to row i of the rank's `WriteColumns`: its file, a number in ``files``, and
     `CHUNK_COLUMNS`; the last one says how many of ``crcs`` are row i's. A row of ``objects`` is a file and
-    `OBJECT_COLUMNS`. ``digests`` are two words a row, added to the sum of its tensor, and ``has_digests``
-    marks the rows for which they are known; empty if for none. ``traffic`` as `Store.traffic` has it.
+    `OBJECT_COLUMNS`. ``found`` is what observers saw, by feature, ``traffic`` as `Store.traffic` has it.
     """
 
     files: list[str] = field(default_factory=list)
     file_sizes: list[int] = field(default_factory=list)
     chunks: Int64 = field(default_factory=lambda: np.zeros((0, 1 + CHUNK_COLUMNS), np.int64))
     crcs: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
-    digests: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
-    has_digests: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
     objects: Int64 = field(default_factory=lambda: np.zeros((0, 1 + OBJECT_COLUMNS), np.int64))
     object_values: list[bytes | None] = field(default_factory=list)
+    found: dict[str, Any] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     traffic: dict[str, float] = field(default_factory=dict)
 
@@ -126,7 +124,6 @@ def assemble_index(
         payload_lengths=chunks[4],
         crc_start=crc_start,
         crcs=crcs,
-        digests=_digests(planned, rows, outcomes),
         files=[name for outcome in outcomes for name in outcome.files],
         file_sizes=np.array([size for outcome in outcomes for size in outcome.file_sizes], np.int64),
         objects=replace(
@@ -148,20 +145,3 @@ def _scattered(count: int, rows: Int64, tables: Sequence[Int64], first_files: In
     found[rows] = np.concatenate(tables)
     found[rows, 0] += np.repeat(first_files[:-1], [len(table) for table in tables])
     return np.ascontiguousarray(found.T)
-
-
-def _digests(planned: CheckpointIndex, rows: Int64, outcomes: Sequence[WriteOutcome]) -> list[bytes]:
-    """The sums of the tensors whose chunks are all of them, where each says what it adds."""
-    has = np.concatenate([outcome.has_digests for outcome in outcomes])
-    if len(has) != len(rows) or not len(has):
-        return []
-    known, added = np.zeros(planned.chunk_count, np.bool_), np.zeros((planned.chunk_count, 2), np.uint64)
-    known[rows] = has
-    added[rows] = np.concatenate([outcome.digests for outcome in outcomes]).reshape(-1, 2)
-    volumes = row_products(planned.chunk_sizes, planned.box_start) * known
-    starts, filled = planned.chunk_start[:-1], np.diff(planned.chunk_start) > 0
-    covered, sums = np.zeros(planned.tensor_count, np.int64), np.zeros((planned.tensor_count, 2), np.uint64)
-    covered[filled] = np.add.reduceat(volumes, starts[filled])
-    sums[filled] = np.bitwise_xor.reduceat(added, starts[filled], axis=0)
-    is_whole = (covered == row_products(planned.shape_values, planned.shape_start)).tolist()
-    return [one.tobytes() if whole else b"" for one, whole in zip(sums, is_whole, strict=True)]

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from dcp.storage.digests.field import as_elements
-from dcp.storage.digests.places import LogicalPlaces
 from dcp.storage.engine.memory import gather_small
+from dcp.storage.engine.observers import Observer, see_all
 from dcp.storage.engine.write import JOINED_BYTES, DataFile
 from dcp.storage.engine.write_tables import CHUNK_COLUMNS, OBJECT_COLUMNS, WriteColumns, WriteOutcome
 from dcp.storage.formats.index import Int64, starts
@@ -54,8 +53,7 @@ class FilePartition:
 class PartitionWriter:
     """Writes what ``columns`` say of the tensors in ``memory``, and ``objects``, one for each of their rows.
 
-    ``on_bytes`` is called with the payload bytes of what was written, from the writing threads. ``places``,
-    where the rows lie in their tensors, is given for what they add to digests to be computed.
+    ``on_bytes`` is called with the payload bytes of what was written, from the writing threads.
     """
 
     def __init__(
@@ -64,13 +62,13 @@ class PartitionWriter:
         memory: LocalMemory,
         objects: EncodedObjects,
         on_bytes: Callable[[int], None] | None,
-        places: LogicalPlaces | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self._columns = columns
         self._memory = memory
         self._objects = objects
         self._blobs = list(dict.fromkeys(objects.blobs))
-        self._places = places
+        self._observers = observers
         self._on_bytes = on_bytes if on_bytes is not None else _ignore
         self._dtype_codes = memory.dtype_codes[columns.sources]
         self.payload_bytes = columns.payload_bytes(memory.dtype_codes)
@@ -118,8 +116,8 @@ class PartitionWriter:
             source = tensors[number]
             if source.shape != sizes:
                 source = narrow(source, columns.of_row(columns.local_offsets, row), sizes)
-            digest = None if self._places is None else self._places.digest(row)
-            file.tensor(code, sizes, source.nbytes, byte_pieces(source), self._on_bytes, digest)
+            see = partial(see_all, self._observers, row) if self._observers else None
+            file.tensor(code, sizes, source.nbytes, byte_pieces(source), self._on_bytes, see)
 
     def _write_alike(self, file: DataFile, rows: Int64) -> None:
         """Write small tensors of one dtype and shape, many at a time where each is all of its memory."""
@@ -127,15 +125,15 @@ class PartitionWriter:
         code, sizes = int(self._dtype_codes[rows[0]]), columns.of_row(columns.sizes, int(rows[0]))
         size, sources = int(self.payload_bytes[rows[0]]), columns.sources[rows]
         is_whole = memory.is_plain[sources] & (memory.volumes[sources] == np.prod(sizes, dtype=np.int64))
-        if self._places is not None:
-            is_whole &= self._places.is_simple[rows]
         step = max(1, _ALIKE_BYTES // max(size, 256))
         for begin in range(0, len(rows), step):
             if not is_whole[begin : begin + step].all():
                 self._write_each(file, rows[begin : begin + step])
                 continue
             payloads = gather_small(memory.pointers[sources[begin : begin + step]], size)
-            file.alike(code, sizes, payloads, digests=self._places is not None)
+            for observer in self._observers:
+                observer.see_many(rows[begin : begin + step], payloads)
+            file.alike(code, sizes, payloads)
             self._on_bytes(payloads.nbytes)
 
     def outcome(
@@ -163,33 +161,16 @@ class PartitionWriter:
         counts = chunks[:, CHUNK_COLUMNS - 1]
         crc_rows = expand_ranges(starts(counts)[:-1][take], counts[take])
         numbers = np.repeat(np.arange(len(files)), list(map(len, tables)))
-        digests, has_digests = self._digests(files, take)
         return WriteOutcome(
             files=[file.name for file in files],
             file_sizes=[file.size_bytes for file in files],
             chunks=np.column_stack([numbers, chunks])[take],
             crcs=np.concatenate(crcs)[crc_rows],
-            digests=digests,
-            has_digests=has_digests,
             objects=np.concatenate(
                 [np.insert(places, 0, number, axis=1) for number, places in enumerate(objects)]
             ),
             object_values=list(self._objects.plain),
         )
-
-    def _digests(
-        self, files: Sequence[DataFile], take: Int64
-    ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint8]]:
-        """What each row adds to its tensor's sum, and whether that is known: not of one that shares the bytes
-        of another, but lies in another way in its tensor."""
-        places, shares = self._places, self._columns.shares
-        if places is None:
-            return np.zeros(0, np.uint64), np.zeros(0, np.uint8)
-        values = as_elements(b"".join([bytes(file.rows.digest_values) for file in files]))
-        known = np.ones(len(take), np.uint8)
-        sharing = np.flatnonzero(shares >= 0)
-        known[sharing] = places.alike(sharing, shares[sharing])
-        return places.placed(values[take]).reshape(-1), known
 
 
 def _ignore(size_bytes: int) -> None:

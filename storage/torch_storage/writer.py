@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp.storage import commit
-from dcp.storage.digests.places import LogicalPlaces
+from dcp.storage.engine.observers import Observer
 from dcp.storage.engine.write import DataFile, data_file_name, file_bytes
 from dcp.storage.engine.write_tables import WriteColumns, WriteOutcome
 from dcp.storage.errors import CheckpointConflictError, CheckpointError, OptionError, PlanError
@@ -344,15 +344,15 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         objects: EncodedObjects,
         on_bytes: Callable[[int], None] | None = None,
         apart: Int64 | None = None,
-        places: LogicalPlaces | None = None,
+        observers: Sequence[Observer] = (),
     ) -> WriteOutcome:
         """Write this rank's rows and objects; the files are complete when it returns, and gone if it raises.
 
         ``on_bytes`` is called with the payload bytes of what was written, from the writing threads. ``apart``
-        has a number for each local tensor: those of different numbers go into different files. With
-        ``places`` of the rows in their tensors, what they add to digests is computed.
+        has a number for each local tensor: those of different numbers go into different files.
+        ``observers`` see the payloads.
         """
-        writing = PartitionWriter(columns, memory, objects, on_bytes, places)
+        writing = PartitionWriter(columns, memory, objects, on_bytes, observers)
         own = columns.own_rows
         parts = self._partitions(own, writing.payload_bytes[own], bool(objects.blobs))
         if apart is not None:

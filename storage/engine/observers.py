@@ -1,0 +1,39 @@
+"""Observers: see the payload bytes of a save as they pass, while they are in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dcp.storage.formats.index import Int64
+
+__all__ = ["Observer"]
+
+
+class Observer:
+    """Sees what one rank writes; rows are those of its `WriteColumns`.
+
+    Called by the writing threads, for one row by one of them and in the order of its bytes. It must not keep
+    the memory that it is given.
+    """
+
+    def see(self, row: int, position: int, data: memoryview) -> None:
+        """Bytes ``position`` and following of a row's payload, 1 MiB at most. Not called for empty ones."""
+
+    def see_many(self, rows: Int64, payloads: npt.NDArray[np.uint8]) -> None:
+        """Whole payloads of rows of one dtype and shape, a row each."""
+        for row, payload in zip(rows.tolist(), payloads, strict=True):
+            self.see(row, 0, payload.data)
+
+    def finish(self) -> Any:
+        """Return what travels to the coordinator: None, numbers, text, bytes, arrays of integers, and lists
+        and dicts of them."""
+
+
+def see_all(observers: Sequence[Observer], row: int, position: int, data: memoryview) -> None:
+    """Show bytes to all ``observers``."""
+    for observer in observers:
+        observer.see(row, position, data)
