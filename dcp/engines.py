@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcp.features.save_order import SAVE_FEATURES
+from dcp.features.registry import save_features
 from dcp.loading.columns import ColumnLoad
 from dcp.loading.engine import LoadEngine
 from dcp.planners.load import planner as load_planner
@@ -53,7 +53,7 @@ def save_engine(writer: StorageWriter, planner: SavePlanner | None, options: Sav
         )
     on_columns = save_planner.uses_columns(planner) and writing.uses_columns(writer)
     if ours is not None and storage is not None and on_columns:
-        return ColumnSaveEngine(storage, ours, PlanOptions.of(ours), SAVE_FEATURES, options)
+        return ColumnSaveEngine(storage, ours, PlanOptions.of(ours), save_features(), options)
     if options.map is not None:
         raise _needs_columns("map", planner, writer)
     if options.apart and options.step is None:  # a manager's rules are for what its planner can do
@@ -64,7 +64,7 @@ def save_engine(writer: StorageWriter, planner: SavePlanner | None, options: Sav
 def save_engine_again(writer: FileSystemWriter, *, on_columns: bool) -> SaveEngine:
     """An engine that takes the same steps as another rank's, with a planner of ours."""
     if on_columns:
-        return ColumnSaveEngine(writer, None, PlanOptions(), SAVE_FEATURES)
+        return ColumnSaveEngine(writer, None, PlanOptions(), save_features())
     planner = DefaultSavePlanner()
     return ProtocolSaveEngine(writer, planner, planner, writer)
 

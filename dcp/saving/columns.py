@@ -180,6 +180,7 @@ class ColumnSave(SaveAttempt):
     def _manner(self) -> tuple[list[str], dict[str, Any]]:
         manner = [] if self._cache is None else ["with a plan cache"]
         options = compared_options(self._options, self._writer, self._plan_options)
+        options["features"] = [feature.name for feature in self._features]
         for feature in self._features:
             options |= feature.agreed()
         return manner, options

@@ -1,6 +1,6 @@
 """Features of a save: their methods, which the steps of a save call.
 
-The steps (`dcp.saving.columns`) call each method of all features in the order of `dcp.features.save_order`; a
+The steps (`dcp.saving.columns`) call each method of all features in the order of `dcp.features.registry`; a
 feature that has no part in a save does nothing there. A feature is a value of the save's options and storage,
 the same in the training loop, a thread and a writer process. The core imports none of them.
 """

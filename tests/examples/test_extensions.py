@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,9 @@ import pytest
 import torch
 
 import dcp
+from dcp.features.registry import register_feature
 from tests.support.programs import run_program
+from tests.support.ranks import run_ranks
 from tests.support.service import Service, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +44,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: extensions\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(
         "[dcphub.formats]\nnpy = npy_folder:FORMAT\n[dcphub.stores]\nzip = zip_store:STORE_TYPE\n"
+        "[dcphub.features]\nmin_max = min_max:MinMax\n"
     )
     path = os.pathsep.join(filter(None, (str(folder), str(ROOT), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path}
@@ -75,7 +79,7 @@ def test_the_document_shows_the_files_and_they_are_short() -> None:
         text = file.read_text()
         assert f"```python\n{text}```" in page, file.name
         assert len(text.splitlines()) < _MOST_LINES, file.name
-    assert len(FILES) == 3
+    assert len(FILES) == 4
 
 
 def test_a_store_in_one_file(installed: dict[str, str], places: dict[str, Path], tmp_path: Path) -> None:
@@ -130,6 +134,27 @@ def test_what_is_not_installed_is_not_known(places: dict[str, Path], tmp_path: P
         dcp.errors.OptionError, match="one of dcp, torch, safetensors, not 'safetensor'; safet"
     ):
         dcp.convert(places["data"] / "run" / "step-00000003", tmp_path / "x", to="safetensor")
+
+
+def test_a_feature_in_one_file(installed: dict[str, str], tmp_path: Path) -> None:
+    """Each save has what it found in the manifest; one that only one rank has is named by all."""
+    run(installed, "-c", _SAVE, tmp_path / "checkpoint")
+    found = dcp.open_index(tmp_path / "checkpoint").provenance["min_max"]
+    assert found == {"weight": (0, 5), "bias": (1, 1)}
+    for outcome in run_ranks(save_with_feature_on_rank_1, 2, str(tmp_path / "two")):
+        assert "'features' is not the same" in outcome and "'digests', 'min_max']" in outcome
+
+
+def save_with_feature_on_rank_1(rank: int, world_size: int, place: str) -> str:
+    """Only one host has the package."""
+    if rank == 1:
+        sys.path.insert(0, str(EXTENSIONS))
+        from min_max import MinMax
+
+        register_feature(MinMax)
+    with pytest.raises(dcp.errors.PlanError) as caught:
+        dcp.save(dict(MODEL), checkpoint_id=place)
+    return str(caught.value)
 
 
 def test_a_planner_by_one_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -218,4 +243,10 @@ import sys, torch, dcp
 state = {"weight": torch.zeros(2, 3), "bias": torch.zeros(4, dtype=torch.int64)}
 dcp.load(state, checkpoint_id=sys.argv[1], no_dist=True)
 torch.save(state, sys.argv[2])
+"""
+
+_SAVE = """
+import sys, torch, dcp
+state = {"weight": torch.arange(6.0).reshape(2, 3), "bias": torch.ones(4, dtype=torch.int64)}
+dcp.save(state, checkpoint_id=sys.argv[1], no_dist=True)
 """
