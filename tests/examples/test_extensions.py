@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 import torch
 
 import dcp
-from dcp.features.registry import register_feature
+from dcp.features import registry
 from tests.support.programs import run_program
 from tests.support.ranks import run_ranks
 from tests.support.service import Service, wait_until
@@ -141,18 +140,18 @@ def test_a_feature_in_one_file(installed: dict[str, str], tmp_path: Path) -> Non
     run(installed, "-c", _SAVE, tmp_path / "checkpoint")
     found = dcp.open_index(tmp_path / "checkpoint").provenance["min_max"]
     assert found == {"weight": (0, 5), "bias": (1, 1)}
-    for outcome in run_ranks(save_with_feature_on_rank_1, 2, str(tmp_path / "two")):
+    for outcome in run_ranks(2, save_with_feature_on_rank_1, str(tmp_path / "two")):
         assert "'features' is not the same" in outcome and "'digests', 'min_max']" in outcome
 
 
 def save_with_feature_on_rank_1(rank: int, world_size: int, place: str) -> str:
     """Only one host has the package."""
-    if rank == 1:
-        sys.path.insert(0, str(EXTENSIONS))
-        from min_max import MinMax
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(dcp.errors.PlanError) as caught:
+        if rank == 1:
+            patch.syspath_prepend(str(EXTENSIONS))
+            from min_max import MinMax
 
-        register_feature(MinMax)
-    with pytest.raises(dcp.errors.PlanError) as caught:
+            patch.setattr(registry, "SAVE_FEATURES", [*registry.SAVE_FEATURES, MinMax])
         dcp.save(dict(MODEL), checkpoint_id=place)
     return str(caught.value)
 
