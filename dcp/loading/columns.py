@@ -30,6 +30,7 @@ from dcp.progress import reporting
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.handshake import begin, check_same_checkpoint
 from dcp.ranks.options import of_load
+from dcp.storage.engine.reading.requests import ByteRuns
 from dcp.storage.errors import CheckpointError, OptionError, PlanError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
@@ -212,7 +213,7 @@ class ColumnLoad(LoadEngine):
                 stats = self._reader.read_columns(engine, columns, memory)
             else:
                 fills = mapped_fills(engine, self._mapped.tensors, columns, memory)
-                stats = self._reader.read_into(engine, fills, memory)
+                stats = self._reader.read_into(engine, ByteRuns.none(), fills, memory)
             load_objects(self._planner, self._reader, engine, columns)
             rescale(self._planner, self._reader, engine, weights_only=self.options.weights_only)
         report.note_reading(stats)

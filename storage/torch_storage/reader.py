@@ -13,6 +13,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.engine.reading.requests import ReadColumns, ReadStats, Verify
+from dcp.storage.engine.reading.requests import ByteRuns, ReadColumns, ReadStats, Verify
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointError,
@@ -44,8 +45,8 @@ from dcp.storage.formats.torch.zip_reader import LOCAL_SIGNATURE, check_entries
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.traffic import traffic_since
-from dcp.storage.tensors import LocalMemory, finish_device_work
-from dcp.storage.torch_storage.destinations import Filled, Reads, classify, reads_into
+from dcp.storage.tensors import LocalMemory
+from dcp.storage.torch_storage.destinations import Filled, classify, read_into
 from dcp.storage.torch_storage.metadata import LazyMetadata
 from dcp.storage.torch_storage.writer import NoFileSystem, is_supported
 
@@ -307,34 +308,15 @@ class FileSystemReader(NoFileSystem, StorageReader):
     def read_columns(self, engine: ReadEngine, columns: ReadColumns, memory: LocalMemory) -> ReadStats:
         """Fill the local tensors in ``memory``; returns what all reading since `reset` has cost."""
         engine.resolve(columns.chunks)
-        before = ReadStats(**vars(engine.stats))
-        return self._carry_out(engine, before, classify(engine, columns, memory), memory)
+        return self.read_into(engine, *classify(engine, columns, memory), memory)
 
-    def read_into(self, engine: ReadEngine, several: Iterable[Filled], memory: LocalMemory) -> ReadStats:
-        """As `read_columns`, of stored elements into views of the local tensors in ``memory``."""
-        before = ReadStats(**vars(engine.stats))
-        return self._carry_out(engine, before, reads_into(engine, several), memory)
-
-    def _carry_out(
-        self, engine: ReadEngine, before: ReadStats, reads: Reads, memory: LocalMemory
+    def read_into(
+        self, engine: ReadEngine, runs: ByteRuns, several: Iterable[Filled], memory: LocalMemory
     ) -> ReadStats:
-        if reads.units or reads.boxes:
-            finish_device_work(memory.tensors)
-        try:
-            engine.run(*reads)
-        finally:
-            # The engine writes to memory, which autograd would not notice between a forward and its backward.
-            torch.autograd.graph.increment_version(memory.tensors)
-        after = engine.stats
-        self.stats.add(
-            ReadStats(
-                after.bytes_needed - before.bytes_needed,
-                after.bytes_read - before.bytes_read,
-                after.blocks_verified - before.blocks_verified,
-                after.blocks_unverified - before.blocks_unverified,
-                after.lossy,
-            )
-        )
+        """As `read_columns`, of runs, and of stored elements into views of the local tensors."""
+        before = replace(engine.stats)
+        read_into(engine, runs, several, memory)
+        self.stats.add(engine.stats.since(before))
         return self.stats
 
     def read_objects(self, engine: ReadEngine, fqns: Sequence[str]) -> Iterator[bytes]:

@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from dcp.storage.engine.memory import array_at
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import Int64, starts
-from dcp.storage.geometry.strides import is_c_ordered
 
 __all__ = [
     "BoxRequest",
@@ -21,9 +21,8 @@ __all__ = [
     "PutBox",
     "ReadColumns",
     "ReadStats",
-    "Region",
-    "StridedRegion",
     "Verify",
+    "put_at",
 ]
 
 Verify = Literal["blocks", "full", "none"]
@@ -89,25 +88,16 @@ class ByteRuns:
         )
         return cls(*map(np.concatenate, columns))
 
+    @classmethod
+    def none(cls) -> ByteRuns:
+        """No runs."""
+        return cls(*np.zeros((4, 0), np.int64))
+
     def take(self, rows: npt.NDArray[np.generic] | slice) -> ByteRuns:
         """The rows at ``rows``."""
         return ByteRuns(
             self.chunks[rows], self.payload_positions[rows], self.sizes_bytes[rows], self.addresses[rows]
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """A box of chunk ``chunk`` (``offsets``, ``lengths`` within the chunk) to memory at ``address``.
-
-    ``strides`` are the destination's, in bytes.
-    """
-
-    chunk: int
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
-    address: int
-    strides: tuple[int, ...]
 
 
 class Elements(NamedTuple):
@@ -122,18 +112,6 @@ class Elements(NamedTuple):
     lengths: tuple[int, ...]
     strides: tuple[int, ...]
 
-    def is_run(self, itemsize: int) -> bool:
-        """Whether they lie together in the payload, in their order."""
-        return is_c_ordered(self.lengths, [stride // itemsize for stride in self.strides])
-
-
-class StridedRegion(NamedTuple):
-    """``elements`` to memory at ``address``; ``strides`` are the destination's by axis, in bytes."""
-
-    elements: Elements
-    address: int
-    strides: tuple[int, ...]
-
 
 PutBox: TypeAlias = Callable[[tuple[int, ...], "npt.NDArray[Any]"], None]
 """Takes a part of elements: its offsets by axis, and those elements, as unsigned integers of their size (or
@@ -141,12 +119,22 @@ complex numbers for 16 bytes), unaligned and strided, in memory that is used aga
 thread, once for each part."""
 
 
-@dataclass(frozen=True, slots=True)
-class BoxRequest:
+class BoxRequest(NamedTuple):
     """``elements`` that are handed out in parts."""
 
     elements: Elements
     put: PutBox
+
+
+def put_at(address: int, itemsize: int, strides: Sequence[int]) -> PutBox:
+    """Puts elements into memory from ``address`` on; ``strides`` are bytes of that, by axis."""
+    steps = tuple(strides)
+
+    def put(offsets: tuple[int, ...], elements: npt.NDArray[np.generic]) -> None:
+        first = address + sum(i * step for i, step in zip(offsets, steps, strict=True))
+        np.copyto(array_at(first, itemsize, elements.shape, steps), elements)
+
+    return put
 
 
 @dataclass
@@ -167,3 +155,13 @@ class ReadStats:
         self.blocks_verified += other.blocks_verified
         self.blocks_unverified += other.blocks_unverified
         self.lossy |= other.lossy
+
+    def since(self, before: ReadStats) -> ReadStats:
+        """What was added to ``before``."""
+        return ReadStats(
+            self.bytes_needed - before.bytes_needed,
+            self.bytes_read - before.bytes_read,
+            self.blocks_verified - before.blocks_verified,
+            self.blocks_unverified - before.blocks_unverified,
+            self.lossy,
+        )
