@@ -7,7 +7,7 @@ from reprlib import Repr
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dcp.planners.load.planner import DefaultLoadPlanner
+    from dcp.loading.planner import DefaultLoadPlanner
     from dcp.storage.engine.reading.requests import ReadStats
     from dcp.storage.formats.index import CheckpointIndex
 
@@ -72,8 +72,9 @@ class LoadReport:
         """Take what the planner found out."""
         self.missing, self.cast = list(planner.missing_keys), list(planner.cast_keys)
         self.unexpected, self.renamed = list(planner.unexpected_keys), dict(planner.renamed_keys)
-        self.kept_per_rank = list(planner.kept_per_rank)
-        self.rescaled = [value.name for value in planner.rescaled]
+        own = planner.per_rank_values
+        if own is not None:
+            self.kept_per_rank, self.rescaled = list(own.kept), [value.name for value in own.rescaled]
 
     def note_source(self, index: CheckpointIndex) -> None:
         """Take what the checkpoint says of itself."""

@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 from dcp.calls.stateful_values import stateful_keys
 from dcp.planners.flatten import LIST, MAPPING, kind_of
 from dcp.planners.load.options import LoadOptions
-from dcp.planners.load.planner import DefaultLoadPlanner
 from dcp.planners.save.options import PlanOptions
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.storage.torch_storage.reader import FileSystemReader
 from dcp.storage.torch_storage.writer import FileSystemWriter
 
-if TYPE_CHECKING:  # an engine's, which stands above
+if TYPE_CHECKING:  # of engines, which stand above
+    from dcp.loading.planner import DefaultLoadPlanner
     from dcp.saving.options import SaveOptions
 
 __all__ = ["kinds_of", "of_load", "of_map", "of_save"]

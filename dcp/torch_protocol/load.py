@@ -17,12 +17,11 @@ from torch.distributed.checkpoint.quantized_hf_storage import (
     QuantizedHuggingFaceStorageReader as TorchQuantizedReader,
 )
 
-from dcp.loading.engine import LoadEngine
+from dcp.features.stateful import GivenState, Stored
+from dcp.features.strictness import unexpected_keys
+from dcp.loading.load import LoadEngine, whole_reader
 from dcp.loading.report import LoadReport
-from dcp.loading.rescaling import rescale
-from dcp.loading.targets import GivenState, Stored
 from dcp.planners.load.options import LoadOptions
-from dcp.planners.load.unexpected import unexpected_keys
 from dcp.planners.wire.torch_plans import index_from_metadata
 from dcp.ranks.handshake import begin, check_same_checkpoint
 from dcp.ranks.options import of_load
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
     from torch.distributed.checkpoint.storage import StorageReader
 
-    from dcp.planners.load.planner import DefaultLoadPlanner
+    from dcp.loading.planner import DefaultLoadPlanner
     from dcp.ranks.collectives import Ranks
     from dcp.storage.torch_storage.reader import FileSystemReader
 
@@ -123,10 +122,11 @@ class ProtocolLoad(LoadEngine):
         plan = planner.create_local_plan()
         if self._ours is not None:
             self._ours.check_chosen()
-            if self._ours.rescaled and self._storage is None:
+            own = self._ours.per_rank_values
+            if own is not None and own.rescaled and self._storage is None:
                 raise PlanError(
                     f"{type(reader).__name__} cannot read the states of all ranks, which rescaling "
-                    f"{self._ours.rescaled[0].name!r} needs: load with dcp.FileSystemReader, or by as many "
+                    f"{own.rescaled[0].name!r} needs: load with dcp.FileSystemReader, or by as many "
                     "ranks as saved"
                 )
         return reader.prepare_local_plan(plan)
@@ -138,9 +138,9 @@ class ProtocolLoad(LoadEngine):
         plan = self._planner.finish_plan(plan_transport.unpack(self._reply))
         self._reader.read_data(plan, self._planner).wait()
         ours, storage = self._ours, self._storage
-        if ours is not None and ours.rescaled and storage is not None:
+        if ours is not None and storage is not None and (own := ours.per_rank_values) is not None:
             with storage.engine(storage.read_index(), self.options.verify) as engine:
-                rescale(ours, storage, engine, weights_only=self.options.weights_only)
+                own.loaded(whole_reader(ours, storage, engine, self.options.weights_only))
         return b""
 
     def _left(self, planner: DefaultLoadPlanner) -> bytes:
@@ -158,7 +158,7 @@ class ProtocolLoad(LoadEngine):
 
 
 def _check_left(ranks: list[bytes]) -> bytes:
-    """As `dcp.planners.load.unexpected.check_left`, by names: each rank has read metadata of its own."""
+    """As `dcp.features.strictness.check_left`, by names: each rank has read metadata of its own."""
     told = [msgpack.unpackb(part) for part in ranks]
     left = set.intersection(*(set(unexpected) for unexpected, _, _ in told))
     lost = [name for name in dict.fromkeys(name for _, lost, _ in told for name in lost) if name in left]

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dcp.planners.columns import HeldBoxes
+from dcp.features.base import LoadSession
+from dcp.planners.columns import HeldBoxes, LoadColumns
 from dcp.storage.engine.memory import Place, repeats_places, share_memory
 from dcp.storage.engine.reading.requests import ReadColumns
 from dcp.storage.errors import PlanError
@@ -22,7 +23,7 @@ from dcp.storage.near_names import listed
 from dcp.storage.tensors import LocalMemory, as_copied, narrow
 from dcp.storage.torch_storage.destinations import refuse_shared
 
-__all__ = ["SharedTarget", "load_apart", "store_shared"]
+__all__ = ["SharedMemory"]
 
 _MAX_LISTED = 10
 _MOST_BOXES = 4096
@@ -31,7 +32,7 @@ _MOST_PAIRS = 1000
 
 
 @dataclass(frozen=True)
-class SharedTarget:
+class _SharedTarget:
     """A box of a destination that has memory in common with those of ``fqns``, and what was loaded for it.
 
     ``is_filled``: another entry is loaded into the very same elements.
@@ -43,46 +44,55 @@ class SharedTarget:
     is_filled: bool
 
 
-def load_apart(
-    columns: ReadColumns, index: CheckpointIndex, wanted: HeldBoxes, memory: LocalMemory
-) -> tuple[LocalMemory, list[SharedTarget]]:
-    """(memory to load into, destinations of which it has others in their places).
+class SharedMemory(LoadSession):
+    """Loads apart what shares memory, and puts it there once it is known to be the same."""
 
-    These are few: tied weights whose entries are one payload need none. Raises PlanError for a destination
-    whose own elements share memory.
-    """
-    tensors, shared = list(memory.tensors), list[SharedTarget]()
-    rows = _Rows(columns, index)
-    for group in _groups(columns, memory, wanted):
-        is_same = len({_view_of(tensors[dest]) for dest in group}) == 1
-        if is_same and len({rows.source(dest) for dest in group}) == 1:
-            continue
-        group = sorted(group) if is_same else _sharing(tensors, group)
-        is_same = is_same and all(rows.volume(dest) == tensors[dest].numel() for dest in group)
-        fqns = [_fqn(wanted, dest) for dest in group]
-        for dest in group[1:] if is_same else group:
-            target = tensors[dest]
-            loaded = tensors[dest] = torch.empty(target.shape, dtype=target.dtype, device="cpu")
-            for box in rows.boxes(dest):
-                own, other = (narrow(tensor.detach(), *box) for tensor in (target, loaded))
-                shared.append(SharedTarget(fqns, own, other, is_same))
-    return (LocalMemory.of(tensors) if shared else memory), shared
+    _shared: Sequence[_SharedTarget] = ()
 
+    def boxes(
+        self, columns: LoadColumns, index: CheckpointIndex, held: HeldBoxes, memory: LocalMemory
+    ) -> LocalMemory:
+        """The memory to load into, in which such destinations have others in their places.
 
-@torch.inference_mode()
-def store_shared(shared: Sequence[SharedTarget]) -> None:
-    """Put what was loaded apart. Raises PlanError where one entry differs from another in the same memory."""
-    for each in shared:
-        if not each.is_filled:
-            as_copied(each.target).copy_(as_copied(each.loaded))
-    differing = {tuple(each.fqns) for each in shared if not _is_equal(each.target, each.loaded)}
-    if differing:
-        told = "; ".join(listed(fqns, most=_MAX_LISTED) for fqns in sorted(differing)[:_MAX_LISTED])
-        raise PlanError(
-            f"entries share memory in the state dict, but have different values in the checkpoint: {told}. "
-            "Load into tensors with memory of their own (clone()), or leave one of them out (exclude=...)",
-            fqns=[fqn for fqns in sorted(differing) for fqn in fqns][:_MAX_LISTED],
-        )
+        These are few: tied weights whose entries are one payload need none. Raises PlanError for a
+        destination whose own elements share memory.
+        """
+        self._shared = ()
+        tensors, shared = list(memory.tensors), list[_SharedTarget]()
+        rows = _Rows(columns, index)
+        for group in _groups(columns, memory, held):
+            is_same = len({_view_of(tensors[dest]) for dest in group}) == 1
+            if is_same and len({rows.source(dest) for dest in group}) == 1:
+                continue
+            group = sorted(group) if is_same else _sharing(tensors, group)
+            is_same = is_same and all(rows.volume(dest) == tensors[dest].numel() for dest in group)
+            fqns = [_fqn(held, dest) for dest in group]
+            for dest in group[1:] if is_same else group:
+                target = tensors[dest]
+                loaded = tensors[dest] = torch.empty(target.shape, dtype=target.dtype, device="cpu")
+                for box in rows.boxes(dest):
+                    own, other = (narrow(tensor.detach(), *box) for tensor in (target, loaded))
+                    shared.append(_SharedTarget(fqns, own, other, is_same))
+        self._shared = shared
+        return LocalMemory.of(tensors) if shared else memory
+
+    @torch.inference_mode()
+    def put(self) -> None:
+        """Put what was loaded apart. Raises PlanError where one entry differs from another in the same
+        memory."""
+        shared, self._shared = self._shared, ()
+        for each in shared:
+            if not each.is_filled:
+                as_copied(each.target).copy_(as_copied(each.loaded))
+        differing = {tuple(each.fqns) for each in shared if not _is_equal(each.target, each.loaded)}
+        if differing:
+            told = "; ".join(listed(fqns, most=_MAX_LISTED) for fqns in sorted(differing)[:_MAX_LISTED])
+            raise PlanError(
+                f"entries share memory in the state dict, but have different values in the checkpoint: {told}"
+                ". Load into tensors with memory of their own (clone()), or leave one of them out "
+                "(exclude=...)",
+                fqns=[fqn for fqns in sorted(differing) for fqn in fqns][:_MAX_LISTED],
+            )
 
 
 def _is_equal(target: torch.Tensor, loaded: torch.Tensor) -> bool:
