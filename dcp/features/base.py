@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp.planners.by_value import has_plain_types, like
-from dcp.planners.columns import HeldBoxes, LoadColumns
+from dcp.planners.columns import HeldBoxes
 from dcp.planners.flatten import Flat, flatten, replace_element
 from dcp.planners.layout.local_tensor import flatten_sharded
 from dcp.planners.load.options import LoadAttempt, LoadOptions
 from dcp.planners.load.selection import Matches, Selection, renamer
 from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.engine.reading.requests import ByteRuns
+from dcp.storage.engine.reading.requests import ByteRuns, Pieces
 from dcp.storage.formats.index import CheckpointIndex, Path
 from dcp.storage.tensors import LocalMemory
 from dcp.storage.torch_storage.destinations import Filled, classify
@@ -35,11 +35,11 @@ class View:
         self.unmapped = unmapped
 
     def reads(
-        self, engine: ReadEngine, columns: LoadColumns, memory: LocalMemory
+        self, engine: ReadEngine, pieces: Pieces, memory: LocalMemory
     ) -> tuple[ByteRuns, Iterator[Filled]]:
-        """What is read for ``columns`` of the index: runs, and elements into views of the local tensors."""
-        engine.resolve(columns.chunks)
-        return classify(engine, columns, memory)
+        """What is read for ``pieces`` of the index: runs, and elements into views of the local tensors."""
+        engine.resolve(pieces.chunks)
+        return classify(engine, pieces, memory)
 
     def lost(self, unexpected: Sequence[str]) -> list[str]:
         """Those of the ``unexpected`` names that are lost for a reason of the view's own."""
@@ -171,7 +171,7 @@ class LoadSession:
         return values
 
     def boxes(
-        self, columns: LoadColumns, index: CheckpointIndex, held: HeldBoxes, memory: LocalMemory
+        self, pieces: Pieces, index: CheckpointIndex, held: HeldBoxes, memory: LocalMemory
     ) -> LocalMemory:
         """The memory to load into, some of it in place of the state dict's."""
         return memory

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from dcp.features.base import LoadSession
-from dcp.planners.columns import HeldBoxes, LoadColumns
+from dcp.planners.columns import HeldBoxes
 from dcp.storage.engine.memory import Place, repeats_places, share_memory
-from dcp.storage.engine.reading.requests import ReadColumns
+from dcp.storage.engine.reading.requests import Pieces
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex, Int64, itemsizes
 from dcp.storage.geometry.boxes import Box
@@ -50,7 +50,7 @@ class SharedMemory(LoadSession):
     _shared: Sequence[_SharedTarget] = ()
 
     def boxes(
-        self, columns: LoadColumns, index: CheckpointIndex, held: HeldBoxes, memory: LocalMemory
+        self, pieces: Pieces, index: CheckpointIndex, held: HeldBoxes, memory: LocalMemory
     ) -> LocalMemory:
         """The memory to load into, in which such destinations have others in their places.
 
@@ -59,8 +59,8 @@ class SharedMemory(LoadSession):
         """
         self._shared = ()
         tensors, shared = list(memory.tensors), list[_SharedTarget]()
-        rows = _Rows(columns, index)
-        for group in _groups(columns, memory, held):
+        rows = _Rows(pieces, index)
+        for group in _groups(pieces, memory, held):
             is_same = len({_view_of(tensors[dest]) for dest in group}) == 1
             if is_same and len({rows.source(dest) for dest in group}) == 1:
                 continue
@@ -108,17 +108,17 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 class _Rows:
     """The rows of a load plan by destination."""
 
-    def __init__(self, columns: ReadColumns, index: CheckpointIndex) -> None:
-        self._columns = columns
+    def __init__(self, pieces: Pieces, index: CheckpointIndex) -> None:
+        self._pieces = pieces
         self._index = index
-        self._order = np.argsort(columns.dests, kind="stable")
-        self._sorted = columns.dests[self._order]
-        self._boxes = (columns.storage_offsets, columns.dest_offsets, columns.lengths)
+        self._order = np.argsort(pieces.dests, kind="stable")
+        self._sorted = pieces.dests[self._order]
+        self._boxes = (pieces.storage_offsets, pieces.dest_offsets, pieces.lengths)
 
     def source(self, dest: int) -> Any:
         """Equal for destinations that get the same stored elements at the same places."""
-        columns, index, rows = self._columns, self._index, self._of(dest)
-        chunks = columns.chunks[rows]
+        pieces, index, rows = self._pieces, self._index, self._of(dest)
+        chunks = pieces.chunks[rows]
         places = (index.chunk_files, index.record_offsets, index.payload_offsets)
         return (
             *(place[chunks].tobytes() for place in places),
@@ -140,13 +140,13 @@ class _Rows:
         return self._order[slice(*np.searchsorted(self._sorted, [dest, dest + 1]))]
 
     def _parts(self, rows: Int64) -> Iterator[slice]:
-        start = self._columns.box_start
+        start = self._pieces.box_start
         return map(slice, start[rows].tolist(), start[rows + 1].tolist())
 
 
-def _groups(columns: ReadColumns, memory: LocalMemory, wanted: HeldBoxes) -> Iterator[list[int]]:
+def _groups(pieces: Pieces, memory: LocalMemory, wanted: HeldBoxes) -> Iterator[list[int]]:
     """Numbers of destinations whose extents in memory meet."""
-    dests = np.flatnonzero(np.bincount(columns.dests, minlength=len(memory.tensors)))
+    dests = np.flatnonzero(np.bincount(pieces.dests, minlength=len(memory.tensors)))
     sizes = (memory.volumes * itemsizes(memory.dtype_codes))[dests]
     for position in np.flatnonzero(~memory.is_plain[dests]).tolist():
         tensor = memory.tensors[dests[position]]

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from dcp.features.base import View
-from dcp.planners.columns import LoadColumns
 from dcp.planners.weight_maps.mapped_index import map_all
 from dcp.planners.weight_maps.stored import StoredPiece, StoredTensors
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.engine.reading.requests import ByteRuns, Elements
+from dcp.storage.engine.reading.requests import ByteRuns, Elements, Pieces
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.geometry.boxes import Box
 from dcp.storage.tensors import LocalMemory, narrow
@@ -29,10 +28,10 @@ class MappedView(View):
         super().__init__(self._mapped.index, self._mapped.unknown)
 
     def reads(
-        self, engine: ReadEngine, columns: LoadColumns, memory: LocalMemory
+        self, engine: ReadEngine, pieces: Pieces, memory: LocalMemory
     ) -> tuple[ByteRuns, Iterator[Filled]]:
-        """What ``columns``, whose chunks are whole tensors by row, take of the engine's checkpoint."""
-        return ByteRuns.none(), self._fills(engine, columns, memory)
+        """What ``pieces``, whose chunks are whole tensors by row, take of the engine's checkpoint."""
+        return ByteRuns.none(), self._fills(engine, pieces, memory)
 
     def lost(self, unexpected: Sequence[str]) -> list[str]:
         """Tensors that no rule knows and nobody has a place for, beside others that the map is about."""
@@ -41,13 +40,13 @@ class MappedView(View):
         tops = {name.partition(".")[0] for tensor in mapped if unknown for name in tensor.sources}
         return [name for name in unexpected if name in unknown and name.partition(".")[0] in tops]
 
-    def _fills(self, engine: ReadEngine, columns: LoadColumns, memory: LocalMemory) -> Iterator[Filled]:
+    def _fills(self, engine: ReadEngine, pieces: Pieces, memory: LocalMemory) -> Iterator[Filled]:
         """Boxes that are padded are set to zero before."""
-        tensors, rows = self._mapped.tensors, columns.chunks.tolist()
+        tensors, rows = self._mapped.tensors, pieces.chunks.tolist()
         stored = StoredTensors(engine, [tensors[row] for row in dict.fromkeys(rows)])
-        bounds = columns.box_start.tolist()
-        flat = [each.tolist() for each in (columns.storage_offsets, columns.lengths, columns.dest_offsets)]
-        for number, (row, dest) in enumerate(zip(rows, columns.dests.tolist(), strict=True)):
+        bounds = pieces.box_start.tolist()
+        flat = [each.tolist() for each in (pieces.storage_offsets, pieces.lengths, pieces.dest_offsets)]
+        for number, (row, dest) in enumerate(zip(rows, pieces.dests.tolist(), strict=True)):
             offsets, sizes, local = (tuple(values[bounds[number] : bounds[number + 1]]) for values in flat)
             view = narrow(memory.tensors[dest].detach(), local, sizes)
             refuse_shared(tensors[row].name, view)

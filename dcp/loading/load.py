@@ -28,8 +28,8 @@ from dcp.features.strictness import check_left, pack_left
 from dcp.loading.planner import DefaultLoadPlanner
 from dcp.loading.report import LoadReport
 from dcp.loading.whole import WholePlanner
-from dcp.planners.columns import LoadColumns
 from dcp.planners.load.options import LoadAttempt, LoadOptions
+from dcp.planners.load.plan import LoadPlan
 from dcp.planners.load.selection import Matches, check_matches
 from dcp.planners.weight_maps.model_config import model_config
 from dcp.progress import reporting
@@ -217,7 +217,7 @@ class ColumnLoad(LoadEngine):
         self._planner = planner
         self._targets = GivenState({})
         self._view: View | None = None
-        self._planned: tuple[LoadColumns, LocalMemory] | None = None
+        self._planned: tuple[LoadPlan, LocalMemory] | None = None
 
     def plan(self, targets: GivenState, report: LoadReport) -> None:
         """Index, patterns, plan; what nobody takes."""
@@ -333,17 +333,18 @@ class ColumnLoad(LoadEngine):
         if self._planned is None or self._view is None:
             raise PlanError("a load was not planned")
         reader, planner, index = self._reader, self._planner, self._view.index
-        columns, memory = self._planned
+        plan, memory = self._planned
+        pieces = plan.pieces
         begun = time.perf_counter()
-        volumes = row_products(columns.lengths, columns.box_start)
-        total = int((volumes * index.itemsizes[index.chunk_tensors[columns.chunks]]).sum())
+        volumes = row_products(pieces.lengths, pieces.box_start)
+        total = int((volumes * index.itemsizes[index.chunk_tensors[pieces.chunks]]).sum())
         with (
             reporting(self.options.progress, "read", total, show=self.ranks.is_coordinator) as on_bytes,
             reader.engine(reader.read_index(), self.options.verify) as engine,
         ):
             engine.on_bytes = on_bytes
-            stats = reader.read_into(engine, *self._view.reads(engine, columns, memory), memory)
-            _read_values(planner, reader, engine, columns)
+            stats = reader.read_into(engine, *self._view.reads(engine, pieces, memory), memory.tensors)
+            _read_values(planner, reader, engine, plan)
             for session in planner.sessions:
                 session.loaded(whole_reader(planner, reader, engine, self.options.weights_only))
         report.note_reading(stats)
@@ -377,26 +378,26 @@ def whole_reader(
         whole.begin_load(planner.rank or 0, planner.world_size or 1)
         flat: dict[str, Any] = {}
         whole.set_up_planner(flat, LazyMetadata.of(lambda: engine.index))
-        columns, memory = whole.create_load_columns(engine.index)
-        reader.read_columns(engine, columns, memory)
-        _read_values(whole, reader, engine, columns)
+        plan, memory = whole.create_load_columns(engine.index)
+        reader.read_into(engine, *View(engine.index).reads(engine, plan.pieces, memory), memory.tensors)
+        _read_values(whole, reader, engine, plan)
         return whole.nested(flat), dict(whole.paths)
 
     return read_whole
 
 
 def _read_values(
-    planner: DefaultLoadPlanner, reader: FileSystemReader, engine: ReadEngine, columns: LoadColumns
+    planner: DefaultLoadPlanner, reader: FileSystemReader, engine: ReadEngine, plan: LoadPlan
 ) -> None:
     """Read the planned values that are no tensors, and give them to the planner."""
-    objects, fqns = engine.index.objects, columns.object_fqns
-    plain = objects.plain[columns.objects]
+    objects, fqns = engine.index.objects, plan.object_fqns
+    plain = objects.plain[plan.objects]
     is_plain = plain >= 0
     planner.store_objects(
         fqns if is_plain.all() else list(compress(fqns, is_plain.tolist())),
         decode_values(list(map(objects.values.__getitem__, plain[is_plain].tolist()))),
     )
-    pickled = [objects.fqns[row] for row in columns.objects[~is_plain].tolist()]
+    pickled = [objects.fqns[row] for row in plan.objects[~is_plain].tolist()]
     names = compress(fqns, (~is_plain).tolist())
     for fqn, blob in zip(names, reader.read_objects(engine, pickled), strict=True):
         planner.store_blob(fqn, blob)

@@ -10,22 +10,23 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint import default_planner as torch_planner
+from torch.distributed.checkpoint import planner as torch_plans
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from dcp.features.base import LoadCall, LoadSession
 from dcp.features.meta import MetaTensors
 from dcp.features.order import open_load
 from dcp.features.per_rank import PerRankValues
 from dcp.features.strictness import lost_entries
-from dcp.planners.columns import LoadColumns, WantedColumns
+from dcp.planners.columns import HeldBoxes
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.layout.local import collect_tensors
 from dcp.planners.layout.local_tensor import KINDS, OBJECT, PLAIN
 from dcp.planners.layout.lookup import BoxLookup
 from dcp.planners.load.objects import load_object
 from dcp.planners.load.options import LoadAttempt, LoadOptions, PerRankLoad, Unexpected
-from dcp.planners.load.plan import LoadFindings, plan_load
+from dcp.planners.load.plan import LoadPlan, plan_load
 from dcp.planners.load.selection import Matches, Patterns, Rename, check_matches
 from dcp.planners.per_rank import current_rank
 from dcp.planners.rescale import Rescale
@@ -151,7 +152,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
 
     # -- columns ---------------------------------------------------------------------------------------------
 
-    def create_load_columns(self, index: CheckpointIndex) -> tuple[LoadColumns, LocalMemory]:
+    def create_load_columns(self, index: CheckpointIndex) -> tuple[LoadPlan, LocalMemory]:
         """(what to read, local tensors by destination number).
 
         The tensors are the state dict's own and may require grad; but where some share memory, others may
@@ -159,10 +160,10 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         not fit (see `dcp.planners.load.plan.plan_load`).
         """
         with garbage_collection_paused():
-            columns, wanted, memory = self._plan(index)
+            plan, wanted, memory = self._plan(index)
             for session in self.sessions:
-                memory = session.boxes(columns, index, wanted, memory)
-            return columns, memory
+                memory = session.boxes(plan.pieces, index, wanted, memory)
+            return plan, memory
 
     def store_object(self, fqn: str, value: Any) -> None:
         """Put a loaded value where the state dict has the flat key ``fqn``, unless a feature takes it."""
@@ -269,33 +270,29 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
                 "DefaultLoadPlanner.create_local_plan"
             )
 
-    def _plan(self, index: CheckpointIndex) -> tuple[LoadColumns, WantedColumns, LocalMemory]:
+    def _plan(self, index: CheckpointIndex) -> tuple[LoadPlan, HeldBoxes, LocalMemory]:
         self.choose(index)
         call, values = self._call, self._call.values
         for session in self.sessions:
             values = session.destinations(values)
         local = collect_tensors(values, purpose="load")
-        fqns, object_fqns, names = local.columns.fqns, local.columns.objects.fqns, call.names
-        wanted = WantedColumns(
-            **local.columns.held(),
-            object_fqns=object_fqns,
-            stored_fqns=None if names is None else [names[fqn] for fqn in fqns],
-            stored_object_fqns=None if names is None else [names[fqn] for fqn in object_fqns],
-        )
-        columns = plan_load(
+        object_fqns = local.columns.objects.fqns
+        plan = plan_load(
             index,
-            wanted,
+            local.columns,
+            object_fqns,
+            names=call.names,
             allow_missing=bool(call.options.allow_partial_load),
             cast=call.options.dtype == "cast",
             is_per_rank=call.flat.owners.__contains__,
         )
-        self._note(call, columns.extra)
+        self._note(call, plan)
         own = self.per_rank_values
         waiting = [*object_fqns, *(own.waiting() if own is not None else ())]
         self._waiting = set(waiting) if self._attempt.stores_later else set()
-        return columns, wanted, local.memory
+        return plan, local.columns, local.memory
 
-    def _note(self, call: LoadCall, findings: LoadFindings) -> None:
+    def _note(self, call: LoadCall, findings: LoadPlan) -> None:
         """Keep what the plan has found. Raises PlanError unless it fills what it must."""
         self.missing_keys, self.cast_keys = findings.missing, findings.cast
         unexpected = call.unexpected(findings.unexpected)
@@ -321,18 +318,18 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
 
     # -- torch's interface -----------------------------------------------------------------------------------
 
-    def create_local_plan(self) -> LoadPlan:
+    def create_local_plan(self) -> torch_plans.LoadPlan:
         """What this rank reads, as torch's plan."""
         if self.metadata is None:
             raise PlanError("the load planner was set up without the checkpoint's metadata")
         index = index_from_metadata(self.metadata)
-        columns, wanted, _ = self._plan(index)
-        return LoadPlan(read_items(columns, wanted, index), planner_data=self._call.matches)
+        plan, wanted, _ = self._plan(index)
+        return torch_plans.LoadPlan(read_items(plan, wanted, index), planner_data=self._call.matches)
 
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+    def create_global_plan(self, global_plan: list[torch_plans.LoadPlan]) -> list[torch_plans.LoadPlan]:
         """Nothing to add. Raises PlanError for patterns that match nothing on any rank."""
         check_matches([plan.planner_data for plan in global_plan if isinstance(plan.planner_data, Matches)])
-        plans: list[LoadPlan] = super().create_global_plan(global_plan)
+        plans: list[torch_plans.LoadPlan] = super().create_global_plan(global_plan)
         return plans
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

@@ -6,7 +6,7 @@ there may be many thousands. What is left is looked at row by row, as elements a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 
 from dcp.storage.engine.memory import ScratchBuffers, repeats_places
 from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.engine.reading.requests import BoxRequest, ByteRuns, Elements, PutBox, ReadColumns, put_at
+from dcp.storage.engine.reading.requests import BoxRequest, ByteRuns, Elements, Pieces, PutBox, put_at
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.checksums import BLOCK_BYTES
 from dcp.storage.formats.index import Int64
@@ -46,16 +46,16 @@ class Filled(NamedTuple):
     view: torch.Tensor
 
 
-def classify(
-    engine: ReadEngine, columns: ReadColumns, memory: LocalMemory
-) -> tuple[ByteRuns, Iterator[Filled]]:
-    """(rows that are one run each, the others) of ``columns``, which are boxes of resolved chunks."""
-    runs, others = _plain_runs(engine, columns, memory)
-    return runs, (_filled(engine, columns, memory, row) for row in others.tolist())
+def classify(engine: ReadEngine, pieces: Pieces, memory: LocalMemory) -> tuple[ByteRuns, Iterator[Filled]]:
+    """(rows that are one run each, the others) of ``pieces``, which are boxes of resolved chunks."""
+    runs, others = _plain_runs(engine, pieces, memory)
+    return runs, (_filled(engine, pieces, memory, row) for row in others.tolist())
 
 
-def read_into(engine: ReadEngine, runs: ByteRuns, several: Iterable[Filled], memory: LocalMemory) -> None:
-    """Read ``runs``, and ``several`` into their views of the local tensors in ``memory``.
+def read_into(
+    engine: ReadEngine, runs: ByteRuns, several: Iterable[Filled], tensors: Sequence[torch.Tensor]
+) -> None:
+    """Read ``runs``, and ``several`` into their views of the local ``tensors``.
 
     PlanError for a view whose elements share memory.
     """
@@ -82,24 +82,24 @@ def read_into(engine: ReadEngine, runs: ByteRuns, several: Iterable[Filled], mem
     if more:
         runs = ByteRuns.joined([runs, ByteRuns(*np.array(more, np.int64).T)])
     if is_converted:
-        finish_device_work(memory.tensors)
+        finish_device_work(tensors)
     if is_on_device and torch.accelerator.is_available():
         engine.scratch = _PINNED
     try:
         engine.run(runs, boxes)
     finally:
         # The engine writes to memory, which autograd would not notice between a forward and its backward.
-        torch.autograd.graph.increment_version(memory.tensors)
+        torch.autograd.graph.increment_version(tensors)
 
 
 # -- all rows at once ----------------------------------------------------------------------------------------
 
 
-def _plain_runs(engine: ReadEngine, columns: ReadColumns, memory: LocalMemory) -> tuple[ByteRuns, Int64]:
+def _plain_runs(engine: ReadEngine, pieces: Pieces, memory: LocalMemory) -> tuple[ByteRuns, Int64]:
     """(rows that are one run in the payload and one in plain memory of the stored dtype, numbers of the
     others)."""
-    index, box_start = engine.index, columns.box_start
-    chunks, dests, ndims = columns.chunks, columns.dests, np.diff(box_start)
+    index, box_start = engine.index, pieces.box_start
+    chunks, dests, ndims = pieces.chunks, pieces.dests, np.diff(box_start)
     tensors = index.chunk_tensors[chunks]
     usable = memory.is_plain[dests] & (memory.dtype_codes[dests] == index.dtype_codes[tensors])
     usable &= ndims == np.diff(memory.shape_start)[dests]
@@ -111,15 +111,15 @@ def _plain_runs(engine: ReadEngine, columns: ReadColumns, memory: LocalMemory) -
     positions, places, volumes = (np.zeros(len(chunks), np.int64) for _ in range(3))
     for ndim in np.unique(ndims[usable]).tolist():
         rows = np.flatnonzero(usable & (ndims == ndim))
-        lengths = row_matrix(columns.lengths, box_start, rows, ndim)
+        lengths = row_matrix(pieces.lengths, box_start, rows, ndim)
         stored = contiguous_positions(
             row_matrix(index.chunk_sizes, index.box_start, chunks[rows], ndim),
-            row_matrix(columns.storage_offsets, box_start, rows, ndim),
+            row_matrix(pieces.storage_offsets, box_start, rows, ndim),
             lengths,
         )
         local = contiguous_positions(
             row_matrix(memory.shape_values, memory.shape_start, dests[rows], ndim),
-            row_matrix(columns.dest_offsets, box_start, rows, ndim),
+            row_matrix(pieces.dest_offsets, box_start, rows, ndim),
             lengths,
         )
         is_run[rows] = stored.is_run & local.is_run
@@ -148,16 +148,16 @@ def _stored_name(engine: ReadEngine, chunk: int) -> str:
     return engine.index.fqns[int(engine.index.chunk_tensors[chunk])]
 
 
-def _filled(engine: ReadEngine, columns: ReadColumns, memory: LocalMemory, row: int) -> Filled:
+def _filled(engine: ReadEngine, pieces: Pieces, memory: LocalMemory, row: int) -> Filled:
     """A row's elements, and the part of its tensor that is read into."""
-    box = slice(int(columns.box_start[row]), int(columns.box_start[row + 1]))
+    box = slice(int(pieces.box_start[row]), int(pieces.box_start[row + 1]))
     at, local, lengths = (
         tuple(values[box].tolist())
-        for values in (columns.storage_offsets, columns.dest_offsets, columns.lengths)
+        for values in (pieces.storage_offsets, pieces.dest_offsets, pieces.lengths)
     )
-    dest = memory.tensors[int(columns.dests[row])]
+    dest = memory.tensors[int(pieces.dests[row])]
     target = dest if dest.shape == lengths else narrow(dest, local, lengths)
-    elements, order = engine.elements(int(columns.chunks[row]), at, lengths)
+    elements, order = engine.elements(int(pieces.chunks[row]), at, lengths)
     return Filled(elements, target.permute(order))
 
 

@@ -1,7 +1,7 @@
 """torch's StorageReader over a store: `FileSystemReader`.
 
 Like the writer it serves two callers: torch's interface with plans made of objects, and `dcp.load` with
-columns (`ReadColumns`). Both end in `dcp.storage.engine.reading.engine.ReadEngine`.
+runs and elements. Both end in `dcp.storage.engine.reading.engine.ReadEngine`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.engine.reading.requests import ByteRuns, ReadColumns, ReadStats, Verify
+from dcp.storage.engine.reading.requests import ByteRuns, ReadStats, Verify
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointError,
@@ -45,8 +46,7 @@ from dcp.storage.formats.torch.zip_reader import LOCAL_SIGNATURE, check_entries
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.traffic import traffic_since
-from dcp.storage.tensors import LocalMemory
-from dcp.storage.torch_storage.destinations import Filled, classify, read_into
+from dcp.storage.torch_storage.destinations import Filled, read_into
 from dcp.storage.torch_storage.metadata import LazyMetadata
 from dcp.storage.torch_storage.writer import NoFileSystem, is_supported
 
@@ -276,13 +276,10 @@ class FileSystemReader(NoFileSystem, StorageReader):
             tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
             for batch in _batches(tensors, lambda item: math.prod(item.lengths) * 4, _BATCH_BYTES):
                 targets = [_target(planner, item) for item in batch]
-                columns = ReadColumns.of_rows(
-                    [chunk_rows.find(item) for item in batch],
-                    [item.storage_offsets for item in batch],
-                    [(0,) * target.dim() for target in targets],
-                    [item.lengths for item in batch],
-                )
-                self.read_columns(engine, columns, LocalMemory.of(targets))
+                rows = [chunk_rows.find(item) for item in batch]
+                engine.resolve(rows)
+                filled = map(partial(_filled, engine), rows, batch, targets)
+                self.read_into(engine, ByteRuns.none(), filled, targets)
                 for item, target in zip(batch, targets, strict=True):
                     planner.commit_tensor(item, target)
         self.check_unchanged()
@@ -305,17 +302,17 @@ class FileSystemReader(NoFileSystem, StorageReader):
             threads = self.store.read_profile.threads or _default_threads()
         return ReadEngine(self.store, index, verify=verify or self.verify, threads=threads)
 
-    def read_columns(self, engine: ReadEngine, columns: ReadColumns, memory: LocalMemory) -> ReadStats:
-        """Fill the local tensors in ``memory``; returns what all reading since `reset` has cost."""
-        engine.resolve(columns.chunks)
-        return self.read_into(engine, *classify(engine, columns, memory), memory)
-
     def read_into(
-        self, engine: ReadEngine, runs: ByteRuns, several: Iterable[Filled], memory: LocalMemory
+        self,
+        engine: ReadEngine,
+        runs: ByteRuns,
+        several: Iterable[Filled],
+        tensors: Sequence[torch.Tensor],
     ) -> ReadStats:
-        """As `read_columns`, of runs, and of stored elements into views of the local tensors."""
+        """Read ``runs``, and stored elements into views of the local ``tensors``; returns what all reading
+        since `reset` has cost."""
         before = replace(engine.stats)
-        read_into(engine, runs, several, memory)
+        read_into(engine, runs, several, tensors)
         self.stats.add(engine.stats.since(before))
         return self.stats
 
@@ -443,3 +440,10 @@ def _target(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:
             fqn=item.dest_index.fqn,
         )
     return target
+
+
+def _filled(engine: ReadEngine, chunk: int, item: ReadItem, target: torch.Tensor) -> Filled:
+    if len(item.storage_offsets) != len(item.lengths):
+        raise PlanError("a row of the load plan has offsets and lengths of different dimensionality")
+    elements, order = engine.elements(chunk, item.storage_offsets, item.lengths)
+    return Filled(elements, target.permute(order))

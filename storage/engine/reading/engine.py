@@ -30,6 +30,9 @@ from dcp.storage.threads import work_off
 
 __all__ = ["ReadEngine"]
 
+_THREAD_BYTES = 1 << 20
+"""Less than this for each is not worth another thread, where a request costs next to nothing."""
+
 
 class ReadEngine(Closable, ReadSource):
     """Reads from one checkpoint. Use as a context manager: files stay open, as many as the process can
@@ -119,7 +122,10 @@ class ReadEngine(Closable, ReadSource):
             )
 
     def _carry_out(self, requests: Sequence[JoinedRequest], on_bytes: Callable[[int], None] | None) -> None:
-        work_off(requests, min(self.threads, len(requests)), partial(self._work, on_bytes), "dcp-read")
+        threads = min(self.threads, len(requests))
+        if not self.joins:
+            threads = min(threads, 1 + sum(each.end - each.begin for each in requests) // _THREAD_BYTES)
+        work_off(requests, threads, partial(self._work, on_bytes), "dcp-read")
 
     def _work(self, on_bytes: Callable[[int], None] | None, requests: Iterator[JoinedRequest]) -> None:
         worker = ReadWorker(self, self.scratch)

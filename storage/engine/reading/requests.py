@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from dcp.storage.engine.memory import array_at
-from dcp.storage.errors import PlanError
-from dcp.storage.formats.index import Int64, starts
+from dcp.storage.formats.index import Int64
 
 __all__ = [
     "BoxRequest",
     "ByteRuns",
     "Elements",
+    "Pieces",
     "PutBox",
-    "ReadColumns",
     "ReadStats",
     "Verify",
     "put_at",
@@ -31,41 +29,21 @@ only in part, and check them. ``none``: check nothing."""
 
 
 @dataclass(frozen=True, eq=False)
-class ReadColumns:
-    """What one rank has to read.
+class Pieces:
+    """Parts of stored chunks, and where they go.
 
     Row i copies the box at ``storage_offsets`` of extent ``lengths`` of chunk ``chunks[i]`` (a row of the
-    index) to ``dest_offsets`` of local tensor number ``dests[i]``. Boxes are ragged, sliced by ``box_start``.
+    index) to ``dest_offsets`` of local tensor number ``dests[i]``, for the wanted box ``boxes[i]``. Boxes are
+    ragged, sliced by ``box_start``.
     """
 
     chunks: Int64
+    boxes: Int64
     dests: Int64
     box_start: Int64
     storage_offsets: Int64
     dest_offsets: Int64
     lengths: Int64
-
-    @classmethod
-    def of_rows(
-        cls,
-        chunks: Sequence[int],
-        storage_offsets: Sequence[Sequence[int]],
-        dest_offsets: Sequence[Sequence[int]],
-        lengths: Sequence[Sequence[int]],
-    ) -> ReadColumns:
-        """Row by row, with a tensor for each.
-
-        PlanError for a row whose offsets and lengths are of several dimensionalities.
-        """
-        ndims = [len(row) for row in lengths]
-        if any([len(row) for row in rows] != ndims for rows in (storage_offsets, dest_offsets)):
-            raise PlanError("a row of the load plan has offsets and lengths of different dimensionality")
-        flat = (
-            np.fromiter(chain.from_iterable(rows), np.int64)
-            for rows in (storage_offsets, dest_offsets, lengths)
-        )
-        numbers = np.arange(len(chunks), dtype=np.int64)
-        return ReadColumns(np.array(chunks, np.int64), numbers, starts(ndims), *flat)
 
 
 @dataclass(frozen=True, eq=False)
