@@ -23,9 +23,7 @@ __all__ = ["MetaTensors"]
 
 
 class MetaTensors(LoadSession):
-    """Gives memory to tensors that are to be loaded and have none; ``keys`` are those that got some."""
-
-    keys: tuple[str, ...] = ()
+    """Gives memory to tensors that are to be loaded and have none."""
 
     def state(self) -> None:
         """Replace them in the state dict. Raises PlanError for a part of a tensor made of others."""
@@ -42,7 +40,7 @@ class MetaTensors(LoadSession):
                 self._check_place(fqn)
                 call.put(fqn, real)
                 names.append(fqn)
-        self.keys = tuple(names)
+        self.new = names
         call.flat = call.flattened()
 
     def _may_be_kept(self, fqn: str) -> bool:

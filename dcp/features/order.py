@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dcp.features.base import LoadCall, LoadSession, View
+from typing import TYPE_CHECKING
+
+from dcp.features.base import LoadSession, View
 from dcp.features.legacy_keys import LegacyKeys
 from dcp.features.meta import MetaTensors
 from dcp.features.per_rank import PerRankValues
@@ -11,6 +13,9 @@ from dcp.features.subclasses import Subclasses
 from dcp.features.weight_map import MappedView
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.storage.formats.index import CheckpointIndex
+
+if TYPE_CHECKING:
+    from dcp.loading.call import LoadCall
 
 __all__ = ["open_load", "view_of"]
 

@@ -7,17 +7,21 @@ import re
 from collections.abc import Mapping
 from functools import reduce
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from dcp.features.base import LoadCall, LoadSession, ReadWhole
+from dcp.features.base import LoadSession, ReadWhole
 from dcp.planners.layout.checkpointable import claim_of, with_claim
 from dcp.planners.per_rank import rank_holder, rank_key, rank_number
 from dcp.planners.rescale import Rescale, rescaled_value
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex, Path
 from dcp.storage.near_names import listed
+
+if TYPE_CHECKING:
+    from dcp.loading.call import LoadCall
+    from dcp.loading.report import LoadReport
 
 __all__ = ["PerRankValues"]
 
@@ -49,7 +53,7 @@ class PerRankValues(LoadSession):
         self.rescaled: list[_StatesOfRanks] = []
         self.kept: tuple[str, ...] = ()
         self.left: tuple[str, ...] = ()
-        self._made: list[tuple[Rescale, Any]] = []
+        self._ready: list[tuple[Rescale, Any]] = []
         self._copies: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
     def entries(self, index: CheckpointIndex) -> None:
@@ -72,6 +76,8 @@ class PerRankValues(LoadSession):
                 if not any(_is_stored(index, call.stored(fqn)) for fqn in fqns)
             }
         self.kept = tuple(sorted(below))
+        by_rule = {value.name for value in self.rescaled if value.target.rule != "keep"}
+        self.made = [fqn for fqn, name in owners.items() if name in by_rule]
         call.leave({*chain(*below.values()), *(fqn for fqn, name in owners.items() if name in made)})
 
     def destinations(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -91,6 +97,7 @@ class PerRankValues(LoadSession):
                 # what lies outside of the boxes of a CheckpointableTensor is kept as well
                 apart[fqn] = with_claim(value.detach().clone(), claim_of(value))
                 self._copies.append((fqn, value, apart[fqn]))
+        self.later = [fqn for fqn, _, _ in self._copies]
         return apart
 
     def unexpected(self, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -104,10 +111,6 @@ class PerRankValues(LoadSession):
         self.left = tuple(sorted(holder for holder in absent - rescaled if holder is not None))
         return tuple(name for name in names if name not in of_ranks)
 
-    def waiting(self) -> list[str]:
-        """Entries whose tensors are filled by `put` alone."""
-        return [fqn for fqn, _, _ in self._copies]
-
     def loaded(self, read_whole: ReadWhole) -> None:
         """Make the values of the rules. Raises CheckpointError for a rule that fails."""
         wanted = [value for value in self.rescaled if value.target.rule != "keep"]
@@ -115,7 +118,7 @@ class PerRankValues(LoadSession):
             return
         state, paths = read_whole([_GLOB.sub(r"[\g<0>]", value.stored) for value in wanted])
         call = self.call
-        self._made = [
+        self._ready = [
             (
                 value.target,
                 rescaled_value(
@@ -129,21 +132,18 @@ class PerRankValues(LoadSession):
 
     def put(self) -> None:
         """Put what rules made, and copy what was loaded apart."""
-        made, self._made = self._made, []
-        for target, value in made:
+        ready, self._ready = self._ready, []
+        for target, value in ready:
             target.value = value
         copies, self._copies = self._copies, []
         with torch.no_grad():
             for _, tensor, loaded in copies:
                 tensor.copy_(loaded)
 
-    def made_entries(self) -> list[str]:
-        """Entries of values that rules make."""
-        made = {value.name for value in self.rescaled if value.target.rule != "keep"}
-        return [fqn for fqn, name in self.call.flat.owners.items() if name in made]
-
-    def warn(self, saved_by: int | None, *, is_coordinator: bool) -> None:
-        """Say which values do not go on where the ranks that saved them were."""
+    def done(self, report: LoadReport, *, is_coordinator: bool) -> None:
+        """Report what was kept and made, and warn of values that do not continue where their ranks were."""
+        report.kept_per_rank, report.rescaled = list(self.kept), [value.name for value in self.rescaled]
+        saved_by = report.world_size
         kept, left = listed(self.kept, most=_MAX_LISTED), listed(self.left, most=_MAX_LISTED)
         rank, world_size = self.call.rank, self.call.world_size
         if saved_by in (None, world_size):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from dcp.storage.geometry.strides import extent
 from dcp.storage.near_names import listed
 from dcp.storage.tensors import LocalMemory, as_copied, narrow
 from dcp.storage.torch_storage.destinations import refuse_shared
+
+if TYPE_CHECKING:
+    from dcp.loading.call import LoadCall
 
 __all__ = ["SharedMemory"]
 
@@ -47,7 +50,9 @@ class _SharedTarget:
 class SharedMemory(LoadSession):
     """Loads apart what shares memory, and puts it there once it is known to be the same."""
 
-    _shared: Sequence[_SharedTarget] = ()
+    def __init__(self, call: LoadCall) -> None:
+        super().__init__(call)
+        self._shared: Sequence[_SharedTarget] = ()
 
     def boxes(
         self, pieces: Pieces, index: CheckpointIndex, held: HeldBoxes, memory: LocalMemory

@@ -9,27 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 import numpy as np
 import numpy.typing as npt
-from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp.features.base import LoadCall
 from dcp.features.optimizer_state import prefixes_without_state
 from dcp.planners.flatten import LIST, MAPPING, PER_RANK, is_closed_list, kind_of
 from dcp.planners.load.key_hints import OTHER_GROUPS, is_group
 from dcp.storage.errors import UnexpectedKeyError
-from dcp.storage.formats.index import Path
+from dcp.storage.formats.index import CheckpointIndex, Path
 from dcp.storage.near_names import listed
+
+if TYPE_CHECKING:
+    from dcp.loading.call import LoadCall
 
 __all__ = ["check_left", "lost_entries", "pack_left", "unexpected_keys"]
 
 _MAX_LISTED = 10
 
 
-def lost_entries(call: LoadCall, unexpected: Sequence[str], metadata: Metadata | None) -> tuple[str, ...]:
+def lost_entries(call: LoadCall, unexpected: Sequence[str], index: CheckpointIndex) -> tuple[str, ...]:
     """Those of the ``unexpected`` names that this rank should have a place for.
 
     Raises UnexpectedKeyError for state of parameters that an optimizer's dict of this rank has, and no state
@@ -41,8 +42,8 @@ def lost_entries(call: LoadCall, unexpected: Sequence[str], metadata: Metadata |
     if call.renamed is None and call.world_size > 1:  # else what is lost on all ranks is told with the rest
         below = prefixes_without_state(call.root)
         own = [name for name in lost if below and name.startswith(below)]
-        if own and metadata is not None:
-            raise unexpected_keys(list(metadata.state_dict_metadata), own)
+        if own:
+            raise unexpected_keys([*index.fqns, *index.objects.fqns], own)
     return lost
 
 

@@ -25,6 +25,7 @@ from dcp.features.fitted_state import keys_with_empty
 from dcp.features.order import view_of
 from dcp.features.stateful import GivenState, Stored
 from dcp.features.strictness import check_left, pack_left
+from dcp.loading.call import LoadCall
 from dcp.loading.planner import DefaultLoadPlanner
 from dcp.loading.report import LoadReport
 from dcp.loading.whole import WholePlanner
@@ -117,7 +118,8 @@ class LoadEngine(ABC):
                 try:
                     self.ranks.all_gather("load_state_dict", lambda: self._give_back(targets))
                 except BaseException:
-                    self._note_filled(targets, filled)
+                    if self._ours is not None:
+                        filled |= self._ours.call.touched - targets.made
                     raise
             return report
 
@@ -136,18 +138,17 @@ class LoadEngine(ABC):
         try:
             self.plan(targets, report)
             self.read(report)
-        except CheckpointError as error:
-            self._note_filled(targets, filled)
+        except BaseException as error:
+            if planner is not None:
+                filled |= planner.end_load() - targets.made
+            if not isinstance(error, CheckpointError):
+                raise
             self._look_again(error, attempts)
             return None
-        except BaseException:
-            self._note_filled(targets, filled)
-            raise
-        finally:
-            if planner is not None:
-                planner.end_load()
-        if planner is not None and (own := planner.per_rank_values) is not None:
-            own.warn(report.world_size, is_coordinator=ranks.is_coordinator)
+        if planner is not None:
+            planner.end_load()
+            for session in planner.call.sessions:
+                session.done(report, is_coordinator=ranks.is_coordinator)
         if self._storage is not None:
             report.storage = self._storage.traffic
         return report
@@ -190,13 +191,9 @@ class LoadEngine(ABC):
         if planner is None:
             targets.give_back((), ())
         else:
-            targets.give_back(planner.untouched_keys, planner.materialised_keys)
+            targets.give_back(planner.call.untouched_keys, planner.call.new)
         self._has_given_back = True
         return b""
-
-    def _note_filled(self, targets: GivenState, filled: set[str]) -> None:
-        if self._ours is not None:
-            filled |= self._ours.touched_keys - targets.made
 
 
 def _is_stale(cause: BaseException) -> bool:
@@ -248,9 +245,7 @@ class ColumnLoad(LoadEngine):
             return self._view
 
         if self.options.only is not None or self.options.exclude is not None:
-            ranks.reduce_alike(
-                "select", lambda: _pack_matches(self._planner.choose(view().index)), _agree_on_patterns
-            )
+            ranks.reduce_alike("select", lambda: self._select(view()), _agree_on_patterns)
 
         def plan() -> None:
             try:
@@ -306,19 +301,25 @@ class ColumnLoad(LoadEngine):
         )
         self._planner.set_up_planner(state, LazyMetadata.of(lambda: index), self.ranks.is_coordinator)
 
+    def _select(self, view: View) -> bytes:
+        call = self._planner.call
+        call.choose(view.index)
+        return bytes(msgpack.packb(dataclasses.astuple(call.matches) if call.matches is not None else None))
+
     def _plan(self, view: View, report: LoadReport, *, is_shared: bool) -> bytes:
         """Plan, and tell what nobody has a place for, if nobody else has (`check_left`)."""
         begun = time.perf_counter()
-        planner, index = self._planner, view.index
-        self._planned = planner.create_load_columns(index)
-        report.note_plan(planner)
+        call, index = self._planner.call, view.index
+        plan, _, memory = call.plan(index)
+        self._planned = plan, memory
+        report.note_plan(call)
         report.note_source(index)
         report.seconds["plan"] = time.perf_counter() - begun
-        unexpected = planner.unexpected_keys
+        unexpected = call.unexpected
         if self.options.unexpected == "ignore" or not unexpected:
             return b""
         names = _names(index)
-        left = pack_left(names, unexpected, [*planner.lost_keys, *view.lost(unexpected)])
+        left = pack_left(names, unexpected, [*call.lost, *view.lost(unexpected)])
         if is_shared or self.ranks.world_size == 1:
             return left
         check_left(names, [left])  # an index of this rank alone
@@ -332,7 +333,7 @@ class ColumnLoad(LoadEngine):
     def _read(self, report: LoadReport) -> bytes:
         if self._planned is None or self._view is None:
             raise PlanError("a load was not planned")
-        reader, planner, index = self._reader, self._planner, self._view.index
+        reader, call, index = self._reader, self._planner.call, self._view.index
         plan, memory = self._planned
         pieces = plan.pieces
         begun = time.perf_counter()
@@ -344,9 +345,9 @@ class ColumnLoad(LoadEngine):
         ):
             engine.on_bytes = on_bytes
             stats = reader.read_into(engine, *self._view.reads(engine, pieces, memory), memory.tensors)
-            _read_values(planner, reader, engine, plan)
-            for session in planner.sessions:
-                session.loaded(whole_reader(planner, reader, engine, self.options.weights_only))
+            _read_values(call, reader, engine, plan)
+            for session in call.sessions:
+                session.loaded(whole_reader(call, reader, engine))
         report.note_reading(stats)
         report.seconds["read"] = time.perf_counter() - begun
         return b"\x01" if self._targets.has_objects else b""
@@ -357,13 +358,11 @@ class ColumnLoad(LoadEngine):
 
     def _store(self, *, alone: bool) -> bytes:
         """Store the values; where no rank has an object to give its state to, that is all."""
-        self._planner.store_values()
+        self._planner.call.store()
         return self._give_back(self._targets) if alone else b""
 
 
-def whole_reader(
-    planner: DefaultLoadPlanner, reader: FileSystemReader, engine: ReadEngine, weights_only: bool | None
-) -> ReadWhole:
+def whole_reader(call: LoadCall, reader: FileSystemReader, engine: ReadEngine) -> ReadWhole:
     """Reads parts of the engine's checkpoint whole, for features that need the state of all ranks."""
 
     def read_whole(only: Sequence[str]) -> tuple[Any, dict[str, Path]]:
@@ -373,42 +372,36 @@ def whole_reader(
             rename=None,
             dtype=None,
             device=torch.device("cpu"),
-            weights_only=weights_only,
+            weights_only=call.options.weights_only,
         )
-        whole.begin_load(planner.rank or 0, planner.world_size or 1)
+        whole.begin_load(call.rank, call.world_size, LoadAttempt())
         flat: dict[str, Any] = {}
         whole.set_up_planner(flat, LazyMetadata.of(lambda: engine.index))
-        plan, memory = whole.create_load_columns(engine.index)
+        plan, _, memory = whole.call.plan(engine.index)
         reader.read_into(engine, *View(engine.index).reads(engine, plan.pieces, memory), memory.tensors)
-        _read_values(whole, reader, engine, plan)
+        _read_values(whole.call, reader, engine, plan)
         return whole.nested(flat), dict(whole.paths)
 
     return read_whole
 
 
-def _read_values(
-    planner: DefaultLoadPlanner, reader: FileSystemReader, engine: ReadEngine, plan: LoadPlan
-) -> None:
-    """Read the planned values that are no tensors, and give them to the planner."""
+def _read_values(call: LoadCall, reader: FileSystemReader, engine: ReadEngine, plan: LoadPlan) -> None:
+    """Read the planned values that are no tensors, and give them to the load."""
     objects, fqns = engine.index.objects, plan.object_fqns
     plain = objects.plain[plan.objects]
     is_plain = plain >= 0
-    planner.store_objects(
+    call.take(
         fqns if is_plain.all() else list(compress(fqns, is_plain.tolist())),
         decode_values(list(map(objects.values.__getitem__, plain[is_plain].tolist()))),
     )
     pickled = [objects.fqns[row] for row in plan.objects[~is_plain].tolist()]
     names = compress(fqns, (~is_plain).tolist())
     for fqn, blob in zip(names, reader.read_objects(engine, pickled), strict=True):
-        planner.store_blob(fqn, blob)
+        call.take_blob(fqn, blob)
 
 
 def _names(index: CheckpointIndex) -> list[str]:
     return [*index.fqns, *index.objects.fqns]
-
-
-def _pack_matches(matches: Matches | None) -> bytes:
-    return bytes(msgpack.packb(dataclasses.astuple(matches) if matches is not None else None))
 
 
 def _agree_on_patterns(ranks: list[bytes]) -> bytes:

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.quantized_hf_storage import (
     QuantizedHuggingFaceStorageReader as TorchQuantizedReader,
 )
 
+from dcp.features.per_rank import PerRankValues
 from dcp.features.stateful import GivenState, Stored
 from dcp.features.strictness import unexpected_keys
 from dcp.loading.load import LoadEngine, whole_reader
@@ -97,7 +98,7 @@ class ProtocolLoad(LoadEngine):
         self.ranks.all_gather("read", self._read)
         report.seconds["read"] = time.perf_counter() - begun
         if self._ours is not None:
-            report.note_plan(self._ours)
+            report.note_plan(self._ours.call)
         if self._storage is not None:
             if self._storage.index is not None:
                 report.note_source(self._storage.index)
@@ -122,7 +123,7 @@ class ProtocolLoad(LoadEngine):
         plan = planner.create_local_plan()
         if self._ours is not None:
             self._ours.check_chosen()
-            own = self._ours.per_rank_values
+            own = next((s for s in self._ours.call.sessions if isinstance(s, PerRankValues)), None)
             if own is not None and own.rescaled and self._storage is None:
                 raise PlanError(
                     f"{type(reader).__name__} cannot read the states of all ranks, which rescaling "
@@ -138,9 +139,10 @@ class ProtocolLoad(LoadEngine):
         plan = self._planner.finish_plan(plan_transport.unpack(self._reply))
         self._reader.read_data(plan, self._planner).wait()
         ours, storage = self._ours, self._storage
-        if ours is not None and storage is not None and (own := ours.per_rank_values) is not None:
+        if ours is not None and storage is not None and any(session.made for session in ours.call.sessions):
             with storage.engine(storage.read_index(), self.options.verify) as engine:
-                own.loaded(whole_reader(ours, storage, engine, self.options.weights_only))
+                for session in ours.call.sessions:
+                    session.loaded(whole_reader(ours.call, storage, engine))
         return b""
 
     def _left(self, planner: DefaultLoadPlanner) -> bytes:
@@ -148,12 +150,12 @@ class ProtocolLoad(LoadEngine):
         reader = self._reader
         # What a reader makes other tensors of is no tensor of the model.
         scales = weight_scales(reader) if isinstance(reader, TorchQuantizedReader) else set()
-        lost = [name for name in planner.lost_keys if name not in scales]
+        lost = [name for name in planner.call.lost if name not in scales]
         names = list(planner.metadata.state_dict_metadata) if lost and planner.metadata is not None else []
         if not self._together and lost:
             raise unexpected_keys(names, lost)  # of metadata that this rank alone has
         return bytes(
-            msgpack.packb([list(planner.unexpected_keys), lost, names if self.ranks.is_coordinator else []])
+            msgpack.packb([list(planner.call.unexpected), lost, names if self.ranks.is_coordinator else []])
         )
 
 
