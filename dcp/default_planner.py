@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.default_planner import (
 )
 
 from dcp.calls.torch_names import names_of
-from dcp.planners.load.planner import DefaultLoadPlanner
-from dcp.planners.load.torch_planners import EmptyStateLoadPlanner as _EmptyStateDictLoadPlanner
+from dcp.loading.planner import DefaultLoadPlanner
+from dcp.loading.whole import EmptyStateLoadPlanner as _EmptyStateDictLoadPlanner
 from dcp.planners.save.planner import DefaultSavePlanner
 
 __all__ = [

@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dcp.features.registry import save_features
-from dcp.loading.columns import ColumnLoad
-from dcp.loading.engine import LoadEngine
-from dcp.planners.load import planner as load_planner
+from dcp.loading import planner as load_planner
+from dcp.loading.load import ColumnLoad, LoadEngine
+from dcp.loading.planner import DefaultLoadPlanner
 from dcp.planners.load.options import LoadOptions
-from dcp.planners.load.planner import DefaultLoadPlanner
 from dcp.planners.save import planner as save_planner
 from dcp.planners.save.options import PlanOptions
 from dcp.planners.save.planner import DefaultSavePlanner

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from dcp.calls.torch_names import names_of
 from dcp.conversion.run import convert
-from dcp.planners.load.torch_planners import DynamicMetaLoadPlanner
-from dcp.planners.load.torch_planners import EmptyStateLoadPlanner as _EmptyStateDictLoadPlanner
+from dcp.loading.whole import DynamicMetaLoadPlanner
+from dcp.loading.whole import EmptyStateLoadPlanner as _EmptyStateDictLoadPlanner
 from dcp.storage.torch_storage.foreign_readers import BroadcastingTorchSaveReader
 
 __all__ = [

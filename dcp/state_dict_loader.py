@@ -16,13 +16,12 @@ from dcp.calls.positional_storage import takes_storage_second
 from dcp.calls.storage_selection import choose_reader
 from dcp.calls.torch_names import names_of
 from dcp.engines import load_engine
+from dcp.features.stateful import GivenState, LoadTargets
+from dcp.loading.planner import DefaultLoadPlanner
 from dcp.loading.report import LoadReport
-from dcp.loading.targets import GivenState, LoadTargets
 from dcp.loading.whole import ReadDtype, WholePlanner
-from dcp.planners.load.options import LoadDtype, LoadOptions, PerRankLoad
-from dcp.planners.load.planner import DefaultLoadPlanner
+from dcp.planners.load.options import LoadDtype, LoadOptions, PerRankLoad, Unexpected
 from dcp.planners.load.selection import Patterns, Rename
-from dcp.planners.load.unexpected import Unexpected
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
 from dcp.ranks.alone import works_alone
@@ -199,7 +198,7 @@ def load_with(
     filled: set[str] | None = None,
 ) -> LoadReport:
     """`load`, for those that try again: ``filled`` are entries that a load which failed may have filled, as
-    for `dcp.loading.engine.LoadEngine.load`."""
+    for `dcp.loading.load.LoadEngine.load`."""
     alone = works_alone(process_group, no_dist=no_dist, operation="load")
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="load")
     planner = planner if planner is not None else DefaultLoadPlanner()

@@ -3,31 +3,26 @@
 One numpy array per attribute instead of one object per item. Ragged columns follow
 `dcp.storage.formats.index`: flat values plus a ``*_start`` array. Boxes have ``ndim`` values an item, sliced
 by ``box_start``. `SaveColumns` travels to the coordinator, `WriteColumns`
-(`dcp.storage.engine.write_tables`) comes back; `LoadColumns` stays local.
+(`dcp.storage.engine.write_tables`) comes back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dcp.storage.engine.reading.requests import ReadColumns
 from dcp.storage.formats.container_notes import ContainerNote
 from dcp.storage.formats.index import Int64, Path, starts
 
 __all__ = [
     "HeldBoxes",
-    "LoadColumns",
     "RankSets",
     "SaveColumns",
     "SaveObjects",
-    "WantedColumns",
-    "told_name",
 ]
 
 
@@ -75,10 +70,6 @@ class HeldBoxes:
         """Positions of the items' boxes."""
         return starts(self.ndims[self.item_tensors])
 
-    def held(self) -> dict[str, Any]:
-        """These columns, for a class that has more."""
-        return {each.name: getattr(self, each.name) for each in fields(HeldBoxes)}
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SaveColumns(HeldBoxes):
@@ -100,50 +91,6 @@ class SaveColumns(HeldBoxes):
     planner_data: Mapping[str, Path] | None = None
     notes: Sequence[ContainerNote] = ()
     stride_orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, eq=False)
-class LoadColumns(ReadColumns):
-    """What one rank has to load: boxes of tensors, and values.
-
-    ``objects`` are rows of the index' object columns; ``object_fqns`` the names they go to.
-    """
-
-    objects: Int64
-    object_fqns: Sequence[str]
-    extra: Any = None
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class WantedColumns(HeldBoxes):
-    """What one rank wants: its boxes, and ``object_fqns``, the values that are no tensors.
-
-    ``stored_fqns`` and ``stored_object_fqns`` are what the checkpoint calls them where that differs; several
-    may have one name.
-    """
-
-    object_fqns: Sequence[str] = ()
-    stored_fqns: Sequence[str] | None = None
-    stored_object_fqns: Sequence[str] | None = None
-
-    @property
-    def tensor_names(self) -> Sequence[str]:
-        """What the checkpoint calls the tensors."""
-        return self.fqns if self.stored_fqns is None else self.stored_fqns
-
-    @property
-    def object_names(self) -> Sequence[str]:
-        """What the checkpoint calls the other values."""
-        return self.object_fqns if self.stored_object_fqns is None else self.stored_object_fqns
-
-    def told(self, row: int) -> str:
-        """The tensor's name for a message."""
-        return told_name(self.fqns[row], self.tensor_names[row])
-
-
-def told_name(fqn: str, name: str) -> str:
-    """A name for a message, with what the checkpoint calls it where that differs."""
-    return f"{fqn!r}" if fqn == name else f"{fqn!r} (renamed to {name!r})"
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ import numpy as np
 
 from dcp.inspection.findings import Finding, ReportBytes, VerifyReport, kind_of
 from dcp.inspection.streamed_sums import StreamedSums
-from dcp.storage.engine.reading.coalescing.neighbours import coalesce, span_bytes
+from dcp.storage.engine.reading.coalescing import coalesce, span_bytes
 from dcp.storage.errors import (
     CheckpointError,
     CheckpointFormatError,

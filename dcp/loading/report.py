@@ -7,7 +7,7 @@ from reprlib import Repr
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dcp.planners.load.planner import DefaultLoadPlanner
+    from dcp.loading.call import LoadCall
     from dcp.storage.engine.reading.requests import ReadStats
     from dcp.storage.formats.index import CheckpointIndex
 
@@ -68,12 +68,10 @@ class LoadReport:
         values = (f"{each.name}={_SHORT.repr(getattr(self, each.name))}" for each in fields(self))
         return f"{type(self).__name__}({', '.join(values)})"
 
-    def note_plan(self, planner: DefaultLoadPlanner) -> None:
-        """Take what the planner found out."""
-        self.missing, self.cast = list(planner.missing_keys), list(planner.cast_keys)
-        self.unexpected, self.renamed = list(planner.unexpected_keys), dict(planner.renamed_keys)
-        self.kept_per_rank = list(planner.kept_per_rank)
-        self.rescaled = [value.name for value in planner.rescaled]
+    def note_plan(self, call: LoadCall) -> None:
+        """Take what the plan has found out."""
+        self.missing, self.cast = list(call.missing), list(call.cast)
+        self.unexpected, self.renamed = list(call.unexpected), dict(call.renamed_names)
 
     def note_source(self, index: CheckpointIndex) -> None:
         """Take what the checkpoint says of itself."""

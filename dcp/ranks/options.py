@@ -8,16 +8,18 @@ or one host (``storage_options``), and what the coordinator's alone counts of (`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
 from dcp.calls.stateful_values import stateful_keys
 from dcp.planners.flatten import LIST, MAPPING, kind_of
 from dcp.planners.load.options import LoadOptions
-from dcp.planners.load.planner import DefaultLoadPlanner
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.storage.torch_storage.reader import FileSystemReader
+
+if TYPE_CHECKING:  # of engines, which stand above
+    from dcp.loading.planner import DefaultLoadPlanner
 
 __all__ = ["kinds_of", "of_load", "of_map"]
 

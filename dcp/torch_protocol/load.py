@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.quantized_hf_storage import (
     QuantizedHuggingFaceStorageReader as TorchQuantizedReader,
 )
 
-from dcp.loading.engine import LoadEngine
+from dcp.features.per_rank import PerRankValues
+from dcp.features.stateful import GivenState, Stored
+from dcp.features.strictness import unexpected_keys
+from dcp.loading.load import LoadEngine, whole_reader
 from dcp.loading.report import LoadReport
-from dcp.loading.rescaling import rescale
-from dcp.loading.targets import GivenState, Stored
 from dcp.planners.load.options import LoadOptions
-from dcp.planners.load.unexpected import unexpected_keys
 from dcp.planners.wire.torch_plans import index_from_metadata
 from dcp.ranks.handshake import begin, check_same_checkpoint
 from dcp.ranks.options import of_load
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
     from torch.distributed.checkpoint.storage import StorageReader
 
-    from dcp.planners.load.planner import DefaultLoadPlanner
+    from dcp.loading.planner import DefaultLoadPlanner
     from dcp.ranks.collectives import Ranks
     from dcp.storage.torch_storage.reader import FileSystemReader
 
@@ -95,7 +95,7 @@ class ProtocolLoad(LoadEngine):
         self.ranks.all_gather("read", self._read)
         report.seconds["read"] = time.perf_counter() - begun
         if self._ours is not None:
-            report.note_plan(self._ours)
+            report.note_plan(self._ours.call)
         if self._storage is not None:
             if self._storage.index is not None:
                 report.note_source(self._storage.index)
@@ -120,10 +120,11 @@ class ProtocolLoad(LoadEngine):
         plan = planner.create_local_plan()
         if self._ours is not None:
             self._ours.check_chosen()
-            if self._ours.rescaled and self._storage is None:
+            own = next((s for s in self._ours.call.sessions if isinstance(s, PerRankValues)), None)
+            if own is not None and own.rescaled and self._storage is None:
                 raise PlanError(
                     f"{type(reader).__name__} cannot read the states of all ranks, which rescaling "
-                    f"{self._ours.rescaled[0].name!r} needs: load with dcp.FileSystemReader, or by as many "
+                    f"{own.rescaled[0].name!r} needs: load with dcp.FileSystemReader, or by as many "
                     "ranks as saved"
                 )
         return reader.prepare_local_plan(plan)
@@ -134,9 +135,10 @@ class ProtocolLoad(LoadEngine):
         plan = self._planner.finish_plan(self._share)
         self._reader.read_data(plan, self._planner).wait()
         ours, storage = self._ours, self._storage
-        if ours is not None and ours.rescaled and storage is not None:
+        if ours is not None and storage is not None and any(session.made for session in ours.call.sessions):
             with storage.engine(storage.read_index(), self.options.verify) as engine:
-                rescale(ours, storage, engine, weights_only=self.options.weights_only)
+                for session in ours.call.sessions:
+                    session.loaded(whole_reader(ours.call, storage, engine))
         return b""
 
     def _left(self, planner: DefaultLoadPlanner) -> bytes:
@@ -144,17 +146,17 @@ class ProtocolLoad(LoadEngine):
         reader = self._reader
         # What a reader makes other tensors of is no tensor of the model.
         scales = weight_scales(reader) if isinstance(reader, TorchQuantizedReader) else set()
-        lost = [name for name in planner.lost_keys if name not in scales]
+        lost = [name for name in planner.call.lost if name not in scales]
         names = list(planner.metadata.state_dict_metadata) if lost and planner.metadata is not None else []
         if not self._together and lost:
             raise unexpected_keys(names, lost)  # of metadata that this rank alone has
         return bytes(
-            msgpack.packb([list(planner.unexpected_keys), lost, names if self.ranks.is_coordinator else []])
+            msgpack.packb([list(planner.call.unexpected), lost, names if self.ranks.is_coordinator else []])
         )
 
 
 def _check_left(ranks: list[bytes]) -> bytes:
-    """As `dcp.planners.load.unexpected.check_left`, by names: each rank has read metadata of its own."""
+    """As `dcp.features.strictness.check_left`, by names: each rank has read metadata of its own."""
     told = [msgpack.unpackb(part) for part in ranks]
     left = set.intersection(*(set(unexpected) for unexpected, _, _ in told))
     lost = [name for name in dict.fromkeys(name for _, lost, _ in told for name in lost) if name in left]

@@ -7,19 +7,21 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from dcp.planners.load.selection import Patterns, Rename, Selection, renamer
-from dcp.planners.load.unexpected import Unexpected
 from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import OptionError
 
 if TYPE_CHECKING:  # maps are made of what this folder finds
     from dcp.planners.weight_maps.weight_map import WeightMap
 
-__all__ = ["LoadAttempt", "LoadDtype", "LoadOptions", "PerRankLoad"]
+__all__ = ["LoadAttempt", "LoadDtype", "LoadOptions", "PerRankLoad", "Unexpected"]
 
 PerRankLoad = Literal["exact", "keep"]
 """What to do about `PerRank` values: each rank's own one is there, or they may stay as they are."""
 
 LoadDtype = Literal["exact", "cast"]
+
+Unexpected = Literal["error", "ignore"]
+"""What to do about entries of the checkpoint that nobody takes, below what was asked for."""
 
 _OF_PLANNERS = (
     "dtype",

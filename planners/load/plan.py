@@ -3,39 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from dcp.planners.columns import LoadColumns, WantedColumns, told_name
+from dcp.planners.columns import HeldBoxes
 from dcp.planners.load.key_hints import hint_for_missing
-from dcp.planners.load.problems import MAX_LISTED, LoadProblems
 from dcp.planners.load.selection import Selection
-from dcp.storage.errors import UnsafeObjectError
+from dcp.storage.engine.reading.requests import Pieces
+from dcp.storage.errors import (
+    DtypeMismatchError,
+    MissingKeyError,
+    PlanError,
+    ShapeMismatchError,
+    UnsafeObjectError,
+)
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.dropped import dropped_from
 from dcp.storage.formats.index import CheckpointIndex, Int64, starts
 from dcp.storage.geometry.joins import BoxSet, cut_overlaps, intersecting_pairs, overlapping_pairs
 from dcp.storage.geometry.ragged import expand_ranges, gather_rows, row_matrix
+from dcp.storage.near_names import listed
 
-__all__ = ["LoadFindings", "plan_load"]
+__all__ = ["LoadPlan", "plan_load"]
+
+_MAX_LISTED: Final = 20
+"""Names in the facts of one error; the rest is counted."""
+
+_SHOWN: Final = 3
+"""Problems of a kind in the message."""
+
+_ADVICE: Final[Mapping[type[PlanError], str]] = {
+    ShapeMismatchError: "Build the state dict with the shapes that were saved.",
+    DtypeMismatchError: 'To convert while loading: dtype="cast".',
+}
+
+_PER_RANK_ADVICE: Final = (
+    "Some of these are PerRank values, which each rank has of its own: where another number of ranks saved "
+    'them, per_rank="keep" leaves them as they are.'
+)
 
 
 @dataclass(frozen=True, eq=False)
-class LoadFindings:
-    """What a load plan noticed and was allowed to pass over (`LoadColumns.extra`).
+class LoadPlan:
+    """What one rank reads: ``pieces`` of tensors, in the order of the wanted boxes, and values.
 
-    ``missing``: wanted, not stored; ``unexpected``: stored, not wanted; ``cast``: stored in another dtype.
-    ``boxes`` is the row of the wanted box by row of the load plan.
+    ``objects`` are rows of the index' object columns; ``object_fqns`` the names they go to. What the plan was
+    allowed to pass over: ``missing``, wanted and not stored; ``unexpected``, stored and not wanted; ``cast``,
+    stored in another dtype.
     """
 
+    pieces: Pieces
+    objects: Int64
+    object_fqns: Sequence[str]
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     cast: tuple[str, ...] = ()
-    boxes: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 class _Intersections(NamedTuple):
@@ -49,69 +74,84 @@ class _Intersections(NamedTuple):
 
 def plan_load(
     index: CheckpointIndex,
-    wanted: WantedColumns,
+    wanted: HeldBoxes,
+    object_fqns: Sequence[str] = (),
     *,
+    names: Mapping[str, str] | None = None,
     allow_missing: bool = False,
     cast: bool = False,
     is_per_rank: Callable[[str], bool] | None = None,
     rows: Int64 | None = None,
-) -> LoadColumns:
-    """Plan reading ``wanted`` from a checkpoint; `LoadColumns.extra` is a `LoadFindings`.
+) -> LoadPlan:
+    """Plan reading ``wanted`` and the values ``object_fqns`` from a checkpoint.
 
-    Every element of every wanted box is read exactly once, also where stored chunks overlap. Raises one error
-    with all problems: MissingKeyError (unless ``allow_missing``), ShapeMismatchError, DtypeMismatchError
-    (unless ``cast``), PlanError for a tensor wanted as another value or the reverse, and for elements that
-    are not stored; and UnsafeObjectError for entries that the index lists as refused. ``is_per_rank`` says
-    whether a name is of a `PerRank` value, about which the advice of the error is another. ``rows`` are those
-    of the wanted tensors in the index, where they are known: then nobody looks for their names.
+    Every element of every wanted box is read exactly once, also where stored chunks overlap. ``names`` are
+    what the checkpoint calls all of these, where that differs; several may have one name.
+
+    Raises one error with all problems: MissingKeyError (unless ``allow_missing``), ShapeMismatchError,
+    DtypeMismatchError (unless ``cast``), PlanError for a tensor wanted as another value or the reverse, and
+    for elements that are not stored; and UnsafeObjectError for entries that the index lists as refused.
+    ``is_per_rank`` says whether a name is of a `PerRank` value, about which the advice of the error is
+    another. ``rows`` are those of the wanted tensors in the index, where they are known: then nobody looks
+    for their names.
     """
-    problems = LoadProblems()
-    tensor_rows = _rows(index.position, wanted.tensor_names) if rows is None else rows
-    object_rows = _rows(index.objects.position, wanted.object_names)
-    _check_refused(index, wanted)
-    absent = _check_keys(index, wanted, tensor_rows, object_rows, problems)
-    missing = list(absent)
+    problems = LoadProblems(names or {})
+    known = index.position, index.objects.position
+    stored = [*(wanted.fqns if rows is None else ()), *object_fqns]
+    if names is not None:
+        stored = [names[fqn] for fqn in stored]
+    count = len(stored) - len(object_fqns)
+    tensor_rows = _rows(known[0], stored[:count]) if rows is None else rows
+    object_rows = _rows(known[1], stored[count:])
+    _check_refused(index, stored)
+    missing = _check_keys(wanted.fqns, tensor_rows, known[1], problems, is_tensor=True)
+    missing += _check_keys(object_fqns, object_rows, known[0], problems, is_tensor=False)
     if not allow_missing:
-        problems.missing = absent
+        problems.missing = missing
         problems.lacks_per_rank = is_per_rank is not None and any(map(is_per_rank, missing))
     usable, cast_fqns = _check_tensors(index, wanted, tensor_rows, cast=cast, problems=problems)
     parts = _intersect(index, wanted, tensor_rows, usable, problems)
-    problems.raise_any(partial(_hint, index, wanted, tensor_rows, object_rows))
     unexpected = _unexpected(index, tensor_rows, object_rows)
-    findings = LoadFindings(tuple(missing), unexpected, tuple(cast_fqns))
+    problems.raise_any(lambda: _hint(index, stored, unexpected, is_renamed=names is not None))
     found = object_rows >= 0
-    names = wanted.object_fqns
-    object_fqns = list(names) if found.all() else [names[row] for row in np.flatnonzero(found).tolist()]
-    return _columns(index, wanted, parts, object_rows[found], object_fqns, findings)
+    if not found.all():
+        object_fqns = [object_fqns[row] for row in np.flatnonzero(found).tolist()]
+    return LoadPlan(
+        _pieces(index, wanted, parts),
+        object_rows[found],
+        object_fqns,
+        tuple(missing),
+        unexpected,
+        tuple(cast_fqns),
+    )
 
 
-def _check_refused(index: CheckpointIndex, wanted: WantedColumns) -> None:
+def _check_refused(index: CheckpointIndex, stored: Sequence[str]) -> None:
     """Entries of a torch.save file that need what nobody runs are neither there nor missing."""
     refused = index.provenance.get("refused_objects")
     if not isinstance(refused, dict) or not refused:
         return
-    found = [name for name in (*wanted.tensor_names, *wanted.object_names) if name in refused]
+    found = [name for name in stored if name in refused]
     if found:
-        told = ", ".join(f"{name!r} (needs {refused[name]})" for name in found[:MAX_LISTED])
+        told = ", ".join(f"{name!r} (needs {refused[name]})" for name in found[:_MAX_LISTED])
         raise UnsafeObjectError(
             f"{len(found)} entries need what is not read from files: {told}. Nothing was run. Leave them out "
             "(exclude=...), or load the file with torch.load and save it again without them",
-            fqns=found[:MAX_LISTED],
+            fqns=found[:_MAX_LISTED],
         )
 
 
-def _hint(index: CheckpointIndex, wanted: WantedColumns, tensors: Int64, objects: Int64) -> str:
+def _hint(
+    index: CheckpointIndex, stored: Sequence[str], unexpected: Sequence[str], *, is_renamed: bool
+) -> str:
     """What to say about the names that are not there."""
     absent: list[str] = []
     present: list[str] = []
-    for name in (*wanted.tensor_names, *wanted.object_names):
+    for name in stored:
         is_there = name in index.position or name in index.objects.position
         (present if is_there else absent).append(name)
     told = _told_dropped(index, absent)
-    if told:
-        return told
-    is_renamed = wanted.stored_fqns is not None or wanted.stored_object_fqns is not None
-    return hint_for_missing(absent, _unexpected(index, tensors, objects), present, is_renamed=is_renamed)
+    return told or hint_for_missing(absent, unexpected, present, is_renamed=is_renamed)
 
 
 def _told_dropped(index: CheckpointIndex, absent: Sequence[str]) -> str:
@@ -136,25 +176,27 @@ def _rows(position: Mapping[str, int], wanted: Sequence[str]) -> Int64:
 
 
 def _check_keys(
-    index: CheckpointIndex, wanted: WantedColumns, tensors: Int64, objects: Int64, problems: LoadProblems
-) -> dict[str, str]:
-    """Names that are not stored at all, and how to tell them; those stored as another kind are problems."""
-    missing = {}
-    for row in np.flatnonzero(tensors < 0).tolist():
-        fqn, told = wanted.fqns[row], wanted.told(row)
-        if wanted.tensor_names[row] in index.objects.position:
+    fqns: Sequence[str],
+    rows: Int64,
+    others: Mapping[str, int],
+    problems: LoadProblems,
+    *,
+    is_tensor: bool,
+) -> list[str]:
+    """Names that are not stored at all; those stored as another kind, which ``others`` has, are problems."""
+    missing = []
+    for row in np.flatnonzero(rows < 0).tolist():
+        fqn = fqns[row]
+        if problems.names.get(fqn, fqn) not in others:
+            missing.append(fqn)
+        elif is_tensor:
             problems.others[fqn] = (
-                f"{told} is a tensor in the state dict, but another value in the checkpoint"
+                f"{problems.told(fqn)} is a tensor in the state dict, but another value in the checkpoint"
             )
         else:
-            missing[fqn] = told
-    for row in np.flatnonzero(objects < 0).tolist():
-        fqn, name = wanted.object_fqns[row], wanted.object_names[row]
-        told = told_name(fqn, name)
-        if name in index.position:
-            problems.others[fqn] = f"{told} is a tensor in the checkpoint, but no tensor in the state dict"
-        else:
-            missing[fqn] = told
+            problems.others[fqn] = (
+                f"{problems.told(fqn)} is a tensor in the checkpoint, but no tensor in the state dict"
+            )
     return missing
 
 
@@ -168,7 +210,7 @@ def _unexpected(index: CheckpointIndex, tensors: Int64, objects: Int64) -> tuple
 
 
 def _check_tensors(
-    index: CheckpointIndex, wanted: WantedColumns, rows: Int64, *, cast: bool, problems: LoadProblems
+    index: CheckpointIndex, wanted: HeldBoxes, rows: Int64, *, cast: bool, problems: LoadProblems
 ) -> tuple[npt.NDArray[np.bool_], list[str]]:
     """(wanted tensors that are stored in the wanted shape, names whose dtype differs)."""
     found = np.flatnonzero(rows >= 0)
@@ -185,14 +227,16 @@ def _check_tensors(
         shape = tuple(wanted.shape_values[wanted.shape_start[row] : wanted.shape_start[row + 1]].tolist())
         stored_shape = index.shape(int(stored[place]))
         problems.shapes[fqn] = (
-            f"Size mismatch between saved {stored_shape} and current: {shape} for {wanted.told(row)}"
+            f"Size mismatch between saved {stored_shape} and current: {shape} for {problems.told(fqn)}"
         )
     differs = found[wanted.dtype_codes[found] != index.dtype_codes[stored]].tolist()
     if not cast:
         for row in differs:
             mine_name = dtypes.BY_CODE[int(wanted.dtype_codes[row])].name
             stored_name = index.dtype(int(rows[row])).name
-            problems.dtypes[wanted.fqns[row]] = f"{wanted.told(row)} is {mine_name}, stored is {stored_name}"
+            problems.dtypes[wanted.fqns[row]] = (
+                f"{problems.told(wanted.fqns[row])} is {mine_name}, stored is {stored_name}"
+            )
     usable = np.zeros(len(rows), bool)
     usable[found[~wrong]] = True
     return usable, [wanted.fqns[row] for row in differs]
@@ -200,7 +244,7 @@ def _check_tensors(
 
 def _intersect(
     index: CheckpointIndex,
-    wanted: WantedColumns,
+    wanted: HeldBoxes,
     rows: Int64,
     usable: npt.NDArray[np.bool_],
     problems: LoadProblems,
@@ -280,38 +324,92 @@ def _cover(
     return _Intersections(boxes[pieces.boxes], pieces.chunks, pieces.low, pieces.high), gaps
 
 
-def _columns(
-    index: CheckpointIndex,
-    wanted: WantedColumns,
-    parts: Sequence[_Intersections],
-    objects: Int64,
-    object_fqns: list[str],
-    findings: LoadFindings,
-) -> LoadColumns:
+def _pieces(index: CheckpointIndex, wanted: HeldBoxes, parts: Sequence[_Intersections]) -> Pieces:
     """Ragged columns, in the order of the wanted boxes."""
     counts = [np.full(len(part.boxes), part.low.shape[1], np.int64) for part in parts]
-    boxes, chunks = _joined([p.boxes for p in parts]), _joined([p.chunks for p in parts])
-    ndims = _joined(counts)
-    low, high = _joined([p.low.ravel() for p in parts]), _joined([p.high.ravel() for p in parts])
-    start = starts(ndims)
+    columns = zip(*((p.boxes, p.chunks, p.low.ravel(), p.high.ravel()) for p in parts), strict=True)
+    none = np.zeros(0, np.int64)
+    boxes, chunks, low, high = map(np.concatenate, columns) if parts else (none,) * 4
+    ndims = np.concatenate(counts) if parts else none
     order = np.argsort(boxes, kind="stable")
-    flat = expand_ranges(start[:-1][order], ndims[order])
+    flat = expand_ranges(starts(ndims)[:-1][order], ndims[order])
     boxes, chunks, low, high = boxes[order], chunks[order], low[flat], high[flat]
     chunk_low = gather_rows(index.chunk_offsets, index.box_start, chunks)
     box_low = gather_rows(wanted.item_offsets, wanted.box_start, boxes)
     local = gather_rows(wanted.item_local_offsets, wanted.box_start, boxes)
-    return LoadColumns(
+    return Pieces(
         chunks=chunks,
+        boxes=boxes,
         dests=wanted.item_sources[boxes],
         box_start=starts(ndims[order]),
         storage_offsets=low - chunk_low,
         dest_offsets=low - box_low + local,
         lengths=high - low,
-        objects=objects,
-        object_fqns=object_fqns,
-        extra=replace(findings, boxes=boxes),
     )
 
 
-def _joined(parts: Sequence[Int64]) -> Int64:
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+# -- problems ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class LoadProblems:
+    """What does not fit between a state dict and a checkpoint, by kind: text by name of the state dict.
+
+    ``names`` are what the checkpoint calls them where that differs. Messages have the words in which stock
+    torch says the same, since programs look for them.
+    """
+
+    names: Mapping[str, str]
+    missing: Sequence[str] = ()
+    shapes: dict[str, str] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    others: dict[str, str] = field(default_factory=dict)
+    lacks_per_rank: bool = False
+
+    def told(self, fqn: str) -> str:
+        """A name for a message, with what the checkpoint calls it where that differs."""
+        name = self.names.get(fqn, fqn)
+        return f"{fqn!r}" if fqn == name else f"{fqn!r} (renamed to {name!r})"
+
+    def raise_any(self, hint_for_missing: Callable[[], str]) -> None:
+        """Raise one error for all problems, if there are any: of their own class where they are of one
+        kind, else a PlanError."""
+        kinds: list[tuple[type[PlanError], Mapping[str, str]]] = [
+            (MissingKeyError, {fqn: self.told(fqn) for fqn in self.missing}),
+            (ShapeMismatchError, self.shapes),
+            (DtypeMismatchError, self.dtypes),
+            (PlanError, self.others),
+        ]
+        found = [(cls, problems) for cls, problems in kinds if problems]
+        if not found:
+            return
+        lines = [_said(cls, list(problems.values())) for cls, problems in found]
+        if len(found) > 1:
+            count = sum(len(problems) for _, problems in found)
+            lines.insert(0, f"the checkpoint does not fit the state dict, {count} problems:")
+        if self.missing:
+            lines[-len(found)] = "\n".join(filter(None, [lines[-len(found)], hint_for_missing()]))
+        advice = [_ADVICE[cls] for cls, _ in found if cls in _ADVICE]
+        if self.lacks_per_rank:
+            advice.append(_PER_RANK_ADVICE)
+        if advice:
+            lines.append(" ".join(advice))
+        cls = found[0][0] if len(found) == 1 else PlanError
+        raise cls(
+            "\n".join(lines),
+            problems=[text for cls, problems in found for text in _each(cls, problems)][:_MAX_LISTED],
+            fqns=[fqn for _, problems in found for fqn in problems][:_MAX_LISTED],
+        )
+
+
+def _said(cls: type[PlanError], told: Sequence[str]) -> str:
+    if cls is MissingKeyError:
+        return f"Missing key in checkpoint state_dict: {listed(told, most=_SHOWN, show=str)}."
+    more = f"; and {len(told) - _SHOWN:,} more" if len(told) > _SHOWN else ""
+    return f"{'; '.join(told[:_SHOWN])}{more}."
+
+
+def _each(cls: type[PlanError], problems: Mapping[str, str]) -> Sequence[str]:
+    if cls is MissingKeyError:
+        return [f"{told} is not in the checkpoint" for told in problems.values()]
+    return list(problems.values())

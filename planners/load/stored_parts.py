@@ -9,7 +9,7 @@ from typing import overload
 
 import numpy as np
 
-from dcp.planners.columns import WantedColumns
+from dcp.planners.columns import HeldBoxes
 from dcp.planners.load.plan import plan_load
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.formats.index import Int64, starts
@@ -61,7 +61,7 @@ def stored_parts(
     index = engine.index
     plan = plan_load(
         index,
-        WantedColumns(
+        HeldBoxes(
             fqns=_NamesOfRows(index.fqns, rows),
             dtype_codes=index.dtype_codes[rows],
             shape_start=starts(index.ndims[rows]),
@@ -73,7 +73,7 @@ def stored_parts(
             item_sources=np.arange(len(tensor_of), dtype=np.int64),
         ),
         rows=rows,
-    )
+    ).pieces
     engine.resolve(np.unique(plan.chunks))
     order = np.argsort(plan.dests, kind="stable")
     chunks, axis_start = plan.chunks[order], starts(np.diff(plan.box_start)[order])

@@ -25,8 +25,9 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from dcp.planners.columns import LoadColumns, SaveColumns, SaveObjects, WantedColumns
+from dcp.planners.columns import HeldBoxes, SaveColumns, SaveObjects
 from dcp.planners.layout.local import DTYPE_CODES
+from dcp.planners.load.plan import LoadPlan
 from dcp.storage.engine.write_tables import WriteColumns
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.container_notes import ContainerNote
@@ -264,11 +265,12 @@ def known_provenance(metadata: Metadata) -> Mapping[str, Any]:
     return metadata.index.provenance if isinstance(metadata, LazyMetadata) and metadata.has_index else {}
 
 
-def read_items(columns: LoadColumns, wanted: WantedColumns, index: CheckpointIndex) -> list[ReadItem]:
+def read_items(plan: LoadPlan, wanted: HeldBoxes, index: CheckpointIndex) -> list[ReadItem]:
     """torch's read items of a load plan.
 
     Destination offsets are relative to the wanted box, which the destination index names by its offset.
     """
+    columns = plan.pieces
     names, tensors = wanted.fqns, wanted.item_tensors.tolist()
     start = columns.box_start.tolist()
     chunk_tensors = index.chunk_tensors[columns.chunks]
@@ -277,7 +279,7 @@ def read_items(columns: LoadColumns, wanted: WantedColumns, index: CheckpointInd
     dest, local = columns.dest_offsets.tolist(), wanted.item_local_offsets.tolist()
     box_start, box_offsets = wanted.box_start.tolist(), wanted.item_offsets.tolist()
     items = []
-    rows = (columns.extra.boxes.tolist(), columns.chunks.tolist(), chunk_tensors.tolist(), hints)
+    rows = (columns.boxes.tolist(), columns.chunks.tolist(), chunk_tensors.tolist(), hints)
     for row, (box, chunk, stored_tensor, hint) in enumerate(zip(*rows, strict=True)):
         fqn, part = names[tensors[box]], slice(start[row], start[row + 1])
         own = slice(box_start[box], box_start[box + 1])
@@ -293,7 +295,7 @@ def read_items(columns: LoadColumns, wanted: WantedColumns, index: CheckpointInd
             )
         )
     nothing = torch.Size((0,))
-    for stored_object, fqn in zip(columns.objects.tolist(), columns.object_fqns, strict=True):
+    for stored_object, fqn in zip(plan.objects.tolist(), plan.object_fqns, strict=True):
         where, stored = MetadataIndex(fqn), MetadataIndex(index.objects.fqns[stored_object])
         items.append(ReadItem(LoadItemType.BYTE_IO, where, nothing, stored, nothing, nothing))
     return items

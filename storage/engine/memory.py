@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -184,11 +184,17 @@ def repeats_places(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 class ScratchBuffers:
     """Buffers of one size that are used again: fresh memory costs more to touch than a checkpoint to read.
 
-    Without a lock, which a forked child could find held by a thread that it does not have.
+    ``allocate`` makes one. Without a lock, which a forked child could find held by a thread that it does not
+    have.
     """
 
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(
+        self,
+        size_bytes: int,
+        allocate: Callable[[int], memoryview] = lambda size_bytes: np.empty(size_bytes, np.uint8).data,
+    ) -> None:
         self._size_bytes = size_bytes
+        self._allocate = allocate
         self._free: list[memoryview] = []
 
     def get(self, size_bytes: int = 0) -> memoryview:
@@ -196,7 +202,7 @@ class ScratchBuffers:
         if size_bytes <= self._size_bytes:
             with suppress(IndexError):
                 return self._free.pop()
-        return np.empty(max(size_bytes, self._size_bytes), np.uint8).data
+        return self._allocate(max(size_bytes, self._size_bytes))
 
     def put(self, buffer: memoryview) -> None:
         """Give one back."""

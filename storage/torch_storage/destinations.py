@@ -1,4 +1,4 @@
-"""Where what is read goes: a rank's tensors as runs, regions and boxes for the read engine.
+"""Read destinations: a rank's tensors as runs and boxes for the read engine.
 
 Rows that are one run, in the file and in the memory of the destination, are found for all together, since
 there may be many thousands. What is left is looked at row by row, as elements and the view that they fill.
@@ -6,8 +6,6 @@ there may be many thousands. What is left is looked at row by row, as elements a
 
 from __future__ import annotations
 
-import math
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,28 +13,30 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dcp.storage.engine.memory import item_view, repeats_places
+from dcp.storage.engine.memory import ScratchBuffers, repeats_places
 from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.engine.reading.requests import (
-    BoxRequest,
-    ByteRuns,
-    Elements,
-    ReadColumns,
-    Region,
-    StridedRegion,
-)
-from dcp.storage.engine.reading.units import Unit
-from dcp.storage.engine.reading.worker import ReadWorker
+from dcp.storage.engine.reading.requests import BoxRequest, ByteRuns, Elements, Pieces, PutBox, put_at
 from dcp.storage.errors import PlanError
+from dcp.storage.formats.checksums import BLOCK_BYTES
 from dcp.storage.formats.index import Int64
-from dcp.storage.geometry.boxes import Box, split_box
 from dcp.storage.geometry.ragged import row_matrix
-from dcp.storage.geometry.strides import c_strides, contiguous_positions, is_c_ordered
-from dcp.storage.tensors import LocalMemory, as_copied, is_addressable, narrow, torch_dtype
+from dcp.storage.geometry.strides import contiguous_positions, is_c_ordered
+from dcp.storage.tensors import (
+    LocalMemory,
+    as_copied,
+    finish_device_work,
+    is_addressable,
+    narrow,
+    torch_dtype,
+)
 
-__all__ = ["Filled", "Reads", "classify", "reads_into", "refuse_shared"]
+__all__ = ["Filled", "classify", "read_into", "refuse_shared"]
 
-_STAGED_BYTES = 4 << 20
+_PINNED = ScratchBuffers(
+    2 * BLOCK_BYTES,
+    lambda size_bytes: torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True).numpy().data,
+)
+"""Scratch memory of reads that end on an accelerator, which copies out of it at its own speed."""
 
 
 class Filled(NamedTuple):
@@ -46,86 +46,60 @@ class Filled(NamedTuple):
     view: torch.Tensor
 
 
-class Reads(NamedTuple):
-    """Contiguous runs, strided regions, and staged reads (other dtype, other device): units, or boxes where
-    the engine joins what it reads."""
-
-    runs: ByteRuns
-    regions: Sequence[StridedRegion]
-    units: Sequence[Unit]
-    boxes: Sequence[BoxRequest]
+def classify(engine: ReadEngine, pieces: Pieces, memory: LocalMemory) -> tuple[ByteRuns, Iterator[Filled]]:
+    """(rows that are one run each, the others) of ``pieces``, which are boxes of resolved chunks."""
+    runs, others = _plain_runs(engine, pieces, memory)
+    return runs, (_filled(engine, pieces, memory, row) for row in others.tolist())
 
 
-class _BoxRead(NamedTuple):
-    chunk: int
-    dest: torch.Tensor
-    storage_offsets: tuple[int, ...]
-    dest_offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
+def read_into(
+    engine: ReadEngine, runs: ByteRuns, several: Iterable[Filled], tensors: Sequence[torch.Tensor]
+) -> None:
+    """Read ``runs``, and ``several`` into their views of the local ``tensors``.
 
-
-def _rows(columns: ReadColumns, memory: LocalMemory, numbers: Int64) -> Iterator[_BoxRead]:
-    """The rows ``numbers``, one by one."""
-    tensors = memory.tensors
-    boxes = [item_view(values) for values in (columns.storage_offsets, columns.dest_offsets, columns.lengths)]
-    of_rows = (columns.chunks, columns.dests, columns.box_start[:-1], columns.box_start[1:])
-    for chunk, dest, begin, end in zip(*(values[numbers].tolist() for values in of_rows), strict=True):
-        offsets, dest_offsets, lengths = (tuple(values[begin:end]) for values in boxes)
-        yield _BoxRead(chunk, tensors[dest], offsets, dest_offsets, lengths)
-
-
-def classify(engine: ReadEngine, columns: ReadColumns, memory: LocalMemory) -> Reads:
-    """What is to be read for ``columns``, which are boxes of the engine's chunks."""
-    runs, others = _plain_runs(engine, columns, memory)
-    reads = reads_into(engine, (_filled(engine, row) for row in _rows(columns, memory, others)))
-    return reads._replace(runs=ByteRuns.joined([runs, reads.runs]) if len(reads.runs.chunks) else runs)
-
-
-def reads_into(engine: ReadEngine, several: Iterable[Filled]) -> Reads:
-    """What is to be read for these. PlanError for a view whose elements share memory."""
-    regions: list[StridedRegion] = []
-    units: list[Unit] = []
-    staged: list[BoxRequest] = []
-    runs: list[tuple[int, int, int, int]] = []
-    for filled in several:
-        elements, target = filled
+    PlanError for a view whose elements share memory.
+    """
+    boxes: list[BoxRequest] = []
+    more: list[tuple[int, int, int, int]] = []
+    is_converted = is_on_device = False
+    for elements, target in several:
         if not target.numel():
             continue
-        refuse_shared(engine.index.fqns[int(engine.index.chunk_tensors[elements.chunk])], target)
-        if target.dtype != torch_dtype(_dtype_code(engine, elements.chunk)) or not is_addressable(target):
-            if engine.joins:
-                staged.append(_staged_box(engine, filled))
-            else:
-                units.append(_staged(engine, filled))
+        refuse_shared(_stored_name(engine, elements.chunk), target)
+        saved = _stored_dtype(engine, elements.chunk)
+        if target.dtype != saved or not is_addressable(target):
+            boxes.append(BoxRequest(elements, _put_converted(engine, elements.chunk, target, saved)))
+            is_converted, is_on_device = True, is_on_device or not target.is_cpu
             continue
         itemsize = target.element_size()
-        strides = tuple(stride * itemsize for stride in target.stride())
-        region = StridedRegion(elements, target.data_ptr(), strides)
-        if _is_run(region, itemsize):
-            runs.append((elements.chunk, elements.begin, target.nbytes, region.address))
+        if is_c_ordered(elements.lengths, [step // itemsize for step in elements.strides]) and is_c_ordered(
+            elements.lengths, target.stride()
+        ):
+            more.append((elements.chunk, elements.begin, target.nbytes, target.data_ptr()))
         else:
-            regions.append(region)
-    columns = np.array(runs, np.int64).reshape(-1, 4).T
-    return Reads(ByteRuns(*columns), regions, units, staged)
-
-
-def _is_run(region: StridedRegion, itemsize: int) -> bool:
-    """Whether it is one run in the payload and one in memory."""
-    lengths = region.elements.lengths
-    own, strides = (
-        [step // itemsize for step in steps] for steps in (region.elements.strides, region.strides)
-    )
-    return is_c_ordered(lengths, own) and is_c_ordered(lengths, strides)
+            steps = [step * itemsize for step in target.stride()]
+            boxes.append(BoxRequest(elements, put_at(target.data_ptr(), itemsize, steps)))
+    if more:
+        runs = ByteRuns.joined([runs, ByteRuns(*np.array(more, np.int64).T)])
+    if is_converted:
+        finish_device_work(tensors)
+    if is_on_device and torch.accelerator.is_available():
+        engine.scratch = _PINNED
+    try:
+        engine.run(runs, boxes)
+    finally:
+        # The engine writes to memory, which autograd would not notice between a forward and its backward.
+        torch.autograd.graph.increment_version(tensors)
 
 
 # -- all rows at once ----------------------------------------------------------------------------------------
 
 
-def _plain_runs(engine: ReadEngine, columns: ReadColumns, memory: LocalMemory) -> tuple[ByteRuns, Int64]:
+def _plain_runs(engine: ReadEngine, pieces: Pieces, memory: LocalMemory) -> tuple[ByteRuns, Int64]:
     """(rows that are one run in the payload and one in plain memory of the stored dtype, numbers of the
     others)."""
-    index, box_start = engine.index, columns.box_start
-    chunks, dests, ndims = columns.chunks, columns.dests, np.diff(box_start)
+    index, box_start = engine.index, pieces.box_start
+    chunks, dests, ndims = pieces.chunks, pieces.dests, np.diff(box_start)
     tensors = index.chunk_tensors[chunks]
     usable = memory.is_plain[dests] & (memory.dtype_codes[dests] == index.dtype_codes[tensors])
     usable &= ndims == np.diff(memory.shape_start)[dests]
@@ -137,15 +111,15 @@ def _plain_runs(engine: ReadEngine, columns: ReadColumns, memory: LocalMemory) -
     positions, places, volumes = (np.zeros(len(chunks), np.int64) for _ in range(3))
     for ndim in np.unique(ndims[usable]).tolist():
         rows = np.flatnonzero(usable & (ndims == ndim))
-        lengths = row_matrix(columns.lengths, box_start, rows, ndim)
+        lengths = row_matrix(pieces.lengths, box_start, rows, ndim)
         stored = contiguous_positions(
             row_matrix(index.chunk_sizes, index.box_start, chunks[rows], ndim),
-            row_matrix(columns.storage_offsets, box_start, rows, ndim),
+            row_matrix(pieces.storage_offsets, box_start, rows, ndim),
             lengths,
         )
         local = contiguous_positions(
             row_matrix(memory.shape_values, memory.shape_start, dests[rows], ndim),
-            row_matrix(columns.dest_offsets, box_start, rows, ndim),
+            row_matrix(pieces.dest_offsets, box_start, rows, ndim),
             lengths,
         )
         is_run[rows] = stored.is_run & local.is_run
@@ -165,16 +139,26 @@ def _plain_runs(engine: ReadEngine, columns: ReadColumns, memory: LocalMemory) -
 # -- row by row ----------------------------------------------------------------------------------------------
 
 
-def _dtype_code(engine: ReadEngine, chunk: int) -> int:
-    return int(engine.index.dtype_codes[int(engine.index.chunk_tensors[chunk])])
+def _stored_dtype(engine: ReadEngine, chunk: int) -> torch.dtype:
+    index = engine.index
+    return torch_dtype(int(index.dtype_codes[int(index.chunk_tensors[chunk])]))
 
 
-def _filled(engine: ReadEngine, row: _BoxRead) -> Filled:
-    """The row's elements, and the part of its tensor that is read into."""
-    target = row.dest if row.dest.shape == row.lengths else narrow(row.dest, row.dest_offsets, row.lengths)
-    region = engine.strided(Region(row.chunk, row.storage_offsets, row.lengths, 0, (0,) * len(row.lengths)))
-    order, _ = engine.payloads.layout(row.chunk)
-    return Filled(region.elements, target.permute(order))
+def _stored_name(engine: ReadEngine, chunk: int) -> str:
+    return engine.index.fqns[int(engine.index.chunk_tensors[chunk])]
+
+
+def _filled(engine: ReadEngine, pieces: Pieces, memory: LocalMemory, row: int) -> Filled:
+    """A row's elements, and the part of its tensor that is read into."""
+    box = slice(int(pieces.box_start[row]), int(pieces.box_start[row + 1]))
+    at, local, lengths = (
+        tuple(values[box].tolist())
+        for values in (pieces.storage_offsets, pieces.dest_offsets, pieces.lengths)
+    )
+    dest = memory.tensors[int(pieces.dests[row])]
+    target = dest if dest.shape == lengths else narrow(dest, local, lengths)
+    elements, order = engine.elements(int(pieces.chunks[row]), at, lengths)
+    return Filled(elements, target.permute(order))
 
 
 def refuse_shared(fqn: str, target: torch.Tensor) -> None:
@@ -187,68 +171,21 @@ def refuse_shared(fqn: str, target: torch.Tensor) -> None:
         )
 
 
-_local = threading.local()
+def _put_converted(engine: ReadEngine, chunk: int, target: torch.Tensor, saved: torch.dtype) -> PutBox:
+    """Lets torch copy elements into ``target``: of another dtype, or on another device."""
+    if target.dtype == saved:  # as bytes where nothing is converted and an element is one
+        target = as_copied(target.detach())
+        saved = target.dtype
 
-
-def _staging_buffer(*, for_device: bool) -> torch.Tensor:
-    """This thread's buffer for reads that end elsewhere than in CPU memory of the stored dtype."""
-    pinned = for_device and torch.accelerator.is_available()
-    name = "pinned" if pinned else "pageable"
-    buffer: torch.Tensor | None = getattr(_local, name, None)
-    if buffer is None:
-        buffer = torch.empty(_STAGED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-        setattr(_local, name, buffer)
-    return buffer
-
-
-def _staged_box(engine: ReadEngine, filled: Filled) -> BoxRequest:
-    """As `_staged`, out of the engine's scratch memory."""
-    target, saved = _as_stored(engine, filled.elements.chunk, filled.view)
-
+    # For leaves that require grad and inference tensors, too; the caller's modes do not reach this thread.
     @torch.inference_mode()
     def put(at: tuple[int, ...], elements: npt.NDArray[Any]) -> None:
         aligned = elements if elements.flags.aligned else elements.copy()
         stored = torch.from_numpy(aligned).view(saved)
         narrow(target, at, elements.shape).copy_(stored)
-        _note_loss(engine, filled.elements.chunk, stored, target.dtype)
+        _note_loss(engine, chunk, stored, target.dtype)
 
-    return BoxRequest(filled.elements, put)
-
-
-def _as_stored(engine: ReadEngine, chunk: int, target: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
-    """``target`` and the stored dtype, both as bytes where nothing is converted and an element is one."""
-    saved = torch_dtype(_dtype_code(engine, chunk))
-    if target.dtype != saved:
-        return target, saved
-    target = as_copied(target.detach())
-    return target, target.dtype
-
-
-def _staged(engine: ReadEngine, filled: Filled) -> Unit:
-    """Read through a staging buffer and let torch convert: another device or another dtype."""
-    chunk, begin, lengths, strides = filled.elements
-    engine.stats.bytes_needed += math.prod(lengths) * engine.itemsize(chunk)
-    target, saved = _as_stored(engine, chunk, filled.view)
-
-    # For leaves that require grad and inference tensors, too; the caller's modes do not reach this thread.
-    @torch.inference_mode()
-    def unit(worker: ReadWorker) -> None:
-        itemsize = engine.itemsize(chunk)
-        # Slabs as they lie in the file, so that no byte is read for several of them.
-        for slab in split_box(Box.whole(lengths), _STAGED_BYTES // itemsize):
-            offsets, sizes = slab
-            slab_bytes = slab.volume * itemsize
-            staged = _staging_buffer(for_device=not target.is_cpu)[:slab_bytes].view(saved).view(sizes)
-            first = begin + sum(i * s for i, s in zip(offsets, strides, strict=True))
-            part = Elements(chunk, first, sizes, strides)
-            if part.is_run(itemsize):
-                worker.read_direct(chunk, first, slab_bytes, staged.data_ptr())
-            else:
-                worker.read_region(StridedRegion(part, staged.data_ptr(), c_strides(sizes, itemsize)))
-            narrow(target, offsets, sizes).copy_(staged)
-            _note_loss(engine, chunk, staged, target.dtype)
-
-    return unit
+    return put
 
 
 def _note_loss(engine: ReadEngine, chunk: int, stored: torch.Tensor, dtype: torch.dtype) -> None:
@@ -257,8 +194,9 @@ def _note_loss(engine: ReadEngine, chunk: int, stored: torch.Tensor, dtype: torc
         return
     loss = _loss(stored, dtype)
     if loss is not None:
-        fqn = engine.index.fqns[int(engine.index.chunk_tensors[chunk])]
-        engine.stats.lossy[fqn] = f"{stored.dtype} to {dtype}: {loss}".replace("torch.", "")
+        engine.stats.lossy[_stored_name(engine, chunk)] = f"{stored.dtype} to {dtype}: {loss}".replace(
+            "torch.", ""
+        )
 
 
 def _loss(stored: torch.Tensor, dtype: torch.dtype) -> str | None:

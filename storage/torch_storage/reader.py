@@ -1,7 +1,7 @@
 """torch's StorageReader over a store: `FileSystemReader`.
 
 Like the writer it serves two callers: torch's interface with plans made of objects, and `dcp.load` with
-columns (`ReadColumns`). Both end in `dcp.storage.engine.reading.engine.ReadEngine`.
+runs and elements. Both end in `dcp.storage.engine.reading.engine.ReadEngine`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +24,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.engine.reading.requests import ReadColumns, ReadStats, Verify
+from dcp.storage.engine.reading.requests import ByteRuns, ReadStats, Verify
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointError,
@@ -44,8 +46,7 @@ from dcp.storage.formats.torch.zip_reader import LOCAL_SIGNATURE, check_entries
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.traffic import traffic_since
-from dcp.storage.tensors import LocalMemory, finish_device_work
-from dcp.storage.torch_storage.destinations import Filled, Reads, classify, reads_into
+from dcp.storage.torch_storage.destinations import Filled, read_into
 from dcp.storage.torch_storage.metadata import LazyMetadata
 from dcp.storage.torch_storage.writer import NoFileSystem, is_supported
 
@@ -275,13 +276,10 @@ class FileSystemReader(NoFileSystem, StorageReader):
             tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
             for batch in _batches(tensors, lambda item: math.prod(item.lengths) * 4, _BATCH_BYTES):
                 targets = [_target(planner, item) for item in batch]
-                columns = ReadColumns.of_rows(
-                    [chunk_rows.find(item) for item in batch],
-                    [item.storage_offsets for item in batch],
-                    [(0,) * target.dim() for target in targets],
-                    [item.lengths for item in batch],
-                )
-                self.read_columns(engine, columns, LocalMemory.of(targets))
+                rows = [chunk_rows.find(item) for item in batch]
+                engine.resolve(rows)
+                filled = map(partial(_filled, engine), rows, batch, targets)
+                self.read_into(engine, ByteRuns.none(), filled, targets)
                 for item, target in zip(batch, targets, strict=True):
                     planner.commit_tensor(item, target)
         self.check_unchanged()
@@ -304,37 +302,18 @@ class FileSystemReader(NoFileSystem, StorageReader):
             threads = self.store.read_profile.threads or _default_threads()
         return ReadEngine(self.store, index, verify=verify or self.verify, threads=threads)
 
-    def read_columns(self, engine: ReadEngine, columns: ReadColumns, memory: LocalMemory) -> ReadStats:
-        """Fill the local tensors in ``memory``; returns what all reading since `reset` has cost."""
-        engine.resolve(columns.chunks)
-        before = ReadStats(**vars(engine.stats))
-        return self._carry_out(engine, before, classify(engine, columns, memory), memory)
-
-    def read_into(self, engine: ReadEngine, several: Iterable[Filled], memory: LocalMemory) -> ReadStats:
-        """As `read_columns`, of stored elements into views of the local tensors in ``memory``."""
-        before = ReadStats(**vars(engine.stats))
-        return self._carry_out(engine, before, reads_into(engine, several), memory)
-
-    def _carry_out(
-        self, engine: ReadEngine, before: ReadStats, reads: Reads, memory: LocalMemory
+    def read_into(
+        self,
+        engine: ReadEngine,
+        runs: ByteRuns,
+        several: Iterable[Filled],
+        tensors: Sequence[torch.Tensor],
     ) -> ReadStats:
-        if reads.units or reads.boxes:
-            finish_device_work(memory.tensors)
-        try:
-            engine.run(*reads)
-        finally:
-            # The engine writes to memory, which autograd would not notice between a forward and its backward.
-            torch.autograd.graph.increment_version(memory.tensors)
-        after = engine.stats
-        self.stats.add(
-            ReadStats(
-                after.bytes_needed - before.bytes_needed,
-                after.bytes_read - before.bytes_read,
-                after.blocks_verified - before.blocks_verified,
-                after.blocks_unverified - before.blocks_unverified,
-                after.lossy,
-            )
-        )
+        """Read ``runs``, and stored elements into views of the local ``tensors``; returns what all reading
+        since `reset` has cost."""
+        before = replace(engine.stats)
+        read_into(engine, runs, several, tensors)
+        self.stats.add(engine.stats.since(before))
         return self.stats
 
     def read_objects(self, engine: ReadEngine, fqns: Sequence[str]) -> Iterator[bytes]:
@@ -461,3 +440,10 @@ def _target(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:
             fqn=item.dest_index.fqn,
         )
     return target
+
+
+def _filled(engine: ReadEngine, chunk: int, item: ReadItem, target: torch.Tensor) -> Filled:
+    if len(item.storage_offsets) != len(item.lengths):
+        raise PlanError("a row of the load plan has offsets and lengths of different dimensionality")
+    elements, order = engine.elements(chunk, item.storage_offsets, item.lengths)
+    return Filled(elements, target.permute(order))

@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp.storage.engine.reading.coalescing.neighbours import coalesce, coalesce_columns, span_bytes
+from dcp.storage.engine.reading.coalescing import coalesce, coalesce_columns, span_bytes
 from dcp.storage.engine.reading.fragments import Fragment, Fragments, within_blocks
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
 from tests.support.examples import examples

@@ -18,10 +18,10 @@ import numpy.typing as npt
 
 from dcp.conversion.layouts.pieces import SourcePart, Transfer, transfer_of
 from dcp.storage.engine.memory import item_dtype
-from dcp.storage.engine.reading.coalescing.neighbours import coalesce, span_bytes
+from dcp.storage.engine.reading.coalescing import coalesce, span_bytes
 from dcp.storage.engine.reading.fragments import Fragment, within_blocks
-from dcp.storage.engine.reading.open_files import OpenFiles
-from dcp.storage.engine.reading.worker import SCRATCH
+from dcp.storage.engine.reading.receiving import SCRATCH
+from dcp.storage.engine.reading.source import OpenFiles
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
 from dcp.storage.geometry.lattices import parts_between
 from dcp.storage.geometry.payload_parts import box_parts, is_sparse

@@ -9,12 +9,13 @@ from typing import Final
 from dcp.planners.load.selection import Patterns, Selection
 from dcp.storage.closable import Closable
 from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.engine.reading.requests import ByteRuns, ReadStats, Region, Verify
+from dcp.storage.engine.reading.requests import BoxRequest, ByteRuns, ReadStats, Verify, put_at
 from dcp.storage.errors import CorruptCheckpointError, PlanError
 from dcp.storage.formats.checksums import BLOCK_BYTES
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.native.record_reader import locate_payload
 from dcp.storage.formats.torch.zip_reader import Window
+from dcp.storage.geometry.boxes import Box
 from dcp.storage.stores.base import Store
 
 __all__ = ["TensorSource"]
@@ -122,10 +123,17 @@ class TensorSource(Closable):
         fills = stored.storage_offset_elements == 0 and stored.payload_bytes == index.payload_lengths[chunk]
         return stored.crc32 if fills else None
 
-    def run(self, runs: ByteRuns, regions: Sequence[Region]) -> None:
+    def box(self, chunk: int, box: Box, address: int, strides: Sequence[int]) -> BoxRequest:
+        """A box of a chunk, to memory at ``address`` with these ``strides`` in bytes."""
+        self._engine.resolve([chunk])
+        elements, order = self._engine.elements(chunk, *box)
+        itemsize = self._engine.itemsize(chunk)
+        return BoxRequest(elements, put_at(address, itemsize, [strides[d] for d in order]))
+
+    def run(self, runs: ByteRuns, boxes: Sequence[BoxRequest]) -> None:
         """Have the engine carry out a request; one at a time."""
         with self._running:
-            self._engine.run(runs, regions)
+            self._engine.run(runs, boxes)
 
     def block_end(self, chunk: int, position: int) -> int:
         """The end of the block that has the payload byte before ``position``. It is the payload's end if

@@ -13,7 +13,7 @@ import numpy as np
 
 from dcp.inspection.values.elements import Array, stored_dtype
 from dcp.inspection.values.tensor_source import TensorSource
-from dcp.storage.engine.reading.requests import ByteRuns, Region
+from dcp.storage.engine.reading.requests import BoxRequest, ByteRuns
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.geometry.boxes import Box, contiguous_position
 
@@ -50,7 +50,7 @@ class BoxReads:
     def __init__(self, reader: TensorSource) -> None:
         self._reader = reader
         self._runs: list[tuple[int, int, int, int]] = []
-        self._regions: list[Region] = []
+        self._boxes: list[BoxRequest] = []
         self._kept: list[Array] = []  # alive until all is read
         self.size_bytes = 0
 
@@ -61,7 +61,7 @@ class BoxReads:
         if position is not None and self._reader.is_c_ordered(chunk):
             self.add_run(chunk, position * target.itemsize, target)
         else:
-            self._regions.append(Region(chunk, box.offsets, box.sizes, target.ctypes.data, target.strides))
+            self._boxes.append(self._reader.box(chunk, box, target.ctypes.data, target.strides))
             self._keep(target)
 
     def add_run(self, chunk: int, begin: int, target: Array) -> None:
@@ -78,7 +78,7 @@ class BoxReads:
         """Read all of it."""
         columns = zip(*self._runs, strict=True) if self._runs else [()] * 4
         runs = ByteRuns(*(np.array(column, dtype=np.int64) for column in columns))
-        self._reader.run(runs, self._regions)
+        self._reader.run(runs, self._boxes)
 
 
 class TileBatches:

@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 
 from dcp.storage.engine.memory import item_view
-from dcp.storage.engine.reading.coalescing.joining import NO_CHUNK, RequestPiece
+from dcp.storage.engine.reading.coalescing import NO_CHUNK, RequestPiece
 from dcp.storage.errors import (
     CheckpointFormatError,
     CorruptCheckpointError,

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from dcp.storage.errors import PlanError
-from dcp.storage.formats.index import Int64, starts
-from dcp.storage.geometry.strides import is_c_ordered
+from dcp.storage.engine.memory import array_at
+from dcp.storage.formats.index import Int64
 
 __all__ = [
     "BoxRequest",
     "ByteRuns",
     "Elements",
+    "Pieces",
     "PutBox",
-    "ReadColumns",
     "ReadStats",
-    "Region",
-    "StridedRegion",
     "Verify",
+    "put_at",
 ]
 
 Verify = Literal["blocks", "full", "none"]
@@ -32,41 +29,21 @@ only in part, and check them. ``none``: check nothing."""
 
 
 @dataclass(frozen=True, eq=False)
-class ReadColumns:
-    """What one rank has to read.
+class Pieces:
+    """Parts of stored chunks, and where they go.
 
     Row i copies the box at ``storage_offsets`` of extent ``lengths`` of chunk ``chunks[i]`` (a row of the
-    index) to ``dest_offsets`` of local tensor number ``dests[i]``. Boxes are ragged, sliced by ``box_start``.
+    index) to ``dest_offsets`` of local tensor number ``dests[i]``, for the wanted box ``boxes[i]``. Boxes are
+    ragged, sliced by ``box_start``.
     """
 
     chunks: Int64
+    boxes: Int64
     dests: Int64
     box_start: Int64
     storage_offsets: Int64
     dest_offsets: Int64
     lengths: Int64
-
-    @classmethod
-    def of_rows(
-        cls,
-        chunks: Sequence[int],
-        storage_offsets: Sequence[Sequence[int]],
-        dest_offsets: Sequence[Sequence[int]],
-        lengths: Sequence[Sequence[int]],
-    ) -> ReadColumns:
-        """Row by row, with a tensor for each.
-
-        PlanError for a row whose offsets and lengths are of several dimensionalities.
-        """
-        ndims = [len(row) for row in lengths]
-        if any([len(row) for row in rows] != ndims for rows in (storage_offsets, dest_offsets)):
-            raise PlanError("a row of the load plan has offsets and lengths of different dimensionality")
-        flat = (
-            np.fromiter(chain.from_iterable(rows), np.int64)
-            for rows in (storage_offsets, dest_offsets, lengths)
-        )
-        numbers = np.arange(len(chunks), dtype=np.int64)
-        return ReadColumns(np.array(chunks, np.int64), numbers, starts(ndims), *flat)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,25 +66,16 @@ class ByteRuns:
         )
         return cls(*map(np.concatenate, columns))
 
+    @classmethod
+    def none(cls) -> ByteRuns:
+        """No runs."""
+        return cls(*np.zeros((4, 0), np.int64))
+
     def take(self, rows: npt.NDArray[np.generic] | slice) -> ByteRuns:
         """The rows at ``rows``."""
         return ByteRuns(
             self.chunks[rows], self.payload_positions[rows], self.sizes_bytes[rows], self.addresses[rows]
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """A box of chunk ``chunk`` (``offsets``, ``lengths`` within the chunk) to memory at ``address``.
-
-    ``strides`` are the destination's, in bytes.
-    """
-
-    chunk: int
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
-    address: int
-    strides: tuple[int, ...]
 
 
 class Elements(NamedTuple):
@@ -122,18 +90,6 @@ class Elements(NamedTuple):
     lengths: tuple[int, ...]
     strides: tuple[int, ...]
 
-    def is_run(self, itemsize: int) -> bool:
-        """Whether they lie together in the payload, in their order."""
-        return is_c_ordered(self.lengths, [stride // itemsize for stride in self.strides])
-
-
-class StridedRegion(NamedTuple):
-    """``elements`` to memory at ``address``; ``strides`` are the destination's by axis, in bytes."""
-
-    elements: Elements
-    address: int
-    strides: tuple[int, ...]
-
 
 PutBox: TypeAlias = Callable[[tuple[int, ...], "npt.NDArray[Any]"], None]
 """Takes a part of elements: its offsets by axis, and those elements, as unsigned integers of their size (or
@@ -141,12 +97,22 @@ complex numbers for 16 bytes), unaligned and strided, in memory that is used aga
 thread, once for each part."""
 
 
-@dataclass(frozen=True, slots=True)
-class BoxRequest:
+class BoxRequest(NamedTuple):
     """``elements`` that are handed out in parts."""
 
     elements: Elements
     put: PutBox
+
+
+def put_at(address: int, itemsize: int, strides: Sequence[int]) -> PutBox:
+    """Puts elements into memory from ``address`` on; ``strides`` are bytes of that, by axis."""
+    steps = tuple(strides)
+
+    def put(offsets: tuple[int, ...], elements: npt.NDArray[np.generic]) -> None:
+        first = address + sum(i * step for i, step in zip(offsets, steps, strict=True))
+        np.copyto(array_at(first, itemsize, elements.shape, steps), elements)
+
+    return put
 
 
 @dataclass
@@ -167,3 +133,13 @@ class ReadStats:
         self.blocks_verified += other.blocks_verified
         self.blocks_unverified += other.blocks_unverified
         self.lossy |= other.lossy
+
+    def since(self, before: ReadStats) -> ReadStats:
+        """What was added to ``before``."""
+        return ReadStats(
+            self.bytes_needed - before.bytes_needed,
+            self.bytes_read - before.bytes_read,
+            self.blocks_verified - before.blocks_verified,
+            self.blocks_unverified - before.blocks_unverified,
+            self.lossy,
+        )

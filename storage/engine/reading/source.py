@@ -5,35 +5,112 @@ What is read together and by which thread is said by `dcp.storage.engine.reading
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import resource
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from dcp.storage.engine.memory import item_view
-from dcp.storage.engine.reading.coalescing.joining import RequestPiece
+from dcp.storage.engine.reading.coalescing import RequestPiece
 from dcp.storage.engine.reading.fragments import Fragment, Fragments
-from dcp.storage.engine.reading.open_files import OpenFiles
 from dcp.storage.engine.reading.payloads import Payloads
-from dcp.storage.engine.reading.requests import (
-    ByteRuns,
-    Elements,
-    ReadStats,
-    Region,
-    StridedRegion,
-    Verify,
-)
-from dcp.storage.errors import CorruptCheckpointError, OptionError
+from dcp.storage.engine.reading.requests import ByteRuns, Elements, ReadStats, Verify
+from dcp.storage.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
 from dcp.storage.formats.checksums import BLOCK_BYTES
-from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.handles import ReadHandle
 
-__all__ = ["ReadSource"]
+__all__ = ["OpenFiles", "ReadSource"]
 
 _MAX_FRAGMENTS = 64
 """A block that is read in more pieces than this is not worth combining."""
+
+
+class OpenFiles:
+    """Files by number, as many open as the process can afford. ``facts`` has name and committed size of a
+    number, the size `UNKNOWN` where nobody noted it. Thread-safe."""
+
+    def __init__(self, store: Store, facts: Callable[[int], tuple[str, int]]) -> None:
+        self._store = store
+        self._facts = facts
+        self._handles: dict[int, ReadHandle] = {}
+        self._gates: dict[int, threading.Lock] = {}
+        self._max_handles = _max_open_files()
+        self._lock = threading.Lock()
+
+    def __contains__(self, file: int) -> bool:
+        """Whether it is open."""
+        return file in self._handles
+
+    def close(self) -> None:
+        """Close all; no thread may be reading."""
+        for handle in self._handles.values():
+            handle.close()
+        self._handles.clear()
+
+    def handle(self, file: int) -> ReadHandle:
+        """The open file number ``file``; its size must be the committed one.
+
+        Files are opened beside each other, because that may take a request; one file by one thread.
+        """
+        handle = self._handles.get(file)
+        if handle is not None:
+            return handle
+        with self._lock:
+            gate = self._gates.setdefault(file, threading.Lock())
+        with gate:
+            handle = self._handles.get(file)
+            if handle is None:
+                handle = self._open(file)
+                with self._lock:
+                    if len(self._handles) >= self._max_handles:
+                        # Dropped, not closed: another thread may be reading it; the last to let go closes.
+                        del self._handles[next(iter(self._handles))]
+                    self._handles[file] = handle
+        return handle
+
+    def _open(self, file: int) -> ReadHandle:
+        name, expected = self._facts(file)
+        expected_bytes = None if expected == UNKNOWN else expected
+        try:
+            handle = self._store.open_read(name, expected_bytes=expected_bytes)
+        except CheckpointNotFoundError:  # a cache of names on a network file system may be behind
+            with self.missing_is_damage():
+                handle = self._store.open_read(name, expected_bytes=expected_bytes)
+        if expected not in (UNKNOWN, handle.size_bytes):
+            size = handle.size_bytes
+            handle.close()
+            raise CorruptCheckpointError(
+                f"{self._store.url}: data file {name} has {size} bytes, {expected} were committed; "
+                "it was truncated, replaced or extended",
+                path=self._store.path_of(name),
+            )
+        return handle
+
+    @contextmanager
+    def missing_is_damage(self) -> Iterator[None]:
+        """The checkpoint is there: where a file of it is not, it is damaged. That may show only when it is
+        read."""
+        try:
+            yield
+        except CheckpointNotFoundError as error:
+            path = error.path or self._store.url
+            raise CorruptCheckpointError(
+                f"{self._store.url}: data file {path.rpartition('/')[2]} is missing, though the checkpoint "
+                "refers to it; restore the file or take another checkpoint",
+                path=path,
+            ) from error
+
+
+def _max_open_files() -> int:
+    """A quarter of what the process may open: a checkpoint of many ranks has more files than that."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return max(8, (limit if limit != resource.RLIM_INFINITY else 1 << 20) // 4)
 
 
 class ReadSource:
@@ -77,12 +154,14 @@ class ReadSource:
         """The file of a chunk and the absolute offset of its payload."""
         return self.handle(int(self.index.chunk_files[chunk])), self.payloads.offset(chunk)
 
-    def strided(self, region: Region) -> StridedRegion:
-        """The same by the places of its elements in the payload."""
-        order, steps = self.payloads.layout(region.chunk)
-        begin = sum(region.offsets[d] * step for d, step in zip(order, steps, strict=True))
-        lengths, strides = (tuple(column[d] for d in order) for column in (region.lengths, region.strides))
-        return StridedRegion(Elements(region.chunk, begin, lengths, steps), region.address, strides)
+    def elements(
+        self, chunk: int, offsets: Sequence[int], lengths: Sequence[int]
+    ) -> tuple[Elements, tuple[int, ...]]:
+        """A box of a resolved chunk by the places of its elements in the payload, and its dimensions in the
+        order of these axes."""
+        order, steps = self.payloads.layout(chunk)
+        begin = sum(offsets[d] * step for d, step in zip(order, steps, strict=True))
+        return Elements(chunk, begin, tuple(lengths[d] for d in order), steps), order
 
     def itemsize(self, chunk: int) -> int:
         """Bytes per element of a chunk."""

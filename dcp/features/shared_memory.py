@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from dcp.features.base import LoadSession
 from dcp.planners.columns import HeldBoxes
 from dcp.storage.engine.memory import Place, repeats_places, share_memory
-from dcp.storage.engine.reading.requests import ReadColumns
+from dcp.storage.engine.reading.requests import Pieces
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex, Int64, itemsizes
 from dcp.storage.geometry.boxes import Box
@@ -22,7 +23,10 @@ from dcp.storage.near_names import listed
 from dcp.storage.tensors import LocalMemory, as_copied, narrow
 from dcp.storage.torch_storage.destinations import refuse_shared
 
-__all__ = ["SharedTarget", "load_apart", "store_shared"]
+if TYPE_CHECKING:
+    from dcp.loading.call import LoadCall
+
+__all__ = ["SharedMemory"]
 
 _MAX_LISTED = 10
 _MOST_BOXES = 4096
@@ -31,7 +35,7 @@ _MOST_PAIRS = 1000
 
 
 @dataclass(frozen=True)
-class SharedTarget:
+class _SharedTarget:
     """A box of a destination that has memory in common with those of ``fqns``, and what was loaded for it.
 
     ``is_filled``: another entry is loaded into the very same elements.
@@ -43,46 +47,57 @@ class SharedTarget:
     is_filled: bool
 
 
-def load_apart(
-    columns: ReadColumns, index: CheckpointIndex, wanted: HeldBoxes, memory: LocalMemory
-) -> tuple[LocalMemory, list[SharedTarget]]:
-    """(memory to load into, destinations of which it has others in their places).
+class SharedMemory(LoadSession):
+    """Loads apart what shares memory, and puts it there once it is known to be the same."""
 
-    These are few: tied weights whose entries are one payload need none. Raises PlanError for a destination
-    whose own elements share memory.
-    """
-    tensors, shared = list(memory.tensors), list[SharedTarget]()
-    rows = _Rows(columns, index)
-    for group in _groups(columns, memory, wanted):
-        is_same = len({_view_of(tensors[dest]) for dest in group}) == 1
-        if is_same and len({rows.source(dest) for dest in group}) == 1:
-            continue
-        group = sorted(group) if is_same else _sharing(tensors, group)
-        is_same = is_same and all(rows.volume(dest) == tensors[dest].numel() for dest in group)
-        fqns = [_fqn(wanted, dest) for dest in group]
-        for dest in group[1:] if is_same else group:
-            target = tensors[dest]
-            loaded = tensors[dest] = torch.empty(target.shape, dtype=target.dtype, device="cpu")
-            for box in rows.boxes(dest):
-                own, other = (narrow(tensor.detach(), *box) for tensor in (target, loaded))
-                shared.append(SharedTarget(fqns, own, other, is_same))
-    return (LocalMemory.of(tensors) if shared else memory), shared
+    def __init__(self, call: LoadCall) -> None:
+        super().__init__(call)
+        self._shared: Sequence[_SharedTarget] = ()
 
+    def boxes(
+        self, pieces: Pieces, index: CheckpointIndex, held: HeldBoxes, memory: LocalMemory
+    ) -> LocalMemory:
+        """The memory to load into, in which such destinations have others in their places.
 
-@torch.inference_mode()
-def store_shared(shared: Sequence[SharedTarget]) -> None:
-    """Put what was loaded apart. Raises PlanError where one entry differs from another in the same memory."""
-    for each in shared:
-        if not each.is_filled:
-            as_copied(each.target).copy_(as_copied(each.loaded))
-    differing = {tuple(each.fqns) for each in shared if not _is_equal(each.target, each.loaded)}
-    if differing:
-        told = "; ".join(listed(fqns, most=_MAX_LISTED) for fqns in sorted(differing)[:_MAX_LISTED])
-        raise PlanError(
-            f"entries share memory in the state dict, but have different values in the checkpoint: {told}. "
-            "Load into tensors with memory of their own (clone()), or leave one of them out (exclude=...)",
-            fqns=[fqn for fqns in sorted(differing) for fqn in fqns][:_MAX_LISTED],
-        )
+        These are few: tied weights whose entries are one payload need none. Raises PlanError for a
+        destination whose own elements share memory.
+        """
+        self._shared = ()
+        tensors, shared = list(memory.tensors), list[_SharedTarget]()
+        rows = _Rows(pieces, index)
+        for group in _groups(pieces, memory, held):
+            is_same = len({_view_of(tensors[dest]) for dest in group}) == 1
+            if is_same and len({rows.source(dest) for dest in group}) == 1:
+                continue
+            group = sorted(group) if is_same else _sharing(tensors, group)
+            is_same = is_same and all(rows.volume(dest) == tensors[dest].numel() for dest in group)
+            fqns = [_fqn(held, dest) for dest in group]
+            for dest in group[1:] if is_same else group:
+                target = tensors[dest]
+                loaded = tensors[dest] = torch.empty(target.shape, dtype=target.dtype, device="cpu")
+                for box in rows.boxes(dest):
+                    own, other = (narrow(tensor.detach(), *box) for tensor in (target, loaded))
+                    shared.append(_SharedTarget(fqns, own, other, is_same))
+        self._shared = shared
+        return LocalMemory.of(tensors) if shared else memory
+
+    @torch.inference_mode()
+    def put(self) -> None:
+        """Put what was loaded apart. Raises PlanError where one entry differs from another in the same
+        memory."""
+        shared, self._shared = self._shared, ()
+        for each in shared:
+            if not each.is_filled:
+                as_copied(each.target).copy_(as_copied(each.loaded))
+        differing = {tuple(each.fqns) for each in shared if not _is_equal(each.target, each.loaded)}
+        if differing:
+            told = "; ".join(listed(fqns, most=_MAX_LISTED) for fqns in sorted(differing)[:_MAX_LISTED])
+            raise PlanError(
+                f"entries share memory in the state dict, but have different values in the checkpoint: {told}"
+                ". Load into tensors with memory of their own (clone()), or leave one of them out "
+                "(exclude=...)",
+                fqns=[fqn for fqns in sorted(differing) for fqn in fqns][:_MAX_LISTED],
+            )
 
 
 def _is_equal(target: torch.Tensor, loaded: torch.Tensor) -> bool:
@@ -98,17 +113,17 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 class _Rows:
     """The rows of a load plan by destination."""
 
-    def __init__(self, columns: ReadColumns, index: CheckpointIndex) -> None:
-        self._columns = columns
+    def __init__(self, pieces: Pieces, index: CheckpointIndex) -> None:
+        self._pieces = pieces
         self._index = index
-        self._order = np.argsort(columns.dests, kind="stable")
-        self._sorted = columns.dests[self._order]
-        self._boxes = (columns.storage_offsets, columns.dest_offsets, columns.lengths)
+        self._order = np.argsort(pieces.dests, kind="stable")
+        self._sorted = pieces.dests[self._order]
+        self._boxes = (pieces.storage_offsets, pieces.dest_offsets, pieces.lengths)
 
     def source(self, dest: int) -> Any:
         """Equal for destinations that get the same stored elements at the same places."""
-        columns, index, rows = self._columns, self._index, self._of(dest)
-        chunks = columns.chunks[rows]
+        pieces, index, rows = self._pieces, self._index, self._of(dest)
+        chunks = pieces.chunks[rows]
         places = (index.chunk_files, index.record_offsets, index.payload_offsets)
         return (
             *(place[chunks].tobytes() for place in places),
@@ -130,13 +145,13 @@ class _Rows:
         return self._order[slice(*np.searchsorted(self._sorted, [dest, dest + 1]))]
 
     def _parts(self, rows: Int64) -> Iterator[slice]:
-        start = self._columns.box_start
+        start = self._pieces.box_start
         return map(slice, start[rows].tolist(), start[rows + 1].tolist())
 
 
-def _groups(columns: ReadColumns, memory: LocalMemory, wanted: HeldBoxes) -> Iterator[list[int]]:
+def _groups(pieces: Pieces, memory: LocalMemory, wanted: HeldBoxes) -> Iterator[list[int]]:
     """Numbers of destinations whose extents in memory meet."""
-    dests = np.flatnonzero(np.bincount(columns.dests, minlength=len(memory.tensors)))
+    dests = np.flatnonzero(np.bincount(pieces.dests, minlength=len(memory.tensors)))
     sizes = (memory.volumes * itemsizes(memory.dtype_codes))[dests]
     for position in np.flatnonzero(~memory.is_plain[dests]).tolist():
         tensor = memory.tensors[dests[position]]

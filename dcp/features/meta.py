@@ -1,4 +1,4 @@
-"""Real tensors for those of a state dict that are on the meta device, before loading into them."""
+"""Tensors on the meta device: they are replaced by real ones before loading into them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,58 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from dcp.features.base import LoadSession
 from dcp.planners.layout.checkpointable import claim_of, with_claim
+from dcp.planners.layout.tensor_parts import FACTS
 from dcp.planners.per_rank import PerRank
+from dcp.planners.rescale import Rescale
 from dcp.storage.errors import PlanError
 from dcp.storage.torch_compat import ShardedTensor
 
-__all__ = ["has_meta_tensor", "materialise"]
+__all__ = ["MetaTensors"]
 
 
-def has_meta_tensor(values: Iterable[Any]) -> bool:
+class MetaTensors(LoadSession):
+    """Gives memory to tensors that are to be loaded and have none."""
+
+    def state(self) -> None:
+        """Replace them in the state dict. Raises PlanError for a part of a tensor made of others."""
+        call = self.call
+        chosen = call.selected(call.flat.values)
+        if not _has_meta_tensor(chosen.values()):
+            return
+        names = []
+        for fqn, value in list(chosen.items()):
+            if self._may_be_kept(fqn):  # and must not become whatever is in new memory
+                continue
+            real = _materialise(value)
+            if real is not value:
+                self._check_place(fqn)
+                call.put(fqn, real)
+                names.append(fqn)
+        self.new = names
+        call.flat = call.flattened()
+
+    def _may_be_kept(self, fqn: str) -> bool:
+        """Whether an entry is of a `PerRank` value that a load may leave as it is."""
+        flat = self.call.flat
+        own = flat.per_rank.get(flat.owners.get(fqn, ""))
+        return own is not None and (
+            own.rule == "keep" if isinstance(own, Rescale) else self.call.options.per_rank == "keep"
+        )
+
+    def _check_place(self, fqn: str) -> None:
+        """Raise PlanError for a part of a tensor without memory, which cannot be replaced."""
+        name = next((each for each in self.call.flat.facts if fqn.startswith(each.removesuffix(FACTS))), None)
+        if name is not None:
+            raise PlanError(
+                f"tensor {name.removesuffix('.' + FACTS)!r} is a subclass made of inner tensors, on the meta "
+                "device: give it memory before the load",
+                fqn=fqn,
+            )
+
+
+def _has_meta_tensor(values: Iterable[Any]) -> bool:
     """True where a tensor among ``values`` has no memory yet."""
     values = list(values)
     tensor_types = {cls for cls in set(map(type, values)) if issubclass(cls, torch.Tensor)}
@@ -67,7 +110,7 @@ def _real_dtensor(tensor: DTensor) -> DTensor:
     )
 
 
-def materialise(value: Any) -> Any:
+def _materialise(value: Any) -> Any:
     """``value`` with every meta tensor in it replaced by an uninitialised real one.
 
     Dicts, lists and `PerRank` are changed in place; tuples are replaced where something in them was.
@@ -84,13 +127,13 @@ def materialise(value: Any) -> Any:
         )
     if isinstance(value, dict):
         for key, entry in value.items():
-            value[key] = materialise(entry)
+            value[key] = _materialise(entry)
     elif isinstance(value, list):
-        value[:] = [materialise(entry) for entry in value]
+        value[:] = [_materialise(entry) for entry in value]
     elif isinstance(value, PerRank):
-        value.value = materialise(value.value)
+        value.value = _materialise(value.value)
     elif isinstance(value, tuple):
-        entries = [materialise(entry) for entry in value]
+        entries = [_materialise(entry) for entry in value]
         if any(new is not old for new, old in zip(entries, value, strict=True)):
             return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
     return value

@@ -1,6 +1,6 @@
-"""Reading from stores where a request is dear: what is wanted becomes pieces of files, joined into requests.
+"""Requests for what is wanted: runs and boxes as pieces of files, joined.
 
-One request is one `preadv`: large pieces straight into their destination, the rest through scratch memory.
+One request is read at once: large pieces straight into their destination, the rest through scratch memory.
 """
 
 from __future__ import annotations
@@ -11,35 +11,37 @@ from itertools import pairwise
 from operator import itemgetter
 
 import numpy as np
-import numpy.typing as npt
 
-from dcp.storage.engine.memory import array_at, item_dtype, view
-from dcp.storage.engine.reading.coalescing.clusters import Cluster, PlacedRuns, split_off_clusters
-from dcp.storage.engine.reading.coalescing.joining import (
+from dcp.storage.engine.memory import item_dtype, view
+from dcp.storage.engine.reading.coalescing import (
     CHEAP_GAP_BYTES,
     COPIED_BELOW_BYTES,
     NO_CHUNK,
+    Cluster,
     Copy,
     JoinedRequest,
+    PlacedRuns,
     RequestPiece,
     join,
+    split_off_clusters,
 )
-from dcp.storage.engine.reading.requests import BoxRequest, ByteRuns, PutBox, StridedRegion
+from dcp.storage.engine.reading.requests import BoxRequest, ByteRuns, PutBox
 from dcp.storage.engine.reading.source import ReadSource
-from dcp.storage.engine.reading.streaming_read import StreamingRead
-from dcp.storage.engine.reading.worker import ReadWorker
 from dcp.storage.formats.checksums import BLOCK_BYTES
 from dcp.storage.geometry.payload_parts import BoxPart, box_parts, reaches
 
-__all__ = ["box_of", "carry_out", "plan"]
+__all__ = ["requests_for"]
 
 _LEAST_REQUEST_BYTES = 4 << 20
 
 _CLUSTERS_PER_REQUEST = 8
 """Clusters are not divided between requests, so that a request may be short of full by one."""
 
+_SPARSE_GAP_BYTES = 512 << 10
+"""Rows of a box that lie farther apart than this on a disk are read one by one."""
 
-def plan(
+
+def requests_for(
     source: ReadSource, runs: ByteRuns, boxes: Iterable[BoxRequest], needed_bytes: int, threads: int
 ) -> tuple[list[JoinedRequest], list[Copy]]:
     """The requests for ``runs`` and ``boxes``; smaller ones than the store likes where that keeps all threads
@@ -58,34 +60,28 @@ def plan(
     return join(pieces, profile, request_bytes)
 
 
-# -- pieces --------------------------------------------------------------------------------------------------
-
-
 def _clusters(source: ReadSource, runs: ByteRuns, copied_bytes: int) -> tuple[list[Cluster], PlacedRuns]:
     """Runs that are to be copied anyway, and follow one another so closely that one request reads them."""
     placed = PlacedRuns.of(runs, source.index.chunk_files, source.payloads.offsets)
     profile = source.profile
-    small_bytes = min(COPIED_BELOW_BYTES, profile.join_below_bytes) - 1
-    is_small = placed.runs.sizes_bytes <= small_bytes
+    is_small = placed.runs.sizes_bytes < min(COPIED_BELOW_BYTES, profile.join_below_bytes)
     if source.verify == "full":
         is_small &= placed.runs.sizes_bytes == source.index.payload_lengths[placed.runs.chunks]
     return split_off_clusters(
         placed,
         is_small,
         gap_bytes=min(CHEAP_GAP_BYTES, profile.gap_bytes),
-        limit_bytes=copied_bytes // _CLUSTERS_PER_REQUEST,
+        limit_bytes=copied_bytes // _CLUSTERS_PER_REQUEST if profile.scatter else copied_bytes,
     )
 
 
-def _run_pieces(source: ReadSource, placed: PlacedRuns) -> list[RequestPiece]:
-    lengths = source.payload_lengths
-    pieces = [RequestPiece(*place, None) for place in placed.tuples()]
-    if source.verify != "full":
-        return pieces
-    whole: list[RequestPiece] = []
-    for piece in pieces:
-        whole += _with_whole_blocks(piece, lengths[piece.chunk])
-    return whole
+def _run_pieces(source: ReadSource, placed: PlacedRuns) -> Iterator[RequestPiece]:
+    for place in placed.tuples():
+        piece = RequestPiece(*place, None)
+        if source.verify == "full":
+            yield from _with_whole_blocks(piece, source.payload_lengths[piece.chunk])
+        else:
+            yield piece
 
 
 def _with_whole_blocks(piece: RequestPiece, payload_bytes: int) -> Iterator[RequestPiece]:
@@ -113,19 +109,9 @@ def _put_part(address: int, begin: int, end: int, data: memoryview) -> None:
     view(address, end - begin)[:] = data[begin:end]
 
 
-def box_of(source: ReadSource, region: StridedRegion) -> BoxRequest:
-    """A region as a box whose elements are copied to where they belong."""
-    itemsize = source.itemsize(region.elements.chunk)
-
-    def put(offsets: tuple[int, ...], elements: npt.NDArray[np.generic]) -> None:
-        address = region.address + sum(i * s for i, s in zip(offsets, region.strides, strict=True))
-        np.copyto(array_at(address, itemsize, elements.shape, region.strides), elements)
-
-    return BoxRequest(region.elements, put)
-
-
 def _box_pieces(source: ReadSource, box: BoxRequest, limit_bytes: int) -> Iterator[RequestPiece]:
-    (chunk, begin, lengths, strides), gap_bytes = box.elements, source.profile.gap_bytes
+    chunk, begin, lengths, strides = box.elements
+    gap_bytes = source.profile.gap_bytes if source.profile.scatter else _SPARSE_GAP_BYTES
     itemsize = source.itemsize(chunk)
     parts = [*box_parts(begin, lengths, strides, itemsize, limit_bytes=limit_bytes, gap_bytes=gap_bytes)]
     file, origin = int(source.index.chunk_files[chunk]), source.payloads.offset(chunk)
@@ -150,18 +136,3 @@ def _put_elements(
     data: memoryview,
 ) -> None:
     put(part.offsets, np.ndarray(part.lengths, dtype, data, at, strides))
-
-
-# -- reading -------------------------------------------------------------------------------------------------
-
-
-def carry_out(request: JoinedRequest, worker: ReadWorker) -> None:
-    """Read, check, and hand out."""
-    source = worker.source
-    streaming = StreamingRead(request, worker)
-    if streaming.follows:
-        source.handle(request.file).receive(streaming, request.begin)
-    else:
-        streaming.read_whole(source.handle(request.file))
-    worker.stats.bytes_read += request.end - request.begin
-    streaming.check()

@@ -1,4 +1,4 @@
-"""One request on its way: bytes are hashed and handed out as they come, while a cache still has them."""
+"""One reading thread: requests are hashed and handed out as they come, while a cache still has them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,57 @@ from operator import attrgetter
 import numpy as np
 import numpy.typing as npt
 
-from dcp.storage.engine.memory import view
-from dcp.storage.engine.reading.coalescing.clusters import Cluster
-from dcp.storage.engine.reading.coalescing.joining import NO_CHUNK, JoinedRequest, RequestPiece
+from dcp.storage.engine.memory import ScratchBuffers, view
+from dcp.storage.engine.reading.coalescing import NO_CHUNK, Cluster, JoinedRequest, RequestPiece
 from dcp.storage.engine.reading.fragments import within_blocks
-from dcp.storage.engine.reading.requests import ByteRuns
-from dcp.storage.engine.reading.worker import ReadWorker
-from dcp.storage.formats.checksums import crc32
+from dcp.storage.engine.reading.requests import ByteRuns, ReadStats
+from dcp.storage.engine.reading.source import ReadSource
+from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
 from dcp.storage.stores.handles import ReadHandle
 
-__all__ = ["StreamingRead"]
+__all__ = ["SCRATCH", "ReadWorker"]
 
 _STEP_BYTES = 1 << 20
 """Bytes that are received before they are hashed, and that are received for nothing at a time."""
 
+SCRATCH = ScratchBuffers(2 * BLOCK_BYTES)
+"""Those of all threads of the process that read."""
 
-class StreamingRead:
+
+class ReadWorker:
+    """One thread's tools: scratch memory that is used again, and its own figures."""
+
+    def __init__(self, source: ReadSource, buffers: ScratchBuffers) -> None:
+        self.source = source
+        self.stats = ReadStats()
+        self._buffers = buffers
+        self._scratch = memoryview(b"")
+
+    def room(self, size_bytes: int) -> tuple[memoryview, int]:
+        """Scratch memory of ``size_bytes``, and its address; what was in it is gone."""
+        if size_bytes > len(self._scratch):
+            self.release()
+            self._scratch = self._buffers.get(size_bytes)
+        return self._scratch[:size_bytes], ctypes.addressof(ctypes.c_char.from_buffer(self._scratch))
+
+    def release(self) -> None:
+        """Give the scratch memory back."""
+        self._buffers.put(self._scratch)
+        self._scratch = memoryview(b"")
+
+    def carry_out(self, request: JoinedRequest) -> None:
+        """Read, check, and hand out."""
+        handle = self.source.handle(request.file)
+        streaming = _StreamingRead(request, self)
+        if streaming.follows:
+            handle.receive(streaming, request.begin)
+        else:
+            streaming.read_whole(handle)
+        self.stats.bytes_read += request.end - request.begin
+        streaming.check()
+
+
+class _StreamingRead:
     """The `Inflow` of a request. Large pieces go where they belong, the others through scratch memory.
 
     Nothing is compared before `check`: what was fetched by an attempt that failed does not count.
@@ -58,19 +93,20 @@ class StreamingRead:
             if id(piece) in direct:
                 yield from self._filled(piece)
             else:
-                data = worker.room(copied)[: piece.size_bytes]
+                room, address = worker.room(copied)
+                data = room[: piece.size_bytes]
                 yield data
-                self._hand_out(piece, data, worker.scratch_address)
+                self._hand_out(piece, data, address)
             position = piece.offset + piece.size_bytes
 
     def read_whole(self, handle: ReadHandle) -> None:
         """Read all of it before anything is handed out."""
         self._findings, self._clusters = [], []
-        data = self._worker.room(self.size_bytes)[: self.size_bytes]
+        data, address = self._worker.room(self.size_bytes)
         handle.preadv([data], self._request.begin)
         for piece in self._pieces:
             at = piece.offset - self._request.begin
-            self._hand_out(piece, data[at : at + piece.size_bytes], self._worker.scratch_address + at)
+            self._hand_out(piece, data[at : at + piece.size_bytes], address + at)
 
     def check(self) -> None:
         """Compare the checksums of what has come. Raises CorruptCheckpointError."""
@@ -83,7 +119,7 @@ class StreamingRead:
     def _passed_over(self, size_bytes: int) -> Iterator[memoryview]:
         while size_bytes > 0:
             step = min(size_bytes, _STEP_BYTES)
-            yield self._worker.room(step)[:step]
+            yield self._worker.room(step)[0]
             size_bytes -= step
 
     def _filled(self, piece: RequestPiece) -> Iterator[memoryview]:

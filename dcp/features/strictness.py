@@ -9,27 +9,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 import numpy as np
 import numpy.typing as npt
 
+from dcp.features.optimizer_state import prefixes_without_state
 from dcp.planners.flatten import LIST, MAPPING, PER_RANK, is_closed_list, kind_of
 from dcp.planners.load.key_hints import OTHER_GROUPS, is_group
 from dcp.storage.errors import UnexpectedKeyError
-from dcp.storage.formats.index import Path
+from dcp.storage.formats.index import CheckpointIndex, Path
 from dcp.storage.near_names import listed
 
-__all__ = ["Unexpected", "check_left", "names_within", "pack_left", "unexpected_keys"]
+if TYPE_CHECKING:
+    from dcp.loading.call import LoadCall
 
-Unexpected = Literal["error", "ignore"]
-"""What to do about entries of the checkpoint that nobody takes, below what was asked for."""
+__all__ = ["check_left", "lost_entries", "pack_left", "unexpected_keys"]
 
 _MAX_LISTED = 10
 
 
-def names_within(
+def lost_entries(call: LoadCall, unexpected: Sequence[str], index: CheckpointIndex) -> tuple[str, ...]:
+    """Those of the ``unexpected`` names that this rank should have a place for.
+
+    Raises UnexpectedKeyError for state of parameters that an optimizer's dict of this rank has, and no state
+    of any: that another rank takes it is no help here.
+    """
+    if call.options.unexpected != "error" or not call.flattens:
+        return ()
+    lost = _names_within(unexpected, call.root, call.flat.paths, call.renamed)
+    if call.renamed is None and call.world_size > 1:  # else what is lost on all ranks is told with the rest
+        below = prefixes_without_state(call.root)
+        own = [name for name in lost if below and name.startswith(below)]
+        if own:
+            raise unexpected_keys([*index.fqns, *index.objects.fqns], own)
+    return lost
+
+
+def _names_within(
     names: Iterable[str],
     state_dict: Mapping[Any, Any],
     paths: Mapping[str, Path],

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from dcp.calls.plain_errors import warn_caller
 from dcp.calls.stateful_values import check_top_level, stateful_keys
-from dcp.loading.fitted_state import StoredForms
-from dcp.loading.optimizer_state import optimizers_without_state, parameter_groups, state_dict_with_state
+from dcp.features.fitted_state import StoredForms
+from dcp.features.optimizer_state import optimizers_without_state, parameter_groups, state_dict_with_state
 from dcp.planners.flatten import flatten_state_dict
 from dcp.planners.load.options import LoadOptions
 from dcp.planners.load.selection import Selection, renamer

@@ -1,0 +1,217 @@
+"""`PerRank` and `Rescale` values of a load: each rank's own, or what rules make of all ranks' states."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from functools import reduce
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from dcp.features.base import LoadSession, ReadWhole
+from dcp.planners.layout.checkpointable import claim_of, with_claim
+from dcp.planners.per_rank import rank_holder, rank_key, rank_number
+from dcp.planners.rescale import Rescale, rescaled_value
+from dcp.storage.errors import PlanError
+from dcp.storage.formats.index import CheckpointIndex, Path
+from dcp.storage.near_names import listed
+
+if TYPE_CHECKING:
+    from dcp.loading.call import LoadCall
+    from dcp.loading.report import LoadReport
+
+__all__ = ["PerRankValues"]
+
+logger = logging.getLogger(__name__)
+
+_GLOB = re.compile(r"[*?[]")
+_MAX_LISTED = 10
+
+
+class _StatesOfRanks(NamedTuple):
+    """One value of the state dict, called ``name`` there: what the checkpoint has of each of ``ranks`` ranks
+    is below ``stored``."""
+
+    name: str
+    target: Rescale
+    stored: str
+    ranks: int
+
+
+class PerRankValues(LoadSession):
+    """The values of a load that differ by rank.
+
+    ``rescaled`` are `Rescale` values for which another number of ranks saved; ``kept`` stay as they are;
+    ``left`` are those of which the checkpoint has values of ranks that this job has not.
+    """
+
+    def __init__(self, call: LoadCall) -> None:
+        super().__init__(call)
+        self.rescaled: list[_StatesOfRanks] = []
+        self.kept: tuple[str, ...] = ()
+        self.left: tuple[str, ...] = ()
+        self._ready: list[tuple[Rescale, Any]] = []
+        self._copies: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+
+    def entries(self, index: CheckpointIndex) -> None:
+        """Leave out what rules make, and with ``per_rank="keep"`` what other ranks saved, or nobody did.
+
+        A value is kept whole or not at all: half of a generator's state is none. Raises PlanError where the
+        checkpoint has the states of some of the ranks only that a rule needs.
+        """
+        call, owners = self.call, self.call.flat.owners
+        self.rescaled = self._to_rescale(index)
+        made = {value.name for value in self.rescaled}
+        below: dict[str, list[str]] = {}
+        for fqn, name in owners.items():
+            if self._may_be_kept and name not in made and fqn in call.values:
+                below.setdefault(name, []).append(fqn)
+        if index.provenance.get("world_size") in (None, call.world_size):
+            below = {
+                name: fqns
+                for name, fqns in below.items()
+                if not any(_is_stored(index, call.stored(fqn)) for fqn in fqns)
+            }
+        self.kept = tuple(sorted(below))
+        by_rule = {value.name for value in self.rescaled if value.target.rule != "keep"}
+        self.made = [fqn for fqn, name in owners.items() if name in by_rule]
+        call.leave({*chain(*below.values()), *(fqn for fqn, name in owners.items() if name in made)})
+
+    def destinations(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """New memory in place of tensors that may stay unfilled.
+
+        The checkpoint that is loaded after this one turned out to be damaged may leave them as they are, or
+        be of another number of ranks.
+        """
+        self._copies = []
+        if not self.call.attempt.stores_later:
+            return values
+        apart = dict(values)
+        for fqn, name in self.call.flat.owners.items():
+            value = values.get(fqn)
+            is_kept = self._may_be_kept or isinstance(self.call.flat.per_rank[name], Rescale)
+            if is_kept and isinstance(value, torch.Tensor):
+                # what lies outside of the boxes of a CheckpointableTensor is kept as well
+                apart[fqn] = with_claim(value.detach().clone(), claim_of(value))
+                self._copies.append((fqn, value, apart[fqn]))
+        self.later = [fqn for fqn, _, _ in self._copies]
+        return apart
+
+    def unexpected(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Without what other ranks have of the values here, be they loaded or kept."""
+        call, rescaled = self.call, {value.stored for value in self.rescaled}
+        stored = call.names or {}
+        holders = {rank_holder(stored.get(fqn, fqn)) for fqn in call.flat.owners} | rescaled
+        found = {name: rank_holder(name) for name in names}
+        of_ranks = {name: holder for name, holder in found.items() if holder in holders - {None}}
+        absent = {holder for name, holder in of_ranks.items() if rank_number(name) >= call.world_size}
+        self.left = tuple(sorted(holder for holder in absent - rescaled if holder is not None))
+        return tuple(name for name in names if name not in of_ranks)
+
+    def loaded(self, read_whole: ReadWhole) -> None:
+        """Make the values of the rules. Raises CheckpointError for a rule that fails."""
+        wanted = [value for value in self.rescaled if value.target.rule != "keep"]
+        if not wanted:
+            return
+        state, paths = read_whole([_GLOB.sub(r"[\g<0>]", value.stored) for value in wanted])
+        call = self.call
+        self._ready = [
+            (
+                value.target,
+                rescaled_value(
+                    value.name, value.target.rule, _states(value, state, paths), call.rank, call.world_size
+                ),
+            )
+            for value in wanted
+        ]
+        if not call.attempt.stores_later:
+            self.put()
+
+    def put(self) -> None:
+        """Put what rules made, and copy what was loaded apart."""
+        ready, self._ready = self._ready, []
+        for target, value in ready:
+            target.value = value
+        copies, self._copies = self._copies, []
+        with torch.no_grad():
+            for _, tensor, loaded in copies:
+                tensor.copy_(loaded)
+
+    def done(self, report: LoadReport, *, is_coordinator: bool) -> None:
+        """Report what was kept and made, and warn of values that do not continue where their ranks were."""
+        report.kept_per_rank, report.rescaled = list(self.kept), [value.name for value in self.rescaled]
+        saved_by = report.world_size
+        kept, left = listed(self.kept, most=_MAX_LISTED), listed(self.left, most=_MAX_LISTED)
+        rank, world_size = self.call.rank, self.call.world_size
+        if saved_by in (None, world_size):
+            if kept:
+                logger.warning("the checkpoint has no %s of rank %d: left as before the load", kept, rank)
+        elif is_coordinator and (kept or left):
+            what = (
+                f"{kept} of every rank is left as before the load, such as a data loader at its beginning"
+                if kept
+                else f"each rank takes its own of {left}, and what the other ranks had is not loaded"
+            )
+            logger.warning("saved by %s ranks, loaded by %d: %s", saved_by, world_size, what)
+
+    @property
+    def _may_be_kept(self) -> bool:
+        return self.call.options.per_rank == "keep"
+
+    def _to_rescale(self, index: CheckpointIndex) -> list[_StatesOfRanks]:
+        call = self.call
+        rules = {name: own for name, own in call.flat.per_rank.items() if isinstance(own, Rescale)}
+        selection = call.selection
+        first = {
+            name: fqn for fqn, name in call.flat.owners.items() if selection is None or selection.selects(fqn)
+        }
+        if selection is None:
+            first = {name: f"{name}.{rank_key(call.rank)}" for name in rules} | first
+        stored = {
+            name: holder
+            for name in rules.keys() & first
+            if (holder := rank_holder(call.stored(first[name]))) is not None
+        }
+        numbers = _ranks_below(index, set(stored.values())) if stored else {}
+        saved = index.provenance.get("world_size")
+        found = []
+        for name, holder in sorted(stored.items()):
+            ranks = saved if isinstance(saved, int) else max(numbers[holder], default=-1) + 1
+            if ranks == call.world_size or not numbers[holder]:
+                continue
+            if numbers[holder] != set(range(ranks)):
+                raise PlanError(
+                    f"{name!r} cannot be rescaled: {ranks} ranks saved the checkpoint, and it has the state "
+                    f"of ranks {sorted(numbers[holder])} only",
+                    fqn=name,
+                )
+            found.append(_StatesOfRanks(name, rules[name], holder, ranks))
+        return found
+
+
+def _ranks_below(index: CheckpointIndex, holders: set[str]) -> dict[str, set[int]]:
+    numbers: dict[str, set[int]] = {holder: set() for holder in holders}
+    for name in chain(index.fqns, index.objects.fqns):
+        holder = rank_holder(name) if ".rank-" in name else None
+        if holder in numbers:
+            numbers[holder].add(rank_number(name))
+    return numbers
+
+
+def _is_stored(index: CheckpointIndex, name: str) -> bool:
+    return name in index.position or name in index.objects.position
+
+
+def _states(value: _StatesOfRanks, state: Any, paths: Mapping[str, Path]) -> list[Any]:
+    keys = [rank_key(number) for number in range(value.ranks)]
+    below = next(path for name, path in paths.items() if name.startswith(f"{value.stored}.{keys[0]}"))
+    depth = next(
+        depth
+        for depth, key in enumerate(below)
+        if key == keys[0] and ".".join(map(str, below[:depth])) == value.stored
+    )
+    holder = reduce(lambda container, key: container[key], below[:depth], state)
+    return [holder[key] for key in keys]

@@ -1,0 +1,75 @@
+"""Loads through a weight map: stored elements, and the places of local tensors that they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from dcp.features.base import View
+from dcp.planners.weight_maps.mapped_index import map_all
+from dcp.planners.weight_maps.stored import StoredPiece, StoredTensors
+from dcp.planners.weight_maps.weight_map import WeightMap
+from dcp.storage.engine.reading.engine import ReadEngine
+from dcp.storage.engine.reading.requests import ByteRuns, Elements, Pieces
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.geometry.boxes import Box
+from dcp.storage.tensors import LocalMemory, narrow
+from dcp.storage.torch_storage.destinations import Filled, refuse_shared
+
+__all__ = ["MappedView"]
+
+
+class MappedView(View):
+    """The checkpoint as ``weights`` make another model's of it; tensors that no rule knows stay."""
+
+    def __init__(self, index: CheckpointIndex, weights: WeightMap) -> None:
+        self._mapped = map_all(index, weights)
+        super().__init__(self._mapped.index, self._mapped.unknown)
+
+    def reads(
+        self, engine: ReadEngine, pieces: Pieces, memory: LocalMemory
+    ) -> tuple[ByteRuns, Iterator[Filled]]:
+        """What ``pieces``, whose chunks are whole tensors by row, take of the engine's checkpoint."""
+        return ByteRuns.none(), self._fills(engine, pieces, memory)
+
+    def lost(self, unexpected: Sequence[str]) -> list[str]:
+        """Tensors that no rule knows and nobody has a place for, beside others that the map is about."""
+        unknown = self.unmapped
+        mapped = (tensor for tensor in self._mapped.tensors if tensor.name not in unknown)
+        tops = {name.partition(".")[0] for tensor in mapped if unknown for name in tensor.sources}
+        return [name for name in unexpected if name in unknown and name.partition(".")[0] in tops]
+
+    def _fills(self, engine: ReadEngine, pieces: Pieces, memory: LocalMemory) -> Iterator[Filled]:
+        """Boxes that are padded are set to zero before."""
+        tensors, rows = self._mapped.tensors, pieces.chunks.tolist()
+        stored = StoredTensors(engine, [tensors[row] for row in dict.fromkeys(rows)])
+        bounds = pieces.box_start.tolist()
+        flat = [each.tolist() for each in (pieces.storage_offsets, pieces.lengths, pieces.dest_offsets)]
+        for number, (row, dest) in enumerate(zip(rows, pieces.dests.tolist(), strict=True)):
+            offsets, sizes, local = (tuple(values[bounds[number] : bounds[number + 1]]) for values in flat)
+            view = narrow(memory.tensors[dest].detach(), local, sizes)
+            refuse_shared(tensors[row].name, view)
+            if tensors[row].padding:
+                _clear(view)
+            box = Box(offsets, sizes)
+            for piece in stored.within(tensors[row], box):
+                if 0 not in piece.piece.lengths:
+                    yield _filled(piece, box, view)
+
+
+@torch.inference_mode()
+def _clear(view: torch.Tensor) -> None:
+    view.zero_()
+
+
+def _filled(stored: StoredPiece, box: Box, view: torch.Tensor) -> Filled:
+    """``view`` has the elements of ``box``."""
+    piece, steps = stored.piece, view.stride()
+    axes = zip(stored.strides, piece.lengths, piece.target.strides(steps), strict=True)
+    ordered = sorted((axis for axis in axes if axis[1] != 1), key=lambda axis: -axis[0])
+    own, lengths, strides = (tuple(axis[at] for axis in ordered) for at in range(3))
+    first = view.storage_offset() + piece.target.place(steps, box.offsets)
+    return Filled(
+        Elements(stored.chunk, stored.begin, lengths, own), view.as_strided(lengths, strides, first)
+    )

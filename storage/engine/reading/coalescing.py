@@ -1,0 +1,410 @@
+"""Ranges of files that are read together: neighbours, clusters of small runs, requests. No I/O.
+
+A checkpoint may have many thousands of small runs, so these are found with arrays, and nothing is made for
+each. All other pieces are joined one by one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from dcp.storage.engine.memory import GATHERED_BYTES, copy_small, gather_small, scatter_small
+from dcp.storage.engine.reading.requests import ByteRuns
+from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_rows
+from dcp.storage.geometry.ragged import Int64
+from dcp.storage.stores.base import ReadProfile
+
+__all__ = [
+    "CHEAP_GAP_BYTES",
+    "COPIED_BELOW_BYTES",
+    "NO_CHUNK",
+    "Cluster",
+    "Copy",
+    "FileRange",
+    "JoinedRequest",
+    "PlacedRuns",
+    "Put",
+    "RequestPiece",
+    "coalesce",
+    "coalesce_columns",
+    "join",
+    "span_bytes",
+    "split_off_clusters",
+]
+
+NO_CHUNK = -1
+"""The chunk of bytes that belong to none, and have no checksum here."""
+
+COPIED_BELOW_BYTES = 64 << 10
+"""Pieces from here on are read where they belong. For smaller ones a copy is cheaper than a buffer of their
+own, and a request stays far below the number of buffers that one call takes."""
+
+CHEAP_GAP_BYTES = 16 << 10
+_CHEAP_JUNK_BYTES = 1 << 20
+"""Gaps such as the headers between small tensors are read over up to this much in a request: that takes less
+time than another request."""
+
+_JUNK_BYTES = 64 << 10
+_JUNK_SHARE = 32
+"""Larger gaps, which are mostly tensors that are not wanted, only up to this, or this share of what is."""
+
+_SLACK_SHARE = 8
+"""Of a request, left free so that it ends with a block."""
+
+_LEAST_CUT_BYTES = 256 << 10
+"""Less of a piece than this is not worth to be read before the rest of it."""
+
+Put = Callable[[memoryview], None]
+"""Takes a piece out of scratch memory, which is used again afterwards."""
+
+_ALIKE_FROM = 8
+"""Runs of one small size from which on they are copied together."""
+
+
+# -- neighbours ----------------------------------------------------------------------------------------------
+
+
+class FileRange(Protocol):
+    """Bytes of a file."""
+
+    @property
+    def file(self) -> int:
+        """Its number."""
+
+    @property
+    def offset(self) -> int:
+        """Where they begin."""
+
+    @property
+    def size_bytes(self) -> int:
+        """How many there are."""
+
+
+R = TypeVar("R", bound=FileRange)
+
+
+def coalesce(
+    ranges: Iterable[R], *, gap_bytes: int, limit_bytes: int, join_below_bytes: int | None = None
+) -> Iterator[list[R]]:
+    """Groups of ``ranges``, which come in the order of the files, that are read at once.
+
+    Between two of a group are at most ``gap_bytes``; a group spans at most ``limit_bytes``, unless it is one
+    range that does. Ranges that share bytes with the one before begin a new group, and ranges above
+    ``join_below_bytes`` are one of their own.
+    """
+    group: list[R] = []
+    file = begin = end = 0
+    is_closed = True
+    for range_ in ranges:
+        offset, size_bytes = range_.offset, range_.size_bytes
+        is_large = join_below_bytes is not None and size_bytes > join_below_bytes
+        joins = not is_closed and not is_large and range_.file == file and 0 <= offset - end <= gap_bytes
+        if not joins or offset + size_bytes - begin > limit_bytes:
+            if group:
+                yield group
+            group, file, begin = [], range_.file, offset
+        group.append(range_)
+        end = offset + size_bytes
+        is_closed = is_large
+    if group:
+        yield group
+
+
+def coalesce_columns(
+    files: Int64,
+    offsets: Int64,
+    ends: Int64,
+    may_join: npt.NDArray[np.bool_],
+    *,
+    gap_bytes: int,
+    limit_bytes: int,
+) -> Int64:
+    """The rows at which groups begin, as `coalesce` makes them of the ranges that ``may_join``.
+
+    Of two that share bytes both are alone.
+    """
+    if not len(offsets):
+        return np.zeros(0, np.int64)
+    gaps = offsets[1:] - ends[:-1]
+    same_file = files[1:] == files[:-1]
+    usable = may_join.copy()
+    shares = same_file & (gaps < 0)
+    usable[1:] &= ~shares
+    usable[:-1] &= ~shares
+    is_first = np.ones(len(offsets), np.bool_)
+    is_first[1:] = ~(usable[1:] & usable[:-1] & same_file & (gaps <= gap_bytes))
+    first = np.flatnonzero(is_first)
+    last = np.append(first[1:], len(offsets))
+    long = np.flatnonzero(ends[last - 1] - offsets[first] > limit_bytes)
+    cuts: list[int] = []
+    for row, behind in zip(first[long].tolist(), last[long].tolist(), strict=True):
+        group_ends, at = ends[row:behind].data, 0
+        while (at := max(at + 1, bisect_right(group_ends, int(offsets[row + at]) + limit_bytes, at))) < len(
+            group_ends
+        ):
+            cuts.append(row + at)
+    is_first[cuts] = True
+    return np.flatnonzero(is_first)
+
+
+def span_bytes(group: Sequence[FileRange]) -> int:
+    """From the first byte of a group to the end of its last range."""
+    return group[-1].offset + group[-1].size_bytes - group[0].offset
+
+
+# -- clusters ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedRuns:
+    """Runs and where their bytes are in the files, in that order."""
+
+    files: Int64
+    offsets: Int64
+    runs: ByteRuns
+
+    @classmethod
+    def of(cls, runs: ByteRuns, chunk_files: Int64, payload_offsets: Int64) -> PlacedRuns:
+        """Runs of chunks whose payloads are resolved; without those that have no bytes."""
+        files = chunk_files[runs.chunks]
+        offsets = payload_offsets[runs.chunks] + runs.payload_positions
+        order = np.lexsort((runs.sizes_bytes, offsets, files))
+        return cls(files, offsets, runs).take(order[runs.sizes_bytes[order] > 0])
+
+    def take(self, rows: npt.NDArray[np.generic] | slice) -> PlacedRuns:
+        """The rows at ``rows``."""
+        return PlacedRuns(self.files[rows], self.offsets[rows], self.runs.take(rows))
+
+    def tuples(self) -> Iterator[tuple[int, int, int, int, int, int]]:
+        """(file, offset, size, chunk, payload position, address) of each."""
+        runs = self.runs
+        columns = (runs.sizes_bytes, runs.chunks, runs.payload_positions, runs.addresses)
+        places = (self.files, self.offsets, *columns)
+        return zip(*(column.tolist() for column in places), strict=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Cluster:
+    """Runs that lie in bytes ``begin`` to ``end`` of a file, each in one block of its payload."""
+
+    file: int
+    begin: int
+    end: int
+    members: PlacedRuns
+
+    def copy_out(self, address: int, data: memoryview | None = None) -> npt.NDArray[np.uint32]:
+        """Copy the runs out of the cluster's bytes at ``address``; their CRC-32, given these as ``data``."""
+        runs = self.members.runs
+        begins, sizes, targets = self.members.offsets - self.begin, runs.sizes_bytes, runs.addresses
+        crcs = np.zeros(len(begins), np.uint32)
+        one_by_one = np.ones(len(begins), np.bool_)
+        for size in np.unique(sizes[sizes <= GATHERED_BYTES]).tolist():
+            alike = np.flatnonzero(sizes == size)
+            if len(alike) < _ALIKE_FROM:
+                continue
+            rows = gather_small(address + begins[alike], size)
+            if data is not None:
+                crcs[alike] = crc32_rows(rows)
+            scatter_small(targets[alike], rows)
+            one_by_one[alike] = False
+        left = np.flatnonzero(one_by_one)
+        columns = (left, begins[left], sizes[left], targets[left])
+        for row, begin, size, target in zip(*(column.tolist() for column in columns), strict=True):
+            if data is not None:
+                crcs[row] = crc32(data[begin : begin + size])
+            copy_small(target, address + begin, size)
+        return crcs
+
+
+def split_off_clusters(
+    placed: PlacedRuns, is_small: npt.NDArray[np.bool_], *, gap_bytes: int, limit_bytes: int
+) -> tuple[list[Cluster], PlacedRuns]:
+    """(clusters of at most ``limit_bytes``, the other runs).
+
+    Only runs that ``is_small`` names, and that lie in one block of their payload, get into clusters. Gaps up
+    to ``gap_bytes`` between them are read for nothing. Runs that share bytes with their neighbours stay
+    alone.
+    """
+    offsets, runs = placed.offsets, placed.runs
+    ends = offsets + runs.sizes_bytes
+    positions, last = runs.payload_positions, runs.payload_positions + runs.sizes_bytes - 1
+    usable = is_small & (positions // BLOCK_BYTES == last // BLOCK_BYTES)
+    first = coalesce_columns(
+        placed.files, offsets, ends, usable, gap_bytes=gap_bytes, limit_bytes=limit_bytes
+    )
+    counts = np.diff(np.append(first, len(offsets)))
+    several = counts > 1
+    clusters = []
+    for begin, count in zip(first[several].tolist(), counts[several].tolist(), strict=True):
+        members = placed.take(slice(begin, begin + count))
+        end = int(ends[begin + count - 1])
+        clusters.append(Cluster(int(members.files[0]), int(members.offsets[0]), end, members))
+    return clusters, placed.take(~np.repeat(several, counts))
+
+
+# -- requests ------------------------------------------------------------------------------------------------
+
+
+class RequestPiece(NamedTuple):
+    """``size_bytes`` of a file, from ``position`` of a chunk's payload on.
+
+    They go to ``address``, or with ``put`` wherever that copies them; a piece with ``put`` is never divided.
+    A cluster has bytes of many chunks, and checks them itself.
+    """
+
+    file: int
+    offset: int
+    size_bytes: int
+    chunk: int
+    position: int
+    address: int
+    put: Put | Cluster | None
+
+
+class Copy(NamedTuple):
+    """Bytes wanted a second time: to be copied from where they were read to."""
+
+    source: int
+    target: int
+    size_bytes: int
+
+
+@dataclass(slots=True)
+class JoinedRequest:
+    """Bytes ``begin`` to ``end`` of a file, in one read.
+
+    ``direct`` pieces are read where they belong; all between them goes to scratch memory, from where
+    ``copied`` pieces are taken. Both in the order of the file.
+    """
+
+    file: int
+    begin: int
+    end: int
+    direct: list[RequestPiece] = field(default_factory=list)
+    copied: list[RequestPiece] = field(default_factory=list)
+
+
+def join(
+    pieces: Iterable[RequestPiece], profile: ReadProfile, request_bytes: int
+) -> tuple[list[JoinedRequest], list[Copy]]:
+    """Requests of up to ``request_bytes`` for ``pieces``, which come in the order of file and offset.
+
+    Parts of boxes, and pieces that have bytes in common, join them up to ``join_below_bytes``: such a request
+    may have to be in scratch memory as a whole. Only a piece that cannot be divided may make one larger.
+    Pieces are divided where a block of their payload ends, if that leaves the request nearly full; else the
+    block's checksum is to be combined from two.
+    """
+    joiner = _RequestJoiner(profile, request_bytes)
+    for piece in pieces:
+        joiner.add(piece)
+    return joiner.requests, joiner.copies
+
+
+class _RequestJoiner:
+    """Grows one request at a time."""
+
+    def __init__(self, profile: ReadProfile, limit_bytes: int) -> None:
+        self.requests: list[JoinedRequest] = []
+        self.copies: list[Copy] = []
+        self._profile = profile
+        self._limit_bytes = limit_bytes
+        self._last: RequestPiece | None = None
+        self._open: JoinedRequest | None = None
+        self._copied_from = 0
+        """Where, in the file, the scratch memory at the end of the open request begins."""
+        self._wanted_bytes = self._junk_bytes = 0
+        self._overlaps = False
+
+    def add(self, piece: RequestPiece) -> None:
+        """Take one piece; they come in the order of the file."""
+        if not piece.size_bytes:
+            return
+        last = self._last
+        if last is not None and piece[:3] == last[:3] and piece.put is None and last.put is None:
+            self.copies.append(Copy(last.address, piece.address, piece.size_bytes))
+            return
+        self._last = rest = piece
+        while True:
+            room = self._room(rest)
+            if rest.size_bytes > room and (cut := self._cut(rest, room)):
+                self._append(_front(rest, cut))
+                rest = _behind(rest, cut)
+                self._open = None
+            elif rest.size_bytes > room and self._open is not None:
+                self._open = None
+            else:
+                self._append(rest)
+                return
+
+    def _room(self, piece: RequestPiece) -> int:
+        """How many bytes of ``piece`` the open request, or a new one, can take."""
+        request, profile, limit_bytes = self._open, self._profile, self._limit_bytes
+        if request is None:
+            return limit_bytes
+        if piece.file != request.file:
+            return 0
+        gap = piece.offset - request.end
+        if gap < 0 or self._overlaps or not (piece.put is None or isinstance(piece.put, Cluster)):
+            limit_bytes = min(limit_bytes, max(profile.join_below_bytes, BLOCK_BYTES))
+        if gap < 0:  # also wanted by another one: that must be in scratch memory still
+            return max(0, limit_bytes - (piece.offset - request.begin)) if self._is_copied(piece) else 0
+        junk = self._junk_bytes + gap
+        if gap > profile.gap_bytes or junk > self._bearable_bytes(gap, piece.size_bytes):
+            return 0
+        return max(0, limit_bytes - (piece.offset - request.begin))
+
+    def _cut(self, piece: RequestPiece, room: int) -> int:
+        """How many bytes of ``piece`` go into ``room``; 0 if none."""
+        if piece.put is not None or (room < _LEAST_CUT_BYTES and self._open is not None):
+            return 0
+        aligned = (piece.position + room) // BLOCK_BYTES * BLOCK_BYTES - piece.position
+        if not self._profile.scatter and self._open is not None:  # requests are cheap: blocks stay whole
+            return max(aligned, 0)
+        return aligned if aligned > 0 and room - aligned <= self._limit_bytes // _SLACK_SHARE else room
+
+    def _is_copied(self, piece: RequestPiece) -> bool:
+        return piece.offset >= self._copied_from
+
+    def _bearable_bytes(self, gap: int, size_bytes: int) -> int:
+        share = (self._wanted_bytes + min(size_bytes, self._limit_bytes)) // _JUNK_SHARE
+        return max(share, _CHEAP_JUNK_BYTES if gap <= CHEAP_GAP_BYTES else _JUNK_BYTES)
+
+    def _append(self, piece: RequestPiece) -> None:
+        request, end = self._open, piece.offset + piece.size_bytes
+        if request is None:
+            request = self._open = JoinedRequest(piece.file, piece.offset, piece.offset)
+            self.requests.append(request)
+            self._copied_from = piece.offset
+            self._wanted_bytes = self._junk_bytes = 0
+            self._overlaps = False
+        self._overlaps |= piece.offset < request.end
+        self._wanted_bytes += piece.size_bytes
+        self._junk_bytes += max(0, piece.offset - request.end)
+        if piece.put is None and piece.size_bytes >= COPIED_BELOW_BYTES and piece.offset >= request.end:
+            request.direct.append(piece)
+            self._copied_from = end
+        else:
+            request.copied.append(piece)
+        request.end = max(request.end, end)
+
+
+def _front(piece: RequestPiece, size_bytes: int) -> RequestPiece:
+    return piece._replace(size_bytes=size_bytes)
+
+
+def _behind(piece: RequestPiece, size_bytes: int) -> RequestPiece:
+    return RequestPiece(
+        piece.file,
+        piece.offset + size_bytes,
+        piece.size_bytes - size_bytes,
+        piece.chunk,
+        piece.position + size_bytes,
+        piece.address + size_bytes,
+        None,
+    )
