@@ -48,7 +48,7 @@ def expand_ranges(first: Int64, counts: Int64) -> Int64:
     return np.repeat(first - begin[:-1], counts) + np.arange(total, dtype=np.int64)
 
 
-def gather_rows(values: Int64, start: Int64, rows: Int64) -> Int64:
+def gather_rows(values: npt.NDArray[_N], start: Int64, rows: Int64) -> npt.NDArray[_N]:
     """The ragged rows ``rows`` of (values, start), one after the other."""
     first = start[rows]
     return values[expand_ranges(first, start[rows + 1] - first)]
