@@ -10,7 +10,7 @@ from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.storage.errors import OptionError
-from dcp.storage.formats.native.manifest_fields import MAX_PLAIN_SECTION_BYTES
+from dcp.storage.formats.native.manifest import MAX_PLAIN_SECTION_BYTES
 from dcp.storage.formats.plain import encode_plain
 
 if TYPE_CHECKING:

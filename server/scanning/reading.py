@@ -34,8 +34,12 @@ from dcp.storage.errors import (
     CorruptCheckpointError,
 )
 from dcp.storage.formats.checksums import crc32
-from dcp.storage.formats.native.manifest import MAX_MANIFEST_BYTES, decode_manifest
-from dcp.storage.formats.native.manifest_summary import ManifestSummary, summarize_manifest
+from dcp.storage.formats.native.manifest import (
+    MAX_MANIFEST_BYTES,
+    ManifestSummary,
+    decode_manifest,
+    summarize_manifest,
+)
 from dcp.storage.formats.opening.sources import Source, SourcePlace, index_at
 from dcp.storage.formats.torch.metadata.writer import torch_metadata_head
 from dcp.storage.stores.base import FileInfo, Store

@@ -12,8 +12,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64, ObjectColumns, Path, starts
-from dcp.storage.geometry.ragged import expand_ranges, gather_rows
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64, Path
+from dcp.storage.formats.views import selected
+from dcp.storage.geometry.ragged import expand_ranges
 
 __all__ = ["DroppedPart", "dropped_from", "noted_in", "without"]
 
@@ -76,67 +77,36 @@ def noted_in(provenance: Mapping[str, Any], part: DroppedPart) -> dict[str, Any]
 
 def without(index: CheckpointIndex, dropped: Collection[str]) -> CheckpointIndex:
     """``index`` without the entries called ``dropped``, and without the files that only they had bytes in."""
-    tensors = np.array([row for row, name in enumerate(index.fqns) if name not in dropped], np.int64)
+    tensors, objects = (
+        np.array([row for row, name in enumerate(names) if name not in dropped], np.int64)
+        for names in (index.fqns, index.objects.fqns)
+    )
     counts = np.diff(index.chunk_start)[tensors]
-    chunks = expand_ranges(index.chunk_start[tensors], counts)
-    objects = _objects_without(index.objects, dropped)
-    used = np.union1d(index.chunk_files[chunks], objects.files[objects.files >= 0]).astype(np.int64)
-    numbers = np.full(len(index.files) + 1, UNKNOWN, np.int64)  # the last is what -1, for no file, takes
-    numbers[used] = np.arange(len(used))
-    new_rows = {int(old): new for new, old in enumerate(tensors.tolist())}
-    new_chunks = {int(old): new for new, old in enumerate(chunks.tolist())}
+    found = selected(index, tensors, expand_ranges(index.chunk_start[tensors], counts), counts, objects)
+    files, file_of = _used(np.concatenate([found.chunk_files, found.objects.files]), len(index.files))
+    values, value_of = _used(found.objects.plain, len(index.objects.values))
     return replace(
-        index,
-        fqns=[index.fqns[row] for row in tensors.tolist()],
-        dtype_codes=index.dtype_codes[tensors],
-        shape_start=starts(index.ndims[tensors]),
-        shape_values=gather_rows(index.shape_values, index.shape_start, tensors),
-        requires_grad=index.requires_grad[tensors],
-        chunk_start=starts(counts),
-        chunk_offsets=gather_rows(index.chunk_offsets, index.box_start, chunks),
-        chunk_sizes=gather_rows(index.chunk_sizes, index.box_start, chunks),
-        chunk_files=numbers[index.chunk_files[chunks]],
-        record_offsets=index.record_offsets[chunks],
-        record_lengths=index.record_lengths[chunks],
-        payload_offsets=index.payload_offsets[chunks],
-        payload_lengths=index.payload_lengths[chunks],
-        crc_start=starts(np.diff(index.crc_start)[chunks]),
-        crcs=_crcs(index, chunks),
-        files=[index.files[number] for number in used.tolist()],
-        file_sizes=index.file_sizes[used],
-        objects=replace(objects, files=numbers[objects.files]),
-        stride_orders={new_rows[row]: order for row, order in index.stride_orders.items() if row in new_rows},
-        payload_strides=_renumbered(index.payload_strides, new_chunks),
-        record_crcs=_renumbered(index.record_crcs, new_chunks),
-        digests=[index.digests[row] for row in tensors.tolist()] if len(index.digests) else (),
+        found,
+        chunk_files=file_of[found.chunk_files],
+        files=[index.files[number] for number in files.tolist()],
+        file_sizes=index.file_sizes[files],
+        objects=replace(
+            found.objects,
+            files=file_of[found.objects.files],
+            plain=value_of[found.objects.plain],
+            values=[found.objects.values[number] for number in values.tolist()],
+        ),
         planner_data=_paths_without(index.planner_data, dropped),
         provenance=_provenance_without(index, dropped),
     )
 
 
-def _crcs(index: CheckpointIndex, chunks: Int64) -> Any:
-    return index.crcs[expand_ranges(index.crc_start[chunks], np.diff(index.crc_start)[chunks])]
-
-
-def _renumbered(of_chunks: Mapping[int, Any], new: Mapping[int, int]) -> dict[int, Any]:
-    return {new[chunk]: value for chunk, value in of_chunks.items() if chunk in new}
-
-
-def _objects_without(objects: ObjectColumns, dropped: Collection[str]) -> ObjectColumns:
-    rows = np.array([row for row, name in enumerate(objects.fqns) if name not in dropped], np.int64)
-    plain = objects.plain[rows]
-    used = np.unique(plain[plain >= 0])
-    numbers = np.full(len(objects.values) + 1, UNKNOWN, np.int64)
-    numbers[used] = np.arange(len(used))
-    return ObjectColumns(
-        fqns=[objects.fqns[row] for row in rows.tolist()],
-        files=objects.files[rows],
-        offsets=objects.offsets[rows],
-        lengths=objects.lengths[rows],
-        crcs=objects.crcs[rows],
-        plain=numbers[plain],
-        values=[objects.values[number] for number in used.tolist()],
-    )
+def _used(numbers: Int64, count: int) -> tuple[Int64, Int64]:
+    """The numbers that are used, and the new number of each, behind which stands the one that -1 takes."""
+    used = np.unique(numbers[numbers >= 0])
+    new = np.full(count + 1, UNKNOWN, np.int64)
+    new[used] = np.arange(len(used))
+    return used, new
 
 
 def _paths_without(planner_data: Any, dropped: Collection[str]) -> Any:

@@ -23,7 +23,7 @@ from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32_combine
 from dcp.storage.geometry.boxes import Box
-from dcp.storage.geometry.ragged import Int64, starts
+from dcp.storage.geometry.ragged import Int64, row_products, starts
 
 __all__ = [
     "MAX_DIMENSIONS",
@@ -361,18 +361,11 @@ def _box_problem(index: CheckpointIndex) -> str | None:
     if (index.chunk_offsets > limits).any() or (index.chunk_sizes > limits - index.chunk_offsets).any():
         return "a chunk reaches outside its tensor"
     # float64 first: a lying shape must not wrap around in int64 and then pass
-    volumes = np.ones(index.chunk_count)
-    nonempty = np.diff(index.box_start) > 0
-    if total:
-        volumes[nonempty] = np.multiply.reduceat(
-            index.chunk_sizes.astype(np.float64), index.box_start[:-1][nonempty]
-        )
-    if (volumes * index.itemsizes[index.chunk_tensors] > 2.0**62).any():
+    element_bytes = index.itemsizes[index.chunk_tensors]
+    volumes = row_products(index.chunk_sizes.astype(np.float64), index.box_start)
+    if (volumes * element_bytes > 2.0**62).any():
         return "a chunk is larger than any storage"
-    exact = np.ones(index.chunk_count, dtype=np.int64)
-    if total:
-        exact[nonempty] = np.multiply.reduceat(index.chunk_sizes, index.box_start[:-1][nonempty])
-    expected = exact * index.itemsizes[index.chunk_tensors]
+    expected = row_products(index.chunk_sizes, index.box_start) * element_bytes
     if index.payload_strides:
         problem = _extents(index, expected)
         if problem:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ __all__ = [
 ]
 
 Int64 = npt.NDArray[np.int64]
+_N = TypeVar("_N", bound=np.number[Any])
 
 
 class BoxGroup(NamedTuple):
@@ -47,7 +48,7 @@ def expand_ranges(first: Int64, counts: Int64) -> Int64:
     return np.repeat(first - begin[:-1], counts) + np.arange(total, dtype=np.int64)
 
 
-def gather_rows(values: Int64, start: Int64, rows: Int64) -> Int64:
+def gather_rows(values: npt.NDArray[_N], start: Int64, rows: Int64) -> npt.NDArray[_N]:
     """The ragged rows ``rows`` of (values, start), one after the other."""
     first = start[rows]
     return values[expand_ranges(first, start[rows + 1] - first)]
@@ -59,10 +60,10 @@ def row_matrix(values: Int64, start: Int64, rows: Int64, ndim: int) -> Int64:
     return matrix
 
 
-def row_products(values: Int64, start: Int64) -> Int64:
+def row_products(values: npt.NDArray[_N], start: Int64) -> npt.NDArray[_N]:
     """Product of each ragged row; 1 for an empty one."""
     counts = np.diff(start)
-    products = np.ones(len(counts), np.int64)
+    products = np.ones(len(counts), values.dtype)
     filled = counts > 0
     if filled.any():
         products[filled] = np.multiply.reduceat(values, start[:-1][filled])

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
-from dcp.storage.formats.native.manifest_summary import summarize_manifest
+from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest, summarize_manifest
 from dcp.storage.formats.plain import MAX_PLAIN_BYTES, MAX_PLAIN_DEPTH, decode_plain, encode_plain
 from tests.support.examples import examples
 from tests.support.formats_indexes import assert_same, indexes_of_torch, small_index

@@ -11,8 +11,7 @@ Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any, Final, cast
 
 import numpy as np
@@ -25,7 +24,6 @@ from dcp.storage.formats.index import Int64, starts
 __all__ = [
     "Budget",
     "ColumnEncoder",
-    "budget_bytes",
     "check_counts",
     "decode_bytes",
     "decode_column",
@@ -44,13 +42,15 @@ _SAMPLE_BYTES: Final = 1 << 16
 _RAW, _ZLIB = 0, 1
 _InflateError: Final = cast(type[Exception], isal_zlib.error)  # the stubs declare an instance
 _WIDTHS: Final = {0: "<u1", 1: "<u1", 2: "<u2", 4: "<u4", 8: "<i8"}
+_WIDTH_OF_BITS: Final = (*[1] * 9, *[2] * 8, *[4] * 16, *[8] * 32)
+_INTEGERS: Final = frozenset({int})
 
 
 class Budget:
     """Bytes that decoding what has ``encoded_bytes`` may still allocate."""
 
     def __init__(self, encoded_bytes: int) -> None:
-        self._left = budget_bytes(encoded_bytes)
+        self._left = BUDGET_FLOOR_BYTES + BUDGET_RATIO * encoded_bytes
 
     def spend(self, size_bytes: int) -> None:
         """Take ``size_bytes``; CheckpointFormatError once the encoding claims more than it could need."""
@@ -61,11 +61,6 @@ class Budget:
             )
 
 
-def budget_bytes(encoded_bytes: int) -> int:
-    """What a manifest of ``encoded_bytes`` may decode to."""
-    return BUDGET_FLOOR_BYTES + BUDGET_RATIO * encoded_bytes
-
-
 class ColumnEncoder:
     """Encodes columns and counts in ``decoded_bytes`` what a reader's `Budget` will be charged for them.
 
@@ -74,63 +69,58 @@ class ColumnEncoder:
 
     def __init__(self, *, compact: bool = True) -> None:
         self._compact = compact
-        self._longest: tuple[list[str], list[Any], int] | None = None
+        self._longest: tuple[list[str], list[Any], int] = [], [], 0
         self.decoded_bytes = 0
 
     def column(self, values: npt.ArrayLike) -> list[Any]:
-        """A column of integers."""
+        """Encode a column of integers."""
         column = np.ascontiguousarray(values).astype(np.int64, copy=False)
         self.decoded_bytes += 8 * len(column)
-        first: int | None = None
-        base, width, residuals = _residuals(column)
+        first, stored = None, column
+        base, width = _base_and_width(column)
         if width and len(column) > 1:
             steps = np.diff(column)
             step_base, step_width = _base_and_width(steps)
             if step_width < width:
-                first, width, base, residuals = int(column[0]), step_width, step_base, steps
+                first, stored, base, width = int(column[0]), steps, step_base, step_width
         if width == 0 and not self._compact:
             width = 1
-        data = (residuals - base).astype(_WIDTHS[width]).tobytes() if width else b""
-        packing, packed = self._pack(data)
-        self.decoded_bytes += len(data) if packing == _ZLIB else 0
-        return [len(column), first, base, width, packing, packed]
+        data = (stored - base).astype(_WIDTHS[width]).tobytes() if width else b""
+        return [len(column), first, base, width, *self._packed(data)]
 
     def blob(self, data: bytes) -> list[Any]:
-        """A byte string that may pay compressing: ``[size, packing, data]``."""
-        self.decoded_bytes += len(data)
-        return [len(data), *self._pack(data)]
+        """Encode a byte string that may pay compressing: ``[size, packing, data]``."""
+        return [len(data), *self._packed(data)]
 
     def rows(self, rows: Sequence[bytes]) -> list[Any]:
-        """Byte strings: ``[lengths, joined bytes]``."""
-        return self._rows(np.fromiter(map(len, rows), np.int64, len(rows)), b"".join(rows))
+        """Encode byte strings: ``[lengths, joined bytes]``."""
+        return self._rows(rows, b"".join(rows))
 
     def strings(self, texts: Sequence[str]) -> list[Any]:
-        """Strings as `rows` of UTF-8; lone surrogates, which Python's str may hold, pass (WTF-8)."""
+        """Encode strings as `rows` of UTF-8; lone surrogates, which Python's str may hold, pass (WTF-8)."""
         listed, before = list(texts), self.decoded_bytes
-        if self._longest is not None and listed == self._longest[0]:  # as a flat state dict has, three times
+        if listed == self._longest[0]:  # as a flat state dict has, three times
             self.decoded_bytes += self._longest[2]
-            return self._longest[1]
-        encoded = self._strings(listed)
-        if self._longest is None or len(listed) > len(self._longest[0]):
+            return self._longest[1] or self.rows([])
+        joined = "".join(listed)
+        if joined.isascii():
+            encoded = self._rows(listed, joined.encode())
+        else:
+            encoded = self.rows([text.encode("utf-8", "surrogatepass") for text in listed])
+        if len(listed) > len(self._longest[0]):
             self._longest = listed, encoded, self.decoded_bytes - before
         return encoded
 
-    def _strings(self, texts: list[str]) -> list[Any]:
-        joined = "".join(texts)
-        if joined.isascii():
-            return self._rows(np.fromiter(map(len, texts), np.int64, len(texts)), joined.encode("ascii"))
-        return self.rows([text.encode("utf-8", "surrogatepass") for text in texts])
+    def _rows(self, rows: Sequence[Sized], joined: bytes) -> list[Any]:
+        self.decoded_bytes += _STRING_OVERHEAD_BYTES * len(rows)
+        return [self.column(np.fromiter(map(len, rows), np.int64, len(rows))), self.blob(joined)]
 
-    def _rows(self, lengths: Int64, joined: bytes) -> list[Any]:
-        self.decoded_bytes += _STRING_OVERHEAD_BYTES * len(lengths)
-        return [self.column(lengths), self.blob(joined)]
-
-    def _pack(self, data: bytes) -> tuple[int, bytes]:
-        if not self._compact or len(data) < _PACKING_WORTHWHILE_BYTES:
-            return _RAW, data
+    def _packed(self, data: bytes) -> tuple[int, bytes]:
         sample = data[:_SAMPLE_BYTES]
-        if len(isal_zlib.compress(sample, 1)) > len(sample) * 7 // 8:
+        is_long = self._compact and len(data) >= _PACKING_WORTHWHILE_BYTES
+        if not is_long or len(isal_zlib.compress(sample, 1)) > len(sample) * 7 // 8:
             return _RAW, data
+        self.decoded_bytes += len(data)
         return _ZLIB, isal_zlib.compress(data, 1)
 
 
@@ -141,14 +131,9 @@ def encode_within_budget(encode: Callable[[ColumnEncoder], bytes]) -> bytes:
     """
     encoder = ColumnEncoder()
     data = encode(encoder)
-    if encoder.decoded_bytes > budget_bytes(len(data)):
+    if encoder.decoded_bytes > BUDGET_FLOOR_BYTES + BUDGET_RATIO * len(data):
         return encode(ColumnEncoder(compact=False))
     return data
-
-
-def _residuals(column: Int64) -> tuple[int, int, Int64]:
-    base, width = _base_and_width(column)
-    return base, width, column
 
 
 def _base_and_width(values: Int64) -> tuple[int, int]:
@@ -157,79 +142,65 @@ def _base_and_width(values: Int64) -> tuple[int, int]:
     low, high = int(values.min()), int(values.max())
     if low == high:
         return low, 0
-    width = _width(high - low)
-    if width == 8 or (low >= 0 and _width(high) == width):
-        return 0, width
-    return low, width
-
-
-def _width(largest: int) -> int:
-    return next((width for width in (1, 2, 4) if largest < 1 << (8 * width)), 8)
+    width = _WIDTH_OF_BITS[(high - low).bit_length()]
+    # without a base where that takes no more room
+    is_plain = width == 8 or (low >= 0 and _WIDTH_OF_BITS[high.bit_length()] == width)
+    return (0 if is_plain else low), width
 
 
 def decode_column(encoded: Any, budget: Budget) -> Int64:
-    """The integers of a column."""
+    """Decode the integers of a column."""
     count, first, base, width, packing, data = _fields(encoded, 6)
-    if not _is_count(count) or type(width) is not int or width not in _WIDTHS or not _is_int64(base):
+    numbers = (count, base, 0 if first is None else first, width)
+    if not _INTEGERS.issuperset(map(type, numbers)) or not 0 <= count < 1 << 48 or width not in _WIDTHS:
         raise CheckpointFormatError("a column of the manifest has a malformed head")
+    if max(numbers[1:3]) >= 1 << 63 or min(numbers[1:3]) < -(1 << 63) or (first is not None and not count):
+        raise CheckpointFormatError("a column of the manifest has a malformed first value or base")
     budget.spend(8 * count)
-    stored = count if first is None else max(count - 1, 0)
+    stored = count if first is None else count - 1
     raw = _unpack(packing, data, stored * width, budget)
+    values = np.frombuffer(raw, _WIDTHS[width]).astype(np.int64) if width else np.zeros(stored, np.int64)
+    if base:
+        values += np.int64(base)
     if first is None:
-        return _add(_stored(raw, width, stored), base)
-    if not _is_int64(first) or count == 0:
-        raise CheckpointFormatError("a column of the manifest has a malformed first value")
-    values = np.empty(count, dtype=np.int64)
-    values[0] = first
-    values[1:] = _add(_stored(raw, width, stored), base)
+        return values
+    values = np.concatenate((np.array([first], np.int64), values))
     return np.cumsum(values, out=values)
 
 
-def _stored(raw: bytes, width: int, count: int) -> Int64:
-    if width == 0:
-        return np.zeros(count, dtype=np.int64)
-    return np.frombuffer(raw, dtype=_WIDTHS[width]).astype(np.int64)
-
-
-def _add(values: Int64, base: int) -> Int64:
-    if base:
-        values += np.int64(base)
-    return values
-
-
 def decode_bytes(encoded: Any, budget: Budget) -> bytes:
-    """A byte string of `ColumnEncoder.blob`."""
+    """Decode a byte string of `ColumnEncoder.blob`."""
     size, packing, data = _fields(encoded, 3)
-    if not _is_count(size):
+    if type(size) is not int or not 0 <= size < 1 << 48:
         raise CheckpointFormatError("a byte string of the manifest has a malformed size")
     return _unpack(packing, data, size, budget)
 
 
 def decode_rows(encoded: Any, budget: Budget) -> list[bytes]:
-    """The byte strings of `ColumnEncoder.rows`."""
-    blob, positions = _rows(encoded, budget)
-    return [blob[begin:end] for begin, end in pairwise(positions)]
+    """Decode the byte strings of `ColumnEncoder.rows`."""
+    blob, places = _rows(encoded, budget)
+    return list(map(blob.__getitem__, places))
 
 
 def decode_strings(encoded: Any, budget: Budget) -> list[str]:
-    """The strings of `ColumnEncoder.strings`."""
-    blob, positions = _rows(encoded, budget)
+    """Decode the strings of `ColumnEncoder.strings`."""
+    blob, places = _rows(encoded, budget)
     if blob.isascii():
-        text = blob.decode("ascii")
-        return [text[begin:end] for begin, end in pairwise(positions)]
+        return list(map(blob.decode("ascii").__getitem__, places))
     try:
-        return [blob[begin:end].decode("utf-8", "surrogatepass") for begin, end in pairwise(positions)]
+        return [blob[place].decode("utf-8", "surrogatepass") for place in places]
     except UnicodeDecodeError as error:
         raise CheckpointFormatError("a name in the manifest is not UTF-8") from error
 
 
-def _rows(encoded: Any, budget: Budget) -> tuple[bytes, list[int]]:
+def _rows(encoded: Any, budget: Budget) -> tuple[bytes, Iterator[slice]]:
     lengths_column, blob_field = _fields(encoded, 2)
     lengths = decode_column(lengths_column, budget)
     budget.spend(_STRING_OVERHEAD_BYTES * len(lengths))
     blob = decode_bytes(blob_field, budget)
     check_counts(lengths, len(blob), "lengths of strings")
-    return blob, starts(lengths).tolist()
+    start = starts(lengths).tolist()
+    return blob, map(slice, start[:-1], start[1:])
 
 
 def check_counts(counts: Int64, total: int, what: str) -> None:
@@ -242,13 +213,20 @@ def check_counts(counts: Int64, total: int, what: str) -> None:
 
 
 def _unpack(packing: Any, data: Any, size: int, budget: Budget) -> bytes:
+    """The ``size`` bytes that were packed as ``data``."""
     if not isinstance(data, bytes):
         raise CheckpointFormatError("a column of the manifest has no bytes")
-    if packing == _RAW:
-        plain = data
-    elif packing == _ZLIB:
+    if packing == _ZLIB:
         budget.spend(size)
-        plain = _inflate(data, size)
+        stream = isal_zlib.decompressobj()
+        try:
+            plain: bytes = stream.decompress(data, size + 1)
+        except _InflateError as error:
+            raise CheckpointFormatError(f"a column of the manifest is not a zlib stream: {error}") from error
+        if not stream.eof or stream.unused_data:
+            raise CheckpointFormatError(f"a column of the manifest does not unpack to its {size} bytes")
+    elif packing == _RAW:
+        plain = data
     else:
         raise CheckpointFormatError(f"a column of the manifest is packed in an unknown way ({packing!r})")
     if len(plain) != size:
@@ -256,27 +234,7 @@ def _unpack(packing: Any, data: Any, size: int, budget: Budget) -> bytes:
     return plain
 
 
-def _inflate(data: bytes, size: int) -> bytes:
-    """At most ``size`` + 1 bytes of a zlib stream, which must end there."""
-    stream = isal_zlib.decompressobj()
-    try:
-        plain: bytes = stream.decompress(data, size + 1)
-    except _InflateError as error:
-        raise CheckpointFormatError(f"a column of the manifest is not a zlib stream: {error}") from error
-    if len(plain) != size or not stream.eof or stream.unused_data:
-        raise CheckpointFormatError(f"a column of the manifest does not unpack to its {size} bytes")
-    return plain
-
-
 def _fields(encoded: Any, count: int) -> list[Any]:
     if not isinstance(encoded, list) or len(encoded) != count:
         raise CheckpointFormatError(f"a column of the manifest is not an array of {count} fields")
     return encoded
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 48
-
-
-def _is_int64(value: Any) -> bool:
-    return type(value) is int and -(1 << 63) <= value < 1 << 63

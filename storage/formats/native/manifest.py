@@ -1,16 +1,21 @@
 """The manifest: a `CheckpointIndex` as one msgpack file, small and quick to decode, with a CRC over itself.
 
 `docs/format.md` specifies the bytes. Columns that follow from others (payload lengths, positions of ragged
-rows) are not stored; offsets are stored relative to what they are near to. Torch-free.
+rows) are not stored; offsets are stored relative to what they are near to. Strides of payloads and checksums
+of records are in no manifest on disk: ranks that load one torch.save file together get its index as a
+manifest. Torch-free.
 """
 
 from __future__ import annotations
 
+import hashlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import chain, compress, pairwise, repeat
+from operator import is_, not_
 from typing import Any, Final
 
 import msgpack
@@ -44,32 +49,23 @@ from dcp.storage.formats.native.column_codec import (
     decode_strings,
     encode_within_budget,
 )
-from dcp.storage.formats.native.manifest_fields import (
-    MAX_PLAIN_SECTION_BYTES,
-    get_column,
-    get_crc,
-    get_field,
-    get_section,
-    get_small,
-    get_text,
-    narrow,
-    plain_section,
-)
-from dcp.storage.formats.native.planner_section import decode_planner_data, encode_planner_data
-from dcp.storage.formats.native.strided_columns import decode_strided, encode_strided
-from dcp.storage.formats.plain import decode_plain
+from dcp.storage.formats.plain import decode_plain, encode_plain
 from dcp.storage.formats.versions import reading_version
+from dcp.storage.geometry.ragged import row_products
 from dcp.storage.geometry.strides import extent
 
 __all__ = [
     "MAX_MANIFEST_BYTES",
+    "MAX_PLAIN_SECTION_BYTES",
+    "ManifestSummary",
     "decode_manifest",
     "encode_manifest",
-    "unpack_manifest",
+    "summarize_manifest",
 ]
 
-
 MAX_MANIFEST_BYTES: Final = 1 << 30
+MAX_PLAIN_SECTION_BYTES: Final = 64 << 20
+"""Limit of planner data, provenance and user metadata each."""
 
 _KIND: Final = "dcphub.manifest"
 _VERSION: Final = (1, 0)
@@ -77,7 +73,15 @@ _CRC: Final = struct.Struct(">I")
 _CRC_HEAD: Final = b"\xa5crc32\xce"
 """The last key of the map, and the head of its value: the CRC-32 itself is always the file's last 4 bytes."""
 
+_CRCS: Final = ("torch_metadata_crc", "replaced_torch_metadata_crc")
+_OBJECT_COLUMNS: Final = ("files", "offsets", "lengths", "crcs", "plain")
+_STRUCTURAL: Final = ("fqns", "dtypes", "ndims", "shapes")
 _LARGEST_PAYLOAD_BYTES: Final = 2.0**62
+_NAMES: Final = frozenset({str})
+_TUPLES: Final = frozenset({tuple})
+
+
+# -- writing -------------------------------------------------------------------------------------------------
 
 
 def encode_manifest(index: CheckpointIndex, *, is_checked: bool = False) -> bytes:
@@ -95,36 +99,53 @@ def encode_manifest(index: CheckpointIndex, *, is_checked: bool = False) -> byte
     return data
 
 
-def decode_manifest(data: bytes | memoryview) -> CheckpointIndex:
-    """The index of a manifest; consistent in itself, and never larger than the size of ``data`` warrants.
-
-    CorruptCheckpointError if the bytes are not those that were written, UnsupportedFormatError for what a
-    newer dcphub wrote, as far as this one does not know it, CheckpointFormatError for anything that no writer
-    produces; for planner data that is so, when it is asked for.
-    """
-    data = bytes(data)
-    fields = unpack_manifest(data)
-    with reading_version(fields["version"], _VERSION, "the manifest"):
-        index = _decode(fields, Budget(len(data)))
-        index.check()
-    return index
-
-
 def _encode(index: CheckpointIndex, encoder: ColumnEncoder) -> bytes:
-    fields = {
+    column, objects = encoder.column, index.objects
+    unknown = index.payload_offsets == UNKNOWN
+    rows, orders = _flat(index.stride_orders)
+    fields: dict[str, Any] = {
         "kind": _KIND,
         "version": list(_VERSION),
         "format": index.format,
-        "files": {"names": encoder.strings(index.files), "sizes": encoder.column(index.file_sizes)},
-        "tensors": _encode_tensors(index, encoder),
-        "chunks": _encode_chunks(index, encoder),
-        "objects": _encode_objects(index.objects, encoder),
-        "planner_data": encode_planner_data(index.planner_data, encoder),
-        "provenance": encoder.blob(plain_section(dict(index.provenance), "provenance")),
-        "user": encoder.blob(plain_section(dict(index.user), "user metadata")),
-        "torch_metadata_crc": index.torch_metadata_crc,
-        "replaced_torch_metadata_crc": index.replaced_torch_metadata_crc,
+        "files": {"names": encoder.strings(index.files), "sizes": column(index.file_sizes)},
+        "tensors": {
+            "fqns": encoder.strings(index.fqns),
+            "dtypes": column(index.dtype_codes),
+            "ndims": column(np.diff(index.shape_start)),
+            "shapes": column(index.shape_values),
+            "requires_grad": column(index.requires_grad),
+            "chunk_counts": column(np.diff(index.chunk_start)),
+            "stride_rows": column(rows),
+            "stride_orders": column(orders),
+        },
+        "chunks": {
+            "offsets": column(index.chunk_offsets),
+            "sizes": column(index.chunk_sizes),
+            "files": column(index.chunk_files),
+            "record_offsets": column(index.record_offsets),
+            "record_overheads": column(index.record_lengths - index.payload_lengths),
+            "payload_heads": column(np.where(unknown, UNKNOWN, index.payload_offsets - index.record_offsets)),
+            "has_crcs": column((np.diff(index.crc_start) > 0) | (index.payload_lengths == 0)),
+            "crcs": column(index.crcs),
+        },
+        "objects": {
+            "fqns": encoder.strings(objects.fqns),
+            **{name: column(getattr(objects, name)) for name in _OBJECT_COLUMNS},
+            "values": encoder.rows(objects.values),
+        },
+        "planner_data": _encode_planner_data(index.planner_data, encoder),
+        "provenance": encoder.blob(_encode_section(dict(index.provenance), "provenance")),
+        "user": encoder.blob(_encode_section(dict(index.user), "user metadata")),
+        **{name: getattr(index, name) for name in _CRCS},
     }
+    if any(index.digests):
+        fields["tensors"]["digests"] = encoder.rows(index.digests)
+    if index.payload_strides:
+        rows, strides = _flat(index.payload_strides)
+        fields["chunks"] |= {"strided_rows": column(rows), "strides": column(strides)}
+    if index.record_crcs:
+        rows, crcs = list(index.record_crcs), list(index.record_crcs.values())
+        fields["chunks"] |= {"record_crc_rows": column(rows), "record_crcs": column(crcs)}
     packer = msgpack.Packer(autoreset=False)
     packer.pack_map_header(len(fields) + 1)
     for key, value in fields.items():
@@ -134,52 +155,62 @@ def _encode(index: CheckpointIndex, encoder: ColumnEncoder) -> bytes:
     return body + _CRC.pack(crc32(body))
 
 
-def _encode_tensors(index: CheckpointIndex, encoder: ColumnEncoder) -> dict[str, Any]:
-    rows = sorted(index.stride_orders)
-    orders = [dimension for row in rows for dimension in index.stride_orders[row]]
-    return {
-        "fqns": encoder.strings(index.fqns),
-        "dtypes": encoder.column(index.dtype_codes),
-        "ndims": encoder.column(np.diff(index.shape_start)),
-        "shapes": encoder.column(index.shape_values),
-        "requires_grad": encoder.column(index.requires_grad),
-        "chunk_counts": encoder.column(np.diff(index.chunk_start)),
-        "stride_rows": encoder.column(np.array(rows, dtype=np.int64)),
-        "stride_orders": encoder.column(np.array(orders, dtype=np.int64)),
-        **({"digests": encoder.rows(index.digests)} if any(index.digests) else {}),
-    }
+def _flat(of_rows: Mapping[int, tuple[int, ...]]) -> tuple[list[int], list[int]]:
+    """(rows, their values one after the other)."""
+    rows = sorted(of_rows)
+    return rows, list(chain.from_iterable(map(of_rows.__getitem__, rows)))
 
 
-def _encode_chunks(index: CheckpointIndex, encoder: ColumnEncoder) -> dict[str, Any]:
-    unknown = index.payload_offsets == UNKNOWN
-    heads = np.where(unknown, UNKNOWN, index.payload_offsets - index.record_offsets)
-    has_crcs = (np.diff(index.crc_start) > 0) | (index.payload_lengths == 0)
-    return {
-        "offsets": encoder.column(index.chunk_offsets),
-        "sizes": encoder.column(index.chunk_sizes),
-        "files": encoder.column(index.chunk_files),
-        "record_offsets": encoder.column(index.record_offsets),
-        "record_overheads": encoder.column(index.record_lengths - index.payload_lengths),
-        "payload_heads": encoder.column(heads),
-        "has_crcs": encoder.column(has_crcs),
-        "crcs": encoder.column(index.crcs),
-        **encode_strided(index, encoder),
-    }
+def _encode_section(value: Any, what: str) -> bytes:
+    encoded = encode_plain(value, limit_bytes=MAX_PLAIN_SECTION_BYTES)
+    if encoded is None:
+        raise PlanError(
+            f"{what} cannot be stored in the manifest: it holds something else than None, bool, int, float, "
+            f"complex, str, bytes, list, tuple and dict, or more than {MAX_PLAIN_SECTION_BYTES >> 20} MiB"
+        )
+    return encoded
 
 
-def _encode_objects(objects: ObjectColumns, encoder: ColumnEncoder) -> dict[str, Any]:
-    return {
-        "fqns": encoder.strings(objects.fqns),
-        "files": encoder.column(objects.files),
-        "offsets": encoder.column(objects.offsets),
-        "lengths": encoder.column(objects.lengths),
-        "crcs": encoder.column(objects.crcs),
-        "plain": encoder.column(objects.plain),
-        "values": encoder.rows(objects.values),
-    }
+def _encode_planner_data(data: Any, encoder: ColumnEncoder) -> dict[str, Any] | None:
+    """Encode paths by name, as flattening leaves them, in a compact form, and other plain data as it is."""
+    if data is None:
+        return None
+    paths: list[Any] = list(data.values()) if type(data) is dict else [None]
+    if _TUPLES.issuperset(map(type, paths)) and _NAMES.issuperset(map(type, data)):
+        # By kinds, because there may be a million parts, and hardly any is a position.
+        parts = list(chain.from_iterable(paths))
+        is_name = list(map(is_, map(type, parts), repeat(str)))
+        positions = list(compress(parts, map(not_, is_name)))
+        if all(type(part) is int and -(1 << 63) <= part < 1 << 63 for part in positions):
+            return {
+                "fqns": encoder.strings(list(data)),
+                "path_lengths": encoder.column(np.fromiter(map(len, paths), np.int64, len(paths))),
+                "is_position": encoder.column(~np.array(is_name, np.bool_)),
+                "positions": encoder.column(positions),
+                "keys": encoder.strings(list(compress(parts, is_name))),
+            }
+    return {"plain": encoder.blob(_encode_section(data, "planner data"))}
 
 
-def unpack_manifest(data: bytes) -> dict[str, Any]:
+# -- reading -------------------------------------------------------------------------------------------------
+
+
+def decode_manifest(data: bytes | memoryview) -> CheckpointIndex:
+    """The index of a manifest; consistent in itself, and never larger than the size of ``data`` warrants.
+
+    CorruptCheckpointError if the bytes are not those that were written, UnsupportedFormatError for what a
+    newer dcphub wrote, as far as this one does not know it, CheckpointFormatError for anything that no writer
+    produces; for planner data that is so, when it is asked for.
+    """
+    data = bytes(data)
+    fields = _unpack(data)
+    with reading_version(fields["version"], _VERSION, "the manifest"):
+        index = _decode(_Section(fields, "it", Budget(len(data))))
+        index.check()
+    return index
+
+
+def _unpack(data: bytes) -> dict[str, Any]:
     """The fields of a manifest, still encoded; CRC and version are checked. Raises as `decode_manifest`."""
     if len(data) > MAX_MANIFEST_BYTES:
         raise CheckpointFormatError(
@@ -207,154 +238,245 @@ def unpack_manifest(data: bytes) -> dict[str, Any]:
         return fields
 
 
-def _decode(fields: dict[str, Any], budget: Budget) -> CheckpointIndex:
-    files = get_section(fields, "files")
-    names = decode_strings(get_field(files, "names"), budget)
-    tensors = get_section(fields, "tensors")
-    fqns = decode_strings(get_field(tensors, "fqns"), budget)
-    codes = get_small(tensors, "dtypes", np.uint8, len(fqns), budget)
-    ndims = get_column(tensors, "ndims", len(fqns), budget)
-    shape_values = decode_column(get_field(tensors, "shapes"), budget)
+class _Section:
+    """A map of the manifest, whose fields are decoded within a budget.
+
+    CheckpointFormatError for what is missing, or is something else.
+    """
+
+    def __init__(self, values: Any, name: str, budget: Budget) -> None:
+        if not isinstance(values, dict):
+            raise CheckpointFormatError(f"{name} of the manifest is not a map")
+        self.values = values
+        self.budget = budget
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.values:
+            raise CheckpointFormatError(f"the manifest lacks {name}")
+        return self.values[name]
+
+    def section(self, name: str) -> _Section:
+        """A map in it."""
+        return _Section(self[name], name, self.budget)
+
+    def column(self, name: str, rows: int | None = None, dtype: Any = np.int64) -> npt.NDArray[Any]:
+        """A column of so many rows, which fits in ``dtype``."""
+        column = decode_column(self[name], self.budget)
+        if rows is not None and len(column) != rows:
+            raise CheckpointFormatError(f"column {name} of the manifest has {len(column)} rows, not {rows}")
+        if dtype is np.int64:
+            return column
+        if len(column) and (int(column.min()) < 0 or int(column.max()) > np.iinfo(dtype).max):
+            raise CheckpointFormatError(f"column {name} of the manifest is out of range")
+        return column.astype(dtype)
+
+    def strings(self, name: str) -> list[str]:
+        """Strings."""
+        return decode_strings(self[name], self.budget)
+
+    def rows(self, name: str) -> list[bytes]:
+        """Byte strings; none where the field may be absent and is."""
+        return decode_rows(self[name], self.budget) if name in self.values else []
+
+    def plain(self, name: str, *, quickly: bool = False) -> dict[str, Any]:
+        """A dict of plain data."""
+        encoded = decode_bytes(self[name], self.budget)
+        try:
+            # Many times as quick. Plain msgpack means the same to both but for the extensions, which end it.
+            value = msgpack.unpackb(encoded, strict_map_key=False, ext_hook=_refuse) if quickly else None
+        except (ValueError, TypeError, msgpack.UnpackException):
+            value = None
+        if value is None:
+            value = decode_plain(encoded, limit_bytes=MAX_PLAIN_SECTION_BYTES)
+        if not isinstance(value, dict):
+            raise CheckpointFormatError(f"{name} of the manifest is not a dict")
+        return value
+
+    def by_row(self, rows: str, values: str, counts: Int64) -> dict[int, tuple[int, ...]]:
+        """Values of a few rows, of which each has its ``counts``; the inverse of `_flat`."""
+        found = self.column(rows)
+        if len(found) and (int(found.min()) < 0 or int(found.max()) >= len(counts)):
+            raise CheckpointFormatError(f"{rows} of the manifest are no rows of it")
+        flat = self.column(values).tolist()
+        check_counts(counts[found], len(flat), values)
+        bounds = pairwise(starts(counts[found]).tolist())
+        result = {row: tuple(flat[slice(*bound)]) for row, bound in zip(found.tolist(), bounds, strict=True)}
+        if len(result) != len(found):
+            raise CheckpointFormatError(f"{rows} of the manifest has one row twice")
+        return result
+
+    def facts(self) -> dict[str, Any]:
+        """The fields about all of the checkpoint."""
+        if not isinstance(self["format"], str):
+            raise CheckpointFormatError("format of the manifest is not a string")
+        crcs = {name: self.values.get(name) for name in _CRCS}
+        for name, crc in crcs.items():
+            if crc is not None and (type(crc) is not int or not 0 <= crc <= 0xFFFFFFFF):
+                raise CheckpointFormatError(f"{name} of the manifest is not a CRC-32")
+        return {"format": self["format"], **crcs}
+
+
+def _refuse(code: int, data: bytes) -> None:
+    raise ValueError("a tuple, a complex number or a large one: for the decoder of plain data")
+
+
+def _decode(fields: _Section) -> CheckpointIndex:
+    files, tensors, objects = map(fields.section, ("files", "tensors", "objects"))
+    names, fqns, object_names = files.strings("names"), tensors.strings("fqns"), objects.strings("fqns")
+    codes = tensors.column("dtypes", len(fqns), np.uint8)
+    ndims, shape_values = tensors.column("ndims", len(fqns)), tensors.column("shapes")
     if len(ndims) and int(ndims.max()) > MAX_DIMENSIONS:
         raise CheckpointFormatError(f"a tensor of the manifest has more than {MAX_DIMENSIONS} dimensions")
     check_counts(ndims, len(shape_values), "numbers of dimensions")
+    orders = tensors.by_row("stride_rows", "stride_orders", ndims)
+    if any(sorted(order) != list(range(len(order))) for order in orders.values()):
+        raise CheckpointFormatError("a stride order of the manifest is not a permutation of dimensions")
     return CheckpointIndex(
-        format=get_text(fields, "format"),
+        **fields.facts(),
         fqns=fqns,
         dtype_codes=codes,
         shape_start=starts(ndims),
         shape_values=shape_values,
-        requires_grad=get_small(tensors, "requires_grad", np.uint8, len(fqns), budget),
-        **_decode_chunks(tensors, get_section(fields, "chunks"), ndims, codes, budget),
+        requires_grad=tensors.column("requires_grad", len(fqns), np.uint8),
+        **_decode_chunks(fields.section("chunks"), tensors.column("chunk_counts", len(fqns)), ndims, codes),
         files=names,
-        file_sizes=get_column(files, "sizes", len(names), budget),
-        objects=_decode_objects(get_section(fields, "objects"), budget),
-        digests=decode_rows(tensors["digests"], budget) if "digests" in tensors else (),
-        stride_orders=_decode_stride_orders(tensors, ndims, budget),
-        provenance=_decode_plain_dict(fields, "provenance", budget),
-        user=_decode_plain_dict(fields, "user", budget),
-        torch_metadata_crc=get_crc(fields, "torch_metadata_crc"),
-        replaced_torch_metadata_crc=get_crc(fields, "replaced_torch_metadata_crc"),
-        planner_data=_planner_data(fields, budget),
+        file_sizes=files.column("sizes", len(names)),
+        objects=ObjectColumns(
+            fqns=object_names,
+            values=decode_rows(objects["values"], objects.budget),
+            **{name: objects.column(name, len(object_names)) for name in _OBJECT_COLUMNS},
+        ),
+        digests=tensors.rows("digests"),
+        stride_orders=orders,
+        provenance=fields.plain("provenance"),
+        user=fields.plain("user"),
+        planner_data=_deferred_planner_data(fields),
     )
 
 
 def _decode_chunks(
-    tensors: Mapping[str, Any],
-    chunks: Mapping[str, Any],
-    ndims: Int64,
-    codes: npt.NDArray[np.uint8],
-    budget: Budget,
+    chunks: _Section, counts: Int64, tensor_ndims: Int64, codes: npt.NDArray[np.uint8]
 ) -> dict[str, Any]:
-    files = decode_column(get_field(chunks, "files"), budget)
+    files, offsets, sizes = chunks.column("files"), chunks.column("offsets"), chunks.column("sizes")
     count = len(files)
-    chunk_counts = get_column(tensors, "chunk_counts", len(ndims), budget)
-    check_counts(chunk_counts, count, "numbers of chunks")
-    offsets = decode_column(get_field(chunks, "offsets"), budget)
-    sizes = decode_column(get_field(chunks, "sizes"), budget)
-    box_ndims = np.repeat(ndims, chunk_counts)
-    if int(box_ndims.sum()) != len(sizes) or len(offsets) != len(sizes):
+    check_counts(counts, count, "numbers of chunks")
+    ndims, chunk_codes = np.repeat(tensor_ndims, counts), np.repeat(codes, counts)
+    box_start = starts(ndims)
+    if int(box_start[-1]) != len(sizes) or len(offsets) != len(sizes):
         raise CheckpointFormatError("boxes of the manifest have the wrong number of dimensions")
-    chunk_codes = np.repeat(codes, chunk_counts)
-    payload_lengths = _payload_lengths(sizes, box_ndims, chunk_codes)
-    strides, record_crcs = decode_strided(chunks, box_ndims, budget)
-    if strides:
-        _set_extents(payload_lengths, strides, sizes, starts(box_ndims), chunk_codes)
-    record_offsets = get_column(chunks, "record_offsets", count, budget)
-    heads = get_column(chunks, "payload_heads", count, budget)
-    has_crcs = get_small(chunks, "has_crcs", np.uint8, count, budget)
-    crcs = decode_column(get_field(chunks, "crcs"), budget)
-    crc_counts = -(-payload_lengths // BLOCK_BYTES) * (has_crcs != 0)
-    check_counts(crc_counts, len(crcs), "numbers of checksums")
-    return {
-        "chunk_start": starts(chunk_counts),
-        "chunk_offsets": offsets,
-        "chunk_sizes": sizes,
-        "chunk_files": files,
-        "record_offsets": record_offsets,
-        "record_lengths": get_column(chunks, "record_overheads", count, budget) + payload_lengths,
-        "payload_offsets": np.where(heads == UNKNOWN, UNKNOWN, record_offsets + heads),
-        "payload_lengths": payload_lengths,
-        "crc_start": starts(crc_counts),
-        "crcs": narrow(crcs, "crcs", np.uint32),
-        "payload_strides": strides,
-        "record_crcs": record_crcs,
-    }
-
-
-def _set_extents(
-    lengths: Int64,
-    strides: Mapping[int, tuple[int, ...]],
-    sizes: Int64,
-    box_start: Int64,
-    codes: npt.NDArray[np.uint8],
-) -> None:
+    lengths = _payload_lengths(sizes, box_start, chunk_codes)
+    strides = chunks.by_row("strided_rows", "strides", ndims) if "strided_rows" in chunks.values else {}
     for row, steps in strides.items():
-        box = tuple(sizes[box_start[row] : box_start[row + 1]].tolist())
-        dtype = dtypes.BY_CODE.get(int(codes[row]))
+        box, dtype = (
+            tuple(sizes[box_start[row] : box_start[row + 1]].tolist()),
+            dtypes.BY_CODE.get(int(chunk_codes[row])),
+        )
         length = extent(box, steps) * (dtype.itemsize if dtype is not None else 0)
         if not 0 <= length <= _LARGEST_PAYLOAD_BYTES:
             raise CheckpointFormatError("a chunk of the manifest is larger than any storage")
         lengths[row] = length
+    record_crcs: dict[int, tuple[int, ...]] = {}
+    if "record_crc_rows" in chunks.values:
+        record_crcs = chunks.by_row("record_crc_rows", "record_crcs", np.ones(count, np.int64))
+    record_offsets, heads = chunks.column("record_offsets", count), chunks.column("payload_heads", count)
+    crcs = chunks.column("crcs", dtype=np.uint32)
+    crc_counts = -(-lengths // BLOCK_BYTES) * (chunks.column("has_crcs", count, np.uint8) != 0)
+    check_counts(crc_counts, len(crcs), "numbers of checksums")
+    return {
+        "chunk_start": starts(counts),
+        "chunk_offsets": offsets,
+        "chunk_sizes": sizes,
+        "chunk_files": files,
+        "record_offsets": record_offsets,
+        "record_lengths": chunks.column("record_overheads", count) + lengths,
+        "payload_offsets": np.where(heads == UNKNOWN, UNKNOWN, record_offsets + heads),
+        "payload_lengths": lengths,
+        "crc_start": starts(crc_counts),
+        "crcs": crcs,
+        "payload_strides": strides,
+        "record_crcs": {row: crc for row, (crc,) in record_crcs.items()},
+    }
 
 
-def _payload_lengths(sizes: Int64, box_ndims: Int64, codes: npt.NDArray[np.uint8]) -> Int64:
+def _payload_lengths(sizes: Int64, box_start: Int64, codes: npt.NDArray[np.uint8]) -> Int64:
     """Bytes of each box; refuses boxes whose size wraps around in int64."""
     if len(sizes) and int(sizes.min()) < 0:
         raise CheckpointFormatError("a chunk of the manifest has a negative size")
-    lengths = itemsizes(codes)
-    boxed = box_ndims > 0
-    begins = (np.cumsum(box_ndims) - box_ndims)[boxed]
-    if len(begins):
-        approximate = np.multiply.reduceat(sizes.astype(np.float64), begins)
-        if (approximate * lengths[boxed] > _LARGEST_PAYLOAD_BYTES).any():
-            raise CheckpointFormatError("a chunk of the manifest is larger than any storage")
-        lengths[boxed] *= np.multiply.reduceat(sizes, begins)
-    return lengths
+    element_bytes = itemsizes(codes)
+    if (row_products(sizes.astype(np.float64), box_start) * element_bytes > _LARGEST_PAYLOAD_BYTES).any():
+        raise CheckpointFormatError("a chunk of the manifest is larger than any storage")
+    return row_products(sizes, box_start) * element_bytes
 
 
-def _decode_objects(objects: Mapping[str, Any], budget: Budget) -> ObjectColumns:
-    fqns = decode_strings(get_field(objects, "fqns"), budget)
-    columns = {
-        name: get_column(objects, name, len(fqns), budget)
-        for name in ("files", "offsets", "lengths", "crcs", "plain")
-    }
-    return ObjectColumns(fqns=fqns, values=decode_rows(get_field(objects, "values"), budget), **columns)
-
-
-def _decode_stride_orders(
-    tensors: Mapping[str, Any], ndims: Int64, budget: Budget
-) -> dict[int, tuple[int, ...]]:
-    rows = decode_column(get_field(tensors, "stride_rows"), budget)
-    orders = decode_column(get_field(tensors, "stride_orders"), budget).tolist()
-    if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= len(ndims)):
-        raise CheckpointFormatError("a stride order of the manifest belongs to no tensor")
-    check_counts(ndims[rows], len(orders), "stride orders")
-    result = {}
-    for row, (begin, end) in zip(rows.tolist(), pairwise(starts(ndims[rows]).tolist()), strict=True):
-        order = tuple(orders[begin:end])
-        if sorted(order) != list(range(end - begin)):
-            raise CheckpointFormatError("a stride order of the manifest is not a permutation of dimensions")
-        result[row] = order
-    return result
-
-
-def _planner_data(fields: Mapping[str, Any], budget: Budget) -> Deferred | None:
+def _deferred_planner_data(fields: _Section) -> Deferred | None:
     """Decoded when it is asked for: a load does not, and it takes longer than all the rest."""
-    if fields.get("planner_data") is None:
+    if fields.values.get("planner_data") is None:
         return None
-    version, section, left = fields["version"], get_section(fields, "planner_data"), copy(budget)
-
-    def decode() -> Any:
-        with reading_version(version, _VERSION, "the manifest"):
-            return decode_planner_data(section, left)
-
-    return Deferred(decode)
+    return Deferred(
+        partial(_decode_planner_data, fields.section("planner_data").values, fields.budget, fields["version"])
+    )
 
 
-def _decode_plain_dict(fields: Mapping[str, Any], name: str, budget: Budget) -> dict[str, Any]:
-    encoded = decode_bytes(get_field(fields, name), budget)
-    value = decode_plain(encoded, limit_bytes=MAX_PLAIN_SECTION_BYTES)
-    if not isinstance(value, dict):
-        raise CheckpointFormatError(f"{name} of the manifest is not a dict")
-    return value
+def _decode_planner_data(values: Mapping[str, Any], left: Budget, version: Any) -> Any:
+    with reading_version(version, _VERSION, "the manifest"):
+        budget = copy(left)  # two threads may ask at a time
+        section = _Section(values, "planner_data", budget)
+        if "plain" in section.values:
+            encoded = decode_bytes(section["plain"], budget)
+            return decode_plain(encoded, limit_bytes=MAX_PLAIN_SECTION_BYTES)
+        fqns, is_position = section.strings("fqns"), section.column("is_position") != 0
+        lengths = section.column("path_lengths", len(fqns))
+        check_counts(lengths, len(is_position), "path lengths")
+        positions, keys = section.column("positions"), section.strings("keys")
+        if np.count_nonzero(is_position) != len(positions) or len(is_position) != len(positions) + len(keys):
+            raise CheckpointFormatError("paths of the manifest's planner data do not add up")
+        flat: Sequence[str | int] = keys
+        if len(positions):
+            parts = np.empty(len(is_position), dtype=object)
+            parts[is_position], parts[~is_position] = positions.tolist(), keys
+            flat = parts.tolist()
+        bounds = starts(lengths).tolist()
+        paths = map(tuple, map(flat.__getitem__, map(slice, bounds[:-1], bounds[1:])))
+        return dict(zip(fqns, paths, strict=True))
+
+
+# -- the whole -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestSummary:
+    """The part of a `CheckpointIndex` that is about all of it, for whoever looks at thousands: a catalog.
+
+    Equal ``structure_key`` mean the same names, shapes and dtypes; different ones may, too. ``bytes`` are
+    those of the files, None where a size is not known. ``has_digests``: it has some of its tensors'.
+    """
+
+    format: str
+    structure_key: bytes
+    file_count: int
+    bytes: int | None
+    provenance: Mapping[str, Any]
+    user: Mapping[str, Any]
+    torch_metadata_crc: int | None
+    replaced_torch_metadata_crc: int | None
+    has_digests: bool = False
+
+
+def summarize_manifest(data: bytes) -> ManifestSummary:
+    """The summary of a manifest; its CRC is checked, its columns are not, save for the files' sizes.
+
+    Raises what `decode_manifest` does, as far as it looks.
+    """
+    fields = _Section(_unpack(data), "it", Budget(len(data)))
+    sizes, tensors = fields.section("files").column("sizes"), fields.section("tensors")
+    # A digest of the encoded columns that names, shapes and dtypes are decoded from.
+    columns = [*map(tensors.__getitem__, _STRUCTURAL), fields.section("objects")["fqns"]]
+    return ManifestSummary(
+        **fields.facts(),
+        structure_key=hashlib.sha256(msgpack.packb(columns)).digest(),
+        file_count=len(sizes),
+        bytes=None if (sizes == UNKNOWN).any() else sum(sizes.tolist()),
+        provenance=fields.plain("provenance", quickly=True),
+        user=fields.plain("user", quickly=True),
+        has_digests="digests" in tensors.values,
+    )

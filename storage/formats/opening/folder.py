@@ -21,9 +21,9 @@ from dcp.storage.errors import (
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.native.manifest import MAX_MANIFEST_BYTES, decode_manifest
-from dcp.storage.formats.opening.joined_indexes import join_indexes
 from dcp.storage.formats.torch.metadata.reader import decode_torch_metadata
 from dcp.storage.formats.torch.metadata.writer import torch_metadata_head
+from dcp.storage.formats.views import join_indexes
 from dcp.storage.stores.base import Store
 from dcp.storage.threads import WorkerThreads, result_of
 

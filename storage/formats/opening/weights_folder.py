@@ -26,9 +26,9 @@ import numpy as np
 
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.opening.joined_indexes import join_indexes
 from dcp.storage.formats.opening.sources import index_of_file
 from dcp.storage.formats.safetensors.json_documents import parse_json
+from dcp.storage.formats.views import join_indexes
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.names import check_name
 from dcp.storage.threads import WorkerThreads

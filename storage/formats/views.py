@@ -1,0 +1,230 @@
+"""Indexes made of other indexes: rows that are selected, several as one, those of ranks that saved alone.
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dcp.storage.errors import CheckpointFormatError, ReplicaMismatchError
+from dcp.storage.formats.container_notes import Noted, join_notes, notes_by_path, structure_of_notes
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64, ObjectColumns, starts
+from dcp.storage.geometry.ragged import gather_rows
+
+__all__ = ["concatenated", "join_indexes", "selected"]
+
+_CHUNK_COLUMNS: Final = ("record_offsets", "record_lengths", "payload_offsets", "payload_lengths")
+_COLUMNS: Final = (
+    *("dtype_codes", "shape_values", "requires_grad", "chunk_offsets", "chunk_sizes", "crcs", "file_sizes"),
+    *_CHUNK_COLUMNS,
+)
+_OBJECT_COLUMNS: Final = ("offsets", "lengths", "crcs")
+_RAGGED: Final = ("shape_start", "chunk_start", "crc_start")
+
+
+def selected(
+    index: CheckpointIndex, tensors: Int64, chunks: Int64, chunk_counts: npt.ArrayLike, objects: Int64
+) -> CheckpointIndex:
+    """The rows ``tensors`` with ``chunk_counts`` of ``chunks`` each, and the values ``objects``, in this
+    order. Files, planner data and notes stay as they are."""
+    old, columns = index.objects, ("files", "plain", *_OBJECT_COLUMNS)
+    return replace(
+        index,
+        fqns=[index.fqns[row] for row in tensors.tolist()],
+        dtype_codes=index.dtype_codes[tensors],
+        shape_start=starts(index.ndims[tensors]),
+        shape_values=gather_rows(index.shape_values, index.shape_start, tensors),
+        requires_grad=index.requires_grad[tensors],
+        chunk_start=starts(chunk_counts),
+        chunk_offsets=gather_rows(index.chunk_offsets, index.box_start, chunks),
+        chunk_sizes=gather_rows(index.chunk_sizes, index.box_start, chunks),
+        chunk_files=index.chunk_files[chunks],
+        **{name: getattr(index, name)[chunks] for name in _CHUNK_COLUMNS},
+        crc_start=starts(np.diff(index.crc_start)[chunks]),
+        crcs=gather_rows(index.crcs, index.crc_start, chunks),
+        objects=ObjectColumns(
+            fqns=[old.fqns[row] for row in objects.tolist()],
+            values=old.values,
+            **{name: getattr(old, name)[objects] for name in columns},
+        ),
+        stride_orders=_renumbered(index.stride_orders, tensors),
+        payload_strides=_renumbered(index.payload_strides, chunks),
+        record_crcs=_renumbered(index.record_crcs, chunks),
+        digests=[index.digests[row] for row in tensors.tolist()] if len(index.digests) else (),
+    )
+
+
+def _renumbered(of_rows: Mapping[int, Any], rows: Int64) -> dict[int, Any]:
+    if not of_rows:
+        return {}
+    return {new: of_rows[old] for new, old in enumerate(rows.tolist()) if old in of_rows}
+
+
+def concatenated(parts: Sequence[CheckpointIndex]) -> CheckpointIndex:
+    """The rows of ``parts``, one part after the other, and of nothing that is about all of a checkpoint.
+    Names of tensors, values and files may be there several times, so it is not checked."""
+    numbers: dict[bytes, int] = {}
+    tables = [
+        np.array([*(numbers.setdefault(value, len(numbers)) for value in part.objects.values), UNKNOWN])
+        for part in parts
+    ]
+    tensors, chunks, files = (
+        starts([len(getattr(part, name)) for part in parts]).tolist()
+        for name in ("fqns", "chunk_files", "files")
+    )
+    objects = [part.objects for part in parts]
+    columns: dict[str, Any] = {
+        name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS
+    }
+    for name in _RAGGED:
+        columns[name] = starts(np.concatenate([np.diff(getattr(part, name)) for part in parts]))
+    for name, begins in (("stride_orders", tensors), ("payload_strides", chunks), ("record_crcs", chunks)):
+        columns[name] = {
+            begin + row: value
+            for begin, part in zip(begins, parts, strict=False)
+            for row, value in getattr(part, name).items()
+        }
+    return CheckpointIndex(
+        format=parts[0].format,
+        fqns=list(chain.from_iterable(part.fqns for part in parts)),
+        chunk_files=np.concatenate([part.chunk_files + at for at, part in zip(files, parts, strict=False)]),
+        files=list(chain.from_iterable(part.files for part in parts)),
+        objects=ObjectColumns(
+            fqns=list(chain.from_iterable(one.fqns for one in objects)),
+            files=np.concatenate(
+                [np.where(one.files < 0, -1, one.files + at) for at, one in zip(files, objects, strict=False)]
+            ),
+            plain=np.concatenate([table[one.plain] for table, one in zip(tables, objects, strict=True)]),
+            values=list(numbers),
+            **{name: np.concatenate([getattr(one, name) for one in objects]) for name in _OBJECT_COLUMNS},
+        ),
+        **columns,
+    )
+
+
+def join_indexes(indexes: Mapping[int, CheckpointIndex], *, own_rank: int | None = None) -> CheckpointIndex:
+    """The union of the indexes of ranks: tensors of one name are one tensor, with the chunks of all ranks.
+
+    A box that several ranks saved is kept once, of the lowest rank; so is an object. Planner data are joined;
+    provenance and user metadata are those of the lowest rank. ``own_rank``, if it is among them, comes before
+    all others, and its data may differ from theirs.
+
+    Raises ReplicaMismatchError where checksums prove that the ranks' data differ, CheckpointFormatError where
+    dtypes or shapes do, or the ranks' numbers of one save.
+    """
+    ranks = sorted(indexes, key=lambda rank: (rank != own_rank, rank))
+    parts = [indexes[rank] for rank in ranks]
+    if len(parts) == 1:
+        return parts[0]
+    worlds = {part.provenance.get("world_size") for part in parts} - {None}
+    if len(worlds) > 1:
+        raise CheckpointFormatError(
+            f"the ranks' parts are of saves by {' and by '.join(sorted(map(str, worlds)))} ranks: an older "
+            "save left its own behind; remove those, and give each save its own id"
+        )
+    whole = concatenated(parts)
+    rank_of = np.repeat(ranks, [part.tensor_count for part in parts]).tolist()
+    tensors: dict[str, int] = {}
+    kept: dict[str, dict[Any, int]] = {}
+    for row, fqn in enumerate(whole.fqns):
+        first = tensors.setdefault(fqn, row)
+        if whole.dtype_codes[first] != whole.dtype_codes[row] or whole.shape(first) != whole.shape(row):
+            if rank_of[first] == own_rank:
+                continue
+            raise CheckpointFormatError(
+                f"{fqn} is {whole.dtype(first).name} {whole.shape(first)} in what rank "
+                f"{rank_of[first]} saved, and {whole.dtype(row).name} {whole.shape(row)} in rank "
+                f"{rank_of[row]}'s: they are not one checkpoint; load with as many ranks as saved",
+                fqn=fqn,
+                rank=rank_of[row],
+            )
+        boxes = kept.setdefault(fqn, {})
+        for chunk in whole.chunks(row):
+            other = boxes.setdefault(whole.box(chunk), chunk)
+            crcs, rank = (
+                (whole.block_crcs(other), whole.block_crcs(chunk)),
+                rank_of[whole.chunk_tensors[other]],
+            )
+            if rank != own_rank and len(crcs[0]) and len(crcs[1]) and not np.array_equal(*crcs):
+                raise _mismatch(fqn, rank, rank_of[row])
+    rank_of = np.repeat(ranks, [len(part.objects) for part in parts]).tolist()
+    objects: dict[str, int] = {}
+    for row, fqn in enumerate(whole.objects.fqns):
+        first = objects.setdefault(fqn, row)
+        if rank_of[first] != own_rank and _objects_differ(whole.objects, first, row):
+            raise _mismatch(fqn, rank_of[first], rank_of[row])
+    chunks = np.array([chunk for boxes in kept.values() for chunk in boxes.values()], np.int64)
+    rows, object_rows = np.array([*tensors.values()], np.int64), np.array([*objects.values()], np.int64)
+    joined = selected(whole, rows, chunks, [len(boxes) for boxes in kept.values()], object_rows)
+    joined = replace(
+        _with_distinct_files(joined),
+        planner_data=_join_planner_data(parts),
+        provenance={**parts[0].provenance, **_join_structure(parts)},
+        user=parts[0].user,
+    )
+    joined.check()
+    return joined
+
+
+def _mismatch(fqn: str, first_rank: int, rank: int) -> ReplicaMismatchError:
+    return ReplicaMismatchError(
+        f"ranks {first_rank} and {rank} each saved {fqn} on their own, with different data: one state dict "
+        "has room for one of them; load with as many ranks as saved",
+        fqn=fqn,
+        rank=rank,
+    )
+
+
+def _objects_differ(objects: ObjectColumns, first: int, second: int) -> bool:
+    """Whether the values certainly differ: plain encodings are canonical, equal records have equal CRCs."""
+    plain, crcs = objects.plain[[first, second]].tolist(), objects.crcs[[first, second]].tolist()
+    if min(plain) >= 0:
+        return bool(plain[0] != plain[1])
+    return min(crcs) >= 0 and bool(crcs[0] != crcs[1])
+
+
+def _with_distinct_files(index: CheckpointIndex) -> CheckpointIndex:
+    sizes: dict[str, int] = {}
+    for name, size in zip(index.files, index.file_sizes.tolist(), strict=True):
+        known = sizes.setdefault(name, size)
+        if UNKNOWN not in (known, size) and known != size:
+            raise CheckpointFormatError(f"ranks disagree about the size of {name}", path=name)
+        sizes[name] = max(known, size)
+    number = {name: row for row, name in enumerate(sizes)}
+    table = np.array([*map(number.__getitem__, index.files), -1], np.int64)  # the last is what -1 takes
+    return replace(
+        index,
+        files=list(sizes),
+        file_sizes=np.array(list(sizes.values()), np.int64),
+        chunk_files=table[index.chunk_files],
+        objects=replace(index.objects, files=table[index.objects.files]),
+    )
+
+
+def _join_structure(parts: Sequence[CheckpointIndex]) -> dict[str, Any]:
+    """All parts' notes on containers; the first one's where they differ."""
+    noted = [
+        Noted(
+            tuple(notes_by_path(part.provenance.get("structure")).values()),
+            part.planner_data if isinstance(part.planner_data, Mapping) else {},
+        )
+        for part in parts
+    ]
+    return structure_of_notes(join_notes(noted)[0])
+
+
+def _join_planner_data(parts: Sequence[CheckpointIndex]) -> Any:
+    joined: dict[Any, Any] = {}
+    for part in parts:
+        if isinstance(part.planner_data, Mapping):
+            joined |= {fqn: path for fqn, path in part.planner_data.items() if fqn not in joined}
+        elif part.planner_data is not None:
+            return parts[0].planner_data
+    return joined or None
