@@ -1,4 +1,4 @@
-"""From a source and options to a target layout."""
+"""Plan of a conversion: from a source and options to a target layout."""
 
 from __future__ import annotations
 
@@ -6,92 +6,52 @@ import hashlib
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from dcp.conversion.contents.entries import Entries, TargetDtype, mapped_entries
-from dcp.conversion.contents.hf_folder import HfFolder
+from dcp.conversion.contents.entries import Entries, mapped_entries
 from dcp.conversion.contents.values import SourceValues
-from dcp.conversion.merging.arithmetic import Arithmetic
 from dcp.conversion.merging.joined import members_of
 from dcp.conversion.merging.terms import merge_entries
 from dcp.conversion.publishing import local_files
-from dcp.conversion.targets.job import LayoutJob, LayoutOptions, Planned
+from dcp.conversion.targets.job import ConversionOptions, LayoutJob, Planned
 from dcp.conversion.targets.places import TargetPlace
 from dcp.planners.garbage_collection import garbage_collection_paused
-from dcp.planners.load.selection import Patterns, Rename
-from dcp.planners.weight_maps.model_config import CONFIG, config_of
-from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.storage.commit_names import is_commit_object
 from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.errors import (
-    OptionError,
-)
+from dcp.storage.errors import OptionError
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.opening.sources import Source
 from dcp.storage.formats.registry import target_named
 from dcp.storage.formats.safetensors.format import SAFETENSORS
 
-__all__ = [
-    "ConversionOptions",
-    "LayoutOptions",
-    "Planned",
-    "fingerprint",
-    "plan_layout",
-    "plan_target",
-    "refuse_itself",
-    "with_template",
-]
-
-
-@dataclass(frozen=True, slots=True)
-class ConversionOptions:
-    """The options of `dcp.convert` that decide what the target holds; with ``arithmetic`` of `dcp.merge`,
-    whose source is several as one (`dcp.conversion.merging.joined`). ``weight_maps`` is one for all sources,
-    or one for each; empty without any."""
-
-    layout: LayoutOptions
-    only: Patterns | None = None
-    exclude: Patterns | None = None
-    rename: Rename | None = None
-    dtype: TargetDtype = None
-    weight_maps: tuple[WeightMap | None, ...] = ()
-    arithmetic: Arithmetic | None = None
-
-
-def with_template(options: ConversionOptions, hf: HfFolder) -> ConversionOptions:
-    """``options`` with what ``hf`` has beside weights; its configuration is also the map's."""
-    known = config_of(hf.files[CONFIG], f"{CONFIG} of {hf.url}") if CONFIG in hf.files else {}
-    maps = tuple(one and replace(one, config={**known, **one.config}) for one in options.weight_maps)
-    return replace(options, layout=replace(options.layout, hf=hf), weight_maps=maps)
+__all__ = ["ConversionOptions", "Planned", "fingerprint", "plan_layout", "plan_target", "refuse_itself"]
 
 
 def refuse_itself(source: Source, place: TargetPlace) -> None:
     """OptionError if ``place`` is where the source is, or a file of it."""
     for member in members_of(source):
-        _refuse_same(member, place)
-
-
-def _refuse_same(source: Source, place: TargetPlace) -> None:
-    if _real(source.store.url) != _real(place.store.url):
-        return
-    if source.file == place.file_name:
-        raise OptionError(f"source and target are both {place.url}; convert to another place", path=place.url)
-    if place.file_name in source.index.files or is_commit_object(place.file_name or ""):
-        raise OptionError(f"{place.url} is a file of the source; convert to another place", path=place.url)
-    if place.file_name is None and (source.file is None or not local_files.stays(source.file)):
-        raise OptionError(
-            f"the source {source.name} is a file that the new checkpoint in {place.url} would replace; "
-            "convert to another place",
-            path=place.url,
+        here, there = (
+            url if "://" in url else os.path.realpath(url) for url in (member.store.url, place.store.url)
         )
-
-
-def _real(url: str) -> str:
-    """Without what leads to the same folder another way."""
-    return url if "://" in url else os.path.realpath(url)
+        if here != there:
+            continue
+        if member.file == place.file_name:
+            raise OptionError(
+                f"source and target are both {place.url}; convert to another place", path=place.url
+            )
+        if place.file_name in member.index.files or is_commit_object(place.file_name or ""):
+            raise OptionError(
+                f"{place.url} is a file of the source; convert to another place", path=place.url
+            )
+        if place.file_name is None and (member.file is None or not local_files.stays(member.file)):
+            raise OptionError(
+                f"the source {member.name} is a file that the new checkpoint in {place.url} would replace; "
+                "convert to another place",
+                path=place.url,
+            )
 
 
 def plan_target(
@@ -99,9 +59,7 @@ def plan_target(
 ) -> Planned:
     """The layout of all that the options choose of ``source``, which ``engine`` reads, checked. Raises
     PlanError, MissingKeyError."""
-    if options.layout.hf is not None and (
-        options.layout.to != SAFETENSORS.name or place.file_name is not None
-    ):
+    if options.hf is not None and (options.to != SAFETENSORS.name or place.file_name is not None):
         raise OptionError("hf is for a folder of safetensors: to='safetensors', and no name of a file")
     chosen = {name: getattr(options, name) for name in ("only", "exclude", "rename", "dtype")}
     maps, merged = options.weight_maps, None
@@ -109,13 +67,13 @@ def plan_target(
         weights = maps[0] if maps else None
         entries, mapped = mapped_entries(engine.index, engine.store, weights, **chosen)
     else:
-        members, hf = members_of(source), options.layout.hf
-        beside = hf.config if hf is not None else None
+        beside = options.hf.config if options.hf is not None else None
+        members = members_of(source)
         entries, mapped, merged = merge_entries(members, options.arithmetic, maps, config=beside, **chosen)
     origin = dict(merged.origin) if merged is not None else {}
     if told := list(dict.fromkeys(one.told for one in maps if one is not None)):
         origin["map"] = ", ".join(told)
-    planned = plan_layout(entries, engine, place, options.layout, save_id, origin=origin)
+    planned = plan_layout(entries, engine, place, options, save_id, origin=origin)
     planned.layout.check()
     return replace(planned, mapped=mapped, merged=merged)
 
@@ -125,7 +83,7 @@ def plan_layout(
     entries: Entries,
     engine: ReadEngine,
     place: TargetPlace,
-    options: LayoutOptions,
+    options: ConversionOptions,
     save_id: str,
     *,
     is_compared: bool = False,
@@ -156,14 +114,8 @@ def fingerprint(mark: str, planned: Planned, *, by_file: bool) -> str:
         digest.update(planned.merged.identity.encode())
     digest.update(np.array(layout.file_sizes, "<i8").tobytes())
     copies = layout.copies
-    for column in (
-        copies.tensors,
-        copies.box_offsets,
-        copies.box_sizes,
-        copies.dtype_codes,
-        copies.files,
-        copies.offsets,
-    ):
+    boxes = copies.tensors, copies.box_offsets, copies.box_sizes
+    for column in (*boxes, copies.dtype_codes, copies.files, copies.offsets):
         digest.update(np.ascontiguousarray(column, "<i8").tobytes())
     for literal in layout.literals:
         digest.update(struct.pack("<QQI", literal.file, literal.offset, crc32(literal.data)))

@@ -1,22 +1,16 @@
-"""What a conversion did."""
+"""Report on a conversion."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # a report is asked for where nothing is converted
-    from dcp.conversion.copying.checks import TargetChecksums
-    from dcp.conversion.layouts.layout import TargetLayout
-    from dcp.storage.engine.reading.requests import ReadStats
-
-__all__ = ["ConversionReport", "report_of"]
+__all__ = ["ConversionReport"]
 
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What `dcp.convert` did.
+    """The result of `dcp.convert`.
 
     ``files`` are the names of the files made, in ``target``; ``tensor_count`` and ``bytes_written`` (headers
     included) are of the whole output. ``bytes_read`` counts this run only, as do ``seconds``, by phase
@@ -46,19 +40,3 @@ class ConversionReport:
     unmerged: tuple[str, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     checksums: Mapping[str, int] = field(default_factory=dict, repr=False)
-
-
-def report_of(
-    layout: TargetLayout, checksums: TargetChecksums, stats: ReadStats, **facts: Any
-) -> ConversionReport:
-    """The report on a target of ``layout``; ``facts`` are the fields that neither of these tells."""
-    index = layout.index
-    return ConversionReport(
-        files=(*layout.file_names, *layout.last_files),
-        tensor_count=len(layout.tensor_copies) if index is None else index.tensor_count,
-        bytes_written=sum(layout.file_sizes),
-        blocks_verified=stats.blocks_verified,
-        blocks_unverified=stats.blocks_unverified,
-        checksums={fqn: checksums.whole(copy) for fqn, copy in layout.tensor_copies.items()},
-        **facts,
-    )

@@ -87,7 +87,7 @@ def plan_download(
     """
     # Only here: a service is to answer soon after its start.
     from dcp.conversion.contents.entries import choose_entries
-    from dcp.conversion.plan import LayoutOptions, plan_layout
+    from dcp.conversion.plan import ConversionOptions, plan_layout
     from dcp.conversion.targets.places import TargetPlace
     from dcp.planners.garbage_collection import garbage_collection_paused
     from dcp.server.data.sending.planned import PlannedBody
@@ -100,8 +100,8 @@ def plan_download(
     check()
     place = TargetPlace(store.url, store, f"download{_suffix(options)}", None)
     with garbage_collection_paused(), ReadEngine(store, index, verify="blocks") as engine:
-        layout_options = LayoutOptions(options.to, drop_objects=options.drop_objects)
-        planned = plan_layout(entries, engine, place, layout_options, save_id="", is_compared=True)
+        of_target = ConversionOptions(options.to, drop_objects=options.drop_objects)
+        planned = plan_layout(entries, engine, place, of_target, save_id="", is_compared=True)
         check()
         planned.layout.check()
         body = PlannedBody(engine, planned.layout)

@@ -1,4 +1,4 @@
-"""Checksums from fragments: those of the source are compared, those of the target are recorded.
+"""Checksums made of fragments: those of the source are compared, those of the target are recorded.
 
 Fragments come in any order, from any task, and more than once. A block is known once they cover it.
 """
@@ -30,7 +30,7 @@ _MAX_LISTED: Final = 10
 
 
 class FaultySumsError(PlanError):
-    """What was computed cannot be: nothing that was written is of any use."""
+    """Sums that cannot be: nothing that was written is of any use."""
 
 
 class SourceChecks:
@@ -43,7 +43,7 @@ class SourceChecks:
     def __init__(self, engine: ReadEngine) -> None:
         self._engine = engine
         self._blocks = Fragments()
-        self._seen: set[int] = set()  # as `_number`: there may be millions
+        self._seen: set[int] = set()  # numbers of chunk and block, of which there may be millions
         self._lock = threading.Lock()
         self.stats = ReadStats()
 
@@ -52,19 +52,21 @@ class SourceChecks:
         lengths = self._engine.payload_lengths
         with self._lock:
             for fragment in fragments:
-                block = fragment.begin // BLOCK_BYTES
-                if _number(fragment.owner, block) in self._seen:
+                chunk, block = fragment.owner, fragment.begin // BLOCK_BYTES
+                if (number := chunk << 32 | block) in self._seen:
                     continue
-                crc = self._blocks.add(fragment, int(lengths[fragment.owner]))
+                crc = self._blocks.add(fragment, int(lengths[chunk]))
                 if crc is not None:
-                    self._seen.add(_number(fragment.owner, block))
-                    self._engine.check_block(self.stats, fragment.owner, block, crc)
+                    self._seen.add(number)
+                    self._engine.check_block(self.stats, chunk, block, crc)
 
     def finish(self, chunks: Iterable[int]) -> None:
         """Read what no task had whole of the payloads of ``chunks``, and compare what has one checksum for
         all of it."""
         for chunk in chunks:
-            self._finish_chunk(chunk)
+            for block in range(-(-int(self._engine.payload_lengths[chunk]) // BLOCK_BYTES)):
+                if chunk << 32 | block not in self._seen:
+                    self._read_block(chunk, block)
         uncompared = self._engine.payloads.verify_whole()
         self.stats.blocks_verified -= uncompared
         self.stats.blocks_unverified += uncompared
@@ -74,12 +76,6 @@ class SourceChecks:
         for chunk, block in self._blocks.incomplete():
             self._read_block(chunk, block)
         self._engine.payloads.verify_whole()
-
-    def _finish_chunk(self, chunk: int) -> None:
-        size = int(self._engine.payload_lengths[chunk])
-        for block in range(-(-size // BLOCK_BYTES)):
-            if _number(chunk, block) not in self._seen:
-                self._read_block(chunk, block)
 
     def _read_block(self, chunk: int, block: int) -> None:
         engine, begin = self._engine, block * BLOCK_BYTES
@@ -103,10 +99,6 @@ class ResultChecks:
         self.target.add(result.targets)
         self.bytes_read += result.bytes_read
         self.faults += result.faults
-
-
-def _number(chunk: int, block: int) -> int:
-    return chunk << 32 | block
 
 
 class TargetChecksums:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from dcp.conversion.contents.casting import CASTABLE
 from dcp.conversion.contents.entries import Entries, TargetDtype, TensorEntry, mapped_entries
-from dcp.conversion.layouts.terms import MergedTensors, TensorTerms
+from dcp.conversion.layouts.sources import MergedTensors, TensorTerms
 from dcp.conversion.merging.adapters import LowRank, low_ranks
 from dcp.conversion.merging.arithmetic import Arithmetic
 from dcp.planners.load.selection import Patterns, Rename, Selection, check_patterns

@@ -1,4 +1,4 @@
-"""What a format is given to lay out a target of it, and what it gives back.
+"""Jobs of laying out a target: what a format is given, and what it returns.
 
 A format that can be written is a function of a `LayoutJob` that returns a `Planned` target (its
 `dcp.storage.formats.format.Target` names it). It describes files and where in them each tensor's bytes are to
@@ -7,22 +7,26 @@ be; the bytes are moved by others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final, Literal
 
-from dcp.conversion.contents.entries import Entries, Value
-from dcp.conversion.contents.hf_folder import HfFolder
+from dcp.conversion.contents.entries import Entries, TargetDtype, Value
+from dcp.conversion.contents.hf_folder import HfFolder, read_hf_folder
 from dcp.conversion.contents.values import SourceValues
 from dcp.conversion.layouts.layout import TargetLayout
-from dcp.conversion.layouts.sources import payload_crcs
-from dcp.conversion.layouts.terms import MergedTensors
+from dcp.conversion.layouts.sources import MergedTensors, payload_crcs
+from dcp.conversion.merging.arithmetic import Arithmetic
+from dcp.planners.load.selection import Patterns, Rename
 from dcp.planners.weight_maps.mapped_index import MappedIndex
-from dcp.storage.errors import CheckpointFormatError, PlanError
+from dcp.planners.weight_maps.model_config import CONFIG, config_of
+from dcp.planners.weight_maps.weight_map import WeightMap
+from dcp.storage.errors import CheckpointFormatError, OptionError, PlanError
 from dcp.storage.formats.plain import encode_plain
 
-__all__ = ["Chunks", "LayoutJob", "LayoutOptions", "Planned"]
+__all__ = ["Chunks", "ConversionOptions", "LayoutJob", "Planned"]
 
 _MAX_LISTED: Final = 10
 _MAX_VALUE_BYTES: Final = 64 << 20
@@ -33,12 +37,14 @@ Chunks = Literal["keep", "split"]
 files."""
 
 
-@dataclass(frozen=True)
-class LayoutOptions:
-    """Options that are about the target alone; each is for the formats that have a use for it.
+@dataclass(frozen=True, slots=True)
+class ConversionOptions:
+    """The options of `dcp.convert` that decide what the target holds.
 
-    ``to`` is the `Target.name`. ``files`` and ``chunks`` as for `dcp.convert`. What ``hf`` has is beside the
-    weights.
+    ``to`` is the `Target.name`; those up to ``hf``, whose files are beside the weights, are each for the
+    formats that have a use for it. With ``arithmetic`` the conversion is a `dcp.merge`, whose source is
+    several as one (`dcp.conversion.merging.joined`). ``weight_maps`` is one for all sources, or one for each;
+    empty without any.
     """
 
     to: str
@@ -47,6 +53,26 @@ class LayoutOptions:
     shard_bytes: int | None = None
     drop_objects: bool = False
     hf: HfFolder | None = None
+    only: Patterns | None = None
+    exclude: Patterns | None = None
+    rename: Rename | None = None
+    dtype: TargetDtype = None
+    weight_maps: tuple[WeightMap | None, ...] = ()
+    arithmetic: Arithmetic | None = None
+
+    def with_template(self, hf: HfFolder) -> ConversionOptions:
+        """With what ``hf`` has beside weights; its configuration is also the map's."""
+        known = config_of(hf.files[CONFIG], f"{CONFIG} of {hf.url}") if CONFIG in hf.files else {}
+        maps = tuple(one and replace(one, config={**known, **one.config}) for one in self.weight_maps)
+        return replace(self, hf=hf, weight_maps=maps)
+
+    def with_hf(self, hf: str | os.PathLike[str] | None, also: Sequence[str]) -> ConversionOptions:
+        """With the arguments ``hf`` and ``hf_also`` of `dcp.convert`."""
+        if hf is not None:
+            return self.with_template(read_hf_folder(hf, also))
+        if also:
+            raise OptionError("hf_also= requires hf=")
+        return self
 
 
 @dataclass(frozen=True)
@@ -58,6 +84,11 @@ class Planned:
     dropped: tuple[str, ...]
     mapped: MappedIndex | None = None
     merged: MergedTensors | None = None
+
+    @property
+    def unmerged(self) -> tuple[str, ...]:
+        """The tensors of a merge that are taken from the first source as they are."""
+        return self.merged.unmerged if self.merged is not None else ()
 
 
 @dataclass(frozen=True)
@@ -71,7 +102,7 @@ class LayoutJob:
 
     entries: Entries
     values: SourceValues
-    options: LayoutOptions
+    options: ConversionOptions
     file_name: str | None
     save_id: str
     source_url: str
