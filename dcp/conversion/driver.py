@@ -12,39 +12,46 @@ the same place, and the target is published once, by one rename or one condition
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import struct
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
-from dcp.conversion.copying.batches import BatchSettings, run_batch, source_mark
-from dcp.conversion.copying.checks import ResultChecks, refuse_faults
+from dcp.conversion.contents.entries import mapped_entries
+from dcp.conversion.copying.batches import BatchSettings, ResultChecks, refuse_faults, run_batch, source_mark
 from dcp.conversion.copying.sinks import Output
 from dcp.conversion.copying.tasks import Task, TaskBatch, TaskResult, make_batches, make_tasks
 from dcp.conversion.layouts.layout import TargetLayout
 from dcp.conversion.layouts.sources import TermColumns, copy_sources, sum_sources
-from dcp.conversion.plan import ConversionOptions, Planned, fingerprint, plan_target, refuse_itself
+from dcp.conversion.merging.joined import members_of
+from dcp.conversion.merging.terms import merge_entries
+from dcp.conversion.publishing import local_files
 from dcp.conversion.publishing.local import LocalPublisher
 from dcp.conversion.publishing.publisher import Publisher
 from dcp.conversion.publishing.stored import StoredPublisher
-from dcp.conversion.report import ConversionReport
+from dcp.conversion.targets.job import ConversionOptions, Planned, plan_layout
 from dcp.conversion.targets.places import TargetPlace
 from dcp.conversion.wire import decode_layout, encode_layout
 from dcp.storage.closable import Closable
+from dcp.storage.commit_names import is_commit_object
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import Verify
-from dcp.storage.errors import CheckpointConflictError, CheckpointError
+from dcp.storage.errors import CheckpointConflictError, CheckpointError, OptionError
+from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex, Int64
 from dcp.storage.formats.native.format import DCP
 from dcp.storage.formats.native.manifest import encode_manifest
 from dcp.storage.formats.opening.folder import open_index
 from dcp.storage.formats.opening.sources import Source, complete_index
+from dcp.storage.formats.safetensors.format import SAFETENSORS
 
-__all__ = ["BATCH_BYTES", "Conversion", "Prepared", "discard_attempt"]
+__all__ = ["BATCH_BYTES", "Conversion", "ConversionReport", "Prepared", "discard_attempt"]
 
 BATCH_BYTES: Final = 512 << 20
 """Of what a batch of a job writes, about: enough that a process for it does not count beside it."""
@@ -53,6 +60,40 @@ _OF_A_RUN: Final = ("time", "dcphub_version")
 """In the provenance of a ``dcp`` target: they differ each time."""
 
 _ATTEMPT: Final = re.compile("[0-9a-f]{16}")
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """The result of `dcp.convert`.
+
+    ``files`` are the names of the files made, in ``target``; ``tensor_count`` and ``bytes_written`` (headers
+    included) are of the whole output. ``bytes_read`` counts this run only, as do ``seconds``, by phase
+    ("total" is all of it). ``tasks`` is the number of independent pieces of work, ``tasks_resumed`` of those
+    that an earlier run had done. ``blocks_verified`` blocks of the source had the checksums that it records,
+    ``blocks_unverified`` have none. ``dropped_objects`` are values that the target's format cannot hold.
+    ``weights`` are those of a merge, by name of the source or adapter in their order; its ``unmerged``
+    tensors, of whole numbers, are those of the first.
+
+    ``checksums`` is the CRC-32 of each tensor's bytes in the target, by its name there, where those are in
+    one piece; a ``dcp`` target has its checksums in its manifest.
+    """
+
+    source: str
+    target: str
+    format: str
+    files: tuple[str, ...] = ()
+    tensor_count: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    tasks: int = 0
+    tasks_resumed: int = 0
+    blocks_verified: int = 0
+    blocks_unverified: int = 0
+    dropped_objects: tuple[str, ...] = ()
+    weights: tuple[tuple[str, float], ...] = ()
+    unmerged: tuple[str, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    checksums: Mapping[str, int] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +116,7 @@ class Prepared:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        facts = {field.name: getattr(self, field.name) for field in fields(self)}
+        facts = {one.name: getattr(self, one.name) for one in fields(self)}
         return facts | {"layout": encode_layout(self.layout)}
 
     @classmethod
@@ -105,7 +146,7 @@ class Conversion(Closable):
         overwrite: bool = False,
         verify: Verify = "blocks",
     ) -> None:
-        refuse_itself(source, target)
+        _refuse_itself(source, target)
         self._source = source
         self._open_source = open_source or (lambda: source)
         self._options = options
@@ -132,8 +173,8 @@ class Conversion(Closable):
         """
         engine, publisher, by_file = self._engine, self._publisher, self.place.path is None
         mark = source_mark(engine.store, engine.index, self._options.to)
-        planned = plan_target(engine, self._source, self.place, self._options, publisher.save_id)
-        identity = fingerprint(mark, planned, by_file=by_file) + ("" if resume else publisher.save_id)
+        planned = _plan_target(engine, self._source, self.place, self._options, publisher.save_id)
+        identity = _fingerprint(mark, planned, by_file=by_file) + ("" if resume else publisher.save_id)
         layout, done = publisher.begin(planned.layout, identity)
         tasks, chunks = _tasks(engine, layout, planned, by_file=by_file)
         batches = make_batches(tasks, batch_bytes)
@@ -228,7 +269,7 @@ class Conversion(Closable):
             except CheckpointError:
                 return None
             save_id = str(there.provenance.get("save_id"))
-        planned = plan_target(engine, self._source, place, self._options, save_id)
+        planned = _plan_target(engine, self._source, place, self._options, save_id)
         layout, inode = planned.layout, place.path.stat().st_ino if place.path is not None else None
         is_there = _publisher(place, save_id, overwrite=False).is_published(layout, inode)
         if not is_there or not _is_same(layout.index, there):
@@ -318,3 +359,71 @@ def discard_attempt(target: TargetPlace, attempt: str, batches: int) -> None:
     """
     place = _place_of_attempt(target, attempt)
     _publisher(place, _save_id_of(attempt), overwrite=False).discard(batches)
+
+
+# -- the plan ------------------------------------------------------------------------------------------------
+
+
+def _refuse_itself(source: Source, place: TargetPlace) -> None:
+    """OptionError if ``place`` is where the source is, or a file of it."""
+    for member in members_of(source):
+        here, there = (
+            url if "://" in url else os.path.realpath(url) for url in (member.store.url, place.store.url)
+        )
+        if here != there:
+            continue
+        if member.file == place.file_name:
+            raise OptionError(
+                f"source and target are both {place.url}; convert to another place", path=place.url
+            )
+        if place.file_name in member.index.files or is_commit_object(place.file_name or ""):
+            raise OptionError(
+                f"{place.url} is a file of the source; convert to another place", path=place.url
+            )
+        if place.file_name is None and (member.file is None or not local_files.stays(member.file)):
+            raise OptionError(
+                f"the source {member.name} is a file that the new checkpoint in {place.url} would replace; "
+                "convert to another place",
+                path=place.url,
+            )
+
+
+def _plan_target(
+    engine: ReadEngine, source: Source, place: TargetPlace, options: ConversionOptions, save_id: str
+) -> Planned:
+    """The layout of all that the options choose of ``source``, which ``engine`` reads, checked. Raises
+    PlanError, MissingKeyError."""
+    if options.hf is not None and (options.to != SAFETENSORS.name or place.file_name is not None):
+        raise OptionError("hf is for a folder of safetensors: to='safetensors', and no name of a file")
+    chosen = {name: getattr(options, name) for name in ("only", "exclude", "rename", "dtype")}
+    maps, merged = options.weight_maps, None
+    if options.arithmetic is None:
+        weights = maps[0] if maps else None
+        entries, mapped = mapped_entries(engine.index, engine.store, weights, **chosen)
+    else:
+        beside = options.hf.config if options.hf is not None else None
+        members = members_of(source)
+        entries, mapped, merged = merge_entries(members, options.arithmetic, maps, config=beside, **chosen)
+    origin = dict(merged.origin) if merged is not None else {}
+    if told := list(dict.fromkeys(one.told for one in maps if one is not None)):
+        origin["map"] = ", ".join(told)
+    planned = plan_layout(entries, engine, options, place.file_name, save_id, origin=origin)
+    return replace(planned, mapped=mapped, merged=merged)
+
+
+def _fingerprint(mark: str, planned: Planned, *, by_file: bool) -> str:
+    """Equal for runs that would write the same bytes from a source of that ``mark``, and for no others."""
+    layout = planned.layout
+    digest = hashlib.sha256(f"{mark} {by_file}".encode())
+    if planned.mapped is not None:
+        digest.update(planned.mapped.identity.encode())
+    if planned.merged is not None:
+        digest.update(planned.merged.identity.encode())
+    digest.update(np.array(layout.file_sizes, "<i8").tobytes())
+    copies = layout.copies
+    boxes = copies.tensors, copies.box_offsets, copies.box_sizes
+    for column in (*boxes, copies.dtype_codes, copies.files, copies.offsets):
+        digest.update(np.ascontiguousarray(column, "<i8").tobytes())
+    for literal in layout.literals:
+        digest.update(struct.pack("<QQI", literal.file, literal.offset, crc32(literal.data)))
+    return digest.hexdigest()

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from dcp.calls.plain_errors import plain_errors
 from dcp.conversion.contents.entries import TargetDtype
+from dcp.conversion.driver import ConversionReport
 from dcp.conversion.merging.adapters import open_adapter
 from dcp.conversion.merging.arithmetic import (
     Arithmetic,
@@ -20,10 +21,8 @@ from dcp.conversion.merging.arithmetic import (
     weights_of_sources,
 )
 from dcp.conversion.merging.joined import open_joined
-from dcp.conversion.plan import ConversionOptions
-from dcp.conversion.report import ConversionReport
 from dcp.conversion.run import run_conversion
-from dcp.conversion.targets.job import Chunks
+from dcp.conversion.targets.job import Chunks, ConversionOptions
 from dcp.conversion.targets.places import place_of
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.planners.weight_maps.weight_map import WeightMap

@@ -13,14 +13,11 @@ from typing import Any
 
 from dcp.calls.plain_errors import plain_errors
 from dcp.conversion.contents.entries import TargetDtype
-from dcp.conversion.copying.batches import SourceChangedError
-from dcp.conversion.copying.checks import FaultySumsError
+from dcp.conversion.copying.batches import FaultySumsError, SourceChangedError
 from dcp.conversion.copying.executors import check_executor, run_all
 from dcp.conversion.copying.tasks import TaskBatch, TaskResult
-from dcp.conversion.driver import Conversion
-from dcp.conversion.plan import ConversionOptions
-from dcp.conversion.report import ConversionReport
-from dcp.conversion.targets.job import Chunks
+from dcp.conversion.driver import Conversion, ConversionReport
+from dcp.conversion.targets.job import Chunks, ConversionOptions
 from dcp.conversion.targets.places import TargetPlace, place_of
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.planners.weight_maps.weight_map import WeightMap

@@ -2,7 +2,7 @@
 
 Each byte is read once, neighbours together, and each source byte's checksum is taken on the way: as CRC-32s
 of `Fragment`s, which whoever knows them all combines to those of whole blocks
-(`dcp.conversion.copying.checks`). So a block that two tasks have halves of is verified too, and nobody reads
+(`dcp.conversion.copying.batches`). So a block that two tasks have halves of is verified too, and nobody reads
 more than it needs.
 """
 

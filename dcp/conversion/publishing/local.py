@@ -10,7 +10,7 @@ import errno
 from dataclasses import replace
 from pathlib import Path
 
-from dcp.conversion.copying.checks import TargetChecksums
+from dcp.conversion.copying.batches import TargetChecksums
 from dcp.conversion.copying.sinks import Output, announce
 from dcp.conversion.copying.tasks import TaskBatch, TaskResult
 from dcp.conversion.layouts.layout import TargetLayout

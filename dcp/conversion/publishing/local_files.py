@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from dcp.conversion.contents.hf_folder import HF_NAMES
-from dcp.conversion.copying.checks import TargetChecksums
+from dcp.conversion.copying.batches import TargetChecksums
 from dcp.conversion.copying.sinks import announce
 from dcp.conversion.layouts.layout import TargetLayout
 from dcp.storage.commit_names import DATA_SUFFIX, MANIFEST_NAME, METADATA_NAME

@@ -13,7 +13,7 @@ from typing import Final
 
 import msgpack
 
-from dcp.conversion.copying.checks import TargetChecksums
+from dcp.conversion.copying.batches import TargetChecksums
 from dcp.conversion.copying.sinks import Output, announce
 from dcp.conversion.copying.tasks import TaskBatch, TaskResult
 from dcp.conversion.layouts.layout import TargetLayout

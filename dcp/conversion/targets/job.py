@@ -19,14 +19,17 @@ from dcp.conversion.contents.values import SourceValues
 from dcp.conversion.layouts.layout import TargetLayout
 from dcp.conversion.layouts.sources import MergedTensors, payload_crcs
 from dcp.conversion.merging.arithmetic import Arithmetic
+from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.planners.weight_maps.mapped_index import MappedIndex
 from dcp.planners.weight_maps.model_config import CONFIG, config_of
 from dcp.planners.weight_maps.weight_map import WeightMap
+from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.errors import CheckpointFormatError, OptionError, PlanError
 from dcp.storage.formats.plain import encode_plain
+from dcp.storage.formats.registry import target_named
 
-__all__ = ["Chunks", "ConversionOptions", "LayoutJob", "Planned"]
+__all__ = ["Chunks", "ConversionOptions", "LayoutJob", "Planned", "plan_layout"]
 
 _MAX_LISTED: Final = 10
 _MAX_VALUE_BYTES: Final = 64 << 20
@@ -144,3 +147,26 @@ class LayoutJob:
                 fqns=list(refused)[:_MAX_LISTED],
             )
         return [value for value in self.entries.values if value.fqn not in refused], tuple(refused)
+
+
+@garbage_collection_paused()
+def plan_layout(
+    entries: Entries,
+    engine: ReadEngine,
+    options: ConversionOptions,
+    file_name: str | None,
+    save_id: str,
+    *,
+    is_compared: bool = False,
+    origin: Mapping[str, Any] | None = None,
+) -> Planned:
+    """The target's layout. PlanError, with names, for values that it cannot hold and must not drop.
+
+    ``is_compared``: whoever copies compares what is read with the source's checksums. ``origin`` as in
+    `LayoutJob`.
+    """
+    values, url = SourceValues(engine), engine.store.url
+    job = LayoutJob(entries, values, options, file_name, save_id, url, is_compared, origin or {})
+    planned: Planned = target_named(options.to)[1].lay_out(job)
+    planned.layout.check()
+    return planned

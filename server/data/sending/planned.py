@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from dcp.conversion.copying.checks import SourceChecks
+from dcp.conversion.copying.batches import SourceChecks
 from dcp.conversion.copying.tasks import TaskReader, make_tasks
 from dcp.conversion.layouts.layout import TargetLayout
 from dcp.conversion.layouts.sources import copy_sources

@@ -38,7 +38,7 @@ from dcp.storage.formats.safetensors.format import SAFETENSORS
 if TYPE_CHECKING:  # imported where they are needed: the API process only makes such jobs
     from dcp.conversion.contents.hf_folder import HfFolder
     from dcp.conversion.driver import Conversion
-    from dcp.conversion.plan import ConversionOptions
+    from dcp.conversion.targets.job import ConversionOptions
     from dcp.conversion.targets.places import TargetPlace
     from dcp.storage.formats.opening.sources import Source
 
@@ -112,7 +112,7 @@ class ConvertOptions(Parameters):
 
     def options(self) -> ConversionOptions:
         """The options of the conversion."""
-        from dcp.conversion.plan import ConversionOptions
+        from dcp.conversion.targets.job import ConversionOptions
 
         rename = None if self.rename is None else BoundedRename(self.rename)
         weights = map_of(self.map, self.config, self.sizes, inverse=self.inverse, below=self.below)

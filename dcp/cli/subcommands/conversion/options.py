@@ -16,7 +16,7 @@ from dcp.cli.tables import counted
 from dcp.storage.errors import CheckpointError, OptionError
 
 if TYPE_CHECKING:
-    from dcp.conversion.report import ConversionReport
+    from dcp.conversion.driver import ConversionReport
     from dcp.progress import Progress
 
 __all__ = [
