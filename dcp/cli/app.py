@@ -7,10 +7,20 @@ from typing import Annotated
 import typer
 
 from dcp.cli.command_group import Application, Commands
-from dcp.cli.subcommands import cat, demo, diff, digest, ls, show, stats, verify, watch
-from dcp.cli.subcommands.conversion import convert, merge, weight_maps
-from dcp.cli.subcommands.removal import gc, prune, rm
-from dcp.cli.subcommands.service import db, keys, roots, serve, worker
+from dcp.cli.subcommands import (
+    cat,
+    conversion,
+    demo,
+    diff,
+    digest,
+    ls,
+    removal,
+    service,
+    show,
+    stats,
+    verify,
+    watch,
+)
 from dcp.version import __version__
 
 __all__ = ["app", "main"]
@@ -34,17 +44,19 @@ app.command("diff", rich_help_panel="Look")(diff.command)
 app.command("digest", rich_help_panel="Look")(digest.command)
 app.command("watch", rich_help_panel="Look")(watch.command)
 app.command("verify", rich_help_panel="Check and convert")(verify.command)
-app.command("convert", cls=convert.ConvertCommand, rich_help_panel="Check and convert")(convert.command)
-app.command("merge", rich_help_panel="Check and convert")(merge.command)
-app.add_typer(weight_maps.app, name="map", rich_help_panel="Check and convert")
-app.command("rm", rich_help_panel="Remove")(rm.command)
-app.command("prune", rich_help_panel="Remove")(prune.command)
-app.command("gc", rich_help_panel="Remove")(gc.command)
-app.command("serve", rich_help_panel="The service")(serve.command)
-app.command("worker", rich_help_panel="The service")(worker.command)
-app.add_typer(db.app, name="db", rich_help_panel="The service")
-app.add_typer(keys.app, name="keys", rich_help_panel="The service")
-app.add_typer(roots.app, name="roots", rich_help_panel="The service")
+app.command("convert", cls=conversion.ConvertCommand, rich_help_panel="Check and convert")(
+    conversion.convert_command
+)
+app.command("merge", rich_help_panel="Check and convert")(conversion.merge_command)
+app.add_typer(conversion.map_app, name="map", rich_help_panel="Check and convert")
+app.command("rm", rich_help_panel="Remove")(removal.rm)
+app.command("prune", rich_help_panel="Remove")(removal.prune)
+app.command("gc", rich_help_panel="Remove")(removal.gc)
+app.command("serve", rich_help_panel="The service")(service.serve_command)
+app.command("worker", rich_help_panel="The service")(service.worker)
+app.add_typer(service.db_app, name="db", rich_help_panel="The service")
+app.add_typer(service.keys_app, name="keys", rich_help_panel="The service")
+app.add_typer(service.roots_app, name="roots", rich_help_panel="The service")
 app.command("demo", rich_help_panel="Try it")(demo.command)
 
 

@@ -141,8 +141,7 @@ def _chunks(entries: Entries, files: int, chunks: Chunks) -> tuple[list[_Chunk],
 
 
 def _boxes(entries: Entries, number: int, files: int, chunks: Chunks) -> list[Box]:
-    entry = entries.tensors[number]
-    index, shape = entries.index, entries.shape(entry)
+    entry, index, shape = entries.tensors[number], entries.index, entries.shapes[number]
     volume = math.prod(shape)
     if chunks == "keep":
         found = dict.fromkeys(index.box(chunk) for chunk in index.chunks(entry.tensor))
