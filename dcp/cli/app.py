@@ -7,20 +7,7 @@ from typing import Annotated
 import typer
 
 from dcp.cli.command_group import Application, Commands
-from dcp.cli.subcommands import (
-    cat,
-    conversion,
-    demo,
-    diff,
-    digest,
-    ls,
-    removal,
-    service,
-    show,
-    stats,
-    verify,
-    watch,
-)
+from dcp.cli.subcommands import comparing, conversion, demo, listing, removal, service, values, watch
 from dcp.version import __version__
 
 __all__ = ["app", "main"]
@@ -36,14 +23,14 @@ app = Application(
     # our own errors are reported by each command; what escapes is a bug, and its plain traceback the report
     pretty_exceptions_enable=False,
 )
-app.command("ls", rich_help_panel="Look")(ls.command)
-app.command("show", rich_help_panel="Look")(show.command)
-app.command("cat", rich_help_panel="Look")(cat.command)
-app.command("stats", rich_help_panel="Look")(stats.command)
-app.command("diff", rich_help_panel="Look")(diff.command)
-app.command("digest", rich_help_panel="Look")(digest.command)
+app.command("ls", rich_help_panel="Look")(listing.ls)
+app.command("show", rich_help_panel="Look")(listing.show)
+app.command("cat", rich_help_panel="Look")(values.cat)
+app.command("stats", rich_help_panel="Look")(values.stats)
+app.command("diff", rich_help_panel="Look")(comparing.diff)
+app.command("digest", rich_help_panel="Look")(comparing.digest)
 app.command("watch", rich_help_panel="Look")(watch.command)
-app.command("verify", rich_help_panel="Check and convert")(verify.command)
+app.command("verify", rich_help_panel="Check and convert")(comparing.verify)
 app.command("convert", cls=conversion.ConvertCommand, rich_help_panel="Check and convert")(
     conversion.convert_command
 )

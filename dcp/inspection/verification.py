@@ -18,8 +18,7 @@ import numpy as np
 
 from dcp.calls.plain_errors import plain_errors
 from dcp.inspection.findings import Finding, ReportBytes, VerifyReport, kind_of
-from dcp.inspection.payload_checks import PayloadChecks
-from dcp.inspection.streamed_sums import StreamedSums
+from dcp.inspection.payload_checks import PayloadChecks, StreamedSums
 from dcp.inspection.values.digests import CheckpointDigests, check_digests, digests
 from dcp.inspection.values.tensor_reading import TensorReader
 from dcp.planners.load.selection import Patterns
