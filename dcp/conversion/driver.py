@@ -17,6 +17,7 @@ import re
 import struct
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Final
@@ -25,6 +26,7 @@ import numpy as np
 
 from dcp.conversion.contents.entries import mapped_entries
 from dcp.conversion.copying.batches import BatchSettings, ResultChecks, refuse_faults, run_batch, source_mark
+from dcp.conversion.copying.executors import run_all
 from dcp.conversion.copying.sinks import Output
 from dcp.conversion.copying.tasks import Task, TaskBatch, TaskResult, make_batches, make_tasks
 from dcp.conversion.layouts.layout import TargetLayout
@@ -38,6 +40,7 @@ from dcp.conversion.publishing.stored import StoredPublisher
 from dcp.conversion.targets.job import ConversionOptions, Planned, plan_layout
 from dcp.conversion.targets.places import TargetPlace
 from dcp.conversion.wire import decode_layout, encode_layout
+from dcp.progress import ProgressCallback, reporting
 from dcp.storage.closable import Closable
 from dcp.storage.commit_names import is_commit_object
 from dcp.storage.engine.reading.engine import ReadEngine
@@ -191,40 +194,50 @@ class Conversion(Closable):
             self.place.refuse_existing()  # with something left to do it is not what an earlier run made
         return prepared, left
 
-    def settings(self, source_mark: str) -> BatchSettings:
-        """For `run_batch` in any process."""
-        to, output = self._options.to, self._publisher.output
-        return BatchSettings(
-            self._open_source, self._engine.store, to, source_mark, output, self._engine.verify
-        )
+    def carry_out(
+        self,
+        prepared: Prepared,
+        batches: list[TaskBatch],
+        *,
+        executor: str | Executor,
+        workers: int | None,
+        progress: bool | ProgressCallback | None,
+    ) -> None:
+        """Have ``batches`` carried out as the arguments of `dcp.convert` say, and note each in the ledger.
+        What was read is compared on the way: CorruptCheckpointError if it differs."""
+        is_shared = self._engine.store.capabilities.is_shared and self.place.store.capabilities.is_shared
+        if not is_shared or (executor == "processes" and workers is None and len(batches) < 2):
+            executor = "inline"  # stores of this process alone; a process costs more than one task
+        settings, publisher, checks = self._settings(prepared.source_mark), self._publisher, self._checks
+        engine = self._engine if executor == "inline" else None
+        total = sum(batch.size_bytes for batch in batches)
+        with reporting(progress, "convert", total, show=True) as on_bytes:
 
-    def runner(self, prepared: Prepared, *, is_inline: bool) -> Callable[[TaskBatch], TaskResult]:
-        """A function that carries out a batch: in this process or, which can be pickled, in any."""
-        settings = self.settings(prepared.source_mark)
-        return (
-            partial(run_batch, settings, engine=self._engine) if is_inline else partial(run_batch, settings)
-        )
+            def take(batch: TaskBatch, result: TaskResult) -> None:
+                publisher.append(result, batch)
+                self.has_progress = True
+                if checks is not None:
+                    checks.add(result)
+                if on_bytes is not None:
+                    on_bytes(batch.size_bytes)
+
+            function, before = partial(run_batch, settings, engine=engine), publisher.expect
+            run_all(batches, function, take, executor=executor, workers=workers, before=before)
 
     def run(
         self, batch: TaskBatch, source_mark: str, on_bytes: Callable[[int], None] | None = None
     ) -> TaskResult:
         """Carry out a batch of an attempt, which was planned for the source of ``source_mark``; what it
         writes is durable when this returns. ``on_bytes`` gets the size of each window that is written."""
-        settings = self.settings(source_mark)
+        settings = self._settings(source_mark)
         settings.refuse_changed(self._engine, self._source.name)
         with self._publisher.noted(batch):
             return run_batch(settings, batch, self._engine, on_bytes)
 
-    def expect(self, batch: TaskBatch) -> None:
-        """Note that a batch is about to be carried out, perhaps by another process."""
-        self._publisher.expect(batch)
-
-    def take(self, batch: TaskBatch, result: TaskResult) -> None:
-        """Note the result of a batch, and compare what was read: CorruptCheckpointError if it differs."""
-        self._publisher.append(result, batch)
-        self.has_progress = True
-        if self._checks is not None:
-            self._checks.add(result)
+    def _settings(self, source_mark: str) -> BatchSettings:
+        engine, output = self._engine, self._publisher.output
+        facts = self._options.to, source_mark, output, engine.verify
+        return BatchSettings(self._open_source, engine.store, *facts)
 
     def publish(self, prepared: Prepared, results: Iterable[TaskResult] = ()) -> ConversionReport:
         """Compare the last checksums, and make the target exist; fine if an earlier attempt has done so.
@@ -233,7 +246,7 @@ class Conversion(Closable):
         into being there.
         """
         engine, publisher, layout, checks = self._engine, self._publisher, prepared.layout, self._checks
-        settings = self.settings(prepared.source_mark)
+        settings = self._settings(prepared.source_mark)
         if checks is None or self._prepared is not prepared:  # it was planned by another process
             settings.refuse_changed(engine, self._source.name)
             engine.resolve(prepared.chunks)
@@ -277,7 +290,7 @@ class Conversion(Closable):
         tasks, _ = _tasks(engine, layout, planned, by_file=True)
         checks = ResultChecks(engine, layout.copies)
         output = Output(place.store, in_place=False)  # whose files are there, and are compared
-        settings = replace(self.settings(""), output=output)
+        settings = replace(self._settings(""), output=output)
         for batch in make_batches(tasks, 0):
             try:
                 checks.add(run_batch(settings, batch, engine))
@@ -367,10 +380,7 @@ def discard_attempt(target: TargetPlace, attempt: str, batches: int) -> None:
 def _refuse_itself(source: Source, place: TargetPlace) -> None:
     """OptionError if ``place`` is where the source is, or a file of it."""
     for member in members_of(source):
-        here, there = (
-            url if "://" in url else os.path.realpath(url) for url in (member.store.url, place.store.url)
-        )
-        if here != there:
+        if _real(member.store.url) != _real(place.store.url):
             continue
         if member.file == place.file_name:
             raise OptionError(
@@ -386,6 +396,11 @@ def _refuse_itself(source: Source, place: TargetPlace) -> None:
                 "convert to another place",
                 path=place.url,
             )
+
+
+def _real(url: str) -> str:
+    """Without what leads to the same folder another way."""
+    return url if "://" in url else os.path.realpath(url)
 
 
 def _plan_target(

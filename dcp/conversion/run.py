@@ -14,14 +14,13 @@ from typing import Any
 from dcp.calls.plain_errors import plain_errors
 from dcp.conversion.contents.entries import TargetDtype
 from dcp.conversion.copying.batches import FaultySumsError, SourceChangedError
-from dcp.conversion.copying.executors import check_executor, run_all
-from dcp.conversion.copying.tasks import TaskBatch, TaskResult
+from dcp.conversion.copying.executors import check_executor
 from dcp.conversion.driver import Conversion, ConversionReport
 from dcp.conversion.targets.job import Chunks, ConversionOptions
 from dcp.conversion.targets.places import TargetPlace, place_of
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.planners.weight_maps.weight_map import WeightMap
-from dcp.progress import ProgressCallback, reporting
+from dcp.progress import ProgressCallback
 from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import CheckpointError, CorruptCheckpointError, StorageError
 from dcp.storage.formats.opening.sources import Source, open_source
@@ -160,19 +159,7 @@ def run_conversion(
         with _clearing_up(conversion, resume=resume):
             prepared, batches = conversion.prepare(resume=resume)
             planned, left = time.perf_counter(), len(batches)
-            is_shared = source.store.capabilities.is_shared and place.store.capabilities.is_shared
-            if not is_shared or (executor == "processes" and workers is None and left < 2):
-                executor = "inline"  # stores of this process alone; a process costs more than one task
-            function = conversion.runner(prepared, is_inline=executor == "inline")
-            with reporting(progress, "convert", sum(b.size_bytes for b in batches), show=True) as on_bytes:
-
-                def take(batch: TaskBatch, result: TaskResult) -> None:
-                    conversion.take(batch, result)
-                    if on_bytes is not None:
-                        on_bytes(batch.size_bytes)
-
-                before = conversion.expect
-                run_all(batches, function, take, executor=executor, workers=workers, before=before)
+            conversion.carry_out(prepared, batches, executor=executor, workers=workers, progress=progress)
             copied = time.perf_counter()
             report = conversion.publish(prepared)
     ended = time.perf_counter()

@@ -64,20 +64,23 @@ def merge_entries(
     count = len(arithmetic.weights)
     sources, adapters = members[:count], members[count:]
     maps = weight_maps if len(weight_maps) == count else [*weight_maps, None][:1] * count
-    chosen = _Chosen(sources, maps, only, exclude, rename, dtype)
-    added = [low_ranks(adapter.index, adapter.store) for adapter in adapters]
+    chosen = _chosen(sources, maps, only, exclude, {"rename": rename}, dtype)
+    added = [(adapter, low_ranks(adapter.index, adapter.store)) for adapter in adapters]
     if adapters and config is None:
         config = model_config(sources[0].store)
     is_tied = bool(config and config.get("tie_word_embeddings"))
-    merging = _Merging(chosen.members, list(zip(adapters, added, strict=True)), arithmetic, is_tied)
+    own = [_Member.of(entries) for entries, _ in chosen]
+    merging = _Merging(own, added, arithmetic, is_tied)
     terms = merging.terms()
     merging.raise_problems([source.name for source in members])
-    first = _untied(chosen.first, chosen.members[1:], terms)
+    (first, mapped), made = chosen[0], []
+    if any(maps):
+        made = [tensor for number, one in enumerate(chosen) for tensor in _made(number, *one)]
+    first = _untied(first, own[1:], terms)
     user = {name: value for name, value in first.index.user.items() if name != _METRICS}
     first = replace(first, index=replace(first.index, user=user, digests=()))  # of sums nobody has any
     unmerged = tuple(sorted(merging.unmerged))
-    merged = MergedTensors(terms, arithmetic.code, unmerged, _origin(members, arithmetic), chosen.made)
-    return first, chosen.mapped, merged
+    return first, mapped, MergedTensors(terms, arithmetic.code, unmerged, _origin(members, arithmetic), made)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,44 +106,30 @@ class _Member:
         return cls(entries.index, [entry.fqn for entry in tensors], rows, tied)
 
 
-class _Chosen:
-    """What is selected of each source, under its map: ``members``, the entries of the ``first``, what that is
-    ``mapped`` to and, with maps, the tensors ``made`` of all, of pieces of all sources joined. A pattern must
-    match in one of them, and not in all."""
-
-    def __init__(
-        self,
-        sources: Sequence[Source],
-        maps: Sequence[WeightMap | None],
-        only: Patterns | None,
-        exclude: Patterns | None,
-        rename: Rename | None,
-        dtype: TargetDtype,
-    ) -> None:
-        names = [[*source.index.fqns, *source.index.objects.fqns] for source in sources]
-        selection = Selection.of(only, exclude)
-        if selection is not None:
-            check_patterns(selection, [name for own in names for name in own])
-        self.members: list[_Member] = []
-        self.made: list[MappedTensor] = []
-        for number, (source, own, weights) in enumerate(zip(sources, names, maps, strict=True)):
-            patterns = [_matching(given, own) for given in (only, exclude)]
-            mapped: MappedIndex | None = None
-            if only is not None and not patterns[0]:
-                entries = Entries(source.index, [], [])
-            else:
-                chosen: dict[str, Any] = {
-                    "only": patterns[0],
-                    "exclude": patterns[1] or None,
-                    "rename": rename,
-                }
-                cast = dtype if not number else None
-                entries, mapped = mapped_entries(source.index, source.store, weights, **chosen, dtype=cast)
-            if not number:
-                self.first, self.mapped = entries, mapped
-            self.members.append(_Member.of(entries))
-            if any(maps):
-                self.made += _made(number, entries, mapped)
+def _chosen(
+    sources: Sequence[Source],
+    maps: Sequence[WeightMap | None],
+    only: Patterns | None,
+    exclude: Patterns | None,
+    renaming: dict[str, Any],
+    dtype: TargetDtype,
+) -> list[tuple[Entries, MappedIndex | None]]:
+    """The entries that are selected of each source, under its map; those of the first are cast. A pattern
+    must match in one of them, and not in all."""
+    names = [[*source.index.fqns, *source.index.objects.fqns] for source in sources]
+    selection = Selection.of(only, exclude)
+    if selection is not None:
+        check_patterns(selection, [name for own in names for name in own])
+    found: list[tuple[Entries, MappedIndex | None]] = []
+    for source, own, weights in zip(sources, names, maps, strict=True):
+        included, excluded = (_matching(given, own) for given in (only, exclude))
+        if only is not None and not included:
+            found.append((Entries(source.index, [], []), None))
+            continue
+        given = {"only": included, "exclude": excluded or None, **renaming}
+        cast = None if found else dtype
+        found.append(mapped_entries(source.index, source.store, weights, **given, dtype=cast))
+    return found
 
 
 def _made(number: int, entries: Entries, mapped: MappedIndex | None) -> Iterator[MappedTensor]:
