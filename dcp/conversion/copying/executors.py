@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import IO, Any, Final, NoReturn, TypeVar
@@ -134,46 +134,30 @@ def _dask(address: str) -> Iterator[tuple[Executor, int]]:
 # -- processes -----------------------------------------------------------------------------------------------
 
 
-class LocalProcesses(Executor):
+class LocalProcesses(ThreadPoolExecutor):
     """Processes that are started for this and import no torch, nor the program of the caller.
 
-    One that dies fails the call it was at, with CheckpointError. They end with this object, and with the
-    process that made it, however that ends.
+    Each is of a thread, which hands it calls and waits. One that dies fails the call it was at, with
+    CheckpointError. They end with this object, and with the process that made it, however that ends.
     """
 
     def __init__(self, workers: int) -> None:
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = (
-            queue.SimpleQueue()
-        )
+        super().__init__(workers, "dcp-convert")
+        self._own = threading.local()
         self._lock = threading.Lock()
         self._processes: set[subprocess.Popen[bytes]] = set()
         self._is_aborted = False
-        self._threads = [
-            threading.Thread(target=self._drive, name=f"dcp-convert-{number}", daemon=True)
-            for number in range(workers)
-        ]
-        for thread in self._threads:
-            thread.start()
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """``fn`` and the arguments are pickled."""
-        if kwargs:
-            raise TypeError("calls in other processes take no keyword arguments here")
-        future: Future[T] = Future()
-        self._calls.put((future, fn, args))
-        return future
+        return super().submit(self._call, fn, args, kwargs)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the processes; calls that run are waited for."""
-        with suppress(queue.Empty):
-            while cancel_futures:
-                if (call := self._calls.get_nowait()) is not None:
-                    call[0].cancel()
-        for _ in self._threads:
-            self._calls.put(None)
+        super().shutdown(wait, cancel_futures=cancel_futures)
         if wait:
-            for thread in self._threads:
-                thread.join()
+            for process in [*self._processes]:
+                self._end(process)
 
     def abort(self) -> None:
         """End the processes, whatever they are at: such a call fails with CheckpointError."""
@@ -182,35 +166,28 @@ class LocalProcesses(Executor):
             running = list(self._processes)
         for process in running:
             process.terminate()
-        self.shutdown(wait=False, cancel_futures=True)
+        super().shutdown(wait=False, cancel_futures=True)
         deadline = time.monotonic() + _END_SECONDS
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
         for process in running:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
             process.kill()
-        for thread in self._threads:
-            thread.join()
+        self.shutdown()
 
-    def _drive(self) -> None:
-        """Hand calls to a process of this thread's, which is started with the first and anew if it died."""
-        process: subprocess.Popen[bytes] | None = None
+    def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Have this thread's process do it, which is started with the first call and anew if it died."""
+        process: subprocess.Popen[bytes] | None = getattr(self._own, "process", None)
+        if process is None:
+            process = self._own.process = self._begin()
         try:
-            while (call := self._calls.get()) is not None:
-                future, function, args = call
-                if not future.set_running_or_notify_cancel():
-                    continue
-                try:
-                    process = process or self._begin()
-                    is_result, value = _ask(process, function, args)
-                except BaseException as error:  # noqa: BLE001 - handed to whoever waits
-                    self._finish(process)
-                    process, is_result, value = None, False, error
-                if is_result:
-                    future.set_result(value)
-                else:
-                    future.set_exception(value)
-        finally:
-            self._finish(process)
+            is_result, value = _ask(process, (function, args, kwargs))
+        except BaseException:
+            self._own.process = None
+            self._end(process)
+            raise
+        if is_result:
+            return value
+        raise value
 
     def _begin(self) -> subprocess.Popen[bytes]:
         with self._lock:
@@ -222,9 +199,7 @@ class LocalProcesses(Executor):
             self._processes.add(process)
             return process
 
-    def _finish(self, process: subprocess.Popen[bytes] | None) -> None:
-        if process is None:
-            return
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
         for stream, last in ((process.stdin, _END), (process.stdout, b"")):
             if stream is not None:
                 with suppress(BrokenPipeError):  # it has ended already
@@ -238,11 +213,11 @@ class LocalProcesses(Executor):
             self._processes -= {process}
 
 
-def _ask(process: subprocess.Popen[bytes], function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _ask(process: subprocess.Popen[bytes], call: tuple[Any, ...]) -> Any:
     if process.stdin is None or process.stdout is None:
         raise CheckpointError("a process of the conversion has no pipes")
     try:
-        _send(process.stdin, (function, args))
+        _send(process.stdin, call)
         return pickle.loads(_receive(process.stdout))
     except (EOFError, BrokenPipeError) as error:
         code = process.wait()
@@ -288,9 +263,9 @@ def serve() -> None:
     while (call := calls.get()) is not None:
         is_busy.set()
         answer: tuple[bool, object]
-        function, args = pickle.loads(call)
+        function, args, kwargs = pickle.loads(call)
         try:
-            answer = True, function(*args)
+            answer = True, function(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - raised by whoever asked
             error.add_note("In a process of the conversion:\n" + traceback.format_exc())
             answer = False, error

@@ -7,28 +7,186 @@ another folder is exchanged.
 from __future__ import annotations
 
 import errno
+import fcntl
+import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from dcp.conversion.copying.batches import TargetChecksums
 from dcp.conversion.copying.sinks import Output, announce
 from dcp.conversion.copying.tasks import TaskBatch, TaskResult
 from dcp.conversion.layouts.layout import TargetLayout
 from dcp.conversion.publishing import local_files
-from dcp.conversion.publishing.ledger import LocalLedger
-from dcp.conversion.publishing.publisher import Publisher
+from dcp.conversion.publishing.publisher import MAX_LEDGER_BYTES, Publisher, framed, header, parse
 from dcp.conversion.targets.places import TargetPlace
 from dcp.storage import commit
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
-from dcp.storage.errors import StorageError
+from dcp.storage.errors import CheckpointConflictError, CheckpointError, StorageError
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.native.manifest import encode_manifest
 from dcp.storage.formats.torch.metadata.writer import encode_torch_metadata
-from dcp.storage.stores.posix.files import step, storage_error
+from dcp.storage.stores.posix.files import is_named, step, storage_error
+from dcp.storage.stores.posix.refusals import NO_LOCKS, WITHOUT_LOCKS, warn_once
 from dcp.storage.stores.posix.store import PosixStore
 
-__all__ = ["LocalPublisher"]
+__all__ = ["LEDGER_NAME", "LocalLedger", "LocalPublisher"]
+
+
+LEDGER_NAME: Final = "ledger"
+
+_ATTEMPTS: Final = 100
+"""To lock a file that whoever held it may have removed just then."""
+
+
+class LocalLedger:
+    """A file in the folder where the output is built, locked while a process is at it.
+
+    ``save_id`` is that of the first run, ``done`` are its batches' results, ``inode`` is of the folder that
+    becomes the target, by which it is known under any name. For the `output` alone it need not be open.
+    """
+
+    def __init__(self, folder: Path, save_id: str = "") -> None:
+        self.save_id = save_id
+        self.inode: int | None = None
+        self.done: list[bytes] = []
+        self._folder = folder
+        self._path = folder / LEDGER_NAME
+        self._descriptor = -1
+
+    @property
+    def output(self) -> Path:
+        """The folder beside the ledger in which the files are built: of no other conversion, ever."""
+        return self._folder / f"output-{self.save_id}"
+
+    def open(self, fingerprint: str) -> bool:
+        """Lock it; whether it is of the conversion ``fingerprint``, which is resumed then.
+
+        The folder is made if it is not there; a replacement that was interrupted is undone. Raises
+        CheckpointConflictError where another process is at it.
+        """
+        announce("mkdir", self._folder)
+        with step(None, "open", self._path):
+            for _ in range(_ATTEMPTS):
+                if self._hold():
+                    break
+                self.close()
+            else:
+                raise StorageError(
+                    f"{self._path} is removed or replaced as soon as it is made, so that nobody can be kept "
+                    "from converting to the same target",
+                    path=str(self._path),
+                    op="lock",
+                )
+            local_files.settle(self._folder)
+            size = min(os.fstat(self._descriptor).st_size, MAX_LEDGER_BYTES)
+            noted = parse(os.pread(self._descriptor, size, 0), fingerprint)
+            if noted is None:
+                return False
+            self.save_id, self.inode, self.done, end = noted
+            os.ftruncate(self._descriptor, end)
+            os.lseek(self._descriptor, end, os.SEEK_SET)
+            if self.output.is_dir() and (inode := self.output.stat().st_ino) != self.inode:
+                # A copy of the folder, such as a restored one: the old inode may be of something else now.
+                self.forget()
+                self.inode = inode
+                self._write(header(fingerprint, self.save_id, inode) + b"".join(map(framed, self.done)))
+        return True
+
+    def begin(self, fingerprint: str, save_id: str) -> None:
+        """Begin anew, under the lock, before anything is written; what another conversion has left goes."""
+        self.forget()
+        self.save_id, self.done = save_id, []
+        with step(None, "open", self._path):
+            self._clear()
+            self.output.mkdir(exist_ok=True)
+            self.inode = self.output.stat().st_ino
+            self._write(header(fingerprint, save_id, self.inode))
+
+    def append(self, result: bytes) -> None:
+        """Note that a batch is done. Not durable on its own: losing entries costs work, not correctness."""
+        with step(announce, "ledger", self._path):
+            self._write(framed(result))
+
+    def sync(self) -> None:
+        """Make the entries durable, where it is open."""
+        if self._descriptor >= 0:
+            with step(announce, "fsync", self._path):
+                os.fsync(self._descriptor)
+
+    def forget(self) -> None:
+        """Drop all entries, durably: what lies beside them is about to be something else."""
+        with step(announce, "forget", self._path):
+            os.ftruncate(self._descriptor, 0)
+            os.fsync(self._descriptor)
+            os.lseek(self._descriptor, 0, os.SEEK_SET)
+
+    def close(self) -> None:
+        """Release the lock; the entries stay."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            with suppress(OSError):  # closed all the same; entries that are lost cost work, not correctness
+                os.close(descriptor)
+
+    def remove(self) -> None:
+        """Remove the folder with all that is left in it; best effort, the conversion has its outcome."""
+        announce("remove", self._folder)
+        with suppress(OSError, CheckpointError):
+            self._clear()
+            self._path.unlink()  # last: as long as it is there, nobody else begins
+        self.close()
+        with suppress(OSError):  # only now: NFS and FUSE keep a removed file in the folder while it is open
+            self._folder.rmdir()
+
+    def _hold(self) -> bool:
+        """Make and lock the file; False where who held it has just removed it: such a lock says nothing."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self._path, flags, 0o666)
+            self._lock()
+            return is_named(self._path, self._descriptor)
+        except (FileNotFoundError, FileExistsError):
+            is_none = os.path.lexists(self._folder) and not self._folder.is_dir()
+            if is_none or not self._folder.parent.is_dir():
+                raise
+            return False
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise CheckpointConflictError(
+                f"another process is converting to the same target now (it holds {self._path}); wait for it, "
+                "or stop it",
+                path=str(self._path),
+            ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            warn_once(self._folder.parent, error, WITHOUT_LOCKS)
+
+    def _clear(self) -> None:
+        """Remove what lies beside the ledger, unless it is the only copy of something."""
+        local_files.settle(self._folder)
+        # Not `shutil.rmtree`, which refuses folders whose inode numbers change.
+        for place, folders, files in os.walk(self._folder, topdown=False):
+            for name in files:
+                if (path := Path(place, name)) != self._path:
+                    path.unlink()
+            for name in folders:
+                if (path := Path(place, name)).is_symlink():
+                    path.unlink()
+                else:
+                    path.rmdir()
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._descriptor, view) :]
 
 
 class LocalPublisher(Publisher):

@@ -2,15 +2,26 @@
 
 All of it may be repeated, also while an earlier attempt at it still runs. Nothing is replaced unless it is to
 be.
+
+What is done is noted in a ledger, so that a killed conversion is resumed. Its first entry says of which
+conversion (fingerprint), under which save id and, locally, in which folder (inode); each other one is the
+result of a batch of tasks whose bytes were durable before. An entry counts if its checksum fits, and none
+after one that does not: that is how far the file was written. Entries must never be believed of bytes that
+another conversion has written since, whichever of both a power cut has left. So they are bound to these: by
+a folder that has the save id in its name, or by the versions of the objects.
 """
 
 from __future__ import annotations
 
+import re
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any, Final, NamedTuple
 
+import msgpack
 import numpy as np
 
 from dcp.conversion.copying.batches import TargetChecksums
@@ -34,7 +45,7 @@ from dcp.storage.formats.native.format import DCP
 from dcp.storage.formats.opening.folder import MAX_TORCH_METADATA_BYTES, open_index
 from dcp.storage.stores.base import Store
 
-__all__ = ["Publisher", "holds"]
+__all__ = ["MAX_LEDGER_BYTES", "Noted", "Publisher", "framed", "header", "holds", "parse", "unpacked"]
 
 
 class Publisher(ABC):
@@ -208,3 +219,60 @@ def holds(store: Store, name: str, data: bytes) -> bool:
     if info is None or info.size_bytes != len(data):
         return False
     return store.read(name, limit_bytes=len(data)) == data
+
+
+MAX_LEDGER_BYTES: Final = 1 << 30
+
+_HEAD: Final = struct.Struct("<II")
+_VERSION: Final = 5
+_SAVE_ID: Final = re.compile("[0-9a-f]{8}")
+
+
+class Noted(NamedTuple):
+    """The entries of a ledger, behind the first; ``end`` is where the last one ends."""
+
+    save_id: str
+    inode: int | None
+    entries: list[bytes]
+    end: int
+
+
+def framed(data: bytes) -> bytes:
+    """An entry."""
+    return _HEAD.pack(len(data), crc32(data)) + data
+
+
+def header(fingerprint: str, save_id: str, inode: int | None = None) -> bytes:
+    """The first entry."""
+    facts = {"version": _VERSION, "fingerprint": fingerprint, "save_id": save_id, "inode": inode}
+    return framed(msgpack.packb(facts))
+
+
+def parse(data: bytes, fingerprint: str | None) -> Noted | None:
+    """The entries whose checksums fit, up to the first that does not; None if they are of another conversion
+    than ``fingerprint`` (None: of any)."""
+    found, position = [], 0
+    while position + _HEAD.size <= len(data):
+        size, crc = _HEAD.unpack_from(data, position)
+        entry = data[position + _HEAD.size : position + _HEAD.size + size]
+        if not size or len(entry) != size or crc32(entry) != crc:  # zeros are what a power cut leaves
+            break
+        found.append(entry)
+        position += _HEAD.size + size
+    head = unpacked(found[0]) if found else None
+    if not isinstance(head, dict) or head.get("version") != _VERSION:
+        return None
+    if fingerprint is not None and head.get("fingerprint") != fingerprint:
+        return None
+    save_id = head.get("save_id")
+    if not isinstance(save_id, str) or not _SAVE_ID.fullmatch(save_id):  # it becomes a file name
+        return None
+    return Noted(save_id, head.get("inode"), found[1:], position)
+
+
+def unpacked(data: bytes) -> Any:
+    """None for anything but msgpack."""
+    try:
+        return msgpack.unpackb(data)
+    except (ValueError, msgpack.UnpackException):
+        return None

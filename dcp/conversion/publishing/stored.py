@@ -17,8 +17,15 @@ from dcp.conversion.copying.batches import TargetChecksums
 from dcp.conversion.copying.sinks import Output, announce
 from dcp.conversion.copying.tasks import TaskBatch, TaskResult
 from dcp.conversion.layouts.layout import TargetLayout
-from dcp.conversion.publishing.ledger import MAX_BYTES, framed, header, parse, unpacked
-from dcp.conversion.publishing.publisher import Publisher, holds
+from dcp.conversion.publishing.publisher import (
+    MAX_LEDGER_BYTES,
+    Publisher,
+    framed,
+    header,
+    holds,
+    parse,
+    unpacked,
+)
 from dcp.conversion.targets.places import TargetPlace
 from dcp.storage import commit
 from dcp.storage.commit_names import DATA_SUFFIX, is_commit_object
@@ -164,7 +171,7 @@ class StoredPublisher(Publisher):
 
     def _read(self, ledger: str) -> bytes:
         try:
-            return self._store.read(ledger, limit_bytes=MAX_BYTES)
+            return self._store.read(ledger, limit_bytes=MAX_LEDGER_BYTES)
         except CheckpointNotFoundError:
             return b""
 

@@ -14,9 +14,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from dcp.conversion.contents.values import torch_allows
 from dcp.conversion.layouts.layout import Copies, Hole, Literals, TargetLayout
-from dcp.conversion.targets.job import LayoutJob, Planned
+from dcp.conversion.targets.job import LayoutJob, Planned, torch_allows
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import itemsizes
 from dcp.storage.formats.torch.archive import MAX_FILE_ENTRIES
