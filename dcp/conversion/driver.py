@@ -336,7 +336,7 @@ def _tasks(
 
 
 def _is_same(made: CheckpointIndex | None, there: CheckpointIndex | None) -> bool:
-    """Whether two indexes have the same tensors and values at the same places; checksums of blocks and
+    """Return whether two indexes have the same tensors and values at the same places; checksums of blocks and
     digests follow from the bytes."""
     if made is None or there is None:
         return made is there

@@ -1,4 +1,4 @@
-"""What checkpoints there are and what each is, from their indexes alone.
+"""Checkpoints of a folder, and what each is, from their indexes alone.
 
 No tensor is read, and torch is not needed. What is in one: `dcp.inspection.entries`.
 
@@ -477,7 +477,8 @@ def single_files(files: Sequence[FileInfo], known: Collection[str]) -> list[File
 
 
 def is_weight_file(store: Store, file: FileInfo) -> bool:
-    """Whether the file begins as one of the formats that its name may be of: ``.bin`` may be anything."""
+    """Return whether the file begins as one of the formats that its name may be of: ``.bin`` may be
+    anything."""
     if any(one.names_suffice and one.has_suffix(file.name) for one in formats()):
         return True
     try:

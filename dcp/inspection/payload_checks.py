@@ -125,7 +125,7 @@ _GAP_BYTES: Final = 64 << 10
 _THREADS: Final = 2
 
 _PICKLE_PROTOCOL: Final = b"\x80"
-"""What a pickle begins with where torch was told not to write a zip."""
+"""The first byte of a pickle, where torch was told not to write a zip."""
 
 
 class _FileSpan:
@@ -369,7 +369,7 @@ class PayloadChecks:
             self._frame_differs(chunk, whole, source, part)
 
     def _record(self, chunk: int) -> OpenRecord:
-        """What we would write around a payload there."""
+        """The record that is written around a payload there."""
         index = self._index
         dtype_code = int(index.dtype_codes[index.chunk_tensors[chunk]])
         length, offset = int(index.payload_lengths[chunk]), int(index.record_offsets[chunk])

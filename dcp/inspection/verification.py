@@ -1,4 +1,5 @@
-"""Whether a checkpoint's bytes are those that were committed: every block is read, torch is not needed.
+"""Verification: a checkpoint's bytes are compared with those that were committed. Every block is read, torch
+is not needed.
 
 Checked are the index itself, the files (missing, of the wrong size, unknown), every payload against its
 checksums, what surrounds it in its record (stock torch goes by that), `.metadata` against the manifest, and
@@ -152,7 +153,8 @@ def verify_place(
 
 
 def _was_replaced(place: SourcePlace, index: CheckpointIndex) -> bool:
-    """Whether another checkpoint is there than that of ``index``; one that is gone or damaged is not."""
+    """Return whether another checkpoint is there than that of ``index``; one that is gone or damaged is
+    not."""
     try:
         return encode_manifest(index_at(place)) != encode_manifest(index)
     except CheckpointError:

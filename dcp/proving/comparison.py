@@ -73,7 +73,8 @@ class ProofFinding:
 
 @dataclass(frozen=True, slots=True)
 class RankProof:
-    """What one rank has: tensors, bytes of its parts of them, values; ``differing`` names its findings."""
+    """The holdings of a rank: tensors, bytes of its parts of them, values; ``differing`` names its
+    findings."""
 
     rank: int
     tensors: int
@@ -105,7 +106,7 @@ class Proof:
 
     @property
     def ok(self) -> bool:
-        """Whether all is as it was saved."""
+        """Return whether all is as it was saved."""
         return not self.findings
 
     def to_json(self) -> str:
@@ -132,8 +133,8 @@ _MAX_ENCODED_BYTES = 1 << 30
 
 @dataclass(frozen=True, eq=False)
 class RankDigests:
-    """What a rank has: ``added`` is two words for each item of ``columns``, ``prints`` what `value_print`
-    makes of each value."""
+    """The digests of a rank: ``added`` is two words for each item of ``columns``, ``prints`` what
+    `value_print` makes of each value."""
 
     columns: SaveColumns
     added: npt.NDArray[np.uint64]
@@ -312,7 +313,7 @@ class _DigestComparison:
     # -- tensors ---------------------------------------------------------------------------------------------
 
     def _types(self, fqn: str, held: _RanksTensor) -> list[ProofFinding]:
-        """What ranks have that is no tensor of the saved dtype and shape."""
+        """The tensors of ranks that have not the saved dtype and shape."""
         row = self._index.position[fqn]
         dtype, shape = self._index.dtype(row), self._index.shape(row)
         found = []
@@ -348,7 +349,7 @@ class _DigestComparison:
                 yield _differs("tensor", fqn, "has other bytes than were saved", odd)
 
     def _has_sum(self, row: int, held: _RanksTensor) -> bool:
-        """Whether all ranks agree, and on what the manifest has; False where it tells nothing."""
+        """Return whether all ranks agree, and on what the manifest has; False where it tells nothing."""
         expected = self._index.digests[row] if len(self._index.digests) else b""
         if not expected or any(len(found) > 1 for found in held.boxes.values()):
             return False
@@ -366,7 +367,7 @@ class _DigestComparison:
         return sorted(odd)
 
     def _stored(self, row: int, box: Box) -> bytes:
-        """What the stored elements of ``box`` add to the sum."""
+        """The value that the stored elements of ``box`` add to the sum."""
         index = self._index
         runs = logical_runs(index.shape(row), box.offsets, box.sizes, index.dtype(row).itemsize)
         digest = BoxDigest(runs)

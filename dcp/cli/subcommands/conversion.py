@@ -66,7 +66,7 @@ def target_format(name: str) -> str:
 
 
 class Chunks(StrEnum):
-    """How tensors of a dcp target are cut."""
+    """Ways to cut the tensors of a dcp target."""
 
     KEEP = "keep"
     SPLIT = "split"
@@ -163,7 +163,7 @@ def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def with_progress(target: str) -> Iterator[Callable[[Progress], None]]:
-    """What tells a bar how far it is, where there is one."""
+    """A callback that moves a progress bar, where there is one."""
     with unwinding_on_sigterm(), progress_bar(target) as show:
 
         def progress(done: Progress) -> None:
@@ -174,7 +174,7 @@ def with_progress(target: str) -> Iterator[Callable[[Progress], None]]:
 
 
 def print_report(report: ConversionReport) -> None:
-    """What was made, in a few lines."""
+    """Print the result in a few lines."""
     seconds = report.seconds.get("total", 0.0)
     rate = f", {describe_bytes(int(report.bytes_written / seconds))}/s" if seconds > 0 else ""
     resumed = (

@@ -94,7 +94,7 @@ def _summary(summaries: Sequence[CheckpointSummary], runs: Sequence[CheckpointSu
 
 
 def _time_of(summaries: Sequence[CheckpointSummary]) -> str:
-    """What the time in the rows is: files without a commit have only that of their last change."""
+    """The meaning of the time in the rows: files without a commit have only that of their last change."""
     kinds = {summary.state == "committed" for summary in summaries if summary.committed_seconds is not None}
     return "written" if len(kinds) > 1 else "modified" if kinds == {False} else "committed"
 
@@ -256,7 +256,7 @@ def _describe_phases(ranks: Sequence[Mapping[str, float]]) -> str | None:
 
 
 def _describe_traffic(ranks: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
-    """What all ranks together asked of the storage's service, where that was noted."""
+    """The requests that all ranks together made of the storage's service, where that was noted."""
     total = {name: sum(rank.get(name, 0.0) for rank in ranks) for rank in ranks for name in rank}
     if not total:
         return []

@@ -136,7 +136,7 @@ def _cat_value(reader: TensorReader, fqn: str, *, is_tensor: bool, json: bool) -
 
 
 def _absent(fqn: str, names: Sequence[str]) -> str:
-    """What is below a name that has no value of its own, or what may have been meant."""
+    """Names below one that has no value of its own, or names that may have been meant."""
     below = [name.removeprefix(f"{fqn}.") for name in names if name.startswith(f"{fqn}.")]
     if below:
         return f"{fqn!r} is not a value, {len(below):,} are below it: {_children(fqn, below)}"
@@ -321,7 +321,7 @@ def stats(
 
 
 def _sorts() -> dict[str, Callable[[TensorStatistics], Any]]:
-    """What to sort by."""
+    """The key to sort by."""
 
     def figure(name: str, tensor: TensorStatistics) -> float | None:
         return None if tensor.statistics is None else getattr(tensor.statistics, name)

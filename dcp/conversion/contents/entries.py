@@ -57,7 +57,8 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """What is converted, in the order of the source's state dict. ``source_names`` gives the names there.
+    """The entries that are converted, in the order of the source's state dict. ``source_names`` gives the
+    names there.
 
     ``refused`` are values that the source has and that nobody may decode, by new name, with what they need.
     ``empty`` are the paths of the source's empty containers that are chosen and not renamed.
@@ -134,7 +135,7 @@ class Entries:
 
     @property
     def is_renamed(self) -> bool:
-        """Whether any name differs from the source's."""
+        """Return whether any name differs from the source's."""
         return list(self.source_names) != list(self.source_names.values())
 
 

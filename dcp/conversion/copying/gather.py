@@ -99,7 +99,7 @@ class RangeReader:
 
     @property
     def scatters(self) -> bool:
-        """Whether a request is dear, so that there should be few."""
+        """Return whether a request is dear, so that there should be few."""
         return self._profile.scatter
 
     def read(self, wanted: Sequence[Wanted]) -> None:

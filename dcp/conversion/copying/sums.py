@@ -106,7 +106,7 @@ class Sums:
     # -- what to read ----------------------------------------------------------------------------------------
 
     def _want(self, copy: TaskCopy, number: int, first: int, last: int) -> list[_Array]:
-        """What the elements ``first`` to ``last`` need of a term: memory that is read into."""
+        """Memory that is read into, for what the elements ``first`` to ``last`` need of a term."""
         term = copy.terms[number]
         if not term.rank:
             found = self._gather(term.gathers[0], first, last)
@@ -213,7 +213,7 @@ class Sums:
 
 
 def _has(source: SourcePart, elements: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Which of these elements of the copy a part has."""
+    """A mask of those of these elements of the copy that a part has."""
     left = elements - source.target
     found: npt.NDArray[np.bool_] = left >= 0
     for n, step in zip(source.lengths, source.target_strides, strict=True):

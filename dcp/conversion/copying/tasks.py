@@ -85,7 +85,7 @@ class TaskBatch:
 
     @property
     def size_bytes(self) -> int:
-        """What they write."""
+        """The number of bytes that they write."""
         return sum(task.end - task.begin for task in self.tasks)
 
     @property

@@ -65,7 +65,7 @@ class SourcePart(NamedTuple):
     target_strides: tuple[int, ...]
 
     def is_run(self, itemsize: int) -> bool:
-        """Whether its elements lie together in the copy, and in the payload in the same order."""
+        """Return whether its elements lie together in the copy, and in the payload in the same order."""
         run = 1
         axes = zip(reversed(self.lengths), reversed(self.strides), reversed(self.target_strides), strict=True)
         for n, own, target in axes:
@@ -108,7 +108,7 @@ class TaskCopy(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """How many it has."""
+        """The number of its elements."""
         return self.size_bytes // dtypes.BY_CODE[self.target_code].itemsize
 
 
@@ -170,8 +170,8 @@ class SourceColumns:
 
     @property
     def is_sequential(self) -> bool:
-        """Whether rows of each copy follow one another in the stored payloads, so that a range of a copy is a
-        few ranges of payloads."""
+        """Return whether rows of each copy follow one another in the stored payloads, so that a range of a
+        copy is a few ranges of payloads."""
         counts = np.diff(self.axis_start)
         wide = self.axes[:, 0] > 1
         rows = np.repeat(np.arange(len(counts)), counts)[wide]

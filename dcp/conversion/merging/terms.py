@@ -1,4 +1,4 @@
-"""What each tensor of a merge is a sum of, and what does not go together, before a byte moves."""
+"""Terms of a merge: the sums that tensors are, and what does not go together, before a byte moves."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def merge_entries(
     rename: Rename | None = None,
     dtype: TargetDtype = None,
 ) -> tuple[Entries, MappedIndex | None, MergedTensors]:
-    """What is to be written, the first source under its map, and of what all is made. ``members`` are the
+    """The entries to write, the first source under its map, and the sums that they are. ``members`` are the
     sources and, behind them, adapters. ``weight_maps`` is one for all sources, or one for each, and goes
     without adapters. ``config`` is the model's in the target, without which adapters look for that beside the
     first source. ``only``, ``exclude`` and ``rename`` are about the names of each.
@@ -85,7 +85,7 @@ def merge_entries(
 
 @dataclass(frozen=True, eq=False)
 class _Member:
-    """What is chosen of a source: ``names`` of the tensors in ``rows`` of ``index``, and of those that are
+    """The selection of a source: ``names`` of the tensors in ``rows`` of ``index``, and of those that are
     tied to another the name of that."""
 
     index: CheckpointIndex
@@ -218,7 +218,8 @@ class _Merging:
         return common, [one.rows[places] for one, places in zip(self._sources, chosen, strict=True)]
 
     def _summed(self, names: Sequence[str], rows: Sequence[Int64]) -> Int64:
-        """Which of ``names`` are sums; those that are taken from the first are noted, as what is wrong is."""
+        """The places in ``names`` of those that are sums; those that are taken from the first are noted, as
+        what is wrong is."""
         indexes = [one.index for one in self._sources]
         pairs = list(zip(indexes, rows, strict=True))
         alike = np.ones(len(names), bool)
@@ -243,7 +244,7 @@ class _Merging:
         self.unmerged.add(name)
 
     def _products(self, tensors: Mapping[str, int]) -> Iterator[tuple[Any, ...]]:
-        """What adapters add to ``tensors``, of which the rows are in the first source: rows of
+        """The products that adapters add to ``tensors``, of which the rows are in the first source: rows of
         `TensorTerms`."""
         for number, (adapter, added) in enumerate(self._adapters):
             for low_rank in added:
@@ -258,7 +259,7 @@ class _Merging:
                 yield row, weight, left, right, low_rank.rank, is_turned
 
     def _fits(self, low_rank: LowRank, row: int | None, tensors: Mapping[str, int]) -> bool | None:
-        """Whether what is added to a tensor is turned; None, and noted, if it cannot be."""
+        """Return whether what is added to a tensor is turned; None, and noted, if it cannot be."""
         name, shape = low_rank.target, low_rank.shape
         if name in self._problems:
             return None

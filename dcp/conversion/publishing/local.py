@@ -247,8 +247,8 @@ class LocalPublisher(Publisher):
         return layout, []
 
     def _is_built(self, layout: TargetLayout) -> bool:
-        """Whether what an earlier run has made is there: beside the target or, of a folder, if it was killed
-        after that, under its name. What replaces another is rather made again."""
+        """Return whether what an earlier run has made is there: beside the target or, of a folder, if it was
+        killed after that, under its name. What replaces another is rather made again."""
         if local_files.have_sizes(self._ledger.output, layout):
             return True
         is_renamed = self.place.file_name is None and not self.overwrite

@@ -49,7 +49,7 @@ __all__ = ["MAX_LEDGER_BYTES", "Noted", "Publisher", "framed", "header", "holds"
 
 
 class Publisher(ABC):
-    """What happens to the target at ``place`` before and after its bytes are written to `output`.
+    """Steps of the target at ``place`` before and after its bytes are written to `output`.
 
     ``save_id`` is that of a ``dcp`` target, unless an earlier run has begun it under another one. An attempt
     (`TargetPlace.attempt`) has no ledger of what is done: that is known to the job that it is of.
@@ -133,7 +133,7 @@ class Publisher(ABC):
         """Make the target's name durable. Raises StorageError (``committed``) where that fails."""
 
     def is_published(self, layout: TargetLayout, inode: int | None) -> bool:
-        """Whether the target is what this conversion makes, and complete."""
+        """Return whether the target is what this conversion makes, and complete."""
         place = self.place
         for name, size in zip(layout.file_names, layout.file_sizes, strict=True):
             info = place.store.stat(name)
@@ -144,7 +144,7 @@ class Publisher(ABC):
         return layout.index is None or self._is_committed(place.store)
 
     def _is_committed(self, store: Store) -> bool:
-        """Whether all of the commit of a ``dcp`` target is there."""
+        """Return whether all of the commit of a ``dcp`` target is there."""
         try:
             index = open_index(store)
             if index.format != DCP.name or index.provenance.get("save_id") != self.save_id:
@@ -214,7 +214,7 @@ def _with_digests(store: Store, index: CheckpointIndex) -> CheckpointIndex:
 
 
 def holds(store: Store, name: str, data: bytes) -> bool:
-    """Whether a file has these bytes."""
+    """Return whether a file has these bytes."""
     info = store.stat(name)
     if info is None or info.size_bytes != len(data):
         return False

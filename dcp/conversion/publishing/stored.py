@@ -157,7 +157,7 @@ class StoredPublisher(Publisher):
         self._write(ledger, header("", self.save_id) + framed(msgpack.packb([b"", dict(files)])))
 
     def _are_there(self, versions: Mapping[str, str]) -> bool:
-        """Whether the files are there as a batch has written them."""
+        """Return whether the files are there as a batch has written them."""
         return all(
             self._store.stat(file) is not None and self._version(file) == version
             for file, version in versions.items()

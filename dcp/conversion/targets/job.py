@@ -284,7 +284,7 @@ class SourceValues:
 
 
 def torch_allows(value: Any) -> bool:
-    """Whether `torch.load(weights_only=True)` takes what `SourceValues.value` gave."""
+    """Return whether `torch.load(weights_only=True)` takes what `SourceValues.value` gave."""
     kind = type(value)
     if kind in (dict, OrderedDict, Counter):
         return all(torch_allows(part) for pair in value.items() for part in pair)
