@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from dcp._fsspec_filesystem import FsspecWriter as FsspecWriter
     from dcp.api import CheckpointException as CheckpointException
     from dcp.conversion.contents.transformers_maps import transformers_map as transformers_map
+    from dcp.conversion.driver import ConversionReport as ConversionReport
     from dcp.conversion.merge import merge as merge
-    from dcp.conversion.report import ConversionReport as ConversionReport
     from dcp.conversion.run import convert as convert
     from dcp.default_planner import DefaultLoadPlanner as DefaultLoadPlanner
     from dcp.default_planner import DefaultSavePlanner as DefaultSavePlanner
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from dcp.planners.rescale import Rescale as Rescale
     from dcp.planners.weight_maps.weight_map import weight_map as weight_map
     from dcp.protocol import CheckpointableTensor as CheckpointableTensor
-    from dcp.proving.proof import Proof as Proof
+    from dcp.proving.comparison import Proof as Proof
     from dcp.proving.prove import prove as prove
     from dcp.quantized_hf_storage import (
         QuantizedHuggingFaceStorageReader as QuantizedHuggingFaceStorageReader,
@@ -75,7 +75,7 @@ _NAMES = {
     "dcp._fsspec_filesystem": ("FsspecReader", "FsspecWriter"),
     "dcp.api": ("CheckpointException",),
     "dcp.conversion.merge": ("merge",),
-    "dcp.conversion.report": ("ConversionReport",),
+    "dcp.conversion.driver": ("ConversionReport",),
     "dcp.conversion.contents.transformers_maps": ("transformers_map",),
     "dcp.conversion.run": ("convert",),
     "dcp.default_planner": ("DefaultLoadPlanner", "DefaultSavePlanner"),
@@ -100,7 +100,7 @@ _NAMES = {
     "dcp.planners.rescale": ("Rescale",),
     "dcp.planners.weight_maps.weight_map": ("weight_map",),
     "dcp.protocol": ("CheckpointableTensor",),
-    "dcp.proving.proof": ("Proof",),
+    "dcp.proving.comparison": ("Proof",),
     "dcp.proving.prove": ("prove",),
     "dcp.quantized_hf_storage": ("QuantizedHuggingFaceStorageReader",),
     "dcp.loading.report": ("LoadReport",),

@@ -7,10 +7,7 @@ from typing import Annotated
 import typer
 
 from dcp.cli.command_group import Application, Commands
-from dcp.cli.subcommands import cat, demo, diff, digest, ls, show, stats, verify, watch
-from dcp.cli.subcommands.conversion import convert, merge, weight_maps
-from dcp.cli.subcommands.removal import gc, prune, rm
-from dcp.cli.subcommands.service import db, keys, roots, serve, worker
+from dcp.cli.subcommands import comparing, conversion, demo, listing, removal, service, values, watch
 from dcp.version import __version__
 
 __all__ = ["app", "main"]
@@ -26,25 +23,27 @@ app = Application(
     # our own errors are reported by each command; what escapes is a bug, and its plain traceback the report
     pretty_exceptions_enable=False,
 )
-app.command("ls", rich_help_panel="Look")(ls.command)
-app.command("show", rich_help_panel="Look")(show.command)
-app.command("cat", rich_help_panel="Look")(cat.command)
-app.command("stats", rich_help_panel="Look")(stats.command)
-app.command("diff", rich_help_panel="Look")(diff.command)
-app.command("digest", rich_help_panel="Look")(digest.command)
+app.command("ls", rich_help_panel="Look")(listing.ls)
+app.command("show", rich_help_panel="Look")(listing.show)
+app.command("cat", rich_help_panel="Look")(values.cat)
+app.command("stats", rich_help_panel="Look")(values.stats)
+app.command("diff", rich_help_panel="Look")(comparing.diff)
+app.command("digest", rich_help_panel="Look")(comparing.digest)
 app.command("watch", rich_help_panel="Look")(watch.command)
-app.command("verify", rich_help_panel="Check and convert")(verify.command)
-app.command("convert", cls=convert.ConvertCommand, rich_help_panel="Check and convert")(convert.command)
-app.command("merge", rich_help_panel="Check and convert")(merge.command)
-app.add_typer(weight_maps.app, name="map", rich_help_panel="Check and convert")
-app.command("rm", rich_help_panel="Remove")(rm.command)
-app.command("prune", rich_help_panel="Remove")(prune.command)
-app.command("gc", rich_help_panel="Remove")(gc.command)
-app.command("serve", rich_help_panel="The service")(serve.command)
-app.command("worker", rich_help_panel="The service")(worker.command)
-app.add_typer(db.app, name="db", rich_help_panel="The service")
-app.add_typer(keys.app, name="keys", rich_help_panel="The service")
-app.add_typer(roots.app, name="roots", rich_help_panel="The service")
+app.command("verify", rich_help_panel="Check and convert")(comparing.verify)
+app.command("convert", cls=conversion.ConvertCommand, rich_help_panel="Check and convert")(
+    conversion.convert_command
+)
+app.command("merge", rich_help_panel="Check and convert")(conversion.merge_command)
+app.add_typer(conversion.map_app, name="map", rich_help_panel="Check and convert")
+app.command("rm", rich_help_panel="Remove")(removal.rm)
+app.command("prune", rich_help_panel="Remove")(removal.prune)
+app.command("gc", rich_help_panel="Remove")(removal.gc)
+app.command("serve", rich_help_panel="The service")(service.serve_command)
+app.command("worker", rich_help_panel="The service")(service.worker)
+app.add_typer(service.db_app, name="db", rich_help_panel="The service")
+app.add_typer(service.keys_app, name="keys", rich_help_panel="The service")
+app.add_typer(service.roots_app, name="roots", rich_help_panel="The service")
 app.command("demo", rich_help_panel="Try it")(demo.command)
 
 

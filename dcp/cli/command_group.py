@@ -1,4 +1,4 @@
-"""Which commands are made, their list in the help, and what becomes of one whose reader has gone."""
+"""Groups of commands: which are made, their list in the help, and a reader that has gone."""
 
 from __future__ import annotations
 

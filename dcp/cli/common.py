@@ -1,4 +1,4 @@
-"""What the commands share: options, exit statuses, how errors, tables, sizes and times are shown."""
+"""Common parts of the commands: options, exit statuses, how errors, tables, sizes and times are shown."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _UNITS: Final = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def storage_options(uri: str, given: str | None) -> dict[str, Any] | None:
-    """What to open ``uri`` with: the options ``given``, or those of the environment, which are for URLs only.
+    """Options to open ``uri`` with: those ``given``, or those of the environment, which are for URLs only.
 
     Of an object store that does not answer, the command line waits less long than a training run. Raises
     `CheckpointError`, which shows nothing of the options, for what is not a JSON object.
@@ -124,7 +124,7 @@ def errors_as_lines(*, debug: bool) -> Iterator[None]:
 
 
 def _extra_with(module: str | None) -> str | None:
-    """Which extra brings the package that such a module is in; None where none does."""
+    """The extra that brings the package that such a module is in; None where none does."""
     from importlib.metadata import PackageNotFoundError, requires
 
     package = (module or "").partition(".")[0].replace("_", "-")
@@ -137,7 +137,7 @@ def _extra_with(module: str | None) -> str | None:
 
 
 def nobody_reads() -> bool:
-    """Whether the other end of standard output is closed: other pipes break, too."""
+    """Return whether the other end of standard output is closed: other pipes break, too."""
     poll = select.poll()
     try:
         poll.register(sys.stdout.fileno(), select.POLLOUT)

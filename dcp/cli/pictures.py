@@ -29,7 +29,7 @@ def bar(count: int, largest: int, width: int) -> str:
 
 
 def can_print(text: str) -> bool:
-    """Whether standard output can show these characters."""
+    """Return whether standard output can show these characters."""
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
     except (UnicodeEncodeError, LookupError):

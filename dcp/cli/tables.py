@@ -35,7 +35,7 @@ _GAP = "  "
 
 
 def output_columns() -> int | None:
-    """How wide the output may be: the terminal's width or ``COLUMNS``; None where nothing bounds it, as in a
+    """The width of the output: the terminal's width or ``COLUMNS``; None where nothing bounds it, as in a
     pipe."""
     if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit():
         return shutil.get_terminal_size().columns

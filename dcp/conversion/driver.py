@@ -1,9 +1,9 @@
 """A conversion: prepared, its batches of tasks carried out by whatever executor, published.
 
-`Conversion.prepare` plans what there is to do, once. The batches run in any order, in this process or in
-others (`Conversion.run`, `dcp.conversion.copying.batches.run_batch`), and `publish` makes the target exist.
-Stages of another process get what they need of the plan as plain data (`to_json`, `of_json`), and refuse a
-source that has changed since. No stage needs the machine of another.
+`Conversion.prepare` plans, once. The batches run in any order, in this process (`Conversion.run`) or in
+others (`dcp.conversion.copying.batches.run_batch`), and `publish` makes the target exist. Stages of another
+process get what they need of the plan as plain data (`Prepared.to_json`), and refuse a source that has
+changed since. No stage needs the machine of another.
 
 Every stage may be repeated, also while an earlier attempt at it still runs: a task writes the same bytes to
 the same place, and the target is published once, by one rename or one conditional request.
@@ -12,49 +12,52 @@ the same place, and the target is published once, by one rename or one condition
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import struct
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing
-from dataclasses import dataclass, replace
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
-from dcp.conversion.copying.batches import BatchRunner, BatchSettings
-from dcp.conversion.copying.checks import ResultChecks, refuse_faults
+from dcp.conversion.contents.entries import mapped_entries
+from dcp.conversion.copying.batches import BatchSettings, ResultChecks, refuse_faults, run_batch, source_mark
+from dcp.conversion.copying.executors import run_all
 from dcp.conversion.copying.sinks import Output
-from dcp.conversion.copying.source_marks import refuse_changed, source_mark
-from dcp.conversion.copying.tasks import TaskBatch, TaskResult, make_batches, make_tasks
-from dcp.conversion.layouts.columns import SourceColumns
+from dcp.conversion.copying.tasks import Task, TaskBatch, TaskResult, make_batches, make_tasks
 from dcp.conversion.layouts.layout import TargetLayout
-from dcp.conversion.layouts.sources import copy_sources, sum_sources
-from dcp.conversion.layouts.terms import TermColumns
-from dcp.conversion.plan import (
-    ConversionOptions,
-    Planned,
-    fingerprint,
-    plan_target,
-    refuse_itself,
-)
+from dcp.conversion.layouts.sources import TermColumns, copy_sources, sum_sources
+from dcp.conversion.merging.joined import members_of
+from dcp.conversion.merging.terms import merge_entries
+from dcp.conversion.publishing import local_files
+from dcp.conversion.publishing.local import LocalPublisher
 from dcp.conversion.publishing.publisher import Publisher
-from dcp.conversion.report import ConversionReport, report_of
+from dcp.conversion.publishing.stored import StoredPublisher
+from dcp.conversion.targets.job import ConversionOptions, Planned, plan_layout
 from dcp.conversion.targets.places import TargetPlace
 from dcp.conversion.wire import decode_layout, encode_layout
+from dcp.progress import ProgressCallback, reporting
 from dcp.storage.closable import Closable
+from dcp.storage.commit_names import is_commit_object
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import Verify
-from dcp.storage.errors import CheckpointConflictError, CheckpointError
-from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.errors import CheckpointConflictError, CheckpointError, OptionError
+from dcp.storage.formats.checksums import crc32
+from dcp.storage.formats.index import CheckpointIndex, Int64
 from dcp.storage.formats.native.format import DCP
 from dcp.storage.formats.native.manifest import encode_manifest
 from dcp.storage.formats.opening.folder import open_index
 from dcp.storage.formats.opening.sources import Source, complete_index
+from dcp.storage.formats.safetensors.format import SAFETENSORS
 
-__all__ = ["BATCH_BYTES", "Conversion", "Prepared", "discard_attempt"]
+__all__ = ["BATCH_BYTES", "Conversion", "ConversionReport", "Prepared", "discard_attempt"]
 
 BATCH_BYTES: Final = 512 << 20
-"""What a batch of a job writes, about: enough that a process for it does not count beside it."""
+"""Of what a batch of a job writes, about: enough that a process for it does not count beside it."""
 
 _OF_A_RUN: Final = ("time", "dcphub_version")
 """In the provenance of a ``dcp`` target: they differ each time."""
@@ -62,9 +65,44 @@ _OF_A_RUN: Final = ("time", "dcphub_version")
 _ATTEMPT: Final = re.compile("[0-9a-f]{16}")
 
 
+@dataclass(frozen=True)
+class ConversionReport:
+    """The result of `dcp.convert`.
+
+    ``files`` are the names of the files made, in ``target``; ``tensor_count`` and ``bytes_written`` (headers
+    included) are of the whole output. ``bytes_read`` counts this run only, as do ``seconds``, by phase
+    ("total" is all of it). ``tasks`` is the number of independent pieces of work, ``tasks_resumed`` of those
+    that an earlier run had done. ``blocks_verified`` blocks of the source had the checksums that it records,
+    ``blocks_unverified`` have none. ``dropped_objects`` are values that the target's format cannot hold.
+    ``weights`` are those of a merge, by name of the source or adapter in their order; its ``unmerged``
+    tensors, of whole numbers, are those of the first.
+
+    ``checksums`` is the CRC-32 of each tensor's bytes in the target, by its name there, where those are in
+    one piece; a ``dcp`` target has its checksums in its manifest.
+    """
+
+    source: str
+    target: str
+    format: str
+    files: tuple[str, ...] = ()
+    tensor_count: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    tasks: int = 0
+    tasks_resumed: int = 0
+    blocks_verified: int = 0
+    blocks_unverified: int = 0
+    dropped_objects: tuple[str, ...] = ()
+    weights: tuple[tuple[str, float], ...] = ()
+    unmerged: tuple[str, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    checksums: Mapping[str, int] = field(default_factory=dict, repr=False)
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What publishing goes by; `to_json` and `of_json` are each other's inverse, but for literals.
+    """The plan of a conversion as publishing needs it; `to_json` and `of_json` are each other's inverse, but
+    for literals.
 
     ``chunks`` are those of the source that are read. ``inode`` is that of what will be renamed to the target,
     where that is local. ``dropped`` are the values that the target has no place for, ``unmerged`` the tensors
@@ -81,7 +119,8 @@ class Prepared:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        return {name: getattr(self, name) for name in self.__slots__} | {"layout": encode_layout(self.layout)}
+        facts = {one.name: getattr(self, one.name) for one in fields(self)}
+        return facts | {"layout": encode_layout(self.layout)}
 
     @classmethod
     def of_json(cls, data: Mapping[str, Any]) -> Prepared:
@@ -91,7 +130,7 @@ class Prepared:
 
 
 class Conversion(Closable):
-    """A conversion of ``source`` to ``target``.
+    """A conversion of ``source``, which ``open_source`` opens in other processes, to ``target``.
 
     ``attempt`` is 16 hexadecimal digits, new for each preparation and the same in all stages after it; such a
     target is never replaced, and its stages may be of several processes. Without it all stages are of this
@@ -105,16 +144,18 @@ class Conversion(Closable):
         target: TargetPlace,
         options: ConversionOptions,
         *,
+        open_source: Callable[[], Source] | None = None,
         attempt: str = "",
         overwrite: bool = False,
         verify: Verify = "blocks",
     ) -> None:
-        refuse_itself(source, target)
+        _refuse_itself(source, target)
         self._source = source
+        self._open_source = open_source or (lambda: source)
         self._options = options
         self.place = _place_of_attempt(target, attempt) if attempt else target
-        self._save_id = _save_id_of(attempt) if attempt else uuid.uuid4().hex[:8]
-        self.publisher = Publisher(self.place, self._save_id, overwrite=overwrite)
+        save_id = _save_id_of(attempt) if attempt else uuid.uuid4().hex[:8]
+        self._publisher = _publisher(self.place, save_id, overwrite=overwrite)
         self._engine = ReadEngine(source.store, complete_index(source.store, source.index), verify=verify)
         self._prepared: Prepared | None = None
         self._checks: ResultChecks | None = None
@@ -122,72 +163,81 @@ class Conversion(Closable):
 
     def close(self) -> None:
         """Close the ledger and the source's files."""
-        self.publisher.ledger.close()
+        self._publisher.close()
         self._engine.close()
 
     # -- the stages ------------------------------------------------------------------------------------------
 
     def prepare(self, *, batch_bytes: int = 0, resume: bool = True) -> tuple[Prepared, list[TaskBatch]]:
-        """Plan what there is to do, and reserve the space for it where that can be done: the batches that are
-        left, with ``resume`` without those that an earlier run has done.
+        """Plan, and reserve the space where that can be done: the batches that are left, with ``resume``
+        without those that an earlier run has done.
 
         Raises CheckpointConflictError if something is at the target.
         """
-        engine, to, by_file = self._engine, self._options.layout.to, self.place.path is None
-        mark = source_mark(engine.store, engine.index, to)
-        planned = plan_target(engine, self._source, self.place, self._options, self._save_id)
-        identity = fingerprint(mark, planned, by_file=by_file) + ("" if resume else self._save_id)
-        layout, done = self.publisher.begin(planned.layout, identity)
-        mapped, merged = planned.mapped, planned.merged
-        sources, terms = _sources(engine, layout, planned)
-        codes = (mapped.index if mapped else engine.index).dtype_codes
-        tasks = make_tasks(engine.index, layout, sources, codes, terms, by_file=by_file)
+        engine, publisher, by_file = self._engine, self._publisher, self.place.path is None
+        mark = source_mark(engine.store, engine.index, self._options.to)
+        planned = _plan_target(engine, self._source, self.place, self._options, publisher.save_id)
+        identity = _fingerprint(mark, planned, by_file=by_file) + ("" if resume else publisher.save_id)
+        layout, done = publisher.begin(planned.layout, identity)
+        tasks, chunks = _tasks(engine, layout, planned, by_file=by_file)
         batches = make_batches(tasks, batch_bytes)
-        chunks = tuple(np.unique(sources.chunks).tolist())
-        unmerged = merged.unmerged if merged is not None else ()
-        inode = self.publisher.inode
-        prepared = Prepared(mark, layout, chunks, len(batches), inode, planned.dropped, unmerged)
-        self._prepared, self._checks = prepared, ResultChecks(engine, layout.copies)
+        found = tuple(np.unique(chunks).tolist())
+        facts = publisher.inode, planned.dropped, planned.unmerged
+        prepared = self._prepared = Prepared(mark, layout, found, len(batches), *facts)
+        self._checks = ResultChecks(engine, layout.copies)
         for result in done:
             self._checks.add(replace(result, bytes_read=0))  # by another run
         self.has_progress = bool(done)
         numbers = {result.number for result in done}
         left = [batch for batch in batches if batch.number not in numbers]
-        if left:
-            self.publisher.refuse_local()
+        if left and self.place.path is not None and not publisher.overwrite:
+            self.place.refuse_existing()  # with something left to do it is not what an earlier run made
         return prepared, left
+
+    def carry_out(
+        self,
+        prepared: Prepared,
+        batches: list[TaskBatch],
+        *,
+        executor: str | Executor,
+        workers: int | None,
+        progress: bool | ProgressCallback | None,
+    ) -> None:
+        """Have ``batches`` carried out as the arguments of `dcp.convert` say, and note each in the ledger.
+        What was read is compared on the way: CorruptCheckpointError if it differs."""
+        is_shared = self._engine.store.capabilities.is_shared and self.place.store.capabilities.is_shared
+        if not is_shared or (executor == "processes" and workers is None and len(batches) < 2):
+            executor = "inline"  # stores of this process alone; a process costs more than one task
+        settings, publisher, checks = self._settings(prepared.source_mark), self._publisher, self._checks
+        engine = self._engine if executor == "inline" else None
+        total = sum(batch.size_bytes for batch in batches)
+        with reporting(progress, "convert", total, show=True) as on_bytes:
+
+            def take(batch: TaskBatch, result: TaskResult) -> None:
+                publisher.append(result, batch)
+                self.has_progress = True
+                if checks is not None:
+                    checks.add(result)
+                if on_bytes is not None:
+                    on_bytes(batch.size_bytes)
+
+            function, before = partial(run_batch, settings, engine=engine), publisher.expect
+            run_all(batches, function, take, executor=executor, workers=workers, before=before)
 
     def run(
         self, batch: TaskBatch, source_mark: str, on_bytes: Callable[[int], None] | None = None
     ) -> TaskResult:
-        """Carry ``batch`` out, which was planned for the source of ``source_mark``; what it writes is durable
-        when this returns. ``on_bytes`` hears of each window that is written."""
-        engine, publisher = self._engine, self.publisher
-        self._refuse_changed(source_mark)
-        with (
-            publisher.noted(batch),
-            closing(BatchRunner(engine.store, publisher.output, lambda: engine, engine.verify)) as runner,
-        ):
-            return runner.run(batch, on_bytes)
+        """Carry out a batch of an attempt, which was planned for the source of ``source_mark``; what it
+        writes is durable when this returns. ``on_bytes`` gets the size of each window that is written."""
+        settings = self._settings(source_mark)
+        settings.refuse_changed(self._engine, self._source.name)
+        with self._publisher.noted(batch):
+            return run_batch(settings, batch, self._engine, on_bytes)
 
-    def settings(self, prepared: Prepared, open_source: Callable[[], Source]) -> BatchSettings:
-        """For `run_batch` in other processes, which ``open_source`` for themselves."""
-        return BatchSettings(
-            conversion=self._save_id,
-            open_source=open_source,
-            store=self._source.store,
-            to=self._options.layout.to,
-            source_mark=prepared.source_mark,
-            output=self.publisher.output,
-            verify=self._engine.verify,
-        )
-
-    def take(self, prepared: Prepared, batch: TaskBatch, result: bytes) -> None:
-        """Note what `run_batch` returned, and compare what was read: CorruptCheckpointError if it differs."""
-        self.publisher.ledger.append(result, batch.file_names)
-        self.publisher.take(batch)
-        self.has_progress = True
-        self._checks_of(prepared).add(TaskResult.decode(result))
+    def _settings(self, source_mark: str) -> BatchSettings:
+        engine, output = self._engine, self._publisher.output
+        facts = self._options.to, source_mark, output, engine.verify
+        return BatchSettings(self._open_source, engine.store, *facts)
 
     def publish(self, prepared: Prepared, results: Iterable[TaskResult] = ()) -> ConversionReport:
         """Compare the last checksums, and make the target exist; fine if an earlier attempt has done so.
@@ -195,8 +245,12 @@ class Conversion(Closable):
         ``results`` are those that were not taken. Raises CheckpointConflictError if something else has come
         into being there.
         """
-        engine, publisher, layout = self._engine, self.publisher, prepared.layout
-        checks = self._checks_of(prepared)
+        engine, publisher, layout, checks = self._engine, self._publisher, prepared.layout, self._checks
+        settings = self._settings(prepared.source_mark)
+        if checks is None or self._prepared is not prepared:  # it was planned by another process
+            settings.refuse_changed(engine, self._source.name)
+            engine.resolve(prepared.chunks)
+            checks = ResultChecks(engine, layout.copies)
         for result in results:
             checks.add(result)
         checks.source.finish(prepared.chunks if engine.verify != "none" else ())
@@ -204,83 +258,85 @@ class Conversion(Closable):
         refuse_faults(checks.faults, engine.index)
         if engine.verify == "none" or checks.source.stats.blocks_unverified:
             # What has no checksums must not have been replaced: files of both might be mixed.
-            self._refuse_changed(prepared.source_mark)
-        if not publisher.is_published(layout, prepared.inode):
-            try:
-                publisher.publish(layout, checks.target)
-            except (CheckpointError, OSError) as error:
-                is_committed = isinstance(error, CheckpointError) and error.committed
-                if is_committed or not publisher.is_published(layout, prepared.inode):  # by a quicker attempt
-                    raise
-        publisher.make_durable()
+            settings.refuse_changed(engine, self._source.name)
+        publisher.publish(layout, checks.target, prepared.inode)
         publisher.clear(prepared.batch_count)
-        facts = {"tasks": prepared.batch_count, "dropped_objects": prepared.dropped}
-        return self._report(layout, checks, unmerged=prepared.unmerged, **facts)
+        facts = {"dropped_objects": prepared.dropped, "unmerged": prepared.unmerged}
+        return self._report(layout, checks, tasks=prepared.batch_count, **facts)
+
+    def discard(self) -> None:
+        """Remove what this object has begun."""
+        if self._publisher.has_begun:
+            self._publisher.discard(0)
+
+    # -- one that was finished -------------------------------------------------------------------------------
 
     def of_finished(self) -> ConversionReport | None:
         """The report on a target that is there, if it is what this conversion would make, to the last byte;
         else None. Writes nothing."""
-        engine, store, to = self._engine, self.place.store, self._options.layout.to
-        there = None
+        engine, place, to, there = self._engine, self.place, self._options.to, None
+        save_id = self._publisher.save_id
         if to == DCP.name:
             try:
-                there = open_index(store)
+                there = open_index(place.store)
             except CheckpointError:
                 return None
-            self._save_id = str(there.provenance.get("save_id"))
-        planned = plan_target(engine, self._source, self.place, self._options, self._save_id)
-        layout, mapped = planned.layout, planned.mapped
-        publisher = Publisher(self.place, self._save_id)
-        inode = self.place.path.stat().st_ino if self.place.path is not None else None
-        if not publisher.is_published(layout, inode) or not _is_same(layout.index, there):
+            save_id = str(there.provenance.get("save_id"))
+        planned = _plan_target(engine, self._source, place, self._options, save_id)
+        layout, inode = planned.layout, place.path.stat().st_ino if place.path is not None else None
+        is_there = _publisher(place, save_id, overwrite=False).is_published(layout, inode)
+        if not is_there or not _is_same(layout.index, there):
             return None
-        sources, terms = _sources(engine, layout, planned)
-        codes = (mapped.index if mapped else engine.index).dtype_codes
-        tasks = make_tasks(engine.index, layout, sources, codes, terms, by_file=True)
+        tasks, _ = _tasks(engine, layout, planned, by_file=True)
         checks = ResultChecks(engine, layout.copies)
-        output = Output(store, in_place=False)  # whose files are there, and are compared
-        with closing(BatchRunner(engine.store, output, lambda: engine, engine.verify)) as runner:
-            for batch in make_batches(tasks, 0):
-                try:
-                    checks.add(runner.run(batch))
-                except CheckpointConflictError:
-                    return None
-        merged = planned.merged.unmerged if planned.merged is not None else ()
-        facts = {"tasks": len(tasks), "tasks_resumed": len(tasks), "dropped_objects": planned.dropped}
-        return self._report(layout, checks, unmerged=merged, **facts)
+        output = Output(place.store, in_place=False)  # whose files are there, and are compared
+        settings = replace(self._settings(""), output=output)
+        for batch in make_batches(tasks, 0):
+            try:
+                checks.add(run_batch(settings, batch, engine))
+            except CheckpointConflictError:
+                return None
+        facts = {"dropped_objects": planned.dropped, "unmerged": planned.unmerged}
+        return self._report(layout, checks, tasks=len(tasks), tasks_resumed=len(tasks), **facts)
 
     def _report(self, layout: TargetLayout, checks: ResultChecks, **facts: Any) -> ConversionReport:
-        facts |= {"source": self._source.name, "target": self.place.url, "bytes_read": checks.bytes_read}
-        facts["format"] = self._options.layout.to
-        return report_of(layout, checks.target, checks.source.stats, **facts)
-
-    def discard(self) -> None:
-        """Remove what this object has begun."""
-        if self.publisher.has_begun:
-            self.publisher.discard(0)
-
-    def _refuse_changed(self, mark: str) -> None:
-        refuse_changed(self._engine, self._options.layout.to, mark, self._source.name)
-
-    def _checks_of(self, prepared: Prepared) -> ResultChecks:
-        if self._checks is None or self._prepared is not prepared:  # by another process
-            self._refuse_changed(prepared.source_mark)
-            self._engine.resolve(prepared.chunks)
-            self._checks = ResultChecks(self._engine, prepared.layout.copies)
-        return self._checks
+        index, stats = layout.index, checks.source.stats
+        return ConversionReport(
+            source=self._source.name,
+            target=self.place.url,
+            format=self._options.to,
+            files=(*layout.file_names, *layout.last_files),
+            tensor_count=len(layout.tensor_copies) if index is None else index.tensor_count,
+            bytes_read=checks.bytes_read,
+            bytes_written=sum(layout.file_sizes),
+            blocks_verified=stats.blocks_verified,
+            blocks_unverified=stats.blocks_unverified,
+            checksums={fqn: checks.target.whole(copy) for fqn, copy in layout.tensor_copies.items()},
+            **facts,
+        )
 
 
-def _sources(
-    engine: ReadEngine, layout: TargetLayout, planned: Planned
-) -> tuple[SourceColumns, TermColumns | None]:
+def _publisher(place: TargetPlace, save_id: str, *, overwrite: bool) -> Publisher:
+    kind = StoredPublisher if place.path is None else LocalPublisher
+    return kind(place, save_id, overwrite=overwrite)
+
+
+def _tasks(
+    engine: ReadEngine, layout: TargetLayout, planned: Planned, *, by_file: bool
+) -> tuple[list[Task], Int64]:
+    """The tasks of a layout, and the chunks that they read."""
+    mapped = planned.mapped
+    terms: TermColumns | None = None
     if planned.merged is not None:
-        merged = planned.merged
-        return sum_sources(engine, layout.copies, merged.terms, merged.accumulate, merged.mapped)
-    return copy_sources(engine, layout, planned.mapped.tensors if planned.mapped else None), None
+        sources, terms = sum_sources(engine, layout.copies, planned.merged)
+    else:
+        sources = copy_sources(engine, layout.copies, mapped.tensors if mapped else None)
+    codes = (mapped.index if mapped else engine.index).dtype_codes
+    return make_tasks(engine.index, layout, sources, codes, terms, by_file=by_file), sources.chunks
 
 
 def _is_same(made: CheckpointIndex | None, there: CheckpointIndex | None) -> bool:
-    """Whether two indexes tell of the same tensors and values at the same places; checksums of blocks and
+    """Return whether two indexes have the same tensors and values at the same places; checksums of blocks and
     digests follow from the bytes."""
     if made is None or there is None:
         return made is there
@@ -314,4 +370,75 @@ def discard_attempt(target: TargetPlace, attempt: str, batches: int) -> None:
 
     A target that was published after all stays as it is. So do objects that are not of this attempt.
     """
-    Publisher(_place_of_attempt(target, attempt), _save_id_of(attempt)).discard(batches)
+    place = _place_of_attempt(target, attempt)
+    _publisher(place, _save_id_of(attempt), overwrite=False).discard(batches)
+
+
+# -- the plan ------------------------------------------------------------------------------------------------
+
+
+def _refuse_itself(source: Source, place: TargetPlace) -> None:
+    """OptionError if ``place`` is where the source is, or a file of it."""
+    for member in members_of(source):
+        if _real(member.store.url) != _real(place.store.url):
+            continue
+        if member.file == place.file_name:
+            raise OptionError(
+                f"source and target are both {place.url}; convert to another place", path=place.url
+            )
+        if place.file_name in member.index.files or is_commit_object(place.file_name or ""):
+            raise OptionError(
+                f"{place.url} is a file of the source; convert to another place", path=place.url
+            )
+        if place.file_name is None and (member.file is None or not local_files.stays(member.file)):
+            raise OptionError(
+                f"the source {member.name} is a file that the new checkpoint in {place.url} would replace; "
+                "convert to another place",
+                path=place.url,
+            )
+
+
+def _real(url: str) -> str:
+    """Without what leads to the same folder another way."""
+    return url if "://" in url else os.path.realpath(url)
+
+
+def _plan_target(
+    engine: ReadEngine, source: Source, place: TargetPlace, options: ConversionOptions, save_id: str
+) -> Planned:
+    """The layout of all that the options choose of ``source``, which ``engine`` reads, checked. Raises
+    PlanError, MissingKeyError."""
+    if options.hf is not None and (options.to != SAFETENSORS.name or place.file_name is not None):
+        raise OptionError("hf is for a folder of safetensors: to='safetensors', and no name of a file")
+    chosen = {name: getattr(options, name) for name in ("only", "exclude", "rename", "dtype")}
+    maps, merged = options.weight_maps, None
+    if options.arithmetic is None:
+        weights = maps[0] if maps else None
+        entries, mapped = mapped_entries(engine.index, engine.store, weights, **chosen)
+    else:
+        beside = options.hf.config if options.hf is not None else None
+        members = members_of(source)
+        entries, mapped, merged = merge_entries(members, options.arithmetic, maps, config=beside, **chosen)
+    origin = dict(merged.origin) if merged is not None else {}
+    if told := list(dict.fromkeys(one.told for one in maps if one is not None)):
+        origin["map"] = ", ".join(told)
+    planned = plan_layout(entries, engine, options, place.file_name, save_id, origin=origin)
+    return replace(planned, mapped=mapped, merged=merged)
+
+
+def _fingerprint(mark: str, planned: Planned, *, by_file: bool) -> str:
+    """Equal for runs that would write the same bytes from a source of that ``mark``, and for no others."""
+    layout = planned.layout
+    digest = hashlib.sha256(f"{mark} {by_file}".encode())
+    if planned.mapped is not None:
+        digest.update(planned.mapped.identity.encode())
+    if planned.merged is not None:
+        digest.update(planned.merged.identity.encode())
+    digest.update(np.array(layout.file_sizes, "<i8").tobytes())
+    copies = layout.copies
+    boxes = copies.tensors, copies.box_offsets, copies.box_sizes
+    for column in (*boxes, copies.dtype_codes, copies.files, copies.offsets):
+        digest.update(np.ascontiguousarray(column, "<i8").tobytes())
+    for literal in layout.literals:
+        digest.update(struct.pack("<QQI", literal.file, literal.offset, crc32(literal.data)))
+    return digest.hexdigest()

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from dcp.calls.plain_errors import plain_errors
 from dcp.conversion.contents.entries import TargetDtype
+from dcp.conversion.driver import ConversionReport
 from dcp.conversion.merging.adapters import open_adapter
 from dcp.conversion.merging.arithmetic import (
     Arithmetic,
@@ -20,10 +21,8 @@ from dcp.conversion.merging.arithmetic import (
     weights_of_sources,
 )
 from dcp.conversion.merging.joined import open_joined
-from dcp.conversion.plan import ConversionOptions, LayoutOptions
-from dcp.conversion.report import ConversionReport
-from dcp.conversion.run import Means, run_conversion, with_hf
-from dcp.conversion.targets.job import Chunks
+from dcp.conversion.run import run_conversion
+from dcp.conversion.targets.job import Chunks, ConversionOptions
 from dcp.conversion.targets.places import place_of
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.planners.weight_maps.weight_map import WeightMap
@@ -160,11 +159,21 @@ def merge(
     reopen = partial(open_joined, members)
     kind = to or _format_of(place_text(target), members[0])
     place = place_of(target, kind, OpenWith(target_options))
-    layout = LayoutOptions(kind, files, chunks, shard_bytes, drop_objects)
-    options = ConversionOptions(layout, only, exclude, rename, dtype, maps, arithmetic)
-    options = with_hf(options, hf, hf_also)
-    means = Means(executor, workers, progress, overwrite=overwrite, verify=verify, resume=resume)
-    report = run_conversion(reopen, place, options, means, begun)
+    options = ConversionOptions(
+        kind, files, chunks, shard_bytes, drop_objects, None, only, exclude, rename, dtype, maps, arithmetic
+    )
+    report = run_conversion(
+        reopen,
+        place,
+        options.with_hf(hf, hf_also),
+        begun,
+        executor=executor,
+        workers=workers,
+        overwrite=overwrite,
+        verify=verify,
+        progress=progress,
+        resume=resume,
+    )
     told = zip([*given, *added], [*own, *arithmetic.adapter_weights], strict=True)
     return replace(report, weights=tuple(told))
 

@@ -5,34 +5,28 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from concurrent.futures import Executor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from dcp.calls.plain_errors import plain_errors
 from dcp.conversion.contents.entries import TargetDtype
-from dcp.conversion.contents.hf_folder import read_hf_folder
-from dcp.conversion.copying.batches import BatchSettings, close_all, run_batch
-from dcp.conversion.copying.checks import FaultySumsError
-from dcp.conversion.copying.executors import open_executor
-from dcp.conversion.copying.source_marks import SourceChangedError
-from dcp.conversion.copying.tasks import TaskBatch
-from dcp.conversion.driver import Conversion
-from dcp.conversion.plan import ConversionOptions, LayoutOptions, with_template
-from dcp.conversion.report import ConversionReport
-from dcp.conversion.targets.job import Chunks
+from dcp.conversion.copying.batches import FaultySumsError, SourceChangedError
+from dcp.conversion.copying.executors import check_executor
+from dcp.conversion.driver import Conversion, ConversionReport
+from dcp.conversion.targets.job import Chunks, ConversionOptions
 from dcp.conversion.targets.places import TargetPlace, place_of
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.planners.weight_maps.weight_map import WeightMap
-from dcp.progress import ProgressCallback, reporting
+from dcp.progress import ProgressCallback
 from dcp.storage.engine.reading.requests import Verify
-from dcp.storage.errors import CheckpointError, CorruptCheckpointError, OptionError, StorageError
+from dcp.storage.errors import CheckpointError, CorruptCheckpointError, StorageError
 from dcp.storage.formats.opening.sources import Source, open_source
 from dcp.storage.stores.opening import OpenWith
 
-__all__ = ["Means", "convert", "run_conversion"]
+__all__ = ["convert", "run_conversion"]
 
 
 @plain_errors
@@ -112,86 +106,71 @@ def convert(
         StorageError: The storage failed; `StorageFullError` where it is full.
     """
     begun = time.perf_counter()
-    opened = OpenWith(storage_options)
     place = place_of(target, to, OpenWith(target_options))
     if not (overwrite or resume or place.is_begun):
         place.refuse_existing()  # before anything is read; else it may be what a killed run has made
-    reopen = partial(open_source, source, open_store=opened)
+    maps = () if map is None else (WeightMap.of(map),)
     options = ConversionOptions(
-        LayoutOptions(to, files, chunks, shard_bytes, drop_objects),
-        only,
-        exclude,
-        rename,
-        dtype,
-        () if map is None else (WeightMap.of(map),),
+        to, files, chunks, shard_bytes, drop_objects, None, only, exclude, rename, dtype, maps
     )
-    options = with_hf(options, hf, hf_also)
-    means = Means(executor, workers, progress, overwrite=overwrite, verify=verify, resume=resume)
-    return run_conversion(reopen, place, options, means, begun)
-
-
-def with_hf(
-    options: ConversionOptions, hf: str | os.PathLike[str] | None, also: Sequence[str]
-) -> ConversionOptions:
-    """``options`` with what the arguments of these names mean."""
-    if hf is not None:
-        return with_template(options, read_hf_folder(hf, also))
-    if also:
-        raise OptionError("hf_also is about hf, which is missing")
-    return options
-
-
-@dataclass(frozen=True)
-class Means:
-    """How a conversion is carried out: the arguments of `convert` that change nothing of what is written."""
-
-    executor: str | Executor = "processes"
-    workers: int | None = None
-    progress: bool | ProgressCallback | None = None
-    overwrite: bool = False
-    verify: Verify = "blocks"
-    resume: bool = True
+    return run_conversion(
+        partial(open_source, source, open_store=OpenWith(storage_options)),
+        place,
+        options.with_hf(hf, hf_also),
+        begun,
+        executor=executor,
+        workers=workers,
+        overwrite=overwrite,
+        verify=verify,
+        progress=progress,
+        resume=resume,
+    )
 
 
 def run_conversion(
-    reopen: Callable[[], Source], place: TargetPlace, options: ConversionOptions, means: Means, begun: float
+    reopen: Callable[[], Source],
+    place: TargetPlace,
+    options: ConversionOptions,
+    begun: float,
+    *,
+    executor: str | Executor,
+    workers: int | None,
+    overwrite: bool,
+    verify: Verify,
+    progress: bool | ProgressCallback | None,
+    resume: bool,
 ) -> ConversionReport:
     """The conversion of what ``reopen`` opens, here and in other processes; ``begun`` is when it was asked
-    for, of `time.perf_counter`."""
-    found = reopen()
-    if not (found.store.capabilities.is_shared and place.store.capabilities.is_shared):
-        means = replace(means, executor="inline")  # a store that is in this process alone
-    if means.resume and not (means.overwrite or place.is_begun) and place.exists():
-        with Conversion(found, place, options, verify=means.verify) as conversion:
-            finished = conversion.of_finished()
-        if finished is not None:
-            return replace(finished, seconds={"total": time.perf_counter() - begun})
-        place.refuse_existing()
+    for, of `time.perf_counter`, and the rest is as for `convert`."""
+    check_executor(executor, workers)
+    source = reopen()
     with (
-        _changes_told(found, reopen),
-        Conversion(found, place, options, overwrite=means.overwrite, verify=means.verify) as conversion,
-        _clearing_up(conversion, resume=means.resume),
+        _source_changes_reported(source, reopen),
+        Conversion(
+            source, place, options, open_source=reopen, overwrite=overwrite, verify=verify
+        ) as conversion,
     ):
-        prepared, batches = conversion.prepare(resume=means.resume)
-        planned, left = time.perf_counter(), len(batches)
-        settings = conversion.settings(prepared, reopen)
-        take, expect = partial(conversion.take, prepared), conversion.publisher.expect
-        _carry_out(settings, batches, expect, take, means)
-        copied = time.perf_counter()
-        report = conversion.publish(prepared)
+        if resume and not (overwrite or place.is_begun) and place.exists():
+            finished = conversion.of_finished()
+            if finished is None:
+                place.refuse_existing()
+            else:
+                return replace(finished, seconds={"total": time.perf_counter() - begun})
+        with _clearing_up(conversion, resume=resume):
+            prepared, batches = conversion.prepare(resume=resume)
+            planned, left = time.perf_counter(), len(batches)
+            conversion.carry_out(prepared, batches, executor=executor, workers=workers, progress=progress)
+            copied = time.perf_counter()
+            report = conversion.publish(prepared)
     ended = time.perf_counter()
-    seconds = {
-        "plan": planned - begun,
-        "copy": copied - planned,
-        "publish": ended - copied,
-        "total": ended - begun,
-    }
+    seconds = {"plan": planned - begun, "copy": copied - planned, "publish": ended - copied}
+    seconds["total"] = ended - begun
     return replace(report, tasks_resumed=prepared.batch_count - left, seconds=seconds)
 
 
 @contextmanager
-def _changes_told(found: Source, reopen: Callable[[], Source]) -> Iterator[None]:
-    """What fails because the source was saved anew, or has lost a part, since it was ``found``, says so."""
+def _source_changes_reported(found: Source, reopen: Callable[[], Source]) -> Iterator[None]:
+    """SourceChangedError in place of a failure, if the source was replaced since it was ``found``."""
     try:
         yield
     except (CorruptCheckpointError, StorageError) as error:
@@ -204,18 +183,18 @@ def _changes_told(found: Source, reopen: Callable[[], Source]) -> Iterator[None]
         ) from error
 
 
-def _is_replaced(found: Source, reopen: Callable[[], Source]) -> bool:
+def _is_replaced(before: Source, reopen: Callable[[], Source]) -> bool:
     try:
         now = reopen().index
-    except CheckpointError:  # gone, or out of reach: what has failed says more
+    except CheckpointError:  # it is gone, or out of reach: what has failed says more
         return False
-    before = found.index
-    return (now.files, now.provenance.get("save_id")) != (before.files, before.provenance.get("save_id"))
+    ids = (index.provenance.get("save_id") for index in (now, before.index))
+    return now.files != before.index.files or next(ids) != next(ids)
 
 
 @contextmanager
 def _clearing_up(conversion: Conversion, *, resume: bool) -> Iterator[None]:
-    """On a failure, or an interruption, nothing stays that the next run could not go on from."""
+    """On a failure, or an interruption, nothing stays that the next run could not resume."""
     try:
         yield
     except (CorruptCheckpointError, SourceChangedError, FaultySumsError):
@@ -227,43 +206,3 @@ def _clearing_up(conversion: Conversion, *, resume: bool) -> Iterator[None]:
         if conversion.place.path is not None and not (resume and conversion.has_progress):
             conversion.discard()
         raise
-    finally:
-        close_all()
-
-
-def _carry_out(
-    settings: BatchSettings,
-    batches: list[TaskBatch],
-    expect: Callable[[TaskBatch], None],
-    take: Callable[[TaskBatch, bytes], None],
-    means: Means,
-) -> None:
-    """Have ``batches`` done, some at a time: ``expect`` hears of each before, ``take`` gets the results. The
-    list is empty then: of many tensors what they are made of takes much memory."""
-    executor, workers = means.executor, means.workers
-    if workers is None and executor == "processes" and len(batches) < 2:
-        executor = "inline"  # a process costs more than one task
-    total = sum(batch.size_bytes for batch in batches)
-    with (
-        reporting(means.progress, "convert", total, show=True) as on_bytes,
-        open_executor(executor, workers) as (pool, at_once),
-    ):
-        batches.reverse()
-        pending: dict[Future[bytes], TaskBatch] = {}
-        try:
-            while True:
-                while len(pending) < at_once and batches:
-                    batch = batches.pop()
-                    expect(batch)
-                    pending[pool.submit(run_batch, settings, batch)] = batch
-                if not pending:
-                    return
-                for future in wait(pending, return_when=FIRST_COMPLETED).done:
-                    batch = pending.pop(future)
-                    take(batch, future.result())
-                    if on_bytes is not None:
-                        on_bytes(batch.size_bytes)
-        except BaseException:
-            for future in pending:
-                future.cancel()
-            raise

@@ -1,4 +1,4 @@
-"""What checkpoints there are and what each is, from their indexes alone.
+"""Checkpoints of a folder, and what each is, from their indexes alone.
 
 No tensor is read, and torch is not needed. What is in one: `dcp.inspection.entries`.
 
@@ -9,25 +9,25 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from dcp.calls.plain_errors import plain_errors
-from dcp.inspection.weights import folder_weights, is_weight_file, single_files
 from dcp.storage.commit_names import DATA_SUFFIX, MANIFEST_NAME, METADATA_NAME, is_commit_object
 from dcp.storage.errors import (
     CheckpointError,
     CheckpointNotFoundError,
 )
 from dcp.storage.formats.dropped import DroppedPart, dropped_from
+from dcp.storage.formats.format import BEGIN_BYTES
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.opening.folder import open_index as _open_index
 from dcp.storage.formats.opening.places_near import near_places_told
 from dcp.storage.formats.opening.sources import index_of_file, index_of_folder, locate, open_source
-from dcp.storage.formats.registry import file_suffixes, is_of_files
+from dcp.storage.formats.registry import by_precedence, file_suffixes, formats, is_of_files
 from dcp.storage.stores.base import FileInfo, Store
-from dcp.storage.stores.folders import open_parent_folder
+from dcp.storage.stores.folders import ParentFolder, SmallFiles, open_parent_folder
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.threads import WorkerThreads
 
@@ -36,10 +36,13 @@ __all__ = [
     "CheckpointSummary",
     "figures_by_rank",
     "header_of",
+    "list_below",
     "list_checkpoints",
+    "list_runs",
     "name_and_step",
     "open_index",
 ]
+
 
 T = TypeVar("T")
 
@@ -52,7 +55,7 @@ class CheckpointSummary:
 
     ``state`` is "committed", "incomplete" (data files that no save committed) or "unreadable" (``problem``
     says why); of weights without a commit, such as a torch.save file, "complete", or "unopened" in a quick
-    listing; of `dcp.inspection.runs` "run", with the number of its ``checkpoints``. ``step`` is the number
+    listing; of `list_runs` "run", with the number of its ``checkpoints``. ``step`` is the number
     at the end of the name. ``bytes`` is the size of the files it refers to. What is not known is None.
     """
 
@@ -342,3 +345,144 @@ def figures_by_rank(noted: object) -> tuple[dict[str, float], ...]:
         {str(name): float(value) for name, value in figures.items() if isinstance(value, int | float)}
         for figures in ranks
     )
+
+
+_DEEPEST = 4
+"""Folders below folders that are looked into for runs."""
+
+
+@plain_errors
+def list_runs(
+    checkpoint_id: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+) -> list[CheckpointSummary]:
+    """The runs below a folder, however deep within four levels, by name; not the folder itself.
+
+    Their ``state`` is "run" and their ``name`` relative to the folder; ``checkpoints`` is the number of those
+    committed directly in them, ``committed_seconds`` the time of the last commit, and ``step`` that of the
+    last commit whose name has one. What cannot be listed, and folders whose names begin with a dot, are
+    passed over.
+
+    Args:
+        checkpoint_id: The path or URL of the folder.
+        storage_options: Of the file system of a URL, as for `dcp.save`.
+
+    Returns:
+        A line a run.
+
+    Raises:
+        CheckpointNotFoundError: There is no such folder.
+        StorageError: The storage cannot be listed.
+    """
+    opener = OpenWith(storage_options)
+    if locate(checkpoint_id, open_store=opener).file is not None:
+        return []
+    root = open_parent_folder(checkpoint_id, open_store=opener)
+    return [
+        _run_summary(name, run, committed)
+        for name, run, committed in _below(root, opener, "", 1)
+        if committed
+    ]
+
+
+@plain_errors
+def list_below(
+    checkpoint_id: str | os.PathLike[str],
+    *,
+    quick: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> list[CheckpointSummary]:
+    """The checkpoints of a folder and of all folders below it, within four levels, as `list_checkpoints` has
+    those of one; their names are relative to the folder.
+
+    Args:
+        checkpoint_id: The path or URL of the folder.
+        quick: As for `list_checkpoints`.
+        storage_options: Of the file system of a URL, as for `dcp.save`.
+
+    Returns:
+        A line a checkpoint.
+
+    Raises:
+        CheckpointNotFoundError: There is no such folder.
+        StorageError: The storage cannot be listed.
+    """
+    opener = OpenWith(storage_options)
+    found = list_checkpoints(checkpoint_id, quick=quick, storage_options=storage_options)
+    if locate(checkpoint_id, open_store=opener).file is not None:
+        return found
+    for name, run, _ in _below(open_parent_folder(checkpoint_id, open_store=opener), opener, "", 1):
+        in_it = list_checkpoints(run.url, quick=quick, storage_options=storage_options)
+        found += [replace(row, name=f"{name}/{row.name}") for row in in_it if row.url != run.url]
+    return found
+
+
+def _below(
+    root: ParentFolder,
+    opener: OpenWith,
+    prefix: str,
+    depth: int,
+    looked: Mapping[str, SmallFiles] | None = None,
+) -> Iterator[tuple[str, ParentFolder, dict[str, SmallFiles]]]:
+    """The folders below that are no checkpoints, each with the committed ones directly in it."""
+    looked = root.look() if looked is None else looked
+    for name in root.names():
+        if name.startswith(".") or _is_committed(looked.get(name, {})):
+            continue
+        run = open_parent_folder(f"{root.url.rstrip('/')}/{name}", open_store=opener)
+        try:
+            in_run = run.look()
+        except CheckpointError:
+            continue
+        yield prefix + name, run, {name: files for name, files in in_run.items() if _is_committed(files)}
+        if depth < _DEEPEST:
+            yield from _below(run, opener, f"{prefix}{name}/", depth + 1, in_run)
+
+
+def _is_committed(files: SmallFiles) -> bool:
+    return any(map(is_commit_object, files))
+
+
+def _run_summary(name: str, run: ParentFolder, committed: Mapping[str, SmallFiles]) -> CheckpointSummary:
+    times = {
+        folder: max(info.modified_seconds for file, info in files.items() if is_commit_object(file))
+        for folder, files in committed.items()
+    }
+    steps = {folder: step for folder in times if (step := name_and_step(folder)[1]) is not None}
+    newest = max(steps, key=lambda folder: (times[folder], folder), default=None)
+    step = None if newest is None else steps[newest]
+    return CheckpointSummary(name, run.url, "run", step, max(times.values()), checkpoints=len(committed))
+
+
+def folder_weights(files: Sequence[FileInfo]) -> list[FileInfo]:
+    """The files that are one set of weights together; as far as names tell."""
+    shown = [file for file in files if not file.name.startswith(".")]
+    for one in by_precedence(formats()):
+        belongs = one.is_in_folder if one.names_suffice else one.marks_folder
+        found = [file for file in shown if belongs(file.name)]
+        if one.suffixes:  # what only lists the others is no weights
+            found = [file for file in found if one.has_suffix(file.name)]
+        if found:
+            return found
+    return []
+
+
+def single_files(files: Sequence[FileInfo], known: Collection[str]) -> list[FileInfo]:
+    """The files that could each be weights, without those ``known`` as parts of the folder's."""
+    suffixes = file_suffixes()
+    return [
+        file
+        for file in files
+        if file.name.lower().endswith(suffixes) and not file.name.startswith(".") and file.name not in known
+    ]
+
+
+def is_weight_file(store: Store, file: FileInfo) -> bool:
+    """Return whether the file begins as one of the formats that its name may be of: ``.bin`` may be
+    anything."""
+    if any(one.names_suffice and one.has_suffix(file.name) for one in formats()):
+        return True
+    try:
+        begin, _ = store.read_start(file.name, BEGIN_BYTES)
+        return any(one.begins_so(begin) for one in formats())
+    except CheckpointError:  # whoever opens it will tell
+        return True

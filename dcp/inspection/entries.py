@@ -138,7 +138,7 @@ def object_row(store: Store, index: CheckpointIndex, fqn: str) -> ObjectRow:
 
 
 def _plain_values(store: Store, index: CheckpointIndex, places: list[_Place]) -> dict[_Place, Any]:
-    """What at ``places`` (file, offset, length) is harmless, decoded without running anything."""
+    """Values at ``places`` (file, offset, length) that are harmless, decoded without running anything."""
     found: dict[_Place, Any] = {}
     with ReadEngine(store, index, threads=store.read_profile.threads or 1) as engine:
         for first in range(0, len(places), _BLOBS_AT_ONCE):

@@ -1,4 +1,4 @@
-"""What a verification finds."""
+"""Findings of a verification."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Finding:
 
     @property
     def is_note(self) -> bool:
-        """Whether the checkpoint loads as it was committed all the same: a file that it does not refer to.
+        """Return whether the checkpoint loads as it was committed all the same: a file that it does not refer
+        to.
 
         A save that is killed leaves such, and a power cut brings back what was deleted right before it.
         """
@@ -44,7 +45,7 @@ class Finding:
 
 @dataclass(slots=True)
 class VerifyReport:
-    """What `verify` did and found. ``unchecked_bytes`` were read, but their format records no checksum.
+    """The result of `verify`. ``unchecked_bytes`` were read, but their format records no checksum.
 
     ``digest`` is of all tensors, as `dcp digest` has it, where nothing is wrong and it was asked for.
     """
@@ -60,7 +61,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong; there may be notes."""
+        """Return whether nothing is wrong; there may be notes."""
         return not self.faults
 
     @property
@@ -70,5 +71,5 @@ class VerifyReport:
 
 
 def kind_of(error: CheckpointError, otherwise: str) -> str:
-    """That of a finding: what a newer version wrote is told from damage of the kind ``otherwise``."""
+    """The kind of a finding: what a newer version wrote is told from damage of the kind ``otherwise``."""
     return "unsupported" if isinstance(error, UnsupportedFormatError) else otherwise

@@ -1,4 +1,5 @@
-"""Whether a checkpoint's bytes are those that were committed: every block is read, torch is not needed.
+"""Verification: a checkpoint's bytes are compared with those that were committed. Every block is read, torch
+is not needed.
 
 Checked are the index itself, the files (missing, of the wrong size, unknown), every payload against its
 checksums, what surrounds it in its record (stock torch goes by that), `.metadata` against the manifest, and
@@ -18,8 +19,7 @@ import numpy as np
 
 from dcp.calls.plain_errors import plain_errors
 from dcp.inspection.findings import Finding, ReportBytes, VerifyReport, kind_of
-from dcp.inspection.payload_checks import PayloadChecks
-from dcp.inspection.streamed_sums import StreamedSums
+from dcp.inspection.payload_checks import PayloadChecks, StreamedSums
 from dcp.inspection.values.digests import CheckpointDigests, check_digests, digests
 from dcp.inspection.values.tensor_reading import TensorReader
 from dcp.planners.load.selection import Patterns
@@ -153,7 +153,8 @@ def verify_place(
 
 
 def _was_replaced(place: SourcePlace, index: CheckpointIndex) -> bool:
-    """Whether another checkpoint is there than that of ``index``; one that is gone or damaged is not."""
+    """Return whether another checkpoint is there than that of ``index``; one that is gone or damaged is
+    not."""
     try:
         return encode_manifest(index_at(place)) != encode_manifest(index)
     except CheckpointError:

@@ -78,10 +78,10 @@ class WholePlanner(DefaultLoadPlanner):
             if entry.tied_to != number
         }
         state_dict.clear()
-        for entry in tensors:
+        for entry, shape in zip(tensors, entries.shapes, strict=True):
             if entry.fqn not in self._tied:
                 state_dict[entry.fqn] = torch.empty(
-                    entries.shape(entry), dtype=torch_dtype(entry.dtype_code), device=self._device
+                    shape, dtype=torch_dtype(entry.dtype_code), device=self._device
                 )
         state_dict.update(dict.fromkeys(value.fqn for value in entries.values))
         state_dict.update(dict.fromkeys(entries.refused))  # planning says what they need

@@ -1,4 +1,4 @@
-"""Whether what is in a model now is what a checkpoint has: names, types, digests, values; on any mesh.
+"""Proofs that a model has now what a checkpoint has: names, types, digests, values; on any mesh.
 
 `prove` compares what a save would take with the checkpoint's index. Nothing is written, and nothing changed.
 """

@@ -3,28 +3,224 @@ tells nothing."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
+import msgpack
 import numpy as np
+import numpy.typing as npt
 
 from dcp.inspection.values.tensor_reading import TensorReader
+from dcp.planners.columns import SaveColumns
+from dcp.planners.encoded_objects import encoded_object
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.load.selection import Selection
 from dcp.planners.per_rank import rank_holder, rank_number
-from dcp.proving.proof import FindingKind, Proof, ProofFinding, RankProof
-from dcp.proving.rank_digests import RankDigests, value_print
+from dcp.planners.rank_state import RankState
+from dcp.planners.wire.codec import SectionCache, decode_save_columns, encode_save_columns
 from dcp.storage.digests.boxes import BoxDigest, logical_runs
-from dcp.storage.digests.field import power, product
+from dcp.storage.digests.field import as_elements, power, product
+from dcp.storage.digests.places import LogicalPlaces
 from dcp.storage.digests.runs import KEY
 from dcp.storage.digests.shown import SUM_BYTES
+from dcp.storage.errors import CheckpointFormatError, PlanError
 from dcp.storage.formats import dtypes
+from dcp.storage.formats.index import Int64, itemsizes
+from dcp.storage.formats.native.object_blob import ObjectBlob
+from dcp.storage.formats.torch.python_values import encode_value, python_value
 from dcp.storage.geometry.boxes import Box
 from dcp.storage.geometry.joins import BoxSet, disjoint, overlapping_pairs
+from dcp.storage.geometry.ragged import gather_rows
 from dcp.storage.near_names import listed
+from dcp.storage.tensors import byte_pieces
 
-__all__ = ["compare_ranks"]
+__all__ = [
+    "FindingKind",
+    "Proof",
+    "ProofFinding",
+    "RankDigests",
+    "RankProof",
+    "compare_ranks",
+    "digests_of_rank",
+]
+
+
+FindingKind = Literal[
+    "missing", "unexpected", "dtype", "shape", "tensor", "incomplete", "overlap", "value", "undecided"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ProofFinding:
+    """One entry that is not what was saved.
+
+    ``kind``: "missing" in the state, or "unexpected" there; another "dtype" or "shape"; "tensor": other
+    bytes; "incomplete": the ranks do not have all of it; "overlap": an element is in two parts; "value":
+    another value; "undecided": its pickle differs, and only code that is not trusted would tell more.
+    ``ranks`` are those that have it so; none if it is of all.
+    """
+
+    kind: FindingKind
+    fqn: str
+    message: str
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RankProof:
+    """The holdings of a rank: tensors, bytes of its parts of them, values; ``differing`` names its
+    findings."""
+
+    rank: int
+    tensors: int
+    bytes: int
+    values: int
+    seconds: float
+    differing: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """Equal names, dtypes, shapes, bytes and values (``ok``), or what differs; the same on all ranks.
+
+    ``tensors`` and ``values`` were compared, and are equal but for ``findings``. ``bytes_read`` of the
+    checkpoint beside its index: 0 if its manifest has digests and nothing differs. ``left`` names entries of
+    ranks that are not there any more, which no state can have.
+    """
+
+    checkpoint: str
+    save_id: str | None
+    world_size: int
+    tensors: int
+    values: int
+    bytes: int
+    bytes_read: int
+    findings: tuple[ProofFinding, ...]
+    left: tuple[str, ...]
+    ranks: tuple[RankProof, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Return whether all is as it was saved."""
+        return not self.findings
+
+    def to_json(self) -> str:
+        """All of it, to be kept beside a run."""
+        return json.dumps({"ok": self.ok, **asdict(self)}, indent=2)
+
+    @classmethod
+    def of_json(cls, text: str) -> Proof:
+        """The inverse of `to_json`."""
+        fields: dict[str, Any] = json.loads(text)
+        del fields["ok"]
+        fields["findings"] = tuple(
+            ProofFinding(**finding | {"ranks": tuple(finding["ranks"])}) for finding in fields["findings"]
+        )
+        fields["ranks"] = tuple(
+            RankProof(**share | {"differing": tuple(share["differing"])}) for share in fields["ranks"]
+        )
+        return cls(**fields | {"left": tuple(fields["left"])})
+
+
+_PRINT_BYTES = 16
+_MAX_ENCODED_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, eq=False)
+class RankDigests:
+    """The digests of a rank: ``added`` is two words for each item of ``columns``, ``prints`` what
+    `value_print` makes of each value."""
+
+    columns: SaveColumns
+    added: npt.NDArray[np.uint64]
+    prints: Sequence[bytes]
+    size_bytes: int
+    seconds: float
+
+    def encode(self) -> bytes:
+        """As bytes."""
+        fields = [encode_save_columns(self.columns), self.added.tobytes(), list(self.prints)]
+        return bytes(msgpack.packb([*fields, self.size_bytes, self.seconds]))
+
+    @classmethod
+    def decode(cls, data: bytes, sections: SectionCache) -> RankDigests:
+        """The inverse of `encode`; all ranks' share ``sections``."""
+        columns, added, prints, size, seconds = msgpack.unpackb(data)
+        elements = as_elements(added)
+        return cls(decode_save_columns(columns, sections), elements, prints, size, seconds)
+
+
+def digests_of_rank(local: RankState) -> RankDigests:
+    """The digests of a rank's state; all its tensors are read."""
+    begun = time.perf_counter()
+    columns = local.columns
+    places = _places(columns)
+    _check_inside(columns, places)
+    rows = np.arange(len(columns.item_tensors), dtype=np.int64)
+    values = bytearray()
+    for row, view in zip(rows.tolist(), local.views(rows), strict=True):
+        box = places.digest(row)()
+        for piece in byte_pieces(view.detach()):
+            box.update(memoryview(piece))
+        values += box.value().to_bytes(SUM_BYTES, "big")
+    prints = []
+    for fqn, value in zip(columns.objects.fqns, local.objects, strict=True):
+        encoded = encoded_object(fqn, value, {})
+        prints.append(value_print(encoded.plain, encoded.blob))
+    added = places.placed(as_elements(bytes(values)))
+    size = int((places.volumes * places.itemsizes).sum())
+    return RankDigests(columns, added, prints, size, time.perf_counter() - begun)
+
+
+def _places(columns: SaveColumns) -> LogicalPlaces:
+    tensors = columns.item_tensors
+    shapes = gather_rows(columns.shape_values, columns.shape_start, tensors)
+    sizes: Int64 = itemsizes(columns.dtype_codes[tensors])
+    return LogicalPlaces(columns.box_start, shapes, columns.item_offsets, columns.item_sizes, sizes)
+
+
+def _check_inside(columns: SaveColumns, places: LogicalPlaces) -> None:
+    """PlanError for a box that reaches outside of its tensor, as a save raises it."""
+    offsets, sizes = places.offsets, places.sizes
+    outside = np.flatnonzero((offsets < 0) | (sizes < 0) | (sizes > places.shapes - offsets))
+    if len(outside):
+        item = int(np.searchsorted(places.start, outside[0], "right")) - 1
+        fqn, own = (
+            columns.fqns[int(columns.item_tensors[item])],
+            slice(*places.start[item : item + 2].tolist()),
+        )
+        box = f"{sizes[own].tolist()} from {offsets[own].tolist()} on"
+        raise PlanError(
+            f"{fqn!r} has a part, {box}, outside of its shape {places.shapes[own].tolist()}", fqn=fqn
+        )
+
+
+def value_print(plain: bytes | None, blob: bytes) -> bytes:
+    """Values with the same print are equal, their types too. It is ``v`` and a hash of the value or, if
+    that has classes of the user's, ``p`` and a hash of its pickle, which may differ for equal values."""
+    if plain is not None:
+        return b"v" + _hash(plain)
+    encoded: bytes | None = None
+    try:
+        opened = ObjectBlob(blob)
+        encoded = encode_value(_value_of(opened), limit_bytes=_MAX_ENCODED_BYTES)
+    except CheckpointFormatError:
+        pass  # it has classes that are not decoded
+    return b"p" + _hash(blob) if encoded is None else b"v" + _hash(encoded)
+
+
+def _value_of(opened: ObjectBlob) -> Any:
+    return python_value(opened.decoded, opened.pickle_bytes)
+
+
+def _hash(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=_PRINT_BYTES).digest()
+
 
 _MAX_LISTED = 10
 
@@ -117,7 +313,7 @@ class _DigestComparison:
     # -- tensors ---------------------------------------------------------------------------------------------
 
     def _types(self, fqn: str, held: _RanksTensor) -> list[ProofFinding]:
-        """What ranks have that is no tensor of the saved dtype and shape."""
+        """The tensors of ranks that have not the saved dtype and shape."""
         row = self._index.position[fqn]
         dtype, shape = self._index.dtype(row), self._index.shape(row)
         found = []
@@ -153,7 +349,7 @@ class _DigestComparison:
                 yield _differs("tensor", fqn, "has other bytes than were saved", odd)
 
     def _has_sum(self, row: int, held: _RanksTensor) -> bool:
-        """Whether all ranks agree, and on what the manifest has; False where it tells nothing."""
+        """Return whether all ranks agree, and on what the manifest has; False where it tells nothing."""
         expected = self._index.digests[row] if len(self._index.digests) else b""
         if not expected or any(len(found) > 1 for found in held.boxes.values()):
             return False
@@ -171,7 +367,7 @@ class _DigestComparison:
         return sorted(odd)
 
     def _stored(self, row: int, box: Box) -> bytes:
-        """What the stored elements of ``box`` add to the sum."""
+        """The value that the stored elements of ``box`` add to the sum."""
         index = self._index
         runs = logical_runs(index.shape(row), box.offsets, box.sizes, index.dtype(row).itemsize)
         digest = BoxDigest(runs)

@@ -87,8 +87,7 @@ def plan_download(
     """
     # Only here: a service is to answer soon after its start.
     from dcp.conversion.contents.entries import choose_entries
-    from dcp.conversion.plan import LayoutOptions, plan_layout
-    from dcp.conversion.targets.places import TargetPlace
+    from dcp.conversion.targets.job import ConversionOptions, plan_layout
     from dcp.planners.garbage_collection import garbage_collection_paused
     from dcp.server.data.sending.planned import PlannedBody
     from dcp.storage.engine.reading.engine import ReadEngine
@@ -98,12 +97,11 @@ def plan_download(
     only, exclude = list(options.only) or None, list(options.exclude) or None
     entries = choose_entries(index, only=only, exclude=exclude, dtype=options.dtype)
     check()
-    place = TargetPlace(store.url, store, f"download{_suffix(options)}", None)
+    file_name = f"download{_suffix(options)}"
     with garbage_collection_paused(), ReadEngine(store, index, verify="blocks") as engine:
-        layout_options = LayoutOptions(options.to, drop_objects=options.drop_objects)
-        planned = plan_layout(entries, engine, place, layout_options, save_id="", is_compared=True)
+        of_target = ConversionOptions(options.to, drop_objects=options.drop_objects)
+        planned = plan_layout(entries, engine, of_target, file_name, save_id="", is_compared=True)
         check()
-        planned.layout.check()
         body = PlannedBody(engine, planned.layout)
     return PlannedDownload(opened, body, planned.dropped, opened.held_bytes + body.held_bytes)
 

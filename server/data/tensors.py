@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from dcp.conversion.contents.casting import CASTABLE
-from dcp.conversion.layouts.layout import CopyBuilder, Literals, TargetLayout
+from dcp.conversion.layouts.layout import Copies, Literals, TargetLayout
 from dcp.conversion.layouts.layout import Literal as LiteralBytes
 from dcp.inspection.values.elements import decode, stored_dtype
 from dcp.inspection.values.strided_selection import select
@@ -56,11 +56,10 @@ def plan_tensor(opened: OpenCheckpoint, fqn: str, slices: Slices | None, to: Ten
     is_castable = target == dtype or {dtype.code, target.code} <= CASTABLE
     body: Body
     if slices is None and is_castable:
-        copies = CopyBuilder()
-        copies.add(row, ((0,) * len(shape), shape), target.code, 0, len(head))
-        size = len(head) + math.prod(shape) * target.itemsize
+        size = math.prod(shape) * target.itemsize
+        copies = Copies.of_tensors(index, [row], [target.code], [0], [len(head)], [size])
         literals = Literals.of([LiteralBytes(0, 0, head)])
-        layout = TargetLayout(["tensor"], [size], literals, copies.build())
+        layout = TargetLayout(["tensor"], [len(head) + size], literals, copies)
         with ReadEngine(opened.store, index, verify="blocks") as engine:
             body = PlannedBody(engine, layout)
     else:

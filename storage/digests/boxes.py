@@ -1,4 +1,4 @@
-"""What a box adds to its tensor's digest: where its bytes lie in the tensor, and the sum of their values."""
+"""Digests of boxes: where its bytes lie in the tensor, and the sum of their values."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _ROWS_BYTES: Final = 256 << 10
 
 
 def blocks_of(size_bytes: int) -> int:
-    """How many blocks ``size_bytes`` take."""
+    """The number of blocks that ``size_bytes`` take."""
     return -(-size_bytes // BLOCK_BYTES)
 
 
 class LogicalRuns(NamedTuple):
-    """Where the bytes of a box lie among those of its tensor (``tensor_bytes``) in C order.
+    """Places of the bytes of a box among those of its tensor (``tensor_bytes``) in C order.
 
     ``run_bytes`` follow each other, from ``first`` on and then again and again: ``counts`` times, ``strides``
     bytes apart, in each of some dimensions.
@@ -69,11 +69,11 @@ class LogicalRuns(NamedTuple):
 
     @property
     def is_regular(self) -> bool:
-        """Whether all runs begin alike within a block."""
+        """Return whether all runs begin alike within a block."""
         return all(stride % BLOCK_BYTES == 0 for stride in self.strides)
 
     def begins(self) -> Int64:
-        """Where each run begins."""
+        """The begin of each run."""
         begins = np.array([self.first], np.int64)
         for count, stride in zip(self.counts, self.strides, strict=True):
             begins = (begins[:, None] + stride * np.arange(count, dtype=np.int64)).reshape(-1)
@@ -84,7 +84,7 @@ class LogicalRuns(NamedTuple):
 def logical_runs(
     shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], itemsize: int
 ) -> LogicalRuns:
-    """Where the box of ``sizes`` from ``offsets`` on lies in a tensor of ``shape``."""
+    """The runs of the box of ``sizes`` from ``offsets`` on in a tensor of ``shape``."""
     strides = c_strides(shape, itemsize)
     run, counts, steps = itemsize, list[int](), list[int]()
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
@@ -182,7 +182,8 @@ class BoxDigest:
             self._cut(data)
 
     def value(self) -> int:
-        """What the box adds to the sum of the tensor's values, but for the blocks behind its last one."""
+        """The value that the box adds to the sum of the tensor's values, but for the blocks behind its last
+        one."""
         runs = self._runs
         if not runs.counts:
             return self._sum.upto(blocks_of(runs.last_end))

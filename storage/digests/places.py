@@ -1,4 +1,4 @@
-"""Where boxes that are written lie in their tensors, many at once, and what each adds to a digest."""
+"""Places of boxes that are written in their tensors, many at once, and what each adds to a digest."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class LogicalPlaces:
         return is_simple
 
     def digest(self, row: int) -> type[RunDigest] | Callable[[], BoxDigest]:
-        """What makes what takes the bytes of one box."""
+        """A factory of what takes the bytes of one box."""
         return RunDigest if self._simple[row] else partial(BoxDigest, self.runs(row))
 
     @cached_property
@@ -90,12 +90,12 @@ class LogicalPlaces:
         return ends
 
     def placed(self, values: Elements) -> Elements:
-        """What the boxes add to their tensors' sums, by the value of each (`BoxDigest.value`)."""
+        """The values that the boxes add to their tensors' sums, by the value of each (`BoxDigest.value`)."""
         whole = row_products(self.shapes, self.start) * self.itemsizes
         return times_powers(values, KEY, -(-whole // BLOCK_BYTES) + (-self._ends // BLOCK_BYTES))
 
     def alike(self, rows: Int64, others: Int64) -> npt.NDArray[np.bool_]:
-        """Whether the same bytes have the same value at ``rows`` as at ``others``, pair by pair."""
+        """Return whether the same bytes have the same value at ``rows`` as at ``others``, pair by pair."""
         same = self.is_simple[rows] & self.is_simple[others]
         for at in np.flatnonzero(~same).tolist():
             one, other = self.runs(int(rows[at])), self.runs(int(others[at]))

@@ -1,4 +1,4 @@
-"""What bytes that follow each other in a tensor add to its digest, as AES-GCM computes it.
+"""Values that runs of bytes in a tensor add to its digest, as AES-GCM computes it.
 
 The *value* of a run is that of GHASH over its blocks and one block of zeros: each block times a power of
 `KEY` that grows with the number of blocks behind it. Blocks are counted from the tensor's first byte, so a
@@ -66,7 +66,7 @@ def _ghash() -> Callable[[Any], bytes]:
 
 @lru_cache(maxsize=1024)
 def _correction(size: int) -> int:
-    """What is in the tag beside the value: the encrypted counter, and the length in bits as a block."""
+    """The part of the tag beside the value: the encrypted counter, and the length in bits as a block."""
     return _ENCRYPTED_COUNTER ^ product(8 * size << 64, KEY)
 
 

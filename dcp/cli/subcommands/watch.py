@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _END_SECONDS: Final = 10.0
-"""How long a command may take to end by SIGTERM."""
+"""The time that a command may take to end by SIGTERM."""
 
 _PR_SET_PDEATHSIG: Final = 1
 _STDERR: Final = 2

@@ -9,12 +9,13 @@ number.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from dcp.inspection.values import elements
 from dcp.storage.errors import OptionError
 from dcp.storage.formats import dtypes
 
@@ -22,17 +23,9 @@ __all__ = ["CASTABLE", "TOO_LARGE", "cast", "check_castable", "narrowed", "store
 
 _Array = npt.NDArray[Any]
 
-_STORED: Final[dict[str, str]] = {
-    "float64": "<f8",
-    "float32": "<f4",
-    "float16": "<f2",
-    "bfloat16": "<u2",
-    "float8_e4m3fn": "u1",
-    "float8_e5m2": "u1",
-}
-"""What the elements are to numpy."""
+_NAMES: Final = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
-CASTABLE: Final = frozenset(dtypes.BY_NAME[name].code for name in _STORED)
+CASTABLE: Final = frozenset(dtypes.BY_NAME[name].code for name in _NAMES)
 """Codes of the types that can be cast to each other."""
 
 TOO_LARGE: Final[dict[int, float]] = {
@@ -52,52 +45,52 @@ TOO_LARGE: Final[dict[int, float]] = {
 def check_castable(name: object) -> int:
     """The code of the dtype called ``name`` (``torch.`` before it is fine); PlanError if there is no cast."""
     text = str(name).removeprefix("torch.")
-    if text not in _STORED:
-        raise OptionError(f"dtype must be one of {', '.join(_STORED)}, not {text!r}")
+    if text not in _NAMES:
+        raise OptionError(f"dtype must be one of {', '.join(_NAMES)}, not {text!r}")
     return dtypes.BY_NAME[text].code
 
 
 def stored_dtype(code: int) -> np.dtype[Any]:
-    """What the elements of a type that can be cast are to numpy."""
-    return np.dtype(_STORED[dtypes.BY_CODE[code].name])
+    """The type of the elements to numpy, of a type that can be cast."""
+    return elements.stored_dtype(dtypes.BY_CODE[code])
 
 
-def cast(elements: memoryview, source_code: int, target_code: int) -> _Array:
-    """The elements of type ``source_code`` in ``elements`` as an array of bytes of type ``target_code``."""
-    source, target = dtypes.BY_CODE[source_code].name, dtypes.BY_CODE[target_code].name
-    values = np.frombuffer(elements, _STORED[source])
+def cast(data: memoryview, source_code: int, target_code: int) -> _Array:
+    """The elements of type ``source_code`` in ``data`` as an array of bytes of type ``target_code``."""
+    source, target = dtypes.BY_CODE[source_code], dtypes.BY_CODE[target_code]
+    values = np.frombuffer(data, elements.stored_dtype(source))
     with np.errstate(over="ignore", invalid="ignore"):
-        if {source, target} == {"float64", "float32"}:
-            return values.astype(_STORED[target]).view(np.uint8)
-        single = _DECODE[source](values)
-        return _ENCODE[target](single).view(np.uint8)
+        if source.name == "float64":
+            values = values.astype("<f4")
+        elif not {source.name, target.name} <= {"float32", "float64"}:
+            values = elements.as_float32(values, source)
+    return narrowed(values, target_code)
 
 
-def widened(elements: _Array, code: int, out: _Array) -> _Array:
-    """The elements of type ``code``, stored as ``elements``, in the type of ``out``, float32 or float64:
-    ``elements`` themselves, or put into ``out``. What is wider is rounded once."""
-    name = dtypes.BY_CODE[code].name
-    if elements.dtype == out.dtype:
-        return elements
+def widened(stored: _Array, code: int, out: _Array) -> _Array:
+    """The elements of type ``code``, as they are ``stored``, in the type of ``out``, float32 or float64:
+    ``stored`` itself, or put into ``out``. What is wider is rounded once."""
+    dtype = dtypes.BY_CODE[code]
+    if stored.dtype == out.dtype:
+        return stored
     with np.errstate(over="ignore", invalid="ignore"):
-        if name == "bfloat16" and out.dtype == np.float32:
-            np.left_shift(elements, 16, out=out.view(np.uint32), dtype=np.uint32)
-        elif name in ("float32", "float64"):
-            out[:] = elements
+        if dtype.name == "bfloat16" and out.dtype == np.float32:
+            np.left_shift(stored, 16, out=out.view(np.uint32), dtype=np.uint32)
         else:
-            out[:] = _DECODE[name](elements)
+            out[:] = stored if dtype.name == "float64" else elements.as_float32(stored, dtype)
     return out
 
 
 def narrowed(values: _Array, code: int) -> _Array:
     """Numbers of float32 or float64 as bytes of the type ``code``: rounded once, to the nearest, ties to
     even. Numbers from `TOO_LARGE` on, and what is none, are for the caller to find."""
-    name = dtypes.BY_CODE[code].name
+    dtype = dtypes.BY_CODE[code]
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        if _STORED[name].startswith("<f"):
-            return np.ascontiguousarray(values.astype(_STORED[name], copy=False)).view(np.uint8)
+        if dtype.name in ("float64", "float32", "float16"):
+            kind = elements.stored_dtype(dtype)
+            return np.ascontiguousarray(values.astype(kind, copy=False)).view(np.uint8)
         single = values if values.dtype == np.float32 else _odd_single(values)
-        return _ENCODE[name](single).view(np.uint8)
+        return _ENCODE[dtype.name](single).view(np.uint8)
 
 
 def _odd_single(values: _Array) -> _Array:
@@ -111,29 +104,10 @@ def _odd_single(values: _Array) -> _Array:
     return single
 
 
-def _bfloat16_to_single(bits: _Array) -> _Array:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
 def _single_to_bfloat16(values: _Array) -> _Array:
     bits = values.view(np.uint32)
     rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
     return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype("<u2")
-
-
-@lru_cache(maxsize=1)
-def _e4m3fn_values() -> _Array:
-    codes = np.arange(256)
-    exponent, mantissa = (codes >> 3) & 15, codes & 7
-    normal = np.ldexp(1 + mantissa / 8, exponent - 7)
-    values = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), normal)
-    values[codes & 0x7F == 0x7F] = np.nan
-    return np.where(codes & 0x80, -values, values).astype(np.float32)
-
-
-def _e5m2_to_single(bits: _Array) -> _Array:
-    """It is the upper half of a float16."""
-    return (bits.astype("<u2") << 8).view("<f2").astype(np.float32)
 
 
 def _single_to_float8(
@@ -158,28 +132,8 @@ def _single_to_float8(
     return result.astype(np.uint8) | sign
 
 
-def _single_to_e4m3fn(values: _Array) -> _Array:
-    return _single_to_float8(values, mantissa_bits=3, bias=7, too_large=1086 << 20, infinite=0x7E)
-
-
-def _single_to_e5m2(values: _Array) -> _Array:
-    return _single_to_float8(values, mantissa_bits=2, bias=15, too_large=143 << 23, infinite=0x7C)
-
-
-_DECODE: Final[dict[str, Callable[[_Array], _Array]]] = {
-    "float64": lambda values: values.astype("<f4"),
-    "float32": lambda values: values,
-    "float16": lambda values: values.astype("<f4"),
-    "bfloat16": _bfloat16_to_single,
-    "float8_e4m3fn": lambda values: _e4m3fn_values()[values],
-    "float8_e5m2": _e5m2_to_single,
-}
-
 _ENCODE: Final[dict[str, Callable[[_Array], _Array]]] = {
-    "float64": lambda values: values.astype("<f8"),
-    "float32": lambda values: np.ascontiguousarray(values),
-    "float16": lambda values: values.astype("<f2"),
     "bfloat16": _single_to_bfloat16,
-    "float8_e4m3fn": _single_to_e4m3fn,
-    "float8_e5m2": _single_to_e5m2,
+    "float8_e4m3fn": partial(_single_to_float8, mantissa_bits=3, bias=7, too_large=1086 << 20, infinite=0x7E),
+    "float8_e5m2": partial(_single_to_float8, mantissa_bits=2, bias=15, too_large=143 << 23, infinite=0x7C),
 }

@@ -1,4 +1,4 @@
-"""What is taken from a checkpoint, and under which names: selection, renaming, casts, ties, values.
+"""Entries of a conversion: what is taken from a checkpoint, under which names, cast to what, tied to what.
 
 A target's layout is made from `Entries` alone, so that every option works alike for all formats.
 """
@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from itertools import pairwise, starmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,7 +57,8 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """What is converted, in the order of the source's state dict. ``source_names`` gives the names there.
+    """The entries that are converted, in the order of the source's state dict. ``source_names`` gives the
+    names there.
 
     ``refused`` are values that the source has and that nobody may decode, by new name, with what they need.
     ``empty`` are the paths of the source's empty containers that are chosen and not renamed.
@@ -71,41 +71,32 @@ class Entries:
     refused: Mapping[str, str] = field(default_factory=dict)
     empty: frozenset[Path] = frozenset()
 
-    def shape(self, entry: TensorEntry) -> tuple[int, ...]:
-        """Shape of an entry's tensor."""
-        return self._shapes[entry.tensor]
-
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
         """The shape of each entry's tensor."""
-        return [self._shapes[entry.tensor] for entry in self.tensors]
+        values, bounds = self.index.shape_values.tolist(), self.index.shape_start.tolist()
+        return [tuple(values[bounds[row] : bounds[row + 1]]) for row, *_ in self.tensors]
 
     @cached_property
     def elements(self) -> list[int]:
-        """Of each entry's tensor, how many."""
+        """The number of elements of each entry's tensor."""
         return list(map(math.prod, self.shapes))
-
-    @cached_property
-    def _shapes(self) -> list[tuple[int, ...]]:
-        values, bounds = self.index.shape_values.tolist(), self.index.shape_start.tolist()
-        return [tuple(values[begin:end]) for begin, end in pairwise(bounds)]
 
     @cached_property
     def paths(self) -> dict[str, Path]:
         """Paths by new name, in the order of the source's state dict, where it tells that."""
         paths = {entry.fqn: entry.path for entry in self.tensors}
         paths |= {value.fqn: value.path for value in self.values}
-        known = self.index.planner_data
-        if not _has_paths(known):
+        known = _known_paths(self.index)
+        if known is None:
             return paths
         if known.keys() == paths.keys() and not self.is_renamed:
             return dict(known)
         new_names = {self.source_names[name]: name for name in paths}
-        ordered = {new_names[name]: paths[new_names[name]] for name in known if name in new_names}
-        return ordered | paths
+        return {new_names[name]: paths[new_names[name]] for name in known if name in new_names} | paths
 
     def structure(self) -> dict[str, Any] | None:
-        """The source's notes on containers, as far as they are of what is converted."""
+        """The source's notes on those containers that hold what is converted."""
         structure = self.index.provenance.get("structure")
         if not isinstance(structure, dict) or not isinstance(structure.get("containers"), list):
             return None
@@ -117,10 +108,8 @@ class Entries:
         known = structure.get("values", {})
         if not isinstance(known, dict):
             raise CheckpointFormatError("the notes on the structure of the checkpoint are malformed")
-        paths = [entry.path for entry in self.tensors] + [value.path for value in self.values]
-        total = self.index.tensor_count + len(self.index.objects)
-        is_whole = len(paths) == total and not self.is_renamed
-        if is_whole:
+        paths = [*(entry.path for entry in self.tensors), *(value.path for value in self.values)]
+        if len(paths) == self.index.tensor_count + len(self.index.objects) and not self.is_renamed:
             return structure
         children: dict[Path, set[str]] = {}
         for path in [*paths, *self.empty]:
@@ -146,8 +135,8 @@ class Entries:
 
     @property
     def is_renamed(self) -> bool:
-        """Whether any name differs from the source's."""
-        return any(new != old for new, old in self.source_names.items())
+        """Return whether any name differs from the source's."""
+        return list(self.source_names) != list(self.source_names.values())
 
 
 @garbage_collection_paused()
@@ -169,18 +158,16 @@ def choose_entries(
     if selection is not None:
         check_patterns(selection, [*names, *map(_name, containers)])
     chosen = names if selection is None else [name for name in names if selection.selects(name)]
-    renamed = map(renaming, chosen) if renaming else chosen
-    new_names = dict(zip(chosen, renamed, strict=True))
-    _check_unique(new_names)
-    paths = index.planner_data if _has_paths(index.planner_data) else {}
-    cast = _Casts(dtype)
-    tensors = _tensors(index, new_names, paths, cast)
+    new_names = dict(zip(chosen, map(renaming, chosen) if renaming else chosen, strict=True))
+    if len(set(new_names.values())) < len(new_names) or "" in new_names.values():
+        _refuse_names(new_names)
+    paths = _known_paths(index) or {}
+    tensors = _tensors(index, new_names, paths, dtype)
     values = [
         Value(row, new_names[name], _path(name, new_names[name], paths.get(name)))
         for row, name in enumerate(index.objects.fqns)
         if name in new_names
     ]
-    cast.check_used()
     refused = {new_names[name]: f"needs {need}" for name, need in unread.items() if name in new_names}
     empty = frozenset(
         path
@@ -188,7 +175,8 @@ def choose_entries(
         if (selection is None or selection.selects(_name(path)))
         and (renaming is None or renaming(_name(path)) == _name(path))
     )
-    return Entries(index, tensors, values, {new: old for old, new in new_names.items()}, refused, empty)
+    source_names = dict(zip(new_names.values(), new_names, strict=True))
+    return Entries(index, tensors, values, source_names, refused, empty)
 
 
 def mapped_entries(
@@ -212,7 +200,7 @@ def mapped_entries(
 
 
 def _tensors(
-    index: CheckpointIndex, new_names: Mapping[str, str], paths: Mapping[str, Path], cast: _Casts
+    index: CheckpointIndex, new_names: Mapping[str, str], paths: Mapping[str, Path], dtype: TargetDtype
 ) -> list[TensorEntry]:
     """The entries of those that have new names; by column, because there may be very many."""
     rows = [row for row, name in enumerate(index.fqns) if name in new_names]
@@ -222,13 +210,33 @@ def _tensors(
         own = [paths.get(name) or (name,) for name in names]
     else:
         own = [_path(*one, paths.get(one[0])) for one in zip(names, new, strict=True)]
-    codes = cast.codes(names, index.dtype_codes[np.array(rows, np.int64)].tolist())
+    codes = index.dtype_codes[np.array(rows, np.int64)].tolist()
+    if dtype is not None:
+        codes = _cast(names, codes, dtype)
     tied_to = list(range(len(rows)))
-    may_be_tied = _may_be_tied(index)
-    first: dict[tuple[Any, ...], int] = {}
-    for number in [number for number, row in enumerate(rows) if row in may_be_tied]:
-        tied_to[number] = first.setdefault((codes[number], *_identity(index, rows[number])), number)
-    return list(starmap(TensorEntry, zip(rows, new, own, codes, tied_to, strict=True)))
+    if may_be_tied := _may_be_tied(index):
+        first: dict[tuple[Any, ...], int] = {}
+        for number, row in enumerate(rows):
+            if row in may_be_tied:
+                tied_to[number] = first.setdefault((codes[number], *_identity(index, row)), number)
+    return list(map(TensorEntry, rows, new, own, codes, tied_to))
+
+
+def _cast(names: Sequence[str], codes: Sequence[int], dtype: str | Mapping[str, str]) -> list[int]:
+    """The codes of the target's dtypes for tensors of those names; integers and the like are never cast.
+    PlanError for a glob that matches nothing."""
+    rules = {"*": dtype} if isinstance(dtype, str) or not isinstance(dtype, Mapping) else dtype
+    wanted = {glob: check_castable(name) for glob, name in rules.items()}
+    used, found = set[str](), list(codes)
+    for number, name in enumerate(names):
+        glob = next((glob for glob in wanted if fnmatchcase(name, glob)), None)
+        if glob is not None:
+            used.add(glob)
+            found[number] = wanted[glob] if codes[number] in CASTABLE else codes[number]
+    idle = [glob for glob in wanted if glob not in used]
+    if idle and isinstance(dtype, Mapping):
+        raise PlanError(f"dtype: {', '.join(map(repr, idle[:_MAX_LISTED]))} match no tensor", patterns=idle)
+    return found
 
 
 def _name(path: Path) -> str:
@@ -239,9 +247,10 @@ def _empty_containers(index: CheckpointIndex) -> list[Path]:
     """Their paths, from notes that may come from a stranger."""
     structure = index.provenance.get("structure")
     containers = structure.get("containers") if isinstance(structure, dict) else None
-    if not isinstance(containers, list) or not _has_paths(index.planner_data):
+    known = _known_paths(index)
+    if known is None or not isinstance(containers, list):
         return []
-    parents = {path[:depth] for path in index.planner_data.values() for depth in range(len(path))}
+    parents = {path[:depth] for path in known.values() for depth in range(len(path))}
     noted = [note.get("path") for note in containers if isinstance(note, dict)]
     paths = [tuple(path) for path in noted if isinstance(path, list)]
     return [
@@ -251,9 +260,8 @@ def _empty_containers(index: CheckpointIndex) -> list[Path]:
     ]
 
 
-def _check_unique(new_names: Mapping[str, str]) -> None:
-    if len(set(new_names.values())) == len(new_names) and "" not in new_names.values():
-        return
+def _refuse_names(new_names: Mapping[str, str]) -> None:
+    """PlanError for a new name that is empty, or that two entries have."""
     first: dict[str, str] = {}
     for old, new in new_names.items():
         if old and not new:
@@ -262,10 +270,12 @@ def _check_unique(new_names: Mapping[str, str]) -> None:
             raise PlanError(f"rename gives {first[new]!r} and {old!r} one name, {new!r}", fqn=new)
 
 
-def _has_paths(planner_data: Any) -> bool:
-    return isinstance(planner_data, Mapping) and all(
-        isinstance(path, tuple) and path for path in planner_data.values()
-    )
+def _known_paths(index: CheckpointIndex) -> Mapping[str, Path] | None:
+    """The paths that the source has noted of all entries; None where it has none, or any is malformed."""
+    known = index.planner_data
+    if isinstance(known, Mapping) and all(isinstance(path, tuple) and path for path in known.values()):
+        return known
+    return None
 
 
 def _path(name: str, new: str, path: Path | None) -> Path:
@@ -320,33 +330,3 @@ def _identity(index: CheckpointIndex, row: int) -> tuple[Any, ...]:
         index.chunk_sizes[boxes].tobytes(),
         tuple(strides.get(chunk) for chunk in chunks) if strides else None,
     )
-
-
-class _Casts:
-    """The target's dtype of each tensor."""
-
-    def __init__(self, dtype: TargetDtype) -> None:
-        named = isinstance(dtype, Mapping)
-        rules = dtype.items() if isinstance(dtype, Mapping) else [] if dtype is None else [("*", dtype)]
-        self._rules = [(glob, check_castable(name)) for glob, name in rules]
-        self._named = named
-        self._used: set[str] = set()
-
-    def codes(self, names: Sequence[str], codes: list[int]) -> list[int]:
-        """The codes for tensors of those names; integers and the like are never cast."""
-        return [*map(self._code, names, codes)] if self._rules else codes
-
-    def _code(self, name: str, code: int) -> int:
-        for glob, wanted in self._rules:
-            if fnmatchcase(name, glob):
-                self._used.add(glob)
-                return wanted if code in CASTABLE else code
-        return code
-
-    def check_used(self) -> None:
-        """PlanError for a glob that matched nothing."""
-        idle = [glob for glob, _ in self._rules if self._named and glob not in self._used]
-        if idle:
-            raise PlanError(
-                f"dtype: {', '.join(map(repr, idle[:_MAX_LISTED]))} match no tensor", patterns=idle
-            )

@@ -1,4 +1,4 @@
-"""What a safetensors file has no place for, in one string of its metadata: written and taken back.
+"""Extras that a safetensors file has no place for, in one string of its metadata: written and taken back.
 
 Values that are no tensors, nesting, ties, requires_grad and the user's metadata. Others pass over it.
 """
@@ -24,13 +24,13 @@ _VERSION: Final = 1
 _MAX_VALUE_BYTES: Final = 64 << 20
 _COMPARED_BYTES: Final = 4 << 20
 _OWN_KEYS: Final = frozenset({EXTRAS_KEY, "format"})
-"""What the metadata of a file has that is not the user's."""
+"""Keys of a file's metadata that are not the user's."""
 
 
 def extras_of(
     entries: Entries, values: Sequence[tuple[Value, Any]], structure: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """What is to be kept besides tensors; empty for a flat dict of tensors."""
+    """The extras to keep besides tensors; empty for a flat dict of tensors."""
     contents = {value.fqn: content for value, content in values}
     order = list(entries.paths)
     if len(contents) < len(entries.values):

@@ -1,4 +1,4 @@
-"""What stands beside weights in a folder of Hugging Face, from a template: a folder, or a model of the hub.
+"""Files beside weights in a folder of Hugging Face, from a template: a folder, or a model of the hub.
 
 Known names alone are taken, there and in folders directly below, and what is asked for: a stranger's template
 adds neither code nor weights, and its links lead to no file outside of it.
@@ -42,7 +42,7 @@ HF_NAMES: Final = frozenset(
     "entity_vocab.json target_vocab.json vocab-src.json vocab-tgt.json normalizer.json emoji.json "
     "word_shape.json word_pronunciation.json prophetnet.tokenizer".split()
 )
-"""What ``from_pretrained`` of models, tokenizers and processors reads beside weights."""
+"""Names that ``from_pretrained`` of models, tokenizers and processors reads beside weights."""
 
 _CHAT_TEMPLATES: Final = "additional_chat_templates"
 _CONFIGS: Final = frozenset((CONFIG, ADAPTER_CONFIG))
@@ -70,12 +70,12 @@ class HfFolder:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether it is one of PEFT's, whose weights have a file and names of their own."""
+        """Return whether it is one of PEFT's, whose weights have a file and names of their own."""
         return ADAPTER_CONFIG in self.files
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """What its ``config.json`` says; empty where there is none."""
+        """The contents of its ``config.json``; empty where there is none."""
         text = self.files.get(CONFIG, b"{}")
         try:
             found = json.loads(text) if len(text) <= MAX_CONFIG_BYTES else None
@@ -127,8 +127,8 @@ def hf_folder_of(store: Store, also: Sequence[str] = (), open_below: OpenStore |
 
 
 def known_files(folder: str, names: Collection[str]) -> frozenset[str]:
-    """Which of the files ``names`` ``from_pretrained`` reads beside weights, where they are all files of the
-    template (``folder`` is "") or of a folder of it.
+    """Those of the files ``names`` that ``from_pretrained`` reads beside weights, where they are all files of
+    the template (``folder`` is "") or of a folder of it.
 
     A folder that has a configuration or weights is a model or checkpoint of its own, as those that a trainer
     leaves: nothing of that is read.

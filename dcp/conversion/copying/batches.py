@@ -1,98 +1,86 @@
-"""Batches of tasks carried out: by a stage of a job, or by a process that others give them to."""
+"""Batches of tasks, carried out by any process, and the checksums of what they read and wrote.
+
+Checksums are made of fragments, which come in any order, from any task, and more than once. A block is known
+once they cover it: those of the source are compared then, those of the target are recorded.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from typing import Final
 
-from dcp.conversion.copying.checks import SourceChecks, refuse_faults
-from dcp.conversion.copying.gather import RangeReader
+import numpy as np
+import numpy.typing as npt
+
 from dcp.conversion.copying.sinks import Output
-from dcp.conversion.copying.source_marks import refuse_changed
-from dcp.conversion.copying.tasks import Task, TaskBatch, TaskResult, carry_out
+from dcp.conversion.copying.sums import NOT_FINITE, BadElements
+from dcp.conversion.copying.tasks import (
+    TASK_BYTES,
+    TASK_COPIES,
+    WINDOW_BYTES,
+    Task,
+    TaskBatch,
+    TaskResult,
+    run_task,
+)
+from dcp.conversion.layouts.layout import Copies
 from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.engine.reading.requests import Verify
-from dcp.storage.errors import StorageError
+from dcp.storage.engine.reading.fragments import Fragment, Fragments
+from dcp.storage.engine.reading.requests import ReadStats, Verify
+from dcp.storage.errors import CheckpointConflictError, CheckpointError, PlanError, StorageError
+from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine
+from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.opening.sources import Source, complete_index
+from dcp.storage.formats.plain import encode_plain
+from dcp.storage.near_names import listed
 from dcp.storage.stores.base import Store
+from dcp.version import __version__
 
-__all__ = ["BatchRunner", "BatchSettings", "close_all", "run_batch"]
+__all__ = [
+    "BatchSettings",
+    "FaultySumsError",
+    "ResultChecks",
+    "SourceChangedError",
+    "SourceChecks",
+    "TargetChecksums",
+    "refuse_faults",
+    "run_batch",
+    "source_mark",
+]
 
-Check = Callable[[TaskResult], None]
+_MAX_LISTED: Final = 10
 
 
-class BatchRunner:
-    """Carries out batches of one conversion, one at a time. ``open_engine`` is for who has to compare."""
+class SourceChangedError(CheckpointConflictError):
+    """The source has changed since the conversion was planned: it has to be converted anew."""
 
-    def __init__(
-        self, store: Store, output: Output, open_engine: Callable[[], ReadEngine], verify: Verify
-    ) -> None:
-        self._output = output
-        self._open_engine = open_engine
-        self._verifies = verify != "none"
-        self._reader = RangeReader(store, verify=self._verifies)
 
-    def close(self) -> None:
-        """Close all files."""
-        self._reader.close()
-
-    def run(self, batch: TaskBatch, on_bytes: Callable[[int], None] | None = None) -> TaskResult:
-        """What ``batch`` writes is durable when this returns. ``on_bytes`` hears of each window."""
-        # A file that is written in place has no name yet: whoever has all results compares in time.
-        check = None if self._output.in_place else self._comparison(batch)
-        result = TaskResult(batch.number)
-        for task in batch.tasks:
-            result.add(self._carry_out(task, on_bytes, check))
-        if not self._output.in_place:
-            self._output.store.sync()
-        return result
-
-    def _comparison(self, batch: TaskBatch) -> Check:
-        """Compares what is complete within the batch, before its files appear."""
-        if not self._verifies:
-            return lambda result: self._refuse_faults(batch, result)
-        engine, chunks = self._open_engine(), batch.chunks
-        engine.resolve(chunks)
-        checks = SourceChecks(engine)
-
-        def check(result: TaskResult) -> None:
-            checks.add(result.sources)
-            if batch.is_all:  # nobody else reads the rest of a block: it must not appear before that
-                checks.finish(chunks.tolist())
-            self._refuse_faults(batch, result)
-
-        return check
-
-    def _refuse_faults(self, batch: TaskBatch, result: TaskResult) -> None:
-        """Of a file that is the whole target, before it appears; else whoever publishes has all of them."""
-        if batch.is_all and result.faults:
-            refuse_faults(result.faults, self._open_engine().index)
-
-    def _carry_out(
-        self, task: Task, on_bytes: Callable[[int], None] | None, check: Check | None
-    ) -> TaskResult:
-        place = task.name, task.begin, task.file_bytes
-        try:
-            return carry_out(task, self._reader, self._output.open(*place), on_bytes=on_bytes, check=check)
-        except StorageError:
-            # Another attempt at this task has been quicker, and its file is what ours would have been.
-            if not self._output.is_written(task.name):
-                raise
-            return carry_out(task, self._reader, self._output.open(*place), check=check)
+def source_mark(store: Store, index: CheckpointIndex, to: str) -> str:
+    """Changes with the source's files, and with how this version converts to ``to``."""
+    listing = {info.name: info for info in store.list()}
+    facts = [
+        (name, listing[name].size_bytes, listing[name].modified_seconds)
+        for name in index.files
+        if name in listing
+    ]
+    sizes = [TASK_BYTES, TASK_COPIES, WINDOW_BYTES]
+    head = [__version__, store.url, to, *sizes, index.provenance.get("save_id"), facts]
+    return hashlib.sha256(encode_plain(head, limit_bytes=1 << 30) or b"").hexdigest()
 
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """What all batches of a conversion share, for processes that know no more of it.
+    """All that the batches of a conversion share, for processes that know no more of it.
 
-    ``conversion`` names it in a process that has to do with several; ``store`` is the one of the source that
-    ``open_source`` opens, whose mark, as a source of the format ``to``, is ``source_mark``.
+    ``store`` is the one of the source that ``open_source`` opens, whose mark, as a source of the format
+    ``to``, is ``source_mark``.
     """
 
-    conversion: str
     open_source: Callable[[], Source]
     store: Store
     to: str
@@ -100,62 +88,211 @@ class BatchSettings:
     output: Output
     verify: Verify
 
-
-class _ProcessRunner(BatchRunner):
-    def __init__(self, settings: BatchSettings) -> None:
-        self._settings = settings
-        super().__init__(settings.store, settings.output, lambda: self._engine, settings.verify)
-
-    @cached_property
-    def _engine(self) -> ReadEngine:
-        settings = self._settings
-        found = settings.open_source()
-        engine = ReadEngine(found.store, complete_index(found.store, found.index), verify=settings.verify)
-        refuse_changed(engine, settings.to, settings.source_mark, found.name)
+    def open_engine(self) -> ReadEngine:
+        """The source, for whoever has to compare with its checksums. Raises SourceChangedError."""
+        found = self.open_source()
+        engine = ReadEngine(found.store, complete_index(found.store, found.index), verify=self.verify)
+        self.refuse_changed(engine, found.name)
         return engine
 
-    def close(self) -> None:
-        super().close()
-        if "_engine" in vars(self):
-            self._engine.close()
+    def refuse_changed(self, engine: ReadEngine, name: str) -> None:
+        """SourceChangedError unless ``engine`` reads the source that the conversion was planned for."""
+        if source_mark(engine.store, engine.index, self.to) != self.source_mark:
+            raise SourceChangedError(
+                f"{name} has changed while it was converted; convert it again", path=name
+            )
 
 
-_idle: dict[str, list[_ProcessRunner]] = {}
-"""What this process has open for the conversion at hand, and no batch is using."""
+def run_batch(
+    settings: BatchSettings,
+    batch: TaskBatch,
+    engine: ReadEngine | None = None,
+    on_bytes: Callable[[int], None] | None = None,
+) -> TaskResult:
+    """Carry ``batch`` out; what it writes is durable when this returns. ``engine`` reads the source, where
+    the caller has it open; ``on_bytes`` gets the size of each window that is written."""
+    output, result = settings.output, TaskResult(batch.number)
+    with ExitStack() as stack:
+        check = None
+        # A file that is written in place has no name yet: whoever has all results compares in time.
+        if not output.in_place and (settings.verify != "none" or batch.is_all):
+            check = _comparison(settings, batch, engine or stack.enter_context(settings.open_engine()))
+        for task in batch.tasks:
+            result.add(_run_task(settings, task, on_bytes, check))
+    if not output.in_place:
+        output.store.sync()
+    return result
 
-_lock = threading.Lock()
+
+def _comparison(
+    settings: BatchSettings, batch: TaskBatch, engine: ReadEngine
+) -> Callable[[TaskResult], None]:
+    """Compares what is complete within the batch, before its files appear."""
+    verifies, chunks, checks = settings.verify != "none", batch.chunks, SourceChecks(engine)
+    if verifies:
+        engine.resolve(chunks)
+
+    def check(result: TaskResult) -> None:
+        if verifies:
+            checks.add(result.sources)
+        if batch.is_all:  # nobody else reads the rest of a block, nor makes the rest of the target
+            if verifies:
+                checks.finish(chunks.tolist())
+            refuse_faults(result.faults, engine.index)
+
+    return check
 
 
-def run_batch(settings: BatchSettings, batch: TaskBatch) -> bytes:
-    """Carry ``batch`` out; the encoded `TaskResult`."""
-    with _runner(settings) as runner:
-        return runner.run(batch).encode()
-
-
-def close_all() -> None:
-    """Close what batches have left open in this process."""
-    with _lock:
-        left = [runner for runners in _idle.values() for runner in runners]
-        _idle.clear()
-    for runner in left:
-        runner.close()
-
-
-@contextmanager
-def _runner(settings: BatchSettings) -> Iterator[BatchRunner]:
-    """One of the conversion, for this batch alone: other threads may be at others."""
-    with _lock:
-        known = settings.conversion in _idle
-        free = _idle.setdefault(settings.conversion, [])
-        runner = free.pop() if free else None
-    if not known and len(_idle) > 1:  # a worker of a cluster goes from one to the next
-        close_all()
-    if runner is None:
-        runner = _ProcessRunner(settings)
+def _run_task(
+    settings: BatchSettings,
+    task: Task,
+    on_bytes: Callable[[int], None] | None,
+    check: Callable[[TaskResult], None] | None,
+) -> TaskResult:
+    output, verify = settings.output, settings.verify != "none"
+    place = task.name, task.begin, task.file_bytes
     try:
-        yield runner
-    except BaseException:
-        runner.close()
-        raise
-    with _lock:
-        _idle.setdefault(settings.conversion, []).append(runner)
+        sink = output.open(*place)
+        return run_task(task, settings.store, sink, verify=verify, on_bytes=on_bytes, check=check)
+    except StorageError:
+        # Another attempt at this task has been quicker, and its file is what ours would have been.
+        if not output.is_written(task.name):
+            raise
+        return run_task(task, settings.store, output.open(*place), verify=verify, check=check)
+
+
+# -- checksums -----------------------------------------------------------------------------------------------
+
+
+class FaultySumsError(PlanError):
+    """Sums that cannot be: nothing that was written is of any use."""
+
+
+class SourceChecks:
+    """Compares what was read with what the source says of it. Thread-safe.
+
+    CorruptCheckpointError, with file, tensor and offset, as soon as a block is complete and differs.
+    ``blocks_verified`` and ``blocks_unverified`` (nothing to compare with) are counted.
+    """
+
+    def __init__(self, engine: ReadEngine) -> None:
+        self._engine = engine
+        self._blocks = Fragments()
+        self._seen: set[int] = set()  # numbers of chunk and block, of which there may be millions
+        self._lock = threading.Lock()
+        self.stats = ReadStats()
+
+    def add(self, fragments: Iterable[Fragment]) -> None:
+        """Take what a task found."""
+        lengths = self._engine.payload_lengths
+        with self._lock:
+            for fragment in fragments:
+                chunk, block = fragment.owner, fragment.begin // BLOCK_BYTES
+                if (number := chunk << 32 | block) in self._seen:
+                    continue
+                crc = self._blocks.add(fragment, int(lengths[chunk]))
+                if crc is not None:
+                    self._seen.add(number)
+                    self._engine.check_block(self.stats, chunk, block, crc)
+
+    def finish(self, chunks: Iterable[int]) -> None:
+        """Read what no task had whole of the payloads of ``chunks``, and compare what has one checksum for
+        all of it."""
+        for chunk in chunks:
+            for block in range(-(-int(self._engine.payload_lengths[chunk]) // BLOCK_BYTES)):
+                if chunk << 32 | block not in self._seen:
+                    self._read_block(chunk, block)
+        uncompared = self._engine.payloads.verify_whole()
+        self.stats.blocks_verified -= uncompared
+        self.stats.blocks_unverified += uncompared
+
+    def finish_begun(self) -> None:
+        """As `finish`, of those blocks alone of which a part was read: for a range of the target."""
+        for chunk, block in self._blocks.incomplete():
+            self._read_block(chunk, block)
+        self._engine.payloads.verify_whole()
+
+    def _read_block(self, chunk: int, block: int) -> None:
+        engine, begin = self._engine, block * BLOCK_BYTES
+        handle, origin = engine.locate(chunk)
+        size = min(BLOCK_BYTES, int(engine.payload_lengths[chunk]) - begin)
+        engine.check_block(self.stats, chunk, block, crc32(handle.pread(size, origin + begin)))
+
+
+class ResultChecks:
+    """The checks of all results of a conversion: ``source`` is compared, ``target`` is recorded for
+    publishing, and so are ``faults``."""
+
+    def __init__(self, engine: ReadEngine, copies: Copies) -> None:
+        self.source, self.target = SourceChecks(engine), TargetChecksums(copies)
+        self.bytes_read = 0
+        self.faults: list[BadElements] = []
+
+    def add(self, result: TaskResult) -> None:
+        """Take what was found. Raises CorruptCheckpointError as soon as a block differs."""
+        self.source.add(result.sources)
+        self.target.add(result.targets)
+        self.bytes_read += result.bytes_read
+        self.faults += result.faults
+
+
+class TargetChecksums:
+    """CRC-32s of what was written: by block, and whole, for each copy."""
+
+    def __init__(self, copies: Copies) -> None:
+        self._sizes = copies.size_bytes
+        counts = -(-copies.size_bytes // BLOCK_BYTES)
+        self._start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        self._crcs = np.zeros(int(self._start[-1]), np.uint32)
+        self._known = np.zeros(len(self._crcs), bool)
+        self._blocks = Fragments()
+
+    def add(self, fragments: Iterable[Fragment]) -> None:
+        """Take what a task wrote."""
+        for fragment in fragments:
+            crc = self._blocks.add(fragment, int(self._sizes[fragment.owner]))
+            if crc is not None:
+                place = int(self._start[fragment.owner]) + fragment.begin // BLOCK_BYTES
+                self._crcs[place] = crc
+                self._known[place] = True
+
+    def check_complete(self) -> None:
+        """Raise CheckpointError if a block of the output has no checksum: it was not written."""
+        if not self._known.all():
+            raise CheckpointError(
+                f"{int((~self._known).sum())} blocks of the output were not written; this is an error of "
+                "dcphub"
+            )
+
+    def blocks(self, copy: int) -> npt.NDArray[np.uint32]:
+        """CRC-32 of each block of a copy."""
+        return self._crcs[self._start[copy] : self._start[copy + 1]]
+
+    def whole(self, copy: int) -> int:
+        """CRC-32 of all of a copy; its blocks must be known."""
+        total, size = 0, int(self._sizes[copy])
+        for number, crc in enumerate(self.blocks(copy).tolist()):
+            total = crc32_combine(total, crc, min(BLOCK_BYTES, size - number * BLOCK_BYTES))
+        return total
+
+
+def refuse_faults(faults: Iterable[BadElements], index: CheckpointIndex) -> None:
+    """FaultySumsError that names all tensors of ``faults``, by the source's ``index``; fine without any."""
+    counts: Counter[tuple[str, int]] = Counter()
+    for fault in faults:
+        row = int(index.chunk_tensors[fault.chunk])
+        counts[index.fqns[row].partition("/")[2], fault.kind] += fault.elements
+    if not counts:
+        return
+    told = [
+        f"{name!r} ({count:,} {'NaN or infinite' if kind == NOT_FINITE else 'too large for its dtype'})"
+        for (name, kind), count in sorted(counts.items())
+    ]
+    names = sorted({name for name, _ in counts})
+    raise FaultySumsError(
+        f"{len(names)} of the sums have elements that are no numbers, or that no element of the target can "
+        f"be: {listed(told, most=_MAX_LISTED, show=str)}. Nothing was published. Leave these tensors out, or "
+        "give them a wider dtype",
+        fqns=names,
+        problems=told,
+    )

@@ -1,29 +1,29 @@
-"""Reading a task's tensors into a buffer: ranges straight to their place, strided boxes through scratch
-memory.
+"""Read a task's tensors into a buffer: ranges straight to their place, strided boxes through scratch memory.
 
 Each byte is read once, neighbours together, and each source byte's checksum is taken on the way: as CRC-32s
 of `Fragment`s, which whoever knows them all combines to those of whole blocks
-(`dcp.conversion.copying.checks`). So a block that two tasks have halves of is verified too, and nobody reads
+(`dcp.conversion.copying.batches`). So a block that two tasks have halves of is verified too, and nobody reads
 more than it needs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from dcp.conversion.layouts.pieces import SourcePart, Transfer, transfer_of
+from dcp.conversion.layouts.sources import SourcePart
 from dcp.storage.engine.memory import item_dtype
 from dcp.storage.engine.reading.coalescing import coalesce, span_bytes
 from dcp.storage.engine.reading.fragments import Fragment, within_blocks
 from dcp.storage.engine.reading.receiving import SCRATCH
 from dcp.storage.engine.reading.source import OpenFiles
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
-from dcp.storage.geometry.lattices import parts_between
+from dcp.storage.geometry.lattices import AxisPart, parts_between
 from dcp.storage.geometry.payload_parts import box_parts, is_sparse
 from dcp.storage.stores.base import Store
 from dcp.storage.threads import work_off
@@ -53,12 +53,24 @@ class Wanted(NamedTuple):
     sources: Sequence[SourcePart]
     first: int
     last: int
-    copy: int
-    position: int
+    copy: int = -1
+    position: int = 0
+
+
+class _Box(NamedTuple):
+    """Elements that are copied from the bytes of a read to a buffer: the places of the first one, and the
+    strides, in bytes on both sides. The source's slowest dimension is the first."""
+
+    place: int
+    target: int
+    lengths: tuple[int, ...]
+    source_strides: tuple[int, ...]
+    target_strides: tuple[int, ...]
 
 
 class _Read(NamedTuple):
-    """One range of a file. ``transfer`` None: it is ``target`` itself, else elements are copied to it."""
+    """One range of a file: ``target`` itself or, with a ``box``, what elements of ``target`` are copied from.
+    ``chunk`` and ``position``, ``copy`` and ``copy_position`` say whose bytes it has, for checksums."""
 
     file: int
     offset: int
@@ -66,45 +78,34 @@ class _Read(NamedTuple):
     chunk: int
     position: int
     target: memoryview
-    transfer: Transfer | None
-    itemsize: int
-    copy: int
-    copy_position: int
-    place: int
-    """Where in the range the first element is."""
+    copy: int = -1
+    copy_position: int = 0
+    itemsize: int = 1
+    box: _Box | None = None
 
 
 class RangeReader:
-    """Reads from the files of one source. ``files`` maps numbers to (name, size in bytes)."""
+    """Reads from files of one source, each (name, size in bytes) by number. ``bytes_read`` and the checksums
+    of ``sources``, and of ``targets`` to which bytes go as they are, are of all that was read."""
 
-    def __init__(self, store: Store, *, verify: bool) -> None:
+    def __init__(self, store: Store, files: Mapping[int, tuple[str, int]], *, verify: bool) -> None:
         self._verify = verify
         self._profile = store.read_profile
-        self._facts: dict[int, tuple[str, int]] = {}
-        self._files = OpenFiles(store, self._facts.__getitem__)
+        self._files = OpenFiles(store, files.__getitem__)
+        self.close = self._files.close
         self.bytes_read = 0
         self.sources: list[Fragment] = []
         self.targets: list[Fragment] = []
 
     @property
     def scatters(self) -> bool:
-        """Whether a request is dear, so that there should be few."""
+        """Return whether a request is dear, so that there should be few."""
         return self._profile.scatter
-
-    def begin(self, files: dict[int, tuple[str, int]]) -> None:
-        """Forget the last task's findings; ``files`` are those of the next."""
-        self._facts.update(files)
-        self.bytes_read = 0
-        self.sources, self.targets = [], []
-
-    def close(self) -> None:
-        """Close all files."""
-        self._files.close()
 
     def read(self, wanted: Sequence[Wanted]) -> None:
         """Fill all targets."""
         profile = self._profile
-        reads = sorted((read for want in wanted for read in self._reads(want)), key=_place)
+        reads = sorted((read for want in wanted for read in self._reads(want)), key=_PLACE)
         groups = [
             *coalesce(
                 reads,
@@ -117,94 +118,82 @@ class RangeReader:
         threads = min(8, profile.threads or 8, len(groups)) if profile.scatter else 1
         work_off(groups, threads, self._work, "dcp-convert")
 
-    def _work(self, groups: Iterator[list[_Read]]) -> None:
-        scratch = SCRATCH.get()
-        for group in groups:
-            if span_bytes(group) > len(scratch) and _needs_scratch(group):
-                scratch = SCRATCH.get(span_bytes(group))
-            self._carry_out(group, scratch if _needs_scratch(group) else None)
-        SCRATCH.put(scratch)
-
     # -- what to read ----------------------------------------------------------------------------------------
 
     def _reads(self, want: Wanted) -> Iterator[_Read]:
         for source in want.sources:
             low, high = want.first - source.target, want.last - source.target
             for part in parts_between(source.lengths, source.target_strides, low, high):
-                transfer = transfer_of(source, part, want.first, want.itemsize)
-                size = math.prod(count for _, count in part) * want.itemsize
-                yield from self._transfers(want, source, transfer, size)
+                box = _box_of(source, part, want.first, want.itemsize)
+                if box.lengths:
+                    yield from self._strided(want, source, box)
+                else:
+                    size = math.prod(count for _, count in part) * want.itemsize
+                    yield from self._run(want, source, box, size)
 
-    def _transfers(self, want: Wanted, source: SourcePart, transfer: Transfer, size: int) -> Iterator[_Read]:
-        base = source.payload_offset
-        if transfer.is_run:
-            limit = SCRATCH_BYTES if not self._profile.scatter else BLOCK_BYTES
-            for at in range(0, size, limit):
-                count, begin = min(limit, size - at), transfer.begin + at
-                target = want.target[transfer.target + at : transfer.target + at + count]
-                position = want.position + transfer.target + at
-                yield _Read(
-                    source.file,
-                    base + begin,
-                    count,
-                    source.chunk,
-                    begin,
-                    target,
-                    None,
-                    1,
-                    want.copy,
-                    position,
-                    0,
-                )
-            return
+    def _run(self, want: Wanted, source: SourcePart, box: _Box, size: int) -> Iterator[_Read]:
+        limit = SCRATCH_BYTES if not self._profile.scatter else BLOCK_BYTES
+        for at in range(0, size, limit):
+            count, begin, to = min(limit, size - at), box.place + at, box.target + at
+            place = source.file, source.payload_offset + begin, count, source.chunk, begin
+            yield _Read(*place, want.target[to : to + count], want.copy, want.position + to)
+
+    def _strided(self, want: Wanted, source: SourcePart, box: _Box) -> Iterator[_Read]:
         # Of a large transposed tensor each window has a little of everything. Reading all between, again for
         # every window, would be quadratic; such payloads are compared apart.
-        itemsize, lengths, own = want.itemsize, transfer.lengths, transfer.source_strides
-        gap_bytes = max(_RUN_COST_BYTES, (_SPARSE - 1) * transfer.run_bytes(itemsize))
-        chunk = NO_CHUNK if is_sparse(lengths, own, itemsize, gap_bytes) else source.chunk
-        for part in box_parts(
-            transfer.begin, lengths, own, itemsize, limit_bytes=SCRATCH_BYTES, gap_bytes=gap_bytes
-        ):
+        itemsize, strides = want.itemsize, box.source_strides
+        run_bytes = box.lengths[-1] * itemsize if strides[-1] == itemsize else itemsize
+        gap_bytes = max(_RUN_COST_BYTES, (_SPARSE - 1) * run_bytes)
+        chunk = NO_CHUNK if is_sparse(box.lengths, strides, itemsize, gap_bytes) else source.chunk
+        limits = {"limit_bytes": SCRATCH_BYTES, "gap_bytes": gap_bytes}
+        for part in box_parts(box.place, box.lengths, strides, itemsize, **limits):
             begin, end = part.begin, part.end
             if self._verify and chunk != NO_CHUNK and end - begin != math.prod(part.lengths) * itemsize:
                 # What is read beside the wanted is read again by others: whole blocks can be compared alone.
                 begin = begin // BLOCK_BYTES * BLOCK_BYTES
                 end = min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, source.payload_bytes)
-            yield _Read(
-                source.file,
-                base + begin,
-                end - begin,
-                chunk,
-                begin,
-                want.target,
-                transfer.part(part),
-                itemsize,
-                -1,
-                0,
-                part.begin - begin,
+            to = box.target + sum(
+                at * step for at, step in zip(part.offsets, box.target_strides, strict=True)
             )
+            own = _Box(part.begin - begin, to, part.lengths, strides, box.target_strides)
+            place = source.file, source.payload_offset + begin, end - begin, chunk, begin
+            yield _Read(*place, want.target, itemsize=itemsize, box=own)
 
     # -- reading ---------------------------------------------------------------------------------------------
 
-    def _carry_out(self, group: Sequence[_Read], scratch: memoryview | None) -> None:
-        handle = self._files.handle(group[0].file)
-        if scratch is None:
-            read = group[0]
-            step = _STEP_BYTES if not self._profile.scatter else read.size_bytes
-            for at in range(0, read.size_bytes, step):
-                part = read.target[at : at + step]
-                handle.preadv([part], read.offset + at)
-                self._note(read, part, at)
-            return
-        begin, size = group[0].offset, span_bytes(group)
-        handle.preadv([scratch[:size]], begin)
+    def _work(self, groups: Iterator[list[_Read]]) -> None:
+        scratch = SCRATCH.get()
+        for group in groups:
+            if len(group) == 1 and group[0].box is None:
+                self._read_in_place(group[0])
+                continue
+            size = span_bytes(group)
+            if size > len(scratch):
+                scratch = SCRATCH.get(size)
+            self._read_apart(group, scratch[:size])
+        SCRATCH.put(scratch)
+
+    def _read_in_place(self, read: _Read) -> None:
+        handle = self._files.handle(read.file)
+        step = _STEP_BYTES if not self._profile.scatter else read.size_bytes
+        for at in range(0, read.size_bytes, step):
+            part = read.target[at : at + step]
+            handle.preadv([part], read.offset + at)
+            self._note(read, part, at)
+
+    def _read_apart(self, group: Sequence[_Read], scratch: memoryview) -> None:
+        begin = group[0].offset
+        self._files.handle(group[0].file).preadv([scratch], begin)
         for read in group:
             data = scratch[read.offset - begin : read.offset - begin + read.size_bytes]
             self._note(read, data, 0)
-            if read.transfer is None:
+            if read.box is None:
                 read.target[:] = data
-            else:
-                _copy_elements(read, data)
+                continue
+            kind, lengths, box = item_dtype(read.itemsize), read.box.lengths, read.box
+            source: npt.NDArray[Any] = np.ndarray(lengths, kind, data, box.place, box.source_strides)
+            target: npt.NDArray[Any] = np.ndarray(lengths, kind, read.target, box.target, box.target_strides)
+            np.copyto(target, source)
 
     def _note(self, read: _Read, data: memoryview, at: int) -> None:
         """Take the checksums of bytes at ``at`` of a range; one pass serves both sides where it can."""
@@ -212,9 +201,8 @@ class RangeReader:
         own, copied = read.position + at, read.copy_position + at
         if not verify and read.copy < 0:
             return
-        for begin, end in within_blocks(
-            len(data), own if verify else copied, copied if read.copy >= 0 else None
-        ):
+        other = copied if read.copy >= 0 else None
+        for begin, end in within_blocks(len(data), own if verify else copied, other):
             crc = crc32(data[begin:end])
             if verify:
                 self.sources.append(Fragment(read.chunk, own + begin, own + end, crc))
@@ -222,21 +210,39 @@ class RangeReader:
                 self.targets.append(Fragment(read.copy, copied + begin, copied + end, crc))
 
 
-def _place(read: _Read) -> tuple[int, int]:
-    return read.file, read.offset
+_PLACE: Final = attrgetter("file", "offset")
 
 
-def _needs_scratch(group: Sequence[_Read]) -> bool:
-    return len(group) > 1 or group[0].transfer is not None
-
-
-def _copy_elements(read: _Read, data: memoryview) -> None:
-    transfer = read.transfer
-    if transfer is None:
-        return
-    kind = item_dtype(read.itemsize)
-    source: npt.NDArray[Any] = np.ndarray(transfer.lengths, kind, data, read.place, transfer.source_strides)
-    target: npt.NDArray[Any] = np.ndarray(
-        transfer.lengths, kind, read.target, transfer.target, transfer.target_strides
-    )
-    np.copyto(target, source)
+def _box_of(source: SourcePart, part: Sequence[AxisPart], first: int, itemsize: int) -> _Box:
+    """``part`` of the axes of ``source``, from its payload to a buffer that begins with element ``first`` of
+    the copy. Dimensions that lie together on both sides are one; what is one range of bytes on both has no
+    lengths."""
+    begin, target = source.begin, (source.target - first) * itemsize
+    lengths: list[int] = []
+    sources: list[int] = []
+    targets: list[int] = []
+    run = itemsize
+    axes = zip(part, source.strides, source.target_strides, strict=True)
+    for (low, n), s, step in reversed(list(axes)):
+        t = step * itemsize
+        begin += low * s
+        target += low * t
+        if n == 1:
+            continue
+        if not lengths and s == t == run:
+            run *= n
+        elif lengths and s == sources[-1] * lengths[-1] and t == targets[-1] * lengths[-1]:
+            lengths[-1] *= n
+        else:
+            lengths.append(n)
+            sources.append(s)
+            targets.append(t)
+    if not lengths:
+        return _Box(begin, target, (), (), ())
+    if run > itemsize:  # the innermost run is a dimension of its own again
+        lengths.insert(0, run // itemsize)
+        sources.insert(0, itemsize)
+        targets.insert(0, itemsize)
+    order = sorted(range(len(lengths)), key=lambda d: (-sources[d], -d))
+    columns = (tuple(column[d] for d in order) for column in (lengths, sources, targets))
+    return _Box(begin, target, *columns)

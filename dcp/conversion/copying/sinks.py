@@ -1,4 +1,4 @@
-"""Where tasks write: a range of a file that has its size, or a file that appears whole."""
+"""Sinks of tasks: a range of a file that has its size, or a file that appears whole."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def announce(op: str, path: str | os.PathLike[str]) -> None:
 
 @dataclass(frozen=True)
 class Output:
-    """Where all tasks of a conversion write.
+    """The output of all tasks of a conversion.
 
     ``in_place``: ``store`` is a folder of this machine whose files have their sizes, and tasks write ranges
     of them. Else each task writes a whole file, which appears when it is finished, with ``replace`` in place
@@ -48,7 +48,7 @@ class Output:
         return self.store.create(name, durable=True, expected_bytes=size_bytes, replace=self.replace)
 
     def is_written(self, name: str) -> bool:
-        """Whether a task's file is there, and may not be replaced."""
+        """Return whether a task's file is there, and may not be replaced."""
         return not (self.in_place or self.replace) and self.store.stat(name) is not None
 
 
@@ -74,7 +74,7 @@ class ReservedRange(DurableFile):
         self._send()
 
     def abort(self) -> None:
-        """What was written stays undefined; the file is not this range's to remove."""
+        """Leave what was written undefined; the file is not this range's to remove."""
         if self._state == "open":
             self._stop()
             self._close("aborted")
@@ -103,7 +103,7 @@ class ComparedFile(WriteHandle):
 
     @property
     def position(self) -> int:
-        """Where the next bytes are compared."""
+        """The offset at which the next bytes are compared."""
         return self._position
 
     def write(self, data: Buffer) -> None:

@@ -1,4 +1,4 @@
-"""Copies that are sums of terms: read a few MiB at a time, added block by block in the cache.
+"""Sums of terms for copies: read a few MiB at a time, added block by block in the cache.
 
 Each element is computed alone, by the same operations in the same order: how files are cut into windows and
 tasks, and who carries these out, changes no bit. So products of matrices are not a BLAS's, whose order of
@@ -8,7 +8,7 @@ addition is its own, but are added rank by rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -16,9 +16,7 @@ import numpy.typing as npt
 
 from dcp.conversion.contents.casting import TOO_LARGE, narrowed, stored_dtype, widened
 from dcp.conversion.copying.gather import RangeReader, Wanted
-from dcp.conversion.layouts.columns import TaskCopy
-from dcp.conversion.layouts.pieces import SourcePart
-from dcp.conversion.layouts.terms import Gather, Term
+from dcp.conversion.layouts.sources import Gather, SourcePart, TaskCopy, Term
 from dcp.storage.formats import dtypes
 
 __all__ = ["NOT_FINITE", "OUT_OF_RANGE", "BadElements", "Sums"]
@@ -108,7 +106,7 @@ class Sums:
     # -- what to read ----------------------------------------------------------------------------------------
 
     def _want(self, copy: TaskCopy, number: int, first: int, last: int) -> list[_Array]:
-        """What the elements ``first`` to ``last`` need of a term: memory that is read into."""
+        """Memory that is read into, for what the elements ``first`` to ``last`` need of a term."""
         term = copy.terms[number]
         if not term.rank:
             found = self._gather(term.gathers[0], first, last)
@@ -132,7 +130,7 @@ class Sums:
             found = self._memory[begin : begin + size].view(kind)
             self._used = begin + size
         target = memoryview(found.view(np.uint8).data)
-        self._wanted.append(Wanted(target, kind.itemsize, gather.sources, first, last, -1, 0))
+        self._wanted.append(Wanted(target, kind.itemsize, gather.sources, first, last))
         return found
 
     # -- adding ----------------------------------------------------------------------------------------------
@@ -205,16 +203,26 @@ class Sums:
         too_large = is_finite & (np.abs(total, dtype=np.float64) >= limit)
         for kind, wrong in ((NOT_FINITE, ~is_finite), (OUT_OF_RANGE, too_large)):
             left = first + np.flatnonzero(wrong)
-            for source in _sources(copy) if len(left) else ():
-                is_there = source.has(left)
+            # Of the terms that are no products, in their order: of padded ones the first may not have it.
+            plain = (term.gathers[0] for term in copy.terms if not term.rank) if len(left) else ()
+            for source in (source for gather in plain for source in gather.sources):
+                is_there = _has(source, left)
                 if count := int(is_there.sum()):
                     self._faults.append(BadElements(copy.copy, source.chunk, count, kind))
                     left = left[~is_there]
 
 
-def _sources(copy: TaskCopy) -> Iterator[SourcePart]:
-    """Of the terms that are no products, in their order: of padded ones the first may not have an element."""
-    return (source for term in copy.terms if not term.rank for source in term.gathers[0].sources)
+def _has(source: SourcePart, elements: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """A mask of those of these elements of the copy that a part has."""
+    left = elements - source.target
+    found: npt.NDArray[np.bool_] = left >= 0
+    for n, step in zip(source.lengths, source.target_strides, strict=True):
+        if n > 1:
+            at = left // step
+            found &= at < n
+            left = left - at * step
+    found &= left == 0
+    return found
 
 
 def _fill_with_zeros(stored: _Array, weight: float) -> None:

@@ -1,12 +1,13 @@
-"""One task of a conversion: a range of one target file, made of pieces of the source and written. Picklable.
+"""Tasks of a conversion, each a range of one target file that is made of parts of the source. Picklable.
 
 A task needs nothing of the others and may be run again: it writes the same bytes to the same place. Memory is
-bounded by a few buffers. What it returns, checksums of what it read and wrote, is for the ledger.
+bounded by a few buffers. The checksums of what it read and wrote, which it returns, are for the ledger.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, starmap
 from typing import Any, Final
@@ -19,36 +20,36 @@ from dcp.conversion.contents.casting import cast
 from dcp.conversion.copying.gather import RangeReader, Wanted
 from dcp.conversion.copying.sinks import ReservedRange, announce
 from dcp.conversion.copying.sums import BadElements, Sums
-from dcp.conversion.layouts.columns import SourceColumns, TaskCopies, TaskCopy
 from dcp.conversion.layouts.layout import Hole, TargetLayout
-from dcp.conversion.layouts.sources import source_files
-from dcp.conversion.layouts.terms import TermColumns
+from dcp.conversion.layouts.sources import SourceColumns, TaskCopies, TaskCopy, TermColumns
 from dcp.planners.garbage_collection import garbage_collection_paused
+from dcp.storage.closable import Closable
 from dcp.storage.engine.reading.fragments import Fragment, within_blocks
 from dcp.storage.errors import CheckpointError, CheckpointFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import crc32, crc32_combine
 from dcp.storage.formats.index import CheckpointIndex, Int64
+from dcp.storage.stores.base import Store
 from dcp.storage.stores.handles import WriteHandle
 
 __all__ = [
     "TASK_BYTES",
     "TASK_COPIES",
     "WINDOW_BYTES",
-    "Assembler",
     "Task",
     "TaskBatch",
+    "TaskReader",
     "TaskResult",
-    "carry_out",
     "make_batches",
     "make_tasks",
+    "run_task",
 ]
 
 TASK_BYTES: Final = 64 << 20
 TASK_COPIES: Final = 5_000
-"""Of very small tensors what is known of each takes more memory than its bytes."""
+"""Of very small tensors the columns take more memory than the bytes."""
 WINDOW_BYTES: Final = 8 << 20
-"""What is assembled in one buffer, and written at once."""
+"""Of a file, made in one buffer and written at once."""
 
 _WINDOW_COPIES: Final = 2_000
 _MAX_BATCHES: Final = 512
@@ -84,7 +85,7 @@ class TaskBatch:
 
     @property
     def size_bytes(self) -> int:
-        """What they write."""
+        """The number of bytes that they write."""
         return sum(task.end - task.begin for task in self.tasks)
 
     @property
@@ -94,14 +95,14 @@ class TaskBatch:
 
     @property
     def chunks(self) -> Int64:
-        """The source's chunks that are read."""
-        return np.unique(np.concatenate([task.copies.sources.chunks for task in self.tasks]))
+        """The chunks of the source that are read."""
+        return np.unique(np.concatenate([task.copies.chunks for task in self.tasks]))
 
 
 @dataclass
 class TaskResult:
-    """What a task or a batch of them did: checksums of what it read and wrote, by payload and by copy.
-    ``faults`` are of what was computed, which may then not be published."""
+    """The result of a task or a batch of them: checksums of what it read and wrote, by payload and by copy.
+    ``faults`` are of what was computed, which may then not be published. Pickled as it is packed."""
 
     number: int
     bytes_read: int = 0
@@ -116,9 +117,11 @@ class TaskResult:
         self.targets += other.targets
         self.faults += other.faults
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TaskResult.decode, (self.encode(),)
+
     def encode(self) -> bytes:
-        """Packed bytes for the ledger, and for the way from another process: differences from row to row,
-        because neighbours hardly differ."""
+        """Packed bytes: differences from row to row, because neighbours hardly differ."""
         found = (self.sources, self.targets, self.faults) if self.faults else (self.sources, self.targets)
         rows = [np.array(one, "<i8").reshape(-1, 4) for one in found]
         columns = [np.diff(found.T, axis=1, prepend=np.int64(0)).tobytes() for found in rows]
@@ -163,15 +166,16 @@ def make_tasks(
         starts = [offset for offset, _ in literals]
         stops = [offset + len(data) for offset, data in literals]
         holes = tuple(hole for hole in layout.holes if hole.file == file) if by_file else ()
-        cuts = [0, size] if by_file else _cuts(begins, size)
+        many = begins[TASK_COPIES::TASK_COPIES].tolist()
+        cuts = [0, size] if by_file else sorted({*range(0, size, TASK_BYTES), *many, size, 0})
         for begin, end in pairwise(cuts):
             chosen = rows[np.searchsorted(ends, begin, "right") : np.searchsorted(begins, end, "left")]
             own = TaskCopies.of(copies, chosen, source_codes, sources, terms)
-            first, last = np.searchsorted(stops, begin, "right"), np.searchsorted(starts, end, "left")
-            parts = literals[int(first) : int(last)]
+            parts = literals[bisect_right(stops, begin) : bisect_left(starts, end)]
             for place in {0, len(parts) - 1} if parts else ():  # those between are in the range whole
                 parts[place] = _clipped(*parts[place], begin, end)
-            files = source_files(index, own.sources)
+            numbers = np.unique(own.sources.rows[:, 1]).tolist()
+            files = {number: (index.files[number], int(index.file_sizes[number])) for number in numbers}
             tasks.append(Task(len(tasks), name, size, begin, end, tuple(parts), own, files, holes))
     return tasks
 
@@ -191,12 +195,6 @@ def make_batches(tasks: Sequence[Task], batch_bytes: int) -> list[TaskBatch]:
     return batches
 
 
-def _cuts(begins: Int64, size: int) -> list[int]:
-    """Where a file of so many bytes, whose copies begin there, is cut into tasks."""
-    many = begins[TASK_COPIES::TASK_COPIES].tolist()
-    return sorted({*range(0, size, TASK_BYTES), *many, size, 0})
-
-
 def _clipped(offset: int, data: bytes, begin: int, end: int) -> tuple[int, bytes]:
     if begin <= offset and offset + len(data) <= end:
         return offset, data
@@ -207,74 +205,85 @@ def _clipped(offset: int, data: bytes, begin: int, end: int) -> tuple[int, bytes
 # -- running them --------------------------------------------------------------------------------------------
 
 
-def carry_out(
+def run_task(
     task: Task,
-    reader: RangeReader,
+    store: Store,
     sink: WriteHandle,
     *,
+    verify: bool,
     on_bytes: Callable[[int], None] | None = None,
     check: Callable[[TaskResult], None] | None = None,
 ) -> TaskResult:
-    """Read with ``reader`` what ``task`` needs, and write it to ``sink``, which it ends.
+    """Read what ``task`` needs from the source's ``store``, and write it to ``sink``, which it ends.
 
-    ``on_bytes`` hears of each window. ``check`` is called with the result while the sink can still be
+    ``on_bytes`` gets the size of each window. ``check`` is called with the result while the sink can still be
     aborted, and raises what is wrong with it.
     """
-    result = TaskResult(task.number)
-    with sink:
-        reader.begin(task.source_files)
-        Assembler(task, reader, result).write_to(sink, on_bytes)
-        result.bytes_read, result.sources = reader.bytes_read, reader.sources
-        result.targets += reader.targets
-        if check is not None:
-            check(result)
-        announce("finish", task.name)
-    reader.begin({})  # it keeps nothing of this one: of very many tensors that is much
-    announce("finished", task.name)
-    return result
-
-
-class Assembler:
-    """Makes the bytes of ``task``, window by window in their order; ``result`` gets their checksums."""
-
-    def __init__(self, task: Task, reader: RangeReader, result: TaskResult) -> None:
-        self._task = task
-        self._reader = reader
-        self._result = result
-        self._literal = 0
-        self._holes = sorted(task.holes, key=lambda hole: hole.offset)
-        self._hole = 0
-        self._indexed = [0, 0]
-        self._fragments: dict[int, list[Fragment]] = {}
-        terms = task.copies.terms
-        self._sums = None if terms is None else Sums(reader, terms.accumulate, result.faults)
-
-    def write_to(self, sink: WriteHandle, on_bytes: Callable[[int], None] | None) -> None:
-        """All of the task."""
-        task = self._task
+    with sink, TaskReader(store, task, verify=verify) as reader:
         own = memoryview(b"")
         if not isinstance(sink, ReservedRange):  # which lends memory, to write it without a copy
             own = memoryview(bytearray(min(WINDOW_BYTES, task.end - task.begin)))
-        begin = task.begin
-        while begin < task.end:
+        while (begin := reader.position) < task.end:
             last = task.copies.end_of(begin, _WINDOW_COPIES) or task.end
-            end = min(begin + WINDOW_BYTES, last, task.end)
-            size = end - begin
+            size = min(WINDOW_BYTES, last - begin, task.end - begin)
             buffer = sink.lend(size) if isinstance(sink, ReservedRange) else own[:size]
-            self.assemble(buffer, begin, end)
+            reader.fill(buffer)
             announce("window", task.name)
             sink.write(buffer)
             if on_bytes is not None:
                 on_bytes(size)
-            begin = end
+        result = reader.result()
+        if check is not None:
+            check(result)
+        announce("finish", task.name)
+    announce("finished", task.name)
+    return result
 
-    def assemble(self, buffer: memoryview, begin: int, end: int) -> None:
-        """Bytes ``begin`` to ``end`` of the file, into ``buffer``."""
+
+class TaskReader(Closable):
+    """The bytes of ``task`` from its ``begin`` on, window by window. Use as a context manager; for one thread
+    at a time."""
+
+    def __init__(self, store: Store, task: Task, *, verify: bool) -> None:
+        self.position = task.begin
+        self._task = task
+        self._reader = RangeReader(store, task.source_files, verify=verify)
+        self._literal_begins = [offset for offset, _ in task.literals]
+        self._literal_ends = [offset + len(data) for offset, data in task.literals]
+        self._holes = sorted(task.holes, key=lambda hole: hole.offset)
+        self._seen = 0
+        self._fragments: dict[int, list[Fragment]] = {}
+        self._faults: list[BadElements] = []
+        terms = task.copies.terms
+        self._sums = None if terms is None else Sums(self._reader, terms.accumulate, self._faults)
+
+    def close(self) -> None:
+        """Close the source's files."""
+        self._reader.close()
+
+    def result(self) -> TaskResult:
+        """Checksums of all that was read and made so far, and its faults."""
+        reader = self._reader
+        return TaskResult(self._task.number, reader.bytes_read, reader.sources, reader.targets, self._faults)
+
+    def take_sources(self) -> list[Fragment]:
+        """Checksums of what was read since the last call; those of what is made are dropped."""
+        found, self._reader.sources = self._reader.sources, []
+        if not self._holes:
+            self._reader.targets = []
+        return found
+
+    def fill(self, buffer: memoryview) -> None:
+        """The next ``len(buffer)`` bytes of the file; ValueError behind the end of the task."""
+        begin, end = self.position, self.position + len(buffer)
+        if end > self._task.end:
+            raise ValueError(f"byte {end} is behind the end of the task, {self._task.end}")
         later: list[Callable[[], None]] = []
         wanted: list[Wanted] = []
         for copy in self._task.copies.between(begin, end):
             self._want(copy, buffer, begin, end, wanted, later)
-        for offset, data in self._literals(begin, end):
+        literals = slice(bisect_right(self._literal_ends, begin), bisect_left(self._literal_begins, end))
+        for offset, data in self._task.literals[literals]:
             first, last = max(begin, offset), min(end, offset + len(data))
             buffer[first - begin : last - begin] = data[first - offset : last - offset]
         self._reader.read(wanted)
@@ -284,18 +293,7 @@ class Assembler:
             self._sums.flush()
         if self._holes:
             self._fill_holes(buffer, begin, end)
-
-    def _literals(self, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
-        literals = self._task.literals
-        while (
-            self._literal < len(literals)
-            and literals[self._literal][0] + len(literals[self._literal][1]) <= begin
-        ):
-            self._literal += 1
-        place = self._literal
-        while place < len(literals) and literals[place][0] < end:
-            yield literals[place]
-            place += 1
+        self.position = end
 
     def _want(
         self,
@@ -312,24 +310,20 @@ class Assembler:
         if copy.terms and self._sums is not None:
             self._sums.add(copy, place, low, lambda: self._note(copy.copy, low, place))
             return
-        size = dtypes.BY_CODE[copy.source_code].itemsize
-        out = dtypes.BY_CODE[copy.target_code].itemsize
-        if low % out or high % out:
-            # An element across two windows: then all of the copy is read for each, which is small.
-            first, last = 0, copy.elements
-        else:
-            first, last = low // out, high // out
-        is_padded = copy.is_padded
-        if is_padded:
+        size, out = dtypes.BY_CODE[copy.source_code].itemsize, dtypes.BY_CODE[copy.target_code].itemsize
+        is_even = not low % out and not high % out
+        # An element across two windows: then all of the copy is read for each, which is small.
+        first, last = (low // out, high // out) if is_even else (0, copy.elements)
+        if copy.is_padded:
             place[:] = bytes(len(place))
-        if copy.source_code == copy.target_code and last - first == (high - low) // out and not low % out:
-            is_exact = not is_padded and all(source.is_run(size) for source in copy.sources)
+        if copy.source_code == copy.target_code and is_even:
+            is_exact = not copy.is_padded and all(source.is_run(size) for source in copy.sources)
             wanted.append(Wanted(place, size, copy.sources, first, last, copy.copy if is_exact else -1, low))
             if not is_exact:
                 later.append(lambda: self._note(copy.copy, low, place))
             return
         scratch = memoryview(bytearray((last - first) * size))
-        wanted.append(Wanted(scratch, size, copy.sources, first, last, -1, 0))
+        wanted.append(Wanted(scratch, size, copy.sources, first, last))
 
         def convert() -> None:
             data: Any = scratch
@@ -343,23 +337,20 @@ class Assembler:
     def _note(self, copy: int, position: int, data: memoryview) -> None:
         for begin, end in within_blocks(len(data), position):
             crc = crc32(data[begin:end])
-            self._result.targets.append(Fragment(copy, position + begin, position + end, crc))
+            self._reader.targets.append(Fragment(copy, position + begin, position + end, crc))
 
     def _fill_holes(self, buffer: memoryview, begin: int, end: int) -> None:
         """Checksums into what is written front to back: the copies of its holes stand before them."""
-        for number, found in enumerate((self._result.targets, self._reader.targets)):
-            for fragment in found[self._indexed[number] :]:
-                self._fragments.setdefault(fragment.owner, []).append(fragment)
-            self._indexed[number] = len(found)
-        while self._hole < len(self._holes) and self._holes[self._hole].offset < end:
-            hole = self._holes[self._hole]
+        for fragment in self._reader.targets[self._seen :]:
+            self._fragments.setdefault(fragment.owner, []).append(fragment)
+        self._seen = len(self._reader.targets)
+        first = bisect_left(self._holes, begin, key=lambda hole: hole.offset + 3)
+        for hole in self._holes[first : bisect_left(self._holes, end, key=lambda hole: hole.offset)]:
             data = _whole(self._fragments.get(hole.copy, [])).to_bytes(4, "little")
-            for at in range(4):  # four bytes may lie across two windows
-                if begin <= hole.offset + at < end:
-                    buffer[hole.offset + at - begin] = data[at]
-            if hole.offset + 4 > end:
-                return
-            self._hole += 1
+            for at in range(
+                max(0, begin - hole.offset), min(4, end - hole.offset)
+            ):  # it may be in two windows
+                buffer[hole.offset + at - begin] = data[at]
 
 
 def _whole(fragments: Sequence[Fragment]) -> int:

@@ -1,4 +1,4 @@
-"""What a conversion writes, known before a byte moves: files, literal bytes, and copies of tensors' boxes.
+"""Layout of a conversion's target, known before a byte moves: files, literal bytes, copies of tensors' boxes.
 
 A file of the output is tiled exactly by literals (headers, pickles, directories) and copies. A copy is one
 box of one tensor of the source, C-ordered in the file and perhaps cast. What depends on the bytes copied,
@@ -7,7 +7,6 @@ CRC-32s in a zip, stands at `Holes` in the literals, and is filled in when the c
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,12 +16,12 @@ from typing import NamedTuple
 import numpy as np
 
 from dcp.storage.errors import PlanError
-from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import CheckpointIndex, Int64, starts
+from dcp.storage.geometry.boxes import Box
 from dcp.storage.geometry.ragged import gather_rows
 from dcp.storage.stores.names import check_name
 
-__all__ = ["Copies", "CopyBuilder", "Hole", "Literal", "Literals", "TargetLayout"]
+__all__ = ["Copies", "Hole", "Literal", "Literals", "TargetLayout"]
 
 
 class Literal(NamedTuple):
@@ -97,55 +96,20 @@ class Copies:
         box_start = starts(index.ndims[rows])
         return cls(rows, box_start, np.zeros_like(box_sizes), box_sizes, codes, file_numbers, places, sizes)
 
+    @classmethod
+    def of_boxes(cls, boxes: Sequence[tuple[int, Box, int, int, int, int]]) -> Copies:
+        """Copies of ``boxes``: (tensor, box, dtype code, file, offset, size in bytes) of each."""
+        tensors, codes, files, offsets, sizes = (
+            np.array([one[field] for one in boxes], np.int64) for field in (0, 2, 3, 4, 5)
+        )
+        begins, extents = (
+            np.array([number for one in boxes for number in one[1][side]], np.int64) for side in (0, 1)
+        )
+        box_start = starts([len(one[1].sizes) for one in boxes])
+        return cls(tensors, box_start, begins, extents, codes, files, offsets, sizes)
+
     def __len__(self) -> int:
         return len(self.tensors)
-
-
-@dataclass
-class CopyBuilder:
-    """Collects copies one by one."""
-
-    tensors: list[int] = field(default_factory=list)
-    ndims: list[int] = field(default_factory=list)
-    box_offsets: list[int] = field(default_factory=list)
-    box_sizes: list[int] = field(default_factory=list)
-    dtype_codes: list[int] = field(default_factory=list)
-    files: list[int] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    size_bytes: list[int] = field(default_factory=list)
-
-    def add(
-        self, tensor: int, box: tuple[Sequence[int], Sequence[int]], dtype_code: int, file: int, offset: int
-    ) -> int:
-        """Append a copy; returns its number."""
-        begin, sizes = box
-        size = dtypes.BY_CODE[dtype_code].itemsize * math.prod(sizes)
-        self.tensors.append(tensor)
-        self.ndims.append(len(sizes))
-        self.box_offsets += begin
-        self.box_sizes += sizes
-        self.dtype_codes.append(dtype_code)
-        self.files.append(file)
-        self.offsets.append(offset)
-        self.size_bytes.append(size)
-        return len(self.tensors) - 1
-
-    def build(self) -> Copies:
-        """All of them as columns."""
-
-        def column(values: list[int]) -> Int64:
-            return np.array(values, dtype=np.int64)
-
-        return Copies(
-            column(self.tensors),
-            starts(column(self.ndims)),
-            column(self.box_offsets),
-            column(self.box_sizes),
-            column(self.dtype_codes),
-            column(self.files),
-            column(self.offsets),
-            column(self.size_bytes),
-        )
 
 
 def _none(folder: str, names: Collection[str]) -> frozenset[str]:

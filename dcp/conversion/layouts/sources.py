@@ -1,73 +1,385 @@
-"""Where the parts of a layout's copies are in the source's files."""
+"""Sources of copies, as columns: the parts of stored chunks that the copies of a layout are made of.
+
+A checkpoint may have millions of copies. So a task carries a window of these columns, and makes the objects
+that reading needs (`TaskCopy`, `SourcePart`) of those copies that it is at. Where a conversion computes
+(`dcp.conversion.merging`), a copy is a sum of terms, each of which gathers parts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from dcp.conversion.layouts.columns import SourceColumns
-from dcp.conversion.layouts.layout import Copies, TargetLayout
-from dcp.conversion.layouts.terms import TensorTerms, TermColumns
+from dcp.conversion.layouts.layout import Copies
 from dcp.planners.load.stored_parts import stored_parts
 from dcp.planners.weight_maps.pieces import MappedTensor
 from dcp.planners.weight_maps.stored import StoredTensors
 from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.formats.index import CheckpointIndex, Int64, starts
+from dcp.storage.formats import dtypes
+from dcp.storage.formats.index import CheckpointIndex, Int64, itemsizes, starts
 from dcp.storage.geometry.boxes import Box
 from dcp.storage.geometry.ragged import expand_ranges, gather_rows, row_products, row_sums
 from dcp.storage.geometry.strides import c_strides, ragged_c_strides
 
-__all__ = ["copy_sources", "payload_crcs", "source_files", "sum_sources"]
+__all__ = [
+    "Gather",
+    "MergedTensors",
+    "SourceColumns",
+    "SourcePart",
+    "TaskCopies",
+    "TaskCopy",
+    "TensorTerms",
+    "Term",
+    "TermColumns",
+    "copy_sources",
+    "payload_crcs",
+    "sum_sources",
+]
+
+# -- objects of a window -------------------------------------------------------------------------------------
+
+
+class SourcePart(NamedTuple):
+    """A part of a copy that one stored chunk has: ``lengths`` elements by axis, the copy's slowest first.
+
+    The first one is at byte ``begin`` of the chunk's payload, which is ``payload_bytes`` at
+    ``payload_offset`` of file number ``file``; ``strides`` are in bytes, in any order. In the copy it is
+    element ``target`` (C order), and ``target_strides`` are in elements, descending.
+    """
+
+    chunk: int
+    file: int
+    payload_offset: int
+    payload_bytes: int
+    begin: int
+    target: int
+    lengths: tuple[int, ...]
+    strides: tuple[int, ...]
+    target_strides: tuple[int, ...]
+
+    def is_run(self, itemsize: int) -> bool:
+        """Return whether its elements lie together in the copy, and in the payload in the same order."""
+        run = 1
+        axes = zip(reversed(self.lengths), reversed(self.strides), reversed(self.target_strides), strict=True)
+        for n, own, target in axes:
+            if n != 1:
+                if target != run or own != run * itemsize:
+                    return False
+                run *= n
+        return True
+
+
+class Gather(NamedTuple):
+    """Elements of the source, in C order, of the type ``code``."""
+
+    code: int
+    sources: tuple[SourcePart, ...]
+
+
+class Term(NamedTuple):
+    """A summand, times ``weight``: the elements of the one gather or, with a ``rank``, the product of two:
+    rows of ``rank`` elements, and ``rank`` rows of ``width``."""
+
+    weight: float
+    rank: int
+    width: int
+    gathers: tuple[Gather, ...]
+
+
+class TaskCopy(NamedTuple):
+    """A copy of the layout: ``size_bytes`` from ``begin`` of the target file on. ``is_padded``: elements that
+    no source has are zeros. With ``terms`` it is their sum, and has no ``sources`` of its own."""
+
+    copy: int
+    begin: int
+    size_bytes: int
+    source_code: int
+    target_code: int
+    is_padded: int
+    sources: tuple[SourcePart, ...]
+    terms: tuple[Term, ...] = ()
+
+    @property
+    def elements(self) -> int:
+        """The number of its elements."""
+        return self.size_bytes // dtypes.BY_CODE[self.target_code].itemsize
+
+
+# -- columns -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class SourceColumns:
+    """The `SourcePart`s of copies or, where copies are sums, of the gathers of these: those of number n are
+    rows ``start[n]`` to ``start[n + 1]``.
+
+    ``rows`` has the numbers of a part as columns, in its order; ``axes``, sliced by ``axis_start``, has
+    lengths, strides and target strides.
+    """
+
+    start: Int64
+    rows: Int64
+    axis_start: Int64
+    axes: Int64
+
+    @classmethod
+    def of(cls, engine: ReadEngine, start: Int64, chunks: Int64, places: Any, *axes: Any) -> SourceColumns:
+        """Of parts of ``chunks``: ``places`` are (begin, target); ``axes`` are axis_start and the columns."""
+        index = engine.index
+        lengths = index.payload_lengths[chunks]
+        payloads = index.chunk_files[chunks], engine.payloads.offsets[chunks], lengths
+        return cls(start, np.column_stack([chunks, *payloads, *places]), axes[0], np.column_stack(axes[1:]))
+
+    @property
+    def chunks(self) -> Int64:
+        """The chunk of each part."""
+        chunks: Int64 = self.rows[:, 0]
+        return chunks
+
+    def take(self, numbers: Int64) -> SourceColumns:
+        """The parts of ``numbers``, in that order."""
+        counts = self.start[numbers + 1] - self.start[numbers]
+        rows = expand_ranges(self.start[numbers], counts)
+        ndims = self.axis_start[rows + 1] - self.axis_start[rows]
+        axes = self.axes[expand_ranges(self.axis_start[rows], ndims)]
+        return SourceColumns(starts(counts), self.rows[rows], starts(ndims), axes)
+
+    def parts(self, first: int, last: int) -> Iterator[tuple[SourcePart, ...]]:
+        """The parts of the numbers ``first`` to ``last``, one after the other."""
+        bounds = self.start[first : last + 1].tolist()
+        low, high = bounds[0], bounds[-1]
+        places = (self.axis_start[low : high + 1] - self.axis_start[low]).tolist()
+        columns = self.axes[self.axis_start[low] : self.axis_start[high]].T.tolist()
+        found = []
+        for row, (begin, end) in zip(self.rows[low:high].tolist(), pairwise(places), strict=True):
+            axes = [tuple(column[begin:end]) for column in columns]
+            found.append(SourcePart(*row, *axes))
+        for begin, end in pairwise(bounds):
+            yield tuple(found[begin - low : end - low])
+
+    def chunks_of(self, first: int, last: int) -> Int64:
+        """The chunks of the numbers ``first`` to ``last``."""
+        return np.unique(self.chunks[self.start[first] : self.start[last]])
+
+    @property
+    def is_sequential(self) -> bool:
+        """Return whether rows of each copy follow one another in the stored payloads, so that a range of a
+        copy is a few ranges of payloads."""
+        counts = np.diff(self.axis_start)
+        wide = self.axes[:, 0] > 1
+        rows = np.repeat(np.arange(len(counts)), counts)[wide]
+        steps = self.axes[:, 1][wide]
+        return not ((rows[1:] == rows[:-1]) & (steps[1:] > steps[:-1])).any()
+
+
+@dataclass(frozen=True, eq=False)
+class TermColumns:
+    """`Term`s of copies: those of copy n are rows ``start[n]`` to ``start[n + 1]``; ``codes`` are by gather.
+    They are added in the type ``accumulate``, in this order."""
+
+    accumulate: int
+    start: Int64
+    weights: npt.NDArray[np.float64]
+    ranks: Int64
+    widths: Int64
+    codes: Int64
+
+    @cached_property
+    def gathers(self) -> Int64:
+        """The first gather of each row."""
+        return starts(1 + (self.ranks > 0))
+
+    def fewest(self, elements: Int64) -> Int64:
+        """By copy, of the gathers that are no factors, which have so many ``elements``."""
+        whole = np.where(self.ranks > 0, np.iinfo(np.int64).max, elements[self.gathers[:-1]])
+        return np.minimum.reduceat(whole, self.start[:-1]) if len(whole) else whole
+
+    def take(self, copies: Int64) -> tuple[TermColumns, Int64]:
+        """The terms of ``copies``, in that order, and the numbers of their gathers."""
+        counts = self.start[copies + 1] - self.start[copies]
+        rows = expand_ranges(self.start[copies], counts)
+        gathers = expand_ranges(self.gathers[rows], 1 + (self.ranks[rows] > 0))
+        columns = (self.weights[rows], self.ranks[rows], self.widths[rows], self.codes[gathers])
+        return TermColumns(self.accumulate, starts(counts), *columns), gathers
+
+    def terms(self, first: int, last: int, sources: SourceColumns) -> Iterator[tuple[Term, ...]]:
+        """The terms of the copies ``first`` to ``last``; ``sources`` are those of all gathers."""
+        bounds = self.start[first : last + 1].tolist()
+        rows = slice(bounds[0], bounds[-1])
+        low, high = self.gathers[self.start[[first, last]]].tolist()
+        gathers = map(Gather, self.codes[low:high].tolist(), sources.parts(low, high))
+        columns = (column[rows].tolist() for column in (self.weights, self.ranks, self.widths))
+        found = [
+            Term(weight, rank, width, tuple(next(gathers) for _ in range(2 if rank else 1)))
+            for weight, rank, width in zip(*columns, strict=True)
+        ]
+        for begin, end in pairwise(bounds):
+            yield tuple(found[begin - bounds[0] : end - bounds[0]])
+
+
+@dataclass(frozen=True, eq=False)
+class TaskCopies:
+    """Copies of one file in the order of their places: of a whole file, or of a range of it.
+
+    ``rows`` has the numbers of a `TaskCopy` as columns. With ``terms`` the copies are sums, and ``sources``
+    are those of the terms' gathers.
+    """
+
+    rows: Int64
+    sources: SourceColumns
+    terms: TermColumns | None = None
+
+    @classmethod
+    def of(
+        cls, copies: Copies, rows: Int64, codes: Int64, sources: SourceColumns, terms: TermColumns | None
+    ) -> TaskCopies:
+        """The copies in ``rows`` of a layout's copies; ``codes`` are the source's dtypes of all of these."""
+        summed, gathers = (None, rows) if terms is None else terms.take(rows)
+        own = sources.take(gathers)
+        target_codes, sizes = copies.dtype_codes[rows], copies.size_bytes[rows]
+        stored = row_sums(row_products(own.axes[:, 0], own.axis_start), own.start)
+        least = stored if summed is None else summed.fewest(stored)
+        padded = least < sizes // itemsizes(target_codes.astype(np.uint8))
+        columns = [rows, copies.offsets[rows], sizes, codes[rows], target_codes, padded]
+        return cls(np.column_stack(columns), own, summed)
+
+    @property
+    def chunks(self) -> Int64:
+        """The chunk of each part of the sources."""
+        return self.sources.chunks
+
+    @cached_property
+    def _ends(self) -> Int64:
+        ends: Int64 = self.rows[:, 1] + self.rows[:, 2]
+        return ends
+
+    def rows_between(self, begin: int, end: int) -> tuple[int, int]:
+        """The first and the one behind the last that reach into bytes ``begin`` to ``end`` of the file."""
+        first = int(np.searchsorted(self._ends, begin, "right"))
+        return first, max(first, int(np.searchsorted(self.rows[:, 1], end, "left")))
+
+    def end_of(self, begin: int, count: int) -> int | None:
+        """The end of the window from byte ``begin`` on that ``count`` copies reach into; None if these are
+        all that are left."""
+        last = int(np.searchsorted(self._ends, begin, "right")) + count
+        return int(self.rows[last, 1]) if last < len(self.rows) else None
+
+    def between(self, begin: int, end: int) -> Iterator[TaskCopy]:
+        """The copies that reach into bytes ``begin`` to ``end`` of the file, in order."""
+        first, last = self.rows_between(begin, end)
+        rows = self.rows[first:last].tolist() if first < last else ()
+        if self.terms is None:
+            for row, sources in zip(rows, self.sources.parts(first, last), strict=True):
+                yield TaskCopy._make((*row, sources, ()))
+            return
+        for row, terms in zip(rows, self.terms.terms(first, last, self.sources), strict=True):
+            copy, only = TaskCopy._make((*row, (), terms)), terms[0]
+            code, sources = only.gathers[0]
+            if len(terms) == 1 and only.weight == 1.0 and not only.rank and code == copy.target_code:
+                copy = copy._replace(sources=sources, terms=())  # nothing is computed
+            yield copy
+
+
+# -- sums ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class TensorTerms:
+    """Sums by tensor: the terms of the tensor in row n are rows ``start[n]`` to ``start[n + 1]``, in the
+    order in which they are added.
+
+    Each is, times its one of ``weights``, the tensor in the source's row ``lefts`` or, with ``ranks``, the
+    product of that and the one in row ``rights``, whose inner size that is. ``turned``: it is stored as the
+    product the other way round, so that rows are columns of both.
+    """
+
+    start: Int64
+    weights: npt.NDArray[np.float64]
+    lefts: Int64
+    rights: Int64
+    ranks: Int64
+    turned: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, count: int, rows: Int64, *columns: npt.NDArray[Any]) -> TensorTerms:
+        """The terms of ``count`` tensors; ``rows`` says by term which it is of."""
+        order = np.argsort(rows, kind="stable")
+        return cls(starts(np.bincount(rows, minlength=count)), *(column[order] for column in columns))
+
+    def products(self, tensor: int) -> list[tuple[Any, ...]]:
+        """The terms of a tensor that are products."""
+        own = slice(int(self.start[tensor]), int(self.start[tensor + 1]))
+        columns = (self.weights, self.lefts, self.rights, self.ranks, self.turned)
+        return [term for term in zip(*(column[own].tolist() for column in columns), strict=True) if term[3]]
+
+
+@dataclass(frozen=True, eq=False)
+class MergedTensors:
+    """The ``terms`` of tensors, by row of the first source, which are rows of all of them joined and are
+    added in the type of code ``accumulate``. ``unmerged`` are those taken from the first as they are, by new
+    name; ``origin`` is for the provenance. With weight maps terms are of the tensors ``mapped``, which are
+    made of those of all sources joined, and have their rows."""
+
+    terms: TensorTerms
+    accumulate: int
+    unmerged: tuple[str, ...]
+    origin: Mapping[str, Any]
+    mapped: Sequence[MappedTensor] = ()
+
+    @property
+    def identity(self) -> str:
+        """Equal for merges that compute the same of the same sources."""
+        digest = hashlib.sha256(b"".join(column.tobytes() for column in vars(self.terms).values()))
+        pieces = [(tensor.shape, tensor.pieces) for tensor in self.mapped]
+        digest.update(repr((self.accumulate, pieces)).encode())
+        return digest.hexdigest()
+
+
+# -- from a layout's copies to their sources -----------------------------------------------------------------
 
 
 def copy_sources(
-    engine: ReadEngine, layout: TargetLayout, mapped: Sequence[MappedTensor] | None = None
+    engine: ReadEngine, copies: Copies, mapped: Sequence[MappedTensor] | None = None
 ) -> SourceColumns:
     """The parts of each copy, with their places in the source's files.
 
     With ``mapped`` the tensors that are copied are these, made of the source's. Opens the records of foreign
     formats whose payloads' places are not known. PlanError for tensors of which elements are not stored.
     """
-    if mapped is not None:
-        return _mapped_sources(engine, layout.copies, mapped)
-    return _box_sources(engine, layout.copies)
+    return _box_sources(engine, copies) if mapped is None else _mapped_sources(engine, copies, mapped)
 
 
 def sum_sources(
-    engine: ReadEngine,
-    copies: Copies,
-    terms: TensorTerms,
-    accumulate: int,
-    mapped: Sequence[MappedTensor] = (),
+    engine: ReadEngine, copies: Copies, merged: MergedTensors
 ) -> tuple[SourceColumns, TermColumns]:
-    """The sources of copies that are sums of the source's tensors, or of those ``mapped``, which are made of
-    them: ``terms`` are by row of what is copied. Else as `copy_sources`."""
+    """The sources of copies that are sums of the source's tensors, or of those mapped, which are made of
+    them; else as `copy_sources`."""
+    terms, mapped = merged.terms, merged.mapped
     counts = terms.start[copies.tensors + 1] - terms.start[copies.tensors]
     own = expand_ranges(terms.start[copies.tensors], counts)
     copy_of = np.repeat(np.arange(len(copies)), counts)
     gathers = _gathers(copies, terms, own, copy_of)
     codes = np.array([tensor.dtype_code for tensor in mapped]) if mapped else engine.index.dtype_codes
-    gathers = replace(gathers, dtype_codes=codes[gathers.tensors].astype(np.int64))
-    found = TermColumns(
-        accumulate,
-        starts(counts),
-        terms.weights[own],
-        terms.ranks[own],
-        _widths(copies, terms.ranks[own], copy_of),
-        gathers.dtype_codes,
-    )
+    ranks = terms.ranks[own]
+    widths, products = np.zeros_like(ranks), np.flatnonzero(ranks)
+    widths[products] = copies.box_sizes[copies.box_start[copy_of[products]] + 1]
+    columns = terms.weights[own], ranks, widths, codes[gathers.tensors].astype(np.int64)
+    found = TermColumns(merged.accumulate, starts(counts), *columns)
     if mapped:
         return _mapped_sources(engine, gathers, mapped), found
-    turned = np.repeat(terms.turned[own], 1 + (terms.ranks[own] > 0))
-    return _box_sources(engine, gathers, turned), found
+    return _box_sources(engine, gathers, np.repeat(terms.turned[own], 1 + (ranks > 0))), found
 
 
 def _gathers(copies: Copies, terms: TensorTerms, own: Int64, copy_of: Int64) -> Copies:
-    """What is read for the terms ``own`` of copies, as copies of the source's tensors: the box that a copy
-    is or, of the two factors of a product, all rows and all columns that this needs."""
+    """The boxes that are read for the terms ``own`` of copies: the box that a copy is or, of the two factors
+    of a product, all rows and all columns that this needs."""
     ranks = terms.ranks[own]
     count = 1 + (ranks > 0)
     term_of = np.repeat(np.arange(len(own)), count)
@@ -79,7 +391,8 @@ def _gathers(copies: Copies, terms: TensorTerms, own: Int64, copy_of: Int64) -> 
         gather_rows(column, copies.box_start, boxes) for column in (copies.box_offsets, copies.box_sizes)
     )
     box_start = starts(copies.box_start[boxes + 1] - copies.box_start[boxes])
-    for factors, right in ((np.flatnonzero((ranks[term_of] > 0) & (is_right == one)), one) for one in (0, 1)):
+    for right in (0, 1):
+        factors = np.flatnonzero((ranks[term_of] > 0) & (is_right == right))
         inner = box_start[factors] + 1 - right  # the dimension that is added up
         offsets[inner], sizes[inner] = 0, ranks[term_of[factors]]
         flat = box_start[factors[terms.turned[own][term_of[factors]]]]
@@ -89,59 +402,35 @@ def _gathers(copies: Copies, terms: TensorTerms, own: Int64, copy_of: Int64) -> 
     return Copies(tensors, box_start, offsets, sizes, nothing, nothing, nothing, nothing)
 
 
-def _widths(copies: Copies, ranks: Int64, copy_of: Int64) -> Int64:
-    """The inner sizes of the products among terms; 0 of others."""
-    found = np.zeros_like(ranks)
-    products = np.flatnonzero(ranks)
-    found[products] = copies.box_sizes[copies.box_start[copy_of[products]] + 1]
-    return found
-
-
 def _box_sources(
     engine: ReadEngine, copies: Copies, turned: npt.NDArray[np.bool_] | None = None
 ) -> SourceColumns:
     """The sources of boxes of the source's tensors; those that are ``turned`` have two dimensions, of which
     the second is the slowest in what is made of them."""
-    index = engine.index
     rows, tensor_of = np.unique(copies.tensors, return_inverse=True)
     stored = stored_parts(engine, rows, tensor_of.astype(np.int64), copies.box_offsets, copies.box_sizes)
-    lengths, strides = stored.lengths, stored.strides
-    target_strides = _c_strides(copies, stored.wanted)
-    offsets = stored.offsets
+    wanted, axis_start = stored.wanted, stored.axis_start
+    sizes = gather_rows(copies.box_sizes, copies.box_start, wanted)
+    target_strides = ragged_c_strides(sizes, axis_start, np.ones_like(wanted))
+    axes = [stored.lengths, stored.strides, target_strides, stored.offsets]
     if turned is not None and turned.any():
-        parts = np.flatnonzero(turned[stored.wanted])
-        slow = stored.axis_start[parts]
-        target_strides[slow], target_strides[slow + 1] = (
-            1,
-            copies.box_sizes[copies.box_start[stored.wanted[parts]]],
-        )
-        order = np.arange(len(lengths))
+        slow = axis_start[np.flatnonzero(turned[wanted])]
+        target_strides[slow], target_strides[slow + 1] = 1, sizes[slow]
+        order = np.arange(len(sizes))
         order[slow], order[slow + 1] = slow + 1, slow
-        lengths, strides, target_strides, offsets = (
-            column[order] for column in (lengths, strides, target_strides, offsets)
-        )
-    return SourceColumns(
-        start=starts(np.bincount(stored.wanted, minlength=len(copies))),
-        chunks=stored.chunks,
-        files=index.chunk_files[stored.chunks],
-        payload_offsets=engine.payloads.offsets[stored.chunks],
-        payload_bytes=index.payload_lengths[stored.chunks],
-        begins=stored.begins,
-        targets=row_sums(offsets * target_strides, stored.axis_start),
-        axis_start=stored.axis_start,
-        lengths=lengths,
-        strides=strides,
-        target_strides=target_strides,
-    )
+        axes = [column[order] for column in axes]
+    *axes, offsets = axes
+    places = stored.begins, row_sums(offsets * axes[2], axis_start)
+    start = starts(np.bincount(wanted, minlength=len(copies)))
+    return SourceColumns.of(engine, start, stored.chunks, places, axis_start, *axes)
 
 
 def _mapped_sources(engine: ReadEngine, copies: Copies, tensors: Sequence[MappedTensor]) -> SourceColumns:
     """The sources of copies of tensors that are made of the source's."""
-    index = engine.index
     stored = StoredTensors(engine, tensors)
     counts: list[int] = []
     found: list[tuple[int, int, int]] = []  # chunk, begin, target
-    axes: list[tuple[tuple[int, int, int], ...]] = []  # (target stride, length, stride)
+    axes: list[list[tuple[int, int, int]]] = []  # (target stride, length, stride)
     boxes = [column.tolist() for column in (copies.box_start, copies.box_offsets, copies.box_sizes)]
     for copy, row in enumerate(copies.tensors.tolist()):
         flat = slice(boxes[0][copy], boxes[0][copy + 1])
@@ -149,32 +438,15 @@ def _mapped_sources(engine: ReadEngine, copies: Copies, tensors: Sequence[Mapped
         before, steps = len(found), c_strides(box.sizes)
         for chunk, begin, strides, own in stored.within(tensors[row], box):
             found.append((chunk, begin, own.target.place(steps, box.offsets)))
-            rows = zip(own.target.strides(steps), own.lengths, strides, strict=True)
-            axes.append(tuple(sorted((axis for axis in rows if axis[1] != 1), reverse=True)))
+            by_axis = zip(own.target.strides(steps), own.lengths, strides, strict=True)
+            axes.append(sorted((axis for axis in by_axis if axis[1] != 1), reverse=True))
         counts.append(len(found) - before)
-    chunks, begins, targets = np.array(found, np.int64).reshape(-1, 3).T
-    by_axis = np.array([axis for row in axes for axis in row], np.int64).reshape(-1, 3).T
-    return SourceColumns(
-        start=starts(counts),
-        chunks=chunks,
-        files=index.chunk_files[chunks],
-        payload_offsets=engine.payloads.offsets[chunks],
-        payload_bytes=index.payload_lengths[chunks],
-        begins=begins,
-        targets=targets,
-        axis_start=starts(list(map(len, axes))),
-        lengths=by_axis[1],
-        strides=by_axis[2],
-        target_strides=by_axis[0],
+    chunks, *places = np.array(found, np.int64).reshape(-1, 3).T
+    targets, lengths, own_strides = (
+        np.array([axis for row in axes for axis in row], np.int64).reshape(-1, 3).T
     )
-
-
-def _c_strides(copies: Copies, rows: Int64) -> Int64:
-    """From one element to the next in the boxes of ``rows`` of the copies, by dimension."""
-    sizes = gather_rows(copies.box_sizes, copies.box_start, rows)
-    return ragged_c_strides(
-        sizes, starts(copies.box_start[rows + 1] - copies.box_start[rows]), np.ones_like(rows)
-    )
+    axis_start = starts(list(map(len, axes)))
+    return SourceColumns.of(engine, starts(counts), chunks, places, axis_start, lengths, own_strides, targets)
 
 
 def payload_crcs(index: CheckpointIndex) -> dict[int, int]:
@@ -196,9 +468,3 @@ def payload_crcs(index: CheckpointIndex) -> dict[int, int]:
         if crc is not None:
             found[int(rows[place])] = crc
     return found
-
-
-def source_files(index: CheckpointIndex, sources: SourceColumns) -> dict[int, tuple[str, int]]:
-    """(name, size in bytes) by number of the files that ``sources`` are in."""
-    numbers = np.unique(sources.files).tolist()
-    return {number: (index.files[number], int(index.file_sizes[number])) for number in numbers}

@@ -1,4 +1,4 @@
-"""What low-rank adapters add to which weights, in the layout of the package peft.
+"""Low-rank adapters, and what they add to which weights, in the layout of the package peft.
 
 A folder has ``adapter_config.json``, and ``adapter_model.safetensors`` or ``.bin``. To the weight of a module
 ``B @ A`` is added, times ``lora_alpha / r`` or, with ``use_rslora``, ``lora_alpha / sqrt(r)``; where the
@@ -61,9 +61,9 @@ _ByEnd = Sequence[tuple[re.Pattern[str] | ModulePattern, Any]]
 
 
 class LowRank(NamedTuple):
-    """What is added to the weight ``target``: names of the factors B and A, and that of their product;
-    ``is_turned`` where a square weight is the other way round, ``is_embedding`` for factors of an embedding.
-    ``keeps_ties``: the same is added to weights that are tied to the embeddings."""
+    """A product that is added to the weight ``target``: names of the factors B and A, and that of their
+    product; ``is_turned`` where a square weight is the other way round, ``is_embedding`` for factors of an
+    embedding. ``keeps_ties``: the same is added to weights that are tied to the embeddings."""
 
     target: str
     left: str
@@ -128,7 +128,7 @@ class AdapterConfig:
 
 
 def _faults(config: Mapping[str, Any]) -> Iterator[str]:
-    """What is no number where one has to be, by name: nothing of it is rounded or taken for another."""
+    """Names of what is no number where one has to be: nothing of it is rounded or taken for another."""
     for name, pattern, is_one, kind in (
         ("r", "rank_pattern", _is_whole, "whole number above 0"),
         ("lora_alpha", "alpha_pattern", _is_number, "number above 0"),
@@ -143,7 +143,7 @@ def _faults(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_plain(pattern: str) -> bool:
-    """Whether `re` may compare it as it is, which is quick: other expressions may take it for ever."""
+    """Return whether `re` may compare it as it is, which is quick: other expressions may take it for ever."""
     return re.fullmatch(r"\^?[\w.\\-]+", pattern) is not None and "\\" not in pattern.replace("\\.", "")
 
 
@@ -190,8 +190,8 @@ def _config_of(store: Store) -> AdapterConfig:
 
 
 def low_ranks(index: CheckpointIndex, store: Store) -> list[LowRank]:
-    """What the adapter ``index`` adds; PlanError with all names that are no factors, or one alone, or do not
-    go together."""
+    """The products that the adapter ``index`` adds; PlanError with all names that are no factors, or one
+    alone, or do not go together."""
     config = _config_of(store)
     modules: dict[str, dict[str, str]] = {}
     strange = list(index.objects.fqns)

@@ -40,8 +40,8 @@ _Linear = dict[str, Fraction]
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What a merge computes: the sum of its sources, each times its one of ``weights``, and of what adapters
-    add, times ``adapter_weights``; added in the type ``accumulate``, in this order.
+    """The arithmetic of a merge: the sum of its sources, each times its one of ``weights``, and of what
+    adapters add, times ``adapter_weights``; added in the type ``accumulate``, in this order.
 
     OptionError for too many of them, and for other types than float32 and float64.
     """
@@ -104,7 +104,7 @@ def _numbers(what: str, given: Sequence[Weight], count: int, of: str) -> tuple[f
 
 
 def _number(given: Any) -> float | None:
-    """What float64 has of it; None where it is no finite number."""
+    """The nearest float64; None where it is no finite number."""
     if getattr(given, "shape", None) == () and callable(getattr(given, "item", None)):
         given = given.item()  # a scalar of numpy, or a tensor without dimensions
     if not isinstance(given, Real) or isinstance(given, bool):
@@ -135,7 +135,7 @@ def average_weights(count: int, decay: Weight | None) -> tuple[float, ...]:
 
 
 def source_names(count: int) -> list[str]:
-    """What a formula calls sources: A to Z, then A1 to Z1 and so on."""
+    """The names of sources in a formula: A to Z, then A1 to Z1 and so on."""
     return [chr(ord("A") + number % 26) + str(number // 26 or "") for number in range(count)]
 
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 _FORMAT: Final = "joined"
 _AT_ONCE: Final = 2
-"""What a file of many tensors says of them takes much memory while it is read."""
+"""The index of a file of many tensors takes much memory while it is read."""
 _COLUMNS: Final = (
     "dtype_codes",
     "shape_values",
@@ -52,7 +52,7 @@ class JoinedStore(ReadOnlyStore):
         )
 
     def path_of(self, name: str) -> str:
-        """That of the store which has it."""
+        """As of the store which has it."""
         store, own = self._owner(name)
         return store.path_of(own)
 
@@ -66,7 +66,7 @@ class JoinedStore(ReadOnlyStore):
         ]
 
     def stat(self, name: str) -> FileInfo | None:
-        """What the store says that has it."""
+        """As of the store which has it."""
         store, own = self._owner(name)
         info = store.stat(own)
         return None if info is None else replace(info, name=name)

@@ -47,7 +47,8 @@ class ModulePattern:
         return cls(text, matcher)
 
     def match(self, name: str) -> bool:
-        """Whether ``(.*\\.)?(text)$`` matches. OptionError for a name of more than 1,000 characters."""
+        """Return whether ``(.*\\.)?(text)$`` matches. OptionError for a name of more than 1,000
+        characters."""
         if len(name) > _MAX_LENGTH:
             raise OptionError(f"{name:.80}... is longer than {_MAX_LENGTH} characters: no pattern is applied")
         begins = frozenset([0, *(at + 1 for at, character in enumerate(name) if character == ".")])
@@ -60,7 +61,7 @@ class _Parser:
         self.at = 0
         self._depth = 0
         self._repeats = 0
-        """How many repetitions there are so far."""
+        """The number of repetitions so far."""
 
     def refused(self) -> OptionError:
         """For what is at this place."""
@@ -163,7 +164,7 @@ def _of_characters(pattern: re.Pattern[str]) -> _Matcher:
 
 
 def _often(atom: _Matcher, name: str, at: _Ends, low: int, high: int) -> _Ends:
-    """Where ``atom`` ends that is there ``low`` to ``high`` times."""
+    """The places where ``atom`` ends that is there ``low`` to ``high`` times."""
     found = at if low == 0 else frozenset()
     for count in range(1, min(high, low + len(name) + 1) + 1):
         at = atom(name, at)

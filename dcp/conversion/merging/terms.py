@@ -1,4 +1,4 @@
-"""What each tensor of a merge is a sum of, and what does not go together, before a byte moves."""
+"""Terms of a merge: the sums that tensors are, and what does not go together, before a byte moves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from dcp.conversion.contents.casting import CASTABLE
 from dcp.conversion.contents.entries import Entries, TargetDtype, TensorEntry, mapped_entries
-from dcp.conversion.layouts.terms import MergedTensors, TensorTerms
+from dcp.conversion.layouts.sources import MergedTensors, TensorTerms
 from dcp.conversion.merging.adapters import LowRank, low_ranks
 from dcp.conversion.merging.arithmetic import Arithmetic
 from dcp.planners.load.selection import Patterns, Rename, Selection, check_patterns
@@ -53,7 +53,7 @@ def merge_entries(
     rename: Rename | None = None,
     dtype: TargetDtype = None,
 ) -> tuple[Entries, MappedIndex | None, MergedTensors]:
-    """What is to be written, the first source under its map, and of what all is made. ``members`` are the
+    """The entries to write, the first source under its map, and the sums that they are. ``members`` are the
     sources and, behind them, adapters. ``weight_maps`` is one for all sources, or one for each, and goes
     without adapters. ``config`` is the model's in the target, without which adapters look for that beside the
     first source. ``only``, ``exclude`` and ``rename`` are about the names of each.
@@ -64,25 +64,28 @@ def merge_entries(
     count = len(arithmetic.weights)
     sources, adapters = members[:count], members[count:]
     maps = weight_maps if len(weight_maps) == count else [*weight_maps, None][:1] * count
-    chosen = _Chosen(sources, maps, only, exclude, rename, dtype)
-    added = [low_ranks(adapter.index, adapter.store) for adapter in adapters]
+    chosen = _chosen(sources, maps, only, exclude, {"rename": rename}, dtype)
+    added = [(adapter, low_ranks(adapter.index, adapter.store)) for adapter in adapters]
     if adapters and config is None:
         config = model_config(sources[0].store)
     is_tied = bool(config and config.get("tie_word_embeddings"))
-    merging = _Merging(chosen.members, list(zip(adapters, added, strict=True)), arithmetic, is_tied)
+    own = [_Member.of(entries) for entries, _ in chosen]
+    merging = _Merging(own, added, arithmetic, is_tied)
     terms = merging.terms()
     merging.raise_problems([source.name for source in members])
-    first = _untied(chosen.first, chosen.members[1:], terms)
+    (first, mapped), made = chosen[0], []
+    if any(maps):
+        made = [tensor for number, one in enumerate(chosen) for tensor in _made(number, *one)]
+    first = _untied(first, own[1:], terms)
     user = {name: value for name, value in first.index.user.items() if name != _METRICS}
     first = replace(first, index=replace(first.index, user=user, digests=()))  # of sums nobody has any
     unmerged = tuple(sorted(merging.unmerged))
-    merged = MergedTensors(terms, arithmetic.code, unmerged, _origin(members, arithmetic), chosen.made)
-    return first, chosen.mapped, merged
+    return first, mapped, MergedTensors(terms, arithmetic.code, unmerged, _origin(members, arithmetic), made)
 
 
 @dataclass(frozen=True, eq=False)
 class _Member:
-    """What is chosen of a source: ``names`` of the tensors in ``rows`` of ``index``, and of those that are
+    """The selection of a source: ``names`` of the tensors in ``rows`` of ``index``, and of those that are
     tied to another the name of that."""
 
     index: CheckpointIndex
@@ -103,44 +106,30 @@ class _Member:
         return cls(entries.index, [entry.fqn for entry in tensors], rows, tied)
 
 
-class _Chosen:
-    """What is selected of each source, under its map: ``members``, the entries of the ``first``, what that is
-    ``mapped`` to and, with maps, the tensors ``made`` of all, of pieces of all sources joined. A pattern must
-    match in one of them, and not in all."""
-
-    def __init__(
-        self,
-        sources: Sequence[Source],
-        maps: Sequence[WeightMap | None],
-        only: Patterns | None,
-        exclude: Patterns | None,
-        rename: Rename | None,
-        dtype: TargetDtype,
-    ) -> None:
-        names = [[*source.index.fqns, *source.index.objects.fqns] for source in sources]
-        selection = Selection.of(only, exclude)
-        if selection is not None:
-            check_patterns(selection, [name for own in names for name in own])
-        self.members: list[_Member] = []
-        self.made: list[MappedTensor] = []
-        for number, (source, own, weights) in enumerate(zip(sources, names, maps, strict=True)):
-            patterns = [_matching(given, own) for given in (only, exclude)]
-            mapped: MappedIndex | None = None
-            if only is not None and not patterns[0]:
-                entries = Entries(source.index, [], [])
-            else:
-                chosen: dict[str, Any] = {
-                    "only": patterns[0],
-                    "exclude": patterns[1] or None,
-                    "rename": rename,
-                }
-                cast = dtype if not number else None
-                entries, mapped = mapped_entries(source.index, source.store, weights, **chosen, dtype=cast)
-            if not number:
-                self.first, self.mapped = entries, mapped
-            self.members.append(_Member.of(entries))
-            if any(maps):
-                self.made += _made(number, entries, mapped)
+def _chosen(
+    sources: Sequence[Source],
+    maps: Sequence[WeightMap | None],
+    only: Patterns | None,
+    exclude: Patterns | None,
+    renaming: dict[str, Any],
+    dtype: TargetDtype,
+) -> list[tuple[Entries, MappedIndex | None]]:
+    """The entries that are selected of each source, under its map; those of the first are cast. A pattern
+    must match in one of them, and not in all."""
+    names = [[*source.index.fqns, *source.index.objects.fqns] for source in sources]
+    selection = Selection.of(only, exclude)
+    if selection is not None:
+        check_patterns(selection, [name for own in names for name in own])
+    found: list[tuple[Entries, MappedIndex | None]] = []
+    for source, own, weights in zip(sources, names, maps, strict=True):
+        included, excluded = (_matching(given, own) for given in (only, exclude))
+        if only is not None and not included:
+            found.append((Entries(source.index, [], []), None))
+            continue
+        given = {"only": included, "exclude": excluded or None, **renaming}
+        cast = None if found else dtype
+        found.append(mapped_entries(source.index, source.store, weights, **given, dtype=cast))
+    return found
 
 
 def _made(number: int, entries: Entries, mapped: MappedIndex | None) -> Iterator[MappedTensor]:
@@ -229,7 +218,8 @@ class _Merging:
         return common, [one.rows[places] for one, places in zip(self._sources, chosen, strict=True)]
 
     def _summed(self, names: Sequence[str], rows: Sequence[Int64]) -> Int64:
-        """Which of ``names`` are sums; those that are taken from the first are noted, as what is wrong is."""
+        """The places in ``names`` of those that are sums; those that are taken from the first are noted, as
+        what is wrong is."""
         indexes = [one.index for one in self._sources]
         pairs = list(zip(indexes, rows, strict=True))
         alike = np.ones(len(names), bool)
@@ -254,7 +244,7 @@ class _Merging:
         self.unmerged.add(name)
 
     def _products(self, tensors: Mapping[str, int]) -> Iterator[tuple[Any, ...]]:
-        """What adapters add to ``tensors``, of which the rows are in the first source: rows of
+        """The products that adapters add to ``tensors``, of which the rows are in the first source: rows of
         `TensorTerms`."""
         for number, (adapter, added) in enumerate(self._adapters):
             for low_rank in added:
@@ -269,7 +259,7 @@ class _Merging:
                 yield row, weight, left, right, low_rank.rank, is_turned
 
     def _fits(self, low_rank: LowRank, row: int | None, tensors: Mapping[str, int]) -> bool | None:
-        """Whether what is added to a tensor is turned; None, and noted, if it cannot be."""
+        """Return whether what is added to a tensor is turned; None, and noted, if it cannot be."""
         name, shape = low_rank.target, low_rank.shape
         if name in self._problems:
             return None

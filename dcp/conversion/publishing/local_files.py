@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from dcp.conversion.contents.hf_folder import HF_NAMES
-from dcp.conversion.copying.checks import TargetChecksums
+from dcp.conversion.copying.batches import TargetChecksums
 from dcp.conversion.copying.sinks import announce
 from dcp.conversion.layouts.layout import TargetLayout
 from dcp.storage.commit_names import DATA_SUFFIX, MANIFEST_NAME, METADATA_NAME
@@ -96,7 +96,7 @@ def _allocate(path: Path, size: int) -> None:
 
 
 def have_sizes(folder: Path, layout: TargetLayout) -> bool:
-    """Whether all files are there that `reserve` makes."""
+    """Return whether all files are there that `reserve` makes."""
     files = zip(layout.file_names, layout.file_sizes, strict=True)
     return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in files)
 
@@ -160,7 +160,7 @@ def move_late(old: Path, target: Path, layout: TargetLayout) -> None:
 
 
 def _others(old: Path, new: Path, layout: TargetLayout) -> Iterator[Path]:
-    """What is in a folder that ``new`` does not replace."""
+    """The entries of a folder that ``new`` does not replace."""
     entries = {entry.name: entry for entry in old.iterdir()}
     replaced = layout.replaced("", entries)
     for name, entry in entries.items():
@@ -169,17 +169,17 @@ def _others(old: Path, new: Path, layout: TargetLayout) -> Iterator[Path]:
 
 
 def stays(name: str) -> bool:
-    """Whether a file of a folder stays there, whatever is converted to the folder."""
+    """Return whether a file of a folder stays there, whatever is converted to the folder."""
     return not _is_replaced(name) and name not in HF_NAMES
 
 
 def has_only_others(target: Path) -> bool:
-    """Whether nothing in a folder is of a checkpoint."""
+    """Return whether nothing in a folder is of a checkpoint."""
     return not any(_is_replaced(entry.name) for entry in target.iterdir())
 
 
 def _is_replaced_folder(entry: Path, made: Path, layout: TargetLayout) -> bool:
-    """Whether no file of a folder stays: there is a new one, or ``layout.replaced`` names it."""
+    """Return whether no file of a folder stays: there is a new one, or ``layout.replaced`` names it."""
     if entry.is_symlink() or not entry.is_dir():
         return False
     names = {one.name for one in entry.iterdir()}
@@ -188,7 +188,8 @@ def _is_replaced_folder(entry: Path, made: Path, layout: TargetLayout) -> bool:
 
 
 def _is_replaced(name: str) -> bool:
-    """Whether a new checkpoint in the folder takes the place of a file; others, such as config.json, stay."""
+    """Return whether a new checkpoint in the folder takes the place of a file; others, such as config.json,
+    stay."""
     if name.endswith(DATA_SUFFIX) and name.startswith("__"):
         return True
     if name in (MANIFEST_NAME, METADATA_NAME, *_NOTES):
@@ -303,7 +304,7 @@ def settle(work: Path) -> None:
 
 
 def _is_taken(target: Path) -> bool:
-    """Whether anything but an empty folder is there, in whose place another can be put."""
+    """Return whether anything but an empty folder is there, in whose place another can be put."""
     if target.is_dir() and not target.is_symlink():
         return any(target.iterdir())
     return os.path.lexists(target)

@@ -1,4 +1,4 @@
-"""What a format is given to lay out a target of it, and what it gives back.
+"""Jobs of laying out a target: what a format is given, and what it returns.
 
 A format that can be written is a function of a `LayoutJob` that returns a `Planned` target (its
 `dcp.storage.formats.format.Target` names it). It describes files and where in them each tensor's bytes are to
@@ -7,22 +7,53 @@ be; the bytes are moved by others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import os
+import pickle
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final, Literal
 
-from dcp.conversion.contents.entries import Entries, Value
-from dcp.conversion.contents.hf_folder import HfFolder
-from dcp.conversion.contents.values import SourceValues
+from dcp.conversion.contents.entries import Entries, TargetDtype, Value
+from dcp.conversion.contents.hf_folder import HfFolder, read_hf_folder
 from dcp.conversion.layouts.layout import TargetLayout
-from dcp.conversion.layouts.sources import payload_crcs
-from dcp.conversion.layouts.terms import MergedTensors
+from dcp.conversion.layouts.sources import MergedTensors, payload_crcs
+from dcp.conversion.merging.arithmetic import Arithmetic
+from dcp.planners.garbage_collection import garbage_collection_paused
+from dcp.planners.load.selection import Patterns, Rename
 from dcp.planners.weight_maps.mapped_index import MappedIndex
-from dcp.storage.errors import CheckpointFormatError, PlanError
+from dcp.planners.weight_maps.model_config import CONFIG, config_of
+from dcp.planners.weight_maps.weight_map import WeightMap
+from dcp.storage.engine.reading.engine import ReadEngine
+from dcp.storage.errors import (
+    CheckpointFormatError,
+    CorruptCheckpointError,
+    OptionError,
+    PlanError,
+    UnsafeObjectError,
+)
+from dcp.storage.formats.checksums import crc32
+from dcp.storage.formats.dtypes import Dtype
+from dcp.storage.formats.native.object_blob import ObjectBlob
+from dcp.storage.formats.native.record import object_record
 from dcp.storage.formats.plain import encode_plain
+from dcp.storage.formats.registry import target_named
+from dcp.storage.formats.torch.pickle_reader import DevicePickle, SizePickle
+from dcp.storage.formats.torch.pickle_writer import PickledTensor, SizeValue
+from dcp.storage.formats.torch.python_values import HARMLESS_MARK, decode_value, python_value
+from dcp.storage.formats.torch.tensor_pickle import TensorPickle
 
-__all__ = ["Chunks", "LayoutJob", "LayoutOptions", "Planned"]
+__all__ = [
+    "Chunks",
+    "ConversionOptions",
+    "LayoutJob",
+    "Planned",
+    "SourceValues",
+    "plan_layout",
+    "torch_allows",
+]
+
 
 _MAX_LISTED: Final = 10
 _MAX_VALUE_BYTES: Final = 64 << 20
@@ -33,12 +64,14 @@ Chunks = Literal["keep", "split"]
 files."""
 
 
-@dataclass(frozen=True)
-class LayoutOptions:
-    """Options that are about the target alone; each is for the formats that have a use for it.
+@dataclass(frozen=True, slots=True)
+class ConversionOptions:
+    """The options of `dcp.convert` that decide what the target holds.
 
-    ``to`` is the `Target.name`. ``files`` and ``chunks`` as for `dcp.convert`. What ``hf`` has is beside the
-    weights.
+    ``to`` is the `Target.name`; those up to ``hf``, whose files are beside the weights, are each for the
+    formats that have a use for it. With ``arithmetic`` the conversion is a `dcp.merge`, whose source is
+    several as one (`dcp.conversion.merging.joined`). ``weight_maps`` is one for all sources, or one for each;
+    empty without any.
     """
 
     to: str
@@ -47,6 +80,26 @@ class LayoutOptions:
     shard_bytes: int | None = None
     drop_objects: bool = False
     hf: HfFolder | None = None
+    only: Patterns | None = None
+    exclude: Patterns | None = None
+    rename: Rename | None = None
+    dtype: TargetDtype = None
+    weight_maps: tuple[WeightMap | None, ...] = ()
+    arithmetic: Arithmetic | None = None
+
+    def with_template(self, hf: HfFolder) -> ConversionOptions:
+        """With what ``hf`` has beside weights; its configuration is also the map's."""
+        known = config_of(hf.files[CONFIG], f"{CONFIG} of {hf.url}") if CONFIG in hf.files else {}
+        maps = tuple(one and replace(one, config={**known, **one.config}) for one in self.weight_maps)
+        return replace(self, hf=hf, weight_maps=maps)
+
+    def with_hf(self, hf: str | os.PathLike[str] | None, also: Sequence[str]) -> ConversionOptions:
+        """With the arguments ``hf`` and ``hf_also`` of `dcp.convert`."""
+        if hf is not None:
+            return self.with_template(read_hf_folder(hf, also))
+        if also:
+            raise OptionError("hf_also= requires hf=")
+        return self
 
 
 @dataclass(frozen=True)
@@ -58,6 +111,11 @@ class Planned:
     dropped: tuple[str, ...]
     mapped: MappedIndex | None = None
     merged: MergedTensors | None = None
+
+    @property
+    def unmerged(self) -> tuple[str, ...]:
+        """The tensors of a merge that are taken from the first source as they are."""
+        return self.merged.unmerged if self.merged is not None else ()
 
 
 @dataclass(frozen=True)
@@ -71,7 +129,7 @@ class LayoutJob:
 
     entries: Entries
     values: SourceValues
-    options: LayoutOptions
+    options: ConversionOptions
     file_name: str | None
     save_id: str
     source_url: str
@@ -113,3 +171,142 @@ class LayoutJob:
                 fqns=list(refused)[:_MAX_LISTED],
             )
         return [value for value in self.entries.values if value.fqn not in refused], tuple(refused)
+
+
+@garbage_collection_paused()
+def plan_layout(
+    entries: Entries,
+    engine: ReadEngine,
+    options: ConversionOptions,
+    file_name: str | None,
+    save_id: str,
+    *,
+    is_compared: bool = False,
+    origin: Mapping[str, Any] | None = None,
+) -> Planned:
+    """The target's layout. PlanError, with names, for values that it cannot hold and must not drop.
+
+    ``is_compared``: whoever copies compares what is read with the source's checksums. ``origin`` as in
+    `LayoutJob`.
+    """
+    values, url = SourceValues(engine), engine.store.url
+    job = LayoutJob(entries, values, options, file_name, save_id, url, is_compared, origin or {})
+    planned: Planned = target_named(options.to)[1].lay_out(job)
+    planned.layout.check()
+    return planned
+
+
+_MAX_BLOB_BYTES = 256 << 20
+_TORCH_KNOWS = frozenset(
+    {
+        type(None),
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        bytearray,
+        SizeValue,
+        Dtype,
+        DevicePickle,
+        PickledTensor,
+    }
+)
+
+
+class SourceValues:
+    """The values of a source, read once each through ``engine``."""
+
+    def __init__(self, engine: ReadEngine) -> None:
+        self._engine = engine
+        self._objects = engine.index.objects
+        self._blobs: dict[tuple[int, int, int], bytes] = {}
+
+    def value(self, row: int) -> Any:
+        """The value of a row: what is harmless, with `PickledTensor` for tensors in it.
+
+        UnsafeObjectError, a CheckpointFormatError, for any other; nothing of it is run.
+        """
+        number = int(self._objects.plain[row])
+        if number >= 0:
+            return decode_value(self._objects.values[number])
+        return self._decode(self.blob(row), self._objects.fqns[row])
+
+    def encoded(self, row: int) -> bytes | None:
+        """The msgpack encoding of a plain value; None for any other."""
+        number = int(self._objects.plain[row])
+        if number >= 0:
+            encoded = self._objects.values[number]
+            return None if encoded[:1] == HARMLESS_MARK else encoded
+        try:
+            return encode_plain(self.value(row))
+        except CheckpointFormatError:
+            return None
+
+    def blob(self, row: int) -> bytes:
+        """The torch.save bytes of a row, as they are stored, or made for plain data that has none."""
+        objects = self._objects
+        place = int(objects.files[row]), int(objects.offsets[row]), int(objects.lengths[row])
+        if place[0] < 0:
+            return object_record(pickle.dumps(self.value(row), protocol=2))
+        if place[2] > _MAX_BLOB_BYTES:
+            raise CheckpointFormatError(
+                f"the object {objects.fqns[row]!r} has {place[2]} bytes, more than the {_MAX_BLOB_BYTES} "
+                "that are "
+                "converted; exclude it",
+                fqn=objects.fqns[row],
+            )
+        if place not in self._blobs:
+            blob = self._engine.read_blob(*place)
+            expected = int(objects.crcs[row])
+            if self._engine.verify != "none" and expected >= 0 and crc32(blob) != expected:
+                raise _damaged(self._engine, objects.fqns[row], crc32(blob), expected)
+            self._blobs[place] = blob
+        return self._blobs[place]
+
+    @staticmethod
+    def _decode(blob: bytes, fqn: str) -> Any:
+        """The value of torch.save bytes; tensors in it are `PickledTensor`."""
+        if blob[:1] == b"\x80":  # torch's format of before 1.6: magic number, protocol, facts, then the value
+            raise UnsafeObjectError(f"object {fqn!r} is in a format that torch alone reads", fqn=fqn)
+        try:
+            opened = ObjectBlob(blob)
+            special: dict[type, Callable[[Any], Any]] = {
+                SizePickle: SizeValue,
+                Dtype: _as_it_is,
+                DevicePickle: _as_it_is,
+            }
+            special[TensorPickle] = lambda facts: _stored(facts, opened)
+            return python_value(opened.decoded, opened.pickle_bytes, special)
+        except CheckpointFormatError as error:
+            raise type(error)(f"object {fqn!r}: {error}", **{**error.facts, "fqn": fqn}) from error
+
+
+def torch_allows(value: Any) -> bool:
+    """Return whether `torch.load(weights_only=True)` takes what `SourceValues.value` gave."""
+    kind = type(value)
+    if kind in (dict, OrderedDict, Counter):
+        return all(torch_allows(part) for pair in value.items() for part in pair)
+    if kind in (list, tuple, set):
+        return all(map(torch_allows, value))
+    return kind in _TORCH_KNOWS
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _stored(facts: TensorPickle, opened: ObjectBlob) -> PickledTensor:
+    return PickledTensor(
+        facts.dtype_code, facts.sizes, opened.elements(facts).tobytes(), requires_grad=facts.requires_grad
+    )
+
+
+def _damaged(engine: ReadEngine, fqn: str, got: int, expected: int) -> Exception:
+    return CorruptCheckpointError(
+        f"{engine.store.url}: object {fqn!r} is damaged: CRC-32 {got:08x}, committed was {expected:08x}. "
+        "Convert "
+        "another checkpoint, or exclude it",
+        fqn=fqn,
+    )

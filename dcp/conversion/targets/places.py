@@ -1,4 +1,4 @@
-"""Where a target is: a file or a folder, on this machine or behind a store; and whether it exists."""
+"""Places of targets: a file or a folder, on this machine or behind a store; and whether it exists."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TargetPlace:
 
     @property
     def work_folder(self) -> Path:
-        """Where a local target is built: beside it, so that it gets its name by a rename."""
+        """The folder in which a local target is built: beside it, so that it gets its name by a rename."""
         if self.path is None:
             raise PlanError(f"{self.url} is not local")
         return self.path.parent / _work_name(self.path.name + (f"/{self.attempt}" if self.attempt else ""))
@@ -59,7 +59,7 @@ class TargetPlace:
 
     @property
     def is_begun(self) -> bool:
-        """Whether a conversion has left something to go on from."""
+        """Return whether a conversion has left something to go on from."""
         if self.path is not None:
             return os.path.lexists(self.work_folder)
         return self.store.stat(self.ledger_name) is not None
@@ -75,8 +75,8 @@ class TargetPlace:
         commit.abort_uploads(self.store, lambda name: is_written_under(ledgers, name))
 
     def exists(self, is_leftover: Callable[[str], bool] | None = None) -> bool:
-        """Whether anything is at the target: a file, or a folder that is not empty. Of objects in a folder
-        ledgers do not count, nor those whose names ``is_leftover`` takes."""
+        """Return whether anything is at the target: a file, or a folder that is not empty. Of objects in a
+        folder ledgers do not count, nor those whose names ``is_leftover`` takes."""
         if self.path is not None:
             with step(None, "stat", self.path):
                 is_empty = self.path.is_dir() and not self.path.is_symlink() and not any(self.path.iterdir())
@@ -98,7 +98,8 @@ class TargetPlace:
 
 
 def is_written_under(ledgers: Collection[str], name: str) -> bool:
-    """Whether a conversion to a store, of one of these names of ledgers, writes a file of that ``name``.
+    """Return whether a conversion to a store, of one of these names of ledgers, writes a file of that
+    ``name``.
 
     Those of a ``dcp`` target are a save's.
     """

@@ -2,7 +2,7 @@
 
 Tied tensors share one storage. Tensors within values, as of an optimizer's ``betas``, have
 storages of their own. The nested state dict is made again from the paths that the source keeps of
-its flattening, and, where the source tells more (``provenance["structure"]``), with the exact types of
+its flattening, and, where the source says more (``provenance["structure"]``), with the exact types of
 containers and keys.
 """
 
@@ -10,19 +10,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from itertools import starmap
 from typing import Any, Final
 
 import numpy as np
 
-from dcp.conversion.contents.entries import Entries, Value
-from dcp.conversion.contents.values import torch_allows
 from dcp.conversion.layouts.layout import Copies, Hole, Literals, TargetLayout
-from dcp.conversion.targets.job import LayoutJob, Planned
+from dcp.conversion.targets.job import LayoutJob, Planned, torch_allows
 from dcp.storage.errors import PlanError
-from dcp.storage.formats import dtypes
-from dcp.storage.formats.index import Path
+from dcp.storage.formats.index import itemsizes
 from dcp.storage.formats.torch.archive import MAX_FILE_ENTRIES
 from dcp.storage.formats.torch.pickle_reader import MAX_FILE_PICKLE_BYTES
 from dcp.storage.formats.torch.pickle_writer import PickledTensor, SizeValue, TensorRef, encode_torch_pickle
@@ -30,151 +25,113 @@ from dcp.storage.formats.torch.structure import restore_structure
 from dcp.storage.formats.torch.zip_writer import ALIGNMENT_BYTES, ZipLayout
 from dcp.storage.near_names import listed
 
-__all__ = ["lay_out", "torch_layout"]
+__all__ = ["lay_out"]
 
 logger = logging.getLogger(__name__)
 
 _MAX_LISTED: Final = 10
 _SIZE: Final = "torch.Size"
 _FOLDER: Final = "archive"
-"""What torch.save calls it where it writes to a stream; readers take any."""
+"""The name that torch.save gives it where it writes to a stream; readers take any."""
 
 _OTHER_ENTRIES: Final = 5
 """Of the zip, beside the storages."""
 
 
 def lay_out(job: LayoutJob) -> Planned:
-    """The target of a conversion; values are pickled anew, of classes that need no trust."""
+    """The target of a conversion; values are pickled anew, of classes that need no trust. PlanError for more
+    than readers accept."""
+    entries, index = job.entries, job.entries.index
     contents, refused = job.contents(is_plain_only=False)
     kept, dropped = job.kept(refused)
-    pairs = [(value, contents[value.fqn]) for value in kept]
-    distrusted = [value.fqn for value, content in pairs if not torch_allows(content)]
-    distrusted += [
-        ".".join(map(str, note["path"]))
-        for note in (job.entries.structure() or {}).get("containers", ())
-        if note.get("kind") in ("deque", "defaultdict")
-    ]
-    if distrusted:
-        logger.warning(
-            "torch.load will need weights_only=False for the file, because of %s; dcp.load does not",
-            listed(distrusted, most=_MAX_LISTED),
-        )
-    build = _structure_of(job.entries)
-    return Planned(torch_layout(job.file_name or "", job.entries, pairs, build, job.crcs), dropped)
-
-
-def _structure_of(entries: Entries) -> Any:
-    """A function of (fqn -> path, fqn -> value) that builds the nested state dict as the source had it."""
-    notes = entries.structure()
-    kinds = notes.get("values", {}) if notes else {}
-
-    def build(paths: Mapping[str, Path], values: Mapping[str, Any]) -> Any:
-        def value_of(fqn: str) -> Any:
-            value = values[fqn]
-            return SizeValue(value) if kinds and kinds.get(fqn) == _SIZE and type(value) is tuple else value
-
-        return restore_structure(notes, paths, value_of)
-
-    return build
-
-
-def torch_layout(
-    name: str,
-    entries: Entries,
-    values: Sequence[tuple[Value, Any]],
-    build: Callable[[Mapping[str, Path], Mapping[str, Any]], Any],
-    crcs: Mapping[int, int],
-) -> TargetLayout:
-    """The file ``name`` with the tensors of ``entries`` and ``values``.
-
-    ``build`` makes the nested state dict of paths and values by name. ``crcs`` are those of tensors of the
-    source, by row, where they are known: what is copied as it is needs no hole. PlanError for more than
-    readers accept.
-    """
-    contents = _refs(entries) | {value.fqn: content for value, content in values}
-    paths = entries.paths
-    if len(contents) < len(paths):
-        paths = {fqn: path for fqn, path in paths.items() if fqn in contents}
-    nested = build(paths, contents)
+    contents = {value.fqn: contents[value.fqn] for value in kept}
+    notes = entries.structure() or {}
+    _warn_of_distrusted(contents, notes)
+    kinds = notes.get("values") or {}
+    for fqn, value in contents.items():
+        if kinds.get(fqn) == _SIZE and type(value) is tuple:
+            contents[fqn] = SizeValue(value)
+    flags, facts = (
+        index.requires_grad.tolist(),
+        zip(entries.tensors, entries.elements, entries.shapes, strict=True),
+    )
+    for (row, fqn, _, code, storage), elements, shape in facts:
+        contents[fqn] = TensorRef(code, str(storage), elements, shape, bool(flags[row]))
+    paths = {fqn: path for fqn, path in entries.paths.items() if fqn in contents}
+    nested = restore_structure(notes or None, paths, contents.__getitem__)
     # Storages are numbered as torch.load comes across them: it may compute their places from that.
-    storages = list(dict.fromkeys(map(_storage, _tensors_in(nested))))
-    keys = {storage: str(number) for number, storage in enumerate(storages)}
-    pickled = encode_torch_pickle(nested, keys)
-    _check_readable(len(keys), len(pickled))
+    found: list[TensorRef | PickledTensor] = []
+    _find(nested, found)
+    storages = list(dict.fromkeys(one if isinstance(one, PickledTensor) else one.key for one in found))
+    pickled = encode_torch_pickle(nested, {storage: str(number) for number, storage in enumerate(storages)})
+    if len(storages) + _OTHER_ENTRIES > MAX_FILE_ENTRIES or len(pickled) > MAX_FILE_PICKLE_BYTES:
+        raise PlanError(
+            f"one torch.save file would have {len(storages)} tensors and a pickle of {len(pickled)} bytes; "
+            f"readers accept {MAX_FILE_ENTRIES} and {MAX_FILE_PICKLE_BYTES}. Convert it in parts (`only`), "
+            "or to another format"
+        )
     archive = ZipLayout(_FOLDER)
     archive.add("data.pkl", pickled)
     archive.add(".format_version", b"1")
     archive.add(".storage_alignment", str(ALIGNMENT_BYTES).encode())
     archive.add("byteorder", b"little")
-    copies, tensor_copies = _add_storages(archive, entries, storages, crcs)
+    copies, copy_of = _add_storages(archive, job, storages)
     archive.add("version", b"3\n")
     archive.finish()
     offsets = np.array(archive.offsets, np.int64)
-    return TargetLayout(
-        file_names=[name],
+    layout = TargetLayout(
+        file_names=[job.file_name or ""],
         file_sizes=[archive.size_bytes],
         literals=Literals(np.zeros_like(offsets), offsets, archive.parts),
         copies=copies,
         holes=[Hole(key, 0, at) for key, at in archive.crc_holes],
-        tensor_copies=tensor_copies,
+        tensor_copies={entry.fqn: copy_of[entry.tied_to] for entry in entries.tensors},
     )
+    return Planned(layout, dropped)
 
 
-def _add_storages(
-    archive: ZipLayout, entries: Entries, storages: Sequence[str | PickledTensor], crcs: Mapping[int, int]
-) -> tuple[Copies, dict[str, int]]:
-    """What is copied into ``archive``, and the copy of each tensor by its name."""
-    contents = {n: storage.data for n, storage in enumerate(storages) if isinstance(storage, PickledTensor)}
-    numbers = [int(storage) for storage in storages if not isinstance(storage, PickledTensor)]
-    places = np.delete(np.arange(len(storages)), list(contents))
-    facts = [(entry.tensor, entry.dtype_code) for entry in entries.tensors]
-    rows, codes = np.array(facts, np.int64).reshape(-1, 2)[numbers].T
-    itemsizes = np.zeros(max(dtypes.BY_CODE) + 1, np.int64)
-    itemsizes[list(dtypes.BY_CODE)] = [dtype.itemsize for dtype in dtypes.BY_CODE.values()]
-    sizes, holes, known = (np.full(len(storages), fill, np.int64) for fill in (0, -1, 0))
-    sizes[list(contents)] = [len(data) for data in contents.values()]
-    sizes[places] = np.array(entries.elements, np.int64)[numbers] * itemsizes[codes]
-    found = np.array([crcs.get(row, -1) for row in rows.tolist()], np.int64)
-    found[entries.index.dtype_codes[rows] != codes] = -1  # not copied as it is
-    holes[places] = np.where(found < 0, np.arange(len(numbers)), -1)
-    known[places] = np.maximum(found, 0)
-    offsets = archive.reserve("data", sizes, holes, known, contents)[places]
-    files = np.zeros(len(numbers), np.int64)
-    copies = Copies.of_tensors(entries.index, rows, codes, files, offsets, sizes[places])
-    copy_of = {number: copy for copy, number in enumerate(numbers)}
-    return copies, {entry.fqn: copy_of[entry.tied_to] for entry in entries.tensors}
-
-
-def _check_readable(storages: int, pickle_bytes: int) -> None:
-    if storages + _OTHER_ENTRIES > MAX_FILE_ENTRIES or pickle_bytes > MAX_FILE_PICKLE_BYTES:
-        raise PlanError(
-            f"one torch.save file would have {storages} tensors and a pickle of {pickle_bytes} bytes, and "
-            f"readers accept {MAX_FILE_ENTRIES} and {MAX_FILE_PICKLE_BYTES}: convert it in parts (`only`), "
-            "or to another format"
+def _warn_of_distrusted(contents: dict[str, Any], notes: dict[str, Any]) -> None:
+    """Warn of what `torch.load(weights_only=True)` will refuse."""
+    found = [fqn for fqn, value in contents.items() if not torch_allows(value)]
+    containers = notes.get("containers", ())
+    found += [
+        ".".join(map(str, note["path"]))
+        for note in containers
+        if note.get("kind") in ("deque", "defaultdict")
+    ]
+    if found:
+        logger.warning(
+            "torch.load will need weights_only=False for the file, because of %s; dcp.load does not",
+            listed(found, most=_MAX_LISTED),
         )
 
 
-def _refs(entries: Entries) -> dict[str, Any]:
-    """The tensors by name."""
-    flags = entries.index.requires_grad.astype(bool).tolist()
-    rows, names, _, codes, storages = zip(*entries.tensors, strict=True) if entries.tensors else ((),) * 5
-    grads = [flags[row] for row in rows]
-    facts = zip(codes, map(str, storages), entries.elements, entries.shapes, grads, strict=True)
-    return dict(zip(names, starmap(TensorRef, facts), strict=True))
-
-
-def _storage(tensor: TensorRef | PickledTensor) -> str | PickledTensor:
-    return tensor if isinstance(tensor, PickledTensor) else tensor.key
-
-
-def _tensors_in(nested: Any) -> list[TensorRef | PickledTensor]:
-    """The tensors of a nested state dict in the order in which they are pickled."""
-    found: list[TensorRef | PickledTensor] = []
-    _find(nested, found)
-    return found
+def _add_storages(
+    archive: ZipLayout, job: LayoutJob, storages: list[str | PickledTensor]
+) -> tuple[Copies, dict[int, int]]:
+    """The copies in ``archive``, and their numbers by entry. What is copied as it is and has a known checksum
+    needs no hole."""
+    entries, index = job.entries, job.entries.index
+    literal = {at: one.data for at, one in enumerate(storages) if isinstance(one, PickledTensor)}
+    numbers = [int(one) for one in storages if not isinstance(one, PickledTensor)]
+    places = np.delete(np.arange(len(storages)), list(literal))
+    facts = [(entry.tensor, entry.dtype_code) for entry in entries.tensors]
+    rows, codes = np.array(facts, np.int64).reshape(-1, 2)[numbers].T
+    sizes, holes, known = (np.full(len(storages), fill, np.int64) for fill in (0, -1, 0))
+    sizes[list(literal)] = list(map(len, literal.values()))
+    sizes[places] = np.array(entries.elements, np.int64)[numbers] * itemsizes(codes.astype(np.uint8))
+    crcs = np.array([job.crcs.get(row, -1) for row in rows.tolist()], np.int64)
+    crcs[index.dtype_codes[rows] != codes] = -1
+    holes[places] = np.where(crcs < 0, np.arange(len(numbers)), -1)
+    known[places] = np.maximum(crcs, 0)
+    offsets = archive.reserve("data", sizes, holes, known, literal)[places]
+    files = np.zeros(len(numbers), np.int64)
+    copies = Copies.of_tensors(index, rows, codes, files, offsets, sizes[places])
+    return copies, dict(zip(numbers, range(len(numbers)), strict=True))
 
 
 def _find(value: Any, found: list[TensorRef | PickledTensor]) -> None:
+    """The tensors of a nested state dict in the order in which they are pickled."""
     if isinstance(value, TensorRef | PickledTensor):
         found.append(value)
     elif isinstance(value, dict | list | tuple | deque):

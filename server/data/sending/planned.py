@@ -15,9 +15,8 @@ from typing import Final
 
 import numpy as np
 
-from dcp.conversion.copying.checks import SourceChecks
-from dcp.conversion.copying.tasks import make_tasks
-from dcp.conversion.copying.windows import WindowReader
+from dcp.conversion.copying.batches import SourceChecks
+from dcp.conversion.copying.tasks import TaskReader, make_tasks
 from dcp.conversion.layouts.layout import TargetLayout
 from dcp.conversion.layouts.sources import copy_sources
 from dcp.inspection.values.elements import Array
@@ -58,7 +57,7 @@ class PlannedBody(Body):
         (self.size_bytes,) = layout.file_sizes
         self._store = engine.store
         self._index = engine.index
-        sources = copy_sources(engine, layout)
+        sources = copy_sources(engine, layout.copies)
         (self._task,) = make_tasks(self._index, layout, sources, self._index.dtype_codes, by_file=True)
         in_order = sources.is_sequential
         self._can_seek = in_order and not layout.holes
@@ -83,7 +82,7 @@ class PlannedBody(Body):
             chunks = copies.sources.chunks_of(*copies.rows_between(first, end))
             engine.resolve(chunks)
             reader = stack.enter_context(
-                WindowReader(self._store, replace(self._task, begin=first, end=end), verify=True)
+                TaskReader(self._store, replace(self._task, begin=first, end=end), verify=True)
             )
             checks = SourceChecks(engine)
             while reader.position < end:

@@ -38,7 +38,7 @@ from dcp.storage.formats.safetensors.format import SAFETENSORS
 if TYPE_CHECKING:  # imported where they are needed: the API process only makes such jobs
     from dcp.conversion.contents.hf_folder import HfFolder
     from dcp.conversion.driver import Conversion
-    from dcp.conversion.plan import ConversionOptions
+    from dcp.conversion.targets.job import ConversionOptions
     from dcp.conversion.targets.places import TargetPlace
     from dcp.storage.formats.opening.sources import Source
 
@@ -112,19 +112,23 @@ class ConvertOptions(Parameters):
 
     def options(self) -> ConversionOptions:
         """The options of the conversion."""
-        from dcp.conversion.plan import ConversionOptions, LayoutOptions
+        from dcp.conversion.targets.job import ConversionOptions
 
-        layout = LayoutOptions(
+        rename = None if self.rename is None else BoundedRename(self.rename)
+        weights = map_of(self.map, self.config, self.sizes, inverse=self.inverse, below=self.below)
+        maps = () if weights is None else (weights,)
+        return ConversionOptions(
             self.to,
             files=self.files,
             chunks=self.chunks,
             shard_bytes=self.shard_bytes,
             drop_objects=self.drop_objects,
+            only=self.only,
+            exclude=self.exclude,
+            rename=rename,
+            dtype=self.dtype,
+            weight_maps=maps,
         )
-        rename = None if self.rename is None else BoundedRename(self.rename)
-        weights = map_of(self.map, self.config, self.sizes, inverse=self.inverse, below=self.below)
-        maps = () if weights is None else (weights,)
-        return ConversionOptions(layout, self.only, self.exclude, rename, self.dtype, maps)
 
 
 def _with_its_groups(pattern: re.Pattern[str]) -> re.Pattern[str]:
@@ -334,10 +338,9 @@ class TargetKind(Kind[T]):
     ) -> Iterator[Conversion]:
         """The conversion that plan, tasks and publishing share; the plan alone needs a ``template``."""
         from dcp.conversion.driver import Conversion
-        from dcp.conversion.plan import with_template
 
         params = self.params.model_validate(shared["params"])
-        options = params.options() if template is None else with_template(params.options(), template)
+        options = params.options() if template is None else params.options().with_template(template)
         root = _root(context, params)
         roots, source = self.open(context, shared["subject"])
         target, attempt = _target(root, params), shared["attempt"]

@@ -23,7 +23,7 @@ from dcp.server.roots import StorageRoot
 from dcp.storage.errors import PlanError
 
 if TYPE_CHECKING:
-    from dcp.conversion.plan import ConversionOptions
+    from dcp.conversion.targets.job import ConversionOptions
     from dcp.storage.formats.opening.sources import Source
 
 __all__ = ["MergeKind", "MergeParams"]

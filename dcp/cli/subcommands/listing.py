@@ -1,8 +1,9 @@
-"""``dcp show``: what is in one checkpoint."""
+"""Subcommands that list: ``ls`` the checkpoints of a folder, ``show`` the entries of one."""
 
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,7 @@ from dcp.cli.common import (
     describe_bytes,
     describe_time,
     errors_as_lines,
+    print_error,
     print_json,
     printable,
     storage_options,
@@ -23,11 +25,100 @@ from dcp.cli.pictures import bar
 from dcp.cli.tables import Top, counted, output_columns, print_rest, print_table, sort_key, top_of
 
 if TYPE_CHECKING:
-    from dcp.inspection.checkpoints import CheckpointHeader
+    from dcp.inspection.checkpoints import CheckpointHeader, CheckpointSummary
     from dcp.inspection.entries import ModuleNode, ObjectRow, TensorRow
     from dcp.storage.formats.dropped import DroppedPart
 
-__all__ = ["command"]
+__all__ = ["ls", "show"]
+
+
+_HEADER = ("name", "step", "{time}", "format", "tensors", "size", "ranks", "state")
+_RIGHT = ("step", "tensors", "size", "ranks")
+_NARROW = ("ranks", "format", "name:24", "tensors", "name:10")
+_RUNS = ("run", "checkpoints", "newest step", "committed")
+
+
+def ls(
+    uri: Annotated[
+        str, typer.Argument(help="A folder of checkpoints or of runs, or a checkpoint: path or URL.")
+    ],
+    recursive: Annotated[
+        bool, typer.Option("--recursive", "-r", help="Also the checkpoints of the runs below.")
+    ] = False,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Open no checkpoint: without format, tensors and ranks, but at once."),
+    ] = False,
+    options: Options = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """List the checkpoints in a folder: step, time, format, size, committed or not; and the runs below it."""
+    with errors_as_lines(debug=debug):
+        # here, because a usage message must not wait for numpy
+        from dcp.inspection.checkpoints import list_below, list_checkpoints, list_runs
+
+        given = storage_options(uri, options)
+        listing = list_below if recursive else list_checkpoints
+        summaries = listing(uri, quick=quick, storage_options=given)
+        # of an object store that is a listing of everything in the checkpoints once more
+        is_looked_for = not summaries or "://" not in uri
+        runs = list_runs(uri, storage_options=given) if is_looked_for and not recursive else []
+    if json:
+        print_json([*summaries, *runs])
+        return
+    if not summaries and not runs:
+        print_error(f"{uri}: no checkpoints")
+        return
+    print(printable(f"{uri}: {_summary(summaries, runs)}"))
+    if summaries:
+        print()
+        header = [column.format(time=_time_of(summaries)) for column in _HEADER]
+        print_table(header, [_row(summary) for summary in summaries], right=_RIGHT, narrow=_NARROW)
+    if runs:
+        print()
+        print_table(_RUNS, [_run(run) for run in runs], right=_RUNS[1:3], narrow=("run:20",))
+    for summary in summaries:
+        if summary.problem:
+            print_error(f"{summary.name}: {summary.problem}")
+
+
+def _summary(summaries: Sequence[CheckpointSummary], runs: Sequence[CheckpointSummary]) -> str:
+    states = Counter(summary.state for summary in summaries)
+    told = [f"{counted(len(summaries), 'checkpoint')}"] if summaries else []
+    told += [f"{states[state]} {state}" for state in ("incomplete", "unreadable") if states[state]]
+    sizes = [summary.bytes for summary in summaries if summary.bytes is not None]
+    told += [describe_bytes(sum(sizes))] if sizes else []
+    told += [f"{counted(len(runs), 'run')} below (-r: with their checkpoints)"] if runs else []
+    return ", ".join(told)
+
+
+def _time_of(summaries: Sequence[CheckpointSummary]) -> str:
+    """The meaning of the time in the rows: files without a commit have only that of their last change."""
+    kinds = {summary.state == "committed" for summary in summaries if summary.committed_seconds is not None}
+    return "written" if len(kinds) > 1 else "modified" if kinds == {False} else "committed"
+
+
+def _run(run: CheckpointSummary) -> tuple[str, ...]:
+    step = "-" if run.step is None else str(run.step)
+    return run.name, str(run.checkpoints), step, describe_time(run.committed_seconds)
+
+
+def _row(summary: CheckpointSummary) -> tuple[str, ...]:
+    def text(value: object) -> str:
+        return "-" if value is None else str(value)
+
+    return (
+        summary.name,
+        text(summary.step),
+        describe_time(summary.committed_seconds),
+        text(summary.format),
+        text(summary.tensors),
+        describe_bytes(summary.bytes),
+        text(summary.world_size),
+        summary.state,
+    )
+
 
 _VALUE_CHARACTERS = 100
 _FACT_COLUMNS = 12
@@ -40,7 +131,7 @@ _SORTS: dict[str, Callable[[TensorRow], Any]] = {
 _BAR_CHARACTERS = 24
 
 
-def command(
+def show(
     uri: Annotated[str, typer.Argument(help="A checkpoint: path or URL.")],
     tree: Annotated[
         bool, typer.Option("--tree", help="Group the tensors by module, with a picture of their sizes.")
@@ -165,7 +256,7 @@ def _describe_phases(ranks: Sequence[Mapping[str, float]]) -> str | None:
 
 
 def _describe_traffic(ranks: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
-    """What all ranks together asked of the storage's service, where that was noted."""
+    """The requests that all ranks together made of the storage's service, where that was noted."""
     total = {name: sum(rank.get(name, 0.0) for rank in ranks) for rank in ranks for name in rank}
     if not total:
         return []
