@@ -40,7 +40,7 @@ class OpenWith:
         options, text = self.storage_options, place_text(checkpoint_id)
         if self.through_fsspec:
             if _MEMORY.match(text):
-                from dcp.storage.stores.objects.store import FsspecStore
+                from dcp.storage.stores.objects.filesystem import FsspecStore
 
                 return FsspecStore(text, options)
             if _LOCAL.match(text):

@@ -12,15 +12,13 @@ import ssl
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 
 import pytest
 
 from dcp.storage.stores.handles import Views
-from dcp.storage.stores.objects.client import Failure, RequestError
-from dcp.storage.stores.objects.s3.direct import DirectReads, SignedUrl
-from dcp.storage.stores.objects.s3.http_bodies import BodyTransport, Receiver
-from dcp.storage.stores.objects.s3.session import _tls
+from dcp.storage.stores.objects.bucket import _delivered, _tls
+from dcp.storage.stores.objects.failures import Failure, RequestError
+from dcp.storage.stores.objects.transport import HttpAnswer, Transport
 from tests.support.receivers import CERTIFICATES
 
 _HANG_SECONDS = 60.0
@@ -98,36 +96,43 @@ def _whole(body: bytes = _BODY, status: str = "206 Partial Content", told: int |
 
 
 @contextlib.contextmanager
-def _transport(**settings: object) -> Iterator[BodyTransport]:
+def _transport(**settings: object) -> Iterator[Transport]:
     defaults: dict[str, object] = {
         "threads": 4,
         "connect_seconds": _HANG_SECONDS,
         "read_seconds": _HANG_SECONDS,
-        "kept_seconds": _HANG_SECONDS,
         "tls": lambda: _tls(str(_LOOPBACK), None),
     }
-    transport = BodyTransport(**(defaults | settings))  # type: ignore[arg-type]
+    transport = Transport(**(defaults | settings))  # type: ignore[arg-type]
     try:
         yield transport
     finally:
         transport.close()
 
 
-def _memory(size: int = len(_BODY), parts: int = 3) -> tuple[bytearray, Receiver]:
+def _memory(size: int = len(_BODY), parts: int = 3) -> tuple[bytearray, Views]:
     data = bytearray(size)
     step = -(-size // parts)
     views = [memoryview(data)[begin : begin + step] for begin in range(0, size, step)]
-    return data, Receiver(Views(views))
+    return data, Views(views)
+
+
+def _get(
+    transport: Transport, url: str, inflow: Views, limit_seconds: float = _HANG_SECONDS, **headers: str
+) -> HttpAnswer:
+    return transport.attempt(
+        lambda: transport.send("GET", url, headers, inflow=inflow), limit_seconds=limit_seconds
+    )
 
 
 def test_bodies_fill_buffers_over_one_connection() -> None:
     """Several buffers are filled in order, headers come in lower case, and the connection is used again."""
     with _Server(lambda connection, _: connection.sendall(_whole())) as server, _transport() as transport:
         for _ in range(3):
-            data, receiver = _memory()
-            answer = transport.get(server.url, {"Range": "bytes=0-9"}, receiver, limit_seconds=_HANG_SECONDS)
+            data, inflow = _memory()
+            answer = _get(transport, server.url, inflow, Range="bytes=0-9")
             assert (answer.status, answer.headers["etag"], answer.body) == (206, '"x"', b"")
-            assert receiver.is_filled and data == _BODY
+            assert answer.is_filled and data == _BODY
         assert server.connections == 1
         first, *lines = server.heads[0].decode().split("\r\n")
         assert first == "GET /bucket/key?X-Amz-Signature=secret HTTP/1.1"
@@ -142,11 +147,12 @@ def test_a_body_that_ends_too_early_is_an_error() -> None:
             connection.sendall(_whole(_BODY[:size], told=len(_BODY)))
             connection.shutdown(socket.SHUT_RDWR)
 
-        with _Server(reply) as server, _transport() as transport:
-            receiver = _memory()[1]
-            with pytest.raises((http.client.HTTPException, OSError)):
-                transport.get(server.url, {}, receiver, limit_seconds=_HANG_SECONDS)
-            assert not receiver.is_filled
+        with (
+            _Server(reply) as server,
+            _transport() as transport,
+            pytest.raises((http.client.HTTPException, OSError)),
+        ):
+            _get(transport, server.url, _memory()[1])
 
 
 @pytest.mark.parametrize("sent_bytes", [1, 128 << 10])
@@ -158,11 +164,9 @@ def test_a_slow_line_is_waited_for_and_a_trickle_is_not(sent_bytes: int) -> None
         server.let_go.wait(1.0)
         connection.sendall(_whole()[sent_bytes:])
 
-    with _Server(reply) as server, _transport() as transport:
-        receiver = _memory()[1]
-        with pytest.raises(TimeoutError) if sent_bytes == 1 else contextlib.nullcontext():
-            transport.get(server.url, {}, receiver, limit_seconds=0.4)
-        assert receiver.is_filled == (sent_bytes > 1)
+    ends = pytest.raises(TimeoutError) if sent_bytes == 1 else contextlib.nullcontext()
+    with _Server(reply) as server, _transport() as transport, ends:
+        assert _get(transport, server.url, _memory()[1], 0.4).is_filled
 
 
 def test_an_address_of_ipv6_is_asked() -> None:
@@ -171,9 +175,8 @@ def test_an_address_of_ipv6_is_asked() -> None:
         _Server(lambda connection, _: connection.sendall(_whole()), host="::1") as server,
         _transport() as transport,
     ):
-        data, receiver = _memory()
-        transport.get(server.url, {}, receiver, limit_seconds=_HANG_SECONDS)
-        assert receiver.is_filled and data == _BODY
+        data, inflow = _memory()
+        assert _get(transport, server.url, inflow).is_filled and data == _BODY
 
 
 def test_tls_is_verified_unless_switched_off() -> None:
@@ -181,13 +184,12 @@ def test_tls_is_verified_unless_switched_off() -> None:
     with _Server(lambda connection, _: connection.sendall(_whole()), tls=True) as server:
         for verify, good in ((str(_LOOPBACK), True), (True, False), (False, True)):
             with _transport(tls=lambda verify=verify: _tls(verify, None)) as transport:
-                data, receiver = _memory()
+                data, inflow = _memory()
                 if not good:
                     with pytest.raises(ssl.SSLCertVerificationError):
-                        transport.get(server.url, {}, receiver, limit_seconds=_HANG_SECONDS)
+                        _get(transport, server.url, inflow)
                     continue
-                transport.get(server.url, {}, receiver, limit_seconds=_HANG_SECONDS)
-                assert receiver.is_filled and data == _BODY
+                assert _get(transport, server.url, inflow).is_filled and data == _BODY
 
 
 @pytest.mark.parametrize("told", ["bytes 0-9/100", "bytes 50-59/100"])
@@ -195,15 +197,12 @@ def test_other_bytes_than_those_asked_for_are_an_error(told: str) -> None:
     """A cache on the way that answers with another range: nothing else would tell where nothing is hashed."""
     answer = _whole(b"0123456789").replace(b"ETag", f"Content-Range: {told}\r\nETag".encode())
     with _Server(lambda connection, _: connection.sendall(answer)) as server, _transport() as transport:
-        reads, (data, receiver) = DirectReads("bucket"), _memory(10)
-        get = partial(
-            reads.get, "key", 50, receiver.inflow, etag=None, limit_seconds=_HANG_SECONDS,
-            make_url=lambda _: SignedUrl(server.url, transport),
-        )  # fmt: skip
+        data, inflow = _memory(10)
+        got = _get(transport, server.url, inflow)
         if told.startswith("bytes 50"):
-            info = get()
-            assert info is not None and (info.size_bytes, bytes(data)) == (100, b"0123456789")
+            info = _delivered("key", got, 50, 10)
+            assert (info.size_bytes, bytes(data)) == (100, b"0123456789")
             return
         with pytest.raises(RequestError, match="from 0 on came instead of 50") as other:
-            get()
+            _delivered("key", got, 50, 10)
         assert other.value.kind is Failure.PASSING

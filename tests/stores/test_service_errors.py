@@ -19,9 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import dcp
 from dcp.errors import StorageError
-from dcp.storage.stores.objects.client import Failure
-from dcp.storage.stores.objects.generic.errors import as_request_error
-from dcp.storage.stores.objects.s3.errors import request_error
+from dcp.storage.stores.objects.failures import Failure, filesystem_failure, s3_failure
 
 
 class GoogleAuthError(Exception):
@@ -103,7 +101,7 @@ FINAL, PASSING = Failure.FINAL, Failure.PASSING
 )
 def test_what_they_mean(error: Exception, kind: Failure, advice: str) -> None:
     """By type, status or name; and what the user can do is in the message, only where it helps."""
-    meant = as_request_error(error, "cloud://")
+    meant = filesystem_failure(error, "cloud://")
     assert meant.kind is kind
     assert type(error).__name__ in str(meant)
     for word in ("credentials are", "install the package"):
@@ -133,7 +131,7 @@ def test_what_answers_of_s3_mean(status: int, code: str, kind: Failure) -> None:
     """By code where there is one, else by status; a wish to wait is heard."""
     metadata = {"HTTPStatusCode": status, "HTTPHeaders": {"retry-after": "3"}}
     error = ClientError({"Error": {"Code": code, "Message": "m"}, "ResponseMetadata": metadata}, "GetObject")
-    found = request_error(error, "b")
+    found = s3_failure(error, "b")
     assert found.kind is kind
     assert found.retry_after_seconds == (3 if kind is PASSING else 0)
 
@@ -142,7 +140,7 @@ def test_a_certificate_that_is_not_trusted_stays_so() -> None:
     """Said at once, while a handshake that was cut short is tried again."""
     untrusted = "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: self-signed certificate"
     for text, kind in ((untrusted, FINAL), ("[SSL: UNEXPECTED_EOF_WHILE_READING]", PASSING)):
-        assert request_error(SSLError(endpoint_url="https://e", error=text), "b").kind is kind
+        assert s3_failure(SSLError(endpoint_url="https://e", error=text), "b").kind is kind
 
 
 class _Locked(MemoryFileSystem):  # type: ignore[misc]  # it comes without types

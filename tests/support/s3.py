@@ -16,7 +16,7 @@ from botocore.awsrequest import AWSRequest
 from botocore.config import Config
 
 from dcp.demo.s3_server import S3Server
-from dcp.storage.stores.objects.s3.session import session_of
+from dcp.storage.stores.objects.bucket import session_of
 
 __all__ = ["RawS3", "S3Server", "raw_s3", "split_url"]
 

@@ -99,11 +99,8 @@ def serve(control_fd: int) -> None:
 
 def _prepare_s3() -> None:
     """Import and read here what the first client of a process needs: most of half a second for each child."""
-    import s3fs  # noqa: F401
-
-    import dcp.storage.stores.objects.s3.service
-    import dcp.storage.stores.objects.store  # noqa: F401
-    from dcp.storage.stores.objects.s3.session import read_descriptions
+    import dcp.storage.stores.objects.s3  # noqa: F401
+    from dcp.storage.stores.objects.bucket import read_descriptions
 
     read_descriptions()
 

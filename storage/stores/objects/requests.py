@@ -12,16 +12,16 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
 from dcp.storage.errors import StorageError, StorageFullError
-from dcp.storage.stores.objects.client import CALLED_OFF, Failure, RequestError
-from dcp.storage.stores.objects.options import ObjectOptions
+from dcp.storage.stores.objects.failures import Failure, RequestError
+from dcp.storage.stores.objects.transport import CALLED_OFF
 from dcp.storage.threads import or_unwanted
 
-__all__ = ["Requests", "ServiceError"]
+__all__ = ["Requests"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,26 +40,14 @@ _answered_hosts: set[tuple[str, str]] = set()
 _ANSWERS: Final = frozenset({Failure.MISSING, Failure.CONDITION, Failure.RANGE})
 
 
-class ServiceError(Exception):
-    """An answer that the caller has to interpret: missing, condition not met, range beyond the end.
-
-    ``is_ambiguous``: an earlier attempt failed in passing, and may have been carried out.
-    """
-
-    def __init__(self, kind: Failure, message: str, *, is_ambiguous: bool) -> None:
-        super().__init__(message)
-        self.kind = kind
-        self.is_ambiguous = is_ambiguous
-
-
 class Requests:
     """The requests of one store object to ``place`` (a bucket), and what they cost. Thread-safe."""
 
-    def __init__(self, url: str, place: str, options: ObjectOptions) -> None:
+    def __init__(self, url: str, place: str, retry_seconds: float) -> None:
         self._url = url
         self._place = place
         self._host = urlsplit(url)[:2]
-        self._retry_seconds = options.retry_seconds
+        self._retry_seconds = retry_seconds
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
@@ -75,6 +63,7 @@ class Requests:
         key: str,
         attempt: Callable[[], T],
         *,
+        answers: Collection[Failure] = (),
         received_bytes: int = 0,
         sent_bytes: int = 0,
         called_off: threading.Event | None = None,
@@ -82,16 +71,44 @@ class Requests:
         """What ``attempt`` returns, made again as long as it fails in passing and is not ``called_off`` (or,
         where that is not given, `interrupt` is called), or `CALLER_LEFT` is set.
 
-        ``op`` names the request for counters and errors. Raises `ServiceError` for answers, `StorageError`
-        (with ``bucket``, ``key``, ``op``, ``attempts``) for everything else.
+        ``op`` names the request for counters and errors. Raises `RequestError` for those of ``answers`` that
+        the caller interprets, `StorageError` (with ``bucket``, ``key``, ``op``, ``attempts``) for all other
+        failures.
         """
-        if called_off is None:
-            called_off = self._interrupted
-        called_off = or_unwanted(called_off)
+        called_off = or_unwanted(self._interrupted if called_off is None else called_off)
         token = CALLED_OFF.set(called_off)
+        give_up = time.monotonic() + self._retry_seconds
+        bound_seconds, attempts = _FIRST_PAUSE_SECONDS, 0
         try:
-            return self._run(op, key, attempt, received_bytes, sent_bytes, called_off)
-        except (ServiceError, StorageError):
+            while True:
+                attempts += 1
+                begun = time.perf_counter()
+                try:
+                    result = attempt()
+                except RequestError as error:
+                    self._count(op, time.perf_counter() - begun, attempts > 1)
+                    if error.kind in _ANSWERS:
+                        _answered_hosts.add(self._host)
+                    if error.kind in answers:
+                        error.is_ambiguous = attempts > 1
+                        raise
+                    pause = max(self._random.uniform(0, bound_seconds), error.retry_after_seconds)
+                    if error.is_unresolved and self._host not in _answered_hosts:
+                        give_up = min(give_up, self._without_address_since() + _UNRESOLVED_SECONDS)
+                    late = time.monotonic() + pause > give_up
+                    if error.kind is not Failure.PASSING or late or called_off.is_set():
+                        raise self._error(op, key, error, attempts) from error
+                    level = logging.DEBUG if attempts <= _QUIET_ATTEMPTS else logging.WARNING
+                    # As text: a handler that keeps records would keep the store with the error's traceback.
+                    failed = "%s of %s: attempt %d failed, again in %.1f s: %s"
+                    logger.log(level, failed, op, key, attempts, pause, str(error))
+                    called_off.wait(pause)
+                    bound_seconds = min(2 * bound_seconds, _LONGEST_PAUSE_SECONDS)
+                    continue
+                _answered_hosts.add(self._host)
+                self._count(op, time.perf_counter() - begun, attempts > 1, received_bytes, sent_bytes)
+                return result
+        except (RequestError, StorageError):
             raise
         except BaseException:  # Ctrl-C: what other threads ask for the same caller is not worth waiting for
             self.interrupt()
@@ -103,55 +120,6 @@ class Requests:
         """End what is under way in other threads: their caller is leaving, and waits for them to do so."""
         interrupted, self._interrupted = self._interrupted, threading.Event()
         interrupted.set()
-
-    def _run(
-        self,
-        op: str,
-        key: str,
-        attempt: Callable[[], T],
-        received_bytes: int,
-        sent_bytes: int,
-        called_off: threading.Event,
-    ) -> T:
-        give_up = time.monotonic() + self._retry_seconds
-        bound_seconds, attempts = _FIRST_PAUSE_SECONDS, 0
-        while True:
-            attempts += 1
-            begun = time.perf_counter()
-            try:
-                result = attempt()
-            except RequestError as error:
-                self._count(op, time.perf_counter() - begun, again=attempts > 1)
-                if error.kind in _ANSWERS:
-                    _answered_hosts.add(self._host)
-                    raise ServiceError(error.kind, str(error), is_ambiguous=attempts > 1) from error
-                pause = max(self._random.uniform(0, bound_seconds), error.retry_after_seconds)
-                if error.is_unresolved and self._host not in _answered_hosts:
-                    give_up = min(give_up, self._without_address_since() + _UNRESOLVED_SECONDS)
-                late = time.monotonic() + pause > give_up
-                if error.kind is not Failure.PASSING or late or called_off.is_set():
-                    raise self._error(op, key, error, attempts) from error
-                level = logging.DEBUG if attempts <= _QUIET_ATTEMPTS else logging.WARNING
-                # As text: a handler that keeps records would keep the client with the error's traceback.
-                text = str(error)
-                logger.log(
-                    level, "%s of %s: attempt %d failed, again in %.1f s: %s", op, key, attempts, pause, text
-                )
-                called_off.wait(pause)
-                bound_seconds = min(2 * bound_seconds, _LONGEST_PAUSE_SECONDS)
-                continue
-            _answered_hosts.add(self._host)
-            self._count(op, time.perf_counter() - begun, attempts > 1, received_bytes, sent_bytes)
-            return result
-
-    def _without_address_since(self) -> float:
-        """When the host was first found to have none: what is asked for next, to clear up, waits no more."""
-        now = time.monotonic()
-        first, last = _unresolved_hosts.get(self._host, (now, now))
-        if now - last > _FORGET_SECONDS:
-            first = now
-        _unresolved_hosts[self._host] = first, now
-        return first
 
     def traffic(self) -> dict[str, float]:
         """See `Store.traffic`."""
@@ -167,6 +135,15 @@ class Requests:
                 "request_seconds": self._seconds,
                 "slowest_request_seconds": self._slowest_seconds,
             }
+
+    def _without_address_since(self) -> float:
+        """When the host was first found to have none: what is asked for next, to clear up, waits no more."""
+        now = time.monotonic()
+        first, last = _unresolved_hosts.get(self._host, (now, now))
+        if now - last > _FORGET_SECONDS:
+            first = now
+        _unresolved_hosts[self._host] = first, now
+        return first
 
     def _count(
         self, op: str, seconds: float, again: bool, received_bytes: int = 0, sent_bytes: int = 0

@@ -1,4 +1,4 @@
-"""What store objects of one place share in a process: the client with its connections, threads, buffers.
+"""Clients of places, with their connections, threads and buffers, shared by the store objects of a process.
 
 Every step of a run has a store object of its own; a session with the service costs far more than a request.
 So what they share lives as long as any of them or a handle of theirs, and that of the last few places longer.
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import copy_context
@@ -20,11 +20,10 @@ from weakref import WeakValueDictionary
 
 from dcp.storage.errors import StorageError
 from dcp.storage.stores.buffers import BufferPool
-from dcp.storage.stores.objects.client import ObjectClient
 from dcp.storage.stores.objects.options import ObjectOptions
 from dcp.storage.threads import result_of
 
-__all__ = ["Shared", "all_of", "lock_of", "locked", "shared"]
+__all__ = ["Shared", "all_of", "locked", "shared"]
 
 T = TypeVar("T")
 
@@ -33,7 +32,7 @@ T = TypeVar("T")
 class Shared:
     """A client, and the threads that carry its requests."""
 
-    client: ObjectClient
+    client: Any
     options: ObjectOptions
     threads: ThreadPoolExecutor
 
@@ -69,14 +68,19 @@ def _start_afresh() -> None:
 os.register_at_fork(after_in_child=_start_afresh)
 
 
-def shared(place: str, options: ObjectOptions, given: Any, make: Callable[[], ObjectClient]) -> Shared:
-    """The one of this process for ``place`` and these options; a forked child has its own."""
+def shared(
+    place: str, options: ObjectOptions, given: Mapping[str, Any], make: Callable[[], tuple[Any, int]]
+) -> Shared:
+    """The one of this process for ``place`` and these options; a forked child has its own.
+
+    ``make`` makes the client, and says how many requests are worth sending at a time.
+    """
     key = os.getpid(), f"{place}\n{options}\n{sorted(given.items(), key=lambda item: item[0])!r}"
     with _guard:
         found = _ALIVE.get(key)
         if found is None:
-            client = make()
-            threads = ThreadPoolExecutor(client.concurrency, thread_name_prefix="dcp-object")
+            client, concurrency = make()
+            threads = ThreadPoolExecutor(concurrency, thread_name_prefix="dcp-object")
             found = _ALIVE[key] = Shared(client, options, threads)
         _KEPT[key] = found
         _KEPT.move_to_end(key)
@@ -85,16 +89,12 @@ def shared(place: str, options: ObjectOptions, given: Any, make: Callable[[], Ob
         return found
 
 
-def lock_of(url: str) -> threading.RLock:
-    """The lock of a place between the threads of this process, for as long as anybody has it."""
-    with _guard:
-        return _LOCKS.setdefault((os.getpid(), url), threading.RLock())
-
-
 @contextmanager
 def locked(url: str, timeout_seconds: float) -> Iterator[None]:
-    """Hold `lock_of`. Raises `StorageError` if another thread holds it for ``timeout_seconds``."""
-    lock = lock_of(url)
+    """Hold the lock of a place between the threads of this process, which exists as long as a thread has it.
+    Raises `StorageError` if another thread holds it for ``timeout_seconds``."""
+    with _guard:
+        lock = _LOCKS.setdefault((os.getpid(), url), threading.RLock())
     if not lock.acquire(timeout=max(0.0, timeout_seconds)):
         raise StorageError(
             f"{url} is locked by another thread, and was still after {timeout_seconds:g} seconds",

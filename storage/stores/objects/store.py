@@ -1,4 +1,4 @@
-"""The store on an object service: `FsspecStore`.
+"""Stores on object services: `ObjectStore`, and what it asks of each kind of service.
 
 A folder is a prefix of keys, a file an object, and a file appears when its last request has been answered.
 Nothing is ever renamed or copied. What makes a commit atomic is the conditional request that publishes the
@@ -9,146 +9,202 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+import uuid
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 from dcp.storage.errors import (
     CheckpointFormatError,
     CheckpointNotFoundError,
+    CorruptCheckpointError,
     StorageError,
 )
 from dcp.storage.stores.base import ANY, Capabilities, Expected, FileInfo, ReadProfile, Store, Version
-from dcp.storage.stores.handles import ReadHandle, WriteHandle
-from dcp.storage.stores.names import check_name
-from dcp.storage.stores.objects import listing
-from dcp.storage.stores.objects.client import (
-    ABSENT,
-    Condition,
-    Failure,
-    ListingPage,
-    ObjectClient,
-    ObjectInfo,
-    PartsClient,
-    RequestError,
-    StreamClient,
-)
-from dcp.storage.stores.objects.conditions import require_conditional_writes
+from dcp.storage.stores.handles import Buffer, Inflow, ReadHandle, Views, WriteHandle, byte_view
+from dcp.storage.stores.names import check_name, is_name
+from dcp.storage.stores.objects.failures import Failure, RequestError
 from dcp.storage.stores.objects.options import ObjectOptions
-from dcp.storage.stores.objects.places import bucket_and_prefix, client_for
-from dcp.storage.stores.objects.reading import REQUEST_BYTES, ObjectReadHandle
-from dcp.storage.stores.objects.requests import Requests, ServiceError
-from dcp.storage.stores.objects.shared import Shared, locked, shared
-from dcp.storage.stores.objects.writing import PartsWriteHandle, StreamWriteHandle
+from dcp.storage.stores.objects.requests import Requests
+from dcp.storage.stores.objects.shared import Shared, all_of, locked, shared
 
-__all__ = ["FsspecStore"]
+__all__ = ["ABSENT", "REQUEST_BYTES", "ObjectInfo", "ObjectStore", "ObjectWriteHandle", "Page", "files_of"]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_WHOLE_PUT_BYTES: Final = 64 << 20
-"""A publish above this goes in parts, as data files do."""
+REQUEST_BYTES: Final = 16 << 20
+"""More than this is asked for by several requests at once."""
 
 _GAP_BYTES: Final = 256 << 10
 _JOINED_BYTES: Final = 8 << 20
 """What has to be put together goes through memory of our own, of which each thread has as much."""
 
-_STREAMED_BYTES: Final = 64 << 20
-"""Asked for at once where bodies go to their places as they come, so that no memory depends on it: each
-request costs time at both ends, and there are as many as threads for a gigabyte still."""
+ABSENT: Final = "*"
+"""The condition that no object has the key yet. Others are the entity tag of the one that must be there, and
+None
+for whatever is there."""
+
+_MISSING: Final = frozenset({Failure.MISSING})
+_REFUSED: Final = frozenset({Failure.MISSING, Failure.CONDITION})
+_UNREADABLE: Final = frozenset({Failure.MISSING, Failure.CONDITION, Failure.RANGE})
 
 
-class FsspecStore(Store):
-    """Files below an URL of S3, or of whatever else fsspec has a file system for.
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """One object; ``etag`` changes whenever the content does, and is empty in listings of some services."""
 
-    ``storage_options`` are the file system's own, and `ObjectOptions`. No request is made before the first
-    operation. Stores of one place share their connections; a pickled or forked one makes its own.
+    key: str
+    size_bytes: int
+    modified_seconds: float
+    etag: str
 
-    On S3, `publish` is atomic between processes by conditional requests. Other file systems can create
-    exclusively (atomically where they implement it), but not compare and replace; there, replacing is refused
+
+class Page(NamedTuple):
+    """A part of a listing: objects, and common prefixes with their ``/``."""
+
+    objects: list[ObjectInfo]
+    prefixes: list[str]
+
+
+class ObjectStore(Store):
+    """Files below a prefix of keys. Stores of one place share their connections; a pickled or forked one
+    makes its own. No request is made before the first operation.
+
+    `publish` is atomic between processes by conditional requests. Where a service has none, it is refused
     unless ``conditional_writes="off"`` accepts that one writer may overwrite what another has just written.
     `lock` is between the threads of one process, everywhere.
+
+    A subclass says how one request is made: each is retried by `requests`, and fails with a `RequestError`.
     """
 
     capabilities = Capabilities(lists_folders=True, lists_tree=True)
+    delete_limit: ClassVar[int] = 1
+    """How many objects one request deletes."""
+    streams_bodies: ClassVar[bool] = False
+    """Whether bodies go to their places as they come, so that no memory depends on how much is asked for."""
 
-    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
-        s3 = bucket_and_prefix(url)
+    def __init__(self, url: str, place: str, storage_options: Mapping[str, Any] | None) -> None:
         self.url = url.rstrip("/")
         self._given = dict(storage_options or {})
-        self._options, self._filesystem_options = ObjectOptions.split(self._given)
-        self._bucket = s3[0] if s3 else None
-        self._prefix = s3[1] if s3 else None
-        self._requests = Requests(self.url, self._bucket or url.partition("://")[0], self._options)
+        self.options, self._filesystem_options = ObjectOptions.split(self._given)
+        self.place = place
+        self.requests = Requests(self.url, place, self.options.retry_seconds)
         self._found: tuple[int, Shared | None] = 0, None
         self.read_profile = ReadProfile(
-            threads=self._options.concurrency,
-            request_bytes=REQUEST_BYTES if self._bucket is None else _STREAMED_BYTES,
+            threads=self.options.concurrency,
+            # Each request costs time at both ends, and for a gigabyte there are as many as threads still.
+            request_bytes=4 * REQUEST_BYTES if self.streams_bodies else REQUEST_BYTES,
             join_below_bytes=_JOINED_BYTES,
             gap_bytes=_GAP_BYTES,
             scatter=True,
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        return FsspecStore, (self.url, self._given)
+        return type(self), (self.url, self._given)
 
-    def traffic(self) -> dict[str, float]:
-        """The traffic of this store object; "requests" has each attempt, "retries" those that were not the
-        first."""
-        return self._requests.traffic()
+    # -- what a kind of service is asked for -----------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def prefix(self) -> str:
+        """What the keys of all files here begin with."""
+
+    @abstractmethod
+    def _identity(self) -> str:
+        """The service: what is found out about it once holds for all stores of the same identity."""
+
+    @abstractmethod
+    def _make_client(self) -> tuple[Any, int]:
+        """The client that stores of this place share, and its concurrency."""
+
+    @abstractmethod
+    def _has_condition(self, *, creates: bool) -> bool | None:
+        """Whether creating (else replacing) under a condition is atomic; None if that has to be tried."""
+
+    @abstractmethod
+    def _head(self, key: str) -> ObjectInfo:
+        """What the object is; `Failure.MISSING` if it is absent."""
+
+    @abstractmethod
+    def _start(self, key: str, limit_bytes: int) -> tuple[bytes, ObjectInfo]:
+        """The first ``limit_bytes`` (at least 1) of the object, or all of it; the info has its true size."""
+
+    @abstractmethod
+    def _get(self, key: str, begin: int, inflow: Inflow, etag: str | None) -> ObjectInfo:
+        """Fill the buffers of ``inflow`` (one-dimensional, of bytes) from byte ``begin`` on, all of them or
+        fail.
+
+        `Failure.RANGE` if the object ends before; `Failure.CONDITION` if its tag is not ``etag``; a body that
+        ends too early is `Failure.PASSING`. Nothing is written to the buffers after the return. The size in
+        the result is -1, and the tag empty, where the answer does not tell.
+        """
+
+    @abstractmethod
+    def _put(self, key: str, data: bytes, condition: str | None) -> str:
+        """Store a whole object under ``condition`` (else `Failure.CONDITION`); returns its entity tag."""
+
+    @abstractmethod
+    def _delete(self, keys: Sequence[str]) -> dict[str, str]:
+        """Delete up to `delete_limit` objects at once; missing ones are fine. Returns what failed, by key."""
+
+    @abstractmethod
+    def _pages(self, prefix: str, *, shallow: bool) -> Iterator[Page]:
+        """The objects whose keys begin with ``prefix``, by requests that are repeated.
+
+        ``shallow``: only objects without a further ``/``, and of those with one the prefixes up to it.
+        """
+
+    def _tag(self, key: str) -> str:
+        """The object's entity tag; `Failure.MISSING` if it is absent."""
+        return self._head(key).etag
 
     # -- folders ---------------------------------------------------------------------------------------------
 
     def make_root(self) -> None:
-        """Nothing on S3, where a prefix needs no making."""
-        self._client.make_folder(self._root_key())
+        """Nothing to do: a prefix needs no making."""
 
     def remove_root(self) -> None:
-        """Nothing on S3: a prefix is gone with its last object."""
-        self._client.remove_folder(self._root_key())
+        """Nothing to do: a prefix is gone with its last object."""
 
     def sync(self) -> None:
         """Nothing to do: an object is durable when the service has answered."""
 
     def list(self) -> list[FileInfo]:
         """One request for each thousand files, on S3."""
-        return listing.files_of(self._pages(shallow=True), self._key(""))
-
-    def walk(self) -> Iterator[tuple[str, FileInfo]]:
-        """The files of all folders directly below this one: (folder, file), by one listing of everything."""
-        return listing.deep_files(self._pages(shallow=False), self._key(""))
-
-    def tree(self) -> Iterator[tuple[str, FileInfo]]:
-        """All files below, however deep: (folder relative to this one, "" is itself; file), a folder's files
-        in order. One listing of everything on S3, else one for each folder."""
-        client, prefix = self._client, self._key("")
-        if isinstance(client, PartsClient):
-            return listing.key_tree(self._pages(shallow=False), prefix)
-        return listing.folder_tree(lambda below: self._page(client, below, shallow=True, after=None), prefix)
+        found = (
+            file for page in self._pages(self.prefix, shallow=True) for file in files_of(page, self.prefix)
+        )
+        return sorted((info for folder, info in found if not folder), key=lambda info: info.name)
 
     def folders(self) -> Sequence[str]:
         """Names of the folders directly below this one, sorted."""
-        return listing.folders_of(self._pages(shallow=True), self._key(""))
+        start = len(self.prefix)
+        pages = self._pages(self.prefix, shallow=True)
+        found = {deeper[start:].removesuffix("/") for page in pages for deeper in page.prefixes}
+        return sorted(filter(is_name, found))
 
-    def exists(self) -> bool:
-        """Whether the folder itself is there; where prefixes are all there is, it always is."""
-        key = self._root_key()
-        return self._run("head", key, lambda: self._client.folder_exists(key))
+    def tree(self) -> Iterator[tuple[str, FileInfo]]:
+        """By one listing of everything."""
+        for page in self._pages(self.prefix, shallow=False):
+            yield from files_of(page, self.prefix)
 
     # -- small files -----------------------------------------------------------------------------------------
 
     def stat(self, name: str) -> FileInfo | None:
         """One request."""
-        key = self._file_key(name)
-        info = self._unless_missing("head", key, lambda: self._client.head(key))
-        return None if info is None else listing.file_info(name, info)
+        info = self.look(self.key_of(name))
+        return None if info is None else _file_info(name, info)
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
         """One request up to `REQUEST_BYTES`; what is more comes by further ones, at once."""
         path = self.path_of(name)
-        data, info = self._start(name, max(1, min(limit_bytes, REQUEST_BYTES)))
+        data, info = self._first(name, max(1, min(limit_bytes, REQUEST_BYTES)))
         if info.size_bytes > limit_bytes:
             raise CheckpointFormatError(
                 f"{path} has {info.size_bytes} bytes, more than the {limit_bytes} that such a file may have: "
@@ -161,79 +217,78 @@ class FsspecStore(Store):
             return data
         whole = bytearray(info.size_bytes)
         whole[: len(data)] = data
-        handle = self._handle(name, info)
-        handle.preadv([memoryview(whole)[len(data) :]], len(data))
+        ObjectReadHandle(self, name, info).preadv([memoryview(whole)[len(data) :]], len(data))
         return bytes(whole)
 
     def read_start(self, name: str, size_bytes: int) -> tuple[bytes, int]:
         """One request, of at most `REQUEST_BYTES`."""
-        data, info = self._start(name, min(size_bytes, REQUEST_BYTES))
+        data, info = self._first(name, min(size_bytes, REQUEST_BYTES))
         return data, info.size_bytes
 
-    def _start(self, name: str, size_bytes: int) -> tuple[bytes, ObjectInfo]:
-        key, path = self._file_key(name), self.path_of(name)
-        found = self._unless_missing("get", key, lambda: self._client.read(key, size_bytes))
+    def _first(self, name: str, size_bytes: int) -> tuple[bytes, ObjectInfo]:
+        key = self.key_of(name)
+        found = self._unless_missing("get", key, lambda: self._start(key, size_bytes))
         if found is None:
-            raise CheckpointNotFoundError(f"{path} does not exist", path=path)
+            raise CheckpointNotFoundError(f"{self.path_of(name)} does not exist", path=self.path_of(name))
         return found
 
     def version(self, name: str) -> Version | None:
         """The entity tag, where the service has any: one request. Else a digest of the content."""
-        key = self._file_key(name)
-        tag = self._unless_missing("head", key, lambda: self._client.tag(key))
-        return None if tag is None else _version(tag)
+        key = self.key_of(name)
+        tag = self._unless_missing("head", key, lambda: self._tag(key))
+        return None if tag is None else Version(f"etag:{tag}")
 
     def publish(self, name: str, data: bytes, *, durable: bool, expected: Expected = ANY) -> Version:
         """A conditional request: the service compares, not this process. See `ConditionalWrites`."""
-        self._file_key(name)
-        condition: Condition = None if expected is ANY else ABSENT
+        key = self.key_of(name)
+        condition = None if expected is ANY else ABSENT
         if isinstance(expected, Version):
-            condition = _tag(expected)
+            condition = _tag_of(expected)
             if not condition:  # no version of this store: it cannot be what is there
                 raise self.conflict(name)
-        if condition is not None and not self._compares(condition):
+        if condition is not None and not self._compares(creates=condition is ABSENT):
             if self.version(name) != (expected if isinstance(expected, Version) else None):
                 raise self.conflict(name)
             condition = None
         try:
-            return _version(self._put(name, data, condition))
-        except ServiceError as error:
+            return Version(f"etag:{self.put(key, data, condition)}")
+        except RequestError as error:
             # An answer was lost, and the request was made again: what is there may be what we wrote. Its size
             # tells nothing: manifests of two saves of one model are of one size.
             version = self.version(name) if error.is_ambiguous else None
             if version is not None and self._holds(name, data):
                 return version
-            if error.kind is Failure.CONDITION:
+            if error.kind is Failure.CONDITION or condition not in (None, ABSENT):  # what was there is gone
                 raise self.conflict(name) from error
-            raise StorageError(
-                f"{self.path_of(name)}: {error}", path=self.path_of(name), op="publish"
-            ) from error
+            path = self.path_of(name)
+            raise StorageError(f"{path}: {error}", path=path, op="publish") from error
+
+    def put(self, key: str, data: bytes, condition: str | None) -> str:
+        """The entity tag of what is put; `RequestError` where ``condition`` does not hold."""
+        put = partial(self._put, key, data, condition)
+        return self.requests.run("put", key, put, answers=_REFUSED, sent_bytes=len(data))
+
+    def _holds(self, name: str, data: bytes) -> bool:
+        """Whether ``data`` is what the file has now; another writer's may be longer, or be gone already."""
+        try:
+            return self.read(name, limit_bytes=len(data)) == data
+        except (CheckpointFormatError, CheckpointNotFoundError):
+            return False
 
     def delete(self, name: str) -> None:
         """One request."""
-        key = self._file_key(name)
-        self._unless_missing("delete", key, lambda: self._client.delete([key]))
-
-    def delete_if(self, name: str, expected: Version) -> bool:
-        """Compared here, because not all services do, and by those that do once more."""
-        key, there = self._file_key(name), self.version(name)
-        if there != expected:
-            return there is None
-        try:
-            self._requests.run("delete", key, lambda: self._client.delete_if(key, _tag(expected)))
-        except ServiceError:  # replaced or deleted in between; or it was us, and the answer was lost
-            return self.version(name) is None
-        return True
+        key = self.key_of(name)
+        self._unless_missing("delete", key, lambda: self._delete([key]))
 
     def delete_all(self, names: Sequence[str]) -> dict[str, Exception]:
         """One request for each thousand files, on S3."""
         failed: dict[str, Exception] = {}
-        by_key = {self._file_key(name): name for name in names}
-        keys, step = list(by_key), self._client.delete_limit
-        for start in range(0, len(keys), step):
-            part = keys[start : start + step]
+        by_key = {self.key_of(name): name for name in names}
+        keys = list(by_key)
+        for start in range(0, len(keys), self.delete_limit):
+            part = keys[start : start + self.delete_limit]
             try:
-                refused = self._run("delete", part[0], partial(self._client.delete, part))
+                refused = self._unless_missing("delete", part[0], partial(self._delete, part)) or {}
             except StorageError as error:
                 failed |= {by_key[key]: error for key in part}
                 continue
@@ -244,63 +299,17 @@ class FsspecStore(Store):
                 )
         return failed
 
-    def abort_uploads(self, belongs: Callable[[str], bool]) -> int:
-        """Two requests or more, on S3. Without the permission to list uploads it does nothing."""
-        client = self._client
-        if not isinstance(client, PartsClient):
-            return 0
-        try:
-            found = self._run("list_uploads", self._key(""), lambda: client.uploads(self._key("")))
-        except StorageError as error:
-            logger.debug("%s: unfinished uploads cannot be listed: %s", self.url, error)
-            return 0
-        prefix = self._key("")
-        ours = [upload for upload in found if (name := listing.name_of(upload.key, prefix)) and belongs(name)]
-        for upload in ours:
-            try:
-                self._run("abort_upload", upload.key, partial(client.abort_upload, upload))
-            except StorageError as error:
-                logger.debug("%s: an unfinished upload stays behind: %s", self.url, error)
-        return len(ours)
-
     # -- data files ------------------------------------------------------------------------------------------
 
     def open_read(self, name: str, *, expected_bytes: int | None = None) -> ReadHandle:
         """On S3 no request, given the size."""
-        if expected_bytes is not None and self._client.tells_size:
-            return self._handle(name, ObjectInfo(self._file_key(name), expected_bytes, 0.0, ""))
-        key = self._file_key(name)
-        info = self._unless_missing("head", key, lambda: self._client.head(key))
+        key = self.key_of(name)
+        if expected_bytes is not None and self.streams_bodies:
+            return ObjectReadHandle(self, name, ObjectInfo(key, expected_bytes, 0.0, ""))
+        info = self.look(key)
         if info is None:
             raise CheckpointNotFoundError(f"{self.path_of(name)} does not exist", path=self.path_of(name))
-        return self._handle(name, info)
-
-    def presigned_url(self, name: str, seconds: int) -> str | None:
-        """A URL that anybody may read the file by for ``seconds``; None where there is no such thing."""
-        key, client = self._file_key(name), self._client
-        sign = getattr(client, "presigned_url", None)
-        if sign is None:
-            return None
-        return str(self._run("presign", key, lambda: sign(key, seconds)))
-
-    def create(
-        self, name: str, *, durable: bool, expected_bytes: int | None = None, replace: bool = False
-    ) -> WriteHandle:
-        """On S3 without a request; that the name is taken shows when the file is finished."""
-        key, path, client = self._file_key(name), self.path_of(name), self._client
-        if isinstance(client, PartsClient):
-            # Not tried out: save ids make names unique, and a thousand ranks would all have to.
-            condition = None if replace or self._options.conditional_writes == "off" else ABSENT
-            return self._parts(name, client, condition, expected_bytes, replace=replace)
-        if replace:
-            self.delete(name)  # such services take the name at once
-        elif self.stat(name) is not None:
-            raise StorageError(
-                f"{path} exists already: data files are never overwritten", path=path, op="create"
-            )
-        if not isinstance(client, StreamClient):
-            raise StorageError(f"{self.url} cannot be written to", path=path, op="create")
-        return StreamWriteHandle(name, path, key, self._requests, client)
+        return ObjectReadHandle(self, name, info)
 
     @contextmanager
     def lock(self, *, timeout_seconds: float) -> Iterator[None]:
@@ -308,139 +317,269 @@ class FsspecStore(Store):
         with locked(self.url, timeout_seconds):
             yield
 
+    def traffic(self) -> dict[str, float]:
+        """The traffic of this store object; "requests" has each attempt, "retries" those that were not the
+        first."""
+        return self.requests.traffic()
+
     # -- within ----------------------------------------------------------------------------------------------
 
-    def _shared(self) -> Shared:
+    def shared(self) -> Shared:
+        """The client of this place, in this process."""
         pid, found = self._found
         if found is None or pid != os.getpid():
-            found = shared(self._place(), self._options, self._filesystem_options, self._make_client)
+            found = shared(
+                self._identity_of_place(), self.options, self._filesystem_options, self._make_client
+            )
             self._found = os.getpid(), found
         return found
 
-    def _place(self) -> str:
-        if self._bucket is not None:
-            return self._bucket
-        from dcp.storage.stores.objects.generic.service import place_of
+    def _identity_of_place(self) -> str:
+        return self.place
 
-        return place_of(self.url)
+    def key_of(self, name: str) -> str:
+        """The key of a file."""
+        return f"{self.prefix}{check_name(name)}"
 
-    def _make_client(self) -> ObjectClient:
-        return client_for(self.url, self._bucket, self._filesystem_options, self._options)
+    def look(self, key: str) -> ObjectInfo | None:
+        """What the object is; None if it is absent."""
+        return self._unless_missing("head", key, lambda: self._head(key))
 
-    @property
-    def _client(self) -> ObjectClient:
-        return self._shared().client
-
-    def _root_key(self) -> str:
-        return self._key("").rstrip("/")
-
-    def _key(self, name: str) -> str:
-        if self._prefix is None:
-            from dcp.storage.stores.objects.generic.service import path_of
-
-            self._prefix = f"{path_of(self.url)}/"
-        return f"{self._prefix}{name}"
-
-    def _file_key(self, name: str) -> str:
-        return self._key(check_name(name))
-
-    def _pages(self, *, shallow: bool) -> Iterator[ListingPage]:
-        prefix, client = self._key(""), self._client
-        after: str | None = None
-        while True:
-            page = self._page(client, prefix, shallow=shallow, after=after)
-            yield page
-            if page.next is None:
-                return
-            after = page.next
-
-    def _page(self, client: ObjectClient, prefix: str, *, shallow: bool, after: str | None) -> ListingPage:
-        return self._run("list", prefix, partial(client.list_page, prefix, shallow=shallow, after=after))
-
-    def _handle(self, name: str, info: ObjectInfo) -> ObjectReadHandle:
-        return ObjectReadHandle(
-            name,
-            self.path_of(name),
-            info.key,
-            info.size_bytes,
-            info.etag or None,
-            self._shared,
-            self._requests,
-        )
-
-    def _parts(
-        self,
-        name: str,
-        client: PartsClient,
-        condition: Condition,
-        expected_bytes: int | None,
-        *,
-        replace: bool = False,
-    ) -> PartsWriteHandle:
-        return PartsWriteHandle(
-            name,
-            self.path_of(name),
-            self._file_key(name),
-            self._requests,
-            self._shared(),
-            client,
-            condition=condition,
-            expected_bytes=expected_bytes,
-            replace=replace,
-        )
-
-    def _put(self, name: str, data: bytes, condition: Condition) -> str:
-        key, client = self._file_key(name), self._client
-        if isinstance(client, PartsClient) and len(data) > _WHOLE_PUT_BYTES:
-            handle = self._parts(name, client, condition, len(data))
-            try:
-                handle.write(data)
-                return handle.finish_as()
-            except BaseException:
-                handle.abort()
-                raise
-        return self._requests.run("put", key, lambda: client.put(key, data, condition), sent_bytes=len(data))
-
-    def _holds(self, name: str, data: bytes) -> bool:
-        """Whether ``data`` is what the file has now; another writer's may be longer, or be gone already."""
-        try:
-            return self.read(name, limit_bytes=len(data)) == data
-        except (CheckpointFormatError, CheckpointNotFoundError):
-            return False
-
-    def _compares(self, condition: Condition) -> bool:
-        """Whether the service is to compare; False where the user has agreed that it does not.
-
-        Raises `StorageError` where it cannot, and nobody has agreed.
-        """
-        if self._options.conditional_writes == "off":
-            return False
-        if self._options.conditional_writes == "auto":
-            try:
-                require_conditional_writes(self._client, self._requests, condition, self._key(""), self.url)
-            except RequestError as error:  # of the client itself, which cannot say what service it talks to
-                raise StorageError(f"{self.url}: {error}", path=self.url, op="publish") from error
-        return True
-
-    def _run(self, op: str, key: str, attempt: Callable[[], T]) -> T:
-        """A request of which no answer is expected that needs interpreting."""
-        try:
-            return self._requests.run(op, key, attempt)
-        except ServiceError as error:
-            raise StorageError(f"{op} of {key!r}: {error}", path=self.url, op=op, key=key) from error
+    def get(self, key: str, begin: int, inflow: Inflow, etag: str | None) -> ObjectInfo:
+        """`_get`, repeated; `RequestError` where the object is missing, another one, or too short."""
+        get = partial(self._get, key, begin, inflow, etag)
+        return self.requests.run("get", key, get, answers=_UNREADABLE, received_bytes=inflow.size_bytes)
 
     def _unless_missing(self, op: str, key: str, attempt: Callable[[], T]) -> T | None:
         try:
-            return self._requests.run(op, key, attempt)
-        except ServiceError as error:
-            if error.kind is Failure.MISSING:
-                return None
-            raise StorageError(f"{op} of {key!r}: {error}", path=self.url, op=op, key=key) from error
+            return self.requests.run(op, key, attempt, answers=_MISSING)
+        except RequestError:
+            return None
+
+    def _compares(self, *, creates: bool) -> bool:
+        """Whether the service is to compare; False where the user has agreed that it does not.
+
+        Raises `StorageError` where it cannot, and the user has not agreed. Many that speak S3 ignore
+        conditions that they do not know, and would let two writers both believe that they have won: unless
+        it is known, it is tried once a process for every service and bucket.
+        """
+        if self.options.conditional_writes != "auto":
+            return self.options.conditional_writes == "trust"
+        try:
+            known = self._has_condition(creates=creates)
+        except RequestError as error:  # of the client itself, which cannot say what service it talks to
+            raise StorageError(f"{self.url}: {error}", path=self.url, op="publish") from error
+        if known is None:
+            with _trial_lock:
+                trial = self._identity(), creates
+                if trial not in _HEEDED:
+                    _HEEDED[trial] = self._heeds_condition(ABSENT if creates else f'"{"0" * 32}"')
+                known = _HEEDED[trial]
+        if not known:
+            what = "create a file only if it is absent" if creates else "compare before it replaces a file"
+            raise StorageError(
+                f"{self.url}: {self.place} cannot {what}, so two writers to one id could mix their "
+                "checkpoints. If only one job ever writes there, pass "
+                'storage_options={"conditional_writes": "off"}',
+                path=self.url,
+                op="publish",
+            )
+        return True
+
+    def _heeds_condition(self, wrong: str) -> bool:
+        """Write what must be refused to a key of its own, which is removed again, and see whether it is."""
+        key = f"{self.prefix}.dcp-probe-{uuid.uuid4().hex}"
+        try:
+            self.put(key, b"1", None)
+            try:
+                self.put(key, b"2", wrong)
+            except RequestError as error:
+                return error.kind is Failure.CONDITION
+            return False
+        finally:
+            try:
+                self._unless_missing("delete", key, lambda: self._delete([key]))
+            except StorageError as error:  # no permission to delete: commits need none
+                logger.debug("%s stays behind: %s", key, error)
 
 
-def _version(tag: str) -> Version:
-    return Version(f"etag:{tag}")
+_HEEDED: Final[dict[tuple[str, bool], bool]] = {}
+_trial_lock = threading.Lock()
 
 
-def _tag(version: Version) -> str:
+def _start_afresh() -> None:
+    global _trial_lock
+    _trial_lock = threading.Lock()  # a thread that the child does not have may be trying something out
+
+
+os.register_at_fork(after_in_child=_start_afresh)
+
+
+def _tag_of(version: Version) -> str:
     return version.token.removeprefix("etag:") if version.token.startswith("etag:") else ""
+
+
+def _file_info(name: str, info: ObjectInfo) -> FileInfo:
+    return FileInfo(name, info.size_bytes, info.modified_seconds)
+
+
+def files_of(page: Page, prefix: str) -> Iterator[tuple[str, FileInfo]]:
+    """(folder relative to ``prefix``, "" is itself; file) of what could be files and folders of
+    checkpoints."""
+    for info in page.objects:
+        folder, _, name = info.key[len(prefix) :].rpartition("/")
+        if is_name(name) and (not folder or all(map(is_name, folder.split("/")))):
+            yield folder, _file_info(name, info)
+
+
+class ObjectReadHandle(ReadHandle):
+    """An object that is the same one from the first read to the last: its entity tag is held on to.
+
+    ``size_bytes`` is what the object must have, and compared with what the service says of it.
+    """
+
+    def __init__(self, store: ObjectStore, name: str, info: ObjectInfo) -> None:
+        self.name = name
+        self.size_bytes = info.size_bytes
+        self._store = store
+        self._path = store.path_of(name)
+        self._key = info.key
+        self._etag = info.etag or None
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def preadv(self, buffers: Sequence[memoryview], offset: int) -> None:
+        """One request, or for more than `REQUEST_BYTES` several."""
+        views = [view for buffer in buffers if len(view := byte_view(buffer))]
+        self._check(sum(map(len, views)), offset)
+        tasks = [partial(self._get, Views(part), begin) for part, begin in _split(views, offset)]
+        if tasks:
+            all_of(self._store.shared().threads, tasks, self._store.requests.interrupt)
+
+    def receive(self, inflow: Inflow, offset: int) -> None:
+        """One request, whatever its size."""
+        self._check(inflow.size_bytes, offset)
+        self._get(inflow, offset)
+
+    def pread(self, length: int, offset: int) -> bytes:
+        """As `preadv`, into new memory."""
+        self._check(length, offset)  # before memory for it is taken
+        return super().pread(length, offset)
+
+    def close(self) -> None:
+        """Connections belong to the store, so there is nothing else to release."""
+        self._is_closed = True
+
+    def _check(self, size: int, offset: int) -> None:
+        if self._is_closed:
+            raise ValueError(f"{self._path} is closed: it cannot be read any more")
+        if size and offset + size > self.size_bytes:
+            raise self._too_short(f"at byte {self.size_bytes}", offset + size)
+
+    def _get(self, inflow: Inflow, begin: int) -> None:
+        try:
+            info = self._store.get(self._key, begin, inflow, self._etag)
+        except RequestError as error:
+            if error.kind is Failure.MISSING:
+                raise CheckpointNotFoundError(f"{self._path} does not exist", path=self._path) from error
+            if error.kind is Failure.CONDITION:
+                raise self._replaced() from error
+            raise self._too_short("before that", begin + inflow.size_bytes) from error
+        with self._lock:
+            if self._etag is None:
+                self._etag = info.etag or None
+            if info.etag and info.etag != self._etag:
+                raise self._replaced()
+        if info.size_bytes not in (-1, self.size_bytes):
+            raise CorruptCheckpointError(
+                f"{self._path} has {info.size_bytes} bytes, {self.size_bytes} were committed; it was "
+                "truncated, replaced or extended",
+                path=self._path,
+                size_bytes=info.size_bytes,
+            )
+
+    def _too_short(self, ends: str, wanted_bytes: int) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
+            f"{self._path}: the checkpoint has data up to byte {wanted_bytes}, but the object ends "
+            f"{ends}; it was truncated or replaced",
+            path=self._path,
+            wanted_bytes=wanted_bytes,
+        )
+
+    def _replaced(self) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
+            f"{self._path} was replaced while it was read; load again", path=self._path
+        )
+
+
+def _split(views: Sequence[memoryview], offset: int) -> Iterator[tuple[list[memoryview], int]]:
+    """``views`` in parts of at most `REQUEST_BYTES`, each with the offset at which it begins."""
+    part: list[memoryview] = []
+    size = 0
+    for view in views:
+        rest = view
+        while len(rest):
+            piece, rest = rest[: REQUEST_BYTES - size], rest[REQUEST_BYTES - size :]
+            part.append(piece)
+            size += len(piece)
+            if size == REQUEST_BYTES:
+                yield part, offset
+                part, size, offset = [], 0, offset + size
+    if part:
+        yield part, offset
+
+
+class ObjectWriteHandle(WriteHandle):
+    """A new object: the position, and the states open, finished and aborted."""
+
+    def __init__(self, store: ObjectStore, name: str) -> None:
+        self.name = name
+        self._store = store
+        self._path = store.path_of(name)
+        self._key = store.key_of(name)
+        self._position = 0
+        self._state = "open"
+
+    @property
+    def position(self) -> int:
+        """Bytes accepted so far."""
+        return self._position
+
+    def write(self, data: Buffer) -> None:
+        """Append ``data``."""
+        self._check_open()
+        view = byte_view(data)
+        self._append(view)
+        self._position += len(view)
+
+    def finish(self) -> int:
+        """Make the object."""
+        if self._state != "finished":
+            self._check_open()
+            self._complete()
+            self._state = "finished"
+        return self._position
+
+    def abort(self) -> None:
+        """Throw away what was sent."""
+        if self._state == "open":
+            self._state = "aborted"
+            self._throw_away()
+
+    @abstractmethod
+    def _append(self, view: memoryview) -> None: ...
+
+    @abstractmethod
+    def _complete(self) -> None: ...
+
+    @abstractmethod
+    def _throw_away(self) -> None: ...
+
+    def _check_open(self) -> None:
+        if self._state != "open":
+            raise ValueError(f"{self._path} is {self._state}: nothing can be written to it any more")
+
+    def _exists(self) -> StorageError:
+        return StorageError(
+            f"{self._path} exists already: data files are never overwritten", path=self._path, op="create"
+        )

@@ -1,17 +1,25 @@
-"""Which URLs are of object services, told without importing what speaks to them."""
+"""URLs of object services, known without importing what speaks to them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Final
 
+from dcp.storage.errors import StorageError
 from dcp.storage.stores.base import Store, StoreType
 
 __all__ = ["STORE_TYPE"]
 
 
 def _open(url: str, options: Mapping[str, Any] | None) -> Store:
-    from dcp.storage.stores.objects.store import FsspecStore  # only here: most do without fsspec
+    # Only here: most do without fsspec.
+    if "::" in url:
+        raise StorageError(f"{url}: chained file systems cannot hold checkpoints", path=url, op="open")
+    if url.startswith(("s3://", "s3a://")):
+        from dcp.storage.stores.objects.s3 import S3Store
+
+        return S3Store(url, options)
+    from dcp.storage.stores.objects.filesystem import FsspecStore
 
     return FsspecStore(url, options)
 

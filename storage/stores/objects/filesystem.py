@@ -1,0 +1,317 @@
+"""Stores on any file system of fsspec, by the operations that all of them have.
+
+Whole objects by `pipe_file`, ranges by `cat_file`, larger files through `open`. What a file system promises
+beyond that differs: exclusive creation is atomic where it has its own `pipe_file` for it. None of fsspec's
+can compare and replace; in this process's memory a lock does it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from typing import IO, Any, Final
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractFileSystem
+
+from dcp.storage.errors import StorageError
+from dcp.storage.stores.base import FileInfo, content_version
+from dcp.storage.stores.handles import Inflow, WriteHandle
+from dcp.storage.stores.names import is_name
+from dcp.storage.stores.objects.failures import Failure, RequestError, filesystem_failure
+from dcp.storage.stores.objects.store import (
+    ABSENT,
+    ObjectInfo,
+    ObjectStore,
+    ObjectWriteHandle,
+    Page,
+    files_of,
+)
+
+__all__ = ["FsspecStore"]
+
+_TAGS: Final = ("ETag", "etag", "generation", "md5Hash", "content_md5", "blob_id")
+_TIMES: Final = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")
+# Listings that are a minute old would show steps that are gone, and hide those just saved. Instances that
+# fsspec keeps it keeps for ever, each with its credentials.
+_UNCACHED: Final = {"use_listings_cache": False, "skip_instance_cache": True}
+_MEMORY_LOCK: Final = threading.RLock()
+
+
+class FsspecStore(ObjectStore):
+    """A folder of a file system of fsspec's. ``storage_options`` are its own, and `ObjectOptions`. Keys are
+    the file system's own paths."""
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        scheme = url.partition("://")[0]
+        if scheme not in fsspec.available_protocols() and scheme not in fsspec.registry:
+            raise StorageError(
+                "Cannot detect which StorageReader or StorageWriter to use: "
+                f"no store is known for {url!r}: neither dcp nor fsspec knows the scheme; use a path, "
+                "file://, memory://, s3:// or another one of fsspec's",
+                path=url,
+                op="open",
+            )
+        super().__init__(url, scheme, storage_options)
+        self._prefix: str | None = None
+
+    @property
+    def prefix(self) -> str:
+        """The path of the folder, which the file system's class knows."""
+        if self._prefix is None:
+            with self._opening():
+                path = fsspec.get_filesystem_class(self.place)._strip_protocol(self.url)
+            self._prefix = f"{str(path).rstrip('/')}/"
+        return self._prefix
+
+    @property
+    def _filesystem(self) -> Any:
+        return self.shared().client
+
+    @property
+    def _has_folders(self) -> bool:
+        return isinstance(self._filesystem, LocalFileSystem | MemoryFileSystem)
+
+    @property
+    def _is_memory(self) -> bool:
+        return isinstance(self._filesystem, MemoryFileSystem)
+
+    def _identity(self) -> str:
+        return self.place
+
+    def _identity_of_place(self) -> str:
+        """The file system, as fsspec tells it from others of its kind, without the path."""
+        with self._opening():
+            of_url = fsspec.get_filesystem_class(self.place)._get_kwargs_from_urls(self.url)
+        return f"{self.place}://{sorted(of_url.items())}"
+
+    def _make_client(self) -> tuple[Any, int]:
+        given = self._filesystem_options
+        with self._opening(*given):
+            filesystem = fsspec.core.url_to_fs(self.url, **_UNCACHED, **given)[0]
+        # Only asynchronous file systems are made to be called by several threads.
+        return filesystem, self.options.concurrency if getattr(filesystem, "async_impl", False) else 2
+
+    @contextmanager
+    def _opening(self, *options: str) -> Iterator[None]:
+        try:
+            yield
+        except ImportError as error:
+            raise StorageError(
+                f"{self.url} needs a package that is not installed: {error}", path=self.url, op="open"
+            ) from error
+        except Exception as error:  # some log in at once, and fail with errors of their own
+            names = f" with options {', '.join(sorted(options))}" if options else ""
+            raise StorageError(
+                f"fsspec cannot open {self.url!r}{names}: {type(error).__name__}: {error}",
+                path=self.url,
+                op="open",
+            ) from error
+
+    def _has_condition(self, *, creates: bool) -> bool | None:
+        """Only this process's memory replaces under one. Of creating: no where fsspec looks before it
+        writes; to be tried where the file system takes the argument, because some ignore it."""
+        if self._is_memory or not creates:
+            return self._is_memory
+        kind = type(self._filesystem)
+        method = getattr(kind, "_pipe_file", None) or kind.pipe_file
+        takes_mode = "mode" in inspect.signature(method).parameters
+        return None if takes_mode and method is not AbstractFileSystem.pipe_file else False
+
+    @contextmanager
+    def attempt(self) -> Iterator[Any]:
+        """The file system, whose errors become `RequestError`s."""
+        try:
+            yield self._filesystem
+        except (RequestError, StorageError):
+            raise
+        except Exception as error:
+            raise filesystem_failure(error, f"{self.place}://") from error
+
+    def _head(self, key: str) -> ObjectInfo:
+        with self.attempt() as filesystem:
+            return _info(key, filesystem.info(key))
+
+    def _tag(self, key: str) -> str:
+        """The entity tag, or a digest of the content where there are none."""
+        info = self._head(key)
+        return info.etag or content_version(self._start(key, max(1, info.size_bytes))[0]).token
+
+    def _start(self, key: str, limit_bytes: int) -> tuple[bytes, ObjectInfo]:
+        info = self._head(key)
+        return self._range(key, 0, min(limit_bytes, info.size_bytes)), info
+
+    def _get(self, key: str, begin: int, inflow: Inflow, etag: str | None) -> ObjectInfo:
+        # A tag is not compared: there is no such request.
+        data = memoryview(self._range(key, begin, inflow.size_bytes))
+        for buffer in inflow.buffers():
+            buffer[:] = data[: len(buffer)]
+            data = data[len(buffer) :]
+        return ObjectInfo(key, -1, 0.0, "")
+
+    def _range(self, key: str, begin: int, size: int) -> bytes:
+        if not size:
+            return b""
+        with self.attempt() as filesystem:
+            data = bytes(filesystem.cat_file(key, start=begin, end=begin + size))
+        if len(data) != size:
+            total = self._head(key).size_bytes
+            kind = Failure.RANGE if total < begin + size else Failure.PASSING
+            raise RequestError(kind, f"{len(data)} bytes came instead of {size}; the file has {total}")
+        return data
+
+    def _put(self, key: str, data: bytes, condition: str | None) -> str:
+        with _MEMORY_LOCK if self._is_memory else nullcontext(), self.attempt() as filesystem:
+            if condition not in (None, ABSENT):
+                found = self._tag(key)
+                if found != condition:
+                    raise RequestError(Failure.CONDITION, f"{key} was replaced")
+            try:
+                filesystem.pipe_file(key, data, **({"mode": "create"} if condition is ABSENT else {}))
+            except FileExistsError as error:
+                raise RequestError(Failure.CONDITION, f"{key} exists") from error
+            return self._tag(key)
+
+    def _delete(self, keys: Sequence[str]) -> dict[str, str]:
+        for key in keys:
+            with self.attempt() as filesystem, suppress(FileNotFoundError):
+                filesystem.rm_file(key)
+        return {}
+
+    def create(
+        self, name: str, *, durable: bool, expected_bytes: int | None = None, replace: bool = False
+    ) -> WriteHandle:
+        """Such services take the name at once."""
+        if replace:
+            self.delete(name)
+        handle = _StreamWriteHandle(self, name)
+        if not replace and self.stat(name) is not None:
+            raise handle._exists()
+        handle.open()
+        return handle
+
+    # -- folders, where they are more than a part of names ---------------------------------------------------
+
+    def make_root(self) -> None:
+        """`makedirs`."""
+        if self._has_folders:
+            with self.attempt() as filesystem:
+                filesystem.makedirs(self.prefix.rstrip("/"), exist_ok=True)
+
+    def remove_root(self) -> None:
+        """`rmdir`, if it is empty."""
+        if self._has_folders:
+            with suppress(OSError):
+                self._filesystem.rmdir(self.prefix.rstrip("/"))
+
+    def exists(self) -> bool:
+        """Whether the folder is there; where prefixes are all there is, it always is."""
+        folder = self.prefix.rstrip("/")
+        return not self._has_folders or self.requests.run("head", folder, lambda: self._is_folder(folder))
+
+    def _is_folder(self, folder: str) -> bool:
+        with self.attempt() as filesystem:
+            return bool(filesystem.isdir(folder))
+
+    def walk(self) -> Iterator[tuple[str, FileInfo]]:
+        """By `find`, which is one listing of everything where the file system has one."""
+        find = partial(
+            self._list, lambda filesystem, folder: filesystem.find(folder, maxdepth=2, detail=True).values()
+        )
+        page = self.requests.run("list", self.prefix, partial(find, self.prefix))
+        return (
+            (folder, info) for folder, info in files_of(page, self.prefix) if folder and "/" not in folder
+        )
+
+    def _pages(self, prefix: str, *, shallow: bool) -> Iterator[Page]:
+        """One listing for each folder."""
+        ls = partial(self._list, lambda filesystem, folder: filesystem.ls(folder, detail=True))
+        page = self.requests.run("list", prefix, partial(ls, prefix))
+        yield page
+        if not shallow:
+            for deeper in page.prefixes:
+                if is_name(deeper[len(prefix) :].removesuffix("/")):
+                    yield from self._pages(deeper, shallow=False)
+
+    def _list(self, ask: Callable[[Any, str], Any], prefix: str) -> Page:
+        folder = prefix.rstrip("/")
+        with self.attempt() as filesystem:
+            filesystem.invalidate_cache(folder)
+            try:
+                entries = list(ask(filesystem, folder))
+            except FileNotFoundError:
+                return Page([], [])
+        files = [_info(entry["name"], entry) for entry in entries if entry["type"] == "file"]
+        folders = [f"{entry['name']}/" for entry in entries if entry["type"] == "directory"]
+        return Page(
+            sorted((info for info in files if info.key.startswith(prefix)), key=lambda info: info.key),
+            sorted(folder for folder in folders if folder.startswith(prefix)),
+        )
+
+
+class _StreamWriteHandle(ObjectWriteHandle):
+    """A file object of the file system, which is closed to make the object."""
+
+    def __init__(self, store: FsspecStore, name: str) -> None:
+        super().__init__(store, name)
+        self._files = store
+
+    def open(self) -> None:
+        """Take the name."""
+        self._file: IO[bytes] = self._store.requests.run("open", self._key, self._opened)
+
+    def _opened(self) -> IO[bytes]:
+        with self._files.attempt() as filesystem:
+            file: IO[bytes] = filesystem.open(self._key, "wb")
+            return file
+
+    def _append(self, view: memoryview) -> None:
+        self._once("write", lambda: self._file.write(view))
+
+    def _complete(self) -> None:
+        self._once("close", self._file.close)
+
+    def _once(self, op: str, act: Callable[[], object]) -> None:
+        """One attempt: nobody knows how much of it was done."""
+        try:
+            with self._files.attempt():
+                act()
+        except RequestError as error:
+            raise StorageError(f"{op} of {self._path} failed: {error}", path=self._path, op=op) from error
+
+    def _throw_away(self) -> None:
+        with suppress(Exception):  # what it can throw away differs; in the end the object must not be there
+            self._file.discard()  # type: ignore[attr-defined]
+        with self._files.attempt() as filesystem:
+            if isinstance(filesystem, LocalFileSystem):
+                self._file.close()
+            elif not isinstance(filesystem, MemoryFileSystem):
+                self._file.closed = True  # type: ignore[misc]  # else the collector would make the object
+        with suppress(RequestError):
+            self._files._delete([self._key])
+
+
+def _info(key: str, entry: Mapping[str, Any]) -> ObjectInfo:
+    if entry.get("type") != "file":
+        raise RequestError(Failure.MISSING, f"{key} is a {entry.get('type')}, not a file")
+    tag = next((str(entry[name]) for name in _TAGS if entry.get(name)), "")
+    return ObjectInfo(str(key), int(entry["size"]), _seconds(entry), tag)
+
+
+def _seconds(entry: Mapping[str, Any]) -> float:
+    for name in _TIMES:
+        value = entry.get(name)
+        if isinstance(value, datetime.datetime):
+            return value.timestamp()
+        if isinstance(value, int | float):
+            return float(value)
+        if isinstance(value, str):
+            with suppress(ValueError):
+                return datetime.datetime.fromisoformat(value).timestamp()
+    return 0.0

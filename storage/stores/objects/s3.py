@@ -1,0 +1,424 @@
+"""Stores on S3: a prefix of a bucket, and uploads whose parts are sent while the next ones fill."""
+
+from __future__ import annotations
+
+import base64
+import logging
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextvars import copy_context
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+from isal.isal_zlib import crc32
+
+from dcp.storage.errors import CheckpointConflictError, StorageError
+from dcp.storage.stores.base import Version
+from dcp.storage.stores.buffers import BounceBuffer, copy_bytes
+from dcp.storage.stores.handles import Inflow, WriteHandle
+from dcp.storage.stores.names import is_name
+from dcp.storage.stores.objects.failures import Failure, RequestError
+from dcp.storage.stores.objects.store import ABSENT, ObjectInfo, ObjectStore, ObjectWriteHandle, Page
+from dcp.storage.threads import clearing_up, result_of
+
+if TYPE_CHECKING:
+    from dcp.storage.stores.objects.bucket import S3Bucket
+
+__all__ = ["S3Store"]
+
+logger = logging.getLogger(__name__)
+
+_URL: Final = re.compile(r"s3a?://([^/]+)/?(.*)", re.DOTALL)
+_WHOLE_PUT_BYTES: Final = 64 << 20
+"""A publish above this goes in parts, as data files do."""
+_MAX_PARTS: Final = 10_000
+_PLANNED_PARTS: Final = 4_000
+_LARGEST_PART_BYTES: Final = 1 << 30
+
+
+class S3Store(ObjectStore):
+    """A prefix of a bucket. ``storage_options`` are those of `s3fs.S3FileSystem`, and `ObjectOptions`."""
+
+    delete_limit = 1000
+    streams_bodies = True
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        found = _URL.fullmatch(url.rstrip("/"))
+        if found is None:
+            raise StorageError(f"{url!r} names no bucket; use s3://bucket/prefix", path=url, op="open")
+        super().__init__(url, found[1], storage_options)
+        self._prefix = f"{found[2]}/" if found[2] else ""
+
+    @property
+    def prefix(self) -> str:
+        """That of the URL."""
+        return self._prefix
+
+    @property
+    def bucket(self) -> S3Bucket:
+        """The client of the bucket."""
+        bucket: S3Bucket = self.shared().client
+        return bucket
+
+    def _identity(self) -> str:
+        return f"{self.bucket.endpoint()}/{self.place}"
+
+    def _make_client(self) -> tuple[S3Bucket, int]:
+        try:
+            from dcp.storage.stores.objects.bucket import S3Bucket
+        except ImportError as error:
+            raise StorageError(
+                f"s3://{self.place} needs s3fs: pip install 'dcphub[s3]'",
+                path=f"s3://{self.place}",
+                op="open",
+            ) from error
+        return S3Bucket(self.place, self._filesystem_options, self.options), self.options.concurrency
+
+    def _has_condition(self, *, creates: bool) -> bool | None:
+        """Known of Amazon's own endpoints; whoever else speaks S3 has to show it."""
+        host = urlsplit(self.bucket.endpoint()).hostname or ""
+        return True if host.endswith((".amazonaws.com", ".amazonaws.com.cn")) else None
+
+    def _head(self, key: str) -> ObjectInfo:
+        return self.bucket.head(key)
+
+    def _start(self, key: str, limit_bytes: int) -> tuple[bytes, ObjectInfo]:
+        return self.bucket.start(key, limit_bytes)
+
+    def _get(self, key: str, begin: int, inflow: Inflow, etag: str | None) -> ObjectInfo:
+        return self.bucket.get(key, begin, inflow, etag)
+
+    def _put(self, key: str, data: bytes, condition: str | None) -> str:
+        # The service compares the CRC-32 with what it got.
+        arguments = {"Key": key, "Body": data, "ChecksumCRC32": _checksum(crc32(data))}
+        return str(self.bucket.ask("put_object", len(data), **arguments, **_conditions(condition))["ETag"])
+
+    def put(self, key: str, data: bytes, condition: str | None) -> str:
+        """Large objects in parts, as data files."""
+        if len(data) <= _WHOLE_PUT_BYTES:
+            return super().put(key, data, condition)
+        handle = PartsWriteHandle(self, key.removeprefix(self.prefix), condition, len(data))
+        try:
+            handle.write(data)
+            return handle.complete()
+        except BaseException:
+            handle.abort()
+            raise
+
+    def _pages(self, prefix: str, *, shallow: bool) -> Iterator[Page]:
+        arguments = {"Prefix": prefix} | ({"Delimiter": "/"} if shallow else {})
+        for page in self._paged(
+            "list", "list_objects_v2", arguments, {"ContinuationToken": "NextContinuationToken"}
+        ):
+            objects = [  # whole seconds, as the headers of single objects have them
+                ObjectInfo(
+                    one["Key"],
+                    int(one["Size"]),
+                    float(int(one["LastModified"].timestamp())),
+                    str(one.get("ETag", "")),
+                )
+                for one in page.get("Contents") or ()
+            ]
+            yield Page(objects, [str(one["Prefix"]) for one in page.get("CommonPrefixes") or ()])
+
+    def _paged(
+        self, op: str, method: str, arguments: dict[str, Any], following: Mapping[str, str]
+    ) -> Iterator[dict[str, Any]]:
+        """The answers to a request that is made again for what follows, by the names of where that begins."""
+        while True:
+            page = self.requests.run(op, self.prefix, partial(self.bucket.ask, method, **arguments))
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            arguments = arguments | {name: page.get(source, "") for name, source in following.items()}
+
+    def _delete(self, keys: Sequence[str]) -> dict[str, str]:
+        if len(keys) == 1:
+            self.bucket.ask("delete_object", Key=keys[0])
+            return {}
+        wanted = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
+        answer = self.bucket.ask("delete_objects", Delete=wanted)
+        return {
+            str(one.get("Key")): f"{one.get('Code')}: {one.get('Message')}"
+            for one in answer.get("Errors") or ()
+            if one.get("Code") != "NoSuchKey"
+        }
+
+    def delete_if(self, name: str, expected: Version) -> bool:
+        """Compared here, because not all services do, and by those that do once more."""
+        key, there = self.key_of(name), self.version(name)
+        if there != expected:
+            return there is None
+        bucket, tag = self.bucket, expected.token.removeprefix("etag:")
+
+        def attempt() -> None:
+            try:
+                bucket.ask("delete_object", Key=key, IfMatch=tag)
+            except RequestError as error:
+                if error.kind is not Failure.FINAL or "NotImplemented" not in str(error):
+                    raise
+                bucket.ask("delete_object", Key=key)
+
+        try:
+            self.requests.run("delete", key, attempt, answers={Failure.MISSING, Failure.CONDITION})
+        except RequestError:  # replaced or deleted in between; or it was us, and the answer was lost
+            return self.version(name) is None
+        return True
+
+    def _uploads(self, belongs: Callable[[str], bool]) -> list[tuple[str, str]]:
+        """(key, id) of the uploads of files for which ``belongs(name)`` that have begun and not ended."""
+        following = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
+        pages = self._paged("list_uploads", "list_multipart_uploads", {"Prefix": self.prefix}, following)
+        found = [
+            (str(one["Key"]), str(one["UploadId"])) for page in pages for one in page.get("Uploads") or ()
+        ]
+        start = len(self.prefix)
+        return [(key, number) for key, number in found if is_name(key[start:]) and belongs(key[start:])]
+
+    def abort_upload(self, key: str, upload_id: str, level: int) -> None:
+        """Throw the parts away; an upload that is not there any more is fine."""
+        abort = partial(self.bucket.ask, "abort_multipart_upload", Key=key, UploadId=upload_id)
+        try:
+            self._unless_missing("abort_upload", key, abort)
+        except StorageError as error:
+            logger.log(level, "%s: an unfinished upload stays behind: %s", self.url, error)
+
+    def abort_uploads(self, belongs: Callable[[str], bool], level: int = logging.DEBUG) -> int:
+        """Two requests or more. Without the permission to list uploads it does nothing."""
+        try:
+            found = self._uploads(belongs)
+        except StorageError as error:
+            logger.log(level, "%s: unfinished uploads cannot be listed: %s", self.url, error)
+            return 0
+        for key, upload_id in found:
+            self.abort_upload(key, upload_id, level)
+        return len(found)
+
+    def create(
+        self, name: str, *, durable: bool, expected_bytes: int | None = None, replace: bool = False
+    ) -> WriteHandle:
+        """Without a request; that the name is taken shows when the file is finished."""
+        # Not tried out: save ids make names unique, and a thousand ranks would all have to.
+        condition = None if replace or self.options.conditional_writes == "off" else ABSENT
+        return PartsWriteHandle(self, name, condition, expected_bytes, replace=replace)
+
+    def presigned_url(self, name: str, seconds: int) -> str:
+        """A URL that anybody may GET the file by for ``seconds``; computed here, without a request."""
+        key = self.key_of(name)
+        return self.requests.run("presign", key, partial(self.bucket.presigned_url, key, seconds))
+
+
+class PartsWriteHandle(ObjectWriteHandle):
+    """Parts are assembled in pooled buffers, and sent by threads of the place.
+
+    A file that fits into one part is one request, at the end. The object appears at the end only, if
+    ``condition`` holds then: else `finish` raises `StorageError`, and `complete` the `RequestError`.
+    With ``replace`` there may be one of that name before.
+    """
+
+    def __init__(
+        self,
+        store: S3Store,
+        name: str,
+        condition: str | None,
+        expected_bytes: int | None,
+        *,
+        replace: bool = False,
+    ) -> None:
+        super().__init__(store, name)
+        self._s3 = store
+        self._condition = condition
+        self._replace = replace
+        self._shared = store.shared()
+        size = store.options.part_bytes
+        while expected_bytes and size * _PLANNED_PARTS < expected_bytes and size < _LARGEST_PART_BYTES:
+            size *= 2  # S3 allows 10,000 parts
+        self._pool = self._shared.pool(size)
+        self._buffer: BounceBuffer | None = None
+        self._filled = 0
+        self._upload_id: str | None = None
+        self._sent: deque[tuple[Future[dict[str, Any]], Callable[[], None]]] = deque()
+        self._parts: list[dict[str, Any]] = []
+        self._count = 0
+        self._begun = 0
+        self._called_off = threading.Event()
+
+    def _append(self, view: memoryview) -> None:
+        while len(view):
+            if self._buffer is None:
+                self._buffer = self._take()
+            room = self._buffer.view[self._filled : self._filled + len(view)]
+            copy_bytes(room, view[: len(room)])
+            self._filled += len(room)
+            view = view[len(room) :]
+            if self._filled == len(self._buffer.view):
+                self._send()
+
+    def _take(self) -> BounceBuffer:
+        """A free buffer; waits for one of this file's parts, never for those of another file."""
+        while True:
+            buffer = self._pool.try_take()
+            if buffer is not None:
+                return buffer
+            if not self._sent:
+                return self._pool.take()
+            self._reap()
+
+    def _reap(self) -> None:
+        """Wait for the oldest part under way; raises what kept it from being stored.
+
+        Until it has ended it stays among those under way, so that an interrupted wait leaves it to `abort`.
+        """
+        self._parts.append(result_of(self._sent[0][0]))
+        self._sent.popleft()
+
+    def _send(self) -> None:
+        """Hand the buffer on to a thread."""
+        buffer, size = self._buffer, self._filled
+        if buffer is None:
+            return
+        while self._sent and self._sent[0][0].done():
+            self._reap()
+        if self._upload_id is None:
+            self._upload_id = self._begin()
+        self._buffer, self._filled = None, 0
+        self._count += 1
+        if self._count > _MAX_PARTS:
+            self._pool.give(buffer)
+            raise StorageError(
+                f"{self._path} grows beyond {_MAX_PARTS} parts; give `create` the expected size, or a larger "
+                "part_bytes",
+                path=self._path,
+                op="put_part",
+            )
+        give_back = partial(self._pool.give, buffer)
+        put = partial(self._put, self._upload_id, self._count, buffer.view[:size], give_back)
+        self._sent.append((self._shared.threads.submit(copy_context().run, put), give_back))
+
+    def _begin(self) -> str:
+        begin = partial(
+            self._s3.bucket.ask, "create_multipart_upload", Key=self._key, ChecksumAlgorithm="CRC32"
+        )
+
+        def attempt() -> str:
+            self._begun += 1
+            return str(begin()["UploadId"])
+
+        return self._store.requests.run("begin_upload", self._key, attempt)
+
+    def _put(
+        self, upload_id: str, number: int, data: memoryview, give_back: Callable[[], None]
+    ) -> dict[str, Any]:
+        """Send a part, with the CRC-32 that the service is to find; returns what completing says of it."""
+        try:
+            part = {"PartNumber": number, "ChecksumCRC32": _checksum(crc32(data))}
+            where = {"Key": self._key, "UploadId": upload_id, "Body": bytes(data)}
+            answer = self._store.requests.run(
+                "put_part",
+                self._key,
+                partial(self._s3.bucket.ask, "upload_part", len(data), **where, **part),
+                answers={Failure.MISSING},
+                sent_bytes=len(data),
+                called_off=self._called_off,
+            )
+        except RequestError as error:
+            raise self._ended() from error
+        finally:
+            give_back()
+        if "ChecksumCRC32" not in answer:  # who has not noted it would not know what to do with it at the end
+            del part["ChecksumCRC32"]
+        return part | {"ETag": answer["ETag"]}
+
+    def _complete(self) -> None:
+        replaced = self._store.look(self._key) if self._replace else None
+        try:
+            self.complete()
+        except RequestError as error:
+            # A request whose answer was lost may have been carried out: names are used once, so the size
+            # tells, or that it is not what was to be replaced.
+            info = self._store.look(self._key) if error.is_ambiguous else None
+            if info is not None and info.size_bytes == self._position and info != replaced:
+                self._settle()
+                return
+            if error.kind is Failure.CONDITION:
+                raise self._exists() from error
+            if self._upload_id is not None:
+                raise self._ended() from error
+            raise StorageError(f"{self._path}: {error}", path=self._path, op="finish") from error
+
+    def complete(self) -> str:
+        """Finish, and return the entity tag. Raises `RequestError` if ``condition`` does not hold, or if that
+        is how a request looks that was repeated because its answer was lost."""
+        if self._upload_id is None:
+            data = bytes(self._buffer.view[: self._filled]) if self._buffer is not None else b""
+            etag = self._store.put(self._key, data, self._condition)
+        else:
+            self._send()
+            while self._sent:
+                self._reap()
+            complete = partial(
+                self._s3.bucket.ask,
+                "complete_multipart_upload",
+                Key=self._key,
+                UploadId=self._upload_id,
+                MultipartUpload={"Parts": self._parts},
+                **_conditions(self._condition),
+            )
+            refused = {Failure.MISSING, Failure.CONDITION}
+            answer = self._store.requests.run("complete_upload", self._key, complete, answers=refused)
+            etag = str(answer["ETag"])
+        self._settle()
+        return etag
+
+    def _settle(self) -> None:
+        self._state = "finished"
+        self._release()
+        self._abort_strangers()
+
+    def _abort_strangers(self) -> None:
+        """End the uploads of this name that began without an answer: nobody knows of them, somebody pays.
+
+        Names are used once, so whatever uploads there are to this one are ours, and at the end none is used.
+        """
+        if self._begun >= 2:
+            self._s3.abort_uploads(lambda name: name == self.name, logging.WARNING)
+
+    def _throw_away(self) -> None:
+        self._called_off.set()  # patience with a service that fails would keep the caller waiting
+        for part, give_back in self._sent:
+            if part.cancel():
+                give_back()
+        wait([part for part, _ in self._sent])
+        self._sent.clear()
+        self._release()
+        with clearing_up():
+            if self._upload_id is not None:
+                self._s3.abort_upload(self._key, self._upload_id, logging.WARNING)
+            self._abort_strangers()
+
+    def _release(self) -> None:
+        if self._buffer is not None:
+            self._pool.give(self._buffer)
+            self._buffer = None
+
+    def _ended(self) -> CheckpointConflictError:
+        """Of uploads that it did not begin a writer only ends those of saves that it has beaten."""
+        return CheckpointConflictError(
+            f"the upload of {self._path} was ended by somebody: another writer has finished at this place, "
+            "or a clean-up removed what it took for remains of a killed one; nothing of this one is kept",
+            path=self._path,
+        )
+
+
+def _checksum(crc: int) -> str:
+    return base64.b64encode(crc.to_bytes(4, "big")).decode()
+
+
+def _conditions(condition: str | None) -> dict[str, str]:
+    if condition is None:
+        return {}
+    return {"IfNoneMatch": "*"} if condition is ABSENT else {"IfMatch": condition}
