@@ -1,6 +1,7 @@
-"""``python -m dcp.demo``."""
+"""Run ``python -m dcp.demo`` as ``dcp demo``."""
 
-from dcp.demo.command import main
+import runpy
+import sys
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+sys.argv.insert(1, "demo")
+runpy.run_module("dcp", run_name="__main__")

@@ -1,35 +1,95 @@
-"""The demo's last act: the checkpoints in a catalog. Torch-free, as the service itself is."""
+"""The demo's last act: the checkpoints in a catalog, served by ``dcp serve``."""
 
 from __future__ import annotations
 
 import hashlib
+import html
 import json
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import httpx
 
-from dcp.demo.catalog_service import ROOT_NAME, CatalogService
-from dcp.demo.checks import compare_digests
-from dcp.demo.jobs import DemoError, Workplace
-from dcp.demo.narration import Narrator
-from dcp.demo.pages import PagesAct
-from dcp.demo.places import FolderPlace, checkpoint_name
+from dcp.demo.checks import Narrator, compare_digests
+from dcp.demo.jobs import DemoError, Workplace, environ_of
+from dcp.demo.places import FolderPlace, Place, checkpoint_name
 from dcp.server.client import Client, ClientError
 
-__all__ = ["JOBS", "CatalogAct", "digests_of_safetensors"]
+__all__ = ["JOBS", "ROOT_NAME", "CatalogAct", "CatalogService", "digests_of_safetensors"]
 
 T = TypeVar("T")
 
 JOBS: Final = ("uninterrupted", "run", "on-1-rank", "on-3-ranks", "damaged")
 """What has saved or been copied by now."""
 
+ROOT_NAME: Final = "checkpoints"
 _WAIT_SECONDS: Final = 240.0
+_READY_SECONDS: Final = 120.0
+_STOP_SECONDS: Final = 60.0
 _DTYPES: Final = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "I64": "int64", "U8": "uint8"}
 """What the demo's checkpoints hold, by the names of safetensors."""
+_FACT: Final = re.compile(
+    r"<(?:dt|h2)\b[^>]*>(.*?)</(?:dt|h2)>(.*?)(?=<(?:dt|h2)\b|</(?:dl|section|aside|main)>)", re.DOTALL
+)
+"""A heading of the health strip or a term of a list, with its value."""
+_ROW: Final = re.compile(r"""<th\b[^>]*scope="row"[^>]*>(.*?)</th>""", re.DOTALL)
+
+
+class CatalogService:
+    """``dcp serve`` as a user runs it, over all checkpoints of the demo, its database in ``folder``; a
+    context manager.
+
+    ``folder`` holds the folder ``checkpoints``, which the service takes by itself; a bucket is named to it.
+    """
+
+    url = ""
+
+    def __init__(self, folder: Path, place: Place) -> None:
+        self._folder = folder
+        self._log = folder / "logs" / "catalog.txt"
+        environment = environ_of(place.environment)
+        self._environment = {n: value for n, value in environment.items() if not n.startswith("DCP_SERVER_")}
+        if not isinstance(place, FolderPlace):
+            root = {ROOT_NAME: {"url": place.root("").rstrip("/")}}
+            self._environment["DCP_SERVER_ROOTS"] = json.dumps(root)
+
+    def __enter__(self) -> Self:
+        begun = time.monotonic()
+        with self._log.open("wb") as log:
+            command = [sys.executable, "-m", "dcp", "serve", "--port", "0"]
+            self._process = subprocess.Popen(
+                command, cwd=self._folder, env=self._environment, stdout=log, stderr=subprocess.STDOUT
+            )
+        # it logs its address once it takes requests
+        while not (found := re.search(r"http://127\.0\.0\.1:[0-9]+", said := self._log.read_text())):
+            if self._process.poll() is not None or time.monotonic() - begun > _READY_SECONDS:
+                self.stop()
+                raise DemoError(f"dcp serve is not ready:\n{said[-2_000:]}")
+            time.sleep(0.05)
+        self.url, self.ready_seconds = found[0], time.monotonic() - begun
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def wait(self) -> int:
+        """Wait until it ends by itself, or Ctrl-C ends both (KeyboardInterrupt); give its exit status."""
+        return self._process.wait()
+
+    def stop(self) -> int:
+        """End it in good order; give its exit status, negative if it had to be killed. Idempotent."""
+        self._process.terminate()
+        try:
+            return self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
 
 
 class CatalogAct:
@@ -46,9 +106,9 @@ class CatalogAct:
         """The service, which is up ``until_end``. ``digests`` are of what the last step of the job "run" has
         saved, ``losses`` by step those of the job "uninterrupted"."""
         self._narrator.chapter("Serve all of it as a catalog")
-        told = "nothing configured" if isinstance(self._place, FolderPlace) else "only the bucket named"
+        how = "nothing configured" if isinstance(self._place, FolderPlace) else "only the bucket named"
         self._narrator.say(
-            f"""dcp serve with {told}: the checkpoints there in an SQLite database, an API on this machine
+            f"""dcp serve with {how}: the checkpoints there in an SQLite database, an API on this machine
             only, and a worker for its jobs."""
         )
         service = until_end.enter_context(CatalogService(self._work.root, self._place))
@@ -124,13 +184,37 @@ class CatalogAct:
         return int(target.id)
 
     def _look(self, client: Client, url: str, export: int) -> None:
-        """At the pages of all that."""
+        """Fetch the pages of all that as a browser does, and check that they agree with what was done."""
+        self._narrator.say("The same service has pages for people. What they say, fetched as a browser does:")
         name = checkpoint_name(self._work.steps)
-        of_run, damaged = (
-            client.checkpoint(self._checkpoint(client, f"{job}/{name}")) for job in ("run", "damaged")
+        whole, damaged = (self._checkpoint(client, f"{job}/{name}") for job in ("run", "damaged"))
+        headers = {"accept": "text/html"}
+        with httpx.Client(base_url=url, headers=headers, transport=httpx.HTTPTransport()) as http:
+            listed = {row.split(" ")[0] for row in _page(http, "/")[1]}
+            strip, _ = _page(http, f"/checkpoints/{whole}/files")
+            broken, _ = _page(http, f"/checkpoints/{damaged}")
+            _, origin = _page(http, f"/checkpoints/{export}/lineage")
+        shown = [("/", f"{len(listed)} runs: {', '.join(sorted(listed))}")]
+        for fact in ("Committed", "Verified", "Loads in stock torch", "Resumes on"):
+            shown.append((f"/checkpoints/{whole}/files", f"{fact}: {strip.get(fact, 'nothing is said')}"))
+        resumes = broken.get("Resumes on", "nothing is said")
+        shown.append((f"/checkpoints/{damaged}", f"Resumes on: {resumes}"))
+        shown.append((f"/checkpoints/{export}/lineage", " and ".join(origin)))
+        self._narrator.table(["page", "what it says"], shown)
+        check, runs = self._narrator.check, {*JOBS, "released", "exports"}
+        check("pages: the first page lists every run", listed == runs, f"{sorted(listed ^ runs)}")
+        is_good = "verified" in strip.get("Verified", "") and "any number" in strip.get("Resumes on", "")
+        check(
+            f"pages: step {self._work.steps} is shown as verified, for stock torch and for any number of "
+            "ranks",
+            is_good and strip.get("Loads in stock torch", "").startswith("yes"),
+            f"{strip}",
         )
-        runs = {*JOBS, "released", "exports"}
-        PagesAct(url, self._narrator).tell(runs, of_run, damaged, client.checkpoint(export))
+        is_bad = "damaged" in broken.get("Verified", "") and "nothing" in resumes
+        check("pages: its copy with the flipped bit is shown as damaged", is_bad, f"{broken}")
+        made_of = {row.partition("/")[0] for row in origin}  # and what that training was resumed from
+        named = {"released", "exports"} <= made_of
+        check("pages: the export is shown with what it was made of", named, f"{origin}")
 
     def _compare(self, what: str, path: Path, digests: dict[str, str]) -> None:
         found = digests_of_safetensors(path)
@@ -164,6 +248,21 @@ def digests_of_safetensors(path: Path) -> dict[str, str]:
         digest.update(data[begin:end])
         found[name] = digest.hexdigest()
     return found
+
+
+def _page(http: httpx.Client, path: str) -> tuple[dict[str, str], list[str]]:
+    """Fetch a page; give its facts by what they are called, and the names of its tables' rows."""
+    answer = http.get(path)
+    if answer.status_code != 200 or not answer.headers["content-type"].startswith("text/html"):
+        raise DemoError(f"the page {path} was answered with {answer.status_code}")
+    facts: dict[str, str] = {}
+    for name, value in _FACT.findall(answer.text):
+        facts.setdefault(_text(name), _text(value.replace("<p", ",<p")).removeprefix(", "))
+    return facts, [_text(row) for row in _ROW.findall(answer.text)]
+
+
+def _text(markup: str) -> str:
+    return " ".join(html.unescape(re.sub("<[^>]*>", " ", markup)).split()).replace(" ,", ",")
 
 
 def _first_below(client: Client, prefix: str) -> Any:

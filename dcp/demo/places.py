@@ -1,11 +1,10 @@
-"""Where the jobs of one demo save: folders of this machine, or prefixes on an S3 server.
+"""Places where the jobs of one demo save: folders of this machine, or prefixes on an S3 server.
 
 Everything but what a killed save leaves behind is the same on both, because it goes through the stores.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,13 +25,12 @@ _LARGEST_FILE_BYTES = 256 << 20
 
 
 def checkpoint_name(step: int) -> str:
-    """The folder of a step's checkpoint; the digits make names sort as steps do."""
+    """Name the folder of a step's checkpoint; the digits make names sort as steps do."""
     return f"step-{step:08d}"
 
 
 def newest_checkpoint(root: str | Path, storage_options: Mapping[str, Any] | None = None) -> str | None:
-    """The name of the newest committed checkpoint in ``root`` that verifies, as a job that starts again looks
-    for it."""
+    """Name the newest committed checkpoint in ``root`` that verifies, as a job that starts again finds it."""
     opener = OpenWith(storage_options)
     place = open_parent_folder(root, open_store=opener)
     for name in sorted(place.names(), reverse=True):
@@ -47,49 +45,50 @@ def newest_checkpoint(root: str | Path, storage_options: Mapping[str, Any] | Non
     return None
 
 
-class Place(ABC):
-    """Checkpoints by job and step."""
+class Place:
+    """Checkpoints by job and step, below ``base``: a path or a URL."""
 
     storage_options: dict[str, Any] | None = None
-    """What this process needs to reach them; the jobs go by `environment`, as users' jobs do."""
+    """Options by which this process reaches them; the jobs go by `environment`, as users' jobs do."""
     environment: Mapping[str, str] = {}
     leftover: str
-    """What a killed save leaves of each file, in the plural."""
+    """The leftovers of a killed save, in the plural."""
     about_leftovers: str
-    """Where that is, for a heading."""
+    """Their place, for a heading."""
     about_clearing: str
-    """What the next save of the step does to it."""
+    """Their fate in the next save of the step."""
+    state_of_killed: str | None
+    """The word of `dcp ls` for a step whose save was killed; None if it does not list it."""
 
-    @abstractmethod
+    def __init__(self, base: str) -> None:
+        self.base = base
+
     def root(self, job: str) -> str:
-        """Where ``job`` saves: a path or a URL."""
-
-    @abstractmethod
-    def shown(self, job: str, step: int | None = None) -> str:
-        """The same as a user would type it, or one checkpoint in it."""
-
-    @abstractmethod
-    def leftovers(self, job: str, step: int) -> dict[str, int]:
-        """Bytes by name of what a killed save left of its data files."""
-
-    @abstractmethod
-    def state_of_killed(self) -> str | None:
-        """What `dcp ls` says of a step whose save was killed; None if it does not list it."""
+        """Give the place where ``job`` saves."""
+        return f"{self.base}/{job}"
 
     def checkpoint(self, job: str, step: int) -> str:
-        """The id of a checkpoint."""
+        """Give the id of a checkpoint."""
         return f"{self.root(job)}/{checkpoint_name(step)}"
 
+    def shown(self, job: str, step: int | None = None) -> str:
+        """Give one of these as a user would type it."""
+        return self.root(job) if step is None else self.checkpoint(job, step)
+
+    def leftovers(self, job: str, step: int) -> dict[str, int]:
+        """Give bytes by name of what a killed save left of its data files."""
+        return self.data_files(job, step)
+
     def store(self, job: str, step: int) -> Store:
-        """Its store."""
+        """Open a checkpoint's store."""
         return OpenWith(self.storage_options)(self.checkpoint(job, step))
 
     def is_committed(self, job: str, step: int) -> bool:
-        """Whether there is a checkpoint."""
+        """Test whether there is a checkpoint."""
         return has_checkpoint(self.store(job, step))
 
     def index(self, job: str, step: int) -> CheckpointIndex:
-        """What is in it."""
+        """Read the index of a checkpoint."""
         return open_index(self.store(job, step))
 
     def newest(self, job: str) -> str | None:
@@ -97,17 +96,17 @@ class Place(ABC):
         return newest_checkpoint(self.root(job), self.storage_options)
 
     def findings(self, job: str, step: int) -> list[str]:
-        """What `verify` finds, in words."""
+        """Give the findings of `verify`, in words."""
         report = verify(self.checkpoint(job, step), storage_options=self.storage_options)
         return [finding.message for finding in report.findings]
 
     def data_files(self, job: str, step: int) -> dict[str, int]:
-        """Bytes by name of the data files that readers can see."""
+        """Give bytes by name of the data files that readers can see."""
         files = self.store(job, step).list()
         return {info.name: info.size_bytes for info in files if info.name.endswith(".distcp")}
 
     def copy(self, job: str, step: int, to: str) -> None:
-        """The checkpoint once more, as one of the job ``to``; what commits it last."""
+        """Copy a checkpoint to one of the job ``to``; the files that commit it last."""
         source, target = self.store(job, step), self.store(to, step)
         target.make_root()
         names = [info.name for info in source.list()]
@@ -115,7 +114,7 @@ class Place(ABC):
             _write(target, name, source.read(name, limit_bytes=_LARGEST_FILE_BYTES))
 
     def flip_bit(self, job: str, step: int) -> str:
-        """Flip one bit in the middle of the longest payload, sizes and headers intact; whose it is."""
+        """Flip one bit in the middle of the longest payload, sizes and headers intact; name its tensor."""
         store, index = self.store(job, step), self.index(job, step)
         chunk = int(index.payload_lengths.argmax())
         name = index.files[int(index.chunk_files[chunk])]
@@ -140,25 +139,15 @@ class FolderPlace(Place):
     leftover = "files are half written"
     about_leftovers = "its files"
     about_clearing = "into the folder where the killed one left its halves"
+    state_of_killed = "incomplete"
 
     def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder))
         self.folder = folder
 
-    def root(self, job: str) -> str:
-        """A path."""
-        return str(self.folder / job)
-
     def shown(self, job: str, step: int | None = None) -> str:
-        """A path relative to where the demo types its commands."""
-        return job if step is None else f"{job}/{checkpoint_name(step)}"
-
-    def leftovers(self, job: str, step: int) -> dict[str, int]:
-        """Files, as far as they were written."""
-        return self.data_files(job, step)
-
-    def state_of_killed(self) -> str | None:
-        """There is a folder, with half-written files."""
-        return "incomplete"
+        """Give a path relative to where the demo types its commands."""
+        return super().shown(job, step).removeprefix(f"{self.base}/")
 
 
 class BucketPlace(Place):
@@ -167,44 +156,25 @@ class BucketPlace(Place):
     leftover = "uploads are half done"
     about_leftovers = "no object, but uploads that nobody will complete"
     about_clearing = "under the prefix where the killed one left its uploads"
+    state_of_killed = None
 
     def __init__(self, server: S3Server) -> None:
+        super().__init__(f"s3://{server.bucket}")
+        self._server = server
         self.storage_options = server.storage_options
         self.environment = server.environment
-        self._bucket = server.bucket
-
-    def root(self, job: str) -> str:
-        """A URL."""
-        return f"s3://{self._bucket}/{job}"
-
-    def shown(self, job: str, step: int | None = None) -> str:
-        """The URL."""
-        return self.root(job) if step is None else self.checkpoint(job, step)
 
     def leftovers(self, job: str, step: int) -> dict[str, int]:
-        """Uploads in parts that were begun and not completed, with the bytes that the service has."""
-        import botocore.session
-
-        options = self.storage_options or {}
-        client = botocore.session.get_session().create_client(
-            "s3",
-            endpoint_url=options["endpoint_url"],
-            aws_access_key_id=options["key"],
-            aws_secret_access_key=options["secret"],
-            region_name=options["client_kwargs"]["region_name"],
-        )
+        """Give uploads in parts that were begun and not completed, with the bytes that the service has."""
+        client = self._server.client()
         try:
             prefix = f"{job}/{checkpoint_name(step)}/"
-            begun = client.list_multipart_uploads(Bucket=self._bucket, Prefix=prefix).get("Uploads", [])
-            found = {}
+            bucket, found = self._server.bucket, {}
+            begun = client.list_multipart_uploads(Bucket=bucket, Prefix=prefix).get("Uploads", [])
             for upload in begun:
-                where = {"Bucket": self._bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+                where = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
                 parts = client.list_parts(**where).get("Parts", [])
                 found[upload["Key"].removeprefix(prefix)] = sum(part["Size"] for part in parts)
             return found
         finally:
             client.close()
-
-    def state_of_killed(self) -> str | None:
-        """Where no object is, there is no folder."""
-        return None

@@ -118,7 +118,6 @@ class S3Server:
     def start(self) -> Self:
         """Return once the bucket takes writes; `S3ServerError` with the end of the server's log if not."""
         weed = find_weed()
-        session = _botocore_session()
         self._owner = os.getpid()
         failures: list[str] = []
         for _ in range(_START_ATTEMPTS):
@@ -127,7 +126,7 @@ class S3Server:
             self.endpoint_url = f"http://127.0.0.1:{self._ports['s3']}"
             try:
                 self._launch(weed)
-                self._await_bucket(session)
+                self._await_bucket()
                 return self
             except _EndedEarly as error:
                 failures.append(str(error))
@@ -228,13 +227,12 @@ class S3Server:
             "-s3.port.lance=0",
         ]
 
-    def _await_bucket(self, session: Any) -> None:
+    def _await_bucket(self) -> None:
         """Until a signed write is carried out: volumes are not there yet when the port opens."""
         from botocore.exceptions import BotoCoreError, ClientError
 
         give_up = time.monotonic() + _READY_SECONDS
-        self._await_port(give_up)
-        client = self._client(session)
+        client = self.client()
         try:
             while True:
                 try:
@@ -251,14 +249,6 @@ class S3Server:
         finally:
             client.close()
 
-    def _await_port(self, give_up: float) -> None:
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self._ports["s3"]), timeout=5).close()
-                return
-            except OSError as error:
-                self._check_alive(give_up, error)
-
     def _check_alive(self, give_up: float, error: Exception) -> None:
         assert self._process is not None
         if self._process.poll() is not None:
@@ -270,23 +260,21 @@ class S3Server:
             ) from error
         time.sleep(0.05)
 
-    def _client(self, session: Any) -> Any:
-        from botocore.config import Config
-
-        config = Config(
-            connect_timeout=5,
-            read_timeout=10,
-            retries={"total_max_attempts": 1},
-            s3={"addressing_style": "path"},
-            proxies={},
-        )
-        return session.create_client(
+    def client(self) -> Any:
+        """Make a client of botocore's, to be closed. Raises `S3ServerError` without botocore."""
+        try:
+            from botocore.config import Config
+            from botocore.session import get_session
+        except ImportError as error:
+            raise S3ServerError("the S3 server is asked by botocore: pip install 'dcphub[s3]'") from error
+        patience = {"connect_timeout": 5, "read_timeout": 10, "retries": {"total_max_attempts": 1}}
+        return get_session().create_client(
             "s3",
             endpoint_url=self.endpoint_url,
             aws_access_key_id=self.access_key,
             aws_secret_access_key=self.secret_key,
             region_name=_REGION,
-            config=config,
+            config=Config(**patience, s3={"addressing_style": "path"}, proxies={}),
         )
 
     def _log_tail(self) -> str:
@@ -297,14 +285,6 @@ class S3Server:
 
 class _EndedEarly(Exception):
     """The server ended while it started: some port was taken, most likely."""
-
-
-def _botocore_session() -> Any:
-    try:
-        import botocore.session
-    except ImportError as error:
-        raise S3ServerError("the S3 server is asked by botocore: pip install 'dcphub[s3]'") from error
-    return botocore.session.get_session()
 
 
 def _free_ports(count: int) -> list[int]:

@@ -1,23 +1,21 @@
-"""The demo's story, chapter by chapter. Every claim is checked; the exit status is 0 only if all hold.
-
-Torch-free: what needs torch runs in processes of its own, as it would in real life.
-"""
+"""The demo's story, chapter by chapter. Every claim is checked; the exit status is 0 only if all hold."""
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dcp.demo.catalog_service import CatalogService
-from dcp.demo.checks import Checks, compare_digests, largest_difference, sparkline
-from dcp.demo.jobs import JobOutcome, Workplace
-from dcp.demo.narration import Narrator
+from dcp.demo.checks import Narrator, compare_digests, largest_difference, sparkline
+from dcp.demo.jobs import DemoError, JobOutcome, Workplace
 from dcp.demo.places import FolderPlace, Place, checkpoint_name
-from dcp.demo.text import write_corpus
+
+if TYPE_CHECKING:
+    from dcp.demo.catalog import CatalogService
 
 __all__ = ["Story"]
 
@@ -27,9 +25,6 @@ RESHARDED_LOSS_TOLERANCE = 0.001
 
 _COMMIT_SECONDS = 60.0
 
-_KILLED_BEFORE_WRITE = 2
-"""A rank's file is written 8 MiB at a time and holds about 16: one write is done, one is not."""
-
 
 class Story:
     """One run of the demo in a folder of its own; its ``service`` stays up ``until_end`` or `end_catalog`."""
@@ -37,21 +32,23 @@ class Story:
     def __init__(self, root: Path, place: Place, save_every: int, until_end: ExitStack) -> None:
         self.service: CatalogService | None = None
         self._until_end = until_end
-        self.checks = Checks()
-        self.narrator = Narrator(self.checks)
+        self.narrator = Narrator()
         self.place = place
         self.work = Workplace(root, place, steps=4 * save_every, save_every=save_every)
         self.killed_step = 3 * save_every
         self.last_step = 2 * save_every
 
     def tell(self) -> None:
-        """All chapters, in order. Raises DemoError where going on makes no sense."""
-        characters = write_corpus(self.work.corpus)
+        """Tell all chapters, in order. Raises DemoError where a job fails that later ones need."""
+        characters = self.work.write_corpus()
+        where = f"Folder: {self.work.root}"
+        if not isinstance(self.place, FolderPlace):
+            where = f"It saves to a real S3 server, which runs as long as it. Logs: {self.work.root}"
         self.narrator.say(
             f"""A transformer of 2.8 million parameters learns to write Python from this package's own source
             ({characters:,} characters), with FSDP2 on CPU processes, started as torchrun does. Model, AdamW
             state, step and each rank's random generator go through a dcp.CheckpointManager, which saves
-            behind the training loop. {self._whereabouts()}"""
+            behind the training loop. It takes a minute or two. {where}"""
         )
         reference = self.train_without_interruption()
         killed = self.kill_in_a_save(reference)
@@ -67,7 +64,7 @@ class Story:
     # -- chapters --------------------------------------------------------------------------------------------
 
     def train_without_interruption(self) -> JobOutcome:
-        """The run that the others are compared with."""
+        """Train the run that the others are compared with."""
         self.narrator.chapter("Train without interruption, on 2 ranks")
         reference = self._train("uninterrupted", 2, checkpoints="uninterrupted")
         first, last = reference.losses[1], reference.losses[self.work.steps]
@@ -79,11 +76,10 @@ class Story:
         return reference
 
     def kill_in_a_save(self, reference: JobOutcome) -> JobOutcome:
-        """The same job, which loses power while it writes."""
+        """Train the same, and kill it while it writes."""
         step, place = self.killed_step, self.place
         self.narrator.chapter(f"The same again, but killed in the middle of the save of step {step}")
-        kill_at = f"{step}:{_KILLED_BEFORE_WRITE}"
-        killed = self._train("killed", 2, checkpoints="run", kill_at=kill_at)
+        killed = self._train("killed", 2, checkpoints="run", stop=(step, "writing"))
         last = max(killed.losses, default=0)
         died = killed.exit_code == -signal.SIGKILL and last >= step
         self.narrator.check(
@@ -113,7 +109,7 @@ class Story:
         return killed
 
     def find_last_checkpoint(self) -> None:
-        """What a job that starts again has to find out."""
+        """Find the checkpoint that a job resumes from."""
         name, half = checkpoint_name(self.last_step), checkpoint_name(self.killed_step)
         self.narrator.chapter("Find the last checkpoint that counts")
         listing = self._dcp("ls", self.place.shown("run"))
@@ -123,7 +119,7 @@ class Story:
         states = {
             line.split()[0]: line.split()[-1] for line in listing.splitlines() if line.startswith("step-")
         }
-        wanted = self.place.state_of_killed()
+        wanted = self.place.state_of_killed
         self.narrator.check(
             f"dcp ls tells them apart: {half} is {wanted or 'not there'}",
             states.get(half) == wanted and states.get(name) == "committed",
@@ -136,7 +132,7 @@ class Story:
         )
 
     def resume_and_kill(self, reference: JobOutcome, killed: JobOutcome) -> JobOutcome:
-        """On as many ranks, with writers in processes of their own, which outlive the job."""
+        """Resume on as many ranks, with writers in processes of their own, which outlive the job."""
         last, place = self.work.steps, self.place
         self.narrator.chapter(
             f"Resume from step {self.last_step}, and kill it just after the state of step {last} was copied"
@@ -145,18 +141,20 @@ class Story:
             """This time each rank writes in a process of its own. Both ranks and their launcher are killed
             as soon as both have handed over the copies of their last step."""
         )
-        kill_at = f"{last}:staged"
-        job = self._train("resumed-on-2", 2, checkpoints="run", writer="process", kill_at=kill_at)
+        stop = (last, "staged")
+        job = self._train("resumed-on-2", 2, checkpoints="run", writer="process", stop=stop)
         self._check_loaded(2, killed, job)
         died = job.exit_code == -signal.SIGKILL and max(job.losses, default=0) == last
         self.narrator.check(f"kill -9 ended the job at step {last}", died, f"exit code {job.exit_code}")
-        committed = _await_commit(place, "run", last)
+        give_up = time.monotonic() + _COMMIT_SECONDS
+        while not (committed := place.is_committed("run", last)) and time.monotonic() < give_up:
+            time.sleep(0.05)
         self.narrator.check("the writers have committed the checkpoint all the same", committed)
         self._check_same_number(reference, job)
         return job
 
     def resume_on_other_numbers(self, reference: JobOutcome, killed: JobOutcome) -> dict[int, JobOutcome]:
-        """From the same step, on fewer ranks and on more."""
+        """Resume from the same step, on fewer ranks and on more."""
         self.narrator.chapter(f"Resume from step {self.last_step} on 1 and on 3 ranks")
         jobs = {}
         for ranks, where in ((1, "on-1-rank"), (3, "on-3-ranks")):
@@ -170,7 +168,7 @@ class Story:
     def compare_curves(
         self, reference: JobOutcome, killed: JobOutcome, resumed: dict[int, JobOutcome]
     ) -> None:
-        """The losses, drawn and as numbers."""
+        """Show the losses, drawn and as numbers."""
         self.narrator.chapter("The losses of all runs")
         runs = {"uninterrupted": reference, "killed": killed}
         runs |= {f"resumed on {ranks}": job for ranks, job in resumed.items()}
@@ -186,7 +184,7 @@ class Story:
         self.narrator.table(header, rows, right=header[2:])
 
     def use_the_command_line(self) -> None:
-        """List and verify what is there now."""
+        """List and verify the checkpoints."""
         place, step, last = self.place, self.killed_step, self.work.steps
         self.narrator.chapter("List and verify the checkpoints")
         self._dcp("ls", place.shown("run"))
@@ -218,12 +216,15 @@ class Story:
         self.narrator.check(f"and names the tensor: {name}", name in output)
 
     def read_with_stock_torch(self, resumed: dict[int, JobOutcome]) -> None:
-        """One process, torch's own loader, no code of ours but the comparison."""
+        """Load in one process with torch's own loader."""
         self.narrator.chapter("Load with stock torch.distributed.checkpoint, in a single process")
         last = self.work.steps
         places = {2: "run", 1: "on-1-rank", 3: "on-3-ranks"}
         folders = [self.place.checkpoint(where, last) for where in ("damaged", *places.values())]
-        result = self.work.load_with_stock_torch(folders)
+        status, output = self.work.run("-m", "dcp.demo.stock", *folders)
+        if status:
+            raise DemoError(f"the process that loads with stock torch failed:\n{output}")
+        result: dict[str, Any] = json.loads(output)
         for ranks, digests in zip(places, result["stock"], strict=True):
             difference = compare_digests(resumed[ranks].digests(f"saved-{last}"), digests)
             who = "1 rank" if ranks == 1 else f"{ranks} ranks"
@@ -233,10 +234,17 @@ class Story:
                 not difference,
                 difference,
             )
-        self._show_damaged(result)
+        by_stock, by_ours = result["damaged_by_stock"], result["damaged_by_ours"]
+        if isinstance(by_stock, dict):
+            wrong = compare_digests(result["stock"][0], by_stock)
+            by_stock = f"loads it without a word, and {wrong or 'nothing differs'}"
+        self.narrator.say(f"The copy with the flipped bit: stock torch {by_stock}. dcp.load says:")
+        self.narrator.output(by_ours)
+        refused = by_ours.startswith("CorruptCheckpointError")
+        self.narrator.check("dcp.load refuses the copy", refused, by_ours)
 
     def serve_a_catalog(self, reference: JobOutcome, resumed: dict[int, JobOutcome]) -> None:
-        """All of it once more, as a team sees it."""
+        """Serve the checkpoints as a team sees them."""
         if any(find_spec(name) is None for name in ("fastapi", "httpx", "sqlalchemy")):
             self.narrator.chapter("The catalog is not shown")
             self.narrator.say("It needs more packages: pip install 'dcphub[server]'")
@@ -247,26 +255,30 @@ class Story:
         self.service = CatalogAct(self.work, self.narrator).tell(digests, reference.losses, self._until_end)
 
     def end_catalog(self) -> None:
-        """Where there is one."""
+        """Stop the catalog, if it is up."""
         if self.service is not None:
             status = self.service.stop()
             self.narrator.check("it ended in good order", status == 0, f"exit status {status}")
 
-    # -- what chapters share ---------------------------------------------------------------------------------
+    def serve(self) -> None:
+        """Keep the catalog of what was trained up, until Ctrl-C or SIGTERM."""
+        if self.service is None:
+            return
+        self.narrator.chapter("Look at it")
+        self.narrator.say(f"The catalog is at {self.service.url}/ until Ctrl-C.")
+        try:
+            status = self.service.wait()
+        except KeyboardInterrupt:
+            self.end_catalog()
+            self.narrator.say("It is stopped.")
+        else:
+            log = self.work.root / "logs"
+            self.narrator.say(f"It ended by itself, with exit status {status}; its log is in {log}.")
 
-    def _show_damaged(self, result: dict[str, Any]) -> None:
-        by_stock, by_ours = result["damaged_by_stock"], result["damaged_by_ours"]
-        if isinstance(by_stock, dict):
-            wrong = compare_digests(result["stock"][0], by_stock)
-            by_stock = f"loads it without a word, and {wrong or 'nothing differs'}"
-        self.narrator.say(f"The copy with the flipped bit: stock torch {by_stock}. dcp.load says:")
-        self.narrator.output(by_ours)
-        self.narrator.check(
-            "dcp.load refuses the copy", by_ours.startswith("CorruptCheckpointError"), by_ours
-        )
+    # -- shared by chapters ---------------------------------------------------------------------------------
 
     def _check_loaded(self, ranks: int, killed: JobOutcome, job: JobOutcome) -> None:
-        """What the ranks hold after the load is what the killed job's ranks held when they saved."""
+        """Compare the ranks' state after the load with that of the killed job's ranks when they saved."""
         step = self.last_step
         saved, loaded = killed.digests(f"saved-{step}"), job.digests(f"loaded-{step}")
         # a rank's generator has a meaning only on as many ranks
@@ -277,7 +289,7 @@ class Story:
         self.narrator.check(f"on {ranks}: went on with step {first}", first == step + 1)
 
     def _check_same_number(self, reference: JobOutcome, job: JobOutcome) -> None:
-        """On as many ranks as before nothing shows that the job ever died."""
+        """Compare with the run that never died: on as many ranks all is equal bit for bit."""
         steps = range(self.last_step + 1, self.work.steps + 1)
         same = largest_difference(reference.losses, job.losses, steps) == 0
         self.narrator.check("on 2: losses bit for bit as without interruption", same, "they differ")
@@ -289,7 +301,7 @@ class Story:
         self.narrator.check(claim, not difference, difference)
 
     def _check_other_number(self, ranks: int, reference: JobOutcome, job: JobOutcome) -> None:
-        """The sums of more or fewer parts differ in their last bits, and by no more."""
+        """Compare losses: the sums of more or fewer parts differ in their last bits."""
         steps = range(self.last_step + 1, self.work.steps + 1)
         apart = largest_difference(reference.losses, job.losses, steps)
         self.narrator.check(
@@ -301,32 +313,22 @@ class Story:
     def _train(self, name: str, ranks: int, **where: Any) -> JobOutcome:
         steps = self.work.steps
         on = "1 process" if ranks == 1 else f"{ranks} processes"
-        with self.narrator.training(f"torch.multiprocessing starts {on} ...", steps) as on_step:
-            job = self.work.train(name, ranks, on_step=on_step, **where)
+        self.narrator.say(f"torch.multiprocessing starts {on} ...")
+
+        def on_step(step: int, loss: float) -> None:
+            self.narrator.progress(f"step {step} of {steps}, loss {loss:.3f}")
+
+        job = self.work.train(name, ranks, on_step=on_step, **where)
+        self.narrator.progress("")
         done = f"steps {min(job.losses, default=0)} to {max(job.losses, default=0)} in {job.seconds:.0f} s"
         self.narrator.say(f"{name}: {done}")
         return job
 
-    def _whereabouts(self) -> str:
-        takes = "It takes a minute or two."
-        if isinstance(self.place, FolderPlace):
-            return f"{takes} Folder: {self.work.root}"
-        return f"{takes} It saves to a real S3 server on this machine, for as long. Logs: {self.work.root}"
-
     def _dcp(self, *arguments: str, status: int | None = None, claim: str = "") -> str:
         """Run a dcp command, show it; ``status`` is the exit status that ``claim`` needs."""
-        ended, output = self.work.command(*arguments)
-        self.narrator.command("dcp " + " ".join(arguments), output, ended)
+        ended, output = self.work.run("-m", "dcp", *arguments)
+        shown = output if not ended else f"{output.rstrip()}\n(exit status {ended})"
+        self.narrator.output(shown, f"dcp {' '.join(arguments)}")
         if status is not None:
             self.narrator.check(claim, ended == status, f"exit status {ended}")
         return output
-
-
-def _await_commit(place: Place, job: str, step: int) -> bool:
-    """Whether a checkpoint is committed, or soon will be: its writers are on their own now."""
-    give_up = time.monotonic() + _COMMIT_SECONDS
-    while time.monotonic() < give_up:
-        if place.is_committed(job, step):
-            return True
-        time.sleep(0.05)
-    return False

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from playwright.sync_api import Browser, Page
 
-from dcp.demo.catalog_service import CatalogService
+from dcp.demo.catalog import CatalogService
 from dcp.demo.places import FolderPlace
 from dcp.server.client import Client
 from tests.support.chromium import running_chromium, window

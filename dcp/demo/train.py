@@ -1,16 +1,16 @@
-"""One rank of the training job that `dcp.demo.training.launch` starts. Also a small example of using dcp."""
+"""One rank of the training job that `dcp.demo.ranks` starts. Also a small example of using dcp."""
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import json
 import os
-import warnings
-from collections.abc import Sequence
+import time
+from collections import Counter
 from dataclasses import dataclass
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,22 +18,26 @@ import torch.nn.functional as F
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from dcp import CheckpointManager, FileSystemWriter, PerRank
-from dcp.demo.training.crash import CrashPoint
-from dcp.demo.training.digests import digests_of_state
-from dcp.demo.training.model import ModelSize, build_model
-from dcp.demo.training.rank_notes import rank_note, start_ticks
+from dcp.demo.digests import digests_of_state
+from dcp.demo.model import ModelSize, build_model
+from dcp.storage.stores import Store, open_store
+from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
+from dcp.storage.stores.objects.options import ObjectOptions
+from dcp.storage.stores.posix.store import PosixStore
 
-__all__ = ["main"]
+__all__ = ["TIMEOUT_SECONDS", "TrainingJob", "train"]
+
+TIMEOUT_SECONDS = 120.0
 
 _WINDOWS = 12
 """Windows of text in a step over all ranks; 1, 2 and 3 ranks get equal parts."""
 
-_TIMEOUT_SECONDS = 120.0
-
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """The command line of a rank."""
+    """Options of a job. ``stop`` is a training step, and where in its save all ranks stop to be killed:
+    "writing" (before the second write of 8 MiB to their data files, or before the second part of them is sent
+    to an object store) or "staged" (once the copy of the state is handed over to the writer process)."""
 
     corpus: Path
     checkpoints: str
@@ -41,10 +45,11 @@ class TrainingJob:
     steps: int
     save_every: int
     writer: str
+    stop: tuple[int, str] | None
 
 
 class Training:
-    """All that a training job has to find again: model, optimizer, step. A `Stateful` for `dcp.save`."""
+    """Model, optimizer and step: a `Stateful` for `dcp.save`."""
 
     def __init__(self) -> None:
         self.size = ModelSize()
@@ -58,12 +63,12 @@ class Training:
         self.generator = torch.Generator().manual_seed(1000 + dist.get_rank())
 
     def state_dict(self) -> dict[str, Any]:
-        """Sharded tensors, under names that do not depend on the sharding."""
+        """Give sharded tensors, under names that do not depend on the sharding."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "step": self.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what `dcp.load` has filled."""
+        """Take the state that `dcp.load` has filled."""
         set_state_dict(
             self.model,
             self.optimizer,
@@ -73,7 +78,7 @@ class Training:
         self.step = state_dict["step"]
 
     def train_step(self, tokens: torch.Tensor) -> dict[str, Any]:
-        """One step; returns what to log: the loss over all ranks, and each rank's passing look."""
+        """Make one step; give the log line: the loss over all ranks, and each rank's passing look."""
         self.step += 1
         context, rank, world_size = self.size.context, dist.get_rank(), dist.get_world_size()
         starts = _batch_of_step(tokens, self.step, _WINDOWS, context).chunk(world_size)[rank]
@@ -94,43 +99,40 @@ class Training:
 
 
 class Checkpoints:
-    """What the job saves and restores: through a `dcp.CheckpointManager`, behind the training loop."""
+    """Saves and restores through a `dcp.CheckpointManager`, behind the training loop."""
 
-    def __init__(self, training: Training, job: TrainingJob, crash: CrashPoint | None) -> None:
+    def __init__(self, training: Training, job: TrainingJob) -> None:
         self._training = training
         self._job = job
-        self._crash = crash
         self.manager = CheckpointManager(
             job.checkpoints,
             mode="process" if job.writer == "process" else "thread",
             every_steps=job.save_every,
             writer=self._writer,
             on_failure="raise",
-            timeout_seconds=_TIMEOUT_SECONDS,
+            timeout_seconds=TIMEOUT_SECONDS,
         )
 
     def _writer(self, checkpoint_id: str) -> FileSystemWriter:
-        if self._crash is not None and self._crash.is_in_save_of(self._training.step):
-            open_store = self._crash.open_store(self._job.results, dist.get_rank(), dist.get_world_size())
-            return FileSystemWriter(checkpoint_id, open_store=open_store)
+        if self._job.stop == (self._training.step, "writing"):
+            stopping = partial(_stopping_store, results=self._job.results)
+            return FileSystemWriter(checkpoint_id, open_store=stopping)
         return FileSystemWriter(checkpoint_id)
 
     def save(self, loss: float) -> None:
-        """Save this step if it is time for that, and beside every second checkpoint note what the state was,
-        for the comparison."""
+        """Save this step if it is time for that, and note digests of every second state."""
         training, job = self._training, self._job
         if not self.manager.should_save(training.step):
             return
         if training.step % (2 * job.save_every) == 0:  # the one that is resumed from, and the last one
             _note_digests(training, job, f"saved-{training.step}.json")
+        stops = job.stop == (training.step, "staged")
+        if stops:
+            self.manager.wait()  # the claim is about the next save alone
         state = {"app": training, "rng": PerRank(training.generator.get_state())}
-        is_last = self._crash is not None and self._crash.is_after_staging_of(training.step)
-        if is_last:
-            self.manager.wait()  # what follows is about this save alone
         self.manager.save(training.step, state, metrics={"loss": loss})
-        if self._crash is not None and is_last:
-            dist.barrier()  # all ranks have handed their copy over
-            self._crash.die()
+        if stops:
+            _stop(job.results)
 
     def restore(self) -> None:
         """Load the newest good checkpoint, of any number of ranks, into the shards of this one's."""
@@ -145,21 +147,10 @@ class Checkpoints:
         else:
             training.generator.set_state(own.value)
         _note_digests(training, self._job, f"loaded-{training.step}.json")
-        report = restored.report
-        numbers = [report.bytes_needed, report.bytes_read, report.blocks_verified, report.blocks_unverified]
-        counts = torch.tensor(numbers)
-        dist.all_reduce(counts)
-        if dist.get_rank() == 0:
-            (self._job.results / "load.json").write_text(json.dumps(counts.tolist()))
-
-
-def _read_tokens(path: Path) -> torch.Tensor:
-    """The text as int64 tokens, shape [characters]."""
-    return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).long()
 
 
 def _batch_of_step(tokens: torch.Tensor, step: int, windows: int, context: int) -> torch.Tensor:
-    """Where the windows of ``step`` begin, shape [windows]: a function of the step alone.
+    """Draw the places where the windows of ``step`` begin, shape [windows]: a function of the step alone.
 
     Neither the number of ranks nor what ran before the step has any influence, so that a resumed run on
     another number of ranks reads the same text.
@@ -171,7 +162,7 @@ def _batch_of_step(tokens: torch.Tensor, step: int, windows: int, context: int) 
 def _window_batch(
     tokens: torch.Tensor, starts: torch.Tensor, context: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The characters of the windows at ``starts`` and those that follow each: two of [windows, context]."""
+    """Give the windows at ``starts`` and the characters that follow each: two of [windows, context]."""
     positions = starts[:, None] + torch.arange(context)
     return tokens[positions], tokens[positions + 1]
 
@@ -183,48 +174,46 @@ def _note_digests(training: Training, job: TrainingJob, name: str) -> None:
         (job.results / name).write_text(json.dumps(digests, indent=1))
 
 
-def _run(job: TrainingJob) -> None:
-    crash = CrashPoint.from_environment()
-    rank = dist.get_rank()
-    note = rank_note(job.results, rank)
-    note.with_suffix(".part").write_text(f"{os.getpid()} {start_ticks(os.getpid())}")
-    note.with_suffix(".part").rename(note)  # whoever reads it must not find half of a number
-    tokens = _read_tokens(job.corpus)
+def train(job: TrainingJob) -> None:
+    """Train to the last step, in a process group that is there."""
+    tokens = torch.frombuffer(bytearray(job.corpus.read_bytes()), dtype=torch.uint8).long()
     training = Training()
-    checkpoints = Checkpoints(training, job, crash)
+    checkpoints = Checkpoints(training, job)
     checkpoints.restore()
-    with (
-        checkpoints.manager,
-        (job.results / "losses.jsonl").open("a") if rank == 0 else Path(os.devnull).open("w") as log,
-    ):
-        while training.step < job.steps:
+    log_file = job.results / "losses.jsonl" if dist.get_rank() == 0 else Path(os.devnull)
+    with checkpoints.manager, log_file.open("a", buffering=1) as log:
+        while training.step < job.steps and not checkpoints.manager.stop_requested:
             line = training.train_step(tokens)
             log.write(json.dumps(line) + "\n")
-            log.flush()
             checkpoints.save(line["loss"])
-            if checkpoints.manager.stop_requested:
-                break
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one rank until ``--steps``."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("--corpus", "--results"):
-        parser.add_argument(name, type=Path, required=True)
-    parser.add_argument("--checkpoints", required=True, help="a path or a URL")
-    for name in ("--steps", "--save-every"):
-        parser.add_argument(name, type=int, required=True)
-    parser.add_argument("--writer", choices=("thread", "process"), default="thread")
-    job = TrainingJob(**vars(parser.parse_args(arguments)))
-    # torch's advice on views between FSDP modules; nothing here writes into one
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=_TIMEOUT_SECONDS))
-    try:
-        _run(job)
-    finally:
-        dist.destroy_process_group()
+# -- to be killed at a certain place -------------------------------------------------------------------------
 
 
-if __name__ == "__main__":
-    main()
+def _stop(results: Path) -> NoReturn:
+    """Note that this rank has come to where it is to be killed, and wait for that."""
+    (results / f"stopped-{dist.get_rank()}").touch()
+    while True:
+        time.sleep(1)
+
+
+def _stopping_store(checkpoint_id: str | os.PathLike[str], results: Path) -> Store:
+    """Open the store of a checkpoint whose data files stop half written."""
+    store = open_store(checkpoint_id)
+    writes, given = itertools.count(1), Counter[str]()
+
+    def before_call(step: str, name: str) -> None:
+        if step in ("write", "pwrite") and name.endswith(".distcp") and next(writes) == 2:
+            _stop(results)
+
+    def before_part(operation: Operation) -> None:
+        if given[operation.name] >= ObjectOptions().part_bytes:
+            while not store.traffic().get("put_part", 0):
+                time.sleep(0.01)
+            _stop(results)
+        given[operation.name] += operation.size_bytes
+
+    if isinstance(store, PosixStore):
+        return PosixStore(checkpoint_id, before_call)
+    return FaultInjectingStore(store, Fault("write", name="*.distcp", onwards=True, hook=before_part))

@@ -1,4 +1,4 @@
-"""Fingerprints of full tensors: what is compared, bit for bit, across numbers of ranks."""
+"""Fingerprints of full tensors, to compare them bit for bit across numbers of ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["digest_of", "digests_of_state"]
 
 
 def digest_of(value: Any) -> str:
-    """SHA-256 of a tensor's dtype, shape and bytes, or of another value's type and repr."""
+    """Compute SHA-256 of a tensor's dtype, shape and bytes, or of another value's type and repr."""
     if not isinstance(value, torch.Tensor):
         return hashlib.sha256(f"{type(value).__name__} {value!r}".encode()).hexdigest()
     full = value.detach().contiguous()
@@ -25,7 +25,7 @@ def digest_of(value: Any) -> str:
 
 
 def digests_of_state(state_dict: dict[str, Any]) -> dict[str, str]:
-    """Digests by the names that a checkpoint gives to the entries; those under `dcp.PerRank` of all ranks.
+    """Compute digests by the names of the entries in a checkpoint; those under `dcp.PerRank` of all ranks.
 
     Sharded tensors are gathered: all ranks have to call together.
     """

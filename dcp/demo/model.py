@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from dcp.demo.text import VOCABULARY
-
 __all__ = ["ModelSize", "Transformer", "build_model"]
+
+VOCABULARY = 128
+"""ASCII: one token a character."""
 
 
 @dataclass(frozen=True)

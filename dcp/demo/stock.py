@@ -1,10 +1,10 @@
-"""What stock torch, in a single process, makes of our checkpoints: digests as JSON on stdout."""
+"""Load checkpoints with stock torch, in a single process: digests as JSON on stdout; the first is damaged."""
 
 from __future__ import annotations
 
 import json
+import sys
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,14 +14,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import dcp
-from dcp.demo.training.digests import digest_of
+from dcp.demo.digests import digest_of
 from dcp.storage.torch_compat import stock_fsspec_storages
 
-__all__ = ["main"]
+__all__ = ["load_damaged", "load_with_stock_torch"]
 
 
 def load_with_stock_torch(folder: str) -> dict[str, str]:
-    """Digests of all entries, as stock torch loads them into full tensors."""
+    """Give digests of all entries, as stock torch loads them into full tensors."""
     fsspec_reader, _ = stock_fsspec_storages()
     reader = fsspec_reader(folder) if "://" in folder else FileSystemReader(folder)
     metadata = reader.read_metadata()
@@ -35,7 +35,7 @@ def load_with_stock_torch(folder: str) -> dict[str, str]:
 
 
 def load_damaged(folder: str) -> tuple[dict[str, str] | str, str]:
-    """What stock torch makes of a damaged checkpoint (digests, or its error), and what `dcp.load` says."""
+    """Load a damaged checkpoint: digests or an error by stock torch, and the message of `dcp.load`."""
     try:
         by_stock: dict[str, str] | str = load_with_stock_torch(folder)
     except (CheckpointException, RuntimeError, OSError) as error:
@@ -53,10 +53,9 @@ def load_damaged(folder: str) -> tuple[dict[str, str] | str, str]:
     return by_stock, "loaded it"
 
 
-def main(folders: Sequence[str]) -> None:
-    """Load checkpoints, of which the first is damaged."""
+if __name__ == "__main__":
     warnings.simplefilter("ignore")  # stock torch says that one process loads
-    damaged, *whole = folders
+    damaged, *whole = sys.argv[1:]
     by_stock, by_ours = load_damaged(damaged)
     digests = [load_with_stock_torch(folder) for folder in whole]
     print(json.dumps({"stock": digests, "damaged_by_stock": by_stock, "damaged_by_ours": by_ours}))
