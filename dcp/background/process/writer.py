@@ -23,7 +23,7 @@ from dcp.background.process.child import Child
 from dcp.background.process.rendezvous import meet, own_client
 from dcp.background.process.sending import Sender
 from dcp.background.results import end_future
-from dcp.background.worker import BackgroundWriter, Payload
+from dcp.background.writers import BackgroundWriter, Payload
 from dcp.progress import Progress
 from dcp.ranks.channel import Channel
 from dcp.ranks.collectives import Ranks
@@ -81,12 +81,7 @@ class ProcessWriter(BackgroundWriter):
 
     # -- called by the trainer -------------------------------------------------------------------------------
 
-    def submit(
-        self,
-        order: SaveOrder,
-        payload: Payload,
-        future: SaveFuture,
-    ) -> None:
+    def submit(self, order: SaveOrder, payload: Payload, future: SaveFuture) -> None:
         """Send the save if its state is staged already, else as soon as it is."""
         save = _SentSave(order, payload, future)
         with self._changed:
@@ -146,12 +141,8 @@ class ProcessWriter(BackgroundWriter):
                 if not save.payload.done.done() or self._child is None or self._sender is None:
                     return
                 save.child, save.released = self._child, position == 0
-                self._sender.send(
-                    save.order,
-                    save.payload,
-                    go=save.released,
-                    place=save.future.checkpoint_id,
-                )
+                place = save.future.checkpoint_id
+                self._sender.send(save.order, save.payload, go=save.released, place=place)
                 if save.future.abort_event.is_set():
                     self._abort(save)
 

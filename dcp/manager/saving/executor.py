@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dcp.background.future import SaveFuture
 from dcp.background.session import AsyncSession
-from dcp.background.worker import RefusedWriter
+from dcp.background.writers import RefusedWriter
 from dcp.saving.options import SaveOptions
 from dcp.state_dict_saver import AsyncCheckpointerType, save_with
 from dcp.storage.errors import CheckpointError
