@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import sys
+import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
@@ -19,21 +22,23 @@ from dcp.background.session import own_channel
 from dcp.calls.plain_errors import plain_errors
 from dcp.calls.stateful_values import check_top_level
 from dcp.calls.storage_selection import with_options
-from dcp.manager import exit_hooks
 from dcp.manager.catalog.registration import CatalogRegistration, Registrar, registration_of
 from dcp.manager.cleanup.post_commit import Check, PostCommitWorker
 from dcp.manager.cleanup.retention import Retention
-from dcp.manager.coordination.notices import Grace
+from dcp.manager.contents import Metrics, check_weights, user_metadata_of
 from dcp.manager.events import EventCallback, Events
-from dcp.manager.kept_steps import KeptSteps
+from dcp.manager.notices import Grace
 from dcp.manager.options import ManagerOptions
 from dcp.manager.restore import Restored, restore
-from dcp.manager.saving.executor import Mode, SaveExecutor, check_group, save_executor
-from dcp.manager.saving.last_save import LastSave
-from dcp.manager.saving.ledger import SaveLedger
-from dcp.manager.saving.parts import check_weights
-from dcp.manager.saving.step_saver import StepSaver, WhenBusy
-from dcp.manager.saving.user_metadata import Metrics, user_metadata_of
+from dcp.manager.saving import (
+    Mode,
+    SaveExecutor,
+    SaveLedger,
+    StepSaver,
+    WhenBusy,
+    check_group,
+    save_executor,
+)
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
 from dcp.ranks.alone import works_alone
@@ -42,7 +47,7 @@ from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.ranks.handshake import told_to_all
 from dcp.state_dict_loader import LoadKeywords
 from dcp.steps.folders import StepFolders, whole_step
-from dcp.storage.errors import CheckpointError, PlanError
+from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, PlanError
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.torch_storage.writer import FileSystemWriter
 
@@ -67,7 +72,7 @@ def _call_off(executor: weakref.ref[SaveExecutor]) -> None:
             future.abort()
 
 
-class CheckpointManager(KeptSteps):
+class CheckpointManager:
     """Saves, keeps and restores the checkpoints of one training run::
 
         with dcp.CheckpointManager("ckpt", every_steps=100, keep=dcp.Retention(last=3)) as manager:
@@ -201,30 +206,28 @@ class CheckpointManager(KeptSteps):
         told = () if self._registrar is None else (self._registrar.on_event,)
         self._events = Events(self._folders.root.url, self.rank, on_event, also=told)
         self._coordinator = options.coordinator(channel)
-        self._post_commit = self._post_commit_worker() if self.rank == 0 else None
+        self._post_commit = None
+        if self.rank == 0:
+            self._post_commit = PostCommitWorker(
+                self._folders,
+                options.keep,
+                options.verify_saved,
+                self._events,
+                on_damage=self._ledger.damaged,
+            )
         self._executor = save_executor(mode, options.save_settings(no_dist=self._no_dist))
         if self._coordinator.notices.has_grace:
             self._coordinator.notices.see_to_it(partial(_call_off, weakref.ref(self._executor)))
-        exit_hooks.remember(self)
-
-    def _post_commit_worker(self) -> PostCommitWorker:
-        options, damaged = self._options, self._ledger.damaged
-        return PostCommitWorker(
-            self._folders, options.keep, options.verify_saved, self._events, on_damage=damaged
-        )
-
-    @property
-    def _saver(self) -> StepSaver:
-        options = self._options
-        return StepSaver(
+        self._saver = StepSaver(
             self._coordinator,
             self._executor,
             self._ledger,
             self._events,
-            self._post_commit,
+            () if self._post_commit is None else (self._post_commit,),
             options.when_busy,
             options.timeout_seconds,
         )
+        _open.add(self)
 
     # -- saving ----------------------------------------------------------------------------------------------
 
@@ -306,27 +309,21 @@ class CheckpointManager(KeptSteps):
             with saver.refused_by_all(step, reason):
                 self._check_state(state_dict)
                 described = user_metadata_of(step, metrics, self._options.run, user_metadata)
-                return self._writer_of(step), described
+                writer = self._options.make_writer(self.checkpoint_id(step))
+                return with_options(writer, self._opener), described
 
         if reason == "stop":
-            return self._last_save(step, state_dict, prepare).run()
+
+            def is_whole() -> bool:
+                return self.rank == 0 and self._folders.has_whole(step)
+
+            return saver.begin_last(step, state_dict, prepare, self._options.saved_first, is_whole)
         return saver.begin(step, reason, state_dict, *prepare(), overlap=overlap)
 
     def _check_state(self, state_dict: Any) -> None:
         """In the background each save would fail by it, and only be told."""
         check_top_level(state_dict)
         check_weights(state_dict, self._options.saved_first)
-
-    def _last_save(
-        self, step: int, state_dict: dict[str, Any], prepare: Callable[[], tuple[FileSystemWriter, Any]]
-    ) -> LastSave:
-        def is_whole() -> bool:
-            return self.rank == 0 and self._folders.has_whole(step)
-
-        return LastSave(self._saver, step, state_dict, prepare, self._options.saved_first, is_whole)
-
-    def _writer_of(self, step: int) -> FileSystemWriter:
-        return with_options(self._options.make_writer(self.checkpoint_id(step)), self._opener)
 
     @property
     def failures(self) -> int:
@@ -406,7 +403,13 @@ class CheckpointManager(KeptSteps):
         self._events.refuse_to_wait("restore()")
         check_group(no_dist=self._no_dist)
         self._ledger.settle(self._options.timeout_seconds)
-        self._meet_to_restore()
+        try:
+            self._coordinator.meet()
+        except PlanError as error:
+            # other ranks save, and would wait in the background, elsewhere than this rank would
+            if error.saving:
+                self._executor.refuse(error)
+            raise
         options.setdefault("progress", self._options.progress)
         if (weights := self._options.weights_map) is not None:
             options.setdefault("map", weights.inverse)
@@ -425,31 +428,134 @@ class CheckpointManager(KeptSteps):
         )
         if restored is not None:
             self._coordinator.restored(restored.step)
-            self._executor.resumed_from = self._noted(restored)
-            self._tell_restored(restored)
+            report, url = restored.report, f"{self._folders.root.url}/{self._folders.name(restored.step)}"
+            # the saves that follow say so, as conversions say of their source
+            source = {"url": url, "step": restored.step, "save_id": report.save_id}
+            self._executor.resumed_from = source
+            for skipped, reason in restored.skipped:
+                is_partial = skipped in restored.skipped_partial
+                self._events.emit(
+                    "skipped_partial" if is_partial else "skipped_damaged", skipped, error=reason
+                )
+            size_bytes = report.bytes_needed
+            self._events.emit("restored", restored.step, seconds=report.seconds, size_bytes=size_bytes)
         return restored
 
-    def _noted(self, restored: Restored) -> dict[str, Any]:
-        """What the saves that follow say of it: as conversions say of their source."""
-        url = f"{self._folders.root.url}/{self._folders.name(restored.step)}"
-        return {"url": url, "step": restored.step, "save_id": restored.report.save_id}
+    # -- the steps that there are ----------------------------------------------------------------------------
 
-    def _tell_restored(self, restored: Restored) -> None:
-        for skipped, reason in restored.skipped:
-            is_partial = skipped in restored.skipped_partial
-            self._events.emit("skipped_partial" if is_partial else "skipped_damaged", skipped, error=reason)
-        report = restored.report
-        self._events.emit("restored", restored.step, seconds=report.seconds, size_bytes=report.bytes_needed)
+    def checkpoint_id(self, step: int) -> str:
+        """What `dcp.load` takes to load the checkpoint of ``step``, be there one or not.
 
-    def _meet_to_restore(self) -> None:
-        """Raise PlanError where other ranks save, on them too: they would wait in the background, elsewhere
-        than this rank would."""
-        try:
-            self._coordinator.meet()
-        except PlanError as error:
-            if error.saving:
-                self._executor.refuse(error)
-            raise
+        Args:
+            step: Of the training.
+
+        Returns:
+            A path or URL.
+
+        Raises:
+            OptionError: ``step`` is no whole number from 0.
+        """
+        return self._folders.checkpoint_id(step)
+
+    @plain_errors
+    def all_steps(self) -> list[int]:
+        """The committed steps, ascending, as this process sees them on the storage; not those that are to be
+        deleted.
+
+        Raises:
+            StorageError: The storage cannot be listed.
+        """
+        going = self._going()
+        return [step for step in self._folders.all_steps() if step not in going]
+
+    @plain_errors
+    def latest(self) -> int | None:
+        """The newest of `all_steps`; `restore` may find it damaged and take an older one.
+
+        Returns:
+            The step; None if nothing is committed.
+
+        Raises:
+            StorageError: The storage cannot be listed.
+        """
+        return next(self._newest_first(), None)
+
+    def _newest_first(self) -> Iterator[int]:
+        going = self._going()
+        return (step for step in self._folders.newest_first() if step not in going)
+
+    def _going(self) -> set[int]:
+        return set() if self._post_commit is None else set(self._post_commit.deleting())
+
+    @plain_errors
+    def delete(self, step: int) -> None:
+        """Delete the checkpoint of ``step`` in the background; gone from `all_steps` at once, or an error.
+
+        Rank 0 acts, and other ranks need not call it.
+
+        Args:
+            step: Of `all_steps`.
+
+        Raises:
+            CheckpointNotFoundError: There is none.
+            CheckpointError: It is pinned, or being saved or verified, or the manager is closed.
+            OptionError: ``step`` is no whole number from 0.
+        """
+        self._check_open()
+        if self._post_commit is None:
+            return
+        step = whole_step(step)
+        self._require(step)
+        if self._folders.notes(step).pinned:
+            raise CheckpointError(f"step {step} is pinned: unpin it before it is deleted", step=step)
+        self._post_commit.delete(step)
+
+    @plain_errors
+    def pin(self, step: int) -> None:
+        """Keep ``step``, whatever `Retention` says. Rank 0 acts.
+
+        Args:
+            step: Of `all_steps`.
+
+        Raises:
+            CheckpointNotFoundError: There is none.
+            CheckpointError: The manager is closed.
+        """
+        self._set_pin(step, True)
+
+    @plain_errors
+    def unpin(self, step: int) -> None:
+        """Leave ``step`` to `Retention` again, which looks at it after the next save. Rank 0 acts.
+
+        Args:
+            step: Of `all_steps`.
+
+        Raises:
+            CheckpointNotFoundError: There is none.
+            CheckpointError: The manager is closed.
+        """
+        self._set_pin(step, False)
+
+    def _set_pin(self, step: int, pinned: bool) -> None:
+        self._check_open()
+        if self.rank != 0:
+            return
+        self._require(step)
+        self._folders.update_notes(step, lambda notes: replace(notes, pinned=pinned))
+
+    def _require(self, step: int) -> None:
+        if step in self._going() or not self._folders.has(step):
+            raise CheckpointNotFoundError(f"{self.checkpoint_id(step)} holds no checkpoint", step=step)
+
+    @plain_errors
+    def pinned(self) -> list[int]:
+        """The pinned ones of `all_steps`.
+
+        Raises:
+            StorageError: The storage cannot be listed.
+        """
+        going = self._going()
+        return [step for step in self._folders.pinned() if step not in going]
 
     # -- the end ---------------------------------------------------------------------------------------------
 
@@ -503,8 +609,8 @@ class CheckpointManager(KeptSteps):
             return
         self._closed = True
         self._ledger.closing()
-        exit_hooks.forget(self)
-        self._coordinator.stop_listening()
+        _open.discard(self)
+        self._coordinator.notices.close()
         timeout_seconds = min(timeout_seconds, max(0.0, self._coordinator.notices.seconds_left()))
         deadline = time.monotonic() + timeout_seconds
         self._executor.close(timeout_seconds)
@@ -527,12 +633,12 @@ class CheckpointManager(KeptSteps):
             )
 
     def end_with_interpreter(self, *, failed: bool) -> None:
-        """See `dcp.manager.exit_hooks`: close, after an exception as a with block does."""
+        """Close; where an exception has ended the program, ``failed``, as a with block does after one."""
         most = _AFTER_ERROR_SECONDS if failed else math.inf
         self._close(min(self._options.timeout_seconds, most), together=False)
 
     def leave_to_parent(self) -> None:
-        """See `dcp.manager.exit_hooks`."""
+        """In a forked child: closed, nothing to wait for, and no lock that another thread may have held."""
         self._closed = True
         self._ledger = SaveLedger(keep_failures=False)
         self._post_commit = None
@@ -555,3 +661,33 @@ class CheckpointManager(KeptSteps):
             self.close()
         else:
             self.end_with_interpreter(failed=True)
+
+
+# -- managers that nobody closed -----------------------------------------------------------------------------
+
+_open: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
+
+_of_parent: list[CheckpointManager] = []  # kept: destructors would wait for threads of the parent
+
+
+def _leave_all_to_parent() -> None:
+    # A data loader's worker must not wait, when it ends, for a save that the training process carries out.
+    _of_parent.extend(_open)
+    for manager in _of_parent:
+        manager.leave_to_parent()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
+
+
+def _close_all() -> None:
+    failed = getattr(sys, "last_value", None) is not None
+    for manager in list(_open):
+        manager.end_with_interpreter(failed=failed)
+
+
+# Before the interpreter forbids new threads, and before sessions drain by the same means (what was registered
+# last comes first: `dcp.background.session` is imported above), so that what follows a commit still happens,
+# and the bound is the manager's.
+threading._register_atexit(_close_all)  # type: ignore[attr-defined]

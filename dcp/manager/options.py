@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -11,12 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from dcp.manager.catalog.registration import CatalogRegistration
 from dcp.manager.cleanup.post_commit import Check
 from dcp.manager.cleanup.retention import Retention
-from dcp.manager.coordination.notices import Grace, Notices, grace_of
-from dcp.manager.coordination.schedule import Schedule
-from dcp.manager.coordination.step_coordinator import StepCoordinator
+from dcp.manager.coordination import StepCoordinator
 from dcp.manager.events import EventCallback
-from dcp.manager.saving.executor import Mode, SaveSettings
-from dcp.manager.saving.step_saver import WhenBusy
+from dcp.manager.notices import Grace, Notices, grace_of
+from dcp.manager.saving import Mode, SaveSettings, WhenBusy
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
 from dcp.ranks.channel import Channel
@@ -118,25 +115,17 @@ class ManagerOptions:
 
     def coordinator(self, channel: Channel | None) -> StepCoordinator:
         """What says on all ranks which steps are saved."""
-        schedule = Schedule(
+        seen_by_one = self.handle_sigterm or self.grace_seconds is not None or self.every_seconds is not None
+        return StepCoordinator(
+            Notices(*grace_of(self.grace_seconds, handle_sigterm=self.handle_sigterm)),
+            channel,
             every_steps=self.every_steps,
             every_seconds=self.every_seconds,
             save_first=self.save_first,
-            now_seconds=time.monotonic(),
-        )
-        return StepCoordinator(
-            schedule,
-            Notices(*grace_of(self.grace_seconds, handle_sigterm=self.handle_sigterm)),
-            channel,
-            exchange=self._exchanges,
-            every_steps=self.agree_every_steps,
+            exchanges=seen_by_one or self.on_failure == "raise",
+            agree_every_steps=self.agree_every_steps,
             timeout_seconds=self.timeout_seconds,
         )
-
-    @property
-    def _exchanges(self) -> bool:
-        told_by_one = self.handle_sigterm or self.grace_seconds is not None
-        return told_by_one or self.on_failure == "raise" or self.every_seconds is not None
 
     def save_settings(self, *, no_dist: bool) -> SaveSettings:
         """What is the same for all saves."""

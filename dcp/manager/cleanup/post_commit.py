@@ -132,12 +132,11 @@ class PostCommitWorker:
         except (CheckpointError, OSError) as error:  # what is left belongs to another commit: it cannot hurt
             self._events.emit("delete_failed", step, error=error)
 
-    def failed(self, step: int) -> None:
-        """The save of ``step`` did not commit."""
-        self._settle(step)
-
-    def committed(self, step: int, save_id: str = "") -> None:
-        """The save of ``step`` has committed: look after it in the background."""
+    def ended(self, step: int, save_id: str | None) -> None:
+        """The save of ``step`` has committed: look after it in the background; or it failed."""
+        if save_id is None:
+            self._settle(step)
+            return
         self._others.committed(step, save_id)
         with self._changed:
             self._committed.append(step)
