@@ -23,7 +23,7 @@ from dcp.calls.plain_errors import plain_errors
 from dcp.calls.stateful_values import check_top_level
 from dcp.calls.storage_selection import with_options
 from dcp.manager.catalog.registration import CatalogRegistration, Registrar, registration_of
-from dcp.manager.cleanup.post_commit import Check, PostCommitWorker
+from dcp.manager.cleanup.after_commit import AfterCommit, Check
 from dcp.manager.cleanup.retention import Retention
 from dcp.manager.contents import Metrics, check_weights, user_metadata_of
 from dcp.manager.events import EventCallback, Events
@@ -61,7 +61,7 @@ __all__ = ["CheckpointManager"]
 _AFTER_ERROR_SECONDS = 60.0
 """How long a save under way may take when training has ended with an exception: other ranks may be dead."""
 
-_POST_COMMIT_SECONDS = 5.0
+_AFTER_COMMIT_SECONDS = 5.0
 """What verification and deletions get at least at the end, when saves took all of the time."""
 
 
@@ -206,9 +206,9 @@ class CheckpointManager:
         told = () if self._registrar is None else (self._registrar.on_event,)
         self._events = Events(self._folders.root.url, self.rank, on_event, also=told)
         self._coordinator = options.coordinator(channel)
-        self._post_commit = None
+        self._after_commit = None
         if self.rank == 0:
-            self._post_commit = PostCommitWorker(
+            self._after_commit = AfterCommit(
                 self._folders,
                 options.keep,
                 options.verify_saved,
@@ -223,7 +223,7 @@ class CheckpointManager:
             self._executor,
             self._ledger,
             self._events,
-            () if self._post_commit is None else (self._post_commit,),
+            () if self._after_commit is None else (self._after_commit,),
             options.when_busy,
             options.timeout_seconds,
         )
@@ -418,7 +418,7 @@ class CheckpointManager:
             list_steps=self._newest_first,
             checkpoint_id=self.checkpoint_id,
             step=step,
-            on_damage=None if self._post_commit is None else self._post_commit.doubt,
+            on_damage=None if self._after_commit is None else self._after_commit.doubt,
             retry_pause_seconds=self._options.retry_pause_seconds,
             timeout_seconds=self._options.timeout_seconds,
             process_group=self._options.process_group,
@@ -485,7 +485,7 @@ class CheckpointManager:
         return (step for step in self._folders.newest_first() if step not in going)
 
     def _going(self) -> set[int]:
-        return set() if self._post_commit is None else set(self._post_commit.deleting())
+        return set() if self._after_commit is None else set(self._after_commit.deleting())
 
     @plain_errors
     def delete(self, step: int) -> None:
@@ -502,13 +502,13 @@ class CheckpointManager:
             OptionError: ``step`` is no whole number from 0.
         """
         self._check_open()
-        if self._post_commit is None:
+        if self._after_commit is None:
             return
         step = whole_step(step)
         self._require(step)
         if self._folders.notes(step).pinned:
             raise CheckpointError(f"step {step} is pinned: unpin it before it is deleted", step=step)
-        self._post_commit.delete(step)
+        self._after_commit.delete(step)
 
     @plain_errors
     def pin(self, step: int) -> None:
@@ -576,9 +576,9 @@ class CheckpointManager:
         self._events.refuse_to_wait("wait()")
         begun = time.monotonic()
         done = self._ledger.wait(timeout_seconds)
-        if done and self._post_commit is not None:
+        if done and self._after_commit is not None:
             left = None if timeout_seconds is None else timeout_seconds - (time.monotonic() - begun)
-            done = self._post_commit.wait(None if left is None else max(0.0, left))
+            done = self._after_commit.wait(None if left is None else max(0.0, left))
         if done:
             self._ledger.raise_failure(damage=True)
         return done
@@ -615,8 +615,8 @@ class CheckpointManager:
         deadline = time.monotonic() + timeout_seconds
         self._executor.close(timeout_seconds)
         self._ledger.wait(max(0.0, deadline - time.monotonic()))
-        if self._post_commit is not None:
-            self._post_commit.close(max(_POST_COMMIT_SECONDS, deadline - time.monotonic()))
+        if self._after_commit is not None:
+            self._after_commit.close(max(_AFTER_COMMIT_SECONDS, deadline - time.monotonic()))
         if self._registrar is not None:
             self._registrar.close()
         self._coordinator.close(together=together)
@@ -641,7 +641,7 @@ class CheckpointManager:
         """In a forked child: closed, nothing to wait for, and no lock that another thread may have held."""
         self._closed = True
         self._ledger = SaveLedger(keep_failures=False)
-        self._post_commit = None
+        self._after_commit = None
 
     def __repr__(self) -> str:
         where = f"{self._folders.root.url!r}, mode={self._options.mode!r}"
