@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 import time
 import uuid
@@ -18,6 +19,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -26,7 +28,6 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from dcp.background.future import SaveFuture
-from dcp.background.interrupts import interrupts_later
 from dcp.background.process.rendezvous import own_client
 from dcp.background.writers import BackgroundWriter, Payload, RefusedWriter, Staged, ThreadWriter
 from dcp.calls.plain_errors import shorten
@@ -142,7 +143,7 @@ class AsyncSession:
             interrupt = error
             payload = Staged.failed(StagingError(f"staging was ended by a {type(error).__name__}"))
         order.seconds["blocked"] = time.perf_counter() - begun
-        with interrupts_later():
+        with _interrupts_later():
             self._hand_over(order, payload, future)
         if interrupt is not None:
             raise interrupt
@@ -166,7 +167,7 @@ class AsyncSession:
         self._serial += 1
         engine = save_engine_again(RefusedWriter(error), on_columns=True)
         order = SaveOrder(engine, self._options_of(SaveOptions()), self._serial)
-        with interrupts_later():
+        with _interrupts_later():
             self._hand_over(order, Staged.failed(error), SaveFuture("a place that was refused"))
 
     def _options_of(self, options: SaveOptions) -> SaveOptions:
@@ -293,6 +294,23 @@ class AsyncSession:
         from dcp.background.process.writer import ProcessWriter
 
         return ProcessWriter(self._own_channel, timeout_seconds=self.timeout_seconds, start=start)
+
+
+@contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Ctrl-C within is raised at the end: a save handed over by half would leave all waiting for it."""
+    former = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(former):
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)
+        if came:
+            former(*came[0])
 
 
 def _ranks(channel: Channel | None, timeout_seconds: float, abort: threading.Event) -> Ranks:

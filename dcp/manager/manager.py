@@ -22,7 +22,7 @@ from dcp.background.session import own_channel
 from dcp.calls.plain_errors import plain_errors
 from dcp.calls.stateful_values import check_top_level
 from dcp.calls.storage_selection import with_options
-from dcp.manager.catalog.registration import CatalogRegistration, Registrar, registration_of
+from dcp.manager.catalog import CatalogRegistration, Registrar, registration_of
 from dcp.manager.cleanup.after_commit import AfterCommit, Check
 from dcp.manager.cleanup.retention import Retention
 from dcp.manager.contents import Metrics, check_weights, user_metadata_of

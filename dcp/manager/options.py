@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from dcp.manager.catalog.registration import CatalogRegistration
+from dcp.manager.catalog import CatalogRegistration
 from dcp.manager.cleanup.after_commit import Check
 from dcp.manager.cleanup.retention import Retention
 from dcp.manager.coordination import StepCoordinator

@@ -97,8 +97,8 @@ class _Task:
 
 
 class AfterCommit:
-    """Looks after the checkpoints below ``folders``: one task after another, in a daemon thread while there
-    are any. It listens to saves.
+    """Looks after the checkpoints below ``folders``: one task after another, in a daemon thread that the
+    first one starts. It listens to saves.
 
     ``on_damage`` is called from that thread with what is wrong with a checkpoint that has just been
     committed. A deletion that fails is repeated a few times.
@@ -266,17 +266,17 @@ class AfterCommit:
                 self._changed.notify_all()
 
     def _next(self) -> _Task | None:
-        """Wait for what is due; None if nothing is left, and the thread with it."""
+        """Wait for what is due; None at the end."""
         with self._changed:
-            while self._tasks and not self._given_up:
+            while not self._given_up and (self._tasks or not self._closing):
                 now = time.monotonic()
                 task = next((each for each in self._tasks if self._closing or each.due_seconds <= now), None)
                 if task is not None:
                     task.attempt += 1
                     self._changing = task.step if task.deletes else None
                     return task
-                self._changed.wait(min(each.due_seconds for each in self._tasks) - now)
-            self._thread = None
+                due = min((each.due_seconds for each in self._tasks), default=None)
+                self._changed.wait(None if due is None else due - now)
             return None
 
     def _settle(self, step: int) -> None:
