@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, get_args
 
 import torch.distributed as dist
 
@@ -26,14 +26,15 @@ from dcp.manager.catalog import CatalogRegistration, Registrar, registration_of
 from dcp.manager.cleanup.after_commit import AfterCommit, Check
 from dcp.manager.cleanup.retention import Retention
 from dcp.manager.contents import Metrics, check_weights, user_metadata_of
+from dcp.manager.coordination import StepCoordinator
 from dcp.manager.events import EventCallback, Events
-from dcp.manager.notices import Grace
-from dcp.manager.options import ManagerOptions
+from dcp.manager.notices import Grace, Notices, grace_of
 from dcp.manager.restore import Restored, restore
 from dcp.manager.saving import (
     Mode,
     SaveExecutor,
     SaveLedger,
+    SaveSettings,
     StepSaver,
     WhenBusy,
     check_group,
@@ -45,9 +46,10 @@ from dcp.ranks.alone import works_alone
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.ranks.handshake import told_to_all
+from dcp.saving.options import SaveOptions
 from dcp.state_dict_loader import LoadKeywords
 from dcp.steps.folders import StepFolders, whole_step
-from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, PlanError
+from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, OptionError, PlanError
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.torch_storage.writer import FileSystemWriter
 
@@ -63,6 +65,17 @@ _AFTER_ERROR_SECONDS = 60.0
 
 _AFTER_COMMIT_SECONDS = 5.0
 """What verification and deletions get at least at the end, when saves took all of the time."""
+
+
+OnFailure = Literal["warn", "raise"]
+_CHOICES = {"mode": Mode, "when_busy": WhenBusy, "on_failure": OnFailure, "verify_saved": Check}
+
+
+def _check_choices(**given: str) -> None:
+    for name, value in given.items():
+        choices = get_args(_CHOICES[name])
+        if value not in choices:
+            raise OptionError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
 
 
 def _call_off(executor: weakref.ref[SaveExecutor]) -> None:
@@ -162,7 +175,7 @@ class CheckpointManager:
         save_first: bool = False,
         keep: Retention | None = None,
         when_busy: WhenBusy = "wait",
-        on_failure: Literal["warn", "raise"] = "warn",
+        on_failure: OnFailure = "warn",
         retries: int = 2,
         retry_pause_seconds: float = 1.0,
         verify_saved: Check = "sizes",
@@ -182,8 +195,6 @@ class CheckpointManager:
         catalog: str | CatalogRegistration | None = None,
         map: WeightMap | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     ) -> None:
-        given = dict(locals())  # each is a field of the options
-        del given["self"]
         self._no_dist = works_alone(process_group, no_dist=no_dist, operation="save")
         ranks = Ranks(
             process_group,
@@ -192,30 +203,72 @@ class CheckpointManager:
             operation="CheckpointManager",
         )
         with told_to_all(ranks):
-            options = self._options = ManagerOptions(**given)
+            _check_choices(mode=mode, when_busy=when_busy, on_failure=on_failure, verify_saved=verify_saved)
+            if keep is not None and not isinstance(keep, Retention):
+                raise OptionError(f"keep must be a Retention, such as Retention(last=3), not {keep!r}")
+            weight_map = None if map is None else WeightMap.of(map)  # a file is read once
+            notices = grace_of(grace_seconds, handle_sigterm=handle_sigterm)
             self._opener = OpenWith(storage_options)
             self._folders = StepFolders(root, name, open_store=self._opener)
             registration = registration_of(catalog)
-        self._ledger = SaveLedger(keep_failures=on_failure == "raise")
+        # what would leave ranks in different steps
+        alike: dict[str, Any] = {
+            "mode": mode,
+            "every_steps": every_steps,
+            "every_seconds": every_seconds and "given",  # by the clock of rank 0
+            "save_first": save_first,
+            "when_busy": when_busy,
+            "on_failure": on_failure,
+            "retries": retries,
+            "handle_sigterm": handle_sigterm,
+            "grace_seconds": grace_seconds is not None,
+            "weights": weights,
+            "agree_every_steps": agree_every_steps,
+        }
+        if weight_map is not None:
+            alike["map"] = weight_map.mark
         self._closed = False
-        channel = None if self._no_dist else own_channel(ranks, options=options.alike())
+        channel = None if self._no_dist else own_channel(ranks, options=alike)
         self.rank, self.world_size = (0, 1) if channel is None else (channel.rank, channel.world_size)
+        self._mode, self._run, self._may_be_alone = mode, run, no_dist
+        self._make_writer = writer if writer is not None else FileSystemWriter
+        names = (weights,) if isinstance(weights, str) else tuple(weights)
+        self._saved_first = names if grace_seconds is not None else ()
+        """Entries that are saved first before a deadline; () where there is none to come."""
         self._registrar = None
         if registration is not None and self.rank == 0:
             self._registrar = Registrar(registration, self._folders.root.url, self._folders.name)
         told = () if self._registrar is None else (self._registrar.on_event,)
         self._events = Events(self._folders.root.url, self.rank, on_event, also=told)
-        self._coordinator = options.coordinator(channel)
+        self._ledger = SaveLedger(keep_failures=on_failure == "raise")
+        seen_by_one = handle_sigterm or grace_seconds is not None or every_seconds is not None
+        self._coordinator = StepCoordinator(
+            Notices(*notices),
+            channel,
+            every_steps=every_steps,
+            every_seconds=every_seconds,
+            save_first=save_first,
+            exchanges=seen_by_one or on_failure == "raise",
+            agree_every_steps=agree_every_steps,
+            timeout_seconds=timeout_seconds,
+        )
         self._after_commit = None
         if self.rank == 0:
+            damaged = self._ledger.damaged
             self._after_commit = AfterCommit(
-                self._folders,
-                options.keep,
-                options.verify_saved,
-                self._events,
-                on_damage=self._ledger.damaged,
+                self._folders, keep, verify_saved, self._events, on_damage=damaged
             )
-        self._executor = save_executor(mode, options.save_settings(no_dist=self._no_dist))
+        self._options = SaveOptions(
+            progress=progress,
+            timeout_seconds=timeout_seconds,
+            retries=retries,
+            retry_pause_seconds=retry_pause_seconds,
+            map=weight_map,
+            map_leads_back=True,
+            apart=() if keep is None else tuple(part.patterns for part in keep.dropping),
+        )
+        self._settings = SaveSettings(process_group, self._no_dist, planner, stager, self._options)
+        self._executor = save_executor(mode, self._settings)
         if self._coordinator.notices.has_grace:
             self._coordinator.notices.see_to_it(partial(_call_off, weakref.ref(self._executor)))
         self._saver = StepSaver(
@@ -224,8 +277,8 @@ class CheckpointManager:
             self._ledger,
             self._events,
             () if self._after_commit is None else (self._after_commit,),
-            options.when_busy,
-            options.timeout_seconds,
+            when_busy,
+            timeout_seconds,
         )
         _open.add(self)
 
@@ -308,8 +361,8 @@ class CheckpointManager:
         def prepare() -> tuple[FileSystemWriter, dict[str, Any]]:
             with saver.refused_by_all(step, reason):
                 self._check_state(state_dict)
-                described = user_metadata_of(step, metrics, self._options.run, user_metadata)
-                writer = self._options.make_writer(self.checkpoint_id(step))
+                described = user_metadata_of(step, metrics, self._run, user_metadata)
+                writer = self._make_writer(self.checkpoint_id(step))
                 return with_options(writer, self._opener), described
 
         if reason == "stop":
@@ -317,13 +370,13 @@ class CheckpointManager:
             def is_whole() -> bool:
                 return self.rank == 0 and self._folders.has_whole(step)
 
-            return saver.begin_last(step, state_dict, prepare, self._options.saved_first, is_whole)
+            return saver.begin_last(step, state_dict, prepare, self._saved_first, is_whole)
         return saver.begin(step, reason, state_dict, *prepare(), overlap=overlap)
 
     def _check_state(self, state_dict: Any) -> None:
         """In the background each save would fail by it, and only be told."""
         check_top_level(state_dict)
-        check_weights(state_dict, self._options.saved_first)
+        check_weights(state_dict, self._saved_first)
 
     @property
     def failures(self) -> int:
@@ -411,7 +464,7 @@ class CheckpointManager:
                 self._executor.refuse(error)
             raise
         options.setdefault("progress", self._options.progress)
-        if (weights := self._options.weights_map) is not None:
+        if (weights := self._options.map) is not None:
             options.setdefault("map", weights.inverse)
         restored = restore(
             state_dict,
@@ -421,7 +474,7 @@ class CheckpointManager:
             on_damage=None if self._after_commit is None else self._after_commit.doubt,
             retry_pause_seconds=self._options.retry_pause_seconds,
             timeout_seconds=self._options.timeout_seconds,
-            process_group=self._options.process_group,
+            process_group=self._settings.process_group,
             no_dist=self._no_dist,
             storage_options=self._opener.storage_options,
             **options,
@@ -625,7 +678,7 @@ class CheckpointManager:
         if self._closed:
             where = f"{self._folders.root.url} is closed"
             raise CheckpointError(f"this manager of {where}; make another one (in a forked child too)")
-        expects_no_group = self._no_dist and not self._options.no_dist and dist.is_available()
+        expects_no_group = self._no_dist and not self._may_be_alone and dist.is_available()
         if expects_no_group and dist.is_initialized() and dist.get_world_size() > 1:
             raise CheckpointError(
                 "this manager was made before init_process_group(), so that each rank would save alone; make "
@@ -644,7 +697,7 @@ class CheckpointManager:
         self._after_commit = None
 
     def __repr__(self) -> str:
-        where = f"{self._folders.root.url!r}, mode={self._options.mode!r}"
+        where = f"{self._folders.root.url!r}, mode={self._mode!r}"
         rank = f", rank={self.rank} of {self.world_size}" if self.world_size > 1 else ""
         running = self._ledger.running()
         busy = f", saving step {', '.join(map(str, running))}" if running else ""
