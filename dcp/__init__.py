@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dcp.hf_storage import HuggingFaceStorageWriter as HuggingFaceStorageWriter
     from dcp.inspection.checkpoints import open_index as open_index
     from dcp.loading.report import LoadReport as LoadReport
-    from dcp.manager.catalog.registration import CatalogRegistration as CatalogRegistration
+    from dcp.manager.catalog import CatalogRegistration as CatalogRegistration
     from dcp.manager.cleanup.retention import Best as Best
     from dcp.manager.cleanup.retention import Keep as Keep
     from dcp.manager.cleanup.retention import Retention as Retention
@@ -90,7 +90,7 @@ _NAMES = {
     "dcp.hf_storage": ("HuggingFaceStorageReader", "HuggingFaceStorageWriter"),
     "dcp.inspection.checkpoints": ("open_index",),
     "dcp.manager.manager": ("CheckpointManager",),
-    "dcp.manager.catalog.registration": ("CatalogRegistration",),
+    "dcp.manager.catalog": ("CatalogRegistration",),
     "dcp.manager.restore": ("Restored",),
     "dcp.manager.cleanup.retention": ("Best", "Keep", "Retention"),
     "dcp.metadata": ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "TensorStorageMetadata"),

@@ -41,7 +41,7 @@ from dcp.saving.columns import cache_of
 from dcp.saving.engine import RankPart, SaveOrder
 from dcp.saving.options import SaveOptions
 from dcp.saving.order import SaveOutcome, carry_out
-from dcp.steps.parts import patterns_of_part
+from dcp.steps.states import patterns_of_part
 from dcp.storage.torch_storage.writer import FileSystemWriter
 
 if TYPE_CHECKING:

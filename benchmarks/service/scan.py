@@ -22,7 +22,7 @@ from typing import Any, Final
 import numpy as np
 from pydantic import SecretStr
 
-from dcp.manager.catalog.registration import CatalogRegistration, Registrar
+from dcp.manager.catalog import CatalogRegistration, Registrar
 from dcp.server.database.engine import Database
 from dcp.server.database.migrations import upgrade
 from dcp.server.roots import Roots

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 import time
 import uuid
@@ -18,6 +19,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -26,14 +28,13 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from dcp.background.future import SaveFuture
-from dcp.background.interrupts import interrupts_later
 from dcp.background.process.rendezvous import own_client
-from dcp.background.thread_writer import ThreadWriter
-from dcp.background.worker import BackgroundWriter, FailedStaging, Payload, RefusedWriter, StagedDict
+from dcp.background.writers import BackgroundWriter, Payload, RefusedWriter, Staged, ThreadWriter
 from dcp.calls.plain_errors import shorten
 from dcp.calls.stateful_values import stateful_to_plain
 from dcp.calls.storage_selection import with_own_id
 from dcp.engines import save_engine, save_engine_again
+from dcp.planners.rank_state import RankState
 from dcp.progress import harmless
 from dcp.ranks.alone import works_alone
 from dcp.ranks.channel import Channel
@@ -42,7 +43,7 @@ from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.ranks.handshake import begin, told_to_all
 from dcp.saving.engine import RankPart, SaveEngine, SaveOrder
 from dcp.saving.options import SaveOptions
-from dcp.staging.guarding.guard import check_staged, sample_state
+from dcp.staging.guard import check_staged, sample_state
 from dcp.staging.stager import DefaultStager
 from dcp.storage.errors import CheckpointError, OptionError, StagingError
 
@@ -137,12 +138,12 @@ class AsyncSession:
         try:
             payload = self._stage(engine, state_dict, stager, overlap)
         except Exception as error:  # noqa: BLE001 - raised by the future, and on the other ranks too
-            payload = FailedStaging.because(error)
+            payload = Staged.failed(error)
         except BaseException as error:  # noqa: BLE001 - raised below, once the other ranks are told
             interrupt = error
-            payload = FailedStaging.because(StagingError(f"staging was ended by a {type(error).__name__}"))
+            payload = Staged.failed(StagingError(f"staging was ended by a {type(error).__name__}"))
         order.seconds["blocked"] = time.perf_counter() - begun
-        with interrupts_later():
+        with _interrupts_later():
             self._hand_over(order, payload, future)
         if interrupt is not None:
             raise interrupt
@@ -166,8 +167,8 @@ class AsyncSession:
         self._serial += 1
         engine = save_engine_again(RefusedWriter(error), on_columns=True)
         order = SaveOrder(engine, self._options_of(SaveOptions()), self._serial)
-        with interrupts_later():
-            self._hand_over(order, FailedStaging.because(error), SaveFuture("a place that was refused"))
+        with _interrupts_later():
+            self._hand_over(order, Staged.failed(error), SaveFuture("a place that was refused"))
 
     def _options_of(self, options: SaveOptions) -> SaveOptions:
         """``options`` in the background, where a callback that raises must not fail the save."""
@@ -193,31 +194,21 @@ class AsyncSession:
             engine.storage.stay_here()
         chosen = stager or self._given_stager or self._own_stager()
         state = stateful_to_plain(state_dict)
-        own = isinstance(chosen, DefaultStager) and type(chosen).stage is DefaultStager.stage
 
         def part(state: dict[str, Any]) -> RankPart:
             own = engine.part(
                 state, rank=self.rank, world_size=self.world_size, is_coordinator=self.rank == 0
             )
-            return own.encoded()
+            return own.encoded() if isinstance(own, RankState) else own
 
-        if not engine.on_columns:
-            return StagedDict(self._staged_alone(chosen, state, lambda staged: staged))
-        if isinstance(chosen, DefaultStager) and own:
+        if isinstance(chosen, DefaultStager) and type(chosen).stage is DefaultStager.stage:
             return chosen.stage_local(part(state), overlap=overlap, shared=self._in_process)
         if not self._in_process:
-            return StagedDict(self._staged_alone(chosen, state, part))
-        # What a user's own stager has copied is not where another process can read it.
-        staged = _staged_by(chosen, state, part)
-        return self._own_stager().stage_local(staged.result(self.timeout_seconds), shared=True)
-
-    def _staged_alone(
-        self, stager: AsyncStager, state: dict[str, Any], then: Callable[[dict[str, Any]], Any]
-    ) -> Future[Any]:
-        """`_staged_by`, once the copies of earlier saves are not read any more."""
-        if stager is not self._stager:  # which has memory for every save in flight; of others nobody knows
-            self._wait_until_left(0)
-        return _staged_by(stager, state, then)
+            self._wait_until_left(0)  # nobody knows where the stager copies to, or when that is read no more
+            return Staged(_staged_by(chosen, state, part))
+        # what a user's own stager has copied is not where another process can read it
+        staged = _staged_by(chosen, state, part).result(self.timeout_seconds)
+        return self._own_stager().stage_local(staged, shared=True)
 
     @property
     def _in_process(self) -> bool:
@@ -303,6 +294,23 @@ class AsyncSession:
         from dcp.background.process.writer import ProcessWriter
 
         return ProcessWriter(self._own_channel, timeout_seconds=self.timeout_seconds, start=start)
+
+
+@contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Ctrl-C within is raised at the end: a save handed over by half would leave all waiting for it."""
+    former = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(former):
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)
+        if came:
+            former(*came[0])
 
 
 def _ranks(channel: Channel | None, timeout_seconds: float, abort: threading.Event) -> Ranks:

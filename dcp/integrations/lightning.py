@@ -16,7 +16,7 @@ from dcp.integrations import trainer_state as shared
 from dcp.integrations.lightning_values import opened, sealed
 from dcp.integrations.path_saves import Mode, PathSaves
 from dcp.integrations.random_state import RandomState
-from dcp.manager.catalog.registration import CatalogRegistration
+from dcp.manager.catalog import CatalogRegistration
 from dcp.ranks.failures import causes_of
 from dcp.state_dict import get_model_state_dict, set_model_state_dict
 from dcp.state_dict_loader import LoadKeywords, load, read

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dcp.background.future import SaveFuture
 from dcp.errors import CheckpointError, OptionError
-from dcp.manager.catalog.registration import CatalogRegistration, Registrar, registration_of
+from dcp.manager.catalog import CatalogRegistration, Registrar, registration_of
 from dcp.manager.cleanup.removal import remove_checkpoint
 from dcp.ranks.collectives import Ranks
 from dcp.state_dict_saver import AsyncCheckpointerType, async_save, save

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import os
+import sys
+import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, get_args
 
 import torch.distributed as dist
 
@@ -19,30 +22,34 @@ from dcp.background.session import own_channel
 from dcp.calls.plain_errors import plain_errors
 from dcp.calls.stateful_values import check_top_level
 from dcp.calls.storage_selection import with_options
-from dcp.manager import exit_hooks
-from dcp.manager.catalog.registration import CatalogRegistration, Registrar, registration_of
-from dcp.manager.cleanup.post_commit import Check, PostCommitWorker
+from dcp.manager.catalog import CatalogRegistration, Registrar, registration_of
+from dcp.manager.cleanup.after_commit import AfterCommit, Check
 from dcp.manager.cleanup.retention import Retention
-from dcp.manager.coordination.notices import Grace
+from dcp.manager.contents import Metrics, check_weights, user_metadata_of
+from dcp.manager.coordination import StepCoordinator
 from dcp.manager.events import EventCallback, Events
-from dcp.manager.kept_steps import KeptSteps
-from dcp.manager.options import ManagerOptions
+from dcp.manager.notices import Grace, Notices, grace_of
 from dcp.manager.restore import Restored, restore
-from dcp.manager.saving.executor import Mode, SaveExecutor, check_group, save_executor
-from dcp.manager.saving.last_save import LastSave
-from dcp.manager.saving.ledger import SaveLedger
-from dcp.manager.saving.parts import check_weights
-from dcp.manager.saving.step_saver import StepSaver, WhenBusy
-from dcp.manager.saving.user_metadata import Metrics, user_metadata_of
+from dcp.manager.saving import (
+    Mode,
+    SaveExecutor,
+    SaveLedger,
+    SaveSettings,
+    StepSaver,
+    WhenBusy,
+    check_group,
+    save_executor,
+)
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
 from dcp.ranks.alone import works_alone
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.ranks.handshake import told_to_all
+from dcp.saving.options import SaveOptions
 from dcp.state_dict_loader import LoadKeywords
 from dcp.steps.folders import StepFolders, whole_step
-from dcp.storage.errors import CheckpointError, PlanError
+from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, OptionError, PlanError
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.torch_storage.writer import FileSystemWriter
 
@@ -56,8 +63,19 @@ __all__ = ["CheckpointManager"]
 _AFTER_ERROR_SECONDS = 60.0
 """How long a save under way may take when training has ended with an exception: other ranks may be dead."""
 
-_POST_COMMIT_SECONDS = 5.0
+_AFTER_COMMIT_SECONDS = 5.0
 """What verification and deletions get at least at the end, when saves took all of the time."""
+
+
+OnFailure = Literal["warn", "raise"]
+_CHOICES = {"mode": Mode, "when_busy": WhenBusy, "on_failure": OnFailure, "verify_saved": Check}
+
+
+def _check_choices(**given: str) -> None:
+    for name, value in given.items():
+        choices = get_args(_CHOICES[name])
+        if value not in choices:
+            raise OptionError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
 
 
 def _call_off(executor: weakref.ref[SaveExecutor]) -> None:
@@ -67,7 +85,7 @@ def _call_off(executor: weakref.ref[SaveExecutor]) -> None:
             future.abort()
 
 
-class CheckpointManager(KeptSteps):
+class CheckpointManager:
     """Saves, keeps and restores the checkpoints of one training run::
 
         with dcp.CheckpointManager("ckpt", every_steps=100, keep=dcp.Retention(last=3)) as manager:
@@ -157,7 +175,7 @@ class CheckpointManager(KeptSteps):
         save_first: bool = False,
         keep: Retention | None = None,
         when_busy: WhenBusy = "wait",
-        on_failure: Literal["warn", "raise"] = "warn",
+        on_failure: OnFailure = "warn",
         retries: int = 2,
         retry_pause_seconds: float = 1.0,
         verify_saved: Check = "sizes",
@@ -177,8 +195,6 @@ class CheckpointManager(KeptSteps):
         catalog: str | CatalogRegistration | None = None,
         map: WeightMap | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     ) -> None:
-        given = dict(locals())  # each is a field of the options
-        del given["self"]
         self._no_dist = works_alone(process_group, no_dist=no_dist, operation="save")
         ranks = Ranks(
             process_group,
@@ -187,44 +203,84 @@ class CheckpointManager(KeptSteps):
             operation="CheckpointManager",
         )
         with told_to_all(ranks):
-            options = self._options = ManagerOptions(**given)
+            _check_choices(mode=mode, when_busy=when_busy, on_failure=on_failure, verify_saved=verify_saved)
+            if keep is not None and not isinstance(keep, Retention):
+                raise OptionError(f"keep must be a Retention, such as Retention(last=3), not {keep!r}")
+            weight_map = None if map is None else WeightMap.of(map)  # a file is read once
+            notices = grace_of(grace_seconds, handle_sigterm=handle_sigterm)
             self._opener = OpenWith(storage_options)
             self._folders = StepFolders(root, name, open_store=self._opener)
             registration = registration_of(catalog)
-        self._ledger = SaveLedger(keep_failures=on_failure == "raise")
+        # what would leave ranks in different steps
+        alike: dict[str, Any] = {
+            "mode": mode,
+            "every_steps": every_steps,
+            "every_seconds": every_seconds and "given",  # by the clock of rank 0
+            "save_first": save_first,
+            "when_busy": when_busy,
+            "on_failure": on_failure,
+            "retries": retries,
+            "handle_sigterm": handle_sigterm,
+            "grace_seconds": grace_seconds is not None,
+            "weights": weights,
+            "agree_every_steps": agree_every_steps,
+        }
+        if weight_map is not None:
+            alike["map"] = weight_map.mark
         self._closed = False
-        channel = None if self._no_dist else own_channel(ranks, options=options.alike())
+        channel = None if self._no_dist else own_channel(ranks, options=alike)
         self.rank, self.world_size = (0, 1) if channel is None else (channel.rank, channel.world_size)
+        self._mode, self._run, self._may_be_alone = mode, run, no_dist
+        self._make_writer = writer if writer is not None else FileSystemWriter
+        names = (weights,) if isinstance(weights, str) else tuple(weights)
+        self._saved_first = names if grace_seconds is not None else ()
+        """Entries that are saved first before a deadline; () where there is none to come."""
         self._registrar = None
         if registration is not None and self.rank == 0:
             self._registrar = Registrar(registration, self._folders.root.url, self._folders.name)
         told = () if self._registrar is None else (self._registrar.on_event,)
         self._events = Events(self._folders.root.url, self.rank, on_event, also=told)
-        self._coordinator = options.coordinator(channel)
-        self._post_commit = self._post_commit_worker() if self.rank == 0 else None
-        self._executor = save_executor(mode, options.save_settings(no_dist=self._no_dist))
+        self._ledger = SaveLedger(keep_failures=on_failure == "raise")
+        seen_by_one = handle_sigterm or grace_seconds is not None or every_seconds is not None
+        self._coordinator = StepCoordinator(
+            Notices(*notices),
+            channel,
+            every_steps=every_steps,
+            every_seconds=every_seconds,
+            save_first=save_first,
+            exchanges=seen_by_one or on_failure == "raise",
+            agree_every_steps=agree_every_steps,
+            timeout_seconds=timeout_seconds,
+        )
+        self._after_commit = None
+        if self.rank == 0:
+            damaged = self._ledger.damaged
+            self._after_commit = AfterCommit(
+                self._folders, keep, verify_saved, self._events, on_damage=damaged
+            )
+        self._options = SaveOptions(
+            progress=progress,
+            timeout_seconds=timeout_seconds,
+            retries=retries,
+            retry_pause_seconds=retry_pause_seconds,
+            map=weight_map,
+            map_leads_back=True,
+            apart=() if keep is None else tuple(part.patterns for part in keep.dropping),
+        )
+        self._settings = SaveSettings(process_group, self._no_dist, planner, stager, self._options)
+        self._executor = save_executor(mode, self._settings)
         if self._coordinator.notices.has_grace:
             self._coordinator.notices.see_to_it(partial(_call_off, weakref.ref(self._executor)))
-        exit_hooks.remember(self)
-
-    def _post_commit_worker(self) -> PostCommitWorker:
-        options, damaged = self._options, self._ledger.damaged
-        return PostCommitWorker(
-            self._folders, options.keep, options.verify_saved, self._events, on_damage=damaged
-        )
-
-    @property
-    def _saver(self) -> StepSaver:
-        options = self._options
-        return StepSaver(
+        self._saver = StepSaver(
             self._coordinator,
             self._executor,
             self._ledger,
             self._events,
-            self._post_commit,
-            options.when_busy,
-            options.timeout_seconds,
+            () if self._after_commit is None else (self._after_commit,),
+            when_busy,
+            timeout_seconds,
         )
+        _open.add(self)
 
     # -- saving ----------------------------------------------------------------------------------------------
 
@@ -305,28 +361,22 @@ class CheckpointManager(KeptSteps):
         def prepare() -> tuple[FileSystemWriter, dict[str, Any]]:
             with saver.refused_by_all(step, reason):
                 self._check_state(state_dict)
-                described = user_metadata_of(step, metrics, self._options.run, user_metadata)
-                return self._writer_of(step), described
+                described = user_metadata_of(step, metrics, self._run, user_metadata)
+                writer = self._make_writer(self.checkpoint_id(step))
+                return with_options(writer, self._opener), described
 
         if reason == "stop":
-            return self._last_save(step, state_dict, prepare).run()
+
+            def is_whole() -> bool:
+                return self.rank == 0 and self._folders.has_whole(step)
+
+            return saver.begin_last(step, state_dict, prepare, self._saved_first, is_whole)
         return saver.begin(step, reason, state_dict, *prepare(), overlap=overlap)
 
     def _check_state(self, state_dict: Any) -> None:
         """In the background each save would fail by it, and only be told."""
         check_top_level(state_dict)
-        check_weights(state_dict, self._options.saved_first)
-
-    def _last_save(
-        self, step: int, state_dict: dict[str, Any], prepare: Callable[[], tuple[FileSystemWriter, Any]]
-    ) -> LastSave:
-        def is_whole() -> bool:
-            return self.rank == 0 and self._folders.has_whole(step)
-
-        return LastSave(self._saver, step, state_dict, prepare, self._options.saved_first, is_whole)
-
-    def _writer_of(self, step: int) -> FileSystemWriter:
-        return with_options(self._options.make_writer(self.checkpoint_id(step)), self._opener)
+        check_weights(state_dict, self._saved_first)
 
     @property
     def failures(self) -> int:
@@ -406,50 +456,159 @@ class CheckpointManager(KeptSteps):
         self._events.refuse_to_wait("restore()")
         check_group(no_dist=self._no_dist)
         self._ledger.settle(self._options.timeout_seconds)
-        self._meet_to_restore()
+        try:
+            self._coordinator.meet()
+        except PlanError as error:
+            # other ranks save, and would wait in the background, elsewhere than this rank would
+            if error.saving:
+                self._executor.refuse(error)
+            raise
         options.setdefault("progress", self._options.progress)
-        if (weights := self._options.weights_map) is not None:
+        if (weights := self._options.map) is not None:
             options.setdefault("map", weights.inverse)
         restored = restore(
             state_dict,
             list_steps=self._newest_first,
             checkpoint_id=self.checkpoint_id,
             step=step,
-            on_damage=None if self._post_commit is None else self._post_commit.doubt,
+            on_damage=None if self._after_commit is None else self._after_commit.doubt,
             retry_pause_seconds=self._options.retry_pause_seconds,
             timeout_seconds=self._options.timeout_seconds,
-            process_group=self._options.process_group,
+            process_group=self._settings.process_group,
             no_dist=self._no_dist,
             storage_options=self._opener.storage_options,
             **options,
         )
         if restored is not None:
             self._coordinator.restored(restored.step)
-            self._executor.resumed_from = self._noted(restored)
-            self._tell_restored(restored)
+            report, url = restored.report, f"{self._folders.root.url}/{self._folders.name(restored.step)}"
+            # the saves that follow say so, as conversions say of their source
+            source = {"url": url, "step": restored.step, "save_id": report.save_id}
+            self._executor.resumed_from = source
+            for skipped, reason in restored.skipped:
+                is_partial = skipped in restored.skipped_partial
+                self._events.emit(
+                    "skipped_partial" if is_partial else "skipped_damaged", skipped, error=reason
+                )
+            size_bytes = report.bytes_needed
+            self._events.emit("restored", restored.step, seconds=report.seconds, size_bytes=size_bytes)
         return restored
 
-    def _noted(self, restored: Restored) -> dict[str, Any]:
-        """What the saves that follow say of it: as conversions say of their source."""
-        url = f"{self._folders.root.url}/{self._folders.name(restored.step)}"
-        return {"url": url, "step": restored.step, "save_id": restored.report.save_id}
+    # -- the steps that there are ----------------------------------------------------------------------------
 
-    def _tell_restored(self, restored: Restored) -> None:
-        for skipped, reason in restored.skipped:
-            is_partial = skipped in restored.skipped_partial
-            self._events.emit("skipped_partial" if is_partial else "skipped_damaged", skipped, error=reason)
-        report = restored.report
-        self._events.emit("restored", restored.step, seconds=report.seconds, size_bytes=report.bytes_needed)
+    def checkpoint_id(self, step: int) -> str:
+        """What `dcp.load` takes to load the checkpoint of ``step``, be there one or not.
 
-    def _meet_to_restore(self) -> None:
-        """Raise PlanError where other ranks save, on them too: they would wait in the background, elsewhere
-        than this rank would."""
-        try:
-            self._coordinator.meet()
-        except PlanError as error:
-            if error.saving:
-                self._executor.refuse(error)
-            raise
+        Args:
+            step: Of the training.
+
+        Returns:
+            A path or URL.
+
+        Raises:
+            OptionError: ``step`` is no whole number from 0.
+        """
+        return self._folders.checkpoint_id(step)
+
+    @plain_errors
+    def all_steps(self) -> list[int]:
+        """The committed steps, ascending, as this process sees them on the storage; not those that are to be
+        deleted.
+
+        Raises:
+            StorageError: The storage cannot be listed.
+        """
+        going = self._going()
+        return [step for step in self._folders.all_steps() if step not in going]
+
+    @plain_errors
+    def latest(self) -> int | None:
+        """The newest of `all_steps`; `restore` may find it damaged and take an older one.
+
+        Returns:
+            The step; None if nothing is committed.
+
+        Raises:
+            StorageError: The storage cannot be listed.
+        """
+        return next(self._newest_first(), None)
+
+    def _newest_first(self) -> Iterator[int]:
+        going = self._going()
+        return (step for step in self._folders.newest_first() if step not in going)
+
+    def _going(self) -> set[int]:
+        return set() if self._after_commit is None else set(self._after_commit.deleting())
+
+    @plain_errors
+    def delete(self, step: int) -> None:
+        """Delete the checkpoint of ``step`` in the background; gone from `all_steps` at once, or an error.
+
+        Rank 0 acts, and other ranks need not call it.
+
+        Args:
+            step: Of `all_steps`.
+
+        Raises:
+            CheckpointNotFoundError: There is none.
+            CheckpointError: It is pinned, or being saved or verified, or the manager is closed.
+            OptionError: ``step`` is no whole number from 0.
+        """
+        self._check_open()
+        if self._after_commit is None:
+            return
+        step = whole_step(step)
+        self._require(step)
+        if self._folders.notes(step).pinned:
+            raise CheckpointError(f"step {step} is pinned: unpin it before it is deleted", step=step)
+        self._after_commit.delete(step)
+
+    @plain_errors
+    def pin(self, step: int) -> None:
+        """Keep ``step``, whatever `Retention` says. Rank 0 acts.
+
+        Args:
+            step: Of `all_steps`.
+
+        Raises:
+            CheckpointNotFoundError: There is none.
+            CheckpointError: The manager is closed.
+        """
+        self._set_pin(step, True)
+
+    @plain_errors
+    def unpin(self, step: int) -> None:
+        """Leave ``step`` to `Retention` again, which looks at it after the next save. Rank 0 acts.
+
+        Args:
+            step: Of `all_steps`.
+
+        Raises:
+            CheckpointNotFoundError: There is none.
+            CheckpointError: The manager is closed.
+        """
+        self._set_pin(step, False)
+
+    def _set_pin(self, step: int, pinned: bool) -> None:
+        self._check_open()
+        if self.rank != 0:
+            return
+        self._require(step)
+        self._folders.update_notes(step, lambda notes: replace(notes, pinned=pinned))
+
+    def _require(self, step: int) -> None:
+        if step in self._going() or not self._folders.has(step):
+            raise CheckpointNotFoundError(f"{self.checkpoint_id(step)} holds no checkpoint", step=step)
+
+    @plain_errors
+    def pinned(self) -> list[int]:
+        """The pinned ones of `all_steps`.
+
+        Raises:
+            StorageError: The storage cannot be listed.
+        """
+        going = self._going()
+        return [step for step in self._folders.pinned() if step not in going]
 
     # -- the end ---------------------------------------------------------------------------------------------
 
@@ -470,9 +629,9 @@ class CheckpointManager(KeptSteps):
         self._events.refuse_to_wait("wait()")
         begun = time.monotonic()
         done = self._ledger.wait(timeout_seconds)
-        if done and self._post_commit is not None:
+        if done and self._after_commit is not None:
             left = None if timeout_seconds is None else timeout_seconds - (time.monotonic() - begun)
-            done = self._post_commit.wait(None if left is None else max(0.0, left))
+            done = self._after_commit.wait(None if left is None else max(0.0, left))
         if done:
             self._ledger.raise_failure(damage=True)
         return done
@@ -503,14 +662,14 @@ class CheckpointManager(KeptSteps):
             return
         self._closed = True
         self._ledger.closing()
-        exit_hooks.forget(self)
-        self._coordinator.stop_listening()
+        _open.discard(self)
+        self._coordinator.notices.close()
         timeout_seconds = min(timeout_seconds, max(0.0, self._coordinator.notices.seconds_left()))
         deadline = time.monotonic() + timeout_seconds
         self._executor.close(timeout_seconds)
         self._ledger.wait(max(0.0, deadline - time.monotonic()))
-        if self._post_commit is not None:
-            self._post_commit.close(max(_POST_COMMIT_SECONDS, deadline - time.monotonic()))
+        if self._after_commit is not None:
+            self._after_commit.close(max(_AFTER_COMMIT_SECONDS, deadline - time.monotonic()))
         if self._registrar is not None:
             self._registrar.close()
         self._coordinator.close(together=together)
@@ -519,7 +678,7 @@ class CheckpointManager(KeptSteps):
         if self._closed:
             where = f"{self._folders.root.url} is closed"
             raise CheckpointError(f"this manager of {where}; make another one (in a forked child too)")
-        expects_no_group = self._no_dist and not self._options.no_dist and dist.is_available()
+        expects_no_group = self._no_dist and not self._may_be_alone and dist.is_available()
         if expects_no_group and dist.is_initialized() and dist.get_world_size() > 1:
             raise CheckpointError(
                 "this manager was made before init_process_group(), so that each rank would save alone; make "
@@ -527,18 +686,18 @@ class CheckpointManager(KeptSteps):
             )
 
     def end_with_interpreter(self, *, failed: bool) -> None:
-        """See `dcp.manager.exit_hooks`: close, after an exception as a with block does."""
+        """Close; where an exception has ended the program, ``failed``, as a with block does after one."""
         most = _AFTER_ERROR_SECONDS if failed else math.inf
         self._close(min(self._options.timeout_seconds, most), together=False)
 
     def leave_to_parent(self) -> None:
-        """See `dcp.manager.exit_hooks`."""
+        """In a forked child: closed, nothing to wait for, and no lock that another thread may have held."""
         self._closed = True
         self._ledger = SaveLedger(keep_failures=False)
-        self._post_commit = None
+        self._after_commit = None
 
     def __repr__(self) -> str:
-        where = f"{self._folders.root.url!r}, mode={self._options.mode!r}"
+        where = f"{self._folders.root.url!r}, mode={self._mode!r}"
         rank = f", rank={self.rank} of {self.world_size}" if self.world_size > 1 else ""
         running = self._ledger.running()
         busy = f", saving step {', '.join(map(str, running))}" if running else ""
@@ -555,3 +714,33 @@ class CheckpointManager(KeptSteps):
             self.close()
         else:
             self.end_with_interpreter(failed=True)
+
+
+# -- managers that nobody closed -----------------------------------------------------------------------------
+
+_open: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
+
+_of_parent: list[CheckpointManager] = []  # kept: destructors would wait for threads of the parent
+
+
+def _leave_all_to_parent() -> None:
+    # A data loader's worker must not wait, when it ends, for a save that the training process carries out.
+    _of_parent.extend(_open)
+    for manager in _of_parent:
+        manager.leave_to_parent()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
+
+
+def _close_all() -> None:
+    failed = getattr(sys, "last_value", None) is not None
+    for manager in list(_open):
+        manager.end_with_interpreter(failed=failed)
+
+
+# Before the interpreter forbids new threads, and before sessions drain by the same means (what was registered
+# last comes first: `dcp.background.session` is imported above), so that what follows a commit still happens,
+# and the bound is the manager's.
+threading._register_atexit(_close_all)  # type: ignore[attr-defined]

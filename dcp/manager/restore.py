@@ -47,7 +47,6 @@ from dcp.storage.stores.opening import OpenWith
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.checkpoint.storage import StorageReader
 
 __all__ = ["Restored", "is_unusable", "restore"]
 
@@ -56,6 +55,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MAX_REASON_CHARACTERS = 500
+_RETRIES = 3
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,7 @@ def restore(
     step: int | None = None,
     process_group: ProcessGroup | None = None,
     no_dist: bool = False,
-    reader: Callable[[str], StorageReader] | None = None,
     on_damage: Callable[[int, CheckpointError], None] | None = None,
-    retries: int = 3,
     retry_pause_seconds: float = 1.0,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     storage_options: Mapping[str, Any] | None = None,
@@ -97,10 +95,9 @@ def restore(
 
     ``list_steps`` gives the committed steps, newest first; it is called on the coordinator only, and asked
     for no more of them than are tried. ``checkpoint_id`` is that of a step. ``options`` are those of
-    `dcp.load`, as are ``storage_options``; ``reader`` makes the reader of an id. ``on_damage`` is called on
-    every rank for each step whose stored bytes are not what was committed, and is still there; what it raises
-    is logged. Errors of the storage are retried ``retries`` times, after ``retry_pause_seconds``, doubled
-    each time.
+    `dcp.load`, as are ``storage_options``. ``on_damage`` is called on every rank for each step whose stored
+    bytes are not what was committed, and is still there; what it raises is logged. Errors of the storage are
+    retried a few times, after ``retry_pause_seconds``, doubled each time.
 
     None if no step is committed. Raises CorruptCheckpointError, which lists them, if there are steps and
     none can be read, so that training does not start afresh by mistake; all other errors of `dcp.load` at
@@ -124,45 +121,40 @@ def restore(
         process_group=process_group,
         no_dist=alone,
         timeout_seconds=timeout_seconds,
+        storage_options=storage_options,
         filled=set[str](),  # what a load has filled must not stay where the next leaves something as it is
     )
-
-    def load_once(name: str) -> LoadReport:
-        if reader is not None:
-            return load(storage_reader=reader(name))
-        return load(checkpoint_id=name, storage_options=storage_options)
-
     restoring = _Restoring(
         ranks,
+        list_steps,
         checkpoint_id,
         OpenWith(storage_options),
-        load_once,
+        lambda name: load(checkpoint_id=name),
         on_damage,
-        retries,
         retry_pause_seconds,
         bool(asked.allow_partial_load),
     )
-    return restoring.newest(list_steps) if step is None else restoring.only(step, list_steps)
+    return restoring.newest() if step is None else restoring.only(step)
 
 
 @dataclass(eq=False)
 class _Restoring:
     ranks: Ranks
+    list_steps: Callable[[], Iterable[int]]
     checkpoint_id: Callable[[int], str]
     open_store: OpenStore
-    load_once: Callable[[str], LoadReport]
+    load: Callable[[str], LoadReport]
     on_damage: Callable[[int, CheckpointError], None] | None
-    retries: int
     pause_seconds: float
     takes_partial: bool
     """Whether a load would leave entries as they are that the checkpoint lacks, and say nothing."""
 
-    def newest(self, list_steps: Callable[[], Iterable[int]]) -> Restored | None:
+    def newest(self) -> Restored | None:
         skipped: dict[int, str] = {}
         partial: list[int] = []
         while True:
             # Anew each time: a writer that outlived the job before may commit and clean up meanwhile.
-            step = self._first(list_steps, skipped)
+            step = self._first(skipped)
             if step is None:
                 break
             if self.takes_partial and (reason := self._partial(step)):
@@ -183,19 +175,19 @@ class _Restoring:
             return None
         raise _none_usable(skipped)
 
-    def only(self, step: int, list_steps: Callable[[], Iterable[int]]) -> Restored:
+    def only(self, step: int) -> Restored:
         try:
             return self._restored(step, self._load(step), {}, ())
         except CheckpointError as error:
             if is_unusable(error):
                 self._skip(step, error)
-            elif _is_missing(error) and (newest := self._newest_whole(step, list_steps)):
+            elif _is_missing(error) and (newest := self._newest_whole(step)):
                 error.add_note(f"the newest step that has it is {newest}")
             raise
 
-    def _first(self, list_steps: Callable[[], Iterable[int]], skipped: Collection[int]) -> int | None:
+    def _first(self, skipped: Collection[int]) -> int | None:
         def packed() -> bytes:
-            step = next((step for step in list_steps() if step not in skipped), None)
+            step = next((step for step in self.list_steps() if step not in skipped), None)
             return b"" if step is None else bytes(msgpack.packb(step))
 
         what = "the listing of the steps"
@@ -204,7 +196,7 @@ class _Restoring:
 
     def _load(self, step: int) -> LoadReport:
         name = self.checkpoint_id(step)
-        return self._retried(f"the restore of step {step}", lambda: self.load_once(name))
+        return self._retried(f"the restore of step {step}", lambda: self.load(name))
 
     def _retried(self, what: str, attempt: Callable[[], T]) -> T:
         """The result of ``attempt``, tried again while the storage fails."""
@@ -212,14 +204,14 @@ class _Restoring:
             return retried(
                 lambda _: attempt(),
                 what,
-                retries=self.retries,
+                retries=_RETRIES,
                 pause_seconds=self.pause_seconds,
                 is_passing=_is_passing,
             )
         except CheckpointError as error:
             if _is_passing(error):
                 error.add_note(
-                    f"{what} was tried {self.retries + 1} times. No older checkpoint was taken instead: the "
+                    f"{what} was tried {_RETRIES + 1} times. No older checkpoint was taken instead: the "
                     "storage may answer again. To load an older one all the same, name its step."
                 )
             raise
@@ -272,14 +264,14 @@ class _Restoring:
             return f"it was saved before a deadline, and has only {', '.join(names)}: {rest} that"
         return f"its {'; '.join(map(str, dropped))}: {rest} what is left" if dropped else ""
 
-    def _newest_whole(self, step: int, list_steps: Callable[[], Iterable[int]]) -> str:
+    def _newest_whole(self, step: int) -> str:
         """The newest step that is the whole state, where something was dropped from ``step``."""
 
         def found() -> bytes:
             if not self._lack(step):
                 return b""
             return next(
-                (str(one) for one in list_steps() if one != step and not self._lack(one)), ""
+                (str(one) for one in self.list_steps() if one != step and not self._lack(one)), ""
             ).encode()
 
         return self.ranks.broadcast("whole", found).decode()

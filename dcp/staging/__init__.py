@@ -15,24 +15,24 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.staging import AsyncStager as AsyncStager
     from torch.distributed.checkpoint.staging import StagingOptions as StagingOptions
 
-    from dcp.staging.blocking import BlockingAsyncStager as BlockingAsyncStager
-    from dcp.staging.errors import StagingMemoryError as StagingMemoryError
-    from dcp.staging.errors import StagingTimeoutError as StagingTimeoutError
-    from dcp.staging.guarding.guard import check_staged as check_staged
-    from dcp.staging.guarding.guard import sample_state as sample_state
-    from dcp.staging.memory.arena import HostArena as HostArena
+    from dcp.staging.arena import HostArena as HostArena
+    from dcp.staging.arena import StagingMemoryError as StagingMemoryError
+    from dcp.staging.guard import check_staged as check_staged
+    from dcp.staging.guard import sample_state as sample_state
+    from dcp.staging.stager import BlockingAsyncStager as BlockingAsyncStager
     from dcp.staging.stager import DefaultStager as DefaultStager
     from dcp.staging.stager import StagedState as StagedState
+    from dcp.staging.stager import StagingTimeoutError as StagingTimeoutError
 
 _MODULES = {
-    "BlockingAsyncStager": "dcp.staging.blocking",
+    "BlockingAsyncStager": "dcp.staging.stager",
     "DefaultStager": "dcp.staging.stager",
-    "HostArena": "dcp.staging.memory.arena",
+    "HostArena": "dcp.staging.arena",
     "StagedState": "dcp.staging.stager",
-    "StagingMemoryError": "dcp.staging.errors",
-    "StagingTimeoutError": "dcp.staging.errors",
-    "check_staged": "dcp.staging.guarding.guard",
-    "sample_state": "dcp.staging.guarding.guard",
+    "StagingMemoryError": "dcp.staging.arena",
+    "StagingTimeoutError": "dcp.staging.stager",
+    "check_staged": "dcp.staging.guard",
+    "sample_state": "dcp.staging.guard",
 }
 
 __all__ = [

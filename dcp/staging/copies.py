@@ -1,31 +1,34 @@
-"""Copying tensors into host memory: by bytes over threads, or on a stream beside the training's."""
+"""Copies of tensors in an arena: where each lies, and moving the bytes over threads and device streams."""
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from dcp.staging.memory.arena import PAGES_BYTES, HostArena
+from dcp.staging.arena import PAGES_BYTES, HostArena
+from dcp.staging.guard import Guard, Samples
 from dcp.storage.formats.index import Int64
-from dcp.storage.tensors import as_copied
+from dcp.storage.tensors import LocalMemory, as_copied
 from dcp.storage.torch_compat import copy_tensors
 
-__all__ = ["DeviceWork", "HostCopier", "HostCopies", "default_threads", "resolved"]
+__all__ = ["Copier", "Copying", "Layout", "Slot"]
 
+_ALIGNMENT_BYTES = 64
 _MEMMOVE_FROM_BYTES = 128 << 10
 """From here on one memmove a tensor costs less than torch's loop, and does not wake torch's own threads."""
-_SHARE_BYTES = 8 << 20
-"""A thread with less to copy is not worth waking."""
-_SHARES_PER_THREAD = 8
-"""So that a thread whose core is wanted elsewhere takes fewer of them, and the others do not wait for it."""
+_TASK_BYTES = 8 << 20
+"""A thread with less to copy is not worth waking; with more, the others would wait for one whose core is
+wanted elsewhere."""
 _MAX_THREADS = 8
 """Some cores saturate the memory; more only take them from the training."""
 
@@ -33,71 +36,140 @@ _memmove = ctypes.CDLL(None).memmove
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove.restype = None
 
-
-def resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` without autograd; by value where it is a lazily conjugated or negated view."""
-    return tensor.detach().resolve_conj().resolve_neg()
+_numbers = itertools.count(1)
 
 
-def default_threads() -> int:
-    """Threads that copy: this process's share of the cores it may run on, eight at most."""
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    neighbours = int(ranks) if ranks.isdecimal() else 1
-    return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // max(1, neighbours)))
+# -- places in an arena --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
-class HostCopies:
-    """What to copy: ``targets`` are contiguous host tensors of the shapes and dtypes of ``sources``, which
-    are strided, of any device.
+class Layout:
+    """Views of an arena by source: contiguous, of the sources' shapes and dtypes, the same one for ties.
 
-    By number: ``pointers`` and ``target_pointers`` are addresses, ``contiguous`` says which sources are
-    contiguous host memory.
+    ``number`` is another one for every layout made in this process. ``memory`` has the views. ``copied`` are
+    the sources to copy: all but ties of earlier ones and empty ones. ``offsets`` and ``sizes_bytes`` are by
+    source. ``structure`` is all that must be equal for other sources to take the same places.
     """
 
-    targets: Sequence[torch.Tensor]
-    sources: Sequence[torch.Tensor]
+    number: int
+    generation: int
+    structure: tuple[Any, ...]
+    offsets: Int64
     sizes_bytes: Int64
-    itemsizes: Int64
-    pointers: Int64
-    target_pointers: Int64
-    contiguous: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    memory: LocalMemory
+    copied: Int64
 
 
-@dataclass
-class _Share:
-    """A part of what is to be copied: rows of tensors for torch, rows of those with elements of one byte,
-    and (target, source, size) of raw memory."""
+@dataclass(eq=False)
+class Slot:
+    """An arena and how it was divided the last time."""
 
-    tensors: list[int] = field(default_factory=list)
-    bytes_each: list[int] = field(default_factory=list)
-    memory: list[tuple[int, int, int]] = field(default_factory=list)
+    arena: HostArena
+    layout: Layout | None = None
+
+    def lay_out(self, sources: LocalMemory) -> Layout:
+        """Views for ``sources``: the last ones where they fit, as they do for saves of one training state."""
+        first = _first_of_ties(sources)
+        unnamed = np.flatnonzero(sources.dtype_codes == 0).tolist()
+        dtypes = [sources.tensors[row].dtype for row in unnamed]
+        shapes = sources.shape_start, sources.shape_values
+        structure = (first, sources.dtype_codes, *shapes, dtypes)
+        known = self.layout
+        if (
+            known is not None
+            and known.generation == self.arena.generation
+            and all(itertools.starmap(np.array_equal, zip(structure, known.structure, strict=True)))
+        ):
+            return known
+        self.layout = None  # its views would keep the old mapping
+        self.layout = _layout(structure, first, sources.tensors, self.arena)
+        return self.layout
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self.layout = None
+        self.arena.close()
 
 
-class HostCopier:
-    """Copies tensors of the host with up to ``threads`` threads, which it starts when they are needed."""
+def _layout(
+    structure: tuple[Any, ...], first: Int64, sources: Sequence[torch.Tensor], arena: HostArena
+) -> Layout:
+    sizes = np.fromiter((source.nbytes for source in sources), np.int64, len(sources))
+    own = first == np.arange(len(sources))
+    padded = np.where(own, -(-sizes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES, 0)
+    offsets = (np.cumsum(padded) - padded)[first]
+    arena.reserve(int(padded.sum()))
+    memory, starts, same = cast(bytearray, arena.memory), offsets.tolist(), first.tolist()
+    views: list[torch.Tensor] = []
+    with torch.inference_mode(False):  # else the next save could not write to them outside of that mode
+        for number, source in enumerate(sources):
+            # each with a storage of its own, so that pickling or saving one takes no more than its bytes
+            if same[number] != number:
+                views.append(views[same[number]])
+            elif source.numel() == 0:
+                views.append(torch.empty(source.shape, dtype=source.dtype, device="cpu"))
+            else:
+                options = {"count": source.numel(), "offset": starts[number]}
+                views.append(torch.frombuffer(memory, dtype=source.dtype, **options).view(source.shape))
+    copied = np.flatnonzero(own & (sizes > 0))
+    memory_of = LocalMemory.of(views)
+    return Layout(next(_numbers), arena.generation, structure, offsets, sizes, memory_of, copied)
 
-    def __init__(self, threads: int | None = None) -> None:
-        self.threads = threads if threads is not None else default_threads()
+
+def _first_of_ties(sources: LocalMemory) -> Int64:
+    """By source, the number of the first that is the same memory read the same way: equal address, dtype,
+    shape and strides."""
+    pointers, tensors = sources.pointers.copy(), sources.tensors
+    for row in np.flatnonzero(~sources.is_plain).tolist():
+        pointers[row] = tensors[row].data_ptr()
+    first = np.arange(len(tensors))
+    order = np.argsort(pointers, kind="stable")
+    repeats = pointers[order][1:] == pointers[order][:-1]
+    shared = np.zeros(len(tensors), np.bool_)
+    shared[order[1:]] = repeats
+    shared[order[:-1]] |= repeats
+    seen: dict[tuple[object, ...], int] = {}
+    for number in np.flatnonzero(shared & (pointers != 0)).tolist():
+        source = tensors[number]
+        reading = (source.dtype, source.shape, source.stride(), source.is_conj(), source.is_neg())
+        first[number] = seen.setdefault((int(pointers[number]), source.device, *reading), number)
+    return first
+
+
+# -- moving the bytes ----------------------------------------------------------------------------------------
+
+
+class Copier:
+    """Threads and device streams of one stager, and the guard of what it copies.
+
+    ``threads`` is by default this process's share of the cores it may run on, eight at most.
+    """
+
+    def __init__(self, guard: Guard, threads: int | None) -> None:
+        self.guard = guard
+        ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+        neighbours = max(1, int(ranks)) if ranks.isdecimal() else 1
+        cores = len(os.sched_getaffinity(0)) // neighbours
+        self.threads = max(1, min(_MAX_THREADS, cores)) if threads is None else threads
+        self.streams: dict[torch.device, torch.Stream] = {}
         self._helpers = ThreadPoolExecutor(max(1, self.threads - 1), thread_name_prefix="dcp-copy")
+        self._serial = 0
 
-    def copy(self, copies: HostCopies, rows: Int64) -> None:
-        """Copy the sources of these numbers; returns when they are there."""
-        shares = _shares(copies, rows, self.threads * _SHARES_PER_THREAD)
-        self._run([partial(_carry_out, copies, share) for share in shares])
+    def begin(self, slot: Slot, sources: LocalMemory) -> Copying:
+        """Look at the sources and make room; `Copying.run` copies, in this or in another thread.
 
-    def populate(self, arena: HostArena) -> None:
-        """Have the pages of an arena that is new, which the copy would get by a fault each."""
-        step = max(_SHARE_BYTES, arena.size_bytes // self.threads // _SHARES_PER_THREAD)
-        step -= step % PAGES_BYTES
-        self._run([partial(arena.populate, begin, step) for begin in range(0, arena.size_bytes, step)])
-        arena.is_new = False
+        Called by the thread that computes.
+        """
+        self._serial += 1
+        layout = slot.lay_out(sources)
+        return Copying(self, slot.arena, layout, sources, Samples.take(sources, self.guard, self._serial))
 
     def close(self) -> None:
         """End the threads; idempotent."""
         self._helpers.shutdown()
+        self.streams.clear()
 
-    def _run(self, tasks: Sequence[Callable[[], None]]) -> None:
+    def run(self, tasks: Sequence[Callable[[], object]]) -> None:
         """Do them all, each thread the next one when it has time for it; the first failure ends it.
 
         Nothing is under way any more when this returns, whatever happens.
@@ -106,7 +178,11 @@ class HostCopier:
 
         def work() -> None:
             try:
-                while task := _next(left):
+                while True:
+                    try:
+                        task = left.popleft()
+                    except IndexError:
+                        return
                     task()
             except BaseException:
                 left.clear()
@@ -121,100 +197,80 @@ class HostCopier:
             other.result()
 
 
-def _next(left: deque[Callable[[], None]]) -> Callable[[], None] | None:
-    try:
-        return left.popleft()
-    except IndexError:
-        return None
+class Copying:
+    """A copy that was begun; it keeps the sources until it is dropped, so that their memory is not handed out
+    again."""
 
-
-def _shares(copies: HostCopies, rows: Int64, most: int) -> list[_Share]:
-    """At most so many parts of about equal bytes; a large tensor may be cut."""
-    sizes = copies.sizes_bytes[rows]
-    total = int(sizes.sum())
-    parts = max(1, min(most, total // _SHARE_BYTES))
-    shares = [_Share() for _ in range(parts)]
-    ends = np.cumsum(sizes)
-    begins = ends - sizes
-    raw = copies.contiguous[rows] & (sizes >= _MEMMOVE_FROM_BYTES)
-    owners = np.minimum(begins * parts // max(total, 1), parts - 1)
-    one_byte = copies.itemsizes[rows] == 1
-    for part, share in enumerate(shares):
-        mine = ~raw & (owners == part)
-        share.tensors = rows[mine & ~one_byte].tolist()
-        share.bytes_each = rows[mine & one_byte].tolist()
-    bounds = [total * part // parts for part in range(parts + 1)]
-    for place in np.flatnonzero(raw).tolist():
-        row, begin, end = int(rows[place]), int(begins[place]), int(ends[place])
-        target, source = int(copies.target_pointers[row]), int(copies.pointers[row])
-        for part in range(int(owners[place]), parts):
-            first, last = max(begin, bounds[part]), min(end, bounds[part + 1])
-            if last > first:
-                shares[part].memory.append((target + first - begin, source + first - begin, last - first))
-            if last == end:
-                break
-    return shares
-
-
-def _carry_out(copies: HostCopies, share: _Share) -> None:
-    for target, source, size_bytes in share.memory:
-        _memmove(target, source, size_bytes)
-    _copy_tensors(copies, share.tensors, share.bytes_each, non_blocking=False)
-
-
-def _copy_tensors(
-    copies: HostCopies, rows: Sequence[int], bytes_each: Sequence[int], *, non_blocking: bool
-) -> None:
-    targets = [copies.targets[row] for row in rows]
-    sources = [copies.sources[row] for row in rows]
-    # As bytes where an element is one: of a bool torch would make 1 of any other value, and some types it
-    # cannot copy.
-    targets += [as_copied(copies.targets[row]) for row in bytes_each]
-    sources += [as_copied(copies.sources[row].detach()) for row in bytes_each]
-    if targets:
-        with torch.no_grad():
-            copy_tensors(targets, sources, non_blocking=non_blocking)
-
-
-class DeviceWork:
-    """Copies from accelerators, each on a stream of its own behind what was queued when this was made.
-
-    Make it in the thread that computes; `begin` may then run in another.
-    """
-
-    def __init__(self, devices: Iterable[torch.device]) -> None:
+    def __init__(
+        self, copier: Copier, arena: HostArena, layout: Layout, sources: LocalMemory, samples: Samples
+    ) -> None:
+        self.layout = layout
+        self._copier, self._arena, self._sources, self._samples = copier, arena, sources, samples
+        near = sources.is_plain.copy()
+        for row in np.flatnonzero(~near).tolist():
+            near[row] = sources.tensors[row].is_cpu
+        self._here = layout.copied[near[layout.copied]]
+        self._elsewhere = layout.copied[~near[layout.copied]].tolist()
+        # by device, when what was queued before this copy is done
         self._ready: dict[torch.device, torch.Event] = {}
-        for device in devices:
-            event = torch.Event(device=device)
-            event.record(torch.accelerator.current_stream(device))
-            self._ready[device] = event
+        for device in {sources.tensors[row].device for row in self._elsewhere}:
+            self._ready[device] = torch.Event(device=device)
+            self._ready[device].record(torch.accelerator.current_stream(device))
 
-    def begin(
-        self, copies: HostCopies, rows: Sequence[int], streams: dict[torch.device, torch.Stream]
-    ) -> Callable[[], None]:
-        """Queue the copies of ``rows``; the result waits until they are on the host, while kernels of other
-        streams run on.
+    def run(self) -> list[int]:
+        """Copy; returns the numbers of the sources whose copies are not what they were at the beginning."""
+        copier, arena = self._copier, self._arena
+        if arena.is_new:  # the copy would get each page by a fault
+            step = max(_TASK_BYTES, arena.size_bytes // copier.threads // 8) // PAGES_BYTES * PAGES_BYTES
+            copier.run([partial(arena.populate, begin, step) for begin in range(0, arena.size_bytes, step)])
+            arena.is_new = False
+        # begun first: the host's tensors are copied while the devices' are on their way
+        arrivals = [self._queue(device, ready) for device, ready in self._ready.items()]
+        try:
+            self.copy_host()
+        finally:
+            for arrival in arrivals:
+                arrival.synchronize()
+        return self._samples.differing(self.layout.memory)
 
-        ``streams`` keeps the streams from one staging to the next. The caller keeps the sources until then,
-        so that their memory is not handed out again.
-        """
-        waiting: list[torch.Event] = []
-        for device, ready in self._ready.items():
-            here = [row for row in rows if copies.sources[row].device == device]
-            bytes_each = [row for row in here if copies.itemsizes[row] == 1]
-            larger = [row for row in here if copies.itemsizes[row] != 1]
-            stream = streams.get(device)
-            if stream is None:
-                stream = streams[device] = torch.Stream(device=device)
-            stream.wait_event(ready)
-            with stream:
-                _copy_tensors(copies, larger, bytes_each, non_blocking=True)
-                finished = torch.Event(device=device)
-                finished.record(stream)
-            waiting.append(finished)
+    def copy_host(self) -> None:
+        """Copy the sources in host memory."""
+        rows, sources, targets = self._here, self._sources, self.layout.memory
+        sizes = self.layout.sizes_bytes[rows]
+        large = sources.is_plain[rows] & (sizes >= _MEMMOVE_FROM_BYTES)
+        tasks: list[Callable[[], object]] = []
+        for row in rows[large].tolist():
+            target, source = int(targets.pointers[row]), int(sources.pointers[row])
+            end = int(self.layout.sizes_bytes[row])
+            tasks += [
+                partial(_memmove, target + begin, source + begin, min(_TASK_BYTES, end - begin))
+                for begin in range(0, end, _TASK_BYTES)
+            ]
+        small, total = rows[~large], np.cumsum(sizes[~large])
+        cuts = np.searchsorted(total, np.arange(_TASK_BYTES, total[-1] if len(total) else 0, _TASK_BYTES))
+        tasks += [partial(self._copy_rows, part.tolist()) for part in np.split(small, cuts) if len(part)]
+        self._copier.run(tasks)
 
-        def arrive() -> None:
-            for finished in waiting:
-                finished.synchronize()
+    def _queue(self, device: torch.device, ready: torch.Event) -> torch.Event:
+        """Queue the copies from ``device`` on a stream of their own, behind ``ready``; kernels of other
+        streams run on. Returns what happens when they are on the host."""
+        streams = self._copier.streams
+        stream = streams.get(device)
+        if stream is None:
+            stream = streams[device] = torch.Stream(device=device)
+        stream.wait_event(ready)
+        with stream:
+            here = [row for row in self._elsewhere if self._sources.tensors[row].device == device]
+            self._copy_rows(here, non_blocking=True)
+            arrival = torch.Event(device=device)
+            arrival.record(stream)
+        return arrival
 
-        return arrive
+    def _copy_rows(self, rows: Sequence[int], *, non_blocking: bool = False) -> None:
+        targets, sources = self.layout.memory.tensors, self._sources.tensors
+        # As bytes where an element is one: of a bool torch would make 1 of any other value, and some types it
+        # cannot copy.
+        with torch.no_grad():
+            to = [as_copied(targets[row]) for row in rows]
+            of = [as_copied(sources[row]) for row in rows]
+            copy_tensors(to, of, non_blocking=non_blocking)

@@ -1,53 +1,60 @@
-"""The stager: state into host memory that is allocated once, so that training can go on."""
+"""Stagers: state into host memory that is allocated once, so that training can go on."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from torch.distributed.checkpoint.staging import BlockingAsyncStager as TorchBlockingAsyncStager
 from torch.distributed.checkpoint.staging import DefaultStager as TorchDefaultStager
 from torch.distributed.checkpoint.staging import StagingOptions
 
 from dcp.planners.rank_state import RankState
-from dcp.staging.copier import DictStaging, Memory, Slot, Staging, StateCopier
-from dcp.staging.gate import Gate
-from dcp.staging.guarding.guard import changed_error
-from dcp.staging.guarding.samples import Guard
-from dcp.staging.layout import SourceStructure
-from dcp.staging.memory.arena import HostArena
-from dcp.staging.pool import SlotPool
+from dcp.staging.arena import ArenaKind, HostArena
+from dcp.staging.copies import Copier, Copying, Slot
+from dcp.staging.guard import Guard, changed_error
 from dcp.staging.tree import StateTree
-from dcp.storage.errors import StagingError
+from dcp.storage.errors import OptionError, StagingError
 from dcp.storage.formats.index import Int64
+from dcp.storage.tensors import LocalMemory
 
-__all__ = ["DefaultStager", "StagedState"]
+__all__ = ["BlockingAsyncStager", "DefaultStager", "StagedState", "StagingTimeoutError"]
 
 _TIMEOUT_SECONDS = 1800.0
 
 
+class StagingTimeoutError(StagingError, TimeoutError):
+    """Staging waited longer than allowed, for a save that holds the memory or for other copies."""
+
+    def __str__(self) -> str:  # OSError would show errno and strerror
+        return Exception.__str__(self)
+
+
 @dataclass(frozen=True, eq=False)
 class StagedState:
-    """A rank's state, copied or being copied into an arena.
+    """A rank's part of a state, copied or being copied into an arena.
 
-    ``local`` is the state with views of the arena for its sources: on the CPU, contiguous, of the sources'
-    shapes and dtypes, the same view for ties. ``offsets`` are their places in the arena in bytes, multiples
-    of 64, by source. ``layout`` is equal for two states that have the same arena mapping, places, shapes and
-    dtypes; no other staging of this process has its number. ``done`` ends when the copies are complete and
-    were found to be true, with StagingError otherwise; ``seconds`` has "staging" from then on.
+    ``local`` is the part with views of the arena for its tensors: on the CPU, contiguous, of the same shapes
+    and dtypes, the same view for ties. ``offsets`` are their places in the arena in bytes, multiples of 64,
+    by source. ``layout`` is equal for two states that have the same arena mapping, places, shapes and dtypes;
+    no other staging of this process has its number. ``done`` ends when the copies are complete and were found
+    to be true, and gives ``local``, with StagingError otherwise; ``seconds`` has "staging" from then on.
     """
 
-    local: RankState
+    local: Any
     offsets: Int64
     arena: HostArena
     layout: int
-    done: Future[None] = field(default_factory=Future)
+    done: Future[Any] = field(default_factory=Future)
     seconds: dict[str, float] = field(default_factory=dict)
     _give_back: Callable[[], None] = field(default=lambda: None, repr=False)
 
@@ -83,82 +90,107 @@ class DefaultStager(TorchDefaultStager):
         # not torch's __init__, which takes threads and streams of its own, and refuses a machine without GPU
         self._config = config if config is not None else StagingOptions()
         self._process = process
-        self._copier = StateCopier(guard, threads)
-        self._gate = Gate()
-        self._pool = SlotPool(arenas)
-        self._arenas = arenas
-        self._turns: deque[Slot] = deque()
-        self._staged: Future[dict[str, Any]] | None = None
+        self._copier = Copier(guard, threads)
+        self._arenas = _Arenas(arenas)
+        self._turns: deque[StagedState] = deque()
         # where torch's stager works without an accelerator, callers expect the future that it gives them
         works_in_torch = torch.accelerator.is_available() or not self._config.use_non_blocking_copy
         self._asynchronous = self._config.use_async_staging and works_in_torch
         self._background: ThreadPoolExecutor | None = None
-        self._closed = False
 
     def stage_local(
         self,
-        local: RankState,
+        local: RankState | dict[str, Any],
         *,
         overlap: bool = False,
         shared: bool = False,
         timeout_seconds: float = _TIMEOUT_SECONDS,
     ) -> StagedState:
-        """Copy the sources of ``local`` into an arena; ``shared``: one that another process can map.
+        """Copy the tensors of ``local`` into an arena; ``shared``: one that another process can map.
 
         Returns when the copies are complete, or with ``overlap`` at once, and then the state must not change
         until ``done`` of the result is, or inside of `lock`. Waits for an arena that a former save still has,
         at most ``timeout_seconds`` (StagingTimeoutError). A copy that is not what the state was is the error
         of ``done``; StagingMemoryError is raised when the host has not the memory.
         """
-        begun = time.perf_counter()
-        memory = Memory.for_sources(
-            local.sources, shared=shared or self._process, pinned=self._config.use_pinned_memory
+        if isinstance(local, RankState):
+            memory, names = local.memory, partial(_fqns, local)
+            return self._copied(
+                memory, lambda views: replace(local, memory=views), names, overlap, shared, timeout_seconds
+            )
+        return self._stage_tree(StateTree(local), overlap, shared, timeout_seconds)
+
+    def _stage_tree(
+        self, tree: StateTree, overlap: bool, shared: bool = False, timeout_seconds: float = _TIMEOUT_SECONDS
+    ) -> StagedState:
+        memory = LocalMemory.of(tree.sources)
+        return self._copied(
+            memory, lambda views: tree.copied(views.tensors), tree.fqns, overlap, shared, timeout_seconds
         )
-        slot = self._pool.take(memory, timeout_seconds)
-        give_back = self._pool.giving_back(slot)
+
+    def _copied(
+        self,
+        memory: LocalMemory,
+        around: Callable[[LocalMemory], Any],
+        names: Callable[[Sequence[int]], list[str]],
+        overlap: bool,
+        shared: bool,
+        timeout_seconds: float,
+    ) -> StagedState:
+        """Copy ``memory``; ``around`` makes of the views what is staged, ``names`` are for an error."""
+        begun = time.perf_counter()
+        # page-locked for sources on a device
+        pinned = (
+            self._config.use_pinned_memory
+            and torch.accelerator.is_available()
+            and not all(tensor.is_cpu for tensor in memory.tensors)
+        )
+        kind: ArenaKind = "shared" if shared or self._process else "private"
+        slot = self._arenas.take(kind, pinned, timeout_seconds)
+        give_back = self._arenas.giving_back(slot)
         try:
-            self._gate.begin_copying(timeout_seconds)
+            self._arenas.begin_copying(timeout_seconds)
         except BaseException:
             give_back()
             raise
         try:
-            structure_of = partial(SourceStructure.of_columns, local.columns)
-            staging = self._copier.begin(slot, local.sources, structure_of)
-            layout = staging.layout
+            copying = self._copier.begin(slot, memory)
+            layout = copying.layout
             staged = StagedState(
-                replace(local, memory=layout.memory),
-                layout.offsets,
-                slot.arena,
-                layout.number,
-                _give_back=give_back,
+                around(layout.memory), layout.offsets, slot.arena, layout.number, _give_back=give_back
             )
+            finish = partial(self._finish, copying, staged, names, begun)
             if overlap:
-                self._behind().submit(self._finish, staging, staged, local, begun)
+                if self._background is None:
+                    self._background = ThreadPoolExecutor(1, thread_name_prefix="dcp-staging")
+                self._background.submit(finish)
         except BaseException:
-            self._gate.end_copying()
+            self._arenas.end_copying()
             give_back()
             raise
         if not overlap:
-            self._finish(staging, staged, local, begun)
+            finish()
         return staged
 
-    def _finish(self, staging: Staging, staged: StagedState, local: RankState, begun: float) -> None:
+    def _finish(
+        self, copying: Copying, staged: StagedState, names: Callable[[Sequence[int]], list[str]], begun: float
+    ) -> None:
         error: BaseException | None = None
         try:
-            wrong = staging.run()
+            wrong = copying.run()
             if wrong:
-                error = changed_error(_fqns(local, wrong))
+                error = changed_error(names(wrong))
         except BaseException as failure:  # noqa: BLE001 - the future's, whatever it is
             error = failure
         staged.seconds["staging"] = time.perf_counter() - begun
-        self._gate.end_copying()
+        self._arenas.end_copying()
         if error is None:
-            staged.done.set_result(None)
-        else:
-            staged.done.set_exception(error)
-            if not isinstance(error, Exception):
-                staged.release()
-                raise error  # an interrupt is the training thread's, which never sees the result
+            staged.done.set_result(staged.local)
+            return
+        staged.done.set_exception(error)
+        if not isinstance(error, Exception):
+            staged.release()
+            raise error  # an interrupt is the training thread's, which never sees the result
 
     def stage(self, state_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any] | Future[dict[str, Any]]:
         """A copy of ``state_dict`` on the CPU, by torch's protocol: the same structure, with DTensors and
@@ -169,39 +201,20 @@ class DefaultStager(TorchDefaultStager):
         what the state was. The result is valid until ``arenas`` further calls, which use its memory again.
         ``kwargs`` are for torch's signature; nothing reads them.
         """
-        if self._staged is not None:
-            wait([self._staged], _TIMEOUT_SECONDS)  # it may still copy to the memory that is next
-        self._gate.begin_copying(_TIMEOUT_SECONDS)
-        try:
-            tree = StateTree(state_dict)
-            staging = self._copier.stage(self._next_slot(tree), tree)
-            if self._asynchronous:
-                self._staged = self._behind().submit(self._finish_dict, staging)
-                return self._staged
-        except BaseException:
-            self._gate.end_copying()
-            raise
-        return self._finish_dict(staging)
+        # nobody says when a copy is not needed any more, so they take turns
+        if len(self._turns) == self._arenas.limit:
+            self._turns.popleft().release()
+        staged = self._stage_tree(StateTree(state_dict), self._asynchronous)
+        self._turns.append(staged)
+        if self._asynchronous:
+            return staged.done
+        copied: dict[str, Any] = staged.done.result()
+        return copied
 
     def synchronize_staging(self) -> None:
         """Wait for what `stage` has begun."""
-        if self._staged is not None:
-            self._staged.result(_TIMEOUT_SECONDS)
-
-    def _finish_dict(self, staging: DictStaging) -> dict[str, Any]:
-        try:
-            return staging.run()
-        finally:
-            self._gate.end_copying()
-
-    def _next_slot(self, tree: StateTree) -> Slot:
-        """Where `stage` copies to; nobody says when a copy is not needed any more, so they take turns."""
-        if self._closed:
-            raise StagingError("this stager is closed")
-        memory = Memory.for_sources(tree.sources, shared=False, pinned=self._config.use_pinned_memory)
-        slot = self._turns.popleft() if len(self._turns) == self._arenas else None
-        self._turns.append(Slot.of(slot, memory))
-        return self._turns[-1]
+        if self._turns:
+            self._turns[-1].done.result(_TIMEOUT_SECONDS)
 
     def lock(self, timeout_seconds: float = _TIMEOUT_SECONDS) -> AbstractContextManager[None]:
         """To be held while the state changes (around ``optimizer.step()``) where stagings overlap.
@@ -209,29 +222,173 @@ class DefaultStager(TorchDefaultStager):
         Entering waits for the staging under way, one that `stage_local` has begun before; a further one
         waits until the block is left. StagingTimeoutError after ``timeout_seconds``.
         """
-        return self._gate.changing(timeout_seconds)
+        return self._arenas.changing(timeout_seconds)
 
     def close(self) -> None:
         """Finish the copies under way, then let go of threads and memory; idempotent. Memory of saves that
         have not ended is kept until they release it."""
-        self._closed = True
         if self._background is not None:
             self._background.shutdown()
             self._background = None
         self._copier.close()
-        self._pool.close()
+        self._arenas.close()
         while self._turns:
-            self._turns.pop().close()
-
-    def _behind(self) -> ThreadPoolExecutor:
-        if self._background is None:
-            self._background = ThreadPoolExecutor(1, thread_name_prefix="dcp-staging")
-        return self._background
+            self._turns.pop().release()
 
 
-def _fqns(local: RankState, sources: list[int]) -> list[str]:
+class BlockingAsyncStager(TorchBlockingAsyncStager):
+    """Copies the state dict to the CPU before `stage` returns.
+
+    ``cache_staged_state_dict`` keeps the memory (with an accelerator page-locked) for the next copy, which
+    then overwrites this one. Otherwise each copy has memory of its own, which goes with its tensors.
+    ``type_check`` refuses values other than tensors, numbers, strings, bytes, dicts, lists, tuples.
+
+    A copy that is not what the state was when it was asked for is a StagingError.
+    """
+
+    def __init__(self, cache_staged_state_dict: bool = False, type_check: bool = False) -> None:
+        super().__init__(cache_staged_state_dict, type_check)
+        self._kept: DefaultStager | None = None
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A copy of ``state_dict`` on the CPU."""
+        kept = self.cache_staged_state_dict
+        tree = StateTree(state_dict, type_check=self.type_check)
+        stager = self._kept or DefaultStager(StagingOptions(kept, False, False, False))
+        staged = stager._stage_tree(tree, overlap=False)
+        staged.release()
+        if kept:
+            self._kept = stager
+        else:
+            stager.close()
+        copied: dict[str, Any] = staged.done.result()
+        if kept:
+            self.state_dict_cache = copied
+        return copied
+
+    def synchronize_staging(self) -> None:
+        """Nothing: `stage` has waited."""
+
+    def close(self) -> None:
+        """Let go of threads and kept memory; idempotent. Copies that were given out stay valid."""
+        self.state_dict_cache = None
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
+
+
+class _Arenas:
+    """The few arenas of a stager, each for one save at a time, and the gate between copies of the state and
+    its changes: any number of copies, or any number of changers, at a time.
+
+    Arenas are taken by one thread and given back by any.
+    """
+
+    def __init__(self, limit: int) -> None:
+        if limit < 1:
+            raise OptionError(f"a stager needs at least one arena, not {limit}")
+        self.limit = limit
+        self._changed = threading.Condition()
+        self._free: list[Slot] = []
+        self._taken = 0
+        self._closed = False
+        self._copying = 0
+        self._changers: list[int] = []
+
+    def take(self, kind: ArenaKind, page_locked: bool, timeout_seconds: float) -> Slot:
+        """An arena of that kind that nobody uses; the one given back last, since its views may fit.
+
+        Raises StagingTimeoutError when all are in use for so long.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._closed or self._taken < self.limit, timeout_seconds):
+                raise StagingTimeoutError(
+                    f"{self._taken} staged saves were not written within {timeout_seconds:g} s, and hold all "
+                    "host memory that this stager may use; wait for their futures, save less often, or "
+                    "give it more arenas",
+                    timeout_seconds=timeout_seconds,
+                )
+            if self._closed:
+                raise StagingError("this stager is closed")
+            slot = self._free.pop() if self._free else None
+            if slot is None or (slot.arena.kind, slot.arena.page_locked) != (kind, page_locked):
+                if slot is not None:
+                    slot.close()
+                slot = Slot(HostArena(kind, page_locked=page_locked))
+            self._taken += 1
+            return slot
+
+    def giving_back(self, slot: Slot) -> Callable[[], None]:
+        """Give ``slot`` back, once, however often it is called: the save that had it has ended."""
+        taken = [slot]
+
+        def once() -> None:
+            with self._changed:
+                if not taken:
+                    return
+                taken.clear()
+                self._taken -= 1
+                if self._closed:
+                    slot.close()
+                else:
+                    self._free.append(slot)
+                self._changed.notify_all()
+
+        return once
+
+    def begin_copying(self, timeout_seconds: float) -> None:
+        """Wait until nobody changes the state, and keep changers out until `end_copying`.
+
+        Raises StagingError in a thread that is a changer itself: it would wait for ever.
+        """
+        with self._changed:
+            if threading.get_ident() in self._changers:
+                raise StagingError(
+                    "a save was begun inside of lock() by the thread that holds it; begin it outside"
+                )
+            if not self._changed.wait_for(lambda: not self._changers, timeout_seconds):
+                raise StagingTimeoutError(
+                    f"lock() was held for {timeout_seconds:g} s, so that staging could not begin; hold it "
+                    "around optimizer.step() only",
+                    timeout_seconds=timeout_seconds,
+                )
+            self._copying += 1
+
+    def end_copying(self) -> None:
+        """The copies are there, or were given up; any thread may say so."""
+        with self._changed:
+            self._copying -= 1
+            self._changed.notify_all()
+
+    @contextmanager
+    def changing(self, timeout_seconds: float) -> Iterator[None]:
+        """Wait for stagings under way; the next ones wait until the block is left."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._copying, timeout_seconds):
+                raise StagingTimeoutError(
+                    f"a staging is not complete after {timeout_seconds:g} s, so the state must not change",
+                    timeout_seconds=timeout_seconds,
+                )
+            self._changers.append(threading.get_ident())
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._changers.remove(threading.get_ident())
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let go of the arenas; those in use follow when they are given back. Idempotent."""
+        with self._changed:
+            self._closed = True
+            for slot in self._free:
+                slot.close()
+            self._free.clear()
+            self._changed.notify_all()
+
+
+def _fqns(local: RankState, sources: Sequence[int]) -> list[str]:
     """Names of the tensors that lie in these sources."""
     columns = local.columns
-    wrong = set(sources)
-    pairs = zip(columns.item_sources.tolist(), columns.item_tensors.tolist(), strict=True)
-    return list(dict.fromkeys(columns.fqns[tensor] for source, tensor in pairs if source in wrong))
+    wrong = np.flatnonzero(np.isin(columns.item_sources, sources))
+    return [columns.fqns[tensor] for tensor in columns.item_tensors[wrong].tolist()]

@@ -1,4 +1,4 @@
-"""What retention, restores and merges have to know of each step."""
+"""Facts of a step that retention, restores and merges go by, and parts of a state, which may be dropped."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-__all__ = ["PARTIAL", "Health", "StepState", "partial_of"]
+__all__ = ["OPTIMIZER", "PARTIAL", "Health", "StepState", "partial_of", "patterns_of_part"]
 
 PARTIAL: Final = "partial"
 """The name in the user metadata under which a partial checkpoint says which entries it has."""
@@ -33,3 +33,13 @@ def partial_of(user: Mapping[str, Any]) -> tuple[str, ...]:
     """The entries of a partial checkpoint, by its user metadata; () of one that is the whole state."""
     names = user.get(PARTIAL)
     return tuple(map(str, names)) if isinstance(names, list | tuple) else ()
+
+
+OPTIMIZER: Final = ("optim*.state.*", "*.optim*.state.*", "optim*.param_groups*", "*.optim*.param_groups*")
+"""Names of what an optimizer keeps, as trainers call it: what is below ``state`` and ``param_groups`` under a
+key that begins with ``optim``. A weight that is called so has neither above it."""
+
+
+def patterns_of_part(name: str) -> tuple[str, ...]:
+    """Globs on the names of its entries; ``name`` is "optimizer", or such a glob itself."""
+    return OPTIMIZER if name == "optimizer" else (name,)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -19,16 +18,16 @@ from dcp.errors import (
     StorageError,
 )
 from dcp.ranks.failures import failure_of
+from dcp.staging import DefaultStager
 
 
 def through(value: Any) -> Any:
     """``value`` as the writer process gets it."""
-    packed = pickled_state.pack(value, "a value")
-    fd = pickled_state.write_tensors(packed)
-    try:
-        return pickled_state.unpack(packed.data, pickled_state.map_memory(fd, packed.size_bytes))
-    finally:
-        os.close(fd)
+    staged = DefaultStager(process=True).stage_local(value)
+    arena = staged.arena
+    data = pickled_state.pack(staged.done.result(240), "a value", arena)
+    assert arena.fd is not None
+    return pickled_state.unpack(data, pickled_state.map_memory(arena.fd, arena.size_bytes))
 
 
 def test_sharded_tensors_arrive_without_their_process_groups() -> None:

@@ -48,7 +48,7 @@ def saved(root: Path, url: str, steps: range, **options: Any) -> dcp.CheckpointM
 
 def test_a_catalog_that_is_away(tmp_path: Path, closed_port: int, caplog: pytest.LogCaptureFixture) -> None:
     """Saves and close succeed, one warning says so, the note stays, and the next manager sends it."""
-    with caplog.at_level(logging.WARNING, "dcp.manager.catalog.registration"):
+    with caplog.at_level(logging.WARNING, "dcp.manager.catalog"):
         manager = saved(tmp_path, f"http://127.0.0.1:{closed_port}", range(1, 3), close_seconds=0.5)
     assert manager.all_steps() == [1, 2]
     assert [body["step"] for body in spooled(tmp_path)] == [1, 2]
@@ -105,7 +105,7 @@ def test_it_is_tried_again_or_let_go(tmp_path: Path, caplog: pytest.LogCaptureFi
 
     with (
         scripted_service(answer) as service,
-        caplog.at_level(logging.WARNING, "dcp.manager.catalog.registration"),
+        caplog.at_level(logging.WARNING, "dcp.manager.catalog"),
     ):
         saved(tmp_path, service.url, range(1, 2))
         saved(tmp_path, service.url, range(2, 4))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import multiprocessing
 import os
@@ -13,7 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from typing import Any, BinaryIO
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from dcp.background.error_codec import error_to_data
 from dcp.background.process import pickled_state
 from dcp.background.process.rendezvous import Address, own_store
 from dcp.background.process.wire import Connection, Message
-from dcp.background.worker import FailedStaging, RefusedWriter
+from dcp.background.writers import RefusedWriter, Staged
 from dcp.engines import save_engine_again
 from dcp.planners.columns import SaveColumns
 from dcp.planners.rank_state import RankState
@@ -158,7 +158,7 @@ class WriterLoop:
             os.chdir(body["cwd"])
             order: SaveOrder = pickled_state.unpack(body["order"])
         except Exception as error:  # noqa: BLE001 - raised in the save's first step, on all ranks
-            order, payload = _refused(error, body), FailedStaging.because(error).done.result
+            order, payload = _refused(error, body), Staged.failed(error).done.result
         order = replace(order, options=replace(order.options, progress=self._progress(save)))
         ranks = self._meeting.ranks(order.options.timeout_seconds, save.abort)
         metadata, outcome = carry_out(order, payload, ranks, cache=self._cache)
@@ -312,7 +312,7 @@ class _TrainerMemory:
 
     def __init__(self) -> None:
         self._arenas: dict[int, torch.Tensor] = {}
-        self._layouts: dict[int, dict[int, LocalMemory]] = {}
+        self._layouts: dict[int, LocalMemory] = {}
         self._columns: tuple[SaveColumns, np.ndarray[Any, np.dtype[np.uint8]]] | None = None
 
     def payload(self, body: dict[str, Any], fds: list[int]) -> Callable[[], RankState | dict[str, Any]]:
@@ -321,7 +321,15 @@ class _TrainerMemory:
         Where that fails nothing is kept, so that no later save is mixed up with what an earlier one brought.
         """
         try:
-            self._take_in(body, fds)
+            for known in self._arenas.keys() - body.get("keep", self._arenas.keys()):
+                del self._arenas[known]
+                self._layouts.pop(known, None)
+            if "mapping" in body:
+                self._arenas[body["arena"]] = pickled_state.map_memory(fds[1], body["mapping"])
+            if "layout" in body:
+                self._layouts[body["arena"]] = _views(self._arenas[body["arena"]], body["layout"])
+            if "columns" in body:
+                self._columns = pickle.loads(body["columns"])
         except BaseException:
             self._arenas.clear()
             self._layouts.clear()
@@ -329,51 +337,31 @@ class _TrainerMemory:
             raise
         return lambda: self._state(body, fds)
 
-    def _take_in(self, body: dict[str, Any], fds: list[int]) -> None:
-        for arena in body.get("forget", ()):
-            self._arenas.pop(arena, None)
-            self._layouts.pop(arena, None)
-        if "arena" in body:
-            self._arenas[body["arena"]["key"]] = pickled_state.map_memory(fds[0], body["arena"]["size_bytes"])
-        if "layout" in body:
-            self._lay_out(body["layout"])
-        if "columns" in body:
-            self._columns = pickle.loads(body["columns"])
-
-    def _lay_out(self, layout: dict[str, Any]) -> None:
-        memory = self._arenas[layout["arena"]]
-        offsets = np.frombuffer(layout["offsets"], np.int64).tolist()
-        shapes = iter(np.frombuffer(layout["shapes"], np.int64).tolist())
-        views = [
-            pickled_state.tensor_view(
-                memory, offset, tuple(next(shapes) for _ in range(ndim)), torch_dtype(code)
-            )
-            for offset, ndim, code in zip(offsets, layout["ndims"], layout["dtype_codes"], strict=True)
-        ]
-        self._layouts[layout["arena"]] = {layout["key"]: LocalMemory.of(views)}
-
     def _state(self, body: dict[str, Any], fds: list[int]) -> RankState | dict[str, Any]:
         if "staging_error" in body:
             raise error_from_wire(body["staging_error"])
-        if "state_bytes" in body:
-            size_bytes = body["state_bytes"]
-            memory = pickled_state.map_memory(fds[0], size_bytes) if size_bytes else None
-            with _sent(body, "state", fds) as file:
-                packed = file.read()
-            state: dict[str, Any] = pickled_state.unpack(packed, memory)
-            return state
-        sources = self._layouts.get(body["source_arena"], {}).get(body["source_layout"])
-        if self._columns is None or sources is None:
-            raise WriterProcessError(
-                "what this save builds on was lost with the one before it; the next save brings all of it"
-            )
-        columns, replicated = self._columns
-        with _sent(body, "objects", fds) as file:
-            objects = pickle.load(file)
-        return RankState(columns, sources, objects, replicated)
+        arena, sources = self._arenas.get(body["arena"]), self._layouts.get(body["arena"])
+        with os.fdopen(fds[0], "rb", closefd=False) as file:
+            file.seek(0)
+            if arena is not None and not body["on_columns"]:
+                state: dict[str, Any] = pickled_state.unpack(file.read(), arena)
+                return state
+            if arena is not None and sources is not None and self._columns is not None:
+                columns, replicated = self._columns
+                return RankState(columns, sources, pickle.load(file), replicated)
+        raise WriterProcessError(
+            "what this save builds on was lost with the one before it; the next save brings all of it"
+        )
 
 
-def _sent(body: dict[str, Any], name: str, fds: list[int]) -> BinaryIO:
-    """The bytes called ``name``: of the message, or of the memory file that came with it."""
-    place = body.get(f"{name}_fd")
-    return io.BytesIO(body[name]) if place is None else pickled_state.read_file(fds[place])
+def _views(arena: torch.Tensor, layout: bytes) -> LocalMemory:
+    """The tensors of a layout: their places in ``arena``, dtypes and shapes."""
+    offsets, dtype_codes, shape_start, shape_values = pickle.loads(layout)
+    extents = shape_values.tolist()
+    shapes = [tuple(extents[begin:end]) for begin, end in pairwise(shape_start.tolist())]
+    return LocalMemory.of(
+        [
+            pickled_state.tensor_view(arena, offset, shape, torch_dtype(code))
+            for offset, shape, code in zip(offsets.tolist(), shapes, dtype_codes.tolist(), strict=True)
+        ]
+    )

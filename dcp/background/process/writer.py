@@ -8,6 +8,7 @@ own, how it ended on all ranks, and start all writers anew if one was lost.
 from __future__ import annotations
 
 import logging
+import pickle
 import threading
 import time
 from collections import deque
@@ -16,20 +17,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed import PrefixStore
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from dcp.background.error_codec import Ending, Verdict, error_to_data, verdict
 from dcp.background.future import SaveFuture, SaveOutcome
 from dcp.background.process.child import Child
 from dcp.background.process.rendezvous import meet, own_client
 from dcp.background.process.sending import Sender
-from dcp.background.results import end_future
-from dcp.background.worker import BackgroundWriter, Payload
+from dcp.background.writers import BackgroundWriter, Payload
 from dcp.progress import Progress
 from dcp.ranks.channel import Channel
 from dcp.ranks.collectives import Ranks
 from dcp.saving.engine import SaveOrder
 from dcp.saving.order import agreeing_seconds
-from dcp.storage.errors import CheckpointError, CollectiveTimeoutError, WriterProcessError
+from dcp.storage.errors import (
+    CheckpointConflictError,
+    CheckpointError,
+    CollectiveTimeoutError,
+    WriterProcessError,
+)
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.opening.folder import open_index
+from dcp.storage.torch_storage.metadata import LazyMetadata
 
 __all__ = ["ProcessWriter"]
 
@@ -81,12 +90,7 @@ class ProcessWriter(BackgroundWriter):
 
     # -- called by the trainer -------------------------------------------------------------------------------
 
-    def submit(
-        self,
-        order: SaveOrder,
-        payload: Payload,
-        future: SaveFuture,
-    ) -> None:
+    def submit(self, order: SaveOrder, payload: Payload, future: SaveFuture) -> None:
         """Send the save if its state is staged already, else as soon as it is."""
         save = _SentSave(order, payload, future)
         with self._changed:
@@ -146,12 +150,8 @@ class ProcessWriter(BackgroundWriter):
                 if not save.payload.done.done() or self._child is None or self._sender is None:
                     return
                 save.child, save.released = self._child, position == 0
-                self._sender.send(
-                    save.order,
-                    save.payload,
-                    go=save.released,
-                    place=save.future.checkpoint_id,
-                )
+                place = save.future.checkpoint_id
+                self._sender.send(save.order, save.payload, go=save.released, place=place)
                 if save.future.abort_event.is_set():
                     self._abort(save)
 
@@ -311,7 +311,7 @@ class ProcessWriter(BackgroundWriter):
                 self._replace_child()
             else:
                 self._let_next_go()
-        end_future(save.future, save.order, found, save.outcome, save.metadata, self._rank)
+        _end(save, found, self._rank)
         if restart:
             self._meet()
 
@@ -339,3 +339,49 @@ class ProcessWriter(BackgroundWriter):
                 save.future.set_exception(
                     WriterProcessError("the writer was closed before this save had ended; look at the id")
                 )
+
+
+def _end(save: _SentSave, found: Verdict, rank: int) -> None:
+    """End the future as all ranks found."""
+    error = found.error
+    if error is None:
+        try:
+            metadata = _metadata(save, found.save_id, rank)
+        except Exception as unknown:  # noqa: BLE001 - whatever it is, a caller waits for the future
+            error = WriterProcessError(
+                "the checkpoint is committed, but its metadata cannot be given: "
+                f"{type(unknown).__name__}: {unknown}",
+                committed=True,
+                rank=rank,
+            )
+            error.__cause__ = unknown
+        else:
+            save.future.outcome = save.outcome or SaveOutcome(found.save_id)
+            save.future.set_result(metadata)
+            return
+    save.future.set_exception(error)
+
+
+def _metadata(save: _SentSave, save_id: str, rank: int) -> Metadata:
+    writer = save.order.engine.storage
+    if writer is None:
+        if save.metadata is None:
+            raise WriterProcessError(
+                f"the writer process of rank {rank} died before it said what it is; read it from the storage"
+            )
+        sent: Metadata = pickle.loads(save.metadata)
+        return sent
+    store = writer.open_store(writer.path)
+    own_rank = None if save.order.options.use_collectives else rank
+
+    def index() -> CheckpointIndex:
+        found = open_index(store, rank=own_rank)
+        if found.provenance.get("save_id", save_id) != save_id:
+            raise CheckpointConflictError(
+                f"{store.url} holds another checkpoint than the one whose metadata is asked for: it was "
+                "replaced since; look at metadata before the next save to the same id",
+                path=store.url,
+            )
+        return found
+
+    return LazyMetadata.of(index, StorageMeta(checkpoint_id=writer.path, save_id=save_id))

@@ -194,7 +194,7 @@ def _retention(parts: list[str], last: int | None, every_steps: int | None) -> R
 def _find_parts(
     uri: str, retention: Retention, options: str | None, rules: int | None, *, tell: bool
 ) -> list[tuple[Store, tuple[Part, ...]]]:
-    from dcp.manager.cleanup.pruning import to_prune
+    from dcp.manager.cleanup.dropping import to_prune
     from dcp.storage.errors import OptionError
     from dcp.storage.formats.opening.folder import has_checkpoint
     from dcp.storage.stores.opening import OpenWith

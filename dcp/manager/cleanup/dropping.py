@@ -13,6 +13,7 @@ same save. Who reads the old files meanwhile finds one missing, and looks again.
 from __future__ import annotations
 
 import logging
+import re
 import time
 import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -27,8 +28,9 @@ import numpy.typing as npt
 from dcp.inspection.findings import VerifyReport
 from dcp.inspection.payload_checks import PayloadChecks
 from dcp.manager.cleanup.removal import is_left_aside, owner_of
-from dcp.manager.cleanup.retention import Part
+from dcp.manager.cleanup.retention import Part, Retention, plan
 from dcp.planners.load.selection import Selection
+from dcp.steps.folders import StepFolders
 from dcp.steps.notes import read_notes
 from dcp.storage import commit
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
@@ -44,11 +46,13 @@ from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.dropped import DroppedPart, dropped_from, noted_in, without
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64
 from dcp.storage.formats.native.format import DCP
-from dcp.storage.formats.opening.folder import MAX_TORCH_METADATA_BYTES, open_index
+from dcp.storage.formats.opening.folder import MAX_TORCH_METADATA_BYTES, has_checkpoint, open_index
 from dcp.storage.formats.torch.format import TORCH_DCP
+from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import FileInfo, Store
+from dcp.storage.stores.folders import ParentFolder, open_parent_folder
 
-__all__ = ["Drop", "drop_parts", "finish_drop", "plan_drop"]
+__all__ = ["Drop", "drop_parts", "finish_drop", "plan_drop", "steps_of", "to_prune"]
 
 logger = logging.getLogger(__name__)
 
@@ -404,3 +408,56 @@ def _verify(store: Store, index: CheckpointIndex, copied: Sequence[str]) -> None
             + "; ".join(found.message for found in report.faults[:3]),
             path=store.url,
         )
+
+
+# -- where to drop from --------------------------------------------------------------------------------------
+
+_NAME: Final = re.compile(r"(?P<before>.*?)(?P<step>[0-9]{1,18})")
+
+
+def to_prune(
+    uri: str, retention: Retention, *, open_store: OpenStore = open_store
+) -> list[tuple[Store, tuple[Part, ...]]]:
+    """What is to be dropped at ``uri``, oldest step first: of a checkpoint its parts, of a run those that
+    ``retention`` does not keep. Nothing is changed.
+
+    Raises OptionError for a run without rules, `CheckpointNotFoundError` where there is neither.
+    """
+    store = open_store(uri)
+    if has_checkpoint(store):
+        return [(store, retention.dropping)]
+    root = open_parent_folder(uri, open_store=open_store)
+    folders = steps_of(root)
+    states = folders.survey()
+    if not states:
+        raise CheckpointNotFoundError(
+            f"{store.url} is no checkpoint, and has none in folders that are called by their steps",
+            path=store.url,
+        )
+    planned = plan(retention, states, time.time())
+    return [(folders.store(step), parts) for step, parts in planned.drop.items()]
+
+
+def steps_of(root: ParentFolder) -> StepFolders:
+    """The steps of a run that anybody named: as most of its folders are called, before their number.
+
+    Raises OptionError where two ways to name them are as frequent.
+    """
+    found: dict[str, list[str]] = {}
+    for name in root.look():
+        match = _NAME.fullmatch(name)
+        if match is not None:
+            found.setdefault(match["before"], []).append(match["step"])
+    counts = sorted(((len(steps), before) for before, steps in found.items()), reverse=True)
+    if len(counts) > 1 and counts[0][0] == counts[1][0]:
+        names = ", ".join(f"{before}..." for _, before in counts)
+        raise OptionError(f"{root.url} has several runs, {names}: name the checkpoints themselves")
+    before = counts[0][1] if counts else "step-"
+    width = _width(found.get(before, ()))
+    return StepFolders(root, lambda step: f"{before}{step:0{width}d}")
+
+
+def _width(steps: Sequence[str]) -> int:
+    """Digits that all steps are filled up to; 1 where they are not."""
+    widths = {len(step) for step in steps}
+    return widths.pop() if len(widths) == 1 else 1

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple, Self, cast
 
-from dcp.steps.parts import patterns_of_part
-from dcp.steps.states import StepState
+from dcp.steps.states import StepState, patterns_of_part
 from dcp.storage.errors import OptionError
 from dcp.storage.near_names import close_to
 

@@ -11,17 +11,16 @@ import errno
 import mmap
 import os
 import weakref
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from dcp.staging.errors import StagingMemoryError
-from dcp.staging.memory.available import available_bytes
 from dcp.storage.errors import StagingError
 
-__all__ = ["PAGES_BYTES", "ArenaKind", "HostArena"]
+__all__ = ["PAGES_BYTES", "ArenaKind", "HostArena", "StagingMemoryError"]
 
-ArenaKind = Literal["private", "pinned", "shared"]
+ArenaKind = Literal["private", "shared"]
 
 PAGES_BYTES = 2 << 20
 """Sizes are multiples of a huge page."""
@@ -45,26 +44,27 @@ _Memory = ctypes.Array[ctypes.c_ubyte]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
+class StagingMemoryError(StagingError, MemoryError):
+    """The host has no memory of the kind asked for; ``needed_bytes`` and ``available_bytes`` say how much."""
+
+    available_bytes: int | None = None
+    needed_bytes: int | None = None
+
+
 class HostArena:
     """One host mapping that staged tensors are views of.
 
     ``private``: memory of this process, which forked children do not see. ``shared``: a memory file without a
     name, which other processes map through a duplicate of ``fd``; it is gone with the last of them, however
-    they end. ``pinned``: private, and page-locked for the accelerator.
+    they end. ``page_locked`` locks it for the accelerator (a ``shared`` one for CUDA alone).
 
-    ``page_locked`` page-locks a ``shared`` arena as well, where CUDA is there to do it. Not thread-safe; the
-    stager hands an arena to one save at a time.
+    Not thread-safe; the stager hands an arena to one save at a time.
     """
 
     def __init__(self, kind: ArenaKind = "private", *, page_locked: bool = False) -> None:
-        """Raises StagingError for ``pinned`` where no accelerator is."""
-        if kind == "pinned" and not torch.accelerator.is_available():
-            raise StagingError(
-                "pinned host memory needs an accelerator, and there is none; use kind='private'", kind=kind
-            )
         self.kind: ArenaKind = kind
         # never unasked: locking would make a CUDA context, in processes that have no other use for one
-        self.page_locked = kind == "pinned" or page_locked
+        self.page_locked = page_locked
         self.size_bytes = 0
         self.generation = 0
         self.is_new = False
@@ -75,12 +75,7 @@ class HostArena:
         if kind == "shared":
             self.fd = _memory_file()
             self._close_fd = weakref.finalize(self, _close, self.fd, os.getpid())
-        self._closed = False
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
+        self.closed = False
 
     def reserve(self, size_bytes: int) -> None:
         """Have at least ``size_bytes``; nothing happens while they are there already.
@@ -89,12 +84,15 @@ class HostArena:
         valid (for ``shared``, of the same memory). Raises StagingMemoryError when the memory is not to be
         had, and leaves the arena as it was.
         """
-        if self._closed:
+        if self.closed:
             raise StagingError("this arena is closed")
         if size_bytes <= self.size_bytes and self._memory is not None:
             return
         size = max(-(-size_bytes // PAGES_BYTES), 1) * PAGES_BYTES
-        self._require(size)
+        available = _available_bytes()
+        # the kernel would promise it, and kill the process when it is written
+        if available is not None and size - self.size_bytes > available:
+            raise _no_memory(self.kind, size)
         if self.kind != "shared":
             # dropped first, so that the old and the new pages are not there at once
             self._memory, self.size_bytes = None, 0
@@ -113,15 +111,13 @@ class HostArena:
         if _libc.madvise(self.address + offset, size_bytes, _MADV_POPULATE_WRITE):
             code = ctypes.get_errno()
             if code in (errno.ENOMEM, errno.EFAULT):
-                raise _no_memory(self.kind, self.size_bytes, available_bytes())
+                raise _no_memory(self.kind, self.size_bytes)
 
     @property
     def memory(self) -> _Memory:
         """The mapping as a buffer; whatever holds it keeps the mapping alive."""
         if self._memory is None:
-            raise StagingError(
-                "this arena is closed" if self._closed else "nothing is reserved in this arena"
-            )
+            raise StagingError("this arena is closed" if self.closed else "nothing is reserved in this arena")
         return self._memory
 
     @property
@@ -131,21 +127,15 @@ class HostArena:
 
     def close(self) -> None:
         """Let go of the memory and the descriptor; idempotent. Tensors that view it stay valid."""
-        self._closed = True
+        self.closed = True
         self._memory, self.size_bytes = None, 0
         if self._close_fd is not None:
             self._close_fd()
             self.fd = None
 
-    def _require(self, size_bytes: int) -> None:
-        """Refuse what cannot be had: the kernel would promise it, and kill the process when it is written."""
-        held = self.size_bytes
-        available = available_bytes()
-        if available is not None and size_bytes - held > available:
-            raise _no_memory(self.kind, size_bytes, available)
-
     def _mapped(self, size_bytes: int) -> _Memory:
-        if self.kind == "pinned" and not torch.cuda.is_available():
+        cuda = torch.cuda.is_available()
+        if self.fd is None and self.page_locked and not cuda:
             return _pinned(size_bytes)
         if self.fd is None:
             address = _map(size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
@@ -154,7 +144,7 @@ class HostArena:
         else:
             self._allocate(self.fd, size_bytes)
             address = _map(size_bytes, mmap.MAP_SHARED, self.fd)
-        lock = self.page_locked and torch.cuda.is_available()
+        lock = self.page_locked and cuda
         if lock:
             # Fewer pages to lock. Otherwise they gain nothing measurable, and the first copy waits for them.
             _libc.madvise(address, size_bytes, _MADV_HUGEPAGE)
@@ -166,7 +156,7 @@ class HostArena:
             os.posix_fallocate(fd, 0, size_bytes)
         except OSError as error:
             os.ftruncate(fd, self.size_bytes)
-            raise _no_memory(self.kind, size_bytes, available_bytes()) from error
+            raise _no_memory(self.kind, size_bytes) from error
 
 
 def _memory_file() -> int:
@@ -176,7 +166,8 @@ def _memory_file() -> int:
         raise StagingError(f"no memory file could be made to stage in: {error.strerror}") from error
 
 
-def _no_memory(kind: str, needed_bytes: int, available: int | None) -> StagingMemoryError:
+def _no_memory(kind: str, needed_bytes: int) -> StagingMemoryError:
+    available = _available_bytes()
     there = "" if available is None else f", {available / 2**30:.2f} GiB are available"
     return StagingMemoryError(
         f"staging needs {needed_bytes / 2**30:.2f} GiB of {kind} host memory{there}; "
@@ -190,7 +181,7 @@ def _map(size_bytes: int, flags: int, fd: int) -> int:
     address = _libc.mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
     if address is None or address == _MAP_FAILED:
         cause = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        raise _no_memory("mapped", size_bytes, available_bytes()) from cause
+        raise _no_memory("mapped", size_bytes) from cause
     return int(address)
 
 
@@ -215,7 +206,7 @@ def _page_lock(address: int, size_bytes: int) -> None:
             f"{size_bytes / 2**30:.2f} GiB of host memory could not be page-locked (CUDA error {status}); "
             "stage with StagingOptions(use_pinned_memory=False), or raise the limit of locked memory",
             needed_bytes=size_bytes,
-            available_bytes=available_bytes(),
+            available_bytes=_available_bytes(),
         )
 
 
@@ -245,3 +236,45 @@ def _pinned(size_bytes: int) -> _Memory:
     memory = (ctypes.c_ubyte * size_bytes).from_address(tensor.data_ptr())
     weakref.finalize(memory, lambda kept: None, tensor).atexit = False
     return memory
+
+
+# -- how much memory may still be taken ----------------------------------------------------------------------
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def _available_bytes() -> int | None:
+    """About how many bytes can be had before the system kills a process, by the machine and by its control
+    groups (version 2) up to the root, each of which may have a limit; None where it does not say."""
+    machine = _fields(Path("/proc/meminfo"))
+    known = []
+    if "MemAvailable:" in machine:
+        known.append((machine["MemAvailable:"] + machine.get("SwapFree:", 0)) * 1024)
+    path = next((line[3:] for line in _lines(Path("/proc/self/cgroup")) if line.startswith("0::")), None)
+    if path is not None:
+        group = _CGROUPS / path.strip("/")
+        known += [left for folder in (group, *group.parents) if (left := _left_in(folder)) is not None]
+    return min(known, default=None)
+
+
+def _left_in(group: Path) -> int | None:
+    """None for a group without a limit, and for what is no group."""
+    limit, used = (_lines(group / name) for name in ("memory.max", "memory.current"))
+    if not limit or not used or not limit[0].isdecimal():
+        return None
+    stat = _fields(group / "memory.stat")
+    # what files of the disk occupy is given back on demand
+    reclaimable = stat.get("inactive_file", 0) + stat.get("active_file", 0)
+    return max(0, int(limit[0]) - int(used[0]) + reclaimable)
+
+
+def _fields(path: Path) -> dict[str, int]:
+    words = [line.split() for line in _lines(path)]
+    return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdecimal()}
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

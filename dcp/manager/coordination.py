@@ -1,29 +1,36 @@
-"""What all ranks must decide alike, agreed on at each step without waiting for the stragglers of that step.
+"""Decisions at each step of the loop, alike on all ranks: whether to save, and whether to stop.
 
-A SIGTERM reaches one rank, clocks differ, and background saves end earlier on one rank than on another: a
-rank that acted on what it alone sees would leave the others in a collective. So each rank casts votes at each
-step in one small all-reduce, begun there and read at the next: by then every rank has cast its own, and all
-of them read the same at the same step.
+They are agreed on without waiting for the stragglers of that step. A SIGTERM reaches one rank, clocks differ,
+and background saves end earlier on one rank than on another: a rank that acted on what it alone sees would
+leave the others in a collective. So each rank casts votes at each step in one small all-reduce, begun there
+and read at the next: by then every rank has cast its own, and all of them read the same at the same step.
 """
 
 from __future__ import annotations
 
 import atexit
+import math
 import struct
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from dcp.manager.notices import Notices
 from dcp.ranks.channel import Channel
 from dcp.ranks.collectives import Ranks
 from dcp.storage.errors import CheckpointError, OptionError, PlanError
 
-__all__ = ["Agreement", "RankAgreement", "Refusal", "Votes"]
+__all__ = ["Reason", "StepCoordinator"]
+
+Reason = Literal["steps", "seconds", "first", "last", "call", "force", "stop"]
+"""Why a step is saved: its interval, its place in the run, no interval at all (every call saves), or because
+it was asked for."""
 
 _LEAVE_SECONDS = 5.0
 """How long `close` waits for the ranks that have not come to the last step yet."""
@@ -239,3 +246,183 @@ class RankAgreement(Agreement):
             time.sleep(_LEAVE_POLL_SECONDS)
         if self._work is not None and not self._work.is_completed():
             self._channel.keep_for_ever()
+
+
+class StepCoordinator:
+    """Which steps are due, the notices and the other ranks' wishes, brought together once a step.
+
+    With ``every_steps`` a step is due when it is a multiple of it, or when a multiple was passed since the
+    last save (a loop need not ask at each step). With ``every_seconds`` a step is due when the ranks agreed
+    that so much time has passed since the last save. Both: whichever comes first. Neither: every step that is
+    asked for. ``save_first``: the first step of a run that was not restored, too.
+
+    ``notices`` and ``channel`` (None for one rank) belong to this object. With ``exchanges`` the ranks
+    exchange their wishes at each step, or at each ``agree_every_steps``-th; without it the clock and signals
+    of one rank mean nothing.
+    """
+
+    def __init__(
+        self,
+        notices: Notices,
+        channel: Channel | None,
+        *,
+        every_steps: int | None,
+        every_seconds: float | None,
+        save_first: bool,
+        exchanges: bool,
+        agree_every_steps: int,
+        timeout_seconds: float,
+    ) -> None:
+        if every_steps is not None and every_steps < 1:
+            raise OptionError(f"every_steps must be at least 1, not {every_steps}")
+        if every_seconds is not None and not every_seconds > 0:
+            raise OptionError(f"every_seconds must be more than 0, not {every_seconds}")
+        self.notices = notices
+        self.stopping = False
+        self._every_steps = every_steps
+        # by one rank's clock for all
+        self._every_seconds = every_seconds if channel is None or channel.rank == 0 else None
+        self._saves_each = every_steps is None and every_seconds is None
+        self._may_save_first = save_first
+        self._exchanges = exchanges or channel is None
+        self._agreement = (
+            Agreement()
+            if channel is None
+            else RankAgreement(channel, timeout_seconds=timeout_seconds, every_steps=agree_every_steps)
+        )
+        self._since_seconds = time.monotonic()
+        self._step: int | None = None
+        self._first: int | None = None
+        self._saved: int | None = None
+        self._skipped: int | None = None
+        self._repeated: int | None = None
+        self._time_is_up = False
+        self._stop_wanted = False
+        self._stop_saved = False
+        # One that is dropped unclosed must not keep SIGTERM from ending the process.
+        self._finalizer = weakref.finalize(self, _let_go, notices, self._agreement)
+        self._finalizer.atexit = False
+
+    def begin(self, step: int, *, failed: bool, last: bool, force: bool) -> Votes:
+        """Begin ``step``, and tell the others if something ``failed`` here; returns what was agreed.
+
+        All ranks call it for the same steps; for one that has begun it does nothing. ``last`` and ``force``
+        as for `CheckpointManager.save`.
+        """
+        if step == self._step:
+            return Votes()
+        waited = time.monotonic() - self._since_seconds
+        wanted = Votes(
+            stop=(self.notices.received or self._stop_wanted) and not self.stopping,
+            time=self._every_seconds is not None and waited >= self._every_seconds,
+            failed=failed,
+        )
+
+        def saves(agreed: Votes) -> bool:
+            self._first = step if self._first is None else self._first
+            self._step, self._time_is_up = step, agreed.time
+            self.stopping = self.stopping or agreed.stop
+            return not agreed.failed and (force or self.reason(step, last=last) is not None)
+
+        if self._exchanges:
+            return self._agreement.exchange(step, wanted, saves)
+        saves(Votes())
+        return Votes()
+
+    def meet(self) -> None:
+        """Come together to restore: see `Agreement.meet`."""
+        if self._exchanges:
+            self._agreement.meet()
+
+    def refuse(self, error: Exception, *, saves: bool) -> bool:
+        """This rank refuses the step that it was called with, by ``error``; whether the others begin a save,
+        which then counts here, too. ``saves``: whether they do whatever the step is. See `Agreement.refuse`.
+        """
+        agreed, saved, is_known = self._agreement.refuse() if self._exchanges else Refusal(is_known=False)
+        self.stopping = self.stopping or agreed.stop
+        if self.stopping and not self._stop_saved and not agreed.failed:
+            self._agreement.fail(error)  # at the first of their `seconds_left`; the next step is the stop's
+            return False
+        if saved is not None:
+            self._first = saved if self._first is None else self._first
+            self._step = saved
+            self.saved(saved, "call")
+        return saved is not None or (not is_known and (saves or self._saves_each))
+
+    def reason(self, step: int, *, last: bool = False) -> Reason | None:
+        """Why ``step``, which was begun, has to be saved; None if it has not, or was already."""
+        if step == self._saved:
+            return "last" if last and step == self._skipped else None
+        if self.stopping and not self._stop_saved:
+            return "stop"
+        if last:
+            return "last"
+        if self._may_save_first and step == self._first:
+            return "first"
+        if self._saves_each:
+            return "call"
+        if self._every_steps is not None and self._passed_multiple(step, self._every_steps):
+            return "steps"
+        return "seconds" if self._time_is_up and step == self._step else None
+
+    def _passed_multiple(self, step: int, every: int) -> bool:
+        base = self._saved if self._saved is not None else self._first
+        if base is None or base == self._first == step or step < base:  # steps may begin anew
+            return step > 0 and step % every == 0
+        return step // every > base // every
+
+    def is_repeated(self, step: int) -> bool:
+        """Whether ``step`` was saved or restored already, and not left out on purpose; true once a step."""
+        if step != self._saved or step == self._skipped or step == self._repeated:
+            return False
+        self._repeated = step
+        return True
+
+    def saved(self, step: int, reason: Reason | None) -> None:
+        """``step`` is being saved: the intervals count from here."""
+        self._saved, self._skipped = step, None
+        self._since_seconds, self._time_is_up = time.monotonic(), False
+        self._stop_saved = self._stop_saved or reason == "stop"
+
+    def skipped(self, step: int) -> None:
+        """``step`` was left out on purpose, as if it had been saved; as the last one it still may be."""
+        self.saved(step, None)
+        self._skipped = step
+
+    def restored(self, step: int) -> None:
+        """The run goes on from ``step``."""
+        self.saved(step, None)
+        self._may_save_first = False
+
+    def any_rank(self, value: bool) -> bool:
+        """Whether ``value`` is true on any rank, now: waits for all of them."""
+        return self._agreement.any_rank(value)
+
+    def seconds_left(self, wanted_seconds: float) -> tuple[float, float]:
+        """How long there is until a deadline, infinite without one, and the most that a rank wants: the same
+        on all ranks, for whom it waits."""
+        if not self._exchanges:
+            return math.inf, wanted_seconds
+        self._agreement.any_rank(False)  # who comes late must not find that the others counted from earlier
+        left, wanted = self._agreement.least([self.notices.seconds_left(), -wanted_seconds])
+        return left, -wanted
+
+    def request_stop(self) -> None:
+        """As if SIGTERM had come."""
+        if not self._exchanges:
+            raise CheckpointError(
+                "request_stop() needs the ranks to agree at each step: make the manager with "
+                "handle_sigterm=True"
+            )
+        self._stop_wanted = True
+
+    def close(self, *, together: bool) -> None:
+        """Leave the other ranks; ``together``: they leave too. Idempotent."""
+        self._finalizer.detach()
+        self.notices.close()
+        self._agreement.close(wait=together)
+
+
+def _let_go(notices: Notices, agreement: Agreement) -> None:
+    notices.close()
+    agreement.close(wait=False)

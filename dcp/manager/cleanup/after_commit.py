@@ -1,0 +1,512 @@
+"""What follows a commit, behind the training loop: verification, its note, retention, deletions.
+
+On the coordinator only: one process of a run deletes. How one checkpoint is removed is in
+`dcp.manager.cleanup.removal`, how a part is dropped in `dropping`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from dcp.inspection.verification import verify_store
+from dcp.manager.cleanup import retention
+from dcp.manager.cleanup.dropping import drop_parts, finish_drop
+from dcp.manager.cleanup.other_runs import OtherRuns
+from dcp.manager.cleanup.removal import (
+    Removed,
+    finish_removal,
+    is_abandoned,
+    remove_abandoned,
+    remove_checkpoint,
+)
+from dcp.manager.cleanup.retention import Part, Retention
+from dcp.manager.events import Events
+from dcp.steps.folders import Commit, StepFolders, read_commit
+from dcp.steps.notes import Verified
+from dcp.storage.commit_names import METADATA_NAME, NOTES_NAME, is_commit_object
+from dcp.storage.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StorageError,
+)
+from dcp.storage.formats.index import UNKNOWN
+from dcp.storage.stores.base import Store
+
+__all__ = ["AfterCommit", "Check", "problem_of"]
+
+logger = logging.getLogger(__name__)
+
+Check = Literal["sizes", "full", "off"]
+"""How a committed checkpoint is verified: its files are there with the committed sizes; all of its bytes
+match their checksums; not at all."""
+
+_MAX_NOTED_CHARACTERS: Final = 1000
+_ATTEMPTS: Final = 5
+"""Of a deletion that fails; with a pause before the second, which doubles from one to the next."""
+_PAUSE_SECONDS: Final = 1.0
+_WAIT_SECONDS: Final = 60.0
+"""Of a save, for the deletion of its step, or of a part of it."""
+_ABANDONED_AFTER_SECONDS: Final = 86_400.0
+"""Age from which on data that no save committed is taken for abandoned."""
+
+
+def problem_of(store: Store, commit: Commit, check: Check) -> str | None:
+    """What is wrong with what is committed in ``store``; None if ``check`` finds nothing."""
+    index = commit.index
+    if index is None:
+        return str(commit.problem)
+    if check == "full":
+        found = verify_store(store).faults
+        for fault in found:
+            if fault.file == METADATA_NAME:  # stock torch's alone: dcp loads, and retention counts it
+                logger.warning("%s: %s", store.url, fault.message)
+        return "; ".join([one.message for one in found if one.file != METADATA_NAME][:8]) or None
+    sizes = {info.name: info.size_bytes for info in store.list()}
+    wrong = []
+    for name, size in zip(index.files, index.file_sizes.tolist(), strict=True):
+        if name not in sizes:
+            wrong.append(f"{name} is missing")
+        elif size not in (UNKNOWN, sizes[name]):
+            wrong.append(f"{name} has {sizes[name]} bytes, committed were {size}")
+    return "; ".join(wrong[:8]) or None
+
+
+_What = Literal["commit", "doubt", "checkpoint", "rest", "abandoned"]
+"""What is to be done about a step: look after its commit, look again at what a restore could not read, or
+delete it, the rest of an interrupted deletion, or data files that a save has abandoned."""
+
+
+@dataclass(eq=False, slots=True)
+class _Task:
+    step: int
+    what: _What
+    reason: str = ""
+    attempt: int = 0
+    due_seconds: float = 0.0
+
+    @property
+    def deletes(self) -> bool:
+        return self.what not in ("commit", "doubt")
+
+
+class AfterCommit:
+    """Looks after the checkpoints below ``folders``: one task after another, in a daemon thread that the
+    first one starts. It listens to saves.
+
+    ``on_damage`` is called from that thread with what is wrong with a checkpoint that has just been
+    committed. A deletion that fails is repeated a few times.
+    """
+
+    def __init__(
+        self,
+        folders: StepFolders,
+        keep: Retention | None,
+        check: Check,
+        events: Events,
+        *,
+        on_damage: Callable[[CorruptCheckpointError], None],
+    ) -> None:
+        self._folders = folders
+        self._keep = keep
+        self._check = check
+        self._events = events
+        self._on_damage = on_damage
+        self._others = OtherRuns(folders)
+        self._changed = threading.Condition()
+        self._tasks: list[_Task] = []
+        """In the order in which they came; one is there until it is done."""
+        self._changing: int | None = None
+        """The step that is being deleted, or dropped from: a save of it waits that long."""
+        self._unsettled: Counter[int] = Counter()
+        """Steps being saved or verified: retention must neither count nor delete them."""
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._given_up = False
+        self._begun = False
+        self._resumed = False
+        """Whether what an earlier process has begun to delete here is known."""
+        self._half_deleted: set[int] = set()
+        """Steps whose deletion has failed for good."""
+        self._synced = ""
+        """The newest save that was made durable here."""
+        self._warned: set[str] = set()
+        """Metrics of rules that could not be judged."""
+        self._settled: set[tuple[int, str]] = set()
+        """Steps and names of parts that they have not, or not in files of their own."""
+
+    # -- of saves --------------------------------------------------------------------------------------------
+
+    def saving(self, step: int) -> None:
+        """A save of ``step`` begins: a deletion there is over first, and what is left of it is done right
+        here. A checkpoint that is still whole stays: the commit replaces it, so that it is never missing."""
+        self._others.saving(step)
+        with self._changed:
+            self._unsettled[step] += 1
+            looks = not self._resumed or step in self._half_deleted or step in self.deleting()
+            is_free = self._changed.wait_for(lambda: self._changing != step, _WAIT_SECONDS)
+            if is_free:
+                self._tasks = [task for task in self._tasks if task.step != step or not task.deletes]
+                self._changed.notify_all()
+            self._settled = {one for one in self._settled if one[0] != step}
+            self._half_deleted.discard(step)
+        try:  # training waits for this: a look at this one step at the most
+            if not is_free:
+                raise StorageError(
+                    f"{self._folders.checkpoint_id(step)} is being deleted, still after {_WAIT_SECONDS:g} "
+                    "seconds: the storage hangs; save under another step, or when it works again",
+                    path=self._folders.checkpoint_id(step),
+                    op="delete",
+                )
+            if looks:
+                files = self._folders.root.look_into(self._folders.name(step), (NOTES_NAME,))
+                if NOTES_NAME in files and not any(map(is_commit_object, files)):
+                    self._remove(step, "rest")
+        except (CheckpointError, OSError) as error:  # what is left belongs to another commit: it cannot hurt
+            self._events.emit("delete_failed", step, error=error)
+
+    def ended(self, step: int, save_id: str | None) -> None:
+        """The save of ``step`` has committed: look after it in the background; or it failed."""
+        if save_id is None:
+            self._settle(step)
+            return
+        self._others.committed(step, save_id)
+        self._add(_Task(step, "commit"))
+
+    # -- of the user's ---------------------------------------------------------------------------------------
+
+    def delete(self, step: int) -> None:
+        """Delete the checkpoint of ``step`` in the background."""
+        if not self._delete_settled(step):
+            raise CheckpointError(
+                f"step {step} is being saved or verified, and cannot be deleted yet; wait() first", step=step
+            )
+
+    def deleting(self) -> list[int]:
+        """Steps that are to be deleted."""
+        with self._changed:
+            return sorted(task.step for task in self._tasks if task.deletes)
+
+    def doubt(self, step: int, error: CheckpointError) -> None:
+        """A restore could not read ``step``: see in the background whether it is damaged, and note that.
+
+        Until then retention neither counts nor deletes it. It is read again here, because what failed may be
+        one host's view of the storage, and a checkpoint that is noted as damaged may be deleted.
+        """
+        with self._changed:
+            self._unsettled[step] += 1
+        self._add(_Task(step, "doubt", str(error)))
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Until all that was committed is looked after, and all that had to go is deleted or given up; False
+        if it is not after ``timeout_seconds``."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._tasks, timeout_seconds)
+
+    def close(self, timeout_seconds: float) -> bool:
+        """As `wait`, with no pause between attempts, and nothing is begun after it; idempotent.
+
+        What is cut off leaves checkpoints that are whole or gone, and the next manager here finishes it.
+        """
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is threading.current_thread():
+            return True
+        done = self.wait(timeout_seconds)
+        with self._changed:
+            self._given_up = True
+            self._changed.notify_all()
+        if done and thread is not None:  # then it is about to end
+            thread.join(max(1.0, timeout_seconds))
+        return done
+
+    # -- the thread ------------------------------------------------------------------------------------------
+
+    def _add(self, task: _Task) -> None:
+        with self._changed:
+            if self._given_up:
+                logger.info("%s: closed; the next manager here goes on", self._folders.root.url)
+                return
+            if task.deletes and task.step in self.deleting():
+                return
+            self._tasks.append(task)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="dcp-after-commit", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while (task := self._next()) is not None:
+            again = False
+            try:
+                if task.what == "commit":
+                    self._look_after(task.step)
+                elif task.what == "doubt":
+                    self._look_again(task.step, task.reason)
+                else:
+                    again = self._delete(task)
+            except Exception as error:  # noqa: BLE001 - told; the next checkpoint is to be looked after
+                self._events.emit("verify_failed", task.step, error=error, damaged=False)
+            with self._changed:
+                self._changing = None
+                if again:
+                    task.due_seconds = time.monotonic() + _PAUSE_SECONDS * 2 ** (task.attempt - 1)
+                else:
+                    self._tasks.remove(task)
+                self._changed.notify_all()
+
+    def _next(self) -> _Task | None:
+        """Wait for what is due; None at the end."""
+        with self._changed:
+            while not self._given_up and (self._tasks or not self._closing):
+                now = time.monotonic()
+                task = next((each for each in self._tasks if self._closing or each.due_seconds <= now), None)
+                if task is not None:
+                    task.attempt += 1
+                    self._changing = task.step if task.deletes else None
+                    return task
+                due = min((each.due_seconds for each in self._tasks), default=None)
+                self._changed.wait(None if due is None else due - now)
+            return None
+
+    def _settle(self, step: int) -> None:
+        with self._changed:
+            self._unsettled[step] -= 1
+
+    def _unsettled_now(self) -> set[int]:
+        with self._changed:
+            return set(+self._unsettled)
+
+    # -- commits ---------------------------------------------------------------------------------------------
+
+    def _look_after(self, step: int) -> None:
+        if not self._begun:
+            self._begun = True
+            self._go_on_with_what_was_left()
+        try:
+            self._folders.forget(step)
+            if self._check != "off":
+                problem = self._verify(step, self._check)
+                if problem:
+                    url = self._folders.checkpoint_id(step)
+                    message = (
+                        f"{url} is damaged, right after it was committed: {problem}. It is not counted on"
+                    )
+                    self._on_damage(
+                        CorruptCheckpointError(f"{message}; look at the storage.", path=url, step=step)
+                    )
+        finally:
+            self._settle(step)
+        self._others.look(step, self._unsettled_now())
+        self._retain(step)
+
+    def _go_on_with_what_was_left(self) -> None:
+        """What an earlier process began here: deletions; saves that never committed; verifications that its
+        end cut off."""
+        try:
+            half_deleted = self._folders.half_deleted()
+            with self._changed:  # no save may begin in between: it takes a step back, or finds it clean
+                for step in half_deleted:
+                    if not self._unsettled[step]:
+                        self._add(_Task(step, "rest"))
+                self._resumed = True
+            self._find_abandoned()
+            drops = self._keep is not None and bool(self._keep.dropping)
+            for state in self._folders.survey(self._unsettled_now()) if drops else ():
+                if state.dropped and state.health == "good":
+                    self._others.dropping(state.step)
+                    finish_drop(self._folders.store(state.step))
+            if self._check != "off":
+                for step in sorted(set(self._folders.unverified()) - self._unsettled_now()):
+                    self._verify(step, self._check)
+        except CheckpointError as error:
+            logger.warning("%s: post-commit work goes on without it: %s", self._folders.root.url, error)
+
+    def _find_abandoned(self) -> None:
+        """Delete step folders whose saves have never committed. Only those whose newest data file, or empty
+        folder, is older than a day: a background writer may outlive its trainer, and commit yet."""
+        for step, files in self._folders.folders().items():
+            if any(map(is_commit_object, files)):
+                continue
+            store = self._folders.store(step)
+            if is_abandoned(store, store.list(), _ABANDONED_AFTER_SECONDS, time.time()):
+                self._add(_Task(step, "abandoned"))
+
+    def _look_again(self, step: int, reason: str) -> None:
+        """Verify a checkpoint that some rank could not read."""
+        try:
+            problem = self._verify(step, "full")
+        except CheckpointNotFoundError:
+            return
+        finally:
+            self._folders.forget(step)
+            self._settle(step)
+        if problem == "":
+            logger.warning(
+                "%s: a rank could not read it, but all of its bytes are right as this host sees them; it is "
+                "kept. See whether all hosts see the same storage. What that rank said: %s",
+                self._folders.checkpoint_id(step),
+                reason,
+            )
+
+    def _verify(self, step: int, check: Check) -> str | None:
+        """Verify, note and tell. Returns what is wrong, "" if nothing is, and None where another commit is
+        there by now, of which the files are."""
+        begun = time.monotonic()
+        store = self._folders.store(step)
+        commit = read_commit(store)
+        if commit is None:
+            raise CheckpointNotFoundError(
+                f"{store.url} was committed a moment ago and is gone: something else deletes here",
+                path=store.url,
+            )
+        problem = problem_of(store, commit, check)
+        if problem is not None:
+            present = read_commit(store)
+            if present is not None and present.versions != commit.versions:
+                return None
+        what = check if problem is None else " ".join(problem.split())[:_MAX_NOTED_CHARACTERS]
+        what = what.encode(errors="replace").decode()  # names of files need not be text
+        found = Verified(commit.save_id, time.time(), problem is None, what)
+        self._folders.update_notes(step, lambda notes: replace(notes, verified=found))
+        seconds = {"verify": time.monotonic() - begun}
+        if problem is None:
+            self._events.emit("verified", step, seconds=seconds, check=check)
+        else:
+            self._events.emit("verify_failed", step, seconds=seconds, error=problem, damaged=True)
+        return problem or ""
+
+    # -- what need not stay ----------------------------------------------------------------------------------
+
+    def _retain(self, saved: int) -> None:
+        """Delete what need not stay; not yet what has just been ``saved``, whatever its step."""
+        if self._keep is None:
+            return
+        # What is still being deleted, by the user's wish or ours, is as good as gone: counted, it would push
+        # out what is to stay.
+        states = self._folders.survey(self._unsettled_now() | set(self.deleting()))
+        plan = retention.plan(self._keep, states, time.time())
+        for metric in plan.unjudged.keys() - self._warned:
+            self._warned.add(metric)
+            logger.warning("%s: %s", self._folders.root.url, plan.unjudged[metric])
+        if (plan.delete or plan.drop) and not self._makes_durable(plan.newest):
+            return
+        for step in plan.delete:
+            if step != saved:
+                self._delete_settled(step)
+                continue
+            logger.warning(
+                "%s is kept only until the next save, because there are newer steps, up to %d: restore() "
+                "takes those. If this run has gone back, delete them",
+                self._folders.checkpoint_id(step),
+                states[-1].step,
+            )
+        for step, parts in plan.drop.items():
+            wanted = [part for part in parts if (step, part.name) not in self._settled]
+            if wanted and step != saved:
+                self._drop(step, wanted)
+
+    def _drop(self, step: int, parts: Sequence[Part]) -> None:
+        """Drop ``parts`` of a step that stays, unless a save of it has begun. What fails is tried again after
+        the next save."""
+        with self._changed:
+            if self._unsettled[step]:
+                return
+            self._changing = step
+        begun, names = time.monotonic(), ", ".join(part.name for part in parts)
+        self._others.dropping(step)
+        try:
+            found = drop_parts(self._folders.store(step), parts, time.time())
+            if found.outcome in ("absent", "shared"):
+                with self._changed:  # before a save of the step goes on, of which this says nothing
+                    self._settled |= {(step, part.name) for part in parts}
+        except (CheckpointError, OSError) as error:
+            self._events.emit("drop_failed", step, error=error, parts=names)
+            return
+        finally:
+            self._folders.forget(step)
+            with self._changed:
+                self._changing = None
+                self._changed.notify_all()
+        if found.outcome == "shared":
+            logger.warning(
+                "%s keeps its %s: it was saved without files of their own for these, so that only dcp prune "
+                "--rewrite frees their %d bytes",
+                found.url,
+                names,
+                found.shared_bytes,
+            )
+        elif found.outcome == "dropped":
+            seconds, freed = {"drop": time.monotonic() - begun}, found.freed_bytes
+            files = len(found.files)
+            self._events.emit("dropped", step, seconds=seconds, size_bytes=freed, files=files, parts=names)
+
+    def _makes_durable(self, newest: int | None) -> bool:
+        """What is to be counted on has to outlast a power cut before anything else goes; whether it does."""
+        if newest is None:
+            return True
+        try:
+            facts = self._folders.facts(newest)
+            if not facts.durable and self._synced != facts.save_id:
+                self._folders.store(newest).make_durable()
+                self._synced = facts.save_id
+        except CheckpointError as error:
+            logger.warning(
+                "%s: nothing is deleted, because the newest checkpoint could not be made durable: %s",
+                self._folders.checkpoint_id(newest),
+                error,
+            )
+            return False
+        return True
+
+    def _delete_settled(self, step: int) -> bool:
+        """Delete the checkpoint of ``step`` in the background, unless a save of it has begun."""
+        with self._changed:  # a save that begins now takes it back again
+            if not self._unsettled[step]:
+                self._add(_Task(step, "checkpoint"))
+            return not self._unsettled[step]
+
+    def _delete(self, task: _Task) -> bool:
+        """Delete, and tell; whether it is to be tried again."""
+        step, what, url = task.step, task.what, self._folders.checkpoint_id(task.step)
+        begun = time.monotonic()
+        try:
+            removed = self._remove(step, what)
+        except Exception as error:  # noqa: BLE001 - told; one folder must not stop the others
+            # anything but a failure of the storage would fail the same way again
+            is_passing = isinstance(error, CheckpointError | OSError)
+            again = is_passing and task.attempt < _ATTEMPTS and not self._closing
+            outlook = "it will be tried again" if again else "the next start of a manager here tries again"
+            logger.warning("%s could not be deleted: %s; %s", url, error, outlook)
+            if not again:
+                self._half_deleted.add(step)
+                seconds = {"delete": time.monotonic() - begun}
+                self._events.emit("delete_failed", step, seconds=seconds, error=error, what=what)
+            return again
+        if removed.outcome in ("pinned", "replaced"):
+            logger.info("%s is not deleted: it is %s", url, removed.outcome)
+        elif removed.outcome == "deleted" or task.attempt > 1:
+            seconds, files = {"delete": time.monotonic() - begun}, removed.files
+            size_bytes = removed.size_bytes
+            self._events.emit("deleted", step, seconds=seconds, size_bytes=size_bytes, files=files, what=what)
+        return False
+
+    def _remove(self, step: int, what: _What) -> Removed:
+        store = self._folders.store(step)
+        try:
+            if what == "abandoned":
+                return remove_abandoned(store, _ABANDONED_AFTER_SECONDS, time.time())
+            remove = remove_checkpoint if what == "checkpoint" else finish_removal
+            return remove(store, time.time())
+        finally:
+            self._folders.forget(step)

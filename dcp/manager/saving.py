@@ -1,0 +1,513 @@
+"""Saves of a manager, from the decision to the end: policies, in the loop or behind it, what comes after."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch.distributed as dist
+
+from dcp.background.future import SaveFuture, SaveOutcome
+from dcp.background.session import AsyncSession
+from dcp.background.writers import RefusedWriter
+from dcp.manager.contents import weights_of
+from dcp.manager.coordination import Reason, StepCoordinator
+from dcp.manager.events import EventKind, Events
+from dcp.saving.options import SaveOptions
+from dcp.state_dict_saver import AsyncCheckpointerType, save_with
+from dcp.steps.states import PARTIAL
+from dcp.storage.errors import CheckpointError, CollectiveTimeoutError, CorruptCheckpointError, PlanError
+from dcp.storage.torch_storage.writer import FileSystemWriter
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.checkpoint.planner import SavePlanner
+    from torch.distributed.checkpoint.staging import AsyncStager
+
+__all__ = [
+    "Mode",
+    "SaveExecutor",
+    "SaveLedger",
+    "SaveListener",
+    "SaveSettings",
+    "StepSaver",
+    "WhenBusy",
+    "check_group",
+    "save_executor",
+]
+
+logger = logging.getLogger(__name__)
+
+Mode = Literal["thread", "process", "sync"]
+WhenBusy = Literal["wait", "skip", "raise"]
+
+_HANG_SECONDS = 2.0
+"""How long after a deadline a save is waited for that was called off: the storage may not answer."""
+_CAUTION = 2.0
+"""A save may take so many times what the slowest of the last ones did."""
+_PATIENT: frozenset[Reason] = frozenset({"last", "force", "stop"})
+"""Saves that wait for the one before, whatever ``when_busy`` says."""
+_REMEMBERED = 3
+_PHASES = ("blocked", "save")
+"""What of a save follows each other: the copy of the state, and all from there to the commit."""
+
+
+# -- a step --------------------------------------------------------------------------------------------------
+
+
+class SaveListener(Protocol):
+    """What follows the saves of this rank."""
+
+    def saving(self, step: int) -> None:
+        """A save of ``step`` is about to begin; in the training thread, which waits."""
+
+    def ended(self, step: int, save_id: str | None) -> None:
+        """It has committed as ``save_id`` ("" where that is not known), or failed (None); in the thread that
+        carried it out."""
+
+
+@dataclass(frozen=True)
+class StepSaver:
+    """Begins steps and saves; all ranks do so alike. The parts are the manager's."""
+
+    coordinator: StepCoordinator
+    executor: SaveExecutor
+    ledger: SaveLedger
+    events: Events
+    listeners: Sequence[SaveListener]
+    when_busy: WhenBusy
+    timeout_seconds: float
+
+    def exchange(self, step: int, *, last: bool, force: bool = False) -> None:
+        """Once a step: exchange with the other ranks what to do; raise what failed, on all of them."""
+        was_stopping = self.coordinator.stopping
+        agreed = self.coordinator.begin(step, failed=self.ledger.has_failure, last=last, force=force)
+        if agreed.stop and not was_stopping:
+            self.events.emit("stop_requested", step)
+        if agreed.failed:
+            self.ledger.settle(self.timeout_seconds)
+            self.ledger.raise_failure(damage=True)
+            raise CheckpointError("a save failed on another rank, whose log and exception say why", step=step)
+
+    def begin_step(self, step: int, *, last: bool, force: bool) -> Reason | None:
+        """`exchange`, then why the step is saved; None if it is not, which is told of a repeated one."""
+        self.exchange(step, last=last, force=force)
+        reason = self.coordinator.reason(step, last=last)
+        if force and reason not in ("last", "stop"):  # that of a stop is waited for, forced or not
+            return "force"
+        if reason is None and self.coordinator.is_repeated(step) and not last:
+            logger.warning(
+                "%s: save() was called again for step %d, which is saved or was restored already: "
+                "nothing is done. Pass force=True to save it anew",
+                self.events.root,
+                step,
+            )
+        return reason
+
+    def may_begin(self, step: int, reason: Reason) -> bool:
+        """Deal with a save that is not finished, and with one that failed; the same on all ranks."""
+        impatient = self.when_busy != "wait" and reason not in _PATIENT
+        if impatient and self.coordinator.any_rank(bool(self.ledger.running())):
+            if self.when_busy == "raise":
+                raise CheckpointError(
+                    f"the save of step {step} came before the one before was finished, and "
+                    "when_busy='raise'; save less often, or let it wait or be skipped",
+                    step=step,
+                )
+            self.coordinator.skipped(step)
+            self.events.emit("save_skipped", step, reason=reason)
+            return False
+        # not beyond a deadline, when it is called off
+        left = max(0.0, self.coordinator.notices.seconds_left()) + _HANG_SECONDS
+        self.ledger.settle(min(self.timeout_seconds, left))
+        self.ledger.raise_failure(damage=False)
+        return True
+
+    def begin(
+        self,
+        step: int,
+        reason: Reason,
+        state_dict: dict[str, Any],
+        writer: FileSystemWriter,
+        user_metadata: Mapping[str, Any],
+        *,
+        overlap: bool = False,
+    ) -> SaveFuture:
+        """Save, behind the loop where the executor does."""
+        self.coordinator.saved(step, reason)
+        for listener in self.listeners:
+            listener.saving(step)
+        try:
+            future = self.executor.begin(state_dict, writer, user_metadata, overlap=overlap)
+        except BaseException:
+            for listener in self.listeners:
+                listener.ended(step, None)
+            raise
+        self.ledger.begun(step, future)
+        what = {"partial": ", ".join(user_metadata[PARTIAL])} if PARTIAL in user_metadata else {}
+        future.add_done_callback(partial(self._on_ended, step, {"reason": reason, **what}, future))
+        if self.executor.ends_at_once and reason != "stop":
+            self.ledger.raise_failure(damage=False)
+        return future
+
+    def begin_last(
+        self,
+        step: int,
+        state_dict: dict[str, Any],
+        prepare: Callable[[], tuple[FileSystemWriter, dict[str, Any]]],
+        weights: Sequence[str],
+        is_whole: Callable[[], bool],
+    ) -> SaveFuture | None:
+        """Save as the run stops, by writers and with metadata that ``prepare`` gives; it has ended when this
+        returns. None if the deadline of a notice has passed already.
+
+        Where the time may be too short for all of the state the entries ``weights`` are saved first, alone,
+        and then all over them. What a deadline finds under way is called off by `Notices`. ``is_whole``:
+        whether, by this rank's knowledge, the whole state of the step is committed already, which weights
+        must not replace.
+        """
+        left, expected = self.coordinator.seconds_left(self.ledger.expected_seconds)
+        if left <= 0:
+            self.coordinator.saved(step, "stop")
+            self.events.emit("save_cancelled", step, error="the deadline has passed", reason="stop")
+            return None
+        end, first = time.monotonic() + left, None
+        is_short = bool(weights) and left < _CAUTION * expected and not math.isinf(left)
+        if is_short and not self.coordinator.any_rank(is_whole()):
+            writer, described = prepare()
+            described = {**described, PARTIAL: list(weights)}
+            first = self.begin(step, "stop", weights_of(state_dict, weights), writer, described)
+            self._await_last(step, end)
+            if not first.done() or first.cancelled():  # the same on all ranks
+                return first
+        whole = self.begin(step, "stop", state_dict, *prepare())
+        self._await_last(step, end)
+        self.ledger.raise_failure(damage=False)
+        return first if first is not None and first.exception() is None and whole.cancelled() else whole
+
+    def _await_last(self, step: int, end: float) -> None:
+        if math.isinf(end):
+            self.ledger.settle(self.timeout_seconds)
+        elif not self.ledger.wait(max(0.0, end - time.monotonic()) + _HANG_SECONDS):
+            error = "the storage does not answer, and the deadline has come"
+            self.events.emit("save_cancelled", step, error=error, reason="stop")
+
+    @contextmanager
+    def refused_by_all(self, step: int, reason: Reason) -> Iterator[None]:
+        """For what a rank does before `begin`: an error there fails, on all ranks, the save of ``step``
+        that the others begin."""
+        try:
+            yield
+        except Exception as error:
+            if self.executor.refuse(error):
+                self.coordinator.saved(step, reason)  # as on the others
+            raise
+
+    @contextmanager
+    def step_refused_by_all(self, *, saves: bool) -> Iterator[None]:
+        """The same for what finds out which step it is. At a step without an exchange the others hear of
+        it only if they save whatever the step is, by the interval or because of the call (``saves``)."""
+        try:
+            yield
+        except Exception as error:
+            if self.coordinator.refuse(error, saves=saves):
+                self.executor.refuse(error)
+            raise
+
+    def _on_ended(self, step: int, what: dict[str, Any], future: SaveFuture, _: object) -> None:
+        """In the thread that carried out the save."""
+        error, outcome = future.exception(), future.outcome or SaveOutcome()
+        committed = error is None or (isinstance(error, CheckpointError) and error.committed)
+        try:
+            if not committed:
+                kind: EventKind = "save_cancelled" if future.cancelled() else "save_failed"
+                self.events.emit(kind, step, error=error, **what)
+            elif outcome.attempts > 1:
+                self.events.emit("save_retried", step, attempts=outcome.attempts)
+            if committed:
+                self.events.emit(
+                    "saved",
+                    step,
+                    seconds=outcome.seconds,
+                    size_bytes=outcome.staged_bytes,
+                    error=error,
+                    save_id=outcome.save_id,
+                    **what,
+                )
+            for listener in self.listeners:
+                listener.ended(step, outcome.save_id if committed else None)
+        finally:
+            self.ledger.ended(future, error)
+
+
+# -- the saves of a manager ----------------------------------------------------------------------------------
+
+
+class SaveLedger:
+    """Filled by the threads that carry out saves, asked by the training thread.
+
+    ``keep_failures``: the last failure is kept until it is raised; else only one that every save will hit,
+    and the others are counted.
+    """
+
+    def __init__(self, *, keep_failures: bool) -> None:
+        self._keep_failures = keep_failures
+        self._changed = threading.Condition()
+        self._running: dict[SaveFuture, int] = {}
+        self._failures = 0
+        self._closing = False
+        self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
+        self._failure: BaseException | None = None
+        self._untold: BaseException | None = None
+        self._has_committed = False
+        self._damage: CorruptCheckpointError | None = None
+
+    # -- written ---------------------------------------------------------------------------------------------
+
+    def begun(self, step: int, future: SaveFuture) -> None:
+        """The save of ``step`` is under way."""
+        with self._changed:
+            self._running[future] = step
+
+    def ended(self, future: SaveFuture, error: BaseException | None) -> None:
+        """It is not any more, and everything that follows at once has happened. One that was called off has
+        not failed, unless it was late when its manager closed."""
+        with self._changed:
+            if error is None and future.outcome is not None:
+                self._seconds.append(sum(future.outcome.seconds.get(name, 0.0) for name in _PHASES))
+            is_committed = error is None or (isinstance(error, CheckpointError) and error.committed)
+            self._has_committed |= is_committed
+            if error is not None and (self._closing or not future.cancelled()):
+                self._failures += not is_committed
+                self._untold = None if future.cancelled() else error
+                if self._keep_failures or _is_lasting(error):
+                    self._failure = error
+            self._running.pop(future, None)
+            self._changed.notify_all()
+
+    def closing(self) -> None:
+        """No save begins any more; those that are called off now took too long."""
+        self._closing = True
+
+    def damaged(self, error: CorruptCheckpointError) -> None:
+        """A committed checkpoint was found damaged, by this rank."""
+        with self._changed:
+            self._failures += 1
+            self._damage = error if self._keep_failures else None
+
+    # -- asked -----------------------------------------------------------------------------------------------
+
+    @property
+    def failures(self) -> int:
+        """Saves that failed, and checkpoints found damaged."""
+        with self._changed:
+            return self._failures
+
+    @property
+    def expected_seconds(self) -> float:
+        """How long a save may take, as the slowest of the last ones did; infinite where none has ended."""
+        with self._changed:
+            return max(self._seconds, default=math.inf)
+
+    @property
+    def has_failure(self) -> bool:
+        """Whether there is something that is still to be raised."""
+        with self._changed:
+            return self._failure is not None or self._damage is not None
+
+    def running(self) -> list[int]:
+        """Steps whose saves are under way."""
+        with self._changed:
+            return sorted(self._running.values())
+
+    def raise_failure(self, *, damage: bool) -> None:
+        """Raise what is kept, once.
+
+        All ranks see a save fail. ``damage``, which the coordinator alone sees, is raised only where the
+        others know of it.
+        """
+        with self._changed:
+            error, self._failure = self._failure, None
+            if damage:
+                found, self._damage = self._damage, None
+                error = error if error is not None else found
+            if error is not None:
+                self._untold = None
+        if error is not None:
+            raise error
+
+    def raise_unsaved(self) -> None:
+        """Raise CheckpointError where saves failed, the last of them was not raised, and none committed."""
+        with self._changed:
+            error, self._untold = self._untold, None
+        if error is not None and not self._has_committed:
+            raise CheckpointError(
+                f"nothing was saved: no save of this manager was committed, and {self._failures} failed, the "
+                f"last one by: {error}"
+            ) from error
+
+    def wait(self, timeout_seconds: float | None) -> bool:
+        """Whether no save is under way any more, within ``timeout_seconds``."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._running, timeout_seconds)
+
+    def settle(self, timeout_seconds: float) -> None:
+        """As `wait`. Raises CheckpointError where it is not so."""
+        if not self.wait(timeout_seconds):
+            steps = ", ".join(map(str, self.running()))
+            raise CheckpointError(
+                f"the save of step {steps} has not ended within {timeout_seconds:g} s: the storage hangs, or "
+                "timeout_seconds is too short for it"
+            )
+
+
+def _is_lasting(error: BaseException) -> bool:
+    """Whether the saves to come will fail as well: an entry cannot be saved as it is, or the ranks do not
+    come together any more."""
+    if isinstance(error, PlanError):
+        return bool(error.fqn or error.fqns or error.problems)
+    return isinstance(error, CollectiveTimeoutError)
+
+
+# -- in the loop, or behind it -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SaveSettings:
+    """What is the same for all saves of a manager."""
+
+    process_group: ProcessGroup | None = None
+    no_dist: bool = False
+    planner: SavePlanner | None = None
+    stager: AsyncStager | None = None
+    options: SaveOptions = field(default_factory=SaveOptions)
+
+
+class SaveExecutor:
+    """Saves in the training loop itself. ``ends_at_once``: a save has ended when `begin` returns.
+    ``resumed_from``: what the run goes on from, which the saves to come note."""
+
+    ends_at_once = True
+
+    def __init__(self, settings: SaveSettings) -> None:
+        self._settings = settings
+        self._current: SaveFuture | None = None
+        self.resumed_from: Mapping[str, Any] | None = None
+
+    def begin(
+        self, state_dict: dict[str, Any], writer: FileSystemWriter, user: Mapping[str, Any], *, overlap: bool
+    ) -> SaveFuture:
+        """Save ``state_dict`` by ``writer``, with the metadata of the ``user``; whatever fails is the
+        future's error, on all ranks alike."""
+        future = self._current = SaveFuture(writer.checkpoint_id)
+        settings, begun = self._settings, time.perf_counter()
+        try:
+            check_group(no_dist=settings.no_dist)
+            metadata, outcome = save_with(
+                state_dict,
+                self._options_of(user),
+                storage_writer=writer,
+                planner=settings.planner,
+                process_group=settings.process_group,
+                no_dist=settings.no_dist,
+                abort=future.abort_event,
+            )
+        except Exception as error:  # noqa: BLE001 - the future's, which the manager looks at
+            future.staging_completion.set_result(None)
+            future.set_exception(error)
+        else:
+            spent = time.perf_counter() - begun
+            future.outcome = replace(outcome, seconds=outcome.seconds | {"blocked": spent})
+            future.staging_completion.set_result(None)
+            future.set_result(metadata)
+        finally:
+            self._current = None
+        return future
+
+    def _options_of(self, user: Mapping[str, Any]) -> SaveOptions:
+        options, step = self._settings.options, user.get("step")
+        return replace(options, step=step, resumed_from=self.resumed_from, user_metadata=dict(user))
+
+    def refuse(self, error: Exception) -> bool:
+        """Fail the save that the other ranks begin with ``error``; False if there are none."""
+        if not self._settings.no_dist:
+            self.begin({}, RefusedWriter(error), {}, overlap=False)
+        return not self._settings.no_dist
+
+    def under_way(self) -> list[SaveFuture]:
+        """The saves that have not ended; from any thread."""
+        current = self._current
+        return [] if current is None else [current]
+
+    def lock(self) -> AbstractContextManager[None]:
+        """Hold off copies of the state."""
+        return nullcontext()
+
+    def close(self, timeout_seconds: float) -> None:
+        """Let the saves under way end; call off those that have not after ``timeout_seconds``."""
+
+
+class _BackgroundExecutor(SaveExecutor):
+    """Saves behind the loop, in a thread or a process of this manager's own."""
+
+    ends_at_once = False
+
+    def __init__(self, settings: SaveSettings, kind: AsyncCheckpointerType) -> None:
+        super().__init__(settings)
+        self._session = AsyncSession(
+            settings.process_group,
+            no_dist=settings.no_dist,
+            kind=kind,
+            stager=settings.stager,
+            timeout_seconds=settings.options.timeout_seconds,
+            start=kind is AsyncCheckpointerType.PROCESS,
+        )
+
+    def begin(
+        self, state_dict: dict[str, Any], writer: FileSystemWriter, user: Mapping[str, Any], *, overlap: bool
+    ) -> SaveFuture:
+        settings = self._settings
+        return self._session.save(
+            state_dict,
+            storage_writer=writer,
+            planner=settings.planner,
+            options=self._options_of(user),
+            overlap=overlap,
+        )
+
+    def refuse(self, error: Exception) -> bool:
+        self._session.refuse(error)
+        return self._session.world_size > 1
+
+    def under_way(self) -> list[SaveFuture]:
+        return self._session.under_way()
+
+    def lock(self) -> AbstractContextManager[None]:
+        return self._session.lock()
+
+    def close(self, timeout_seconds: float) -> None:
+        self._session.close(timeout_seconds)
+
+
+def check_group(*, no_dist: bool) -> None:
+    """Raise CheckpointError if the process group is gone, without which each rank would work alone."""
+    if not no_dist and not dist.is_initialized():
+        raise CheckpointError(
+            "the process group that this manager was made for has been destroyed; restore, and save in mode "
+            "'sync', before destroy_process_group()"
+        )
+
+
+def save_executor(mode: Mode, settings: SaveSettings) -> SaveExecutor:
+    """What carries out saves in ``mode``. Collective, except for "sync"."""
+    if mode == "sync":
+        return SaveExecutor(settings)
+    return _BackgroundExecutor(settings, AsyncCheckpointerType(mode))

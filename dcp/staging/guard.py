@@ -1,0 +1,327 @@
+"""The guard of staging: what was copied is what the state was when its copy was asked for.
+
+Samples of the sources are taken before they are copied, and compared with the copies after. So a state that
+changed meanwhile (another thread, an overlapped staging, device work in flight) and a copy that is an old one
+are found, and named.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from isal.isal_zlib import crc32
+
+from dcp.planners.flatten import flatten_state_dict
+from dcp.planners.layout.checkpointable import claim_of
+from dcp.planners.layout.local_tensor import SpecCache, flatten_sharded, is_tensor_like, local_tensor
+from dcp.storage.engine.memory import gather_small, view
+from dcp.storage.errors import PlanError, StagingError
+from dcp.storage.formats.index import Int64, itemsizes, starts
+from dcp.storage.near_names import listed
+from dcp.storage.tensors import LocalMemory, byte_pieces
+
+__all__ = ["Guard", "Samples", "StateSamples", "changed_error", "check_staged", "sample_state"]
+
+Guard = Literal["sampled", "full", "off"]
+
+_MAX_NAMED = 16
+_WORD_BYTES = 8
+_WORDS_IN_ALL = 24_000
+"""About as many words are spread over all tensors: a cache miss each."""
+_MIN_WORDS, _MAX_WORDS = 3, 16
+_WHOLE_ELEMENTS = 8
+"""Tensors of no more elements are looked at whole."""
+_BIT_PATTERNS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""Elements as bits, so that types which torch cannot gather are read as well."""
+_GOLDEN = 0.6180339887498949
+
+
+# -- samples of tensors at one moment ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Some bytes of each tensor at one moment, or a CRC of all of them, to compare copies with.
+
+    ``look`` reads tensors and gives a value for each of ``rows`` (tensor numbers); ``seen`` are those of the
+    sources. What is read of a device may still be on its way: nothing waits for it before `differing`.
+    """
+
+    rows: Int64
+    look: Callable[[LocalMemory], Callable[[], npt.NDArray[np.generic]]]
+    seen: Callable[[], npt.NDArray[np.generic]]
+
+    @classmethod
+    def take(cls, memory: LocalMemory, guard: Guard, serial: int = 0) -> Samples:
+        """Sample tensors (strided, of any device); ``serial`` moves the sampled places, so that the next save
+        looks elsewhere."""
+        if guard == "sampled":
+            words = _Words.over(memory, serial)
+            return cls(words.rows, words.look, words.look(memory))
+        rows = np.arange(len(memory.tensors) if guard == "full" else 0)
+        return cls(rows, _checksums, _checksums(memory))
+
+    def differing(self, copies: LocalMemory) -> list[int]:
+        """Numbers of the tensors whose copies are not what was seen; shapes and dtypes must be equal."""
+        if not len(self.rows):
+            return []
+        numbers: list[int] = np.unique(self.rows[self.seen() != self.look(copies)()]).tolist()
+        return numbers
+
+
+def _checksums(memory: LocalMemory) -> Callable[[], npt.NDArray[np.generic]]:
+    found = np.zeros(len(memory.tensors), np.uint32)
+    with torch.no_grad():
+        for row, tensor in enumerate(memory.tensors):
+            checksum = 0
+            for piece in byte_pieces(tensor):
+                checksum = crc32(piece, checksum)
+            found[row] = checksum
+    return lambda: found
+
+
+@dataclass(frozen=True, eq=False)
+class _Words:
+    """Some neighbouring elements, eight bytes where they are small, at regular steps in C order: by tensor,
+    ``counts`` words of ``lengths`` elements at ``begins``, ``begins + steps``, ...; and by word its tensor
+    (``rows``) and where it begins. Tensors of few elements are looked at whole."""
+
+    counts: Int64
+    lengths: Int64
+    begins: Int64
+    steps: Int64
+    itemsizes: Int64
+    rows: Int64
+    positions: Int64
+
+    @classmethod
+    def over(cls, memory: LocalMemory, serial: int) -> _Words:
+        """Words spread evenly over tensors, shifted by ``serial``."""
+        numels, count = memory.volumes, len(memory.tensors)
+        sizes = itemsizes(memory.dtype_codes)
+        for row in np.flatnonzero(sizes == 0).tolist():  # of a dtype that no checkpoint has
+            sizes[row] = memory.tensors[row].itemsize
+        most = int(np.clip(_WORDS_IN_ALL // max(1, count), _MIN_WORDS, _MAX_WORDS))
+        few = numels <= _WHOLE_ELEMENTS
+        lengths = np.where(few, 1, np.maximum(1, _WORD_BYTES // sizes))
+        counts = np.where(few, numels, np.minimum(most, numels // lengths))
+        steps = np.maximum(lengths, (numels - lengths) // np.maximum(counts, 1))
+        slack = numels - lengths - steps * (counts - 1)
+        begins = np.where(few, 0, (np.clip(slack, 0, steps) * (serial * _GOLDEN % 1.0)).astype(np.int64))
+        rows = np.repeat(np.arange(count), counts)
+        within = np.arange(len(rows)) - starts(counts)[:-1][rows]
+        return cls(counts, lengths, begins, steps, sizes, rows, begins[rows] + within * steps[rows])
+
+    def look(self, memory: LocalMemory) -> Callable[[], npt.NDArray[np.generic]]:
+        """Read the words, as numbers."""
+        words = np.zeros(len(self.rows), np.uint64)
+        widths = np.minimum(self.lengths * self.itemsizes, _WORD_BYTES)
+        addresses = memory.pointers[self.rows] + self.positions * self.itemsizes[self.rows]
+        for width in np.unique(widths).tolist():
+            chosen = np.flatnonzero((widths == width)[self.rows] & memory.is_plain[self.rows])
+            if len(chosen) and width == _WORD_BYTES:
+                base, last = int(addresses[chosen].min()), int(addresses[chosen].max())
+                # a word at every byte: this array is never read but where it is asked for
+                near = np.ndarray((last - base + 1,), np.uint64, view(base, last - base + 8), strides=(1,))
+                words[chosen] = near[addresses[chosen] - base]
+            elif len(chosen):
+                _bytes_of(words)[chosen, :width] = gather_small(addresses[chosen], width)
+        others: dict[tuple[torch.device, int, int], list[int]] = defaultdict(list)
+        for row in np.flatnonzero(~memory.is_plain & (self.counts > 0)).tolist():
+            kind = (memory.tensors[row].device, int(self.itemsizes[row]), int(self.lengths[row]))
+            others[kind].append(row)
+        arrivals = [self._gather(memory, rows, words) for rows in others.values()]
+
+        def finished() -> npt.NDArray[np.generic]:
+            while arrivals:
+                arrivals.pop()()
+            return words
+
+        return finished
+
+    def _gather(
+        self, memory: LocalMemory, rows: Sequence[int], words: npt.NDArray[np.uint64]
+    ) -> Callable[[], None]:
+        """Begin to bring the words of strided or device tensors (of one device and width) to the host, in one
+        transfer; the result waits for it and enters them in ``words``."""
+        with torch.no_grad():
+            joined = torch.cat([self._elements(memory.tensors[row], row) for row in rows])
+        first = starts(self.counts)
+        places = np.concatenate([np.arange(first[row], first[row + 1]) for row in rows])
+        host = joined.view(torch.uint8).view(len(places), -1)[:, :_WORD_BYTES].contiguous()
+        arrived = None
+        if not host.is_cpu:
+            here = torch.empty(host.shape, dtype=torch.uint8, device="cpu", pin_memory=True)
+            host = here.copy_(host, non_blocking=True)
+            arrived = torch.Event(device=joined.device)
+            arrived.record(torch.accelerator.current_stream(joined.device))
+
+        def enter() -> None:
+            if arrived is not None:
+                arrived.synchronize()
+            _bytes_of(words)[places, : host.shape[1]] = host.numpy()
+
+        return enter
+
+    def _elements(self, tensor: torch.Tensor, row: int) -> torch.Tensor:
+        """The elements of a tensor's words, one after the other, on its device."""
+        tensor = tensor.detach().resolve_conj().resolve_neg().view(_BIT_PATTERNS[tensor.itemsize])
+        count, length = int(self.counts[row]), int(self.lengths[row])
+        begin, step = int(self.begins[row]), int(self.steps[row])
+        if tensor.is_contiguous():
+            return tensor.as_strided((count, length), (step, 1), tensor.storage_offset() + begin).reshape(-1)
+        flat = begin + step * np.arange(count)[:, None] + np.arange(length)
+        index = np.unravel_index(flat.ravel(), tuple(tensor.shape))
+        return tensor[tuple(torch.from_numpy(part).to(tensor.device) for part in index)]
+
+
+def _bytes_of(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
+    return words.view(np.uint8).reshape(-1, _WORD_BYTES)
+
+
+# -- stagers of any kind -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class StateSamples:
+    """Samples of a state dict: the sources by name, a name for each of its parts."""
+
+    fqns: list[str]
+    memory: LocalMemory
+    samples: Samples
+
+
+def sample_state(state_dict: Mapping[str, Any], guard: Guard = "sampled") -> StateSamples:
+    """Look at the tensors of a state dict, before a stager of any kind is asked to copy it.
+
+    Tensors without strided memory of their own (sparse, quantized, of unknown subclasses) are passed over.
+    """
+    fqns, sources = _sources(state_dict)
+    memory = LocalMemory.of(sources)
+    return StateSamples(fqns, memory, Samples.take(memory, guard))
+
+
+def check_staged(
+    state_dict: Mapping[str, Any], staged_state_dict: Mapping[str, Any], samples: StateSamples
+) -> None:
+    """Raise StagingError unless the staged state dict is a true copy of what ``samples`` saw.
+
+    Every tensor of ``state_dict`` must be there, with its shape and dtype, in memory that no tensor of the
+    state has, and with the bytes that were seen.
+    """
+    by_name: dict[str, list[torch.Tensor]] = defaultdict(list)
+    for fqn, staged in zip(*_sources(staged_state_dict), strict=True):
+        by_name[fqn].append(staged)
+    copies: list[torch.Tensor] = []
+    problems: dict[str, str] = {}
+    for fqn, source in zip(samples.fqns, samples.memory.tensors, strict=True):
+        copy = by_name[fqn].pop(0) if by_name[fqn] else None
+        problem = _misfit(source, copy)
+        if problem:
+            problems.setdefault(fqn, problem)
+        copies.append(source if copy is None else copy)
+    if problems:
+        shown = "; ".join(f"{fqn!r} {problem}" for fqn, problem in list(problems.items())[:_MAX_NAMED])
+        raise _error(
+            problems,
+            f"{len(problems)} staged tensors do not fit the state: {shown}. The stager must keep the "
+            "structure that it was given",
+        )
+    shared = _sharing([*samples.memory.tensors, *_sources(state_dict)[1]], copies)
+    if shared:
+        names = dict.fromkeys(samples.fqns[number] for number in shared)
+        raise _error(
+            names,
+            f"{len(names)} staged tensors are in memory of the state itself: {_listed(names)}. The stager "
+            "must copy them, or what training writes next ends up in the checkpoint",
+        )
+    wrong = samples.samples.differing(LocalMemory.of(copies))
+    if wrong:
+        raise changed_error(samples.fqns[number] for number in wrong)
+
+
+def changed_error(fqns: Iterable[str]) -> StagingError:
+    """The copies of these tensors are not what the state was."""
+    names = dict.fromkeys(fqns)
+    return _error(
+        names,
+        f"the staged copies of {len(names)} tensors differ from the state to be saved: {_listed(names)}. "
+        "The state changed while it was copied, or an old copy was given; let nothing write to it before "
+        "staging_completion (or hold the stager's lock() around optimizer.step())",
+    )
+
+
+def _misfit(source: torch.Tensor, copy: torch.Tensor | None) -> str:
+    if copy is None:
+        return "is missing"
+    if copy.shape != source.shape or copy.dtype != source.dtype:
+        return (
+            f"is {copy.dtype} of shape {tuple(copy.shape)}, not {source.dtype} of shape {tuple(source.shape)}"
+        )
+    if claim_of(copy) != claim_of(source):
+        return "does not say which boxes it holds, as a CheckpointableTensor does"
+    return ""
+
+
+def _error(names: Iterable[str], message: str) -> StagingError:
+    every = list(names)
+    return StagingError(message, fqns=every[:_MAX_NAMED], count=len(every))
+
+
+def _listed(names: Iterable[str]) -> str:
+    return listed(list(names), most=_MAX_NAMED)
+
+
+def _sources(state_dict: Mapping[str, Any]) -> tuple[list[str], list[torch.Tensor]]:
+    """(names, plain local tensors) of all that can be looked at; a name comes once for each of its parts."""
+    cache: SpecCache = {}
+    found: list[tuple[str, torch.Tensor]] = []
+    for fqn, value in flatten_sharded(flatten_state_dict(state_dict)[0]).items():
+        if not is_tensor_like(value):
+            continue
+        try:
+            local = local_tensor(fqn, value, cache)
+        except PlanError:  # planners of others may know what to do with it
+            continue
+        # one local tensor may hold several boxes
+        parts = {id(source): source for source, _ in local.pieces} if local is not None else {}
+        found += [
+            (fqn, source)
+            for source in parts.values()
+            if source.layout == torch.strided and not source.is_meta and not source.is_quantized
+        ]
+    return [fqn for fqn, _ in found], [source for _, source in found]
+
+
+def _sharing(sources: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> list[int]:
+    """Numbers of the copies that overlap any source, on the same device."""
+    shared: list[int] = []
+    for device in {copy.device for copy in copies}:
+        numbers = np.array([number for number, copy in enumerate(copies) if copy.device == device])
+        begins, ends = _extents([source for source in sources if source.device == device])
+        order = np.argsort(begins)
+        # of all sources that begin before a copy ends, does one end after it begins?
+        furthest = np.maximum.accumulate(ends[order])
+        first, last = _extents([copies[number] for number in numbers.tolist()])
+        before = np.searchsorted(begins[order], last, side="left")
+        overlap = (before > 0) & (last > first)
+        overlap[overlap] = furthest[before[overlap] - 1] > first[overlap]
+        shared += numbers[overlap].tolist()
+    return sorted(shared)
+
+
+def _extents(tensors: Sequence[torch.Tensor]) -> tuple[Int64, Int64]:
+    """(first, last + 1) addresses that the elements of each tensor occupy."""
+    begins = np.fromiter(map(torch.Tensor.data_ptr, tensors), np.int64, len(tensors))
+    reaches = [
+        sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        for tensor in tensors
+    ]
+    sizes = [reach * t.itemsize if t.numel() else 0 for reach, t in zip(reaches, tensors, strict=True)]
+    return begins, begins + np.array(sizes, np.int64)
