@@ -14,8 +14,7 @@ from dcp.loading.load import ColumnLoad, LoadEngine
 from dcp.loading.planner import DefaultLoadPlanner
 from dcp.planners.load.options import LoadOptions
 from dcp.planners.save import planner as save_planner
-from dcp.planners.save.options import PlanOptions
-from dcp.planners.save.planner import DefaultSavePlanner
+from dcp.planners.save.planner import DefaultSavePlanner, PlanOptions
 from dcp.saving.columns import ColumnSaveEngine
 from dcp.saving.engine import SaveEngine
 from dcp.storage.errors import CheckpointError, OptionError

@@ -12,7 +12,7 @@ import torch
 
 from dcp.planners.columns import SaveColumns
 from dcp.planners.garbage_collection import garbage_collection_paused
-from dcp.planners.layout.shared_storage import item_ties
+from dcp.planners.layout.local import item_ties
 from dcp.planners.rank_state import RankState
 from dcp.planners.weight_maps.mapped_index import map_sources
 from dcp.planners.weight_maps.pieces import MappedTensor, Piece, check_mapped

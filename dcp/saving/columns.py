@@ -15,9 +15,8 @@ from dcp.planners.columns import SaveColumns
 from dcp.planners.digest import ReplicaCheck
 from dcp.planners.rank_state import RankState
 from dcp.planners.save.global_plan import GlobalSavePlan, plan_save
-from dcp.planners.save.options import PlanOptions
 from dcp.planners.save.plan_cache import PlanCache
-from dcp.planners.save.planner import DefaultSavePlanner
+from dcp.planners.save.planner import DefaultSavePlanner, PlanOptions
 from dcp.planners.wire.codec import (
     SectionCache,
     decode_save_columns,
@@ -27,11 +26,10 @@ from dcp.planners.wire.codec import (
 )
 from dcp.progress import reporting
 from dcp.ranks.collectives import Codec, Ranks
-from dcp.saving.engine import GivesPart, SaveAttempt, SaveEngine, SaveOrder
+from dcp.saving.engine import GivesPart, SaveAttempt, SaveEngine, SaveOrder, provenance_of
 from dcp.saving.feature import SaveFeature
 from dcp.saving.foreign_values import warn_of_foreign, warn_of_keys
 from dcp.saving.options import SaveOptions, compared_options
-from dcp.saving.provenance import provenance_of
 from dcp.storage.engine.observers import Observer
 from dcp.storage.engine.write_tables import WriteColumns, WriteOutcome, assemble_index
 from dcp.storage.errors import CheckpointError, PlanError, StorageError

@@ -13,10 +13,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from dcp.ranks.collectives import BYTES, Codec
 from dcp.ranks.handshake import begin, check_same_target
 from dcp.saving.options import SaveOptions
 from dcp.storage.errors import CheckpointError, SaveAbortedError
+from dcp.version import __version__
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
     from dcp.ranks.collectives import Ranks
     from dcp.storage.torch_storage.writer import FileSystemWriter
 
-__all__ = ["GivesPart", "RankPart", "SaveAttempt", "SaveEngine", "SaveOrder"]
+__all__ = ["GivesPart", "RankPart", "SaveAttempt", "SaveEngine", "SaveOrder", "provenance_of"]
 
 RankPart = Any
 """What a rank has, as the engine takes it: a `RankState`, or for torch's protocol the state dict."""
@@ -202,3 +205,15 @@ class SaveAttempt(ABC):
                 self._storage.discard()
             raise
         return b""
+
+
+def provenance_of(ranks: Ranks, options: SaveOptions) -> dict[str, Any]:
+    """Facts about the job that ``ranks`` belong to, for the manifest."""
+    facts = {
+        "world_size": ranks.world_size,
+        "torch_version": str(torch.__version__),
+        "dcphub_version": __version__,
+    }
+    if options.resumed_from is not None:
+        facts["resumed_from"] = dict(options.resumed_from)
+    return facts

@@ -14,7 +14,7 @@ from dcp.storage.formats.native.manifest import MAX_PLAIN_SECTION_BYTES
 from dcp.storage.formats.plain import encode_plain
 
 if TYPE_CHECKING:
-    from dcp.planners.save.options import PlanOptions
+    from dcp.planners.save.planner import PlanOptions
     from dcp.storage.torch_storage.writer import FileSystemWriter
 
 __all__ = ["SaveOptions", "compared_options"]

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from dcp.planners.save.options import PlanOptions
-from dcp.saving.engine import GivesPart, SaveAttempt, SaveEngine, SaveOrder
+from dcp.planners.save.planner import PlanOptions
+from dcp.saving.engine import GivesPart, SaveAttempt, SaveEngine, SaveOrder, provenance_of
 from dcp.saving.foreign_values import warn_of_foreign, warn_of_keys
 from dcp.saving.options import compared_options
-from dcp.saving.provenance import provenance_of
 from dcp.storage.errors import CheckpointError
 from dcp.storage.formats.opening.folder import open_index
 from dcp.storage.torch_storage.metadata import LazyMetadata

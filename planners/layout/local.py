@@ -7,6 +7,7 @@ So boxes are found once a form (`_Form`), and each tensor is asked only what tor
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -38,7 +39,7 @@ from dcp.storage.formats.index import Int64, itemsizes, starts
 from dcp.storage.tensors import LocalMemory
 from dcp.storage.torch_compat import local_part, spec_of
 
-__all__ = ["DTYPE_CODES", "collect_tensors"]
+__all__ = ["DTYPE_CODES", "collect_tensors", "item_ties"]
 
 DTYPE_CODES: Mapping[torch.dtype, int] = {
     getattr(torch, name): dtype.code for name, dtype in dtypes.BY_NAME.items() if hasattr(torch, name)
@@ -409,3 +410,24 @@ def collect_tensors(state_dict: Mapping[str, Any], *, purpose: Literal["save", "
     builder = _Builder(loading=purpose == "load")
     builder.add_all(state_dict)
     return builder.finish()
+
+
+def item_ties(local: RankState) -> Int64:
+    """``SaveColumns.item_ties`` of a rank's tensors: boxes with the same bytes at the same place in memory,
+    as tied weights have, become one record."""
+    columns, sources, pointers = local.columns, local.sources, local.memory.pointers
+    ties = np.full(len(columns.item_tensors), -1, np.int64)
+    _, inverse, counts = np.unique(pointers, return_inverse=True, return_counts=True)
+    shared = (counts[inverse] > 1) & (pointers != 0)
+    keys: dict[int, Any] = {}
+    for row in np.flatnonzero(shared[columns.item_sources]).tolist():
+        source = sources[columns.item_sources[row]]
+        box = slice(int(columns.box_start[row]), int(columns.box_start[row + 1]))
+        place = (columns.item_sizes[box].tobytes(), columns.item_local_offsets[box].tobytes())
+        keys[row] = (source.data_ptr(), source.device, source.dtype, source.shape, source.stride(), place)
+    repeated = {key for key, count in Counter(keys.values()).items() if count > 1}
+    numbers: dict[Any, int] = {}
+    for row, key in keys.items():
+        if key in repeated:
+            ties[row] = numbers.setdefault(key, len(numbers))
+    return ties

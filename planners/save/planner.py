@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -15,10 +15,9 @@ from dcp.planners.by_value import by_value
 from dcp.planners.digest import ReplicaCheck
 from dcp.planners.flatten import flatten
 from dcp.planners.garbage_collection import garbage_collection_paused
-from dcp.planners.layout.local import collect_tensors
+from dcp.planners.layout.local import collect_tensors, item_ties
 from dcp.planners.layout.local_tensor import flatten_sharded
 from dcp.planners.layout.lookup import BoxLookup
-from dcp.planners.layout.shared_storage import item_ties
 from dcp.planners.per_rank import current_rank
 from dcp.planners.rank_state import RankState
 from dcp.planners.save.global_plan import SPLIT_BYTES, plan_save
@@ -32,7 +31,7 @@ from dcp.planners.wire.torch_plans import (
 from dcp.storage.formats.container_notes import ContainerNote
 from dcp.storage.formats.index import Path
 
-__all__ = ["DefaultSavePlanner", "uses_columns"]
+__all__ = ["DefaultSavePlanner", "PlanOptions", "uses_columns"]
 
 
 class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
@@ -174,6 +173,20 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The value, or the view of the box, that ``index`` names; PlanError where this rank has none."""
         return self._lookup.find(self.state_dict, index, self._box_sizes.get(index))
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What of a `DefaultSavePlanner` decides on the global plan."""
+
+    dedup_to_lowest_rank: bool = False
+    split_bytes: int | None = None
+    replica_check: ReplicaCheck = "full"
+
+    @classmethod
+    def of(cls, planner: DefaultSavePlanner) -> PlanOptions:
+        """The options of ``planner``."""
+        return cls(planner.dedup_save_to_lowest_rank, planner.split_bytes, planner.replica_check)
 
 
 _COLUMNAR_STEPS = (
