@@ -87,13 +87,9 @@ class LoadEngine(ABC):
         self._has_given_back = False
 
     @abstractmethod
-    def plan(self, targets: GivenState, report: LoadReport) -> None:
-        """Find the checkpoint, and what of it goes where in ``targets``; errors are of all ranks alike, as in
-        each step."""
-
-    @abstractmethod
-    def read(self, report: LoadReport) -> None:
-        """Fill what was planned."""
+    def run(self, targets: GivenState, report: LoadReport) -> None:
+        """Find the checkpoint, plan what of it goes where in ``targets``, and fill that; errors are of all
+        ranks alike, as in each step."""
 
     def load(self, targets: GivenState, filled: set[str] | None = None) -> LoadReport:
         """Load into ``targets``; again where the checkpoint was replaced after its index was read.
@@ -136,8 +132,7 @@ class LoadEngine(ABC):
             )
             planner.begin_load(ranks.rank, ranks.world_size, attempt)
         try:
-            self.plan(targets, report)
-            self.read(report)
+            self.run(targets, report)
         except BaseException as error:
             if planner is not None:
                 filled |= planner.end_load() - targets.made
@@ -175,7 +170,7 @@ class LoadEngine(ABC):
         if not is_replaced and (attempts == _ATTEMPTS or not any(map(_is_stale, causes))):
             raise error
 
-    def plan_fitting(self, targets: GivenState, plan: Callable[[], object]) -> None:
+    def fit(self, targets: GivenState, plan: Callable[[], object]) -> None:
         """Call ``plan``, which asks ``targets`` for the state, until it succeeds or nothing else may fit."""
         while True:
             try:
@@ -213,57 +208,46 @@ class ColumnLoad(LoadEngine):
         self._reader = reader
         self._planner = planner
         self._targets = GivenState({})
+        self._report = LoadReport()
+        self._shared = b""
+        self._weights = options.map
         self._view: View | None = None
         self._planned: tuple[LoadPlan, LocalMemory] | None = None
 
-    def plan(self, targets: GivenState, report: LoadReport) -> None:
-        """Index, patterns, plan; what nobody takes."""
-        reader, ranks, weights = self._reader, self.ranks, self.options.map
-        self._targets, self._view, self._planned = targets, None, None
+    def run(self, targets: GivenState, report: LoadReport) -> None:
+        """Agree, index, patterns, plan, read, store: tensors, and only then the values that are none."""
+        ranks, reader, options = self.ranks, self._reader, self.options
+        self._targets, self._report, self._view, self._planned = targets, report, None, None
         begun = time.perf_counter()
         reader.reset()  # it may have served another load, before another save
-        places = begin(
-            ranks,
-            lambda: reader.place.url,
-            options=of_load(self.options, self._planner, reader),
-            kinds=targets.kinds,
-        )
-        shared = ranks.broadcast("index", self._read_index)
-        if shared:
-            check_same_checkpoint(ranks, places, lambda: self._fingerprint(shared, places))
-        if weights is not None:  # sizes may be told by the model's config.json, if it is beside the weights
+        told = of_load(options, self._planner, reader)
+        places = begin(ranks, lambda: reader.place.url, options=told, kinds=targets.kinds)
+        self._shared = ranks.broadcast("index", self._read_index)
+        if self._shared:
+            check_same_checkpoint(ranks, places, lambda: self._fingerprint(places))
+        if options.map is not None:  # a config.json beside the weights has sizes
             config = ranks.broadcast("weight map", lambda: json.dumps(model_config(reader.store)).encode())
-            weights = weights.beside(json.loads(config))
+            self._weights = options.map.beside(json.loads(config))
         report.seconds["index"] = time.perf_counter() - begun
+        if options.only is not None or options.exclude is not None:
+            ranks.reduce_alike("select", self._select, _agree_on_patterns)
+        self.fit(targets, lambda: ranks.reduce_alike("plan", self._plan, self._check_left))
+        have_objects = ranks.all_gather("read", self._read)
+        if reader.may_be_mixed:
+            ranks.broadcast("compare", self._compare)
+        ranks.all_gather("store", lambda: self._store(alone=not any(have_objects)))
 
-        def view() -> View:
-            if self._view is None:
-                if shared and not ranks.is_coordinator:
-                    reader.use_index(decode_manifest(shared))
-                self._view = view_of(reader.read_index(own_rank=ranks.rank), weights)
-                self._set_up(self._view.index)
-            return self._view
+    def fit(self, targets: GivenState, plan: Callable[[], object]) -> None:
+        """As `LoadEngine.fit`; objects are asked for their state again."""
 
-        if self.options.only is not None or self.options.exclude is not None:
-            ranks.reduce_alike("select", lambda: self._select(view()), _agree_on_patterns)
-
-        def plan() -> None:
+        def anew() -> None:
             try:
-                ranks.reduce_alike(
-                    "plan", lambda: self._plan(view(), report, is_shared=bool(shared)), self._check_left
-                )
+                plan()
             except CheckpointError:
                 self._view = None
                 raise
 
-        self.plan_fitting(targets, plan)
-
-    def read(self, report: LoadReport) -> None:
-        """Tensors, and only then the values that are none."""
-        have_objects = self.ranks.all_gather("read", lambda: self._read(report))
-        if self._reader.may_be_mixed:
-            self.ranks.broadcast("compare", self._compare)
-        self.ranks.all_gather("store", lambda: self._store(alone=not any(have_objects)))
+        super().fit(targets, anew)
 
     def _read_index(self) -> bytes:
         """One commit for all ranks: an overwrite while they start must not give them two.
@@ -283,44 +267,52 @@ class ColumnLoad(LoadEngine):
         index = reader.read_index()
         return b"" if alone else encode_manifest(index)
 
-    def _fingerprint(self, shared: bytes, places: Sequence[str]) -> bytes:
+    def _fingerprint(self, places: Sequence[str]) -> bytes:
         """The fingerprint of the checkpoint at this rank's place; what the coordinator read there is not read
         again."""
-        ranks = self.ranks
+        ranks, shared = self.ranks, self._shared
         if places[ranks.rank] != places[ranks.coordinator]:
             with near_places_told(self._reader.path, self._reader.open_store):
                 shared = encode_manifest(index_at(self._reader.place))
         return blake2b(shared).digest()
 
-    def _set_up(self, index: CheckpointIndex) -> None:
-        """Set up the planner: once, because it asks objects for their state."""
-        values, rank = index.objects.position, self.ranks.rank
+    def _set_up(self) -> CheckpointIndex:
+        """The index as it is shown, with the planner set up for it: once, because objects are asked for their
+        state."""
+        if self._view is not None:
+            return self._view.index
+        reader, ranks = self._reader, self.ranks
+        if self._shared and not ranks.is_coordinator:
+            reader.use_index(decode_manifest(self._shared))
+        view = view_of(reader.read_index(own_rank=ranks.rank), self._weights)
+        index, values = view.index, view.index.objects.position
         names = ChainMap(*cast("list[dict[str, int]]", [index.position, values]))
-        state = self._targets.state(
-            Stored(names, values, lambda: index, rank, lambda: keys_with_empty(index))
+        stored = Stored(names, values, lambda: index, ranks.rank, lambda: keys_with_empty(index))
+        self._planner.set_up_planner(
+            self._targets.state(stored), LazyMetadata.of(lambda: index), ranks.is_coordinator
         )
-        self._planner.set_up_planner(state, LazyMetadata.of(lambda: index), self.ranks.is_coordinator)
+        self._view = view
+        return index
 
-    def _select(self, view: View) -> bytes:
-        call = self._planner.call
-        call.choose(view.index)
+    def _select(self) -> bytes:
+        index, call = self._set_up(), self._planner.call
+        call.choose(index)
         return bytes(msgpack.packb(dataclasses.astuple(call.matches) if call.matches is not None else None))
 
-    def _plan(self, view: View, report: LoadReport, *, is_shared: bool) -> bytes:
+    def _plan(self) -> bytes:
         """Plan, and tell what nobody has a place for, if nobody else has (`check_left`)."""
         begun = time.perf_counter()
-        call, index = self._planner.call, view.index
+        index, call, report = self._set_up(), self._planner.call, self._report
         plan, _, memory = call.plan(index)
         self._planned = plan, memory
         report.note_plan(call)
         report.note_source(index)
         report.seconds["plan"] = time.perf_counter() - begun
-        unexpected = call.unexpected
-        if self.options.unexpected == "ignore" or not unexpected:
+        if self.options.unexpected == "ignore" or not call.unexpected or self._view is None:
             return b""
         names = _names(index)
-        left = pack_left(names, unexpected, [*call.lost, *view.lost(unexpected)])
-        if is_shared or self.ranks.world_size == 1:
+        left = pack_left(names, call.unexpected, [*call.lost, *self._view.lost(call.unexpected)])
+        if self._shared or self.ranks.world_size == 1:
             return left
         check_left(names, [left])  # an index of this rank alone
         return b""
@@ -330,7 +322,7 @@ class ColumnLoad(LoadEngine):
             check_left(_names(self._view.index), left, self._view.unmapped)
         return b""
 
-    def _read(self, report: LoadReport) -> bytes:
+    def _read(self) -> bytes:
         if self._planned is None or self._view is None:
             raise PlanError("a load was not planned")
         reader, call, index = self._reader, self._planner.call, self._view.index
@@ -348,8 +340,8 @@ class ColumnLoad(LoadEngine):
             _read_values(call, reader, engine, plan)
             for session in call.sessions:
                 session.loaded(whole_reader(call, reader, engine))
-        report.note_reading(stats)
-        report.seconds["read"] = time.perf_counter() - begun
+        self._report.note_reading(stats)
+        self._report.seconds["read"] = time.perf_counter() - begun
         return b"\x01" if self._targets.has_objects else b""
 
     def _compare(self) -> bytes:

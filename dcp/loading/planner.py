@@ -103,13 +103,15 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         is_coordinator: bool = False,
     ) -> None:
         """Take the state dict to load into; tensors on the meta device are replaced in it by real ones."""
-        attempt = self._attempt
+        attempt, world_size = self._attempt, self.world_size
+        if world_size is None:
+            world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         self._call = call = LoadCall(
             state_dict,
             attempt,
             attempt.options.over(self),
             current_rank() if self.rank is None else self.rank,
-            _current_world_size() if self.world_size is None else self.world_size,
+            world_size,
             flattens=self.flatten_state_dict,
             flattens_sharded=self.flatten_sharded_tensors,
         )
@@ -171,10 +173,6 @@ _COLUMNAR_STEPS = (
     "lookup_tensor",
     "transform_tensor",
 )
-
-
-def _current_world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def uses_columns(planner: LoadPlanner) -> bool:

@@ -60,8 +60,8 @@ class ProtocolLoad(LoadEngine):
         self._together = True
         self._share: LoadPlan | None = None
 
-    def plan(self, targets: GivenState, report: LoadReport) -> None:
-        """Metadata and plan; what nobody takes."""
+    def run(self, targets: GivenState, report: LoadReport) -> None:
+        """Metadata and plan; what nobody takes; what the planner makes of the plan, by the reader."""
         begun = time.perf_counter()
         ranks, storage = self.ranks, self._storage
         refuses = self.options.unexpected == "error"
@@ -86,11 +86,8 @@ class ProtocolLoad(LoadEngine):
             if refuses and (planner := self._ours) is not None:
                 ranks.reduce_alike("unexpected", lambda: self._left(planner), _check_left)
 
-        self.plan_fitting(targets, plan)
+        self.fit(targets, plan)
         report.seconds["plan"] = time.perf_counter() - begun
-
-    def read(self, report: LoadReport) -> None:
-        """What the planner makes of the plan, by the reader."""
         begun = time.perf_counter()
         self.ranks.all_gather("read", self._read)
         report.seconds["read"] = time.perf_counter() - begun

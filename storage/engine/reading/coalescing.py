@@ -333,8 +333,13 @@ class _RequestJoiner:
         while True:
             room = self._room(rest)
             if rest.size_bytes > room and (cut := self._cut(rest, room)):
-                self._append(_front(rest, cut))
-                rest = _behind(rest, cut)
+                self._append(rest._replace(size_bytes=cut))
+                rest = rest._replace(
+                    offset=rest.offset + cut,
+                    size_bytes=rest.size_bytes - cut,
+                    position=rest.position + cut,
+                    address=rest.address + cut,
+                )
                 self._open = None
             elif rest.size_bytes > room and self._open is not None:
                 self._open = None
@@ -353,7 +358,11 @@ class _RequestJoiner:
         if gap < 0 or self._overlaps or not (piece.put is None or isinstance(piece.put, Cluster)):
             limit_bytes = min(limit_bytes, max(profile.join_below_bytes, BLOCK_BYTES))
         if gap < 0:  # also wanted by another one: that must be in scratch memory still
-            return max(0, limit_bytes - (piece.offset - request.begin)) if self._is_copied(piece) else 0
+            return (
+                max(0, limit_bytes - (piece.offset - request.begin))
+                if piece.offset >= self._copied_from
+                else 0
+            )
         junk = self._junk_bytes + gap
         if gap > profile.gap_bytes or junk > self._bearable_bytes(gap, piece.size_bytes):
             return 0
@@ -367,9 +376,6 @@ class _RequestJoiner:
         if not self._profile.scatter and self._open is not None:  # requests are cheap: blocks stay whole
             return max(aligned, 0)
         return aligned if aligned > 0 and room - aligned <= self._limit_bytes // _SLACK_SHARE else room
-
-    def _is_copied(self, piece: RequestPiece) -> bool:
-        return piece.offset >= self._copied_from
 
     def _bearable_bytes(self, gap: int, size_bytes: int) -> int:
         share = (self._wanted_bytes + min(size_bytes, self._limit_bytes)) // _JUNK_SHARE
@@ -392,19 +398,3 @@ class _RequestJoiner:
         else:
             request.copied.append(piece)
         request.end = max(request.end, end)
-
-
-def _front(piece: RequestPiece, size_bytes: int) -> RequestPiece:
-    return piece._replace(size_bytes=size_bytes)
-
-
-def _behind(piece: RequestPiece, size_bytes: int) -> RequestPiece:
-    return RequestPiece(
-        piece.file,
-        piece.offset + size_bytes,
-        piece.size_bytes - size_bytes,
-        piece.chunk,
-        piece.position + size_bytes,
-        piece.address + size_bytes,
-        None,
-    )
