@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError, UnsupportedFormatError
-from dcp.storage.formats.pickle.decoder import BuiltDict, Constructor, Ignored, Limits, decode_pickle
+from dcp.storage.formats.pickle.decoder import BuiltDict, Constructor, Ignored, decode_pickle
 from dcp.storage.formats.pickle.numpy_classes import NUMPY_GLOBALS
 from dcp.storage.formats.pickle.stdlib_classes import STDLIB_GLOBALS
 from dcp.storage.formats.pickle.values import Instance
@@ -86,8 +86,13 @@ def decode_torch_pickle(
     needs, CheckpointFormatError for what no pickler writes and for tensors that reach outside their storages.
     """
     per_byte = min(_CONTAINERS_PER_BYTE, max_containers / max(1, len(data)))
-    limits = Limits(data_bytes=limit_bytes, containers_per_byte=per_byte)
-    return decode_pickle(data, find=_Globals().find, persistent_load=load_storage, limits=limits)
+    return decode_pickle(
+        data,
+        find=_Globals().find,
+        persistent_load=load_storage,
+        limit_bytes=limit_bytes,
+        containers_per_byte=per_byte,
+    )
 
 
 class _Globals:

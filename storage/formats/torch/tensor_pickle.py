@@ -9,7 +9,7 @@ from typing import Any
 
 from dcp.storage.errors import CheckpointFormatError, UnsupportedFormatError
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.pickle.decoder import Constructor, Limits, allow_list, decode_pickle
+from dcp.storage.formats.pickle.decoder import Constructor, allow_list, decode_pickle
 from dcp.storage.geometry.strides import is_c_ordered
 
 __all__ = [
@@ -81,8 +81,7 @@ def decode_tensor_pickle(data: bytes | memoryview) -> TensorPickle:
     UnsupportedFormatError for sparse, quantised, nested and conjugated tensors, CheckpointFormatError for
     whatever torch.save does not write.
     """
-    limits = Limits(data_bytes=MAX_TENSOR_PICKLE_BYTES)
-    value = decode_pickle(data, find=_find, persistent_load=load_storage, limits=limits)
+    value = decode_pickle(data, find=_find, persistent_load=load_storage, limit_bytes=MAX_TENSOR_PICKLE_BYTES)
     if not isinstance(value, TensorPickle):
         raise CheckpointFormatError(f"the record should hold a tensor, and holds a {type(value).__name__}")
     return value
