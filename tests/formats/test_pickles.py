@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError
 from dcp.storage.formats.pickle.decoder import Constructor, allow_list, decode_pickle, instances
-from dcp.storage.formats.torch.tensor_pickle import decode_tensor_pickle
+from dcp.storage.formats.torch.pickle_reader import decode_tensor_pickle
 from tests.support.examples import examples
 
 NOTHING = allow_list({}, what="the test")

@@ -8,7 +8,6 @@ and whatever differs, is read in blocks and compared element by element.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -336,7 +335,7 @@ class _ValueComparison:
 
     def run(self, pairs: list[_Pair]) -> Iterator[tuple[_Pair, ValueDifference]]:
         """All ``pairs``; those first that both sides have in the same boxes."""
-        self._total_bytes = sum(_bytes(self._a, pair.a) + _bytes(self._b, pair.b) for pair in pairs)
+        self._total_bytes = sum(self._a.tensor_bytes(pair.a) + self._b.tensor_bytes(pair.b) for pair in pairs)
         alike = [pair for pair in pairs if self._are_cut_alike(pair)]
         yield from self._run_alike(alike)
         for pair in sorted({*pairs} - {*alike}, key=lambda pair: pair.a):
@@ -397,7 +396,3 @@ class _ValueComparison:
         self._done_bytes += first.nbytes + second.nbytes
         if self._progress is not None:
             self._progress(self._done_bytes, self._total_bytes)
-
-
-def _bytes(reader: TensorReader, row: int) -> int:
-    return math.prod(reader.index.shape(row)) * reader.index.dtype(row).itemsize

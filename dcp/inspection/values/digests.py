@@ -5,19 +5,16 @@ What they are is in `docs/format.md`, section 10. Torch-free, in bounded memory.
 
 from __future__ import annotations
 
-import itertools
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dcp.calls.plain_errors import plain_errors
 from dcp.inspection.findings import Finding, ReportBytes
-from dcp.inspection.values.tensor_reading import TensorReader, Tile, open_tensors
+from dcp.inspection.values.tensor_reading import TensorReader, open_tensors
 from dcp.planners.load.selection import Patterns
 from dcp.storage.digests.boxes import BoxDigest, OrderedSum, blocks_of, logical_runs
 from dcp.storage.digests.shown import SUM_BYTES, digest_of_all, shown_digest
@@ -182,27 +179,17 @@ def sums_of(
 ) -> dict[int, bytes]:
     """By row the sum behind a tensor's digest, as a manifest has it; all the tensors are read, in bounded
     memory."""
-    index = reader.index
-    sizes = {row: math.prod(index.shape(row)) * index.dtype(row).itemsize for row in rows}
     sums = {row: bytes(SUM_BYTES) for row in rows}
-    done, total = 0, sum(sizes.values())
-    for row, tiles in itertools.groupby(reader.stream(rows), itemgetter(0)):
-        found = OrderedSum()
-        for _, tile in tiles:
-            _add_tile(found, index.shape(row), tile)
-            done += tile.array.nbytes
-            if progress is not None:
-                progress(done, total)
-        sums[row] = found.upto(blocks_of(sizes[row])).to_bytes(SUM_BYTES, "big")
+    for row, tiles in reader.tiles_of(rows, progress):
+        found, shape = OrderedSum(), reader.index.shape(row)
+        for tile in tiles:
+            runs = logical_runs(shape, tile.offsets, tile.array.shape, tile.array.itemsize)
+            box = BoxDigest(runs)
+            box.update(np.ascontiguousarray(tile.array).reshape(-1).view(np.uint8).data)
+            found.add(box.value(), blocks_of(runs.last_end))
+        sums[row] = found.upto(blocks_of(reader.tensor_bytes(row))).to_bytes(SUM_BYTES, "big")
     return sums
 
 
 def _shown(index: CheckpointIndex, row: int, total: bytes) -> str:
     return shown_digest(total, index.dtype(row).name, index.shape(row))
-
-
-def _add_tile(found: OrderedSum, shape: tuple[int, ...], tile: Tile) -> None:
-    runs = logical_runs(shape, tile.offsets, tile.array.shape, tile.array.itemsize)
-    box = BoxDigest(runs)
-    box.update(np.ascontiguousarray(tile.array).reshape(-1).view(np.uint8).data)
-    found.add(box.value(), blocks_of(runs.last_end))

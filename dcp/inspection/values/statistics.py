@@ -5,13 +5,11 @@ How they are found, and what exactly they are, is in `dcp.inspection.values.summ
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 from dcp.calls.plain_errors import plain_errors
@@ -155,21 +153,11 @@ def _summaries(
     reader: TensorReader, rows: list[int], progress: ReportBytes | None
 ) -> Iterator[tuple[int, Summary]]:
     """What is in the tensors ``rows``, each once, in their order."""
-    index = reader.index
-    sizes = {row: _elements(index, row) * index.dtype(row).itemsize for row in rows}
-    done, total = 0, sum(sizes.values())
     for row in rows:
-        if sizes[row] == 0:
+        if not reader.tensor_bytes(row):
             yield row, Summary()
-    for row, tiles in itertools.groupby(reader.stream(rows), itemgetter(0)):
-        collector = Collector(index.dtype(row), _elements(index, row))
-        for _, tile in tiles:
+    for row, tiles in reader.tiles_of(rows, progress):
+        collector = Collector(reader.index.dtype(row), math.prod(reader.index.shape(row)))
+        for tile in tiles:
             collector.add(tile.array)
-            done += tile.array.nbytes
-            if progress is not None:
-                progress(done, total)
         yield row, collector.summary()
-
-
-def _elements(index: CheckpointIndex, row: int) -> int:
-    return math.prod(index.shape(row))

@@ -11,16 +11,17 @@ import math
 import os
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from operator import itemgetter
 from types import EllipsisType
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from dcp.calls.plain_errors import plain_errors
+from dcp.inspection.findings import ReportBytes
 from dcp.inspection.values.elements import Array, stored_dtype
 from dcp.inspection.values.strided_selection import ChunkPart, StridedSelection, covering_boxes, select
-from dcp.inspection.values.tensor_source import TensorSource
-from dcp.inspection.values.tiles import BoxReads, Tile, TileBatches, TileRead
+from dcp.inspection.values.tensor_source import BoxReads, TensorSource, Tile, TileBatches, TileRead
 from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import CorruptCheckpointError
 from dcp.storage.formats.opening.sources import open_source
@@ -103,6 +104,27 @@ class TensorReader(TensorSource):
                 ahead: Future[list[tuple[int, Tile]] | None] = pool.submit(next, batches, None)
                 yield from batch
                 batch = ahead.result()
+
+    def tiles_of(
+        self, tensor_rows: Sequence[int], progress: ReportBytes | None = None
+    ) -> Iterator[tuple[int, Iterator[Tile]]]:
+        """`stream`, by tensors; ``progress`` is called after each tile."""
+        done, total = 0, sum(map(self.tensor_bytes, tensor_rows))
+
+        def counted(tiles: Iterable[tuple[int, Tile]]) -> Iterator[Tile]:
+            nonlocal done
+            for _, tile in tiles:
+                yield tile
+                done += tile.array.nbytes
+                if progress is not None:
+                    progress(done, total)
+
+        for row, tiles in itertools.groupby(self.stream(tensor_rows), itemgetter(0)):
+            yield row, counted(tiles)
+
+    def tensor_bytes(self, tensor_row: int) -> int:
+        """Bytes of a tensor's elements."""
+        return math.prod(self.index.shape(tensor_row)) * self.index.dtype(tensor_row).itemsize
 
     def parts(self, tensor_row: int) -> list[ChunkPart]:
         """The boxes of a tensor's chunks without what another one has already, in ascending order.

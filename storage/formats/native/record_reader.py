@@ -14,11 +14,8 @@ from dcp.storage.errors import CheckpointFormatError, UnsupportedFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.safetensors.file import parse_header
-from dcp.storage.formats.torch.tensor_pickle import (
-    MAX_TENSOR_PICKLE_BYTES,
-    TensorPickle,
-    decode_tensor_pickle,
-)
+from dcp.storage.formats.torch.pickle_reader import MAX_TENSOR_PICKLE_BYTES, decode_tensor_pickle
+from dcp.storage.formats.torch.tensor_pickle import TensorPickle
 from dcp.storage.formats.torch.zip_reader import (
     LOCAL_SIGNATURE,
     Window,

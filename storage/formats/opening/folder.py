@@ -9,7 +9,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, ParamSpec, TypeVar
 
 from dcp.storage.commit_names import DATA_SUFFIX, MANIFEST_NAME, METADATA_NAME, RANK_LOCAL
 from dcp.storage.errors import (
@@ -38,6 +38,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_P = ParamSpec("_P")
 
 MAX_TORCH_METADATA_BYTES: Final = 8 << 30
 
@@ -117,11 +118,12 @@ def _open_pair(store: Store, manifest_name: str, metadata_name: str) -> Checkpoi
         if start is None or _is_long_start_of(index, start):
             return index
         metadata = _whole(store, metadata_name, start)
-        if metadata is None or _belongs(index, metadata):
+        published = index.torch_metadata_crc, index.replaced_torch_metadata_crc  # with it, or to be replaced
+        if metadata is None or crc32(metadata) in published:
             return index
         # A save of ours replaces two files, one after the other: only if the manifest is still the same was
         # it somebody else who wrote .metadata, or damage.
-        if _read(store, manifest_name, MAX_MANIFEST_BYTES) != manifest:
+        if _unless_missing(store.read, manifest_name, limit_bytes=MAX_MANIFEST_BYTES) != manifest:
             continue
         if _is_ours(index, metadata):
             logger.warning(
@@ -155,7 +157,7 @@ def _read_pair(
     """
 
     def decoded() -> tuple[bytes | None, CheckpointIndex | None]:
-        manifest = _read(store, manifest_name, MAX_MANIFEST_BYTES)
+        manifest = _unless_missing(store.read, manifest_name, limit_bytes=MAX_MANIFEST_BYTES)
         if manifest is None:
             return None, None
         with _located(store.path_of(manifest_name)):
@@ -169,7 +171,7 @@ def _read_pair(
 
 
 def _start_of(store: Store, name: str) -> _Start | None:
-    found = _unless_missing(lambda: store.read_start(name, _START_BYTES))
+    found = _unless_missing(store.read_start, name, _START_BYTES)
     return None if found is None else _Start(*found)
 
 
@@ -177,7 +179,7 @@ def _whole(store: Store, name: str, start: _Start | None) -> bytes | None:
     """The file that has ``start``; None if it is absent."""
     if start is None or len(start.data) == start.size_bytes:
         return None if start is None else start.data
-    return _read(store, name, MAX_TORCH_METADATA_BYTES)
+    return _unless_missing(store.read, name, limit_bytes=MAX_TORCH_METADATA_BYTES)
 
 
 def _is_long_start_of(index: CheckpointIndex, start: _Start) -> bool:
@@ -203,11 +205,6 @@ def is_large_metadata_of(store: Store, name: str, index: CheckpointIndex) -> boo
     return start is not None and _is_long_start_of(index, start)
 
 
-def _belongs(index: CheckpointIndex, metadata: bytes) -> bool:
-    """Whether ``metadata`` is the one published with the manifest, or the one that this was to replace."""
-    return crc32(metadata) in (index.torch_metadata_crc, index.replaced_torch_metadata_crc)
-
-
 def _is_ours(index: CheckpointIndex, metadata: bytes) -> bool:
     """Whether ``metadata``, though it differs from every one committed, was written by this package.
 
@@ -222,14 +219,10 @@ def _is_ours(index: CheckpointIndex, metadata: bytes) -> bool:
     return named or _OUR_DATA_FILE.search(metadata) is not None
 
 
-def _read(store: Store, name: str, limit_bytes: int) -> bytes | None:
-    return _unless_missing(lambda: store.read(name, limit_bytes=limit_bytes))
-
-
-def _unless_missing(read: Callable[[], T]) -> T | None:
+def _unless_missing(read: Callable[_P, T], *args: _P.args, **named: _P.kwargs) -> T | None:
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            return read()
+            return read(*args, **named)
         except CheckpointNotFoundError:
             return None
         except CorruptCheckpointError:  # replaced between two requests: the new one is whole

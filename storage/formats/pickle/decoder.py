@@ -6,24 +6,37 @@ NEWOBJ call. BUILD works on an `Instance` alone and merely keeps the state. The 
 0 to 5, specified in the standard library's `pickletools`; object loading by INST and OBJ, the extension
 registry and out-of-band buffers are refused: neither Python 3 nor torch writes them for checkpoints.
 
-Work and memory are linear in the length of the pickle (see `dcp.storage.formats.pickle.machine`). The result
-may still be a deep, shared or self-referring structure made of few bytes: who walks it must bound the walk.
+Work and memory are linear in the length of the pickle: containers and memo entries per byte, values copied by
+constructors, integers, nesting of marks, and the keys of dicts and sets, which must be cheap to hash, are
+bounded. `pickle.Unpickler` with a ``find_class`` of its own is four times as fast and cannot do that: nine
+bytes that put a value into the memo at 200,000,000 take 3 GB of memory, and a key made of 40 nested pairs
+takes 2**40 steps to hash. The result may still be a deep, shared or self-referring structure made of few
+bytes: who walks it must bound the walk.
 """
 
 from __future__ import annotations
 
+import codecs
 import pickle
+import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final, NoReturn, TypeAlias
 
-from dcp.storage.formats.pickle.machine import DOUBLE, INT32, UINT16, UINT32, UINT64, Handler, PickleMachine
+import numpy as np
+
+from dcp.storage.errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    UnsafeObjectError,
+    UnsupportedFormatError,
+)
+from dcp.storage.formats.container_notes import NO_PLAIN_KEY, plain_key
 from dcp.storage.formats.pickle.values import (
     BuiltDict,
     Constructor,
     Find,
     Ignored,
     Instance,
-    Limits,
     allow_list,
     instances,
 )
@@ -31,14 +44,39 @@ from dcp.storage.formats.pickle.values import (
 __all__ = [
     "BuiltDict",
     "Constructor",
-    "Find",
     "Ignored",
     "Instance",
-    "Limits",
     "allow_list",
     "decode_pickle",
     "instances",
 ]
+
+Handler: TypeAlias = "Callable[[_Machine], Any]"
+
+_MAX_PICKLE_BYTES: Final = 1 << 30
+_CONTAINERS_PER_BYTE: Final = 0.5
+"""Lists, dicts, tuples, sets and instances and, apart, memo entries: real pickles have one in ten bytes, and
+a hostile one makes 64 bytes out of one."""
+_COPIED_PER_BYTE: Final = 4
+"""Lengths of what constructors return and of keys that are tuples."""
+_FREE: Final = 1 << 12
+"""The shortest pickle may have so much of each."""
+_MAX_MARKS: Final = 1 << 10
+_MAX_INTEGER_BYTES: Final = 1 << 10
+_MAX_KEY_PARTS: Final = 1 << 8
+_MAX_LARGE_KEYS: Final = 1 << 12
+"""Integer keys beyond 60 bits, which can be made to collide."""
+
+_UINT16: Final = struct.Struct("<H")
+_INT32: Final = struct.Struct("<i")
+_UINT32: Final = struct.Struct("<I")
+_UINT64: Final = struct.Struct("<Q")
+_DOUBLE: Final = struct.Struct(">d")
+
+_CHEAP_KEYS: Final = frozenset((str, bytes, bool, float, type(None)))
+_COPIES: Final = frozenset((str, bytes, bytearray, list, dict, set, frozenset, BuiltDict))
+_OWN_HASH: Final = 1 << 60
+"""Below it an int is its own hash; larger ones can be chosen to collide (hashes are modulo 2**61 - 1)."""
 
 
 def decode_pickle(
@@ -46,15 +84,432 @@ def decode_pickle(
     *,
     find: Find,
     persistent_load: Callable[[Any], Any] | None = None,
-    limits: Limits | None = None,
+    limit_bytes: int = _MAX_PICKLE_BYTES,
+    containers_per_byte: float = _CONTAINERS_PER_BYTE,
 ) -> Any:
     """The value of one pickle that fills ``data``, with globals as ``find`` gives them.
+
+    ``limit_bytes`` bounds all that it costs, which grows linearly with the data.
 
     Raises UnsafeObjectError for a global, call or persistent id that the caller did not allow,
     UnsupportedFormatError for protocols above 5 and out-of-band buffers, CheckpointFormatError for whatever
     else no pickler writes: truncated, malformed, trailing bytes, a key twice in one dict, above the limits.
     """
-    return PickleMachine(bytes(data), find, persistent_load, limits or Limits()).run(_TABLE)
+    if len(data) > limit_bytes:
+        raise CheckpointFormatError(
+            f"a pickle of {len(data)} bytes is above the limit of {limit_bytes}", size_bytes=len(data)
+        )
+    return _Machine(bytes(data), find, persistent_load, containers_per_byte).run()
+
+
+class _Stop(Exception):
+    """STOP was reached; control flow only."""
+
+
+class _Machine:
+    """One pickle being decoded; each method that is named after an opcode does what that opcode does."""
+
+    __slots__ = (
+        *("containers", "copied", "data", "find", "large_keys", "marks", "memo", "memo_limit"),
+        *("persistent", "pos", "stack"),
+    )
+
+    def __init__(
+        self,
+        data: bytes,
+        find: Find,
+        persistent_load: Callable[[Any], Any] | None,
+        containers_per_byte: float,
+    ) -> None:
+        self.data = data
+        self.pos = 0
+        self.stack: list[Any] = []
+        self.marks: list[list[Any]] = []  # the stacks below each open MARK
+        self.memo: dict[int, Any] = {}
+        self.find = find
+        self.persistent = persistent_load
+        self.containers = self.memo_limit = int(len(data) * containers_per_byte) + _FREE
+        self.copied = len(data) * _COPIED_PER_BYTE + _FREE
+        self.large_keys = _MAX_LARGE_KEYS
+
+    def run(self) -> Any:
+        """The value of the pickle."""
+        data, table = self.data, _TABLE
+        try:
+            while True:
+                pos = self.pos
+                self.pos = pos + 1
+                table[data[pos]](self)
+        except _Stop:
+            if len(self.stack) != 1 or self.marks:
+                raise self.malformed(f"{len(self.stack)} values at its end") from None
+            if self.pos != len(self.data):
+                raise self.malformed(f"{len(self.data) - self.pos} bytes follow its end") from None
+            return self.stack[0]
+        except CheckpointError:
+            raise
+        except (IndexError, KeyError, TypeError, ValueError, OverflowError, struct.error) as error:
+            # e.g. an empty stack, an unknown memo entry, a value cut off by the end of the data
+            raise self.malformed(f"{type(error).__name__}") from error
+
+    def malformed(self, reason: str) -> CheckpointFormatError:
+        """The error for bytes that no pickler writes; ``reason`` completes the sentence."""
+        return CheckpointFormatError(
+            f"the pickle is malformed at byte {self.pos} of {len(self.data)}: {reason}", position=self.pos
+        )
+
+    # -- reading -------------------------------------------------------------------------------------------
+
+    def take(self, length: int) -> bytes:
+        """The next ``length`` bytes."""
+        begin, end = self.pos, self.pos + length
+        if length < 0 or end > len(self.data):
+            raise self.malformed(f"a value of {length} bytes reaches beyond the end")
+        self.pos = end
+        return self.data[begin:end]
+
+    def number(self, layout: struct.Struct) -> Any:
+        """The next number."""
+        value = layout.unpack_from(self.data, self.pos)[0]
+        self.pos += layout.size
+        return value
+
+    def line(self) -> bytes:
+        """The bytes up to the next newline, which is skipped: an argument of protocol 0."""
+        begin = self.pos
+        end = self.data.index(b"\n", begin)
+        self.pos = end + 1
+        return self.data[begin:end]
+
+    # -- bounds --------------------------------------------------------------------------------------------
+
+    def contain(self, count: int = 1) -> None:
+        """Count containers about to be made."""
+        self.containers -= count
+        if self.containers < 0:
+            raise self.malformed("it makes more objects than a pickle of its length holds")
+
+    def copy(self, length: int) -> None:
+        """Count the length of a value that is not the file's own bytes."""
+        self.copied -= length
+        if self.copied < 0:
+            raise self.malformed("it repeats values to many times its own length")
+
+    def key(self, key: Any) -> Any:
+        """``key``, or what stands for it: hashing must take time linear in the file, and must not collide at
+        the file's will. Numbers and strings of numpy's are plain ones, other types `Ignored`."""
+        if isinstance(key, np.generic) and (plain := plain_key(key)) is not NO_PLAIN_KEY:
+            key = plain
+        pending = [key]
+        for _ in range(_MAX_KEY_PARTS):
+            if not pending:
+                return key
+            item = pending.pop()
+            kind = type(item)
+            if kind is tuple:
+                self.copy(len(item) + 1)
+                pending.extend(item)
+            elif kind is int:
+                if not -_OWN_HASH < item < _OWN_HASH:
+                    self.large_keys -= 1
+                    if self.large_keys < 0:
+                        raise self.malformed("too many integer keys beyond 60 bits")
+            elif kind not in _CHEAP_KEYS and not isinstance(item, Instance):
+                if kind.__hash__ is None:
+                    raise self.malformed(f"a {kind.__name__} as a key")
+                self.contain()
+                return Ignored(getattr(item, "kind", None) or f"a {kind.__name__}")
+        raise self.malformed("a key of too many parts")
+
+    # -- containers ----------------------------------------------------------------------------------------
+
+    def pop_mark(self) -> list[Any]:
+        """The values pushed since the last MARK."""
+        items = self.stack
+        self.stack = self.marks.pop()
+        return items
+
+    def mark(self) -> None:
+        """MARK."""
+        if len(self.marks) >= _MAX_MARKS:
+            raise self.malformed("it is nested too deeply")
+        self.marks.append(self.stack)
+        self.stack = []
+
+    def push_container(self, value: Any) -> None:
+        """Push a new container."""
+        self.contain()
+        self.stack.append(value)
+
+    def empty_set(self) -> None:
+        """EMPTY_SET."""
+        self.contain(4)  # an empty set is larger than other containers
+        self.stack.append(set())
+
+    def frozenset(self) -> None:
+        """FROZENSET."""
+        items = self.pop_mark()
+        self.contain(4)
+        self.stack.append(frozenset(map(self.key, items)))
+
+    def dict(self) -> None:
+        """DICT."""
+        items = self.pop_mark()
+        self.push_container({})
+        self.set_items(items)
+
+    def tuple1(self) -> None:
+        """TUPLE1."""
+        self.stack[-1] = (self.stack[-1],)
+        self.contain()
+
+    def tuple2(self) -> None:
+        """TUPLE2."""
+        last = self.stack.pop()
+        self.stack[-1] = (self.stack[-1], last)
+        self.contain()
+
+    def tuple3(self) -> None:
+        """TUPLE3."""
+        last = self.stack.pop()
+        middle = self.stack.pop()
+        self.stack[-1] = (self.stack[-1], middle, last)
+        self.contain()
+
+    def extend(self, items: list[Any]) -> None:
+        """APPEND and APPENDS."""
+        target = self.stack[-1]
+        if isinstance(target, list):
+            target.extend(items)
+        elif not isinstance(target, Ignored):
+            raise self.malformed(f"appends to a {type(target).__name__}")
+
+    def set_items(self, items: list[Any]) -> None:
+        """SETITEMS; ``items`` are keys and values in turn."""
+        target = self.stack[-1]
+        if isinstance(target, Ignored):
+            return
+        if not isinstance(target, dict):
+            raise self.malformed(f"sets an item of a {type(target).__name__}")
+        if len(items) % 2:
+            raise self.malformed("a key without a value")
+        keys = [key if type(key) is str else self.key(key) for key in items[::2]]
+        expected = len(target) + len(keys)
+        target.update(zip(keys, items[1::2], strict=True))
+        if len(target) != expected:
+            raise self.malformed("a key stands twice in one dict")
+
+    def set_item(self) -> None:
+        """SETITEM."""
+        value = self.stack.pop()
+        key = self.stack.pop()
+        self.set_items([key, value])
+
+    def add_items(self) -> None:
+        """ADDITEMS."""
+        items = self.pop_mark()
+        target = self.stack[-1]
+        if not isinstance(target, set):
+            raise self.malformed(f"adds items to a {type(target).__name__}")
+        target.update(map(self.key, items))
+
+    # -- memo ----------------------------------------------------------------------------------------------
+
+    def memoize(self) -> None:
+        """MEMOIZE."""
+        self.put(len(self.memo))
+
+    def put(self, number: int) -> None:
+        """BINPUT and LONG_BINPUT; a dict, so that a huge number costs no more than a small one."""
+        memo = self.memo
+        memo[number] = self.stack[-1]
+        if len(memo) > self.memo_limit:
+            raise self.malformed("it remembers more values than a pickle of its length holds")
+
+    def put_line(self) -> None:
+        """PUT."""
+        number = int(self.line())
+        if number < 0:
+            raise self.malformed("a negative memo number")
+        self.put(number)
+
+    def binget(self) -> None:
+        """BINGET."""
+        pos = self.pos
+        self.stack.append(self.memo[self.data[pos]])
+        self.pos = pos + 1
+
+    def long_binget(self) -> None:
+        """LONG_BINGET."""
+        pos = self.pos
+        self.stack.append(self.memo[_UINT32.unpack_from(self.data, pos)[0]])
+        self.pos = pos + 4
+
+    # -- values --------------------------------------------------------------------------------------------
+
+    def binint1(self) -> None:
+        """BININT1."""
+        pos = self.pos
+        self.stack.append(self.data[pos])
+        self.pos = pos + 1
+
+    def text(self, length: int) -> None:
+        """BINUNICODE and BINUNICODE8."""
+        self.stack.append(str(self.take(length), "utf-8", "surrogatepass"))
+
+    def short_text(self) -> None:
+        """SHORT_BINUNICODE."""
+        begin = self.pos + 1
+        end = begin + self.data[begin - 1]
+        if end > len(self.data):
+            raise self.malformed("a string reaches beyond the end")
+        self.pos = end
+        self.stack.append(str(self.data[begin:end], "utf-8", "surrogatepass"))
+
+    def binary(self, length: int) -> None:
+        """BINBYTES and its relatives."""
+        self.stack.append(self.take(length))
+
+    def old_text(self, length: int) -> None:
+        """Python 2's str; torch reads it as UTF-8."""
+        self.stack.append(str(self.take(length), "utf-8"))
+
+    def quoted(self) -> None:
+        """STRING."""
+        line = self.line()
+        if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
+            raise self.malformed("a string without quotes")
+        self.stack.append(str(codecs.escape_decode(line[1:-1])[0], "utf-8"))
+
+    def decimal(self) -> None:
+        """INT, which also has the booleans of protocol 0."""
+        line = self.line()
+        fixed = {b"00": False, b"01": True}
+        self.stack.append(fixed[line] if line in fixed else int(line))
+
+    def long(self, length: int) -> None:
+        """LONG1 and LONG4."""
+        if length > _MAX_INTEGER_BYTES:
+            raise self.malformed(f"an integer of {length} bytes")
+        self.stack.append(int.from_bytes(self.take(length), "little", signed=True))
+
+    # -- objects -------------------------------------------------------------------------------------------
+
+    def line_global(self) -> None:
+        """GLOBAL."""
+        module = str(self.line(), "utf-8")
+        self.stack.append(self.find(module, str(self.line(), "utf-8")))
+
+    def stack_global(self) -> None:
+        """STACK_GLOBAL."""
+        name = self.stack.pop()
+        module = self.stack.pop()
+        if type(name) is not str or type(module) is not str:
+            raise self.malformed("a global whose name is not a string")
+        self.stack.append(self.find(module, name))
+
+    def reduce(self) -> None:
+        """REDUCE."""
+        args = self.stack.pop()
+        function = self.stack[-1]
+        if isinstance(function, Ignored):
+            return
+        if type(function) is not Constructor or function.reduce is None:
+            raise _not_callable(function)
+        if type(args) is not tuple:
+            raise self.malformed("arguments that are not a tuple")
+        value = function.reduce(args)
+        if type(value) in _COPIES:
+            self.copy(len(value))
+        self.contain()
+        self.stack[-1] = value
+
+    def new(self) -> None:
+        """NEWOBJ."""
+        args = self.stack.pop()
+        cls = self.stack[-1]
+        if type(cls) is not Constructor or cls.new is None:
+            raise _not_callable(cls)
+        if type(args) is not tuple:
+            raise self.malformed("arguments that are not a tuple")
+        self.contain()
+        self.stack[-1] = cls.new(args)
+
+    def new_with_names(self) -> None:
+        """NEWOBJ_EX."""
+        if self.stack.pop() != {}:
+            raise self.malformed("keyword arguments, which no class on the list takes")
+        self.new()
+
+    def build(self) -> None:
+        """BUILD."""
+        state = self.stack.pop()
+        instance = self.stack[-1]
+        if not isinstance(instance, (Instance, BuiltDict)):
+            raise UnsafeObjectError(
+                f"the pickle sets the state of a {type(instance).__name__}; nothing was run"
+            )
+        instance.build(state)
+
+    def persistent_id(self, value: Any) -> None:
+        """PERSID and BINPERSID."""
+        if self.persistent is None:
+            raise UnsafeObjectError(
+                "the pickle refers to data outside itself, which this kind of file has not"
+            )
+        self.contain()
+        self.stack.append(self.persistent(value))
+
+    # -- structure -----------------------------------------------------------------------------------------
+
+    def proto(self) -> None:
+        """PROTO."""
+        version = self.data[self.pos]
+        self.pos += 1
+        if version > 5:
+            raise UnsupportedFormatError(f"pickle protocol {version} is newer than 5", protocol=version)
+
+    def frame(self) -> None:
+        """FRAME, a hint for buffering only."""
+        if self.number(_UINT64) > len(self.data) - self.pos:
+            raise self.malformed("a frame reaches beyond the end")
+
+    def stop(self) -> NoReturn:
+        """STOP."""
+        raise _Stop
+
+    def pop(self) -> None:
+        """POP."""
+        if self.stack:
+            self.stack.pop()
+        else:
+            self.pop_mark()
+
+    def unknown(self) -> NoReturn:
+        """A byte that is no opcode."""
+        code = self.data[self.pos - 1]
+        raise self.malformed(f"no opcode is {code:#04x}")
+
+    def foreign_object(self) -> NoReturn:
+        """INST and OBJ: Python 2's classes."""
+        raise UnsafeObjectError(
+            "the pickle makes an object by the opcodes INST or OBJ, which are not allowed"
+        )
+
+    def extension(self) -> NoReturn:
+        """EXT1, EXT2 and EXT4."""
+        raise UnsafeObjectError("the pickle uses the extension registry, which is not allowed")
+
+    def buffer(self) -> NoReturn:
+        """NEXT_BUFFER and READONLY_BUFFER."""
+        raise UnsupportedFormatError("the pickle's buffers are out of band, and there are none with it")
+
+
+def _not_callable(value: Any) -> UnsafeObjectError:
+    name = value.name if type(value) is Constructor else f"a {type(value).__name__}"
+    return UnsafeObjectError(
+        f"the pickle calls {name}, which is not allowed; nothing was run", global_name=name
+    )
 
 
 def _push(value: Any) -> Handler:
@@ -62,73 +517,73 @@ def _push(value: Any) -> Handler:
 
 
 _HANDLERS: dict[bytes, Handler] = {
-    pickle.PROTO: PickleMachine.proto,
-    pickle.FRAME: PickleMachine.frame,
-    pickle.STOP: PickleMachine.stop,
-    pickle.MARK: PickleMachine.mark,
-    pickle.POP: PickleMachine.pop,
-    pickle.POP_MARK: PickleMachine.pop_mark,
+    pickle.PROTO: _Machine.proto,
+    pickle.FRAME: _Machine.frame,
+    pickle.STOP: _Machine.stop,
+    pickle.MARK: _Machine.mark,
+    pickle.POP: _Machine.pop,
+    pickle.POP_MARK: _Machine.pop_mark,
     pickle.DUP: lambda m: m.stack.append(m.stack[-1]),
     pickle.NONE: _push(None),
     pickle.NEWTRUE: _push(True),
     pickle.NEWFALSE: _push(False),
-    pickle.INT: PickleMachine.decimal,
-    pickle.BININT: lambda m: m.stack.append(m.number(INT32)),
-    pickle.BININT1: PickleMachine.binint1,
-    pickle.BININT2: lambda m: m.stack.append(m.number(UINT16)),
+    pickle.INT: _Machine.decimal,
+    pickle.BININT: lambda m: m.stack.append(m.number(_INT32)),
+    pickle.BININT1: _Machine.binint1,
+    pickle.BININT2: lambda m: m.stack.append(m.number(_UINT16)),
     pickle.LONG: lambda m: m.stack.append(int(m.line().removesuffix(b"L"))),
     pickle.LONG1: lambda m: m.long(m.take(1)[0]),
-    pickle.LONG4: lambda m: m.long(m.number(INT32)),
+    pickle.LONG4: lambda m: m.long(m.number(_INT32)),
     pickle.FLOAT: lambda m: m.stack.append(float(m.line())),
-    pickle.BINFLOAT: lambda m: m.stack.append(m.number(DOUBLE)),
-    pickle.STRING: PickleMachine.quoted,
-    pickle.BINSTRING: lambda m: m.old_text(m.number(INT32)),
+    pickle.BINFLOAT: lambda m: m.stack.append(m.number(_DOUBLE)),
+    pickle.STRING: _Machine.quoted,
+    pickle.BINSTRING: lambda m: m.old_text(m.number(_INT32)),
     pickle.SHORT_BINSTRING: lambda m: m.old_text(m.take(1)[0]),
     pickle.UNICODE: lambda m: m.stack.append(str(m.line(), "raw-unicode-escape")),
-    pickle.BINUNICODE: lambda m: m.text(m.number(UINT32)),
-    pickle.SHORT_BINUNICODE: PickleMachine.short_text,
-    pickle.BINUNICODE8: lambda m: m.text(m.number(UINT64)),
-    pickle.BINBYTES: lambda m: m.binary(m.number(UINT32)),
+    pickle.BINUNICODE: lambda m: m.text(m.number(_UINT32)),
+    pickle.SHORT_BINUNICODE: _Machine.short_text,
+    pickle.BINUNICODE8: lambda m: m.text(m.number(_UINT64)),
+    pickle.BINBYTES: lambda m: m.binary(m.number(_UINT32)),
     pickle.SHORT_BINBYTES: lambda m: m.binary(m.take(1)[0]),
-    pickle.BINBYTES8: lambda m: m.binary(m.number(UINT64)),
-    pickle.BYTEARRAY8: lambda m: m.stack.append(bytearray(m.take(m.number(UINT64)))),
+    pickle.BINBYTES8: lambda m: m.binary(m.number(_UINT64)),
+    pickle.BYTEARRAY8: lambda m: m.stack.append(bytearray(m.take(m.number(_UINT64)))),
     pickle.EMPTY_LIST: lambda m: m.push_container([]),
     pickle.EMPTY_DICT: lambda m: m.push_container({}),
     pickle.EMPTY_TUPLE: _push(()),
-    pickle.EMPTY_SET: PickleMachine.empty_set,
+    pickle.EMPTY_SET: _Machine.empty_set,
     pickle.LIST: lambda m: m.push_container(m.pop_mark()),
-    pickle.DICT: PickleMachine.dict,
+    pickle.DICT: _Machine.dict,
     pickle.TUPLE: lambda m: m.push_container(tuple(m.pop_mark())),
-    pickle.TUPLE1: PickleMachine.tuple1,
-    pickle.TUPLE2: PickleMachine.tuple2,
-    pickle.TUPLE3: PickleMachine.tuple3,
-    pickle.FROZENSET: PickleMachine.frozenset,
+    pickle.TUPLE1: _Machine.tuple1,
+    pickle.TUPLE2: _Machine.tuple2,
+    pickle.TUPLE3: _Machine.tuple3,
+    pickle.FROZENSET: _Machine.frozenset,
     pickle.APPEND: lambda m: m.extend([m.stack.pop()]),
     pickle.APPENDS: lambda m: m.extend(m.pop_mark()),
-    pickle.SETITEM: PickleMachine.set_item,
+    pickle.SETITEM: _Machine.set_item,
     pickle.SETITEMS: lambda m: m.set_items(m.pop_mark()),
-    pickle.ADDITEMS: PickleMachine.add_items,
-    pickle.MEMOIZE: PickleMachine.memoize,
-    pickle.PUT: PickleMachine.put_line,
+    pickle.ADDITEMS: _Machine.add_items,
+    pickle.MEMOIZE: _Machine.memoize,
+    pickle.PUT: _Machine.put_line,
     pickle.BINPUT: lambda m: m.put(m.take(1)[0]),
-    pickle.LONG_BINPUT: lambda m: m.put(m.number(UINT32)),
+    pickle.LONG_BINPUT: lambda m: m.put(m.number(_UINT32)),
     pickle.GET: lambda m: m.stack.append(m.memo[int(m.line())]),
-    pickle.BINGET: PickleMachine.binget,
-    pickle.LONG_BINGET: PickleMachine.long_binget,
-    pickle.GLOBAL: PickleMachine.line_global,
-    pickle.STACK_GLOBAL: PickleMachine.stack_global,
-    pickle.REDUCE: PickleMachine.reduce,
-    pickle.NEWOBJ: PickleMachine.new,
-    pickle.NEWOBJ_EX: PickleMachine.new_with_names,
-    pickle.BUILD: PickleMachine.build,
+    pickle.BINGET: _Machine.binget,
+    pickle.LONG_BINGET: _Machine.long_binget,
+    pickle.GLOBAL: _Machine.line_global,
+    pickle.STACK_GLOBAL: _Machine.stack_global,
+    pickle.REDUCE: _Machine.reduce,
+    pickle.NEWOBJ: _Machine.new,
+    pickle.NEWOBJ_EX: _Machine.new_with_names,
+    pickle.BUILD: _Machine.build,
     pickle.PERSID: lambda m: m.persistent_id(str(m.line(), "ascii")),
     pickle.BINPERSID: lambda m: m.persistent_id(m.stack.pop()),
-    pickle.INST: PickleMachine.foreign_object,
-    pickle.OBJ: PickleMachine.foreign_object,
-    pickle.EXT1: PickleMachine.extension,
-    pickle.EXT2: PickleMachine.extension,
-    pickle.EXT4: PickleMachine.extension,
-    pickle.NEXT_BUFFER: PickleMachine.buffer,
-    pickle.READONLY_BUFFER: PickleMachine.buffer,
+    pickle.INST: _Machine.foreign_object,
+    pickle.OBJ: _Machine.foreign_object,
+    pickle.EXT1: _Machine.extension,
+    pickle.EXT2: _Machine.extension,
+    pickle.EXT4: _Machine.extension,
+    pickle.NEXT_BUFFER: _Machine.buffer,
+    pickle.READONLY_BUFFER: _Machine.buffer,
 }
-_TABLE = [_HANDLERS.get(bytes([code]), PickleMachine.unknown) for code in range(256)]
+_TABLE = [_HANDLERS.get(bytes([code]), _Machine.unknown) for code in range(256)]

@@ -15,7 +15,6 @@ __all__ = [
     "Find",
     "Ignored",
     "Instance",
-    "Limits",
     "allow_list",
     "instances",
 ]
@@ -24,28 +23,6 @@ _DTYPE_NAME: Final = re.compile(r"q?u?(int|bits|b?float|b?complex)\d[a-z0-9_]{0,
 
 Find: TypeAlias = Callable[[str, str], Any]
 """(module, name) -> the inert value or `Constructor` that stands for the global, or UnsafeObjectError."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a pickle may cost.
-
-    ``data_bytes`` bounds all else, which grows linearly with the data. ``containers_per_byte`` is for lists,
-    dicts, tuples, sets and instances and, apart, for memo entries: real pickles have one in ten bytes, and a
-    hostile one makes 64 bytes out of one. ``copied_per_byte`` is for the lengths of what constructors return
-    and of keys that are tuples. ``free`` is what the shortest pickle may have of each. ``marks`` is the depth
-    of nested MARKs, ``integer_bytes`` the length of one integer, ``key_parts`` the parts of one key that is a
-    tuple, ``large_keys`` the number of integer keys beyond 60 bits, which can be made to collide.
-    """
-
-    data_bytes: int = 1 << 30
-    containers_per_byte: float = 0.5
-    copied_per_byte: float = 4.0
-    free: int = 1 << 12
-    marks: int = 1 << 10
-    integer_bytes: int = 1 << 10
-    key_parts: int = 1 << 8
-    large_keys: int = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError, UnsupportedFormatError
-from dcp.storage.formats.pickle.decoder import BuiltDict, Constructor, Ignored, Limits, decode_pickle
+from dcp.storage.formats.pickle.decoder import (
+    BuiltDict,
+    Constructor,
+    Ignored,
+    allow_list,
+    decode_pickle,
+)
 from dcp.storage.formats.pickle.numpy_classes import NUMPY_GLOBALS
 from dcp.storage.formats.pickle.stdlib_classes import STDLIB_GLOBALS
 from dcp.storage.formats.pickle.values import Instance
@@ -31,12 +37,17 @@ __all__ = [
     "DEVICE",
     "MAX_CONTAINERS",
     "MAX_FILE_PICKLE_BYTES",
+    "MAX_TENSOR_PICKLE_BYTES",
     "ORDERED_DICT",
     "SIZE",
     "DevicePickle",
     "SizePickle",
+    "decode_tensor_pickle",
     "decode_torch_pickle",
 ]
+
+MAX_TENSOR_PICKLE_BYTES: Final = 1 << 20
+"""A pickled tensor takes some 200 bytes; attributes set on the tensor object come on top."""
 
 MAX_FILE_PICKLE_BYTES: Final = 64 << 20
 """200,000 tensors take some 25 MB."""
@@ -86,8 +97,37 @@ def decode_torch_pickle(
     needs, CheckpointFormatError for what no pickler writes and for tensors that reach outside their storages.
     """
     per_byte = min(_CONTAINERS_PER_BYTE, max_containers / max(1, len(data)))
-    limits = Limits(data_bytes=limit_bytes, containers_per_byte=per_byte)
-    return decode_pickle(data, find=_Globals().find, persistent_load=load_storage, limits=limits)
+    return decode_pickle(
+        data,
+        find=_Globals().find,
+        persistent_load=load_storage,
+        limit_bytes=limit_bytes,
+        containers_per_byte=per_byte,
+    )
+
+
+def decode_tensor_pickle(data: bytes | memoryview) -> TensorPickle:
+    """The tensor that a record's pickle holds, if it is a dense tensor and nothing else.
+
+    Raises UnsafeObjectError where it needs anything that a plain tensor does not, UnsupportedFormatError for
+    sparse, quantised, nested and conjugated tensors, CheckpointFormatError for whatever torch.save does not
+    write.
+    """
+    value = decode_pickle(
+        data, find=_find_in_record, persistent_load=load_storage, limit_bytes=MAX_TENSOR_PICKLE_BYTES
+    )
+    if isinstance(value, TensorPickle):
+        return value
+    if not isinstance(value, Ignored):
+        raise CheckpointFormatError(f"the record should hold a tensor, and holds a {type(value).__name__}")
+    if value.kind.endswith(" tensor") or value.kind.startswith("torch.per_"):
+        kind = "quantised tensor" if value.kind.startswith("torch.") else value.kind
+        raise UnsupportedFormatError(
+            f"the record holds a {kind}, and only dense ones can be read; save it as a dense one (after "
+            "resolve_conj() and resolve_neg())",
+            tensor_kind=kind.removesuffix(" tensor"),
+        )
+    raise UnsafeObjectError(f"the record of a tensor needs {value.kind}", global_name=value.kind)
 
 
 class _Globals:
@@ -227,8 +267,6 @@ def _complex(args: tuple[Any, ...]) -> complex:
 def _globals() -> dict[tuple[str, str], Any]:
     allowed: dict[tuple[str, str], Any] = {}
     for (module, name), value in TENSOR_GLOBALS.items():
-        if value is None:  # kinds of quantisation: as foreign as what has them
-            continue
         rebuild = value.reduce if type(value) is Constructor else None
         if module == "torch._utils" and rebuild is not None:
             allowed[module, name] = _tensor(value.name, rebuild)
@@ -258,4 +296,12 @@ _OWN_NAMES: Final = frozenset(
     value.name
     for place, value in _ALLOWED.items()
     if type(value) is Constructor and place not in NUMPY_GLOBALS and place not in STDLIB_GLOBALS
+)
+_find_in_record: Final = allow_list(
+    _ALLOWED
+    | {
+        ("torch", name): _foreign(f"torch.{name}")  # of quantised tensors, which are refused as such
+        for name in ("per_tensor_affine", "per_channel_affine")
+    },
+    what="the record of a tensor",
 )

@@ -1,4 +1,4 @@
-"""The `data.pkl` of a record that holds one tensor: its dtype, shape and place in its storage; torch-free."""
+"""Tensors in pickles of torch.save: their dtype, shape and place in their storage; torch-free."""
 
 from __future__ import annotations
 
@@ -9,21 +9,16 @@ from typing import Any
 
 from dcp.storage.errors import CheckpointFormatError, UnsupportedFormatError
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.pickle.decoder import Constructor, Limits, allow_list, decode_pickle
+from dcp.storage.formats.pickle.decoder import Constructor
 from dcp.storage.geometry.strides import is_c_ordered
 
 __all__ = [
     "MAX_DIMENSIONS",
-    "MAX_TENSOR_PICKLE_BYTES",
     "TENSOR_GLOBALS",
     "TensorClass",
     "TensorPickle",
-    "decode_tensor_pickle",
     "load_storage",
 ]
-
-MAX_TENSOR_PICKLE_BYTES = 1 << 20
-"""A pickled tensor takes some 200 bytes; attributes set on the tensor object come on top."""
 
 MAX_DIMENSIONS = 64
 """What torch allows."""
@@ -72,20 +67,6 @@ class _StorageClass:
 @dataclass(frozen=True, slots=True)
 class TensorClass:
     """A class of which the plain tensor data is all that a checkpoint needs."""
-
-
-def decode_tensor_pickle(data: bytes | memoryview) -> TensorPickle:
-    """The tensor that a torch.save pickle holds, if it is a dense tensor and nothing else.
-
-    Raises UnsafeObjectError where the pickle names anything that a plain tensor does not need,
-    UnsupportedFormatError for sparse, quantised, nested and conjugated tensors, CheckpointFormatError for
-    whatever torch.save does not write.
-    """
-    limits = Limits(data_bytes=MAX_TENSOR_PICKLE_BYTES)
-    value = decode_pickle(data, find=_find, persistent_load=load_storage, limits=limits)
-    if not isinstance(value, TensorPickle):
-        raise CheckpointFormatError(f"the record should hold a tensor, and holds a {type(value).__name__}")
-    return value
 
 
 def _natural(value: Any, what: str) -> int:
@@ -179,30 +160,11 @@ def _rebuild_parameter(args: tuple[Any, ...], *, count: int) -> TensorPickle:
     return replace(data, requires_grad=grad)
 
 
-def _rebuild_from_type(args: tuple[Any, ...]) -> Any:
-    function, kind, inner, _ = _arguments(args, 4, 4, "_rebuild_from_type_v2")
-    if not isinstance(kind, TensorClass) or type(inner) is not tuple:
-        raise CheckpointFormatError("a pickled tensor's class is not a tensor class")
-    if type(function) is not Constructor or function.reduce not in (_rebuild_v2, _rebuild_v3):
-        raise CheckpointFormatError("a pickled tensor is not built as torch builds tensors")
-    return function.reduce(inner)
-
-
-def _empty_hooks(args: tuple[Any, ...]) -> dict[Any, Any]:
-    if args not in ((), ([],)):
-        raise CheckpointFormatError("a pickled tensor's OrderedDict of hooks is not empty")
-    return {}
-
-
 def _refuse(_: tuple[Any, ...], *, kind: str) -> Any:
     raise UnsupportedFormatError(
         f"the record holds a {kind} tensor, and only dense ones can be read; save it as dense tensors",
         tensor_kind=kind,
     )
-
-
-def _inert(_: tuple[Any, ...]) -> None:
-    """What only tensors have that are refused anyway."""
 
 
 _QUANTISED = ("QInt8Storage", "QInt32Storage", "QUInt8Storage", "QUInt4x2Storage", "QUInt2x4Storage")
@@ -213,7 +175,6 @@ def _function(name: str, **named: Any) -> dict[tuple[str, str], Constructor]:
 
 
 TENSOR_GLOBALS: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): Constructor("collections.OrderedDict", reduce=_empty_hooks),
     ("torch.storage", "UntypedStorage"): _StorageClass(None),
     ("torch", "Tensor"): TensorClass(),
     ("torch.nn.parameter", "Parameter"): TensorClass(),
@@ -222,12 +183,6 @@ TENSOR_GLOBALS: dict[tuple[str, str], Any] = {
     **_function("_rebuild_tensor_v3", reduce=_rebuild_v3),
     **_function("_rebuild_parameter", reduce=partial(_rebuild_parameter, count=3)),
     **_function("_rebuild_parameter_with_state", reduce=partial(_rebuild_parameter, count=4)),
-    ("torch._tensor", "_rebuild_from_type_v2"): Constructor(
-        "torch._tensor._rebuild_from_type_v2", reduce=_rebuild_from_type
-    ),
-    ("torch", "Size"): Constructor("torch.Size", reduce=_inert),
-    ("torch.serialization", "_get_layout"): Constructor("torch.serialization._get_layout", reduce=_inert),
-    **dict.fromkeys((("torch", "per_tensor_affine"), ("torch", "per_channel_affine")), None),
     **dict.fromkeys((("torch", name) for name in _QUANTISED), _StorageClass(None)),
     **_function("_rebuild_sparse_tensor", reduce=partial(_refuse, kind="sparse")),
     **_function("_rebuild_qtensor", reduce=partial(_refuse, kind="quantised")),
@@ -237,5 +192,3 @@ TENSOR_GLOBALS: dict[tuple[str, str], Any] = {
     **{("torch", name): dtype for name, dtype in dtypes.BY_NAME.items()},
 }
 """What a pickled tensor may name, as inert values and functions of ours."""
-
-_find = allow_list(TENSOR_GLOBALS, what="the record of a tensor")

@@ -16,7 +16,7 @@ import numpy as np
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, UnsupportedFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64, ObjectColumns, starts
-from dcp.storage.formats.pickle.decoder import Instance, Limits, decode_pickle
+from dcp.storage.formats.pickle.decoder import Instance, decode_pickle
 from dcp.storage.formats.torch.format import TORCH_DCP
 from dcp.storage.formats.torch.metadata import classes
 from dcp.storage.formats.torch.tensor_pickle import MAX_DIMENSIONS
@@ -46,8 +46,7 @@ def decode_torch_metadata(data: bytes | memoryview) -> CheckpointIndex:
     has added), CorruptCheckpointError for an entry whose bytes the file does not locate (stock publishes such
     a file when a writer thread fails), CheckpointFormatError for the rest.
     """
-    limits = Limits(data_bytes=MAX_METADATA_BYTES)
-    metadata = decode_pickle(data, find=classes.find_metadata_class, limits=limits)
+    metadata = decode_pickle(data, find=classes.find_metadata_class, limit_bytes=MAX_METADATA_BYTES)
     state = _fields(metadata, classes.METADATA, "the file")
     _check_version(state.get("version"))
     entries = state.get("state_dict_metadata")
