@@ -102,8 +102,7 @@ class _Member:
             for number, entry in enumerate(tensors)
             if entry.tied_to != number
         }
-        rows = np.array([entry.tensor for entry in tensors], np.int64)
-        return cls(entries.index, [entry.fqn for entry in tensors], rows, tied)
+        return cls(entries.index, [entry.fqn for entry in tensors], entries.rows, tied)
 
 
 def _chosen(
