@@ -15,6 +15,8 @@ from dcp.cli.common import (
     Json,
     Options,
     describe_bytes,
+    describe_shape,
+    describe_value,
     errors_as_lines,
     print_error,
     print_json,
@@ -165,14 +167,11 @@ def _row(tensor: TensorDifference) -> tuple[str, ...]:
 
 
 def _type(facts: TensorFacts | None) -> str:
-    return "-" if facts is None else f"{facts.dtype} {'x'.join(map(str, facts.shape)) or 'scalar'}"
+    return "-" if facts is None else f"{facts.dtype} {describe_shape(facts.shape)}"
 
 
 def _shown(value: object) -> str:
-    from dcp.storage.formats.torch.python_values import value_text
-
-    text = "-" if value is None else value_text(value)
-    return text if len(text) <= _VALUE_CHARACTERS else text[: _VALUE_CHARACTERS - 3] + "..."
+    return "-" if value is None else describe_value(value, _VALUE_CHARACTERS)
 
 
 def digest(
@@ -211,8 +210,7 @@ def digest(
 
 def _print_digest(found: CheckpointDigests) -> None:
     rows = [
-        (tensor.digest, tensor.dtype, "x".join(map(str, tensor.shape)) or "scalar", tensor.fqn)
-        for tensor in found.tensors
+        (tensor.digest, tensor.dtype, describe_shape(tensor.shape), tensor.fqn) for tensor in found.tensors
     ]
     print_table(
         ("digest", "dtype", "shape", "tensor"), rows, narrow=("tensor:32", "shape", "dtype", "tensor:16")

@@ -17,6 +17,7 @@ from dcp.cli.common import (
     Json,
     Options,
     describe_bytes,
+    describe_shape,
     errors_as_lines,
     print_json,
     printable,
@@ -342,7 +343,7 @@ def _map_row(tensor: MappedTensor) -> dict[str, Any]:
 def _map_line(tensor: MappedTensor) -> tuple[str, str, str]:
     zeros = f" and {tensor.padding} zeros" if tensor.padding else ""
     moved = "" if tensor.is_renamed else " (rearranged)"
-    shape = "x".join(map(str, tensor.shape)) or "scalar"
+    shape = describe_shape(tensor.shape)
     return tensor.name, shape, f"{', '.join(tensor.sources)}{zeros}{moved}"
 
 

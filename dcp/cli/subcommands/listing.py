@@ -14,7 +14,9 @@ from dcp.cli.common import (
     Json,
     Options,
     describe_bytes,
+    describe_shape,
     describe_time,
+    describe_value,
     errors_as_lines,
     print_error,
     print_json,
@@ -277,7 +279,7 @@ def _print_tensors(tensors: list[TensorRow]) -> None:
             (
                 row.fqn,
                 row.dtype,
-                _describe_shape(row.shape),
+                describe_shape(row.shape),
                 str(row.chunks),
                 describe_bytes(row.bytes),
                 str(len(row.files)),
@@ -294,7 +296,7 @@ def _print_tree(root: ModuleNode) -> None:
 
     def visit(node: ModuleNode, indent: str) -> None:
         for child in sorted(node.children.values(), key=lambda child: child.tensor is not None):
-            kind = f"{child.tensor.dtype} {_describe_shape(child.tensor.shape)}" if child.tensor else ""
+            kind = f"{child.tensor.dtype} {describe_shape(child.tensor.shape)}" if child.tensor else ""
             counted = "" if child.tensor and not child.children else str(child.tensors)
             share = bar(child.bytes, root.bytes, _BAR_CHARACTERS)
             rows.append(
@@ -324,12 +326,4 @@ def _print_objects(values: list[ObjectRow]) -> None:
 def _describe_value(row: ObjectRow) -> tuple[str, str]:
     if not row.is_plain:
         return "pickled", f"{describe_bytes(row.bytes)} in {row.file}"
-    from dcp.storage.formats.torch.python_values import value_text
-
-    text = value_text(row.value)
-    shown = text if len(text) <= _VALUE_CHARACTERS else text[: _VALUE_CHARACTERS - 3] + "..."
-    return type(row.value).__name__, shown
-
-
-def _describe_shape(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape)) if shape else "scalar"
+    return type(row.value).__name__, describe_value(row.value, _VALUE_CHARACTERS)

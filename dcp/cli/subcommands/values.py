@@ -24,6 +24,7 @@ from dcp.cli.common import (
     Json,
     Options,
     describe_bytes,
+    describe_shape,
     errors_as_lines,
     print_json,
     printable,
@@ -185,7 +186,7 @@ def _print_tensor(reader: TensorReader, row: int, slices: Slices | None) -> None
             max_line_width=100,
         )
     )
-    described = "x".join(map(str, shape)) if shape else "scalar"
+    described = describe_shape(shape)
     print(f"{reader.index.dtype(row).name} {described}")
 
 
@@ -347,7 +348,7 @@ def _print(
         print("min, max, mean, std, norm and values are of the finite elements; nan and inf count the others")
     print()
     rows = [
-        (tensor.fqn, tensor.dtype, "x".join(map(str, tensor.shape)) or "scalar", *_cells(tensor.statistics))
+        (tensor.fqn, tensor.dtype, describe_shape(tensor.shape), *_cells(tensor.statistics))
         for tensor in top_of(tensors, top)
     ]
     rows.append(("total", "", f"{found.total.count:,}", *_cells(found.total)))
