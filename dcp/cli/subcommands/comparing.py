@@ -23,8 +23,16 @@ from dcp.cli.common import (
     printable,
     storage_options,
 )
-from dcp.cli.progress import progress_bar
-from dcp.cli.tables import Top, counted, largest_first, print_rest, print_table, sort_key, top_of
+from dcp.cli.tables import (
+    Top,
+    counted,
+    largest_first,
+    print_rest,
+    print_table,
+    progress_bar,
+    sort_key,
+    top_of,
+)
 
 if TYPE_CHECKING:
     from dcp.inspection.values.difference import Difference, TensorDifference, TensorFacts

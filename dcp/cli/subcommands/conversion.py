@@ -24,8 +24,7 @@ from dcp.cli.common import (
     storage_options,
     unwinding_on_sigterm,
 )
-from dcp.cli.progress import progress_bar
-from dcp.cli.tables import Top, counted, print_rest, print_table, top_of
+from dcp.cli.tables import Top, counted, print_rest, print_table, progress_bar, top_of
 from dcp.storage.errors import CheckpointError, OptionError
 
 if TYPE_CHECKING:

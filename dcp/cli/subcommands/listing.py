@@ -23,8 +23,7 @@ from dcp.cli.common import (
     printable,
     storage_options,
 )
-from dcp.cli.pictures import bar
-from dcp.cli.tables import Top, counted, output_columns, print_rest, print_table, sort_key, top_of
+from dcp.cli.tables import Top, bar, counted, output_columns, print_rest, print_table, sort_key, top_of
 
 if TYPE_CHECKING:
     from dcp.inspection.checkpoints import CheckpointHeader, CheckpointSummary

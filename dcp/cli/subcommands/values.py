@@ -30,9 +30,18 @@ from dcp.cli.common import (
     printable,
     storage_options,
 )
-from dcp.cli.pictures import bar, sparkline
-from dcp.cli.progress import progress_bar
-from dcp.cli.tables import Top, counted, largest_first, print_rest, print_table, sort_key, top_of
+from dcp.cli.tables import (
+    Top,
+    bar,
+    counted,
+    largest_first,
+    print_rest,
+    print_table,
+    progress_bar,
+    sort_key,
+    sparkline,
+    top_of,
+)
 from dcp.storage.errors import CheckpointError
 from dcp.storage.near_names import listed, near_names
 
