@@ -177,7 +177,7 @@ def print_json(value: Any) -> None:
 
 
 def print_json_line(value: Any) -> None:
-    """The same as one line, at once: for what goes on and on."""
+    """The same as one line, at once: for output without an end."""
     print(json.dumps(_jsonable(value), ensure_ascii=False, allow_nan=False), flush=True)
 
 

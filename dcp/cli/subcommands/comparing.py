@@ -78,7 +78,7 @@ def diff(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Compare checkpoint B with A. Equal tensors are told by checksums. Exits with 1 if anything differs."""
+    """Compare checkpoint B with A. Equal tensors are found by checksums. Exits with 1 if anything differs."""
     by = sort_key(sort, _SORTS) if sort else None
     renames = dict(_rename(rule) for rule in rename or ())
     with errors_as_lines(debug=debug), progress_bar(f"{a} {b}") as progress:
@@ -100,8 +100,8 @@ def diff(
         print_json(found)
     else:
         _print(found, list(found.tensors) if by is None else sorted(found.tensors, key=by), top)
-    if (told := _renaming(found)) and not renames:
-        print_error(f"the same names with another prefix: --rename {told} compares these")
+    if (shown := _renaming(found)) and not renames:
+        print_error(f"the same names with another prefix: --rename {shown} compares these")
     if not found.is_empty:
         raise typer.Exit(EXIT_FINDINGS)
 
@@ -156,8 +156,8 @@ def _print(found: Difference, tensors: list[TensorDifference], top: int | None) 
 
 def _differing(found: Difference) -> str:
     counts = (("tensor", len(found.tensors)), ("object", len(found.objects)))
-    told = " and ".join(counted(count, name) for name, count in counts if count)
-    return f"{told} differ{'s' if sum(count for _, count in counts) == 1 else ''}"
+    shown = " and ".join(counted(count, name) for name, count in counts if count)
+    return f"{shown} differ{'s' if sum(count for _, count in counts) == 1 else ''}"
 
 
 def _row(tensor: TensorDifference) -> tuple[str, ...]:
@@ -224,8 +224,8 @@ def _print_digest(found: CheckpointDigests) -> None:
         ("digest", "dtype", "shape", "tensor"), rows, narrow=("tensor:32", "shape", "dtype", "tensor:16")
     )
     print()
-    told = counted(len(rows), "tensor"), describe_bytes(found.bytes_read)
-    print(printable(f"{found.digest}  {found.url}: {told[0]}, {told[1]} read"))
+    shown = counted(len(rows), "tensor"), describe_bytes(found.bytes_read)
+    print(printable(f"{found.digest}  {found.url}: {shown[0]}, {shown[1]} read"))
 
 
 _SHOWN_FINDINGS = 100

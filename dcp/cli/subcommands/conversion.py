@@ -409,7 +409,7 @@ def convert_command(
 ) -> None:
     """Convert between dcp, torch.save and safetensors, in constant memory, without running pickles.
 
-    A conversion that was killed goes on where it was when the same command is given again. Of one that was
+    A conversion that was killed is resumed when the same command is given again. Of one that was
     finished the target is compared, and nothing is written.
     """
     chosen = options_of(locals())
@@ -523,7 +523,7 @@ def merge_command(
 ) -> None:
     """Add up checkpoints of any formats and shardings, each times its weight, in constant memory.
 
-    A merge that was killed goes on where it was when the same command is given again.
+    A merge that was killed is resumed when the same command is given again.
     """
     chosen: dict[str, Any] = options_of(locals()) | {
         "weights": _numbers(weights, "--weights"),

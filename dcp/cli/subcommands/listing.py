@@ -86,12 +86,12 @@ def ls(
 
 def _summary(summaries: Sequence[CheckpointSummary], runs: Sequence[CheckpointSummary]) -> str:
     states = Counter(summary.state for summary in summaries)
-    told = [f"{counted(len(summaries), 'checkpoint')}"] if summaries else []
-    told += [f"{states[state]} {state}" for state in ("incomplete", "unreadable") if states[state]]
+    shown = [f"{counted(len(summaries), 'checkpoint')}"] if summaries else []
+    shown += [f"{states[state]} {state}" for state in ("incomplete", "unreadable") if states[state]]
     sizes = [summary.bytes for summary in summaries if summary.bytes is not None]
-    told += [describe_bytes(sum(sizes))] if sizes else []
-    told += [f"{counted(len(runs), 'run')} below (-r: with their checkpoints)"] if runs else []
-    return ", ".join(told)
+    shown += [describe_bytes(sum(sizes))] if sizes else []
+    shown += [f"{counted(len(runs), 'run')} below (-r: with their checkpoints)"] if runs else []
+    return ", ".join(shown)
 
 
 def _time_of(summaries: Sequence[CheckpointSummary]) -> str:

@@ -163,10 +163,10 @@ def _children(fqn: str, below: Sequence[str]) -> str:
         (only,) = counts
         return _children(f"{fqn}.{only}", [name.partition(".")[2] for name in below])
     values = {name for name in below if "." not in name}
-    told = [
+    shown = [
         f"{fqn}.{part}" if part in values else f"{fqn}.{part}.* ({count:,})" for part, count in counts.items()
     ]
-    return listed(told, most=_CHILDREN, show=str)
+    return listed(shown, most=_CHILDREN, show=str)
 
 
 # -- tensors -------------------------------------------------------------------------------------------------
