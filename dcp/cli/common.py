@@ -14,7 +14,7 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from types import FrameType
 from typing import Annotated, Any, Final, NoReturn, TypeAlias
@@ -32,7 +32,9 @@ __all__ = [
     "Json",
     "Options",
     "describe_bytes",
+    "describe_shape",
     "describe_time",
+    "describe_value",
     "errors_as_lines",
     "nobody_reads",
     "print_error",
@@ -175,7 +177,7 @@ def print_json(value: Any) -> None:
 
 
 def print_json_line(value: Any) -> None:
-    """The same as one line, at once: for what goes on and on."""
+    """The same as one line, at once: for output without an end."""
     print(json.dumps(_jsonable(value), ensure_ascii=False, allow_nan=False), flush=True)
 
 
@@ -216,6 +218,19 @@ def describe_bytes(count: int | None) -> str:
         if value < 999.5 or unit == _UNITS[-1]:
             break
     return f"{value:.{max(0, 3 - len(str(int(value))))}f} {unit}"
+
+
+def describe_shape(shape: Sequence[int]) -> str:
+    """``64x32``; ``scalar`` without dimensions."""
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def describe_value(value: object, most: int) -> str:
+    """A value that is no tensor in at most so many characters."""
+    from dcp.storage.formats.torch.python_values import value_text
+
+    text = value_text(value)
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def describe_time(seconds: float | None) -> str:

@@ -1,29 +1,106 @@
-"""Tables that fit the terminal."""
+"""Tables that fit the terminal, pictures made of characters, and progress bars."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, TypeAlias, TypeVar
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 import typer
 
 from dcp.cli.common import printable
-from dcp.cli.pictures import can_print
 
 __all__ = [
     "Top",
+    "bar",
     "counted",
     "largest_first",
     "output_columns",
     "print_rest",
     "print_table",
+    "progress_bar",
     "shortened",
     "sort_key",
+    "sparkline",
     "top_of",
 ]
+
+
+_HEIGHTS: Final = " ▁▂▃▄▅▆▇█"
+_WIDTHS: Final = " ▏▎▍▌▋▊▉█"
+_ASCII_HEIGHTS: Final = " .:-=+*%#"
+
+
+def sparkline(counts: Sequence[int]) -> str:
+    """One character for each of ``counts``, as high as it is; whatever is not 0 can be seen."""
+    heights = _HEIGHTS if can_print(_HEIGHTS) else _ASCII_HEIGHTS
+    largest = max(counts, default=0)
+    return "".join(heights[-(-count * 8 // largest) if largest else 0] for count in counts)
+
+
+def bar(count: int, largest: int, width: int) -> str:
+    """A bar of ``width`` characters for ``largest``, and of its share for ``count``."""
+    eighths = -(-count * width * 8 // largest) if largest else 0
+    if not can_print(_WIDTHS):
+        return "#" * -(-eighths // 8)
+    return ("█" * (eighths // 8) + _WIDTHS[eighths % 8]).rstrip()
+
+
+def can_print(text: str) -> bool:
+    """Return whether standard output can show these characters."""
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+Show: TypeAlias = Callable[[int, int], None]
+
+_UPDATE_SECONDS = 0.1
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Show | None]:
+    """Takes (bytes done, bytes in all), and shows rate and time left on stderr; None if that is no
+    terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(printable(what), total=None)
+        shown_seconds = 0.0
+
+        def show(done: int, total: int) -> None:
+            nonlocal shown_seconds
+            now = time.monotonic()
+            if now - shown_seconds > _UPDATE_SECONDS:  # small blocks come faster than the bar can be drawn
+                shown_seconds = now
+                bar.update(task, completed=done, total=total)
+
+        yield show
+
 
 T = TypeVar("T")
 

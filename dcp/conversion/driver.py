@@ -420,8 +420,8 @@ def _plan_target(
         members = members_of(source)
         entries, mapped, merged = merge_entries(members, options.arithmetic, maps, config=beside, **chosen)
     origin = dict(merged.origin) if merged is not None else {}
-    if told := list(dict.fromkeys(one.told for one in maps if one is not None)):
-        origin["map"] = ", ".join(told)
+    if shown := list(dict.fromkeys(one.told for one in maps if one is not None)):
+        origin["map"] = ", ".join(shown)
     planned = plan_layout(entries, engine, options, place.file_name, save_id, origin=origin)
     return replace(planned, mapped=mapped, merged=merged)
 

@@ -174,8 +174,8 @@ def merge(
         progress=progress,
         resume=resume,
     )
-    told = zip([*given, *added], [*own, *arithmetic.adapter_weights], strict=True)
-    return replace(report, weights=tuple(told))
+    shown = zip([*given, *added], [*own, *arithmetic.adapter_weights], strict=True)
+    return replace(report, weights=tuple(shown))
 
 
 def _maps(
@@ -237,11 +237,11 @@ def last_steps(
         )
     problems = {step: problem for step in newest if (problem := _problem(steps, step))}
     if problems:
-        told = [f"step {step} {problem}" for step, problem in problems.items()]
+        shown = [f"step {step} {problem}" for step, problem in problems.items()]
         raise PlanError(
-            f"{steps.root.url}: {listed(told, most=_MAX_LISTED, show=str)}. Give the steps that are to be "
+            f"{steps.root.url}: {listed(shown, most=_MAX_LISTED, show=str)}. Give the steps that are to be "
             "averaged as sources",
-            problems=told,
+            problems=shown,
         )
     return [steps.checkpoint_id(step) for step in newest]
 

@@ -62,7 +62,7 @@ def convert(
     pickles.
 
     Args:
-        source: A path or URL: a checkpoint of ours or of stock torch, a torch.save file, a safetensors file,
+        source: A path or URL: a checkpoint of dcp or of stock torch, a torch.save file, a safetensors file,
             or a Hugging Face folder.
         target: Where it goes; refused if something else is there, unless ``overwrite``.
         to: "dcp" (a folder that stock torch loads too), "torch" (one file for `torch.load`), or "safetensors"

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from dcp.calls.plain_errors import plain_errors
@@ -163,7 +164,8 @@ def _list(checkpoint_id: str | os.PathLike[str], opener: OpenWith, *, quick: boo
     store = place.store
     if place.file is not None:
         info = store.stat(place.file)
-        return [] if info is None else [_summarize_file(store, info, quick=quick)]
+        found = None if info is None else _summarize_file(store, info, quick=quick)
+        return [] if found is None else [found]
     files = store.list()
     own = _summarize(store, files, quick=quick)  # no row for a place that cannot be listed itself
     if own is not None:
@@ -221,11 +223,31 @@ def _summarize(store: Store, files: Sequence[FileInfo], *, quick: bool) -> Check
     if quick:
         seconds = max(file.modified_seconds for file in committed)
         return CheckpointSummary(name, store.url, "committed", step, seconds, bytes=sum(data_bytes))
+    return _opened(store, store.url, partial(_open_index, store), files, "committed")
+
+
+def _opened(
+    store: Store, url: str, read: Callable[[], CheckpointIndex | None], files: Sequence[FileInfo], state: str
+) -> CheckpointSummary | None:
+    """The checkpoint at ``url`` whose index is ``read``; None if there is none."""
     try:
-        index = _open_index(store)
+        index = read()
     except CheckpointError as error:
-        return _unreadable(store.url, error)
-    return _summary_of(header_of(store, index, files), "committed")
+        return _unreadable(url, error)
+    if index is None:
+        return None
+    header, (name, step) = header_of(store, index, files, url=url), name_and_step(url)
+    return CheckpointSummary(
+        name,
+        url,
+        state,
+        step,
+        header.committed_seconds,
+        header.format,
+        header.tensors,
+        header.file_bytes,
+        header.world_size,
+    )
 
 
 def _summarize_weights(store: Store, files: Sequence[FileInfo], *, quick: bool) -> CheckpointSummary | None:
@@ -235,11 +257,7 @@ def _summarize_weights(store: Store, files: Sequence[FileInfo], *, quick: bool) 
         return None
     if quick:
         return _unopened(store.url, weights)
-    try:
-        index = index_of_folder(store)
-    except CheckpointError as error:
-        return _unreadable(store.url, error)
-    return None if index is None else _summary_of(header_of(store, index, files), "complete")
+    return _opened(store, store.url, partial(index_of_folder, store), files, "complete")
 
 
 def _own_weights(
@@ -257,16 +275,12 @@ def _own_weights(
     return found if whole is None else [whole, *found]
 
 
-def _summarize_file(store: Store, file: FileInfo, *, quick: bool) -> CheckpointSummary:
+def _summarize_file(store: Store, file: FileInfo, *, quick: bool) -> CheckpointSummary | None:
     """A file of weights."""
     url = store.path_of(file.name)
     if quick:
         return _unopened(url, [file])
-    try:
-        index = index_of_file(store, file.name)
-    except CheckpointError as error:
-        return _unreadable(url, error)
-    return _summary_of(header_of(store, index, [file], url=url), "complete")
+    return _opened(store, url, partial(index_of_file, store, file.name), [file], "complete")
 
 
 def _unopened(url: str, files: Sequence[FileInfo]) -> CheckpointSummary:
@@ -274,21 +288,6 @@ def _unopened(url: str, files: Sequence[FileInfo]) -> CheckpointSummary:
     seconds = max(file.modified_seconds for file in files)
     size_bytes = sum(file.size_bytes for file in files)
     return CheckpointSummary(name, url, "unopened", step, seconds, bytes=size_bytes)
-
-
-def _summary_of(header: CheckpointHeader, state: str) -> CheckpointSummary:
-    name, step = name_and_step(header.url)
-    return CheckpointSummary(
-        name,
-        header.url,
-        state,
-        step,
-        header.committed_seconds,
-        header.format,
-        header.tensors,
-        header.file_bytes,
-        header.world_size,
-    )
 
 
 def header_of(

@@ -18,7 +18,7 @@ ReportBytes = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong, or is told because somebody may wonder (`is_note`).
+    """One thing that is wrong, or that is worth a note (`is_note`).
 
     ``kind`` is "index", "missing-file", "file-size", "stray-file", "checksum", "record", "unreadable",
     "metadata", "digest": another tensor than the manifest's digest tells, or than the checkpoint has that it
@@ -71,5 +71,6 @@ class VerifyReport:
 
 
 def kind_of(error: CheckpointError, otherwise: str) -> str:
-    """The kind of a finding: what a newer version wrote is told from damage of the kind ``otherwise``."""
+    """The kind of a finding: what a newer version wrote is kept apart from damage of the kind
+    ``otherwise``."""
     return "unsupported" if isinstance(error, UnsupportedFormatError) else otherwise

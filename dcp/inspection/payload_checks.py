@@ -125,7 +125,7 @@ _GAP_BYTES: Final = 64 << 10
 _THREADS: Final = 2
 
 _PICKLE_PROTOCOL: Final = b"\x80"
-"""The first byte of a pickle, where torch was told not to write a zip."""
+"""The first byte of a pickle, where torch did not write a zip."""
 
 
 class _FileSpan:
@@ -272,7 +272,7 @@ class PayloadChecks:
         for part in span:
             part.check(source, part)
 
-    # -- what there is to read -------------------------------------------------------------------------------
+    # -- what to read -------------------------------------------------------------------------------
 
     def _parts(self) -> Iterator[_CheckedRange]:
         index, objects = self._index, self._index.objects
@@ -345,7 +345,7 @@ class PayloadChecks:
             self._found_mismatch(part, part.offset, part.size_bytes, expected, got)
 
     def _check_record(self, chunk: int, expected: int, source: _FileSpan, part: _CheckedRange) -> None:
-        """All of a record of ours whose payload is one block."""
+        """All of a record of the native format whose payload is one block."""
         record, data = self._record(chunk), source.take(part.offset, part.size_bytes)
         begin, length = int(self._index.payload_offsets[chunk]), record.payload_bytes
         head = begin - part.offset
@@ -358,7 +358,7 @@ class PayloadChecks:
             self._frame_differs(chunk, expected, source, part)
 
     def _check_frame(self, chunk: int, source: _FileSpan, part: _CheckedRange) -> None:
-        """Compare what surrounds a payload of ours, which stock torch goes by, with what we write there."""
+        """Compare the frame of a native payload, which stock torch goes by, with that which is written."""
         index = self._index
         record, whole = self._record(chunk), 0
         length = record.payload_bytes

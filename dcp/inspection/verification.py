@@ -193,8 +193,8 @@ def _check_parts(index: CheckpointIndex) -> Iterator[Finding]:
     sizes = row_products(index.shape_values, index.shape_start)
     for row in np.flatnonzero(held < sizes).tolist():
         missing = int(sizes[row] - held[row])
-        told = f"{index.fqns[row]!r}: {missing:,} of {int(sizes[row]):,} elements are nowhere"
-        yield Finding("index", told, fqn=index.fqns[row])
+        shown = f"{index.fqns[row]!r}: {missing:,} of {int(sizes[row]):,} elements are nowhere"
+        yield Finding("index", shown, fqn=index.fqns[row])
 
 
 def _check_files(index: CheckpointIndex, listing: dict[str, FileInfo]) -> Iterator[Finding]:

@@ -398,8 +398,8 @@ class _DigestComparison:
 
 
 def _differs(kind: FindingKind, fqn: str, what: str, ranks: Sequence[int]) -> ProofFinding:
-    told = listed([*map(str, ranks)], most=_MAX_LISTED, show=str)
-    which = f"rank {told}" if len(ranks) == 1 else f"ranks {told}"
+    shown = listed([*map(str, ranks)], most=_MAX_LISTED, show=str)
+    which = f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
     return ProofFinding(kind, fqn, f"{fqn!r} {what}: {which}", tuple(ranks))
 
 

@@ -73,8 +73,8 @@ def prove(
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="prove")
     with told_to_all(ranks):
         weights = None if map is None else WeightMap.of(map)
-    told = {"only": only, "exclude": exclude} | of_map(weights)
-    places = begin(ranks, lambda: os.fspath(checkpoint_id), options=told)
+    shown = {"only": only, "exclude": exclude} | of_map(weights)
+    places = begin(ranks, lambda: os.fspath(checkpoint_id), options=shown)
 
     def fingerprint() -> bytes:
         with open_tensors(checkpoint_id, storage_options=storage_options) as reader:
@@ -91,12 +91,12 @@ def prove(
             own = mapped_state(own, weights, is_part=ranks.world_size > 1)
         return digests_of_rank(own).encode()
 
-    def compared(told: list[bytes]) -> bytes:
+    def compared(shown: list[bytes]) -> bytes:
         sections: SectionCache = {}
         selection = Selection.of(only, exclude)
         with open_tensors(checkpoint_id, storage_options=storage_options, verify="full") as reader:
             save_id = reader.index.provenance.get("save_id")
-            decoded = [RankDigests.decode(own, sections) for own in told]
+            decoded = [RankDigests.decode(own, sections) for own in shown]
             return compare_ranks(decoded, reader, selection, save_id).to_json().encode()
 
     return Proof.of_json(ranks.reduce_broadcast("prove", local, compared).decode())

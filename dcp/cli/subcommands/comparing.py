@@ -15,14 +15,24 @@ from dcp.cli.common import (
     Json,
     Options,
     describe_bytes,
+    describe_shape,
+    describe_value,
     errors_as_lines,
     print_error,
     print_json,
     printable,
     storage_options,
 )
-from dcp.cli.progress import progress_bar
-from dcp.cli.tables import Top, counted, largest_first, print_rest, print_table, sort_key, top_of
+from dcp.cli.tables import (
+    Top,
+    counted,
+    largest_first,
+    print_rest,
+    print_table,
+    progress_bar,
+    sort_key,
+    top_of,
+)
 
 if TYPE_CHECKING:
     from dcp.inspection.values.difference import Difference, TensorDifference, TensorFacts
@@ -68,7 +78,7 @@ def diff(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Compare checkpoint B with A. Equal tensors are told by checksums. Exits with 1 if anything differs."""
+    """Compare checkpoint B with A. Equal tensors are found by checksums. Exits with 1 if anything differs."""
     by = sort_key(sort, _SORTS) if sort else None
     renames = dict(_rename(rule) for rule in rename or ())
     with errors_as_lines(debug=debug), progress_bar(f"{a} {b}") as progress:
@@ -90,8 +100,8 @@ def diff(
         print_json(found)
     else:
         _print(found, list(found.tensors) if by is None else sorted(found.tensors, key=by), top)
-    if (told := _renaming(found)) and not renames:
-        print_error(f"the same names with another prefix: --rename {told} compares these")
+    if (shown := _renaming(found)) and not renames:
+        print_error(f"the same names with another prefix: --rename {shown} compares these")
     if not found.is_empty:
         raise typer.Exit(EXIT_FINDINGS)
 
@@ -146,8 +156,8 @@ def _print(found: Difference, tensors: list[TensorDifference], top: int | None) 
 
 def _differing(found: Difference) -> str:
     counts = (("tensor", len(found.tensors)), ("object", len(found.objects)))
-    told = " and ".join(counted(count, name) for name, count in counts if count)
-    return f"{told} differ{'s' if sum(count for _, count in counts) == 1 else ''}"
+    shown = " and ".join(counted(count, name) for name, count in counts if count)
+    return f"{shown} differ{'s' if sum(count for _, count in counts) == 1 else ''}"
 
 
 def _row(tensor: TensorDifference) -> tuple[str, ...]:
@@ -165,14 +175,11 @@ def _row(tensor: TensorDifference) -> tuple[str, ...]:
 
 
 def _type(facts: TensorFacts | None) -> str:
-    return "-" if facts is None else f"{facts.dtype} {'x'.join(map(str, facts.shape)) or 'scalar'}"
+    return "-" if facts is None else f"{facts.dtype} {describe_shape(facts.shape)}"
 
 
 def _shown(value: object) -> str:
-    from dcp.storage.formats.torch.python_values import value_text
-
-    text = "-" if value is None else value_text(value)
-    return text if len(text) <= _VALUE_CHARACTERS else text[: _VALUE_CHARACTERS - 3] + "..."
+    return "-" if value is None else describe_value(value, _VALUE_CHARACTERS)
 
 
 def digest(
@@ -211,15 +218,14 @@ def digest(
 
 def _print_digest(found: CheckpointDigests) -> None:
     rows = [
-        (tensor.digest, tensor.dtype, "x".join(map(str, tensor.shape)) or "scalar", tensor.fqn)
-        for tensor in found.tensors
+        (tensor.digest, tensor.dtype, describe_shape(tensor.shape), tensor.fqn) for tensor in found.tensors
     ]
     print_table(
         ("digest", "dtype", "shape", "tensor"), rows, narrow=("tensor:32", "shape", "dtype", "tensor:16")
     )
     print()
-    told = counted(len(rows), "tensor"), describe_bytes(found.bytes_read)
-    print(printable(f"{found.digest}  {found.url}: {told[0]}, {told[1]} read"))
+    shown = counted(len(rows), "tensor"), describe_bytes(found.bytes_read)
+    print(printable(f"{found.digest}  {found.url}: {shown[0]}, {shown[1]} read"))
 
 
 _SHOWN_FINDINGS = 100

@@ -17,14 +17,14 @@ from dcp.cli.common import (
     Json,
     Options,
     describe_bytes,
+    describe_shape,
     errors_as_lines,
     print_json,
     printable,
     storage_options,
     unwinding_on_sigterm,
 )
-from dcp.cli.progress import progress_bar
-from dcp.cli.tables import Top, counted, print_rest, print_table, top_of
+from dcp.cli.tables import Top, counted, print_rest, print_table, progress_bar, top_of
 from dcp.storage.errors import CheckpointError, OptionError
 
 if TYPE_CHECKING:
@@ -342,7 +342,7 @@ def _map_row(tensor: MappedTensor) -> dict[str, Any]:
 def _map_line(tensor: MappedTensor) -> tuple[str, str, str]:
     zeros = f" and {tensor.padding} zeros" if tensor.padding else ""
     moved = "" if tensor.is_renamed else " (rearranged)"
-    shape = "x".join(map(str, tensor.shape)) or "scalar"
+    shape = describe_shape(tensor.shape)
     return tensor.name, shape, f"{', '.join(tensor.sources)}{zeros}{moved}"
 
 
@@ -409,7 +409,7 @@ def convert_command(
 ) -> None:
     """Convert between dcp, torch.save and safetensors, in constant memory, without running pickles.
 
-    A conversion that was killed goes on where it was when the same command is given again. Of one that was
+    A conversion that was killed is resumed when the same command is given again. Of one that was
     finished the target is compared, and nothing is written.
     """
     chosen = options_of(locals())
@@ -523,7 +523,7 @@ def merge_command(
 ) -> None:
     """Add up checkpoints of any formats and shardings, each times its weight, in constant memory.
 
-    A merge that was killed goes on where it was when the same command is given again.
+    A merge that was killed is resumed when the same command is given again.
     """
     chosen: dict[str, Any] = options_of(locals()) | {
         "weights": _numbers(weights, "--weights"),

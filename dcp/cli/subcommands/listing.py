@@ -14,15 +14,16 @@ from dcp.cli.common import (
     Json,
     Options,
     describe_bytes,
+    describe_shape,
     describe_time,
+    describe_value,
     errors_as_lines,
     print_error,
     print_json,
     printable,
     storage_options,
 )
-from dcp.cli.pictures import bar
-from dcp.cli.tables import Top, counted, output_columns, print_rest, print_table, sort_key, top_of
+from dcp.cli.tables import Top, bar, counted, output_columns, print_rest, print_table, sort_key, top_of
 
 if TYPE_CHECKING:
     from dcp.inspection.checkpoints import CheckpointHeader, CheckpointSummary
@@ -85,12 +86,12 @@ def ls(
 
 def _summary(summaries: Sequence[CheckpointSummary], runs: Sequence[CheckpointSummary]) -> str:
     states = Counter(summary.state for summary in summaries)
-    told = [f"{counted(len(summaries), 'checkpoint')}"] if summaries else []
-    told += [f"{states[state]} {state}" for state in ("incomplete", "unreadable") if states[state]]
+    shown = [f"{counted(len(summaries), 'checkpoint')}"] if summaries else []
+    shown += [f"{states[state]} {state}" for state in ("incomplete", "unreadable") if states[state]]
     sizes = [summary.bytes for summary in summaries if summary.bytes is not None]
-    told += [describe_bytes(sum(sizes))] if sizes else []
-    told += [f"{counted(len(runs), 'run')} below (-r: with their checkpoints)"] if runs else []
-    return ", ".join(told)
+    shown += [describe_bytes(sum(sizes))] if sizes else []
+    shown += [f"{counted(len(runs), 'run')} below (-r: with their checkpoints)"] if runs else []
+    return ", ".join(shown)
 
 
 def _time_of(summaries: Sequence[CheckpointSummary]) -> str:
@@ -277,7 +278,7 @@ def _print_tensors(tensors: list[TensorRow]) -> None:
             (
                 row.fqn,
                 row.dtype,
-                _describe_shape(row.shape),
+                describe_shape(row.shape),
                 str(row.chunks),
                 describe_bytes(row.bytes),
                 str(len(row.files)),
@@ -294,7 +295,7 @@ def _print_tree(root: ModuleNode) -> None:
 
     def visit(node: ModuleNode, indent: str) -> None:
         for child in sorted(node.children.values(), key=lambda child: child.tensor is not None):
-            kind = f"{child.tensor.dtype} {_describe_shape(child.tensor.shape)}" if child.tensor else ""
+            kind = f"{child.tensor.dtype} {describe_shape(child.tensor.shape)}" if child.tensor else ""
             counted = "" if child.tensor and not child.children else str(child.tensors)
             share = bar(child.bytes, root.bytes, _BAR_CHARACTERS)
             rows.append(
@@ -324,12 +325,4 @@ def _print_objects(values: list[ObjectRow]) -> None:
 def _describe_value(row: ObjectRow) -> tuple[str, str]:
     if not row.is_plain:
         return "pickled", f"{describe_bytes(row.bytes)} in {row.file}"
-    from dcp.storage.formats.torch.python_values import value_text
-
-    text = value_text(row.value)
-    shown = text if len(text) <= _VALUE_CHARACTERS else text[: _VALUE_CHARACTERS - 3] + "..."
-    return type(row.value).__name__, shown
-
-
-def _describe_shape(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape)) if shape else "scalar"
+    return type(row.value).__name__, describe_value(row.value, _VALUE_CHARACTERS)

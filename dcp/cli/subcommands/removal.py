@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["gc", "prune", "rm"]
 
 
-Yes = Annotated[bool, typer.Option("--yes", help="Do it. Without this it is only told what would be done.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do it. Without it the command says what it would do.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,13 +234,13 @@ def _outcome(found: Drop, *, yes: bool) -> dict[str, str]:
 def _print_drop(found: Drop, *, is_done: bool) -> None:
     names = ", ".join(part.name for part in found.parts)
     if found.outcome == "pinned":
-        told = "is pinned and stays whole; CheckpointManager.unpin releases it"
+        shown = "is pinned and stays whole; CheckpointManager.unpin releases it"
     elif found.outcome == "absent":
         left = f"; removed {counted(len(found.files), 'file')} of an earlier prune" if found.files else ""
-        told = f"has nothing to drop{left}"
+        shown = f"has nothing to drop{left}"
     elif found.outcome == "shared":
         shared = describe_bytes(found.shared_bytes)
-        told = f"keeps its {names}: {shared} in files with what stays; --rewrite frees them"
+        shown = f"keeps its {names}: {shared} in files with what stays; --rewrite frees them"
     else:
         verb = "dropped" if is_done else "would drop"
         wrote = f", {describe_bytes(found.rewritten_bytes)} written anew" if found.rewritten_bytes else ""
@@ -250,8 +250,8 @@ def _print_drop(found: Drop, *, is_done: bool) -> None:
             else ""
         )
         freed = describe_bytes(found.freed_bytes)
-        told = f"{verb} {names}, {counted(len(found.files), 'file')}, {freed} freed{wrote}{stay}"
-    print(printable(f"{found.url}: {told}"))
+        shown = f"{verb} {names}, {counted(len(found.files), 'file')}, {freed} freed{wrote}{stay}"
+    print(printable(f"{found.url}: {shown}"))
 
 
 _WHAT: Final = {

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from dcp.server.database.engine import Database
+    from dcp.server.security.keys import KeyRecord
     from dcp.server.security.principal import Scope
     from dcp.server.settings import Settings
 
@@ -383,21 +385,12 @@ def _duration(text: str) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
-def _plain_key(record: Any) -> dict[str, Any]:
-    return {
-        "id": record.id,
-        "name": record.name,
-        "prefix": record.prefix,
-        "scopes": sorted(record.scopes),
-        "roots": None if record.roots is None else sorted(record.roots),
-        "created_seconds": record.created_seconds,
-        "expires_seconds": record.expires_seconds,
-        "revoked_seconds": record.revoked_seconds,
-        "used_seconds": record.used_seconds,
-    }
+def _plain_key(record: KeyRecord) -> dict[str, Any]:
+    roots = None if record.roots is None else sorted(record.roots)
+    return asdict(record) | {"scopes": sorted(record.scopes), "roots": roots}
 
 
-def _key_row(record: Any) -> tuple[str, ...]:
+def _key_row(record: KeyRecord) -> tuple[str, ...]:
     state = "valid" if record.is_valid(time.time()) else "revoked" if record.revoked_seconds else "expired"
     return (
         str(record.id),

@@ -24,14 +24,24 @@ from dcp.cli.common import (
     Json,
     Options,
     describe_bytes,
+    describe_shape,
     errors_as_lines,
     print_json,
     printable,
     storage_options,
 )
-from dcp.cli.pictures import bar, sparkline
-from dcp.cli.progress import progress_bar
-from dcp.cli.tables import Top, counted, largest_first, print_rest, print_table, sort_key, top_of
+from dcp.cli.tables import (
+    Top,
+    bar,
+    counted,
+    largest_first,
+    print_rest,
+    print_table,
+    progress_bar,
+    sort_key,
+    sparkline,
+    top_of,
+)
 from dcp.storage.errors import CheckpointError
 from dcp.storage.near_names import listed, near_names
 
@@ -153,10 +163,10 @@ def _children(fqn: str, below: Sequence[str]) -> str:
         (only,) = counts
         return _children(f"{fqn}.{only}", [name.partition(".")[2] for name in below])
     values = {name for name in below if "." not in name}
-    told = [
+    shown = [
         f"{fqn}.{part}" if part in values else f"{fqn}.{part}.* ({count:,})" for part, count in counts.items()
     ]
-    return listed(told, most=_CHILDREN, show=str)
+    return listed(shown, most=_CHILDREN, show=str)
 
 
 # -- tensors -------------------------------------------------------------------------------------------------
@@ -185,7 +195,7 @@ def _print_tensor(reader: TensorReader, row: int, slices: Slices | None) -> None
             max_line_width=100,
         )
     )
-    described = "x".join(map(str, shape)) if shape else "scalar"
+    described = describe_shape(shape)
     print(f"{reader.index.dtype(row).name} {described}")
 
 
@@ -347,7 +357,7 @@ def _print(
         print("min, max, mean, std, norm and values are of the finite elements; nan and inf count the others")
     print()
     rows = [
-        (tensor.fqn, tensor.dtype, "x".join(map(str, tensor.shape)) or "scalar", *_cells(tensor.statistics))
+        (tensor.fqn, tensor.dtype, describe_shape(tensor.shape), *_cells(tensor.statistics))
         for tensor in top_of(tensors, top)
     ]
     rows.append(("total", "", f"{found.total.count:,}", *_cells(found.total)))

@@ -128,7 +128,7 @@ def _words(command: str | None) -> list[str] | None:
 
 def _tell(step: WatchedStep, status: int | None, *, json: bool) -> None:
     if json:
-        told: dict[str, Any] = {
+        shown: dict[str, Any] = {
             "step": step.step,
             "checkpoint": step.checkpoint_id,
             "save_id": step.save_id,
@@ -136,7 +136,7 @@ def _tell(step: WatchedStep, status: int | None, *, json: bool) -> None:
             "metrics": step.metrics,
             "partial": step.partial,
         }
-        print_json_line(told if status is None else told | {"exit": status})
+        print_json_line(shown if status is None else shown | {"exit": status})
     elif status is None:
         print(printable(step.checkpoint_id), flush=True)
 
@@ -149,8 +149,8 @@ def _run(
         status = _run_once(words, step, json=json)
         if status == 0:
             return 0
-        told = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
-        print_error(f"{step.checkpoint_id}: the command {told} (try {number} of {tries})")
+        shown = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+        print_error(f"{step.checkpoint_id}: the command {shown} (try {number} of {tries})")
         if not steps.is_committed(step):
             print_error(f"{step.checkpoint_id} was deleted or saved anew meanwhile, and is not tried again")
             return 0

@@ -25,7 +25,7 @@ from dcp.storage.errors import (
     UnsupportedFormatError,
 )
 from dcp.storage.formats.container_notes import STRUCTURE_VERSION
-from dcp.storage.formats.index import CheckpointIndex, Path
+from dcp.storage.formats.index import CheckpointIndex, Int64, Path, itemsizes
 from dcp.storage.stores.base import Store
 
 __all__ = ["Entries", "TargetDtype", "TensorEntry", "Value", "choose_entries", "mapped_entries"]
@@ -78,9 +78,24 @@ class Entries:
         return [tuple(values[bounds[row] : bounds[row + 1]]) for row, *_ in self.tensors]
 
     @cached_property
-    def elements(self) -> list[int]:
+    def rows(self) -> Int64:
+        """The row in the source of each entry's tensor."""
+        return np.array([entry.tensor for entry in self.tensors], np.int64)
+
+    @cached_property
+    def codes(self) -> Int64:
+        """The dtype code in the target of each entry's tensor."""
+        return np.array([entry.dtype_code for entry in self.tensors], np.int64)
+
+    @cached_property
+    def elements(self) -> Int64:
         """The number of elements of each entry's tensor."""
-        return list(map(math.prod, self.shapes))
+        return np.array(list(map(math.prod, self.shapes)), np.int64)
+
+    @property
+    def size_bytes(self) -> Int64:
+        """The size in the target of each entry's tensor."""
+        return self.elements * itemsizes(self.codes.astype(np.uint8))
 
     @cached_property
     def paths(self) -> dict[str, Path]:

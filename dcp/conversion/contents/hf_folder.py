@@ -91,8 +91,8 @@ class HfFolder:
         named = [key for key in ("dtype", "torch_dtype") if isinstance(self.config.get(key), str)]
         if dtype is None or all(self.config[key] == dtype for key in named):
             return self.files
-        told = self.config | dict.fromkeys(named, dtype)
-        return {**self.files, CONFIG: (json.dumps(told, indent=2) + "\n").encode()}
+        shown = self.config | dict.fromkeys(named, dtype)
+        return {**self.files, CONFIG: (json.dumps(shown, indent=2) + "\n").encode()}
 
 
 def read_hf_folder(template: str | os.PathLike[str], also: Sequence[str] = ()) -> HfFolder:
@@ -192,10 +192,10 @@ def _check_sizes(url: str, found: Sequence[_Beside]) -> None:
     large = [one.path for one in found if one.info.size_bytes > _MAX_FILE_BYTES]
     total = sum(one.info.size_bytes for one in found)
     if large or total > _MAX_BYTES or len(found) > _MAX_FILES:
-        told = f"{total} bytes are beside its weights, in {len(found)} files"
+        shown = f"{total} bytes are beside its weights, in {len(found)} files"
         if large:
-            told = f"{', '.join(large[:10])} of it are larger than {_MAX_FILE_BYTES} bytes"
-        raise OptionError(f"hf: {url} is no template: {told}", path=url)
+            shown = f"{', '.join(large[:10])} of it are larger than {_MAX_FILE_BYTES} bytes"
+        raise OptionError(f"hf: {url} is no template: {shown}", path=url)
 
 
 def _tensor_names(store: Store) -> frozenset[str]:

@@ -66,5 +66,5 @@ def _of_config(config: Mapping[str, Any]) -> Sequence[Any]:
         found = mapping.get_checkpoint_conversion_mapping(name) if isinstance(name, str) else None
         if found is not None:
             return [*found, *mapping.get_checkpoint_conversion_mapping("legacy")]
-    told = " or ".join(repr(name) for name in names if name) or "a model without config.json"
-    raise OptionError(f"transformers has no conversions for {told}: its weights are those of the checkpoint")
+    shown = " or ".join(repr(name) for name in names if name) or "a model without config.json"
+    raise OptionError(f"transformers has no conversions for {shown}: its weights are those of the checkpoint")

@@ -284,15 +284,15 @@ def refuse_faults(faults: Iterable[BadElements], index: CheckpointIndex) -> None
         counts[index.fqns[row].partition("/")[2], fault.kind] += fault.elements
     if not counts:
         return
-    told = [
+    shown = [
         f"{name!r} ({count:,} {'NaN or infinite' if kind == NOT_FINITE else 'too large for its dtype'})"
         for (name, kind), count in sorted(counts.items())
     ]
     names = sorted({name for name, _ in counts})
     raise FaultySumsError(
         f"{len(names)} of the sums have elements that are no numbers, or that no element of the target can "
-        f"be: {listed(told, most=_MAX_LISTED, show=str)}. Nothing was published. Leave these tensors out, or "
-        "give them a wider dtype",
+        f"be: {listed(shown, most=_MAX_LISTED, show=str)}. Nothing was published. Leave these "
+        "tensors out, or give them a wider dtype",
         fqns=names,
-        problems=told,
+        problems=shown,
     )

@@ -225,13 +225,13 @@ def _check_ranks(
 ) -> None:
     """CheckpointFormatError that names all modules whose factors have another rank than is said."""
     ranks = {module: _shape(index, factors["B"])[1] for module, factors in modules.items()}
-    told = [
+    shown = [
         f"{module!r} has the rank {rank}, and the configuration says {config.rank_of(module)}"
         for module, rank in ranks.items()
         if rank != config.rank_of(module)
     ]
-    if told:
-        raise CheckpointFormatError(f"{url}: {listed(told, most=_MAX_LISTED, show=str)}", path=url)
+    if shown:
+        raise CheckpointFormatError(f"{url}: {listed(shown, most=_MAX_LISTED, show=str)}", path=url)
 
 
 def _fit(index: CheckpointIndex, factors: Mapping[str, str]) -> bool:

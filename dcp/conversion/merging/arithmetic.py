@@ -98,8 +98,8 @@ def _numbers(what: str, given: Sequence[Weight], count: int, of: str) -> tuple[f
         f"number {at} is {repr(given[at - 1])[:_MAX_TOLD]}" for at, one in enumerate(found, 1) if one is None
     ]
     if wrong:
-        told = listed(wrong, most=_MAX_LISTED, show=str)
-        raise OptionError(f"{what}: {told}; they must be finite numbers, also as float64")
+        shown = listed(wrong, most=_MAX_LISTED, show=str)
+        raise OptionError(f"{what}: {shown}; they must be finite numbers, also as float64")
     return tuple(one for one in found if one is not None)
 
 

@@ -102,8 +102,7 @@ class _Member:
             for number, entry in enumerate(tensors)
             if entry.tied_to != number
         }
-        rows = np.array([entry.tensor for entry in tensors], np.int64)
-        return cls(entries.index, [entry.fqn for entry in tensors], rows, tied)
+        return cls(entries.index, [entry.fqn for entry in tensors], entries.rows, tied)
 
 
 def _chosen(
@@ -192,13 +191,13 @@ class _Merging:
         """PlanError with all that was noted; ``names`` are of the sources."""
         if not self._problems:
             return
-        told = [f"{name!r} {problem}" for name, problem in self._problems.items()]
+        shown = [f"{name!r} {problem}" for name, problem in self._problems.items()]
         where = "; ".join(f"{number}: {name}" for number, name in enumerate(names, 1))
         raise PlanError(
-            f"{len(told)} tensors cannot be merged: {listed(told, most=_MAX_LISTED, show=str)}. The sources "
-            f"are {where}. Leave such tensors out (exclude), or rename them",
+            f"{len(shown)} tensors cannot be merged: {listed(shown, most=_MAX_LISTED, show=str)}. The "
+            f"sources are {where}. Leave such tensors out (exclude), or rename them",
             fqns=list(self._problems),
-            problems=told,
+            problems=shown,
         )
 
     def _aligned(self) -> tuple[list[str], list[Int64]]:

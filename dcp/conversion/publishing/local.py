@@ -1,6 +1,6 @@
 """Publishing on a local file system: built in a folder beside the target, which gets its name by a rename.
 
-What replaces a checkpoint of ours, or comes to files that are of none, goes through the commit of a save;
+A native checkpoint that replaces another, or comes to files that are of none, is committed as a save is;
 another folder is exchanged.
 """
 

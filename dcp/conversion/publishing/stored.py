@@ -143,7 +143,7 @@ class StoredPublisher(Publisher):
             self._note(name, _files(self._read(name)) | absent)
         try:
             yield
-        except CheckpointConflictError:  # one of them is somebody else's
+        except CheckpointConflictError:  # one of them is not its own
             self._note(name, {})
             raise
         self._note(name, {file: self._version(file) for file in files})

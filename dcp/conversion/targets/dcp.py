@@ -173,15 +173,15 @@ def _tensors(entries: Entries) -> dict[str, Any]:
     """The columns of an index that are by tensor, and not of chunks. Digests are the source's, of what is not
     cast."""
     index, tensors, shapes = entries.index, entries.tensors, entries.shapes
-    rows, codes = [entry.tensor for entry in tensors], [entry.dtype_code for entry in tensors]
+    rows, codes = entries.rows.tolist(), entries.codes.tolist()
     orders, own, digests = index.stride_orders, index.dtype_codes.tolist(), index.digests
     kept = (digests[row] if code == own[row] else b"" for row, code in zip(rows, codes, strict=True))
     return {
         "fqns": [entry.fqn for entry in tensors],
-        "dtype_codes": np.array(codes, np.uint8),
+        "dtype_codes": entries.codes.astype(np.uint8),
         "shape_start": starts(list(map(len, shapes))),
         "shape_values": np.array([extent for shape in shapes for extent in shape], np.int64),
-        "requires_grad": index.requires_grad[np.array(rows, np.int64)],
+        "requires_grad": index.requires_grad[entries.rows],
         "stride_orders": {at: orders[row] for at, row in enumerate(rows) if row in orders},
         "digests": list(kept) if len(digests) else [],
     }

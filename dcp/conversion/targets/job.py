@@ -161,11 +161,11 @@ class LayoutJob:
         itself refuses. PlanError that lists these unless they may be dropped."""
         refused = {**self.entries.refused, **refused}
         if refused and not self.options.drop_objects:
-            told = [f"{fqn!r} ({why})" for fqn, why in list(refused.items())[:_MAX_LISTED]]
+            shown = [f"{fqn!r} ({why})" for fqn, why in list(refused.items())[:_MAX_LISTED]]
             more = f" and {len(refused) - _MAX_LISTED} more" if len(refused) > _MAX_LISTED else ""
             raise PlanError(
                 f"{len(refused)} of the values cannot be converted to {self.options.to}: "
-                f"{'; '.join(told)}{more}. Exclude them",
+                f"{'; '.join(shown)}{more}. Exclude them",
                 alternative="drop all such values",
                 argument="drop_objects=True",
                 fqns=list(refused)[:_MAX_LISTED],

@@ -59,7 +59,7 @@ class TargetPlace:
 
     @property
     def is_begun(self) -> bool:
-        """Return whether a conversion has left something to go on from."""
+        """Return whether a conversion has left something to resume."""
         if self.path is not None:
             return os.path.lexists(self.work_folder)
         return self.store.stat(self.ledger_name) is not None

@@ -8,11 +8,9 @@ noted in the metadata, with the nesting and the plain values, so that a conversi
 from __future__ import annotations
 
 import json
-import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import starmap
 from typing import Any, Final
 
 import numpy as np
@@ -125,9 +123,13 @@ def safetensors_layout(
     """
     if shard_bytes < 1:
         raise OptionError(f"shard_bytes must be positive, not {shard_bytes}")
-    tensors = _described(entries)
+    facts = entries.codes.tolist(), entries.shapes, entries.size_bytes.tolist()
+    tensors = list(map(HeaderTensor, [entry.fqn for entry in entries.tensors], *facts))
     shards = [list(range(len(tensors)))] if file_name is not None else _shards(tensors, shard_bytes)
-    names = [file_name] if file_name is not None else _names(len(shards))
+    count = len(shards)
+    names = ["model.safetensors" if file_name is None else file_name]
+    if count > 1:
+        names = [f"model-{number + 1:05}-of-{count:05}.safetensors" for number in range(count)]
     headers, rows_of = [], []
     for file, rows in enumerate(shards):
         ordered = [rows[place] for place in header_order([tensors[row] for row in rows])]
@@ -135,26 +137,18 @@ def safetensors_layout(
         headers.append(safetensors_header([tensors[row] for row in ordered], own))
         rows_of.append(np.array(ordered, np.int64))
     in_order = np.concatenate(rows_of)
-    facts = [(entry.tensor, entry.dtype_code) for entry in entries.tensors]
-    sources, codes = np.array(facts, np.int64).reshape(-1, 2)[in_order].T
-    size_bytes = np.array([tensor.size_bytes for tensor in tensors], np.int64)[in_order]
+    size_bytes = entries.size_bytes[in_order]
     counts, ends = np.array(list(map(len, rows_of))), starts(size_bytes)
     files, heads = np.repeat(np.arange(len(shards)), counts), np.array(list(map(len, headers)))
     before = ends[starts(counts)]
     offsets = ends[:-1] + (heads - before[:-1])[files]
-    copies = Copies.of_tensors(entries.index, sources, codes, files, offsets, size_bytes)
+    placed = entries.rows[in_order], entries.codes[in_order], files, offsets, size_bytes
+    copies = Copies.of_tensors(entries.index, *placed)
     tensor_copies = {tensors[row].name: copy for copy, row in enumerate(in_order.tolist())}
     last = {WEIGHT_MAP_NAME: _index(tensors, shards, names)} if len(names) > 1 else {}
     literals = Literals(np.arange(len(headers)), np.zeros(len(headers), np.int64), headers)
     sizes = (heads + np.diff(before)).tolist()
     return TargetLayout(names, sizes, literals, copies, last_files=last, tensor_copies=tensor_copies)
-
-
-def _described(entries: Entries) -> list[HeaderTensor]:
-    itemsizes = {code: dtype.itemsize for code, dtype in dtypes.BY_CODE.items()}
-    names, codes = [entry.fqn for entry in entries.tensors], [entry.dtype_code for entry in entries.tensors]
-    size_bytes = map(operator.mul, entries.elements, map(itemsizes.__getitem__, codes))
-    return list(starmap(HeaderTensor, zip(names, codes, entries.shapes, size_bytes, strict=True)))
 
 
 def _shards(tensors: Sequence[HeaderTensor], shard_bytes: int) -> list[list[int]]:
@@ -169,12 +163,6 @@ def _shards(tensors: Sequence[HeaderTensor], shard_bytes: int) -> list[list[int]
         shards[-1].append(row)
         filled += tensor.size_bytes
     return shards
-
-
-def _names(count: int) -> list[str]:
-    if count == 1:
-        return ["model.safetensors"]
-    return [f"model-{number + 1:05}-of-{count:05}.safetensors" for number in range(count)]
 
 
 def _index(tensors: Sequence[HeaderTensor], shards: Sequence[Sequence[int]], names: Sequence[str]) -> bytes:

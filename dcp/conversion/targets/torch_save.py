@@ -17,7 +17,6 @@ import numpy as np
 from dcp.conversion.layouts.layout import Copies, Hole, Literals, TargetLayout
 from dcp.conversion.targets.job import LayoutJob, Planned, torch_allows
 from dcp.storage.errors import PlanError
-from dcp.storage.formats.index import itemsizes
 from dcp.storage.formats.torch.archive import MAX_FILE_ENTRIES
 from dcp.storage.formats.torch.pickle_reader import MAX_FILE_PICKLE_BYTES
 from dcp.storage.formats.torch.pickle_writer import PickledTensor, SizeValue, TensorRef, encode_torch_pickle
@@ -53,7 +52,7 @@ def lay_out(job: LayoutJob) -> Planned:
             contents[fqn] = SizeValue(value)
     flags, facts = (
         index.requires_grad.tolist(),
-        zip(entries.tensors, entries.elements, entries.shapes, strict=True),
+        zip(entries.tensors, entries.elements.tolist(), entries.shapes, strict=True),
     )
     for (row, fqn, _, code, storage), elements, shape in facts:
         contents[fqn] = TensorRef(code, str(storage), elements, shape, bool(flags[row]))
@@ -115,11 +114,10 @@ def _add_storages(
     literal = {at: one.data for at, one in enumerate(storages) if isinstance(one, PickledTensor)}
     numbers = [int(one) for one in storages if not isinstance(one, PickledTensor)]
     places = np.delete(np.arange(len(storages)), list(literal))
-    facts = [(entry.tensor, entry.dtype_code) for entry in entries.tensors]
-    rows, codes = np.array(facts, np.int64).reshape(-1, 2)[numbers].T
+    rows, codes = entries.rows[numbers], entries.codes[numbers]
     sizes, holes, known = (np.full(len(storages), fill, np.int64) for fill in (0, -1, 0))
     sizes[list(literal)] = list(map(len, literal.values()))
-    sizes[places] = np.array(entries.elements, np.int64)[numbers] * itemsizes(codes.astype(np.uint8))
+    sizes[places] = entries.size_bytes[numbers]
     crcs = np.array([job.crcs.get(row, -1) for row in rows.tolist()], np.int64)
     crcs[index.dtype_codes[rows] != codes] = -1
     holes[places] = np.where(crcs < 0, np.arange(len(numbers)), -1)
