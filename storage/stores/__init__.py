@@ -70,7 +70,7 @@ def open_store(
 def type_of_place(place: str) -> StoreType:
     """The kind of store of a path or URL. Raises `StorageError` for what names no place."""
     url = _URL.fullmatch(place)
-    if url is None:
+    if url is None and ":" in place:
         _refuse_mangled(place)
     return store_type_of(url[1].lower() if url is not None else "file")
 

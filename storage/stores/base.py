@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from typing import Any, Final, Literal, TypeAlias
 
 from dcp.storage.errors import CheckpointConflictError, CheckpointFormatError, StorageError
-from dcp.storage.stores.handles import Buffer, ReadHandle, WriteHandle
+from dcp.storage.stores.handles import ReadHandle, WriteHandle
 from dcp.storage.stores.names import check_name
 
 __all__ = [
@@ -35,7 +34,6 @@ __all__ = [
     "StoreType",
     "Version",
     "content_version",
-    "version_of_published",
 ]
 
 
@@ -72,6 +70,9 @@ class Version:
 
     def __hash__(self) -> int:
         return hash(self.token)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Version, (self.token,)
 
     def __repr__(self) -> str:
         return f"Version({self.token!r})"
@@ -128,19 +129,10 @@ ANY: Final = Anything.ANY
 Expected: TypeAlias = Version | Literal[Anything.ANY] | None
 
 
-def content_version(data: Buffer) -> Version:
-    """The version of a file by its content, for backends that have no cheaper stamp as trustworthy."""
-    return Version(_content_token(data))
-
-
-def version_of_published(data: Buffer) -> Version:
-    """`content_version` of what was just published; of bytes, which cannot change, found when it is asked
-    for."""
-    return Version(partial(_content_token, data)) if isinstance(data, bytes) else content_version(data)
-
-
-def _content_token(data: Buffer) -> str:
-    return f"sha256:{hashlib.sha256(data).hexdigest()}"
+def content_version(data: bytes) -> Version:
+    """The version of a file by its content, for backends that have no cheaper stamp as trustworthy. The
+    digest is made when the version is compared."""
+    return Version(lambda: f"sha256:{hashlib.sha256(data).hexdigest()}")
 
 
 class Store(ABC):

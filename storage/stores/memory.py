@@ -112,7 +112,7 @@ class MemoryStore(Store):
     def version(self, name: str) -> Version | None:
         """A digest of the content."""
         file = self._folder.files.get(check_name(name))
-        return content_version(file.data) if file else None
+        return content_version(bytes(file.data)) if file else None
 
     def publish(self, name: str, data: bytes, *, durable: bool, expected: Expected = ANY) -> Version:
         """Compare and replace under one mutex."""

@@ -11,7 +11,7 @@ from typing import Final
 from dcp.storage.errors import CheckpointConflictError
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.handles import Buffer, ReadHandle, WriteHandle
-from dcp.storage.stores.posix.files import DurableFile, step
+from dcp.storage.stores.posix.files import PosixWriteHandle, step
 
 __all__ = ["ComparedFile", "Output", "ReservedRange", "announce", "observers"]
 
@@ -52,7 +52,7 @@ class Output:
         return not (self.in_place or self.replace) and self.store.stat(name) is not None
 
 
-class ReservedRange(DurableFile):
+class ReservedRange(PosixWriteHandle):
     """A range of a file that has its size, while others write other ranges of it."""
 
     def __init__(self, path: Path, begin: int) -> None:

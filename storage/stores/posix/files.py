@@ -1,4 +1,4 @@
-"""Open files of a POSIX store: the durable writer (O_DIRECT, overlapped), the page-cache one, the reader."""
+"""Open files of a POSIX store: the writer (O_DIRECT and overlapped where durable), and the reader."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import fcntl
 import os
 import stat
 import uuid
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -22,16 +22,23 @@ from dcp.storage.errors import (
     StorageError,
     StorageFullError,
 )
-from dcp.storage.stores.buffers import ALIGNMENT_BYTES, POOL, BounceBuffer, BufferPool, copy_bytes
+from dcp.storage.stores.buffers import (
+    ALIGNMENT_BYTES,
+    POOL,
+    RELEASE_GIL_BYTES,
+    BounceBuffer,
+    BufferPool,
+    copy_bytes,
+)
 from dcp.storage.stores.handles import Buffer, ReadHandle, WriteHandle, byte_view
 from dcp.storage.stores.posix.refusals import NO_DIRECT_IO, NO_OPERATION
 from dcp.storage.threads import result_of
 
 __all__ = [
-    "DurableFile",
+    "RESERVED_FROM_BYTES",
     "Observe",
-    "PageCacheFile",
     "PosixReadHandle",
+    "PosixWriteHandle",
     "broken_link",
     "is_below",
     "is_named",
@@ -47,13 +54,13 @@ _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _IOV_MAX: Final = 1024
 _SMALL_FILE_BYTES: Final = 1 << 20
 """Up to here one buffered write and fsync is faster than O_DIRECT."""
-_GATHER_BYTES: Final = 1 << 20
-_PASS_BYTES: Final = 256 << 10
-"""From here on the page-cache writer hands the caller's memory to the kernel instead of copying it."""
+_GATHER_BYTES: Final = 256 << 10
+"""From here on what need not be durable goes to the kernel from the caller's memory without a copy."""
 _BUFFERS_PER_FILE: Final = 2
 """One being filled while the other is written. Four gained 3 % on a busy machine, nothing on an idle one."""
-_PREALLOCATE_BYTES: Final = 64 << 20
-
+RESERVED_FROM_BYTES: Final = 64 << 20
+"""Smaller files need no `PosixWriteHandle.reserve`."""
+_SIZE_BYTES: Final = attrgetter("nbytes")
 
 _NO_SYNC: Final = (
     "; this file system cannot make a file durable: save with FileSystemWriter(path, sync_files=False), "
@@ -147,42 +154,100 @@ def step(observe: Observe, op: str, path: Path) -> Iterator[None]:
         raise storage_error(error, op, path) from error
 
 
-def write_all(descriptor: int, parts: Sequence[memoryview]) -> None:
-    """Append all bytes of ``parts``; a short write (a signal, a nearly full disk) is continued."""
-    left = sum(len(part) for part in parts)
-    pending = [part for part in parts if len(part)]
-    while left:
-        written = os.writev(descriptor, pending)
-        left -= written
-        while pending and written >= len(pending[0]):
-            written -= len(pending.pop(0))
-        if written:
-            pending[0] = pending[0][written:]
+class PosixWriteHandle(WriteHandle):
+    """A new file, durable or not; a file smaller than a buffer starts no thread.
 
+    Durable: bytes are copied into bounce buffers, and a background thread writes full ones with O_DIRECT. The
+    page cache is left out because writing through it and syncing is slower and pushes the training data out
+    of it. Where O_DIRECT is refused (older tmpfs, some network file systems) the thread writes buffered.
+    Otherwise small writes are gathered, and large ones go to the kernel from where they are.
+    """
 
-class _PosixWriteHandle(WriteHandle):
-    """What both writers share: one open descriptor, one buffer being filled, and how a file ends."""
-
-    def __init__(self, path: Path, descriptor: int, observe: Observe, pool: BufferPool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        descriptor: int,
+        observe: Observe,
+        pool: BufferPool = POOL,
+        *,
+        durable: bool = True,
+        direct: bool = True,
+    ) -> None:
         self.name = path.name
         self._path = path
         self._descriptor = descriptor
         self._observe = observe
         self._pool = pool
+        self._is_durable = durable
+        self._may_be_direct = direct
+        self._direct = False
         self._process_id = os.getpid()
         self._buffer: BounceBuffer | None = None
         self._view = memoryview(b"")
         self._fill_bytes = 0
         self._limit_bytes = 0
         self._flushed_bytes = 0
+        self._extent_bytes = 0
+        self._executor: ThreadPoolExecutor | None = None
+        self._in_flight: deque[tuple[Future[None], BounceBuffer]] = deque()
         self._failure: StorageError | None = None
         self._state = "open"
 
     @property
     def position(self) -> int:
+        """Bytes accepted so far."""
         return self._flushed_bytes + self._fill_bytes
 
+    def reserve(self, size_bytes: int) -> None:
+        """Allocate the file's blocks, so that a full disk shows before hours of writing. It gains no speed.
+
+        Raises `StorageFullError`; a file system that cannot reserve is fine.
+        """
+        # Only with O_DIRECT on: where the file system cannot allocate, glibc writes a byte to every block
+        # instead, which takes minutes; O_DIRECT refuses those odd writes at once.
+        if not self._go_direct():
+            return
+        try:
+            with step(self._observe, "fallocate", self._path):
+                os.posix_fallocate(self._descriptor, 0, size_bytes)
+        except StorageFullError:
+            raise
+        except StorageError:
+            return
+        self._extent_bytes = size_bytes
+
+    def write(self, data: Buffer) -> None:
+        """Copied into the buffer being filled; waits only while all buffers are on their way to the disk."""
+        if type(data) is not bytes:
+            data = byte_view(data)
+        size = len(data)
+        end = self._fill_bytes + size
+        # "<": a full buffer goes on its way at once, not with the next write.
+        if end < self._limit_bytes and self._failure is None:
+            if size < RELEASE_GIL_BYTES:
+                self._view[self._fill_bytes : end] = data
+            else:
+                copy_bytes(self._view[self._fill_bytes : end], data)
+            self._fill_bytes = end
+            return
+        self._check_usable()
+        view = memoryview(data)
+        if not self._is_durable and (self._fill_bytes or len(view) >= _GATHER_BYTES):
+            self._write_now(view)
+            return
+        while view:
+            if self._buffer is None:
+                self._take_buffer()
+            size = min(len(view), self._limit_bytes - self._fill_bytes)
+            end = self._fill_bytes + size
+            copy_bytes(self._view[self._fill_bytes : end], view[:size])
+            self._fill_bytes = end
+            view = view[size:]
+            if end == self._limit_bytes:
+                self._send()
+
     def finish(self) -> int:
+        """Everything to storage, and the file closed."""
         if self._state == "finished":
             return self.position
         self._check_usable()
@@ -198,29 +263,21 @@ class _PosixWriteHandle(WriteHandle):
         return self.position
 
     def abort(self) -> None:
+        """Remove the file; in a forked child it belongs to the parent."""
         if self._state != "open":
             return
-        if self._process_id != os.getpid():
-            # The file and its background thread belong to the parent of this forked child.
-            self._state, self._limit_bytes = "aborted", -1
-            self._let_go()
-            return
-        self._stop()
+        is_own = self._process_id == os.getpid()
+        if is_own:
+            self._stop()
         self._close("aborted")
-        with step(self._observe, "unlink", self._path):
-            self._path.unlink(missing_ok=True)
+        if is_own:
+            with step(self._observe, "unlink", self._path):
+                self._path.unlink(missing_ok=True)
 
     def __del__(self) -> None:
         # A handle that was dropped open: the file stays for `dcp gc`, descriptor and memory must not.
         if getattr(self, "_state", "") == "open" and self._process_id == os.getpid():
             self._close("dropped")
-
-    @abstractmethod
-    def _flush_to_end(self) -> None:
-        """Bring the rest to storage, so that only closing is left."""
-
-    def _stop(self) -> None:
-        """Wait until nothing is written in the background any more."""
 
     def _check_usable(self) -> None:
         if self._state != "open":
@@ -235,125 +292,28 @@ class _PosixWriteHandle(WriteHandle):
                 op="write",
             )
 
+    def _stop(self) -> None:
+        """Wait until nothing is written in the background any more."""
+        self._state = "stopping"
+        wait([future for future, _ in self._in_flight])
+
     def _close(self, state: str) -> None:
         self._state = state
         self._limit_bytes = -1
         self._view = memoryview(b"")
-        self._give_back()
-        self._let_go()
-
-    def _let_go(self) -> None:
+        if self._process_id == os.getpid():  # else the buffers and the thread are the parent's
+            if self._buffer is not None:
+                self._pool.give(self._buffer)
+                self._buffer = None
+            while self._in_flight:
+                self._pool.give(self._in_flight.popleft()[1])
+            if self._executor is not None:
+                self._executor.shutdown(wait=False)
+                self._executor = None
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             with suppress(OSError):  # the file is given up, so that nothing is lost by what close says
                 os.close(descriptor)
-
-    def _give_back(self) -> None:
-        if self._buffer is not None:
-            self._pool.give(self._buffer)
-            self._buffer = None
-
-
-class PageCacheFile(_PosixWriteHandle):
-    """Not durable: small writes are gathered, large ones go to the kernel from where they are."""
-
-    def write(self, data: Buffer) -> None:
-        """Gathered in a buffer, or written at once."""
-        if type(data) is not bytes:
-            data = byte_view(data)
-        size = len(data)
-        end = self._fill_bytes + size
-        if size < _PASS_BYTES and end < self._limit_bytes and self._failure is None:
-            self._view[self._fill_bytes : end] = data
-            self._fill_bytes = end
-            return
-        self._check_usable()
-        if size >= _PASS_BYTES:
-            self._flush(memoryview(data))
-            return
-        if self._buffer is None:
-            self._buffer = self._pool.take()
-            self._view = self._buffer.view
-            self._limit_bytes = min(_GATHER_BYTES, len(self._view))
-        else:
-            self._flush(memoryview(b""))
-        self._view[:size] = data
-        self._fill_bytes = size
-
-    def _flush(self, data: memoryview) -> None:
-        parts = (self._view[: self._fill_bytes], data)
-        try:
-            with step(self._observe, "write", self._path):
-                write_all(self._descriptor, parts)
-        except StorageError as error:
-            self._failure = error
-            raise
-        self._flushed_bytes += self._fill_bytes + len(data)
-        self._fill_bytes = 0
-
-    def _flush_to_end(self) -> None:
-        if self._fill_bytes:
-            self._flush(memoryview(b""))
-
-
-class DurableFile(_PosixWriteHandle):
-    """Durable: bytes are copied into bounce buffers; a background thread writes full ones with O_DIRECT.
-
-    The page cache is left out because writing through it and syncing is slower and pushes the training data
-    out of it. Where O_DIRECT is refused (older tmpfs, some network file systems) the thread writes buffered.
-    A file smaller than a buffer starts no thread.
-    """
-
-    def __init__(
-        self, path: Path, descriptor: int, observe: Observe, pool: BufferPool = POOL, *, direct: bool = True
-    ) -> None:
-        super().__init__(path, descriptor, observe, pool)
-        self._may_be_direct = direct
-        self._direct = False
-        self._executor: ThreadPoolExecutor | None = None
-        self._in_flight: deque[tuple[Future[None], BounceBuffer]] = deque()
-        self._extent_bytes = 0
-
-    def reserve(self, size_bytes: int) -> None:
-        """Allocate the file's blocks, so that a full disk shows before hours of writing. It gains no speed.
-
-        Raises `StorageFullError`; a file system that cannot reserve is fine.
-        """
-        # Only with O_DIRECT on: where the file system cannot allocate, glibc writes a byte to every block
-        # instead, which takes minutes; O_DIRECT refuses those odd writes at once.
-        if size_bytes < _PREALLOCATE_BYTES or not self._go_direct():
-            return
-        try:
-            with step(self._observe, "fallocate", self._path):
-                os.posix_fallocate(self._descriptor, 0, size_bytes)
-        except StorageFullError:
-            raise
-        except StorageError:
-            return
-        self._extent_bytes = size_bytes
-
-    def write(self, data: Buffer) -> None:
-        """Copied into the buffer being filled; waits only while all buffers are on their way to the disk."""
-        if type(data) is not bytes:
-            data = byte_view(data)
-        end = self._fill_bytes + len(data)
-        # "<": a full buffer goes on its way at once, not with the next write.
-        if end < self._limit_bytes and self._failure is None:
-            copy_bytes(self._view[self._fill_bytes : end], data)
-            self._fill_bytes = end
-            return
-        self._check_usable()
-        view = memoryview(data)
-        while view:
-            if self._buffer is None:
-                self._take_buffer()
-            size = min(len(view), self._limit_bytes - self._fill_bytes)
-            end = self._fill_bytes + size
-            copy_bytes(self._view[self._fill_bytes : end], view[:size])
-            self._fill_bytes = end
-            view = view[size:]
-            if end == self._limit_bytes:
-                self._send()
 
     def _take_buffer(self) -> None:
         if not self._in_flight:
@@ -363,7 +323,7 @@ class DurableFile(_PosixWriteHandle):
         if self._buffer is None:
             self._buffer = self._await_oldest()
         self._view = self._buffer.view
-        self._limit_bytes = len(self._view)
+        self._limit_bytes = len(self._view) if self._is_durable else min(_GATHER_BYTES, len(self._view))
 
     def _await_oldest(self) -> BounceBuffer:
         future, buffer = self._in_flight.popleft()
@@ -373,6 +333,22 @@ class DurableFile(_PosixWriteHandle):
             self._pool.give(buffer)
             raise
         return buffer
+
+    def _write_now(self, data: memoryview) -> None:
+        """Append what was gathered, and ``data``; a short write (signals, nearly full disks) is continued."""
+        pending = [part for part in (self._view[: self._fill_bytes], data) if len(part)]
+        size = left = self._fill_bytes + len(data)
+        try:
+            with step(self._observe, "write", self._path):
+                while left:
+                    written = os.writev(self._descriptor, pending)
+                    left -= written
+                    pending = after(pending, written)
+        except StorageError as error:
+            self._failure = error
+            raise
+        self._flushed_bytes += size
+        self._fill_bytes = 0
 
     def _send(self) -> None:
         """Hand the filled buffer to the background thread."""
@@ -418,9 +394,7 @@ class DurableFile(_PosixWriteHandle):
             try:
                 fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
                 self._direct = True
-            except (
-                OSError
-            ):  # EINVAL here, others on some network file systems: buffered writes serve all of them
+            except OSError:  # EINVAL here, others on some network file systems: buffered writes serve all
                 self._may_be_direct = False
         return self._direct
 
@@ -430,47 +404,36 @@ class DurableFile(_PosixWriteHandle):
         self._direct = self._may_be_direct = False
 
     def _flush_to_end(self) -> None:
+        """Bring the rest to storage, so that only closing is left."""
+        if not self._is_durable:
+            if self._fill_bytes:
+                self._write_now(memoryview(b""))
+            return
         while self._in_flight:
             self._pool.give(self._await_oldest())
-        self._write_tail()
-        size = self.position
-        if self._extent_bytes > size:
+        size = self._fill_bytes
+        if size:
+            if self._flushed_bytes or size >= _SMALL_FILE_BYTES:
+                self._go_direct()
+            elif self._direct:
+                self._go_buffered()
+            # O_DIRECT wants whole blocks; the padding is cut off again.
+            padded = -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES if self._direct else size
+            self._view[size:padded] = bytes(padded - size)
+            self._extent_bytes = max(self._extent_bytes, self._flushed_bytes + padded)
+            self._pwrite(self._view[:padded], self._flushed_bytes)
+        end = self.position
+        if self._extent_bytes > end:
             with step(self._observe, "ftruncate", self._path):
-                os.ftruncate(self._descriptor, size)
-                if os.fstat(self._descriptor).st_size != size:  # s3fs ignores it
+                os.ftruncate(self._descriptor, end)
+                if os.fstat(self._descriptor).st_size != end:  # s3fs ignores it
                     raise StorageError(
-                        f"ftruncate of {self._path} to {size} bytes had no effect on this mount{_NO_CUT}",
+                        f"ftruncate of {self._path} to {end} bytes had no effect on this mount{_NO_CUT}",
                         op="ftruncate",
                         path=str(self._path),
                     )
         with step(self._observe, "fsync", self._path):
             os.fsync(self._descriptor)
-
-    def _write_tail(self) -> None:
-        size = self._fill_bytes
-        if not size:
-            return
-        if self._flushed_bytes or size >= _SMALL_FILE_BYTES:
-            self._go_direct()
-        elif self._direct:
-            self._go_buffered()
-        # O_DIRECT wants whole blocks; the padding is cut off again.
-        padded = -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES if self._direct else size
-        self._view[size:padded] = bytes(padded - size)
-        self._extent_bytes = max(self._extent_bytes, self._flushed_bytes + padded)
-        self._pwrite(self._view[:padded], self._flushed_bytes)
-
-    def _stop(self) -> None:
-        self._state = "stopping"
-        wait([future for future, _ in self._in_flight])
-
-    def _give_back(self) -> None:
-        super()._give_back()
-        while self._in_flight:
-            self._pool.give(self._in_flight.popleft()[1])
-        if self._executor is not None:
-            self._executor.shutdown(wait=False)
-            self._executor = None
 
 
 class PosixReadHandle(ReadHandle):
@@ -496,18 +459,29 @@ class PosixReadHandle(ReadHandle):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def preadv(self, buffers: Sequence[memoryview], offset: int) -> None:
-        """One system call where the kernel allows it."""
-        if len(buffers) <= _IOV_MAX:
-            self._fill(buffers, offset)
-            return
+        """One system call where the kernel allows it; more after a partial read (a signal, or more than the
+        2 GiB that one call moves)."""
+        if self._descriptor < 0:
+            raise ValueError(f"{self._path} is closed: it cannot be read any more")
         for first in range(0, len(buffers), _IOV_MAX):
-            offset += self._fill(buffers[first : first + _IOV_MAX], offset)
-
-    def pread(self, length: int, offset: int) -> bytes:
-        """Copies twice, so for small reads only."""
-        data = bytearray(length)
-        self._fill([memoryview(data)], offset)
-        return bytes(data)
+            pending = buffers[first : first + _IOV_MAX]
+            end = offset + sum(map(_SIZE_BYTES, pending))
+            while offset < end:
+                try:
+                    got = os.preadv(self._descriptor, pending, offset)
+                except OSError as error:
+                    raise storage_error(error, "read", self._path) from error
+                if not got:
+                    raise CorruptCheckpointError(
+                        f"{self._path} ends at byte {offset}, but the checkpoint has data up to byte {end}: "
+                        "the file was truncated or replaced; load another checkpoint",
+                        path=str(self._path),
+                        size_bytes=offset,
+                        wanted_bytes=end,
+                    )
+                offset += got
+                if offset < end:
+                    pending = after(pending, got)
 
     def close(self) -> None:
         """Close the descriptor."""
@@ -521,42 +495,12 @@ class PosixReadHandle(ReadHandle):
             with suppress(StorageError):  # nobody is there to report it to
                 self.close()
 
-    def _fill(self, buffers: Sequence[memoryview], offset: int) -> int:
-        wanted = sum(buffer.nbytes for buffer in buffers)
-        if wanted == 0:
-            return 0
-        done = self._preadv(buffers, offset)
-        if done != wanted:
-            self._fill_rest(buffers, offset, done, wanted)
-        return wanted
 
-    def _fill_rest(self, buffers: Sequence[memoryview], offset: int, done: int, wanted: int) -> None:
-        """Go on after a partial read (a signal, or more than the 2 GiB that one call moves)."""
-        pending = deque(byte_view(buffer) for buffer in buffers)
-        last = done
-        while last:
-            while pending and last >= len(pending[0]):
-                last -= len(pending.popleft())
-            if not pending:
-                return
-            pending[0] = pending[0][last:]
-            last = self._preadv(list(pending), offset + done)
-            done += last
-        self._report_short(offset + wanted, offset + done)
-
-    def _preadv(self, buffers: Sequence[memoryview], offset: int) -> int:
-        if self._descriptor < 0:
-            raise ValueError(f"{self._path} is closed: it cannot be read any more")
-        try:
-            return os.preadv(self._descriptor, buffers, offset)
-        except OSError as error:
-            raise storage_error(error, "read", self._path) from error
-
-    def _report_short(self, wanted_bytes: int, size_bytes: int) -> None:
-        raise CorruptCheckpointError(
-            f"{self._path} ends at byte {size_bytes}, but the checkpoint has data up to byte {wanted_bytes}: "
-            "the file was truncated or replaced; load another checkpoint",
-            path=str(self._path),
-            size_bytes=size_bytes,
-            wanted_bytes=wanted_bytes,
-        )
+def after(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
+    """What is left of ``buffers`` after the first ``count`` bytes."""
+    left = deque(map(byte_view, buffers))
+    while left and count >= len(left[0]):
+        count -= len(left.popleft())
+    if left:
+        left[0] = left[0][count:]
+    return list(left)

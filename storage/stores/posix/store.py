@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
@@ -31,15 +32,13 @@ from dcp.storage.stores.base import (
     StoreType,
     Version,
     content_version,
-    version_of_published,
 )
-from dcp.storage.stores.buffers import POOL
 from dcp.storage.stores.names import LOCK_NAME, TEMPORARY_PREFIX, check_name, is_name, place_text
 from dcp.storage.stores.posix.files import (
-    DurableFile,
+    RESERVED_FROM_BYTES,
     Observe,
-    PageCacheFile,
     PosixReadHandle,
+    PosixWriteHandle,
     broken_link,
     is_below,
     is_named,
@@ -63,19 +62,6 @@ _VERSION_LIMIT_BYTES: Final = 1 << 34
 _NO_LOCK: Final = -1
 _own_lock = threading.RLock()
 """Between the threads of this process, where the file system has no locks."""
-
-
-def _absolute(path: str) -> Path:
-    try:
-        return Path(path).absolute()
-    except OSError as error:  # the current folder was removed
-        raise StorageError(
-            f"{path!r} is relative to the current folder, which is not there any more: give a whole path, or "
-            "change to another folder",
-            path=path,
-            op="open",
-            errno=error.errno,
-        ) from error
 
 
 class PosixStore(Store):
@@ -106,7 +92,17 @@ class PosixStore(Store):
         direct_io: bool = True,
         hard_links: bool = True,
     ) -> None:
-        self._root = _absolute(place_text(path))
+        text = place_text(path)
+        try:
+            self._root = Path(text).absolute()
+        except OSError as error:  # the current folder was removed
+            raise StorageError(
+                f"{text!r} is relative to the current folder, which is not there any more: give a whole "
+                "path, or change to another folder",
+                path=text,
+                op="open",
+                errno=error.errno,
+            ) from error
         self._observe: Observe = observe
         self._follow_links = follow_links
         self._links_within = None if links_within is None else os.path.realpath(links_within)
@@ -133,25 +129,28 @@ class PosixStore(Store):
             except StorageError as error:
                 if error.errno not in (errno.ENOENT, errno.EEXIST):
                     raise
-            if self.exists():
+            if self._root.is_dir():
                 with suppress(OSError):  # who clears old empty folders away leaves this one
                     os.utime(self._root)
                 return
             if os.path.lexists(self._root):
                 break
-        raise StorageError(
-            f"{self.url} is not a folder, so no checkpoint can be stored there", path=self.url, op="mkdir"
-        )
+        fault = broken_link(self._root) or f"{self.url} is not a folder"
+        raise StorageError(f"{fault}, so no checkpoint can be stored there", path=self.url, op="mkdir")
 
     def _make_missing(self) -> None:
-        missing = self._missing_folders()
-        if missing and (fault := broken_link(missing[0])):
-            raise StorageError(f"{fault}, so no checkpoint can be stored there", path=self.url, op="mkdir")
+        missing: deque[Path] = deque()
+        folder = self._root
+        with step(None, "stat", folder):
+            while not folder.exists():
+                missing.appendleft(folder)
+                folder = folder.parent
         for created in missing:
             with step(self._observe, "mkdir", created):
                 # Other ranks create the same folder at the same time.
                 created.mkdir(exist_ok=True)
-            self._sync_folder(created.parent)
+            with step(self._observe, "fsync_folder", created.parent):
+                sync_folder(created.parent)
 
     def exists(self) -> bool:
         """Whether it is a folder, perhaps behind a symbolic link."""
@@ -180,12 +179,13 @@ class PosixStore(Store):
                     if not entry.is_file(follow_symlinks=follow):
                         continue
                     with suppress(FileNotFoundError):  # deleted since: as if listed a moment later
-                        found.append(_file_info(entry.name, entry.stat(follow_symlinks=follow)))
+                        status = entry.stat(follow_symlinks=follow)
+                        found.append(FileInfo(entry.name, status.st_size, status.st_mtime))
         except FileNotFoundError:
             return []
         except OSError as error:
             raise storage_error(error, "list", self._root) from error
-        return sorted(found, key=lambda info: info.name)
+        return sorted(found, key=attrgetter("name"))
 
     def stat(self, name: str) -> FileInfo | None:
         """None too for a link (unless followed) and whatever else is no regular file."""
@@ -198,7 +198,7 @@ class PosixStore(Store):
             return None
         except OSError as error:
             raise storage_error(error, "stat", path) from error
-        return _file_info(name, status) if stat.S_ISREG(status.st_mode) else None
+        return FileInfo(name, status.st_size, status.st_mtime) if stat.S_ISREG(status.st_mode) else None
 
     def open_read(self, name: str, *, expected_bytes: int | None = None) -> PosixReadHandle:
         """Raises `CheckpointFormatError` for a link (unless followed), FIFO, device or folder."""
@@ -228,7 +228,7 @@ class PosixStore(Store):
 
     def create(
         self, name: str, *, durable: bool, expected_bytes: int | None = None, replace: bool = False
-    ) -> DurableFile | PageCacheFile:
+    ) -> PosixWriteHandle:
         """O_EXCL, so that a link planted under the name is not followed either."""
         path = self._path(name)
         if replace:
@@ -236,14 +236,13 @@ class PosixStore(Store):
         with step(self._observe, "create", path):
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             descriptor = os.open(path, flags, 0o666)
-        if not durable:
-            return PageCacheFile(path, descriptor, self._observe, POOL)
-        handle = DurableFile(path, descriptor, self._observe, POOL, direct=self._direct_io)
-        try:
-            handle.reserve(expected_bytes or 0)
-        except StorageError:
-            handle.abort()
-            raise
+        handle = PosixWriteHandle(path, descriptor, self._observe, durable=durable, direct=self._direct_io)
+        if durable and expected_bytes is not None and expected_bytes >= RESERVED_FROM_BYTES:
+            try:
+                handle.reserve(expected_bytes)
+            except StorageError:
+                handle.abort()
+                raise
         return handle
 
     def version(self, name: str) -> Version | None:
@@ -272,7 +271,7 @@ class PosixStore(Store):
             except StorageError as error:
                 error.published = True
                 raise
-        return version_of_published(data)
+        return content_version(data)
 
     def delete(self, name: str) -> None:
         """Open handles still read it."""
@@ -298,7 +297,8 @@ class PosixStore(Store):
 
     def sync(self) -> None:
         """fsync of the folder."""
-        self._sync_folder(self._root)
+        with step(self._observe, "fsync_folder", self._root):
+            sync_folder(self._root)
 
     def make_durable(self) -> None:
         """fsync of each file, then of the folder. What other hosts have in their caches is theirs to sync."""
@@ -352,22 +352,6 @@ class PosixStore(Store):
             os.close(descriptor)
         raise CheckpointFormatError(f"{path} leads elsewhere by a symbolic link", path=str(path))
 
-    def _missing_folders(self) -> Sequence[Path]:
-        """The root and those of its parents that do not exist, outermost first."""
-        missing: deque[Path] = deque()
-        folder = self._root
-        try:
-            while not folder.exists():
-                missing.appendleft(folder)
-                folder = folder.parent
-        except OSError as error:
-            raise storage_error(error, "stat", folder) from error
-        return missing
-
-    def _sync_folder(self, folder: Path) -> None:
-        with step(self._observe, "fsync_folder", folder):
-            sync_folder(folder)
-
     def _commit(self, temporary: Path, name: str, expected: Expected) -> None:
         """The instant at which ``name`` changes from old to new content."""
         if expected is None and self._hard_links and self._link(temporary, name):
@@ -408,7 +392,10 @@ class PosixStore(Store):
         pause_seconds = 0.001
         while True:
             is_new = not os.path.lexists(path)
-            descriptor = self._open_lock(path)
+            with step(self._observe, "lock", path):
+                # Opened anew each time: a lock belongs to an open file, so threads exclude each other too.
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+                descriptor = os.open(path, flags, 0o666)
             try:
                 if self._try_lock(descriptor, path):
                     return descriptor
@@ -444,11 +431,6 @@ class PosixStore(Store):
             raise self._is_locked(timeout_seconds)
         return _NO_LOCK
 
-    def _open_lock(self, path: Path) -> int:
-        """Opened anew each time: a lock belongs to an open file, so threads exclude each other too."""
-        with step(self._observe, "lock", path):
-            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-
     def _try_lock(self, descriptor: int, path: Path) -> bool:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -483,10 +465,6 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         if error.errno != errno.ELOOP:
             raise
         return False
-
-
-def _file_info(name: str, status: os.stat_result) -> FileInfo:
-    return FileInfo(name, status.st_size, status.st_mtime)
 
 
 def _same_file(first: Path, second: Path) -> bool:
