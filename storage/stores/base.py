@@ -267,6 +267,13 @@ class Store(ABC):
             path=self.path_of(name),
         )
 
+    def taken(self, name: str) -> StorageError:
+        """What `create` raises where there is a file of the name."""
+        path = self.path_of(name)
+        return StorageError(
+            f"{path} exists already: data files are never overwritten", path=path, op="create"
+        )
+
     def abort_uploads(self, belongs: Callable[[str], bool]) -> int:
         """End unfinished uploads of the files for which ``belongs(name)``; returns how many there were.
 
