@@ -126,6 +126,8 @@ class Anything(Enum):
 ANY: Final = Anything.ANY
 """``expected=ANY``: publish whatever is there now."""
 
+_EXTREME: Final = "slowest_"
+
 Expected: TypeAlias = Version | Literal[Anything.ANY] | None
 
 
@@ -265,6 +267,13 @@ class Store(ABC):
             path=self.path_of(name),
         )
 
+    def taken(self, name: str) -> StorageError:
+        """What `create` raises where there is a file of the name."""
+        path = self.path_of(name)
+        return StorageError(
+            f"{path} exists already: data files are never overwritten", path=path, op="create"
+        )
+
     def abort_uploads(self, belongs: Callable[[str], bool]) -> int:
         """End unfinished uploads of the files for which ``belongs(name)``; returns how many there were.
 
@@ -280,6 +289,16 @@ class Store(ABC):
         "bytes_sent", "request_seconds" (summed) and "slowest_request_seconds".
         """
         return {}
+
+    def traffic_since(self, before: Mapping[str, float]) -> dict[str, float]:
+        """`traffic` less what it was ``before``; of extremes the present value. ``{}`` without any."""
+        now = self.traffic()
+        if now == before:
+            return {}
+        return {
+            name: value if name.startswith(_EXTREME) else value - before.get(name, 0)
+            for name, value in now.items()
+        }
 
     @abstractmethod
     def lock(self, *, timeout_seconds: float) -> AbstractContextManager[None]:

@@ -15,12 +15,13 @@ from typing import Final
 
 import numpy as np
 
-__all__ = ["ALIGNMENT_BYTES", "POOL", "BounceBuffer", "BufferPool", "copy_bytes"]
+__all__ = ["ALIGNMENT_BYTES", "POOL", "RELEASE_GIL_BYTES", "BounceBuffer", "BufferPool", "copy_bytes"]
 
 ALIGNMENT_BYTES: Final = 4096
 """Of memory, file offset and length in O_DIRECT writes; a device that wants more is served buffered."""
 
-_RELEASE_GIL_BYTES: Final = 64 << 10
+RELEASE_GIL_BYTES: Final = 64 << 10
+"""Copies from this size on let other threads run."""
 
 
 class BounceBuffer:
@@ -104,7 +105,7 @@ POOL: Final = BufferPool()
 
 def copy_bytes(target: memoryview, source: bytes | memoryview) -> None:
     """Copy into a view of bytes of the same length; large copies let other threads run (release the GIL)."""
-    if len(source) < _RELEASE_GIL_BYTES:
+    if len(source) < RELEASE_GIL_BYTES:
         target[:] = source
     else:
         np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))

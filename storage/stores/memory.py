@@ -102,11 +102,7 @@ class MemoryStore(Store):
             if replace:
                 self._folder.files.pop(check_name(name), None)
             if self._folder.files.setdefault(check_name(name), file) is not file:
-                raise StorageError(
-                    f"{self.path_of(name)} exists already: data files are never overwritten",
-                    path=self.path_of(name),
-                    op="create",
-                )
+                raise self.taken(name)
         return _MemoryWriteHandle(name, self, file)
 
     def version(self, name: str) -> Version | None:

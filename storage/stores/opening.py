@@ -1,23 +1,127 @@
-"""Stores made with storage options, which travel with whoever makes them and are never shown."""
+"""Opening of stores: the kind of store of a path or URL, and stores made with storage options.
+
+Kinds of stores are declared beside each store (`STORE_TYPE`). Others are registered by `register_store`, or
+by a package whose metadata names them: the entry point group `dcphub.stores`, with a name for each scheme.
+These are read when a scheme is asked for that is none of ours. Whatever is left is for fsspec to know.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeAlias
 
-from dcp.storage.errors import OptionError
-from dcp.storage.stores import open_store
-from dcp.storage.stores.base import Store
+from dcp.storage.errors import OptionError, StorageError
+from dcp.storage.extensions import loaded_extension
+from dcp.storage.stores.base import Store, StoreType
+from dcp.storage.stores.memory import STORE_TYPE as MEMORY
 from dcp.storage.stores.names import place_text
+from dcp.storage.stores.objects import STORE_TYPE as OBJECTS
+from dcp.storage.stores.posix.store import STORE_TYPE as POSIX
 
-__all__ = ["OpenWith", "check_storage_options"]
+__all__ = ["OpenStore", "OpenWith", "check_storage_options", "open_store", "register_store", "type_of_place"]
 
+OpenStore: TypeAlias = Callable[[str | os.PathLike[str]], Store]
+"""What makes the store of a checkpoint id, as `open_store` does."""
+
+_GROUP: Final = "dcphub.stores"
+
+_SCHEME: Final = re.compile(r"[a-z][a-z0-9+.\-]*")
+_BY_SCHEME: Final[dict[str, StoreType]] = {
+    scheme: store_type for store_type in (POSIX, MEMORY, OBJECTS) for scheme in store_type.schemes
+}
+_OURS: Final = frozenset(_BY_SCHEME)
+
+_URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://(.*)", re.DOTALL)
 _MEMORY: Final = re.compile(r"memory://", re.IGNORECASE)
 _LOCAL: Final = re.compile(r"file://|(?!.*://)", re.IGNORECASE | re.DOTALL)
 _MOOT_LOCALLY: Final = frozenset({"auto_mkdir"})
 """Options of fsspec's local file system that say what a local store does anyway."""
+
+
+def open_store(
+    checkpoint_id: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+) -> Store:
+    """The store of a checkpoint: a path, ``file:///path``, ``memory://name`` (this process only), ``s3://``
+    or any other URL that fsspec has a file system for.
+
+    ``storage_options`` are those of the file system, as all users of fsspec pass them, and ours of
+    `dcp.storage.stores.objects.options.ObjectOptions`. Nothing is touched yet. Raises `StorageError` for what
+    names no place, an unknown scheme and options where none apply; for a missing package the first operation
+    does.
+    """
+    text = place_text(checkpoint_id)
+    store_type = type_of_place(text)
+    if storage_options and not store_type.takes_options:
+        raise StorageError(
+            f"{text!r} takes no storage options, and was given {', '.join(sorted(storage_options))}",
+            path=text,
+            op="open",
+        )
+    return store_type.open(text, storage_options)
+
+
+def type_of_place(place: str) -> StoreType:
+    """The kind of store of a path or URL. Raises `StorageError` for what names no place."""
+    url = _URL.fullmatch(place)
+    if url is None and ":" in place:
+        _refuse_mangled(place)
+    return _store_type_of(url[1].lower() if url is not None else "file")
+
+
+def _refuse_mangled(text: str) -> None:
+    """Raise StorageError for a path that was a URL once, rather than make a local folder of its scheme."""
+    # pathlib takes two slashes of a URL for one
+    schemes = "|".join(map(re.escape, sorted(_BY_SCHEME)))
+    mangled = re.fullmatch(rf"(?:.*/)?({schemes}):(/.*)?", text, re.DOTALL | re.IGNORECASE)
+    if mangled is not None:
+        slashes = "///" if mangled[1].lower() == "file" else "//"
+        meant = f"{mangled[1]}:{slashes}{(mangled[2] or '').lstrip('/')}"
+        raise StorageError(
+            f"{text!r} is a URL that lost a slash, as pathlib.Path and os.path.normpath take one from it: "
+            f"give {meant!r}, as a string",
+            path=text,
+            op="open",
+        )
+    if "://" in text:
+        raise StorageError(
+            f"{text!r}: URLs that are chained or have anything before their scheme are not supported",
+            path=text,
+            op="open",
+        )
+
+
+def register_store(store_type: StoreType) -> None:
+    """Let URLs of ``store_type.schemes`` be opened by it, in this process; the last one registered counts.
+
+    OptionError for what is no StoreType; StorageError for schemes that are ours, no schemes, or not in a
+    tuple: those of a string would be its letters.
+    """
+    if not isinstance(store_type, StoreType):
+        raise OptionError(f"a {type(store_type).__name__} is no StoreType: {store_type!r:.200}")
+    schemes = store_type.schemes
+    if not isinstance(schemes, tuple) or not schemes:
+        raise StorageError(f"schemes of a store must be a tuple: ('zip',), not {schemes!r}", op="register")
+    for scheme in schemes:
+        if not isinstance(scheme, str) or scheme in _OURS or not _SCHEME.fullmatch(scheme):
+            raise StorageError(f"{scheme!r} is no scheme that a store could be registered for", op="register")
+    _BY_SCHEME.update(dict.fromkeys(store_type.schemes, store_type))
+
+
+def _store_type_of(scheme: str) -> StoreType:
+    """The kind of store of a scheme in lower case; that of object services where nobody else has registered
+    it."""
+    if scheme not in _BY_SCHEME:
+        found = loaded_extension(_GROUP, scheme)
+        if found is not None and not (isinstance(found, StoreType) and scheme in found.schemes):
+            raise StorageError(
+                f"the entry point {scheme} of the group {_GROUP} is no StoreType of that scheme: "
+                f"{found!r:.200}",
+                op="open",
+            )
+        _BY_SCHEME[scheme] = OBJECTS if found is None else found
+    return _BY_SCHEME[scheme]
 
 
 class OpenWith:

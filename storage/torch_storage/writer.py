@@ -32,7 +32,6 @@ from dcp.storage.errors import CheckpointConflictError, CheckpointError, OptionE
 from dcp.storage.formats.index import CheckpointIndex, Int64
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import Store
-from dcp.storage.stores.traffic import traffic_since
 from dcp.storage.tensors import LocalMemory, finish_device_work
 from dcp.storage.threads import WorkerThreads
 from dcp.storage.torch_compat import StorageInfo
@@ -169,7 +168,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
     @property
     def traffic(self) -> dict[str, float]:
         """What this save asked of the storage's service so far: see `Store.traffic`."""
-        return {} if self._store is None else traffic_since(self._store, self._traffic_before)
+        return {} if self._store is None else self._store.traffic_since(self._traffic_before)
 
     def storage_meta(self) -> StorageMeta:
         """What planners and `.metadata` learn about this save."""

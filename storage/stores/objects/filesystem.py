@@ -188,21 +188,29 @@ class FsspecStore(ObjectStore):
         self, name: str, *, durable: bool, expected_bytes: int | None = None, replace: bool = False
     ) -> WriteHandle:
         """Such services take the name at once."""
+        key = self.key_of(name)
         if replace:
             self.delete(name)
-        handle = _StreamWriteHandle(self, name)
-        if not replace and self.stat(name) is not None:
-            raise handle._exists()
-        handle.open()
-        return handle
+        elif self.stat(name) is not None:
+            raise self.taken(name)
+        return _StreamWriteHandle(self, name, self.requests.run("open", key, lambda: self._opened(key)))
+
+    def _opened(self, key: str) -> IO[bytes]:
+        with self.attempt() as filesystem:
+            file: IO[bytes] = filesystem.open(key, "wb")
+            return file
 
     # -- folders, where they are more than a part of names ---------------------------------------------------
 
     def make_root(self) -> None:
         """`makedirs`."""
         if self._has_folders:
-            with self.attempt() as filesystem:
-                filesystem.makedirs(self.prefix.rstrip("/"), exist_ok=True)
+            folder = self.prefix.rstrip("/")
+            self.requests.run("mkdir", folder, lambda: self._make_folder(folder))
+
+    def _make_folder(self, folder: str) -> None:
+        with self.attempt() as filesystem:
+            filesystem.makedirs(folder, exist_ok=True)
 
     def remove_root(self) -> None:
         """`rmdir`, if it is empty."""
@@ -258,18 +266,10 @@ class FsspecStore(ObjectStore):
 class _StreamWriteHandle(ObjectWriteHandle):
     """A file object of the file system, which is closed to make the object."""
 
-    def __init__(self, store: FsspecStore, name: str) -> None:
+    def __init__(self, store: FsspecStore, name: str, file: IO[bytes]) -> None:
         super().__init__(store, name)
         self._files = store
-
-    def open(self) -> None:
-        """Take the name."""
-        self._file: IO[bytes] = self._store.requests.run("open", self._key, self._opened)
-
-    def _opened(self) -> IO[bytes]:
-        with self._files.attempt() as filesystem:
-            file: IO[bytes] = filesystem.open(self._key, "wb")
-            return file
+        self._file = file
 
     def _append(self, view: memoryview) -> None:
         self._once("write", lambda: self._file.write(view))

@@ -345,7 +345,7 @@ class PartsWriteHandle(ObjectWriteHandle):
                 self._settle()
                 return
             if error.kind is Failure.CONDITION:
-                raise self._exists() from error
+                raise self._store.taken(self.name) from error
             if self._upload_id is not None:
                 raise self._ended() from error
             raise StorageError(f"{self._path}: {error}", path=self._path, op="finish") from error

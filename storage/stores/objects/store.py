@@ -578,8 +578,3 @@ class ObjectWriteHandle(WriteHandle):
     def _check_open(self) -> None:
         if self._state != "open":
             raise ValueError(f"{self._path} is {self._state}: nothing can be written to it any more")
-
-    def _exists(self) -> StorageError:
-        return StorageError(
-            f"{self._path} exists already: data files are never overwritten", path=self._path, op="create"
-        )

@@ -155,7 +155,6 @@ class Transport:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="dcp-http")
         # The collector calls it, in any thread, also in one that holds locks: it takes none.
         self.close: Final = finalize(self, _close, self._idle)
-        self.close.atexit = False
 
     def attempt(self, act: Callable[[], T], *, limit_seconds: float) -> T:
         """What ``act`` returns, in a thread of its own, which may `send`.
