@@ -5,6 +5,7 @@ When to save and what to keep stays ModelCheckpoint's; a checkpoint is a folder 
 from __future__ import annotations
 
 import os
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
@@ -13,13 +14,14 @@ import torch
 
 from dcp.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError, UnsafeObjectError
 from dcp.integrations import trainer_state as shared
-from dcp.integrations.lightning_values import opened, sealed
 from dcp.integrations.path_saves import Mode, PathSaves
 from dcp.integrations.random_state import RandomState
 from dcp.manager.catalog.registration import CatalogRegistration
+from dcp.planners.per_rank import PerRank
 from dcp.ranks.failures import causes_of
 from dcp.state_dict import get_model_state_dict, set_model_state_dict
 from dcp.state_dict_loader import LoadKeywords, load, read
+from dcp.storage.formats.container_notes import NO_PLAIN_KEY, plain_key
 
 with shared.package_of("lightning"):
     import lightning
@@ -41,6 +43,7 @@ _BYPASSED: Final = (
     "ModelParallelStrategy and FSDPStrategy never ask a CheckpointIO for sharded checkpoints: "
     "DcpCheckpointIO does nothing here. Use Trainer(strategy=DcpModelParallelStrategy(...)) without it"
 )
+_FORM: Final = "dcp_form"  # the key of a note of containers that are no plain dicts and lists
 _Path = str | os.PathLike[str]
 _State = dict[str, Any]
 
@@ -71,7 +74,7 @@ class DcpCheckpointIO(CheckpointIO):
         """Save any nested dict, on the rank that calls it alone; returns when it is copied. Raises
         OptionError for a path that is a file and for ``storage_options``, and what an earlier save raised."""
         _take_none(storage_options)
-        _begin(self._saves, sealed(checkpoint), path, checkpoint)
+        _begin(self._saves, _sealed(checkpoint), path, checkpoint)
 
     def load_checkpoint(
         self, path: _Path, map_location: Any | None = None, weights_only: bool | None = None
@@ -89,7 +92,7 @@ class DcpCheckpointIO(CheckpointIO):
         self.wait()
         options = self._saves.storage_options
         whole = partial(read, device=device, weights_only=weights_only, storage_options=options)
-        return _newest_good(path, lambda path: opened(whole(path)), options)
+        return _newest_good(path, lambda path: _opened(whole(path)), options)
 
     def remove_checkpoint(self, path: _Path) -> None:
         """Delete it once all saves that were begun before are committed; where one has failed it stays."""
@@ -112,7 +115,8 @@ class DcpStrategyMixin:
     """First among the bases of a strategy whose model has DTensors: each rank writes its shards behind the
     training, and reads what it needs of them on any number of ranks. What is of no model and no optimizer is
     rank 0's. ``mode``, ``storage_options`` and ``catalog`` are those of `DcpCheckpointIO`, others the
-    strategy's. Raises OptionError for ``save_distributed_checkpoint=False``, which asks for one file.
+    strategy's. Raises OptionError for ``save_distributed_checkpoint=False``, which asks for one file, and
+    ModuleNotFoundError where ``catalog`` needs httpx.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -124,12 +128,6 @@ class DcpStrategyMixin:
             )
         super().__init__(*args, **kwargs)
         self._saves = PathSaves(**own, no_dist=False)
-
-    def setup_environment(self: Any) -> None:
-        """As the strategy's. Raises ModuleNotFoundError where ``catalog`` needs httpx, on all ranks if one
-        lacks it."""
-        super().setup_environment()  # type: ignore[misc]
-        self._saves.agree()
 
     def lightning_module_state_dict(self: Any) -> _State:
         """The model's state, sharded, and where it is: the save copies it."""
@@ -163,7 +161,7 @@ class DcpStrategyMixin:
                     f"checkpoint[{name!r}] has a DTensor, which can be saved as a part of the model or of an "
                     "optimizer only: keep it there, or save its full_tensor()"
                 )
-        return state | {"rest": sealed(rest)} if self.is_global_zero else state
+        return state | {"rest": _sealed(rest)} if self.is_global_zero else state
 
     def load_checkpoint(self: Any, checkpoint_path: _Path, weights_only: bool | None = None) -> _State:
         """Fill model and optimizers, all ranks together; the rest of the checkpoint. Raises MissingKeyError
@@ -177,7 +175,7 @@ class DcpStrategyMixin:
         def fill(path: _Path) -> _State:
             rest = read(path, only="rest", weights_only=weights_only, storage_options=options)["rest"]
             self._fill({"checkpoint_id": path, "storage_options": options})
-            return opened(rest)
+            return _opened(rest)
 
         return _newest_good(path, fill, options)
 
@@ -320,3 +318,64 @@ def _newest_good(
         raise refused
     rank_zero_warn(f"the save to {path} was never committed, and nothing is beside it: training begins anew")
     return _NothingYet({VERSION: lightning.__version__})
+
+
+# -- checkpoints as plain containers and back ---------------------------------------------------------------
+
+
+def _sealed(checkpoint: Mapping[str, Any]) -> _State:
+    """Make of a checkpoint what `dcp.save` stores without loss; the checkpoint stays as it is.
+
+    A state dict is opened at every dict and list, so that each tensor has a name. A container of another
+    class (a defaultdict, OmegaConf's), an object with a ``state_dict()``, or a dict whose keys would collide
+    as names, is stored as one value in a tuple; an OrderedDict is noted, with a module's ``_metadata``.
+    """
+    form: dict[str, list[Any]] = {"sealed": [], "ordered": []}
+    state = {key: _seal(value, (key,), form) for key, value in checkpoint.items()}
+    return {**state, _FORM: (form,)}
+
+
+def _opened(state: _State) -> _State:
+    """Make of ``state``, in place, the checkpoint that was `_sealed`."""
+    (form,) = state.pop(_FORM, ({"sealed": [], "ordered": []},))
+    for keys in form["sealed"]:
+        holder = _at(state, keys[:-1])
+        (holder[keys[-1]],) = holder[keys[-1]]
+    for keys, versions in sorted(form["ordered"], key=lambda noted: -len(noted[0])):  # the innermost first
+        holder = _at(state, keys[:-1])
+        ordered: Any = OrderedDict(holder[keys[-1]])
+        if versions is not None:
+            ordered._metadata = versions
+        holder[keys[-1]] = ordered
+    return state
+
+
+def _seal(value: Any, keys: tuple[Any, ...], form: dict[str, list[Any]]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value
+    if type(value) in (dict, OrderedDict) and _are_names(value):
+        if type(value) is OrderedDict:
+            form["ordered"].append((keys, getattr(value, "_metadata", None)))
+        return {key: _seal(entry, (*keys, key), form) for key, entry in value.items()}
+    if type(value) is list:
+        return [_seal(entry, (*keys, position), form) for position, entry in enumerate(value)]
+    if isinstance(value, Mapping | list | PerRank) or hasattr(value, "state_dict"):
+        form["sealed"].append(keys)
+        return (value,)
+    return value
+
+
+def _are_names(mapping: Mapping[Any, Any]) -> bool:
+    """Test that each key can be a part of a name, and no two names are one."""
+    if any(plain_key(key) is NO_PLAIN_KEY for key in mapping):
+        return False
+    names = Counter(map(str, mapping))
+    return len(names) == len(mapping) and not any(
+        name[:end] in names for name in names for end in range(len(name)) if name[end] == "."
+    )
+
+
+def _at(state: Any, keys: tuple[Any, ...]) -> Any:
+    for key in keys:
+        state = state[key]
+    return state

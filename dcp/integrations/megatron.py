@@ -30,13 +30,13 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from dcp.background.future import SaveFuture
 from dcp.errors import CorruptCheckpointError, OptionError
-from dcp.integrations.trainer_state import committed_beside, refused_by_all
+from dcp.integrations.trainer_state import committed_beside, package_of, refused_by_all
 from dcp.state_dict_loader import LoadKeywords, load
 from dcp.state_dict_saver import AsyncCheckpointerType, async_save, save
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.torch_storage.reader import FileSystemReader
 
-try:
+with package_of("megatron", "Megatron-Core 0.19 and Python 3.12 or newer"):
     from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
     from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
     from megatron.core.dist_checkpointing.mapping import is_main_replica
@@ -46,12 +46,6 @@ try:
         get_async_strategy,
     )
     from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
-except ImportError as error:
-    raise ModuleNotFoundError(
-        f"dcp.integrations.megatron needs Megatron-Core 0.19 and Python 3.12 or newer ({error}): "
-        "pip install 'dcphub[megatron]'",
-        name=error.name,
-    ) from error
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

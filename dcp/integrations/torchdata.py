@@ -14,15 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
+from dcp.integrations.trainer_state import package_of
 from dcp.planners.rescale import Rescale
 from dcp.storage.errors import PlanError
 
-try:
+with package_of("torchdata"):
     from torchdata.stateful_dataloader import StatefulDataLoader
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "dcp.integrations.torchdata needs torchdata: pip install 'dcphub[torchdata]'", name=error.name
-    ) from error
 
 __all__ = ["RescalableDataLoader", "RescalableSampler"]
 

@@ -1,6 +1,6 @@
-"""Ranks in processes of their own, each function of theirs in a fresh gloo group; they end with certainty.
+"""Ranks in processes of their own, which run each function in a fresh gloo group and end with certainty.
 
-A rank that raises, dies or hangs ends what the others wait for: they have some seconds to end by themselves.
+Once a rank raises, dies or hangs, the others have some seconds to end by themselves.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _VARIABLES: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Why a rank has no result: what it raised, with its traceback, or how its process ended."""
+    """The reason why a rank has no result: its exception, with the traceback, or the end of its process."""
 
     rank: int
     message: str
@@ -60,7 +60,7 @@ class RankProcesses:
     def run(
         self, world: int, function: Callable[..., Any], *args: Any, timeout_seconds: float
     ) -> list[Any | RankFailure]:
-        """``function(rank, world, *args)`` on each rank; results by rank, or why there is none.
+        """Run ``function(rank, world, *args)`` on each rank; give results or failures by rank.
 
         Raises OptionError for arguments that cannot be sent to a process.
         """
@@ -73,7 +73,7 @@ class RankProcesses:
                 except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
                     self.close()
                     raise OptionError(
-                        f"what is to run on ranks must be a function of a module, by its name: {error}"
+                        f"functions that run on ranks must be importable from a module by name: {error}"
                     ) from error
             return self._results(world, timeout_seconds)
 
@@ -135,7 +135,7 @@ class RankProcesses:
 
 
 def _serve(connection: Connection) -> None:
-    """A process of a rank, until nobody is at the other end."""
+    """Serve as a rank's process, until the other end is closed."""
     import torch
 
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -146,7 +146,7 @@ def _serve(connection: Connection) -> None:
 
 
 def _end_with_parent() -> None:
-    """Wherever this process is then: a killed one tells nobody, and a rank may wait for ever."""
+    """End this process with its parent, which may be killed while a rank waits for ever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
@@ -165,7 +165,7 @@ def _carried_out(
         shared.set(f"here/{rank}", "1")  # one that ended before all are would keep others from coming
         shared.wait([f"here/{other}" for other in range(world)], timeout)
         return function(rank, world, *args)
-    except BaseException as error:  # noqa: BLE001 - the caller is told
+    except BaseException as error:  # noqa: BLE001 - the caller gets it
         return RankFailure(rank, f"{type(error).__name__}: {error}", traceback.format_exc())
     finally:
         if dist.is_initialized():
