@@ -24,15 +24,14 @@ def choose_reader(
     checkpoint_id: str | os.PathLike[str] | None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> StorageReader:
-    """``reader``, pointed at ``checkpoint_id`` if given; or the one of ours that can read the id."""
-    if reader is not None:
-        _refuse_others(reader, "storage_reader", "read_metadata")
-        _refuse_options(storage_options, reader, "storage_reader")
-        if checkpoint_id is not None:
-            reader.reset(checkpoint_id)
-        return reader
-    opener = OpenWith(storage_options)
-    return FileSystemReader(_checked(checkpoint_id, opener), open_store=opener)
+    """Give ``reader``, pointed at ``checkpoint_id`` if given; without one, a `FileSystemReader` of the id."""
+    if reader is None:
+        place, opener = _place(checkpoint_id, storage_options)
+        return FileSystemReader(place, open_store=opener)
+    _refuse_others(reader, "storage_reader", "read_metadata", storage_options)
+    if checkpoint_id is not None:
+        reader.reset(checkpoint_id)
+    return reader
 
 
 def choose_writer(
@@ -40,19 +39,18 @@ def choose_writer(
     checkpoint_id: str | os.PathLike[str] | None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> StorageWriter:
-    """``writer``, pointed at ``checkpoint_id`` if given; or the one of ours that can write the id."""
-    if writer is not None:
-        _refuse_others(writer, "storage_writer", "write_data")
-        _refuse_options(storage_options, writer, "storage_writer")
-        if checkpoint_id is not None:
-            writer.reset(checkpoint_id)
-        return writer
-    opener = OpenWith(storage_options)
-    return FileSystemWriter(_checked(checkpoint_id, opener), open_store=opener)
+    """Give ``writer``, pointed at ``checkpoint_id`` if given; without one, a `FileSystemWriter` of the id."""
+    if writer is None:
+        place, opener = _place(checkpoint_id, storage_options)
+        return FileSystemWriter(place, open_store=opener)
+    _refuse_others(writer, "storage_writer", "write_data", storage_options)
+    if checkpoint_id is not None:
+        writer.reset(checkpoint_id)
+    return writer
 
 
 def with_options(writer: FileSystemWriter, opener: OpenWith) -> FileSystemWriter:
-    """``writer``, which opens its store with the options of ``opener`` if it was given none of its own."""
+    """Let ``writer`` open its store with the options of ``opener`` if it was given none of its own."""
     own = writer.open_store
     if own is open_store or (isinstance(own, OpenWith) and not own.storage_options):
         through_fsspec = isinstance(own, OpenWith) and own.through_fsspec
@@ -61,12 +59,14 @@ def with_options(writer: FileSystemWriter, opener: OpenWith) -> FileSystemWriter
 
 
 def with_own_id(writer: StorageWriter) -> StorageWriter:
-    """A copy of one of ours, which the caller may point at the next id while a save with the copy is under
-    way; of others nobody knows how to make one."""
+    """Copy a `FileSystemWriter`, which the caller may point at the next id while a save with the copy is
+    under way; other writers cannot be copied in general."""
     return copy.copy(writer) if isinstance(writer, FileSystemWriter) else writer
 
 
-def _refuse_others(storage: object, argument: str, method: str) -> None:
+def _refuse_others(
+    storage: object, argument: str, method: str, storage_options: Mapping[str, Any] | None
+) -> None:
     # The second positional argument is the storage, as it was before torch 2.2; a place is easily put there.
     if isinstance(storage, str | os.PathLike):
         raise CheckpointError(
@@ -77,11 +77,8 @@ def _refuse_others(storage: object, argument: str, method: str) -> None:
         raise CheckpointError(f"the {argument} is the class {storage.__name__}; make one of it")
     if not hasattr(storage, method):
         raise CheckpointError(f"a {type(storage).__name__} is no {argument}: it has no method {method}")
-
-
-def _refuse_options(options: Mapping[str, Any] | None, storage: object, argument: str) -> None:
-    check_storage_options(options)
-    if options:
+    check_storage_options(storage_options)
+    if storage_options:
         raise CheckpointError(
             f"storage_options are for the storage that is chosen by checkpoint_id, and {argument} is given "
             f"as well: give the options to that {type(storage).__name__} where it is made, as in "
@@ -89,12 +86,15 @@ def _refuse_options(options: Mapping[str, Any] | None, storage: object, argument
         )
 
 
-def _checked(checkpoint_id: str | os.PathLike[str] | None, opener: OpenWith) -> str | os.PathLike[str]:
-    """The id, if ours can handle it; else the error that tells why not, before anything is done."""
+def _place(
+    checkpoint_id: str | os.PathLike[str] | None, storage_options: Mapping[str, Any] | None
+) -> tuple[str | os.PathLike[str], OpenWith]:
+    """Give the id and its opener; raises the error of an id that no store has, before anything is done."""
+    opener = OpenWith(storage_options)
     if not checkpoint_id:
         raise CheckpointError(
             "`checkpoint_id` must be specified if storage_reader/storage_writer is None: give the place, or "
             "a storage that knows it"
         )
     opener(checkpoint_id)
-    return checkpoint_id
+    return checkpoint_id, opener

@@ -73,7 +73,7 @@ class RankProcesses:
                 except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
                     self.close()
                     raise OptionError(
-                        f"functions that run on ranks must be importable from a module by name: {error}"
+                        f"a rank can only run a function of a module, which it imports by its name: {error}"
                     ) from error
             return self._results(world, timeout_seconds)
 
