@@ -112,9 +112,11 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def block_sums(data: torch.Tensor) -> torch.Tensor:
-    """Compute for each whole block of ``data`` the sum of its words times random numbers modulo 2**64, then the
-    bytes behind the last block, as flat bytes. Blocks that differ have equal sums by chance only, once in
-    2**32 at worst (words have 32 bits, numbers 64)."""
+    """Compute for each whole block of ``data`` the sum of its words times random numbers modulo 2**64; behind
+    these come the bytes behind the last block, all as flat bytes.
+
+    Blocks that differ have equal sums by chance only, at worst once in 2**32: words have 32 bits, numbers 64.
+    """
     if data.storage_offset() % _WORD_BYTES:
         data = data.clone()
     whole = data.numel() // _SUM_BLOCK_BYTES * _SUM_BLOCK_BYTES

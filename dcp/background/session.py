@@ -30,9 +30,8 @@ from dcp.background.interrupts import interrupts_later
 from dcp.background.process.rendezvous import own_client
 from dcp.background.thread_writer import ThreadWriter
 from dcp.background.worker import BackgroundWriter, FailedStaging, Payload, RefusedWriter, StagedDict
+from dcp.calls.arguments import stateful_to_plain, with_own_id
 from dcp.calls.plain_errors import shorten
-from dcp.calls.stateful_values import stateful_to_plain
-from dcp.calls.storage_selection import with_own_id
 from dcp.engines import save_engine, save_engine_again
 from dcp.progress import harmless
 from dcp.ranks.alone import works_alone

@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from dcp.background.future import SaveFuture
 from dcp.background.session import own_channel
+from dcp.calls.arguments import check_top_level, with_options
 from dcp.calls.plain_errors import plain_errors
-from dcp.calls.stateful_values import check_top_level
-from dcp.calls.storage_selection import with_options
 from dcp.manager import exit_hooks
 from dcp.manager.catalog.registration import CatalogRegistration, Registrar, registration_of
 from dcp.manager.cleanup.post_commit import Check, PostCommitWorker

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dcp.calls.stateful_values import is_stateful
+from dcp.calls.arguments import is_stateful
 from dcp.planners.save.trust import foreign_values
 from dcp.storage.near_names import listed
 
