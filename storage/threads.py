@@ -30,8 +30,8 @@ __all__ = [
 T = TypeVar("T")
 
 CALLER_LEFT: Final[ContextVar[threading.Event | None]] = ContextVar("CALLER_LEFT", default=None)
-"""Of threads that work for another one: set once nobody waits for their results. Passed on to further threads
-with the context."""
+"""Set once the results of the current thread, which works for another one, are not waited for any more.
+Passed on to further threads with the context."""
 
 _UNWANTED: Final[ContextVar[threading.Event | None]] = ContextVar("_UNWANTED", default=None)
 
@@ -72,7 +72,7 @@ def unwanted_once(called_off: threading.Event | None) -> Iterator[None]:
 
 
 def or_unwanted(called_off: threading.Event) -> threading.Event:
-    """Make an event that is set as soon as ``called_off`` is, or nobody waits for this thread's results."""
+    """Make an event that is set as soon as ``called_off`` is, or this thread's results are not waited for."""
     others = [event for event in (CALLER_LEFT.get(), _UNWANTED.get()) if event is not None]
     return AnyEvent(called_off, *others) if others else called_off
 
@@ -185,7 +185,7 @@ def work_off(
 
 
 class _SharedIterator(Iterator[T], Generic[T]):
-    """An iterator for several threads; at its end once one of them has failed, or nobody waits for them."""
+    """An iterator for several threads; at its end once one of them has failed, or they are called off."""
 
     def __init__(self, units: Iterator[T], pool: WorkerThreads) -> None:
         self._units = units

@@ -24,7 +24,7 @@ __all__ = ["Mode", "PathSaves"]
 Mode = Literal["thread", "process", "sync"]
 
 _AFTER_ERROR_SECONDS = 60.0
-"""How long a save under way may take when training has ended with an exception: other ranks may be dead."""
+"""The time for a save under way when training has ended with an exception: other ranks may be dead."""
 
 
 class PathSaves:
@@ -138,13 +138,12 @@ class PathSaves:
 
     def _note(self, path: str, step: int | None, *, deleted: bool = False) -> None:
         """Note for the catalog that ``path`` was saved or deleted."""
-        if self._catalog is None:
-            return
-        folder, name = os.path.split(path)
-        url = OpenWith(self.storage_options)(folder or ".").url
-        if url not in self._registrars:
-            self._registrars[url] = Registrar(self._catalog, url)
-        self._registrars[url].tell(name, step, deleted=deleted)
+        if self._catalog is not None:
+            folder, name = os.path.split(path)
+            url = OpenWith(self.storage_options)(folder or ".").url
+            if url not in self._registrars:
+                self._registrars[url] = Registrar(self._catalog, url)
+            self._registrars[url].tell(name, step, deleted=deleted)
 
     def _remove_if_committed(self) -> None:
         if self._pending:
@@ -152,7 +151,10 @@ class PathSaves:
         while self._to_remove:
             path = self._to_remove.pop()
             try:
-                _remove(path, self.storage_options)
+                if os.path.islink(path) or os.path.isfile(path):  # noqa: PTH113, PTH114 - may be a URL
+                    os.unlink(path)  # noqa: PTH108
+                else:
+                    remove_checkpoint(OpenWith(self.storage_options)(path), time.time())
                 self._note(path, None, deleted=True)
             except (CheckpointError, OSError) as error:
                 self._failures.append(error)
@@ -162,10 +164,3 @@ class PathSaves:
             failures, self._failures = self._failures, []
         if failures:
             raise failures[0]
-
-
-def _remove(path: str, storage_options: Mapping[str, Any] | None) -> None:
-    if os.path.islink(path) or os.path.isfile(path):  # noqa: PTH113, PTH114 - may be a URL
-        os.unlink(path)  # noqa: PTH108
-        return
-    remove_checkpoint(OpenWith(storage_options)(path), time.time())

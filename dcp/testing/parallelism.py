@@ -256,7 +256,7 @@ def _random_by_rank(rank: int) -> Iterator[None]:
 
     holders = (torch, torch.random)
     for holder in holders:
-        setattr(holder, "manual_seed", seed_by_rank)  # noqa: B010 - a function, which mypy lets nobody assign
+        setattr(holder, "manual_seed", seed_by_rank)  # noqa: B010 - mypy refuses to assign functions
     try:
         seed_by_rank(torch.initial_seed())
         yield
