@@ -70,46 +70,39 @@ class _Describer:
     """Describes one value as bytes, which are equal for values of equal state."""
 
     def __init__(self) -> None:
-        self._objects: dict[int, tuple[Any, bytes]] = {}
-        self._containers: dict[int, tuple[Any, bytes]] = {}
+        self._seen: dict[int, tuple[Any, bytes]] = {}
         self._open = 0
+        """Objects, but for containers, that are being described."""
 
     def described(self, value: Any, depth: int) -> bytes:
+        """Describe a value; a container or an object once, because many may hold it."""
         kind = type(value)
         if depth > _MAX_DEPTH:
             raise _NotComparableError
         if kind in (list, tuple) and _QUICK.issuperset(map(type, value)):
-            parts = [marshal.dumps(value, _NO_REFERENCES)]  # for long histories
-        elif kind in _CONTAINERS or _is_equal_by_fields(value, kind):
-            return self._container(value, kind, depth)
-        elif isinstance(value, np.ma.MaskedArray):
+            return _named(kind, [marshal.dumps(value, _NO_REFERENCES)])  # for long histories
+        if isinstance(value, np.ma.MaskedArray):
             whole = (value.filled(), np.ma.getmaskarray(value), value.fill_value)
-            parts = [self.described(part, depth + 1) for part in whole]
-        else:
-            leaf = _leaf(value, kind)
-            parts = [self._object(value, kind, depth) if leaf is None else leaf]
-        return _named(kind, parts)
-
-    def _container(self, value: Any, kind: type, depth: int) -> bytes:
-        """Describe the items of a container, once: many containers may hold one another."""
-        if id(value) in self._containers:
-            known = self._containers[id(value)][1]
+            return _named(kind, [self.described(part, depth + 1) for part in whole])
+        has_items = kind in _CONTAINERS or _is_equal_by_fields(value, kind)
+        if not has_items and (leaf := _leaf(value, kind)) is not None:
+            return _named(kind, [leaf])
+        if id(value) in self._seen:
+            known = self._seen[id(value)][1]
             if known.startswith(_OPEN) and not self._open:  # it contains itself, with no object between
                 raise _NotComparableError
             return known
-        if kind not in _CONTAINERS:
-            self._open += 1
-        # for references to it from what it holds
-        self._containers[id(value)] = (value, b"%s%d" % (_OPEN, depth))
-        parts = [self.described(item, depth + 1) for item in _held(value, kind)]
+        # for references to it from its own items or state
+        self._seen[id(value)] = (value, b"%s%d" % (_OPEN, depth) if has_items else b"%d" % self._open)
+        self._open += kind not in _CONTAINERS
+        parts = [self.described(part, depth + 1) for part in _held(value, kind, has_items)]
         if kind in _SETS:
             parts.sort()
         elif kind in _DICTS:
             parts += self._items(value, kind, depth)
-        if kind not in _CONTAINERS:
-            self._open -= 1
+        self._open -= kind not in _CONTAINERS
         found = _named(kind, parts)
-        self._containers[id(value)] = (value, found)
+        self._seen[id(value)] = (value, found)
         return found
 
     def _items(self, value: Any, kind: type, depth: int) -> list[bytes]:
@@ -123,28 +116,6 @@ class _Describer:
         ]
         return list(chain.from_iterable(pairs if kind is OrderedDict else sorted(pairs)))
 
-    def _object(self, value: Any, kind: type, depth: int) -> bytes:
-        """Describe an object by what it gives pickle: a function, its arguments, the state, items."""
-        if id(value) in self._objects:
-            return self._objects[id(value)][1]
-        self._objects[id(value)] = (value, b"%d" % self._open)  # for references to it from its own state
-        self._open += 1
-        reduce = copyreg.dispatch_table.get(kind)
-        reduced = value.__reduce_ex__(_PICKLE_PROTOCOL) if reduce is None else reduce(value)
-        if not isinstance(reduced, str):
-            function, args, state, items, entries = (*reduced, None, None, None)[:5]
-            reduced = [
-                function,
-                args,
-                state,
-                list(items or ()),
-                [part for pair in entries or () for part in pair],
-            ]
-        found = self.described(reduced, depth + 1)
-        self._open -= 1
-        self._objects[id(value)] = (value, found)
-        return found
-
 
 def _named(kind: type, parts: Sequence[bytes]) -> bytes:
     """Join the parts of a description, or their hash where they are long."""
@@ -153,16 +124,25 @@ def _named(kind: type, parts: Sequence[bytes]) -> bytes:
     return whole if len(whole) <= _MAX_BYTES else hashlib.blake2b(whole, digest_size=32).digest()
 
 
-def _held(value: Any, kind: type) -> Iterator[Any]:
-    """Give the items of a container, without those of a dict."""
+def _held(value: Any, kind: type, has_items: bool) -> Iterator[Any]:
+    """Give the items of a container, without those of a dict; of an object what it gives pickle: a function,
+    its arguments, the state, items."""
     if kind is deque:
         yield value.maxlen
     elif kind is defaultdict:
         yield value.default_factory
     if kind in (*_SEQUENCES, *_SETS):
         yield from value
-    elif kind not in _DICTS:
+    elif has_items and kind not in _DICTS:
         yield from _compared(value, kind)
+    elif not has_items:
+        reduce = copyreg.dispatch_table.get(kind)
+        reduced = value.__reduce_ex__(_PICKLE_PROTOCOL) if reduce is None else reduce(value)
+        if isinstance(reduced, str):
+            yield reduced
+            return
+        function, args, state, items, entries = (*reduced, None, None, None)[:5]
+        yield [function, args, state, list(items or ()), [part for pair in entries or () for part in pair]]
 
 
 def _is_equal_by_fields(value: Any, kind: type) -> bool:
