@@ -12,7 +12,6 @@ import pickle
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,11 +33,10 @@ _VARIABLES: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 @dataclass(frozen=True)
 class RankFailure:
-    """The reason why a rank has no result: its exception, with the traceback, or the end of its process."""
+    """The reason why a rank has no result: its exception, or the end of its process."""
 
     rank: int
     message: str
-    traceback: str = ""
 
 
 class RankProcesses:
@@ -79,6 +77,7 @@ class RankProcesses:
 
     def _results(self, world: int, timeout_seconds: float) -> list[Any | RankFailure]:
         found: dict[int, Any] = {}
+        missing = f"did not end in {timeout_seconds:g} s"
         deadline = time.monotonic() + timeout_seconds
         while len(found) < world:
             waiting: dict[Any, int] = {}
@@ -87,14 +86,15 @@ class RankProcesses:
                 waiting |= {connection: rank, process.sentinel: rank}  # a child of its may keep the pipe open
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                return self._give_up(world, found, timeout_seconds)
+                break
             for rank in {waiting[one] for one in ready}:
                 found[rank] = self._received(rank)
                 if isinstance(found[rank], RankFailure):
+                    missing = "was ended, as it waited for a rank that failed"
                     deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-        if any(not process.is_alive() for process, _ in self._workers):
+        if len(found) < world or not all(process.is_alive() for process, _ in self._workers):
             self.close()
-        return [found[rank] for rank in range(world)]
+        return [found.get(rank, RankFailure(rank, missing)) for rank in range(world)]
 
     def _received(self, rank: int) -> Any:
         process, connection = self._workers[rank]
@@ -103,16 +103,6 @@ class RankProcesses:
                 return connection.recv()
         process.join(_GRACE_SECONDS)
         return RankFailure(rank, f"its process ended with exit code {process.exitcode}")
-
-    def _give_up(self, world: int, found: dict[int, Any], seconds: float) -> list[Any | RankFailure]:
-        has_failed = any(isinstance(result, RankFailure) for result in found.values())
-        why = (
-            "was ended, as it waited for a rank that failed"
-            if has_failed
-            else f"did not end in {seconds:g} s"
-        )
-        self.close()
-        return [found.get(rank, RankFailure(rank, why)) for rank in range(world)]
 
     def _grow(self, world: int) -> None:
         while len(self._workers) < world:
@@ -166,7 +156,7 @@ def _carried_out(
         shared.wait([f"here/{other}" for other in range(world)], timeout)
         return function(rank, world, *args)
     except BaseException as error:  # noqa: BLE001 - the caller gets it
-        return RankFailure(rank, f"{type(error).__name__}: {error}", traceback.format_exc())
+        return RankFailure(rank, f"{type(error).__name__}: {error}")
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
