@@ -88,24 +88,32 @@ class AcceleratorCheckpoints:
         accelerator, project = self._accelerator, self._accelerator.project_configuration
         if accelerator.gradient_accumulation_steps > 1 and not accelerator.sync_gradients:
             logger.warning("save_state() between two steps of the optimizer: gradients so far are not saved")
+        save: Callable[[dict[str, Any]], object]
         if project.automatic_checkpoint_naming:
-            place = self._save_iteration(project.iteration)
+            manager, iteration = self._automatic(), project.iteration
+            place = str(self._root() / f"checkpoint_{iteration}")
+            taken = shared.on_first_rank(lambda: iteration in manager.all_steps())
+            if taken and iteration not in self._replaceable:
+                raise ValueError(
+                    f"Checkpoint directory {place} ({iteration}) already exists. Call load_state() first, or "
+                    "set project_configuration.iteration to what to start with."
+                )
+            save = partial(manager.save, iteration, force=True)
         elif output_dir is None:
             raise ValueError("save_state needs an output_dir, or automatic_checkpoint_naming")
         else:
             place = os.fspath(output_dir)
-            self._save(place, partial(self._paths.begin, path=place))
-        return place
-
-    def _save_iteration(self, iteration: int) -> str:
-        manager, place = self._automatic(), str(self._root() / f"checkpoint_{iteration}")
-        taken = shared.on_first_rank(lambda: iteration in manager.all_steps())
-        if taken and iteration not in self._replaceable:
-            raise ValueError(
-                f"Checkpoint directory {place} ({iteration}) already exists. Call load_state() first, or set "
-                "project_configuration.iteration to what to start with."
-            )
-        self._save(place, partial(manager.save, iteration, force=True))
+            save = partial(self._paths.begin, path=place)
+        models, hooks = accelerator._models, accelerator._save_model_state_pre_hook.values()
+        project.iteration += 1  # alike on all ranks, whatever one raises now
+        with shared.refused_by_all(save):
+            # Hooks may write files of their own, and take away weights that they have written.
+            if hooks and "://" not in place:
+                Path(place).mkdir(parents=True, exist_ok=True)
+            for hook in hooks:
+                hook(models, [{} for _ in models], place)
+            state = self._state(saving=True)
+        save(state)
         return place
 
     def _automatic(self) -> dcp.CheckpointManager:
@@ -122,18 +130,6 @@ class AcceleratorCheckpoints:
 
     def _root(self) -> Path:
         return Path(self._accelerator.project_dir or ".", "checkpoints")
-
-    def _save(self, place: str, save: Callable[[dict[str, Any]], object]) -> None:
-        models, hooks = self._accelerator._models, self._accelerator._save_model_state_pre_hook.values()
-        self._accelerator.project_configuration.iteration += 1  # alike on all ranks, whatever one raises now
-        with shared.refused_by_all(save):
-            # Hooks may write files of their own, and take away weights that they have written.
-            if hooks and "://" not in place:
-                Path(place).mkdir(parents=True, exist_ok=True)
-            for hook in hooks:
-                hook(models, [{} for _ in models], place)
-            state = self._state(saving=True)
-        save(state)
 
     def load_state(
         self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: Any = None, **kwargs: Any

@@ -91,7 +91,10 @@ class RescalableSampler(DistributedSampler[Any]):
 
     def __len__(self) -> int:
         """Count this rank's samples of a whole epoch."""
-        return self._length(len(self.dataset))  # type: ignore[arg-type]
+        samples = len(self.dataset)  # type: ignore[arg-type]
+        if self.even:
+            return samples // self.num_replicas if self.drop_last else -(-samples // self.num_replicas)
+        return len(range(self.rank, samples, self.num_replicas))
 
     def __iter__(self) -> Iterator[Any]:
         """Give indices of this rank: from the position that was loaded, else from the beginning of the epoch.
@@ -108,11 +111,6 @@ class RescalableSampler(DistributedSampler[Any]):
         for index in part[self.taken :].tolist():
             self.taken += 1
             yield index
-
-    def _length(self, samples: int) -> int:
-        if self.even:
-            return samples // self.num_replicas if self.drop_last else -(-samples // self.num_replicas)
-        return len(range(self.rank, samples, self.num_replicas))
 
     def _order(self) -> torch.Tensor:
         """Order all samples of the epoch as `DistributedSampler` does."""
@@ -192,21 +190,18 @@ class RescalableDataLoader(StatefulDataLoader):  # type: ignore[misc]
         if self._seeds_itself:
             self.generator.manual_seed((torch.initial_seed() + self._epoch) % 2**63)
         if loaded is not None:
-            self._resume(loaded["position"], has_ended=loaded["has_ended"])
+            if loaded["has_ended"]:
+                self.sampler.is_held = True  # torchdata's state is that of the end
+            elif loaded["position"]["epoch"] != self._epoch:
+                super().load_state_dict({})  # it was set to another one since the load
+            else:
+                self._begin = loaded["position"]["taken"]
         batches = super().__iter__()
         self.sampler.is_held = False
         for batch in batches:
             self._batches += 1
             yield batch
         self._has_ended = True
-
-    def _resume(self, position: Mapping[str, Any], *, has_ended: bool) -> None:
-        if has_ended:
-            self.sampler.is_held = True  # torchdata's state is that of the end
-        elif position["epoch"] != self._epoch:
-            super().load_state_dict({})  # it was set to another one since the load
-        else:
-            self._begin = position["taken"]
 
     def state_dict(self) -> dict[str, Any]:
         """Give a `Rescale` value. Its parts are torchdata's state, in a tuple because that is stored as one
