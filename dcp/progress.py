@@ -21,7 +21,7 @@ _calling = threading.local()
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where this rank is: ``phase`` ("write" or "read"), payload bytes done and in all, seconds since it
+    """The state of this rank: ``phase`` ("write" or "read"), payload bytes done and in all, seconds since it
     began."""
 
     phase: str
@@ -34,7 +34,7 @@ ProgressCallback = Callable[[Progress], None]
 
 
 def harmless(callback: ProgressCallback) -> ProgressCallback:
-    """``callback`` for work that must not fail by it: one that raises is logged, and not called any more."""
+    """Wrap ``callback`` for work that must not fail by it: an exception is logged, and ends its calls."""
     failed = False
 
     def call(progress: Progress) -> None:
@@ -54,42 +54,38 @@ def harmless(callback: ProgressCallback) -> ProgressCallback:
 
 
 def is_within_callback() -> bool:
-    """Whether this thread is in a `harmless` callback, for which the work waits."""
+    """Test whether this thread is in a `harmless` callback, for which the work waits."""
     return getattr(_calling, "now", False)
 
 
-class _Meter:
-    def __init__(self, phase: str, total: int, callback: ProgressCallback) -> None:
-        self._phase = phase
-        self._total = total
-        self._callback = callback
-        self._done = 0
-        self._begun = time.monotonic()
-        self._next = 0.0
-        self._lock = threading.Lock()
+def _meter(phase: str, total: int, callback: ProgressCallback) -> Callable[[int], None]:
+    begun, lock = time.monotonic(), threading.Lock()
+    done, due = 0, 0.0
 
-    def add(self, count: int) -> None:
+    def add(count: int) -> None:
+        nonlocal done, due
         now = time.monotonic()
-        with self._lock:
-            self._done += count
-            if now < self._next and self._done < self._total:
-                return
-            self._next = now + _INTERVAL_SECONDS
-            self._callback(Progress(self._phase, self._done, self._total, now - self._begun))
+        with lock:
+            done += count
+            if now >= due or done >= total:
+                due = now + _INTERVAL_SECONDS
+                callback(Progress(phase, done, total, now - begun))
+
+    return add
 
 
 @contextmanager
 def reporting(
     progress: bool | ProgressCallback | None, phase: str, total_bytes: int, *, show: bool
 ) -> Iterator[Callable[[int], None] | None]:
-    """A function to call with each portion of bytes done, or None where nobody wants to know.
+    """Give a function to call with each portion of bytes done, or None without a callback or bar.
 
     ``progress`` True draws a bar on stderr if that is a terminal and ``show`` (one rank only, or they would
     write over each other); a callable gets a `Progress` at most ten times a second, from any of the I/O
     threads.
     """
     if callable(progress):
-        yield _Meter(phase, total_bytes, progress).add
+        yield _meter(phase, total_bytes, progress)
     elif progress and show and sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn

@@ -11,9 +11,8 @@ import torch
 from torch.distributed.checkpoint.storage import StorageReader
 from typing_extensions import deprecated
 
+from dcp.calls.arguments import choose_reader, takes_storage_second
 from dcp.calls.plain_errors import plain_errors
-from dcp.calls.positional_storage import takes_storage_second
-from dcp.calls.storage_selection import choose_reader
 from dcp.calls.torch_names import names_of
 from dcp.engines import load_engine
 from dcp.features.stateful import GivenState, LoadTargets

@@ -22,10 +22,14 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from typing_extensions import deprecated
 
 from dcp.background.future import SaveFuture
+from dcp.calls.arguments import (
+    choose_writer,
+    refuse_a_place,
+    stateful_to_plain,
+    takes_storage_second,
+    with_own_id,
+)
 from dcp.calls.plain_errors import plain_errors
-from dcp.calls.positional_storage import refuse_a_place, takes_storage_second
-from dcp.calls.stateful_values import stateful_to_plain
-from dcp.calls.storage_selection import choose_writer, with_own_id
 from dcp.calls.torch_names import names_of
 from dcp.engines import save_engine
 from dcp.planners.save.plan_cache import PlanCache

@@ -24,16 +24,16 @@ _MAX_DEPTH: Final = 64
 
 
 def by_value(value: Any) -> Any:
-    """The plain data that ``value`` is, in it and in the lists, tuples and dicts that it holds; ``value``
-    itself where there is nothing to change.
+    """Convert ``value``, and the lists, tuples and dicts that it holds, to equal plain data; ``value`` itself
+    where there is nothing to change.
 
-    Classes that the user told torch are safe stay what they are.
+    Values of classes that the user registered as safe with torch stay as they are.
     """
     return _by_value(value, 0, {}) if type(value) not in _EXACT else value
 
 
 def encode_by_value(value: Any) -> bytes | None:
-    """The msgpack encoding of plain data, or of what equals plain data; None for any other value."""
+    """Encode plain data, or a value that equals plain data, with msgpack; None for any other value."""
     encoded = encode_plain(value)
     if encoded is None:
         plain = by_value(value)
@@ -42,8 +42,8 @@ def encode_by_value(value: Any) -> bytes | None:
 
 
 def _by_value(value: Any, depth: int, seen: dict[int, Any]) -> Any:
-    """``seen`` is by identity what containers have become, which are looked at once: many may hold one
-    another, or themselves."""
+    """Convert a value; ``seen`` has converted containers by identity, because many may hold one another, or
+    themselves."""
     kind = type(value)
     if kind in _EXACT or depth > _MAX_DEPTH:
         return value
@@ -74,7 +74,7 @@ def _container(value: Any, kind: type, depth: int, seen: dict[int, Any]) -> Any:
 
 
 def _atom(value: Any, kind: type) -> Any:
-    """The plain value, unless the class has more to it, or compares otherwise."""
+    """Give the plain value, unless the object has attributes, or compares otherwise."""
     if _has_more(value) and not isinstance(value, enum.Enum):
         return value
     base = next(base for base in _ATOMS if issubclass(kind, base))
@@ -83,7 +83,7 @@ def _atom(value: Any, kind: type) -> Any:
 
 
 def _has_more(value: Any) -> bool:
-    """Whether an object has attributes beside the value that its base class holds."""
+    """Test whether an object has attributes beside the value that its base class holds."""
     slots = any(getattr(base, "__slots__", ()) for base in type(value).__mro__)
     return slots or bool(getattr(value, "__dict__", None))
 
@@ -101,15 +101,15 @@ def _is_allowed(kind: type) -> bool:
 
 
 def has_plain_types(types: Iterable[type]) -> bool:
-    """Whether values of ``types`` are what they are: in place of one of the same type nothing changes."""
+    """Test whether values of ``types`` need no conversion by `like`."""
     return _EXACT.issuperset(types)
 
 
 def like(current: Any, value: Any) -> Any:
-    """``value``, loaded in place of ``current``, as the class of that has it if it stores its values as data;
-    so also what lists, tuples and dicts of one shape hold.
+    """Convert ``value``, loaded in place of ``current``, to the class of that if it stores its values as
+    data; so also the items of lists, tuples and dicts of one shape.
 
-    The class is the caller's: nothing of the checkpoint decides on it.
+    The class is the caller's, and does not depend on the checkpoint.
     """
     kind = type(current)
     if kind is type(value):
@@ -132,7 +132,8 @@ def like(current: Any, value: Any) -> Any:
 
 
 def _like_inside(current: Any, value: Any) -> Any:
-    """`like` for what lists, tuples and dicts of one shape hold; ``value`` itself where nothing changes."""
+    """Apply `like` to the items of lists, tuples and dicts of one shape; ``value`` itself if nothing
+    changes."""
     if type(value) not in (dict, list, tuple):
         return value
     if _EXACT.issuperset(map(type, current.values() if isinstance(current, dict) else current)):

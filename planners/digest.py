@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -52,21 +51,13 @@ def _combine(crc: int, adler: int) -> int:
 
 
 def digest_bytes(data: Any) -> int:
-    """Digest of a buffer, never 0."""
+    """Compute the digest of a buffer, never 0."""
     return _combine(crc32(data), adler32(data))
 
 
 def is_made_on_device(digest: int) -> bool:
-    """True for a digest of a large tensor that was made on an accelerator."""
+    """Test whether a digest is of a large tensor and was made on an accelerator."""
     return digest >= int(_FROM_DEVICE)
-
-
-def _fetched(tensors: Sequence[torch.Tensor], rows: Sequence[int], *, full: bool) -> list[torch.Tensor]:
-    """What is compared of tensors of one device, as flat bytes on the host."""
-    parts = [_reduced(tensors[row], full=full) for row in rows]
-    host = torch.cat(parts).cpu() if len(parts) > 1 else parts[0].cpu()
-    places = accumulate((part.numel() for part in parts), initial=0)
-    return [host[begin:end] for begin, end in pairwise(places)]
 
 
 def _digest_contiguous(tensor: torch.Tensor) -> int:
@@ -78,13 +69,13 @@ def _digest_contiguous(tensor: torch.Tensor) -> int:
 
 
 def _sample_starts(nbytes: int) -> list[int]:
-    """Byte positions of the samples: head, tail and evenly between, on multiples of 16 (any item size)."""
+    """Place the samples: head, tail and evenly between, on multiples of 16 (any item size)."""
     span = nbytes - SAMPLE_BYTES
     return [span * number // (SAMPLES - 1) // 16 * 16 for number in range(SAMPLES - 1)] + [span]
 
 
 def _sampled(tensor: torch.Tensor) -> torch.Tensor:
-    """The sampled elements as one contiguous tensor on the tensor's device; copies nothing else."""
+    """Copy the sampled elements to one contiguous tensor on the tensor's device."""
     itemsize, length = tensor.itemsize, SAMPLE_BYTES // tensor.itemsize
     places = [start // itemsize for start in _sample_starts(tensor.nbytes)]
     if tensor.is_contiguous():
@@ -109,7 +100,7 @@ def _digest_host(tensor: torch.Tensor, *, full: bool) -> int:
 
 
 def _reduced(tensor: torch.Tensor, *, full: bool) -> torch.Tensor:
-    """What of a device tensor has to come to the host, as flat bytes on the device."""
+    """Reduce a device tensor to the bytes that have to come to the host."""
     if tensor.nbytes <= WHOLE_LIMIT_BYTES:
         return _flat_bytes(tensor)
     return block_sums(_flat_bytes(tensor)) if full else _flat_bytes(_sampled(tensor))
@@ -121,9 +112,11 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def block_sums(data: torch.Tensor) -> torch.Tensor:
-    """For each whole block of ``data`` the sum of its words times random numbers modulo 2**64, and the bytes
-    behind the last; as flat bytes. Blocks that differ have equal sums by chance only, once in 2**32 at worst
-    (words have 32 bits, numbers 64)."""
+    """Compute for each whole block of ``data`` the sum of its words times random numbers modulo 2**64; behind
+    these come the bytes behind the last block, all as flat bytes.
+
+    Blocks that differ have equal sums by chance only, at worst once in 2**32: words have 32 bits, numbers 64.
+    """
     if data.storage_offset() % _WORD_BYTES:
         data = data.clone()
     whole = data.numel() // _SUM_BLOCK_BYTES * _SUM_BLOCK_BYTES
@@ -137,15 +130,15 @@ def block_sums(data: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _factors(device: torch.device) -> torch.Tensor:
-    """A random number for each word of a block, the same in every process."""
+    """Make a random number for each word of a block, the same in every process."""
     numbers = np.random.PCG64(0).random_raw(_SUM_BLOCK_BYTES // _WORD_BYTES).view(np.int64)
     return torch.from_numpy(numbers).to(device)
 
 
 def digest_tensors(tensors: Sequence[torch.Tensor], check: ReplicaCheck = "full") -> npt.NDArray[np.uint64]:
-    """Digest of each tensor: of all bytes with ``full``, of some with ``sampled``, 0 with ``off``.
+    """Compute a digest of each tensor: of all bytes with ``full``, of some with ``sampled``, 0 with ``off``.
 
-    Tensors of other devices are reduced there, and one copy a device brings what is left of all.
+    Tensors of other devices are reduced there, and copied together.
     """
     digests = np.zeros(len(tensors), np.uint64)
     if check == "off":
@@ -161,14 +154,10 @@ def digest_tensors(tensors: Sequence[torch.Tensor], check: ReplicaCheck = "full"
             else:
                 digests[row] = digest_bytes(b"")
         for rows in elsewhere.values():
-            _digest_device(tensors, rows, digests, full=full)
+            parts = [_reduced(tensors[row], full=full) for row in rows]
+            host = torch.cat(parts).cpu()
+            for row, part in zip(rows, torch.split(host, [part.numel() for part in parts]), strict=True):
+                digests[row] = _digest_contiguous(part)
+                if full and tensors[row].nbytes > WHOLE_LIMIT_BYTES:
+                    digests[row] |= _FROM_DEVICE
     return digests
-
-
-def _digest_device(
-    tensors: Sequence[torch.Tensor], rows: Sequence[int], digests: npt.NDArray[np.uint64], *, full: bool
-) -> None:
-    for row, part in zip(rows, _fetched(tensors, rows, full=full), strict=True):
-        digests[row] = _digest_contiguous(part)
-        if full and tensors[row].nbytes > WHOLE_LIMIT_BYTES:
-            digests[row] |= _FROM_DEVICE

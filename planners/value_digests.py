@@ -1,8 +1,8 @@
 """Digests of values that are no plain data, so that ranks can compare them as they compare tensors.
 
-What equal values have in common, a pickle has not: it tells which of their parts are one object. So a value
-is taken apart here, down to containers, tensors, arrays and the library's values; an object of any other
-class by the state that it gives pickle.
+Pickles of equal values may differ: they record which of their parts are one object. So a value is taken apart
+here, down to containers, tensors, arrays and the library's values; an object of any other class by the state
+that it gives pickle.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dcp.storage.formats.torch.python_values import is_harmless_leaf
 __all__ = ["NOT_COMPARABLE", "digest_value"]
 
 NOT_COMPARABLE: Final = (1 << 64) - 1
-"""In place of a digest, which is never so high."""
+"""Stands for a digest that cannot be computed; no digest is so high."""
 
 _MAX_DEPTH: Final = 256
 _MAX_BYTES: Final = 256
@@ -47,7 +47,7 @@ _GLOBALS: Final = (type, types.FunctionType, types.BuiltinFunctionType)
 _NAMED: Final = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 _NO_REFERENCES: Final = 0
-"""The version of marshal that does not tell which parts are one object."""
+"""The version of marshal that does not record which parts are one object."""
 
 _PICKLE_PROTOCOL: Final = 2
 """The one of torch.save."""
@@ -58,8 +58,8 @@ class _NotComparableError(Exception):
 
 
 def digest_value(value: Any) -> int:
-    """A digest that values of equal state have in common; NOT_COMPARABLE for a value that contains itself,
-    or has an object of a class that does not give its state."""
+    """Compute a digest that is equal for values of equal state; NOT_COMPARABLE for a value that contains
+    itself, or has an object of a class that does not give its state."""
     try:
         return digest_bytes(_Describer().described(by_value(value), 0))
     except Exception:  # noqa: BLE001 - the value's own code may raise anything; the save names the value
@@ -67,53 +67,47 @@ def digest_value(value: Any) -> int:
 
 
 class _Describer:
-    """Describes one value as bytes, which values of equal state have in common."""
+    """Describes one value as bytes, which are equal for values of equal state."""
 
     def __init__(self) -> None:
-        self._objects: dict[int, tuple[Any, bytes]] = {}
-        self._containers: dict[int, tuple[Any, bytes]] = {}
+        self._seen: dict[int, tuple[Any, bytes]] = {}
         self._open = 0
+        """Objects, but for containers, that are being described."""
 
     def described(self, value: Any, depth: int) -> bytes:
+        """Describe a value; a container or an object once, because many may hold it."""
         kind = type(value)
         if depth > _MAX_DEPTH:
             raise _NotComparableError
         if kind in (list, tuple) and _QUICK.issuperset(map(type, value)):
-            parts = [marshal.dumps(value, _NO_REFERENCES)]  # for long histories
-        elif kind in _CONTAINERS or _is_equal_by_fields(value, kind):
-            return self._container(value, kind, depth)
-        elif isinstance(value, np.ma.MaskedArray):
+            return _named(kind, [marshal.dumps(value, _NO_REFERENCES)])  # for long histories
+        if isinstance(value, np.ma.MaskedArray):
             whole = (value.filled(), np.ma.getmaskarray(value), value.fill_value)
-            parts = [self.described(part, depth + 1) for part in whole]
-        else:
-            leaf = _leaf(value, kind)
-            parts = [self._object(value, kind, depth) if leaf is None else leaf]
-        return _named(kind, parts)
-
-    def _container(self, value: Any, kind: type, depth: int) -> bytes:
-        """What it holds, which is looked at once: many containers may hold one another."""
-        if id(value) in self._containers:
-            known = self._containers[id(value)][1]
+            return _named(kind, [self.described(part, depth + 1) for part in whole])
+        has_items = kind in _CONTAINERS or _is_equal_by_fields(value, kind)
+        if not has_items and (leaf := _leaf(value, kind)) is not None:
+            return _named(kind, [leaf])
+        if id(value) in self._seen:
+            known = self._seen[id(value)][1]
             if known.startswith(_OPEN) and not self._open:  # it contains itself, with no object between
                 raise _NotComparableError
             return known
-        if kind not in _CONTAINERS:
-            self._open += 1
-        # for references to it from what it holds
-        self._containers[id(value)] = (value, b"%s%d" % (_OPEN, depth))
-        parts = [self.described(item, depth + 1) for item in _held(value, kind)]
+        # for references to it from its own items or state
+        self._seen[id(value)] = (value, b"%s%d" % (_OPEN, depth) if has_items else b"%d" % self._open)
+        self._open += kind not in _CONTAINERS
+        parts = [self.described(part, depth + 1) for part in _held(value, kind, has_items)]
         if kind in _SETS:
             parts.sort()
         elif kind in _DICTS:
             parts += self._items(value, kind, depth)
-        if kind not in _CONTAINERS:
-            self._open -= 1
+        self._open -= kind not in _CONTAINERS
         found = _named(kind, parts)
-        self._containers[id(value)] = (value, found)
+        self._seen[id(value)] = (value, found)
         return found
 
     def _items(self, value: Any, kind: type, depth: int) -> list[bytes]:
-        """The items of a dict, whose order counts for an OrderedDict only: others are made of sets, too."""
+        """Describe the items of a dict, whose order counts for an OrderedDict only: others are made of sets,
+        too."""
         if set(map(type, value)) == {str} and _QUICK.issuperset(map(type, value.values())):
             items = value.items() if kind is OrderedDict else sorted(value.items())
             return [marshal.dumps(list(chain.from_iterable(items)), _NO_REFERENCES)]
@@ -122,46 +116,33 @@ class _Describer:
         ]
         return list(chain.from_iterable(pairs if kind is OrderedDict else sorted(pairs)))
 
-    def _object(self, value: Any, kind: type, depth: int) -> bytes:
-        """What pickle is given of an object: a function, its arguments, the state, items."""
-        if id(value) in self._objects:
-            return self._objects[id(value)][1]
-        self._objects[id(value)] = (value, b"%d" % self._open)  # for references to it from its own state
-        self._open += 1
-        reduce = copyreg.dispatch_table.get(kind)
-        reduced = value.__reduce_ex__(_PICKLE_PROTOCOL) if reduce is None else reduce(value)
-        if not isinstance(reduced, str):
-            function, args, state, items, entries = (*reduced, None, None, None)[:5]
-            reduced = [
-                function,
-                args,
-                state,
-                list(items or ()),
-                [part for pair in entries or () for part in pair],
-            ]
-        found = self.described(reduced, depth + 1)
-        self._open -= 1
-        self._objects[id(value)] = (value, found)
-        return found
-
 
 def _named(kind: type, parts: Sequence[bytes]) -> bytes:
-    """Of a length that does not grow with what is described."""
+    """Join the parts of a description, or their hash where they are long."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     whole = b"%s %d:" % (name.encode(), len(parts)) + b"".join(b"%d " % len(part) + part for part in parts)
     return whole if len(whole) <= _MAX_BYTES else hashlib.blake2b(whole, digest_size=32).digest()
 
 
-def _held(value: Any, kind: type) -> Iterator[Any]:
-    """What a container holds besides the items of a dict."""
+def _held(value: Any, kind: type, has_items: bool) -> Iterator[Any]:
+    """Give the items of a container, without those of a dict; of an object what it gives pickle: a function,
+    its arguments, the state, items."""
     if kind is deque:
         yield value.maxlen
     elif kind is defaultdict:
         yield value.default_factory
     if kind in (*_SEQUENCES, *_SETS):
         yield from value
-    elif kind not in _DICTS:
+    elif has_items and kind not in _DICTS:
         yield from _compared(value, kind)
+    elif not has_items:
+        reduce = copyreg.dispatch_table.get(kind)
+        reduced = value.__reduce_ex__(_PICKLE_PROTOCOL) if reduce is None else reduce(value)
+        if isinstance(reduced, str):
+            yield reduced
+            return
+        function, args, state, items, entries = (*reduced, None, None, None)[:5]
+        yield [function, args, state, list(items or ()), [part for pair in entries or () for part in pair]]
 
 
 def _is_equal_by_fields(value: Any, kind: type) -> bool:
@@ -170,8 +151,7 @@ def _is_equal_by_fields(value: Any, kind: type) -> bool:
 
 
 def _compared(value: Any, kind: type) -> Iterator[Any]:
-    """The fields of a dataclass that it is compared by, and attributes that are none; but for those which
-    are made of others when they are asked for."""
+    """Give the fields of a dataclass that it is compared by, and other attributes but cached properties."""
     fields = dataclasses.fields(kind)
     yield from (getattr(value, field.name) for field in fields if field.compare)
     others = getattr(value, "__dict__", {}).keys() - {field.name for field in fields}
@@ -182,7 +162,7 @@ def _compared(value: Any, kind: type) -> Iterator[Any]:
 
 
 def _leaf(value: Any, kind: type) -> bytes | None:
-    """The value itself; None for an object that has to be asked for its state."""
+    """Describe a value by itself; None for an object that has to be asked for its state."""
     if kind in (bytes, bytearray):
         return b"%d %d" % (len(value), digest_bytes(value))
     if kind is io.BytesIO:

@@ -1,7 +1,7 @@
-"""Which of many names may have been meant. Names are parts between dots, as keys of state dicts are.
+"""Suggest the names that a wrong name may stand for. Names have parts between dots, as keys of state dicts.
 
-Of a hundred thousand names all are looked at in some tens of milliseconds: they are compared as wholes only
-where most of their parts are equal.
+A hundred thousand names take some tens of milliseconds: they are compared as wholes only where most of their
+parts are equal.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _COMPARED: Final = 2_000
 """Texts that are compared letter by letter, a few microseconds each."""
 
 _SHARED: Final = 2
-"""Of more texts, those are compared that have so many letters at the begin or the end in common with the one
-meant, and at most so many more or fewer in all."""
+"""Of more texts, those are compared that have so many letters at the beginning or the end in common with the
+given one, and at most so many more or fewer in all."""
 
 
 def near_names(name: str, names: Iterable[str], *, most: int = 3) -> list[str]:
-    """Up to ``most`` of ``names`` that are like ``name``, the most likely first.
+    """Find up to ``most`` of ``names`` that are like ``name``, the most likely first.
 
-    They differ in how one part is written, or in what is in front of the same last parts.
+    They differ in the letters of one part, or in the parts before the same last ones.
     """
     candidates = [other for other in names if other != name]
     found = [*_alike_but_for_a_part(name, candidates), *_alike_at_the_end(name, candidates)]
@@ -33,7 +33,7 @@ def near_names(name: str, names: Iterable[str], *, most: int = 3) -> list[str]:
 
 
 def close_to(text: str, texts: Iterable[str], *, most: int = 3) -> list[str]:
-    """Up to ``most`` of ``texts`` that are written almost as ``text`` is, case aside."""
+    """Find up to ``most`` of ``texts`` that are spelled almost as ``text``, case aside."""
     lowered = text.lower()
     originals: dict[str, str] = {}
     for other in texts:
@@ -50,13 +50,13 @@ def close_to(text: str, texts: Iterable[str], *, most: int = 3) -> list[str]:
 
 
 def listed(names: Sequence[str], *, most: int = 3, show: Callable[[str], str] = repr) -> str:
-    """The first ``most`` of ``names``, and how many more there are."""
-    told = ", ".join(map(show, names[:most]))
-    return told if len(names) <= most else f"{told} and {len(names) - most:,} more"
+    """List the first ``most`` of ``names``, and count the others."""
+    first = ", ".join(map(show, names[:most]))
+    return first if len(names) <= most else f"{first} and {len(names) - most:,} more"
 
 
 def _alike_but_for_a_part(name: str, names: Sequence[str]) -> list[str]:
-    """Names of which one part is written almost as in ``name``, and all others are equal."""
+    """Find names of which one part is spelled almost as in ``name``, and all others are equal."""
     parts = name.split(".")
     prefix, rest = "", list(names)
     for depth, part in enumerate(parts):
@@ -74,7 +74,7 @@ def _alike_but_for_a_part(name: str, names: Sequence[str]) -> list[str]:
 
 
 def _alike_at_the_end(name: str, names: Sequence[str]) -> list[str]:
-    """Names that end as ``name`` does, with as many parts as there are, and begin otherwise."""
+    """Find names that begin otherwise and share the longest end with ``name``, in whole parts."""
     parts = name.split(".")
     for first in range(len(parts) - 1 if len(parts) > 1 else 1):
         suffix = ".".join(parts[first:])

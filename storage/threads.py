@@ -1,7 +1,7 @@
-"""Threads that work for a caller who may leave: with Ctrl-C what they are waiting for is called off.
+"""Threads that work for a caller who may leave: Ctrl-C cancels the requests that they wait for.
 
 Python interrupts the main thread only. A thread that waits for a service in vain would keep it, and so the
-end of the process, for as long as the patience with that service lasts.
+end of the process, until the timeouts of that service are over.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -30,8 +30,8 @@ __all__ = [
 T = TypeVar("T")
 
 CALLER_LEFT: Final[ContextVar[threading.Event | None]] = ContextVar("CALLER_LEFT", default=None)
-"""Of threads that work for another one: set once nobody waits for what they do. To be handed on to further
-threads with the context."""
+"""Set once the results of the current thread, which works for another one, are not waited for any more.
+Passed on to further threads with the context."""
 
 _UNWANTED: Final[ContextVar[threading.Event | None]] = ContextVar("_UNWANTED", default=None)
 
@@ -47,11 +47,11 @@ class AnyEvent(threading.Event):
         self._events = events
 
     def is_set(self) -> bool:
-        """Whether one is."""
+        """Test whether one is."""
         return any(event.is_set() for event in self._events)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until one is."""
+        """Wait until one is."""
         end = None if timeout is None else time.monotonic() + timeout
         while not self.is_set():
             rest = _LOOK_SECONDS if end is None else min(_LOOK_SECONDS, end - time.monotonic())
@@ -63,8 +63,7 @@ class AnyEvent(threading.Event):
 
 @contextmanager
 def unwanted_once(called_off: threading.Event | None) -> Iterator[None]:
-    """Within it the result of requests is not wanted any more once ``called_off`` is set, and they end; those
-    of `clearing_up` do not."""
+    """End requests within this block once ``called_off`` is set, except those of `clearing_up`."""
     token = _UNWANTED.set(called_off)
     try:
         yield
@@ -73,15 +72,15 @@ def unwanted_once(called_off: threading.Event | None) -> Iterator[None]:
 
 
 def or_unwanted(called_off: threading.Event) -> threading.Event:
-    """An event that is set as soon as ``called_off`` is, or nobody waits for what this thread does."""
+    """Make an event that is set as soon as ``called_off`` is, or this thread's results are not waited for."""
     others = [event for event in (CALLER_LEFT.get(), _UNWANTED.get()) if event is not None]
     return AnyEvent(called_off, *others) if others else called_off
 
 
 @contextmanager
 def clearing_up() -> Iterator[None]:
-    """Around what only removes what is not needed any more. While Ctrl-C is handled it is called off after a
-    few seconds for all of it, because a caller waits; else it takes the time that it takes."""
+    """Let this block, which only removes what is not needed any more, take its time; while Ctrl-C is handled,
+    all such blocks together end after a few seconds, because a caller waits."""
     interrupt = sys.exception()
     if not isinstance(interrupt, KeyboardInterrupt):
         with unwanted_once(None):
@@ -95,18 +94,18 @@ def clearing_up() -> Iterator[None]:
 
 
 class _Deadline(threading.Event):
-    """Set by the time that passes."""
+    """Set once some seconds have passed."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self._end = time.monotonic() + seconds
 
     def is_set(self) -> bool:
-        """Whether it has passed."""
+        """Test whether they have."""
         return time.monotonic() >= self._end
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until then."""
+        """Wait until then."""
         rest = max(0.0, self._end - time.monotonic())
         time.sleep(rest if timeout is None else min(rest, timeout))
         return self.is_set()
@@ -123,8 +122,12 @@ class WorkerThreads(ThreadPoolExecutor):
         super().__init__(count, thread_name_prefix=name, initializer=CALLER_LEFT.set, initargs=(seen,))
 
     def call_off(self) -> None:
-        """Nobody waits for what the threads do, but for them to end."""
+        """Cancel the requests of the threads: their results are not wanted any more."""
         self._left.set()
+
+    def is_called_off(self) -> bool:
+        """Test whether `call_off` was called."""
+        return self._left.is_set()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -145,7 +148,7 @@ class WorkerThreads(ThreadPoolExecutor):
 
 
 def result_of(future: Future[T]) -> T:
-    """Its result, once it is done. Ctrl-C is noticed soon, however late that is.
+    """Wait for a result. Ctrl-C is noticed soon, however late that is.
 
     Python runs handlers of signals between two calls, and a signal wakes a thread that waits; one that comes
     when the thread is about to wait is noticed when the wait is over, so no wait is long.
@@ -162,60 +165,36 @@ def work_off(
 
     Raises the first failure after all have stopped, which they do with the unit that they are at.
     """
-    stop = threading.Event()
-    shared = _SharedIterator(iter(units), stop)
-
-    def one() -> None:
-        try:
-            work(shared)
-        except BaseException:
-            stop.set()
-            raise
-
     if threads <= 1:
-        one()
+        work(iter(units))
         return
-    futures: list[Future[None]] = []
     with WorkerThreads(threads - 1, name) as pool:
-        try:
-            futures += [pool.submit(one) for _ in range(threads - 1)]
-            one()
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                pool.call_off()
-            raise
-        finally:
-            _wait_to_the_end(futures, stop, pool)
+        shared = _SharedIterator(iter(units), pool)
+
+        def one() -> None:
+            try:
+                work(shared)
+            except BaseException:
+                shared.has_failed = True
+                raise
+
+        futures = [pool.submit(one) for _ in range(threads - 1)]
+        one()
         for future in futures:
-            future.result()
+            result_of(future)
 
 
 class _SharedIterator(Iterator[T], Generic[T]):
-    """An iterator for several threads; at its end once ``stop`` is set."""
+    """An iterator for several threads; at its end once one of them has failed, or they are called off."""
 
-    def __init__(self, units: Iterator[T], stop: threading.Event) -> None:
+    def __init__(self, units: Iterator[T], pool: WorkerThreads) -> None:
         self._units = units
-        self._stop = stop
+        self._pool = pool
         self._lock = threading.Lock()
+        self.has_failed = False
 
     def __next__(self) -> T:
         with self._lock:
-            if self._stop.is_set():
+            if self.has_failed or self._pool.is_called_off():
                 raise StopIteration
             return next(self._units)
-
-
-def _wait_to_the_end(futures: Sequence[Future[None]], stop: threading.Event, pool: WorkerThreads) -> None:
-    """Until no thread works any more, whatever interrupts that: they may write to the caller's memory."""
-    interrupt: BaseException | None = None
-    while True:
-        try:
-            while wait(futures, _LOOK_SECONDS).not_done:
-                pass
-            break
-        except BaseException as error:  # noqa: BLE001 - raised below
-            stop.set()
-            pool.call_off()
-            interrupt = interrupt or error
-    if interrupt is not None:
-        raise interrupt

@@ -1,8 +1,8 @@
-"""All that is used of torch beyond what it promises to keep: private names, and those that versions lack.
+"""Names of torch that it does not promise to keep: private names, and those that some versions lack.
 
-Nobody else imports or looks up such a name (tests/project/test_torch_names.py). Each has what serves where it
-is gone: a public way that is slower, or, for a kind of tensor, a class without instances. So a torch that is
-newer than those that were tested works as far as it can, and is warned of.
+No other module imports or looks up such a name (tests/project/test_torch_names.py). Each has a fallback: a
+public way that is slower, or, for a kind of tensor, a class without instances. So a torch that is newer than
+the tested versions works as far as it can, with a warning.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class UntestedTorchWarning(UserWarning):
 
 
 def _release(version: str) -> tuple[int, int]:
-    """Major and minor number; those of the release that a pre-release comes before."""
+    """Parse major and minor number; a pre-release has those of its release."""
     major, minor = version.split(".")[:2]
     return int(major), int("".join(digit for digit in minor if digit.isdigit()) or 0)
 
@@ -107,7 +107,7 @@ warn_if_untested(torch.__version__)  # once a process, as modules are imported o
 
 
 def _found(path: str, otherwise: Any) -> Any:
-    """What is called ``path`` in this torch, or ``otherwise``."""
+    """Find the object called ``path`` in this torch, or ``otherwise``."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(import_module(module), name)
@@ -116,7 +116,7 @@ def _found(path: str, otherwise: Any) -> Any:
 
 
 def _class(path: str) -> Any:
-    """A class of torch's, or one that has no instances."""
+    """Find a class of torch's, or make one that has no instances."""
     return _found(path, None) or type(path.rpartition(".")[2].lstrip("_"), (), {})
 
 
@@ -149,7 +149,7 @@ preserved_versions: Callable[[tuple[torch.Tensor, ...]], AbstractContextManager[
 
 
 use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", None) or (lambda tensor: 1)
-"""How many references to a tensor there are, Python's being one together; without it, as if no other."""
+"""Counts references to a tensor, all of Python's as one; without it, 1."""
 
 
 def _copy_each(
@@ -169,7 +169,7 @@ _HAS_STRIDES = "strides" in {field.name for field in dataclasses.fields(TensorPr
 def tensor_properties(
     dtype: torch.dtype, requires_grad: bool, strides: Sequence[int] | None
 ) -> TensorProperties:
-    """What torch's planner notes of a tensor whose local part has these strides."""
+    """Make the properties that torch's planner notes of a tensor whose local part has these strides."""
     properties = TensorProperties(dtype=dtype, requires_grad=requires_grad)
     if _HAS_STRIDES:
         properties.strides = None if strides is None else tuple(strides)  # type: ignore[attr-defined]
@@ -177,7 +177,7 @@ def tensor_properties(
 
 
 def strides_of(properties: TensorProperties) -> Sequence[int] | None:
-    """The strides that `tensor_properties` was given, if this torch keeps them."""
+    """Give the strides that `tensor_properties` was given, if this torch keeps them."""
     return getattr(properties, "strides", None)
 
 
@@ -186,19 +186,19 @@ def strides_of(properties: TensorProperties) -> Sequence[int] | None:
 local_part: Callable[[DTensor], torch.Tensor] = (
     attrgetter("_local_tensor") if hasattr(DTensor, "_local_tensor") else DTensor.to_local
 )
-"""What `DTensor.to_local` gives, without autograd and without its making of a new Parameter a call."""
+"""Gives the tensor of `DTensor.to_local`, without autograd and without a new Parameter at each call."""
 
 
 def copies_in_state(state: Mapping[str, Any]) -> list[str]:
-    """Names in what a module's ``state_dict()`` returned of tensors that share no memory with the module, as
-    hooks make them; none where no entry shares any: the module is gone, or this torch does not tell.
+    """Find names in a module's ``state_dict()`` of tensors that share no memory with the module, as hooks
+    make them; none where no entry shares any: the module is gone, or this torch does not count references.
 
     The memory of any other entry is that of a parameter or buffer as well.
     """
     count_holders = getattr(torch._C, "_storage_Use_Count", None)
     if not hasattr(state, "_metadata") or count_holders is None:
         return []
-    own: dict[int, set[int]] = {}  # by storage, the tensors in the state dict, and what they are views of
+    own: dict[int, set[int]] = {}  # by storage, the tensors in the state dict, and their bases
     names: dict[int, list[str]] = {}
     kept: list[Any] = []  # so that no two have one id
     for name, value in state.items():
@@ -219,7 +219,7 @@ def copies_in_state(state: Mapping[str, Any]) -> list[str]:
 
 
 _PYTHONS_OWN: Final = 1
-"""Of the references to a storage, that of its object in Python."""
+"""The reference of a storage's object in Python."""
 
 
 def _public_spec(tensor: DTensor) -> Any:
@@ -229,11 +229,11 @@ def _public_spec(tensor: DTensor) -> Any:
 
 
 spec_of: Callable[[DTensor], Any] = attrgetter("_spec") if hasattr(DTensor, "_spec") else _public_spec
-"""Mesh, placements, shape and stride of a DTensor, without its memory."""
+"""Gives mesh, placements, shape and stride of a DTensor, without its memory."""
 
 
 def shard_order(spec: Any) -> Sequence[Any]:
-    """By tensor dimension the order in which mesh dimensions shard it; empty for left to right.
+    """Give by tensor dimension the order in which mesh dimensions shard it; empty for left to right.
 
     Where `StridedShard` says the order, 2.11 and newer say so (``use_strided_shard_as_shard_order``).
     """
@@ -244,7 +244,7 @@ def shard_order(spec: Any) -> Sequence[Any]:
 
 
 def dtensor_with(spec: Any, local: torch.Tensor) -> DTensor:
-    """A DTensor without gradients of that `spec_of` and local part."""
+    """Make a DTensor without gradients of a `spec_of` and a local part."""
     if isinstance(spec, SimpleNamespace):
         return _from_local(local, spec.mesh, spec.placements, spec.shape, spec.stride)
     build: Callable[..., DTensor] = DTensor
@@ -252,7 +252,7 @@ def dtensor_with(spec: Any, local: torch.Tensor) -> DTensor:
 
 
 def dtensor_parts(tensor: DTensor) -> tuple[Any, ...]:
-    """What `dtensor_of_parts` makes the tensor of in another process."""
+    """Give the parts of which `dtensor_of_parts` makes the tensor in another process."""
     return (
         local_part(tensor),
         tensor.device_mesh,
@@ -271,7 +271,7 @@ def dtensor_of_parts(
     stride: tuple[int, ...],
     order: tuple[Any, ...],
 ) -> DTensor:
-    """A DTensor over a mesh that nothing can be sent over."""
+    """Make a DTensor over a mesh without process groups."""
     try:
         from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     except ImportError:
@@ -297,7 +297,7 @@ def _from_local(
 
 
 def mesh_parts(mesh: DeviceMesh) -> tuple[Any, ...]:
-    """What `mesh_of_parts` makes the mesh of in another process."""
+    """Give the parts of which `mesh_of_parts` makes the mesh in another process."""
     return mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names, _rank_in(mesh)
 
 
@@ -309,7 +309,7 @@ def _rank_in(mesh: DeviceMesh) -> int:
 
 
 def mesh_of_parts(device_type: str, mesh: Any, names: tuple[str, ...] | None, rank: int) -> DeviceMesh:
-    """A mesh that says where this rank is, and over which nothing can be sent."""
+    """Make a mesh without process groups, which knows the place of this rank."""
     return DeviceMesh(device_type, mesh, mesh_dim_names=names, _init_backend=False, _rank=rank)
 
 
@@ -317,29 +317,30 @@ def mesh_of_parts(device_type: str, mesh: Any, names: tuple[str, ...] | None, ra
 
 
 def group_of_sharded(tensor: ShardedTensor) -> Any:
-    """The process group whose ranks hold its shards."""
+    """Give the process group whose ranks hold its shards."""
     return tensor._process_group
 
 
 def sharded_with(group: Any, local: list[Shard], metadata: Any) -> ShardedTensor:
-    """A ShardedTensor of ``local`` shards over the process group ``group``."""
+    """Make a ShardedTensor of ``local`` shards over the process group ``group``."""
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         local, sharded_tensor_metadata=metadata, process_group=group, init_rrefs=False
     )
 
 
 def on_cpu(placement: Any) -> Any:
-    """Where the shard of a rank is, with its CPU in place of its accelerator."""
+    """Give the placement of a rank's shard on its CPU, in place of its accelerator."""
     return type(placement)(f"rank:{placement.rank()}/cpu")
 
 
 def sharded_parts(tensor: ShardedTensor) -> tuple[Any, ...]:
-    """What `sharded_of_parts` makes the tensor of in another process."""
+    """Give the parts of which `sharded_of_parts` makes the tensor in another process."""
     return tensor.local_shards(), tensor.metadata(), tensor.sharding_spec()
 
 
 def sharded_of_parts(shards: list[Shard], metadata: Any, spec: Any) -> ShardedTensor:
-    """A sharded tensor without a process group: torch's own way back wants the group it was saved with."""
+    """Make a sharded tensor without a process group: torch's own way back wants the group it was saved
+    with."""
     properties = metadata.tensor_properties
     base = import_module("torch.distributed._shard.sharded_tensor.api").ShardedTensorBase
     made: ShardedTensor = base.__new__(
@@ -360,7 +361,7 @@ def sharded_of_parts(shards: list[Shard], metadata: Any, spec: Any) -> ShardedTe
 
 
 class FlatSlice(NamedTuple):
-    """What one parameter of ``module`` has in the flat parameter ``flat`` on this rank: its elements from
+    """The part of a parameter of ``module`` in the flat parameter ``flat`` on this rank: its elements from
     ``begin`` on, as they lie in memory with ``shape`` and ``strides``, are the ``length`` from ``offset`` on.
 
     ``parameter`` is itself a view of that; None where the module has the flat one in its place.
@@ -376,11 +377,12 @@ class FlatSlice(NamedTuple):
     offset: int
     length: int
     is_whole: bool
-    """Whether that shape is the whole tensor's, and not what tensor parallelism left of it."""
+    """True if that shape is the whole tensor's, and not the part of tensor parallelism."""
 
 
 def flat_slices(model: nn.Module) -> list[FlatSlice] | None:
-    """Of all parameters that FullyShardedDataParallel has made flat; None where this torch does not say."""
+    """List the parts of all parameters that FullyShardedDataParallel has made flat; None if this torch does
+    not say."""
     handles_of = _found("torch.distributed.fsdp._traversal_utils._get_fsdp_handles", None)
     try:
         return [one for handle in handles_of(model) for one in _slices_of(handle.flat_param)]
@@ -411,7 +413,7 @@ def _slices_of(flat: Any) -> Iterable[FlatSlice]:
 
 
 def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
-    """Devices that a process group has a backend for."""
+    """List the devices that a process group has a backend for."""
     try:
         return [torch.device(device) for device in group._device_types]
     except AttributeError:
@@ -420,17 +422,17 @@ def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
 
 
 def backend_of(group: Any, device: torch.device) -> Any:
-    """What carries out a group's collectives on a device: the group itself where it is a single backend."""
+    """Give the backend of a group for a device: the group itself where it is a single backend."""
     return getattr(group, "_get_backend", lambda device: group)(device)
 
 
 def set_default_timeout(group: Any, timeout: Any) -> None:
-    """Let collectives of a group wait so long; else it stays what the group was made with."""
+    """Set the timeout of a group's collectives, if this torch can."""
     getattr(group, "_set_default_timeout", lambda timeout: None)(timeout)
 
 
 def all_process_groups() -> list[Any]:
-    """The groups of this process that `torch.distributed` knows."""
+    """List the groups of this process that `torch.distributed` knows."""
     return [*getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", ())]
 
 
@@ -438,12 +440,12 @@ def all_process_groups() -> list[Any]:
 
 
 def weight_scales(reader: Any) -> set[str]:
-    """Names of the scales that torch's reader of quantized folders makes other tensors of."""
+    """Name the scales by which torch's reader of quantized folders computes other tensors."""
     return set(getattr(reader, "_weight_scale_mapping", {}).values())
 
 
 def stock_fsspec_storages() -> tuple[Any, Any]:
-    """torch's own FsspecReader and FsspecWriter: in a public module from 2.15 on."""
+    """Find torch's own FsspecReader and FsspecWriter: in a public module from 2.15 on."""
     package = "torch.distributed.checkpoint"
     name = "fsspec_filesystem" if VERSION >= (2, 15) else "_fsspec_filesystem"
     module = import_module(f"{package}.{name}")

@@ -30,9 +30,8 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from dcp.background.future import SaveFuture
 from dcp.background.process.rendezvous import own_client
 from dcp.background.writers import BackgroundWriter, Payload, RefusedWriter, Staged, ThreadWriter
+from dcp.calls.arguments import stateful_to_plain, with_own_id
 from dcp.calls.plain_errors import shorten
-from dcp.calls.stateful_values import stateful_to_plain
-from dcp.calls.storage_selection import with_own_id
 from dcp.engines import save_engine, save_engine_again
 from dcp.planners.rank_state import RankState
 from dcp.progress import harmless

@@ -1,4 +1,5 @@
-"""What the doors share: arguments, the choice of a storage, errors as callers see them, torch's other names.
+"""Parts that public functions share: arguments, the choice of a storage, short tracebacks, torch's other
+names.
 
 Nothing here plans, reads or writes.
 """

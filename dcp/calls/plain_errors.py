@@ -1,4 +1,4 @@
-"""What the caller of a public function sees of an error: the call and the message, not what lies in between.
+"""Short tracebacks of public functions: the call and the message, without the frames in between.
 
 The error is the one that was raised, with its class and its facts. What caused it is still there as its
 ``__context__``, and by rank in the ``failures`` of a `dcp.ranks.failures.RankFailedError`. Where the
@@ -37,7 +37,7 @@ R = TypeVar("R")
 
 
 def plain_errors(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, whose errors of this package show their message and the line that called it."""
+    """Decorate ``function`` so that errors of this package show their message and the line that called it."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -53,9 +53,9 @@ def plain_errors(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def shorten(error: BaseException) -> None:
-    """Take away the frames that ``error`` came through, and make of its cause its context, if it is of ours.
+    """Remove the frames that an ``error`` of this package came through, and make its cause its context.
 
-    What the user's own code raised, such as a ``state_dict()``, stays the cause, from that frame on: the
+    An error of the user's own code, such as a ``state_dict()``, stays the cause, from that frame on: the
     message alone does not say where that is.
     """
     if not isinstance(error, CheckpointError) or _debugging():
@@ -73,7 +73,8 @@ def shorten(error: BaseException) -> None:
 
 
 def _foreign_cause(cause: BaseException) -> BaseException | None:
-    """What a rank failed of in the end, if that is neither an error of ours nor explained by one."""
+    """Find the first cause of a rank's failure, if neither it nor an error that explains it is of this
+    package."""
     if isinstance(cause, RemoteError) or not isinstance(cause, CheckpointError):
         return cause
     last: BaseException = cause
@@ -87,7 +88,7 @@ def _foreign_cause(cause: BaseException) -> BaseException | None:
 
 
 def without_our_frames(trace: TracebackType | None) -> TracebackType | None:
-    """``trace`` from the first frame on that is not of this package; whole, if all are."""
+    """Cut ``trace`` to begin with the first frame that is not of this package; whole, if all are."""
     return next((frame for frame in _frames(trace) if _package(frame) != "dcp"), trace)
 
 
@@ -106,7 +107,7 @@ def _package_of(frame: FrameType) -> str:
 
 
 def warn_caller(text: str) -> None:
-    """A UserWarning at the line that called this package."""
+    """Give a UserWarning at the line that called this package."""
     level = 1
     frame: FrameType | None = sys._getframe()
     while frame is not None and _package_of(frame) == "dcp":

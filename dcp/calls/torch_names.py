@@ -1,7 +1,7 @@
 """Names that ``torch.distributed.checkpoint`` has and does not document, and programs use all the same.
 
-They are torch's own, so that a program may replace the package's name everywhere. A module that we have
-too gets what it lacks by `names_of`; one that we do not have is torch's module itself.
+They are torch's own, so that a program may replace the package's name everywhere. A module of this package
+gets the names that it lacks by `names_of`; one that it does not have is torch's module itself.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ MODULES = frozenset(
         "utils",
     }
 )
-"""Those that are wholly torch's."""
+"""Modules that are wholly torch's."""
 
 
 def names_of(module: str) -> Callable[[str], object]:
-    """A module's ``__getattr__``: what torch's module of that name has besides."""
+    """Make a module's ``__getattr__``, which looks in torch's module of that name."""
 
     def get(name: str) -> object:
         if not name.startswith("__"):
@@ -58,7 +58,7 @@ def names_of(module: str) -> Callable[[str], object]:
 
 
 def find_modules() -> None:
-    """Have ``import dcp._nested_dict`` and its like give torch's module. Asked last of all finders."""
+    """Let ``import dcp._nested_dict`` and the like give torch's module. Asked last of all finders."""
     if not any(isinstance(finder, _TorchModules) for finder in sys.meta_path):
         sys.meta_path.append(_TorchModules())
 

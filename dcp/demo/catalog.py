@@ -9,10 +9,10 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Self
 
 import httpx
 
@@ -23,17 +23,15 @@ from dcp.server.client import Client, ClientError
 
 __all__ = ["JOBS", "ROOT_NAME", "CatalogAct", "CatalogService", "digests_of_safetensors"]
 
-T = TypeVar("T")
-
 JOBS: Final = ("uninterrupted", "run", "on-1-rank", "on-3-ranks", "damaged")
-"""What has saved or been copied by now."""
+"""Jobs that have saved, and a copy."""
 
 ROOT_NAME: Final = "checkpoints"
 _WAIT_SECONDS: Final = 240.0
 _READY_SECONDS: Final = 120.0
 _STOP_SECONDS: Final = 60.0
 _DTYPES: Final = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "I64": "int64", "U8": "uint8"}
-"""What the demo's checkpoints hold, by the names of safetensors."""
+"""Dtypes of the demo's checkpoints, by the names of safetensors."""
 _FACT: Final = re.compile(
     r"<(?:dt|h2)\b[^>]*>(.*?)</(?:dt|h2)>(.*?)(?=<(?:dt|h2)\b|</(?:dl|section|aside|main)>)", re.DOTALL
 )
@@ -166,11 +164,19 @@ class CatalogAct:
         client.request("POST", "/rules", body=rule)
         self._narrator.say(
             """A rule: what is committed to the run "released" becomes safetensors in "exports". A checkpoint
-            is copied there, and the catalog told of it, as dcp.CheckpointManager(catalog=...) does."""
+            is copied there and registered, as dcp.CheckpointManager(catalog=...) does."""
         )
         self._place.copy("run", self._work.steps, "released")
         source = client.register(f"released/{name}", root=ROOT_NAME).id
-        target = _wait_for(lambda: _first_below(client, "exports/"))
+        exports: list[Any] = []
+        give_up = time.monotonic() + _WAIT_SECONDS
+        while not exports:
+            if time.monotonic() > give_up:
+                raise DemoError(f"the rule has made nothing within {_WAIT_SECONDS:g} seconds")
+            time.sleep(0.1)
+            found = client.checkpoints(root=ROOT_NAME)
+            exports = [one for one in found if one.key.startswith("exports/")]
+        target = exports[0]
         self._narrator.check(
             "the rule has converted it", target.name == name and target.format == "safetensors"
         )
@@ -263,18 +269,3 @@ def _page(http: httpx.Client, path: str) -> tuple[dict[str, str], list[str]]:
 
 def _text(markup: str) -> str:
     return " ".join(html.unescape(re.sub("<[^>]*>", " ", markup)).split()).replace(" ,", ",")
-
-
-def _first_below(client: Client, prefix: str) -> Any:
-    """Found by its key: the run is not known to the catalog before it has a checkpoint."""
-    found = client.checkpoints(root=ROOT_NAME)
-    return next((one for one in found if one.key.startswith(prefix)), None)
-
-
-def _wait_for(look: Callable[[], T | None]) -> T:
-    give_up = time.monotonic() + _WAIT_SECONDS
-    while (found := look()) is None:
-        if time.monotonic() > give_up:
-            raise DemoError(f"the rule has made nothing within {_WAIT_SECONDS:g} seconds")
-        time.sleep(0.1)
-    return found

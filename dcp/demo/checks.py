@@ -105,11 +105,9 @@ def compare_digests(wanted: Mapping[str, str], got: Mapping[str, str], *, withou
     if not left:
         return "there are no digests to compare with"
     differing = [name for name in sorted(left.keys() | right.keys()) if left.get(name) != right.get(name)]
-    return (
-        ""
-        if not differing
-        else f"{len(differing)} of {len(left)} entries differ, such as {', '.join(differing[:3])}"
-    )
+    if not differing:
+        return ""
+    return f"{len(differing)} of {len(left)} entries differ, such as {', '.join(differing[:3])}"
 
 
 def largest_difference(reference: Mapping[int, Any], other: Mapping[int, Any], steps: Sequence[int]) -> float:

@@ -93,7 +93,7 @@ def _tell(root: Path, is_kept: bool, save_every: int, on_s3: bool, serve: bool, 
         return 1
     narrator.say(
         """A job killed in the middle of a save loses the steps since its last checkpoint, and nothing else:
-        the half-written save is not taken for one, and on the same number of ranks training goes on as if
+        the half-written save is not taken for one, and on the same number of ranks training continues as if
         nothing had happened, bit for bit. The same checkpoint loads on fewer and on more ranks, every bit of
         it. With a writer process even a job that is killed right after a step was copied gets that step
         committed. Stock torch reads what dcp wrote. A flipped bit is found, and the tensor named."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -20,9 +21,11 @@ from dcp.demo.places import FolderPlace, Place
 
 __all__ = ["DemoError", "JobOutcome", "Workplace", "environ_of"]
 
+_RANKS = "dcp.demo.ranks"
+"""Imported on use, because it imports torch, which takes seconds, and which other commands do without."""
 _CORPUS_CHARACTERS = 400_000
 _JOB_SECONDS = 300.0
-_COMMAND_SECONDS = 120.0
+_COMMAND_SECONDS = 300.0
 _POLL_SECONDS = 0.1
 _END_SECONDS = 20.0
 _SHOWN_LOG_LINES = 40
@@ -92,8 +95,7 @@ class Workplace:
 
         Raises DemoError, with the end of the job's log, if it fails or takes longer than five minutes.
         """
-        from dcp.demo import ranks as training  # here, because torch takes seconds
-
+        training = importlib.import_module(_RANKS)
         results = self.root / "results" / name
         results.mkdir(parents=True)
         log = self.root / "logs" / f"{name}.txt"
@@ -107,7 +109,7 @@ class Workplace:
         try:
             _await(process, results, ranks, on_step)
         finally:
-            _end(process, results, ranks)
+            _end(process, results)
         if process.exitcode != 0 and stop is None:
             raise DemoError(f"the job {name!r} failed with exit code {process.exitcode}:\n{_tail(log)}")
         lines = {int(line["step"]): line for line in _log_lines(results)}
@@ -117,7 +119,7 @@ class Workplace:
     def run(self, *arguments: str) -> tuple[int, str]:
         """Run ``python ARGUMENTS`` where relative checkpoints are; give its exit status and what it printed.
 
-        Raises DemoError after two minutes.
+        Raises DemoError after five minutes.
         """
         try:
             done = subprocess.run(
@@ -164,16 +166,15 @@ def _await(process: BaseProcess, results: Path, ranks: int, on_step: Callable[[i
             raise DemoError(f"a job did not end within {_JOB_SECONDS:g} seconds: {results.name}")
 
 
-def _end(process: BaseProcess, results: Path, ranks: int) -> None:
+def _end(process: BaseProcess, results: Path) -> None:
     """Kill the launcher, then the ranks: no process of the job outlives it, but for writer processes."""
-    from dcp.demo.ranks import rank_note, start_ticks
-
+    training = importlib.import_module(_RANKS)
     process.kill()
     process.join()
-    notes = [note.read_text() for rank in range(ranks) if (note := rank_note(results, rank)).exists()]
+    notes = [note.read_text() for note in results.glob("rank-*.pid")]
     started = {int(pid): int(ticks) for pid, ticks in map(str.split, notes)}
     give_up = time.monotonic() + _END_SECONDS
-    while alive := [pid for pid, ticks in started.items() if start_ticks(pid) == ticks]:
+    while alive := [pid for pid, ticks in started.items() if training.start_ticks(pid) == ticks]:
         if time.monotonic() > give_up:
             raise DemoError(
                 f"processes {alive} of a killed job are still there after {_END_SECONDS:g} seconds"

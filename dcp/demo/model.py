@@ -17,7 +17,7 @@ VOCABULARY = 128
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What the demo trains: 2.8 million parameters, 34 MB with AdamW's two moments.
+    """The size of the demo's model: 2.8 million parameters, 34 MB with AdamW's two moments.
 
     Most of them are the table of character pairs. It costs little time, and lets a rank's file outgrow the
     8 MiB that are written at once: a save can then be killed between two writes of one file.

@@ -154,7 +154,7 @@ class BucketPlace(Place):
     """Prefixes in the bucket of an S3 server."""
 
     leftover = "uploads are half done"
-    about_leftovers = "no object, but uploads that nobody will complete"
+    about_leftovers = "no object, but uploads that will never be completed"
     about_clearing = "under the prefix where the killed one left its uploads"
     state_of_killed = None
 

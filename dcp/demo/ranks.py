@@ -15,18 +15,13 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from dcp.demo.train import TIMEOUT_SECONDS, TrainingJob, train
 
-__all__ = ["TrainingJob", "launch", "rank_note", "start_ticks"]
+__all__ = ["TrainingJob", "launch", "start_ticks"]
 
 torch.compiler.reset()
 """So that the compiler is imported here, once: FSDP2 does it in each rank, for seconds."""
 
 _STATE, _START_TICKS = 0, 19
 """Fields of ``/proc/PID/stat`` behind the command's name."""
-
-
-def rank_note(results: Path, rank: int) -> Path:
-    """Name the file in which a rank notes its process number and `start_ticks`."""
-    return results / f"rank-{rank}.pid"
 
 
 def start_ticks(pid: int) -> int | None:
@@ -64,7 +59,7 @@ def launch(job: TrainingJob, ranks: int, environment: Mapping[str, str], log: Pa
 
 def _rank(rank: int, job: TrainingJob) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-    note = rank_note(job.results, rank)
+    note = job.results / f"rank-{rank}.pid"
     note.with_suffix(".part").write_text(f"{os.getpid()} {start_ticks(os.getpid())}")
     note.with_suffix(".part").rename(note)  # whoever reads it must not find half of a number
     # torch's advice on views between FSDP modules; nothing here writes into one

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
@@ -73,9 +74,10 @@ class S3Server:
     folder: Path
     bucket: str = "dcp-test"
     volume_limit_bytes: int = 128 << 20
-    """Files that the server keeps its data in are as large; the bucket alone takes seven, not reserved."""
+    """The size of the files in which the server keeps its data; the bucket alone takes seven, not
+    reserved."""
     public_bucket: str = ""
-    """The name of a second bucket, which anybody may read and list without credentials."""
+    """The name of a second bucket, which can be read and listed without credentials."""
     access_key: str = field(default_factory=lambda: f"dcp{secrets.token_hex(8)}")
     secret_key: str = field(default_factory=lambda: secrets.token_hex(20), repr=False)
     endpoint_url: str = ""
@@ -89,7 +91,7 @@ class S3Server:
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """What s3fs, and so every function of ours with ``storage_options``, wants to know."""
+        """The ``storage_options`` that reach the server, as s3fs takes them."""
         return {
             "endpoint_url": self.endpoint_url,
             "key": self.access_key,
@@ -99,7 +101,7 @@ class S3Server:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The same as variables, for processes that are given no options."""
+        """The same as environment variables."""
         return {
             "AWS_ACCESS_KEY_ID": self.access_key,
             "AWS_SECRET_ACCESS_KEY": self.secret_key,
@@ -149,7 +151,7 @@ class S3Server:
             process.wait()
         self._process = None
         for name, port in self._ports.items():
-            # where they are cannot be told to the program, and it was given no time to remove them
+            # their place is fixed in the program, which was given no time to remove them
             Path(f"/tmp/seaweedfs-{name.replace('.', '-')}-{port}.sock").unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -173,34 +175,33 @@ class S3Server:
         config.touch(0o600)
         config.write_text(json.dumps({"identities": identities}))
         command = [str(weed), *self._arguments(data, config)]
-        started = threading.Event()
-        failed: list[OSError] = []
+        launched: Future[subprocess.Popen[bytes]] = Future()
 
         def run() -> None:
             try:
                 with (self.folder / "log.txt").open("ab") as log:
-                    self._process = subprocess.Popen(
+                    process = subprocess.Popen(
                         [sys.executable, "-S", "-E", "-c", _TIED_TO_PARENT, str(os.getpid()), *command],
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=subprocess.STDOUT,
-                        # Ctrl-C in a terminal is for us: the server is needed until everything is cleaned up
+                        # not for Ctrl-C in a terminal: the server is needed until everything is cleaned up
                         start_new_session=True,
                     )
             except OSError as error:
-                failed.append(error)
-            finally:
-                started.set()
-            if self._process is not None:
-                # The kernel means this thread when it says parent, so it must live as long as the server.
-                # It does not wait for the process, which is for `stop` to do.
-                with contextlib.suppress(ChildProcessError):
-                    os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+                launched.set_exception(error)
+                return
+            launched.set_result(process)
+            # The kernel means this thread when it says parent, so it must live as long as the server.
+            # It does not wait for the process, which is for `stop` to do.
+            with contextlib.suppress(ChildProcessError):
+                os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
         threading.Thread(target=run, name="s3-server", daemon=True).start()
-        started.wait()
-        if failed:
-            raise S3ServerError(f"the S3 server {weed} cannot be started: {failed[0]}") from failed[0]
+        try:
+            self._process = launched.result()
+        except OSError as error:
+            raise S3ServerError(f"the S3 server {weed} cannot be started: {error}") from error
 
     def _arguments(self, data: Path, config: Path) -> list[str]:
         # Kinds of ports that are not named are taken beside the others (plus 10000), free or not.
@@ -228,7 +229,7 @@ class S3Server:
         ]
 
     def _await_bucket(self) -> None:
-        """Until a signed write is carried out: volumes are not there yet when the port opens."""
+        """Wait until a signed write succeeds: volumes are not there yet when the port opens."""
         from botocore.exceptions import BotoCoreError, ClientError
 
         give_up = time.monotonic() + _READY_SECONDS
@@ -236,7 +237,7 @@ class S3Server:
         try:
             while True:
                 try:
-                    # one that is there is ours, from an attempt whose answer did not come in time
+                    # one that exists is from an attempt whose answer did not come in time
                     known = client.exceptions
                     for bucket in filter(None, (self.public_bucket, self.bucket)):
                         with contextlib.suppress(known.BucketAlreadyOwnedByYou, known.BucketAlreadyExists):
@@ -288,9 +289,8 @@ class _EndedEarly(Exception):
 
 
 def _free_ports(count: int) -> list[int]:
-    """Different ports that nobody listens on now, and that the kernel gives to no outgoing connection.
-
-    Seconds pass before the server has them all.
+    """Find different ports that are free now, and that the kernel gives to no outgoing connection: seconds
+    pass before the server has them all.
     """
     found: list[int] = []
     for port in random.SystemRandom().sample(_PORT_RANGE, len(_PORT_RANGE)):

@@ -100,11 +100,9 @@ class Story:
         halves = sum(0 < size < full for size, full in sizes.values())
         self.narrator.check(f"both ranks' {place.leftover}", halves == 2, f"{halves} are")
         self.narrator.check("what is there is no checkpoint", not place.is_committed("run", step))
-        same = largest_difference(reference.losses, killed.losses, range(1, last + 1)) == 0
-        self.narrator.check(
+        self._check_equal(
             f"until then it was the same run: losses of steps 1 to {last} equal bit for bit",
-            same,
-            "losses differ",
+            largest_difference(reference.losses, killed.losses, range(1, last + 1)),
         )
         return killed
 
@@ -277,6 +275,9 @@ class Story:
 
     # -- shared by chapters ---------------------------------------------------------------------------------
 
+    def _check_equal(self, claim: str, difference: float) -> None:
+        self.narrator.check(claim, difference == 0, f"they differ by {difference:g}")
+
     def _check_loaded(self, ranks: int, killed: JobOutcome, job: JobOutcome) -> None:
         """Compare the ranks' state after the load with that of the killed job's ranks when they saved."""
         step = self.last_step
@@ -291,10 +292,10 @@ class Story:
     def _check_same_number(self, reference: JobOutcome, job: JobOutcome) -> None:
         """Compare with the run that never died: on as many ranks all is equal bit for bit."""
         steps = range(self.last_step + 1, self.work.steps + 1)
-        same = largest_difference(reference.losses, job.losses, steps) == 0
-        self.narrator.check("on 2: losses bit for bit as without interruption", same, "they differ")
-        same = largest_difference(reference.looks, job.looks, steps) == 0
-        self.narrator.check("on 2: the random generators go on as without interruption", same, "they differ")
+        apart = largest_difference(reference.losses, job.losses, steps)
+        self._check_equal("on 2: losses bit for bit as without interruption", apart)
+        apart = largest_difference(reference.looks, job.looks, steps)
+        self._check_equal("on 2: the random generators continue as without interruption", apart)
         name = f"saved-{self.work.steps}"
         difference = compare_digests(reference.digests(name), job.digests(name))
         claim = f"on 2: the state after step {self.work.steps} is bit for bit that of the uninterrupted run"

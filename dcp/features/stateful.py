@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from dcp.calls.arguments import check_top_level, stateful_keys
 from dcp.calls.plain_errors import warn_caller
-from dcp.calls.stateful_values import check_top_level, stateful_keys
 from dcp.features.fitted_state import StoredForms
 from dcp.features.optimizer_state import optimizers_without_state, parameter_groups, state_dict_with_state
 from dcp.planners.flatten import flatten_state_dict

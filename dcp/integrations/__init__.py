@@ -1,1 +1,1 @@
-"""Plug-ins of trainers: each module is one framework's, imports it, and is imported by its user alone."""
+"""Plug-ins of trainers: each module is for one framework, imports it, and is imported by its user alone."""

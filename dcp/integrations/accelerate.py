@@ -1,4 +1,4 @@
-"""Accelerate: `use` lets its `save_state` and `load_state` go through dcp, as docs/trainers.md says."""
+"""Accelerate: `use` makes its `save_state` and `load_state` go through dcp, as docs/trainers.md says."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PRIVATE_ATTRIBUTES: Final = (
     "_save_model_state_pre_hook",
     "_load_model_state_pre_hook",
 )
-"""Of an `Accelerator`: what it prepares and saves. It has no public names for that."""
+"""Attributes of an `Accelerator` for what it prepares and saves, which have no public names."""
 
 _ENDED: Final = "ended_epoch"
 _OF_ACCELERATE: Final = "random_states_*.pkl"  # in each checkpoint that it has written itself
@@ -44,18 +44,19 @@ _OF_ACCELERATE: Final = "random_states_*.pkl"  # in each checkpoint that it has 
 def use(
     accelerator: Accelerator, *, weights_only: bool | None = None, **options: Any
 ) -> AcceleratorCheckpoints:
-    """Let ``save_state`` and ``load_state`` of ``accelerator`` go through dcp. To be called before either,
-    prepared or not. It works alone, with DDP, and with FSDP2, whose checkpoints load on any number of ranks.
+    """Make ``save_state`` and ``load_state`` of ``accelerator`` go through dcp. To be called before either,
+    prepared or not. It works in one process, with DDP, and with FSDP2, whose checkpoints load on any number
+    of ranks.
 
     ``weights_only=False`` also loads registered objects whose values are of any class, by running pickles.
     ``options``: ``mode``; with ``automatic_checkpoint_naming`` all those of `CheckpointManager`.
 
-    Returns what waits for saves under way, as ``end_training`` and the end of the process do. Raises
-    ValueError for DeepSpeed, Megatron-LM, XLA and FSDP1, OptionError for wrong options, and RuntimeError
-    where Accelerate lacks one of `PRIVATE_ATTRIBUTES`.
+    Returns an object that waits for saves under way, as ``end_training`` and the end of the process do.
+    Raises ValueError for DeepSpeed, Megatron-LM, XLA and FSDP1, OptionError for wrong options, and
+    RuntimeError where Accelerate lacks one of `PRIVATE_ATTRIBUTES`.
     """
     shared.check_private("accelerate", accelerator, PRIVATE_ATTRIBUTES)
-    _refuse_what_cannot_be(accelerator, options)
+    _refuse_unsupported(accelerator, options)
     checkpoints = AcceleratorCheckpoints(accelerator, weights_only, options)
     accelerator.save_state = checkpoints.save_state
     accelerator.load_state = checkpoints.load_state
@@ -64,47 +65,55 @@ def use(
 
 
 class AcceleratorCheckpoints:
-    """What `use` puts in place of an accelerator's methods."""
+    """The methods that `use` puts in place of an accelerator's."""
 
     def __init__(self, accelerator: Accelerator, weights_only: bool | None, options: dict[str, Any]) -> None:
         self._accelerator = accelerator
         self._load_options: dict[str, Any] = {"per_rank": "keep", "weights_only": weights_only}
         self._options = options
-        self._load_their_own, self._end_training = accelerator.load_state, accelerator.end_training
+        self._load_accelerates, self._end_training = accelerator.load_state, accelerator.end_training
         self._manager: dcp.CheckpointManager | None = None
         self._replaceable: set[int] = set()
         self._paths = PathSaves(options.get("mode", "thread"), no_dist=accelerator.num_processes == 1)
         if accelerator.project_configuration.automatic_checkpoint_naming:
-            self._automatic()  # so that wrong options are told now
+            self._automatic()  # so that wrong options are raised now
 
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, *ignored: Any, **more: Any) -> str:
-        """As `Accelerator.save_state`, to a folder or URL; returns the place once the state is copied. All
-        ranks call it.
+        """Save as `Accelerator.save_state`, to a folder or URL; return the place once the state is copied.
+        All ranks call it.
 
-        Raises ValueError without a place, or for one that is taken where the naming is automatic, and
-        CheckpointError where the save before this one has failed.
+        Raises ValueError without a place, or if automatic naming finds the place taken, and CheckpointError
+        if the previous save failed.
         """
         accelerator, project = self._accelerator, self._accelerator.project_configuration
         if accelerator.gradient_accumulation_steps > 1 and not accelerator.sync_gradients:
             logger.warning("save_state() between two steps of the optimizer: gradients so far are not saved")
+        save: Callable[[dict[str, Any]], object]
         if project.automatic_checkpoint_naming:
-            place = self._save_iteration(project.iteration)
+            manager, iteration = self._automatic(), project.iteration
+            place = str(self._root() / f"checkpoint_{iteration}")
+            taken = shared.on_first_rank(lambda: iteration in manager.all_steps())
+            if taken and iteration not in self._replaceable:
+                raise ValueError(
+                    f"Checkpoint directory {place} ({iteration}) already exists. Call load_state() first, or "
+                    "set project_configuration.iteration to what to start with."
+                )
+            save = partial(manager.save, iteration, force=True)
         elif output_dir is None:
             raise ValueError("save_state needs an output_dir, or automatic_checkpoint_naming")
         else:
             place = os.fspath(output_dir)
-            self._save(place, partial(self._paths.begin, path=place))
-        return place
-
-    def _save_iteration(self, iteration: int) -> str:
-        manager, place = self._automatic(), str(self._root() / f"checkpoint_{iteration}")
-        taken = shared.on_first_rank(lambda: iteration in manager.all_steps())
-        if taken and iteration not in self._replaceable:
-            raise ValueError(
-                f"Checkpoint directory {place} ({iteration}) already exists. Call load_state() first, or set "
-                "project_configuration.iteration to what to start with."
-            )
-        self._save(place, partial(manager.save, iteration, force=True))
+            save = partial(self._paths.begin, path=place)
+        models, hooks = accelerator._models, accelerator._save_model_state_pre_hook.values()
+        project.iteration += 1  # alike on all ranks, whatever one raises now
+        with shared.refused_by_all(save):
+            # Hooks may write files of their own, and take away weights that they have written.
+            if hooks and "://" not in place:
+                Path(place).mkdir(parents=True, exist_ok=True)
+            for hook in hooks:
+                hook(models, [{} for _ in models], place)
+            state = self._state(saving=True)
+        save(state)
         return place
 
     def _automatic(self) -> dcp.CheckpointManager:
@@ -122,33 +131,21 @@ class AcceleratorCheckpoints:
     def _root(self) -> Path:
         return Path(self._accelerator.project_dir or ".", "checkpoints")
 
-    def _save(self, place: str, save: Callable[[dict[str, Any]], object]) -> None:
-        models, hooks = self._accelerator._models, self._accelerator._save_model_state_pre_hook.values()
-        self._accelerator.project_configuration.iteration += 1  # alike on all ranks, whatever one raises now
-        with shared.refused_by_all(save):
-            # Hooks may write files of their own, and take away weights that they have written.
-            if hooks and "://" not in place:
-                Path(place).mkdir(parents=True, exist_ok=True)
-            for hook in hooks:
-                hook(models, [{} for _ in models], place)
-            state = self._state(saving=True)
-        save(state)
-
     def load_state(
         self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: Any = None, **kwargs: Any
     ) -> None:
-        """As `Accelerator.load_state`; loads what Accelerate has written itself, too.
+        """Load as `Accelerator.load_state`; also folders that Accelerate itself has written.
 
-        Without ``input_dir`` it is the newest whole one, with ``automatic_checkpoint_naming``.
-        ``load_kwargs`` and ``kwargs`` are for Accelerate's own. Raises ValueError where there is no such
-        folder, or other objects are registered than were saved; CheckpointNotFoundError, which names the
+        Without ``input_dir`` it loads the newest whole one, with ``automatic_checkpoint_naming``.
+        ``load_kwargs`` and ``kwargs`` are for folders of Accelerate's. Raises ValueError where there is no
+        such folder, or other objects are registered than were saved; CheckpointNotFoundError, which names the
         newest one beside it, where nothing was committed; and what `dcp.load` raises.
         """
         self.wait()
         state: dict[str, Any] | None = None
         if input_dir is not None:
             place = str(Path(input_dir).expanduser()) if "://" not in str(input_dir) else str(input_dir)
-            if shared.on_first_rank(lambda: _is_ours(place)):
+            if shared.on_first_rank(lambda: _is_dcps(place)):
                 load: Any = partial(dcp.load, checkpoint_id=place, **self._load_options)
                 with shared.refused_by_all(load):
                     state = self._state(saving=False)
@@ -156,7 +153,7 @@ class AcceleratorCheckpoints:
         elif self._accelerator.project_configuration.automatic_checkpoint_naming:
             place, state = self._load_newest()
         if state is None:
-            self._load_their_own(input_dir, load_kwargs, **kwargs)
+            self._load_accelerates(input_dir, load_kwargs, **kwargs)
             return
         for hook in self._accelerator._load_model_state_pre_hook.values():
             hook(list(self._accelerator._models), place)
@@ -184,7 +181,7 @@ class AcceleratorCheckpoints:
         return {"model" if number == 0 else f"model_{number}": model for number, model in enumerate(inner)}
 
     def _loaders(self) -> list[Any]:
-        """The data loaders that have a state of their own."""
+        """List the data loaders that have a state of their own."""
         loaders = self._accelerator._dataloaders
         return [one for one in loaders if getattr(one, "use_stateful_dataloader", False)]
 
@@ -216,11 +213,15 @@ class AcceleratorCheckpoints:
     def _apply(self, state: dict[str, Any]) -> None:
         accelerator, values = self._accelerator, state["accelerator"][0]
         custom = values["custom"] | state["custom"]
-        there = len(accelerator._schedulers), len(accelerator._dataloaders), len(accelerator._custom_objects)
+        prepared = (
+            len(accelerator._schedulers),
+            len(accelerator._dataloaders),
+            len(accelerator._custom_objects),
+        )
         saved = len(values["schedulers"]), len(values["loaders"]), len(custom)
-        if saved != there:
+        if saved != prepared:
             what = "schedulers, data loaders and registered objects"
-            raise ValueError(f"prepare the same {what}: the checkpoint has {saved} of them, not {there}")
+            raise ValueError(f"prepare the same {what}: the checkpoint has {saved} of them, not {prepared}")
         for scheduler, its_state in zip(accelerator._schedulers, values["schedulers"], strict=True):
             scheduler.load_state_dict(its_state)
         if accelerator.scaler is not None and values["scaler"] is not None:
@@ -248,7 +249,7 @@ class AcceleratorCheckpoints:
             self._manager.wait()
 
     def end_training(self) -> None:
-        """As `Accelerator.end_training`, once all that was saved is committed."""
+        """Wait until all that was saved is committed, then call `Accelerator.end_training`."""
         try:
             self._paths.close()
             manager, self._manager = self._manager, None
@@ -258,7 +259,7 @@ class AcceleratorCheckpoints:
             self._end_training()
 
 
-def _is_ours(place: str) -> bool:
+def _is_dcps(place: str) -> bool:
     if has_checkpoint(open_store(place)):
         return True
     if "://" not in place and (not Path(place).is_dir() or any(Path(place).glob(_OF_ACCELERATE))):
@@ -268,12 +269,12 @@ def _is_ours(place: str) -> bool:
 
 
 def _generator_of(loader: Any) -> Any:
-    """What shuffles the next epoch, if the loader has one of its own."""
+    """Find the generator that shuffles the next epoch, if the loader has one of its own."""
     return getattr(loader, "synchronized_generator", None) or getattr(loader, "generator", None)
 
 
 def _place_of(loader: Any) -> tuple[Any, Any]:
-    """The loader's epoch (a stateful one's ends with the last batch), and the state of its generator."""
+    """Give the loader's epoch (a stateful one's ends with the last batch), and the state of its generator."""
     epoch: Any = getattr(loader, "iteration", None)
     own = _generator_of(loader)
     if getattr(loader, "use_stateful_dataloader", False):
@@ -287,8 +288,8 @@ def _is_at_last_batch(loader: Any) -> bool:
 
 
 def _position(loader: Any) -> Any:
-    """The loader's place within an epoch; {} begins the next one, and so does the number of the one whose
-    last batch was the last, unless the loop begins that again."""
+    """Give the loader's place within an epoch. {} begins the next one; so does the number of an epoch after
+    its last batch, unless the loop begins that epoch again."""
     if _is_at_last_batch(loader):
         return {_ENDED: loader.iteration}
     if loader.end_of_dataloader:
@@ -299,7 +300,7 @@ def _position(loader: Any) -> Any:
 
 
 def _let_end(loader: Any, epoch: int) -> None:
-    """If the loader is set to ``epoch`` next, that has no batches left, once."""
+    """Give no batches, once, if the loader is set to ``epoch`` next."""
     base = loader.base_dataloader
     iterate = base.__iter__
 
@@ -310,12 +311,12 @@ def _let_end(loader: Any, epoch: int) -> None:
     base.__iter__ = begin  # Accelerate calls it by this name
 
 
-def _refuse_what_cannot_be(accelerator: Accelerator, options: dict[str, Any]) -> None:
+def _refuse_unsupported(accelerator: Accelerator, options: dict[str, Any]) -> None:
     engines = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
     if accelerator.distributed_type in engines:
         raise ValueError(f"{accelerator.distributed_type.value} saves by itself: use DDP or FSDP2 with dcp")
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
-        raise ValueError("of FSDP dcp takes version 2: FullyShardedDataParallelPlugin(fsdp_version=2)")
+        raise ValueError("dcp supports version 2 of FSDP: FullyShardedDataParallelPlugin(fsdp_version=2)")
     if options.keys() - {"mode"} and not accelerator.project_configuration.automatic_checkpoint_naming:
         raise ValueError(
             f"{', '.join(options)}: the manager's options need the Accelerator's "

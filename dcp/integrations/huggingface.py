@@ -50,10 +50,10 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
     """First among the bases of a class with any `Trainer`: ``class Mine(DcpTrainerMixin, SFTTrainer)``.
 
     Saves are written behind the training; when `train` returns they are committed. ``checkpoint_options`` are
-    more arguments of `CheckpointManager`, such as ``mode`` or ``catalog``; the others are the Trainer's.
+    further arguments of `CheckpointManager`, such as ``mode`` or ``catalog``; all others are the Trainer's.
 
     Raises ValueError for DeepSpeed, FSDP1 and arguments that need the Trainer's own files, and RuntimeError
-    where transformers has not `PRIVATE_HOOKS`.
+    where transformers lacks `PRIVATE_HOOKS`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
     ) -> None:
         super().__init__(*args, **kwargs)
         shared.check_private("transformers", Trainer, PRIVATE_HOOKS)
-        _refuse_what_cannot_be(self)
+        _refuse_unsupported(self)
         self._dcp_options = dict(checkpoint_options or {})
         self._dcp_manager: dcp.CheckpointManager | None = None
         self._dcp_source: str | None = None
@@ -71,14 +71,15 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
         self.add_callback(_Callback(self))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer.train`; ``resume_from_checkpoint`` may also name a folder of the Trainer's own. Raises
-        ValueError if it is True and there is none, and what `CheckpointManager.restore` and `save` do."""
+        """Train as `Trainer.train`; ``resume_from_checkpoint`` may also name a folder of the Trainer's own.
+        Raises ValueError if it is True and there is none, and the errors of `CheckpointManager.restore` and
+        `save`."""
         with dcp.CheckpointManager(self._folder(), **self._manager_options()) as self._dcp_manager:
             sources: list[tuple[str | None, bool]] = [(None, False)]
             if resume_from_checkpoint:
                 sources = shared.on_first_rank(lambda: self._look_for(resume_from_checkpoint))
-            for number, (path, is_ours) in enumerate(sources, 1):
-                self._dcp_source = path if is_ours else None
+            for number, (path, is_dcps) in enumerate(sources, 1):
+                self._dcp_source = path if is_dcps else None
                 try:
                     return self._train_from(path, *args, **kwargs)
                 except dcp.CheckpointError as error:
@@ -90,14 +91,14 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
         raise ValueError(f"No valid checkpoint found in output directory ({self.args.output_dir})")
 
     def _manager_options(self) -> dict[str, Any]:
-        told = self._dcp_options.get("on_event") or ()
+        given = self._dcp_options.get("on_event") or ()
         return {
             "name": "checkpoint-{step}",
             "keep": _retention(self.args),
-            "handle_sigterm": self.args.save_strategy != "no",  # else nobody asks whether it has come
+            "handle_sigterm": self.args.save_strategy != "no",  # else no callback looks for it
             "on_failure": "raise",
             **self._dcp_options,
-            "on_event": [*((told,) if callable(told) else told), self._delete_later_ones],
+            "on_event": [*((given,) if callable(given) else given), self._delete_later_ones],
         }
 
     def _train_from(self, path: str | None, *args: Any, **kwargs: Any) -> Any:
@@ -112,14 +113,14 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
             return super().train(folder, *args, **kwargs)
 
     def _look_for(self, resume: str | bool) -> list[tuple[str | None, bool]]:
-        """What to try in turn, and whether it is ours."""
+        """List the folders to try in turn, and whether they are dcp's."""
         before: float = float("inf")
         if not isinstance(resume, bool):
-            path, is_ours = Path(resume), has_checkpoint(open_store(resume))
+            path, is_dcps = Path(resume), has_checkpoint(open_store(resume))
             step = self._step_of(path)
-            if is_ours or step is None or (path / "trainer_state.json").exists():
-                return [(str(path), is_ours)]  # else the Trainer's own, or its error
-            logger.warning("%s was never committed: going on from the newest that was, if any", path)
+            if is_dcps or step is None or (path / "trainer_state.json").exists():
+                return [(str(path), is_dcps)]  # else the Trainer's own, or its error
+            logger.warning("%s was never committed: resuming from the newest that was, if any", path)
             before = step
         theirs = [self._step_of(file.parent) for file in self._folder().glob("*/trainer_state.json")]
         ours = {step: False for step in theirs if step is not None}
@@ -129,7 +130,7 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
         return found or ([] if isinstance(resume, bool) else [(None, False)])
 
     def _step_of(self, folder: Path) -> int | None:
-        """The step whose checkpoint in ``output_dir`` it is."""
+        """Find the step whose checkpoint in ``output_dir`` the folder is."""
         is_here = folder.parent.resolve() == self._folder().resolve()
         match = re.fullmatch(r"checkpoint-(\d+)", folder.name) if is_here else None
         return None if match is None else int(match[1])
@@ -183,7 +184,7 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
         }
 
     def _delete_later_ones(self, event: Event) -> None:
-        """Delete those of a run that this one does not go on with: to retention they would be the newest."""
+        """Delete later steps, of a run before: to retention they would be the newest."""
         manager, step = self._manager, event.step
         if event.kind == "saved" and step is not None and self.args.save_total_limit and not manager.rank:
             for later in (one for one in manager.all_steps() if one > step and one not in manager.pinned()):
@@ -191,7 +192,7 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
                 manager.delete(later)
 
     def _dcp_load(self, state: dict[str, Any]) -> Mapping[str, Any]:
-        """Fill ``state``; the user metadata."""
+        """Fill ``state``, and return the user metadata."""
         source = self._dcp_source
         assert source is not None
         step = self._step_of(Path(source))
@@ -248,13 +249,13 @@ class DcpTrainer(DcpTrainerMixin, Trainer):
 
 
 class _Callback(TrainerCallback):
-    """What happens between the Trainer's private hooks."""
+    """Acts between the Trainer's private hooks."""
 
     def __init__(self, trainer: DcpTrainerMixin) -> None:
         self._trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The Trainer has set its sums of losses to zero by now, and read its state."""
+        """Set the sums of losses, which the Trainer has set to zero by now."""
         trainer, rest = self._trainer, self._trainer._dcp_rest
         if "folder" in rest and not args.auto_find_batch_size:  # a killed training would leave it
             shutil.rmtree(rest.pop("folder"), ignore_errors=True)
@@ -264,7 +265,7 @@ class _Callback(TrainerCallback):
             trainer._total_loss_scalar = -running  # its mean at the end is of this call's steps
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """At SIGTERM on any rank all save this step, and stop; there may be no time to evaluate before."""
+        """Save this step and stop on all ranks at SIGTERM on any; there may be no time to evaluate before."""
         if args.save_strategy != "no":
             self._trainer._manager.should_save(state.global_step)
             if self._trainer._manager.stop_requested:
@@ -272,13 +273,13 @@ class _Callback(TrainerCallback):
                 control.should_evaluate = False
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """What that has saved stays."""
+        """Keep the save of a SIGTERM as the last."""
         if self._trainer._manager.stop_requested:
             control.should_save = control.should_evaluate = False
 
 
 def _retention(args: Any) -> dcp.Retention | None:
-    """At most ``save_total_limit``, the best and the newest among them."""
+    """Keep at most ``save_total_limit``, the best and the newest among them."""
     limit = args.save_total_limit or 0
     if limit <= 0:
         return None
@@ -286,15 +287,15 @@ def _retention(args: Any) -> dcp.Retention | None:
     return dcp.Retention(last=max(1, limit - (best is not None)), best=best)
 
 
-def _refuse_what_cannot_be(trainer: Any) -> None:
+def _refuse_unsupported(trainer: Any) -> None:
     args, plugin = trainer.args, getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if trainer.is_deepspeed_enabled:
         raise ValueError("DeepSpeed writes its own checkpoints: use transformers.Trainer with it, or FSDP2")
     if plugin is not None and plugin.fsdp_version != 2:
-        raise ValueError("of FSDP DcpTrainer takes version 2: fsdp_config={'version': 2}")
+        raise ValueError("DcpTrainer supports version 2 of FSDP: fsdp_config={'version': 2}")
     if args.save_on_each_node:
         raise ValueError("save_on_each_node: leave it off, and give all nodes one output_dir")
     if args.push_to_hub and args.hub_strategy != "end":
-        raise ValueError("checkpoints are no models of the Hub: set hub_strategy='end'")
+        raise ValueError("dcp's checkpoints cannot be pushed as models: set hub_strategy='end'")
     if args.enable_jit_checkpoint:
         raise ValueError("leave enable_jit_checkpoint off: DcpTrainer saves at SIGTERM without it")

@@ -5,6 +5,7 @@ When to save and what to keep stays ModelCheckpoint's; a checkpoint is a folder 
 from __future__ import annotations
 
 import os
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
@@ -13,13 +14,14 @@ import torch
 
 from dcp.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError, UnsafeObjectError
 from dcp.integrations import trainer_state as shared
-from dcp.integrations.lightning_values import opened, sealed
 from dcp.integrations.path_saves import Mode, PathSaves
 from dcp.integrations.random_state import RandomState
 from dcp.manager.catalog import CatalogRegistration
+from dcp.planners.per_rank import PerRank
 from dcp.ranks.failures import causes_of
 from dcp.state_dict import get_model_state_dict, set_model_state_dict
 from dcp.state_dict_loader import LoadKeywords, load, read
+from dcp.storage.formats.container_notes import NO_PLAIN_KEY, plain_key
 
 with shared.package_of("lightning"):
     import lightning
@@ -32,8 +34,8 @@ with shared.package_of("lightning"):
 __all__ = ["DcpCheckpointIO", "DcpModelParallelStrategy", "DcpStrategyMixin", "RankStates"]
 
 # Names in Lightning's files and folders, which are not documented; a test compares them with its version:
-LAST: Final = "last"  # what names begin with that ``ckpt_path="last"`` finds
-BEFORE_REQUEUE: Final = "hpc_ckpt_"  # and those of checkpoints right before SLURM ends the job
+LAST: Final = "last"  # the beginning of names that ``ckpt_path="last"`` finds
+BEFORE_REQUEUE: Final = "hpc_ckpt_"  # that of checkpoints right before SLURM ends the job
 VERSION: Final = "pytorch-lightning_version"  # the key that every checkpoint has
 SHARDS: Final = "meta.pt"  # the file that makes a folder a sharded checkpoint of its own
 
@@ -41,6 +43,7 @@ _BYPASSED: Final = (
     "ModelParallelStrategy and FSDPStrategy never ask a CheckpointIO for sharded checkpoints: "
     "DcpCheckpointIO does nothing here. Use Trainer(strategy=DcpModelParallelStrategy(...)) without it"
 )
+_FORM: Final = "dcp_form"  # the key of a note of containers that are no plain dicts and lists
 _Path = str | os.PathLike[str]
 _State = dict[str, Any]
 
@@ -49,13 +52,13 @@ class DcpCheckpointIO(CheckpointIO):
     """For one process and DDP: checkpoints as folders of dcp's, written behind the training, committed in one
     step, compared with their checksums when they are loaded.
 
-    All that Lightning saves comes back as it was, on the CPU. What ModelCheckpoint replaces is deleted once
-    the newer one is committed. With ``ckpt_path="last"`` a damaged or half-written one is passed over for the
-    newest good one beside it. Files that Lightning wrote itself are loaded as before.
+    All that Lightning saves comes back as it was, on the CPU. Checkpoints that ModelCheckpoint replaces are
+    deleted once the newer one is committed. With ``ckpt_path="last"`` a damaged or half-written one is passed
+    over for the newest good one beside it. Files that Lightning wrote itself are loaded as before.
 
     ``mode`` "thread" and "process" copy the state and write the copy there; "sync" writes before training
-    goes on. ``storage_options`` are those of `dcp.save`, ``catalog`` is that of `dcp.CheckpointManager`.
-    Raises OptionError for what these cannot be, ModuleNotFoundError where ``catalog`` needs httpx.
+    continues. ``storage_options`` are those of `dcp.save`, ``catalog`` is that of `dcp.CheckpointManager`.
+    Raises OptionError for wrong values, ModuleNotFoundError where ``catalog`` needs httpx.
     """
 
     def __init__(
@@ -69,14 +72,16 @@ class DcpCheckpointIO(CheckpointIO):
 
     def save_checkpoint(self, checkpoint: _State, path: _Path, storage_options: Any | None = None) -> None:
         """Save any nested dict, on the rank that calls it alone; returns when it is copied. Raises
-        OptionError for a path that is a file and for ``storage_options``, and what an earlier save raised."""
+        OptionError for a path that is a file and for ``storage_options``, and the error of an earlier
+        save."""
         _take_none(storage_options)
-        _begin(self._saves, sealed(checkpoint), path, checkpoint)
+        _begin(self._saves, _sealed(checkpoint), path, checkpoint)
 
     def load_checkpoint(
         self, path: _Path, map_location: Any | None = None, weights_only: bool | None = None
     ) -> _State:
-        """What was saved, or a file of Lightning's, on the device ``map_location``; all ranks call it alike.
+        """Load a checkpoint, or a file of Lightning's, to the device ``map_location``; all ranks call it
+        alike.
 
         ``weights_only=False`` allows values of any class, whose pickles may run code. Raises
         CheckpointNotFoundError, CorruptCheckpointError and UnsafeObjectError as `dcp.read` does.
@@ -89,7 +94,7 @@ class DcpCheckpointIO(CheckpointIO):
         self.wait()
         options = self._saves.storage_options
         whole = partial(read, device=device, weights_only=weights_only, storage_options=options)
-        return _newest_good(path, lambda path: opened(whole(path)), options)
+        return _newest_good(path, lambda path: _opened(whole(path)), options)
 
     def remove_checkpoint(self, path: _Path) -> None:
         """Delete it once all saves that were begun before are committed; where one has failed it stays."""
@@ -100,19 +105,20 @@ class DcpCheckpointIO(CheckpointIO):
             self._saves.remove(path)
 
     def wait(self) -> None:
-        """Return when all is committed; raises what a save raised."""
+        """Return when all is committed; raise the error of a save."""
         self._saves.wait()
 
     def teardown(self) -> None:
-        """`wait`, at the end of the Trainer's work."""
+        """Wait, at the end of the Trainer's work."""
         self._saves.close()
 
 
 class DcpStrategyMixin:
     """First among the bases of a strategy whose model has DTensors: each rank writes its shards behind the
-    training, and reads what it needs of them on any number of ranks. What is of no model and no optimizer is
-    rank 0's. ``mode``, ``storage_options`` and ``catalog`` are those of `DcpCheckpointIO`, others the
-    strategy's. Raises OptionError for ``save_distributed_checkpoint=False``, which asks for one file.
+    training, and reads the parts that it needs on any number of ranks. Values of no model and no optimizer
+    are rank 0's. ``mode``, ``storage_options`` and ``catalog`` are those of `DcpCheckpointIO`, others the
+    strategy's. Raises OptionError for ``save_distributed_checkpoint=False``, which asks for one file, and
+    ModuleNotFoundError where ``catalog`` needs httpx.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -125,26 +131,20 @@ class DcpStrategyMixin:
         super().__init__(*args, **kwargs)
         self._saves = PathSaves(**own, no_dist=False)
 
-    def setup_environment(self: Any) -> None:
-        """As the strategy's. Raises ModuleNotFoundError where ``catalog`` needs httpx, on all ranks if one
-        lacks it."""
-        super().setup_environment()  # type: ignore[misc]
-        self._saves.agree()
-
     def lightning_module_state_dict(self: Any) -> _State:
-        """The model's state, sharded, and where it is: the save copies it."""
+        """Give the model's state, sharded and not copied: the save copies it."""
         return get_model_state_dict(self.model)
 
     def optimizer_state(self: Any, optimizer: Any) -> _State:
-        """An optimizer's state by the names of parameters, likewise."""
+        """Give an optimizer's state by the names of parameters, not copied."""
         own = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return shared.TrainedOptimizers(self.model, [own]).state_dict()
 
     def save_checkpoint(
         self: Any, checkpoint: _State, filepath: _Path, storage_options: Any | None = None
     ) -> None:
-        """As `DcpCheckpointIO.save_checkpoint`, all ranks together. Raises OptionError for a DTensor that is
-        neither in the model's state nor in an optimizer's."""
+        """Save as `DcpCheckpointIO.save_checkpoint`, all ranks together. Raises OptionError for a DTensor
+        that is neither in the model's state nor in an optimizer's."""
         path = self.broadcast(filepath)
         with shared.refused_by_all(partial(self._saves.begin, path=path)):
             _take_none(storage_options)
@@ -152,7 +152,7 @@ class DcpStrategyMixin:
         _begin(self._saves, state, path, checkpoint)
 
     def _to_save(self: Any, checkpoint: _State) -> _State:
-        """What this rank has of it."""
+        """Give this rank's part of a checkpoint."""
         rest = dict(checkpoint)
         state = {"state_dict": shared.own_part(self.model, rest.pop("state_dict"))}
         for number, optimizer_state in enumerate(rest.pop("optimizer_states", ())):
@@ -163,11 +163,12 @@ class DcpStrategyMixin:
                     f"checkpoint[{name!r}] has a DTensor, which can be saved as a part of the model or of an "
                     "optimizer only: keep it there, or save its full_tensor()"
                 )
-        return state | {"rest": sealed(rest)} if self.is_global_zero else state
+        return state | {"rest": _sealed(rest)} if self.is_global_zero else state
 
     def load_checkpoint(self: Any, checkpoint_path: _Path, weights_only: bool | None = None) -> _State:
-        """Fill model and optimizers, all ranks together; the rest of the checkpoint. Raises MissingKeyError
-        where it lacks something of these, and as `DcpCheckpointIO.load_checkpoint` and `dcp.load`."""
+        """Fill model and optimizers, all ranks together; return the rest of the checkpoint. Raises
+        MissingKeyError where it lacks some of these, and errors of `DcpCheckpointIO.load_checkpoint` and
+        `dcp.load`."""
         path = self.broadcast(checkpoint_path)
         if _is_of_lightning(path):
             return dict(super().load_checkpoint(path, weights_only))  # type: ignore[misc]
@@ -177,7 +178,7 @@ class DcpStrategyMixin:
         def fill(path: _Path) -> _State:
             rest = read(path, only="rest", weights_only=weights_only, storage_options=options)["rest"]
             self._fill({"checkpoint_id": path, "storage_options": options})
-            return opened(rest)
+            return _opened(rest)
 
         return _newest_good(path, fill, options)
 
@@ -192,7 +193,7 @@ class DcpStrategyMixin:
             load({f"optimizer_{number}": state for number, state in enumerate(states)}, **options)
 
     def remove_checkpoint(self: Any, filepath: _Path) -> None:
-        """As `DcpCheckpointIO.remove_checkpoint`."""
+        """Remove as `DcpCheckpointIO.remove_checkpoint`."""
         if self.is_global_zero:
             self._saves.remove(filepath)
 
@@ -212,11 +213,11 @@ class DcpModelParallelStrategy(DcpStrategyMixin, ModelParallelStrategy):
 
 
 class RankStates(Callback):
-    """Saves of every rank the random generators, which Lightning does not save, and the loops with the
+    """Saves the random generators of every rank, which Lightning does not save, and the loops with the
     positions of stateful data loaders, which it saves of rank 0 alone.
 
     On another number of ranks generators stay as they are and loops are rank 0's, with a warning. Within an
-    epoch a run goes on with the same data only if the loader has a state, as torchdata's has, and its order
+    epoch a run continues with the same data only if the loader has a state, as torchdata's has, and its order
     follows from that: see docs/trainers.md. ``shuffle=True`` draws it from a generator, and a save warns.
     """
 
@@ -231,7 +232,7 @@ class RankStates(Callback):
             raise OptionError(_BYPASSED)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: _State) -> None:
-        """Gather what all ranks have."""
+        """Gather the states of all ranks."""
         if not (self._has_warned or trainer.is_last_batch) and _is_shuffled(trainer):
             self._has_warned = True
             rank_zero_warn(
@@ -243,7 +244,7 @@ class RankStates(Callback):
         checkpoint["rank_states"] = shared.gathered(own)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: _State) -> None:
-        """Give this rank its own back, if training goes on from the checkpoint."""
+        """Give this rank its own back, if training continues from the checkpoint."""
         states = checkpoint.get("rank_states")
         if states is None or trainer.state.fn != "fit":
             return
@@ -258,14 +259,14 @@ class RankStates(Callback):
         RandomState().set(own["random"])  # a new epoch's order is drawn before its first batch
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Once, within an epoch: its data loader has been made anew, and drew from the generators."""
+        """Set the generators once more within an epoch: its data loader was made anew, and drew from them."""
         resumed, self._resumed = self._resumed, None
         if resumed is not None and batch_idx:
             RandomState().set(resumed)
 
 
 def _is_shuffled(trainer: Any) -> bool:
-    """Whether a loader of the training draws its order from a generator."""
+    """Test whether a loader of the training draws its order from a generator."""
     loaders = CombinedLoader(trainer.train_dataloader).flattened
     samplers = [getattr(loader, "sampler", None) for loader in loaders]
     # torchdata's is no subclass of torch's
@@ -273,14 +274,14 @@ def _is_shuffled(trainer: Any) -> bool:
 
 
 class _NothingYet(dict[str, Any]):
-    """Of a run killed in its very first save: from what is false the Trainer restores nothing, and begins."""
+    """The checkpoint of a run killed in its very first save: false, so that the Trainer restores nothing."""
 
     def __bool__(self) -> bool:
         return False
 
 
 def _is_of_lightning(path: _Path) -> bool:
-    """Whether Lightning itself has saved it: a file, or a folder with its own metadata."""
+    """Test whether Lightning itself has saved it: a file, or a folder with its own metadata."""
     return os.path.isfile(path) or os.path.isfile(os.path.join(path, SHARDS))  # noqa: PTH113, PTH118 - or a URL
 
 
@@ -298,16 +299,16 @@ def _begin(saves: PathSaves, state: _State, path: _Path, checkpoint: Mapping[str
 def _newest_good(
     path: _Path, load: Callable[[_Path], _State], storage_options: Mapping[str, Any] | None
 ) -> _State:
-    """What ``load`` gives for ``path``; of a "last" one that is damaged or was never committed, for the
-    newest good one beside it. All ranks call it alike, and ``load`` raises the same on all of them."""
+    """Load ``path``; for a "last" one that is damaged or was never committed, the newest good one beside it.
+    All ranks call it alike, and ``load`` raises the same on all of them."""
     try:
         return load(path)
     except UnsafeObjectError as error:
         error.add_note("Of the Trainer: fit(..., weights_only=False); or add_safe_globals() beforehand.")
         raise
     except (CheckpointNotFoundError, CorruptCheckpointError) as error:
-        is_there = any(getattr(cause, "data_files", 1) for cause in causes_of(error))
-        if not is_there or not os.path.basename(path).startswith(LAST):  # noqa: PTH119 - may be a URL
+        has_files = any(getattr(cause, "data_files", 1) for cause in causes_of(error))
+        if not has_files or not os.path.basename(path).startswith(LAST):  # noqa: PTH119 - may be a URL
             raise
         refused = error
     for other in shared.on_first_rank(lambda: shared.committed_beside(path, storage_options)):
@@ -318,5 +319,66 @@ def _newest_good(
             refused = error
     if isinstance(refused, CorruptCheckpointError):
         raise refused
-    rank_zero_warn(f"the save to {path} was never committed, and nothing is beside it: training begins anew")
+    rank_zero_warn(f"the save to {path} was never committed, and no other is beside it: training begins anew")
     return _NothingYet({VERSION: lightning.__version__})
+
+
+# -- checkpoints as plain containers and back ---------------------------------------------------------------
+
+
+def _sealed(checkpoint: Mapping[str, Any]) -> _State:
+    """Make of a checkpoint what `dcp.save` stores without loss; the checkpoint stays as it is.
+
+    A state dict is opened at every dict and list, so that each tensor has a name. A container of another
+    class (a defaultdict, OmegaConf's), an object with a ``state_dict()``, or a dict whose keys would collide
+    as names, is stored as one value in a tuple; an OrderedDict is noted, with a module's ``_metadata``.
+    """
+    form: dict[str, list[Any]] = {"sealed": [], "ordered": []}
+    state = {key: _seal(value, (key,), form) for key, value in checkpoint.items()}
+    return {**state, _FORM: (form,)}
+
+
+def _opened(state: _State) -> _State:
+    """Make of ``state``, in place, the checkpoint that was `_sealed`."""
+    (form,) = state.pop(_FORM, ({"sealed": [], "ordered": []},))
+    for keys in form["sealed"]:
+        holder = _at(state, keys[:-1])
+        (holder[keys[-1]],) = holder[keys[-1]]
+    for keys, versions in sorted(form["ordered"], key=lambda noted: -len(noted[0])):  # the innermost first
+        holder = _at(state, keys[:-1])
+        ordered: Any = OrderedDict(holder[keys[-1]])
+        if versions is not None:
+            ordered._metadata = versions
+        holder[keys[-1]] = ordered
+    return state
+
+
+def _seal(value: Any, keys: tuple[Any, ...], form: dict[str, list[Any]]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value
+    if type(value) in (dict, OrderedDict) and _are_names(value):
+        if type(value) is OrderedDict:
+            form["ordered"].append((keys, getattr(value, "_metadata", None)))
+        return {key: _seal(entry, (*keys, key), form) for key, entry in value.items()}
+    if type(value) is list:
+        return [_seal(entry, (*keys, position), form) for position, entry in enumerate(value)]
+    if isinstance(value, Mapping | list | PerRank) or hasattr(value, "state_dict"):
+        form["sealed"].append(keys)
+        return (value,)
+    return value
+
+
+def _are_names(mapping: Mapping[Any, Any]) -> bool:
+    """Test that each key can be a part of a name, and no two names are one."""
+    if any(plain_key(key) is NO_PLAIN_KEY for key in mapping):
+        return False
+    names = Counter(map(str, mapping))
+    return len(names) == len(mapping) and not any(
+        name[:end] in names for name in names for end in range(len(name)) if name[end] == "."
+    )
+
+
+def _at(state: Any, keys: tuple[Any, ...]) -> Any:
+    for key in keys:
+        state = state[key]
+    return state

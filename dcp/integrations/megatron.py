@@ -30,13 +30,13 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from dcp.background.future import SaveFuture
 from dcp.errors import CorruptCheckpointError, OptionError
-from dcp.integrations.trainer_state import committed_beside, refused_by_all
+from dcp.integrations.trainer_state import committed_beside, package_of, refused_by_all
 from dcp.state_dict_loader import LoadKeywords, load
 from dcp.state_dict_saver import AsyncCheckpointerType, async_save, save
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.torch_storage.reader import FileSystemReader
 
-try:
+with package_of("megatron", "Megatron-Core 0.19 and Python 3.12 or newer"):
     from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
     from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
     from megatron.core.dist_checkpointing.mapping import is_main_replica
@@ -46,12 +46,6 @@ try:
         get_async_strategy,
     )
     from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
-except ImportError as error:
-    raise ModuleNotFoundError(
-        f"dcp.integrations.megatron needs Megatron-Core 0.19 and Python 3.12 or newer ({error}): "
-        "pip install 'dcphub[megatron]'",
-        name=error.name,
-    ) from error
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -59,19 +53,19 @@ if TYPE_CHECKING:
 __all__ = ["DcpLoadStrategy", "DcpSaveStrategy", "use"]
 
 _COMMON: Final = "common_state/shard_0_1"
-"""What is no `ShardedTensor` or `ShardedObject`: Megatron stores it as an object of this name, and reads it
-by itself, without a look at checksums, before it asks a strategy."""
+"""The object in which Megatron stores all values but `ShardedTensor` and `ShardedObject`. It reads this one
+by itself, without comparing checksums, before it asks a strategy."""
 
 Mode = Literal["thread", "process"]
 _Folder = str | os.PathLike[str]
 
 
 def use(*, mode: Mode = "thread", process_group: ProcessGroup | None = None, **options: Any) -> None:
-    """Let all of Megatron's distributed checkpoints (``--ckpt-format torch_dist``) go through dcp, in this
+    """Make all of Megatron's distributed checkpoints (``--ckpt-format torch_dist``) go through dcp, in this
     process: those of `megatron.training`, of programs above it, and of `dist_checkpointing.save` and `load`.
 
     ``mode`` is that of `DcpSaveStrategy`, the options are those of `DcpLoadStrategy`; both take
-    ``process_group``. Raises OptionError for what is none of them.
+    ``process_group``. Raises OptionError for other options.
     """
     saves = DcpSaveStrategy(mode=mode, process_group=process_group)
     loads = DcpLoadStrategy(process_group=process_group, **options)
@@ -81,14 +75,15 @@ def use(*, mode: Mode = "thread", process_group: ProcessGroup | None = None, **o
 
 
 class DcpSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """Saves the sharded part of a state dict, and with it what all ranks have in common, in one commit.
+    """Saves the sharded part of a state dict, and with it the values that all ranks have in common, in one
+    commit.
 
     Of replicas the one that Megatron calls the main one is stored; `FullyParallelSaveStrategyWrapper` around
     this strategy spreads them over the ranks.
 
     Args:
         mode: Where asynchronous saves are written, once the state is copied: in a "thread", or in a "process"
-            of its own, which commits what it was given even if training is killed.
+            of its own, which commits its copy even if training is killed.
         process_group: The ranks that save together; the default group without it.
 
     Raises:
@@ -103,14 +98,14 @@ class DcpSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         self._process_group = process_group
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Folder) -> None:
-        """Save, and commit. All ranks call it; raises what `dcp.save` does."""
+        """Save, and commit. All ranks call it; raises the errors of `dcp.save`."""
         self._save(save, sharded_state_dict, checkpoint_dir)
 
     def async_save(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Folder, async_strategy: str = "nvrx"
     ) -> Any:
         """Copy the state, and write it in the background. Gives a request for Megatron's queue, which is done
-        when the save is, and then raises what the save raised."""
+        when the save is, and then raises its error."""
         save = partial(async_save, async_checkpointer_type=self._kind)
         future = self._save(save, sharded_state_dict, checkpoint_dir)
         return _request(future, get_async_strategy(async_strategy, "AsyncRequest")[1])
@@ -123,7 +118,7 @@ class DcpSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
 
 
 class DcpLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
-    """Loads what any numbers of ranks have saved, dcp's or Megatron's own, and compares all that is read with
+    """Loads checkpoints of any number of ranks, dcp's or Megatron's own, and compares all that is read with
     its checksums; the state that ranks have in common is compared as well.
 
     Args:
@@ -147,11 +142,11 @@ class DcpLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
     def load(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Folder, async_strategy: str = "mcore"
     ) -> Any:
-        """Fill the tensors where they are, or in new memory where there are none yet; the state dict with
+        """Fill the tensors in place, or in new memory where there are none yet; return the state dict with
         tensors and objects themselves in it.
 
         Raises:
-            MissingKeyError: The checkpoint lacks something.
+            MissingKeyError: The checkpoint lacks an entry.
             ShapeMismatchError: A tensor has another global shape there, and no ``allow_shape_mismatch``.
             DtypeMismatchError: A tensor has another dtype there, without ``dtype="cast"``.
             CorruptCheckpointError: Bytes are not those that were committed.
@@ -176,7 +171,7 @@ class DcpLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
 
 
 class _OwnBox(NamedTuple):
-    """A box of a global tensor that this rank has."""
+    """A box of a global tensor, held by this rank."""
 
     shape: torch.Size
     chunk: ChunkStorageMetadata
@@ -185,7 +180,7 @@ class _OwnBox(NamedTuple):
 
 @dataclass(frozen=True)
 class _Parts:
-    """What this rank has of one global tensor, by torch's protocol for such."""
+    """This rank's boxes of one global tensor, by torch's protocol for such."""
 
     parts: list[_OwnBox] = field(default_factory=list)
 
@@ -209,7 +204,7 @@ class _Parts:
 
 
 def _main_replicas(sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
-    """What this rank stores, by Megatron's names."""
+    """Give the state that this rank stores, by Megatron's names."""
     force_all_tensors_to_non_fp8(sharded_state_dict)
     stored = [entry for entry in nested_values(sharded_state_dict) if is_main_replica(entry.replica_id)]
     parts = ((tensor.key, _part(tensor)) for tensor in stored if isinstance(tensor, ShardedTensor))
@@ -217,7 +212,7 @@ def _main_replicas(sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _objects(entries: Iterable[Any]) -> dict[str, Any]:
-    """In tuples, which are stored as they are, where lists would be taken apart; Megatron takes either."""
+    """Give objects in tuples, which are stored as one value; Megatron takes either tuples or lists."""
     return {entry.unique_key: (entry.data,) for entry in entries if isinstance(entry, ShardedObject)}
 
 
@@ -229,7 +224,7 @@ def _by_name(parts: Iterable[tuple[str, _OwnBox]]) -> dict[str, Any]:
 
 
 def _part(tensor: Any, stored_shape: tuple[int, ...] | None = None) -> _OwnBox:
-    """The part of a `ShardedTensor`, as far as it is within ``stored_shape``."""
+    """Give the part of a `ShardedTensor` that is within ``stored_shape``."""
     data = tensor.data.detach()[(None,) * tensor.prepend_axis_num]
     offsets, shape = tuple(tensor.global_offset), tuple(stored_shape or tensor.global_shape)
     ends = zip(data.shape, shape, offsets, strict=True)
@@ -238,7 +233,7 @@ def _part(tensor: Any, stored_shape: tuple[int, ...] | None = None) -> _OwnBox:
 
 
 def _destinations(entries: Iterable[Any], index: CheckpointIndex) -> dict[str, Any]:
-    """Where the tensors are to be filled; those that may have another shape there are zero elsewhere."""
+    """Give the tensors to fill; those that may be stored in another shape are zero elsewhere."""
     tensors = [entry for entry in entries if isinstance(entry, ShardedTensor)]
     for tensor in tensors:
         tensor.init_data("cpu")
@@ -255,7 +250,7 @@ def _destinations(entries: Iterable[Any], index: CheckpointIndex) -> dict[str, A
 
 
 def _checked_index(reader: FileSystemReader) -> CheckpointIndex:
-    """The checkpoint's, if what ranks have in common is what was committed."""
+    """Read the index, and compare the state that ranks have in common with its checksum."""
     index = reader.read_index()
     if _COMMON in index.objects.position:
         with reader.engine(index) as engine:
@@ -269,7 +264,7 @@ def _others_beside(folder: Path) -> str:
 
 
 def _request(future: SaveFuture, request_class: Any) -> Any:
-    """A request of Megatron's that only waits, in the process that it is run in, for a save under way."""
+    """Make a request of Megatron's that waits for a save under way, in the process that it is run in."""
     name = f"dcp-save-{uuid.uuid4().hex}"
     held = os.memfd_create(name)  # in no folder, where a killed training would leave it
     future.add_done_callback(lambda _: os.close(held))
@@ -281,7 +276,7 @@ def _request(future: SaveFuture, request_class: Any) -> Any:
 
 
 def _wait(place: str, name: str) -> None:
-    """Until the process of the save under way has closed the file ``name``, its ``place``, or ended."""
+    """Wait until the process of the save has closed the file ``name``, which is its ``place``, or ended."""
     with contextlib.suppress(OSError):
         while name in os.readlink(place):  # noqa: PTH115 - what it names is no path
             time.sleep(0.05)

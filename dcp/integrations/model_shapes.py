@@ -3,7 +3,7 @@
 ``python -m dcp.integrations.model_shapes`` reads the JSON from its standard input and writes JSON to its
 standard output: ``{"architecture", "tensors": [{"fqn", "dtype", "shape"}]}``, or ``{"problem"}``. The model
 is made on the meta device, where tensors take no memory, by classes that transformers itself has: no code of
-anybody's model is run, and nothing is fetched. A configuration from a stranger may still ask for more modules
+a model repository is run, and nothing is fetched. An untrusted configuration may still ask for more modules
 than there is memory, so that the processor time, the memory and the modules are bounded.
 """
 
@@ -33,10 +33,10 @@ _LEFT_OUT: Final = frozenset(
         *("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"),
     }
 )
-"""Of a configuration and those in it: names of code and places elsewhere, among them kernels of a hub, and
-how the weights were packed afterwards."""
+"""Keys of a configuration, however deep: names of code and places elsewhere, among them kernels of a hub, and
+the packing of weights."""
 _MAKER: Final = "_from_config"
-"""Of a class of transformers; unlike its constructor, this heeds the dtype of the configuration."""
+"""The method of a class of transformers that heeds the dtype of the configuration."""
 
 
 class _ConfigError(Exception):
@@ -44,7 +44,7 @@ class _ConfigError(Exception):
 
 
 def model_shapes(config: dict[str, Any]) -> dict[str, Any]:
-    """What the program writes. Raises whatever the classes of transformers raise for such a configuration."""
+    """Build the answer of the program. Raises any errors of the classes of transformers."""
     import torch
 
     model_class, made = _class_and_config(config)
@@ -64,7 +64,7 @@ def model_shapes(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _class_and_config(config: dict[str, Any]) -> tuple[Any, Any]:
-    """The class of transformers that the configuration names, or the one with a head that its type has."""
+    """Find the class of transformers that the configuration names, or its type's class with a head."""
     import transformers
     from transformers.models.auto import modeling_auto
 
@@ -86,7 +86,7 @@ def _class_and_config(config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _harmless(given: Any) -> Any:
-    """Without what is left out, however deep it is."""
+    """Remove the keys to leave out, however deep."""
     if isinstance(given, dict):
         return {name: _harmless(value) for name, value in given.items() if name not in _LEFT_OUT}
     return [_harmless(one) for one in given] if isinstance(given, list) else given
@@ -126,22 +126,22 @@ def _found(text: str) -> dict[str, Any]:
     except _ConfigError as error:
         return {"problem": str(error)}
     except ImportError as error:
-        told = f"{error.name} is not installed" if error.name else " ".join(str(error).split())
-        return {"problem": f"where jobs run: {told[:_MAX_PROBLEM]}"}
+        reason = f"{error.name} is not installed" if error.name else " ".join(str(error).split())
+        return {"problem": f"where jobs run: {reason[:_MAX_PROBLEM]}"}
     except MemoryError:
-        return {"problem": "the model that it describes needs more memory than there is for this"}
-    except Exception as error:  # noqa: BLE001 - whatever classes of models raise is about the configuration
-        told = " ".join(f"{type(error).__name__}: {error}".split())
-        return {"problem": f"transformers makes no model of it: {told[:_MAX_PROBLEM]}"}
+        return {"problem": "the model that it describes needs more memory than is allowed here"}
+    except Exception as error:  # noqa: BLE001 - any error of the classes is a problem of the configuration
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        return {"problem": f"transformers makes no model of it: {reason[:_MAX_PROBLEM]}"}
 
 
 def main() -> None:
-    """Read, bound, build, write."""
+    """Read the configuration, bound this process, build the model, write the answer."""
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
     logging.disable(logging.CRITICAL)
     text = sys.stdin.read()
     _bound_process()
-    output, sys.stdout = sys.stdout, sys.stderr  # what models print is no answer
+    output, sys.stdout = sys.stdout, sys.stderr  # output of the models' code is no part of the answer
     output.write(json.dumps(_found(text)))
 
 

@@ -1,4 +1,4 @@
-"""Saves to paths that others choose, and deletions that wait until what is newer is committed."""
+"""Saves to paths that a trainer chooses, and deletions that wait until newer saves are committed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from dcp.background.future import SaveFuture
 from dcp.errors import CheckpointError, OptionError
 from dcp.manager.catalog import CatalogRegistration, Registrar, registration_of
 from dcp.manager.cleanup.removal import remove_checkpoint
-from dcp.ranks.collectives import Ranks
 from dcp.state_dict_saver import AsyncCheckpointerType, async_save, save
 from dcp.storage.stores.opening import OpenWith
 
@@ -25,14 +24,14 @@ __all__ = ["Mode", "PathSaves"]
 Mode = Literal["thread", "process", "sync"]
 
 _AFTER_ERROR_SECONDS = 60.0
-"""How long a save under way may take when training has ended with an exception: other ranks may be dead."""
+"""The time for a save under way when training has ended with an exception: other ranks may be dead."""
 
 
 class PathSaves:
-    """The saves of one training. With ``no_dist`` from one process; else by all ranks together, who call
+    """The saves of one training. With ``no_dist`` from one process; else by all ranks together, which call
     everything but `remove` alike. ``catalog`` as for `CheckpointManager`: the run is the folder that a path
-    is in. Raises OptionError for a ``mode`` that is none, and what `registration_of` does; that a package is
-    missing on one rank of several they are told by `agree`."""
+    is in. Raises OptionError for an unknown ``mode``, and ModuleNotFoundError where ``catalog`` needs httpx.
+    """
 
     def __init__(
         self,
@@ -47,15 +46,7 @@ class PathSaves:
         self.storage_options = storage_options
         self._mode = mode
         self._no_dist = no_dist
-        self._asked = catalog
-        self._catalog: CatalogRegistration | None = None
-        self._missing: ModuleNotFoundError | None = None
-        try:
-            self._catalog = registration_of(catalog)
-        except ModuleNotFoundError as error:
-            if no_dist:
-                raise
-            self._missing = error  # the others know nothing of this rank yet
+        self._catalog = registration_of(catalog)
         self._timeout_seconds: float | None = None
         # Held while something is deleted: a save to its path waits for that.
         self._changed = threading.Condition()
@@ -66,20 +57,9 @@ class PathSaves:
         self._is_first = no_dist
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For Trainers that start their ranks by pickling: without the saves."""
-        options = self._mode, self.storage_options, self._asked
+        """Pickle the options, without the saves, for Trainers that start their ranks so."""
+        options = self._mode, self.storage_options, self._catalog
         return partial(PathSaves, no_dist=self._no_dist), options
-
-    def agree(self) -> None:
-        """On all ranks, as soon as they can talk: raise ModuleNotFoundError where one lacks a package for
-        ``catalog``, and on the others that it does."""
-
-        def own() -> bytes:
-            if self._missing is not None:
-                raise self._missing
-            return b""
-
-        Ranks(use_dist=True, operation="save").all_gather("catalog", own)
 
     def begin(self, state: dict[str, Any], path: str | os.PathLike[str], *, step: int | None = None) -> None:
         """Save ``state``; returns when it may change. Raises what an earlier save raised."""
@@ -104,7 +84,7 @@ class PathSaves:
         if self._mode == "sync":
             save(state, **options)
             if self._is_first:
-                self._tell(name, step)
+                self._note(name, step)
             return
         kind = AsyncCheckpointerType.PROCESS if self._mode == "process" else AsyncCheckpointerType.THREAD
         future = async_save(state, async_checkpointer_type=kind, **options)
@@ -130,7 +110,7 @@ class PathSaves:
         self._raise_failure()
 
     def close(self) -> None:
-        """`wait`, and until the catalog was told, for some seconds."""
+        """`wait`, and some seconds for notes to the catalog."""
         try:
             self.wait()
         finally:
@@ -144,7 +124,7 @@ class PathSaves:
         self._timeout_seconds = _AFTER_ERROR_SECONDS
 
     def _ended(self, path: str, step: int | None, future: SaveFuture, _: Future[Any]) -> None:
-        """In the thread that carried out the save."""
+        """Note the end of a save, in the thread that carried it out."""
         error = future.exception()
         with self._changed:
             self._pending = [each for each in self._pending if each is not future]
@@ -153,18 +133,17 @@ class PathSaves:
                 self._failures.append(error)
                 self._to_remove.clear()  # what was to be replaced is still the newest
             elif self._is_first:
-                self._tell(path, step)
+                self._note(path, step)
             self._remove_if_committed()
 
-    def _tell(self, path: str, step: int | None, *, deleted: bool = False) -> None:
-        """Tell the catalog that ``path`` was saved or deleted."""
-        if self._catalog is None:
-            return
-        folder, name = os.path.split(path)
-        url = OpenWith(self.storage_options)(folder or ".").url
-        if url not in self._registrars:
-            self._registrars[url] = Registrar(self._catalog, url)
-        self._registrars[url].tell(name, step, deleted=deleted)
+    def _note(self, path: str, step: int | None, *, deleted: bool = False) -> None:
+        """Note for the catalog that ``path`` was saved or deleted."""
+        if self._catalog is not None:
+            folder, name = os.path.split(path)
+            url = OpenWith(self.storage_options)(folder or ".").url
+            if url not in self._registrars:
+                self._registrars[url] = Registrar(self._catalog, url)
+            self._registrars[url].tell(name, step, deleted=deleted)
 
     def _remove_if_committed(self) -> None:
         if self._pending:
@@ -172,8 +151,11 @@ class PathSaves:
         while self._to_remove:
             path = self._to_remove.pop()
             try:
-                _remove(path, self.storage_options)
-                self._tell(path, None, deleted=True)
+                if os.path.islink(path) or os.path.isfile(path):  # noqa: PTH113, PTH114 - may be a URL
+                    os.unlink(path)  # noqa: PTH108
+                else:
+                    remove_checkpoint(OpenWith(self.storage_options)(path), time.time())
+                self._note(path, None, deleted=True)
             except (CheckpointError, OSError) as error:
                 self._failures.append(error)
 
@@ -182,10 +164,3 @@ class PathSaves:
             failures, self._failures = self._failures, []
         if failures:
             raise failures[0]
-
-
-def _remove(path: str, storage_options: Mapping[str, Any] | None) -> None:
-    if os.path.islink(path) or os.path.isfile(path):  # noqa: PTH113, PTH114 - may be a URL
-        os.unlink(path)  # noqa: PTH108
-        return
-    remove_checkpoint(OpenWith(storage_options)(path), time.time())

@@ -16,12 +16,12 @@ __all__ = ["RandomState"]
 class RandomState:
     """The global generators of Python, of numpy, of torch and of CUDA's current device: each rank's own.
 
-    A rank gets its own back; on another number of ranks all go on with what they have. Tensors
-    and plain numbers throughout, for readers that refuse arrays.
+    A rank gets its own back; on another number of ranks they stay as they are. Tensors and plain numbers
+    throughout, for readers that refuse arrays.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` takes."""
+        """Give the states of all generators, by rank."""
         return {"generators": Rescale(self.get(), "keep")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -29,7 +29,7 @@ class RandomState:
         self.set(state_dict["generators"].value)
 
     def get(self) -> dict[str, Any]:
-        """This rank's, which `set` takes."""
+        """Give the states of this rank's generators."""
         name, key, *rest = np.random.get_state(legacy=True)
         states = {
             "torch": torch.get_rng_state(),

@@ -6,18 +6,15 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
+from dcp.integrations.trainer_state import package_of
 from dcp.manager.manager import CheckpointManager
 from dcp.ranks.failures import RankFailedError
 from dcp.state_dict_saver import SaveFuture
 from dcp.storage.errors import CheckpointError, OptionError
 
-try:
+with package_of("ray", "Ray Train 2.60"):
     import ray.train
     from ray.train import Checkpoint, CheckpointUploadMode
-except ImportError as error:
-    raise ModuleNotFoundError(
-        "dcp.integrations.ray needs Ray Train 2.60: pip install 'dcphub[ray]'", name=error.name
-    ) from error
 
 __all__ = ["RayCheckpointManager"]
 
@@ -27,12 +24,12 @@ class RayCheckpointManager(CheckpointManager):
 
     Steps are in the folder ``dcp`` of the run's folder in Ray's ``storage_path``, which all nodes reach. The
     parameters are those of `CheckpointManager`, without ``root`` and ``keep``: Ray takes a run whose reported
-    checkpoints are gone for corrupted, so ``CheckpointConfig(num_to_keep=...)`` says what stays. What is
-    committed is reported to Ray with its metrics, by reference, so that nothing is copied: at the next save,
-    and at the end. All workers call `save` for the same steps, because reports wait for all of them.
+    checkpoints are gone for corrupted, so ``CheckpointConfig(num_to_keep=...)`` says what stays. Committed
+    checkpoints are reported to Ray with their metrics, by reference, so that nothing is copied: at the next
+    save, and at the end. All workers call `save` for the same steps, because reports wait for all of them.
 
     Where Ray announces that a node is preempted, the next `save` saves whatever the interval is, waits for
-    the commit and reports it, once for each such event; training goes on, as Ray wants it. Ray is asked at
+    the commit and reports it, once for each such event; training continues, as Ray wants it. Ray is asked at
     each ``agree_every_steps``-th step, which is an exchange between the workers.
 
     Raises OptionError for ``root`` and ``keep``, CheckpointError for a file system of Ray's whose URL is not
@@ -63,14 +60,14 @@ class RayCheckpointManager(CheckpointManager):
         **options: Any,
     ) -> SaveFuture | None:
         """As `CheckpointManager.save`; what was committed before is reported to Ray."""
-        is_due = self.should_save(step, last=bool(options.get("last")))  # first: a wrong step is told to all
+        is_due = self.should_save(step, last=bool(options.get("last")))  # first: a wrong step raises
         is_urgent = step % self._ask_every_steps == 0 and self._is_preempted()
         if force or is_urgent or is_due:
             self._report()
         future = super().save(step, state_dict, metrics=metrics, force=force or is_urgent, **options)
         if future is not None:
-            told = {name: float(value) for name, value in (metrics or {}).items()}
-            self._unreported = (step, future, told)
+            numbers = {name: float(value) for name, value in (metrics or {}).items()}
+            self._unreported = (step, future, numbers)
         if is_urgent:
             self._report()
         return future
@@ -81,14 +78,14 @@ class RayCheckpointManager(CheckpointManager):
         super().close(timeout_seconds)
 
     def _report(self) -> None:
-        """Tell Ray of the checkpoint that was saved last; of none that failed, which is so on all ranks."""
+        """Report the last save to Ray, unless it failed, which it then has on all ranks."""
         unreported, self._unreported = self._unreported, None
         if unreported is None:
             return
         step, future, metrics = unreported
         try:
             future.result()
-        except (CheckpointError, RankFailedError):  # the manager tells of it
+        except (CheckpointError, RankFailedError):  # the manager reports it
             return
         path = str(self.checkpoint_id(step)).removeprefix("s3://")
         ray.train.report(
@@ -98,7 +95,7 @@ class RayCheckpointManager(CheckpointManager):
         )
 
     def _is_preempted(self) -> bool:
-        """Whether Ray has announced a preemption that was not answered yet: a collective, alike on all."""
+        """Ask whether Ray has announced a preemption that no save has answered: a collective."""
         info = ray.train.get_preemption_info()
         nodes = frozenset(info.preempted_node_ids) if info is not None else frozenset()
         is_new = not nodes <= self._preempted

@@ -1,7 +1,7 @@
-"""torchdata's `StatefulDataLoader` with a position that any number of ranks goes on from.
+"""torchdata's `StatefulDataLoader` with a position that any number of ranks can resume from.
 
-A position is how many samples of an epoch's order each rank has handed out to the training, so prefetched
-batches are not part of it. Another number of ranks deals out anew what is left of the epoch.
+A position counts the samples of an epoch's order that each rank has handed out to the training, so prefetched
+batches are not part of it. Another number of ranks deals out anew the samples that are left of the epoch.
 """
 
 from __future__ import annotations
@@ -14,15 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
+from dcp.integrations.trainer_state import package_of
 from dcp.planners.rescale import Rescale
 from dcp.storage.errors import PlanError
 
-try:
+with package_of("torchdata"):
     from torchdata.stateful_dataloader import StatefulDataLoader
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "dcp.integrations.torchdata needs torchdata: pip install 'dcphub[torchdata]'", name=error.name
-    ) from error
 
 __all__ = ["RescalableDataLoader", "RescalableSampler"]
 
@@ -32,7 +29,7 @@ _OF_AN_ORDER: Final = ("size", "shuffle", "seed")
 
 
 def dealt(order: torch.Tensor, rank: int, world_size: int, *, drop_last: bool, even: bool) -> torch.Tensor:
-    """A rank's part of ``order``: each of ``world_size`` ranks takes the next sample in turn.
+    """Give a rank's part of ``order``: each of ``world_size`` ranks takes the next sample in turn.
 
     Parts of one length, as those of `DistributedSampler`, repeat samples from the beginning, or with
     ``drop_last`` leave out the last ones; not ``even`` ones have each sample once, and differ by one at most.
@@ -46,14 +43,14 @@ def dealt(order: torch.Tensor, rank: int, world_size: int, *, drop_last: bool, e
 
 
 def left_of(order: torch.Tensor, taken: Sequence[int]) -> torch.Tensor:
-    """What is left of ``order``, which was dealt to ``len(taken)`` ranks, once each has taken so many."""
+    """Give the rest of ``order``, which was dealt to ``len(taken)`` ranks, once each has taken so many."""
     places = torch.arange(len(order))
     counts = torch.tensor(list(taken), dtype=torch.int64)
     return order[places // len(taken) >= counts[places % len(taken)]]
 
 
 class RescalableSampler(DistributedSampler[Any]):
-    """`torch.utils.data.DistributedSampler` that goes on within an epoch, on any number of ranks.
+    """`torch.utils.data.DistributedSampler` that resumes within an epoch, on any number of ranks.
 
     The parameters are torch's; without a process group there is one rank. ``even=False`` lets the parts of
     ranks differ by one sample in length, so that no sample is repeated or dropped: for evaluation, since
@@ -84,26 +81,29 @@ class RescalableSampler(DistributedSampler[Any]):
         self.dealt: list[list[int]] = []
         self.taken = 0
         self.is_held = False
-        self._goes_on = False
+        self._resumes = False
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch whose order comes next."""
+        """Set the epoch whose order comes next."""
         if epoch != self.epoch:
-            self.dealt, self.taken, self._goes_on = [], 0, False
+            self.dealt, self.taken, self._resumes = [], 0, False
         super().set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Samples of this rank in an epoch from its beginning."""
-        return self._length(len(self.dataset))  # type: ignore[arg-type]
+        """Count this rank's samples of a whole epoch."""
+        samples = len(self.dataset)  # type: ignore[arg-type]
+        if self.even:
+            return samples // self.num_replicas if self.drop_last else -(-samples // self.num_replicas)
+        return len(range(self.rank, samples, self.num_replicas))
 
     def __iter__(self) -> Iterator[Any]:
-        """Indices of this rank: from the position that was loaded, else from the beginning of the epoch.
+        """Give indices of this rank: from the position that was loaded, else from the beginning of the epoch.
 
         The position is used up by the first sample, because loaders make iterators that they throw away.
         """
-        if not self._goes_on:
+        if not self._resumes:
             self.dealt, self.taken = [], 0
-        self._goes_on = False
+        self._resumes = False
         order = self._order()
         for counts in self.dealt:
             order = left_of(order, counts)
@@ -112,20 +112,15 @@ class RescalableSampler(DistributedSampler[Any]):
             self.taken += 1
             yield index
 
-    def _length(self, samples: int) -> int:
-        if self.even:
-            return samples // self.num_replicas if self.drop_last else -(-samples // self.num_replicas)
-        return len(range(self.rank, samples, self.num_replicas))
-
     def _order(self) -> torch.Tensor:
-        """All samples of the epoch, in the order that `DistributedSampler` gives them."""
+        """Order all samples of the epoch as `DistributedSampler` does."""
         samples = len(self.dataset)  # type: ignore[arg-type]
         if not self.shuffle:
             return torch.arange(samples)
         return torch.randperm(samples, generator=torch.Generator().manual_seed(self.seed + self.epoch))
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data; torchdata notes it with each batch that it prefetches."""
+        """Give the position as plain data; torchdata notes it with each batch that it prefetches."""
         return {
             "size": len(self.dataset),  # type: ignore[arg-type]
             "shuffle": self.shuffle,
@@ -136,32 +131,32 @@ class RescalableSampler(DistributedSampler[Any]):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on there. Raises PlanError for the position in another order of samples."""
+        """Resume there. Raises PlanError for the position in another order of samples."""
         own = self.state_dict()
         for name in _OF_AN_ORDER:
             if state_dict[name] != own[name]:
                 raise PlanError(
-                    f"the position is one among samples with {name}={state_dict[name]!r}, and the sampler "
-                    f"has {name}={own[name]!r}: it would skip others than were seen. Make the sampler as it "
-                    "was, or leave the position out (exclude=...)"
+                    f"the position was saved with {name}={state_dict[name]!r}, and the sampler has "
+                    f"{name}={own[name]!r}: it would skip others than were seen. Make the sampler as it was, "
+                    "or leave the position out (exclude=...)"
                 )
         if self.is_held:
             return
         self.epoch, self.taken = state_dict["epoch"], state_dict["taken"]
         self.dealt = [list(counts) for counts in state_dict["dealt"]]
-        self._goes_on = True
+        self._resumes = True
 
 
 class RescalableDataLoader(StatefulDataLoader):  # type: ignore[misc]
-    """`StatefulDataLoader` whose state goes into `dcp.save` and `dcp.load` as it is, and which any number of
-    ranks, workers and any batch size goes on from.
+    """`StatefulDataLoader` whose state goes into `dcp.save` and `dcp.load` as it is, and which resumes on any
+    number of ranks and workers, with any batch size.
 
     The parameters are torchdata's. ``sampler`` is a `RescalableSampler`, and made where none is given: a rank
     sees its part of the data set. As many ranks and workers as saved take torchdata's own state as well.
     Without ``generator`` workers are seeded by the program's seed and the epoch: torchdata would draw their
     seed from the generator that training draws from, once more after a load within an epoch.
 
-    Raises TypeError for data sets and samplers whose order is not known here, and ValueError for
+    Raises TypeError for data sets and samplers whose order is not known, and ValueError for
     ``in_order=False``.
     """
 
@@ -188,14 +183,19 @@ class RescalableDataLoader(StatefulDataLoader):  # type: ignore[misc]
         self._loaded: dict[str, Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches from the position that was loaded, else from the beginning of the epoch."""
+        """Give batches from the position that was loaded, else from the beginning of the epoch."""
         loaded, self._loaded = self._loaded, None
         self._begin, self._batches, self._has_ended = 0, 0, False
         self._epoch = self.sampler.epoch
         if self._seeds_itself:
             self.generator.manual_seed((torch.initial_seed() + self._epoch) % 2**63)
         if loaded is not None:
-            self._go_on(loaded["position"], has_ended=loaded["has_ended"])
+            if loaded["has_ended"]:
+                self.sampler.is_held = True  # torchdata's state is that of the end
+            elif loaded["position"]["epoch"] != self._epoch:
+                super().load_state_dict({})  # it was set to another one since the load
+            else:
+                self._begin = loaded["position"]["taken"]
         batches = super().__iter__()
         self.sampler.is_held = False
         for batch in batches:
@@ -203,17 +203,9 @@ class RescalableDataLoader(StatefulDataLoader):  # type: ignore[misc]
             yield batch
         self._has_ended = True
 
-    def _go_on(self, position: Mapping[str, Any], *, has_ended: bool) -> None:
-        if has_ended:
-            self.sampler.is_held = True  # torchdata's state is that of the end
-        elif position["epoch"] != self._epoch:
-            super().load_state_dict({})  # it was set to another one since the load
-        else:
-            self._begin = position["taken"]
-
     def state_dict(self) -> dict[str, Any]:
-        """A `Rescale` value. Its parts are torchdata's state, in a tuple because that is stored as one value,
-        and the position."""
+        """Give a `Rescale` value. Its parts are torchdata's state, in a tuple because that is stored as one
+        value, and the position."""
         return {"ranks": Rescale(self._loaded or self._state(), rescaled_loader)}
 
     def _state(self) -> dict[str, Any]:
@@ -231,7 +223,7 @@ class RescalableDataLoader(StatefulDataLoader):  # type: ignore[misc]
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on there. Raises PlanError for the position in another order of samples."""
+        """Resume there. Raises PlanError for the position in another order of samples."""
         own = state_dict["ranks"]
         loaded = dict(own.value if isinstance(own, Rescale) else own)
         self._loaded = loaded
@@ -251,7 +243,7 @@ class RescalableDataLoader(StatefulDataLoader):  # type: ignore[misc]
 
 
 def rescaled_loader(states: list[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
-    """The rule of `RescalableDataLoader`: the next dealing begins with what all ranks have left."""
+    """Rescale states of `RescalableDataLoader`: the next dealing begins with the samples that are left."""
     positions = [state["position"] for state in states]
     for name in (*_OF_AN_ORDER, "epoch", "dealt"):
         if any(position[name] != positions[0][name] for position in positions):
@@ -270,7 +262,7 @@ def _check(dataset: Any, sampler: Any, batch_sampler: Any, options: Mapping[str,
         )
     if batch_sampler is not None or isinstance(sampler, BatchSampler):
         raise TypeError(
-            "which samples a batch_sampler's batches had is not known here: give sampler=; or make the data "
+            "the samples of a batch_sampler's batches are not known: give sampler=; or make the data "
             "set's items batches, with batch_size=None"
         )
     if sampler is not None and not isinstance(sampler, RescalableSampler):
@@ -278,4 +270,4 @@ def _check(dataset: Any, sampler: Any, batch_sampler: Any, options: Mapping[str,
             f"sampler must be a dcp.integrations.torchdata.RescalableSampler, not {type(sampler).__name__}"
         )
     if not options.get("in_order", True):
-        raise ValueError("in_order=False hands out batches in an order that no position tells")
+        raise ValueError("in_order=False hands out batches in an order that no position describes")

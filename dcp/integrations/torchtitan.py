@@ -17,6 +17,7 @@ import torch
 
 from dcp.errors import CheckpointError, MissingKeyError, OptionError, UnexpectedKeyError
 from dcp.integrations.random_state import RandomState
+from dcp.integrations.trainer_state import package_of
 from dcp.manager.cleanup.retention import Retention
 from dcp.manager.manager import CheckpointManager as Manager
 from dcp.ranks.failures import causes_of
@@ -28,20 +29,13 @@ if TYPE_CHECKING:
 
     _Base: Any  # which has no types
 else:
-    try:
+    with package_of("torchtitan"):
         try:
             from torchtitan.components.checkpointer import CheckpointManager as _Base
         except ModuleNotFoundError as missing:
             if missing.name != "torchtitan.components.checkpointer":
                 raise
             from torchtitan.components.checkpoint import CheckpointManager as _Base
-    except ModuleNotFoundError as missing:
-        if not str(missing.name).startswith("torchtitan"):
-            raise  # what torchtitan itself lacks, such as triton beside a torch for CPUs, no extra brings
-        raise ModuleNotFoundError(
-            f"dcp.integrations.torchtitan needs {missing.name}: pip install 'dcphub[torchtitan]'",
-            name=missing.name,
-        ) from missing
 
 __all__ = ["DcpCheckpointManager"]
 
@@ -53,9 +47,9 @@ _MODES: Final[dict[str, Literal["sync", "thread", "process"]]] = {
     "async_with_pinned_mem": "process",
 }
 _DATALOADER = (
-    "Where this is about the data loader: with another data-parallel degree torchtitan's cannot go on where "
-    "it was; leave it out by exclude_from_loading=['dataloader']. Where it is about all but the model: the "
-    "checkpoint is the last of a finished run, saved with last_save_model_only; name an earlier load_step."
+    "If the key is the data loader's: with another data-parallel degree torchtitan's cannot resume where "
+    "it was; leave it out by exclude_from_loading=['dataloader']. If all keys but the model's are missing: "
+    "the checkpoint is the last of a finished run, saved with last_save_model_only: name an older load_step."
 )
 
 
@@ -81,7 +75,7 @@ class DcpCheckpointManager(_Base):  # type: ignore[misc]
 
         @dataclass(kw_only=True, slots=True)
         class Config(_Base.Config):  # type: ignore[misc]
-            """torchtitan's, with the service that is told of each step (``dcp serve``)."""
+            """torchtitan's, with the URL of a service (``dcp serve``) that lists each step."""
 
             catalog: str | None = None
 
@@ -111,43 +105,28 @@ class DcpCheckpointManager(_Base):  # type: ignore[misc]
             catalog=catalog or getattr(given, "catalog", None),
         )
 
-    # -- what the trainer calls ------------------------------------------------------------------------------
-
     @torch.no_grad()
     def save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Save if it is time for that; whether it was."""
-        return self._manager is not None and self._save(curr_step, last_step)
-
-    @torch.no_grad()
-    def load(self, step: int = -1) -> bool:
-        """Restore ``step``, or with -1 the newest good one, else what ``initial_load_path`` names; whether
-        there was one."""
-        return self._manager is not None and self._load(step)
-
-    def maybe_wait_for_staging(self) -> None:
-        """Return when the parameters may change."""
-        self._maybe_wait_for_staging()
-
-    def close(self) -> None:
-        """Wait for the saves under way; not for long where an exception has ended the training."""
-        self._close()
-
-    # -- torchtitan's hooks ----------------------------------------------------------------------------------
-
-    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Save if it is time for that, and return whether it was."""
         is_first = curr_step == 1 and self.enable_first_step_checkpoint
-        if self.load_only or not (last_step or is_first or curr_step % self.interval == 0):
+        is_due = last_step or is_first or curr_step % self.interval == 0
+        if self._manager is None or self.load_only or not is_due:
             return False
         if last_step and self.last_save_model_only:
             self._save_model(curr_step)
             return True
         overlaps = self._overlaps and not last_step
-        future = self._open().save(curr_step, self._all_states(), last=last_step, overlap=overlaps)
+        future = self._manager.save(curr_step, self._all_states(), last=last_step, overlap=overlaps)
         self.save_future: SaveFuture | None = future
         self.staging_future = None if future is None else future.staging_completion
         return True
 
-    def _load(self, step: int = -1) -> bool:
+    @torch.no_grad()
+    def load(self, step: int = -1) -> bool:
+        """Restore ``step``, or with -1 the newest good one, else what ``initial_load_path`` names; return
+        whether there was one."""
+        if self._manager is None:
+            return False
         newest = self._find_load_step() if step == -1 else step
         if newest == -1:
             before: Any = super()
@@ -159,7 +138,7 @@ class DcpCheckpointManager(_Base):  # type: ignore[misc]
         model_only = newest == 0  # a seed
         state = self._model() if model_only else self._all_states(self.exclude_from_loading)
         try:
-            self._open().restore(state, step=None if step == -1 else step, per_rank="keep")
+            self._manager.restore(state, step=None if step == -1 else step, per_rank="keep")
         except CheckpointError as error:
             is_of_loader = "dataloader" in [getattr(one, "facts", {}).get("key") for one in causes_of(error)]
             if is_of_loader or isinstance(error, MissingKeyError | UnexpectedKeyError):
@@ -168,27 +147,32 @@ class DcpCheckpointManager(_Base):  # type: ignore[misc]
         self.states[_MODEL].load_state_dict(state)
         return True
 
-    def _maybe_wait_for_staging(self) -> None:
+    def maybe_wait_for_staging(self) -> None:
+        """Return when the parameters may change."""
         staging, self.staging_future = getattr(self, "staging_future", None), None
         if staging is not None:
             staging.result()
+
+    def close(self) -> None:
+        """Wait for the saves under way; not for long where an exception has ended the training."""
+        manager, self._manager = getattr(self, "_manager", None), None
+        if manager is not None:
+            manager.__exit__(*sys.exc_info())
+
+    # hooks of torchtitan 0.3, which its own methods call
+    _save, _load, _maybe_wait_for_staging, _close = save, load, maybe_wait_for_staging, close
 
     def _wait_for_saving(self) -> None:
         saving, self.save_future = self.save_future, None
         if saving is not None:
             saving.result()
 
-    def _close(self) -> None:
-        manager, self._manager = getattr(self, "_manager", None), None
-        if manager is not None:
-            manager.__exit__(*sys.exc_info())
-
     def _find_load_step(self, folder: str = "") -> int:
-        """The newest step that is committed, -1 without one."""
+        """Find the newest step that is committed; -1 without one."""
         newest = self._open().latest()
         return -1 if newest is None else newest
 
-    # -- what torchtitan's own saves and loads go through ----------------------------------------------------
+    # -- used by torchtitan's own saves and loads ------------------------------------------------------------
 
     @torch.no_grad()
     def dcp_save(
@@ -199,7 +183,7 @@ class DcpCheckpointManager(_Base):  # type: ignore[misc]
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """Save ``state_dict``, and wait for it; in a Hugging Face format as torchtitan does."""
+        """Save ``state_dict``, and wait for it; torchtitan itself writes Hugging Face formats."""
         if to_hf:
             disabled = type(self.async_mode)("disabled")
             return super().dcp_save(state_dict, checkpoint_id, disabled, enable_garbage_collection, to_hf)
@@ -208,14 +192,12 @@ class DcpCheckpointManager(_Base):  # type: ignore[misc]
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
-        """Load a checkpoint of dcp's or stock's and give the model its part; others as torchtitan does."""
+        """Load a checkpoint of dcp's or stock's and set the model's part; torchtitan itself loads others."""
         if from_hf:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         load(state_dict, checkpoint_id=checkpoint_id, per_rank="keep")
         self.states[_MODEL].load_state_dict(state_dict)
-
-    # -- ours ------------------------------------------------------------------------------------------------
 
     def _open(self) -> Manager:
         if self._manager is None:
@@ -226,12 +208,12 @@ class DcpCheckpointManager(_Base):  # type: ignore[misc]
         return dict(self.states[_MODEL].state_dict())
 
     def _all_states(self, without: list[str] | None = None) -> dict[str, Any]:
-        """As torchtitan saves them: the model's entries beside the other objects."""
+        """Give all states as torchtitan saves them: the model's entries beside the other objects."""
         others = {key: value for key, value in self.states.items() if key not in (_MODEL, *(without or ()))}
         return others | self._model()
 
     def _save_model(self, step: int) -> None:
-        """What a finished run leaves: the model alone, in ``export_dtype``."""
+        """Save the model alone, in ``export_dtype``, at the end of a run."""
         manager = self._open()
         manager.wait()
         model = {

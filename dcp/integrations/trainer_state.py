@@ -1,5 +1,5 @@
-"""What integrations of trainers share: models and optimizers as `Stateful`, looks at the storage that all
-ranks act upon, and errors that say what a framework lacks."""
+"""Parts that plug-ins of trainers share: models and optimizers as `Stateful`, exchanges between ranks, and
+errors that name a missing package."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ __all__ = [
 ]
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What compilation and activation checkpointing put into names of parameters."""
+"""Names of wrappers, which compilation and activation checkpointing put into names of parameters."""
 
 
 @dataclass(frozen=True, eq=False)
 class TrainedModel:
-    """All of a model's state; with PEFT adapters, all of them whole and what else is not frozen, alone.
+    """All state of a model; of one with PEFT adapters the adapters and all else that is not frozen.
 
     Names do not depend on compilation or FSDP; ``model`` has no DDP around it. Tensors are the model's own.
-    With ``saving`` it is what this rank has to save: see `own_part`.
+    ``saving`` leaves out what other ranks save: see `own_part`.
     """
 
     model: nn.Module
     saving: bool = False
 
     def state_dict(self) -> dict[str, Any]:
-        """By name."""
+        """Give tensors by name."""
         state: dict[str, Any] = get_model_state_dict(self.model)
         if self.saving:
             state = own_part(self.model, state)
@@ -73,7 +73,7 @@ class TrainedModel:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What is left out stays as it is."""
+        """Set what the state has; the rest stays as it is."""
         set_model_state_dict(self.model, state_dict, options=StateDictOptions(strict=False))
 
 
@@ -81,16 +81,15 @@ class TrainedModel:
 class TrainedOptimizers:
     """The optimizers of a model, in the form of torch's `get_optimizer_state_dict`.
 
-    That function makes a step with an optimizer that has none of its state yet. Here it stays as it is: a
-    save has what there is, and `dcp.load` fills what the checkpoint has, so that parameters which were never
-    used stay without state.
+    That function makes a step with an optimizer that has no state yet. Here none is made: `dcp.load` fills
+    the state that the checkpoint has, so that parameters which were never used stay without state.
     """
 
     model: nn.Module
     optimizers: Sequence[Optimizer]
 
     def state_dict(self) -> dict[str, Any]:
-        """By the names of parameters. Raises PlanError where an optimizer has one that the model has not."""
+        """Give state by the names of parameters. Raises PlanError for a parameter that the model has not."""
         state, groups = dict[str, Any](), list[Any]()
         for optimizer, named in self._named():
             own, names = optimizer.state_dict(), list(chain(*named))
@@ -100,7 +99,7 @@ class TrainedOptimizers:
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take it. Raises PlanError where the parameters are in other groups."""
+        """Set the state. Raises PlanError where the parameters are in other groups."""
         saved = {frozenset(group["params"]): group for group in state_dict["param_groups"]}
         for optimizer, named in self._named():
             numbers = {name: number for number, name in enumerate(chain(*named))}
@@ -114,7 +113,7 @@ class TrainedOptimizers:
             optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def _named(self) -> list[tuple[Optimizer, list[list[str]]]]:
-        """Each with the names of its parameters by group, in the order in which it numbers them."""
+        """Pair each optimizer with the names of its parameters by group, in the order of its numbers."""
         names = {parameter: _plain(name) for name, parameter in self.model.named_parameters()}
         found = []
         for optimizer in self.optimizers:
@@ -129,8 +128,8 @@ class TrainedOptimizers:
 
 
 def own_part(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """The part of ``state`` that this rank has to save: buffers that are whole are rank 0's, whose values
-    go on in DDP, too; the running means of batch norms differ by rank."""
+    """Leave out of ``state`` what rank 0 saves: whole buffers, such as running means, which differ by rank.
+    DDP continues from rank 0's as well."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         return state
     buffers = {_plain(name) for name, _ in model.named_buffers(remove_duplicate=False)}
@@ -150,8 +149,8 @@ class _RefusedState:
 
 @contextmanager
 def refused_by_all(use: Callable[[dict[str, Any]], object]) -> Iterator[None]:
-    """Around what makes the state that all ranks ``use`` next, in a save or load of theirs: what is raised on
-    one rank fails that on the others, too, who would wait for the rank."""
+    """Fail the save or load that all ranks ``use`` next if one of them raises within this block, where it
+    makes the state: the others would wait for it."""
     try:
         yield
     except Exception as error:
@@ -162,7 +161,7 @@ def refused_by_all(use: Callable[[dict[str, Any]], object]) -> Iterator[None]:
 
 
 def has_shards(value: Any) -> bool:
-    """Whether there is a DTensor in it, in dicts, lists and tuples however deep."""
+    """Test whether ``value`` has a DTensor, in dicts, lists and tuples however deep."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
@@ -171,13 +170,13 @@ def has_shards(value: Any) -> bool:
 
 
 def on_first_rank(look: Callable[[], Any]) -> Any:
-    """What ``look`` finds on rank 0, on all ranks; plain data. Its error is raised on all, too."""
+    """Call ``look`` on rank 0, and give its plain data, or raise its error, on all ranks."""
     packed = _ranks().broadcast("look", lambda: bytes(msgpack.packb(look())))
     return msgpack.unpackb(packed)
 
 
 def gathered(own: Any) -> list[Any]:
-    """What each rank has, of whatever classes; what cannot be pickled on one of them is raised on all."""
+    """Give the values of all ranks, of any classes; an error in pickling on one of them is raised on all."""
 
     def packed() -> bytes:
         file = io.BytesIO()
@@ -196,7 +195,7 @@ def _ranks() -> Ranks:
 def committed_beside(
     place: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """The other committed checkpoints in the folder of ``place``, newest first."""
+    """List the other committed checkpoints in the folder of ``place``, newest first."""
     folder, name = os.path.split(os.fspath(place))
     listed = list_checkpoints(folder or ".", storage_options=storage_options)
     whole = [each for each in listed if each.state == "committed" and each.name != name]
@@ -205,17 +204,22 @@ def committed_beside(
 
 
 @contextmanager
-def package_of(extra: str) -> Iterator[None]:
-    """Around a framework's imports: where a package is missing, say what brings it."""
+def package_of(extra: str, needs: str = "") -> Iterator[None]:
+    """Name the extra to install where imports of the package ``extra`` fail within this block.
+
+    ``needs`` says what versions are needed.
+    """
     try:
         yield
-    except ModuleNotFoundError as error:
-        advice = f"this needs {error.name}: pip install 'dcphub[{extra}]'"
+    except ImportError as error:
+        if not str(error.name).startswith(extra):
+            raise  # a package that the framework itself needs, such as triton beside a torch for CPUs
+        advice = f"this needs {needs or error.name} ({error}): pip install 'dcphub[{extra}]'"
         raise ModuleNotFoundError(advice, name=error.name) from error
 
 
 def check_private(package: str, holder: Any, names: Iterable[str] | Mapping[str, tuple[str, ...]]) -> None:
-    """Raise RuntimeError where ``holder`` has not the private ``names``, or methods with other parameters."""
+    """Raise RuntimeError where ``holder`` lacks one of the private ``names``, or its parameters differ."""
     parameters = names if isinstance(names, Mapping) else {}
     for name in names:
         there = getattr(holder, name, None)

@@ -19,9 +19,8 @@ import torch.distributed as dist
 
 from dcp.background.future import SaveFuture
 from dcp.background.session import own_channel
+from dcp.calls.arguments import check_top_level, with_options
 from dcp.calls.plain_errors import plain_errors
-from dcp.calls.stateful_values import check_top_level
-from dcp.calls.storage_selection import with_options
 from dcp.manager.catalog import CatalogRegistration, Registrar, registration_of
 from dcp.manager.cleanup.after_commit import AfterCommit, Check
 from dcp.manager.cleanup.retention import Retention

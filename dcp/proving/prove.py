@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+from dcp.calls.arguments import stateful_to_plain
 from dcp.calls.plain_errors import plain_errors
-from dcp.calls.stateful_values import stateful_to_plain
 from dcp.features.saved_map import mapped_state
 from dcp.inspection.values.tensor_reading import open_tensors
 from dcp.planners.load.selection import Patterns, Selection

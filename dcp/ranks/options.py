@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from dcp.calls.stateful_values import stateful_keys
+from dcp.calls.arguments import stateful_keys
 from dcp.planners.flatten import LIST, MAPPING, kind_of
 from dcp.planners.load.options import LoadOptions
 from dcp.planners.weight_maps.weight_map import WeightMap

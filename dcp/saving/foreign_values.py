@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from dcp.calls.stateful_values import is_stateful
+from dcp.calls.arguments import is_stateful
 from dcp.planners.by_value import by_value
 from dcp.storage.formats.container_notes import NO_PLAIN_KEY, plain_key
 from dcp.storage.formats.torch.python_values import is_harmless_leaf

@@ -1,4 +1,4 @@
-"""What a tensor has after a load against what was saved: which elements are wrong, and whose they are."""
+"""Compare a tensor after a load with what was saved: find wrong elements, and where they belong."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Mask = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.int64]
 
 _MAX_SEARCHED: Final = 1 << 24
-"""Elements in which a wrong value is looked for."""
+"""Elements that are searched for a wrong value."""
 
-_TELLING_BITS: Final = 7
-"""So many more than places have to be told apart, lest chance be taken for a find."""
+_SPARE_BITS: Final = 7
+"""Bits beyond those that number the places, so that an equal value is no chance."""
 
 _MAX_RUNS: Final = 8
 _MOMENTS: Final[dict[str, tuple[StateFindingKind, str]]] = {
@@ -49,7 +49,7 @@ class SavedTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class SavedState:
-    """What all ranks of a world had. ``own``: parameters and buffers whose tensors are each rank's own;
+    """The tensors of all ranks of a world. ``own``: parameters and buffers whose tensors are each rank's own;
     ``replicas``: those of which several ranks had plain tensors that are alike."""
 
     world: int
@@ -58,16 +58,16 @@ class SavedState:
     replicas: frozenset[str] = frozenset()
 
     def of(self, live: LiveTensor, rank: int) -> SavedTensor | None:
-        """What ``live`` should have; None if nobody had that."""
+        """Find the saved tensor of ``live``; None if no rank had it."""
         return self.tensors.get((live.part, live.name, rank if self.is_own(live) else None))
 
     def is_own(self, live: LiveTensor) -> bool:
-        """Whether it is a rank's own."""
+        """Test whether it is a rank's own."""
         return live.is_alone and live.fqn in self.own
 
 
 def judge(live: LiveTensor, rank: int, saved: SavedState) -> Iterator[StateFinding]:
-    """What is wrong with ``live`` on this ``rank``; nothing where it is as it was saved."""
+    """Find what is wrong with ``live`` on this ``rank``; nothing where it is as it was saved."""
     wanted = saved.of(live, rank)
     bits = bits_of(live.local)
     facts: dict[str, Any] = {"rank": rank, "part": live.part, "name": live.name, "total": live.local.numel()}
@@ -83,7 +83,7 @@ def judge(live: LiveTensor, rank: int, saved: SavedState) -> Iterator[StateFindi
 
 
 class _Explanation:
-    """Takes the wrong elements one reason after the other, each of which leaves fewer."""
+    """Explains wrong elements by one reason after the other, each of which leaves fewer."""
 
     def __init__(
         self, live: LiveTensor, bits: Any, expected: Any, wrong: Mask, wanted: SavedTensor, saved: SavedState
@@ -94,7 +94,7 @@ class _Explanation:
         self._left, self._right = wrong.copy(), ~wrong
 
     def findings(self) -> Iterator[dict[str, Any]]:
-        """What a `StateFinding` has besides the tensor's name."""
+        """Give the fields of each `StateFinding` besides the tensor's name."""
         yield from self._if_equal("lost", np.zeros_like(self._bits), "zeros")
         for moment, (kind, found) in _MOMENTS.items():
             of = Identity(self._live.name, self._wanted.rank, moment)
@@ -104,7 +104,7 @@ class _Explanation:
                 yield from self._if_equal("rounded", self._through(smaller), f"rounded to {_name(smaller)}")
         yield from self._elsewhere()
         if self._left.any():
-            yield self._told("garbage", self._left, self._sample())
+            yield self._finding("garbage", self._left, self._sample())
 
     def _through(self, smaller: torch.dtype) -> Any:
         values = torch.empty(len(self._right), dtype=self._dtype)
@@ -112,15 +112,15 @@ class _Explanation:
         return bits_of(values.to(smaller).to(self._dtype))
 
     def _if_equal(self, kind: StateFindingKind, bits: Any, found: str) -> Iterator[dict[str, Any]]:
-        """Unless that so many are equal is what chance gives."""
+        """Report elements that equal ``bits``, unless chance makes so many equal."""
         same = self._left & ~_by_element(self._bits != bits, self._dtype)
         by_chance = 2.0 ** -bits_per_value(self._dtype) * self._left.sum()
         if same.sum() > 8 * by_chance + 1 or (same.any() and bool((same == self._left).all())):
             self._left &= ~same
-            yield self._told(kind, same, found)
+            yield self._finding(kind, same, found)
 
     def _elsewhere(self) -> Iterator[dict[str, Any]]:
-        """Elements of what was saved that belong elsewhere."""
+        """Find saved elements that belong elsewhere."""
         row = self._live.local.shape[-1] if self._live.local.ndim else 1
         for one in dict.fromkeys((min(gram_width(self._dtype), row), 1)):
             for candidate in _candidates(self._wanted, self._saved):
@@ -149,13 +149,13 @@ class _Explanation:
             whose = f"rank {source.rank}'s" + (f" {source.name}" if source.name != self._wanted.name else "")
         places = _places(come_from, source.shape)
         return {
-            **self._told(kind, mask, f"has {places} of {whose}"),
+            **self._finding(kind, mask, f"has {places} of {whose}"),
             "from_name": source.name,
             "from_rank": source.rank,
             "from_places": places,
         }
 
-    def _told(self, kind: StateFindingKind, mask: Mask, found: str) -> dict[str, Any]:
+    def _finding(self, kind: StateFindingKind, mask: Mask, found: str) -> dict[str, Any]:
         places = _places(self._live.index[mask], self._live.shape)
         return {"kind": kind, "count": int(mask.sum()), "places": places, "found": found}
 
@@ -165,11 +165,11 @@ class _Explanation:
         return ", ".join(f"{value:.6g}" if isinstance(value, float) else str(value) for value in few)
 
 
-# -- whose elements these are --------------------------------------------------------------------------------
+# -- places that elements come from --------------------------------------------------------------------------
 
 
 def _candidates(wanted: SavedTensor, saved: SavedState) -> Iterator[SavedTensor]:
-    """Tensors of that dtype, the one itself first, then the same of other ranks, then all others."""
+    """List tensors of that dtype, the one itself first, then the same of other ranks, then all others."""
     same = [one for one in saved.tensors.values() if one.dtype == wanted.dtype]
     searched = 0
     for one in sorted(same, key=lambda one: (one != wanted, one.name != wanted.name)):
@@ -180,11 +180,11 @@ def _candidates(wanted: SavedTensor, saved: SavedState) -> Iterator[SavedTensor]
 
 
 def _found_in(source: SavedTensor, bits: Any, dtype: torch.dtype, row: int, width: int) -> Places:
-    """By element its place in ``source``, of those that stand there with their neighbours; -1 for others."""
+    """Find the place in ``source`` of each element that stands there with its neighbours; -1 for others."""
     found = np.full(len(bits) // (2 if dtype.is_complex else 1), -1, np.int64)
     count = math.prod(source.shape)
-    if count < width or width * bits_per_value(dtype) < _TELLING_BITS + math.log2(count):
-        return found  # too little to tell by
+    if count < width or width * bits_per_value(dtype) < _SPARE_BITS + math.log2(count):
+        return found  # too few bits
     there = coded_bits(Identity(source.name, source.rank, "saved"), np.arange(count, dtype=np.int64), dtype)
     grams, here = _grams(_joined(there, dtype), width), _grams(_joined(bits, dtype), width)
     order = np.argsort(grams, kind="stable")
@@ -198,13 +198,13 @@ def _found_in(source: SavedTensor, bits: Any, dtype: torch.dtype, row: int, widt
 
 
 def _joined(bits: Any, dtype: torch.dtype) -> npt.NDArray[np.uint64]:
-    """One number an element."""
+    """Make one number of each element."""
     wide: npt.NDArray[np.uint64] = bits.astype(np.uint64)
     return wide[0::2] * _MULTIPLIER + wide[1::2] if dtype.is_complex else wide
 
 
 def _grams(values: npt.NDArray[np.uint64], width: int) -> npt.NDArray[np.uint64]:
-    """For each place a hash of the ``width`` values that begin there."""
+    """Compute for each place a hash of the ``width`` values that begin there."""
     count = len(values) - width + 1
     hashed = np.zeros(count, np.uint64)
     for step in range(width):
@@ -216,11 +216,11 @@ def _by_element(differs: Mask, dtype: torch.dtype) -> Mask:
     return np.asarray(differs.reshape(-1, 2).any(1)) if dtype.is_complex else differs
 
 
-# -- how places are told -------------------------------------------------------------------------------------
+# -- places in words -------------------------------------------------------------------------------------
 
 
 def _places(index: Places, shape: Sequence[int]) -> str:
-    """Slices of the first dimension where whole rows are meant, else how many and the first of them."""
+    """Name slices of the first dimension where rows are whole, else the count and the first place."""
     total = math.prod(shape)
     if len(index) == total:
         return "all"
@@ -236,11 +236,11 @@ def _places(index: Places, shape: Sequence[int]) -> str:
 
 
 def _runs(numbers: Places) -> list[str]:
-    """Slices of numbers that follow each other, in the order in which they stand."""
+    """Join consecutive numbers to slices, in their order."""
     breaks = np.flatnonzero(np.diff(numbers) != 1)
     begins, ends = np.r_[0, breaks + 1], np.r_[breaks, len(numbers) - 1]
-    told = [f"{numbers[begin]}:{numbers[end] + 1}" for begin, end in zip(begins, ends, strict=True)]
-    return told if len(told) <= _MAX_RUNS else [*told[: _MAX_RUNS - 1], "..."]
+    slices = [f"{numbers[begin]}:{numbers[end] + 1}" for begin, end in zip(begins, ends, strict=True)]
+    return slices if len(slices) <= _MAX_RUNS else [*slices[: _MAX_RUNS - 1], "..."]
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,12 +1,12 @@
-"""What a model and its optimizer have on this rank, as plain tensors, and which elements of the whole.
+"""Plain tensors of a model and its optimizer on this rank, with the elements of the whole that they hold.
 
-It looks at parameters, buffers and the optimizer's own state, not at what state dicts say of them, and
-derives places from what placements mean: what is tried must not be its own judge.
+They are taken from parameters, buffers and the optimizer's own state, not from state dicts, and places follow
+from the meaning of placements: the code under test must not judge itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple, TypeAlias
 
@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dcp.storage.errors import OptionError
-from dcp.storage.torch_compat import StridedShard
-from dcp.testing.flat_parameters import FlatParts, flat_parts
+from dcp.storage.torch_compat import FlatSlice, StridedShard, flat_slices
 
 __all__ = ["LiveTensor", "PartOf", "StatePart", "Whole", "clean_name", "parameter_names", "tensors_of"]
 
@@ -30,8 +30,8 @@ _WRAPPERS: Final = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_mo
 
 
 class Whole(NamedTuple):
-    """What a plain tensor is a part of: the whole's ``name`` and ``shape``, and in ``places``, which has the
-    part's shape, of each of its elements the row-major place there."""
+    """The whole that a plain tensor is a part of: its ``name`` and ``shape``, and in ``places``, which has
+    the part's shape, the row-major place there of each of the part's elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class LiveTensor:
     """A plain tensor that this rank has: all of ``name``, or the elements ``index`` of it, which has
     ``shape``. ``fqn`` is the parameter's or buffer's that it belongs to.
 
-    ``is_alone``: nothing says that it is a part of something: other ranks may have the same, or another.
+    ``is_alone``: nothing says that it is a part of a whole: other ranks may have the same, or another.
     """
 
     part: StatePart
@@ -60,7 +60,7 @@ class LiveTensor:
 
 
 def clean_name(name: str, model: nn.Module) -> str:
-    """A parameter's name without those that wrappers add."""
+    """Remove the parts of a parameter's name that wrappers add."""
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
     if isinstance(model, DistributedDataParallel | DataParallel) and parts[0] == "module":
         parts = parts[1:]
@@ -68,7 +68,7 @@ def clean_name(name: str, model: nn.Module) -> str:
 
 
 def parameter_names(model: nn.Module) -> dict[torch.Tensor, str]:
-    """The first name of each parameter."""
+    """Give the first name of each parameter."""
     found: dict[torch.Tensor, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(parameter, clean_name(name, model))
@@ -78,12 +78,12 @@ def parameter_names(model: nn.Module) -> dict[torch.Tensor, str]:
 def tensors_of(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, part_of: PartOf, rank: int, world: int
 ) -> list[LiveTensor]:
-    """All that a checkpoint has to have: parameters, persistent buffers, state of the optimizer.
+    """List all tensors that a checkpoint has to have: parameters, persistent buffers, optimizer state.
 
-    Raises OptionError for what does not say which elements of the whole it has.
+    Raises OptionError for a tensor whose elements of the whole are not known.
     """
     names = parameter_names(model)
-    flat = flat_parts(model, {module: clean_name(name, model) for name, module in model.named_modules()})
+    flat = _flat_parts(model)
     found = [
         live for parameter, name in names.items() for live in _of_parameter("model", name, parameter, flat)
     ]
@@ -99,19 +99,57 @@ def tensors_of(
     return _as_parts(found, part_of, rank, world)
 
 
+_FlatParts: TypeAlias = Mapping[torch.Tensor, list[FlatSlice]]
+"""Parts by parameter that is flat, or a view of one; their ``offset`` is that in the parameter."""
+
+
+def _flat_parts(model: nn.Module) -> _FlatParts:
+    """List the parts of the flat parameters that FSDP1 makes; none where it wraps no module.
+
+    Raises OptionError where a parameter is flat and divided by tensor parallelism besides: then the flat one
+    does not say which elements it has.
+    """
+    if not any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        return {}
+    slices = flat_slices(model)
+    if slices is None:
+        raise OptionError(
+            f"torch {torch.__version__} does not say what is in the flat parameters of "
+            "FullyShardedDataParallel: use fully_shard (FSDP2), or another version of torch"
+        )
+    names = {module: clean_name(name, model) for name, module in model.named_modules()}
+    found: dict[torch.Tensor, list[FlatSlice]] = {}
+    for one in slices:
+        name = ".".join(filter(None, (names[one.module], one.name)))
+        if not one.is_whole:
+            raise OptionError(
+                f"{name}: FullyShardedDataParallel over tensor parallelism does not say which elements a "
+                "rank has: use fully_shard (FSDP2) over it"
+            )
+        if one.parameter is None:
+            found.setdefault(one.flat, []).append(one._replace(name=name))
+        else:
+            found.setdefault(one.parameter, []).append(one._replace(name=name, offset=0))
+    return found
+
+
 def _of_parameter(
-    part: StatePart, name: str, parameter: torch.Tensor, flat: FlatParts
+    part: StatePart, name: str, parameter: torch.Tensor, flat: _FlatParts
 ) -> Iterator[LiveTensor]:
     if parameter not in flat:
         yield from _parts(part, name, name, parameter)
     for one in flat.get(parameter, ()):
-        yield LiveTensor(part, one.name, one.name, one.of(parameter), one.shape, one.places, is_alone=False)
+        in_memory = torch.empty(int(np.prod(one.shape)), dtype=torch.int64)
+        in_memory.as_strided(one.shape, one.strides).copy_(torch.arange(len(in_memory)).view(one.shape))
+        index = in_memory[one.begin : one.begin + one.length].numpy()
+        local = parameter.detach().view(-1)[one.offset : one.offset + one.length]
+        yield LiveTensor(part, one.name, one.name, local, one.shape, index, is_alone=False)
 
 
 def _of_state(
-    suffix: str, name: str, parameter: torch.Tensor, value: torch.Tensor, flat: FlatParts
+    suffix: str, name: str, parameter: torch.Tensor, value: torch.Tensor, flat: _FlatParts
 ) -> Iterator[LiveTensor]:
-    """State of an optimizer, such as ".exp_avg"; a flat parameter's is all of its parts'."""
+    """Give state of an optimizer, such as ".exp_avg"; a flat parameter's belongs to all of its parts."""
     inside = flat.get(parameter, [])
     if inside and value.shape == parameter.shape:
         for live in _of_parameter("optimizer", name, value, {value: inside}):
@@ -122,7 +160,7 @@ def _of_state(
 
 
 def _as_parts(found: Sequence[LiveTensor], part_of: PartOf, rank: int, world: int) -> list[LiveTensor]:
-    """As the user says what a parameter is a part of; so is state of its shape."""
+    """Apply ``part_of`` to parameters, and to state of their shape."""
     wholes = {
         live.fqn: part_of(live.fqn, live.local, rank, world)
         for live in found
@@ -141,7 +179,7 @@ def _as_parts(found: Sequence[LiveTensor], part_of: PartOf, rank: int, world: in
 
 
 def _parts(part: StatePart, name: str, fqn: str, tensor: torch.Tensor) -> Iterator[LiveTensor]:
-    """The plain tensors that ``tensor`` is made of."""
+    """Give the plain tensors that ``tensor`` is made of."""
     if isinstance(tensor, DTensor):
         yield from _shard(part, name, fqn, tensor)
     elif hasattr(tensor, "__tensor_flatten__"):
@@ -156,7 +194,7 @@ def _shard(part: StatePart, name: str, fqn: str, tensor: DTensor) -> Iterator[Li
     local = tensor.to_local().detach()
     is_pending = any(placement.is_partial() for placement in tensor.placements)
     if is_pending or hasattr(local, "__tensor_flatten__"):
-        # what of the whole is in there nobody says, so that it is this rank's own
+        # its elements of the whole are not known, so that it is this rank's own
         for live in _parts(part, name, fqn, local):
             yield LiveTensor(part, live.name, fqn, live.local, live.shape, live.index, is_alone=True)
         return
@@ -164,13 +202,13 @@ def _shard(part: StatePart, name: str, fqn: str, tensor: DTensor) -> Iterator[Li
     if index.shape != tuple(local.shape):
         raise OptionError(
             f"{name} has {tuple(local.shape)} on this rank, where {tensor.placements} of "
-            f"{tuple(tensor.shape)} are {tuple(index.shape)}: a shard of which nobody can say what it is"
+            f"{tuple(tensor.shape)} are {tuple(index.shape)}: a shard whose elements are not known"
         )
     yield LiveTensor(part, name, fqn, local, tuple(tensor.shape), index.reshape(-1), is_alone=False)
 
 
 def _places(tensor: DTensor) -> npt.NDArray[np.int64]:
-    """Row-major places in the whole tensor of what this rank has, as its placements mean it."""
+    """Give the row-major places in the whole tensor of this rank's elements, as its placements mean them."""
     index = torch.arange(tensor.numel()).view(tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
     shards = [

@@ -1,8 +1,8 @@
-"""Whether a save and a load keep a model under its parallelism: every element of it, on any number of ranks.
+"""Check that a save and a load keep every element of a model under its parallelism, on any number of ranks.
 
-The model and its optimizer are given values that tell where they belong, saved, loaded into a model that was
-built anew on as many or other ranks, and looked through: what is lost, doubled, shuffled, stale or another
-rank's is told by name, rank and position. Any pair of functions can be tried.
+The model and its optimizer are given values that identify their place, saved, loaded into a model that was
+built anew on as many or other ranks, and compared: elements that are lost, doubled, shuffled, stale or those
+of another rank are reported by name, rank and position. Any pair of functions can be tried.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import hashlib
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from multiprocessing.context import BaseContext
@@ -33,7 +34,6 @@ from dcp.state_dict_saver import save as dcp_save
 from dcp.storage.errors import OptionError
 from dcp.testing.judging import SavedState, SavedTensor, judge
 from dcp.testing.live_state import LiveTensor, PartOf, Whole, parameter_names, tensors_of
-from dcp.testing.random_numbers import random_by_rank
 from dcp.testing.rank_processes import RankFailure, RankProcesses
 from dcp.testing.report import Report, StateFinding, Trial
 from dcp.testing.values import Identity, bits_of, coded_bits, number_of, write_bits
@@ -47,35 +47,38 @@ _OPTIONS: Final = StateDictOptions(flatten_optimizer_state_dict=True)
 """Settings of an optimizer by parameter as well: groups list names that other stages of a pipeline have."""
 
 _MAX_LINES: Final = 4
+_SEEDS_APART: Final = 1_000_003
+_MAX_SEED: Final = 1 << 63
 
 Finding: TypeAlias = StateFinding
 
 
 class Save(Protocol):
-    """As `dcp.save`, on all ranks. What it returns may have a ``result()``: the state changes before that."""
+    """Called as `dcp.save`, on all ranks. What it returns may have a ``result()``: the state changes
+    before that is called."""
 
     def __call__(self, state: dict[str, Any], /, *, checkpoint_id: str) -> Any: ...
 
 
 class Load(Protocol):
-    """As `dcp.load`: called on all ranks, fills what it is given."""
+    """Called as `dcp.load`, on all ranks: fills the state dict."""
 
     def __call__(self, state: dict[str, Any], /, *, checkpoint_id: str) -> Any: ...
 
 
 @dataclass(frozen=True)
 class ModelState:
-    """The state's "model": a `Stateful` with fully qualified names, by torch's helpers. A pair that wants the
+    """The state's "model": a `Stateful` with fully qualified names, by torch's helpers. A pair that needs the
     ``module`` itself takes that."""
 
     module: nn.Module
 
     def state_dict(self) -> dict[str, Any]:
-        """By name."""
+        """Give tensors by name."""
         return get_model_state_dict(self.module)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What was read into `state_dict`."""
+        """Set the state that was read into `state_dict`."""
         set_model_state_dict(self.module, state)
 
 
@@ -87,16 +90,16 @@ class OptimizerState:
     optimizer: torch.optim.Optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """By name of parameter."""
+        """Give state by name of parameter."""
         return get_optimizer_state_dict(self.module, self.optimizer, options=_OPTIONS)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What was read into `state_dict`."""
+        """Set the state that was read into `state_dict`."""
         set_optimizer_state_dict(self.module, self.optimizer, state, options=_OPTIONS)
 
 
 def _whole(name: str, tensor: torch.Tensor, rank: int, world: int) -> None:
-    """What is plain is whole."""
+    """Take plain tensors for whole."""
 
 
 def check(
@@ -131,14 +134,14 @@ def check(
         replicas: Globs of those that all ranks have alike although they begin as random numbers that nothing
             broadcasts. Plain tensors that are alike as they are built are taken for such without; the report
             says which.
-        part_of: What a plain tensor is a part of, where parallelism makes no `DTensor`: a function of a
-            module, which gives a `Whole`, or None.
+        part_of: A function of a module that gives the `Whole` of a plain tensor, where parallelism makes no
+            `DTensor`, or None.
         folder: Where checkpoints go; by default a temporary folder.
         timeout_seconds: For a save or a load, with the model that is built for it.
         context: Of multiprocessing, to start the processes by; "spawn" by default.
 
     Returns:
-        What was found; ``assert report.ok, report`` prints it as a table.
+        The findings; ``assert report.ok, report`` prints them as a table.
 
     Raises:
         OptionError: ``build``, ``save`` or ``load`` cannot be sent to a process, ``worlds`` is empty, or a
@@ -163,7 +166,7 @@ def check(
 
 @dataclass(frozen=True)
 class _Asked:
-    """What to make on a rank, and what of it to look at."""
+    """The model to build on a rank, and the globs of its tensors."""
 
     build: Build
     part_of: PartOf
@@ -174,7 +177,7 @@ class _Asked:
     def tensors(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int, world: int
     ) -> list[LiveTensor]:
-        """Those that are asked for."""
+        """List the tensors that match ``only``."""
         live = tensors_of(model, optimizer, self.part_of, rank, world)
         return [one for one in live if any(fnmatchcase(one.fqn, glob) for glob in self.only)]
 
@@ -189,7 +192,7 @@ def _globs(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _refuse_idle(asked: _Asked, saved: SavedState) -> None:
-    """OptionError for globs that match nothing: all would seem to be well."""
+    """Raise OptionError for globs that match nothing: no finding would prove nothing."""
     names = {one.fqn for one in saved.tensors.values()}
     for what, globs in (("only", asked.only), ("own", asked.own), ("replicas", asked.replicas)):
         idle = [glob for glob in globs if not any(fnmatchcase(name, glob) for name in names)]
@@ -207,14 +210,14 @@ def _trial(saved: SavedState, world: int, results: Sequence[Any]) -> Trial:
 
 def _failures(what: str, results: Iterable[Any]) -> tuple[StateFinding, ...]:
     return tuple(
-        StateFinding("failed", result.rank, found=f"{what}: {_told(result.message)}")
+        StateFinding("failed", result.rank, found=f"{what}: {_shortened(result.message)}")
         for result in results
         if isinstance(result, RankFailure)
     )
 
 
-def _told(message: str) -> str:
-    """On one line; of a long one, such as torch's, the beginning and the end, which say what it was."""
+def _shortened(message: str) -> str:
+    """Put a message on one line; of a long one, such as torch's, the first and the last line."""
     lines = message.splitlines()
     return " ".join(lines if len(lines) <= _MAX_LINES else [lines[0], "...", lines[-1]])
 
@@ -225,7 +228,7 @@ def _told(message: str) -> str:
 def _save_on_rank(
     rank: int, world: int, asked: _Asked, save: Save, folder: str
 ) -> tuple[list[SavedTensor], set[str], set[str]]:
-    with random_by_rank(rank):
+    with _random_by_rank(rank):
         model, optimizer = asked.build(rank, world)
     if optimizer is not None:
         get_optimizer_state_dict(model, optimizer)  # makes its state, where it has made no step
@@ -242,13 +245,33 @@ def _save_on_rank(
     return [_saved_tensor(one, rank, fqns) for one in live], fqns, replicas
 
 
+@contextmanager
+def _random_by_rank(rank: int) -> Iterator[None]:
+    """Let torch's random numbers differ by rank within this block, also after ``torch.manual_seed()``: one
+    seed would make any two tensors alike."""
+    seed = torch.manual_seed
+
+    def seed_by_rank(number: int) -> torch.Generator:
+        return seed((int(number) + rank * _SEEDS_APART) % _MAX_SEED)
+
+    holders = (torch, torch.random)
+    for holder in holders:
+        setattr(holder, "manual_seed", seed_by_rank)  # noqa: B010 - mypy refuses to assign functions
+    try:
+        seed_by_rank(torch.initial_seed())
+        yield
+    finally:
+        for holder in holders:
+            setattr(holder, "manual_seed", seed)  # noqa: B010
+
+
 def _saved_tensor(live: LiveTensor, rank: int, own: Iterable[str]) -> SavedTensor:
     owner = rank if live.is_alone and live.fqn in own else None
     return SavedTensor(live.name, live.fqn, live.part, live.shape, live.local.dtype, owner)
 
 
 def _own_names(live: Sequence[LiveTensor], asked: _Asked) -> tuple[set[str], set[str]]:
-    """Parameters and buffers that several ranks have, and not the same of; and those that are the same."""
+    """Name the parameters and buffers that differ between ranks, and those that several ranks have alike."""
     rows = {
         (one.fqn, one.name, one.shape, hashlib.sha256(bits_of(one.local).tobytes()).hexdigest())
         for one in live
@@ -278,7 +301,7 @@ def _seed(live: Iterable[LiveTensor], moment: str, rank: int, own: Iterable[str]
 
 
 def _rate(moment: str) -> float:
-    """The learning rate of all groups."""
+    """Give the learning rate of all groups."""
     return number_of(Identity("lr", None, moment))
 
 
@@ -309,8 +332,8 @@ def _load_on_rank(
 
 
 def _lost_state(live: Sequence[LiveTensor], rank: int, world: int, saved: SavedState) -> list[StateFinding]:
-    """State of the optimizer that was saved, of parameters that this rank has elements of, and is not here.
-    FSDP1 keeps none of the others."""
+    """Find state of the optimizer that was saved and is missing here, of parameters that this rank has
+    elements of: FSDP1 keeps no other."""
     here = {one.name for one in live if one.part == "optimizer"}
     fqns = {one.fqn for one in live if one.part == "model" and one.local.numel()}
     return [
@@ -328,7 +351,7 @@ def _lost_rates(optimizer: torch.optim.Optimizer | None, rank: int) -> list[Stat
 
 
 def _ties(model: nn.Module) -> Mapping[str, str]:
-    """Names of a parameter that it has besides its first one, and that."""
+    """Map further names of a parameter to its first one."""
     first = parameter_names(model)
     return {
         name: first[parameter]

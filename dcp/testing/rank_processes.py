@@ -1,6 +1,6 @@
-"""Ranks in processes of their own, each function of theirs in a fresh gloo group; they end with certainty.
+"""Ranks in processes of their own, which run each function in a fresh gloo group and end with certainty.
 
-A rank that raises, dies or hangs ends what the others wait for: they have some seconds to end by themselves.
+Once a rank raises, dies or hangs, the others have some seconds to end by themselves.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import pickle
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,11 +33,10 @@ _VARIABLES: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Why a rank has no result: what it raised, with its traceback, or how its process ended."""
+    """The reason why a rank has no result: its exception, or the end of its process."""
 
     rank: int
     message: str
-    traceback: str = ""
 
 
 class RankProcesses:
@@ -60,7 +58,7 @@ class RankProcesses:
     def run(
         self, world: int, function: Callable[..., Any], *args: Any, timeout_seconds: float
     ) -> list[Any | RankFailure]:
-        """``function(rank, world, *args)`` on each rank; results by rank, or why there is none.
+        """Run ``function(rank, world, *args)`` on each rank; give results or failures by rank.
 
         Raises OptionError for arguments that cannot be sent to a process.
         """
@@ -73,12 +71,13 @@ class RankProcesses:
                 except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
                     self.close()
                     raise OptionError(
-                        f"what is to run on ranks must be a function of a module, by its name: {error}"
+                        f"a rank can only run a function of a module, which it imports by its name: {error}"
                     ) from error
             return self._results(world, timeout_seconds)
 
     def _results(self, world: int, timeout_seconds: float) -> list[Any | RankFailure]:
         found: dict[int, Any] = {}
+        missing = f"did not end in {timeout_seconds:g} s"
         deadline = time.monotonic() + timeout_seconds
         while len(found) < world:
             waiting: dict[Any, int] = {}
@@ -87,14 +86,15 @@ class RankProcesses:
                 waiting |= {connection: rank, process.sentinel: rank}  # a child of its may keep the pipe open
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                return self._give_up(world, found, timeout_seconds)
+                break
             for rank in {waiting[one] for one in ready}:
                 found[rank] = self._received(rank)
                 if isinstance(found[rank], RankFailure):
+                    missing = "was ended, as it waited for a rank that failed"
                     deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-        if any(not process.is_alive() for process, _ in self._workers):
+        if len(found) < world or not all(process.is_alive() for process, _ in self._workers):
             self.close()
-        return [found[rank] for rank in range(world)]
+        return [found.get(rank, RankFailure(rank, missing)) for rank in range(world)]
 
     def _received(self, rank: int) -> Any:
         process, connection = self._workers[rank]
@@ -103,16 +103,6 @@ class RankProcesses:
                 return connection.recv()
         process.join(_GRACE_SECONDS)
         return RankFailure(rank, f"its process ended with exit code {process.exitcode}")
-
-    def _give_up(self, world: int, found: dict[int, Any], seconds: float) -> list[Any | RankFailure]:
-        has_failed = any(isinstance(result, RankFailure) for result in found.values())
-        why = (
-            "was ended, as it waited for a rank that failed"
-            if has_failed
-            else f"did not end in {seconds:g} s"
-        )
-        self.close()
-        return [found.get(rank, RankFailure(rank, why)) for rank in range(world)]
 
     def _grow(self, world: int) -> None:
         while len(self._workers) < world:
@@ -135,7 +125,7 @@ class RankProcesses:
 
 
 def _serve(connection: Connection) -> None:
-    """A process of a rank, until nobody is at the other end."""
+    """Serve as a rank's process, until the other end is closed."""
     import torch
 
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -146,7 +136,7 @@ def _serve(connection: Connection) -> None:
 
 
 def _end_with_parent() -> None:
-    """Wherever this process is then: a killed one tells nobody, and a rank may wait for ever."""
+    """End this process with its parent, which may be killed while a rank waits for ever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
@@ -165,8 +155,8 @@ def _carried_out(
         shared.set(f"here/{rank}", "1")  # one that ended before all are would keep others from coming
         shared.wait([f"here/{other}" for other in range(world)], timeout)
         return function(rank, world, *args)
-    except BaseException as error:  # noqa: BLE001 - the caller is told
-        return RankFailure(rank, f"{type(error).__name__}: {error}", traceback.format_exc())
+    except BaseException as error:  # noqa: BLE001 - the caller gets it
+        return RankFailure(rank, f"{type(error).__name__}: {error}")
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What a trial found: what of a state did not come back, by tensor, rank and position."""
+"""Findings of a trial: parts of a state that a load did not bring back, by tensor, rank and position."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ StateFindingKind = Literal[
 
 _MEANINGS: Final[dict[StateFindingKind, str]] = {
     "lost": "not in the checkpoint, or not read: as it was before the load, zero, or not there",
-    "stale": "of another moment: an earlier save, or the training that went on behind the save",
+    "stale": "of another moment: an earlier save, or the training that continued behind the save",
     "shuffled": "other elements of the same tensor, each once",
     "doubled": "elements of the same tensor that are elsewhere as well",
     "mixed up": "of another tensor, or of another rank's",
     "rounded": "through a smaller dtype and back",
-    "garbage": "what nobody has saved",
+    "garbage": "values that no rank has saved",
     "untied": "two names of one tensor are two tensors now",
     "never saved": "no rank had a tensor of that name and shape",
     "failed": "the save or the load raised, died or hung",
@@ -43,8 +43,8 @@ _MAX_NAMED: Final = 5
 class StateFinding:
     """``count`` of the ``total`` elements that ``rank`` has of ``name`` are not what was saved.
 
-    ``places`` says which, as slices of the whole tensor's first dimension or the first element; ``found``
-    says what is there instead. If these elements belong elsewhere, ``from_name``, ``from_rank`` (of values
+    ``places`` are theirs, as slices of the whole tensor's first dimension or the first element; ``found``
+    describes their values. If these elements belong elsewhere, ``from_name``, ``from_rank`` (of values
     that are a rank's own) and ``from_places`` say where.
     """
 
@@ -80,13 +80,13 @@ class Trial:
 
 @dataclass(frozen=True)
 class Report:
-    """What `dcp.testing.parallelism.check` found. ``str`` of it is a table, `to_json` plain data."""
+    """The result of `dcp.testing.parallelism.check`. ``str`` of it is a table, `to_json` plain data."""
 
     trials: tuple[Trial, ...] = field(default_factory=tuple)
 
     @property
     def ok(self) -> bool:
-        """Whether all that was saved came back, and nothing else."""
+        """True if all that was saved came back, and nothing else."""
         return not self.findings
 
     @property
@@ -105,9 +105,9 @@ class Report:
 def _lines(report: Report) -> Iterator[str]:
     for trial in report.trials:
         count = len(trial.findings)
-        told = f"{count} finding{'s' * (count > 1)}" if trial.findings else "all of it came back"
+        result = f"{count} finding{'s' * (count > 1)}" if trial.findings else "all of it came back"
         who = f"saved by {_ranks(trial.saved_by)}, loaded by {trial.loaded_by}"
-        yield f"{who}: {trial.tensors} tensors, {told}"
+        yield f"{who}: {trial.tensors} tensors, {result}"
         if trial.own and trial.saved_by != trial.loaded_by:
             yield f"  not compared, as they are each rank's own: {', '.join(trial.own[:_MAX_NAMED])}"
         elif trial.saved_by == trial.loaded_by:

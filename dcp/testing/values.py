@@ -1,7 +1,7 @@
-"""Values that tell where they belong: which element of which tensor they are, of which rank, of which save.
+"""Values that identify their place: the tensor, the element, the rank and the save that they belong to.
 
-A value is a hash of these, cut to what its dtype can hold, always finite. Of dtypes with few bits one value
-says little, and `gram_width` neighbours together say enough.
+A value is a hash of these, cut to the bits of its dtype, always finite. Where a dtype has few bits,
+`gram_width` neighbours together identify their place.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _STEP, _FIRST, _SECOND = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1
 
 
 class Identity(NamedTuple):
-    """Whose values: the tensor's ``name``, the ``rank`` if it is a rank's own, and the ``moment``."""
+    """The owner of values: the tensor's ``name``, the ``rank`` if it is a rank's own, and the ``moment``."""
 
     name: str
     rank: int | None
@@ -56,25 +56,25 @@ def _hashes(of: Identity, index: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64
 
 
 def _width(dtype: torch.dtype) -> int:
-    """Bytes of what is one unsigned integer."""
+    """Give the bytes of one unsigned integer."""
     size = torch.empty(0, dtype=dtype).element_size()
     return size // 2 if dtype.is_complex else size
 
 
 def bits_per_value(dtype: torch.dtype) -> int:
-    """How many bits of a value are free, and so tell it from others."""
+    """Count the bits of a value that are free, and so distinguish it from others."""
     if dtype in _FLOATS:
         return _FLOATS[dtype][1] + 3
     return 1 if dtype == torch.bool else 8 * _width(dtype) - 1
 
 
 def gram_width(dtype: torch.dtype) -> int:
-    """How many neighbours tell where they belong."""
+    """Count the neighbours that together identify their place."""
     return -(-_KNOWN_BITS // bits_per_value(dtype))
 
 
 def coded_bits(of: Identity, index: npt.NDArray[np.int64], dtype: torch.dtype) -> Bits:
-    """The values of the elements ``index`` (row-major places in the whole tensor), as bits."""
+    """Compute the values of the elements ``index`` (row-major places in the whole tensor), as bits."""
     if dtype.is_complex:
         index = np.stack([2 * index, 2 * index + 1], -1).reshape(-1)
     hashes = _hashes(of, index)
@@ -90,19 +90,19 @@ def coded_bits(of: Identity, index: npt.NDArray[np.int64], dtype: torch.dtype) -
 
 
 def number_of(of: Identity) -> float:
-    """A value of a setting, such as a learning rate: small, positive, and like no other."""
+    """Compute a value of a setting, such as a learning rate: small, positive, and like no other."""
     return float(_hashes(of, np.zeros(1, np.int64))[0] >> np.uint64(40)) / 2**30
 
 
 def bits_of(tensor: torch.Tensor) -> Bits:
-    """The elements of a plain tensor in C order."""
+    """Give the elements of a plain tensor in C order."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     found: Bits = plain.view(torch.uint8).numpy().view(f"u{_width(plain.dtype)}")
     return found
 
 
 def write_bits(tensor: torch.Tensor, bits: Bits) -> None:
-    """Give a plain tensor these elements, in place."""
+    """Set the elements of a plain tensor."""
     if tensor.numel():
         made = torch.from_numpy(bits.view(np.uint8).copy()).view(tensor.dtype).reshape(tensor.shape)
         with torch.no_grad():

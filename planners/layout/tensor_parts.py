@@ -1,8 +1,8 @@
-"""Tensor subclasses that are made of other tensors, by torch's protocol for such (``__tensor_flatten__``).
+"""Tensor subclasses that are made of other tensors, by torch's protocol for them (``__tensor_flatten__``).
 
-Quantised weights of torchao are, for instance. They are saved and loaded as their parts: each inner tensor
-under a name of its own below theirs, and beside these what else makes such a tensor, as plain data. A load
-fills the inner tensors of a subclass that is there, and compares the rest.
+Quantised weights of torchao are an example. They are saved and loaded as their parts: each inner tensor under
+a name of its own below theirs, and beside these the other facts of the tensor, as plain data. A load fills
+the inner tensors of a given subclass, and compares the facts.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from dcp.storage.torch_compat import StridedShard, local_part
 __all__ = ["FACTS", "check_facts", "is_made_of_parts", "parts_of"]
 
 FACTS: Final = "subclass"
-"""The last part of the name of what is no tensor of such a value."""
+"""The last part of the name of the facts that are no tensor."""
 
 _PLAIN: Final = (bool, int, float, str, bytes, type(None))
 _NAMED: Final = (torch.dtype, torch.layout, torch.memory_format)
 
 
 def is_made_of_parts(value: Any) -> bool:
-    """Whether ``value`` is such a tensor, or a DTensor of them."""
+    """Test whether ``value`` is such a tensor, or a DTensor of them."""
     kind = KINDS[type(value)]
     return kind == WRAPPER or (kind == DTENSOR and KINDS[type(local_part(value))] == WRAPPER)
 
 
 def parts_of(fqn: str, value: Any) -> dict[str, Any]:
-    """The inner tensors of a value that `is_made_of_parts`, by attribute, and `FACTS`.
+    """Give the inner tensors of a value that `is_made_of_parts`, by attribute, and `FACTS`.
 
-    Those of a DTensor are DTensors where they are divided as it is. Raises PlanError for what is told by more
-    than plain data, for inner tensors that are made when they are asked for, so that what is loaded into them
-    is lost, and for those that are divided otherwise than the DTensor.
+    Those of a DTensor are DTensors where they are divided as it is. Raises PlanError for facts that are no
+    plain data, for inner tensors that are made anew at each access, so that values loaded into them are lost,
+    and for those that are divided otherwise than the DTensor.
     """
     outer = value if isinstance(value, DTensor) else None
     tensor: Any = value if outer is None else local_part(outer)
@@ -54,7 +54,7 @@ def parts_of(fqn: str, value: Any) -> dict[str, Any]:
     for name in names:
         part = getattr(tensor, name)
         if part is not getattr(tensor, name):
-            raise _refused(fqn, tensor, f"its {name} is made anew whenever it is asked for")
+            raise _refused(fqn, tensor, f"its {name} is made anew at each access")
         parts[name] = part if outer is None else _divided(fqn, name, part, outer)
     if FACTS in parts:
         raise _refused(fqn, tensor, f"one of its inner tensors is called {FACTS!r}")
@@ -67,29 +67,30 @@ def parts_of(fqn: str, value: Any) -> dict[str, Any]:
             "context": _plain(context, {tuple(tensor.shape): shape}),
         }
     except (TypeError, RuntimeError, AttributeError) as error:
-        raise _refused(fqn, tensor, f"what else makes it is no plain data ({error})") from error
+        raise _refused(fqn, tensor, f"its other facts are no plain data ({error})") from error
     return {**parts, FACTS: facts}
 
 
 def check_facts(fqn: str, own: Mapping[str, Any], stored: Any) -> None:
-    """Raise PlanError where the checkpoint's tensor ``fqn`` is none of the kind that is to be filled."""
+    """Raise PlanError where the checkpoint's tensor ``fqn`` is of another kind than the one to fill."""
     stored = stored if isinstance(stored, Mapping) else {}
     differs = [name for name in own if name != "class" and stored.get(name) != own[name]]
     names = [str(facts.get("class")).rpartition(".")[2] for facts in (own, stored)]
     if names[0] != names[1]:
         differs.insert(0, "class")
     if differs:
-        told = "; ".join(f"{name} {stored.get(name)!r:.200}, not {own[name]!r:.200}" for name in differs)
+        pairs = [f"{name} {stored.get(name)!r:.200}, not {own[name]!r:.200}" for name in differs]
         raise PlanError(
             f"tensor {fqn.removesuffix('.' + FACTS)!r}: the checkpoint has another one, and its parts would "
-            f"be read as other values: {told}. Make the model as it was when it was saved, quantised alike",
+            f"be read as other values: {'; '.join(pairs)}. Make the model as it was when it was saved, "
+            "quantised alike",
             fqn=fqn,
         )
 
 
 def _divided(fqn: str, name: str, part: Any, outer: DTensor) -> Any:
-    """``part`` of this rank's local tensor as what it is of the whole: divided along the same dimensions, or,
-    where it is one value for all, the same on all ranks."""
+    """Make of ``part`` of this rank's local tensor a DTensor that is divided along the same dimensions, or
+    give it as it is where it is one value for all ranks."""
     local = local_part(outer)
     placements: Sequence[Any] = outer.placements
     dims = [placement.dim for placement in placements if placement.is_shard()]
@@ -125,7 +126,7 @@ def _class_name(cls: type) -> str:
 
 
 def _plain(value: Any, shapes: Mapping[tuple[int, ...], tuple[int, ...]]) -> Any:
-    """``value`` as plain data. ``shapes`` are given in place of others: of the whole, not of a shard."""
+    """Convert ``value`` to plain data, with each of ``shapes`` replaced: that of a shard by the whole's."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, enum.Enum):
@@ -133,7 +134,7 @@ def _plain(value: Any, shapes: Mapping[tuple[int, ...], tuple[int, ...]]) -> Any
     if isinstance(value, _NAMED):
         return str(value)
     if isinstance(value, torch.device):
-        return None  # where it is does not change what it is
+        return None  # the same tensor on any device
     if isinstance(value, tuple | list):
         if all(type(item) is int for item in value):
             return list(shapes.get(tuple(value), value))

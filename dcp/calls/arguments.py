@@ -1,0 +1,199 @@
+"""Arguments of public functions: the place or storage, and a state dict with `Stateful` objects."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+
+from dcp.calls.plain_errors import warn_caller
+from dcp.storage.errors import CheckpointError, OptionError
+from dcp.storage.stores import open_store
+from dcp.storage.stores.opening import OpenWith, check_storage_options
+from dcp.storage.torch_storage.reader import FileSystemReader
+from dcp.storage.torch_storage.writer import FileSystemWriter
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+
+__all__ = [
+    "check_top_level",
+    "choose_reader",
+    "choose_writer",
+    "is_stateful",
+    "refuse_a_place",
+    "stateful_keys",
+    "stateful_to_plain",
+    "takes_storage_second",
+    "with_options",
+    "with_own_id",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_PLAIN_TYPES = frozenset(
+    {dict, list, tuple, str, bytes, int, float, bool, type(None), torch.Tensor, torch.nn.Parameter, DTensor}
+)
+
+
+def takes_storage_second(argument: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a function to take a second positional argument as the keyword ``argument``, with torch's
+    warning, as functions took it before torch 2.2.
+
+    Raises OptionError where a place is given as the state dict.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        name = function.__name__
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> R:
+            refuse_a_place(name, args[0] if args else kwargs.get("state_dict"))
+            if len(args) == 2 and argument not in kwargs:
+                warn_caller(
+                    f"The argument order of {name} has been changed. Please check the document to avoid "
+                    "future breakages."
+                )
+                return cast("Callable[..., R]", function)(args[0], **kwargs, **{argument: args[1]})
+            return cast("Callable[..., R]", function)(*args, **kwargs)
+
+        return cast("Callable[P, R]", call)
+
+    return decorate
+
+
+def refuse_a_place(function: str, state_dict: object) -> None:
+    """Raise OptionError if the state dict that ``function`` was given is a place."""
+    if isinstance(state_dict, str | bytes | os.PathLike):
+        raise OptionError(
+            f"{function} takes the state dict first, and {state_dict!r} is a place: "
+            f"dcp.{function}(state_dict, checkpoint_id={state_dict!r})"
+        )
+
+
+# -- the top level of a state dict ---------------------------------------------------------------------------
+
+
+def check_top_level(state_dict: Any) -> None:
+    """Raise OptionError for a value without entries: a module, an optimizer, a list."""
+    if isinstance(state_dict, Mapping) or hasattr(state_dict, "items"):
+        return
+    name = type(state_dict).__name__
+    way = (
+        f'put the {name} into one, {{"model": ...}}' if is_stateful(state_dict) else "give names to its parts"
+    )
+    raise OptionError(f"a state dict is wanted, a dict by names, not a {name}: {way}")
+
+
+def is_stateful(value: Any) -> bool:
+    """Test whether ``value`` has the `Stateful` protocol: 20 microseconds, but for tensors and plain data."""
+    if type(value) in _PLAIN_TYPES or isinstance(value, torch.Tensor):
+        return False
+    return isinstance(value, Stateful)
+
+
+def stateful_keys(keys: Iterable[Any], values: Collection[Any]) -> list[Any]:
+    """List those of ``keys``, in order, that have a `Stateful` in ``values``."""
+    if _PLAIN_TYPES.issuperset(map(type, values)):
+        return []
+    return [key for key, value in zip(keys, values, strict=True) if is_stateful(value)]
+
+
+def stateful_to_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace each `Stateful` of the top level by its state. Raises OptionError for what has no entries."""
+    check_top_level(state_dict)
+    plain = dict(state_dict.items())
+    for key in stateful_keys([*plain], plain.values()):
+        plain[key] = plain[key].state_dict()
+    return plain
+
+
+# -- storages ------------------------------------------------------------------------------------------------
+
+
+def choose_reader(
+    reader: StorageReader | None,
+    checkpoint_id: str | os.PathLike[str] | None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> StorageReader:
+    """Give ``reader``, pointed at ``checkpoint_id`` if given; without one, a `FileSystemReader` of the id."""
+    if reader is None:
+        place, opener = _place(checkpoint_id, storage_options)
+        return FileSystemReader(place, open_store=opener)
+    _refuse_others(reader, "storage_reader", "read_metadata", storage_options)
+    if checkpoint_id is not None:
+        reader.reset(checkpoint_id)
+    return reader
+
+
+def choose_writer(
+    writer: StorageWriter | None,
+    checkpoint_id: str | os.PathLike[str] | None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> StorageWriter:
+    """Give ``writer``, pointed at ``checkpoint_id`` if given; without one, a `FileSystemWriter` of the id."""
+    if writer is None:
+        place, opener = _place(checkpoint_id, storage_options)
+        return FileSystemWriter(place, open_store=opener)
+    _refuse_others(writer, "storage_writer", "write_data", storage_options)
+    if checkpoint_id is not None:
+        writer.reset(checkpoint_id)
+    return writer
+
+
+def with_options(writer: FileSystemWriter, opener: OpenWith) -> FileSystemWriter:
+    """Let ``writer`` open its store with the options of ``opener`` if it was given none of its own."""
+    own = writer.open_store
+    if own is open_store or (isinstance(own, OpenWith) and not own.storage_options):
+        through_fsspec = isinstance(own, OpenWith) and own.through_fsspec
+        writer.open_store = OpenWith(opener.storage_options, through_fsspec=through_fsspec)
+    return writer
+
+
+def with_own_id(writer: StorageWriter) -> StorageWriter:
+    """Copy a `FileSystemWriter`, which the caller may point at the next id while a save with the copy is
+    under way; other writers cannot be copied in general."""
+    return copy.copy(writer) if isinstance(writer, FileSystemWriter) else writer
+
+
+def _refuse_others(
+    storage: object, argument: str, method: str, storage_options: Mapping[str, Any] | None
+) -> None:
+    # The second positional argument is the storage, as it was before torch 2.2; a place is easily put there.
+    if isinstance(storage, str | os.PathLike):
+        raise CheckpointError(
+            f"{os.fspath(storage)!r} was given as the {argument}; give a place by its name: "
+            f"checkpoint_id={os.fspath(storage)!r}"
+        )
+    if isinstance(storage, type):
+        raise CheckpointError(f"the {argument} is the class {storage.__name__}; make one of it")
+    if not hasattr(storage, method):
+        raise CheckpointError(f"a {type(storage).__name__} is no {argument}: it has no method {method}")
+    check_storage_options(storage_options)
+    if storage_options:
+        raise CheckpointError(
+            f"storage_options are for the storage that is chosen by checkpoint_id, and {argument} is given "
+            f"as well: give the options to that {type(storage).__name__} where it is made, as in "
+            "dcp.FsspecReader(url, **options)"
+        )
+
+
+def _place(
+    checkpoint_id: str | os.PathLike[str] | None, storage_options: Mapping[str, Any] | None
+) -> tuple[str | os.PathLike[str], OpenWith]:
+    """Give the id and its opener; raises the error of an id that no store has, before anything is done."""
+    opener = OpenWith(storage_options)
+    if not checkpoint_id:
+        raise CheckpointError(
+            "`checkpoint_id` must be specified if storage_reader/storage_writer is None: give the place, or "
+            "a storage that knows it"
+        )
+    opener(checkpoint_id)
+    return checkpoint_id, opener
