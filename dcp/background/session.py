@@ -232,7 +232,7 @@ class AsyncSession:
             return list(self._unfinished)
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Whether all saves have ended, within ``timeout_seconds`` (None: no bound but their own)."""
+        """Tell whether all saves have ended, within ``timeout_seconds`` (None: no bound but their own)."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._unfinished, timeout_seconds)
 
@@ -340,7 +340,7 @@ def own_channel(
 def _staged_by(
     stager: AsyncStager, state: dict[str, Any], then: Callable[[dict[str, Any]], Any]
 ) -> Future[Any]:
-    """What ``then`` makes of the copy that a stager of torch's protocol takes, once that is there and was
+    """Apply ``then`` to the copy that a stager of torch's protocol takes, once that is there and was
     found to be one."""
     samples = sample_state(state)
     done: Future[Any] = Future()

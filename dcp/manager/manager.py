@@ -61,10 +61,10 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointManager"]
 
 _AFTER_ERROR_SECONDS = 60.0
-"""How long a save under way may take when training has ended with an exception: other ranks may be dead."""
+"""Time for a save under way when training has ended with an exception: other ranks may be dead."""
 
 _AFTER_COMMIT_SECONDS = 5.0
-"""What verification and deletions get at least at the end, when saves took all of the time."""
+"""Least time for verification and deletions at the end, when saves took all of it."""
 
 
 OnFailure = Literal["warn", "raise"]
@@ -286,7 +286,7 @@ class CheckpointManager:
 
     @plain_errors
     def should_save(self, step: int, *, last: bool = False) -> bool:
-        """Whether `save` would save this step; the same on all ranks, who all have to ask.
+        """Tell whether `save` would save this step; the same on all ranks, who all have to ask.
 
         For loops that prepare something for a save. It may still be skipped with ``when_busy="skip"``.
 
@@ -380,7 +380,7 @@ class CheckpointManager:
 
     @property
     def failures(self) -> int:
-        """How many saves have failed for good, and how many checkpoints were found damaged after them."""
+        """Number of saves that have failed for good, and of checkpoints found damaged after them."""
         return self._ledger.failures
 
     @plain_errors
@@ -398,7 +398,7 @@ class CheckpointManager:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether the ranks have agreed to stop: `save` saves that step, and the loop is to end after it."""
+        """True once the ranks have agreed to stop: `save` saves that step, and the loop ends after it."""
         return self._coordinator.stopping
 
     @plain_errors
@@ -497,7 +497,7 @@ class CheckpointManager:
     # -- the steps that there are ----------------------------------------------------------------------------
 
     def checkpoint_id(self, step: int) -> str:
-        """What `dcp.load` takes to load the checkpoint of ``step``, be there one or not.
+        """Path or URL by which `dcp.load` loads the checkpoint of ``step``, be there one or not.
 
         Args:
             step: Of the training.

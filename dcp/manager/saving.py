@@ -50,21 +50,21 @@ Mode = Literal["thread", "process", "sync"]
 WhenBusy = Literal["wait", "skip", "raise"]
 
 _HANG_SECONDS = 2.0
-"""How long after a deadline a save is waited for that was called off: the storage may not answer."""
+"""Time after a deadline for a save that was called off: the storage may not answer."""
 _CAUTION = 2.0
 """A save may take so many times what the slowest of the last ones did."""
 _PATIENT: frozenset[Reason] = frozenset({"last", "force", "stop"})
 """Saves that wait for the one before, whatever ``when_busy`` says."""
 _REMEMBERED = 3
 _PHASES = ("blocked", "save")
-"""What of a save follows each other: the copy of the state, and all from there to the commit."""
+"""Phases that follow each other: the copy of the state, and all from there to the commit."""
 
 
 # -- a step --------------------------------------------------------------------------------------------------
 
 
 class SaveListener(Protocol):
-    """What follows the saves of this rank."""
+    """A follower of the saves of this rank."""
 
     def saving(self, step: int) -> None:
         """A save of ``step`` is about to begin; in the training thread, which waits."""
@@ -313,13 +313,13 @@ class SaveLedger:
 
     @property
     def expected_seconds(self) -> float:
-        """How long a save may take, as the slowest of the last ones did; infinite where none has ended."""
+        """Time that a save may take, as the slowest of the last ones did; infinite where none has ended."""
         with self._changed:
             return max(self._seconds, default=math.inf)
 
     @property
     def has_failure(self) -> bool:
-        """Whether there is something that is still to be raised."""
+        """Tell whether there is something that is still to be raised."""
         with self._changed:
             return self._failure is not None or self._damage is not None
 
@@ -355,7 +355,7 @@ class SaveLedger:
             ) from error
 
     def wait(self, timeout_seconds: float | None) -> bool:
-        """Whether no save is under way any more, within ``timeout_seconds``."""
+        """Tell whether no save is under way any more, within ``timeout_seconds``."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._running, timeout_seconds)
 
@@ -370,8 +370,8 @@ class SaveLedger:
 
 
 def _is_lasting(error: BaseException) -> bool:
-    """Whether the saves to come will fail as well: an entry cannot be saved as it is, or the ranks do not
-    come together any more."""
+    """Tell whether the saves to come will fail as well: an entry cannot be saved as it is, or the ranks do
+    not come together any more."""
     if isinstance(error, PlanError):
         return bool(error.fqn or error.fqns or error.problems)
     return isinstance(error, CollectiveTimeoutError)
@@ -382,7 +382,7 @@ def _is_lasting(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class SaveSettings:
-    """What is the same for all saves of a manager."""
+    """Settings that are the same for all saves of a manager."""
 
     process_group: ProcessGroup | None = None
     no_dist: bool = False
@@ -507,7 +507,7 @@ def check_group(*, no_dist: bool) -> None:
 
 
 def save_executor(mode: Mode, settings: SaveSettings) -> SaveExecutor:
-    """What carries out saves in ``mode``. Collective, except for "sync"."""
+    """Make the executor of saves in ``mode``. Collective, except for "sync"."""
     if mode == "sync":
         return SaveExecutor(settings)
     return _BackgroundExecutor(settings, AsyncCheckpointerType(mode))

@@ -146,7 +146,7 @@ def _memory_file(fill: Callable[[BinaryIO], object]) -> int:
 
 
 def _same(mine: object, others: object) -> bool:
-    """Whether columns are equal, by value."""
+    """Tell whether columns are equal, by value."""
     if mine is others:
         return True
     if type(mine) is not type(others):

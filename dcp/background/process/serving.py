@@ -1,4 +1,4 @@
-"""What a writer process does: takes saves from its trainer, carries them out in order, reports."""
+"""Main loop of a writer process: takes saves from its trainer, carries them out in order, reports."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ __all__ = ["WriterLoop"]
 logger = logging.getLogger(__name__)
 
 _FAREWELL_SECONDS = 5.0
-"""How long the host of the writers' store stays for the others, once their trainers are gone."""
+"""Time that the host of the writers' store stays for the others, once their trainers are gone."""
 
 
 @dataclass
@@ -185,7 +185,7 @@ class WriterLoop:
         return report
 
     def _breaks(self, error: BaseException) -> bool:
-        """Whether the writers may be out of step after ``error``: it did not end the save on all alike."""
+        """Tell if the writers may be out of step after ``error``, which ends a save not alike on all."""
         if self._meeting.world_size == 1:
             return False
         return isinstance(error, CollectiveTimeoutError) or not isinstance(error, RankFailedError)
@@ -312,7 +312,7 @@ class _TrainerMemory:
         self._columns: tuple[SaveColumns, np.ndarray[Any, np.dtype[np.uint8]]] | None = None
 
     def payload(self, body: dict[str, Any], fds: list[int]) -> Callable[[], RankState | dict[str, Any]]:
-        """What gives the staged state of a save; arenas and layouts that came with it are taken in now.
+        """Take in arenas and layouts that came with a save; the result gives its staged state.
 
         Where that fails nothing is kept, so that no later save is mixed up with what an earlier one brought.
         """
