@@ -67,6 +67,8 @@ class AsyncSession:
     A forked child has none of the threads that work here: the session is its parent's, and closed to it.
     """
 
+    ends_at_once = False
+
     def __init__(
         self,
         process_group: ProcessGroup | None = None,
@@ -159,14 +161,14 @@ class AsyncSession:
             self.refuse(error)
             raise
 
-    def refuse(self, error: Exception) -> None:
-        """Fail the save that the other ranks begin, if there are others, with ``error``."""
+    def refuse(self, error: Exception, options: SaveOptions | None = None) -> None:
+        """Fail the save that the other ranks begin with ``options``, if there are others, with ``error``."""
         if self.world_size == 1 or self._closed:
             return
         self._wait_until_left(self._in_flight - 1)
         self._serial += 1
         engine = save_engine_again(RefusedWriter(error), on_columns=True)
-        order = SaveOrder(engine, self._options_of(SaveOptions()), self._serial)
+        order = SaveOrder(engine, self._options_of(options or SaveOptions()), self._serial)
         with _interrupts_later():
             self._hand_over(order, Staged.failed(error), SaveFuture("a place that was refused"))
 

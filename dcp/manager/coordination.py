@@ -302,6 +302,7 @@ class StepCoordinator:
         # One that is dropped unclosed must not keep SIGTERM from ending the process.
         self._finalizer = weakref.finalize(self, _let_go, notices, self._agreement)
         self._finalizer.atexit = False
+        notices.listen()
 
     def begin(self, step: int, *, failed: bool, last: bool, force: bool) -> Votes:
         """Begin ``step``, and tell the others if something ``failed`` here; returns what was agreed.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, get_args
 import torch.distributed as dist
 
 from dcp.background.future import SaveFuture
-from dcp.background.session import own_channel
+from dcp.background.session import AsyncSession, own_channel
 from dcp.calls.plain_errors import plain_errors
 from dcp.calls.stateful_values import check_top_level
 from dcp.calls.storage_selection import with_options
@@ -31,14 +31,12 @@ from dcp.manager.events import EventCallback, Events
 from dcp.manager.notices import Grace, Notices, grace_of
 from dcp.manager.restore import Restored, restore
 from dcp.manager.saving import (
+    LoopSession,
     Mode,
-    SaveExecutor,
     SaveLedger,
-    SaveSettings,
     StepSaver,
     WhenBusy,
     check_group,
-    save_executor,
 )
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
@@ -48,6 +46,7 @@ from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.ranks.handshake import told_to_all
 from dcp.saving.options import SaveOptions
 from dcp.state_dict_loader import LoadKeywords
+from dcp.state_dict_saver import AsyncCheckpointerType
 from dcp.steps.folders import StepFolders, whole_step
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, OptionError, PlanError
 from dcp.storage.stores.opening import OpenWith
@@ -78,8 +77,8 @@ def _check_choices(**given: str) -> None:
             raise OptionError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
 
 
-def _call_off(executor: weakref.ref[SaveExecutor]) -> None:
-    there = executor()
+def _call_off(session: weakref.ref[LoopSession | AsyncSession]) -> None:
+    there = session()
     for future in there.under_way() if there is not None else ():
         if not future.abort_event.is_set():
             future.abort()
@@ -258,7 +257,7 @@ class CheckpointManager:
             self._after_commit = AfterCommit(
                 self._folders, keep, verify_saved, self._events, on_damage=damaged
             )
-        self._options = SaveOptions(
+        self._options = options = SaveOptions(
             progress=progress,
             timeout_seconds=timeout_seconds,
             retries=retries,
@@ -267,18 +266,30 @@ class CheckpointManager:
             map_leads_back=True,
             apart=() if keep is None else tuple(part.patterns for part in keep.dropping),
         )
-        self._settings = SaveSettings(process_group, self._no_dist, planner, stager, self._options)
-        self._executor = save_executor(mode, self._settings)
+        self._process_group = process_group
+        self._session = (
+            LoopSession(process_group, no_dist=self._no_dist, world_size=self.world_size)
+            if mode == "sync"
+            else AsyncSession(
+                process_group,
+                no_dist=self._no_dist,
+                kind=AsyncCheckpointerType(mode),
+                stager=stager,
+                timeout_seconds=timeout_seconds,
+                start=mode == "process",
+            )
+        )
         if self._coordinator.notices.has_grace:
-            self._coordinator.notices.see_to_it(partial(_call_off, weakref.ref(self._executor)))
+            self._coordinator.notices.see_to_it(partial(_call_off, weakref.ref(self._session)))
         self._saver = StepSaver(
             self._coordinator,
-            self._executor,
+            self._session,
             self._ledger,
             self._events,
             () if self._after_commit is None else (self._after_commit,),
             when_busy,
-            timeout_seconds,
+            options,
+            planner,
         )
         _open.add(self)
 
@@ -414,14 +425,14 @@ class CheckpointManager:
             CheckpointError: In a callback that the save waits for.
         """
         self._events.refuse_to_wait("cancel()")
-        ended = [future.cancel() for future in self._executor.under_way()]
+        ended = [future.cancel() for future in self._session.under_way()]
         self._ledger.wait(self._options.timeout_seconds)
         return any(ended)
 
     def lock(self) -> AbstractContextManager[None]:
         """Hold ``optimizer.step()`` inside, where saves overlap with training: waits for a copy of the state
         that is being taken, and holds off the next one."""
-        return self._executor.lock()
+        return self._session.lock()
 
     # -- restoring -------------------------------------------------------------------------------------------
 
@@ -461,7 +472,7 @@ class CheckpointManager:
         except PlanError as error:
             # other ranks save, and would wait in the background, elsewhere than this rank would
             if error.saving:
-                self._executor.refuse(error)
+                self._session.refuse(error, self._options)
             raise
         options.setdefault("progress", self._options.progress)
         if (weights := self._options.map) is not None:
@@ -474,7 +485,7 @@ class CheckpointManager:
             on_damage=None if self._after_commit is None else self._after_commit.doubt,
             retry_pause_seconds=self._options.retry_pause_seconds,
             timeout_seconds=self._options.timeout_seconds,
-            process_group=self._settings.process_group,
+            process_group=self._process_group,
             no_dist=self._no_dist,
             storage_options=self._opener.storage_options,
             **options,
@@ -484,7 +495,7 @@ class CheckpointManager:
             report, url = restored.report, f"{self._folders.root.url}/{self._folders.name(restored.step)}"
             # the saves that follow say so, as conversions say of their source
             source = {"url": url, "step": restored.step, "save_id": report.save_id}
-            self._executor.resumed_from = source
+            self._saver.resumed_from = source
             for skipped, reason in restored.skipped:
                 is_partial = skipped in restored.skipped_partial
                 self._events.emit(
@@ -666,7 +677,7 @@ class CheckpointManager:
         self._coordinator.notices.close()
         timeout_seconds = min(timeout_seconds, max(0.0, self._coordinator.notices.seconds_left()))
         deadline = time.monotonic() + timeout_seconds
-        self._executor.close(timeout_seconds)
+        self._session.close(timeout_seconds)
         self._ledger.wait(max(0.0, deadline - time.monotonic()))
         if self._after_commit is not None:
             self._after_commit.close(max(_AFTER_COMMIT_SECONDS, deadline - time.monotonic()))

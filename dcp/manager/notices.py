@@ -48,6 +48,9 @@ class Notices:
         for path, identity in self._there.items():
             if identity is not None:
                 logger.warning("%s is there already: it is no notice until it appears anew", path)
+
+    def listen(self) -> None:
+        """Notice signals from now on, until `close`."""
         for stop in self._signals:
             stop.listen()
 
