@@ -1,4 +1,4 @@
-"""How a save ended, as data that crosses processes, and what all ranks make of all endings."""
+"""Endings of saves as data that crosses processes, and the verdict that all ranks make of them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _described(wire: dict[str, Any]) -> CheckpointError:
 
 
 def plain_error(error: BaseException) -> dict[str, Any]:
-    """What `dcp.storage.errors.error_from_wire` takes; always msgpack-able."""
+    """Data for `dcp.storage.errors.error_from_wire`; always msgpack-able."""
     text = "".join(traceback.format_exception(error))[-_TRACEBACK_CHARACTERS:]
     wire = error_to_wire(error, text)
     try:
@@ -62,7 +62,7 @@ def plain_error(error: BaseException) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a save ended for one rank.
+    """The end of a save for one rank.
 
     ``died`` says how its writer process ended, if that is why; ``error`` is the data of what was raised
     otherwise. ``broken``: the writers of this rank cannot go on talking to the others.
@@ -86,18 +86,18 @@ class Ending:
 
     @property
     def is_timeout(self) -> bool:
-        """Whether other ranks were waited for in vain."""
+        """Tell whether other ranks were waited for in vain."""
         return bool(self.error) and self.error["own"]["class"] == CollectiveTimeoutError.__name__
 
     @property
     def committed(self) -> bool:
-        """Whether this rank knows that the checkpoint is committed."""
+        """Tell whether this rank knows that the checkpoint is committed."""
         return self.saved or (bool(self.error) and error_from_wire(self.error["own"]).committed)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all ranks hold of a save: ``error`` or success, and whether the writers must be started anew."""
+    """The result of a save on all ranks: ``error`` or success, and ``restart`` of the writers."""
 
     error: BaseException | None
     save_id: str

@@ -71,7 +71,7 @@ class SaveFuture(Future[Metadata], AsyncSaveResponse):
         return self.cancelled()
 
     def cancelled(self) -> bool:
-        """Whether the save was called off, by whichever rank, before it committed."""
+        """Tell whether the save was called off, by whichever rank, before it committed."""
         return self.done() and isinstance(self.exception(), SaveAbortedError)
 
     def abort(self) -> None:

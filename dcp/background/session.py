@@ -66,6 +66,8 @@ class AsyncSession:
     A forked child has none of the threads that work here: the session is its parent's, and closed to it.
     """
 
+    ends_at_once = False
+
     def __init__(
         self,
         process_group: ProcessGroup | None = None,
@@ -158,14 +160,14 @@ class AsyncSession:
             self.refuse(error)
             raise
 
-    def refuse(self, error: Exception) -> None:
-        """Fail the save that the other ranks begin, if there are others, with ``error``."""
+    def refuse(self, error: Exception, options: SaveOptions | None = None) -> None:
+        """Fail the save that the other ranks begin with ``options``, if there are others, with ``error``."""
         if self.world_size == 1 or self._closed:
             return
         self._wait_until_left(self._in_flight - 1)
         self._serial += 1
         engine = save_engine_again(RefusedWriter(error), on_columns=True)
-        order = SaveOrder(engine, self._options_of(SaveOptions()), self._serial)
+        order = SaveOrder(engine, self._options_of(options or SaveOptions()), self._serial)
         with _interrupts_later():
             self._hand_over(order, Staged.failed(error), SaveFuture("a place that was refused"))
 
@@ -231,7 +233,7 @@ class AsyncSession:
             return list(self._unfinished)
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Whether all saves have ended, within ``timeout_seconds`` (None: no bound but their own)."""
+        """Tell whether all saves have ended, within ``timeout_seconds`` (None: no bound but their own)."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._unfinished, timeout_seconds)
 
@@ -339,7 +341,7 @@ def own_channel(
 def _staged_by(
     stager: AsyncStager, state: dict[str, Any], then: Callable[[dict[str, Any]], Any]
 ) -> Future[Any]:
-    """What ``then`` makes of the copy that a stager of torch's protocol takes, once that is there and was
+    """Apply ``then`` to the copy that a stager of torch's protocol takes, once that is there and was
     found to be one."""
     samples = sample_state(state)
     done: Future[Any] = Future()

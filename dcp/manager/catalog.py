@@ -61,7 +61,7 @@ _STALE_SECONDS: Final = 3600.0
 
 @dataclass(frozen=True)
 class CatalogRegistration:
-    """Where and how a `CheckpointManager` registers its checkpoints: ``CatalogRegistration(url, key=...)``.
+    """Registration of a manager's checkpoints with a service: ``CatalogRegistration(url, key=...)``.
 
     - ``url`` is that of the service. ``key`` needs the scope "write"; by default it is the environment's
       ``DCP_CATALOG_KEY``. It is never shown.
@@ -311,8 +311,8 @@ class Registrar:
 
 
 def registration_of(catalog: str | CatalogRegistration | None) -> CatalogRegistration | None:
-    """What ``catalog`` asks for. Raises OptionError for what is no URL, and ModuleNotFoundError without
-    httpx."""
+    """Registration that ``catalog`` asks for. Raises OptionError for what is no URL, and
+    ModuleNotFoundError without httpx."""
     if catalog is None:
         return None
     if find_spec("httpx") is None:
@@ -360,7 +360,7 @@ class Note:
 
     @property
     def key(self) -> str:
-        """What it is about."""
+        """The checkpoint that it is about."""
         return f"{self.body.get('root') or self.body.get('root_url')}\0{self.body.get('key')}"
 
 
@@ -451,7 +451,7 @@ class Spool:
         return False
 
     def _remove_stale(self, path: Path) -> None:
-        """What a killed writer left; a living one writes it for a moment only."""
+        """Remove what a killed writer left; a living one writes it for a moment only."""
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > _STALE_SECONDS:
                 path.unlink()

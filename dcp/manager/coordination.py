@@ -33,7 +33,7 @@ Reason = Literal["steps", "seconds", "first", "last", "call", "force", "stop"]
 it was asked for."""
 
 _LEAVE_SECONDS = 5.0
-"""How long `close` waits for the ranks that have not come to the last step yet."""
+"""Time that `close` waits for the ranks that have not come to the last step yet."""
 
 _LEAVE_POLL_SECONDS = 0.002
 
@@ -44,7 +44,7 @@ _NOW = "agree now"
 
 @dataclass(frozen=True, slots=True)
 class Votes:
-    """What a rank wants, or what was agreed: what any rank wanted.
+    """Wishes of a rank, or what was agreed: the wishes of any rank.
 
     ``stop``: SIGTERM or `request_stop`. ``time``: a save by the clock. ``failed``: a save's failure is to be
     raised.
@@ -64,7 +64,7 @@ class Votes:
 
 
 class _Turn(NamedTuple):
-    """What else a rank tells, of which all see the maxima: its step; its rank where it is at a step, where it
+    """State of a rank, of which all see the maxima: its step; its rank where it is at a step, where it
     restores, or where it refuses what it was called with; whether it saves the step."""
 
     latest: int
@@ -76,7 +76,7 @@ class _Turn(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """What a rank learns that was called for no step: the votes ``agreed`` there, and the step that the other
+    """Answer to a rank that was called for no step: the votes ``agreed`` there, and the step that the other
     ranks save, None if they save none; ``is_known`` is false where they tell nothing of that now."""
 
     agreed: Votes = Votes()
@@ -88,7 +88,7 @@ class Agreement:
     """The agreement of one rank with itself: whatever it wants is agreed at once."""
 
     def exchange(self, step: int, votes: Votes, saves: Callable[[Votes], bool] = lambda _: False) -> Votes:
-        """What is agreed at ``step``, and this rank's ``votes`` for a later one; all ranks call it alike.
+        """Give what is agreed at ``step``, and cast ``votes`` for a later one; all ranks call it alike.
 
         ``saves`` says, of what is agreed, whether this rank is going to save the step.
         """
@@ -105,7 +105,7 @@ class Agreement:
         return Refusal()
 
     def any_rank(self, value: bool) -> bool:
-        """Whether ``value`` is true on any rank, now: waits for all of them."""
+        """Tell whether ``value`` is true on any rank, now: waits for all of them."""
         return value
 
     def fail(self, error: Exception) -> None:
@@ -249,7 +249,7 @@ class RankAgreement(Agreement):
 
 
 class StepCoordinator:
-    """Which steps are due, the notices and the other ranks' wishes, brought together once a step.
+    """Brings together, once a step, which steps are due, the notices and the other ranks' wishes.
 
     With ``every_steps`` a step is due when it is a multiple of it, or when a multiple was passed since the
     last save (a loop need not ask at each step). With ``every_seconds`` a step is due when the ranks agreed
@@ -302,6 +302,7 @@ class StepCoordinator:
         # One that is dropped unclosed must not keep SIGTERM from ending the process.
         self._finalizer = weakref.finalize(self, _let_go, notices, self._agreement)
         self._finalizer.atexit = False
+        notices.listen()
 
     def begin(self, step: int, *, failed: bool, last: bool, force: bool) -> Votes:
         """Begin ``step``, and tell the others if something ``failed`` here; returns what was agreed.
@@ -372,7 +373,7 @@ class StepCoordinator:
         return step // every > base // every
 
     def is_repeated(self, step: int) -> bool:
-        """Whether ``step`` was saved or restored already, and not left out on purpose; true once a step."""
+        """Tell whether ``step`` was saved or restored, and not left out on purpose; true once a step."""
         if step != self._saved or step == self._skipped or step == self._repeated:
             return False
         self._repeated = step
@@ -395,11 +396,11 @@ class StepCoordinator:
         self._may_save_first = False
 
     def any_rank(self, value: bool) -> bool:
-        """Whether ``value`` is true on any rank, now: waits for all of them."""
+        """Tell whether ``value`` is true on any rank, now: waits for all of them."""
         return self._agreement.any_rank(value)
 
     def seconds_left(self, wanted_seconds: float) -> tuple[float, float]:
-        """How long there is until a deadline, infinite without one, and the most that a rank wants: the same
+        """Time until a deadline, infinite without one, and the most that a rank wants: the same
         on all ranks, for whom it waits."""
         if not self._exchanges:
             return math.inf, wanted_seconds

@@ -1,4 +1,4 @@
-"""What a manager tells about its work: log records, `torch.monitor`, and the user's callbacks."""
+"""Events of a manager: log records, `torch.monitor`, and the user's callbacks."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ it would wait for is waiting for it.
 
 
 class Events:
-    """Where a manager's events go."""
+    """Sends a manager's events to the log, to `torch.monitor` and to callbacks."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, get_args
 import torch.distributed as dist
 
 from dcp.background.future import SaveFuture
-from dcp.background.session import own_channel
+from dcp.background.session import AsyncSession, own_channel
 from dcp.calls.arguments import check_top_level, with_options
 from dcp.calls.plain_errors import plain_errors
 from dcp.manager.catalog import CatalogRegistration, Registrar, registration_of
@@ -30,14 +30,12 @@ from dcp.manager.events import EventCallback, Events
 from dcp.manager.notices import Grace, Notices, grace_of
 from dcp.manager.restore import Restored, restore
 from dcp.manager.saving import (
+    LoopSession,
     Mode,
-    SaveExecutor,
     SaveLedger,
-    SaveSettings,
     StepSaver,
     WhenBusy,
     check_group,
-    save_executor,
 )
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
@@ -47,6 +45,7 @@ from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.ranks.handshake import told_to_all
 from dcp.saving.options import SaveOptions
 from dcp.state_dict_loader import LoadKeywords
+from dcp.state_dict_saver import AsyncCheckpointerType
 from dcp.steps.folders import StepFolders, whole_step
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, OptionError, PlanError
 from dcp.storage.stores.opening import OpenWith
@@ -60,10 +59,10 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointManager"]
 
 _AFTER_ERROR_SECONDS = 60.0
-"""How long a save under way may take when training has ended with an exception: other ranks may be dead."""
+"""Time for a save under way when training has ended with an exception: other ranks may be dead."""
 
 _AFTER_COMMIT_SECONDS = 5.0
-"""What verification and deletions get at least at the end, when saves took all of the time."""
+"""Least time for verification and deletions at the end, when saves took all of it."""
 
 
 OnFailure = Literal["warn", "raise"]
@@ -77,8 +76,8 @@ def _check_choices(**given: str) -> None:
             raise OptionError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
 
 
-def _call_off(executor: weakref.ref[SaveExecutor]) -> None:
-    there = executor()
+def _call_off(session: weakref.ref[LoopSession | AsyncSession]) -> None:
+    there = session()
     for future in there.under_way() if there is not None else ():
         if not future.abort_event.is_set():
             future.abort()
@@ -257,7 +256,7 @@ class CheckpointManager:
             self._after_commit = AfterCommit(
                 self._folders, keep, verify_saved, self._events, on_damage=damaged
             )
-        self._options = SaveOptions(
+        self._options = options = SaveOptions(
             progress=progress,
             timeout_seconds=timeout_seconds,
             retries=retries,
@@ -266,18 +265,30 @@ class CheckpointManager:
             map_leads_back=True,
             apart=() if keep is None else tuple(part.patterns for part in keep.dropping),
         )
-        self._settings = SaveSettings(process_group, self._no_dist, planner, stager, self._options)
-        self._executor = save_executor(mode, self._settings)
+        self._process_group = process_group
+        self._session = (
+            LoopSession(process_group, no_dist=self._no_dist, world_size=self.world_size)
+            if mode == "sync"
+            else AsyncSession(
+                process_group,
+                no_dist=self._no_dist,
+                kind=AsyncCheckpointerType(mode),
+                stager=stager,
+                timeout_seconds=timeout_seconds,
+                start=mode == "process",
+            )
+        )
         if self._coordinator.notices.has_grace:
-            self._coordinator.notices.see_to_it(partial(_call_off, weakref.ref(self._executor)))
+            self._coordinator.notices.see_to_it(partial(_call_off, weakref.ref(self._session)))
         self._saver = StepSaver(
             self._coordinator,
-            self._executor,
+            self._session,
             self._ledger,
             self._events,
             () if self._after_commit is None else (self._after_commit,),
             when_busy,
-            timeout_seconds,
+            options,
+            planner,
         )
         _open.add(self)
 
@@ -285,7 +296,7 @@ class CheckpointManager:
 
     @plain_errors
     def should_save(self, step: int, *, last: bool = False) -> bool:
-        """Whether `save` would save this step; the same on all ranks, who all have to ask.
+        """Tell whether `save` would save this step; the same on all ranks, who all have to ask.
 
         For loops that prepare something for a save. It may still be skipped with ``when_busy="skip"``.
 
@@ -379,7 +390,7 @@ class CheckpointManager:
 
     @property
     def failures(self) -> int:
-        """How many saves have failed for good, and how many checkpoints were found damaged after them."""
+        """Number of saves that have failed for good, and of checkpoints found damaged after them."""
         return self._ledger.failures
 
     @plain_errors
@@ -397,7 +408,7 @@ class CheckpointManager:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether the ranks have agreed to stop: `save` saves that step, and the loop is to end after it."""
+        """True once the ranks have agreed to stop: `save` saves that step, and the loop ends after it."""
         return self._coordinator.stopping
 
     @plain_errors
@@ -413,14 +424,14 @@ class CheckpointManager:
             CheckpointError: In a callback that the save waits for.
         """
         self._events.refuse_to_wait("cancel()")
-        ended = [future.cancel() for future in self._executor.under_way()]
+        ended = [future.cancel() for future in self._session.under_way()]
         self._ledger.wait(self._options.timeout_seconds)
         return any(ended)
 
     def lock(self) -> AbstractContextManager[None]:
         """Hold ``optimizer.step()`` inside, where saves overlap with training: waits for a copy of the state
         that is being taken, and holds off the next one."""
-        return self._executor.lock()
+        return self._session.lock()
 
     # -- restoring -------------------------------------------------------------------------------------------
 
@@ -460,7 +471,7 @@ class CheckpointManager:
         except PlanError as error:
             # other ranks save, and would wait in the background, elsewhere than this rank would
             if error.saving:
-                self._executor.refuse(error)
+                self._session.refuse(error, self._options)
             raise
         options.setdefault("progress", self._options.progress)
         if (weights := self._options.map) is not None:
@@ -473,7 +484,7 @@ class CheckpointManager:
             on_damage=None if self._after_commit is None else self._after_commit.doubt,
             retry_pause_seconds=self._options.retry_pause_seconds,
             timeout_seconds=self._options.timeout_seconds,
-            process_group=self._settings.process_group,
+            process_group=self._process_group,
             no_dist=self._no_dist,
             storage_options=self._opener.storage_options,
             **options,
@@ -483,7 +494,7 @@ class CheckpointManager:
             report, url = restored.report, f"{self._folders.root.url}/{self._folders.name(restored.step)}"
             # the saves that follow say so, as conversions say of their source
             source = {"url": url, "step": restored.step, "save_id": report.save_id}
-            self._executor.resumed_from = source
+            self._saver.resumed_from = source
             for skipped, reason in restored.skipped:
                 is_partial = skipped in restored.skipped_partial
                 self._events.emit(
@@ -496,7 +507,7 @@ class CheckpointManager:
     # -- the steps that there are ----------------------------------------------------------------------------
 
     def checkpoint_id(self, step: int) -> str:
-        """What `dcp.load` takes to load the checkpoint of ``step``, be there one or not.
+        """Path or URL by which `dcp.load` loads the checkpoint of ``step``, be there one or not.
 
         Args:
             step: Of the training.
@@ -665,7 +676,7 @@ class CheckpointManager:
         self._coordinator.notices.close()
         timeout_seconds = min(timeout_seconds, max(0.0, self._coordinator.notices.seconds_left()))
         deadline = time.monotonic() + timeout_seconds
-        self._executor.close(timeout_seconds)
+        self._session.close(timeout_seconds)
         self._ledger.wait(max(0.0, deadline - time.monotonic()))
         if self._after_commit is not None:
             self._after_commit.close(max(_AFTER_COMMIT_SECONDS, deadline - time.monotonic()))

@@ -19,7 +19,7 @@ __all__ = ["Grace", "Notices", "grace_of"]
 logger = logging.getLogger(__name__)
 
 Grace = float | Mapping[signal.Signals | str | os.PathLike[str], float]
-"""How many seconds there are after a SIGTERM; or after each of several signals, and files that appear."""
+"""Seconds that are left after a SIGTERM; or after each of several signals, and files that appear."""
 
 _LOOK_SECONDS = 0.25
 _SHORTEST_SECONDS = 0.02
@@ -27,12 +27,12 @@ _LARGEST_RESERVE_SECONDS = 5.0
 
 
 def _reserve_seconds(grace_seconds: float) -> float:
-    """How long before the end saves are called off: their files have to be removed in that time."""
+    """Time before the end at which saves are called off: their files have to be removed in that time."""
     return min(_LARGEST_RESERVE_SECONDS, grace_seconds / 10)
 
 
 class Notices:
-    """What tells that the run is to stop. ``signals`` and ``files`` have the seconds of grace of each; of a
+    """Notices that the run is to stop. ``signals`` and ``files`` have the seconds of grace of each; of a
     signal None means that nobody knows.
 
     Files are looked for by a thread, and a deadline is seen to by it, once `see_to_it` has begun it. Time is
@@ -48,17 +48,20 @@ class Notices:
         for path, identity in self._there.items():
             if identity is not None:
                 logger.warning("%s is there already: it is no notice until it appears anew", path)
+
+    def listen(self) -> None:
+        """Notice signals from now on, until `close`."""
         for stop in self._signals:
             stop.listen()
 
     @property
     def received(self) -> bool:
-        """Whether one has come."""
+        """Tell whether one has come."""
         return bool(self._appeared) or any(stop.received for stop in self._signals)
 
     @property
     def has_grace(self) -> bool:
-        """Whether a deadline may come of one."""
+        """Tell whether a deadline may come of one."""
         return bool(self._files) or any(grace is not None for grace in self._signals.values())
 
     def seconds_left(self) -> float:
@@ -96,7 +99,7 @@ class Notices:
 
 
 def _identity(path: str) -> tuple[int, int, int] | None:
-    """Which file, or folder, is there; None if none is, or nobody can tell."""
+    """Identity of the file or folder that is there; None if none is, or it cannot be read."""
     try:
         found = Path(path).stat()
     except (OSError, ValueError):
@@ -107,7 +110,7 @@ def _identity(path: str) -> tuple[int, int, int] | None:
 def grace_of(
     grace: Grace | None, *, handle_sigterm: bool
 ) -> tuple[dict[int, float | None], dict[str, float]]:
-    """What a `Notices` takes. Raises OptionError for what is no notice, or no time."""
+    """Arguments of `Notices`. Raises OptionError for what is no notice, or no time."""
     given: Mapping[signal.Signals | str | os.PathLike[str], float]
     given = grace if isinstance(grace, Mapping) else {} if grace is None else {signal.SIGTERM: grace}
     signals: dict[int, float | None] = {signal.SIGTERM: None} if handle_sigterm else {}
@@ -146,7 +149,7 @@ def _place(path: str) -> str:
 
 
 class StopSignal:
-    """Whether the signal ``number`` has arrived since `listen`, and when first (`time.monotonic`).
+    """Tell whether the signal ``number`` has arrived since `listen`, and when first (`time.monotonic`).
 
     All listeners of a process share one handler a signal. It is installed with the first and taken away with
     the last, and calls the Python handler that was there before. It can only be installed from the main
@@ -159,7 +162,7 @@ class StopSignal:
 
     @property
     def received(self) -> bool:
-        """Whether it has."""
+        """True once it has arrived."""
         return self.moment is not None
 
     def listen(self) -> bool:

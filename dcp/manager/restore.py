@@ -60,7 +60,7 @@ _RETRIES = 3
 
 @dataclass(frozen=True)
 class Restored:
-    """What was restored: the checkpoint of ``step``.
+    """Result of a restore: the checkpoint of ``step``.
 
     ``report`` is this rank's. ``skipped``: newer steps that could not be used, newest first, and why; of
     these ``skipped_partial`` are sound, but not the whole state. ``metrics`` and ``user_metadata`` (all of
@@ -147,7 +147,7 @@ class _Restoring:
     on_damage: Callable[[int, CheckpointError], None] | None
     pause_seconds: float
     takes_partial: bool
-    """Whether a load would leave entries as they are that the checkpoint lacks, and say nothing."""
+    """Tell whether a load would leave entries as they are that the checkpoint lacks, and say nothing."""
 
     def newest(self) -> Restored | None:
         skipped: dict[int, str] = {}
@@ -253,7 +253,7 @@ class _Restoring:
         return reason
 
     def _lack(self, step: int) -> str:
-        """What a checkpoint lacks, and how to load the rest; "" if it is the whole state, or unreadable."""
+        """Describe what a checkpoint lacks and how to load the rest; "" for a whole or an unreadable one."""
         try:
             index = open_index(self.open_store(self.checkpoint_id(step)))
         except CheckpointError:
@@ -284,17 +284,17 @@ class _Restoring:
 
 
 def is_unusable(error: CheckpointError) -> bool:
-    """Whether the checkpoint is damaged or gone, so that another one is to be loaded."""
+    """Tell whether the checkpoint is damaged or gone, so that another one is to be loaded."""
     return all(is_damage(cause) or isinstance(cause, CheckpointNotFoundError) for cause in causes_of(error))
 
 
 def _is_missing(error: CheckpointError) -> bool:
-    """Whether the checkpoint lacks what was asked for."""
+    """Tell whether the checkpoint lacks what was asked for."""
     return all(isinstance(cause, MissingKeyError) for cause in causes_of(error))
 
 
 def _is_passing(error: CheckpointError) -> bool:
-    """Whether only the storage is to blame, on some ranks at least, and the rest is no reason to give up."""
+    """Tell whether the storage is to blame, on some ranks at least, and no rank has a reason to give up."""
     causes = causes_of(error)
     passing = [isinstance(cause, StorageError | CheckpointConflictError) for cause in causes]
     return any(passing) and all(

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -22,7 +22,7 @@ from dcp.manager.contents import weights_of
 from dcp.manager.coordination import Reason, StepCoordinator
 from dcp.manager.events import EventKind, Events
 from dcp.saving.options import SaveOptions
-from dcp.state_dict_saver import AsyncCheckpointerType, save_with
+from dcp.state_dict_saver import save_with
 from dcp.steps.states import PARTIAL
 from dcp.storage.errors import CheckpointError, CollectiveTimeoutError, CorruptCheckpointError, PlanError
 from dcp.storage.torch_storage.writer import FileSystemWriter
@@ -30,18 +30,16 @@ from dcp.storage.torch_storage.writer import FileSystemWriter
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.planner import SavePlanner
-    from torch.distributed.checkpoint.staging import AsyncStager
+    from torch.distributed.checkpoint.storage import StorageWriter
 
 __all__ = [
+    "LoopSession",
     "Mode",
-    "SaveExecutor",
     "SaveLedger",
     "SaveListener",
-    "SaveSettings",
     "StepSaver",
     "WhenBusy",
     "check_group",
-    "save_executor",
 ]
 
 logger = logging.getLogger(__name__)
@@ -50,21 +48,21 @@ Mode = Literal["thread", "process", "sync"]
 WhenBusy = Literal["wait", "skip", "raise"]
 
 _HANG_SECONDS = 2.0
-"""How long after a deadline a save is waited for that was called off: the storage may not answer."""
+"""Time after a deadline for a save that was called off: the storage may not answer."""
 _CAUTION = 2.0
 """A save may take so many times what the slowest of the last ones did."""
 _PATIENT: frozenset[Reason] = frozenset({"last", "force", "stop"})
 """Saves that wait for the one before, whatever ``when_busy`` says."""
 _REMEMBERED = 3
 _PHASES = ("blocked", "save")
-"""What of a save follows each other: the copy of the state, and all from there to the commit."""
+"""Phases that follow each other: the copy of the state, and all from there to the commit."""
 
 
 # -- a step --------------------------------------------------------------------------------------------------
 
 
 class SaveListener(Protocol):
-    """What follows the saves of this rank."""
+    """A follower of the saves of this rank."""
 
     def saving(self, step: int) -> None:
         """A save of ``step`` is about to begin; in the training thread, which waits."""
@@ -74,17 +72,23 @@ class SaveListener(Protocol):
         carried it out."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class StepSaver:
-    """Begins steps and saves; all ranks do so alike. The parts are the manager's."""
+    """Begins steps and saves; all ranks do so alike. The parts are the manager's.
+
+    ``options`` and ``planner`` are those of all saves; ``resumed_from`` is what the run was restored from,
+    which the saves to come note.
+    """
 
     coordinator: StepCoordinator
-    executor: SaveExecutor
+    session: LoopSession | AsyncSession
     ledger: SaveLedger
     events: Events
     listeners: Sequence[SaveListener]
     when_busy: WhenBusy
-    timeout_seconds: float
+    options: SaveOptions
+    planner: SavePlanner | None
+    resumed_from: Mapping[str, Any] | None = None
 
     def exchange(self, step: int, *, last: bool, force: bool = False) -> None:
         """Once a step: exchange with the other ranks what to do; raise what failed, on all of them."""
@@ -93,7 +97,7 @@ class StepSaver:
         if agreed.stop and not was_stopping:
             self.events.emit("stop_requested", step)
         if agreed.failed:
-            self.ledger.settle(self.timeout_seconds)
+            self.ledger.settle(self.options.timeout_seconds)
             self.ledger.raise_failure(damage=True)
             raise CheckpointError("a save failed on another rank, whose log and exception say why", step=step)
 
@@ -127,7 +131,7 @@ class StepSaver:
             return False
         # not beyond a deadline, when it is called off
         left = max(0.0, self.coordinator.notices.seconds_left()) + _HANG_SECONDS
-        self.ledger.settle(min(self.timeout_seconds, left))
+        self.ledger.settle(min(self.options.timeout_seconds, left))
         self.ledger.raise_failure(damage=False)
         return True
 
@@ -141,12 +145,23 @@ class StepSaver:
         *,
         overlap: bool = False,
     ) -> SaveFuture:
-        """Save, behind the loop where the executor does."""
+        """Save, behind the loop where the session does."""
         self.coordinator.saved(step, reason)
         for listener in self.listeners:
             listener.saving(step)
         try:
-            future = self.executor.begin(state_dict, writer, user_metadata, overlap=overlap)
+            future = self.session.save(
+                state_dict,
+                storage_writer=writer,
+                planner=self.planner,
+                options=replace(
+                    self.options,
+                    step=step,
+                    resumed_from=self.resumed_from,
+                    user_metadata=dict(user_metadata),
+                ),
+                overlap=overlap,
+            )
         except BaseException:
             for listener in self.listeners:
                 listener.ended(step, None)
@@ -154,7 +169,7 @@ class StepSaver:
         self.ledger.begun(step, future)
         what = {"partial": ", ".join(user_metadata[PARTIAL])} if PARTIAL in user_metadata else {}
         future.add_done_callback(partial(self._on_ended, step, {"reason": reason, **what}, future))
-        if self.executor.ends_at_once and reason != "stop":
+        if self.session.ends_at_once and reason != "stop":
             self.ledger.raise_failure(damage=False)
         return future
 
@@ -195,7 +210,7 @@ class StepSaver:
 
     def _await_last(self, step: int, end: float) -> None:
         if math.isinf(end):
-            self.ledger.settle(self.timeout_seconds)
+            self.ledger.settle(self.options.timeout_seconds)
         elif not self.ledger.wait(max(0.0, end - time.monotonic()) + _HANG_SECONDS):
             error = "the storage does not answer, and the deadline has come"
             self.events.emit("save_cancelled", step, error=error, reason="stop")
@@ -207,7 +222,8 @@ class StepSaver:
         try:
             yield
         except Exception as error:
-            if self.executor.refuse(error):
+            self.session.refuse(error, self.options)
+            if self.session.world_size > 1:
                 self.coordinator.saved(step, reason)  # as on the others
             raise
 
@@ -219,7 +235,7 @@ class StepSaver:
             yield
         except Exception as error:
             if self.coordinator.refuse(error, saves=saves):
-                self.executor.refuse(error)
+                self.session.refuse(error, self.options)
             raise
 
     def _on_ended(self, step: int, what: dict[str, Any], future: SaveFuture, _: object) -> None:
@@ -313,13 +329,13 @@ class SaveLedger:
 
     @property
     def expected_seconds(self) -> float:
-        """How long a save may take, as the slowest of the last ones did; infinite where none has ended."""
+        """Time that a save may take, as the slowest of the last ones did; infinite where none has ended."""
         with self._changed:
             return max(self._seconds, default=math.inf)
 
     @property
     def has_failure(self) -> bool:
-        """Whether there is something that is still to be raised."""
+        """Tell whether there is something that is still to be raised."""
         with self._changed:
             return self._failure is not None or self._damage is not None
 
@@ -355,7 +371,7 @@ class SaveLedger:
             ) from error
 
     def wait(self, timeout_seconds: float | None) -> bool:
-        """Whether no save is under way any more, within ``timeout_seconds``."""
+        """Tell whether no save is under way any more, within ``timeout_seconds``."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._running, timeout_seconds)
 
@@ -370,8 +386,8 @@ class SaveLedger:
 
 
 def _is_lasting(error: BaseException) -> bool:
-    """Whether the saves to come will fail as well: an entry cannot be saved as it is, or the ranks do not
-    come together any more."""
+    """Tell whether the saves to come will fail as well: an entry cannot be saved as it is, or the ranks do
+    not come together any more."""
     if isinstance(error, PlanError):
         return bool(error.fqn or error.fqns or error.problems)
     return isinstance(error, CollectiveTimeoutError)
@@ -380,44 +396,38 @@ def _is_lasting(error: BaseException) -> bool:
 # -- in the loop, or behind it -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SaveSettings:
-    """What is the same for all saves of a manager."""
-
-    process_group: ProcessGroup | None = None
-    no_dist: bool = False
-    planner: SavePlanner | None = None
-    stager: AsyncStager | None = None
-    options: SaveOptions = field(default_factory=SaveOptions)
-
-
-class SaveExecutor:
-    """Saves in the training loop itself. ``ends_at_once``: a save has ended when `begin` returns.
-    ``resumed_from``: what the run goes on from, which the saves to come note."""
+class LoopSession:
+    """Saves in the training loop itself, as an `AsyncSession` has them behind it. Any thread may call a save
+    off."""
 
     ends_at_once = True
 
-    def __init__(self, settings: SaveSettings) -> None:
-        self._settings = settings
+    def __init__(self, process_group: ProcessGroup | None, *, no_dist: bool, world_size: int) -> None:
+        self._process_group, self._no_dist = process_group, no_dist
+        self.world_size = world_size
         self._current: SaveFuture | None = None
-        self.resumed_from: Mapping[str, Any] | None = None
 
-    def begin(
-        self, state_dict: dict[str, Any], writer: FileSystemWriter, user: Mapping[str, Any], *, overlap: bool
+    def save(
+        self,
+        state_dict: dict[str, Any],
+        *,
+        storage_writer: StorageWriter,
+        planner: SavePlanner | None,
+        options: SaveOptions,
+        overlap: bool = False,
     ) -> SaveFuture:
-        """Save ``state_dict`` by ``writer``, with the metadata of the ``user``; whatever fails is the
-        future's error, on all ranks alike."""
-        future = self._current = SaveFuture(writer.checkpoint_id)
-        settings, begun = self._settings, time.perf_counter()
+        """Save ``state_dict``; whatever fails is the future's error, on all ranks alike."""
+        future = self._current = SaveFuture(getattr(storage_writer, "checkpoint_id", None) or "")
+        begun = time.perf_counter()
         try:
-            check_group(no_dist=settings.no_dist)
+            check_group(no_dist=self._no_dist)
             metadata, outcome = save_with(
                 state_dict,
-                self._options_of(user),
-                storage_writer=writer,
-                planner=settings.planner,
-                process_group=settings.process_group,
-                no_dist=settings.no_dist,
+                options,
+                storage_writer=storage_writer,
+                planner=planner,
+                process_group=self._process_group,
+                no_dist=self._no_dist,
                 abort=future.abort_event,
             )
         except Exception as error:  # noqa: BLE001 - the future's, which the manager looks at
@@ -432,69 +442,22 @@ class SaveExecutor:
             self._current = None
         return future
 
-    def _options_of(self, user: Mapping[str, Any]) -> SaveOptions:
-        options, step = self._settings.options, user.get("step")
-        return replace(options, step=step, resumed_from=self.resumed_from, user_metadata=dict(user))
-
-    def refuse(self, error: Exception) -> bool:
-        """Fail the save that the other ranks begin with ``error``; False if there are none."""
-        if not self._settings.no_dist:
-            self.begin({}, RefusedWriter(error), {}, overlap=False)
-        return not self._settings.no_dist
+    def refuse(self, error: Exception, options: SaveOptions) -> None:
+        """Fail the save that the other ranks begin, if there are others, with ``error``."""
+        if self.world_size > 1:
+            self.save({}, storage_writer=RefusedWriter(error), planner=None, options=options)
 
     def under_way(self) -> list[SaveFuture]:
-        """The saves that have not ended; from any thread."""
+        """Saves that have not ended."""
         current = self._current
         return [] if current is None else [current]
 
     def lock(self) -> AbstractContextManager[None]:
-        """Hold off copies of the state."""
+        """Hold off copies of the state, of which there are none."""
         return nullcontext()
 
     def close(self, timeout_seconds: float) -> None:
-        """Let the saves under way end; call off those that have not after ``timeout_seconds``."""
-
-
-class _BackgroundExecutor(SaveExecutor):
-    """Saves behind the loop, in a thread or a process of this manager's own."""
-
-    ends_at_once = False
-
-    def __init__(self, settings: SaveSettings, kind: AsyncCheckpointerType) -> None:
-        super().__init__(settings)
-        self._session = AsyncSession(
-            settings.process_group,
-            no_dist=settings.no_dist,
-            kind=kind,
-            stager=settings.stager,
-            timeout_seconds=settings.options.timeout_seconds,
-            start=kind is AsyncCheckpointerType.PROCESS,
-        )
-
-    def begin(
-        self, state_dict: dict[str, Any], writer: FileSystemWriter, user: Mapping[str, Any], *, overlap: bool
-    ) -> SaveFuture:
-        settings = self._settings
-        return self._session.save(
-            state_dict,
-            storage_writer=writer,
-            planner=settings.planner,
-            options=self._options_of(user),
-            overlap=overlap,
-        )
-
-    def refuse(self, error: Exception) -> bool:
-        self._session.refuse(error)
-        return self._session.world_size > 1
-
-    def under_way(self) -> list[SaveFuture]:
-        return self._session.under_way()
-
-    def lock(self) -> AbstractContextManager[None]:
-        return self._session.lock()
-
-    def close(self, timeout_seconds: float) -> None:
-        self._session.close(timeout_seconds)
+        """Nothing is under way by now."""
 
 
 def check_group(*, no_dist: bool) -> None:
@@ -504,10 +467,3 @@ def check_group(*, no_dist: bool) -> None:
             "the process group that this manager was made for has been destroyed; restore, and save in mode "
             "'sync', before destroy_process_group()"
         )
-
-
-def save_executor(mode: Mode, settings: SaveSettings) -> SaveExecutor:
-    """What carries out saves in ``mode``. Collective, except for "sync"."""
-    if mode == "sync":
-        return SaveExecutor(settings)
-    return _BackgroundExecutor(settings, AsyncCheckpointerType(mode))

@@ -68,7 +68,7 @@ class HostArena:
         self.size_bytes = 0
         self.generation = 0
         self.is_new = False
-        """Whether nobody has touched the pages of the mapping since `reserve` made it."""
+        """True until the pages of the mapping are touched for the first time."""
         self.fd: int | None = None
         self._memory: _Memory | None = None
         self._close_fd: weakref.finalize[[int, int], HostArena] | None = None
@@ -122,7 +122,7 @@ class HostArena:
 
     @property
     def address(self) -> int:
-        """Where the mapping begins in this process."""
+        """Address of the mapping in this process."""
         return ctypes.addressof(self.memory)
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ before a deadline, and not the whole state."""
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """What retention has to know of a committed step; ``committed_seconds`` counts from the epoch,
+    """Facts of a committed step for retention; ``committed_seconds`` counts from the epoch,
     ``dropped`` are the globs of what was dropped from it."""
 
     step: int

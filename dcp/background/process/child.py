@@ -27,7 +27,7 @@ _ENDED = frozenset({errno.EPIPE, errno.ECONNRESET, errno.EBADF})
 """Of a process that has ended, or is about to be found so."""
 
 _DROPPED = ("TORCHELASTIC_", "MASTER_ADDR", "MASTER_PORT")
-"""What would tie the writers' group to the trainers' launcher."""
+"""Variables that would tie the writers' group to the trainers' launcher."""
 
 _SET = {
     # the cores are the training's

@@ -44,7 +44,7 @@ _UNPICKLABLE = (
     RecursionError,
     RuntimeError,
 )
-"""What pickle raises, and what the objects' own ways of being pickled may."""
+"""Errors of pickle, and of the objects' own ways of being pickled."""
 
 
 # -- packing -------------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _without_store(writer: FileSystemWriter) -> Any:
-    """How to pickle a writer: without what belongs to the save that it did last."""
+    """Reduce a writer without the state of its last save."""
     reduced = writer.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     if isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], dict):
         state = dict(reduced[2], _store=None, _previous=None, index=None, state_dict_cache=None)
@@ -117,7 +117,7 @@ _memory: ContextVar[torch.Tensor] = ContextVar("memory of the state that is bein
 
 
 def unpack(data: bytes, memory: torch.Tensor | None = None) -> Any:
-    """What `pack` was given; ``memory`` are the bytes of the arena, of which its tensors become views.
+    """Rebuild what `pack` was given; ``memory`` are the bytes of the arena, which its tensors view.
 
     Raises WriterProcessError for what this process cannot import or build.
     """

@@ -1,4 +1,4 @@
-"""How the writer processes of all ranks find each other without depending on any trainer.
+"""Rendezvous of the writer processes of all ranks, which depends on no trainer.
 
 Rank 0's writer hosts a key-value store of their own. Its trainer binds the socket, so that the address can go
 round while the writers still start; the trainers tell it each other through the store that they share, and
@@ -35,7 +35,7 @@ _LONGEST_PAUSE_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Address:
-    """Where the writers' store is; ``loopback`` if all ranks share one network namespace."""
+    """Address of the writers' store; ``loopback`` if all ranks share one network namespace."""
 
     host: str
     port: int

@@ -1,4 +1,4 @@
-"""What a writer process does: takes saves from its trainer, carries them out in order, reports."""
+"""Main loop of a writer process: takes saves from its trainer, carries them out in order, reports."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ __all__ = ["WriterLoop"]
 logger = logging.getLogger(__name__)
 
 _FAREWELL_SECONDS = 5.0
-"""How long the host of the writers' store stays for the others, once their trainers are gone."""
+"""Time that the host of the writers' store stays for the others, once their trainers are gone."""
 
 
 @dataclass
@@ -117,7 +117,13 @@ class WriterLoop:
             self._saves[save.serial] = save
             self._tasks.put(lambda: self._carry_out(save))
         elif kind == "hello":
-            _require_version(body["version"])
+            if body["version"] != __version__:  # the installed package has been replaced since
+                logger.error(
+                    "the trainer runs dcphub %s, but %s is installed now: restart the training",
+                    body["version"],
+                    __version__,
+                )
+                os._exit(1)
             multiprocessing.current_process().name = f"rank {body['rank']}"
             self._meeting.introduce(body["rank"], body["world_size"], body["timeout_seconds"])
         elif kind == "join":
@@ -179,19 +185,10 @@ class WriterLoop:
         return report
 
     def _breaks(self, error: BaseException) -> bool:
-        """Whether the writers may be out of step after ``error``: it did not end the save on all alike."""
+        """Tell if the writers may be out of step after ``error``, which ends a save not alike on all."""
         if self._meeting.world_size == 1:
             return False
         return isinstance(error, CollectiveTimeoutError) or not isinstance(error, RankFailedError)
-
-
-def _require_version(version: str) -> None:
-    """End where the installed package has been replaced since the trainer began."""
-    if version != __version__:
-        logger.error(
-            "the trainer runs dcphub %s, but %s is installed now: restart the training", version, __version__
-        )
-        os._exit(1)
 
 
 def _refused(error: Exception, body: dict[str, Any]) -> SaveOrder:
@@ -250,27 +247,38 @@ class _Meeting:
         if self._failure is not None:
             raise self._failure
         with self._joining:
-            self._store = self._joined()
-
-    def _joined(self) -> Store:
-        bound = self._timeout_seconds - agreeing_seconds(self._timeout_seconds)
-        deadline = time.monotonic() + bound
-        informed = self._informed.wait(bound)
-        if self._address is None or not self._needed:
-            why = "their trainers ended before" if informed else "their trainers did not all start them"
-            raise CollectiveTimeoutError(
-                f"the writer processes did not meet: {why}. Resume from the last committed checkpoint."
-            )
-        try:
-            return self._init(self._address, max(1.0, deadline - time.monotonic()))
-        except (RuntimeError, OSError) as error:
-            missing = self._missing()
-            self._failure = CollectiveTimeoutError(
-                f"the writer process of rank {self.rank} could not reach that of rank "
-                f"{', '.join(map(str, missing))} at {self._address.host}:{self._address.port}: {error}",
-                ranks=missing,
-            )
-            raise self._failure from error
+            bound = self._timeout_seconds - agreeing_seconds(self._timeout_seconds)
+            deadline = time.monotonic() + bound
+            informed = self._informed.wait(bound)
+            address = self._address
+            if address is None or not self._needed:
+                why = "their trainers ended before" if informed else "their trainers did not all start them"
+                raise CollectiveTimeoutError(
+                    f"the writer processes did not meet: {why}. Resume from the last committed checkpoint."
+                )
+            if address.loopback:  # a host name that does not resolve must not matter then
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            left = max(1.0, deadline - time.monotonic())
+            try:
+                store = own_store(address, self._listener, left)
+                self._presence = Presence(store, self.rank, self.world_size, ["meeting"])
+                self._presence.show()
+                dist.init_process_group(
+                    "gloo",
+                    store=store,
+                    rank=self.rank,
+                    world_size=self.world_size,
+                    timeout=timedelta(seconds=left),
+                )
+            except (RuntimeError, OSError) as error:
+                missing = self._missing()
+                self._failure = CollectiveTimeoutError(
+                    f"the writer process of rank {self.rank} could not reach that of rank "
+                    f"{', '.join(map(str, missing))} at {address.host}:{address.port}: {error}",
+                    ranks=missing,
+                )
+                raise self._failure from error
+            self._store = store
 
     def _missing(self) -> list[int]:
         """The ranks whose writers are not at the store; rank 0 where there is no store."""
@@ -280,18 +288,6 @@ class _Meeting:
         except RuntimeError as error:
             logger.debug("the writers' store is gone: %s", error)
         return [0]
-
-    def _init(self, address: Address, timeout_seconds: float) -> Store:
-        if address.loopback:  # a host name that does not resolve must not matter then
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = own_store(address, self._listener, timeout_seconds)
-        self._presence = Presence(store, self.rank, self.world_size, ["meeting"])
-        self._presence.show()
-        timeout = timedelta(seconds=timeout_seconds)
-        dist.init_process_group(
-            "gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
-        )
-        return store
 
     def part(self) -> None:
         """Before ending without a trainer: the host of the store waits for the others, a while."""
@@ -316,7 +312,7 @@ class _TrainerMemory:
         self._columns: tuple[SaveColumns, np.ndarray[Any, np.dtype[np.uint8]]] | None = None
 
     def payload(self, body: dict[str, Any], fds: list[int]) -> Callable[[], RankState | dict[str, Any]]:
-        """What gives the staged state of a save; arenas and layouts that came with it are taken in now.
+        """Take in arenas and layouts that came with a save; the result gives its staged state.
 
         Where that fails nothing is kept, so that no later save is mixed up with what an earlier one brought.
         """

@@ -26,11 +26,11 @@ _HEADER = struct.Struct("<QBB")
 _INLINE_BYTES = 16 << 10
 _MOST_FDS = 16
 _SEND_SECONDS = 10
-"""How long a send may wait for room: the receiver has stopped reading, and is as good as dead."""
+"""Time that a send may wait for room: then the receiver has stopped reading, and is as good as dead."""
 
 
 class Message(NamedTuple):
-    """What was received; the descriptors are the receiver's to close."""
+    """A received message; the descriptors are the receiver's to close."""
 
     body: dict[str, Any]
     fds: list[int]

@@ -45,7 +45,7 @@ __all__ = ["ProcessWriter"]
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 5.0
-"""How long an idle writer may take to end."""
+"""Time that an idle writer may take to end."""
 
 
 @dataclass(eq=False)
@@ -232,7 +232,7 @@ class ProcessWriter(BackgroundWriter):
             raise CollectiveTimeoutError("the session was closed before they had met")
 
     def _ending_of(self, save: _SentSave) -> Ending:
-        """How the save ended here: by its writer's word or end, or because another rank gave it up.
+        """Wait for the end of the save here: by its writer's word or end, or because another rank gave it up.
 
         Its writer may go on for a while then, because its own waits for a lost rank end soon.
         """
@@ -270,7 +270,7 @@ class ProcessWriter(BackgroundWriter):
             return False
 
     def _verdict(self, save: _SentSave, ending: Ending) -> Verdict:
-        """What all ranks make of it; what this rank knows where they cannot agree any more."""
+        """Agree with all ranks; where that is not possible any more, judge by what this rank knows."""
         together = save.order.options.use_collectives
         if self._store is None:
             return verdict({0: ending}, 0, together=together)

@@ -1,4 +1,4 @@
-"""What follows a commit, behind the training loop: verification, its note, retention, deletions.
+"""Work after a commit, behind the training loop: verification, its note, retention, deletions.
 
 On the coordinator only: one process of a run deletes. How one checkpoint is removed is in
 `dcp.manager.cleanup.removal`, how a part is dropped in `dropping`.
@@ -44,7 +44,7 @@ __all__ = ["AfterCommit", "Check", "problem_of"]
 logger = logging.getLogger(__name__)
 
 Check = Literal["sizes", "full", "off"]
-"""How a committed checkpoint is verified: its files are there with the committed sizes; all of its bytes
+"""Verification of a committed checkpoint: its files are there with the committed sizes; all of its bytes
 match their checksums; not at all."""
 
 _MAX_NOTED_CHARACTERS: Final = 1000
@@ -58,7 +58,7 @@ _ABANDONED_AFTER_SECONDS: Final = 86_400.0
 
 
 def problem_of(store: Store, commit: Commit, check: Check) -> str | None:
-    """What is wrong with what is committed in ``store``; None if ``check`` finds nothing."""
+    """Find what is wrong with what is committed in ``store``; None if ``check`` finds nothing."""
     index = commit.index
     if index is None:
         return str(commit.problem)
@@ -79,7 +79,7 @@ def problem_of(store: Store, commit: Commit, check: Check) -> str | None:
 
 
 _What = Literal["commit", "doubt", "checkpoint", "rest", "abandoned"]
-"""What is to be done about a step: look after its commit, look again at what a restore could not read, or
+"""Tasks about a step: look after its commit, look again at what a restore could not read, or
 delete it, the rest of an interrupted deletion, or data files that a save has abandoned."""
 
 
@@ -131,7 +131,7 @@ class AfterCommit:
         self._given_up = False
         self._begun = False
         self._resumed = False
-        """Whether what an earlier process has begun to delete here is known."""
+        """True once it is known what an earlier process has begun to delete here."""
         self._half_deleted: set[int] = set()
         """Steps whose deletion has failed for good."""
         self._synced = ""
@@ -311,8 +311,8 @@ class AfterCommit:
         self._retain(step)
 
     def _go_on_with_what_was_left(self) -> None:
-        """What an earlier process began here: deletions; saves that never committed; verifications that its
-        end cut off."""
+        """Go on with what an earlier process began here: deletions; saves that never committed; verifications
+        that its end cut off."""
         try:
             half_deleted = self._folders.half_deleted()
             with self._changed:  # no save may begin in between: it takes a step back, or finds it clean
@@ -452,7 +452,7 @@ class AfterCommit:
             self._events.emit("dropped", step, seconds=seconds, size_bytes=freed, files=files, parts=names)
 
     def _makes_durable(self, newest: int | None) -> bool:
-        """What is to be counted on has to outlast a power cut before anything else goes; whether it does."""
+        """Make the newest good step outlast a power cut before anything else goes; tell whether it does."""
         if newest is None:
             return True
         try:

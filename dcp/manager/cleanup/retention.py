@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from dataclasses import fields as fields_of
 from typing import Any, Final, Literal, NamedTuple, Self, cast
 
 from dcp.steps.states import StepState, patterns_of_part
@@ -114,13 +115,8 @@ class Keep:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that `from_dict` reads; rules that are not set are left out."""
-        fields: dict[str, Any] = {"last": self.last, "every_steps": self.every_steps}
-        if self.bests:
-            fields["best"] = [
-                {"metric": rule.metric, "count": rule.count, "mode": rule.mode} for rule in self.bests
-            ]
-        fields["younger_than_seconds"] = self.younger_than_seconds
-        return {name: value for name, value in fields.items() if value is not None}
+        plain: dict[str, Any] = _plain(self)
+        return plain
 
 
 class Part(NamedTuple):
@@ -193,15 +189,6 @@ class Retention(Keep):
                 raise OptionError(f"parts: must be a map of maps, not {parts!r}")
             fields["parts"] = {name: Keep.from_dict(rules) for name, rules in parts.items()}
         return cls(**fields)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data that `from_dict` reads; rules that are not set are left out."""
-        fields = Keep.to_dict(self)
-        if self.optimizer is not None:
-            fields["optimizer"] = self.optimizer.to_dict()
-        if self.parts:
-            fields["parts"] = {name: keep.to_dict() for name, keep in self.parts.items()}
-        return fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +310,15 @@ def _check_count(name: str, value: object) -> None:
 
 def _is_glob(name: object) -> bool:
     return type(name) is str and bool(name)
+
+
+def _plain(value: Any) -> Any:
+    """Rules as plain data, without what is not set."""
+    if isinstance(value, (Best, Keep)):
+        value = {each.name: getattr(value, each.name) for each in fields_of(value)}
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items() if each is not None}
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value
 
 
 def _rules_of(fields: dict[str, Any]) -> dict[str, Any]:
