@@ -101,6 +101,6 @@ def _combined(parts: dict[int, tuple[int, int]], block_bytes: int) -> int | None
         if part is None:
             return None
         end, crc = part
-        total = crc32_combine(total, crc, end - position)
+        total = crc32_combine(total, crc, end - position) if position else crc
         position = end
     return total

@@ -54,8 +54,10 @@ def requests_for(
     clusters, others = _clusters(source, runs, copied_bytes)
     pieces = [RequestPiece(c.file, c.begin, c.end - c.begin, NO_CHUNK, 0, 0, c) for c in clusters]
     pieces += _run_pieces(source, others)
+    # on a disk as much as scratch memory has anyway, so that fewer blocks are in two parts
+    box_bytes = copied_bytes if profile.scatter else 2 * BLOCK_BYTES
     for box in boxes:
-        pieces += _box_pieces(source, box, copied_bytes)
+        pieces += _box_pieces(source, box, box_bytes)
     pieces.sort(key=itemgetter(0, 1, 2))
     return join(pieces, profile, request_bytes)
 
