@@ -8,11 +8,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from dcp.storage.errors import CheckpointFormatError, UnsupportedFormatError
+from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.torch.pickle_reader import decode_torch_pickle
 from dcp.storage.formats.torch.tensor_pickle import TensorPickle
-from dcp.storage.formats.torch.zip_reader import Window, check_version, entry_start, read_directory
+from dcp.storage.formats.torch.zip_reader import TorchZip, Window
 
 __all__ = ["MAX_BLOB_BYTES", "ObjectBlob"]
 
@@ -29,35 +29,20 @@ class ObjectBlob:
 
     def __init__(self, blob: bytes) -> None:
         """Raises CheckpointFormatError where it is no such zip, or damaged."""
-        self._blob = blob
-        self._window = Window(lambda at, count: blob[at : at + count], 0, len(blob))
-        entries = read_directory(self._window)
-        name = next((name for name in entries if name.endswith(b"/data.pkl")), None)
-        if name is None:
-            raise CheckpointFormatError("the object was not written by torch.save, or is damaged")
-        self._entries, self._folder = entries, name.removesuffix(b"data.pkl")
-        check_version(self._content(b"version", b""))
-        if self._content(b"byteorder", b"little") != b"little":
-            raise UnsupportedFormatError("the object was saved on a big-endian machine")
-        pickled = self._content(b"data.pkl")
+        self._archive = TorchZip(Window(lambda at, count: blob[at : at + count], 0, len(blob)))
+        self._archive.check_byte_order()
+        pickled = self._archive.content(b"data.pkl", MAX_BLOB_BYTES)
         self.pickle_bytes = len(pickled)
         self._left = _EXPANSION * len(blob) + _FREE_BYTES
         self.decoded: Any = decode_torch_pickle(
             pickled, limit_bytes=MAX_BLOB_BYTES, max_containers=_MAX_CONTAINERS
         )
 
-    def _content(self, name: bytes, default: bytes | None = None) -> bytes:
-        entry = self._entries.get(self._folder + name)
-        if entry is None:
-            if default is not None:
-                return default
-            raise CheckpointFormatError(f"the object's zip has no {name!r}")
-        begin = entry_start(self._window, entry)
-        return self._blob[begin : begin + entry.size]
-
     def elements(self, tensor: TensorPickle) -> npt.NDArray[Any]:
         """The elements of ``tensor`` in C order, as unsigned integers or pairs of them of its itemsize."""
-        data = self._content(b"data/" + tensor.storage_key.encode("utf-8", "surrogatepass"))
+        data = self._archive.content(
+            b"data/" + tensor.storage_key.encode("utf-8", "surrogatepass"), MAX_BLOB_BYTES
+        )
         if len(data) != tensor.storage_bytes:
             raise CheckpointFormatError("a tensor's storage is not as long as its pickle says")
         size = dtypes.BY_CODE[tensor.dtype_code].itemsize

@@ -10,20 +10,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from dcp.storage.errors import CheckpointFormatError, UnsupportedFormatError
+from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.safetensors.file import parse_header
 from dcp.storage.formats.torch.pickle_reader import MAX_TENSOR_PICKLE_BYTES, decode_tensor_pickle
 from dcp.storage.formats.torch.tensor_pickle import TensorPickle
-from dcp.storage.formats.torch.zip_reader import (
-    LOCAL_SIGNATURE,
-    Window,
-    ZipEntry,
-    check_version,
-    entry_start,
-    read_directory,
-)
+from dcp.storage.formats.torch.zip_reader import LOCAL_SIGNATURE, TorchZip, Window
+from dcp.storage.geometry.strides import c_strides
 
 __all__ = ["StoredTensor", "locate_payload"]
 
@@ -68,18 +61,14 @@ def locate_payload(
 
 
 def _locate_in_zip(window: Window, record_offset: int) -> StoredTensor:
-    entries = read_directory(window)
-    root = next(iter(entries), b"").partition(b"/")[0] + b"/"
-    if root + b"version" in entries:
-        check_version(_content(window, entries, root + b"version", 16))
-    pickled = _content(window, entries, root + b"data.pkl", MAX_TENSOR_PICKLE_BYTES)
+    archive = TorchZip(window)
+    pickled = archive.content(b"data.pkl", MAX_TENSOR_PICKLE_BYTES)
     tensor = (
         _decode_cached(pickled) if len(pickled) <= _CACHED_PICKLE_BYTES else decode_tensor_pickle(pickled)
     )
-    itemsize = dtypes.BY_CODE[tensor.dtype_code].itemsize
-    if itemsize > 1 and root + b"byteorder" in entries:
-        _check_byte_order(_content(window, entries, root + b"byteorder", 16))
-    payload = entries.get(root + b"data/" + tensor.storage_key.encode("utf-8", "surrogatepass"))
+    if dtypes.BY_CODE[tensor.dtype_code].itemsize > 1:
+        archive.check_byte_order()
+    payload = archive.entries.get(b"data/" + tensor.storage_key.encode("utf-8", "surrogatepass"))
     if payload is None:
         raise CheckpointFormatError(f"its zip has no storage {tensor.storage_key[:40]!r}")
     if tensor.storage_bytes != payload.size:
@@ -89,27 +78,10 @@ def _locate_in_zip(window: Window, record_offset: int) -> StoredTensor:
         tensor.sizes,
         tensor.strides,
         tensor.storage_offset,
-        record_offset + entry_start(window, payload),
+        record_offset + archive.start(payload),
         payload.size,
         payload.crc32 if payload.crc32 or not payload.size else None,
     )
-
-
-def _content(window: Window, entries: dict[bytes, ZipEntry], name: bytes, limit_bytes: int) -> bytes:
-    entry = entries.get(name)
-    if entry is None or entry.size > limit_bytes:
-        raise CheckpointFormatError(f"its zip has no {name!r}, or more than {limit_bytes} bytes of it")
-    data = window.get(entry_start(window, entry), entry.size)
-    if entry.crc32 not in (0, crc32(data)):  # a flipped bit in the strides would be another tensor
-        raise CheckpointFormatError(f"the entry {name!r} of its zip differs from the zip's checksum")
-    return data
-
-
-def _check_byte_order(order: bytes) -> None:
-    if order == b"big":
-        raise UnsupportedFormatError("it was saved on a big-endian machine; convert it there first")
-    if order != b"little":
-        raise CheckpointFormatError(f"its zip names an unknown byte order {order!r}")
 
 
 @lru_cache(maxsize=4096)
@@ -123,8 +95,6 @@ def _locate_in_safetensors(read: Callable[[int, int], bytes], record_offset: int
     entry = header.entries.get(fqn)
     if entry is None:
         raise CheckpointFormatError("it is not in the safetensors header at its place")
-    sizes, strides = entry.sizes, [1] * len(entry.sizes)
-    for dimension in range(len(sizes) - 2, -1, -1):
-        strides[dimension] = strides[dimension + 1] * max(sizes[dimension + 1], 1)
     start = record_offset + header.data_offset + entry.begin
-    return StoredTensor(entry.dtype_code, sizes, tuple(strides), 0, start, entry.end - entry.begin, None)
+    size_bytes = entry.end - entry.begin
+    return StoredTensor(entry.dtype_code, entry.sizes, c_strides(entry.sizes), 0, start, size_bytes, None)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 
 from dcp.storage.errors import CheckpointFormatError
-from dcp.storage.formats.index import MAX_DIMENSIONS, CheckpointIndex, Deferred, starts
+from dcp.storage.formats.index import MAX_DIMENSIONS, CheckpointIndex, WholeTensor
 from dcp.storage.formats.safetensors.file import SafetensorsHeader, parse_header
 from dcp.storage.formats.safetensors.format import SAFETENSORS
 from dcp.storage.formats.safetensors.json_documents import parse_json
@@ -33,52 +33,23 @@ def index_of_safetensors_file(
         return head[at : at + count] if at + count <= len(head) else read(at, count)
 
     header = parse_header(read_header, size_bytes)
-    entries = list(header.entries.values())
-    sizes = np.array([size for entry in entries for size in entry.sizes], dtype=np.int64)
-    offsets = _shard_offsets(header, name)
-    lengths = np.array([entry.end - entry.begin for entry in entries], dtype=np.int64)
-    places = np.array([entry.begin for entry in entries], dtype=np.int64) + header.data_offset
-    metadata = {key: value for key, value in header.metadata.items() if key != _SHARDING_KEY}
-    fqns, count = list(header.entries), len(entries)
-    index = CheckpointIndex(
-        format=SAFETENSORS.name,
-        fqns=fqns,
-        dtype_codes=np.array([entry.dtype_code for entry in entries], dtype=np.uint8),
-        shape_start=starts([len(entry.sizes) for entry in entries]),
-        shape_values=sizes + offsets,
-        requires_grad=np.zeros(count, dtype=np.uint8),
-        chunk_start=np.arange(count + 1, dtype=np.int64),
-        chunk_offsets=offsets,
-        chunk_sizes=sizes,
-        chunk_files=np.zeros(count, dtype=np.int64),
-        record_offsets=places,
-        record_lengths=lengths,
-        payload_offsets=places,
-        payload_lengths=lengths,
-        crc_start=np.zeros(count + 1, dtype=np.int64),
-        files=[name],
-        file_sizes=np.array([size_bytes], dtype=np.int64),
-        planner_data=Deferred(partial(_paths, fqns)),
-        provenance={"sharded": True} if _SHARDING_KEY in header.metadata else {},
-        user=metadata,
-    )
-    index.check()
-    return index
-
-
-def _paths(fqns: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Nothing is nested."""
-    return {fqn: (fqn,) for fqn in fqns}
+    tensors = [
+        WholeTensor(fqn, entry.dtype_code, entry.sizes, name, header.data_offset + entry.begin)
+        for fqn, entry in header.entries.items()
+    ]
+    index = CheckpointIndex.of_whole_tensors(SAFETENSORS.name, tensors, {name: size_bytes})
+    metadata, provenance = dict(header.metadata), {}
+    if metadata.pop(_SHARDING_KEY, None) is not None:
+        offsets, provenance = _shard_offsets(header, name), {"sharded": True}
+        index = replace(index, shape_values=index.shape_values + offsets, chunk_offsets=offsets)
+        index.check()
+    return replace(index, provenance=provenance, user=metadata)
 
 
 def _shard_offsets(header: SafetensorsHeader, name: str) -> Any:
-    """Where the tensors of the file stand in the whole ones, flat: 0, unless stock DCP noted something
-    else."""
-    total = sum(len(entry.sizes) for entry in header.entries.values())
-    text = header.metadata.get(_SHARDING_KEY)
-    if text is None:
-        return np.zeros(total, dtype=np.int64)
-    noted = parse_json(text.encode("utf-8", "surrogatepass"), f"{_SHARDING_KEY} of {name}")
+    """Where the tensors of the file stand in the whole ones, flat: 0, unless stock DCP noted it."""
+    text = header.metadata[_SHARDING_KEY].encode("utf-8", "surrogatepass")
+    noted = parse_json(text, f"{_SHARDING_KEY} of {name}")
     offsets: list[int] = []
     for fqn, entry in header.entries.items():
         info = noted.get(fqn)

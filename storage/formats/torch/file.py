@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError, UnsupportedFormatError
+from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, ObjectColumns, starts
 from dcp.storage.formats.torch.archive import TorchArchive
@@ -22,7 +22,7 @@ from dcp.storage.formats.torch.format import TORCH_SAVE
 from dcp.storage.formats.torch.pickle_reader import MAX_FILE_PICKLE_BYTES, decode_torch_pickle
 from dcp.storage.formats.torch.structure import FlatFile, flatten_torch
 from dcp.storage.formats.torch.tensor_pickle import TensorPickle
-from dcp.storage.formats.torch.zip_reader import ZipEntry, check_version
+from dcp.storage.formats.torch.zip_reader import ZipEntry, check_byte_order, check_version
 from dcp.storage.geometry.strides import dense_order, extent
 
 __all__ = ["index_of_torch_file"]
@@ -45,9 +45,9 @@ def index_of_torch_file(read: Callable[[int, int], bytes], size_bytes: int, name
     archive = TorchArchive(read, size_bytes, name)
     try:
         check_version(archive.content(b"version", 16))
-    except UnsupportedFormatError as error:
-        raise UnsupportedFormatError(f"{name}: {error}", **error.facts) from error
-    _check_byte_order(archive.content(b"byteorder", 16), name)
+        check_byte_order(archive.content(b"byteorder", 16))
+    except CheckpointFormatError as error:
+        raise type(error)(f"{name}: {error}", **error.facts) from error
     pickled = archive.content(b"data.pkl", MAX_FILE_PICKLE_BYTES)
     try:
         flat = flatten_torch(decode_torch_pickle(pickled), len(pickled))
@@ -79,13 +79,6 @@ def _check_expansion(flat: FlatFile, size_bytes: int, name: str) -> None:
             f"({limit}): save clones of expanded tensors instead of the views",
             path=name,
         )
-
-
-def _check_byte_order(order: bytes, name: str) -> None:
-    if order == b"big":
-        raise UnsupportedFormatError(f"{name} was saved on a big-endian machine; convert it there first")
-    if order not in (b"", b"little"):
-        raise CheckpointFormatError(f"{name} names an unknown byte order {order!r}")
 
 
 def _storages(flat: FlatFile, archive: TorchArchive, name: str) -> dict[str, ZipEntry]:

@@ -1,8 +1,8 @@
 """The `data.pkl` of a torch.save file: nested containers of tensors and plain values; nothing of it is run.
 
-What `torch.load(weights_only=True)` knows is decoded: tensors to `TensorPickle`, an OrderedDict or Counter to
-`BuiltDict`, torch.Size to `SizePickle`, the rest to what it is; so is what `pickle_numpy` and `pickle_stdlib`
-know. Everything else (sparse and quantised
+Decoded is what `torch.load(weights_only=True)` knows: tensors to `TensorPickle`, an OrderedDict or Counter to
+`BuiltDict`, torch.Size to `SizePickle`, the rest to what it is; so are the classes of `numpy_classes` and
+`stdlib_classes`. Everything else (sparse and quantised
 tensors, tensor subclasses, any class or function outside the list) becomes an `Ignored` value, which spoils
 the entry that needs it and no other. Torch-free.
 """

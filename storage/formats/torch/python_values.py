@@ -1,7 +1,7 @@
 """Python values of decoded pickles, and which values need no trust to be loaded. Torch-free.
 
 *Harmless* are plain data (`dcp.storage.formats.plain`), the containers of the standard library, numpy's
-arrays, scalars and dtypes of plain types, and values of `pickle_stdlib`. All are made by code of ours, or by
+arrays, scalars and dtypes of plain types, and values of `stdlib_classes`. All are made by code of ours, or by
 constructors that were given checked arguments.
 
 A value of an index is its plain encoding or, for what only a torch.save file can have, HARMLESS_MARK and a

@@ -17,8 +17,10 @@ from dcp.storage.formats.checksums import crc32
 
 __all__ = [
     "LOCAL_SIGNATURE",
+    "TorchZip",
     "Window",
     "ZipEntry",
+    "check_byte_order",
     "check_entries",
     "check_names",
     "check_version",
@@ -40,6 +42,9 @@ _END: Final = struct.Struct("<4sHHHHIIH")
 _END64: Final = struct.Struct("<4s28xQQQ")
 _END64_LOCATOR: Final = struct.Struct("<4s4xQ4x")
 _NAME_LENGTHS: Final = struct.Struct("<HH")
+_FACT_BYTES: Final = 16
+"""Of entries such as the version."""
+
 _NEWEST_VERSION: Final = 10
 """What torch's reader takes at most; its writer has written 3 since torch 1.6."""
 
@@ -196,6 +201,51 @@ def check_version(version: bytes) -> None:
             f"the zip of torch.save has version {int(text)}, and {_NEWEST_VERSION} is the newest known here: "
             "it was written by a newer torch; load it with that, and save it again"
         )
+
+
+def check_byte_order(order: bytes) -> None:
+    """Raise for an entry ``byteorder`` that is neither absent nor little-endian."""
+    if order == b"big":
+        raise UnsupportedFormatError("it was saved on a big-endian machine; convert it there first")
+    if order not in (b"", b"little"):
+        raise CheckpointFormatError(f"its zip names an unknown byte order {order!r}")
+
+
+class TorchZip:
+    """The zip of one object or tensor: its entries by name, without the archive's folder."""
+
+    def __init__(self, window: Window) -> None:
+        """Raises UnsupportedFormatError for the zip of a newer torch, CheckpointFormatError for a damaged
+        one."""
+        self._window = window
+        entries = read_directory(window)
+        folder = next((name for name in entries if name.endswith(b"/data.pkl")), b"data.pkl")[
+            : -len(b"data.pkl")
+        ]
+        self.entries = {
+            name.removeprefix(folder): entry for name, entry in entries.items() if name.startswith(folder)
+        }
+        check_version(self.content(b"version", _FACT_BYTES))
+
+    def check_byte_order(self) -> None:
+        """Raise UnsupportedFormatError for big-endian values."""
+        check_byte_order(self.content(b"byteorder", _FACT_BYTES))
+
+    def start(self, entry: ZipEntry) -> int:
+        """Position of an entry's bytes in the window."""
+        return entry_start(self._window, entry)
+
+    def content(self, name: bytes, limit_bytes: int) -> bytes:
+        """The bytes of an entry, compared with its CRC-32; b"" if there is none of that name."""
+        entry = self.entries.get(name)
+        if entry is None:
+            return b""
+        if entry.size > limit_bytes:
+            raise CheckpointFormatError(f"its zip has more than {limit_bytes} bytes of {name!r}")
+        data = self._window.get(self.start(entry), entry.size)
+        if entry.crc32 not in (0, crc32(data)):  # a flipped bit in the strides would be another tensor
+            raise CheckpointFormatError(f"the entry {name!r} of its zip differs from the zip's checksum")
+        return data
 
 
 def check_entries(data: bytes) -> None:
