@@ -306,7 +306,7 @@ def save_state_dict(
 
 
 def _copied(user_metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """What may change while it is saved; what is no mapping is refused where all ranks hear of it."""
+    """Return what may change while it is saved; what is no mapping is refused where all ranks hear of it."""
     return dict(user_metadata) if isinstance(user_metadata, Mapping) else user_metadata or {}
 
 
@@ -315,7 +315,7 @@ def _patterns(apart: str | Sequence[str]) -> tuple[tuple[str, ...], ...]:
 
 
 def _stages_itself(writer: StorageWriter | None) -> TypeGuard[AsyncStager]:
-    """Whether ``writer`` has a way to stage: ours have torch's, which ours takes the place of."""
+    """Return whether ``writer`` has a way to stage: ours have torch's, which ours takes the place of."""
     if isinstance(writer, FileSystemWriter):
         return "stage" in vars(writer) or type(writer).stage is not FileSystemWriter.stage
     return isinstance(writer, AsyncStager)

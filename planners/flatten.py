@@ -79,7 +79,7 @@ def kind_of(cls: type) -> int:
 
 
 def is_closed_list(entries: list[Any]) -> bool:
-    """Whether flattening keeps a list as one value."""
+    """Return whether flattening keeps a list as one value."""
     return _StateFlattener(0, legacy=False).closed(entries)
 
 

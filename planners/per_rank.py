@@ -29,7 +29,8 @@ def rank_key(rank: int) -> str:
 
 
 def rank_holder(fqn: str) -> str | None:
-    """What is before the first component of a flat key that looks like a rank's; None if there is none."""
+    """Return what is before the first component of a flat key that looks like a rank's; None if there is
+    none."""
 
     found = _RANK_KEY.search(fqn)
     return fqn[: found.start()] if found is not None else None

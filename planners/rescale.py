@@ -47,7 +47,7 @@ class Rescale(PerRank):
 
 
 def rescaled_value(name: str, rule: RescaleRule, states: list[Any], rank: int, world_size: int) -> Any:
-    """What ``rule`` makes of ``states`` for one rank; raises CheckpointError with its ``name``."""
+    """Return what ``rule`` makes of ``states`` for one rank; raises CheckpointError with its ``name``."""
     make = rule if callable(rule) else _RULES[rule]
     try:
         return make(states, rank, world_size)

@@ -105,7 +105,7 @@ class Previous:
 
     @property
     def exists(self) -> bool:
-        """Whether a checkpoint, ours or stock's, is there."""
+        """Return whether a checkpoint, ours or stock's, is there."""
         return self.manifest is not None or self.metadata is not None
 
 
@@ -158,13 +158,14 @@ def _look(store: Store, names: Names) -> Previous:
 
 
 def _replaced_files(index: CheckpointIndex) -> list[str]:
-    """What the commit of ``index`` was about to delete and could not name as ours; a crash left it behind."""
+    """Return what the commit of ``index`` was about to delete and could not name as ours; a crash left it
+    behind."""
     names = index.provenance.get("replaced_files", [])
     return [name for name in names if type(name) is str] if isinstance(names, list) else []
 
 
 def _is_saved_by_rank(listing: list[str]) -> bool:
-    """Whether ranks saved on their own, beside each other: then no file is known to be a stray."""
+    """Return whether ranks saved on their own, beside each other: then no file is known to be a stray."""
     return any(name.startswith("__") and name.endswith((MANIFEST_NAME, METADATA_NAME)) for name in listing)
 
 
@@ -298,8 +299,8 @@ def _publish_manifest(
 
 
 def _doubt(store: Store, error: StorageError) -> StorageError | None:
-    """Why what was published with ``error`` may not be durable. What a folder's fsync has failed to write it
-    may not try again, so that a second one proves nothing."""
+    """Return why what was published with ``error`` may not be durable. What a folder's fsync has failed to
+    write it may not try again, so that a second one proves nothing."""
     if error.published:
         return error
     try:
@@ -370,7 +371,7 @@ def _remove_stale(store: Store, names: Names, there: Version | None, *, durable:
 
 
 def _was_replaced(store: Store, names: Names, ours: Version) -> bool:
-    """Whether the manifest is another save's. Where that cannot be found out it is taken to be ours: a
+    """Return whether the manifest is another save's. Where that cannot be found out it is taken to be ours: a
     replacement within these milliseconds is rare, and the checkpoint stands either way."""
     try:
         return store.version(names.manifest) != ours
@@ -414,7 +415,8 @@ def _mend_metadata(
 
 
 def _metadata_of_manifest(store: Store, names: Names) -> bytes | None:
-    """What `.metadata` holds that belongs to the manifest; None if none does, or it cannot be made again."""
+    """Return what `.metadata` holds that belongs to the manifest; None if none does, or it cannot be made
+    again."""
     try:
         index = decode_manifest(store.read(names.manifest, limit_bytes=_INDEX_LIMIT_BYTES))
     except CheckpointNotFoundError:
@@ -442,7 +444,7 @@ def _clean_up(store: Store, names: Names, index: CheckpointIndex, previous: Prev
 
 
 def _is_settled(store: Store, names: Names, index: CheckpointIndex) -> bool:
-    """Whether `.metadata` is still what this save left there."""
+    """Return whether `.metadata` is still what this save left there."""
     try:
         data = store.read(names.metadata, limit_bytes=_INDEX_LIMIT_BYTES)
     except CheckpointNotFoundError:

@@ -30,5 +30,5 @@ RANK_LOCAL: Final = re.compile(
 
 
 def is_commit_object(name: str) -> bool:
-    """Whether a file of this name makes its folder a checkpoint."""
+    """Return whether a file of this name makes its folder a checkpoint."""
     return name in (MANIFEST_NAME, METADATA_NAME) or RANK_LOCAL.fullmatch(name) is not None

@@ -37,7 +37,7 @@ def extension_names(group: str) -> list[str]:
 
 
 def loaded_extension(group: str, name: str) -> Any:
-    """What the entry point ``name`` of ``group`` is; None if there is none.
+    """Return what the entry point ``name`` of ``group`` is; None if there is none.
 
     UnsupportedFormatError, which names it and its package, if importing it fails in any way, or if several
     packages declare it, each as another object.

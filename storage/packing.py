@@ -32,7 +32,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """What `pack` was given, with tuples for lists."""
+    """Return what `pack` was given, with tuples for lists."""
     if data[:1] != bytes([_VERSION]):
         raise UnsupportedFormatError(
             f"a message of version {data[:1]!r} was received, this is {_VERSION}; all ranks must run the "

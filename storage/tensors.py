@@ -64,12 +64,12 @@ def dtype_codes(tensors: Iterable[torch.Tensor]) -> npt.NDArray[np.uint8]:
 
 
 def is_addressable(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements can be read and written at ``data_ptr`` with its strides."""
+    """Return whether the tensor's elements can be read and written at ``data_ptr`` with its strides."""
     return tensor.is_cpu and tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
 
 
 def is_whole_memory(tensor: torch.Tensor) -> bool:
-    """Whether the ``nbytes`` at ``data_ptr`` are the tensor's elements in C order."""
+    """Return whether the ``nbytes`` at ``data_ptr`` are the tensor's elements in C order."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 

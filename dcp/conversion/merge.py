@@ -247,7 +247,7 @@ def last_steps(
 
 
 def _problem(steps: StepFolders, step: int) -> str:
-    """Why a step is not averaged; "" if it is."""
+    """Return why a step is not averaged; "" if it is."""
     try:
         facts = steps.facts(step)
     except CheckpointError as error:

@@ -36,12 +36,13 @@ class View:
     def reads(
         self, engine: ReadEngine, pieces: Pieces, memory: LocalMemory
     ) -> tuple[ByteRuns, Iterator[Filled]]:
-        """What is read for ``pieces`` of the index: runs, and elements into views of the local tensors."""
+        """Return what is read for ``pieces`` of the index: runs, and elements into views of the local
+        tensors."""
         engine.resolve(pieces.chunks)
         return classify(engine, pieces, memory)
 
     def lost(self, unexpected: Sequence[str]) -> list[str]:
-        """Those of the ``unexpected`` names that are lost for a reason of the view's own."""
+        """Return those of the ``unexpected`` names that are lost for a reason of the view's own."""
         return []
 
 
@@ -81,7 +82,7 @@ class LoadSession:
         return memory
 
     def unexpected(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Those of the checkpoint's ``names``, which are not loaded, that are to be reported."""
+        """Return those of the checkpoint's ``names``, which are not loaded, that are to be reported."""
         return names
 
     def accept(self, fqn: str, value: Any) -> bool:

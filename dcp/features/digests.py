@@ -81,8 +81,8 @@ class _Sums(Observer):
             super().see_many(rows, payloads)
 
     def finish(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint8]]:
-        """What each row adds, and whether that is known: not of one that shares the bytes of another, but
-        lies in another way in its tensor."""
+        """Return what each row adds, and whether that is known: not of one that shares the bytes of another,
+        but lies in another way in its tensor."""
         sharing = np.flatnonzero(self._shares >= 0)
         self._values[sharing] = self._values[self._shares[sharing]]
         known = np.ones(len(self._shares), np.uint8)

@@ -84,7 +84,8 @@ class StoredForms:
         return state if stored is _NOTHING else self._fit(state, stored, str(key), holder)
 
     def _stored(self, top: str) -> Any:
-        """What the checkpoint has at a key of the top level, with an `_Entry` for each of its entries."""
+        """Return what the checkpoint has at a key of the top level, with an `_Entry` for each of its
+        entries."""
         index = self._index
         known = index.planner_data if isinstance(index.planner_data, Mapping) else {}
         paths = {  # in the order of the state that was saved
@@ -241,7 +242,7 @@ def _is_of_optimizer(mapping: Mapping[Any, Any]) -> bool:
 
 
 def _is_of_module(mapping: Mapping[Any, Any]) -> bool:
-    """Whether a dict has the parameters of a model by their names."""
+    """Return whether a dict has the parameters of a model by their names."""
     return hasattr(mapping, "_metadata") or any(
         isinstance(key, str) and "." in key and kind_of(type(value)) == TENSOR
         for key, value in mapping.items()
@@ -249,7 +250,7 @@ def _is_of_module(mapping: Mapping[Any, Any]) -> bool:
 
 
 def _names_parameters_inside(value: Any) -> bool:
-    """Whether the state of a model or an optimizer is in ``value``."""
+    """Return whether the state of a model or an optimizer is in ``value``."""
     if isinstance(value, Mapping):
         if _is_of_optimizer(value) or _is_of_module(value):
             return True
@@ -260,7 +261,7 @@ def _names_parameters_inside(value: Any) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    """Whether there are values alone in it, and no tensors."""
+    """Return whether there are values alone in it, and no tensors."""
     if type(value) is _Entry:
         return value.shape is None
     kind = kind_of(type(value))

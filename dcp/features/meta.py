@@ -44,7 +44,7 @@ class MetaTensors(LoadSession):
         call.flat = call.flattened()
 
     def _may_be_kept(self, fqn: str) -> bool:
-        """Whether an entry is of a `PerRank` value that a load may leave as it is."""
+        """Return whether an entry is of a `PerRank` value that a load may leave as it is."""
         flat = self.call.flat
         own = flat.per_rank.get(flat.owners.get(fqn, ""))
         return own is not None and (
@@ -81,7 +81,7 @@ def _is_meta(tensor: torch.Tensor) -> bool:
 
 
 def _default_device() -> torch.device:
-    """Where the process group works: the accelerator, unless the ranks talk through gloo alone."""
+    """Return where the process group works: the accelerator, unless the ranks talk through gloo alone."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     together = dist.is_available() and dist.is_initialized()
     if accelerator is None or not together or dist.get_backend() == "gloo":

@@ -61,7 +61,8 @@ def state_dict_with_state(
     is_stored: Callable[[str, Any], bool],
     index_of: Callable[[], CheckpointIndex],
 ) -> dict[str, Any]:
-    """What ``stateful.state_dict()`` gives while the ``optimizers`` have state for all of their parameters.
+    """Return what ``stateful.state_dict()`` gives while the ``optimizers`` have state for all of their
+    parameters.
 
     ``without`` is what it gives else. Of what is more, such as the state of one parameter, only that is kept
     of which ``is_stored(name, entry)`` says that the checkpoint has it; ``name`` is its flat key, and begins
@@ -281,8 +282,8 @@ def optimizer_dicts(
 
 
 def prefixes_without_state(state: Mapping[Any, Any]) -> tuple[str, ...]:
-    """What flat keys of the state of parameters begin with, of optimizers in ``state`` that have parameters
-    and no state of any."""
+    """Return what flat keys of the state of parameters begin with, of optimizers in ``state`` that have
+    parameters and no state of any."""
     return tuple(
         f"{prefix}state.{parameter}."
         for prefix, optimizer in optimizer_dicts(state, "")

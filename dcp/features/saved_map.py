@@ -105,8 +105,9 @@ def mapped_state(
 
 
 def missing_sources(parts: Sequence[SaveColumns], weights: WeightMap) -> list[str]:
-    """What the tensors of ``parts``, of all ranks, should be made of by ``weights`` and no rank has, in part
-    or at all; nothing where the inverse does not tell, where ranks do not go together, nor of too many."""
+    """Return what the tensors of ``parts``, of all ranks, should be made of by ``weights`` and no rank has,
+    in part or at all; nothing where the inverse does not tell, where ranks do not go together, nor of too
+    many."""
     if sum(len(columns.item_tensors) for columns in parts) > _MAX_ITEMS:
         return []
     sources: dict[str, MapSource] = {}
@@ -154,7 +155,7 @@ def _nested(columns: SaveColumns, tensors: Sequence[MappedTensor], kept: Iterabl
 
 
 def _held(local: RankState, tensors: Sequence[MappedTensor]) -> Iterator[_MappedBox]:
-    """What the boxes of ``local`` are boxes of."""
+    """Yield what the boxes of ``local`` are boxes of."""
     columns = local.columns
     by_source: dict[str, list[tuple[int, Piece]]] = {}
     for number, tensor in enumerate(tensors):
@@ -177,7 +178,7 @@ def _view(view: torch.Tensor, piece: Piece, own: Box, box: Box) -> torch.Tensor:
 
 
 def _zeros(tensors: Sequence[MappedTensor]) -> Iterator[_MappedBox]:
-    """What is in no piece of padded ones; every rank has it."""
+    """Yield what is in no piece of padded ones; every rank has it."""
     for number, tensor in enumerate(tensors):
         if not tensor.padding:
             continue

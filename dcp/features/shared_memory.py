@@ -132,13 +132,13 @@ class _Rows:
         )
 
     def boxes(self, dest: int) -> Iterator[Box]:
-        """What of the destination is filled."""
+        """Yield what of the destination is filled."""
         _, *filled = self._boxes
         for part in self._parts(self._of(dest)):
             yield Box(*(tuple(each[part].tolist()) for each in filled))
 
     def volume(self, dest: int) -> int:
-        """How many elements of the destination are filled."""
+        """Return how many elements of the destination are filled."""
         return sum(box.volume for box in self.boxes(dest))
 
     def _of(self, dest: int) -> Int64:
@@ -170,7 +170,7 @@ def _groups(pieces: Pieces, memory: LocalMemory, wanted: HeldBoxes) -> Iterator[
 
 
 def _sharing(tensors: Sequence[torch.Tensor], group: Sequence[int]) -> list[int]:
-    """Those of ``group`` that share memory with another one of it: what interleaves need not."""
+    """Return those of ``group`` that share memory with another one of it: what interleaves need not."""
     numbers = np.sort(group)
     if len(numbers) > _MOST_BOXES:
         return list(numbers.tolist())

@@ -69,21 +69,21 @@ class GivenState:
 
     @property
     def has_objects(self) -> bool:
-        """Whether one of them is given its state by its own code, after `state` has asked for it."""
+        """Return whether one of them is given its state by its own code, after `state` has asked for it."""
         return False
 
     @property
     def kinds(self) -> Mapping[str, str]:
-        """What is at keys of the top level, where that matters; see `dcp.ranks.options.kinds_of`."""
+        """Return what is at keys of the top level, where that matters; see `dcp.ranks.options.kinds_of`."""
         return {}
 
     def state(self, stored: Stored) -> dict[str, Any]:
-        """What to load into, from a checkpoint with the entries ``stored``."""
+        """Return what to load into, from a checkpoint with the entries ``stored``."""
         return self._state_dict
 
     def fits_after(self, error: CheckpointError) -> bool:
-        """Whether `state` may give what fits, asked again after a plan failed on all ranks; the same on all
-        of them."""
+        """Return whether `state` may give what fits, asked again after a plan failed on all ranks; the same
+        on all of them."""
         return False
 
     def take_back(self) -> None:
@@ -135,11 +135,11 @@ class LoadTargets(GivenState):
 
     @property
     def kinds(self) -> Mapping[str, str]:
-        """What is at the keys that the load is for."""
+        """Return what is at the keys that the load is for."""
         return kinds_of(self._keys, [self._state_dict[key] for key in self._keys])
 
     def state(self, stored: Stored) -> dict[str, Any]:
-        """What to load into, from a checkpoint with the entries ``stored``.
+        """Return what to load into, from a checkpoint with the entries ``stored``.
 
         Raises PlanError for objects that would not keep what they are given: on the meta device.
         """
@@ -256,13 +256,14 @@ class LoadTargets(GivenState):
         return [key for key in more if self._selects(f"{fqn}.{key}")]
 
     def _may_lose(self, prefix: str, flat: Mapping[str, Any], stored: Stored) -> bool:
-        """Whether the checkpoint seems to have something that ``flat`` has no place for."""
+        """Return whether the checkpoint seems to have something that ``flat`` has no place for."""
         return self._renamed is not None or any(
             name.startswith(prefix) and name not in flat and self._selects(name) for name in stored.names
         )
 
     def _is_stored(self, stored: Stored, fqn: str, entry: Any) -> bool:
-        """Whether something of ``entry``, which has the flat key ``fqn``, is loaded from the checkpoint."""
+        """Return whether something of ``entry``, which has the flat key ``fqn``, is loaded from the
+        checkpoint."""
         renamed = self._renamed
         return any(
             self._selects(name) and (name if renamed is None else renamed(name)) in stored.names

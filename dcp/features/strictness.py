@@ -31,7 +31,7 @@ _MAX_LISTED = 10
 
 
 def lost_entries(call: LoadCall, unexpected: Sequence[str], index: CheckpointIndex) -> tuple[str, ...]:
-    """Those of the ``unexpected`` names that this rank should have a place for.
+    """Return those of the ``unexpected`` names that this rank should have a place for.
 
     Raises UnexpectedKeyError for state of parameters that an optimizer's dict of this rank has, and no state
     of any: that another rank takes it is no help here.
@@ -53,7 +53,7 @@ def _names_within(
     paths: Mapping[str, Path],
     renamed: Callable[[str], str] | None,
 ) -> tuple[str, ...]:
-    """Those of the stored ``names`` that lie below a dict or list of the top level of ``state_dict``.
+    """Return those of the stored ``names`` that lie below a dict or list of the top level of ``state_dict``.
 
     ``paths`` are those of its flat keys. Under other names (``renamed``) a dict is where most of its entries'
     names are the same: ``model.encoder`` for ``encoder`` where ``encoder.0.weight`` is loaded from
@@ -78,7 +78,7 @@ def _is_container(value: Any) -> bool:
 
 
 def _renamed_top(rest: str, name: str) -> str:
-    """What stands in ``name`` before as much of the path ``rest`` as it ends with."""
+    """Return what stands in ``name`` before as much of the path ``rest`` as it ends with."""
     while rest:
         if name == rest or name.endswith(f".{rest}"):
             return name[: len(name) - len(rest)]
@@ -100,7 +100,8 @@ def _shortest(prefixes: Collection[str]) -> tuple[str, ...]:
 
 
 def pack_left(names: Sequence[str], unexpected: Collection[str], lost: Collection[str]) -> bytes:
-    """What a rank does not take of the checkpoint's ``names``, and what of that it should have a place for.
+    """Return what a rank does not take of the checkpoint's ``names``, and what of that it should have a place
+    for.
 
     One bit a name, because a stage of a pipeline leaves what all others take. Empty if it takes everything.
     """

@@ -30,7 +30,7 @@ class MappedView(View):
     def reads(
         self, engine: ReadEngine, pieces: Pieces, memory: LocalMemory
     ) -> tuple[ByteRuns, Iterator[Filled]]:
-        """What ``pieces``, whose chunks are whole tensors by row, take of the engine's checkpoint."""
+        """Return what ``pieces``, whose chunks are whole tensors by row, take of the engine's checkpoint."""
         return ByteRuns.none(), self._fills(engine, pieces, memory)
 
     def lost(self, unexpected: Sequence[str]) -> list[str]:

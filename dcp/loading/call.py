@@ -85,14 +85,14 @@ class LoadCall:
         return flat._replace(values=flatten_sharded(flat.values)) if self._flattens_sharded else flat
 
     def selected(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Those of ``values`` that the patterns select."""
+        """Return those of ``values`` that the patterns select."""
         selection = self.selection
         if selection is None:
             return values
         return {fqn: value for fqn, value in values.items() if selection.selects(fqn)}
 
     def stored(self, fqn: str) -> str:
-        """What the checkpoint calls an entry."""
+        """Return what the checkpoint calls an entry."""
         return fqn if self.renamed is None else self.renamed(fqn)
 
     # -- plan ------------------------------------------------------------------------------------------------

@@ -192,7 +192,8 @@ class LoadEngine(ABC):
 
 
 def _is_stale(cause: BaseException) -> bool:
-    """Whether a file has been deleted or replaced on another host since it was opened, as NFS says it."""
+    """Return whether a file has been deleted or replaced on another host since it was opened, as NFS
+    says it."""
     return isinstance(cause, StorageError) and cause.errno == errno.ESTALE
 
 

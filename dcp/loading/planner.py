@@ -134,7 +134,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
             )
 
     def create_local_plan(self) -> LoadPlan:
-        """What this rank reads, as torch's plan."""
+        """Return what this rank reads, as torch's plan."""
         if self.metadata is None:
             raise PlanError("the load planner was set up without the checkpoint's metadata")
         index, call = index_from_metadata(self.metadata), self.call
@@ -176,8 +176,8 @@ _COLUMNAR_STEPS = (
 
 
 def uses_columns(planner: LoadPlanner) -> bool:
-    """Whether `dcp.load` may plan with columns: ours, with none of the steps overridden that these leave
-    out."""
+    """Return whether `dcp.load` may plan with columns: ours, with none of the steps overridden that these
+    leave out."""
     return isinstance(planner, DefaultLoadPlanner) and all(
         getattr(type(planner), step) is getattr(DefaultLoadPlanner, step) and step not in vars(planner)
         for step in _COLUMNAR_STEPS

@@ -90,7 +90,7 @@ class WholePlanner(DefaultLoadPlanner):
 
     @property
     def paths(self) -> Mapping[str, Path]:
-        """Where the chosen entries are in what `nested` gives."""
+        """Return where the chosen entries are in what `nested` gives."""
         return self._entries.paths if self._entries is not None else {}
 
     def nested(self, flat: dict[str, Any]) -> dict[str, Any]:

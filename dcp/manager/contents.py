@@ -101,7 +101,7 @@ class _SomeEntries:
     names: Mapping[str, str]
 
     def state_dict(self) -> dict[str, Any]:
-        """Those entries, in their places."""
+        """Return those entries, in their places."""
         whole = self.value.state_dict() if hasattr(self.value, "state_dict") else self.value
         found: dict[str, Any] = {}
         for name, path in self.names.items():

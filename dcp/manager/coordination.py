@@ -55,11 +55,11 @@ class Votes:
     failed: bool = False
 
     def without(self, others: Votes) -> Votes:
-        """Those that ``others`` has not."""
+        """Return those that ``others`` has not."""
         return Votes(*(own and not other for own, other in zip(astuple(self), astuple(others), strict=True)))
 
     def with_(self, others: Votes) -> Votes:
-        """Those too that ``others`` has."""
+        """Return those too that ``others`` has."""
         return Votes(*(own or other for own, other in zip(astuple(self), astuple(others), strict=True)))
 
 
@@ -351,7 +351,7 @@ class StepCoordinator:
         return saved is not None or (not is_known and (saves or self._saves_each))
 
     def reason(self, step: int, *, last: bool = False) -> Reason | None:
-        """Why ``step``, which was begun, has to be saved; None if it has not, or was already."""
+        """Return why ``step``, which was begun, has to be saved; None if it has not, or was already."""
         if step == self._saved:
             return "last" if last and step == self._skipped else None
         if self.stopping and not self._stop_saved:

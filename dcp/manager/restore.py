@@ -245,7 +245,7 @@ class _Restoring:
         return reason
 
     def _partial(self, step: int) -> str:
-        """Why a checkpoint that is not the whole state is passed over; "" if it is."""
+        """Return why a checkpoint that is not the whole state is passed over; "" if it is."""
 
         reason = self.ranks.broadcast("parts", lambda: self._lack(step).encode()).decode()
         if reason:

@@ -17,7 +17,7 @@ __all__ = ["works_alone"]
 
 
 def works_alone(process_group: ProcessGroup | None, *, no_dist: bool, operation: str) -> bool:
-    """Whether an ``operation`` is this process's alone: asked for, or without torch.distributed.
+    """Return whether an ``operation`` is this process's alone: asked for, or without torch.distributed.
 
     Raises CheckpointError where each rank would save alone to one id: for a process group that was destroyed,
     and for a save by one of several processes (``WORLD_SIZE``) without a group. A load by such a one warns; a

@@ -64,7 +64,8 @@ class _Begun:
     tensors: tuple[torch.Tensor, ...]
 
     def is_held(self) -> bool:
-        """Whether others than Python have references to the tensors: the work has, until it is dropped."""
+        """Return whether others than Python have references to the tensors: the work has, until it is
+        dropped."""
         if self.work is not None and self.work.is_completed():
             self.work = None
         return any(torch_compat.use_count(tensor) > 1 for tensor in self.tensors)
@@ -210,7 +211,7 @@ class Channel:
         return None if any(head.size > HEAD_BYTES for head in heads) else [head.data for head in heads]
 
     def is_same(self, data: bytes, wait: Wait) -> bool:
-        """Whether ``data`` is the same on all ranks, by its digest; the answer is."""
+        """Return whether ``data`` is the same on all ranks, by its digest; the answer is."""
         return len(set(self.all_gather(blake2b(data, digest_size=_DIGEST_BYTES).digest(), wait))) == 1
 
     def scatter(self, data: list[bytes] | None, root: int, wait: Wait) -> bytes:
@@ -252,7 +253,7 @@ class Channel:
         wait(self.begun(self.group.broadcast([tensor], options), tensor))
 
     def _all_heads(self, data: bytes, wait: Wait) -> list[_Head]:
-        """How every rank's message begins, and how long it is, on every rank.
+        """Return how every rank's message begins, and how long it is, on every rank.
 
         By way of one of them: a ring, as gloo's all-reduce and all-gather are, has a step for every rank, and
         each waits for a core where the ranks share some.
@@ -281,8 +282,9 @@ def _collective_device(group: dist.ProcessGroup) -> torch.device:
 
 
 def _largest_but(root: int, sizes: list[int]) -> int:
-    """What all messages are filled up to. That of ``root`` does not travel: the coordinator's, which has what
-    all ranks share, may be a thousand times as long as any other, and would have to be taken once a rank."""
+    """Return what all messages are filled up to. That of ``root`` does not travel: the coordinator's, which
+    has what all ranks share, may be a thousand times as long as any other, and would have to be taken once a
+    rank."""
     return max((size for rank, size in enumerate(sizes) if rank != root), default=0) or 1
 
 

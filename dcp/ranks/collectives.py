@@ -232,7 +232,7 @@ class Ranks(Exchanges):
 
 
 def _failures(messages: Sequence[bytes]) -> dict[int, bytes]:
-    """What the ranks that failed have told, by rank."""
+    """Return what the ranks that failed have told, by rank."""
     at = slice(STAMP_BYTES, STAMP_BYTES + 1)
     return {rank: _content(message) for rank, message in enumerate(messages) if message[at] == _FAILED}
 

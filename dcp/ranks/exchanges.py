@@ -142,7 +142,7 @@ class Exchanges:
 
     @property
     def is_coordinator(self) -> bool:
-        """Whether this rank plans and commits for all."""
+        """Return whether this rank plans and commits for all."""
         return self.rank == self.coordinator
 
     def complete(self, step: str, work: Any) -> None:
@@ -150,8 +150,8 @@ class Exchanges:
         self._guard(step, lambda: self._wait(work))
 
     def form(self, step: str, make: Callable[[float], T]) -> T:
-        """What ``make`` makes together with the other ranks by torch's means, within the seconds it is given;
-        what torch raises there becomes an error that names the ranks which are gone."""
+        """Return what ``make`` makes together with the other ranks by torch's means, within the seconds it is
+        given; what torch raises there becomes an error that names the ranks which are gone."""
 
         def attempt() -> T:
             bound = self.timeout_seconds - grace_seconds(self.timeout_seconds)

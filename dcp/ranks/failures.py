@@ -124,7 +124,7 @@ def _caller_off(error: CheckpointError, rank: int) -> int:
 
 
 def _message(step: str, texts: Mapping[int, str]) -> str:
-    """What the ranks say, each message once and short enough to be read; where, comes last."""
+    """Return what the ranks say, each message once and short enough to be read; where, comes last."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in texts.items():
         ranks_of.setdefault(text, []).append(rank)
@@ -144,13 +144,15 @@ def _message(step: str, texts: Mapping[int, str]) -> str:
 
 
 def causes_of(error: BaseException) -> list[BaseException]:
-    """What the failed ranks raised, the same in kind on every rank; ``error`` itself if it is of no step."""
+    """Return what the failed ranks raised, the same in kind on every rank; ``error`` itself if it is of no
+    step."""
     failures = error.failures if isinstance(error, RankFailedError) else {}
     return [failure for failure, _ in failures.values()] or [error]
 
 
 def is_damage(cause: BaseException) -> bool:
-    """Whether ``cause`` says that stored bytes are not what was committed, rather than what we refuse."""
+    """Return whether ``cause`` says that stored bytes are not what was committed, rather than what we
+    refuse."""
     if isinstance(cause, UnsafeObjectError | UnsupportedFormatError):
         return False
     return isinstance(cause, CorruptCheckpointError | CheckpointFormatError)
@@ -163,7 +165,7 @@ def _ranks_text(ranks: list[int]) -> str:
 
 
 def pack_failure(error: BaseException) -> bytes:
-    """What `decode_failure` makes an exception of on another rank."""
+    """Return what `decode_failure` makes an exception of on another rank."""
     trace = without_our_frames(error.__traceback__)
     text = "".join(traceback.format_exception(type(error), error, trace))
     wire = error_to_wire(error, text[-8000:])
@@ -185,7 +187,7 @@ def pack_failures(failures: dict[int, bytes]) -> bytes:
 
 
 def decode_failure(data: bytes) -> CheckpointError:
-    """What another rank packed, with its traceback as a note."""
+    """Return what another rank packed, with its traceback as a note."""
     wire = msgpack.unpackb(data, unicode_errors="surrogatepass", strict_map_key=False)
     error = error_from_wire(wire)
     error.add_note(f"traceback of that rank:\n{wire['traceback']}")

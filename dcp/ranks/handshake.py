@@ -48,7 +48,8 @@ def begin(
     options: Mapping[str, Any] | None = None,
     kinds: Mapping[str, str] | None = None,
 ) -> tuple[str, ...]:
-    """What ``place`` gives on each rank: the id. That may differ, where disks have other names on some hosts.
+    """Return what ``place`` gives on each rank: the id. That may differ, where disks have other names on some
+    hosts.
 
     ``manner`` is whatever decides which steps follow, ``options`` what else must be the same for the outcome
     to be one (`dcp.ranks.options`). ``kinds`` says what a rank has for a key; keys may differ.
@@ -209,7 +210,7 @@ def _leave_file(store: Store | None) -> bytes:
 
 
 def _by_rank(texts: Sequence[str]) -> str:
-    """Which ranks have which of ``texts``, by the first rank; a few of them."""
+    """Return which ranks have which of ``texts``, by the first rank; a few of them."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         if not text:

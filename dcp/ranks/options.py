@@ -62,7 +62,7 @@ def _values(target: object, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def kinds_of(keys: Sequence[Any], values: Sequence[Any]) -> dict[str, str]:
-    """What kind of container is at each of ``keys``, of the top level, that has one.
+    """Return what kind of container is at each of ``keys``, of the top level, that has one.
 
     An optimizer is given the state that a checkpoint has; the dict of one that has none is not, and stays
     empty where another rank takes what there is.

@@ -18,7 +18,7 @@ _LOOKS_PER_GRACE = 6.0
 
 
 def grace_seconds(timeout_seconds: float) -> float:
-    """How much of the time that a rank waits for the others is for their signs of life."""
+    """Return how much of the time that a rank waits for the others is for their signs of life."""
     return max(_SHORTEST_GRACE_SECONDS, min(_LONGEST_GRACE_SECONDS, timeout_seconds / 4))
 
 
@@ -37,11 +37,12 @@ class Presence:
 
     @staticmethod
     def pause_seconds(timeout_seconds: float) -> float:
-        """How often a waiting rank looks here: often enough to answer in time."""
+        """Return how often a waiting rank looks here: often enough to answer in time."""
         return grace_seconds(timeout_seconds) / _LOOKS_PER_GRACE
 
     def is_given_up(self) -> bool:
-        """Whether another rank has said so. RuntimeError where the store is gone, as everywhere here."""
+        """Return whether another rank has said so. RuntimeError where the store is gone, as everywhere
+        here."""
         return any(self._store.check([f"{key}/abort"]) for key in self._keys)
 
     def give_up(self) -> None:
@@ -59,7 +60,7 @@ class Presence:
         self._store.set(f"{self._keys[-1]}/late/{step}/{self._rank}", "1")
 
     def is_called(self, step: str) -> bool:
-        """Whether a rank asks who has come to ``step``."""
+        """Return whether a rank asks who has come to ``step``."""
         return bool(self._store.check([f"{self._keys[-1]}/late/{step}"]))
 
     def call(self, step: str) -> None:

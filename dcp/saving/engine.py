@@ -66,7 +66,7 @@ class SaveEngine(ABC):
 
     @abstractmethod
     def part(self, state: dict[str, Any], *, rank: int, world_size: int, is_coordinator: bool) -> RankPart:
-        """What rank ``rank`` has, of ``world_size`` that save together."""
+        """Return what rank ``rank`` has, of ``world_size`` that save together."""
 
     @abstractmethod
     def attempt(
@@ -114,11 +114,11 @@ class SaveAttempt(ABC):
 
     @abstractmethod
     def _manner(self) -> tuple[list[str], dict[str, Any]]:
-        """What decides which steps follow; and options that must be the same on all ranks."""
+        """Return what decides which steps follow; and options that must be the same on all ranks."""
 
     @abstractmethod
     def _local_plan(self) -> Any:
-        """What this rank has to save."""
+        """Return what this rank has to save."""
 
     @abstractmethod
     def _global_plan(self, parts: list[Any]) -> list[Any]:

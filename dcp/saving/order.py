@@ -61,7 +61,8 @@ def carry_out(
 
 
 def is_passing(error: CheckpointError) -> bool:
-    """Whether another attempt may succeed: not on a full disk, which stays full until somebody frees space.
+    """Return whether another attempt may succeed: not on a full disk, which stays full until somebody frees
+    space.
 
     The class of the error is the same on all ranks."""
     if error.committed or isinstance(error, CheckpointConflictError | StorageFullError):
@@ -70,8 +71,8 @@ def is_passing(error: CheckpointError) -> bool:
 
 
 def agreeing_seconds(timeout_seconds: float) -> float:
-    """How much of the time that a save may wait for other ranks is for the trainers, who agree on how it
-    ended once their writer processes have given up."""
+    """Return how much of the time that a save may wait for other ranks is for the trainers, who agree on how
+    it ended once their writer processes have given up."""
     return min(_LONGEST_AGREEING_SECONDS, timeout_seconds / 4)
 
 

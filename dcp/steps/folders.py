@@ -96,7 +96,8 @@ def whole_step(step: SupportsIndex) -> int:
 
 
 def read_commit(store: Store) -> Commit | None:
-    """What is committed in ``store``; None if nothing is. Raises `StorageError` where reading fails."""
+    """Return what is committed in ``store``; None if nothing is. Raises `StorageError` where reading
+    fails."""
     names = sorted((info.name for info in store.list() if is_commit_object(info.name)), key=_truth_first)
     versions = {name: version for name in names if (version := store.version(name)) is not None}
     try:
@@ -167,7 +168,7 @@ class StepFolders:
         return None
 
     def checkpoint_id(self, step: int) -> str:
-        """What `dcp.load` takes."""
+        """Return what `dcp.load` takes."""
         return self.store(step).url
 
     def store(self, step: int) -> Store:
@@ -210,11 +211,11 @@ class StepFolders:
                 yield step
 
     def has(self, step: int) -> bool:
-        """Whether ``step`` is one of `all_steps`, without a look at the others."""
+        """Return whether ``step`` is one of `all_steps`, without a look at the others."""
         return self._counts(step, self.root.look_into(self.name(step), (NOTES_NAME,)))
 
     def has_whole(self, step: int) -> bool:
-        """Whether ``step`` is one of `all_steps`, and not partial; a damaged one counts."""
+        """Return whether ``step`` is one of `all_steps`, and not partial; a damaged one counts."""
         try:
             return self.has(step) and not self.facts(step).partial
         except CheckpointNotFoundError:
@@ -238,7 +239,7 @@ class StepFolders:
     def _of_each(
         self, look: Callable[[int, SmallFiles], _Value], folders: Mapping[int, SmallFiles]
     ) -> list[tuple[int, _Value]]:
-        """What ``look`` finds out about each folder, several at a time where requests take long."""
+        """Return what ``look`` finds out about each folder, several at a time where requests take long."""
         if self.root.at_once == 1 or len(folders) < 2:
             return [(step, look(step, files)) for step, files in folders.items()]
         with WorkerThreads(min(self.root.at_once, len(folders))) as pool:
@@ -258,7 +259,7 @@ class StepFolders:
     # -- about one -------------------------------------------------------------------------------------------
 
     def facts(self, step: int) -> StepFacts:
-        """What the checkpoint of ``step`` says of itself; read again only after the commit changed.
+        """Return what the checkpoint of ``step`` says of itself; read again only after the commit changed.
 
         Raises `CheckpointNotFoundError` if nothing is committed, and what is wrong with a damaged index.
         """

@@ -94,11 +94,11 @@ class Notes:
     others: Mapping[str, Any] = field(default_factory=dict)
 
     def verified_of(self, save_id: str) -> Verified | None:
-        """What was found about the commit ``save_id``; None if that was not verified."""
+        """Return what was found about the commit ``save_id``; None if that was not verified."""
         return self.verified if self.verified is not None and self.verified.save_id == save_id else None
 
     def is_deleting(self, save_id: str) -> bool:
-        """Whether the deletion of the commit ``save_id`` has begun."""
+        """Return whether the deletion of the commit ``save_id`` has begun."""
         return self.deleting is not None and self.deleting.save_id == save_id
 
 

@@ -180,7 +180,7 @@ class Cursor:
     # -- what was acknowledged -------------------------------------------------------------------------------
 
     def acknowledged(self, step: int) -> Acknowledged | None:
-        """Which commit of ``step`` was acknowledged last."""
+        """Return which commit of ``step`` was acknowledged last."""
         with self._guard:
             return self._content.acknowledged.get(step)
 
@@ -259,7 +259,7 @@ def _own_identity() -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """Where process ids mean the same: this boot of this machine, and this container."""
+    """Return where process ids mean the same: this boot of this machine, and this container."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -278,7 +278,8 @@ def _started(pid: int) -> int | None:
 
 
 def _has_ended(holder: dict[str, Any]) -> bool:
-    """Whether the holder was a process of this machine that is gone; of others only their beats tell."""
+    """Return whether the holder was a process of this machine that is gone; of others only their beats
+    tell."""
     pid = holder.get("pid")
     if holder.get("machine") != _machine() or type(pid) is not int:
         return False

@@ -114,11 +114,11 @@ class Watch(Closable, Iterator[WatchedStep]):
 
     @property
     def has_found_run(self) -> bool:
-        """Whether the run's folder was there at a look so far."""
+        """Return whether the run's folder was there at a look so far."""
         return self._claimed
 
     def is_committed(self, step: WatchedStep) -> bool:
-        """Whether this very checkpoint is still there: neither deleted nor saved anew."""
+        """Return whether this very checkpoint is still there: neither deleted nor saved anew."""
         facts = self._facts(step.step)
         return facts is not None and facts.save_id == step.save_id
 
@@ -140,7 +140,7 @@ class Watch(Closable, Iterator[WatchedStep]):
         return None
 
     def _is_claimed(self) -> bool:
-        """Whether this process is the consumer; where no run is, nothing is made."""
+        """Return whether this process is the consumer; where no run is, nothing is made."""
         if not self._claimed and self._folders.root.exists():
             self._check_run()
             self._claimed = self._cursor.claim(self._stop)
@@ -205,7 +205,8 @@ class Watch(Closable, Iterator[WatchedStep]):
 
 
 def _stamp(files: SmallFiles, now_seconds: float) -> str:
-    """How the commit objects are listed, where every other commit would be listed otherwise; else ""."""
+    """Return how the commit objects are listed, where every other commit would be listed otherwise; else
+    ""."""
     infos = sorted(
         (info for info in files.values() if is_commit_object(info.name)), key=lambda info: info.name
     )

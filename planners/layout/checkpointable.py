@@ -52,7 +52,7 @@ _attributes = attrgetter(*ShardClaim._fields)
 
 
 def has_claim(tensor: object) -> bool:
-    """Whether the tensor is a `CheckpointableTensor`."""
+    """Return whether the tensor is a `CheckpointableTensor`."""
     return hasattr(tensor, "global_shape") and all(hasattr(tensor, name) for name in ShardClaim._fields)
 
 

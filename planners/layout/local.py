@@ -364,7 +364,7 @@ def _extent(tensor: torch.Tensor) -> int:
 
 
 def _fault(fqn: str, tensor: torch.Tensor) -> str | None:
-    """Why a plain local tensor cannot be stored, and what to do about it."""
+    """Return why a plain local tensor cannot be stored, and what to do about it."""
     try:
         facts = _SourceFacts.ask([tensor])
     except RuntimeError as error:
@@ -400,7 +400,7 @@ def _no_memory(fqn: str, value: Any, error: RuntimeError) -> str:
 
 
 def collect_tensors(state_dict: Mapping[str, Any], *, purpose: Literal["save", "load"] = "save") -> RankState:
-    """What this rank has of a flat state dict, in its order, without digests and ties.
+    """Return what this rank has of a flat state dict, in its order, without digests and ties.
 
     The local tensors may require grad, so copy them under no_grad.
 

@@ -247,7 +247,7 @@ def _from_checkpointable(fqn: str, tensor: torch.Tensor) -> LocalTensor:
 
 
 def local_tensor(fqn: str, value: Any, cache: SpecCache) -> LocalTensor | None:
-    """What this rank holds of the tensor-like ``value``; None where it is outside of a DTensor's mesh.
+    """Return what this rank holds of the tensor-like ``value``; None where it is outside of a DTensor's mesh.
 
     Raises PlanError for a pending reduction, and for a subclass that hides its memory.
     """

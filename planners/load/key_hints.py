@@ -39,7 +39,7 @@ Rules = Mapping[str, str]
 def hint_for_missing(
     missing: Sequence[str], unused: Sequence[str], found: Collection[str], *, is_renamed: bool
 ) -> str:
-    """What to say about ``missing`` names, of which there is one at least.
+    """Return what to say about ``missing`` names, of which there is one at least.
 
     ``unused``: names of the checkpoint that nobody wants; ``found``: those that are found as they are, which
     no renaming may change. ``is_renamed``: whether the names were made by ``rename=``.
@@ -65,7 +65,7 @@ def hint_for_missing(
 
 
 def is_group(name: str) -> bool:
-    """Whether it is a group of an optimizer, or the entry that each of them has."""
+    """Return whether it is a group of an optimizer, or the entry that each of them has."""
     return _GROUP.search(name) is not None
 
 

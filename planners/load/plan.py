@@ -144,7 +144,7 @@ def _check_refused(index: CheckpointIndex, stored: Sequence[str]) -> None:
 def _hint(
     index: CheckpointIndex, stored: Sequence[str], unexpected: Sequence[str], *, is_renamed: bool
 ) -> str:
-    """What to say about the names that are not there."""
+    """Return what to say about the names that are not there."""
     absent: list[str] = []
     present: list[str] = []
     for name in stored:
@@ -155,7 +155,7 @@ def _hint(
 
 
 def _told_dropped(index: CheckpointIndex, absent: Sequence[str]) -> str:
-    """Which parts of the checkpoint that were dropped from it have had these names; "" if none had."""
+    """Return which parts of the checkpoint that were dropped from it have had these names; "" if none had."""
     told = []
     for part in dropped_from(index.provenance):
         selection = Selection.of(part.patterns, None) if part.patterns else None

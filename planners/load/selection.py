@@ -83,7 +83,7 @@ class Selection:
         return cls(chosen, () if exclude is None else _patterns("exclude", exclude))
 
     def selects(self, key: str) -> bool:
-        """Whether the entry of this flat key is to be loaded."""
+        """Return whether the entry of this flat key is to be loaded."""
         if self.only is not None and not any(pattern.matches(key) for pattern in self.only):
             return False
         return not any(pattern.matches(key) for pattern in self.exclude)
@@ -95,7 +95,7 @@ class Selection:
         return not any(pattern.covers(key) for pattern in self.exclude)
 
     def match(self, keys: Iterable[str], unasked: Sequence[str], stored: Iterable[str] = ()) -> Matches:
-        """How the patterns fare with the flat ``keys`` of a rank.
+        """Return how the patterns fare with the flat ``keys`` of a rank.
 
         ``unasked`` are keys whose entries were not looked at, as `reaches` says that none is selected.
         ``stored`` are names of the checkpoint, which may be left out though the state dict has them not.

@@ -56,7 +56,7 @@ class _NamesOfRows(Sequence[str]):
 def stored_parts(
     engine: ReadEngine, rows: Int64, tensor_of: Int64, box_offsets: Int64, box_sizes: Int64
 ) -> StoredParts:
-    """Where boxes of the tensors ``rows`` are stored; ``tensor_of`` says of each box which of these
+    """Return where boxes of the tensors ``rows`` are stored; ``tensor_of`` says of each box which of these
     tensors it is of."""
     index = engine.index
     plan = plan_load(
@@ -87,7 +87,7 @@ def stored_parts(
 
 
 def _strides(engine: ReadEngine, chunks: Int64, box_start: Int64) -> Int64:
-    """How each of ``chunks`` is stored: bytes from one element to the next, by dimension."""
+    """Return how each of ``chunks`` is stored: bytes from one element to the next, by dimension."""
     index = engine.index
     sizes = gather_rows(index.chunk_sizes, index.box_start, chunks)
     found = ragged_c_strides(sizes, box_start, index.itemsizes[index.chunk_tensors[chunks]])

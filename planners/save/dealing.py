@@ -110,7 +110,7 @@ def _common_ranks(items: Items, boxes: Boxes, cluster: Sequence[int]) -> list[in
 
 
 def deal_objects(objects: GlobalObjects, loads: list[int], *, lowest_rank: bool) -> Int64:
-    """Who writes each object; ``loads`` are bytes by rank, and grow."""
+    """Return who writes each object; ``loads`` are bytes by rank, and grow."""
     owners = objects.owners.copy()
     large = np.flatnonzero(objects.sizes > LARGE_OBJECT_BYTES)
     if lowest_rank:
@@ -196,7 +196,7 @@ class Balancer:
 
 
 def _pour(amount: int, levels: Sequence[int]) -> list[float]:
-    """What each vessel (ascending levels) takes so that the lowest become level."""
+    """Return what each vessel (ascending levels) takes so that the lowest become level."""
     level, total = 0.0, 0
     for count, own in enumerate(levels, start=1):
         total += own

@@ -67,7 +67,8 @@ class _Structure:
     options: bytes
 
     def same_as(self, other: _Structure) -> bool:
-        """Whether names, shapes, dtypes, boxes, ties, paths, kinds of keys, and their order are equal."""
+        """Return whether names, shapes, dtypes, boxes, ties, paths, kinds of keys, and their order are
+        equal."""
         mine, others = self.columns, other.columns
         return (
             self.comparable == other.comparable
@@ -175,7 +176,7 @@ class PlanCache:
     # -- on the coordinator ----------------------------------------------------------------------------------
 
     def hit(self, offers: Sequence[bytes]) -> bool:
-        """Whether the cached plan is what all ranks have for their parts, and replicas agree."""
+        """Return whether the cached plan is what all ranks have for their parts, and replicas agree."""
         joint = self._joint
         if joint is None or any(offer[:_ID_BYTES] != joint.plan_id for offer in offers):
             return False

@@ -101,7 +101,7 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
     # -- columns ---------------------------------------------------------------------------------------------
 
     def create_local_columns(self, *, digests: bool = True) -> RankState:
-        """What this rank has: columns, local tensors by source number, values by object row.
+        """Return what this rank has: columns, local tensors by source number, values by object row.
 
         The tensors are the state dict's own and may require grad. ``digests=False`` leaves the replica check
         out, for a rank that saves alone. Raises PlanError for tensors that cannot be stored, all in one.
@@ -129,7 +129,8 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Who writes what, and torch's metadata of it; plans may have been changed by whoever made them.
+        """Return who writes what, and torch's metadata of it; plans may have been changed by whoever made
+        them.
 
         ``planner_data`` of the metadata is joined from plans that carry paths, and None otherwise.
         """
@@ -201,8 +202,8 @@ _COLUMNAR_STEPS = (
 
 
 def uses_columns(planner: SavePlanner) -> bool:
-    """Whether `dcp.save` may plan with columns: ours, with none of the steps overridden that these leave
-    out."""
+    """Return whether `dcp.save` may plan with columns: ours, with none of the steps overridden that these
+    leave out."""
     return isinstance(planner, DefaultSavePlanner) and all(
         getattr(type(planner), step) is getattr(DefaultSavePlanner, step) and step not in vars(planner)
         for step in _COLUMNAR_STEPS

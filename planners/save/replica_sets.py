@@ -91,7 +91,7 @@ def _members_of_objects(objects: GlobalObjects, all_columns: Sequence[SaveColumn
 
 
 def _members(groups: Int64, ranks: Int64, rows: Int64) -> _Members:
-    """Those of several ranks; ``groups`` ascend."""
+    """Return those of several ranks; ``groups`` ascend."""
     first = np.flatnonzero(np.append(True, groups[1:] != groups[:-1])) if len(groups) else _no_int64()
     counts = np.diff(np.append(first, len(groups)))
     several = np.repeat(counts > 1, counts)
@@ -123,7 +123,7 @@ def folds_of(
 
 
 def differing(numbers: Sequence[Int64], folds: Sequence[npt.NDArray[np.uint64]]) -> bool:
-    """Whether ranks of one set have different folds; ``folds[r]`` are those of ``numbers[r]``."""
+    """Return whether ranks of one set have different folds; ``folds[r]`` are those of ``numbers[r]``."""
     sets, values = np.concatenate(numbers), np.concatenate(folds)
     order = np.argsort(sets, kind="stable")
     sets, values = sets[order], values[order]

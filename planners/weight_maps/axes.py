@@ -199,7 +199,7 @@ def _alternatives(node: _Node) -> list[tuple[str, ...]]:
 
 
 def _count(node: _Node) -> int:
-    """How many ways there are."""
+    """Return how many ways there are."""
     if isinstance(node, str):
         return 1
     counts = map(_count, node[0])

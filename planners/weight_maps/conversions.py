@@ -24,7 +24,7 @@ _Dims = list[str]
 
 
 def map_of_conversions(conversions: Sequence[Any], tensors: Mapping[str, tuple[int, ...]]) -> WeightMap:
-    """What ``conversions`` make of a checkpoint of ``tensors`` (shapes by name), as a map of that.
+    """Return what ``conversions`` make of a checkpoint of ``tensors`` (shapes by name), as a map of that.
 
     PlanError that names the operations that a map cannot say.
     """

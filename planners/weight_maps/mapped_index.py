@@ -50,8 +50,8 @@ def map_source(
     exclude: Patterns | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> MappedIndex:
-    """What ``weights`` make of the tensors of a checkpoint that ``only`` and ``exclude`` select; none of
-    these is read. Raises what `map_index` raises, and errors of the storage."""
+    """Return what ``weights`` make of the tensors of a checkpoint that ``only`` and ``exclude`` select; none
+    of these is read. Raises what `map_index` raises, and errors of the storage."""
     found = open_source(source, open_store=OpenWith(storage_options))
     return map_index(complete_index(found.store, found.index), found.store, weights, only, exclude)
 
@@ -110,8 +110,8 @@ class Misfit(NamedTuple):
 
 
 def misfits(mapped: MappedIndex, wanted: CheckpointIndex) -> Iterator[Misfit]:
-    """What of the tensors of ``wanted``, a checkpoint of the other definition, a load through the map would
-    not fill, and what it would have no place for."""
+    """Yield what of the tensors of ``wanted``, a checkpoint of the other definition, a load through the map
+    would not fill, and what it would have no place for."""
     index = mapped.index
     for row, fqn in enumerate(wanted.fqns):
         at, own = index.position.get(fqn), _told(wanted, row)
@@ -173,7 +173,7 @@ def _index_of(
 def _nesting(
     index: CheckpointIndex, tensors: Sequence[MappedTensor], unknown: frozenset[str]
 ) -> dict[str, Any]:
-    """Where values and ``unknown`` are in the nested state; another tensor is what its name says."""
+    """Return where values and ``unknown`` are in the nested state; another tensor is what its name says."""
     provenance = dict(index.provenance)
     structure, known = provenance.pop("structure", None), index.planner_data
     if not isinstance(known, Mapping):

@@ -58,12 +58,12 @@ class NamePattern:
 
     @cached_property
     def numbers(self) -> frozenset[str]:
-        """Those that are numbers."""
+        """Return those that are numbers."""
         return frozenset(part[1] for part in _PART.finditer(self.text) if part[2] is None)
 
     @cached_property
     def parts_of_anything(self) -> frozenset[str]:
-        """Those that are anything."""
+        """Return those that are anything."""
         return frozenset(part[1] for part in _PART.finditer(self.text) if part[2] == "*")
 
     def match(self, name: str) -> dict[str, str] | None:

@@ -59,11 +59,11 @@ class Piece(NamedTuple):
         return Piece(self.lengths, self.target, self.source)
 
     def within_source(self, box: Box) -> list[Piece]:
-        """What of it ``box`` of the source's tensor has, in disjoint pieces."""
+        """Return what of it ``box`` of the source's tensor has, in disjoint pieces."""
         return [piece.inverse for piece in self.inverse.within_target(box)]
 
     def within_target(self, box: Box) -> list[Piece]:
-        """What of it ``box`` of the target's tensor has, in disjoint pieces."""
+        """Return what of it ``box`` of the target's tensor has, in disjoint pieces."""
         chosen: list[list[tuple[tuple[int, int, int], ...]]] = []  # by dimension: (axis, first, count)
         side = self.target
         for dim, (low, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
@@ -82,8 +82,9 @@ class Piece(NamedTuple):
         return [self._part([part for way in ways for part in way]) for ways in product(*chosen)]
 
     def target_boxes(self) -> Iterator[tuple[Box, Piece]]:
-        """What of it makes whole boxes of the target's tensor, with their places: the axes of each piece are
-        in the order of the box's elements. PlanError where that were more than anybody wants to store."""
+        """Yield what of it makes whole boxes of the target's tensor, with their places: the axes of each
+        piece are in the order of the box's elements. PlanError where that were more than anybody wants to
+        store."""
         apart: list[int] = []
         inner: list[int] = []
         for dim in range(len(self.target.base)):
@@ -165,7 +166,7 @@ class MappedTensor:
 
     @property
     def is_renamed(self) -> bool:
-        """Whether it is one tensor of the source as that is, under whatever name."""
+        """Return whether it is one tensor of the source as that is, under whatever name."""
         if self.padding or len(self.pieces) != 1:
             return False
         (piece,) = self.pieces

@@ -26,7 +26,7 @@ def evaluate(text: str, names: Mapping[str, Any]) -> int | None:
 
 
 def names_in(text: str) -> frozenset[str]:
-    """Those of an expression."""
+    """Return those of an expression."""
     return frozenset(node.id for node in ast.walk(_parsed(text)) if isinstance(node, ast.Name))
 
 

@@ -51,7 +51,7 @@ class StoredTensors:
         self._parts = _whole_tensors(engine, list(names))
 
     def within(self, tensor: MappedTensor, box: Box) -> Iterator[StoredPiece]:
-        """What the chunks have of ``box`` of ``tensor``, each element once."""
+        """Yield what the chunks have of ``box`` of ``tensor``, each element once."""
         for piece in tensor.pieces:
             for part in piece.within_target(box):
                 yield from _stored_pieces(part, self._parts[piece.source.name])

@@ -166,14 +166,14 @@ class WeightMap:
 
     @property
     def data(self) -> dict[str, Any]:
-        """What `from_data` takes, of rules and sizes."""
+        """Return what `from_data` takes, of rules and sizes."""
         rules = [rule.data for rule in self.rules]
         sizes = {"sizes": dict(self.sizes), "counts": dict(self.counts)}
         return {"name": self.name, "models": list(self.models), **sizes, "rules": rules}
 
     @property
     def size_names(self) -> frozenset[str]:
-        """What may be said of sizes: axes, and names of its expressions."""
+        """Return what may be said of sizes: axes, and names of its expressions."""
         texts = [self.sizes, self.counts, *(rule.sizes for rule in self.rules)]
         said = [text for sizes in texts for text in sizes.values() if isinstance(text, str)]
         said += [rule.when for rule in self.rules if rule.when is not None]
@@ -198,7 +198,7 @@ class WeightMap:
         return replace(self, rules=rules, keys=(source, self.keys[1]))
 
     def is_beside(self, name: str) -> bool:
-        """Whether a tensor of the source is none of the model, which is below a key."""
+        """Return whether a tensor of the source is none of the model, which is below a key."""
         return bool(self.keys[0]) and not name.startswith(f"{self.keys[0]}.")
 
     def check_way_back(self, sources: Sequence[MapSource], tensors: Iterable[MappedTensor]) -> None:
@@ -222,7 +222,7 @@ class WeightMap:
 
     @cached_property
     def _led_back(self) -> set[int]:
-        """What `check_way_back` has found to lead back."""
+        """Return what `check_way_back` has found to lead back."""
         return set()
 
     def apply(
@@ -285,7 +285,7 @@ class WeightMap:
         return list(mapped.values())
 
     def _hint(self, problems: Sequence[str], unknown: Sequence[str]) -> str:
-        """What helps."""
+        """Return what helps."""
         if not self.config and any("not known" in problem for problem in problems):
             return ". Say which model it is: config, its config.json, or the sizes themselves"
         if unknown and all(map(self.inverse.knows, unknown)):
@@ -298,7 +298,7 @@ class WeightMap:
         return ". What no rule knows can be left out (only, exclude)" if unknown else ""
 
     def _told_unknown(self, name: str) -> str:
-        """Why no rule takes a name."""
+        """Return why no rule takes a name."""
         found = ((rule, rule.match(name)) for rule in self._used if rule.present is not None)
         told = [repr(rule.present.format(met[1])) for rule, met in found if met and rule.present is not None]
         if told:
@@ -313,8 +313,8 @@ class WeightMap:
                 raise PlanError(f"how many there are of {part} ({said}) is not known")
 
     def _uncounted(self, numbers: Mapping[str, Mapping[_Parts, set[int]]]) -> Iterator[str]:
-        """What is missing of parts of names, where anything is there: of layers, and of the experts of each
-        layer that has any."""
+        """Yield what is missing of parts of names, where anything is there: of layers, and of the experts of
+        each layer that has any."""
         for part, count in self._evaluated(self.counts).items():
             for before, there in numbers[part].items() if count <= _MAX_RULES else ():
                 if missing := sorted(set(range(count)) - there):
@@ -326,7 +326,7 @@ class WeightMap:
                     )
 
     def knows(self, name: str) -> bool:
-        """Whether a rule is about the source's tensors of this name."""
+        """Return whether a rule is about the source's tensors of this name."""
         return self._met(name) is not None
 
     @cached_property

@@ -64,7 +64,7 @@ def decode_save_columns(data: bytes, cache: SectionCache | None = None) -> SaveC
 
 
 def encode_write_columns(columns: WriteColumns) -> bytes:
-    """What one rank has to write, as bytes."""
+    """Return what one rank has to write, as bytes."""
     return _packed(columns)
 
 
@@ -74,7 +74,7 @@ def decode_write_columns(data: bytes) -> WriteColumns:
 
 
 def encode_rank_sets(sets: RankSets) -> bytes:
-    """Which rows a rank has to fold, as bytes."""
+    """Return which rows a rank has to fold, as bytes."""
     return _packed(sets)
 
 

@@ -261,7 +261,7 @@ def index_from_metadata(metadata: Metadata) -> CheckpointIndex:
 
 
 def known_provenance(metadata: Metadata) -> Mapping[str, Any]:
-    """Who saved it, if a reader of ours read it; torch's own metadata does not say."""
+    """Return who saved it, if a reader of ours read it; torch's own metadata does not say."""
     return metadata.index.provenance if isinstance(metadata, LazyMetadata) and metadata.has_index else {}
 
 

@@ -66,7 +66,7 @@ GATHERED_BYTES = 32
 
 
 def gather_small(addresses: Int64, size_bytes: int) -> npt.NDArray[np.uint8]:
-    """What stands at ``addresses``, ``size_bytes`` each, in one row each; the caller keeps the owners
+    """Return what stands at ``addresses``, ``size_bytes`` each, in one row each; the caller keeps the owners
     alive."""
     count = len(addresses)
     if not count or not size_bytes:
@@ -111,8 +111,8 @@ _ITEMS = {
 
 
 def item_dtype(itemsize: int) -> np.dtype[Any]:
-    """What elements of ``itemsize`` bytes are copied as, whatever they are: unsigned integers, or complex
-    numbers of 16 bytes."""
+    """Return what elements of ``itemsize`` bytes are copied as, whatever they are: unsigned integers, or
+    complex numbers of 16 bytes."""
     return _ITEMS[itemsize]
 
 
@@ -129,7 +129,8 @@ _FIXED = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) [r-]-", re.MULTILINE)
 
 
 def is_read_only(addresses: Int64) -> npt.NDArray[np.bool_]:
-    """Which of ``addresses`` cannot be written to; none where the system does not say (it is no Linux).
+    """Return which of ``addresses`` cannot be written to; none where the system does not say (it is no
+    Linux).
 
     To write there ends the process, or looks like a file that cannot be read.
     """
@@ -157,14 +158,14 @@ _NOWHERE = 1 << 62
 
 
 def share_memory(first: Place, second: Place) -> bool:
-    """Whether elements of both have a byte in common, of which nothing is read. True where strides are too
-    strange to find it out within milliseconds."""
+    """Return whether elements of both have a byte in common, of which nothing is read. True where strides are
+    too strange to find it out within milliseconds."""
     return bool(np.may_share_memory(array_at(*first), array_at(*second), max_work=_MOST_WORK))
 
 
 def repeats_places(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two elements of a box (``strides`` in elements) stand at one place, as those of an expanded
-    tensor do."""
+    """Return whether two elements of a box (``strides`` in elements) stand at one place, as those of an
+    expanded tensor do."""
     if 0 in sizes:
         return False
     inner: list[tuple[int, int]] = []

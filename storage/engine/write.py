@@ -41,7 +41,8 @@ def data_file_name(rank: int, number: int, save_id: str) -> str:
 
 
 def file_bytes(payload_bytes: int, records: int, *, torch_compatible: bool) -> int:
-    """How large a file of ``records`` with ``payload_bytes`` in all becomes: hardly ever too little."""
+    """Return how large a file of ``records`` with ``payload_bytes`` in all becomes: hardly ever too
+    little."""
     return payload_bytes + records * _RECORD_BYTES if torch_compatible else payload_bytes
 
 

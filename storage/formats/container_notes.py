@@ -110,7 +110,7 @@ def notes_above(notes: Iterable[Any], paths: Iterable[Path]) -> list[ContainerNo
 
 
 def structure_of_notes(notes: Sequence[ContainerNote]) -> dict[str, Any]:
-    """What goes into the provenance: ``{"structure": ...}``, or nothing where there are no notes.
+    """Return what goes into the provenance: ``{"structure": ...}``, or nothing where there are no notes.
 
     More notes than a manifest should have are left out, with a warning.
     """
@@ -217,7 +217,7 @@ def encode_notes(notes: Sequence[ContainerNote]) -> bytes:
 
 
 def decode_notes(data: bytes) -> list[ContainerNote]:
-    """What `encode_notes` was given; CheckpointFormatError for other bytes."""
+    """Return what `encode_notes` was given; CheckpointFormatError for other bytes."""
     notes = decode_plain(data, limit_bytes=_MAX_ENCODED_BYTES)
     return list(notes_by_path({"containers": notes}).values())
 

@@ -43,7 +43,7 @@ class DroppedPart:
 
 
 def dropped_from(provenance: Mapping[str, Any]) -> tuple[DroppedPart, ...]:
-    """What was dropped from a checkpoint since it was saved, as its provenance says, which may be a
+    """Return what was dropped from a checkpoint since it was saved, as its provenance says, which may be a
     stranger's; () of all others."""
     notes = provenance.get(_KEY)
     if not isinstance(notes, list | tuple):

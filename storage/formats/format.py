@@ -95,20 +95,20 @@ class Format:
     target: Target | None = None
 
     def has_suffix(self, name: str) -> bool:
-        """Whether a file is named as a single one of this format."""
+        """Return whether a file is named as a single one of this format."""
         return name.lower().endswith(self.suffixes) if self.suffixes else False
 
     def is_in_folder(self, name: str) -> bool:
-        """Whether a file of this name is a part of a checkpoint that is a folder."""
+        """Return whether a file of this name is a part of a checkpoint that is a folder."""
         return self.folder_files is not None and self.folder_files.fullmatch(name) is not None
 
     def marks_folder(self, name: str) -> bool:
-        """Whether a file of this name says that its folder is a checkpoint."""
+        """Return whether a file of this name says that its folder is a checkpoint."""
         marks = self.folder_marks or self.folder_files
         return marks is not None and marks.fullmatch(name) is not None
 
     def begins_so(self, begin: bytes) -> bool:
-        """Whether a file that begins with these bytes is of this format.
+        """Return whether a file that begins with these bytes is of this format.
 
         Raises UnsupportedFormatError, which names the format, where it fails to say.
         """

@@ -261,7 +261,8 @@ class CheckpointIndex:
         return tuple(self.shape_values[self.shape_start[tensor] : self.shape_start[tensor + 1]].tolist())
 
     def own_name(self, tensor: int) -> str:
-        """What a tensor row is called where it is stored: of several checkpoints as one, in its own."""
+        """Return what a tensor row is called where it is stored: of several checkpoints as one, in its
+        own."""
         own = getattr(self.fqns, "own_name", None)
         name: str = self.fqns[tensor] if own is None else own(tensor)
         return name
@@ -271,7 +272,7 @@ class CheckpointIndex:
         return dtypes.BY_CODE[int(self.dtype_codes[tensor])]
 
     def box(self, chunk: int) -> Box:
-        """Where a chunk row lies within its tensor."""
+        """Return where a chunk row lies within its tensor."""
         begin, end = self.box_start[chunk], self.box_start[chunk + 1]
         return Box(tuple(self.chunk_offsets[begin:end].tolist()), tuple(self.chunk_sizes[begin:end].tolist()))
 

@@ -138,7 +138,7 @@ class _Encoder:
 
 
 def _are_paths(value: dict[Any, Any]) -> bool:
-    """Whether they are tuples of strings by name, as many as there are tensors: packed at once."""
+    """Return whether they are tuples of strings by name, as many as there are tensors: packed at once."""
     return (
         _STRINGS.issuperset(map(type, value))
         and _TUPLES.issuperset(map(type, value.values()))

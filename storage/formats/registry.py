@@ -120,14 +120,14 @@ def format_names() -> list[str]:
 
 
 def is_of_files(name: str) -> bool:
-    """Whether checkpoints of the format ``name`` are files without a commit object, which may lie among
-    others."""
+    """Return whether checkpoints of the format ``name`` are files without a commit object, which may lie
+    among others."""
     found = format_of(name)
     return found is not None and not found.has_commit
 
 
 def file_suffixes() -> tuple[str, ...]:
-    """How names of files that are checkpoints may end."""
+    """Return how names of files that are checkpoints may end."""
     return tuple(suffix for one in formats() for suffix in one.suffixes)
 
 
@@ -143,7 +143,7 @@ class FileNames:
     mark_folders: re.Pattern[str]
 
     def is_single(self, name: str) -> bool:
-        """Whether a file of this name, among any others, is taken for a checkpoint."""
+        """Return whether a file of this name, among any others, is taken for a checkpoint."""
         return name.lower().endswith(self.singles)
 
 
@@ -172,12 +172,12 @@ def by_precedence(some: Iterable[Format]) -> list[Format]:
 
 
 def targets() -> list[Target]:
-    """What can be written."""
+    """Return what can be written."""
     return [one.target for one in formats() if one.target is not None]
 
 
 def target_names() -> list[str]:
-    """What `dcp.convert` takes for ``to``."""
+    """Return what `dcp.convert` takes for ``to``."""
     return [target.name for target in targets()]
 
 

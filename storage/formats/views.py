@@ -183,7 +183,8 @@ def _mismatch(fqn: str, first_rank: int, rank: int) -> ReplicaMismatchError:
 
 
 def _objects_differ(objects: ObjectColumns, first: int, second: int) -> bool:
-    """Whether the values certainly differ: plain encodings are canonical, equal records have equal CRCs."""
+    """Return whether the values certainly differ: plain encodings are canonical, equal records have equal
+    CRCs."""
     plain, crcs = objects.plain[[first, second]].tolist(), objects.crcs[[first, second]].tolist()
     if min(plain) >= 0:
         return bool(plain[0] != plain[1])

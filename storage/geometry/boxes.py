@@ -38,7 +38,7 @@ class Box(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What takes it out of an array."""
+        """Return what takes it out of an array."""
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
 
     def moved(self, by: Sequence[int]) -> Box:
@@ -54,7 +54,7 @@ class Box(NamedTuple):
         return Box(tuple(self.offsets[d] for d in order), tuple(self.sizes[d] for d in order))
 
     def intersection(self, other: Box) -> Box | None:
-        """What both have; None if that is nothing."""
+        """Return what both have; None if that is nothing."""
         offsets, sizes = [], []
         for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
             low, high = max(a, b), min(a + n, b + m)
@@ -65,7 +65,7 @@ class Box(NamedTuple):
         return Box(tuple(offsets), tuple(sizes))
 
     def without(self, hole: Box) -> Iterator[Box]:
-        """What is left without ``hole``: slabs before and behind it, one dimension after the other."""
+        """Yield what is left without ``hole``: slabs before and behind it, one dimension after the other."""
         common = self.intersection(hole)
         if common is None:
             yield self

@@ -85,7 +85,7 @@ def _parts(
 
 
 def is_sparse(lengths: Sequence[int], strides: Sequence[int], itemsize: int, gap_bytes: int) -> bool:
-    """Whether rows of any dimension lie farther apart than ``gap_bytes``; ``strides`` descend."""
+    """Return whether rows of any dimension lie farther apart than ``gap_bytes``; ``strides`` descend."""
     size = itemsize
     for n, stride in zip(reversed(lengths), reversed(strides), strict=True):
         if n > 1:
@@ -98,7 +98,8 @@ def is_sparse(lengths: Sequence[int], strides: Sequence[int], itemsize: int, gap
 def reaches(
     parts: Sequence[BoxPart], payload_bytes: int, *, gap_bytes: int, whole_blocks: bool
 ) -> Iterator[Reach]:
-    """What is read for each of ``parts`` (in payload order), so that checksums of blocks can be compared.
+    """Yield what is read for each of ``parts`` (in payload order), so that checksums of blocks can be
+    compared.
 
     Bytes between two parts that are read in any case belong to the first one's. With ``whole_blocks`` the
     blocks at the ends are completed; without, only if they are the payload's own ends and near.

@@ -35,7 +35,7 @@ def c_strides(sizes: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
 
 
 def is_c_ordered(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements (``strides`` in elements) stand in C order without gaps."""
+    """Return whether elements (``strides`` in elements) stand in C order without gaps."""
     pairs = zip(sizes, strides, c_strides(sizes), strict=True)
     return 0 in sizes or all(size == 1 or stride == step for size, stride, step in pairs)
 

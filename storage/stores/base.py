@@ -60,7 +60,7 @@ class Version:
 
     @property
     def token(self) -> str:
-        """What is compared."""
+        """Return what is compared."""
         if not isinstance(self._token, str):
             self._token = self._token()
         return self._token
@@ -217,7 +217,8 @@ class Store(ABC):
 
     @abstractmethod
     def version(self, name: str) -> Version | None:
-        """Which content a small file has now, to replace exactly that one later; None if it is absent."""
+        """Return which content a small file has now, to replace exactly that one later; None if it is
+        absent."""
 
     @abstractmethod
     def publish(self, name: str, data: bytes, *, durable: bool, expected: Expected = ANY) -> Version:
@@ -260,7 +261,7 @@ class Store(ABC):
         return failed
 
     def conflict(self, name: str) -> CheckpointConflictError:
-        """What `publish` raises where something else than was expected is there."""
+        """Return what `publish` raises where something else than was expected is there."""
         return CheckpointConflictError(
             f"{self.path_of(name)} was published by somebody else since this save began, and is untouched; "
             "save under another id, or load what is there first",
@@ -268,7 +269,7 @@ class Store(ABC):
         )
 
     def taken(self, name: str) -> StorageError:
-        """What `create` raises where there is a file of the name."""
+        """Return what `create` raises where there is a file of the name."""
         path = self.path_of(name)
         return StorageError(
             f"{path} exists already: data files are never overwritten", path=path, op="create"
@@ -283,7 +284,7 @@ class Store(ABC):
         return 0
 
     def traffic(self) -> dict[str, float]:
-        """What this object has asked of its service so far; ``{}`` where nothing is counted.
+        """Return what this object has asked of its service so far; ``{}`` where nothing is counted.
 
         Where it is: "requests" in all and by kind ("get", "put", ...), "retries", "bytes_received",
         "bytes_sent", "request_seconds" (summed) and "slowest_request_seconds".
@@ -324,7 +325,8 @@ class Store(ABC):
     # -- folders below, where `Capabilities.lists_folders` says that it knows of any ------------------------
 
     def exists(self) -> bool:
-        """Whether the folder itself is there. Kinds without folders, which have nothing to make, say yes."""
+        """Return whether the folder itself is there. Kinds without folders, which have nothing to make, say
+        yes."""
         return True
 
     def folders(self) -> Sequence[str]:

@@ -55,7 +55,7 @@ class Fault:
     flip_byte: int | None = None
 
     def matches(self, operation: Operation) -> bool:
-        """Whether the operation is one of those that this fault counts."""
+        """Return whether the operation is one of those that this fault counts."""
         return fnmatch.fnmatchcase(operation.op, self.op) and fnmatch.fnmatchcase(operation.name, self.name)
 
 
@@ -77,7 +77,7 @@ class FaultInjectingStore(Store):
 
     @property
     def counts(self) -> Counter[str]:
-        """How often each operation was begun."""
+        """Return how often each operation was begun."""
         with self._guard:
             return Counter(operation.op for operation in self.log)
 

@@ -42,21 +42,23 @@ class ParentFolder:
 
     @property
     def local_path(self) -> Path | None:
-        """Where it is on this machine; None for any other place."""
+        """Return where it is on this machine; None for any other place."""
         return Path(self.url) if self.place.capabilities.is_local else None
 
     @property
     def lists_tree(self) -> bool:
-        """Whether a request costs more than what it brings: folders are better asked for all at once."""
+        """Return whether a request costs more than what it brings: folders are better asked for all at
+        once."""
         return self.place.capabilities.lists_tree
 
     @property
     def at_once(self) -> int:
-        """How many small files below are worth reading at a time: 1 where a request costs next to nothing."""
+        """Return how many small files below are worth reading at a time: 1 where a request costs next to
+        nothing."""
         return _REQUESTS_AT_ONCE if self.lists_tree else 1
 
     def exists(self) -> bool:
-        """Whether the place is there. Kinds without folders, which have nothing to make, say yes."""
+        """Return whether the place is there. Kinds without folders, which have nothing to make, say yes."""
         return self.place.exists()
 
     def names(self) -> list[str]:

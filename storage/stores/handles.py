@@ -28,7 +28,7 @@ class Inflow(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """How much it takes."""
+        """Return how much it takes."""
 
     def buffers(self) -> Iterator[memoryview]:
         """Memory for all of it, in order, for one attempt to fetch it; from any thread.

@@ -42,7 +42,7 @@ def check_name(name: str) -> str:
 
 
 def is_name(name: str) -> bool:
-    """Whether a file or folder of a store may have this name."""
+    """Return whether a file or folder of a store may have this name."""
     try:
         check_name(name)
     except CheckpointFormatError:

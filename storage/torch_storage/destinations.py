@@ -200,7 +200,7 @@ def _note_loss(engine: ReadEngine, chunk: int, stored: torch.Tensor, dtype: torc
 
 
 def _loss(stored: torch.Tensor, dtype: torch.dtype) -> str | None:
-    """What of the values is lost, if anything is."""
+    """Return what of the values is lost, if anything is."""
     if stored.dtype.is_complex:
         if dtype.is_complex:
             return _loss(torch.view_as_real(stored), dtype.to_real())

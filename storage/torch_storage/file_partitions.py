@@ -42,7 +42,8 @@ class FilePartition:
     with_objects: bool = False
 
     def split(self, numbers: Int64) -> list[FilePartition]:
-        """Those of its rows that have one of ``numbers`` in a file of their own; objects go with number 0."""
+        """Return those of its rows that have one of ``numbers`` in a file of their own; objects go with
+        number 0."""
         own = numbers[self.rows]
         found = [number for number in np.unique(own).tolist() if number]
         first = FilePartition(self.rows[own == 0], self.with_objects)

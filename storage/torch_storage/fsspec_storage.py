@@ -62,7 +62,7 @@ class FsspecWriter(FileSystemWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether fsspec knows the scheme; a `Path` is never a URL."""
+        """Return whether fsspec knows the scheme; a `Path` is never a URL."""
         return _is_known(checkpoint_id)
 
 
@@ -119,7 +119,7 @@ class FsspecReader(FileSystemReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether fsspec knows the scheme; a `Path` is never a URL."""
+        """Return whether fsspec knows the scheme; a `Path` is never a URL."""
         return _is_known(checkpoint_id)
 
 

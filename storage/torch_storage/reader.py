@@ -136,7 +136,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        """Where the checkpoint is."""
+        """Return where the checkpoint is."""
         return self.path
 
     @property
@@ -154,7 +154,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
 
     @property
     def traffic(self) -> dict[str, float]:
-        """What this load asked of the storage's service so far: see `Store.traffic`."""
+        """Return what this load asked of the storage's service so far: see `Store.traffic`."""
         return {} if self._place is None else self.store.traffic_since(self._traffic_before)
 
     @property
@@ -173,7 +173,8 @@ class FileSystemReader(NoFileSystem, StorageReader):
 
     @property
     def may_be_mixed(self) -> bool:
-        """Whether the files of this load may be replaced one by one, so that data of two could be read."""
+        """Return whether the files of this load may be replaced one by one, so that data of two could be
+        read."""
         if self._index is None or self.place.file is not None:
             return False
         found = format_of(self._index.format)
@@ -202,7 +203,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
         return frozenset(info for info in self.store.list() if info.name in names)
 
     def was_replaced(self) -> bool:
-        """Whether another checkpoint was committed under the id since this load read the index.
+        """Return whether another checkpoint was committed under the id since this load read the index.
 
         Raises StorageError where that cannot be found out.
         """
@@ -288,7 +289,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this storage can read ``checkpoint_id``."""
+        """Return whether this storage can read ``checkpoint_id``."""
         return is_supported(checkpoint_id)
 
     # -- columns ---------------------------------------------------------------------------------------------
@@ -355,7 +356,8 @@ class FileSystemReader(NoFileSystem, StorageReader):
 
 
 def uses_columns(reader: StorageReader) -> bool:
-    """Whether `dcp.load` may hand ``reader`` columns: ours, with none of the interface's steps overridden."""
+    """Return whether `dcp.load` may hand ``reader`` columns: ours, with none of the interface's steps
+    overridden."""
     if not isinstance(reader, FileSystemReader):
         return False
     steps = (
@@ -369,7 +371,8 @@ def uses_columns(reader: StorageReader) -> bool:
 
 
 def _blob_fault(blob: bytes, expected: int) -> str | None:
-    """What is wrong with an object's bytes; without a committed CRC-32 the torch.save zip has its own."""
+    """Return what is wrong with an object's bytes; without a committed CRC-32 the torch.save zip has its
+    own."""
     if expected == UNKNOWN:
         if blob.startswith(LOCAL_SIGNATURE):
             try:

@@ -147,7 +147,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        """Where the checkpoint goes."""
+        """Return where the checkpoint goes."""
         return self.path
 
     def stay_here(self) -> None:
@@ -167,11 +167,11 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
 
     @property
     def traffic(self) -> dict[str, float]:
-        """What this save asked of the storage's service so far: see `Store.traffic`."""
+        """Return what this save asked of the storage's service so far: see `Store.traffic`."""
         return {} if self._store is None else self._store.traffic_since(self._traffic_before)
 
     def storage_meta(self) -> StorageMeta:
-        """What planners and `.metadata` learn about this save."""
+        """Return what planners and `.metadata` learn about this save."""
         return StorageMeta(checkpoint_id=self.path, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -236,7 +236,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this storage can take ``checkpoint_id``."""
+        """Return whether this storage can take ``checkpoint_id``."""
         return is_supported(checkpoint_id)
 
     # -- what both callers share -----------------------------------------------------------------------------
@@ -402,7 +402,8 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
 
 
 def uses_columns(writer: StorageWriter) -> bool:
-    """Whether `dcp.save` may hand ``writer`` columns: ours, with none of the interface's steps overridden."""
+    """Return whether `dcp.save` may hand ``writer`` columns: ours, with none of the interface's steps
+    overridden."""
     if not isinstance(writer, FileSystemWriter):
         return False
     steps = ("prepare_local_plan", "prepare_global_plan", "write_data", "finish", "storage_meta")
@@ -410,7 +411,7 @@ def uses_columns(writer: StorageWriter) -> bool:
 
 
 def is_supported(checkpoint_id: str | os.PathLike[str]) -> bool:
-    """Whether `open_store` knows the kind of place that ``checkpoint_id`` names."""
+    """Return whether `open_store` knows the kind of place that ``checkpoint_id`` names."""
     try:
         open_store(checkpoint_id)
     except CheckpointError:

@@ -12,14 +12,7 @@ import pytest
 import torch
 
 import dcp
-from tests.command_line.cli_support import (
-    Outcome,
-    begin_deletion,
-    data_file,
-    run,
-    save_ours,
-    save_stock,
-)
+from tests.command_line.cli_support import Outcome, begin_deletion, data_file, run, save_ours, save_stock
 from tests.support.crashes import in_lab
 from tests.support.with_optimizer import parts_there, save_apart
 

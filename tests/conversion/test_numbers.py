@@ -19,10 +19,7 @@ from safetensors.torch import load_file, save_file
 import dcp
 from dcp.conversion.contents.casting import TOO_LARGE, cast, narrowed
 from dcp.conversion.copying import sums, tasks
-from dcp.conversion.merging.arithmetic import (
-    average_weights,
-    formula_weights,
-)
+from dcp.conversion.merging.arithmetic import average_weights, formula_weights
 from dcp.conversion.merging.module_patterns import ModulePattern
 from dcp.errors import OptionError
 from dcp.storage.formats import dtypes

@@ -13,12 +13,7 @@ import pytest
 import torch
 
 import dcp
-from dcp.errors import (
-    CheckpointConflictError,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    StorageError,
-)
+from dcp.errors import CheckpointConflictError, CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from dcp.storage.stores import PosixStore, Store
 from tests.support.crashes import in_lab
 from tests.support.fault_doors import Fault, FaultInjectingStore

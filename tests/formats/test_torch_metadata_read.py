@@ -18,11 +18,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp.errors import (
-    CheckpointFormatError,
-    CorruptCheckpointError,
-    UnsupportedFormatError,
-)
+from dcp.errors import CheckpointFormatError, CorruptCheckpointError, UnsupportedFormatError
 from tests.support.formats_indexes import (
     GOLDEN,
     assert_same,

@@ -12,11 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.torch.metadata.writer import encode_torch_metadata
 from dcp.storage.torch_compat import strides_of, tensor_properties
-from tests.support.formats_indexes import (
-    index_of,
-    rich_state_dict,
-    stock_save,
-)
+from tests.support.formats_indexes import index_of, rich_state_dict, stock_save
 
 
 def decode(index: CheckpointIndex) -> Metadata:

@@ -15,14 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from tests.command_line.cli_support import (
-    BLOCK_BYTES,
-    data_file,
-    flip,
-    run,
-    save_ours,
-    save_stock,
-)
+from tests.command_line.cli_support import BLOCK_BYTES, data_file, flip, run, save_ours, save_stock
 from tests.support.examples import examples
 from tests.support.sharded import grid, save_sharded, tensor_bytes
 

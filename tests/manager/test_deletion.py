@@ -25,13 +25,7 @@ from tests.support.manager_runs import (
     state_at,
     until,
 )
-from tests.support.versions import (
-    save_version,
-    seen_by_dcp,
-    seen_by_stock,
-    stock_save_version,
-    version_state,
-)
+from tests.support.versions import save_version, seen_by_dcp, seen_by_stock, stock_save_version, version_state
 
 NOTES = "notes.msgpack"
 BROKEN = OSError(errno.EIO, "injected")

@@ -13,14 +13,7 @@ import pytest
 import dcp
 from dcp.errors import CheckpointConflictError, MissingKeyError
 from tests.support.command import run as command
-from tests.support.manager_runs import (
-    Fault,
-    Gate,
-    Recorder,
-    WatchedRoot,
-    flip,
-    manager_of,
-)
+from tests.support.manager_runs import Fault, Gate, Recorder, WatchedRoot, flip, manager_of
 from tests.support.values import leaves
 from tests.support.with_optimizer import (
     full_state,

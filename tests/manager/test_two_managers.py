@@ -7,12 +7,7 @@ from pathlib import Path
 import pytest
 
 import dcp
-from tests.support.manager_runs import (
-    PATIENCE_SECONDS,
-    loaded_step,
-    manager_of,
-    state_at,
-)
+from tests.support.manager_runs import PATIENCE_SECONDS, loaded_step, manager_of, state_at
 
 
 def test_one_root_with_two_names(tmp_path: Path) -> None:

@@ -11,11 +11,7 @@ from typing import Any
 import pytest
 
 import dcp
-from dcp.errors import (
-    CheckpointConflictError,
-    CheckpointNotFoundError,
-    StorageError,
-)
+from dcp.errors import CheckpointConflictError, CheckpointNotFoundError, StorageError
 from dcp.storage.stores import open_store
 from tests.support.fault_plan import (
     HANG,

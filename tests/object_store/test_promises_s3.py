@@ -12,12 +12,7 @@ import pytest
 import dcp
 from dcp.storage.stores import Store
 from dcp.storage.stores import open_store as open_at
-from tests.support.fault_doors import (
-    MANIFEST_NAME,
-    Fault,
-    FaultInjectingStore,
-    verified,
-)
+from tests.support.fault_doors import MANIFEST_NAME, Fault, FaultInjectingStore, verified
 from tests.support.s3 import S3Server
 from tests.support.s3_versions import CLEAN, Place
 from tests.support.versions import save_version, seen_by_dcp, version_of, version_state

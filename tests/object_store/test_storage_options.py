@@ -13,11 +13,7 @@ import torch
 
 import dcp
 from dcp.errors import CheckpointError, StorageError
-from tests.support.fault_doors import (
-    findings,
-    given,
-    run,
-)
+from tests.support.fault_doors import findings, given, run
 from tests.support.s3 import S3Server
 from tests.support.versions import version_of, version_state
 

@@ -27,6 +27,7 @@ DOORS: Final = frozenset(
         for name in (
             "conversion.layouts.layout",
             "conversion.targets.job",
+            "features.registry",
             "storage.formats.format",
             "storage.formats.index",
             "storage.formats.registry",

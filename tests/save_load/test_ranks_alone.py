@@ -10,11 +10,7 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import dcp
-from dcp.errors import (
-    CheckpointConflictError,
-    CheckpointFormatError,
-    ReplicaMismatchError,
-)
+from dcp.errors import CheckpointConflictError, CheckpointFormatError, ReplicaMismatchError
 from tests.support.loaded import values
 from tests.support.ranks import run_ranks
 

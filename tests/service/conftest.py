@@ -12,13 +12,7 @@ import pytest
 import structlog
 
 from tests.support.catalog import catalog
-from tests.support.databases import (
-    database,
-    empty_database,
-    make_database,
-    postgres_server,
-    share_statements,
-)
+from tests.support.databases import database, empty_database, make_database, postgres_server, share_statements
 
 __all__ = [
     "catalog",

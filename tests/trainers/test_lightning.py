@@ -13,12 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from dcp.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    StorageError,
-    UnsafeObjectError,
-)
+from dcp.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, UnsafeObjectError
 from tests.support.conversion import flip
 from tests.support.crashes import Ending, Group, in_lab, run_groups
 from tests.support.harmless_values import same

@@ -17,11 +17,7 @@ from torch import nn
 import dcp
 from dcp.errors import CheckpointError
 from dcp.integrations.random_state import RandomState
-from dcp.integrations.trainer_state import (
-    TrainedModel,
-    TrainedOptimizers,
-    refused_by_all,
-)
+from dcp.integrations.trainer_state import TrainedModel, TrainedOptimizers, refused_by_all
 from tests.support.crashes import in_lab
 from tests.support.harmless_values import same
 from tests.support.ranks import run_ranks

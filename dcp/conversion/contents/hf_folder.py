@@ -127,8 +127,8 @@ def hf_folder_of(store: Store, also: Sequence[str] = (), open_below: OpenStore |
 
 
 def known_files(folder: str, names: Collection[str]) -> frozenset[str]:
-    """Those of the files ``names`` that ``from_pretrained`` reads beside weights, where they are all files of
-    the template (``folder`` is "") or of a folder of it.
+    """Return those of the files ``names`` that ``from_pretrained`` reads beside weights, where they are all
+    files of the template (``folder`` is "") or of a folder of it.
 
     A folder that has a configuration or weights is a model or checkpoint of its own, as those that a trainer
     leaves: nothing of that is read.

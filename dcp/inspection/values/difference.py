@@ -84,7 +84,7 @@ class Difference:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing differs, and nothing is undecided."""
+        """Return whether nothing differs, and nothing is undecided."""
         return not self.tensors and not self.objects
 
 

@@ -44,17 +44,18 @@ _OPAQUE: Final = frozenset({"bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"})
 
 
 def stored_dtype(dtype: Dtype) -> np.dtype[Any]:
-    """What `TensorReader` gives the elements as: numpy's own type where it has it, else unsigned integers."""
+    """Return what `TensorReader` gives the elements as: numpy's own type where it has it, else unsigned
+    integers."""
     return np.dtype(_NUMPY.get(dtype.name, f"<u{dtype.itemsize}"))
 
 
 def is_opaque(dtype: Dtype) -> bool:
-    """Whether elements are bits without a meaning of their own."""
+    """Return whether elements are bits without a meaning of their own."""
     return dtype.name in _OPAQUE
 
 
 def is_integral(dtype: Dtype) -> bool:
-    """Whether elements are integers or bools."""
+    """Return whether elements are integers or bools."""
     return stored_dtype(dtype).kind in "iub" and dtype.name in _NUMPY
 
 

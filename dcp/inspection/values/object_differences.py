@@ -51,7 +51,7 @@ def _refused(index: CheckpointIndex) -> list[str]:
 def compare_objects(
     a: TensorReader, b: TensorReader, pairs: Iterable[tuple[str | None, str | None]], *, values: bool
 ) -> list[ObjectDifference]:
-    """What differs of the values that ``pairs`` names in ``a`` and ``b`` (None where one lacks it).
+    """Return what differs of the values that ``pairs`` names in ``a`` and ``b`` (None where one lacks it).
 
     Nothing is read for those whose encodings the indexes have; for others only with ``values``, else they are
     "undecided".
@@ -138,7 +138,8 @@ class _Side:
         return self._rows.get(fqn)
 
     def pickle_print(self, fqn: str) -> _Print:
-        """What tells pickles apart: name, size and CRC-32 of a record's entries that hold the value."""
+        """Return what tells pickles apart: name, size and CRC-32 of a record's entries that hold the
+        value."""
         at = self._objects.position[fqn]
         file, offset, length = (
             int(column[at]) for column in (self._objects.files, self._objects.offsets, self._objects.lengths)

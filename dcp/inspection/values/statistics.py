@@ -152,7 +152,7 @@ def _first_of_ties(index: CheckpointIndex, rows: Sequence[int]) -> list[int]:
 def _summaries(
     reader: TensorReader, rows: list[int], progress: ReportBytes | None
 ) -> Iterator[tuple[int, Summary]]:
-    """What is in the tensors ``rows``, each once, in their order."""
+    """Yield what is in the tensors ``rows``, each once, in their order."""
     for row in rows:
         if not reader.tensor_bytes(row):
             yield row, Summary()

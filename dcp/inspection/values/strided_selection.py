@@ -49,7 +49,7 @@ class StridedSelection:
 
     @property
     def shape(self) -> Corner:
-        """That of the result."""
+        """Return that of the result."""
         return tuple(n for n, drop in zip(self.counts, self.dropped, strict=True) if not drop)
 
     def slabs(self, max_elements: int) -> Iterator[StridedSelection]:
@@ -64,7 +64,7 @@ class StridedSelection:
             yield self._narrowed(dim, begin, min(count, begin + rows))
 
     def part(self, places: Sequence[slice]) -> StridedSelection:
-        """What ``places`` (of step 1, one for each dimension of the result) take of it."""
+        """Return what ``places`` (of step 1, one for each dimension of the result) take of it."""
         part, dims = self, [dim for dim, drop in enumerate(self.dropped) if not drop]
         for dim, place in zip(dims, places, strict=True):
             begin, end, _ = place.indices(self.counts[dim])
@@ -171,7 +171,7 @@ def _covering(
 
 
 def _skips(dim: int, ranges: list[range], sizes: Corner, steps: Corner, itemsize: int) -> bool:
-    """Whether what a step leaves out of this dimension is not worth reading."""
+    """Return whether what a step leaves out of this dimension is not worth reading."""
     left_out = (steps[dim] - 1) * math.prod(sizes[dim + 1 :]) * itemsize
     return 1 < len(ranges[dim]) <= _MAX_SKIPS and left_out > _SKIPPED_BYTES
 

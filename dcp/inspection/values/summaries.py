@@ -267,7 +267,7 @@ class Collector:
             self._codes += np.bincount(codes[begin : begin + step], minlength=len(self._codes))
 
     def summary(self) -> Summary:
-        """What is known, once all has been added."""
+        """Return what is known, once all has been added."""
         codes, summary = self._codes, self._summary
         if codes is not None:
             values = _values_of_codes(self._dtype)

@@ -39,7 +39,7 @@ class ValueDifference:
 
 
 def are_comparable(first: Dtype, second: Dtype) -> bool:
-    """Whether elements of one dtype can be compared with those of the other."""
+    """Return whether elements of one dtype can be compared with those of the other."""
     return first == second or not any(
         is_opaque(dtype) or dtype.name == "float4_e2m1fn_x2" for dtype in (first, second)
     )
@@ -92,7 +92,7 @@ class Deltas:
         self._delta_squares += _square_sum(deltas)
 
     def result(self) -> ValueDifference:
-        """What is known, once all has been added."""
+        """Return what is known, once all has been added."""
         relative = 0.0
         if self._delta_squares:
             relative = math.sqrt(self._delta_squares / self._squares) if self._squares else math.inf

@@ -72,7 +72,7 @@ class TensorSource(Closable):
 
     @property
     def stats(self) -> ReadStats:
-        """What was read so far."""
+        """Return what was read so far."""
         return self._engine.stats
 
     @property
@@ -101,7 +101,7 @@ class TensorSource(Closable):
     # -- checksums -------------------------------------------------------------------------------------------
 
     def is_c_ordered(self, chunk: int) -> bool:
-        """Whether a chunk's elements are stored in C order; may have to open its record."""
+        """Return whether a chunk's elements are stored in C order; may have to open its record."""
         return self.layout_of(chunk) is None
 
     def layout_of(self, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -151,7 +151,8 @@ class TensorSource(Closable):
         return payload_bytes if payload_bytes - end <= small_bytes else end
 
     def is_checked_whole(self, chunk: int) -> bool:
-        """Whether a payload has no checksums of blocks, so that one for all of it is to be compared."""
+        """Return whether a payload has no checksums of blocks, so that one for all of it is to be
+        compared."""
         return self._engine.verify != "none" and not len(self.index.block_crcs(chunk))
 
     def check_whole(self, chunk: int, got: int) -> None:
@@ -242,7 +243,7 @@ class TileBatches:
 
     @property
     def at_end(self) -> bool:
-        """Whether there are no more."""
+        """Return whether there are no more."""
         return self._next is None
 
     def __iter__(self) -> TileBatches:

@@ -123,7 +123,8 @@ class _Droppable:
 
 
 def plan_drop(store: Store, parts: Sequence[Part], *, rewrite: bool = False) -> Drop:
-    """What `drop_parts` would do now; nothing is changed, and what would be freed is by the files' sizes."""
+    """Return what `drop_parts` would do now; nothing is changed, and what would be freed is by the files'
+    sizes."""
     found = _look(store, parts, time.time())
     if not found.names or _is_pinned(store):
         return Drop(url=store.url, outcome="pinned" if found.names else "absent", parts=found.parts)
@@ -315,7 +316,7 @@ def _left_behind(index: CheckpointIndex, before: Mapping[str, FileInfo]) -> set[
 
 
 def _is_stale(store: Store, index: CheckpointIndex, before: Mapping[str, FileInfo]) -> bool:
-    """Whether a crash came between the manifest and the `.metadata` that belongs to it."""
+    """Return whether a crash came between the manifest and the `.metadata` that belongs to it."""
     if index.torch_metadata_crc is None or METADATA_NAME not in before:
         return index.torch_metadata_crc is not None
     data = store.read(METADATA_NAME, limit_bytes=MAX_TORCH_METADATA_BYTES)
@@ -418,8 +419,8 @@ _NAME: Final = re.compile(r"(?P<before>.*?)(?P<step>[0-9]{1,18})")
 def to_prune(
     uri: str, retention: Retention, *, open_store: OpenStore = open_store
 ) -> list[tuple[Store, tuple[Part, ...]]]:
-    """What is to be dropped at ``uri``, oldest step first: of a checkpoint its parts, of a run those that
-    ``retention`` does not keep. Nothing is changed.
+    """Return what is to be dropped at ``uri``, oldest step first: of a checkpoint its parts, of a run those
+    that ``retention`` does not keep. Nothing is changed.
 
     Raises OptionError for a run without rules, `CheckpointNotFoundError` where there is neither.
     """

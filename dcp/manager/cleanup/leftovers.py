@@ -86,7 +86,7 @@ def find_leftovers(
     older_than_seconds: float = OLD_SECONDS,
     open_store: OpenStore = open_store,
 ) -> list[tuple[Store, Leftovers]]:
-    """What is left in ``root`` and in the folders directly below it; nothing is changed.
+    """Return what is left in ``root`` and in the folders directly below it; nothing is changed.
 
     Raises `CheckpointNotFoundError` if there is no such folder.
     """
@@ -148,8 +148,8 @@ def _folders(root: str | os.PathLike[str], open_store: OpenStore) -> Iterator[St
 def leftovers_of(
     store: Store, now_seconds: float, *, older_than_seconds: float = OLD_SECONDS
 ) -> Leftovers | None:
-    """What is left in one folder; None if nothing. Raises what a damaged manifest or notes raise: then it is
-    not known which files are in use."""
+    """Return what is left in one folder; None if nothing. Raises what a damaged manifest or notes raise: then
+    it is not known which files are in use."""
     files = store.list()
     if not any(is_commit_object(info.name) for info in files):
         if files and read_notes(store).deleting is not None:
@@ -188,7 +188,7 @@ def _strays(store: Store, files: list[FileInfo], before_seconds: float) -> Itera
 
 
 def _save_of(name: str) -> str:
-    """What files of one save have in common; stock's have nothing, and count each for itself."""
+    """Return what files of one save have in common; stock's have nothing, and count each for itself."""
     parts = name.split(".")
     return parts[1] if len(parts) == 3 and name.startswith("__") else name
 

@@ -131,7 +131,7 @@ def finish_removal(store: Store, now_seconds: float) -> Removed:
 def is_abandoned(
     store: Store, files: Sequence[FileInfo], older_than_seconds: float, now_seconds: float
 ) -> bool:
-    """Whether a folder of these files is what a save left that will never commit, or is `emptied`.
+    """Return whether a folder of these files is what a save left that will never commit, or is `emptied`.
 
     That is so if nothing is committed and all data is older than ``older_than_seconds``: a background writer
     outlives its trainer, and writes or commits long before.
@@ -184,7 +184,8 @@ def remove_abandoned(store: Store, older_than_seconds: float, now_seconds: float
 
 
 def is_left_by_a_save(name: str) -> bool:
-    """Whether a file of this name can be what a save, or its publish, left: nothing else has such names."""
+    """Return whether a file of this name can be what a save, or its publish, left: nothing else has such
+    names."""
     return (_DATA.fullmatch(name) or _ASIDE.fullmatch(name)) is not None
 
 
@@ -195,12 +196,12 @@ def owner_of(name: str) -> str | None:
 
 
 def is_left_aside(name: str) -> bool:
-    """Whether a file of ours is called so before it is published under its own name."""
+    """Return whether a file of ours is called so before it is published under its own name."""
     return _OWN_ASIDE.fullmatch(name) is not None
 
 
 def files_to_remove(store: Store, now_seconds: float) -> list[FileInfo]:
-    """What `remove_checkpoint` would remove, as far as that can be said now; nothing is changed."""
+    """Return what `remove_checkpoint` would remove, as far as that can be said now; nothing is changed."""
     commit = read_commit(store)
     tombstone = _tombstone_of(store) if commit is None else _tombstone(store, commit, now_seconds)
     if tombstone is None:

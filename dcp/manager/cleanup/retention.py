@@ -100,7 +100,7 @@ class Keep:
 
     @property
     def has_rules(self) -> bool:
-        """Whether any is given."""
+        """Return whether any is given."""
         return any(getattr(self, name) is not None for name in _RULES)
 
     @property
@@ -128,7 +128,7 @@ class Part(NamedTuple):
     keep: Keep | None = None
 
     def is_gone(self, state: StepState) -> bool:
-        """Whether it was dropped from a step."""
+        """Return whether it was dropped from a step."""
         return state.dropped.issuperset(self.patterns)
 
 
@@ -208,7 +208,7 @@ class Plan:
 
 
 def plan(retention: Keep | None, steps: Iterable[StepState], now_seconds: float) -> Plan:
-    """What ``retention`` (None keeps all) makes of committed ``steps``, each given once.
+    """Return what ``retention`` (None keeps all) makes of committed ``steps``, each given once.
 
     A damaged or partial step goes once ``last`` good ones (one, without that rule) are newer than it: it is
     no loss then, and until then it may be all there is, or verify after the storage has recovered.

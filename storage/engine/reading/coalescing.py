@@ -79,11 +79,11 @@ class FileRange(Protocol):
 
     @property
     def offset(self) -> int:
-        """Where they begin."""
+        """Return where they begin."""
 
     @property
     def size_bytes(self) -> int:
-        """How many there are."""
+        """Return how many there are."""
 
 
 R = TypeVar("R", bound=FileRange)
@@ -348,7 +348,7 @@ class _RequestJoiner:
                 return
 
     def _room(self, piece: RequestPiece) -> int:
-        """How many bytes of ``piece`` the open request, or a new one, can take."""
+        """Return how many bytes of ``piece`` the open request, or a new one, can take."""
         request, profile, limit_bytes = self._open, self._profile, self._limit_bytes
         if request is None:
             return limit_bytes
@@ -369,7 +369,7 @@ class _RequestJoiner:
         return max(0, limit_bytes - (piece.offset - request.begin))
 
     def _cut(self, piece: RequestPiece, room: int) -> int:
-        """How many bytes of ``piece`` go into ``room``; 0 if none."""
+        """Return how many bytes of ``piece`` go into ``room``; 0 if none."""
         if piece.put is not None or (room < _LEAST_CUT_BYTES and self._open is not None):
             return 0
         aligned = (piece.position + room) // BLOCK_BYTES * BLOCK_BYTES - piece.position

@@ -66,7 +66,7 @@ class Payloads:
         return self._offset_view[chunk]
 
     def is_permuted(self, chunk: int) -> bool:
-        """Whether the payload is stored in another way than C order."""
+        """Return whether the payload is stored in another way than C order."""
         return chunk in self._orders or chunk in self._index.payload_strides
 
     @property

@@ -79,7 +79,7 @@ class _StreamingRead:
 
     @property
     def follows(self) -> bool:
-        """Whether no piece has bytes of another one, so that each is done with once it has come."""
+        """Return whether no piece has bytes of another one, so that each is done with once it has come."""
         return all(a.offset + a.size_bytes <= b.offset for a, b in pairwise(self._pieces))
 
     def buffers(self) -> Iterator[memoryview]:

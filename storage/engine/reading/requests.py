@@ -135,7 +135,7 @@ class ReadStats:
         self.lossy |= other.lossy
 
     def since(self, before: ReadStats) -> ReadStats:
-        """What was added to ``before``."""
+        """Return what was added to ``before``."""
         return ReadStats(
             self.bytes_needed - before.bytes_needed,
             self.bytes_read - before.bytes_read,

@@ -44,7 +44,7 @@ class OpenFiles:
         self._lock = threading.Lock()
 
     def __contains__(self, file: int) -> bool:
-        """Whether it is open."""
+        """Return whether it is open."""
         return file in self._handles
 
     def close(self) -> None:

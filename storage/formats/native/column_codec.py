@@ -125,7 +125,8 @@ class ColumnEncoder:
 
 
 def encode_within_budget(encode: Callable[[ColumnEncoder], bytes]) -> bytes:
-    """What ``encode`` makes with an encoder, compact unless it is so regular that readers would refuse it.
+    """Return what ``encode`` makes with an encoder, compact unless it is so regular that readers would refuse
+    it.
 
     Readers must open it with a `Budget` of its own length.
     """

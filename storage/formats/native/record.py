@@ -87,7 +87,7 @@ class OpenRecord:
 
     @property
     def crc_positions(self) -> tuple[int, int]:
-        """Where the four bytes of the CRC-32 stand, twice, in what `suffix` returns."""
+        """Return where the four bytes of the CRC-32 stand, twice, in what `suffix` returns."""
         first = len(self._before_crc)
         return first, first + 4 + len(self._after_descriptor)
 
@@ -132,7 +132,7 @@ def object_record(pickle_bytes: bytes) -> bytes:
 
 @lru_cache(maxsize=1024)
 def _object_template(size_bytes: int) -> tuple[bytes, bytes, bytes, bytes]:
-    """What stands around the CRC-32, the pickle of ``size_bytes``, and the CRC-32 again."""
+    """Return what stands around the CRC-32, the pickle of ``size_bytes``, and the CRC-32 again."""
     entry = _local_entry(_PICKLE_NAME, b"", 0, size_bytes)
     version_offset = len(entry) + size_bytes
     directory = _directory_entry(_PICKLE_NAME, 0, size_bytes, 0)
@@ -208,7 +208,7 @@ def _payload_header(zip64: bool, offset: int, phase: int) -> bytes:
 
 
 def _descriptor_and_directory_head(zip64: bool, payload_bytes: int) -> tuple[bytes, bytes]:
-    """What stands before and after the first of the two CRCs."""
+    """Return what stands before and after the first of the two CRCs."""
     version = 45 if zip64 else 20
     sizes = struct.pack("<QQ" if zip64 else "<II", payload_bytes, payload_bytes)
     head = struct.pack("<4sHHHHI", b"PK\1\2", version, version, _DESCRIPTOR_FLAG, 0, _DOS_EPOCH)

@@ -82,14 +82,15 @@ def open_index(store: Store, *, rank: int | None = None, own_rank: int | None = 
 
 
 def has_checkpoint(store: Store) -> bool:
-    """Whether anything is committed in ``store``; its files are not opened."""
+    """Return whether anything is committed in ``store``; its files are not opened."""
     if store.stat(MANIFEST_NAME) is not None or store.stat(METADATA_NAME) is not None:
         return True
     return bool(_local_ranks(store))
 
 
 def saved_by_rank(store: Store) -> bool:
-    """Whether all that ``store`` holds is what ranks saved on their own (``use_collectives=False``)."""
+    """Return whether all that ``store`` holds is what ranks saved on their own
+    (``use_collectives=False``)."""
     together = store.stat(MANIFEST_NAME) or store.stat(METADATA_NAME)
     return together is None and bool(_local_ranks(store))
 
@@ -183,7 +184,7 @@ def _whole(store: Store, name: str, start: _Start | None) -> bytes | None:
 
 
 def _is_long_start_of(index: CheckpointIndex, start: _Start) -> bool:
-    """Whether `.metadata` goes on after ``start``, which says that it is of the save of ``index``.
+    """Return whether `.metadata` goes on after ``start``, which says that it is of the save of ``index``.
 
     Then ``index`` is the truth, even if the file is damaged further on, and reading it is not worth the time.
     """
@@ -194,7 +195,7 @@ def _is_long_start_of(index: CheckpointIndex, start: _Start) -> bool:
 
 
 def is_large_metadata_of(store: Store, name: str, index: CheckpointIndex) -> bool:
-    """Whether `.metadata` is large, and its first bytes say that it is of the save of ``index``.
+    """Return whether `.metadata` is large, and its first bytes say that it is of the save of ``index``.
 
     Then ``index`` is the truth, even if the file is damaged further on, and reading it is not worth the time.
     Where it is small one request for all of it is cheaper than this.
@@ -206,7 +207,7 @@ def is_large_metadata_of(store: Store, name: str, index: CheckpointIndex) -> boo
 
 
 def _is_ours(index: CheckpointIndex, metadata: bytes) -> bool:
-    """Whether ``metadata``, though it differs from every one committed, was written by this package.
+    """Return whether ``metadata``, though it differs from every one committed, was written by this package.
 
     Stock knows neither our save id nor files that are named as only ours are. After a crash in the middle of
     a commit they are those of the save before.

@@ -74,7 +74,7 @@ def _below(root: ParentFolder, names: Sequence[str]) -> str:
 
 
 def _beside_missing(path: Path) -> str:
-    """What is where ``path`` would be, or the last folder on the way there that exists."""
+    """Return what is where ``path`` would be, or the last folder on the way there that exists."""
     what = "it"
     while not path.parent.is_dir():
         path = path.parent

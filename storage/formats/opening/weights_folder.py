@@ -238,7 +238,8 @@ def _metadata(indexes: Sequence[CheckpointIndex]) -> tuple[dict[str, Any], dict[
 
 
 def _torch_notes(indexes: Sequence[CheckpointIndex]) -> dict[str, Any]:
-    """What torch.save files note, of all together; nested containers are noted by the first that has them."""
+    """Return what torch.save files note, of all together; nested containers are noted by the first that has
+    them."""
     found: dict[str, Any] = {}
     refused = {
         fqn: kind for index in indexes for fqn, kind in index.provenance.get("refused_objects", {}).items()

@@ -94,8 +94,8 @@ class DtypePickle(Instance):
             self.dtype = np.dtype(layout)
 
     def _contains(self, parts: list[Any]) -> bool:
-        """Whether all are plain dtypes. Few: numpy walks a structure whenever it compares or prints one,
-        shared parts each time."""
+        """Return whether all are plain dtypes. Few: numpy walks a structure whenever it compares or prints
+        one, shared parts each time."""
         foreign = next((part for part in parts if getattr(part, "dtype", None) is None), None)
         if foreign is not None:
             self._refuse(_name_of(foreign))
@@ -132,7 +132,7 @@ class ArrayPickle(Instance):
 
 
 def is_plain_dtype(dtype: Dtype) -> bool:
-    """Whether arrays of ``dtype`` are loaded from a pickle."""
+    """Return whether arrays of ``dtype`` are loaded from a pickle."""
     if dtype.metadata or dtype.itemsize == 0:
         return False
     if dtype.subdtype is not None:
@@ -200,7 +200,7 @@ def _array(shape: Any, dtype: Any, order: Any, data: Any) -> Array:
 
 
 def _name_of(value: Any) -> str:
-    """What a dtype that is not plain needs."""
+    """Return what a dtype that is not plain needs."""
     if not isinstance(value, Instance):
         raise _malformed("an array's dtype")
     return value.kind
@@ -227,7 +227,7 @@ def _reconstruct(args: tuple[Any, ...]) -> ArrayPickle | Ignored:
 
 
 def _from_buffer(args: tuple[Any, ...]) -> ArrayPickle:
-    """What protocol 5 has for contiguous arrays."""
+    """Return what protocol 5 has for contiguous arrays."""
     if len(args) != 4:
         raise _malformed("an array")
     data, dtype, shape, order = args

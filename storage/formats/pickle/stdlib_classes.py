@@ -240,7 +240,7 @@ def _bytearray(args: tuple[Any, ...]) -> bytearray:
 
 
 def _no_bytes(args: tuple[Any, ...]) -> bytes:
-    """How protocol 2 has ``b""``."""
+    """Return how protocol 2 has ``b""``."""
     if args:
         raise ValueError("arguments")
     return b""

@@ -47,7 +47,7 @@ def index_of_safetensors_file(
 
 
 def _shard_offsets(header: SafetensorsHeader, name: str) -> Any:
-    """Where the tensors of the file stand in the whole ones, flat: 0, unless stock DCP noted it."""
+    """Return where the tensors of the file stand in the whole ones, flat: 0, unless stock DCP noted it."""
     text = header.metadata[_SHARDING_KEY].encode("utf-8", "surrogatepass")
     noted = parse_json(text, f"{_SHARDING_KEY} of {name}")
     offsets: list[int] = []

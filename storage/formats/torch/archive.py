@@ -91,7 +91,8 @@ class TorchArchive:
         return {name[len(folder) :]: entry for name, entry in entries.items()}
 
     def _check_ranges(self, entries: dict[bytes, ZipEntry]) -> dict[int, int]:
-        """Where the room of each entry ends, by the position of its header; no two entries may overlap."""
+        """Return where the room of each entry ends, by the position of its header; no two entries may
+        overlap."""
         self._headers = headers = {entry.header_at: len(name) for name, entry in entries.items()}
         if len(headers) != len(entries):
             raise CheckpointFormatError(f"{self._name}: two entries of the zip share one place")
@@ -149,7 +150,7 @@ class TorchArchive:
     # -- places ----------------------------------------------------------------------------------------------
 
     def places(self, entries: list[ZipEntry]) -> dict[int, int]:
-        """Where the bytes of ``entries`` begin in the file, by the positions of their headers."""
+        """Return where the bytes of ``entries`` begin in the file, by the positions of their headers."""
         alignment = self._alignment()
         found: dict[int, int] = {}
         computed: list[ZipEntry] = []
@@ -186,7 +187,7 @@ class TorchArchive:
         return places[0] if len(places) == 1 and places[0] >= least + 4 else None
 
     def _read_places(self, entries: list[ZipEntry]) -> dict[int, int]:
-        """Where contents begin, read from the local headers; near ones are read together."""
+        """Return where contents begin, read from the local headers; near ones are read together."""
         found: dict[int, int] = {}
         window, window_at = b"", 0
         for entry in sorted(entries, key=lambda entry: entry.header_at):

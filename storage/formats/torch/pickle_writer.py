@@ -228,7 +228,8 @@ def _tensor(tensor: TensorRef, key: str) -> tuple[bytes, bytes, bytes]:
 def _tensor_parts(
     dtype_code: int, storage_elements: int, sizes: tuple[int, ...], requires_grad: bool
 ) -> tuple[bytes, bytes]:
-    """What stands before and after the key of a storage: a checkpoint has many tensors of few shapes."""
+    """Return what stands before and after the key of a storage: a checkpoint has many tensors of few
+    shapes."""
     dtype = dtypes.BY_CODE[dtype_code]
     if dtype.storage_class is None:
         rebuild, storage, unit = b"_rebuild_tensor_v3", b"ctorch.storage\nUntypedStorage\n", dtype.itemsize

@@ -85,7 +85,7 @@ _HEAD_BYTES: Final = 64
 
 
 def is_harmless_leaf(value: Any) -> bool:
-    """Whether a value that is neither plain data nor a container is loaded without trust."""
+    """Return whether a value that is neither plain data nor a container is loaded without trust."""
     kind = type(value)
     if kind in _LEAVES:
         zone = getattr(value, "tzinfo", None)
@@ -127,7 +127,7 @@ def _is_harmless(value: Any, depth: int) -> bool:
 
 
 def value_text(value: Any) -> str:
-    """What is shown of a value: its repr, which of a buffer would be an address."""
+    """Return what is shown of a value: its repr, which of a buffer would be an address."""
     return f"BytesIO({value.getvalue()!r})" if type(value) is io.BytesIO else repr(value)
 
 

@@ -275,7 +275,7 @@ class _FileFlattener:
             self._containers.append({"path": list(path), "kind": "dict", **note})
 
     def _is_empty(self, value: Any, depth: int = 0) -> bool:
-        """Whether a container leaves no entry behind: an empty list is a value of its own."""
+        """Return whether a container leaves no entry behind: an empty list is a value of its own."""
         if not isinstance(value, dict) or depth > MAX_NESTING:
             return False
         known = self._empty.get(id(value))
@@ -312,7 +312,7 @@ def _collision(fqn: str) -> UnsupportedFormatError:
 
 
 def _kind_of(value: Any) -> str:
-    """What a value that is not plain needs."""
+    """Return what a value that is not plain needs."""
     if isinstance(value, Instance | DevicePickle):
         return value.kind
     if type(value) is Constructor:

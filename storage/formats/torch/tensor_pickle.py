@@ -44,7 +44,7 @@ class TensorPickle:
 
     @property
     def contiguous(self) -> bool:
-        """Whether the elements stand in C order without gaps."""
+        """Return whether the elements stand in C order without gaps."""
         return is_c_ordered(self.sizes, self.strides)
 
 
@@ -88,7 +88,8 @@ def _arguments(args: tuple[Any, ...], least: int, most: int, name: str) -> tuple
 
 
 def load_storage(value: Any) -> _Storage:
-    """What the persistent id ``value`` names; CheckpointFormatError for what torch.save does not write."""
+    """Return what the persistent id ``value`` names; CheckpointFormatError for what torch.save does not
+    write."""
     if type(value) is not tuple or len(value) != 5 or value[0] != "storage":
         raise CheckpointFormatError("a pickled storage is not of the kind that torch.save writes")
     _, kind, key, _, elements = value

@@ -113,7 +113,7 @@ class S3Bucket:
         return self._attempt(lambda: self._call(method, arguments), size_bytes / _LEAST_BYTES_PER_SECOND)
 
     def head(self, key: str) -> ObjectInfo:
-        """What the object is."""
+        """Return what the object is."""
         _, headers = _head_of(self.ask("head_object", Key=key))
         return _info(key, headers, int(headers["content-length"]))
 

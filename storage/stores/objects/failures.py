@@ -62,7 +62,7 @@ class RequestError(Exception):
 
 
 def _is_unresolved(error: BaseException | None) -> bool:
-    """Whether an error, or one that it was made of, says that a host's name has no address."""
+    """Return whether an error, or one that it was made of, says that a host's name has no address."""
     for _ in range(_LONGEST_CHAIN):
         if error is None:
             return False
@@ -234,7 +234,8 @@ def filesystem_failure(error: Exception, place: str) -> RequestError:
 
 
 def _is_of_the_network(error: BaseException) -> bool:
-    """Whether there was no answer at all: fsspec's HTTP says of that, too, that there is no such file."""
+    """Return whether there was no answer at all: fsspec's HTTP says of that, too, that there is no such
+    file."""
     return isinstance(error, ConnectionError | TimeoutError) or "ClientConnectionError" in _type_names(error)
 
 

@@ -219,7 +219,7 @@ class FsspecStore(ObjectStore):
                 self._filesystem.rmdir(self.prefix.rstrip("/"))
 
     def exists(self) -> bool:
-        """Whether the folder is there; where prefixes are all there is, it always is."""
+        """Return whether the folder is there; where prefixes are all there is, it always is."""
         folder = self.prefix.rstrip("/")
         return not self._has_folders or self.requests.run("head", folder, lambda: self._is_folder(folder))
 

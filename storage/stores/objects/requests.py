@@ -68,8 +68,8 @@ class Requests:
         sent_bytes: int = 0,
         called_off: threading.Event | None = None,
     ) -> T:
-        """What ``attempt`` returns, made again as long as it fails in passing and is not ``called_off`` (or,
-        where that is not given, `interrupt` is called), or `CALLER_LEFT` is set.
+        """Return what ``attempt`` returns, made again as long as it fails in passing and is not
+        ``called_off`` (or, where that is not given, `interrupt` is called), or `CALLER_LEFT` is set.
 
         ``op`` names the request for counters and errors. Raises `RequestError` for those of ``answers`` that
         the caller interprets, `StorageError` (with ``bucket``, ``key``, ``op``, ``attempts``) for all other

@@ -55,7 +55,7 @@ class S3Store(ObjectStore):
 
     @property
     def prefix(self) -> str:
-        """That of the URL."""
+        """Return that of the URL."""
         return self._prefix
 
     @property

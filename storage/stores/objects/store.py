@@ -113,7 +113,7 @@ class ObjectStore(Store):
     @property
     @abstractmethod
     def prefix(self) -> str:
-        """What the keys of all files here begin with."""
+        """Return what the keys of all files here begin with."""
 
     @abstractmethod
     def _identity(self) -> str:
@@ -125,11 +125,12 @@ class ObjectStore(Store):
 
     @abstractmethod
     def _has_condition(self, *, creates: bool) -> bool | None:
-        """Whether creating (else replacing) under a condition is atomic; None if that has to be tried."""
+        """Return whether creating (else replacing) under a condition is atomic; None if that has to be
+        tried."""
 
     @abstractmethod
     def _head(self, key: str) -> ObjectInfo:
-        """What the object is; `Failure.MISSING` if it is absent."""
+        """Return what the object is; `Failure.MISSING` if it is absent."""
 
     @abstractmethod
     def _start(self, key: str, limit_bytes: int) -> tuple[bytes, ObjectInfo]:
@@ -269,7 +270,8 @@ class ObjectStore(Store):
         return self.requests.run("put", key, put, answers=_REFUSED, sent_bytes=len(data))
 
     def _holds(self, name: str, data: bytes) -> bool:
-        """Whether ``data`` is what the file has now; another writer's may be longer, or be gone already."""
+        """Return whether ``data`` is what the file has now; another writer's may be longer, or be gone
+        already."""
         try:
             return self.read(name, limit_bytes=len(data)) == data
         except (CheckpointFormatError, CheckpointNotFoundError):
@@ -342,7 +344,7 @@ class ObjectStore(Store):
         return f"{self.prefix}{check_name(name)}"
 
     def look(self, key: str) -> ObjectInfo | None:
-        """What the object is; None if it is absent."""
+        """Return what the object is; None if it is absent."""
         return self._unless_missing("head", key, lambda: self._head(key))
 
     def get(self, key: str, begin: int, inflow: Inflow, etag: str | None) -> ObjectInfo:
@@ -357,7 +359,7 @@ class ObjectStore(Store):
             return None
 
     def _compares(self, *, creates: bool) -> bool:
-        """Whether the service is to compare; False where the user has agreed that it does not.
+        """Return whether the service is to compare; False where the user has agreed that it does not.
 
         Raises `StorageError` where it cannot, and the user has not agreed. Many that speak S3 ignore
         conditions that they do not know, and would let two writers both believe that they have won: unless

@@ -79,7 +79,7 @@ class _Attempt:
         self._begun_seconds = time.monotonic()
 
     def is_late(self, limit_seconds: float) -> bool:
-        """Whether it is slower than anybody waits for."""
+        """Return whether it is slower than anybody waits for."""
         if self._begun_seconds is None:
             return False
         allowed = limit_seconds + self._moved_bytes / SLOWEST_BYTES_PER_SECOND
@@ -157,7 +157,7 @@ class Transport:
         self.close: Final = finalize(self, _close, self._idle)
 
     def attempt(self, act: Callable[[], T], *, limit_seconds: float) -> T:
-        """What ``act`` returns, in a thread of its own, which may `send`.
+        """Return what ``act`` returns, in a thread of its own, which may `send`.
 
         However this ends, nothing is written to the caller's memory afterwards. Raises TimeoutError after
         ``limit_seconds`` and what the bytes that were moved may take at `SLOWEST_BYTES_PER_SECOND`;
@@ -277,7 +277,7 @@ def _received(attempt: _Attempt, response: http.client.HTTPResponse, inflow: Inf
 
 
 def _has_news(connection: http.client.HTTPConnection) -> bool:
-    """Whether an idle connection has something to say, which can only be that it ends."""
+    """Return whether an idle connection has something to say, which can only be that it ends."""
     try:
         poller = select.poll()
         poller.register(connection.sock, select.POLLIN)

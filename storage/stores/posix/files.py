@@ -94,7 +94,8 @@ def storage_error(error: OSError, op: str, path: str | os.PathLike[str]) -> Stor
 
 
 def path_of_descriptor(descriptor: int) -> str:
-    """Where an open file or folder is, whatever its path leads to by now; "" where that cannot be told."""
+    """Return where an open file or folder is, whatever its path leads to by now; "" where that cannot be
+    told."""
     try:
         return str(Path(f"/proc/self/fd/{descriptor}").readlink())
     except OSError:
@@ -102,7 +103,7 @@ def path_of_descriptor(descriptor: int) -> str:
 
 
 def is_named(path: Path, descriptor: int) -> bool:
-    """Whether the file that is open and locked is the one which has this name.
+    """Return whether the file that is open and locked is the one which has this name.
 
     Where inode numbers change, as on some FUSE mounts, its end tells: what is appended for a moment is there
     under the name as well. Raises OSError, such as FileNotFoundError if nothing has the name.
@@ -128,12 +129,12 @@ def is_named(path: Path, descriptor: int) -> bool:
 
 
 def is_below(path: str, folder: str) -> bool:
-    """Whether a path without links is below ``folder``, which has none either."""
+    """Return whether a path without links is below ``folder``, which has none either."""
     return bool(folder) and path.startswith(f"{folder.rstrip('/')}/")
 
 
 def broken_link(path: Path) -> str | None:
-    """What is wrong with ``path`` or a folder above, if that is a symbolic link that leads nowhere."""
+    """Return what is wrong with ``path`` or a folder above, if that is a symbolic link that leads nowhere."""
     for part in (path, *path.parents):
         with suppress(OSError):
             if part.is_symlink() and not part.exists():
@@ -497,7 +498,7 @@ class PosixReadHandle(ReadHandle):
 
 
 def after(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
-    """What is left of ``buffers`` after the first ``count`` bytes."""
+    """Return what is left of ``buffers`` after the first ``count`` bytes."""
     left = deque(map(byte_view, buffers))
     while left and count >= len(left[0]):
         count -= len(left.popleft())

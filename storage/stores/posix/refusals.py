@@ -55,7 +55,7 @@ _warned: set[tuple[int, str]] = set()
 
 
 def is_link_refused(error: OSError, source: Path) -> bool:
-    """Whether ``error`` of a hard link to ``source`` means that the mount has none.
+    """Return whether ``error`` of a hard link to ``source`` means that the mount has none.
 
     The kernel says ENOENT where a mount reports no link count (``st_nlink`` 0) of a file that is there.
     """

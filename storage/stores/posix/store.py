@@ -153,7 +153,7 @@ class PosixStore(Store):
                 sync_folder(created.parent)
 
     def exists(self) -> bool:
-        """Whether it is a folder, perhaps behind a symbolic link."""
+        """Return whether it is a folder, perhaps behind a symbolic link."""
         with step(None, "stat", self._root):
             return self._root.is_dir()
 

@@ -8,12 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from dcp.server.client import (
-    Client,
-    PreconditionFailedError,
-    ProblemError,
-    TransportError,
-)
+from dcp.server.client import Client, PreconditionFailedError, ProblemError, TransportError
 from tests.service.client.conftest import MakeClient
 from tests.support.app import App, running_app
 from tests.support.catalog_rows import add_checkpoint

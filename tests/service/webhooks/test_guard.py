@@ -12,22 +12,10 @@ import pytest
 from pydantic import ValidationError
 
 from dcp.server.settings import Settings
-from dcp.server.webhooks.addresses import (
-    Allowed,
-    RefusedUrlError,
-    WebhookUrl,
-    parse_url,
-    permitted_addresses,
-)
+from dcp.server.webhooks.addresses import Allowed, RefusedUrlError, WebhookUrl, parse_url, permitted_addresses
 from dcp.server.webhooks.sealing import SEALED_PREFIX, Sealer, SealError
 from dcp.server.webhooks.sending import ReceiverAnswer, SendError, post
-from dcp.server.webhooks.signing import (
-    SignatureError,
-    check_secret,
-    headers_for,
-    new_secret,
-    verify,
-)
+from dcp.server.webhooks.signing import SignatureError, check_secret, headers_for, new_secret, verify
 from tests.support.receivers import CERTIFICATES, Receiver, drip, raw_server
 
 NOTHING = Allowed()

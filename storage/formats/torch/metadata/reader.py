@@ -114,7 +114,7 @@ _Places = dict[str, dict[_Box | None, dict[str, Any]]]
 
 
 def _locate(storage_data: Any) -> _Places:
-    """Where each entry's bytes are: the storage info's fields by name and offset in the tensor."""
+    """Return where each entry's bytes are: the storage info's fields by name and offset in the tensor."""
     if type(storage_data) is not dict:
         raise UnsupportedFormatError(
             f"storage_data is a {type(storage_data).__name__}: the checkpoint was written by another storage "
@@ -364,7 +364,7 @@ class _Plain:
         self._left = 4 * data_bytes + 4096
 
     def problem(self, value: Any, depth: int = 0) -> str | None:
-        """Why ``value`` is not plain data; None if it is."""
+        """Return why ``value`` is not plain data; None if it is."""
         kind = type(value)
         if value is None or kind in _SCALARS:
             return None
