@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +18,16 @@ def test_a_save_without_a_feature(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     kept = [feature for at, feature in enumerate(registry.SAVE_FEATURES) if at != number]
     monkeypatch.setattr(registry, "SAVE_FEATURES", kept)
     weight = torch.arange(12.0).reshape(3, 4)
-    state = {"model": {"w": weight, "tied": weight, "row": weight[1]}, "optim": {"state": {"m": weight + 1}}}
+    state: dict[str, Any] = {
+        "model": {"w": weight, "tied": weight, "row": weight[1]},
+        "optim": {"state": {"m": weight + 1}},
+    }
     writer = dcp.FileSystemWriter(tmp_path / "c", digests=True)
     dcp.save(state | {"step": 3}, storage_writer=writer, apart="optimizer", no_dist=True)
-    into = {"model": {name: torch.zeros_like(value) for name, value in state["model"].items()}, "step": 0}
+    into: dict[str, Any] = {
+        "model": {name: torch.zeros_like(value) for name, value in state["model"].items()},
+        "step": 0,
+    }
     dcp.load(into, checkpoint_id=tmp_path / "c", no_dist=True, unexpected="ignore")
     assert into["step"] == 3
     assert all(torch.equal(into["model"][name], value) for name, value in state["model"].items())
