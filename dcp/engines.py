@@ -6,20 +6,16 @@ with objects for all of them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from dcp.features.registry import save_features
-from dcp.loading import planner as load_planner
 from dcp.loading.load import ColumnLoad, LoadEngine
 from dcp.loading.planner import DefaultLoadPlanner
 from dcp.planners.load.options import LoadOptions
-from dcp.planners.save import planner as save_planner
 from dcp.planners.save.planner import DefaultSavePlanner, PlanOptions
 from dcp.saving.columns import ColumnSaveEngine
 from dcp.saving.engine import SaveEngine
 from dcp.storage.errors import CheckpointError, OptionError
-from dcp.storage.torch_storage import reader as reading
-from dcp.storage.torch_storage import writer as writing
 from dcp.storage.torch_storage.reader import FileSystemReader
 from dcp.storage.torch_storage.writer import FileSystemWriter
 from dcp.torch_protocol.load import ProtocolLoad
@@ -33,6 +29,38 @@ if TYPE_CHECKING:
     from dcp.saving.options import SaveOptions
 
 __all__ = ["load_engine", "save_engine", "save_engine_again"]
+
+_STEPS: Final[dict[type, tuple[str, ...]]] = {
+    DefaultSavePlanner: (
+        "create_local_columns",
+        "create_local_plan",
+        "create_global_plan",
+        "finish_plan",
+        "resolve_data",
+        "lookup_object",
+        "transform_object",
+    ),
+    FileSystemWriter: ("prepare_local_plan", "prepare_global_plan", "write_data", "finish", "storage_meta"),
+    DefaultLoadPlanner: (
+        "create_local_plan",
+        "create_global_plan",
+        "finish_plan",
+        "load_bytes",
+        "resolve_bytes",
+        "resolve_tensor",
+        "commit_tensor",
+        "lookup_tensor",
+        "transform_tensor",
+    ),
+    FileSystemReader: (
+        "read_metadata",
+        "set_up_storage_reader",
+        "prepare_local_plan",
+        "prepare_global_plan",
+        "read_data",
+    ),
+}
+"""Steps of torch's protocol that columns leave out, by our class: who overrides one wants it called."""
 
 
 def save_engine(writer: StorageWriter, planner: SavePlanner | None, options: SaveOptions) -> SaveEngine:
@@ -49,8 +77,7 @@ def save_engine(writer: StorageWriter, planner: SavePlanner | None, options: Sav
         raise CheckpointError(
             f"user_metadata needs a storage of ours; {type(writer).__name__} has no place for it"
         )
-    on_columns = save_planner.uses_columns(planner) and writing.uses_columns(writer)
-    if ours is not None and storage is not None and on_columns:
+    if ours is not None and storage is not None and _keeps_steps(ours) and _keeps_steps(storage):
         return ColumnSaveEngine(storage, ours, PlanOptions.of(ours), save_features(), options)
     if options.map is not None:
         raise _needs_columns("map", planner, writer)
@@ -88,8 +115,7 @@ def load_engine(
             f"{', '.join(given)} need dcp.DefaultLoadPlanner or a subclass; {type(planner).__name__} decides "
             "that itself"
         )
-    on_columns = load_planner.uses_columns(planner) and reading.uses_columns(reader)
-    if ours is not None and storage is not None and on_columns:
+    if ours is not None and storage is not None and _keeps_steps(ours) and _keeps_steps(storage):
         return ColumnLoad(storage, ours, ranks, options)
     if options.map is not None:
         raise _needs_columns("map", planner, reader)
@@ -105,4 +131,14 @@ def _needs_columns(option: str, planner: object, storage: object) -> OptionError
     return OptionError(
         f"{option} needs a planner and a storage of ours, with none of their steps overridden; {names} work "
         f"by torch's protocol, whose plans have boxes of whole tensors alone. {instead[option]}"
+    )
+
+
+def _keeps_steps(part: object) -> bool:
+    """Return whether a planner or storage of ours, or of a class derived from one, overrides no step."""
+    return all(
+        getattr(type(part), step) is getattr(base, step) and step not in vars(part)
+        for base, steps in _STEPS.items()
+        if isinstance(part, base)
+        for step in steps
     )

@@ -160,7 +160,17 @@ def merge(
     kind = to or _format_of(place_text(target), members[0])
     place = place_of(target, kind, OpenWith(target_options))
     options = ConversionOptions(
-        kind, files, chunks, shard_bytes, drop_objects, None, only, exclude, rename, dtype, maps, arithmetic
+        to=kind,
+        files=files,
+        chunks=chunks,
+        shard_bytes=shard_bytes,
+        drop_objects=drop_objects,
+        only=only,
+        exclude=exclude,
+        rename=rename,
+        dtype=dtype,
+        weight_maps=maps,
+        arithmetic=arithmetic,
     )
     report = run_conversion(
         reopen,

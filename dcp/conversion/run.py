@@ -111,7 +111,16 @@ def convert(
         place.refuse_existing()  # before anything is read; else it may be what a killed run has made
     maps = () if map is None else (WeightMap.of(map),)
     options = ConversionOptions(
-        to, files, chunks, shard_bytes, drop_objects, None, only, exclude, rename, dtype, maps
+        to=to,
+        files=files,
+        chunks=chunks,
+        shard_bytes=shard_bytes,
+        drop_objects=drop_objects,
+        only=only,
+        exclude=exclude,
+        rename=rename,
+        dtype=dtype,
+        weight_maps=maps,
     )
     return run_conversion(
         partial(open_source, source, open_store=OpenWith(storage_options)),

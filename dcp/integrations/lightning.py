@@ -131,6 +131,12 @@ class DcpStrategyMixin:
         super().__init__(*args, **kwargs)
         self._saves = PathSaves(**own, no_dist=False)
 
+    def setup_environment(self: Any) -> None:
+        """Set up the strategy. Raises ModuleNotFoundError where ``catalog`` needs httpx, on all ranks if one
+        lacks it."""
+        super().setup_environment()  # type: ignore[misc]
+        self._saves.agree()
+
     def lightning_module_state_dict(self: Any) -> _State:
         """Give the model's state, sharded and not copied: the save copies it."""
         return get_model_state_dict(self.model)

@@ -16,6 +16,7 @@ from dcp.background.future import SaveFuture
 from dcp.errors import CheckpointError, OptionError
 from dcp.manager.catalog import CatalogRegistration, Registrar, registration_of
 from dcp.manager.cleanup.removal import remove_checkpoint
+from dcp.ranks.collectives import Ranks
 from dcp.state_dict_saver import AsyncCheckpointerType, async_save, save
 from dcp.storage.stores.opening import OpenWith
 
@@ -30,7 +31,8 @@ _AFTER_ERROR_SECONDS = 60.0
 class PathSaves:
     """The saves of one training. With ``no_dist`` from one process; else by all ranks together, which call
     everything but `remove` alike. ``catalog`` as for `CheckpointManager`: the run is the folder that a path
-    is in. Raises OptionError for an unknown ``mode``, and ModuleNotFoundError where ``catalog`` needs httpx.
+    is in. Raises OptionError for an unknown ``mode``, and ModuleNotFoundError where ``catalog`` needs httpx;
+    of several ranks `agree` does.
     """
 
     def __init__(
@@ -46,7 +48,15 @@ class PathSaves:
         self.storage_options = storage_options
         self._mode = mode
         self._no_dist = no_dist
-        self._catalog = registration_of(catalog)
+        self._asked = catalog
+        self._catalog: CatalogRegistration | None = None
+        self._missing: ModuleNotFoundError | None = None
+        try:
+            self._catalog = registration_of(catalog)
+        except ModuleNotFoundError as error:
+            if no_dist:
+                raise
+            self._missing = error  # ranks cannot talk yet
         self._timeout_seconds: float | None = None
         # Held while something is deleted: a save to its path waits for that.
         self._changed = threading.Condition()
@@ -58,8 +68,19 @@ class PathSaves:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the options, without the saves, for Trainers that start their ranks so."""
-        options = self._mode, self.storage_options, self._catalog
+        options = self._mode, self.storage_options, self._asked
         return partial(PathSaves, no_dist=self._no_dist), options
+
+    def agree(self) -> None:
+        """Raise ModuleNotFoundError on the rank that lacks a package for ``catalog``, and on all others that
+        it does; on all ranks, as soon as they can talk."""
+
+        def own() -> bytes:
+            if self._missing is not None:
+                raise self._missing
+            return b""
+
+        Ranks(use_dist=True, operation="save").all_gather("catalog", own)
 
     def begin(self, state: dict[str, Any], path: str | os.PathLike[str], *, step: int | None = None) -> None:
         """Save ``state``; returns when it may change. Raises what an earlier save raised."""

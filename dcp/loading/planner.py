@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import default_planner as torch_planner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from dcp.loading.call import LoadCall
 from dcp.planners.layout.lookup import BoxLookup
@@ -21,7 +21,7 @@ from dcp.planners.wire.torch_plans import index_from_metadata, read_items
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import Path
 
-__all__ = ["DefaultLoadPlanner", "PerRankLoad", "uses_columns"]
+__all__ = ["DefaultLoadPlanner", "PerRankLoad"]
 
 
 class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
@@ -160,25 +160,3 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         """The view of the wanted box that ``index`` names."""
         tensor: torch.Tensor = self._lookup.find(self.state_dict, index)
         return tensor
-
-
-_COLUMNAR_STEPS = (
-    "create_local_plan",
-    "create_global_plan",
-    "finish_plan",
-    "load_bytes",
-    "resolve_bytes",
-    "resolve_tensor",
-    "commit_tensor",
-    "lookup_tensor",
-    "transform_tensor",
-)
-
-
-def uses_columns(planner: LoadPlanner) -> bool:
-    """Return whether `dcp.load` may plan with columns: ours, with none of the steps overridden that these
-    leave out."""
-    return isinstance(planner, DefaultLoadPlanner) and all(
-        getattr(type(planner), step) is getattr(DefaultLoadPlanner, step) and step not in vars(planner)
-        for step in _COLUMNAR_STEPS
-    )

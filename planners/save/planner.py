@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint import default_planner as torch_planner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from dcp.planners.by_value import by_value
 from dcp.planners.digest import ReplicaCheck
@@ -31,7 +31,7 @@ from dcp.planners.wire.torch_plans import (
 from dcp.storage.formats.container_notes import ContainerNote
 from dcp.storage.formats.index import Path
 
-__all__ = ["DefaultSavePlanner", "PlanOptions", "uses_columns"]
+__all__ = ["DefaultSavePlanner", "PlanOptions"]
 
 
 class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
@@ -188,23 +188,3 @@ class PlanOptions:
     def of(cls, planner: DefaultSavePlanner) -> PlanOptions:
         """The options of ``planner``."""
         return cls(planner.dedup_save_to_lowest_rank, planner.split_bytes, planner.replica_check)
-
-
-_COLUMNAR_STEPS = (
-    "create_local_columns",
-    "create_local_plan",
-    "create_global_plan",
-    "finish_plan",
-    "resolve_data",
-    "lookup_object",
-    "transform_object",
-)
-
-
-def uses_columns(planner: SavePlanner) -> bool:
-    """Return whether `dcp.save` may plan with columns: ours, with none of the steps overridden that these
-    leave out."""
-    return isinstance(planner, DefaultSavePlanner) and all(
-        getattr(type(planner), step) is getattr(DefaultSavePlanner, step) and step not in vars(planner)
-        for step in _COLUMNAR_STEPS
-    )

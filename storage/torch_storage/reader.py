@@ -49,7 +49,7 @@ from dcp.storage.torch_storage.destinations import Filled, read_into
 from dcp.storage.torch_storage.metadata import LazyMetadata
 from dcp.storage.torch_storage.writer import NoFileSystem, is_supported
 
-__all__ = ["FileSystemReader", "uses_columns"]
+__all__ = ["FileSystemReader"]
 
 _BATCH_BYTES = 256 << 20
 """A custom planner may hand out temporaries in resolve_tensor: this bounds how many bytes of them live at
@@ -353,21 +353,6 @@ class FileSystemReader(NoFileSystem, StorageReader):
                 path=f"{self.store.url}/{index.files[int(index.objects.files[row])]}",
                 fqn=fqn,
             )
-
-
-def uses_columns(reader: StorageReader) -> bool:
-    """Return whether `dcp.load` may hand ``reader`` columns: ours, with none of the interface's steps
-    overridden."""
-    if not isinstance(reader, FileSystemReader):
-        return False
-    steps = (
-        "read_metadata",
-        "set_up_storage_reader",
-        "prepare_local_plan",
-        "prepare_global_plan",
-        "read_data",
-    )
-    return all(getattr(type(reader), step) is getattr(FileSystemReader, step) for step in steps)
 
 
 def _blob_fault(blob: bytes, expected: int) -> str | None:

@@ -39,7 +39,7 @@ from dcp.storage.torch_storage import metadata as torch_metadata
 from dcp.storage.torch_storage.file_partitions import EncodedObjects, FilePartition, PartitionWriter
 from dcp.storage.torch_storage.item_writer import write_items
 
-__all__ = ["FileSystemWriter", "uses_columns"]
+__all__ = ["FileSystemWriter"]
 
 _TWO_FILES_ABOVE_BYTES = 64 << 20
 """Without fsync one file's inode lock bounds the page cache's copy; two files of one rank go twice as
@@ -399,15 +399,6 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         parts = parts or [FilePartition(rows)]
         parts[0].with_objects = has_objects
         return parts
-
-
-def uses_columns(writer: StorageWriter) -> bool:
-    """Return whether `dcp.save` may hand ``writer`` columns: ours, with none of the interface's steps
-    overridden."""
-    if not isinstance(writer, FileSystemWriter):
-        return False
-    steps = ("prepare_local_plan", "prepare_global_plan", "write_data", "finish", "storage_meta")
-    return all(getattr(type(writer), step) is getattr(FileSystemWriter, step) for step in steps)
 
 
 def is_supported(checkpoint_id: str | os.PathLike[str]) -> bool:
