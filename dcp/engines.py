@@ -89,7 +89,7 @@ def save_engine(writer: StorageWriter, planner: SavePlanner | None, options: Sav
 def save_engine_again(writer: FileSystemWriter, *, on_columns: bool) -> SaveEngine:
     """An engine that takes the same steps as another rank's, with a planner of ours."""
     if on_columns:
-        return ColumnSaveEngine(writer, None, PlanOptions(), save_features())
+        return ColumnSaveEngine(writer, None, PlanOptions())  # for what is refused: no feature is asked
     planner = DefaultSavePlanner()
     return ProtocolSaveEngine(writer, planner, planner, writer)
 

@@ -24,7 +24,10 @@ _COMPRESSED_FROM_BYTES: Final = 4096
 
 
 def pack(value: Any) -> bytes:
-    """``value``: None, numbers, text, bytes, arrays of integers, and lists, tuples and dicts of them."""
+    """Pack None, numbers, text, bytes, numpy's numbers and arrays; lists, tuples and dicts of them.
+
+    TypeError for anything else.
+    """
     data = msgpack.packb(value, default=_array, unicode_errors="surrogatepass")
     if len(data) < _COMPRESSED_FROM_BYTES:
         return bytes([_VERSION]) + _PLAIN + data
@@ -32,7 +35,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """Return what `pack` was given, with tuples for lists."""
+    """Return what `pack` was given, with tuples for lists, and numbers for numpy's."""
     if data[:1] != bytes([_VERSION]):
         raise UnsupportedFormatError(
             f"a message of version {data[:1]!r} was received, this is {_VERSION}; all ranks must run the "
@@ -51,11 +54,13 @@ def unpack(data: bytes) -> Any:
         raise CheckpointFormatError(f"a message of another rank cannot be decoded: {error}") from error
 
 
-def _array(value: Any) -> msgpack.ExtType:
-    if not isinstance(value, np.ndarray):
-        raise TypeError(f"a {type(value).__name__} cannot be sent to another rank")
+def _array(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "biuf":
+        raise TypeError(f"a {type(value).__name__} cannot be sent to another rank: {value!r:.80}")
     narrow = value.dtype
-    if value.size and narrow.itemsize > 1:
+    if value.size and narrow.itemsize > 1 and narrow.kind in "iu":
         narrow = np.result_type(np.min_scalar_type(int(value.min())), np.min_scalar_type(int(value.max())))
     kinds = msgpack.packb((value.dtype.str, narrow.str, value.shape))
     return msgpack.ExtType(_ARRAY, kinds + value.astype(narrow, copy=False).tobytes())

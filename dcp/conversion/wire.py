@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgpack
@@ -32,6 +33,9 @@ __all__ = [
     "encode_result",
 ]
 
+_MAX_DEPTH: Final = 8
+"""Of what stands within another; a batch has five."""
+
 T = TypeVar("T")
 
 _KINDS: Final = (TaskBatch, Task, TaskCopies, SourceColumns, TermColumns, TargetLayout, Copies)
@@ -50,8 +54,9 @@ def encode_batch(batch: TaskBatch) -> str:
 
 def decode_batch(text: str) -> TaskBatch:
     """Raises CheckpointFormatError for what `encode_batch` does not write."""
-    batch = _unpacked(text, TaskBatch)
-    return replace(batch, tasks=tuple(batch.tasks))
+    with _damage_reported():
+        batch = _unpacked(text, TaskBatch)
+        return replace(batch, tasks=tuple(batch.tasks))
 
 
 def encode_layout(layout: TargetLayout) -> str:
@@ -105,18 +110,21 @@ def _unpacked(text: str, kind: type[T]) -> T:
         return found
 
 
-def _plain(data: bytes) -> Any:
-    return msgpack.unpackb(data, ext_hook=_of_extension, strict_map_key=False, unicode_errors="surrogatepass")
+def _plain(data: bytes, depth: int = 0) -> Any:
+    if depth > _MAX_DEPTH:
+        raise ValueError("nested too deeply")
+    hook = partial(_of_extension, depth + 1)
+    return msgpack.unpackb(data, ext_hook=hook, strict_map_key=False, unicode_errors="surrogatepass")
 
 
-def _of_extension(code: int, data: bytes) -> Any:
+def _of_extension(depth: int, code: int, data: bytes) -> Any:
     if code == _INDEX:
         return decode_manifest(data)
     if code == _ARRAY:
-        dtype, shape, packed = _plain(data)
+        dtype, shape, packed = _plain(data, depth)
         rows: Any = np.frombuffer(packed, _DTYPES[_DTYPES.index(dtype)]).reshape(shape)
         return rows if dtype == "<f8" else np.cumsum(rows, axis=0)
-    number, own = _plain(data)
+    number, own = _plain(data, depth)
     kind: Any = _KINDS[number]
     if kind is TargetLayout:
         own["literals"] = Literals.of([])

@@ -31,8 +31,13 @@ def register_feature(feature: type[SaveFeature]) -> None:
 
 
 def save_features() -> list[type[SaveFeature]]:
-    """The features of a save: ours, those of installed packages by name, those registered."""
-    return [*SAVE_FEATURES, *_installed(), *_registered]
+    """The features of a save: ours, those of installed packages by name, those registered; each once.
+    OptionError for two of one name."""
+    found = dict.fromkeys([*SAVE_FEATURES, *_installed(), *_registered])
+    names = [feature.name for feature in found]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise OptionError(f"two features are called {twice[0]!r}: give each a name of its own")
+    return [*found]
 
 
 @cache
@@ -41,7 +46,9 @@ def _installed() -> tuple[type[SaveFeature], ...]:
 
 
 def _checked(feature: Any) -> type[SaveFeature]:
-    if not (isinstance(feature, type) and issubclass(feature, SaveFeature) and feature.name):
+    if not (isinstance(feature, type) and issubclass(feature, SaveFeature)) or not (
+        isinstance(feature.name, str) and feature.name
+    ):
         raise OptionError(
             f"{feature!r} is no feature: derive a class from dcp.saving.feature.SaveFeature, with a name"
         )

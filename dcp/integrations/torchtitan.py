@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     _Base: Any  # which has no types
 else:
-    with package_of("torchtitan"):
+    with package_of("torchtitan", own_only=True):
         try:
             from torchtitan.components.checkpointer import CheckpointManager as _Base
         except ModuleNotFoundError as missing:

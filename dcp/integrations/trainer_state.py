@@ -204,16 +204,18 @@ def committed_beside(
 
 
 @contextmanager
-def package_of(extra: str, needs: str = "") -> Iterator[None]:
-    """Name the extra to install where imports of the package ``extra`` fail within this block.
+def package_of(extra: str, needs: str = "", *, own_only: bool = False) -> Iterator[None]:
+    """Name the extra to install where imports fail within this block.
 
-    ``needs`` says what versions are needed.
+    ``needs`` says what versions are needed: then names that are missing count as well. ``own_only`` leaves
+    out packages that the framework itself needs, such as triton beside a torch for CPUs.
     """
     try:
         yield
     except ImportError as error:
-        if not str(error.name).startswith(extra):
-            raise  # a package that the framework itself needs, such as triton beside a torch for CPUs
+        is_missing = needs or isinstance(error, ModuleNotFoundError)
+        if not is_missing or (own_only and not str(error.name).startswith(extra)):
+            raise
         advice = f"this needs {needs or error.name} ({error}): pip install 'dcphub[{extra}]'"
         raise ModuleNotFoundError(advice, name=error.name) from error
 

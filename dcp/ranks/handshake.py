@@ -45,34 +45,30 @@ def begin(
     place: Callable[[], str],
     *,
     manner: Sequence[str] = (),
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
     kinds: Mapping[str, str] | None = None,
 ) -> tuple[str, ...]:
     """Return what ``place`` gives on each rank: the id. That may differ, where disks have other names on some
     hosts.
 
     ``manner`` is whatever decides which steps follow, ``options`` what else must be the same for the outcome
-    to be one (`dcp.ranks.options`). ``kinds`` says what a rank has for a key; keys may differ.
+    to be one (`dcp.ranks.options`), or gives that. ``kinds`` says what a rank has for a key; keys may differ.
     Raises PlanError on all ranks where they are about different operations, go about one differently, or have
     other options or kinds, and what ``place`` raises on any of them.
     """
 
-    if ranks.world_size == 1:
-        return (
-            ranks.compare("begin", lambda: place().encode("utf-8", "surrogatepass"))[0].decode(
-                "utf-8", "surrogatepass"
-            ),
-        )
-
     def part() -> bytes:
-        told = {name: repr(value)[:_MAX_VALUE] for name, value in (options or {}).items()}
+        given = options() if callable(options) else options or {}
+        if ranks.world_size == 1:
+            return place().encode("utf-8", "surrogatepass")
+        told = {name: repr(value)[:_MAX_VALUE] for name, value in given.items()}
         own = _OperationOfRank(ranks.operation, ", ".join(manner), place(), told, dict(kinds or {}))
         return bytes(msgpack.packb(own, unicode_errors="surrogatepass"))
 
-    parts = [
-        _OperationOfRank(*msgpack.unpackb(data, unicode_errors="surrogatepass"))
-        for data in ranks.compare("begin", part)
-    ]
+    found = ranks.compare("begin", part)
+    if ranks.world_size == 1:
+        return (found[0].decode("utf-8", "surrogatepass"),)
+    parts = [_OperationOfRank(*msgpack.unpackb(data, unicode_errors="surrogatepass")) for data in found]
     own = parts[ranks.coordinator]
     if any(part != own for part in parts):  # there may be very many kinds
         _check_alike(ranks, parts)

@@ -27,12 +27,11 @@ from dcp.planners.wire.codec import (
 from dcp.progress import reporting
 from dcp.ranks.collectives import Codec, Ranks
 from dcp.saving.engine import GivesPart, SaveAttempt, SaveEngine, SaveOrder, provenance_of
-from dcp.saving.feature import SaveFeature
+from dcp.saving.feature import Features, SaveFeature
 from dcp.saving.foreign_values import warn_of_foreign, warn_of_keys
 from dcp.saving.options import SaveOptions, compared_options
-from dcp.storage.engine.observers import Observer
 from dcp.storage.engine.write_tables import WriteColumns, WriteOutcome, assemble_index
-from dcp.storage.errors import CheckpointError, PlanError, StorageError
+from dcp.storage.errors import CheckpointError, OptionError, PlanError, StorageError
 from dcp.storage.formats.opening.folder import open_index
 from dcp.storage.packing import pack, unpack
 from dcp.storage.threads import unwanted_once
@@ -79,9 +78,9 @@ class ColumnSaveEngine(SaveEngine):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.storage, None, self._plan, self._kinds)
 
-    def features(self, options: SaveOptions) -> list[SaveFeature]:
-        """The features of one save with ``options``, in their order."""
-        return [feature(options, self.storage) for feature in self._kinds]
+    def features(self, options: SaveOptions) -> Features:
+        """The features of one save with ``options``."""
+        return Features(self._kinds, options, self.storage)
 
     def part(self, state: dict[str, Any], *, rank: int, world_size: int, is_coordinator: bool) -> RankState:
         """The columns, tensors and values of ``state``. The coordinator logs a warning of what only a trusted
@@ -98,9 +97,7 @@ class ColumnSaveEngine(SaveEngine):
             warn_of_foreign(local.columns.objects.fqns, local.objects)
             warn_of_keys(planner.foreign_keys)
         is_part = world_size > 1 and self._options.use_collectives  # only then gaps are looked for
-        for feature in self.features(self._options):
-            local = feature.held(local, is_part=is_part)
-        return local
+        return self.features(self._options).held(local, is_part=is_part)
 
     def attempt(
         self, order: SaveOrder, part: GivesPart, ranks: Ranks, cache: PlanCache | None = None
@@ -144,7 +141,7 @@ class ColumnSave(SaveAttempt):
         cache: PlanCache | None,
         writer: FileSystemWriter,
         plan: PlanOptions,
-        features: Sequence[SaveFeature],
+        features: Features,
     ) -> None:
         super().__init__(order, part, ranks)
         self._writer = writer
@@ -175,13 +172,15 @@ class ColumnSave(SaveAttempt):
             cache.commit()
         return metadata
 
-    def _manner(self) -> tuple[list[str], dict[str, Any]]:
-        manner = [] if self._cache is None else ["with a plan cache"]
+    def _manner(self) -> list[str]:
+        return [] if self._cache is None else ["with a plan cache"]
+
+    def _compared(self) -> dict[str, Any]:
         options = compared_options(self._options, self._writer, self._plan_options)
-        options["features"] = [feature.name for feature in self._features]
-        for feature in self._features:
-            options |= feature.agreed()
-        return manner, options
+        own = self._features.agreed()
+        if taken := own.keys() & options.keys():
+            raise OptionError(f"a feature has an option {min(taken)!r}, which every save has")
+        return options | own
 
     def _metadata(self) -> Metadata:
         writer = self._writer
@@ -258,10 +257,10 @@ class ColumnSave(SaveAttempt):
                 with_sets=self._cache is not None,
             )
         except PlanError as error:
-            for feature in self._features:
-                if (better := feature.explained(error, parts)) is not None:
-                    raise better from error
-            raise
+            better = self._features.explained(error, parts)
+            if better is error:
+                raise
+            raise better from error
         save_id = self._writer.save_id
         extras = [b""] * len(parts) if self._cache is None else self._cache.planned(plan)
         replies = [_RankPlan(save_id, *part) for part in zip(plan.writes, extras, strict=True)]
@@ -277,11 +276,7 @@ class ColumnSave(SaveAttempt):
             self._cache.receive(columns, plan.extra, check=self._check)
         begun = time.perf_counter()
         memory, objects = local.memory, local.encoded_objects(columns.objects)
-        groups, observers = None, dict[str, Observer]()
-        for feature in self._features:
-            groups = feature.groups(local) if groups is None else groups
-            if (observer := feature.observer(local, columns)) is not None:
-                observers[feature.name] = observer
+        groups, observers = self._features.groups(local), self._features.observers(local, columns)
         total = int(columns.payload_bytes(memory.dtype_codes)[columns.own_rows].sum())
         with reporting(self._options.progress, "write", total, show=ranks.is_coordinator) as on_bytes:
             watched = ranks.watching(on_bytes)
@@ -294,7 +289,7 @@ class ColumnSave(SaveAttempt):
                 ranks.check_called_off()  # then that is what has ended the request
                 raise
         self.seconds["write"] = time.perf_counter() - begun
-        found = {name: observer.finish() for name, observer in observers.items()}
+        found = self._features.found_by(observers)
         return replace(outcome, found=found, seconds=dict(self.seconds), traffic=writer.traffic)
 
     def _commit(self, outcomes: list[WriteOutcome]) -> bytes:
@@ -304,9 +299,7 @@ class ColumnSave(SaveAttempt):
         index = assemble_index(self._plan.index, self._plan.writes, outcomes)
         provenance = provenance_of(self._ranks, self._options)
         rows = np.concatenate([writes.chunks for writes in self._plan.writes])
-        for feature in self._features:
-            found = [outcome.found.get(feature.name) for outcome in outcomes]
-            index = feature.manifest(index, rows, found)
+        index = self._features.manifest(index, rows, outcomes)
         provenance["rank_seconds"] = [outcome.seconds for outcome in outcomes]
         if any(outcome.traffic for outcome in outcomes):
             provenance["rank_traffic"] = [outcome.traffic for outcome in outcomes]

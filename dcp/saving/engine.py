@@ -113,8 +113,12 @@ class SaveAttempt(ABC):
     # -- the steps, which each way takes in its own manner ---------------------------------------------------
 
     @abstractmethod
-    def _manner(self) -> tuple[list[str], dict[str, Any]]:
-        """Return what decides which steps follow; and options that must be the same on all ranks."""
+    def _manner(self) -> list[str]:
+        """Return what decides which steps follow."""
+
+    @abstractmethod
+    def _compared(self) -> dict[str, Any]:
+        """Return options that must be the same on all ranks; asked within the first step."""
 
     @abstractmethod
     def _local_plan(self) -> Any:
@@ -151,10 +155,8 @@ class SaveAttempt(ABC):
                 return storage.store.url
             return str(getattr(self._order.engine.writer, "checkpoint_id", ""))
 
-        manner, options = self._manner()
-        if not self._together:
-            manner.append("without collectives")
-        places = begin(ranks, place, manner=manner, options=options)
+        manner = self._manner() if self._together else [*self._manner(), "without collectives"]
+        places = begin(ranks, place, manner=manner, options=self._compared)
         if self._together:
             check_same_target(ranks, places, lambda: storage.store if storage is not None else None)
         return len(set(places)) > 1

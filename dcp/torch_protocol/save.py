@@ -75,9 +75,12 @@ class ProtocolSave(SaveAttempt):
         self._writer, self._planner, self._ours = engine.writer, engine.planner, engine.ours
         self._made: Metadata | None = None
 
-    def _manner(self) -> tuple[list[str], dict[str, Any]]:
+    def _manner(self) -> list[str]:
+        return ["by torch's protocol"]
+
+    def _compared(self) -> dict[str, Any]:
         plan = PlanOptions.of(self._ours) if self._ours is not None else None
-        return ["by torch's protocol"], compared_options(self._options, self._storage, plan)
+        return compared_options(self._options, self._storage, plan)
 
     def _local_plan(self) -> SavePlan:
         writer, planner, ours, ranks = self._writer, self._planner, self._ours, self._ranks

@@ -24,29 +24,36 @@ class MinMax(SaveFeature):
     name = "min_max"
 
     def observer(self, local: RankState, columns: WriteColumns) -> Observer:
-        """Looks at the rows that this rank writes."""
+        """Looks at the rows that this rank writes: boxes of its local tensors ``columns.sources``."""
         return _Extremes(local.memory.dtype_codes[columns.sources].tolist(), columns.shares.tolist())
 
     def manifest(self, index: CheckpointIndex, rows: np.ndarray, found: Sequence[Any]) -> CheckpointIndex:
-        """By tensor, over all chunks of all ranks."""
+        """By tensor, over all chunks of all ranks; nothing for those without elements."""
         extremes: dict[str, tuple[float, float]] = {}
-        for tensor, (low, high) in zip(index.chunk_tensors[rows].tolist(), chain(*found), strict=True):
-            known = extremes.get(index.fqns[tensor], (low, high))
-            extremes[index.fqns[tensor]] = min(known[0], low), max(known[1], high)
+        for tensor, own in zip(index.chunk_tensors[rows].tolist(), chain(*found), strict=True):
+            if own is not None:
+                extremes[index.fqns[tensor]] = _joined(extremes.get(index.fqns[tensor]), own)
         return replace(index, provenance={**index.provenance, self.name: extremes})
 
 
 class _Extremes(Observer):
     def __init__(self, dtype_codes: list[int], shares: list[int]) -> None:
         self._codes, self._shares = dtype_codes, shares
-        self._found = [(float("inf"), float("-inf"))] * len(dtype_codes)
+        self._found: list[tuple[float, float] | None] = [None] * len(dtype_codes)
 
     def see(self, row: int, position: int, data: memoryview) -> None:
-        """Whole elements, at most 1 MiB of them."""
+        """Whole elements, at most 1 MiB of them; of complex ones both parts."""
         values = torch.frombuffer(bytearray(data), dtype=torch_dtype(self._codes[row]))
-        low, high = self._found[row]
-        self._found[row] = min(low, float(values.min())), max(high, float(values.max()))
+        values = (torch.view_as_real(values) if values.is_complex() else values).double()
+        self._found[row] = _joined(self._found[row], (float(values.min()), float(values.max())))
 
-    def finish(self) -> list[tuple[float, float]]:
-        """By row; a tied tensor's is that of the row that was written for it."""
+    def finish(self) -> list[tuple[float, float] | None]:
+        """By row; a tied tensor's, which shares another row, is that one's."""
         return [self._found[row if share < 0 else share] for row, share in enumerate(self._shares)]
+
+
+def _joined(one: tuple[float, float] | None, other: tuple[float, float]) -> tuple[float, float]:
+    """The extremes of both; NaN where either has it."""
+    return (
+        other if one is None else (float(np.minimum(one[0], other[0])), float(np.maximum(one[1], other[1])))
+    )

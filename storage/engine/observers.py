@@ -8,16 +8,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dcp.storage.errors import CheckpointError
 from dcp.storage.formats.index import Int64
 
-__all__ = ["Observer"]
+__all__ = ["Observer", "see_all", "see_many_in_all"]
 
 
 class Observer:
     """Sees what one rank writes; rows are those of its `WriteColumns`.
 
-    Called by the writing threads, for one row by one of them and in the order of its bytes. It must not keep
-    the memory that it is given.
+    Called by the writing threads, for one row by one of them and in the order of its bytes. The memory that
+    it is given is for reading, during the call.
     """
 
     def see(self, row: int, position: int, data: memoryview) -> None:
@@ -29,11 +30,27 @@ class Observer:
             self.see(row, 0, payload.data)
 
     def finish(self) -> Any:
-        """Return what travels to the coordinator: None, numbers, text, bytes, arrays of integers, and lists
-        and dicts of them."""
+        """Return what travels to the coordinator: what `dcp.storage.packing.pack`
+        takes."""
 
 
 def see_all(observers: Sequence[Observer], row: int, position: int, data: memoryview) -> None:
-    """Show bytes to all ``observers``."""
+    """Show bytes to all ``observers``, for reading and for as long as this call takes."""
     for observer in observers:
-        observer.see(row, position, data)
+        shown = data.toreadonly()
+        observer.see(row, position, shown)
+        try:
+            shown.release()
+        except BufferError:
+            raise CheckpointError(
+                f"{type(observer).__name__} keeps memory that it was shown, which is used again for other "
+                "bytes: copy what is wanted of it"
+            ) from None
+
+
+def see_many_in_all(observers: Sequence[Observer], rows: Int64, payloads: npt.NDArray[np.uint8]) -> None:
+    """Show whole payloads to all ``observers``, for reading."""
+    shown = payloads.view()
+    shown.flags.writeable = False
+    for observer in observers:
+        observer.see_many(rows, shown)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dcp.storage.engine.memory import gather_small
-from dcp.storage.engine.observers import Observer, see_all
+from dcp.storage.engine.observers import Observer, see_all, see_many_in_all
 from dcp.storage.engine.write import JOINED_BYTES, DataFile
 from dcp.storage.engine.write_tables import CHUNK_COLUMNS, OBJECT_COLUMNS, WriteColumns, WriteOutcome
 from dcp.storage.formats.index import Int64, starts
@@ -132,8 +132,7 @@ class PartitionWriter:
                 self._write_each(file, rows[begin : begin + step])
                 continue
             payloads = gather_small(memory.pointers[sources[begin : begin + step]], size)
-            for observer in self._observers:
-                observer.see_many(rows[begin : begin + step], payloads)
+            see_many_in_all(self._observers, rows[begin : begin + step], payloads)
             file.alike(code, sizes, payloads)
             self._on_bytes(payloads.nbytes)
 

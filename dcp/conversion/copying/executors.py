@@ -18,14 +18,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import IO, Any, Final, NoReturn, TypeVar
 
 from dcp.storage.errors import CheckpointError, OptionError, PlanError
 
-__all__ = ["DEFAULT_WORKERS", "LocalProcesses", "run_all", "serve"]
+__all__ = ["DEFAULT_WORKERS", "LocalProcesses", "check_executor", "run_all", "serve"]
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -60,7 +60,7 @@ def run_all(
     """Have ``function`` of each of ``items`` carried out, some at a time: ``before`` is called with an item
     before that, ``take`` with it and the result. The list is empty then: items take much memory.
 
-    ``executor`` is ``inline``, ``processes``, ``dask://host:port`` or an executor. PlanError for other names.
+    ``executor`` is ``inline``, ``processes``, ``dask://host:port`` or an executor (`check_executor`).
     """
     items.reverse()
     if executor == "inline":
@@ -134,30 +134,43 @@ def _dask(address: str) -> Iterator[tuple[Executor, int]]:
 # -- processes -----------------------------------------------------------------------------------------------
 
 
-class LocalProcesses(ThreadPoolExecutor):
+class LocalProcesses(Executor):
     """Processes that are started for this and import no torch, nor the program of the caller.
 
     Each is of a thread, which hands it calls and waits. One that dies fails the call it was at, with
-    CheckpointError. They end with this object, and with the process that made it, however that ends.
+    CheckpointError. They end with this object, and with the process that made it, however that ends: the
+    threads are daemons, which the interpreter does not wait for, as it does for those of a
+    ThreadPoolExecutor.
     """
 
     def __init__(self, workers: int) -> None:
-        super().__init__(workers, "dcp-convert")
-        self._own = threading.local()
+        self._calls: queue.SimpleQueue[tuple[Future[Any], tuple[Any, ...]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._processes: set[subprocess.Popen[bytes]] = set()
         self._is_aborted = False
+        self._threads = [
+            threading.Thread(target=self._drive, name=f"dcp-convert-{number}", daemon=True)
+            for number in range(workers)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """``fn`` and the arguments are pickled."""
-        return super().submit(self._call, fn, args, kwargs)
+        future: Future[T] = Future()
+        self._calls.put((future, (fn, args, kwargs)))
+        return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the processes; calls that run are waited for."""
-        super().shutdown(wait, cancel_futures=cancel_futures)
-        if wait:
-            for process in [*self._processes]:
-                self._end(process)
+        with suppress(queue.Empty):
+            while cancel_futures:
+                if (call := self._calls.get_nowait()) is not None:
+                    call[0].cancel()
+        for _ in self._threads:
+            self._calls.put(None)
+        for thread in self._threads if wait else ():
+            thread.join()
 
     def abort(self) -> None:
         """End the processes, whatever they are at: such a call fails with CheckpointError."""
@@ -166,28 +179,39 @@ class LocalProcesses(ThreadPoolExecutor):
             running = list(self._processes)
         for process in running:
             process.terminate()
-        super().shutdown(wait=False, cancel_futures=True)
+        self.shutdown(wait=False, cancel_futures=True)
         deadline = time.monotonic() + _END_SECONDS
         for process in running:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
             process.kill()
-        self.shutdown()
+        for thread in self._threads:
+            thread.join()
 
-    def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Have this thread's process do it, which is started with the first call and anew if it died."""
-        process: subprocess.Popen[bytes] | None = getattr(self._own, "process", None)
-        if process is None:
-            process = self._own.process = self._begin()
+    def _drive(self) -> None:
+        """Have a process carry out calls, which is started with the first one, and anew if it died."""
+        process: subprocess.Popen[bytes] | None = None
         try:
-            is_result, value = _ask(process, (function, args, kwargs))
-        except BaseException:
-            self._own.process = None
-            self._end(process)
-            raise
-        if is_result:
-            return value
-        raise value
+            while (call := self._calls.get()) is not None:
+                future, order = call
+                if not future.set_running_or_notify_cancel():
+                    continue
+                try:
+                    process = process or self._begin()
+                    is_result, value = _ask(process, order)
+                except BaseException as error:  # noqa: BLE001 - raised by whoever waits
+                    if process is not None:
+                        self._end(process)
+                        process = None
+                    future.set_exception(error)
+                    continue
+                if is_result:
+                    future.set_result(value)
+                else:
+                    future.set_exception(value)
+        finally:
+            if process is not None:
+                self._end(process)
 
     def _begin(self) -> subprocess.Popen[bytes]:
         with self._lock:
