@@ -7,7 +7,7 @@ the same in the training loop, a thread and a writer process. The core imports n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -85,10 +85,14 @@ class Features:
     def _all(self) -> list[SaveFeature]:
         return [self._call(kind, "", kind, self._options, self._writer) for kind in self._kinds]
 
+    def _with(self, method: str) -> Iterator[SaveFeature]:
+        """The features that have a method of their own."""
+        return (one for one in self._all if getattr(type(one), method) is not getattr(SaveFeature, method))
+
     def agreed(self) -> dict[str, Any]:
         """The names of all, and their options, which must be the same on all ranks."""
         found: dict[str, Any] = {"features": [feature.name for feature in self._all]}
-        for feature in self._all:
+        for feature in self._with("agreed"):
             own = self._ask(feature, "agreed", dict)
             if odd := [key for key in own if not isinstance(key, str) or key in found]:
                 raise _refused(feature, "agreed", f"{odd[0]!r} is no name of an option, or another one's")
@@ -97,18 +101,21 @@ class Features:
 
     def held(self, local: RankState, *, is_part: bool) -> RankState:
         """What this rank has, as the last one sees it."""
-        for feature in self._all:
+        for feature in self._with("held"):
             local = self._ask(feature, "held", RankState, local, is_part=is_part)
         return local
 
     def explained(self, error: PlanError, parts: Sequence[SaveColumns]) -> PlanError:
         """``error``, or the first better one."""
-        found = (self._ask(feature, "explained", PlanError | None, error, parts) for feature in self._all)
+        found = (
+            self._ask(feature, "explained", PlanError | None, error, parts)
+            for feature in self._with("explained")
+        )
         return next((better for better in found if better is not None), error)
 
     def groups(self, local: RankState) -> Int64 | None:
         """The groups of the first one that has any."""
-        for feature in self._all:
+        for feature in self._with("groups"):
             numbers = self._ask(feature, "groups", np.ndarray | None, local)
             if numbers is not None and numbers.shape != (len(local.sources),):
                 raise _refused(feature, "groups", f"{len(local.sources)} numbers are wanted")
@@ -121,7 +128,7 @@ class Features:
         """The observers, by the names of their features."""
         found = {
             feature.name: self._ask(feature, "observer", Observer | None, local, columns)
-            for feature in self._all
+            for feature in self._with("observer")
         }
         return {name: observer for name, observer in found.items() if observer is not None}
 
@@ -139,7 +146,7 @@ class Features:
         self, index: CheckpointIndex, rows: Int64, outcomes: Sequence[WriteOutcome]
     ) -> CheckpointIndex:
         """The index with what all put into it."""
-        for feature in self._all:
+        for feature in self._with("manifest"):
             found = [outcome.found.get(feature.name) for outcome in outcomes]
             before = dict(index.provenance)
             index = self._ask(feature, "manifest", CheckpointIndex, index, rows, found)
