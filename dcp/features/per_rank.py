@@ -104,9 +104,9 @@ class PerRankValues(LoadSession):
         """Without what other ranks have of the values here, be they loaded or kept."""
         call, rescaled = self.call, {value.stored for value in self.rescaled}
         stored = call.names or {}
-        holders = {rank_holder(stored.get(fqn, fqn)) for fqn in call.flat.owners} | rescaled
+        holders = ({rank_holder(stored.get(fqn, fqn)) for fqn in call.flat.owners} | rescaled) - {None}
         found = {name: rank_holder(name) for name in names}
-        of_ranks = {name: holder for name, holder in found.items() if holder in holders - {None}}
+        of_ranks = {name: holder for name, holder in found.items() if holder in holders}
         absent = {holder for name, holder in of_ranks.items() if rank_number(name) >= call.world_size}
         self.left = tuple(sorted(holder for holder in absent - rescaled if holder is not None))
         return tuple(name for name in names if name not in of_ranks)

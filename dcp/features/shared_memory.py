@@ -63,6 +63,8 @@ class SharedMemory(LoadSession):
         destination whose own elements share memory.
         """
         self._shared = ()
+        if not self.call.attempt.stores_later:  # nobody would `put`; a foreign plan has no places of chunks
+            return memory
         tensors, shared = list(memory.tensors), list[_SharedTarget]()
         rows = _Rows(pieces, index)
         for group in _groups(pieces, memory, held):

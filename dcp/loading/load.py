@@ -233,6 +233,7 @@ class ColumnLoad(LoadEngine):
         if options.only is not None or options.exclude is not None:
             ranks.reduce_alike("select", self._select, _agree_on_patterns)
         self.fit(targets, lambda: ranks.reduce_alike("plan", self._plan, self._check_left))
+        self._shared = b""  # many tensors' manifest is large, and the read needs memory
         have_objects = ranks.all_gather("read", self._read)
         if reader.may_be_mixed:
             ranks.broadcast("compare", self._compare)
@@ -292,6 +293,7 @@ class ColumnLoad(LoadEngine):
         self._planner.set_up_planner(
             self._targets.state(stored), LazyMetadata.of(lambda: index), ranks.is_coordinator
         )
+        self._planner.adopt()
         self._view = view
         return index
 

@@ -81,9 +81,30 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
             raise PlanError("the load planner was not set up")
         return self._call
 
+    @property
+    def missing_keys(self) -> tuple[str, ...]:
+        """Entries that the checkpoint lacks; after planning, with ``allow_partial_load``."""
+        return self._call.missing if self._call is not None else ()
+
+    @property
+    def unexpected_keys(self) -> tuple[str, ...]:
+        """Names of the checkpoint without a place in the state dict; after planning."""
+        return self._call.unexpected if self._call is not None else ()
+
+    @property
+    def cast_keys(self) -> tuple[str, ...]:
+        """Entries that are converted to the dtype of the state dict; after planning."""
+        return self._call.cast if self._call is not None else ()
+
+    @property
+    def renamed_keys(self) -> dict[str, str]:
+        """Names of the checkpoint by those of the state dict, where they differ; after planning."""
+        return self._call.renamed_names if self._call is not None else {}
+
     def begin_load(self, rank: int, world_size: int, attempt: LoadAttempt) -> None:
         """Forget the load before; this one is of rank ``rank`` of ``world_size``, until `end_load`."""
         self.rank, self.world_size, self._attempt, self._call = rank, world_size, attempt, None
+        self.original_state_dict = {}
 
     def end_load(self) -> frozenset[str]:
         """The load is done, be it well or not: what was found stays, what it was asked for does not.
@@ -103,10 +124,27 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         is_coordinator: bool = False,
     ) -> None:
         """Take the state dict to load into; tensors on the meta device are replaced in it by real ones."""
+        self._call = call = self._opened(state_dict)
+        self.original_state_dict = state_dict
+        self.state_dict, self.mappings = call.flat.values, call.flat.paths
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+        self._lookup = BoxLookup()
+
+    def adopt(self) -> LoadCall:
+        """Return the present load, of what a subclass made of the state dict in its own `set_up_planner`."""
+        if self._call is None and self.original_state_dict:
+            self._call = self._opened(self.original_state_dict)
+        call = self.call
+        if call.flat.values is not self.state_dict:
+            call.flat = call.flat._replace(values=self.state_dict, paths=self.mappings)
+        return call
+
+    def _opened(self, state_dict: dict[str, Any]) -> LoadCall:
         attempt, world_size = self._attempt, self.world_size
         if world_size is None:
             world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        self._call = call = LoadCall(
+        return LoadCall(
             state_dict,
             attempt,
             attempt.options.over(self),
@@ -115,11 +153,6 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
             flattens=self.flatten_state_dict,
             flattens_sharded=self.flatten_sharded_tensors,
         )
-        self.original_state_dict = state_dict
-        self.state_dict, self.mappings = call.flat.values, call.flat.paths
-        self.metadata = metadata
-        self.is_coordinator = is_coordinator
-        self._lookup = BoxLookup()
 
     def check_chosen(self) -> None:
         """Raise PlanError where a subclass has planned without heeding which entries to load."""
@@ -137,7 +170,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         """Return what this rank reads, as torch's plan."""
         if self.metadata is None:
             raise PlanError("the load planner was set up without the checkpoint's metadata")
-        index, call = index_from_metadata(self.metadata), self.call
+        index, call = index_from_metadata(self.metadata), self.adopt()
         plan, wanted, _ = call.plan(index)
         self.state_dict, self.mappings = call.flat.values, call.flat.paths
         return LoadPlan(read_items(plan, wanted, index), planner_data=call.matches)

@@ -109,6 +109,8 @@ class ProtocolLoad(LoadEngine):
         if self._storage is not None:
             self._storage.use_verify(self.options.verify)
         planner.set_up_planner(targets.state(_stored(metadata, ranks.rank)), metadata, ranks.is_coordinator)
+        if self._ours is not None:
+            self._ours.adopt()
         call_with_optional(
             reader.set_up_storage_reader,
             (metadata, ranks.is_coordinator),
@@ -117,7 +119,7 @@ class ProtocolLoad(LoadEngine):
         plan = planner.create_local_plan()
         if self._ours is not None:
             self._ours.check_chosen()
-            own = next((s for s in self._ours.call.sessions if isinstance(s, PerRankValues)), None)
+            own = _per_rank(self._ours)
             if own is not None and own.rescaled and self._storage is None:
                 raise PlanError(
                     f"{type(reader).__name__} cannot read the states of all ranks, which rescaling "
@@ -132,7 +134,8 @@ class ProtocolLoad(LoadEngine):
         plan = self._planner.finish_plan(self._share)
         self._reader.read_data(plan, self._planner).wait()
         ours, storage = self._ours, self._storage
-        if ours is not None and storage is not None and any(session.made for session in ours.call.sessions):
+        own = _per_rank(ours) if ours is not None else None
+        if ours is not None and storage is not None and own is not None and own.rescaled:
             with storage.engine(storage.read_index(), self.options.verify) as engine:
                 for session in ours.call.sessions:
                     session.loaded(whole_reader(ours.call, storage, engine))
@@ -150,6 +153,10 @@ class ProtocolLoad(LoadEngine):
         return bytes(
             msgpack.packb([list(planner.call.unexpected), lost, names if self.ranks.is_coordinator else []])
         )
+
+
+def _per_rank(planner: DefaultLoadPlanner) -> PerRankValues | None:
+    return next((each for each in planner.call.sessions if isinstance(each, PerRankValues)), None)
 
 
 def _check_left(ranks: list[bytes]) -> bytes:

@@ -25,7 +25,7 @@ __all__ = ["SCRATCH", "ReadWorker"]
 _STEP_BYTES = 1 << 20
 """Bytes that are received before they are hashed, and that are received for nothing at a time."""
 
-SCRATCH = ScratchBuffers(2 * BLOCK_BYTES)
+SCRATCH = ScratchBuffers(4 * BLOCK_BYTES)
 """Those of all threads of the process that read."""
 
 
@@ -91,11 +91,11 @@ class _StreamingRead:
         for piece in self._pieces:
             yield from self._passed_over(piece.offset - position)
             if id(piece) in direct:
-                yield from self._filled(piece)
+                yield from self._filled(piece, view(piece.address, piece.size_bytes))
             else:
                 room, address = worker.room(copied)
                 data = room[: piece.size_bytes]
-                yield data
+                yield from self._filled(piece, data)
                 self._hand_out(piece, data, address)
             position = piece.offset + piece.size_bytes
 
@@ -106,7 +106,10 @@ class _StreamingRead:
         handle.preadv([data], self._request.begin)
         for piece in self._pieces:
             at = piece.offset - self._request.begin
-            self._hand_out(piece, data[at : at + piece.size_bytes], address + at)
+            own = data[at : at + piece.size_bytes]
+            for _ in self._filled(piece, own):
+                pass
+            self._hand_out(piece, own, address + at)
 
     def check(self) -> None:
         """Compare the checksums of what has come. Raises CorruptCheckpointError."""
@@ -122,9 +125,8 @@ class _StreamingRead:
             yield self._worker.room(step)[0]
             size_bytes -= step
 
-    def _filled(self, piece: RequestPiece) -> Iterator[memoryview]:
-        """A piece in place, block by block."""
-        memory = view(piece.address, piece.size_bytes)
+    def _filled(self, piece: RequestPiece, memory: memoryview) -> Iterator[memoryview]:
+        """The memory of a piece in steps, which are hashed once they have come."""
         if not self._verify or piece.chunk == NO_CHUNK:
             yield memory
             return
@@ -143,9 +145,6 @@ class _StreamingRead:
             if self._verify:
                 self._clusters.append((put.members.runs, crcs))
             return
-        if self._verify and piece.chunk != NO_CHUNK:
-            for begin, end in within_blocks(len(data), piece.position):
-                self._note(piece.chunk, piece.position + begin, end - begin, crc32(data[begin:end]))
         if put is None:
             ctypes.memmove(piece.address, address, piece.size_bytes)
         else:
