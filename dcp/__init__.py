@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from dcp.planners.rescale import Rescale as Rescale
     from dcp.planners.weight_maps.weight_map import weight_map as weight_map
     from dcp.protocol import CheckpointableTensor as CheckpointableTensor
-    from dcp.proving.comparison import Proof as Proof
+    from dcp.proving.proof import Proof as Proof
     from dcp.proving.prove import prove as prove
     from dcp.quantized_hf_storage import (
         QuantizedHuggingFaceStorageReader as QuantizedHuggingFaceStorageReader,
@@ -100,7 +100,7 @@ _NAMES = {
     "dcp.planners.rescale": ("Rescale",),
     "dcp.planners.weight_maps.weight_map": ("weight_map",),
     "dcp.protocol": ("CheckpointableTensor",),
-    "dcp.proving.comparison": ("Proof",),
+    "dcp.proving.proof": ("Proof",),
     "dcp.proving.prove": ("prove",),
     "dcp.quantized_hf_storage": ("QuantizedHuggingFaceStorageReader",),
     "dcp.loading.report": ("LoadReport",),

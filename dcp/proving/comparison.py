@@ -4,12 +4,11 @@ tells nothing."""
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -22,6 +21,7 @@ from dcp.planners.load.selection import Selection
 from dcp.planners.per_rank import rank_holder, rank_number
 from dcp.planners.rank_state import RankState, encoded_object
 from dcp.planners.wire.codec import SectionCache, decode_save_columns, encode_save_columns
+from dcp.proving.proof import FindingKind, Proof, ProofFinding, RankProof
 from dcp.storage.digests.boxes import BoxDigest, logical_runs
 from dcp.storage.digests.field import as_elements, power, product
 from dcp.storage.digests.places import LogicalPlaces
@@ -38,92 +38,7 @@ from dcp.storage.geometry.ragged import gather_rows
 from dcp.storage.near_names import listed
 from dcp.storage.tensors import byte_pieces
 
-__all__ = [
-    "FindingKind",
-    "Proof",
-    "ProofFinding",
-    "RankDigests",
-    "RankProof",
-    "compare_ranks",
-    "digests_of_rank",
-]
-
-
-FindingKind = Literal[
-    "missing", "unexpected", "dtype", "shape", "tensor", "incomplete", "overlap", "value", "undecided"
-]
-
-
-@dataclass(frozen=True, slots=True)
-class ProofFinding:
-    """One entry that is not what was saved.
-
-    ``kind``: "missing" in the state, or "unexpected" there; another "dtype" or "shape"; "tensor": other
-    bytes; "incomplete": the ranks do not have all of it; "overlap": an element is in two parts; "value":
-    another value; "undecided": its pickle differs, and only code that is not trusted would tell more.
-    ``ranks`` are those that have it so; none if it is of all.
-    """
-
-    kind: FindingKind
-    fqn: str
-    message: str
-    ranks: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class RankProof:
-    """The holdings of a rank: tensors, bytes of its parts of them, values; ``differing`` names its
-    findings."""
-
-    rank: int
-    tensors: int
-    bytes: int
-    values: int
-    seconds: float
-    differing: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Proof:
-    """Equal names, dtypes, shapes, bytes and values (``ok``), or what differs; the same on all ranks.
-
-    ``tensors`` and ``values`` were compared, and are equal but for ``findings``. ``bytes_read`` of the
-    checkpoint beside its index: 0 if its manifest has digests and nothing differs. ``left`` names entries of
-    ranks that are not there any more, which no state can have.
-    """
-
-    checkpoint: str
-    save_id: str | None
-    world_size: int
-    tensors: int
-    values: int
-    bytes: int
-    bytes_read: int
-    findings: tuple[ProofFinding, ...]
-    left: tuple[str, ...]
-    ranks: tuple[RankProof, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Return whether all is as it was saved."""
-        return not self.findings
-
-    def to_json(self) -> str:
-        """All of it, to be kept beside a run."""
-        return json.dumps({"ok": self.ok, **asdict(self)}, indent=2)
-
-    @classmethod
-    def of_json(cls, text: str) -> Proof:
-        """The inverse of `to_json`."""
-        fields: dict[str, Any] = json.loads(text)
-        del fields["ok"]
-        fields["findings"] = tuple(
-            ProofFinding(**finding | {"ranks": tuple(finding["ranks"])}) for finding in fields["findings"]
-        )
-        fields["ranks"] = tuple(
-            RankProof(**share | {"differing": tuple(share["differing"])}) for share in fields["ranks"]
-        )
-        return cls(**fields | {"left": tuple(fields["left"])})
+__all__ = ["RankDigests", "compare_ranks", "digests_of_rank"]
 
 
 _PRINT_BYTES = 16

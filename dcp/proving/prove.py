@@ -15,7 +15,8 @@ from dcp.planners.load.selection import Patterns, Selection
 from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.planners.wire.codec import SectionCache
-from dcp.proving.comparison import Proof, RankDigests, compare_ranks, digests_of_rank
+from dcp.proving.comparison import RankDigests, compare_ranks, digests_of_rank
+from dcp.proving.proof import Proof
 from dcp.ranks.alone import works_alone
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS

@@ -169,8 +169,8 @@ class Copier:
         self._helpers.shutdown()
         self.streams.clear()
 
-    def run(self, tasks: Sequence[Callable[[], object]]) -> None:
-        """Do them all, each thread the next one when it has time for it; the first failure ends it.
+    def run(self, tasks: Sequence[Callable[[], object]], most: int = _MAX_THREADS) -> None:
+        """Do them all, each of ``most`` threads the next one when it has time; the first failure ends it.
 
         Nothing is under way any more when this returns, whatever happens.
         """
@@ -188,7 +188,7 @@ class Copier:
                 left.clear()
                 raise
 
-        others = [self._helpers.submit(work) for _ in range(min(self.threads, len(tasks)) - 1)]
+        others = [self._helpers.submit(work) for _ in range(min(self.threads, len(tasks), most) - 1)]
         try:
             work()
         finally:
@@ -249,7 +249,7 @@ class Copying:
         small, total = rows[~large], np.cumsum(sizes[~large])
         cuts = np.searchsorted(total, np.arange(_TASK_BYTES, total[-1] if len(total) else 0, _TASK_BYTES))
         tasks += [partial(self._copy_rows, part.tolist()) for part in np.split(small, cuts) if len(part)]
-        self._copier.run(tasks)
+        self._copier.run(tasks, int(sizes.sum()) // _TASK_BYTES)
 
     def _queue(self, device: torch.device, ready: torch.Event) -> torch.Event:
         """Queue the copies from ``device`` on a stream of their own, behind ``ready``; kernels of other

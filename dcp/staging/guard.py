@@ -64,8 +64,9 @@ class Samples:
         if guard == "sampled":
             words = _Words.over(memory, serial)
             return cls(words.rows, words.look, words.look(memory))
-        rows = np.arange(len(memory.tensors) if guard == "full" else 0)
-        return cls(rows, _checksums, _checksums(memory))
+        if guard == "off":
+            return cls(np.zeros(0, np.int64), _checksums, lambda: np.zeros(0, np.uint32))
+        return cls(np.arange(len(memory.tensors)), _checksums, _checksums(memory))
 
     def differing(self, copies: LocalMemory) -> list[int]:
         """Numbers of the tensors whose copies are not what was seen; shapes and dtypes must be equal."""

@@ -111,14 +111,18 @@ class DefaultStager(TorchDefaultStager):
         Returns when the copies are complete, or with ``overlap`` at once, and then the state must not change
         until ``done`` of the result is, or inside of `lock`. Waits for an arena that a former save still has,
         at most ``timeout_seconds`` (StagingTimeoutError). A copy that is not what the state was is the error
-        of ``done``; StagingMemoryError is raised when the host has not the memory.
+        of ``done``; StagingMemoryError is raised when the host has not the memory. The oldest result of
+        `stage` gives up its memory for this, where all arenas are such results'.
         """
+        if len(self._turns) == self._arenas.limit:
+            self._turns.popleft().release()
         if isinstance(local, RankState):
             memory, names = local.memory, partial(_fqns, local)
             return self._copied(
                 memory, lambda views: replace(local, memory=views), names, overlap, shared, timeout_seconds
             )
-        return self._stage_tree(StateTree(local), overlap, shared, timeout_seconds)
+        with self._arenas.copying(timeout_seconds):  # the tree copies what is not strided
+            return self._stage_tree(StateTree(local), overlap, shared, timeout_seconds)
 
     def _stage_tree(
         self, tree: StateTree, overlap: bool, shared: bool = False, timeout_seconds: float = _TIMEOUT_SECONDS
@@ -204,7 +208,8 @@ class DefaultStager(TorchDefaultStager):
         # nobody says when a copy is not needed any more, so they take turns
         if len(self._turns) == self._arenas.limit:
             self._turns.popleft().release()
-        staged = self._stage_tree(StateTree(state_dict), self._asynchronous)
+        with self._arenas.copying(_TIMEOUT_SECONDS):  # the tree copies what is not strided
+            staged = self._stage_tree(StateTree(state_dict), self._asynchronous)
         self._turns.append(staged)
         if self._asynchronous:
             return staged.done
@@ -213,7 +218,7 @@ class DefaultStager(TorchDefaultStager):
 
     def synchronize_staging(self) -> None:
         """Wait for what `stage` has begun."""
-        if self._turns:
+        if self._turns and self._asynchronous:
             self._turns[-1].done.result(_TIMEOUT_SECONDS)
 
     def lock(self, timeout_seconds: float = _TIMEOUT_SECONDS) -> AbstractContextManager[None]:
@@ -359,6 +364,15 @@ class _Arenas:
         with self._changed:
             self._copying -= 1
             self._changed.notify_all()
+
+    @contextmanager
+    def copying(self, timeout_seconds: float) -> Iterator[None]:
+        """`begin_copying` to `end_copying`."""
+        self.begin_copying(timeout_seconds)
+        try:
+            yield
+        finally:
+            self.end_copying()
 
     @contextmanager
     def changing(self, timeout_seconds: float) -> Iterator[None]:

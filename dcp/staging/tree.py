@@ -49,12 +49,16 @@ class StateTree:
         # by id, with the objects, so that no id becomes another's meanwhile
         self._tensors: dict[int, tuple[_Make, torch.Tensor]] = {}
         self._containers: dict[int, object] = {}
+        self._mappings: list[Mapping[Any, Any]] = []  # but dicts: they become dicts, and need not be copyable
         self._visit((), state_dict)
 
     def copied(self, copies: Sequence[torch.Tensor]) -> dict[str, Any]:
         """A deep copy of the state dict with ``copies`` in the places of the sources: DTensors and
-        ShardedTensors are new ones around them, and later changes of other values do not reach it."""
+        ShardedTensors are new ones around them, and later changes of other values, attributes of containers
+        among them, do not reach it."""
         made: dict[int, Any] = {key: make(copies) for key, (make, _) in self._tensors.items()}
+        for mapping in reversed(self._mappings):  # inner ones first
+            made[id(mapping)] = {key: copy.deepcopy(entry, made) for key, entry in mapping.items()}
         state_dict: dict[str, Any] = copy.deepcopy(self._state_dict, made)
         return state_dict
 
@@ -70,6 +74,8 @@ class StateTree:
             return
         elif isinstance(value, (Mapping, list, tuple)):
             self._containers[id(value)] = value
+            if isinstance(value, Mapping) and not isinstance(value, dict):
+                self._mappings.append(value)
             for key, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
                 self._visit((*path, key), entry)
         elif isinstance(value, PerRank):

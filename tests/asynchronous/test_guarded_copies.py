@@ -23,9 +23,9 @@ class _MeddlingCopier(Copier):
 
     change: Callable[[], object] = staticmethod(lambda: None)
 
-    def run(self, tasks: Sequence[Callable[[], object]]) -> None:
+    def run(self, tasks: Sequence[Callable[[], object]], most: int = 8) -> None:
         self.change()
-        super().run(tasks)
+        super().run(tasks, most)
 
 
 def tensor_of(state: dict[str, Any], name: str) -> torch.Tensor:

@@ -253,6 +253,7 @@ def _damaged(rank: int, world_size: int, root: str) -> str:
 
     seen = Recorder()
     options: dict[str, Any] = {"on_failure": "raise", "every_steps": 100, "on_event": seen}
+    options["timeout_seconds"] = 30.0  # who is left alone hears of it before `run_ranks` ends
     with manager_of(root, writer=writer_with(lose), **options) as manager:
         manager.save(1, state_at(1, rank), force=True)
         until(lambda: seen.steps("saved"), "the commit")

@@ -80,6 +80,7 @@ class Sender:
                 fds = [part_fd, body.pop("mapping_fd")] if "mapping_fd" in body else [part_fd]
             except Exception as error:  # noqa: BLE001 - raised by the save, on all ranks
                 self.forget()
+                body = {name: body[name] for name in (*known, "cwd", "order")}
                 body["staging_error"] = plain_error(error)
         try:
             self._child.send(body, fds)

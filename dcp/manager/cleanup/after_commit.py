@@ -97,11 +97,11 @@ class _Task:
 
 
 class AfterCommit:
-    """Looks after the checkpoints below ``folders``: one task after another, in a daemon thread that the
-    first one starts. It listens to saves.
+    """Looks after the checkpoints below ``folders``. It listens to saves.
 
-    ``on_damage`` is called from that thread with what is wrong with a checkpoint that has just been
-    committed. A deletion that fails is repeated a few times.
+    Commits are looked after by one daemon thread, deletions are done by another, each one after the other: a
+    storage on which a deletion hangs keeps no commit from being verified. ``on_damage`` is called with what
+    is wrong with a checkpoint that has just been committed. A deletion that fails is repeated a few times.
     """
 
     def __init__(
@@ -122,11 +122,12 @@ class AfterCommit:
         self._changed = threading.Condition()
         self._tasks: list[_Task] = []
         """In the order in which they came; one is there until it is done."""
-        self._changing: int | None = None
-        """The step that is being deleted, or dropped from: a save of it waits that long."""
+        self._changing: set[int] = set()
+        """Steps that are being deleted, or dropped from: a save of one waits that long."""
         self._unsettled: Counter[int] = Counter()
         """Steps being saved or verified: retention must neither count nor delete them."""
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        """Those of commits, and of deletions."""
         self._closing = False
         self._given_up = False
         self._begun = False
@@ -150,7 +151,7 @@ class AfterCommit:
         with self._changed:
             self._unsettled[step] += 1
             looks = not self._resumed or step in self._half_deleted or step in self.deleting()
-            is_free = self._changed.wait_for(lambda: self._changing != step, _WAIT_SECONDS)
+            is_free = self._changed.wait_for(lambda: step not in self._changing, _WAIT_SECONDS)
             if is_free:
                 self._tasks = [task for task in self._tasks if task.step != step or not task.deletes]
                 self._changed.notify_all()
@@ -219,18 +220,18 @@ class AfterCommit:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            thread = self._thread
-        if thread is threading.current_thread():
+            threads = [*self._threads]
+        if threading.current_thread() in threads:
             return True
         done = self.wait(timeout_seconds)
         with self._changed:
             self._given_up = True
             self._changed.notify_all()
-        if done and thread is not None:  # then it is about to end
+        for thread in threads if done else ():  # then they are about to end
             thread.join(max(1.0, timeout_seconds))
         return done
 
-    # -- the thread ------------------------------------------------------------------------------------------
+    # -- the threads -----------------------------------------------------------------------------------------
 
     def _add(self, task: _Task) -> None:
         with self._changed:
@@ -240,13 +241,15 @@ class AfterCommit:
             if task.deletes and task.step in self.deleting():
                 return
             self._tasks.append(task)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="dcp-after-commit", daemon=True)
-                self._thread.start()
+            for deletes, name in ((False, "dcp-after-commit"), (True, "dcp-deletions")):
+                if len(self._threads) < 2:
+                    thread = threading.Thread(target=self._work, args=(deletes,), name=name, daemon=True)
+                    self._threads.append(thread)
+                    thread.start()
             self._changed.notify_all()
 
-    def _work(self) -> None:
-        while (task := self._next()) is not None:
+    def _work(self, deletes: bool) -> None:
+        while (task := self._next(deletes)) is not None:
             again = False
             try:
                 if task.what == "commit":
@@ -258,24 +261,28 @@ class AfterCommit:
             except Exception as error:  # noqa: BLE001 - told; the next checkpoint is to be looked after
                 self._events.emit("verify_failed", task.step, error=error, damaged=False)
             with self._changed:
-                self._changing = None
+                if deletes:
+                    self._changing.discard(task.step)
                 if again:
                     task.due_seconds = time.monotonic() + _PAUSE_SECONDS * 2 ** (task.attempt - 1)
                 else:
                     self._tasks.remove(task)
                 self._changed.notify_all()
 
-    def _next(self) -> _Task | None:
-        """Wait for what is due; None at the end."""
+    def _next(self, deletes: bool) -> _Task | None:
+        """Wait for a task of this kind that is due; None at the end, once there is none of either kind."""
         with self._changed:
             while not self._given_up and (self._tasks or not self._closing):
                 now = time.monotonic()
-                task = next((each for each in self._tasks if self._closing or each.due_seconds <= now), None)
+                own = [each for each in self._tasks if each.deletes is deletes]
+                ready = (each for each in own if self._closing or each.due_seconds <= now)
+                task = next((each for each in ready if not deletes or each.step not in self._changing), None)
                 if task is not None:
                     task.attempt += 1
-                    self._changing = task.step if task.deletes else None
+                    if deletes:
+                        self._changing.add(task.step)
                     return task
-                due = min((each.due_seconds for each in self._tasks), default=None)
+                due = min((each.due_seconds for each in own if each.due_seconds > now), default=None)
                 self._changed.wait(None if due is None else due - now)
             return None
 
@@ -420,9 +427,9 @@ class AfterCommit:
         """Drop ``parts`` of a step that stays, unless a save of it has begun. What fails is tried again after
         the next save."""
         with self._changed:
-            if self._unsettled[step]:
+            if self._unsettled[step] or step in self._changing:
                 return
-            self._changing = step
+            self._changing.add(step)
         begun, names = time.monotonic(), ", ".join(part.name for part in parts)
         self._others.dropping(step)
         try:
@@ -436,7 +443,7 @@ class AfterCommit:
         finally:
             self._folders.forget(step)
             with self._changed:
-                self._changing = None
+                self._changing.discard(step)
                 self._changed.notify_all()
         if found.outcome == "shared":
             logger.warning(
