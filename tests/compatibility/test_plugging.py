@@ -174,3 +174,27 @@ def test_each_step_that_a_planner_overrides_is_called(package: str, tmp_path: Pa
         dcp.load(target, checkpoint_id=tmp_path / SAVE_STEPS[0], planner=planner, no_dist=True)
         assert calls, step
         assert (differences(target), target["lr"]) == ([], 0.5), step
+
+
+class _WithoutY(dcp.DefaultLoadPlanner):
+    """Leaves an entry out of what torch's interface has set up."""
+
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        self.state_dict = {name: value for name, value in self.state_dict.items() if name != "y"}
+
+
+class _ByProtocol(_WithoutY):
+    def lookup_tensor(self, index: Any) -> torch.Tensor:
+        return super().lookup_tensor(index)
+
+
+@pytest.mark.parametrize("kind", [_WithoutY, _ByProtocol])
+def test_a_planner_may_leave_entries_out_where_others_share_memory(kind: Any, tmp_path: Path) -> None:
+    """On columns and by torch's protocol: what is left out stays, tied entries are loaded."""
+    weight = torch.arange(6.0)
+    dcp.save({"w": weight, "tied": weight, "y": weight}, checkpoint_id=tmp_path, no_dist=True)
+    own, y = torch.zeros(6), torch.zeros(6)
+    planner = kind(unexpected="ignore")
+    dcp.load({"w": own, "tied": own, "y": y}, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    assert torch.equal(own, weight) and not y.any()
