@@ -75,6 +75,7 @@ class S3Bucket:
             )
         wished = dict(given.pop("config_kwargs", None) or {})
         config = {
+            "max_pool_connections": options.concurrency + 4,  # of proxies, which are botocore's
             "connect_timeout": min(10.0, options.request_timeout_seconds),
             "read_timeout": options.request_timeout_seconds,
             # Checksums of what we send are ours; those of what we read are in the manifest.
@@ -130,8 +131,13 @@ class S3Bucket:
         """The first ``limit_bytes`` (at least 1) of the object, or all of it; the info has its true size."""
 
         def act() -> tuple[bytes, ObjectInfo]:
-            answer = self._call("get_object", {"Key": key, "Range": f"bytes=0-{limit_bytes - 1}"})
-            return answer["Body"].read(), _range_info(key, *_head_of(answer), 0, limit_bytes)
+            token = _FETCH.set(_Fetch(None, limit_bytes))
+            try:
+                answer = self._call("get_object", {"Key": key, "Range": f"bytes=0-{limit_bytes - 1}"})
+            finally:
+                _FETCH.reset(token)
+            info = _range_info(key, *_head_of(answer), 0, limit_bytes)
+            return answer["Body"].read(), info
 
         try:
             data, info = self._attempt(act, limit_bytes / _LEAST_BYTES_PER_SECOND)
@@ -267,26 +273,39 @@ class _SignedUrls:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._signing = (
+            threading.Lock()
+        )  # may fetch credentials, for which reads of other objects do not wait
         self._urls: dict[str, _Url] = {}
         self._refusals = 0
 
     def of(self, key: str, sign: Callable[[str], str | None]) -> _Url | None:
         """The URL of an object, signed anew if it is old; None where requests have to be signed one by
         one."""
-        with self._lock:  # threads that begin an object together wait for one signature
-            if self._refusals >= _REFUSALS:
+        url = self._fresh(key)
+        if url is None:
+            with self._signing:  # threads that begin an object together wait for one signature
+                url = self._fresh(key)
+                if url is None and self._refusals < _REFUSALS:
+                    now, text = time.monotonic(), sign(key)
+                    url = self._keep(key, None if text is None else _Url(text, now))
+        return url
+
+    def _fresh(self, key: str) -> _Url | None:
+        with self._lock:
+            url = self._urls.get(key) if self._refusals < _REFUSALS else None
+        return url if url is not None and time.monotonic() - url.made_seconds < _USED_SECONDS else None
+
+    def _keep(self, key: str, url: _Url | None) -> _Url | None:
+        with self._lock:
+            if url is None:
+                self._refusals = _REFUSALS
                 return None
-            url, now = self._urls.get(key), time.monotonic()
-            if url is None or now - url.made_seconds > _USED_SECONDS:
-                text = sign(key)
-                if text is None:
-                    self._refusals = _REFUSALS
-                    return None
-                self._urls.pop(key, None)
-                url = self._urls[key] = _Url(text, now)
-                if len(self._urls) > _KEPT_URLS:
-                    del self._urls[next(iter(self._urls))]
-            return url
+            self._urls.pop(key, None)
+            self._urls[key] = url
+            if len(self._urls) > _KEPT_URLS:
+                del self._urls[next(iter(self._urls))]
+        return url
 
     def works(self, url: _Url) -> None:
         """Note that the service takes such URLs."""
@@ -314,7 +333,8 @@ class _SignedUrls:
 class _Fetch:
     """Where the body of a request that botocore signs goes, and the answer."""
 
-    inflow: Inflow
+    inflow: Inflow | None
+    limit_bytes: int | None = None
     answer: HttpAnswer | None = None
 
 
@@ -329,16 +349,19 @@ class _Body(io.BytesIO):
         yield self.read()
 
 
-def _send(transport: ref[Transport], session: Any, request: Any, **_: Any) -> Any:
+def _send(transport: ref[Transport], session: Any, request: Any, event_name: str = "", **_: Any) -> Any:
     """Send a request that botocore has signed; None has botocore send it, which knows of proxies."""
-    used, fetch = transport(), _FETCH.get()
+    used = transport()
+    # Not the answers to what botocore asks for in between: sessions of directory buckets, regions.
+    fetch = _FETCH.get() if event_name.endswith(".GetObject") else None
     if used is None or _uses_proxy(session, request.url):
         return None
     inflow = fetch.inflow if fetch is not None else None
     body = request.body.getbuffer() if isinstance(request.body, io.BytesIO) else request.body
     # Bodies follow at once: whoever does not want one says so in the answer.
     headers = {name: value for name, value in request.headers.items() if name.lower() != "expect"}
-    answer = used.send(request.method, request.url, headers, body, inflow)
+    limit = fetch.limit_bytes if fetch is not None else None
+    answer = used.send(request.method, request.url, headers, body, inflow, limit)
     if fetch is not None:
         fetch.answer = answer
     return AWSResponse(request.url, answer.status, answer.headers, _Body(answer.body))

@@ -145,7 +145,13 @@ class FsspecStore(ObjectStore):
 
     def _start(self, key: str, limit_bytes: int) -> tuple[bytes, ObjectInfo]:
         info = self._head(key)
-        return self._range(key, 0, min(limit_bytes, info.size_bytes)), info
+        try:
+            return self._range(key, 0, min(limit_bytes, info.size_bytes)), info
+        except RequestError as error:
+            if error.kind is not Failure.RANGE:
+                raise
+            # replaced by a shorter one since
+            raise RequestError(Failure.PASSING, str(error)) from error
 
     def _get(self, key: str, begin: int, inflow: Inflow, etag: str | None) -> ObjectInfo:
         # A tag is not compared: there is no such request.
@@ -288,7 +294,7 @@ class _StreamWriteHandle(ObjectWriteHandle):
     def _throw_away(self) -> None:
         with suppress(Exception):  # what it can throw away differs; in the end the object must not be there
             self._file.discard()  # type: ignore[attr-defined]
-        with self._files.attempt() as filesystem:
+        with suppress(RequestError), self._files.attempt() as filesystem:
             if isinstance(filesystem, LocalFileSystem):
                 self._file.close()
             elif not isinstance(filesystem, MemoryFileSystem):

@@ -38,6 +38,7 @@ _WHOLE_PUT_BYTES: Final = 64 << 20
 _MAX_PARTS: Final = 10_000
 _PLANNED_PARTS: Final = 4_000
 _LARGEST_PART_BYTES: Final = 1 << 30
+_GROW_AFTER_PARTS: Final = 5_000
 
 
 class S3Store(ObjectStore):
@@ -169,10 +170,11 @@ class S3Store(ObjectStore):
             return self.version(name) is None
         return True
 
-    def _uploads(self, belongs: Callable[[str], bool]) -> list[tuple[str, str]]:
+    def _uploads(self, belongs: Callable[[str], bool], begin: str) -> list[tuple[str, str]]:
         """(key, id) of the uploads of files for which ``belongs(name)`` that have begun and not ended."""
         following = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
-        pages = self._paged("list_uploads", "list_multipart_uploads", {"Prefix": self.prefix}, following)
+        where = {"Prefix": f"{self.prefix}{begin}"}
+        pages = self._paged("list_uploads", "list_multipart_uploads", where, following)
         found = [
             (str(one["Key"]), str(one["UploadId"])) for page in pages for one in page.get("Uploads") or ()
         ]
@@ -187,10 +189,12 @@ class S3Store(ObjectStore):
         except StorageError as error:
             logger.log(level, "%s: an unfinished upload stays behind: %s", self.url, error)
 
-    def abort_uploads(self, belongs: Callable[[str], bool], level: int = logging.DEBUG) -> int:
+    def abort_uploads(
+        self, belongs: Callable[[str], bool], level: int = logging.DEBUG, begin: str = ""
+    ) -> int:
         """Two requests or more. Without the permission to list uploads it does nothing."""
         try:
-            found = self._uploads(belongs)
+            found = self._uploads(belongs, begin)
         except StorageError as error:
             logger.log(level, "%s: unfinished uploads cannot be listed: %s", self.url, error)
             return 0
@@ -295,9 +299,12 @@ class PartsWriteHandle(ObjectWriteHandle):
                 path=self._path,
                 op="put_part",
             )
-        give_back = partial(self._pool.give, buffer)
+        pool = self._pool
+        give_back = partial(pool.give, buffer)  # to where it came from, while larger ones are taken already
         put = partial(self._put, self._upload_id, self._count, buffer.view[:size], give_back)
         self._sent.append((self._shared.threads.submit(copy_context().run, put), give_back))
+        if self._count % _GROW_AFTER_PARTS == 0 and pool.size_bytes < _LARGEST_PART_BYTES:
+            self._pool = self._shared.pool(4 * pool.size_bytes)
 
     def _begin(self) -> str:
         begin = partial(
@@ -355,7 +362,8 @@ class PartsWriteHandle(ObjectWriteHandle):
         is how a request looks that was repeated because its answer was lost."""
         if self._upload_id is None:
             data = bytes(self._buffer.view[: self._filled]) if self._buffer is not None else b""
-            etag = self._store.put(self._key, data, self._condition)
+            # One request, whatever its size: `S3Store.put` would begin such an upload again.
+            etag = ObjectStore.put(self._store, self._key, data, self._condition)
         else:
             self._send()
             while self._sent:
@@ -385,7 +393,7 @@ class PartsWriteHandle(ObjectWriteHandle):
         Names are used once, so whatever uploads there are to this one are ours, and at the end none is used.
         """
         if self._begun >= 2:
-            self._s3.abort_uploads(lambda name: name == self.name, logging.WARNING)
+            self._s3.abort_uploads(lambda name: name == self.name, logging.WARNING, self.name)
 
     def _throw_away(self) -> None:
         self._called_off.set()  # patience with a service that fails would keep the caller waiting

@@ -90,6 +90,8 @@ class ObjectStore(Store):
     """Whether bodies go to their places as they come, so that no memory depends on how much is asked for."""
 
     def __init__(self, url: str, place: str, storage_options: Mapping[str, Any] | None) -> None:
+        if "::" in url:
+            raise StorageError(f"{url}: chained file systems cannot hold checkpoints", path=url, op="open")
         self.url = url.rstrip("/")
         self._given = dict(storage_options or {})
         self.options, self._filesystem_options = ObjectOptions.split(self._given)
@@ -290,7 +292,11 @@ class ObjectStore(Store):
         for start in range(0, len(keys), self.delete_limit):
             part = keys[start : start + self.delete_limit]
             try:
-                refused = self._unless_missing("delete", part[0], partial(self._delete, part)) or {}
+                refused = self.requests.run(
+                    "delete", part[0], partial(self._delete, part), answers=_MISSING if len(part) == 1 else ()
+                )
+            except RequestError:  # a single one that is missing
+                continue
             except StorageError as error:
                 failed |= {by_key[key]: error for key in part}
                 continue
@@ -476,7 +482,7 @@ class ObjectReadHandle(ReadHandle):
         if self._is_closed:
             raise ValueError(f"{self._path} is closed: it cannot be read any more")
         if size and offset + size > self.size_bytes:
-            raise self._too_short(f"at byte {self.size_bytes}", offset + size)
+            raise self._too_short(self.size_bytes, offset + size)
 
     def _get(self, inflow: Inflow, begin: int) -> None:
         try:
@@ -486,7 +492,7 @@ class ObjectReadHandle(ReadHandle):
                 raise CheckpointNotFoundError(f"{self._path} does not exist", path=self._path) from error
             if error.kind is Failure.CONDITION:
                 raise self._replaced() from error
-            raise self._too_short("before that", begin + inflow.size_bytes) from error
+            raise self._too_short(None, begin + inflow.size_bytes) from error
         with self._lock:
             if self._etag is None:
                 self._etag = info.etag or None
@@ -500,11 +506,13 @@ class ObjectReadHandle(ReadHandle):
                 size_bytes=info.size_bytes,
             )
 
-    def _too_short(self, ends: str, wanted_bytes: int) -> CorruptCheckpointError:
+    def _too_short(self, size_bytes: int | None, wanted_bytes: int) -> CorruptCheckpointError:
+        ends = "before that" if size_bytes is None else f"at byte {size_bytes}"
         return CorruptCheckpointError(
             f"{self._path}: the checkpoint has data up to byte {wanted_bytes}, but the object ends "
             f"{ends}; it was truncated or replaced",
             path=self._path,
+            size_bytes=size_bytes,
             wanted_bytes=wanted_bytes,
         )
 

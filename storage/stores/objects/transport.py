@@ -164,7 +164,10 @@ class Transport:
         `RequestError` once `CALLED_OFF` is set; what ``act`` raises.
         """
         attempt, called_off = _Attempt(), CALLED_OFF.get()
-        future = self._threads.submit(_carry_out, attempt, act)
+        try:
+            future = self._threads.submit(_carry_out, attempt, act)
+        except RuntimeError:  # the interpreter ends, and its pools take no more work
+            return _carry_out(attempt, act)
         try:
             while not wait([future], min(_LOOK_SECONDS, limit_seconds)).done:
                 if called_off is not None and called_off.is_set():
@@ -183,6 +186,7 @@ class Transport:
         headers: Mapping[str, Any],
         body: bytes | bytearray | memoryview | None = None,
         inflow: Inflow | None = None,
+        limit_bytes: int | None = None,
     ) -> HttpAnswer:
         """One request, within an `attempt`; a body of the inflow's size goes there, if it is a success.
 
@@ -203,7 +207,7 @@ class Transport:
             with contextlib.suppress(BrokenPipeError):  # refused while it was sent: the answer says why
                 connection.request(method, target, body=sent, headers=dict(headers))
             with connection.getresponse() as response:
-                answer = _received(attempt, response, inflow)
+                answer = _received(attempt, response, inflow, limit_bytes)
                 is_reusable = response.isclosed() and not response.will_close
         finally:
             attempt.hold(None)
@@ -261,13 +265,16 @@ def _carry_out(attempt: _Attempt, act: Callable[[], T]) -> T:
         _CURRENT.reset(token)
 
 
-def _received(attempt: _Attempt, response: http.client.HTTPResponse, inflow: Inflow | None) -> HttpAnswer:
+def _received(
+    attempt: _Attempt, response: http.client.HTTPResponse, inflow: Inflow | None, limit_bytes: int | None
+) -> HttpAnswer:
     status, headers = response.status, {name.lower(): value for name, value in response.getheaders()}
     body, is_filled = b"", False
     if status not in _SUCCESS:
         body = response.read(_LARGEST_ERROR_BYTES)
     elif inflow is None:
-        body = response.read()
+        # More than was asked for is a service that ignores ranges: what is cut off tells that, too.
+        body = response.read() if limit_bytes is None else response.read(limit_bytes + 1)
     elif response.length in (None, inflow.size_bytes):
         attempt.fill(response, inflow)
         if not response.isclosed() and response.read(1):  # sent in chunks, its size was not told

@@ -129,7 +129,7 @@ class PosixStore(Store):
             except StorageError as error:
                 if error.errno not in (errno.ENOENT, errno.EEXIST):
                     raise
-            if self._root.is_dir():
+            if self.exists():
                 with suppress(OSError):  # who clears old empty folders away leaves this one
                     os.utime(self._root)
                 return
