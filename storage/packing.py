@@ -61,7 +61,9 @@ def _array(value: Any) -> Any:
         raise TypeError(f"a {type(value).__name__} cannot be sent to another rank: {value!r:.80}")
     narrow = value.dtype
     if value.size and narrow.itemsize > 1 and narrow.kind in "iu":
-        narrow = np.result_type(np.min_scalar_type(int(value.min())), np.min_scalar_type(int(value.max())))
+        ends = int(value.min()), int(value.max())
+        joined = np.result_type(*map(np.min_scalar_type, ends))
+        narrow = joined if joined.kind in "iu" else narrow  # of -1 and 1 << 63 it is a float, which rounds
     kinds = msgpack.packb((value.dtype.str, narrow.str, value.shape))
     return msgpack.ExtType(_ARRAY, kinds + value.astype(narrow, copy=False).tobytes())
 

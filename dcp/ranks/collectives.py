@@ -7,6 +7,7 @@ rank's outcome, so one rank's exception becomes the same typed error on all of t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,7 +15,7 @@ import msgpack
 
 from dcp.ranks.exchanges import STAMP_BYTES, Exchanges
 from dcp.ranks.failures import decode_failure, failure_of, pack_failure, pack_failures
-from dcp.storage.errors import CheckpointError, PlanError
+from dcp.storage.errors import CheckpointError
 
 __all__ = ["BYTES", "Codec", "Ranks"]
 
@@ -53,25 +54,22 @@ class Ranks(Exchanges):
         *,
         sent: Codec = BYTES,
         reply: Codec = BYTES,
-    ) -> Any:
-        """Run ``local`` everywhere, ``reduce`` on the coordinator, and give each rank its part of the
-        result."""
+    ) -> Callable[[], Any]:
+        """Run ``local`` everywhere, ``reduce`` on the coordinator, and give each rank a function that gives
+        its part of the result.
+
+        It is to be called in the next step, because a part that this rank cannot unpack must fail on all.
+        """
         if self._channel is None:
-            return self._alone(step, local, reduce)[0]
-
-        def replies(parts: list[Any]) -> list[bytes]:
-            made = reduce(parts)
-            if len(made) != self.world_size:
-                raise PlanError(f"the global plan has {len(made)} parts for {self.world_size} ranks")
-            return [*map(reply.encode, made)]
-
+            parts = self._alone(step, local, reduce)
+            return lambda: parts[0]
         message, own_error = self._attempt(step, local, sent)
         gathered = self._guard(step, lambda: self._gather(message))
-        answers, error = self._reduce(gathered, replies, sent)
+        answers, error = self._reduce(gathered, lambda parts: [*map(reply.encode, reduce(parts))], sent)
         if isinstance(answers, bytes):
             answers = [answers] * self.world_size
         received = self._guard(step, lambda: self._scatter(answers))
-        return reply.decode(self._unwrap(step, received, own_error or error))
+        return partial(reply.decode, self._unwrap(step, received, own_error or error))
 
     def reduce_broadcast(
         self,

@@ -6,6 +6,7 @@ take each other's messages for something else. One small exchange, where all are
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from dcp.storage.stores.names import TEMPORARY_PREFIX
 
 if TYPE_CHECKING:
     from dcp.ranks.collectives import Ranks
+
+logger = logging.getLogger(__name__)
 
 _MAX_VALUE = 1000
 """Characters of an option: patterns may be many."""
@@ -185,9 +188,8 @@ def check_same_target(ranks: Ranks, places: Sequence[str], store: Callable[[], S
     try:
         found = ranks.all_gather("compare", look)
     finally:
-        own = store() if ranks.is_coordinator else None
-        if own is not None:
-            own.delete_all([name])
+        if ranks.is_coordinator:
+            _remove_file(store(), name)
     odd = [rank for rank, there in enumerate(found) if not there]
     if odd:
         error = PlanError(
@@ -203,6 +205,15 @@ def _leave_file(store: Store | None) -> bytes:
     name = f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
     store.create(name, durable=False).finish()
     return name.encode()
+
+
+def _remove_file(store: Store | None, name: str) -> None:
+    """Never raises: the other ranks are in the next step already. What stays behind is removed by a save."""
+    try:
+        if store is not None:
+            store.delete_all([name])
+    except Exception as error:  # noqa: BLE001 - as said
+        logger.warning("%s may stay behind: %s", name, error)
 
 
 def _by_rank(texts: Sequence[str]) -> str:

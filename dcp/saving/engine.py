@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -125,7 +125,7 @@ class SaveAttempt(ABC):
         """Return what this rank has to save."""
 
     @abstractmethod
-    def _global_plan(self, parts: list[Any]) -> list[Any]:
+    def _global_plan(self, parts: list[Any]) -> Sequence[Any]:
         """On the coordinator: what each rank has to write."""
 
     @abstractmethod
@@ -170,11 +170,10 @@ class SaveAttempt(ABC):
         ranks, storage, begun = self._ranks, self._storage, time.perf_counter()
         local, planned, outcome = self.codecs
         try:
-            plan = self._plan_again()
-            if plan is None:
-                plan = ranks.reduce_scatter(
-                    "plan", self._local_plan, self._global_plan, sent=local, reply=planned
-                )
+            known = self._plan_again()
+            plan = (lambda: known) if known is not None else ranks.reduce_scatter(
+                "plan", self._local_plan, self._global_plan, sent=local, reply=planned
+            )
         except BaseException:
             if storage is not None and ranks.is_coordinator:
                 storage.remove_made_root()
@@ -182,7 +181,7 @@ class SaveAttempt(ABC):
         self.seconds["plan"] = time.perf_counter() - begun
         try:
             self._answer = ranks.reduce_broadcast(
-                "write", lambda: self._write(plan), self._commit, sent=outcome
+                "write", lambda: self._write(plan()), self._commit, sent=outcome
             )
         except BaseException as error:  # an interrupt, too, must not leave files behind
             # By the coordinator alone: by now every rank has reported to it, or was given up. Of what is

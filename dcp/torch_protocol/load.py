@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ from dcp.ranks.options import of_load
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, PlanError
 from dcp.storage.formats.native.manifest import encode_manifest
 from dcp.storage.torch_compat import weight_scales
-from dcp.torch_protocol.calls import PICKLED, call_with_optional
+from dcp.torch_protocol.calls import PICKLED, call_with_optional, one_each
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
@@ -58,7 +59,7 @@ class ProtocolLoad(LoadEngine):
         self._reader = reader
         self._planner = planner
         self._together = True
-        self._share: LoadPlan | None = None
+        self._share: Callable[[], LoadPlan] | None = None
 
     def run(self, targets: GivenState, report: LoadReport) -> None:
         """Metadata and plan; what nobody takes; what the planner makes of the plan, by the reader."""
@@ -77,7 +78,9 @@ class ProtocolLoad(LoadEngine):
             self._share = ranks.reduce_scatter(
                 "plan",
                 lambda: self._local_plan(targets),
-                lambda plans: self._reader.prepare_global_plan(self._planner.create_global_plan(plans)),
+                lambda plans: one_each(
+                    self._reader.prepare_global_plan(self._planner.create_global_plan(plans)), len(plans)
+                ),
                 sent=PICKLED,
                 reply=PICKLED,
             )
@@ -131,7 +134,7 @@ class ProtocolLoad(LoadEngine):
     def _read(self) -> bytes:
         if self._share is None:
             raise CheckpointError("the load was not planned")
-        plan = self._planner.finish_plan(self._share)
+        plan = self._planner.finish_plan(self._share())
         self._reader.read_data(plan, self._planner).wait()
         ours, storage = self._ours, self._storage
         own = _per_rank(ours) if ours is not None else None

@@ -8,7 +8,7 @@ that is ever stored.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -21,7 +21,7 @@ from dcp.saving.options import compared_options
 from dcp.storage.errors import CheckpointError
 from dcp.storage.formats.opening.folder import open_index
 from dcp.storage.torch_storage.metadata import LazyMetadata
-from dcp.torch_protocol.calls import PICKLED, call_with_optional
+from dcp.torch_protocol.calls import PICKLED, call_with_optional, one_each
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -106,9 +106,9 @@ class ProtocolSave(SaveAttempt):
             warn_of_keys(ours.foreign_keys if ours is not None else {})
         return writer.prepare_local_plan(plan)
 
-    def _global_plan(self, parts: list[SavePlan]) -> list[SavePlan]:
+    def _global_plan(self, parts: list[SavePlan]) -> Sequence[SavePlan]:
         plans, self._made = self._planner.create_global_plan(parts)
-        return self._writer.prepare_global_plan(plans)
+        return one_each(self._writer.prepare_global_plan(plans), len(parts))
 
     def _write(self, plan: SavePlan) -> list[WriteResult]:
         future = self._writer.write_data(self._planner.finish_plan(plan), self._planner)

@@ -48,6 +48,7 @@ def deal_boxes(
         return Dealt(owners, {}, balancer.loads)
     clusters, followers = _clusters(items, boxes, several)
     split: dict[int, list[tuple[int, WritePart]]] = {}
+    order = order[~np.isin(order, list(followers))]
     # boxes to split come first, being the largest; tied ones are few
     special = np.isin(order, list(clusters)) | (nbytes[order] > (split_bytes or np.inf))
     ranks, start = items.ranks[boxes.members].tolist(), boxes.start.tolist()
@@ -55,7 +56,7 @@ def deal_boxes(
     for box, is_special in zip(order.tolist(), special.tolist(), strict=True):
         if is_special:
             _deal_special(items, boxes, clusters.get(box, [box]), sizes[box], balancer, owners, split)
-        elif box not in followers:
+        else:
             owners[box] = boxes.members[balancer.choose(ranks, start[box], start[box + 1], sizes[box])]
     return Dealt(owners, split, balancer.loads)
 

@@ -75,7 +75,7 @@ def long_messages(rank: int, world_size: int) -> tuple[int, bytes, int]:
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (85 << 20), limits[1]))
     try:
         gathered = ranks.reduce_broadcast("probe", lambda: message, lambda parts: b"%d" % len(parts[0]))
-        scattered = ranks.reduce_scatter("probe", lambda: message, lambda parts: [message, *parts[1:]])
+        scattered = ranks.reduce_scatter("probe", lambda: message, lambda parts: [message, *parts[1:]])()
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
     return int(gathered), scattered[:10], len(scattered)
