@@ -13,13 +13,13 @@ from dcp.loading.load import ColumnLoad, LoadEngine
 from dcp.loading.planner import DefaultLoadPlanner
 from dcp.planners.load.options import LoadOptions
 from dcp.planners.save.planner import DefaultSavePlanner, PlanOptions
-from dcp.saving.columns import ColumnSaveEngine
-from dcp.saving.engine import SaveEngine
+from dcp.saving.columns import ColumnSave
+from dcp.saving.save import Save
 from dcp.storage.errors import CheckpointError, OptionError
 from dcp.storage.torch_storage.reader import FileSystemReader
 from dcp.storage.torch_storage.writer import FileSystemWriter
 from dcp.torch_protocol.load import ProtocolLoad
-from dcp.torch_protocol.save import ProtocolSaveEngine
+from dcp.torch_protocol.save import ProtocolSave
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dcp.ranks.collectives import Ranks
     from dcp.saving.options import SaveOptions
 
-__all__ = ["load_engine", "save_engine", "save_engine_again"]
+__all__ = ["load_engine", "make_save", "refused_save"]
 
 _STEPS: Final[dict[type, tuple[str, ...]]] = {
     DefaultSavePlanner: (
@@ -63,8 +63,8 @@ _STEPS: Final[dict[type, tuple[str, ...]]] = {
 """Steps of torch's protocol that columns leave out, by our class: who overrides one wants it called."""
 
 
-def save_engine(writer: StorageWriter, planner: SavePlanner | None, options: SaveOptions) -> SaveEngine:
-    """The engine that saves with ``planner`` (ours, if there is none) and ``writer``.
+def make_save(writer: StorageWriter, planner: SavePlanner | None, options: SaveOptions) -> Save:
+    """Make a save with ``planner`` (ours, if there is none) and ``writer``.
 
     Raises OptionError for user metadata that is no plain data, and CheckpointError for any that a user's own
     storage has no place for.
@@ -78,20 +78,38 @@ def save_engine(writer: StorageWriter, planner: SavePlanner | None, options: Sav
             f"user_metadata needs a storage of ours; {type(writer).__name__} has no place for it"
         )
     if ours is not None and storage is not None and _keeps_steps(ours) and _keeps_steps(storage):
-        return ColumnSaveEngine(storage, ours, PlanOptions.of(ours), save_features(), options)
+        return ColumnSave(
+            writer=storage,
+            storage=storage,
+            options=options,
+            planner=ours,
+            plan_options=PlanOptions.of(ours),
+            kinds=save_features(),
+        )
     if options.map is not None:
         raise _needs_columns("map", planner, writer)
     if options.apart and options.step is None:  # a manager's rules are for what its planner can do
         raise _needs_columns("apart", planner, writer)
-    return ProtocolSaveEngine(writer, planner, ours, storage)
+    return ProtocolSave(writer=writer, storage=storage, options=options, planner=planner, ours=ours)
 
 
-def save_engine_again(writer: FileSystemWriter, *, on_columns: bool) -> SaveEngine:
-    """An engine that takes the same steps as another rank's, with a planner of ours."""
-    if on_columns:
-        return ColumnSaveEngine(writer, None, PlanOptions())  # for what is refused: no feature is asked
+def refused_save(
+    writer: FileSystemWriter, options: SaveOptions, serial: int, *, on_columns: bool = True
+) -> Save:
+    """Make a save that takes the first step as another rank's does, and fails there by its ``writer``."""
     planner = DefaultSavePlanner()
-    return ProtocolSaveEngine(writer, planner, planner, writer)
+    if on_columns:  # no feature is asked
+        return ColumnSave(
+            writer=writer,
+            storage=writer,
+            options=options,
+            serial=serial,
+            planner=planner,
+            plan_options=PlanOptions(),
+        )
+    return ProtocolSave(
+        writer=writer, storage=writer, options=options, serial=serial, planner=planner, ours=planner
+    )
 
 
 def load_engine(
@@ -136,9 +154,9 @@ def _needs_columns(option: str, planner: object, storage: object) -> OptionError
 
 def _keeps_steps(part: object) -> bool:
     """Return whether a planner or storage of ours, or of a class derived from one, overrides no step."""
-    return all(
-        getattr(type(part), step) is getattr(base, step) and step not in vars(part)
-        for base, steps in _STEPS.items()
-        if isinstance(part, base)
-        for step in steps
-    )
+    for base, steps in _STEPS.items():
+        if isinstance(part, base):
+            for step in steps:
+                if getattr(type(part), step) is not getattr(base, step) or step in vars(part):
+                    return False
+    return True

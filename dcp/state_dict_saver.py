@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -31,20 +32,17 @@ from dcp.calls.arguments import (
 )
 from dcp.calls.plain_errors import plain_errors
 from dcp.calls.torch_names import names_of
-from dcp.engines import save_engine
-from dcp.planners.save.plan_cache import PlanCache
+from dcp.engines import make_save
+from dcp.features.plan_cache import cache_of, remembering
 from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
 from dcp.ranks.alone import works_alone
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
-from dcp.ranks.given_maps import map_on_all
 from dcp.ranks.handshake import told_to_all
-from dcp.saving.columns import cache_of
-from dcp.saving.engine import RankPart, SaveOrder
 from dcp.saving.options import SaveOptions
-from dcp.saving.order import SaveOutcome, carry_out
+from dcp.saving.save import Held, SaveOutcome, SavingRank
 from dcp.steps.states import patterns_of_part
 from dcp.storage.torch_storage.writer import FileSystemWriter
 
@@ -137,7 +135,6 @@ def save(
         state_dict,
         SaveOptions(
             use_collectives=use_collectives,
-            map=map_on_all(map, "save", process_group, no_dist=no_dist, timeout_seconds=timeout_seconds),
             apart=_patterns(apart),
             user_metadata=_copied(user_metadata),
             progress=progress,
@@ -148,6 +145,7 @@ def save(
         planner=planner,
         process_group=process_group,
         no_dist=no_dist,
+        map=map,
         storage_options=storage_options,
     )
     return metadata
@@ -162,18 +160,20 @@ def save_with(
     planner: SavePlanner | None = None,
     process_group: ProcessGroup | None = None,
     no_dist: bool = False,
+    map: WeightMap | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
     coordinator: int = 0,
     has_stateful: bool = True,
     abort: threading.Event | None = None,
 ) -> tuple[Metadata, SaveOutcome]:
-    """`save`, with what it did on this rank; without ``has_stateful`` all values are saved as they are, and
-    ``abort``, which another thread sets on any rank, calls it off."""
-    alone = works_alone(process_group, no_dist=no_dist, operation="save")
+    """Save, and return what the save did on this rank as well.
 
+    Without ``has_stateful`` all values are saved as they are; ``abort``, which another thread sets on any
+    rank, calls it off.
+    """
     ranks = Ranks(
         process_group,
-        use_dist=not alone,
+        use_dist=not works_alone(process_group, no_dist=no_dist, operation="save"),
         coordinator=coordinator,
         timeout_seconds=options.timeout_seconds,
         operation="save",
@@ -181,15 +181,19 @@ def save_with(
     )
     with told_to_all(ranks):
         writer = choose_writer(storage_writer, checkpoint_id, storage_options)
-        engine = save_engine(writer, planner, options)
+        if map is not None:
+            options = replace(options, map=WeightMap.of(map))
+        save = make_save(writer, planner, options)
+    if storage_writer is not None:
+        save = remembering(save, cache_of(storage_writer))
+    elif isinstance(planner, DefaultSavePlanner) and planner.enable_plan_caching:
+        save = remembering(save, cache_of(planner))
 
-    def part() -> RankPart:
+    def given() -> Held:
         state = stateful_to_plain(state_dict) if has_stateful else state_dict
-        return engine.part(
-            state, rank=ranks.rank, world_size=ranks.world_size, is_coordinator=ranks.is_coordinator
-        )
+        return save.held(state, SavingRank(ranks.rank, ranks.world_size, ranks.is_coordinator))
 
-    return carry_out(SaveOrder(engine, options), part, ranks, cache=_cache_for(storage_writer, planner))
+    return save.run(given, ranks)
 
 
 @plain_errors
@@ -319,12 +323,3 @@ def _stages_itself(writer: StorageWriter | None) -> TypeGuard[AsyncStager]:
     if isinstance(writer, FileSystemWriter):
         return "stage" in vars(writer) or type(writer).stage is not FileSystemWriter.stage
     return isinstance(writer, AsyncStager)
-
-
-def _cache_for(writer: StorageWriter | None, planner: SavePlanner | None) -> PlanCache | None:
-    """The cache of what the caller can use again; what is made for one save has none."""
-    if writer is not None:
-        return cache_of(writer)
-    if isinstance(planner, DefaultSavePlanner) and planner.enable_plan_caching:
-        return cache_of(planner)
-    return None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,7 +90,7 @@ class RankState:
     ``memory`` has the local tensors by the source numbers of ``columns``: the state's own, on any device, or
     staged copies. ``objects`` are the values by object row, encoded where they must not change any more.
     ``replicated`` (by item) says which boxes other ranks may hold too. ``digested``: the columns have the
-    digests of the replica check.
+    digests of the replica check. ``foreign_keys``: types of keys that are saved as strings, by name.
     """
 
     columns: SaveColumns
@@ -98,6 +98,7 @@ class RankState:
     objects: Sequence[Any]
     replicated: npt.NDArray[np.uint8]
     digested: bool = False
+    foreign_keys: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def sources(self) -> Sequence[torch.Tensor]:

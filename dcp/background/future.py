@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from dcp.calls.plain_errors import plain_errors
 from dcp.progress import is_within_callback
-from dcp.saving.order import SaveOutcome
+from dcp.saving.save import SaveOutcome
 from dcp.storage.errors import CheckpointError, SaveAbortedError
 
 __all__ = ["SaveFuture", "SaveOutcome"]

@@ -32,7 +32,7 @@ from dcp.background.process.rendezvous import own_client
 from dcp.background.writers import BackgroundWriter, Payload, RefusedWriter, Staged, ThreadWriter
 from dcp.calls.arguments import stateful_to_plain, with_own_id
 from dcp.calls.plain_errors import shorten
-from dcp.engines import save_engine, save_engine_again
+from dcp.engines import make_save, refused_save
 from dcp.planners.rank_state import RankState
 from dcp.progress import harmless
 from dcp.ranks.alone import works_alone
@@ -40,8 +40,8 @@ from dcp.ranks.channel import Channel
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.ranks.handshake import begin, told_to_all
-from dcp.saving.engine import RankPart, SaveEngine, SaveOrder
 from dcp.saving.options import SaveOptions
+from dcp.saving.save import Held, Save, SavingRank
 from dcp.staging.guard import check_staged, sample_state
 from dcp.staging.stager import DefaultStager
 from dcp.storage.errors import CheckpointError, OptionError, StagingError
@@ -129,15 +129,15 @@ class AsyncSession:
             )
         options = self._options_of(options if options is not None else SaveOptions())
         with self.told_to_all():
-            engine = save_engine(with_own_id(storage_writer), planner, options)
+            order = make_save(with_own_id(storage_writer), planner, options)
         self._wait_until_left(self._in_flight - 1)
         self._serial += 1
-        future = SaveFuture(getattr(engine.writer, "checkpoint_id", None) or "")
-        order = SaveOrder(engine, options, self._serial)
+        order.serial = self._serial
+        future = SaveFuture(getattr(order.writer, "checkpoint_id", None) or "")
         begun = time.perf_counter()
         interrupt: BaseException | None = None
         try:
-            payload = self._stage(engine, state_dict, stager, overlap)
+            payload = self._stage(order, state_dict, stager, overlap)
         except Exception as error:  # noqa: BLE001 - raised by the future, and on the other ranks too
             payload = Staged.failed(error)
         except BaseException as error:  # noqa: BLE001 - raised below, once the other ranks are told
@@ -166,8 +166,7 @@ class AsyncSession:
             return
         self._wait_until_left(self._in_flight - 1)
         self._serial += 1
-        engine = save_engine_again(RefusedWriter(error), on_columns=True)
-        order = SaveOrder(engine, self._options_of(options or SaveOptions()), self._serial)
+        order = refused_save(RefusedWriter(error), self._options_of(options or SaveOptions()), self._serial)
         with _interrupts_later():
             self._hand_over(order, Staged.failed(error), SaveFuture("a place that was refused"))
 
@@ -176,7 +175,7 @@ class AsyncSession:
         progress = harmless(options.progress) if callable(options.progress) else options.progress
         return replace(options, progress=progress, timeout_seconds=self.timeout_seconds)
 
-    def _hand_over(self, order: SaveOrder, payload: Payload, future: SaveFuture) -> None:
+    def _hand_over(self, order: Save, payload: Payload, future: SaveFuture) -> None:
         with self._changed:
             self._unfinished.add(future)
         future.add_done_callback(lambda _: self._ended(future))
@@ -189,17 +188,15 @@ class AsyncSession:
             raise
 
     def _stage(
-        self, engine: SaveEngine, state_dict: dict[str, Any], stager: AsyncStager | None, overlap: bool
+        self, order: Save, state_dict: dict[str, Any], stager: AsyncStager | None, overlap: bool
     ) -> Payload:
-        if engine.storage is not None:
-            engine.storage.stay_here()
+        if order.storage is not None:
+            order.storage.stay_here()
         chosen = stager or self._given_stager or self._own_stager()
         state = stateful_to_plain(state_dict)
 
-        def part(state: dict[str, Any]) -> RankPart:
-            own = engine.part(
-                state, rank=self.rank, world_size=self.world_size, is_coordinator=self.rank == 0
-            )
+        def part(state: dict[str, Any]) -> Held:
+            own = order.held(state, SavingRank(self.rank, self.world_size, self.rank == 0))
             return own.encoded() if isinstance(own, RankState) else own
 
         if isinstance(chosen, DefaultStager) and type(chosen).stage is DefaultStager.stage:

@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+from dcp.features.plan_cache import remembering
 from dcp.planners.save.plan_cache import PlanCache
-from dcp.saving.order import carry_out
 from dcp.storage.errors import CheckpointError
 from dcp.storage.torch_storage.writer import FileSystemWriter
 
 if TYPE_CHECKING:
     from dcp.background.future import SaveFuture
     from dcp.ranks.collectives import Ranks
-    from dcp.saving.engine import SaveOrder
+    from dcp.saving.save import Save
 
 __all__ = ["BackgroundWriter", "Payload", "RefusedWriter", "Staged", "ThreadWriter"]
 
@@ -78,7 +78,7 @@ class BackgroundWriter(ABC):
     """Carries out saves in the order in which they come, the same on all ranks."""
 
     @abstractmethod
-    def submit(self, order: SaveOrder, payload: Payload, future: SaveFuture) -> None:
+    def submit(self, order: Save, payload: Payload, future: SaveFuture) -> None:
         """Begin a save; returns at once. Staging may still be running.
 
         ``future`` ends with the save, after ``payload`` was released. A payload that fails to be staged
@@ -104,7 +104,7 @@ class ThreadWriter(BackgroundWriter):
         self._cache = PlanCache()
         self._closed = False
 
-    def submit(self, order: SaveOrder, payload: Payload, future: SaveFuture) -> None:
+    def submit(self, order: Save, payload: Payload, future: SaveFuture) -> None:
         """Queue the save."""
         if self._closed:
             raise CheckpointError("this writer is closed")
@@ -126,7 +126,7 @@ class ThreadWriter(BackgroundWriter):
             task()
             del task  # it holds the copies of other stagers
 
-    def _carry_out(self, order: SaveOrder, payload: Payload, future: SaveFuture) -> None:
+    def _carry_out(self, order: Save, payload: Payload, future: SaveFuture) -> None:
         def part() -> Any:
             staged = payload.done.result(order.options.timeout_seconds)
             order.seconds.update(payload.seconds)
@@ -134,7 +134,7 @@ class ThreadWriter(BackgroundWriter):
 
         try:
             ranks = self._ranks_for(future.abort_event)
-            metadata, future.outcome = carry_out(order, part, ranks, cache=self._cache)
+            metadata, future.outcome = remembering(order, self._cache).run(part, ranks)
         except BaseException as error:  # noqa: BLE001 - it is the future's, whatever it is
             payload.release()
             future.set_exception(error)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from dcp.planners.rank_state import RankState
 from dcp.saving.feature import SaveFeature
+from dcp.saving.options import SaveOptions
 from dcp.storage.digests.boxes import BoxDigest, RunDigest
 from dcp.storage.digests.field import as_elements
 from dcp.storage.digests.places import LogicalPlaces
@@ -20,6 +21,7 @@ from dcp.storage.engine.observers import Observer
 from dcp.storage.engine.write_tables import WriteColumns
 from dcp.storage.formats.index import CheckpointIndex, Int64, itemsizes
 from dcp.storage.geometry.ragged import gather_rows, row_products
+from dcp.storage.torch_storage.writer import FileSystemWriter
 
 __all__ = ["Digests"]
 
@@ -29,13 +31,18 @@ class Digests(SaveFeature):
 
     name = "digests"
 
-    def observer(self, local: RankState, columns: WriteColumns) -> Observer | None:
-        """Sums of the written rows, if they are wanted."""
-        return _Sums(_places(local, columns), columns.shares) if self.writer.digests else None
+    @classmethod
+    def is_wanted(cls, options: SaveOptions, writer: FileSystemWriter) -> bool:
+        """Test whether the storage was asked for them."""
+        return writer.digests
+
+    def observer(self, local: RankState, columns: WriteColumns) -> Observer:
+        """Make the sums of the written rows."""
+        return _Sums(_places(local, columns), columns.shares)
 
     def manifest(self, index: CheckpointIndex, rows: Int64, found: Sequence[Any]) -> CheckpointIndex:
-        """The sums of the tensors of which all chunks are known."""
-        if not len(rows) or any(one is None for one in found):
+        """Put the sums of the tensors of which all chunks are known into the index."""
+        if not len(rows):
             return index
         known, added = np.zeros(index.chunk_count, np.bool_), np.zeros((index.chunk_count, 2), np.uint64)
         known[rows] = np.concatenate([has for _, has in found])

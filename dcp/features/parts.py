@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from dcp.planners.load.selection import Selection
 from dcp.planners.rank_state import RankState
 from dcp.saving.feature import SaveFeature
+from dcp.saving.options import SaveOptions
 from dcp.storage.formats.index import Int64
+from dcp.storage.torch_storage.writer import FileSystemWriter
 
 __all__ = ["Parts"]
 
@@ -17,10 +21,17 @@ class Parts(SaveFeature):
 
     name = "parts"
 
-    def groups(self, local: RankState) -> Int64 | None:
-        """By local tensor the number of its part."""
-        if not self.options.apart:
-            return None
+    @classmethod
+    def is_wanted(cls, options: SaveOptions, writer: FileSystemWriter) -> bool:
+        """Test whether there are any."""
+        return bool(options.apart)
+
+    def agreed(self) -> dict[str, Any]:
+        """Return the patterns: a part of one rank's files alone cannot be dropped."""
+        return {"apart": [list(patterns) for patterns in self.options.apart]}
+
+    def groups(self, local: RankState) -> Int64:
+        """Return by local tensor the number of its part."""
         columns = local.columns
         selections = [Selection.of(patterns, None) for patterns in self.options.apart]
         numbers = np.array(

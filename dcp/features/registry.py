@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any, Final
 
 from dcp.features.digests import Digests
+from dcp.features.foreign_values import ForeignValues
 from dcp.features.parts import Parts
 from dcp.features.saved_map import SavedMap
 from dcp.saving.feature import SaveFeature
@@ -20,7 +21,7 @@ __all__ = ["GROUP", "SAVE_FEATURES", "register_feature", "save_features"]
 
 GROUP: Final = "dcphub.features"
 
-SAVE_FEATURES: list[type[SaveFeature]] = [SavedMap, Parts, Digests]
+SAVE_FEATURES: list[type[SaveFeature]] = [ForeignValues, SavedMap, Parts, Digests]
 
 _registered: list[type[SaveFeature]] = []
 
@@ -33,11 +34,11 @@ def register_feature(feature: type[SaveFeature]) -> None:
 def save_features() -> list[type[SaveFeature]]:
     """The features of a save: ours, those of installed packages by name, those registered; each once.
     OptionError for two of one name."""
-    found = dict.fromkeys([*SAVE_FEATURES, *_installed(), *_registered])
-    names = [feature.name for feature in found]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise OptionError(f"two features are called {twice[0]!r}: give each a name of its own")
-    return [*found]
+    found: dict[str, type[SaveFeature]] = {}
+    for feature in (*SAVE_FEATURES, *_installed(), *_registered):
+        if found.setdefault(feature.name, feature) is not feature:
+            raise OptionError(f"two features are called {feature.name!r}: give each a name of its own")
+    return [*found.values()]
 
 
 @cache

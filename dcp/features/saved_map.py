@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -25,6 +25,11 @@ from dcp.storage.geometry.boxes import Box
 from dcp.storage.near_names import listed
 from dcp.storage.tensors import LocalMemory, torch_dtype
 
+if TYPE_CHECKING:
+    from dcp.saving.options import SaveOptions
+    from dcp.saving.save import SavingRank
+    from dcp.storage.torch_storage.writer import FileSystemWriter
+
 __all__ = ["SavedMap", "mapped_state", "missing_sources"]
 
 _MAX_LISTED = 10
@@ -38,32 +43,35 @@ class SavedMap(SaveFeature):
 
     name = "map"
 
-    def agreed(self) -> dict[str, Any]:
-        """The map, in few characters."""
-        weights = self.options.map
-        return {} if weights is None else {"map": weights.mark}
+    @classmethod
+    def is_wanted(cls, options: SaveOptions, writer: FileSystemWriter) -> bool:
+        """Test whether there is a map."""
+        return options.map is not None
 
-    def held(self, local: RankState, *, is_part: bool) -> RankState:
-        """Boxes of the other model definition."""
-        weights, leads_back = self.options.map, self.options.map_leads_back
-        if weights is None:
-            return local
-        return mapped_state(local, weights, is_part=is_part, leads_back=leads_back)
+    @property
+    def _map(self) -> WeightMap:
+        return cast("WeightMap", self.options.map)
+
+    def agreed(self) -> dict[str, Any]:
+        """Return the map, in few characters."""
+        return {"map": self._map.mark}
+
+    def held(self, local: RankState, at: SavingRank) -> RankState:
+        """Return boxes of the other model definition."""
+        is_part = at.world_size > 1 and self.options.use_collectives  # only then gaps are looked for
+        return mapped_state(local, self._map, is_part=is_part, leads_back=self.options.map_leads_back)
 
     def explained(self, error: PlanError, parts: Sequence[SaveColumns]) -> PlanError | None:
-        """Names what a plan lacks by the state dict that was saved."""
-        weights = self.options.map
-        missing = [] if weights is None else missing_sources(parts, weights)
+        """Name what a plan lacks by the state dict that was saved."""
+        missing = missing_sources(parts, self._map)
         if not missing:
             return None
         text = f"no rank has (all of) {listed(missing, most=_MAX_LISTED)}: {error}"
         return PlanError(text, fqns=missing[:_MAX_LISTED])
 
     def manifest(self, index: CheckpointIndex, rows: Int64, found: Sequence[Any]) -> CheckpointIndex:
-        """Notes the map's name."""
-        if self.options.map is None:
-            return index
-        return replace(index, provenance={**index.provenance, "map": self.options.map.told})
+        """Note the map's name."""
+        return replace(index, provenance={**index.provenance, "map": self._map.told})
 
 
 class _MappedBox(NamedTuple):

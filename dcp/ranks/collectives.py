@@ -17,7 +17,7 @@ from dcp.ranks.exchanges import STAMP_BYTES, Exchanges
 from dcp.ranks.failures import decode_failure, failure_of, pack_failure, pack_failures
 from dcp.storage.errors import CheckpointError
 
-__all__ = ["BYTES", "Codec", "Ranks"]
+__all__ = ["BYTES", "Codec", "LocalSteps", "Ranks"]
 
 T = TypeVar("T")
 
@@ -61,8 +61,7 @@ class Ranks(Exchanges):
         It is to be called in the next step, because a part that this rank cannot unpack must fail on all.
         """
         if self._channel is None:
-            parts = self._alone(step, local, reduce)
-            return lambda: parts[0]
+            return partial(next, iter(self._alone(step, local, reduce)))
         message, own_error = self._attempt(step, local, sent)
         gathered = self._guard(step, lambda: self._gather(message))
         answers, error = self._reduce(gathered, lambda parts: [*map(reply.encode, reduce(parts))], sent)
@@ -163,11 +162,13 @@ class Ranks(Exchanges):
     ) -> Any:
         """The step of one rank; its error is the same as it would be among several."""
         try:
-            self.check_called_off()
+            if self.abort is not None:
+                self.check_called_off()
             result = local()
             if reduce is None:
                 return result
-            self.check_called_off()
+            if self.abort is not None:
+                self.check_called_off()
             return reduce([result])
         except BaseException as error:  # noqa: BLE001 - raised below, where it keeps its cause
             failure = failure_of(step, {0: decode_failure(pack_failure(error))}, 0, error)
@@ -227,6 +228,33 @@ class Ranks(Exchanges):
             for rank, wire in msgpack.unpackb(reply[1:], strict_map_key=False).items()
         }
         raise failure_of(step, failures, self.rank, own_error)
+
+
+class LocalSteps:
+    """Steps of one rank that goes its own way within a step that all take, which carries what it raises."""
+
+    def reduce_scatter(
+        self,
+        step: str,
+        local: Callable[[], Any],
+        reduce: Callable[[list[Any]], Sequence[Any]],
+        *,
+        sent: Codec = BYTES,
+        reply: Codec = BYTES,
+    ) -> Callable[[], Any]:
+        """Give the part of this rank alone."""
+        return partial(next, iter(reduce([local()])))
+
+    def reduce_broadcast(
+        self,
+        step: str,
+        local: Callable[[], Any],
+        reduce: Callable[[list[Any]], Any],
+        *,
+        sent: Codec = BYTES,
+    ) -> Any:
+        """Give the answer to this rank alone."""
+        return reduce([local()])
 
 
 def _failures(messages: Sequence[bytes]) -> dict[int, bytes]:

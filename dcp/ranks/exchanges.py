@@ -87,6 +87,8 @@ class Exchanges:
         self.operation = operation
         self.group: ProcessGroup | None = None
         self.rank, self.world_size = 0, 1
+        self.is_coordinator = True
+        """Whether this rank plans and commits for all."""
         self.abort = abort
         self._told_called_off = False
         self._steps = 0
@@ -113,6 +115,7 @@ class Exchanges:
     def _use(self, channel: Channel) -> None:
         self._channel = channel
         self.rank, self.world_size = channel.rank, channel.world_size
+        self.is_coordinator = self.rank == self.coordinator
         self._blocks = channel.device.type == "cpu"  # on an accelerator wait() concerns its stream
         self._store = channel.store
         meeting: list[str] = []
@@ -139,11 +142,6 @@ class Exchanges:
     def key(self) -> str:
         """A prefix for keys in `store` that is this operation's alone, the same on all ranks."""
         return self._key
-
-    @property
-    def is_coordinator(self) -> bool:
-        """Return whether this rank plans and commits for all."""
-        return self.rank == self.coordinator
 
     def complete(self, step: str, work: Any) -> None:
         """Wait for a collective that was begun on the channel's group; bounded, as all steps are."""

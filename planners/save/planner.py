@@ -114,7 +114,7 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
             planner_data=self.mappings if self.flatten_state_dict else None,
             notes=self._notes,
         )
-        local = replace(local, columns=columns)
+        local = replace(local, columns=columns, foreign_keys=self.foreign_keys)
         return local.with_digests(self.replica_check) if digests else local
 
     # -- torch's interface -----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from dcp.background.process.pickled_state import pack
 from dcp.background.writers import Payload
 from dcp.planners.columns import SaveColumns, SaveObjects
 from dcp.planners.rank_state import RankState
-from dcp.saving.engine import SaveOrder
+from dcp.saving.save import Save
 from dcp.staging.stager import StagedState
 from dcp.storage.errors import CheckpointError
 
@@ -49,7 +49,7 @@ class Sender:
         self._next_key = 0
         self._columns: tuple[SaveColumns, object] | None = None
 
-    def send(self, order: SaveOrder, payload: Payload, *, go: bool, place: str) -> None:
+    def send(self, order: Save, payload: Payload, *, go: bool, place: str) -> None:
         """Send a save whose ``payload`` is done. What cannot be sent is sent as the save's failure, so that
         the other ranks learn of it. With ``go`` it may begin when those sent before have ended."""
         options, progress = order.options, order.options.progress
@@ -59,7 +59,7 @@ class Sender:
             "go": go,
             "place": place,
             "together": options.use_collectives,
-            "on_columns": order.engine.on_columns,
+            "on_columns": order.on_columns,
             "timeout_seconds": options.timeout_seconds,
             "progress": "report" if callable(progress) else bool(progress),
         }

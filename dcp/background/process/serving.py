@@ -25,7 +25,8 @@ from dcp.background.process import pickled_state
 from dcp.background.process.rendezvous import Address, own_store
 from dcp.background.process.wire import Connection, Message
 from dcp.background.writers import RefusedWriter, Staged
-from dcp.engines import save_engine_again
+from dcp.engines import refused_save
+from dcp.features.plan_cache import remembering
 from dcp.planners.columns import SaveColumns
 from dcp.planners.rank_state import RankState
 from dcp.planners.save.plan_cache import PlanCache
@@ -33,9 +34,8 @@ from dcp.progress import Progress, ProgressCallback
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.failures import RankFailedError
 from dcp.ranks.presence import Presence
-from dcp.saving.engine import SaveOrder
 from dcp.saving.options import SaveOptions
-from dcp.saving.order import agreeing_seconds, carry_out
+from dcp.saving.save import Save, agreeing_seconds
 from dcp.storage.errors import CollectiveTimeoutError, WriterProcessError, error_from_wire
 from dcp.storage.tensors import LocalMemory, torch_dtype
 from dcp.version import __version__
@@ -162,13 +162,13 @@ class WriterLoop:
             if "refused" in body:
                 raise error_from_wire(body["refused"])
             os.chdir(body["cwd"])
-            order: SaveOrder = pickled_state.unpack(body["order"])
+            order: Save = pickled_state.unpack(body["order"])
         except Exception as error:  # noqa: BLE001 - raised in the save's first step, on all ranks
             order, payload = _refused(error, body), Staged.failed(error).done.result
         order = replace(order, options=replace(order.options, progress=self._progress(save)))
         ranks = self._meeting.ranks(order.options.timeout_seconds, save.abort)
-        metadata, outcome = carry_out(order, payload, ranks, cache=self._cache)
-        ours = order.engine.storage is not None  # the trainer can read the manifest itself
+        metadata, outcome = remembering(order, self._cache).run(payload, ranks)
+        ours = order.storage is not None  # the trainer can read the manifest itself
         return {
             "ok": True,
             "outcome": asdict(outcome),
@@ -191,12 +191,10 @@ class WriterLoop:
         return isinstance(error, CollectiveTimeoutError) or not isinstance(error, RankFailedError)
 
 
-def _refused(error: Exception, body: dict[str, Any]) -> SaveOrder:
+def _refused(error: Exception, body: dict[str, Any]) -> Save:
     """In the place of the order of ``body``, on the road that the others take."""
     options = SaveOptions(use_collectives=body["together"], timeout_seconds=body["timeout_seconds"])
-    return SaveOrder(
-        save_engine_again(RefusedWriter(error), on_columns=body["on_columns"]), options, body["serial"]
-    )
+    return refused_save(RefusedWriter(error), options, body["serial"], on_columns=body["on_columns"])
 
 
 class _Meeting:

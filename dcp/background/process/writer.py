@@ -28,8 +28,7 @@ from dcp.background.writers import BackgroundWriter, Payload
 from dcp.progress import Progress
 from dcp.ranks.channel import Channel
 from dcp.ranks.collectives import Ranks
-from dcp.saving.engine import SaveOrder
-from dcp.saving.order import agreeing_seconds
+from dcp.saving.save import Save, agreeing_seconds
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointError,
@@ -50,7 +49,7 @@ _CLOSE_SECONDS = 5.0
 
 @dataclass(eq=False)
 class _SentSave:
-    order: SaveOrder
+    order: Save
     payload: Payload
     future: SaveFuture
     child: Child | None = None
@@ -90,7 +89,7 @@ class ProcessWriter(BackgroundWriter):
 
     # -- called by the trainer -------------------------------------------------------------------------------
 
-    def submit(self, order: SaveOrder, payload: Payload, future: SaveFuture) -> None:
+    def submit(self, order: Save, payload: Payload, future: SaveFuture) -> None:
         """Send the save if its state is staged already, else as soon as it is."""
         save = _SentSave(order, payload, future)
         with self._changed:
@@ -363,7 +362,7 @@ def _end(save: _SentSave, found: Verdict, rank: int) -> None:
 
 
 def _metadata(save: _SentSave, save_id: str, rank: int) -> Metadata:
-    writer = save.order.engine.storage
+    writer = save.order.storage
     if writer is None:
         if save.metadata is None:
             raise WriterProcessError(

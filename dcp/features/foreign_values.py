@@ -1,6 +1,6 @@
-"""Warnings of what a save stores and a load will not give back as it is, found out by types.
+"""Warnings of what a save stores and a load does not give back as it is.
 
-A save warns, because the next to notice would be whoever resumes.
+The coordinator's save warns, because the next to notice would be whoever resumes.
 """
 
 from __future__ import annotations
@@ -8,18 +8,23 @@ from __future__ import annotations
 import collections
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 
 from dcp.calls.arguments import is_stateful
 from dcp.planners.by_value import by_value
+from dcp.planners.rank_state import RankState
+from dcp.saving.feature import SaveFeature
 from dcp.storage.formats.container_notes import NO_PLAIN_KEY, plain_key
 from dcp.storage.formats.torch.python_values import is_harmless_leaf
 from dcp.storage.near_names import listed
 
-__all__ = ["warn_of_foreign", "warn_of_keys"]
+if TYPE_CHECKING:
+    from dcp.saving.save import SavingRank
+
+__all__ = ["ForeignValues", "warn_of_foreign", "warn_of_keys"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +36,19 @@ _MAX_DEPTH: Final = 64
 
 
 _MAX_TOLD = 10
+
+
+class ForeignValues(SaveFeature):
+    """Warns of values that need trust, and of keys that become strings."""
+
+    name = "foreign values"
+
+    def held(self, local: RankState, at: SavingRank) -> RankState:
+        """Look at the types of what the coordinator has."""
+        if at.is_coordinator:
+            warn_of_foreign(local.columns.objects.fqns, local.objects)
+            warn_of_keys(local.foreign_keys)
+        return local
 
 
 def warn_of_foreign(fqns: Sequence[str], values: Sequence[Any]) -> None:
