@@ -315,7 +315,7 @@ def _copied(user_metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def _patterns(apart: str | Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    return tuple(patterns_of_part(name) for name in ([apart] if isinstance(apart, str) else apart))
+    return tuple(map(patterns_of_part, [apart] if isinstance(apart, str) else apart))
 
 
 def _stages_itself(writer: StorageWriter | None) -> TypeGuard[AsyncStager]:

@@ -13,13 +13,13 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from dcp.planners.layout.local_tensor import KINDS, WRAPPER
-from dcp.planners.layout.tensor_parts import FACTS, is_made_of_parts, parts_of
+from dcp.planners.layout.local_tensor import DTENSOR, KINDS, WRAPPER
+from dcp.planners.layout.tensor_parts import FACTS, is_dtensor_of_parts, parts_of
 from dcp.planners.per_rank import PerRank, rank_key
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.container_notes import NO_PLAIN_KEY, ContainerNote, note_of, plain_key
@@ -100,22 +100,21 @@ class Flat(NamedTuple):
     facts: frozenset[str]
 
 
+@dataclass(eq=False)
 class _StateFlattener:
-    def __init__(self, rank: int, *, legacy: bool) -> None:
-        self.rank = rank
-        self.legacy = legacy
-        self.kinds = _KINDS
-        self.flat: dict[str, Any] = {}
-        self.paths: dict[str, Path] = {}
-        self.duplicates: list[str] = []
-        self.notes: list[ContainerNote] = []
-        self.foreign_keys: dict[str, str] = {}
-        self.per_rank: dict[str, PerRank] = {}
-        self.owners: dict[str, str] = {}
-        self.facts: set[str] = set()
+    rank: int
+    legacy: bool
+    flat: dict[str, Any] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
+    duplicates: list[str] = field(default_factory=list)
+    notes: list[ContainerNote] = field(default_factory=list)
+    foreign_keys: dict[str, str] = field(default_factory=dict)
+    per_rank: dict[str, PerRank] = field(default_factory=dict)
+    owners: dict[str, str] = field(default_factory=dict)
+    facts: set[str] = field(default_factory=set)
 
     def visit(self, fqn: str, path: Path, value: Any) -> None:
-        kind = self.kinds[type(value)]
+        kind = _KINDS[type(value)]
         if kind > TENSOR and len(path) > MAX_NESTING:
             raise _too_deep(fqn)
         if kind == PER_RANK:
@@ -154,9 +153,7 @@ class _StateFlattener:
 
     def open_dtensors(self) -> None:
         """Those of tensors made of others, which are found by their local tensors alone."""
-        kinds = {cls for cls in set(map(type, self.flat.values())) if issubclass(cls, DTensor)}
-        found = [fqn for fqn, value in self.flat.items() if type(value) in kinds and is_made_of_parts(value)]
-        for fqn in found if kinds else ():
+        for fqn in [fqn for fqn, value in self.flat.items() if is_dtensor_of_parts(value)]:
             owner = self.owners.pop(fqn, None)
             count = len(self.flat) - 1
             self.visit_parts(fqn, self.paths.pop(fqn), self.flat.pop(fqn))
@@ -165,7 +162,7 @@ class _StateFlattener:
 
     def visit_all(self, prefix: str, path: Path, mapping: Mapping[Any, Any]) -> None:
         """The entries of a mapping at ``path``; their keys begin with ``prefix``."""
-        kinds, flat, paths = self.kinds, self.flat, self.paths
+        kinds, flat, paths = _KINDS, self.flat, self.paths
         has_only_strings = _STRINGS.issuperset(map(type, mapping))
         all_have_entries = True
         if has_only_strings and mapping and self.add_leaves(prefix, path, mapping):
@@ -187,7 +184,7 @@ class _StateFlattener:
     def add_leaves(self, prefix: str, path: Path, mapping: Mapping[str, Any]) -> bool:
         """The entries of a mapping if none of them is opened, all together; whether it is so."""
         keys, entries = list(mapping), list(mapping.values())
-        if max(map(self.kinds.__getitem__, set(map(type, entries)))) > TENSOR or len(keys) != len(entries):
+        if max(map(_KINDS.__getitem__, set(map(type, entries)))) > TENSOR or len(keys) != len(entries):
             return False
         fqns = [prefix + key for key in keys] if prefix else keys
         if not self.flat.keys().isdisjoint(fqns):
@@ -215,11 +212,10 @@ class _StateFlattener:
 
     def closed(self, entries: Iterable[Any], fqn: str = "", depth: int = 0) -> bool:
         """True when a container of these entries, in what is called ``fqn``, is kept as one value."""
-        kinds = self.kinds
         if depth > MAX_NESTING:
             raise _too_deep(fqn)
         for entry in entries:
-            kind = kinds[type(entry)]
+            kind = _KINDS[type(entry)]
             if kind in (TENSOR, PER_RANK, _PARTS):
                 return False
             if kind == MAPPING and not (self.legacy and self.closed(entry.values(), fqn, depth + 1)):
@@ -253,7 +249,8 @@ def flatten(state_dict: Mapping[Any, Any], *, rank: int = 0, legacy: bool = Fals
     """
     flattener = _StateFlattener(rank, legacy=legacy)
     flattener.visit_all("", (), state_dict)
-    flattener.open_dtensors()
+    if DTENSOR in map(KINDS.__getitem__, set(map(type, flattener.flat.values()))):
+        flattener.open_dtensors()
     if flattener.duplicates:
         names = sorted(set(flattener.duplicates))
         raise PlanError(

@@ -45,41 +45,32 @@ class EncodedObject(NamedTuple):
 def encoded_object(
     fqn: str, value: Any, cache: dict[bytes, bytes], *, with_digest: bool = False
 ) -> EncodedObject:
-    """``value`` encoded, unless it is already; ``cache`` lives as long as one save.
+    """Encode ``value``, unless it is already; ``cache`` lives as long as one save.
 
-    Raises PlanError, with the name, for what cannot be.
+    Plain data is put into the torch.save container without torch (its pickle has no classes), once for
+    equal values. So is what is equal to plain data (`dcp.planners.by_value`). Anything else is torch's to
+    pickle. Raises PlanError, with the name, for what cannot be encoded.
     """
     if type(value) is EncodedObject:
         return value
+    stored, buffer = value, io.BytesIO()
     try:
-        encoded = _encode(value, cache)
+        plain = encode_plain(stored)
+        if plain is None:
+            stored = by_value(stored)
+            plain = encode_plain(stored)
+        if plain is None:
+            torch.save(stored, buffer)
+            return EncodedObject(buffer.getvalue(), None, digest_value(value) if with_digest else 0)
+        blob = cache.get(plain) or object_record(pickle.dumps(stored, protocol=2))
     except Exception as error:  # whatever pickling code of the value's class raises
         raise PlanError(
             f"{fqn!r}, a {type(value).__name__}, cannot be stored: {type(error).__name__}: {error}. Keep it "
             "out of the state dict, or give what describes it as plain data",
             fqn=fqn,
         ) from error
-    return encoded._replace(digest=digest_value(value)) if with_digest and encoded.plain is None else encoded
-
-
-def _encode(value: Any, cache: dict[bytes, bytes]) -> EncodedObject:
-    """Plain data is put into the torch.save container without torch (its pickle has no classes), once for
-    equal values. So is what is equal to plain data (`dcp.planners.by_value`). Anything else is torch's to
-    pickle.
-    """
-    plain = encode_plain(value)
-    if plain is None:
-        value = by_value(value)
-        plain = encode_plain(value)
-    if plain is None:
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        return EncodedObject(buffer.getvalue(), None)
-    blob = cache.get(plain)
-    if blob is None:
-        blob = object_record(pickle.dumps(value, protocol=2))
-        if len(cache) < _KEPT_ENCODINGS:
-            cache[plain] = blob
+    if len(cache) < _KEPT_ENCODINGS:
+        cache[plain] = blob
     return EncodedObject(blob, plain)
 
 

@@ -108,7 +108,8 @@ def stateful_keys(keys: Iterable[Any], values: Collection[Any]) -> list[Any]:
 
 def stateful_to_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Replace each `Stateful` of the top level by its state. Raises OptionError for what has no entries."""
-    check_top_level(state_dict)
+    if not isinstance(state_dict, Mapping):
+        check_top_level(state_dict)
     plain = dict(state_dict.items())
     for key in stateful_keys([*plain], plain.values()):
         plain[key] = plain[key].state_dict()

@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from dcp.planners.rank_state import RankState
 from dcp.saving.feature import SaveFeature
-from dcp.saving.options import SaveOptions
 from dcp.storage.digests.boxes import BoxDigest, RunDigest
 from dcp.storage.digests.field import as_elements
 from dcp.storage.digests.places import LogicalPlaces
@@ -21,7 +20,6 @@ from dcp.storage.engine.observers import Observer
 from dcp.storage.engine.write_tables import WriteColumns
 from dcp.storage.formats.index import CheckpointIndex, Int64, itemsizes
 from dcp.storage.geometry.ragged import gather_rows, row_products
-from dcp.storage.torch_storage.writer import FileSystemWriter
 
 __all__ = ["Digests"]
 
@@ -30,11 +28,7 @@ class Digests(SaveFeature):
     """Adds up what each written box has of its tensor, and keeps the sums of whole tensors in the index."""
 
     name = "digests"
-
-    @classmethod
-    def is_wanted(cls, options: SaveOptions, writer: FileSystemWriter) -> bool:
-        """Test whether the storage was asked for them."""
-        return writer.digests
+    option = "digests"
 
     def observer(self, local: RankState, columns: WriteColumns) -> Observer:
         """Make the sums of the written rows."""

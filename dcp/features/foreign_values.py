@@ -24,7 +24,7 @@ from dcp.storage.near_names import listed
 if TYPE_CHECKING:
     from dcp.saving.save import SavingRank
 
-__all__ = ["ForeignValues", "warn_of_foreign", "warn_of_keys"]
+__all__ = ["ForeignValues", "warn_of_foreign"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +33,7 @@ _SEQUENCES: Final = frozenset((list, tuple, collections.deque))
 _MAPPINGS: Final = frozenset((dict, collections.OrderedDict, collections.Counter, collections.defaultdict))
 _TORCH: Final = (torch.Tensor, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 _MAX_DEPTH: Final = 64
-
-
-_MAX_TOLD = 10
+_MAX_TOLD: Final = 10
 
 
 class ForeignValues(SaveFeature):
@@ -46,38 +44,34 @@ class ForeignValues(SaveFeature):
     def held(self, local: RankState, at: SavingRank) -> RankState:
         """Look at the types of what the coordinator has."""
         if at.is_coordinator:
-            warn_of_foreign(local.columns.objects.fqns, local.objects)
-            warn_of_keys(local.foreign_keys)
+            warn_of_foreign(local.columns.objects.fqns, local.objects, local.foreign_keys)
         return local
 
 
-def warn_of_foreign(fqns: Sequence[str], values: Sequence[Any]) -> None:
-    """Log a warning of values that only a trusted checkpoint gives back."""
-    found = foreign_values(fqns, values)
-    if found:
+def warn_of_foreign(fqns: Sequence[str], values: Sequence[Any], keys: Mapping[str, str]) -> None:
+    """Log a warning of values that only a trusted checkpoint gives back, and of ``keys`` that none does, by
+    name with their types."""
+    if not _ATOMS.issuperset(map(type, values)) and (found := foreign_values(fqns, values)):
         logger.warning(
             "%d of the saved values will load only with weights_only=False, or with their classes in "
             "torch.serialization.add_safe_globals: %s. Plain data instead needs neither",
             len(found),
             _told(found),
         )
-    nested = [fqn for fqn, value in zip(fqns, values, strict=True) if fqn in found and is_stateful(value)]
-    if nested:
-        logger.warning(
-            "%s: objects with a state_dict() are asked for it at the top level of the state dict only, and "
-            "are pickled whole below: put them at the top, or their state_dict() in their place",
-            listed(nested, most=_MAX_TOLD),
-        )
-
-
-def warn_of_keys(found: Mapping[str, str]) -> None:
-    """Log a warning of keys that no checkpoint gives back; ``found`` are their types by name."""
-    if found:
+        named = zip(fqns, values, strict=True)
+        nested = [name for name, value in named if name in found and is_stateful(value)]
+        if nested:
+            logger.warning(
+                "%s: objects with a state_dict() are asked for it at the top level of the state dict only, "
+                "and are pickled whole below: put them at the top, or their state_dict() in their place",
+                listed(nested, most=_MAX_TOLD),
+            )
+    if keys:
         logger.warning(
             "%d keys of dicts are saved as their strings alone: %s. They are found again in a state dict "
             "that has them, and are strings in any other. Numbers, strings, bytes, None and tuples are kept",
-            len(found),
-            _told(found),
+            len(keys),
+            _told(keys),
         )
 
 

@@ -9,9 +9,7 @@ import numpy as np
 from dcp.planners.load.selection import Selection
 from dcp.planners.rank_state import RankState
 from dcp.saving.feature import SaveFeature
-from dcp.saving.options import SaveOptions
 from dcp.storage.formats.index import Int64
-from dcp.storage.torch_storage.writer import FileSystemWriter
 
 __all__ = ["Parts"]
 
@@ -20,11 +18,7 @@ class Parts(SaveFeature):
     """Numbers the tensors of each part from 1; 0 for those of none."""
 
     name = "parts"
-
-    @classmethod
-    def is_wanted(cls, options: SaveOptions, writer: FileSystemWriter) -> bool:
-        """Test whether there are any."""
-        return bool(options.apart)
+    option = "apart"
 
     def agreed(self) -> dict[str, Any]:
         """Return the patterns: a part of one rank's files alone cannot be dropped."""

@@ -6,14 +6,14 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp.planners.columns import SaveColumns
 from dcp.planners.save.plan_cache import PlanCache
 from dcp.ranks.collectives import Codec
-from dcp.saving.columns import ColumnSave, RankPlan, columns_codec
+from dcp.saving.columns import ColumnSave, RankPlan
 from dcp.saving.save import Save, SaveOutcome
 from dcp.storage.packing import pack, unpack
 
@@ -52,6 +52,8 @@ _PLANS: Final = Codec(
 class _RememberingSave(ColumnSave):
     cache: PlanCache
 
+    manner: ClassVar = ("with a plan cache",)
+
     def _attempt(self, number: int) -> tuple[Metadata, SaveOutcome]:
         """A plan that did not end in a commit does not serve again."""
         try:
@@ -62,19 +64,16 @@ class _RememberingSave(ColumnSave):
         self.cache.commit()
         return done
 
-    def manner(self) -> list[str]:
-        return ["with a plan cache"]
-
     def plan(self) -> Callable[[], RankPlan]:
         """Every rank takes the step that compares: one that has no plan any more says so in it."""
-        self.take_part()
+        self.start()
         begun = time.perf_counter()
         save_id = self.steps.reduce_broadcast("digests", self._offer, self._compare).decode("ascii")
         self.times["digests"] = time.perf_counter() - begun - self.times["local_plan"]
         if save_id:
             return lambda: RankPlan(save_id, self.cache.writes)
         planned = self.steps.reduce_scatter(
-            "plan", self.local_plan, self._plan_all, sent=columns_codec(), reply=_PLANS
+            "plan", self.local_plan, self._plan_all, sent=self.parts, reply=_PLANS
         )
 
         def received() -> RankPlan:

@@ -26,9 +26,7 @@ from dcp.storage.near_names import listed
 from dcp.storage.tensors import LocalMemory, torch_dtype
 
 if TYPE_CHECKING:
-    from dcp.saving.options import SaveOptions
     from dcp.saving.save import SavingRank
-    from dcp.storage.torch_storage.writer import FileSystemWriter
 
 __all__ = ["SavedMap", "mapped_state", "missing_sources"]
 
@@ -42,11 +40,7 @@ class SavedMap(SaveFeature):
     """Saves what the map makes of a rank's tensors."""
 
     name = "map"
-
-    @classmethod
-    def is_wanted(cls, options: SaveOptions, writer: FileSystemWriter) -> bool:
-        """Test whether there is a map."""
-        return options.map is not None
+    option = "map"
 
     @property
     def _map(self) -> WeightMap:

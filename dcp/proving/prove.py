@@ -85,7 +85,7 @@ def prove(
 
     def local() -> bytes:
         planner = DefaultSavePlanner(replica_check="off")
-        planner.begin_save(ranks.rank)
+        planner.rank = ranks.rank
         planner.set_up_planner(stateful_to_plain(state_dict), is_coordinator=ranks.is_coordinator)
         own = planner.create_local_columns(digests=False)
         if weights is not None:

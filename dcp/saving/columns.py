@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Final, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -15,7 +16,6 @@ from dcp.planners.rank_state import RankState
 from dcp.planners.save.global_plan import GlobalSavePlan, plan_save
 from dcp.planners.save.planner import DefaultSavePlanner, PlanOptions
 from dcp.planners.wire.codec import (
-    SectionCache,
     decode_save_columns,
     decode_write_columns,
     encode_save_columns,
@@ -34,7 +34,7 @@ from dcp.storage.threads import unwanted_once
 from dcp.storage.torch_storage.metadata import LazyMetadata
 from dcp.storage.torch_storage.writer import FileSystemWriter
 
-__all__ = ["ColumnSave", "RankPlan", "columns_codec"]
+__all__ = ["ColumnSave", "RankPlan"]
 
 
 class RankPlan(NamedTuple):
@@ -55,13 +55,6 @@ class RankPlan(NamedTuple):
 
 
 _PLANS: Final = Codec(RankPlan.encode, RankPlan.decode)
-_OUTCOMES: Final = Codec(WriteOutcome.encode, WriteOutcome.decode)
-
-
-def columns_codec() -> Codec:
-    """Make the codec of one plan; names and paths are the same on most ranks, and then decoded once."""
-    sections: SectionCache = {}
-    return Codec(encode_save_columns, lambda data: decode_save_columns(data, sections))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -80,11 +73,13 @@ class ColumnSave(Save):
     kinds: Sequence[type[SaveFeature]] = ()
 
     on_columns: ClassVar = True
+    outcomes: ClassVar = Codec(WriteOutcome.encode, WriteOutcome.decode)
 
     features: Features = field(init=False)
     local: RankState | None = field(init=False)
     planned: GlobalSavePlan | None = field(init=False)
     check: ReplicaCheck = field(init=False)
+    parts: Codec = field(init=False)
 
     def __post_init__(self) -> None:
         self.features = Features(self.kinds, self.options, self.storage)
@@ -99,17 +94,13 @@ class ColumnSave(Save):
     def held(self, state: dict[str, Any], at: SavingRank) -> RankState:
         """Return the columns, tensors and values of ``state``."""
         planner = self.planner
-        planner.begin_save(at.rank)
+        planner.rank = at.rank
         planner.set_up_planner(
             state_dict=state, storage_meta=self.storage.storage_meta(), is_coordinator=at.is_coordinator
         )
         return self.features.held(planner.create_local_columns(digests=False), at)
 
     # -- begin -----------------------------------------------------------------------------------------------
-
-    def manner(self) -> list[str]:
-        """List nothing: these steps are the usual ones."""
-        return []
 
     def agreed(self) -> dict[str, Any]:
         """Return the options of the save, its storage, its planner and its features."""
@@ -119,14 +110,16 @@ class ColumnSave(Save):
 
     def plan(self) -> Callable[[], RankPlan]:
         """Plan with the other ranks."""
-        self.take_part()
+        self.start()
         return self.steps.reduce_scatter(
-            "plan", self.local_plan, self.global_plan, sent=columns_codec(), reply=_PLANS
+            "plan", self.local_plan, self.global_plan, sent=self.parts, reply=_PLANS
         )
 
-    def take_part(self) -> None:
+    def start(self) -> None:
         """Forget the attempt before. A rank that plans alone has no replicas to compare."""
         self.local, self.planned = None, None
+        # names and paths are the same on most ranks, and then decoded once
+        self.parts = Codec(encode_save_columns, partial(decode_save_columns, cache={}))
         is_alone = not self.together or self.ranks.world_size == 1
         self.check = "off" if is_alone else self.plan_options.replica_check
 
@@ -170,13 +163,6 @@ class ColumnSave(Save):
 
     # -- write -----------------------------------------------------------------------------------------------
 
-    def write_and_commit(self, plan: Callable[[], RankPlan]) -> bytes:
-        """Write this rank's share; the coordinator commits all."""
-        answer: bytes = self.steps.reduce_broadcast(
-            "write", lambda: self.write(plan()), self.commit, sent=_OUTCOMES
-        )
-        return answer
-
     def write(self, plan: RankPlan) -> WriteOutcome:
         """Write the rows of ``plan``, seen by the features' observers."""
         local, storage, ranks, columns = self.local_state(), self.storage, self.ranks, plan.writes
@@ -186,7 +172,7 @@ class ColumnSave(Save):
         groups, observers = self.features.groups(local), self.features.observers(local, columns)
         total = int(columns.payload_bytes(memory.dtype_codes)[columns.own_rows].sum())
         with reporting(self.options.progress, "write", total, show=ranks.is_coordinator) as on_bytes:
-            watched = ranks.watching(on_bytes)
+            watched = ranks.watching(on_bytes) if ranks.abort is not None else on_bytes
             try:
                 with unwanted_once(ranks.abort):
                     outcome = storage.write_columns(

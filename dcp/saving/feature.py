@@ -7,9 +7,10 @@ loop, a thread and a writer process. The core imports none of them.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Features", "SaveFeature"]
 
+_METHODS: Final = ("agreed", "held", "explained", "groups", "observer", "manifest")
+
 
 @dataclass(frozen=True)
 class SaveFeature:
@@ -39,10 +42,8 @@ class SaveFeature:
     name: ClassVar[str] = ""
     """Stands for the feature in messages between ranks."""
 
-    @classmethod
-    def is_wanted(cls, options: SaveOptions, writer: FileSystemWriter) -> bool:
-        """Test whether it has a part in a save; the same on all ranks whose options are."""
-        return True
+    option: ClassVar[str] = ""
+    """The option of a save or its storage without which the feature has no part in it."""
 
     def agreed(self) -> dict[str, Any]:
         """Return options that must be the same on all ranks, by the names that a caller knows."""
@@ -84,16 +85,24 @@ class Features:
     def __init__(
         self, kinds: Sequence[type[SaveFeature]], options: SaveOptions, writer: FileSystemWriter
     ) -> None:
-        self._names = [kind.name for kind in kinds]
-        self._all: list[SaveFeature] = []
+        self._names: list[str] = []
+        self._with: dict[str, list[SaveFeature]] = defaultdict(list)
+        """Those that have a method of their own, by its name."""
         for kind in kinds:
-            if _called(kind.name, "is_wanted", kind.is_wanted, options, writer):
-                self._all.append(_called(kind.name, "", kind, options, writer))
+            self._names.append(kind.name)
+            if kind.option and not (
+                getattr(options, kind.option, None) or getattr(writer, kind.option, None)
+            ):
+                continue
+            feature = _called(kind.name, "", kind, options, writer)
+            for method in _METHODS:
+                if getattr(kind, method) is not getattr(SaveFeature, method):
+                    self._with[method].append(feature)
 
     def agreed(self, options: dict[str, Any]) -> dict[str, Any]:
         """Add all features' names and options to the ``options`` that must be the same on all ranks."""
         found = options | {"features": self._names}
-        for feature in self._all:
+        for feature in self._with["agreed"]:
             for name, value in _asked(feature, "agreed", dict).items():
                 if not isinstance(name, str) or name in found:
                     raise OptionError(
@@ -104,20 +113,20 @@ class Features:
 
     def held(self, local: RankState, at: SavingRank) -> RankState:
         """Return what this rank has, as the last one sees it."""
-        for feature in self._all:
+        for feature in self._with["held"]:
             local = _asked(feature, "held", RankState, local, at)
         return local
 
     def explain(self, error: PlanError, parts: Sequence[SaveColumns]) -> None:
         """Raise the first better error, if there is one."""
-        for feature in self._all:
+        for feature in self._with["explained"]:
             better = _asked(feature, "explained", PlanError | None, error, parts)
             if better is not None:
                 raise better from error
 
     def groups(self, local: RankState) -> Int64 | None:
         """Return the groups of the first one that has any."""
-        for feature in self._all:
+        for feature in self._with["groups"]:
             numbers = _asked(feature, "groups", np.ndarray | None, local)
             if numbers is not None and numbers.shape != (len(local.sources),):
                 raise _refused(feature, "groups", f"{len(local.sources)} numbers are wanted")
@@ -129,7 +138,7 @@ class Features:
     def observers(self, local: RankState, columns: WriteColumns) -> dict[str, Observer]:
         """Make the observers, by the names of their features."""
         found = {}
-        for feature in self._all:
+        for feature in self._with["observer"]:
             observer = _asked(feature, "observer", Observer | None, local, columns)
             if observer is not None:
                 found[feature.name] = observer
@@ -146,7 +155,7 @@ class Features:
         self, index: CheckpointIndex, writes: Sequence[WriteColumns], outcomes: Sequence[WriteOutcome]
     ) -> CheckpointIndex:
         """Return the index with what all put into it."""
-        for feature in self._all:
+        for feature in self._with["manifest"]:
             rows = np.concatenate([columns.chunks for columns in writes])
             found = [outcome.found.get(feature.name) for outcome in outcomes]
             before = dict(index.provenance)

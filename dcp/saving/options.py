@@ -65,8 +65,8 @@ def compared_options(
     """Options that must be the same on all ranks, by the names that their caller knows; those of other
     packages' writers and planners (None) are not known."""
     found: dict[str, Any] = {} if options.step is None else {"step": options.step}
-    if writer is not None:
-        found |= {name: getattr(writer, name) for name in _OF_WRITERS}
-    if plan is not None:
-        found |= {name: getattr(plan, field) for field, name in _OF_PLANS.items()}
+    for name in _OF_WRITERS if writer is not None else ():
+        found[name] = getattr(writer, name)
+    for own, name in _OF_PLANS.items() if plan is not None else ():
+        found[name] = getattr(plan, own)
     return found

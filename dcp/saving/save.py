@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from dcp.ranks.collectives import LocalSteps, Ranks
+from dcp.ranks.collectives import Codec, LocalSteps, Ranks
 from dcp.ranks.handshake import begin, check_same_target
 from dcp.ranks.retrying import retried
 from dcp.saving.options import SaveOptions
@@ -81,6 +81,10 @@ class Save(ABC):
     seconds: dict[str, float] = field(default_factory=dict)
 
     on_columns: ClassVar[bool]
+    manner: ClassVar[tuple[str, ...]] = ()
+    """What decides which steps follow."""
+    outcomes: ClassVar[Codec]
+    """Packs what `write` returns for the way to the coordinator."""
 
     ranks: Ranks = field(init=False)
     steps: Ranks | LocalSteps = field(init=False)
@@ -96,10 +100,6 @@ class Save(ABC):
         """Return what this rank has, of its state dict, to be staged or saved."""
 
     @abstractmethod
-    def manner(self) -> list[str]:
-        """List what decides which steps follow."""
-
-    @abstractmethod
     def agreed(self) -> dict[str, Any]:
         """Return the options that must be the same on all ranks."""
 
@@ -108,8 +108,12 @@ class Save(ABC):
         """Plan with the other ranks; the result gives this rank's part, in the next step."""
 
     @abstractmethod
-    def write_and_commit(self, plan: Callable[[], Any]) -> bytes:
-        """Write this rank's share; on the coordinator publish what was written. Return its answer to all."""
+    def write(self, plan: Any) -> Any:
+        """Write this rank's part of the plan; return what the commit has to know of it."""
+
+    @abstractmethod
+    def commit(self, outcomes: list[Any]) -> bytes:
+        """On the coordinator: publish what was written; the answer goes to all ranks."""
 
     @abstractmethod
     def metadata(self, answer: bytes) -> Metadata:
@@ -141,8 +145,8 @@ class Save(ABC):
             self.writer.reset()
         self.times, self.size_bytes = {}, 0
         begun, answer = time.perf_counter(), b""
-        manner = self.manner() if self.together else [*self.manner(), "without collectives"]
-        places = begin(self.ranks, self._place, manner=manner, options=self.agreed)
+        alone = () if self.together else ("without collectives",)
+        places = begin(self.ranks, self._place, manner=(*self.manner, *alone), options=self.agreed)
         if self.together:
             if len(set(places)) > 1:
                 check_same_target(self.ranks, places, self._store)
@@ -166,7 +170,10 @@ class Save(ABC):
         try:
             plan = self.plan()
             self.times["plan"] = time.perf_counter() - begun
-            return self.write_and_commit(plan)
+            answer: bytes = self.steps.reduce_broadcast(
+                "write", lambda: self.write(plan()), self.commit, sent=self.outcomes
+            )
+            return answer
         except BaseException as error:  # an interrupt, too, must not leave files behind
             # By the coordinator alone: by now every rank has reported to it, or was given up. Of what is
             # elsewhere it knows nothing.

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp.features.foreign_values import warn_of_foreign, warn_of_keys
+from dcp.features.foreign_values import warn_of_foreign
 from dcp.planners.save.planner import DefaultSavePlanner, PlanOptions
 from dcp.saving.options import compared_options
 from dcp.saving.save import Save, SavingRank
@@ -40,16 +40,14 @@ class ProtocolSave(Save):
     ours: DefaultSavePlanner | None
 
     on_columns: ClassVar = False
+    manner: ClassVar = ("by torch's protocol",)
+    outcomes: ClassVar = PICKLED
 
     _made: Metadata | None = field(init=False, default=None)
 
     def held(self, state: dict[str, Any], at: SavingRank) -> dict[str, Any]:
         """Return the state dict itself: what is in it, the planner finds out."""
         return state
-
-    def manner(self) -> list[str]:
-        """List that plans are objects."""
-        return ["by torch's protocol"]
 
     def agreed(self) -> dict[str, Any]:
         """Return the options of the save, and those of its storage and planner that are of this package."""
@@ -68,7 +66,7 @@ class ProtocolSave(Save):
         state = self.given()
         self.times.update(self.seconds)  # staging may have ended only now
         if ours is not None:
-            ours.begin_save(ranks.rank)
+            ours.rank = ranks.rank
         call_with_optional(
             planner.set_up_planner,
             (state,),
@@ -86,30 +84,26 @@ class ProtocolSave(Save):
             values = planner.state_dict if hasattr(planner, "state_dict") else state
             names = (item.index.fqn for item in plan.items if item.type is WriteItemType.BYTE_IO)
             known = [name for name in names if name in values]
-            warn_of_foreign(known, [values[name] for name in known])
-            warn_of_keys(ours.foreign_keys if ours is not None else {})
+            keys = ours.foreign_keys if ours is not None else {}
+            warn_of_foreign(known, [values[name] for name in known], keys)
         return writer.prepare_local_plan(plan)
 
     def _global_plan(self, parts: list[SavePlan]) -> Sequence[SavePlan]:
         plans, self._made = self.planner.create_global_plan(parts)
         return one_each(self.writer.prepare_global_plan(plans), len(parts))
 
-    def write_and_commit(self, plan: Callable[[], SavePlan]) -> bytes:
-        """Write what the planner resolves; the coordinator's storage commits."""
+    def write(self, plan: SavePlan) -> list[WriteResult]:
+        """Write what the planner resolves."""
+        future = self.writer.write_data(self.planner.finish_plan(plan), self.planner)
+        future.wait()
+        return list(future.value())
 
-        def write() -> list[WriteResult]:
-            future = self.writer.write_data(self.planner.finish_plan(plan()), self.planner)
-            future.wait()
-            return list(future.value())
-
-        answer: bytes = self.steps.reduce_broadcast("write", write, self._commit, sent=PICKLED)
-        return answer
-
-    def _commit(self, results: list[list[WriteResult]]) -> bytes:
+    def commit(self, outcomes: list[list[WriteResult]]) -> bytes:
+        """On the coordinator: let the storage commit."""
         if self._made is None:
             raise PlanError("the save was not planned")
         try:
-            self.writer.finish(metadata=self._made, results=results)
+            self.writer.finish(metadata=self._made, results=outcomes)
         except CheckpointError as error:  # of a storage that does more once it has published
             if self.storage is not None and self.storage.index is not None:
                 error.committed = True

@@ -87,10 +87,17 @@ def _form(
     sharded: bool,
     replicated: bool,
 ) -> _Form:
-    flat = [tuple(chain.from_iterable(part)) for part in zip(*boxes, strict=True)] or [(), (), ()]
-    columns = (shape, *flat, box_sources, map(len, source_shapes), chain.from_iterable(source_shapes))
-    counts = len(shape), len(boxes), len(source_shapes), sharded, replicated
-    return _Form(*(array("q", column).tobytes() for column in (counts, *columns)))
+    counts = array("q", (len(shape), len(boxes), len(source_shapes), sharded, replicated))
+    offsets, sizes, local_offsets = array("q"), array("q"), array("q")
+    for box in boxes:
+        offsets.extend(box.offsets)
+        sizes.extend(box.sizes)
+        local_offsets.extend(box.local_offsets)
+    columns = (
+        *(counts, array("q", shape), offsets, sizes, local_offsets, array("q", box_sources)),
+        *(array("q", map(len, source_shapes)), array("q", chain.from_iterable(source_shapes))),
+    )
+    return _Form(*map(array.tobytes, columns))
 
 
 class _PlainForms(dict[tuple[int, ...], _Form]):
@@ -115,6 +122,8 @@ class _SourceFacts:
     is_cpu: npt.NDArray[np.bool_]
     is_cut: npt.NDArray[np.bool_]
     """Whether memory that the tensor has was given back: the storage was resized."""
+    is_nowhere: npt.NDArray[np.bool_]
+    """Whether the tensor has elements and no memory."""
     is_foreign: npt.NDArray[np.bool_]
     """Whether another library owns the memory, such as numpy."""
 
@@ -136,7 +145,8 @@ class _SourceFacts:
         there = np.fromiter(map(_nbytes, storages), np.int64, count)
         is_cut = (ends * itemsizes(codes) > there) & (items > 0)
         is_foreign = ~np.fromiter(map(_is_resizable, storages), np.bool_, count)
-        return cls(codes, pointers, is_contiguous, is_lazy, is_cpu, is_cut, is_foreign)
+        is_nowhere = (pointers == 0) & (items > 0)
+        return cls(codes, pointers, is_contiguous, is_lazy, is_cpu, is_cut, is_nowhere, is_foreign)
 
 
 @dataclass(eq=False)
@@ -312,8 +322,7 @@ class _Builder:
             facts = _SourceFacts.ask(self.sources)
         if facts is not None and self.loading:
             self._note_read_only(facts, rows)
-        is_bad = bool(self.problems) or facts is None or facts.is_cut.any() or not facts.codes.all()
-        if facts is None or is_bad or not self._have_memory(facts.pointers):
+        if self.problems or facts is None or (facts.is_cut | facts.is_nowhere | (facts.codes == 0)).any():
             self._raise_problems(rows)
         return facts
 
@@ -329,9 +338,6 @@ class _Builder:
                     "is; load into a clone(), or open the map with mode 'r+' or 'c'",
                 )
             )
-
-    def _have_memory(self, pointers: Int64) -> bool:
-        return not any(self.sources[number].numel() for number in np.flatnonzero(pointers == 0).tolist())
 
     def _raise_problems(self, rows: Int64) -> NoReturn:
         """One error for all tensors that cannot be stored, in the order of the state dict."""
@@ -415,10 +421,12 @@ def collect_tensors(state_dict: Mapping[str, Any], *, purpose: Literal["save", "
 def item_ties(local: RankState) -> Int64:
     """``SaveColumns.item_ties`` of a rank's tensors: boxes with the same bytes at the same place in memory,
     as tied weights have, become one record."""
-    columns, sources, pointers = local.columns, local.sources, local.memory.pointers
+    columns, sources, pointers = local.columns, local.memory.tensors, local.memory.pointers
     ties = np.full(len(columns.item_tensors), -1, np.int64)
     _, inverse, counts = np.unique(pointers, return_inverse=True, return_counts=True)
     shared = (counts[inverse] > 1) & (pointers != 0)
+    if not shared.any():
+        return ties
     keys: dict[int, Any] = {}
     for row in np.flatnonzero(shared[columns.item_sources]).tolist():
         source = sources[columns.item_sources[row]]

@@ -6,7 +6,7 @@ DTensors may give several boxes a local tensor (see `dcp.planners.layout.placeme
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -107,11 +107,6 @@ def is_tensor_like(value: object) -> bool:
     """True for what is stored as a tensor: tensors of all kinds, and what implements torch's protocol for
     them."""
     return KINDS[type(value)] != OBJECT
-
-
-def _has_sharded_tensor(values: Iterable[object]) -> bool:
-    """True where a `ShardedTensor` (FSDP1) is among ``values``."""
-    return any(KINDS[cls] == _SHARDED for cls in set(map(type, values)))
 
 
 def _ordered_mesh_dims(spec: Any, ndim: int) -> list[int]:
@@ -273,8 +268,6 @@ def local_tensor(fqn: str, value: Any, cache: SpecCache) -> LocalTensor | None:
 
 
 def flatten_sharded(flat: dict[str, Any]) -> dict[str, Any]:
-    """A flat state dict with nested ShardedTensors (FSDP1 over tensor parallelism) made flat, as torch
-    does."""
-    if not _has_sharded_tensor(flat.values()):
-        return flat
-    return flatten_sharded_tensors(flat)
+    """Make nested ShardedTensors (FSDP1 over tensor parallelism) of a flat state dict flat, as torch does."""
+    has_any = _SHARDED in map(KINDS.__getitem__, set(map(type, flat.values())))
+    return flatten_sharded_tensors(flat) if has_any else flat

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,12 +33,12 @@ def _contains(piece: LocalPiece, offsets: tuple[int, ...], sizes: tuple[int, ...
     )
 
 
+@dataclass(eq=False)
 class BoxLookup:
     """Looks boxes up in the state dict as it is now; a tensor that was replaced since is looked at again."""
 
-    def __init__(self) -> None:
-        self._layouts: SpecCache = {}
-        self._known: dict[str, tuple[Any, LocalTensor | None]] = {}
+    _layouts: SpecCache = field(default_factory=dict)
+    _known: dict[str, tuple[Any, LocalTensor | None]] = field(default_factory=dict)
 
     def find(
         self, state_dict: Mapping[str, Any], index: MetadataIndex, sizes: tuple[int, ...] | None = None

@@ -19,7 +19,7 @@ from dcp.planners.layout.local_tensor import DTENSOR, KINDS, WRAPPER
 from dcp.storage.errors import PlanError
 from dcp.storage.torch_compat import StridedShard, local_part
 
-__all__ = ["FACTS", "check_facts", "is_made_of_parts", "parts_of"]
+__all__ = ["FACTS", "check_facts", "is_dtensor_of_parts", "parts_of"]
 
 FACTS: Final = "subclass"
 """The last part of the name of the facts that are no tensor."""
@@ -28,14 +28,13 @@ _PLAIN: Final = (bool, int, float, str, bytes, type(None))
 _NAMED: Final = (torch.dtype, torch.layout, torch.memory_format)
 
 
-def is_made_of_parts(value: Any) -> bool:
-    """Test whether ``value`` is such a tensor, or a DTensor of them."""
-    kind = KINDS[type(value)]
-    return kind == WRAPPER or (kind == DTENSOR and KINDS[type(local_part(value))] == WRAPPER)
+def is_dtensor_of_parts(value: Any) -> bool:
+    """Test whether ``value`` is a DTensor of such tensors."""
+    return KINDS[type(value)] == DTENSOR and KINDS[type(local_part(value))] == WRAPPER
 
 
 def parts_of(fqn: str, value: Any) -> dict[str, Any]:
-    """Give the inner tensors of a value that `is_made_of_parts`, by attribute, and `FACTS`.
+    """Give the inner tensors of such a tensor, or of a DTensor of them, by attribute, and `FACTS`.
 
     Those of a DTensor are DTensors where they are divided as it is. Raises PlanError for facts that are no
     plain data, for inner tensors that are made anew at each access, so that values loaded into them are lost,

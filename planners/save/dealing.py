@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -31,14 +32,9 @@ class Dealt(NamedTuple):
     loads: list[int]
 
 
-def deal_boxes(
-    items: Items, boxes: Boxes, nbytes: Int64, world_size: int, *, lowest_rank: bool, split_bytes: int | None
-) -> Dealt:
-    """Deal out boxes of ``nbytes`` each: to the lowest ranks that hold them, or so that bytes are balanced
-    and replicas above ``split_bytes`` are cut."""
+def deal_boxes(items: Items, boxes: Boxes, nbytes: Int64, world_size: int, split_bytes: int | None) -> Dealt:
+    """Deal out boxes of ``nbytes`` each in balance; replicas above ``split_bytes`` are cut."""
     owners = boxes.first.copy()
-    if lowest_rank:
-        return Dealt(owners, {}, [0] * world_size)
     shared = np.diff(boxes.start) > 1
     loads = np.bincount(items.ranks[owners[~shared]], weights=nbytes[~shared], minlength=world_size)
     balancer = Balancer(loads.astype(np.int64).tolist(), split_bytes=split_bytes)
@@ -110,12 +106,10 @@ def _common_ranks(items: Items, boxes: Boxes, cluster: Sequence[int]) -> list[in
     return common
 
 
-def deal_objects(objects: GlobalObjects, loads: list[int], *, lowest_rank: bool) -> Int64:
+def deal_objects(objects: GlobalObjects, loads: list[int]) -> Int64:
     """Return who writes each object; ``loads`` are bytes by rank, and grow."""
     owners = objects.owners.copy()
     large = np.flatnonzero(objects.sizes > LARGE_OBJECT_BYTES)
-    if lowest_rank:
-        return owners
     for row in large[np.argsort(-objects.sizes[large], kind="stable")].tolist():
         owner = min(objects.holders(row), key=loads.__getitem__)
         owners[row] = owner
@@ -141,12 +135,12 @@ class WritePart(NamedTuple):
     end: int
 
 
+@dataclass(eq=False)
 class Balancer:
     """Deals boxes out to ranks; ``loads`` are bytes by rank, and grow as boxes are dealt."""
 
-    def __init__(self, loads: Sequence[int], *, split_bytes: int | None) -> None:
-        self.loads = list(loads)
-        self._split_bytes = split_bytes
+    loads: list[int]
+    split_bytes: int | None
 
     def choose(self, ranks: Sequence[int], begin: int, end: int, nbytes: int) -> int:
         """The position in ``ranks[begin:end]`` of the least loaded, which takes ``nbytes``."""
@@ -161,8 +155,8 @@ class Balancer:
 
     def deal(self, box: Replicated) -> list[WritePart]:
         """The parts of one box, in order of their rows; one part with ``dim`` -1 where it is not cut."""
-        if self._split_bytes is not None and box.nbytes > self._split_bytes and len(box.holders) > 1:
-            parts = self._split(box, self._split_bytes)
+        if self.split_bytes is not None and box.nbytes > self.split_bytes and len(box.holders) > 1:
+            parts = self._split(box, self.split_bytes)
             if parts:
                 return parts
         return [self._whole(box, min(box.holders, key=self.loads.__getitem__))]

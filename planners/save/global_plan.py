@@ -30,7 +30,7 @@ from dcp.planners.save.validate import (
     check_nesting,
     check_replica_digests,
     check_volumes,
-    raise_problems,
+    invalid_plan,
 )
 from dcp.storage.engine.write_tables import WriteColumns
 from dcp.storage.formats.container_notes import ContainerNote, Noted, join_notes, structure_of_notes
@@ -65,10 +65,9 @@ def _chunks(items: Items, dealt: Dealt) -> tuple[Int64, Int64, Int64, Int64]:
     for box, parts in dealt.split.items():
         chunk_items[begin[box] : begin[box + 1]] = [item for item, _ in parts]
     start = starts(items.start[chunk_items + 1] - items.start[chunk_items])
-    offsets, sizes, local_offsets = (
-        gather_rows(values, items.start, chunk_items)
-        for values in (items.offsets, items.sizes, items.local_offsets)
-    )
+    offsets = gather_rows(items.offsets, items.start, chunk_items)
+    sizes = gather_rows(items.sizes, items.start, chunk_items)
+    local_offsets = gather_rows(items.local_offsets, items.start, chunk_items)
     for box, parts in dealt.split.items():
         for number, (_, part) in enumerate(parts):
             place = start[begin[box] + number] + part.dim
@@ -147,6 +146,9 @@ def _writes(
         own_start = box_start[begin : end + 1] - box_start[begin]
         object_rows = objects.rows[rank]
         mine = np.flatnonzero(owners[object_rows] == rank)
+        shares = np.full(end - begin, -1, np.int64)
+        if (ties[begin:end] >= 0).any():
+            shares = _shares(ties[begin:end], own_start, sizes[box], local_offsets[box])
         writes.append(
             WriteColumns(
                 sources=sources[begin:end],
@@ -154,7 +156,7 @@ def _writes(
                 sizes=sizes[box],
                 local_offsets=local_offsets[box],
                 chunks=order[begin:end],
-                shares=_shares(ties[begin:end], own_start, sizes[box], local_offsets[box]),
+                shares=shares,
                 objects=mine,
                 object_rows=object_rows[mine],
             )
@@ -214,29 +216,29 @@ def plan_save(
     items = gather_items(all_columns, tensors)
     notes, mixed_keys = join_notes([Noted(part.notes, part.planner_data or {}) for part in all_columns])
     paths = join_planner_data([columns.planner_data for columns in all_columns])
-    nesting = check_nesting(all_columns, paths or {}, notes)
     # here already: what follows compares boxes of one tensor, which must be one
-    problems = [
-        *tensors.problems,
-        *check_volumes(tensors),
-        *check_kinds(tensors, objects),
-        *nesting,
-        *mixed_keys,
-    ]
+    problems = [*tensors.problems, *check_volumes(tensors), *mixed_keys]
+    if world_size > 1:
+        problems += check_kinds(tensors, objects)
+        problems += check_nesting(all_columns, paths or {}, notes)
     if problems:
-        raise_problems(problems, objects.mismatches)
+        raise invalid_plan(problems, objects.mismatches)
     inside, problems = check_bounds(items, tensors)
     volumes = row_products(tensors.shape_values, tensors.shape_start)
     held = np.flatnonzero(inside & ((items.volumes > 0) | (volumes[items.tensors] == 0)))
     boxes = distinct_boxes(items, held, tensors)
     complete = world_size > 1 and not problems
     problems += check_boxes(items, boxes.first, tensors, volumes, complete=complete)
-    replicas = check_replica_digests(items, boxes, tensors) if check_replicas else []
-    raise_problems(problems, [*objects.mismatches, *replicas])
+    mismatches = [*objects.mismatches]
+    if check_replicas:
+        mismatches += check_replica_digests(items, boxes, tensors)
+    if problems or mismatches:
+        raise invalid_plan(problems, mismatches)
     nbytes = items.volumes[boxes.first] * itemsizes(tensors.dtype_codes)[items.tensors[boxes.first]]
-    lowest = dedup_to_lowest_rank
-    dealt = deal_boxes(items, boxes, nbytes, world_size, lowest_rank=lowest, split_bytes=split_bytes)
-    owners = deal_objects(objects, dealt.loads, lowest_rank=lowest)
+    dealt, owners = Dealt(boxes.first, {}, []), objects.owners
+    if world_size > 1 and not dedup_to_lowest_rank:
+        dealt = deal_boxes(items, boxes, nbytes, world_size, split_bytes)
+        owners = deal_objects(objects, dealt.loads)
     chunk_items, offsets, sizes, local_offsets = _chunks(items, dealt)
     index = _index(tensors, objects, items.tensors[chunk_items], offsets, sizes, paths, notes)
     return GlobalSavePlan(

@@ -73,10 +73,6 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
         self._lookup = BoxLookup()
         self._box_sizes: dict[MetadataIndex, tuple[int, ...]] = {}
 
-    def begin_save(self, rank: int) -> None:
-        """The next state dict is of rank ``rank``."""
-        self.rank = rank
-
     def set_up_planner(
         self,
         state_dict: dict[str, Any],

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -229,20 +229,20 @@ def describe_sides(sides: Sequence[Sequence[int]]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Items:
-    """The boxes of all ranks, one after the other: rank, row in that rank's columns, global tensor row,
-    box."""
+    """The boxes of all ranks, one after the other: rank, row in that rank's columns, global tensor row, box;
+    and what its columns ``item_*`` have."""
 
     ranks: Int64
     rows: Int64
     tensors: Int64
     start: Int64
+    volumes: Int64
     offsets: Int64
     sizes: Int64
     local_offsets: Int64
     sources: Int64
     digests: npt.NDArray[np.uint64]
     ties: Int64
-    volumes: Int64
 
     def box_text(self, item: int) -> str:
         """``[0:4, 2:3]``, for messages."""
@@ -253,24 +253,24 @@ class Items:
 
 def gather_items(all_columns: Sequence[SaveColumns], tensors: GlobalTensors) -> Items:
     """The items of all ranks, in rank order."""
-    counts = [len(columns.item_tensors) for columns in all_columns]
-    rows = [np.arange(count, dtype=np.int64) for count in counts]
-    mapped = [rows[columns.item_tensors] for columns, rows in zip(all_columns, tensors.rows, strict=True)]
-    ndims = [np.diff(columns.box_start) for columns in all_columns]
+    ranks, rows, mapped, ndims = [], [], [], []
+    for rank, (columns, tensor_rows) in enumerate(zip(all_columns, tensors.rows, strict=True)):
+        count = len(columns.item_tensors)
+        ranks.append(np.full(count, rank, np.int64))
+        rows.append(np.arange(count, dtype=np.int64))
+        mapped.append(tensor_rows[columns.item_tensors])
+        ndims.append(np.diff(columns.box_start))
     start = starts(np.concatenate(ndims))
-    sizes = np.concatenate([columns.item_sizes for columns in all_columns])
+    joined: dict[str, Any] = {}
+    for name in ("offsets", "sizes", "local_offsets", "sources", "digests", "ties"):
+        joined[name] = np.concatenate([*map(attrgetter(f"item_{name}"), all_columns)])
     return Items(
-        ranks=np.repeat(np.arange(len(counts), dtype=np.int64), counts),
-        rows=np.concatenate(rows),
-        tensors=np.concatenate(mapped),
-        start=start,
-        offsets=np.concatenate([columns.item_offsets for columns in all_columns]),
-        sizes=sizes,
-        local_offsets=np.concatenate([columns.item_local_offsets for columns in all_columns]),
-        sources=np.concatenate([columns.item_sources for columns in all_columns]),
-        digests=np.concatenate([columns.item_digests for columns in all_columns]),
-        ties=np.concatenate([columns.item_ties for columns in all_columns]),
-        volumes=row_products(sizes, start),
+        np.concatenate(ranks),
+        np.concatenate(rows),
+        np.concatenate(mapped),
+        start,
+        row_products(joined["sizes"], start),
+        **joined,
     )
 
 
@@ -301,11 +301,8 @@ class Boxes:
 
     members: Int64
     start: Int64
-
-    @cached_property
-    def first(self) -> Int64:
-        """One item of each box."""
-        return self.members[self.start[:-1]]
+    first: Int64
+    """One item of each box."""
 
     def of(self, box: int) -> Int64:
         """The items of a box."""
@@ -327,4 +324,5 @@ def distinct_boxes(items: Items, chosen: Int64, tensors: GlobalTensors) -> Boxes
         here = gather_rows(items.sizes, items.start, members[filled])
         before = gather_rows(items.sizes, items.start, members[filled - 1])
         new[filled] = np.logical_or.reduceat(here != before, starts(counts[counts > 0])[:-1])
-    return Boxes(members, np.append(np.flatnonzero(new), len(members)))
+    first = np.flatnonzero(new)
+    return Boxes(members, np.append(first, len(members)), members[first])

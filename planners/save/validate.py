@@ -1,8 +1,9 @@
-"""What is wrong with a global plan: all of it, in one error."""
+"""Checks of a global plan, whose findings are raised together, in one error."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,7 @@ __all__ = [
     "check_nesting",
     "check_replica_digests",
     "check_volumes",
-    "raise_problems",
+    "invalid_plan",
 ]
 
 MAX_LISTED = 20
@@ -33,13 +34,8 @@ MAX_VOLUME_LOG2 = 60
 """Elements of one tensor; positions of elements are sort keys of 63 bits."""
 
 
-def raise_problems(problems: Sequence[str], mismatches: Sequence[tuple[str, str]] = ()) -> None:
-    """Raise one error for everything found; nothing if there is nothing.
-
-    ``mismatches`` are (fqn, description) of replicas that differ.
-    """
-    if not problems and not mismatches:
-        return
+def invalid_plan(problems: Sequence[str], mismatches: Sequence[tuple[str, str]]) -> PlanError:
+    """Make one error for everything found; ``mismatches`` are (fqn, description) of replicas that differ."""
     told = [*problems, *(text for _, text in mismatches)]
     shown = told[:MAX_LISTED]
     more = f"; and {len(told) - len(shown)} more" if len(told) > len(shown) else ""
@@ -56,9 +52,8 @@ def raise_problems(problems: Sequence[str], mismatches: Sequence[tuple[str, str]
                 "for buffer in model.buffers(): torch.distributed.broadcast(buffer, 0)"
             )
     fqns = sorted({fqn for fqn, _ in mismatches})[:MAX_LISTED]
-    if problems:
-        raise PlanError(message, problems=shown, fqns=fqns)
-    raise ReplicaMismatchError(message, problems=shown, fqns=fqns)
+    kind = PlanError if problems else ReplicaMismatchError
+    return kind(message, problems=shown, fqns=fqns)
 
 
 def check_volumes(tensors: GlobalTensors) -> list[str]:
@@ -66,13 +61,13 @@ def check_volumes(tensors: GlobalTensors) -> list[str]:
     logs = np.log2(np.maximum(tensors.shape_values, 1).astype(np.float64))
     sums = np.concatenate([[0.0], np.cumsum(logs)])
     sizes = sums[tensors.shape_start[1:]] - sums[tensors.shape_start[:-1]]
-    problems = [
-        f"{tensors.fqns[row]!r} of shape {tensors.shape(row)} has too many elements"
-        for row in np.flatnonzero(sizes > MAX_VOLUME_LOG2).tolist()
-    ]
-    if not problems and len(sizes) and float(np.exp2(sizes).sum()) > 2.0**62:
-        problems.append("the tensors have too many elements together")
-    return problems
+    if (sizes > MAX_VOLUME_LOG2).any():
+        return [
+            f"{tensors.fqns[row]!r} of shape {tensors.shape(row)} has too many elements"
+            for row in np.flatnonzero(sizes > MAX_VOLUME_LOG2).tolist()
+        ]
+    is_too_much = float(np.exp2(sizes).sum()) > 2.0**62
+    return ["the tensors have too many elements together"] if is_too_much else []
 
 
 def check_kinds(tensors: GlobalTensors, objects: GlobalObjects) -> list[str]:
@@ -95,11 +90,11 @@ def check_kinds(tensors: GlobalTensors, objects: GlobalObjects) -> list[str]:
 def check_nesting(
     all_columns: Sequence[SaveColumns], paths: Mapping[str, Path], notes: Sequence[ContainerNote]
 ) -> list[str]:
-    """Names that are a value on one rank and a dict or list on another, which no nested state can hold.
+    """List names that are a value on one rank and a dict or list on another, which no state can hold.
 
     ``paths`` and ``notes`` are those of all ranks together.
     """
-    if len({id(columns.planner_data) for columns in all_columns}) == 1:
+    if len({*map(id, map(attrgetter("planner_data"), all_columns))}) == 1:
         return []
     level = {path[:-1] for path in paths.values()} | {tuple(note["path"]) for note in notes}
     problems, seen = set[Path](), set[Path]()
@@ -135,8 +130,9 @@ def check_bounds(items: Items, tensors: GlobalTensors) -> tuple[npt.NDArray[np.b
     first = np.repeat(tensors.shape_start[items.tensors] - items.start[:-1], counts)
     limits = tensors.shape_values[first + np.arange(len(items.offsets), dtype=np.int64)]
     bad = (items.offsets < 0) | (items.sizes < 0) | (items.sizes > limits - items.offsets)
-    if bad.any():
-        inside[filled] = ~np.logical_or.reduceat(bad, items.start[:-1][filled])
+    if not bad.any():
+        return inside, []
+    inside[filled] = ~np.logical_or.reduceat(bad, items.start[:-1][filled])
     problems = [
         f"rank {items.ranks[item]}: box {items.box_text(item)} of "
         f"{tensors.fqns[int(items.tensors[item])]!r} is outside of its shape "
@@ -153,7 +149,9 @@ def check_boxes(
     box_tensors = items.tensors[first]
     by_tensor = np.bincount(box_tensors, minlength=len(tensors.fqns))
     several = first[by_tensor[box_tensors] > 1]
-    problems, overlapped = [], set()
+    problems, overlapped = [], set[int]()
+    if not len(several) and not complete:
+        return []
     for group in by_ndim(several, items.start, items.offsets, items.sizes):
         boxes = BoxSet(items.tensors[group.rows], group.offsets, group.offsets + group.sizes)
         for i, j in zip(*(side.tolist() for side in overlapping_pairs(boxes)), strict=True):
