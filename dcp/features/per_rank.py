@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from dcp.features.base import LoadSession, ReadWhole
+from dcp.loading.feature import LoadFeature, ReadWhole
 from dcp.planners.layout.checkpointable import claim_of, with_claim
+from dcp.planners.load.options import LoadOptions
 from dcp.planners.per_rank import rank_holder, rank_key, rank_number
 from dcp.planners.rescale import Rescale, rescaled_value
 from dcp.storage.errors import PlanError
@@ -20,7 +21,6 @@ from dcp.storage.formats.index import CheckpointIndex, Path
 from dcp.storage.near_names import listed
 
 if TYPE_CHECKING:
-    from dcp.loading.call import LoadCall
     from dcp.loading.report import LoadReport
 
 __all__ = ["PerRankValues"]
@@ -41,20 +41,31 @@ class _StatesOfRanks(NamedTuple):
     ranks: int
 
 
-class PerRankValues(LoadSession):
+class PerRankValues(LoadFeature):
     """The values of a load that differ by rank.
 
     ``rescaled`` are `Rescale` values for which another number of ranks saved; ``kept`` stay as they are;
     ``left`` are those of which the checkpoint has values of ranks that this job has not.
     """
 
-    def __init__(self, call: LoadCall) -> None:
-        super().__init__(call)
+    name = "per_rank"
+
+    def __init__(self, options: LoadOptions) -> None:
+        super().__init__(options)
         self.rescaled: list[_StatesOfRanks] = []
         self.kept: tuple[str, ...] = ()
         self.left: tuple[str, ...] = ()
         self._ready: list[tuple[Rescale, Any]] = []
         self._copies: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+
+    def agreed(self) -> dict[str, Any]:
+        """The rule for values without one."""
+        return {"per_rank": self.options.per_rank}
+
+    def takes_part(self) -> bool:
+        """Forget the plan before; return whether there are such values."""
+        self.rescaled, self.kept, self.left, self._ready, self._copies = [], (), (), [], []
+        return bool(self.call.flat.per_rank)
 
     def entries(self, index: CheckpointIndex) -> None:
         """Leave out what rules make, and with ``per_rank="keep"`` what other ranks saved, or nobody did.
@@ -65,6 +76,7 @@ class PerRankValues(LoadSession):
         call, owners = self.call, self.call.flat.owners
         self.rescaled = self._to_rescale(index)
         made = {value.name for value in self.rescaled}
+        self.whole = [value.name for value in self.rescaled if value.target.rule != "keep"]
         below: dict[str, list[str]] = {}
         for fqn, name in owners.items():
             if self._may_be_kept and name not in made and fqn in call.values:
