@@ -25,7 +25,16 @@ from dcp.saving.feature import SaveFeature
 from dcp.storage.errors import OptionError
 from dcp.storage.extensions import extension_names, loaded_extension
 
-__all__ = ["GROUP", "LOAD_FEATURES", "SAVE_FEATURES", "load_features", "register_feature", "save_features"]
+__all__ = [
+    "GROUP",
+    "LOAD_FEATURES",
+    "SAVE_FEATURES",
+    "LoadFeature",
+    "SaveFeature",
+    "load_features",
+    "register_feature",
+    "save_features",
+]
 
 GROUP: Final = "dcphub.features"
 

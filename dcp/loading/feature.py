@@ -7,7 +7,9 @@ them.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -15,7 +17,7 @@ from dcp.planners.columns import HeldBoxes
 from dcp.planners.load.options import LoadOptions
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import ByteRuns, Pieces
-from dcp.storage.errors import CheckpointError
+from dcp.storage.errors import CheckpointError, PlanError
 from dcp.storage.formats.index import CheckpointIndex, Path
 from dcp.storage.tensors import LocalMemory
 from dcp.storage.torch_storage.destinations import Filled, classify
@@ -48,6 +50,17 @@ class View:
         tensors."""
         engine.resolve(pieces.chunks)
         return classify(engine, pieces, memory)
+
+    def renamed(self, name_of: Callable[[str], str]) -> View:
+        """The same tensors and values, with what ``name_of`` makes of their names. PlanError for two of one
+        name."""
+        view, index = copy.copy(self), self.index
+        fqns, values = ([*map(name_of, names)] for names in (index.fqns, index.objects.fqns))
+        if len({*fqns, *values}) < len(fqns) + len(values):
+            twice = next(name for name in fqns + values if (fqns + values).count(name) > 1)
+            raise PlanError(f"two entries of the checkpoint would be called {twice!r}", fqn=twice)
+        view.index = replace(index, fqns=fqns, objects=replace(index.objects, fqns=values))
+        return view
 
     def lost(self, unexpected: Sequence[str]) -> list[str]:
         """Return those of the ``unexpected`` names that are lost for a reason of the view's own."""
