@@ -109,8 +109,8 @@ def load_engine(
             f"verify needs a storage of ours; {type(reader).__name__} checks as it sees fit"
         )
     options.check()
-    given = options.given_to_planner()
-    if given and ours is None:
+    given = options.given_to_planner() if ours is None else []
+    if given:
         raise CheckpointError(
             f"{', '.join(given)} need dcp.DefaultLoadPlanner or a subclass; {type(planner).__name__} decides "
             "that itself"
@@ -136,9 +136,9 @@ def _needs_columns(option: str, planner: object, storage: object) -> OptionError
 
 def _keeps_steps(part: object) -> bool:
     """Return whether a planner or storage of ours, or of a class derived from one, overrides no step."""
-    return all(
-        getattr(type(part), step) is getattr(base, step) and step not in vars(part)
-        for base, steps in _STEPS.items()
-        if isinstance(part, base)
-        for step in steps
-    )
+    for base, steps in _STEPS.items():
+        if isinstance(part, base):
+            for step in steps:
+                if getattr(type(part), step) is not getattr(base, step) or step in vars(part):
+                    return False
+    return True

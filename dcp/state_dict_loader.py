@@ -157,11 +157,14 @@ def load(
         their state already: PlanError if it leaves tensors on the meta device, else CheckpointError that
         names the object.
     """
+    weights = None
+    if map is not None:
+        weights = map_on_all(map, "load", process_group, no_dist=no_dist, timeout_seconds=timeout_seconds)
     options = LoadOptions(
         only=only,
         exclude=exclude,
         rename=rename,
-        map=map_on_all(map, "load", process_group, no_dist=no_dist, timeout_seconds=timeout_seconds),
+        map=weights,
         per_rank=per_rank,
         unexpected=unexpected,
         dtype=dtype,

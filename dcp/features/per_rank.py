@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,7 +13,6 @@ import torch
 
 from dcp.loading.feature import LoadFeature, ReadWhole
 from dcp.planners.layout.checkpointable import claim_of, with_claim
-from dcp.planners.load.options import LoadOptions
 from dcp.planners.per_rank import rank_holder, rank_key, rank_number
 from dcp.planners.rescale import Rescale, rescaled_value
 from dcp.storage.errors import PlanError
@@ -49,14 +48,11 @@ class PerRankValues(LoadFeature):
     """
 
     name = "per_rank"
-
-    def __init__(self, options: LoadOptions) -> None:
-        super().__init__(options)
-        self.rescaled: list[_StatesOfRanks] = []
-        self.kept: tuple[str, ...] = ()
-        self.left: tuple[str, ...] = ()
-        self._ready: list[tuple[Rescale, Any]] = []
-        self._copies: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+    rescaled: Sequence[_StatesOfRanks] = ()
+    kept: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+    _ready: Sequence[tuple[Rescale, Any]] = ()
+    _copies: Sequence[tuple[str, torch.Tensor, torch.Tensor]] = ()
 
     def agreed(self) -> dict[str, Any]:
         """The rule for values without one."""
@@ -64,7 +60,7 @@ class PerRankValues(LoadFeature):
 
     def takes_part(self) -> bool:
         """Forget the plan before; return whether there are such values."""
-        self.rescaled, self.kept, self.left, self._ready, self._copies = [], (), (), [], []
+        self.rescaled = self.kept = self.left = self._ready = self._copies = ()
         return bool(self.call.flat.per_rank)
 
     def entries(self, index: CheckpointIndex) -> None:
@@ -98,7 +94,7 @@ class PerRankValues(LoadFeature):
         The checkpoint that is loaded after this one turned out to be damaged may leave them as they are, or
         be of another number of ranks.
         """
-        self._copies = []
+        copies = self._copies = list[tuple[str, torch.Tensor, torch.Tensor]]()
         if not self.call.attempt.stores_later:
             return values
         apart = dict(values)
@@ -108,8 +104,8 @@ class PerRankValues(LoadFeature):
             if is_kept and isinstance(value, torch.Tensor):
                 # what lies outside of the boxes of a CheckpointableTensor is kept as well
                 apart[fqn] = with_claim(value.detach().clone(), claim_of(value))
-                self._copies.append((fqn, value, apart[fqn]))
-        self.later = [fqn for fqn, _, _ in self._copies]
+                copies.append((fqn, value, apart[fqn]))
+        self.later = [fqn for fqn, _, _ in copies]
         return apart
 
     def unexpected(self, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -144,10 +140,10 @@ class PerRankValues(LoadFeature):
 
     def put(self) -> None:
         """Put what rules made, and copy what was loaded apart."""
-        ready, self._ready = self._ready, []
+        ready, self._ready = self._ready, ()
         for target, value in ready:
             target.value = value
-        copies, self._copies = self._copies, []
+        copies, self._copies = self._copies, ()
         with torch.no_grad():
             for _, tensor, loaded in copies:
                 tensor.copy_(loaded)

@@ -58,7 +58,7 @@ class _Objects(Target):
                     self._keys.append(key)
                 else:
                     self.unasked += (str(key),)
-        copies = [fqn for fqn in _copies(state_dict) if self._selects(fqn)]
+        copies = list(filter(self._selects, _copies(state_dict)))
         if copies:
             warn_caller(
                 f"{_told(copies)} in the memory of no parameter or buffer: the module's state_dict() made "
@@ -272,7 +272,8 @@ def _flat(key: Any, state: Any) -> dict[str, Any]:
 
 def _copies(state: Mapping[Any, Any], prefix: str = "", depth: int = 2) -> Iterator[str]:
     """Names of copies in the state dicts of modules, also in those below keys."""
-    yield from (prefix + name for name in copies_in_state(state))
+    for name in copies_in_state(state):
+        yield prefix + name
     for key, value in state.items() if depth else ():
         if isinstance(value, Mapping):
             yield from _copies(value, f"{prefix}{key}.", depth - 1)

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 
 from dcp.features.optimizer_state import prefixes_without_state
-from dcp.loading.feature import LoadFeature, View
+from dcp.loading.feature import LoadFeature
 from dcp.planners.flatten import LIST, MAPPING, PER_RANK, is_closed_list, kind_of
 from dcp.planners.load.key_hints import OTHER_GROUPS, is_group
-from dcp.planners.load.options import LoadOptions
 from dcp.storage.errors import UnexpectedKeyError
 from dcp.storage.formats.index import CheckpointIndex, Path
 from dcp.storage.near_names import listed
@@ -32,30 +31,16 @@ class Strictness(LoadFeature):
     for."""
 
     name = "strictness"
-    _index: CheckpointIndex
-
-    def __init__(self, options: LoadOptions) -> None:
-        super().__init__(options)
-        self._view: View | None = None
-        self._lost: list[str] = []
+    _lost: Sequence[str] = ()
 
     def agreed(self) -> dict[str, Any]:
         """What becomes of them."""
         return {"unexpected": self.options.unexpected}
 
-    def view(self, view: View, beside: Any) -> View:
-        """The same; a map has a reason of its own."""
-        self._view = view
-        return view
-
     def takes_part(self) -> bool:
         """Return whether they are an error."""
-        self._lost = []
+        self._lost = ()
         return self.call.options.unexpected == "error"
-
-    def entries(self, index: CheckpointIndex) -> None:
-        """Take the checkpoint's names."""
-        self._index = index
 
     def unexpected(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """The same. Raises UnexpectedKeyError for state of parameters that an optimizer's dict of this rank
@@ -67,19 +52,19 @@ class Strictness(LoadFeature):
         if below and call.renamed is None:  # else the error of what is lost on all ranks has it
             own = [name for name in self._lost if name.startswith(below)]
             if own:
-                raise _unexpected_keys(_names_of(self._index), own)
+                raise _unexpected_keys(_names_of(call.index), own)
         return names
 
     def findings(self, *, is_shared: bool) -> Any:
         """One bit a name, because a stage of a pipeline leaves what all others take; None if this rank takes
         all."""
-        call, view = self.call, self._view
+        call, view = self.call, self.call.view
         if not call.unexpected:
             return None
         lost = [*self._lost, *(view.lost(call.unexpected) if view is not None else ())]
         if call.scales:
             lost = [name for name in lost if name not in call.scales]
-        names = _names_of(self._index)
+        names = _names_of(call.index)
         found = [_packed(names, set(those)) for those in (call.unexpected, lost)]
         if is_shared:
             return found
@@ -92,10 +77,10 @@ class Strictness(LoadFeature):
         if not lost or any(own is None for own in found):
             return
         left = np.bitwise_and.reduce([own[0] for own in found]) & np.bitwise_or.reduce(lost)
-        names = _names_of(self._index)
+        names, view = _names_of(self.call.index), self.call.view
         rows = np.flatnonzero(np.unpackbits(left, count=len(names)))
         if len(rows):
-            unmapped = self._view.unmapped if self._view is not None else ()
+            unmapped = view.unmapped if view is not None else ()
             raise _unexpected_keys(names, [names[row] for row in rows.tolist()], unmapped)
 
 

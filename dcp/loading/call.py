@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from dcp.loading.feature import Features
+from dcp.loading.feature import Features, View
 from dcp.planners.by_value import has_plain_types, like
 from dcp.planners.columns import HeldBoxes
 from dcp.planners.flatten import Flat, flatten, replace_element
@@ -62,6 +62,10 @@ class LoadCall:
     """
 
     scales: Collection[str] = ()
+    index: CheckpointIndex
+    """What is loaded from, since `choose`."""
+    view: View | None = None
+    """The same with how it is read, where steps of ours read it."""
 
     def __init__(
         self,
@@ -124,6 +128,7 @@ class LoadCall:
 
         Planning does it, too. Done before, ranks can agree on the patterns before anything is read.
         """
+        self.index = index
         self.features.each("names", index)
         flat, selection = self.flat.values, self.selection
         self.names = None if self.renamed is None else {fqn: self.renamed(fqn) for fqn in flat}

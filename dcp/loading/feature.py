@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import filterfalse
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from dcp.planners.columns import HeldBoxes
@@ -227,8 +228,11 @@ class Features:
             feature.call = call
             feature.later = feature.made = feature.new = feature.whole = ()
         self._part = self._all
-        idle = [feature for feature, takes_part in self.having("takes_part") if not takes_part(bool)]
-        self._part = [feature for feature in self._all if feature not in idle]
+        idle = []
+        for feature, takes_part in self.having("takes_part"):
+            if not takes_part(bool):
+                idle.append(feature)
+        self._part = list(filterfalse(idle.__contains__, self._all))
 
     def __iter__(self) -> Iterator[LoadFeature]:
         return iter(self._part)

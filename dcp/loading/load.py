@@ -37,6 +37,7 @@ from dcp.storage.formats.opening.sources import index_at
 from dcp.storage.geometry.ragged import row_products
 from dcp.storage.packing import pack, unpack
 from dcp.storage.tensors import LocalMemory
+from dcp.storage.torch_storage.destinations import read_into
 from dcp.storage.torch_storage.metadata import LazyMetadata
 from dcp.storage.torch_storage.reader import FileSystemReader
 
@@ -254,8 +255,8 @@ class ColumnLoad(LoadEngine):
         self._target, self._report, self._view, self._is_set_up = target, report, None, False
         begun = time.perf_counter()
         reader.reset()  # it may have served another load, before another save
-        kinds = target.kinds() if ranks.world_size > 1 else None
-        places = begin(ranks, self._place, options=self.agreed, kinds=kinds)
+        agreed, kinds = (self.agreed, target.kinds()) if ranks.world_size > 1 else (None, None)
+        places = begin(ranks, self._place, options=agreed, kinds=kinds)
         shared = ranks.broadcast("index", self._read_index)
         size = _LENGTH_BYTES + int.from_bytes(shared[:_LENGTH_BYTES], "big")
         self._beside = unpack(shared[_LENGTH_BYTES:size]) if size > _LENGTH_BYTES else {}
@@ -318,7 +319,7 @@ class ColumnLoad(LoadEngine):
             names = ChainMap(*cast("list[dict[str, int]]", [index.position, values]))
             state = self._target.state(Stored(names, values, lambda: index, ranks.rank))
             self._planner.set_up_planner(state, LazyMetadata.of(lambda: index), ranks.is_coordinator)
-            self._planner.adopt()
+            self._planner.adopt().view = view
             self._is_set_up = True
         return view
 
@@ -356,10 +357,10 @@ class ColumnLoad(LoadEngine):
                 engine.on_bytes = stack.enter_context(
                     reporting(self.options.progress, "read", total, show=show)
                 )
-            stats = reader.read_into(engine, *self._view.reads(engine, pieces, memory), memory.tensors)
+            read_into(engine, *self._view.reads(engine, pieces, memory), memory.tensors)
             call.read_values(reader, engine, plan)
             self.features.each("loaded", whole_reader(call, reader, engine))
-        self._report.note(call, index, stats)
+        self._report.note(call, index, reader.stats)
         self._report.seconds["read"] = time.perf_counter() - begun
         return b"\x01" if self._target.has_objects else b""
 
@@ -384,7 +385,7 @@ def whole_reader(call: LoadCall, reader: FileSystemReader, engine: ReadEngine) -
         none = Features((), options)
         part = LoadCall(state, LoadAttempt(), options, call.rank, call.world_size, none, flattens=False)
         plan, _, memory = part.plan(index)
-        reader.read_into(engine, *View(index).reads(engine, plan.pieces, memory), memory.tensors)
+        read_into(engine, *View(index).reads(engine, plan.pieces, memory), memory.tensors)
         part.read_values(reader, engine, plan)
         return whole.nested(), dict(whole.paths)
 
