@@ -1,22 +1,42 @@
-"""What ``torch.distributed.checkpoint.default_planner`` has.
+"""What ``torch.distributed.checkpoint.default_planner`` has: planners of ours, of loads by torch's interface.
 
-The planners are ours; the functions on torch's plan objects are torch's own, for custom planners that call
-them.
+The functions on torch's plan objects are torch's own, for custom planners that call them.
 """
 
-from typing import TYPE_CHECKING
+from __future__ import annotations
 
+import io
+from collections.abc import Collection
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import default_planner as torch_planner
 from torch.distributed.checkpoint.default_planner import (
     create_default_global_load_plan,
     create_default_global_save_plan,
     create_default_local_load_plan,
     create_default_local_save_plan,
 )
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from dcp.calls.torch_names import names_of
-from dcp.loading.planner import DefaultLoadPlanner
-from dcp.loading.whole import EmptyStateLoadPlanner as _EmptyStateDictLoadPlanner
+from dcp.features.registry import load_features
+from dcp.loading.call import LoadAttempt, LoadCall
+from dcp.loading.feature import Features
+from dcp.planners.flatten import set_element
+from dcp.planners.layout.lookup import BoxLookup
+from dcp.planners.load.options import LoadOptions, PerRankLoad, Unexpected
+from dcp.planners.load.selection import Matches, Patterns, Rename, check_matches
+from dcp.planners.per_rank import current_rank
+from dcp.planners.rescale import Rescale
 from dcp.planners.save.planner import DefaultSavePlanner
+from dcp.planners.wire.torch_plans import index_from_metadata, known_provenance, read_items
+from dcp.storage.errors import MissingKeyError, PlanError
+from dcp.storage.formats.container_notes import empty_dicts, notes_by_path, with_original_keys
+from dcp.storage.formats.index import Path
 
 __all__ = [
     "DefaultLoadPlanner",
@@ -30,3 +50,246 @@ __all__ = [
 
 if not TYPE_CHECKING:
     __getattr__ = names_of("default_planner")
+
+
+class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
+    """Plans as torch's planner of that name does, with dtypes checked and objects loaded safely.
+
+    The positional parameters are torch's. ``dtype="cast"`` lets stored values be converted to the dtype of
+    the state dict; "exact" raises DtypeMismatchError. ``weights_only=False`` lets stored objects run code
+    (pickle); give it only for checkpoints you trust. ``rank`` and ``world_size`` are of this process, for
+    `PerRank` values.
+
+    ``only`` and ``exclude`` are patterns of the entries to load (`dcp.planners.load.selection`); others are
+    left as they are. ``rename`` goes from the state dict's keys to the checkpoint's. ``per_rank="keep"``
+    leaves `PerRank` values without a rule as they are where another number of ranks saved, or the checkpoint
+    has none of them. ``unexpected="ignore"`` lets `dcp.load` leave entries of the checkpoint that lie below a
+    key of the state dict's top level, and have no place there.
+
+    ``call`` is the load since `set_up_planner`, with what its plan has passed over.
+    """
+
+    mappings: dict[str, Path]
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        allow_partial_load: bool = False,
+        *,
+        dtype: Literal["exact", "cast"] = "exact",
+        weights_only: bool = True,
+        only: Patterns | None = None,
+        exclude: Patterns | None = None,
+        rename: Rename | None = None,
+        per_rank: PerRankLoad = "exact",
+        unexpected: Unexpected = "error",
+    ) -> None:
+        super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
+        LoadOptions(
+            only=only, exclude=exclude, rename=rename, per_rank=per_rank, unexpected=unexpected
+        ).check()
+        self.dtype = dtype
+        self.weights_only = weights_only
+        self.only = only
+        self.exclude = exclude
+        self.rename = rename
+        self.per_rank: PerRankLoad = per_rank
+        self.unexpected: Unexpected = unexpected
+        self.rank: int | None = None
+        self.world_size: int | None = None
+        self._call: LoadCall | None = None
+        self._attempt = LoadAttempt()
+        self._features: Features | None = None
+        self._lookup: BoxLookup | None = None
+
+    @property
+    def call(self) -> LoadCall:
+        """The present load. Raises PlanError before `set_up_planner`."""
+        if self._call is None:
+            raise PlanError("the load planner was not set up")
+        return self._call
+
+    @property
+    def missing_keys(self) -> tuple[str, ...]:
+        """Entries that the checkpoint lacks; after planning, with ``allow_partial_load``."""
+        return self._call.missing if self._call is not None else ()
+
+    @property
+    def unexpected_keys(self) -> tuple[str, ...]:
+        """Names of the checkpoint without a place in the state dict; after planning."""
+        return self._call.unexpected if self._call is not None else ()
+
+    @property
+    def cast_keys(self) -> tuple[str, ...]:
+        """Entries that are converted to the dtype of the state dict; after planning."""
+        return self._call.cast if self._call is not None else ()
+
+    @property
+    def renamed_keys(self) -> dict[str, str]:
+        """Names of the checkpoint by those of the state dict, where they differ; after planning."""
+        return self._call.renamed_names if self._call is not None else {}
+
+    def begin_load(self, rank: int, world_size: int, attempt: LoadAttempt, features: Features) -> None:
+        """Forget the load before; this one is of rank ``rank`` of ``world_size``, until `end_load`."""
+        self.rank, self.world_size, self._attempt, self._call = rank, world_size, attempt, None
+        self._features = features
+        self.original_state_dict = {}
+
+    def end_load(self) -> frozenset[str]:
+        """End the load, be it done or failed: what was found stays, what it was asked for does not.
+
+        Returns the entries that it may have changed, and those that it had to fill.
+        """
+        attempt, self._attempt, self._features = self._attempt, LoadAttempt(), None
+        if self._call is None:
+            return attempt.must_fill
+        self._call.tell_autograd()
+        return self._call.touched
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Take the state dict to load into; tensors on the meta device are replaced in it by real ones."""
+        self._call = call = self._opened(state_dict)
+        self.original_state_dict = state_dict
+        self.state_dict, self.mappings = call.flat.values, call.flat.paths
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+        self._lookup = None
+
+    def adopt(self) -> LoadCall:
+        """Return the present load, of what a subclass made of the state dict in its own `set_up_planner`."""
+        if self._call is None and self.original_state_dict:
+            self._call = self._opened(self.original_state_dict)
+        call = self.call
+        if call.flat.values is not self.state_dict:
+            call.flat = call.flat._replace(values=self.state_dict, paths=self.mappings)
+        return call
+
+    def _opened(self, state_dict: dict[str, Any]) -> LoadCall:
+        attempt, world_size = self._attempt, self.world_size
+        options, features = attempt.options.over(self), self._features
+        if features is None:  # a load of torch's own
+            features = Features(load_features(), options)
+        if world_size is None:
+            world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        return LoadCall(
+            state_dict,
+            attempt,
+            options,
+            current_rank() if self.rank is None else self.rank,
+            world_size,
+            features,
+            flattens=self.flatten_state_dict,
+            flattens_sharded=self.flatten_sharded_tensors,
+        )
+
+    def check_chosen(self) -> None:
+        """Raise PlanError where a subclass has planned without heeding which entries to load."""
+        call = self.call
+        given = [name for name in ("only", "exclude", "rename") if getattr(call.options, name) is not None]
+        given += ["per_rank"] if call.options.per_rank != "exact" else []
+        given += ["Rescale"] if any(isinstance(own, Rescale) for own in call.flat.per_rank.values()) else []
+        if given and not call.is_chosen:
+            raise PlanError(
+                f"{', '.join(given)} cannot be heeded: {type(self).__name__} makes its load plan without "
+                "DefaultLoadPlanner.create_local_plan"
+            )
+
+    def create_local_plan(self) -> LoadPlan:
+        """Return what this rank reads, as torch's plan."""
+        if self.metadata is None:
+            raise PlanError("the load planner was set up without the checkpoint's metadata")
+        index, call = index_from_metadata(self.metadata), self.adopt()
+        plan, wanted, _ = call.plan(index)
+        self.state_dict, self.mappings = call.flat.values, call.flat.paths
+        return LoadPlan(read_items(plan, wanted, index), planner_data=call.matches)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Nothing to add. Raises PlanError for patterns that match nothing on any rank."""
+        check_matches([plan.planner_data for plan in global_plan if isinstance(plan.planner_data, Matches)])
+        plans: list[LoadPlan] = super().create_global_plan(global_plan)
+        return plans
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Take the stored bytes of an object."""
+        self.call.take_blob(read_item.dest_index.fqn, value)
+
+    def resolve_bytes(self, read_item: ReadItem) -> io.BytesIO:
+        """A fresh buffer: objects are replaced, not filled."""
+        return io.BytesIO()
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """The view of the wanted box that ``index`` names."""
+        if self._lookup is None:
+            self._lookup = BoxLookup()
+        tensor: torch.Tensor = self._lookup.find(self.state_dict, index)
+        return tensor
+
+
+class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
+    """Fills an empty dict with what the checkpoint has: all, or what is at or below one of ``keys``.
+
+    A key names an entry by its flat key, or a dict or list that entries were nested in. Keys of dicts are of
+    the types that were saved, where a save of ours noted these. Tensors are whole and on the CPU, on every
+    rank that loads. Other than torch's planner it runs no pickle (``weights_only``), and raises
+    MissingKeyError for a key that the checkpoint does not have.
+    """
+
+    def __init__(self, keys: Collection[str] | None = None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"unexpected": "ignore"} | kwargs)  # the dict has what was asked for
+        self.keys = keys
+        self._filled: dict[str, Any] | None = None
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Build what is to be loaded in ``state_dict``, which has to be empty."""
+        if state_dict is self._filled:
+            state_dict.clear()  # what an attempt that failed has left
+        if state_dict:
+            raise PlanError(f"{type(self).__name__} fills an empty dict, and this one has entries")
+        if metadata is None:
+            raise PlanError("the load planner was set up without the checkpoint's metadata")
+        self._filled = state_dict
+        paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+        notes = notes_by_path(known_provenance(metadata).get("structure"))
+        nested: dict[str, Any] = {}
+        found: set[str] = set()
+        entries = metadata.state_dict_metadata
+        in_order = dict.fromkeys((*(fqn for fqn in paths if fqn in entries), *entries))
+        for fqn in in_order:
+            entry = entries[fqn]
+            path = paths.get(fqn, (fqn,))
+            names = {fqn, *_ancestors(path)}
+            if self.keys is not None and names.isdisjoint(self.keys):
+                continue
+            found |= names
+            value: Any = entry
+            if isinstance(entry, TensorStorageMetadata):
+                value = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+            set_element(nested, path, value)
+        for path in empty_dicts(notes, paths.values()):
+            names = set(_ancestors(path))
+            if self.keys is None or not names.isdisjoint(self.keys):
+                found |= names
+                set_element(nested, path, {})
+        state_dict.update(with_original_keys(nested, notes))
+        absent = sorted(set(self.keys or ()) - found)
+        if absent:
+            raise MissingKeyError(
+                f"the checkpoint has nothing under {', '.join(map(repr, absent))}", fqns=absent
+            )
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+
+
+def _ancestors(path: Path) -> list[str]:
+    """The flat names of what is at ``path``, and of all that it is nested in."""
+    return list(accumulate(map(str, path), "{}.{}".format))

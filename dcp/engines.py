@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from dcp.features.registry import save_features
+from dcp.default_planner import DefaultLoadPlanner
+from dcp.features.registry import load_features, save_features
 from dcp.loading.load import ColumnLoad, LoadEngine
-from dcp.loading.planner import DefaultLoadPlanner
 from dcp.planners.load.options import LoadOptions
 from dcp.planners.save.planner import DefaultSavePlanner, PlanOptions
 from dcp.saving.columns import ColumnSave
@@ -127,17 +127,17 @@ def load_engine(
             f"verify needs a storage of ours; {type(reader).__name__} checks as it sees fit"
         )
     options.check()
-    given = options.given_to_planner()
-    if given and ours is None:
+    given = options.given_to_planner() if ours is None else []
+    if given:
         raise CheckpointError(
             f"{', '.join(given)} need dcp.DefaultLoadPlanner or a subclass; {type(planner).__name__} decides "
             "that itself"
         )
     if ours is not None and storage is not None and _keeps_steps(ours) and _keeps_steps(storage):
-        return ColumnLoad(storage, ours, ranks, options)
+        return ColumnLoad(storage, ours, ranks, options, load_features())
     if options.map is not None:
         raise _needs_columns("map", planner, reader)
-    return ProtocolLoad(reader, planner, ranks, options, ours, storage)
+    return ProtocolLoad(reader, planner, ranks, options, ours, storage, load_features())
 
 
 def _needs_columns(option: str, planner: object, storage: object) -> OptionError:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from dcp.calls.torch_names import names_of
 from dcp.conversion.run import convert
-from dcp.loading.whole import DynamicMetaLoadPlanner
-from dcp.loading.whole import EmptyStateLoadPlanner as _EmptyStateDictLoadPlanner
+from dcp.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
 from dcp.storage.torch_storage.foreign_readers import BroadcastingTorchSaveReader
 
 __all__ = [
@@ -25,6 +24,22 @@ __all__ = [
 
 if not TYPE_CHECKING:
     __getattr__ = names_of("format_utils")
+
+
+class DynamicMetaLoadPlanner(DefaultLoadPlanner):
+    """Plans the load of a torch.save file, as torch's example has it::
+
+        dcp.load(
+            state_dict,
+            storage_reader=BroadcastingTorchSaveReader(),
+            planner=DynamicMetaLoadPlanner(),
+            checkpoint_id="model.pt",
+        )
+
+    torch's planner takes shapes and dtypes from the state dict, because its reader has read nothing yet. Ours
+    reads the file's own index first, so that this is `DefaultLoadPlanner`: what does not fit is an error that
+    names it, and values other than tensors load.
+    """
 
 
 def dcp_to_torch_save(

@@ -14,11 +14,11 @@ from typing_extensions import deprecated
 from dcp.calls.arguments import choose_reader, takes_storage_second
 from dcp.calls.plain_errors import plain_errors
 from dcp.calls.torch_names import names_of
+from dcp.default_planner import DefaultLoadPlanner
 from dcp.engines import load_engine
-from dcp.features.stateful import GivenState, LoadTargets
-from dcp.loading.planner import DefaultLoadPlanner
+from dcp.loading.feature import Target
 from dcp.loading.report import LoadReport
-from dcp.loading.whole import ReadDtype, WholePlanner
+from dcp.loading.whole import ReadDtype, Whole
 from dcp.planners.load.options import LoadDtype, LoadOptions, PerRankLoad, Unexpected
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.planners.weight_maps.weight_map import WeightMap
@@ -157,11 +157,14 @@ def load(
         their state already: PlanError if it leaves tensors on the meta device, else CheckpointError that
         names the object.
     """
+    weights = None
+    if map is not None:
+        weights = map_on_all(map, "load", process_group, no_dist=no_dist, timeout_seconds=timeout_seconds)
     options = LoadOptions(
         only=only,
         exclude=exclude,
         rename=rename,
-        map=map_on_all(map, "load", process_group, no_dist=no_dist, timeout_seconds=timeout_seconds),
+        map=weights,
         per_rank=per_rank,
         unexpected=unexpected,
         dtype=dtype,
@@ -204,8 +207,8 @@ def load_with(
     with told_to_all(ranks):
         reader = choose_reader(storage_reader, checkpoint_id, storage_options)
         engine = load_engine(reader, planner, ranks, options)
-        targets = LoadTargets(state_dict, engine.options)
-    return engine.load(targets, filled)
+        target = engine.target(state_dict)
+    return engine.load(target, filled)
 
 
 @plain_errors
@@ -272,20 +275,19 @@ def read(
     with told_to_all(ranks):
         reader = choose_reader(storage_reader, checkpoint_id, storage_options)
         LoadOptions(only=only, exclude=exclude, rename=rename).check()
-        # all that is chosen has a place: nothing is lost
-        options = LoadOptions(verify=verify, progress=progress, map=weights, unexpected="ignore")
-        planner = WholePlanner(
-            only=only,
-            exclude=exclude,
-            rename=rename,
-            dtype=dtype,
-            device=_device(device),
-            weights_only=weights_only,
+        whole = Whole(only=only, exclude=exclude, rename=rename, dtype=dtype, device=_device(device))
+        options = LoadOptions(
+            verify=verify,
+            progress=progress,
+            map=weights,
+            unexpected="ignore",  # all that is chosen has a place: nothing is lost
+            dtype="exact" if dtype is None else "cast",
+            weights_only=weights_only is not False,
+            rename=whole.stored,
         )
-        engine = load_engine(reader, planner, ranks, options)
-    flat: dict[str, Any] = {}
-    engine.load(GivenState(flat))
-    return planner.nested(flat)
+        engine = load_engine(reader, DefaultLoadPlanner(flatten_state_dict=False), ranks, options)
+    engine.load(whole)
+    return whole.nested()
 
 
 def _device(device: torch.device | str) -> torch.device:
@@ -322,7 +324,7 @@ def _load_state_dict(
     alone = works_alone(process_group, no_dist=no_dist, operation="load")
     ranks = Ranks(process_group, use_dist=not alone, coordinator=coordinator_rank, operation="load")
     planner = planner if planner is not None else DefaultLoadPlanner()
-    load_engine(storage_reader, planner, ranks, LoadOptions()).load(GivenState(state_dict))
+    load_engine(storage_reader, planner, ranks, LoadOptions()).load(Target(state_dict))
 
 
 @plain_errors

@@ -1,32 +1,40 @@
-"""Checkpoints with the keys of torch before 2.4, which opened mappings by the rule of lists only."""
+"""Keys of torch before 2.4, which opened mappings by the rule of lists only, in checkpoints from then."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from itertools import filterfalse
-from typing import Any
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, cast
 
-from dcp.features.base import LoadSession
+from dcp.loading.feature import LoadFeature
 from dcp.storage.formats.index import CheckpointIndex
+
+if TYPE_CHECKING:
+    from dcp.loading.call import LoadCall
 
 __all__ = ["LegacyKeys"]
 
 
-class LegacyKeys(LoadSession):
+class LegacyKeys(LoadFeature):
     """Finds the entries of such checkpoints."""
+
+    name = "legacy_keys"
 
     def names(self, index: CheckpointIndex) -> None:
         """Take the old keys where the checkpoint has those instead of today's."""
-        call, tensors, values = self.call, index.position, index.objects.position
-
-        def stored(flat: Mapping[str, Any]) -> Iterable[str]:
-            chosen = call.selected(flat)
-            return chosen if call.renamed is None else map(call.renamed, chosen)
-
-        absent = filterfalse(values.__contains__, filterfalse(tensors.__contains__, stored(call.flat.values)))
-        if not call.flattens or next(absent, None) is None:
+        call, flat = self.call, self.call.flat.values
+        known = ChainMap(*cast("list[dict[str, int]]", [index.position, index.objects.position]))
+        if not call.flattens or _are_known(call, flat, known, all):
             return
-        legacy, current = call.flattened(legacy=True), call.flat.values
-        others = {fqn: value for fqn, value in legacy.values.items() if fqn not in current}
-        if any(name in tensors or name in values for name in stored(others)):
+        legacy = call.flattened(legacy=True)
+        others = {fqn: value for fqn, value in legacy.values.items() if fqn not in flat}
+        if _are_known(call, others, known, any):
             call.flat = legacy
+
+
+def _are_known(
+    call: LoadCall, flat: Mapping[str, Any], known: Mapping[str, int], among: Callable[[Iterable[bool]], bool]
+) -> bool:
+    """Return whether the checkpoint has ``all`` or ``any`` of the entries ``flat`` that are loaded."""
+    chosen = call.selected(flat)
+    return among(map(known.__contains__, chosen if call.renamed is None else map(call.renamed, chosen)))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from functools import partial
 from itertools import compress
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from dcp.features.base import LoadSession
+from dcp.loading.feature import LoadFeature
 from dcp.planners.layout.checkpointable import claim_of, with_claim
 from dcp.planners.layout.tensor_parts import FACTS
 from dcp.planners.per_rank import PerRank
@@ -22,14 +22,16 @@ from dcp.storage.torch_compat import ShardedTensor
 __all__ = ["MetaTensors"]
 
 
-class MetaTensors(LoadSession):
+class MetaTensors(LoadFeature):
     """Gives memory to tensors that are to be loaded and have none."""
+
+    name = "meta"
 
     def state(self) -> None:
         """Replace them in the state dict. Raises PlanError for a part of a tensor made of others."""
         call = self.call
         chosen = call.selected(call.flat.values)
-        if not _has_meta_tensor(chosen.values()):
+        if not _has_meta_tensor(list(chosen.values())):
             return
         names = []
         for fqn, value in list(chosen.items()):
@@ -62,16 +64,14 @@ class MetaTensors(LoadSession):
             )
 
 
-def _has_meta_tensor(values: Iterable[Any]) -> bool:
-    """True where a tensor among ``values`` has no memory yet."""
-    values = list(values)
-    tensor_types = {cls for cls in set(map(type, values)) if issubclass(cls, torch.Tensor)}
-    if not tensor_types:
-        return False
-    tensors = compress(values, map(tensor_types.__contains__, map(type, values)))
-    if any(issubclass(cls, ShardedTensor) for cls in tensor_types):
-        return any(map(_is_meta, tensors))
-    return any(map(attrgetter("is_meta"), tensors))
+def _has_meta_tensor(values: list[Any]) -> bool:
+    """Return whether a tensor among ``values`` has no memory yet."""
+    for cls in set(map(type, values)):
+        if issubclass(cls, torch.Tensor):
+            tensors = compress(values, map(partial(is_, cls), map(type, values)))
+            if any(map(_is_meta if issubclass(cls, ShardedTensor) else attrgetter("is_meta"), tensors)):
+                return True
+    return False
 
 
 def _is_meta(tensor: torch.Tensor) -> bool:

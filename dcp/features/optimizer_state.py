@@ -272,7 +272,7 @@ def optimizer_dicts(
     is_optimizer = "state" in state and isinstance(state.get("param_groups"), list)
     if is_optimizer:
         yield prefix, state
-    elif all(kind_of(cls) != MAPPING for cls in set(map(type, state.values()))):
+    elif MAPPING not in map(kind_of, set(map(type, state.values()))):
         return  # quick, for a model of many tensors
     if not depth:
         return

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from dcp.features.base import LoadSession, ReadWhole
+from dcp.loading.feature import LoadFeature, ReadWhole
 from dcp.planners.layout.checkpointable import claim_of, with_claim
 from dcp.planners.per_rank import rank_holder, rank_key, rank_number
 from dcp.planners.rescale import Rescale, rescaled_value
@@ -20,7 +20,6 @@ from dcp.storage.formats.index import CheckpointIndex, Path
 from dcp.storage.near_names import listed
 
 if TYPE_CHECKING:
-    from dcp.loading.call import LoadCall
     from dcp.loading.report import LoadReport
 
 __all__ = ["PerRankValues"]
@@ -41,20 +40,28 @@ class _StatesOfRanks(NamedTuple):
     ranks: int
 
 
-class PerRankValues(LoadSession):
+class PerRankValues(LoadFeature):
     """The values of a load that differ by rank.
 
     ``rescaled`` are `Rescale` values for which another number of ranks saved; ``kept`` stay as they are;
     ``left`` are those of which the checkpoint has values of ranks that this job has not.
     """
 
-    def __init__(self, call: LoadCall) -> None:
-        super().__init__(call)
-        self.rescaled: list[_StatesOfRanks] = []
-        self.kept: tuple[str, ...] = ()
-        self.left: tuple[str, ...] = ()
-        self._ready: list[tuple[Rescale, Any]] = []
-        self._copies: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+    name = "per_rank"
+    rescaled: Sequence[_StatesOfRanks] = ()
+    kept: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+    _ready: Sequence[tuple[Rescale, Any]] = ()
+    _copies: Sequence[tuple[str, torch.Tensor, torch.Tensor]] = ()
+
+    def agreed(self) -> dict[str, Any]:
+        """The rule for values without one."""
+        return {"per_rank": self.options.per_rank}
+
+    def takes_part(self) -> bool:
+        """Forget the plan before; return whether there are such values."""
+        self.rescaled = self.kept = self.left = self._ready = self._copies = ()
+        return bool(self.call.flat.per_rank)
 
     def entries(self, index: CheckpointIndex) -> None:
         """Leave out what rules make, and with ``per_rank="keep"`` what other ranks saved, or nobody did.
@@ -65,6 +72,7 @@ class PerRankValues(LoadSession):
         call, owners = self.call, self.call.flat.owners
         self.rescaled = self._to_rescale(index)
         made = {value.name for value in self.rescaled}
+        self.whole = [value.name for value in self.rescaled if value.target.rule != "keep"]
         below: dict[str, list[str]] = {}
         for fqn, name in owners.items():
             if self._may_be_kept and name not in made and fqn in call.values:
@@ -86,7 +94,7 @@ class PerRankValues(LoadSession):
         The checkpoint that is loaded after this one turned out to be damaged may leave them as they are, or
         be of another number of ranks.
         """
-        self._copies = []
+        copies = self._copies = list[tuple[str, torch.Tensor, torch.Tensor]]()
         if not self.call.attempt.stores_later:
             return values
         apart = dict(values)
@@ -96,8 +104,8 @@ class PerRankValues(LoadSession):
             if is_kept and isinstance(value, torch.Tensor):
                 # what lies outside of the boxes of a CheckpointableTensor is kept as well
                 apart[fqn] = with_claim(value.detach().clone(), claim_of(value))
-                self._copies.append((fqn, value, apart[fqn]))
-        self.later = [fqn for fqn, _, _ in self._copies]
+                copies.append((fqn, value, apart[fqn]))
+        self.later = [fqn for fqn, _, _ in copies]
         return apart
 
     def unexpected(self, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -132,10 +140,10 @@ class PerRankValues(LoadSession):
 
     def put(self) -> None:
         """Put what rules made, and copy what was loaded apart."""
-        ready, self._ready = self._ready, []
+        ready, self._ready = self._ready, ()
         for target, value in ready:
             target.value = value
-        copies, self._copies = self._copies, []
+        copies, self._copies = self._copies, ()
         with torch.no_grad():
             for _, tensor, loaded in copies:
                 tensor.copy_(loaded)

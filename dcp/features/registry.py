@@ -1,56 +1,99 @@
 """All features, in their order: those of this package, and what others have added.
 
 Others come by `register_feature`, or from a package whose metadata names them: the entry point group
-`dcphub.features`. All ranks must have the same; the first step of a save compares their names.
+`dcphub.features`. All ranks must have the same; the first step of a save or load compares their names.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from dcp.features.digests import Digests
 from dcp.features.foreign_values import ForeignValues
+from dcp.features.legacy_keys import LegacyKeys
+from dcp.features.meta import MetaTensors
 from dcp.features.parts import Parts
+from dcp.features.per_rank import PerRankValues
 from dcp.features.saved_map import SavedMap
+from dcp.features.shared_memory import SharedMemory
+from dcp.features.stateful import StatefulObjects
+from dcp.features.strictness import Strictness
+from dcp.features.subclasses import Subclasses
+from dcp.features.weight_map import LoadedMap
+from dcp.loading.feature import LoadFeature
 from dcp.saving.feature import SaveFeature
 from dcp.storage.errors import OptionError
 from dcp.storage.extensions import extension_names, loaded_extension
 
-__all__ = ["GROUP", "SAVE_FEATURES", "register_feature", "save_features"]
+__all__ = [
+    "GROUP",
+    "LOAD_FEATURES",
+    "SAVE_FEATURES",
+    "LoadFeature",
+    "SaveFeature",
+    "load_features",
+    "register_feature",
+    "save_features",
+]
 
 GROUP: Final = "dcphub.features"
 
 SAVE_FEATURES: list[type[SaveFeature]] = [ForeignValues, SavedMap, Parts, Digests]
 
-_registered: list[type[SaveFeature]] = []
+LOAD_FEATURES: list[type[LoadFeature]] = [
+    LoadedMap,
+    StatefulObjects,
+    MetaTensors,
+    LegacyKeys,
+    SharedMemory,
+    Subclasses,
+    PerRankValues,
+    Strictness,
+]
+
+_registered: list[type[SaveFeature] | type[LoadFeature]] = []
+
+F = TypeVar("F", SaveFeature, LoadFeature)
 
 
-def register_feature(feature: type[SaveFeature]) -> None:
-    """Use ``feature`` in all saves of this process; OptionError for what is no feature."""
+def register_feature(feature: type[SaveFeature] | type[LoadFeature]) -> None:
+    """Use ``feature`` in all saves or loads of this process; OptionError for what is no feature."""
     _registered.append(_checked(feature))
 
 
 def save_features() -> list[type[SaveFeature]]:
     """The features of a save: ours, those of installed packages by name, those registered; each once.
     OptionError for two of one name."""
-    found: dict[str, type[SaveFeature]] = {}
-    for feature in (*SAVE_FEATURES, *_installed(), *_registered):
-        if found.setdefault(feature.name, feature) is not feature:
-            raise OptionError(f"two features are called {feature.name!r}: give each a name of its own")
-    return [*found.values()]
+    return _with_others(SAVE_FEATURES, SaveFeature)
+
+
+def load_features() -> list[type[LoadFeature]]:
+    """The same of a load."""
+    return _with_others(LOAD_FEATURES, LoadFeature)
+
+
+def _with_others(ours: list[type[F]], base: type[F]) -> list[type[F]]:
+    found = list(ours)
+    for other in (*_installed(), *_registered):
+        if issubclass(other, base) and other not in found:
+            if other.name in {feature.name for feature in found}:
+                raise OptionError(f"two features are called {other.name!r}: give each a name of its own")
+            found.append(other)
+    return found
 
 
 @cache
-def _installed() -> tuple[type[SaveFeature], ...]:
+def _installed() -> tuple[type[SaveFeature] | type[LoadFeature], ...]:
     return tuple(_checked(loaded_extension(GROUP, name)) for name in extension_names(GROUP))
 
 
-def _checked(feature: Any) -> type[SaveFeature]:
-    if not (isinstance(feature, type) and issubclass(feature, SaveFeature)) or not (
+def _checked(feature: Any) -> type[SaveFeature] | type[LoadFeature]:
+    if not (isinstance(feature, type) and issubclass(feature, SaveFeature | LoadFeature)) or not (
         isinstance(feature.name, str) and feature.name
     ):
         raise OptionError(
-            f"{feature!r} is no feature: derive a class from dcp.saving.feature.SaveFeature, with a name"
+            f"{feature!r} is no feature: derive a class from dcp.saving.feature.SaveFeature or "
+            "dcp.loading.feature.LoadFeature, with a name"
         )
     return feature

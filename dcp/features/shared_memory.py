@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from dcp.features.base import LoadSession
+from dcp.loading.feature import LoadFeature
 from dcp.planners.columns import HeldBoxes
 from dcp.storage.engine.memory import Place, repeats_places, share_memory
 from dcp.storage.engine.reading.requests import Pieces
@@ -22,9 +22,6 @@ from dcp.storage.geometry.strides import extent
 from dcp.storage.near_names import listed
 from dcp.storage.tensors import LocalMemory, as_copied, narrow
 from dcp.storage.torch_storage.destinations import refuse_shared
-
-if TYPE_CHECKING:
-    from dcp.loading.call import LoadCall
 
 __all__ = ["SharedMemory"]
 
@@ -47,12 +44,11 @@ class _SharedTarget:
     is_filled: bool
 
 
-class SharedMemory(LoadSession):
+class SharedMemory(LoadFeature):
     """Loads apart what shares memory, and puts it there once it is known to be the same."""
 
-    def __init__(self, call: LoadCall) -> None:
-        super().__init__(call)
-        self._shared: Sequence[_SharedTarget] = ()
+    name = "shared_memory"
+    _shared: Sequence[_SharedTarget] = ()
 
     def boxes(
         self, pieces: Pieces, index: CheckpointIndex, held: HeldBoxes, memory: LocalMemory
@@ -65,9 +61,12 @@ class SharedMemory(LoadSession):
         self._shared = ()
         if not self.call.attempt.stores_later:  # nobody would `put`; a foreign plan has no places of chunks
             return memory
+        groups = _groups(pieces, memory, held)
+        if not groups:
+            return memory
         tensors, shared = list(memory.tensors), list[_SharedTarget]()
         rows = _Rows(pieces, index)
-        for group in _groups(pieces, memory, held):
+        for group in groups:
             is_same = len({_view_of(tensors[dest]) for dest in group}) == 1
             if is_same and len({rows.source(dest) for dest in group}) == 1:
                 continue
@@ -88,6 +87,8 @@ class SharedMemory(LoadSession):
         """Put what was loaded apart. Raises PlanError where one entry differs from another in the same
         memory."""
         shared, self._shared = self._shared, ()
+        if not shared:
+            return
         for each in shared:
             if not each.is_filled:
                 as_copied(each.target).copy_(as_copied(each.loaded))
@@ -151,7 +152,7 @@ class _Rows:
         return map(slice, start[rows].tolist(), start[rows + 1].tolist())
 
 
-def _groups(pieces: Pieces, memory: LocalMemory, wanted: HeldBoxes) -> Iterator[list[int]]:
+def _groups(pieces: Pieces, memory: LocalMemory, wanted: HeldBoxes) -> list[list[int]]:
     """Numbers of destinations whose extents in memory meet."""
     dests = np.flatnonzero(np.bincount(pieces.dests, minlength=len(memory.tensors)))
     sizes = (memory.volumes * itemsizes(memory.dtype_codes))[dests]
@@ -166,9 +167,10 @@ def _groups(pieces: Pieces, memory: LocalMemory, wanted: HeldBoxes) -> Iterator[
     order = np.argsort(begins, kind="stable")
     dests, begins = dests[order], begins[order]
     is_apart = begins[1:] >= np.maximum.accumulate(begins + sizes[order])[:-1]
-    if not is_apart.all():
-        groups = np.split(dests, np.flatnonzero(is_apart) + 1)
-        yield from (group.tolist() for group in groups if len(group) > 1)
+    if is_apart.all():
+        return []
+    groups = np.split(dests, np.flatnonzero(is_apart) + 1)
+    return [group.tolist() for group in groups if len(group) > 1]
 
 
 def _sharing(tensors: Sequence[torch.Tensor], group: Sequence[int]) -> list[int]:

@@ -1,12 +1,10 @@
-"""What a load fills: the values of a state dict and the states of its `Stateful` objects, which are asked for
-their state before and given it back after."""
+"""`Stateful` objects in a state dict: asked for their state before a load, and given it back after it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
@@ -14,91 +12,34 @@ from torch.optim import Optimizer
 
 from dcp.calls.arguments import check_top_level, stateful_keys
 from dcp.calls.plain_errors import warn_caller
-from dcp.features.fitted_state import StoredForms
+from dcp.features.fitted_state import StoredForms, keys_with_empty
 from dcp.features.optimizer_state import optimizers_without_state, parameter_groups, state_dict_with_state
-from dcp.planners.flatten import flatten_state_dict
+from dcp.loading.feature import LoadFeature, Stored, Target
+from dcp.planners.flatten import LIST, MAPPING, flatten_state_dict, kind_of
 from dcp.planners.load.options import LoadOptions
 from dcp.planners.load.selection import Selection, renamer
 from dcp.ranks.failures import causes_of
-from dcp.ranks.options import kinds_of
 from dcp.storage.errors import CheckpointError, OptionError, PlanError, UnexpectedKeyError
-from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.near_names import listed
 from dcp.storage.torch_compat import copies_in_state
 
-__all__ = ["GivenState", "LoadTargets", "Stored"]
+__all__ = ["StatefulObjects"]
 
 _MAX_LISTED = 5
+_KINDS = {MAPPING: "a dict", LIST: "a list"}
 
 
-class Stored(NamedTuple):
-    """Names of a checkpoint's entries, and those of them that are no tensors; its index, and the rank that
-    loads; keys of the top level with empty dicts below, which have no names."""
+class StatefulObjects(LoadFeature):
+    """Fills the states of objects, and not the objects."""
 
-    names: Collection[str]
-    values: Collection[str]
-    index_of: Callable[[], CheckpointIndex]
-    rank: int
-    with_empty: Callable[[], Collection[str]] = frozenset
+    name = "stateful"
 
-
-class GivenState:
-    """A state dict that is filled as it is.
-
-    ``unasked`` are keys of the top level of which nothing can be selected. ``made`` are entries whose tensors
-    were made for this load, so that nobody has them after one that failed. ``gives_back``: there may be
-    objects that are given their state after the load.
-    """
-
-    gives_back = False
-
-    def __init__(self, state_dict: dict[str, Any]) -> None:
-        self._state_dict = state_dict
-        self._given = frozenset(state_dict)
-        self.unasked: tuple[str, ...] = ()
-
-    @staticmethod
-    def _is_asked(selection: Selection, key: str, value: Any) -> bool:
-        """True where ``value``, or an entry below it, may be selected: a tensor has none below it."""
-        return selection.reaches(key) or (isinstance(value, Tensor) and selection.selects(key))
-
-    @property
-    def made(self) -> frozenset[str]:
-        """Entries that nobody has after a load that failed."""
-        return frozenset(self._state_dict) - self._given
-
-    @property
-    def has_objects(self) -> bool:
-        """Return whether one of them is given its state by its own code, after `state` has asked for it."""
-        return False
-
-    @property
-    def kinds(self) -> Mapping[str, str]:
-        """Return what is at keys of the top level, where that matters; see `dcp.ranks.options.kinds_of`."""
-        return {}
-
-    def state(self, stored: Stored) -> dict[str, Any]:
-        """Return what to load into, from a checkpoint with the entries ``stored``."""
-        return self._state_dict
-
-    def fits_after(self, error: CheckpointError) -> bool:
-        """Return whether `state` may give what fits, asked again after a plan failed on all ranks; the same
-        on all of them."""
-        return False
-
-    def take_back(self) -> None:
-        """Undo what `state` has added to the state dict, for a load that has failed."""
-
-    def give_back(self, untouched: Collection[str], materialised: Collection[str]) -> None:
-        """Replace values, and give their state to objects of which something was loaded.
-
-        ``untouched`` are keys of the top level of which nothing was, ``materialised`` entries that had no
-        memory before. Raises CheckpointError for a ``load_state_dict()`` that fails; those before it have
-        been given theirs. PlanError where tensors are on the meta device still.
-        """
+    def target(self, target: Target) -> Target:
+        """The entries of the state dict, with those of the objects in it."""
+        return _Objects(target.state_dict, self.options)
 
 
-class LoadTargets(GivenState):
+class _Objects(Target):
     """The entries of ``state_dict`` that a load with ``options`` is for."""
 
     gives_back = True
@@ -109,34 +50,52 @@ class LoadTargets(GivenState):
         self._selection = Selection.of(options.only, options.exclude)
         self._renamed = renamer(options.rename)
         # all ranks in one order, because state_dict() may run collectives
-        keys = sorted(state_dict, key=str)
-        self._keys: Sequence[Any] = keys
-        self._made: frozenset[str] = frozenset()
+        self._keys: list[Any] = sorted(state_dict, key=str)
         if self._selection is not None:
-            asked = [self._is_asked(self._selection, str(key), state_dict[key]) for key in keys]
-            self._keys = list(compress(keys, asked))
-            self.unasked = tuple(str(key) for key, is_asked in zip(keys, asked, strict=True) if not is_asked)
-        self._warn_of_copies()
+            keys, self._keys = self._keys, []
+            for key in keys:
+                if self._selection.reaches(str(key)) or self._is_selected_tensor(key):
+                    self._keys.append(key)
+                else:
+                    self.unasked += (str(key),)
+        copies = list(filter(self._selects, _copies(state_dict)))
+        if copies:
+            warn_caller(
+                f"{_told(copies)} in the memory of no parameter or buffer: the module's state_dict() made "
+                "copies, and a load fills these. Give the module what was loaded: state = "
+                "module.state_dict(); dcp.load(state, ...); module.load_state_dict(state)"
+            )
+        self._made: frozenset[str] = frozenset()
         self._plain: dict[str, Any] = {}
         self._stateful: Collection[Any] = ()
         self._added: list[tuple[dict[Any, Any], str]] = []
         self._misfits: set[bool] = set()
         self._lost: frozenset[str] = frozenset()
 
+    def _is_selected_tensor(self, key: Any) -> bool:
+        """Return whether there is a tensor that is selected: it has no entries below it."""
+        return isinstance(self.state_dict[key], Tensor) and self._selects(str(key))
+
     @property
     def made(self) -> frozenset[str]:
         """Entries whose tensors were made for this load."""
         return self._made
 
-    @property
-    def has_objects(self) -> bool:
-        """As in `GivenState`."""
-        return bool(self._stateful)
+    def kinds(self) -> dict[str, str]:
+        """Return what kind of container is at each key that has one.
 
-    @property
-    def kinds(self) -> Mapping[str, str]:
-        """Return what is at the keys that the load is for."""
-        return kinds_of(self._keys, [self._state_dict[key] for key in self._keys])
+        An optimizer is given the state that a checkpoint has; the dict of one that has none is not, and stays
+        empty where another rank takes what there is.
+        """
+        found = {}
+        values = [self.state_dict[key] for key in self._keys]
+        for key, value in zip(self._keys, values, strict=True):
+            kind = kind_of(type(value))
+            if kind in _KINDS:
+                found[str(key)] = _KINDS[kind]
+        for key in stateful_keys(self._keys, values):
+            found[str(key)] = "an optimizer" if isinstance(self.state_dict[key], Optimizer) else "an object"
+        return found
 
     def state(self, stored: Stored) -> dict[str, Any]:
         """Return what to load into, from a checkpoint with the entries ``stored``.
@@ -145,34 +104,41 @@ class LoadTargets(GivenState):
         """
         self.take_back()
         made: set[str] = set()
-        values = [self._state_dict[key] for key in self._keys]
+        values = list(map(self.state_dict.__getitem__, self._keys))
         self._plain.update(zip(self._keys, values, strict=True))
         self._stateful = dict.fromkeys(stateful_keys(self._keys, values))
-        for key in self._stateful:
-            self._plain[key] = self._state_of(key, self._plain[key], stored, made)
-        with_empty = stored.with_empty() if self._stateful and not self._misfits else ()
-        fitted = [key for key in self._stateful if self._misfits or str(key) in with_empty]
-        if fitted:
-            self._fit(fitted, stored, made)
-        self._add_settings(self._plain, "", stored)
+        if self._stateful:
+            self.has_objects = True
+            for key in self._stateful:
+                self._plain[key] = self._state_of(key, self._plain[key], stored, made)
+            with_empty = () if self._misfits else keys_with_empty(stored.index_of())
+            fitted = [key for key in self._stateful if self._misfits or str(key) in with_empty]
+            if fitted:
+                self._fit(fitted, stored, made)
+        # A scheduler adds settings to parameter groups ("initial_lr"). If those were lost that the checkpoint
+        # has and the state lacks, one that is made after the load would begin with the present rate.
+        for name, group in parameter_groups(self._plain, ""):
+            for key in self._stored_beside(stored, name, group):
+                group[key] = None
+                self._added.append((group, key))
         self._made = frozenset(made)
         return self._plain
 
     def give_back(self, untouched: Collection[str], materialised: Collection[str]) -> None:
-        """As in `GivenState`."""
-        if not self._stateful and type(self._state_dict) is dict:
-            self._state_dict.update(self._plain)
+        """As in `Target`."""
+        if not self._stateful and type(self.state_dict) is dict:
+            self.state_dict.update(self._plain)
             return
         for key in self._keys:
             if key not in self._stateful:
-                self._state_dict[key] = self._plain[key]
+                self.state_dict[key] = self._plain[key]
             elif str(key) not in untouched:
-                value = self._state_dict[key]
+                value = self.state_dict[key]
                 self._give(key, value)
                 self._check_kept(key, value, materialised)
 
     def fits_after(self, error: CheckpointError) -> bool:
-        """As in `GivenState`: states of objects are fitted to the stored ones, once their kinds and once more
+        """As in `Target`: states of objects are fitted to the stored ones, once their kinds and once more
         their sizes.
 
         Those that lack what other ranks have fit as they are, so that a plan is tried without that first.
@@ -196,7 +162,7 @@ class LoadTargets(GivenState):
             rank=stored.rank,
         )
         for key in keys:
-            self._plain[key] = forms.fit(key, self._state_dict[key], self._plain[key])
+            self._plain[key] = forms.fit(key, self.state_dict[key], self._plain[key])
         made |= forms.made
 
     def _give(self, key: Any, value: Any) -> None:
@@ -225,21 +191,8 @@ class LoadTargets(GivenState):
         made |= _flat(key, full).keys() - flat.keys()
         return full
 
-    # -- settings of optimizers ------------------------------------------------------------------------------
-
-    def _add_settings(self, state: Mapping[Any, Any], prefix: str, stored: Stored) -> None:
-        """Make place for settings of parameter groups that the checkpoint has and ``state`` lacks.
-
-        A scheduler adds them (``initial_lr``); if they were lost, one that is made after the load would take
-        the present rate for the first one.
-        """
-        for name, group in parameter_groups(state, prefix):
-            for key in self._stored_beside(stored, name, group):
-                group[key] = None
-                self._added.append((group, key))
-
     def take_back(self) -> None:
-        """As in `GivenState`."""
+        """As in `Target`."""
         for group, key in self._added:
             group.pop(key, None)
         self._added.clear()
@@ -309,18 +262,6 @@ class LoadTargets(GivenState):
                 fqns=meta[:_MAX_LISTED],
             )
 
-    # -- tensors that are copies -----------------------------------------------------------------------------
-
-    def _warn_of_copies(self) -> None:
-        """Warn of entries of a module's state dict whose memory is not the module's."""
-        copies = [fqn for fqn in _copies(self._state_dict) if self._selects(fqn)]
-        if copies:
-            warn_caller(
-                f"{_told(copies)} in the memory of no parameter or buffer: the module's state_dict() made "
-                "copies, and a load fills these. Give the module what was loaded: state = "
-                "module.state_dict(); dcp.load(state, ...); module.load_state_dict(state)"
-            )
-
     def _selects(self, fqn: str) -> bool:
         return self._selection is None or self._selection.selects(fqn)
 
@@ -331,7 +272,8 @@ def _flat(key: Any, state: Any) -> dict[str, Any]:
 
 def _copies(state: Mapping[Any, Any], prefix: str = "", depth: int = 2) -> Iterator[str]:
     """Names of copies in the state dicts of modules, also in those below keys."""
-    yield from (prefix + name for name in copies_in_state(state))
+    for name in copies_in_state(state):
+        yield prefix + name
     for key, value in state.items() if depth else ():
         if isinstance(value, Mapping):
             yield from _copies(value, f"{prefix}{key}.", depth - 1)

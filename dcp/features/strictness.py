@@ -1,4 +1,4 @@
-"""What a checkpoint has within the dicts and objects that a load was asked to fill, and no rank takes.
+"""Strict loads: refuse what a checkpoint has within the dicts and objects of a state dict, and no rank takes.
 
 Such an entry would be lost without a word: the state of an optimizer that has none, a layer that a model does
 not have any more. What lies beside, under keys of the top level that are not in the state dict, was not asked
@@ -9,42 +9,90 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import msgpack
 import numpy as np
-import numpy.typing as npt
 
 from dcp.features.optimizer_state import prefixes_without_state
+from dcp.loading.feature import LoadFeature
 from dcp.planners.flatten import LIST, MAPPING, PER_RANK, is_closed_list, kind_of
 from dcp.planners.load.key_hints import OTHER_GROUPS, is_group
 from dcp.storage.errors import UnexpectedKeyError
 from dcp.storage.formats.index import CheckpointIndex, Path
 from dcp.storage.near_names import listed
 
-if TYPE_CHECKING:
-    from dcp.loading.call import LoadCall
-
-__all__ = ["check_left", "lost_entries", "pack_left", "unexpected_keys"]
+__all__ = ["Strictness"]
 
 _MAX_LISTED = 10
 
 
-def lost_entries(call: LoadCall, unexpected: Sequence[str], index: CheckpointIndex) -> tuple[str, ...]:
-    """Return those of the ``unexpected`` names that this rank should have a place for.
+class Strictness(LoadFeature):
+    """Finds the names of the checkpoint that this rank leaves, and those of them that it should have a place
+    for."""
 
-    Raises UnexpectedKeyError for state of parameters that an optimizer's dict of this rank has, and no state
-    of any: that another rank takes it is no help here.
-    """
-    if call.options.unexpected != "error" or not call.flattens:
-        return ()
-    lost = _names_within(unexpected, call.root, call.flat.paths, call.renamed)
-    if call.renamed is None and call.world_size > 1:  # else what is lost on all ranks is told with the rest
-        below = prefixes_without_state(call.root)
-        own = [name for name in lost if below and name.startswith(below)]
-        if own:
-            raise unexpected_keys([*index.fqns, *index.objects.fqns], own)
-    return lost
+    name = "strictness"
+    _lost: Sequence[str] = ()
+
+    def agreed(self) -> dict[str, Any]:
+        """What becomes of them."""
+        return {"unexpected": self.options.unexpected}
+
+    def takes_part(self) -> bool:
+        """Return whether they are an error."""
+        self._lost = ()
+        return self.call.options.unexpected == "error"
+
+    def unexpected(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """The same. Raises UnexpectedKeyError for state of parameters that an optimizer's dict of this rank
+        has, and no state of any: that another rank takes it is no help here."""
+        call = self.call
+        if names and call.flattens:
+            self._lost = _names_within(names, call.root, call.flat.paths, call.renamed)
+        below = prefixes_without_state(call.root) if self._lost and call.world_size > 1 else ()
+        if below and call.renamed is None:  # else the error of what is lost on all ranks has it
+            own = [name for name in self._lost if name.startswith(below)]
+            if own:
+                raise _unexpected_keys(_names_of(call.index), own)
+        return names
+
+    def findings(self, *, is_shared: bool) -> Any:
+        """One bit a name, because a stage of a pipeline leaves what all others take; None if this rank takes
+        all."""
+        call, view = self.call, self.call.view
+        if not call.unexpected:
+            return None
+        lost = [*self._lost, *(view.lost(call.unexpected) if view is not None else ())]
+        if call.scales:
+            lost = [name for name in lost if name not in call.scales]
+        names = _names_of(call.index)
+        found = [_packed(names, set(those)) for those in (call.unexpected, lost)]
+        if is_shared:
+            return found
+        self.judge([found])  # an index of this rank alone
+        return None
+
+    def judge(self, found: Sequence[Any]) -> None:
+        """Raise UnexpectedKeyError for names that no rank takes, and some rank should."""
+        lost = [column for own in found if own is not None and len(column := own[1])]
+        if not lost or any(own is None for own in found):
+            return
+        left = np.bitwise_and.reduce([own[0] for own in found]) & np.bitwise_or.reduce(lost)
+        names, view = _names_of(self.call.index), self.call.view
+        rows = np.flatnonzero(np.unpackbits(left, count=len(names)))
+        if len(rows):
+            unmapped = view.unmapped if view is not None else ()
+            raise _unexpected_keys(names, [names[row] for row in rows.tolist()], unmapped)
+
+
+def _names_of(index: CheckpointIndex) -> list[str]:
+    return [*index.fqns, *index.objects.fqns]
+
+
+def _packed(names: Sequence[str], those: set[str]) -> Any:
+    """A bit by name, for ``those``; no bits where there are none."""
+    if not those:
+        return np.zeros(0, np.uint8)
+    return np.packbits(np.fromiter(map(those.__contains__, names), np.bool_, len(names)))
 
 
 def _names_within(
@@ -52,7 +100,7 @@ def _names_within(
     state_dict: Mapping[Any, Any],
     paths: Mapping[str, Path],
     renamed: Callable[[str], str] | None,
-) -> tuple[str, ...]:
+) -> list[str]:
     """Return those of the stored ``names`` that lie below a dict or list of the top level of ``state_dict``.
 
     ``paths`` are those of its flat keys. Under other names (``renamed``) a dict is where most of its entries'
@@ -69,7 +117,7 @@ def _names_within(
                 prefixes.add(_renamed_top(fqn.removeprefix(f"{path[0]}."), renamed(fqn)))
         prefixes.discard("")  # the checkpoint's own top level, which has whatever it has
     begins = _shortest(prefixes)
-    return tuple(name for name in names if name.startswith(begins))
+    return [name for name in names if name.startswith(begins)]
 
 
 def _is_container(value: Any) -> bool:
@@ -96,44 +144,7 @@ def _shortest(prefixes: Collection[str]) -> tuple[str, ...]:
     return tuple(kept)
 
 
-# -- between ranks -------------------------------------------------------------------------------------------
-
-
-def pack_left(names: Sequence[str], unexpected: Collection[str], lost: Collection[str]) -> bytes:
-    """Return what a rank does not take of the checkpoint's ``names``, and what of that it should have a place
-    for.
-
-    One bit a name, because a stage of a pipeline leaves what all others take. Empty if it takes everything.
-    """
-    if not unexpected:
-        return b""
-    packed = []
-    for those in map(set, (unexpected, lost)):
-        column = np.fromiter((name in those for name in names), np.bool_, len(names))
-        packed.append(np.packbits(column).tobytes() if those else b"")
-    return bytes(msgpack.packb(packed))
-
-
-def check_left(names: Sequence[str], ranks: Sequence[bytes], unmapped: Collection[str] = ()) -> None:
-    """Raise UnexpectedKeyError for names that no rank takes, and some rank should, by their `pack_left`.
-    ``unmapped`` are those that no rule of a weight map knows."""
-    if not all(ranks):
-        return
-    told = [msgpack.unpackb(part) for part in ranks]
-    lost = [_column(of, len(names)) for _, of in told if of]
-    if not lost:
-        return
-    left = [_column(of, len(names)) for of, _ in told]
-    rows = np.flatnonzero(np.logical_and.reduce(left) & np.logical_or.reduce(lost))
-    if len(rows):
-        raise unexpected_keys(names, [names[row] for row in rows.tolist()], unmapped)
-
-
-def _column(packed: bytes, count: int) -> npt.NDArray[np.uint8]:
-    return np.unpackbits(np.frombuffer(packed, np.uint8), count=count)
-
-
-def unexpected_keys(
+def _unexpected_keys(
     names: Sequence[str], lost: Sequence[str], unmapped: Collection[str] = ()
 ) -> UnexpectedKeyError:
     """The error for the ``lost`` of the checkpoint's ``names``: told by what they are all of."""

@@ -1,17 +1,23 @@
-"""Tensors made of others: what tells of them is compared with what the checkpoint has, not loaded."""
+"""Tensor subclasses made of other tensors: their facts are compared with the checkpoint's, not loaded."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from dcp.features.base import LoadSession
+from dcp.loading.feature import LoadFeature
 from dcp.planners.layout.tensor_parts import check_facts
 
 __all__ = ["Subclasses"]
 
 
-class Subclasses(LoadSession):
+class Subclasses(LoadFeature):
     """Compares such tensors; their parts are entries as any."""
+
+    name = "subclasses"
+
+    def takes_part(self) -> bool:
+        """Return whether there are such tensors."""
+        return bool(self.call.flat.facts)
 
     def accept(self, fqn: str, value: Any) -> bool:
         """Raise PlanError where the checkpoint has another kind of tensor."""

@@ -2,22 +2,55 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
-from dcp.features.base import View
+from dcp.loading.feature import LoadFeature, View
 from dcp.planners.weight_maps.mapped_index import map_all
+from dcp.planners.weight_maps.model_config import model_config
 from dcp.planners.weight_maps.stored import StoredPiece, StoredTensors
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import ByteRuns, Elements, Pieces
+from dcp.storage.errors import OptionError
 from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.opening.folder import saved_by_rank
 from dcp.storage.geometry.boxes import Box
 from dcp.storage.tensors import LocalMemory, narrow
 from dcp.storage.torch_storage.destinations import Filled, refuse_shared
+from dcp.storage.torch_storage.reader import FileSystemReader
 
-__all__ = ["MappedView"]
+__all__ = ["LoadedMap"]
+
+
+class LoadedMap(LoadFeature):
+    """Shows the checkpoint as ``map=`` makes another model's of it."""
+
+    name = "map"
+
+    def agreed(self) -> dict[str, Any]:
+        """The map, in few characters."""
+        weights = self.options.map
+        return {} if weights is None else {"map": weights.mark}
+
+    def beside(self, reader: FileSystemReader) -> str | None:
+        """A config.json beside the weights, which has sizes."""
+        if self.options.map is None:
+            return None
+        if reader.place.file is None and saved_by_rank(reader.store):
+            raise OptionError(
+                f"{reader.store.url}: each rank has an index of its own here, and a map is about a whole "
+                "model; convert the checkpoint first"
+            )
+        return json.dumps(model_config(reader.store))
+
+    def view(self, view: View, beside: Any) -> View:
+        """The checkpoint through the map."""
+        weights = self.options.map
+        return view if weights is None else MappedView(view.index, weights.beside(json.loads(beside)))
 
 
 class MappedView(View):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
-from dcp.features.order import open_load
-from dcp.features.strictness import lost_entries
+from dcp.loading.feature import Features, View
 from dcp.planners.by_value import has_plain_types, like
 from dcp.planners.columns import HeldBoxes
 from dcp.planners.flatten import Flat, flatten, replace_element
@@ -18,28 +19,53 @@ from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.layout.local import collect_tensors
 from dcp.planners.layout.local_tensor import KINDS, OBJECT, PLAIN, flatten_sharded
 from dcp.planners.load.objects import load_object
-from dcp.planners.load.options import LoadAttempt, LoadOptions
+from dcp.planners.load.options import LoadOptions
 from dcp.planners.load.plan import LoadPlan, plan_load
 from dcp.planners.load.selection import Matches, Selection, renamer
+from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.torch.python_values import decode_values
 from dcp.storage.near_names import listed
 from dcp.storage.tensors import LocalMemory
+from dcp.storage.torch_storage.reader import FileSystemReader
 
-__all__ = ["LoadCall"]
+__all__ = ["LoadAttempt", "LoadCall"]
 
 _MAX_LISTED = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadAttempt:
+    """One attempt of a load: what an engine asks of the planner for it.
+
+    ``unasked``: keys of the top level whose entries the caller left out, because nothing of them can be
+    selected. ``must_fill``: entries that the load has to fill, because one that failed may have filled them.
+    ``stores_later``: values wait for `LoadCall.store`, so that a load which fails changes none of them.
+    """
+
+    options: LoadOptions = field(default_factory=LoadOptions)
+    unasked: tuple[str, ...] = ()
+    must_fill: frozenset[str] = frozenset()
+    stores_later: bool = False
 
 
 class LoadCall:
     """The entries of a state dict that one rank loads, what the checkpoint calls them, and where they go.
 
     ``flat`` is the state dict ``root`` by flat key. After `choose` ``values`` are the entries that are
-    loaded, ``names`` what the checkpoint calls all of them where anything is renamed, and ``matches`` how
-    patterns fare, if there are any. After `plan` ``missing`` (only with ``allow_partial_load``),
+    loaded, ``names`` what the checkpoint calls all of them where anything is renamed, and ``matches`` what
+    patterns match, if there are any. After `plan` ``missing`` (only with ``allow_partial_load``),
     ``unexpected``, ``cast`` and ``renamed_names`` (those of the checkpoint, by the state dict's) say what was
-    passed over or is called otherwise; ``lost`` are those of the unexpected ones that are not to be ignored.
+    passed over or is called otherwise. ``scales`` are names of the checkpoint that its reader makes other
+    tensors of.
     """
+
+    scales: Collection[str] = ()
+    index: CheckpointIndex
+    """What is loaded from, since `choose`."""
+    view: View | None = None
+    """The same with how it is read, where steps of ours read it."""
 
     def __init__(
         self,
@@ -48,6 +74,7 @@ class LoadCall:
         options: LoadOptions,
         rank: int,
         world_size: int,
+        features: Features,
         *,
         flattens: bool = True,
         flattens_sharded: bool = True,
@@ -69,12 +96,11 @@ class LoadCall:
         self.unexpected: tuple[str, ...] = ()
         self.cast: tuple[str, ...] = ()
         self.renamed_names: dict[str, str] = {}
-        self.lost: tuple[str, ...] = ()
         self._waiting: set[str] | None = None
         self._later: list[tuple[Sequence[str], Sequence[Any]]] = []
-        self.sessions = open_load(self)
-        for session in self.sessions:
-            session.state()
+        self.features = features
+        features.open(self)
+        features.each("state")
 
     def flattened(self, *, legacy: bool = False) -> Flat:
         """``root`` by flat key; with the keys of torch before 2.4 if ``legacy``."""
@@ -98,20 +124,19 @@ class LoadCall:
     # -- plan ------------------------------------------------------------------------------------------------
 
     def choose(self, index: CheckpointIndex) -> None:
-        """Decide what is loaded from where, and how patterns fare.
+        """Decide what is loaded from where, and what patterns match.
 
         Planning does it, too. Done before, ranks can agree on the patterns before anything is read.
         """
-        for session in self.sessions:
-            session.names(index)
+        self.index = index
+        self.features.each("names", index)
         flat, selection = self.flat.values, self.selection
         self.names = None if self.renamed is None else {fqn: self.renamed(fqn) for fqn in flat}
         self.values = self.selected(flat)
         if selection is not None:
             stored = [*index.fqns, *index.objects.fqns]
             self.matches = selection.match(flat, self.attempt.unasked, stored)
-        for session in self.sessions:
-            session.entries(index)
+        self.features.each("entries", index)
         self.is_chosen = True
 
     def leave(self, fqns: set[str]) -> None:
@@ -128,9 +153,7 @@ class LoadCall:
         """
         with garbage_collection_paused():
             self.choose(index)
-            values = self.values
-            for session in self.sessions:
-                values = session.destinations(values)
+            values = self.features.through("destinations", Mapping, self.values)
             local = collect_tensors(values, purpose="load")
             held, memory, object_fqns = local.columns, local.memory, local.columns.objects.fqns
             plan = plan_load(
@@ -142,29 +165,24 @@ class LoadCall:
                 cast=self.options.dtype == "cast",
                 is_per_rank=self.flat.owners.__contains__,
             )
-            self._note(plan, index)
+            self._note(plan)
             self._waiting = set()
             if self.attempt.stores_later:
-                self._waiting.update(object_fqns, *(session.later for session in self.sessions))
-            for session in self.sessions:
-                memory = session.boxes(plan.pieces, index, held, memory)
+                self._waiting.update(object_fqns, *[feature.later for feature in self.features])
+            for _, ask in self.features.having("boxes"):
+                memory = ask(LocalMemory, plan.pieces, index, held, memory)
             return plan, held, memory
 
-    def _note(self, plan: LoadPlan, index: CheckpointIndex) -> None:
+    def _note(self, plan: LoadPlan) -> None:
         self.missing, self.cast = plan.missing, plan.cast
-        unexpected = self._not_left(plan.unexpected)
-        for session in self.sessions:
-            unexpected = session.unexpected(unexpected)
-        self.unexpected = unexpected
-        self.lost = lost_entries(self, unexpected, index) if unexpected else ()
-        missing, names = set(plan.missing), self.names or {}
-        self.renamed_names = {
-            fqn: names[fqn]
-            for fqn in (self.values if names else ())
-            if names[fqn] != fqn and fqn not in missing
-        }
+        self.unexpected = self.features.through("unexpected", tuple, self._not_left(plan.unexpected))
+        missing, names = set(plan.missing), self.names
+        if names is not None:
+            self.renamed_names = {
+                fqn: names[fqn] for fqn in self.values if names[fqn] != fqn and fqn not in missing
+            }
         must_fill = self.attempt.must_fill
-        stale = sorted(name for name in must_fill if name in missing or name not in self.values)
+        stale = sorted((must_fill & missing) | (must_fill - self.values.keys()))
         if stale:
             raise PlanError(
                 f"a load that failed may have filled {listed(stale, most=_MAX_LISTED)} from "
@@ -174,7 +192,7 @@ class LoadCall:
             )
 
     def _not_left(self, stored: tuple[str, ...]) -> tuple[str, ...]:
-        """Of the ``stored`` names that are not loaded those that nobody left out on purpose."""
+        """Return those of the ``stored`` names that are not loaded, and that no pattern leaves out."""
         if self.values is self.flat.values:
             return stored
         names, selection = self.names, self.selection
@@ -185,15 +203,26 @@ class LoadCall:
 
     # -- values ----------------------------------------------------------------------------------------------
 
+    def read_values(self, reader: FileSystemReader, engine: ReadEngine, plan: LoadPlan) -> None:
+        """Read and take the planned values that are no tensors."""
+        objects, fqns = engine.index.objects, plan.object_fqns
+        plain = objects.plain[plan.objects]
+        is_plain = plain >= 0
+        if is_plain.all():
+            self.take(fqns, decode_values(list(map(objects.values.__getitem__, plain.tolist()))))
+            return
+        values = list(map(objects.values.__getitem__, plain[is_plain].tolist()))
+        self.take(list(compress(fqns, is_plain.tolist())), decode_values(values))
+        pickled = [objects.fqns[row] for row in plan.objects[~is_plain].tolist()]
+        names = compress(fqns, (~is_plain).tolist())
+        for fqn, blob in zip(names, reader.read_objects(engine, pickled), strict=True):
+            self.take_blob(fqn, blob)
+
     def take(self, fqns: Sequence[str], values: Sequence[Any]) -> None:
         """Take loaded values, which wait for `store` unless the load says otherwise."""
-        if self.flat.facts:
-            pairs = [
-                (fqn, value)
-                for fqn, value in zip(fqns, values, strict=True)
-                if not any(session.accept(fqn, value) for session in self.sessions)
-            ]
-            fqns, values = [fqn for fqn, _ in pairs], [value for _, value in pairs]
+        for _, accepts in self.features.having("accept"):
+            left = [not accepts(bool, fqn, value) for fqn, value in zip(fqns, values, strict=True)]
+            fqns, values = list(compress(fqns, left)), list(compress(values, left))
         if self.attempt.stores_later:
             self._later.append((fqns, values))
         else:
@@ -206,8 +235,7 @@ class LoadCall:
     def store(self) -> None:
         """Put what has waited for the whole load to succeed. Raises PlanError where entries that differ were
         to be put into the same memory."""
-        for session in self.sessions:
-            session.put()
+        self.features.each("put")
         later, self._later = self._later, []
         for fqns, values in later:
             self._put_all(fqns, values)
@@ -241,7 +269,7 @@ class LoadCall:
         if self.values is self.flat.values:
             return frozenset()
         tops = self.flat.paths
-        made = (fqn for session in self.sessions for fqn in session.made)
+        made = (fqn for feature in self.features for fqn in feature.made)
         touched, every = (
             {str(tops[fqn][0]) if fqn in tops else fqn for fqn in fqns}
             for fqns in ([*self.values, *made], self.flat.values)
@@ -258,13 +286,17 @@ class LoadCall:
     @property
     def new(self) -> list[str]:
         """Entries that had no memory before."""
-        return [fqn for session in self.sessions for fqn in session.new]
+        found: list[str] = []
+        for feature in self.features:
+            found += feature.new
+        return found
 
     def tell_autograd(self) -> None:
         """Let a backward whose forward was before the load notice it: DTensors are filled below torch, and
         what changes their local tensors does not change the versions of their own."""
         values = self.flat.values if self._waiting is not None else {}
-        if {KINDS[cls] for cls in set(map(type, values.values()))} <= {PLAIN, OBJECT}:
-            return  # the reader has told of plain tensors
+        kinds = set(map(KINDS.__getitem__, set(map(type, values.values()))))
+        if kinds <= {PLAIN, OBJECT}:
+            return  # the reader did so for plain tensors
         touched = map(values.get, self.touched)
         increment_version([value for value in touched if isinstance(value, torch.Tensor)])

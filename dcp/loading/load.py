@@ -7,59 +7,49 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import json
 import time
 from abc import ABC, abstractmethod
 from collections import ChainMap
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from hashlib import blake2b
-from itertools import compress
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import msgpack
-import torch
-
-from dcp.features.base import ReadWhole, View
-from dcp.features.fitted_state import keys_with_empty
-from dcp.features.order import view_of
-from dcp.features.stateful import GivenState, Stored
-from dcp.features.strictness import check_left, pack_left
-from dcp.loading.call import LoadCall
-from dcp.loading.planner import DefaultLoadPlanner
+from dcp.loading.call import LoadAttempt, LoadCall
+from dcp.loading.feature import Features, LoadFeature, ReadWhole, Stored, Target, View
 from dcp.loading.report import LoadReport
-from dcp.loading.whole import WholePlanner
-from dcp.planners.load.options import LoadAttempt, LoadOptions
+from dcp.loading.whole import Whole
+from dcp.planners.load.options import LoadOptions
 from dcp.planners.load.plan import LoadPlan
 from dcp.planners.load.selection import Matches, check_matches
-from dcp.planners.weight_maps.model_config import model_config
 from dcp.progress import reporting
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.failures import causes_of, is_damage
 from dcp.ranks.handshake import begin, check_same_checkpoint, told_to_all
-from dcp.ranks.options import of_load
 from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.errors import (
-    CheckpointConflictError,
-    CheckpointError,
-    OptionError,
-    PlanError,
-    StorageError,
-)
-from dcp.storage.formats.index import CheckpointIndex, Path
+from dcp.storage.errors import CheckpointConflictError, CheckpointError, PlanError, StorageError
+from dcp.storage.formats.index import Path
 from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
 from dcp.storage.formats.opening.folder import saved_by_rank
 from dcp.storage.formats.opening.places_near import near_places_told
 from dcp.storage.formats.opening.sources import index_at
-from dcp.storage.formats.torch.python_values import decode_values
 from dcp.storage.geometry.ragged import row_products
+from dcp.storage.packing import pack, unpack
 from dcp.storage.tensors import LocalMemory
+from dcp.storage.torch_storage.destinations import read_into
 from dcp.storage.torch_storage.metadata import LazyMetadata
 from dcp.storage.torch_storage.reader import FileSystemReader
+
+if TYPE_CHECKING:
+    from dcp.default_planner import DefaultLoadPlanner
 
 __all__ = ["ColumnLoad", "LoadEngine", "whole_reader"]
 
 _ATTEMPTS = 3
+_LENGTH_BYTES = 4
+_COMPARED = ("only", "exclude", "dtype", "allow_partial_load", "weights_only")
+_COMPARED_OF_PLANNERS = ("flatten_state_dict", "flatten_sharded_tensors")
 
 
 class LoadEngine(ABC):
@@ -70,7 +60,7 @@ class LoadEngine(ABC):
     """
 
     stores_later = False
-    """Whether values wait for the whole load to succeed."""
+    """Values wait for the whole load to succeed."""
 
     def __init__(
         self,
@@ -78,21 +68,27 @@ class LoadEngine(ABC):
         options: LoadOptions,
         planner: DefaultLoadPlanner | None,
         storage: FileSystemReader | None,
+        features: Sequence[type[LoadFeature]],
     ) -> None:
         self.ranks = ranks
         self.options = options if planner is None else options.over(planner)
-        self._given = options
+        self.features = Features(features, self.options)
         self._ours = planner
         self._storage = storage
         self._has_given_back = False
 
+    def target(self, state_dict: dict[str, Any]) -> Target:
+        """What a load into ``state_dict`` fills. Raises OptionError for a value without entries."""
+        target: Target = self.features.through("target", Target, Target(state_dict))
+        return target
+
     @abstractmethod
-    def run(self, targets: GivenState, report: LoadReport) -> None:
-        """Find the checkpoint, plan what of it goes where in ``targets``, and fill that; errors are of all
+    def run(self, target: Target, report: LoadReport) -> None:
+        """Find the checkpoint, plan what of it goes where in ``target``, and fill that; errors are of all
         ranks alike, as in each step."""
 
-    def load(self, targets: GivenState, filled: set[str] | None = None) -> LoadReport:
-        """Load into ``targets``; again where the checkpoint was replaced after its index was read.
+    def load(self, target: Target, filled: set[str] | None = None) -> LoadReport:
+        """Load into ``target``; again where the checkpoint was replaced after its index was read.
 
         ``filled`` are entries that a load which failed may have filled, so that this one must; those that it
         fills are added if it fails. Raises CheckpointConflictError if the checkpoint is replaced again and
@@ -105,45 +101,43 @@ class LoadEngine(ABC):
                     stack.enter_context(self._storage.in_use())
             attempts = 0
             try:
-                while (report := self._attempt(targets, filled, attempts := attempts + 1)) is None:
+                while (report := self._attempt(target, filled, attempts := attempts + 1)) is None:
                     pass
             except BaseException:
-                targets.take_back()
+                target.take_back()
                 raise
-            if targets.gives_back and not self._has_given_back:
+            if target.gives_back and not self._has_given_back:
                 try:
-                    self.ranks.all_gather("load_state_dict", lambda: self._give_back(targets))
+                    self.ranks.all_gather("load_state_dict", partial(self._give_back, target))
                 except BaseException:
                     if self._ours is not None:
-                        filled |= self._ours.call.touched - targets.made
+                        filled |= self._ours.call.touched - target.made
                     raise
             return report
 
-    def _attempt(self, targets: GivenState, filled: set[str], attempts: int) -> LoadReport | None:
+    def _attempt(self, target: Target, filled: set[str], attempts: int) -> LoadReport | None:
         """The report; None where another attempt may end better."""
         report = LoadReport(attempts=attempts)
         planner, ranks = self._ours, self.ranks
         if planner is not None:
             attempt = LoadAttempt(
-                options=self._given,
-                unasked=targets.unasked,
+                options=self.options,
+                unasked=target.unasked,
                 must_fill=frozenset(filled),
                 stores_later=self.stores_later,
             )
-            planner.begin_load(ranks.rank, ranks.world_size, attempt)
+            planner.begin_load(ranks.rank, ranks.world_size, attempt, self.features)
         try:
-            self.run(targets, report)
+            self.run(target, report)
         except BaseException as error:
             if planner is not None:
-                filled |= planner.end_load() - targets.made
+                filled |= planner.end_load() - target.made
             if not isinstance(error, CheckpointError):
                 raise
             self._look_again(error, attempts)
             return None
         if planner is not None:
             planner.end_load()
-            for session in planner.call.sessions:
-                session.done(report, is_coordinator=ranks.is_coordinator)
         if self._storage is not None:
             report.storage = self._storage.traffic
         return report
@@ -170,23 +164,57 @@ class LoadEngine(ABC):
         if not is_replaced and (attempts == _ATTEMPTS or not any(map(_is_stale, causes))):
             raise error
 
-    def fit(self, targets: GivenState, plan: Callable[[], object]) -> None:
-        """Call ``plan``, which asks ``targets`` for the state, until it succeeds or nothing else may fit."""
+    def agreed(self) -> dict[str, Any]:
+        """Options that must be the same on all ranks, because the outcome would differ by rank.
+
+        ``rename`` is not among them: stages of a pipeline may number their layers on their own. What planners
+        and storages of other packages make of options is not known.
+        """
+        options, planner, storage = self.options, self._ours, self._storage
+        found = self.features.agreed()
+        if planner is not None:
+            found |= {name: getattr(options, name) for name in _COMPARED}
+            found |= {name: getattr(planner, name) for name in _COMPARED_OF_PLANNERS}
+        for name in ("only", "exclude"):  # in any order; one string is one pattern
+            if isinstance(found.get(name), list | tuple | set | frozenset):
+                patterns = sorted(found[name])
+                found[name] = patterns[0] if len(patterns) == 1 else patterns
+        return found if storage is None else found | {"verify": options.verify or storage.verify}
+
+    def fit(self, target: Target, plan: Callable[[], object]) -> None:
+        """Call ``plan``, which asks ``target`` for the state, until it succeeds or nothing else may fit."""
         while True:
             try:
                 plan()
             except CheckpointError as error:
-                if not targets.fits_after(error):
+                if not target.fits_after(error):
                     raise
             else:
                 return
 
-    def _give_back(self, targets: GivenState) -> bytes:
+    def findings(self, *, is_shared: bool) -> bytes:
+        """What features find in the plan of this rank, for `judge`; empty for nothing."""
+        found = {}
+        for feature, ask in self.features.having("findings"):
+            own = ask(object, is_shared=is_shared)
+            if own is not None:
+                found[feature.name] = own
+        return pack(found) if found else b""
+
+    def judge(self, parts: Sequence[bytes]) -> bytes:
+        """Raise what the findings of all ranks mean."""
+        if any(parts):
+            found = [unpack(part) if part else {} for part in parts]
+            for feature, ask in self.features.having("judge"):
+                ask(object, [own.get(feature.name) for own in found])
+        return b""
+
+    def _give_back(self, target: Target) -> bytes:
         planner = self._ours
         if planner is None:
-            targets.give_back((), ())
+            target.give_back((), ())
         else:
-            targets.give_back(planner.call.untouched_keys, planner.call.new)
+            target.give_back(planner.call.untouched_keys, planner.call.new)
         self._has_given_back = True
         return b""
 
@@ -203,127 +231,116 @@ class ColumnLoad(LoadEngine):
     stores_later = True
 
     def __init__(
-        self, reader: FileSystemReader, planner: DefaultLoadPlanner, ranks: Ranks, options: LoadOptions
+        self,
+        reader: FileSystemReader,
+        planner: DefaultLoadPlanner,
+        ranks: Ranks,
+        options: LoadOptions,
+        features: Sequence[type[LoadFeature]],
     ) -> None:
-        super().__init__(ranks, options, planner, reader)
+        super().__init__(ranks, options, planner, reader, features)
         self._reader = reader
         self._planner = planner
-        self._targets = GivenState({})
+        self._target = Target({})
         self._report = LoadReport()
-        self._shared = b""
-        self._weights = options.map
+        self._manifest = b""
+        self._beside: dict[str, Any] = {}
         self._view: View | None = None
+        self._is_set_up = False
         self._planned: tuple[LoadPlan, LocalMemory] | None = None
 
-    def run(self, targets: GivenState, report: LoadReport) -> None:
+    def run(self, target: Target, report: LoadReport) -> None:
         """Agree, index, patterns, plan, read, store: tensors, and only then the values that are none."""
         ranks, reader, options = self.ranks, self._reader, self.options
-        self._targets, self._report, self._view, self._planned = targets, report, None, None
+        self._target, self._report, self._view, self._is_set_up = target, report, None, False
         begun = time.perf_counter()
         reader.reset()  # it may have served another load, before another save
-        told = of_load(options, self._planner, reader)
-        places = begin(ranks, lambda: reader.place.url, options=told, kinds=targets.kinds)
-        self._shared = ranks.broadcast("index", self._read_index)
-        if self._shared:
-            check_same_checkpoint(ranks, places, lambda: self._fingerprint(places))
-        if options.map is not None:  # a config.json beside the weights has sizes
-            config = ranks.broadcast("weight map", lambda: json.dumps(model_config(reader.store)).encode())
-            self._weights = options.map.beside(json.loads(config))
+        agreed, kinds = (self.agreed, target.kinds()) if ranks.world_size > 1 else (None, None)
+        places = begin(ranks, self._place, options=agreed, kinds=kinds)
+        shared = ranks.broadcast("index", self._read_index)
+        size = _LENGTH_BYTES + int.from_bytes(shared[:_LENGTH_BYTES], "big")
+        self._beside = unpack(shared[_LENGTH_BYTES:size]) if size > _LENGTH_BYTES else {}
+        self._manifest = shared[size:]
+        if self._manifest:
+            check_same_checkpoint(ranks, places, partial(self._fingerprint, places))
         report.seconds["index"] = time.perf_counter() - begun
         if options.only is not None or options.exclude is not None:
             ranks.reduce_alike("select", self._select, _agree_on_patterns)
-        self.fit(targets, lambda: ranks.reduce_alike("plan", self._plan, self._check_left))
-        self._shared = b""  # many tensors' manifest is large, and the read needs memory
+        self.fit(target, self._plan_together)
+        self._manifest = b""  # many tensors' manifest is large, and the read needs memory
         have_objects = ranks.all_gather("read", self._read)
         if reader.may_be_mixed:
             ranks.broadcast("compare", self._compare)
-        ranks.all_gather("store", lambda: self._store(alone=not any(have_objects)))
+        ranks.all_gather("store", partial(self._store, alone=not any(have_objects)))
 
-    def fit(self, targets: GivenState, plan: Callable[[], object]) -> None:
-        """As `LoadEngine.fit`; objects are asked for their state again."""
-
-        def anew() -> None:
-            try:
-                plan()
-            except CheckpointError:
-                self._view = None
-                raise
-
-        super().fit(targets, anew)
+    def _place(self) -> str:
+        return self._reader.place.url
 
     def _read_index(self) -> bytes:
         """One commit for all ranks: an overwrite while they start must not give them two.
 
-        Empty where there is nobody to share it with, or each rank has an index of its own.
+        Before it what features have read beside it. Without an index where there is nobody to share it with,
+        or each rank has one of its own.
         """
-        reader, alone = self._reader, self.ranks.world_size == 1
-        is_asked = reader.place.file is None and (not alone or self.options.map is not None)
-        by_rank = is_asked and saved_by_rank(reader.store)
-        if by_rank and self.options.map is not None:
-            raise OptionError(
-                f"{reader.store.url}: each rank has an index of its own here, and a map is about a whole "
-                "model; convert the checkpoint first"
-            )
-        if by_rank:
-            return b""
-        index = reader.read_index()
-        return b"" if alone else encode_manifest(index)
+        reader, alone, manifest, beside = self._reader, self.ranks.world_size == 1, b"", {}
+        if alone or reader.place.file is not None or not saved_by_rank(reader.store):
+            index = reader.read_index()
+            manifest = b"" if alone else encode_manifest(index)
+        for feature, ask in self.features.having("beside"):
+            found = ask(object, reader)
+            if found is not None:
+                beside[feature.name] = found
+        packed = pack(beside) if beside else b""
+        return len(packed).to_bytes(_LENGTH_BYTES, "big") + packed + manifest
 
     def _fingerprint(self, places: Sequence[str]) -> bytes:
         """The fingerprint of the checkpoint at this rank's place; what the coordinator read there is not read
         again."""
-        ranks, shared = self.ranks, self._shared
+        ranks, manifest = self.ranks, self._manifest
         if places[ranks.rank] != places[ranks.coordinator]:
             with near_places_told(self._reader.path, self._reader.open_store):
-                shared = encode_manifest(index_at(self._reader.place))
-        return blake2b(shared).digest()
+                manifest = encode_manifest(index_at(self._reader.place))
+        return blake2b(manifest).digest()
 
-    def _set_up(self) -> CheckpointIndex:
-        """The index as it is shown, with the planner set up for it: once, because objects are asked for their
-        state."""
-        if self._view is not None:
-            return self._view.index
+    def _set_up(self) -> View:
+        """The checkpoint as it is shown, with the planner set up for it: once a plan, because objects are
+        asked for their state."""
         reader, ranks = self._reader, self.ranks
-        if self._shared and not ranks.is_coordinator:
-            reader.use_index(decode_manifest(self._shared))
-        view = view_of(reader.read_index(own_rank=ranks.rank), self._weights)
-        index, values = view.index, view.index.objects.position
-        names = ChainMap(*cast("list[dict[str, int]]", [index.position, values]))
-        stored = Stored(names, values, lambda: index, ranks.rank, lambda: keys_with_empty(index))
-        self._planner.set_up_planner(
-            self._targets.state(stored), LazyMetadata.of(lambda: index), ranks.is_coordinator
-        )
-        self._planner.adopt()
-        self._view = view
-        return index
+        if self._view is None:
+            if self._manifest and not ranks.is_coordinator:
+                reader.use_index(decode_manifest(self._manifest))
+            view = View(reader.read_index(own_rank=ranks.rank))
+            for feature, ask in self.features.having("view"):
+                view = ask(View, view, self._beside.get(feature.name))
+            self._view = view
+        view = self._view
+        if not self._is_set_up:
+            index, values = view.index, view.index.objects.position
+            names = ChainMap(*cast("list[dict[str, int]]", [index.position, values]))
+            state = self._target.state(Stored(names, values, lambda: index, ranks.rank))
+            self._planner.set_up_planner(state, LazyMetadata.of(lambda: index), ranks.is_coordinator)
+            self._planner.adopt().view = view
+            self._is_set_up = True
+        return view
 
     def _select(self) -> bytes:
-        index, call = self._set_up(), self._planner.call
-        call.choose(index)
-        return bytes(msgpack.packb(dataclasses.astuple(call.matches) if call.matches is not None else None))
+        view, call = self._set_up(), self._planner.call
+        call.choose(view.index)
+        return pack(dataclasses.astuple(call.matches) if call.matches is not None else None)
+
+    def _plan_together(self) -> None:
+        try:
+            self.ranks.reduce_alike("plan", self._plan, self.judge)
+        finally:
+            self._is_set_up = False
 
     def _plan(self) -> bytes:
-        """Plan, and tell what nobody has a place for, if nobody else has (`check_left`)."""
         begun = time.perf_counter()
-        index, call, report = self._set_up(), self._planner.call, self._report
-        plan, _, memory = call.plan(index)
+        view, call = self._set_up(), self._planner.call
+        plan, _, memory = call.plan(view.index)
         self._planned = plan, memory
-        report.note_plan(call)
-        report.note_source(index)
-        report.seconds["plan"] = time.perf_counter() - begun
-        if self.options.unexpected == "ignore" or not call.unexpected or self._view is None:
-            return b""
-        names = _names(index)
-        left = pack_left(names, call.unexpected, [*call.lost, *self._view.lost(call.unexpected)])
-        if self._shared or self.ranks.world_size == 1:
-            return left
-        check_left(names, [left])  # an index of this rank alone
-        return b""
-
-    def _check_left(self, left: list[bytes]) -> bytes:
-        if all(left) and self._view is not None:
-            check_left(_names(self._view.index), left, self._view.unmapped)
-        return b""
+        self._report.seconds["plan"] = time.perf_counter() - begun
+        return self.findings(is_shared=bool(self._manifest) or self.ranks.world_size == 1)
 
     def _read(self) -> bytes:
         if self._planned is None or self._view is None:
@@ -332,20 +349,20 @@ class ColumnLoad(LoadEngine):
         plan, memory = self._planned
         pieces = plan.pieces
         begun = time.perf_counter()
-        volumes = row_products(pieces.lengths, pieces.box_start)
-        total = int((volumes * index.itemsizes[index.chunk_tensors[pieces.chunks]]).sum())
-        with (
-            reporting(self.options.progress, "read", total, show=self.ranks.is_coordinator) as on_bytes,
-            reader.engine(reader.read_index(), self.options.verify) as engine,
-        ):
-            engine.on_bytes = on_bytes
-            stats = reader.read_into(engine, *self._view.reads(engine, pieces, memory), memory.tensors)
-            _read_values(call, reader, engine, plan)
-            for session in call.sessions:
-                session.loaded(whole_reader(call, reader, engine))
-        self._report.note_reading(stats)
+        with ExitStack() as stack, reader.engine(reader.read_index(), self.options.verify) as engine:
+            if self.options.progress:
+                volumes = row_products(pieces.lengths, pieces.box_start)
+                total = int((volumes * index.itemsizes[index.chunk_tensors[pieces.chunks]]).sum())
+                show = self.ranks.is_coordinator
+                engine.on_bytes = stack.enter_context(
+                    reporting(self.options.progress, "read", total, show=show)
+                )
+            read_into(engine, *self._view.reads(engine, pieces, memory), memory.tensors)
+            call.read_values(reader, engine, plan)
+            self.features.each("loaded", whole_reader(call, reader, engine))
+        self._report.note(call, index, reader.stats)
         self._report.seconds["read"] = time.perf_counter() - begun
-        return b"\x01" if self._targets.has_objects else b""
+        return b"\x01" if self._target.has_objects else b""
 
     def _compare(self) -> bytes:
         self._reader.check_unchanged()
@@ -354,52 +371,27 @@ class ColumnLoad(LoadEngine):
     def _store(self, *, alone: bool) -> bytes:
         """Store the values; where no rank has an object to give its state to, that is all."""
         self._planner.call.store()
-        return self._give_back(self._targets) if alone else b""
+        self.features.each("done", self._report, is_coordinator=self.ranks.is_coordinator)
+        return self._give_back(self._target) if alone else b""
 
 
 def whole_reader(call: LoadCall, reader: FileSystemReader, engine: ReadEngine) -> ReadWhole:
     """Reads parts of the engine's checkpoint whole, for features that need the state of all ranks."""
 
     def read_whole(only: Sequence[str]) -> tuple[Any, dict[str, Path]]:
-        whole = WholePlanner(
-            only=only,
-            exclude=None,
-            rename=None,
-            dtype=None,
-            device=torch.device("cpu"),
-            weights_only=call.options.weights_only,
-        )
-        whole.begin_load(call.rank, call.world_size, LoadAttempt())
-        flat: dict[str, Any] = {}
-        whole.set_up_planner(flat, LazyMetadata.of(lambda: engine.index))
-        plan, _, memory = whole.call.plan(engine.index)
-        reader.read_into(engine, *View(engine.index).reads(engine, plan.pieces, memory), memory.tensors)
-        _read_values(whole.call, reader, engine, plan)
-        return whole.nested(flat), dict(whole.paths)
+        index, whole = engine.index, Whole(only=only)
+        state = whole.state(Stored((), (), lambda: index, call.rank))
+        options = LoadOptions(rename=whole.stored, weights_only=call.options.weights_only)
+        none = Features((), options)
+        part = LoadCall(state, LoadAttempt(), options, call.rank, call.world_size, none, flattens=False)
+        plan, _, memory = part.plan(index)
+        read_into(engine, *View(index).reads(engine, plan.pieces, memory), memory.tensors)
+        part.read_values(reader, engine, plan)
+        return whole.nested(), dict(whole.paths)
 
     return read_whole
 
 
-def _read_values(call: LoadCall, reader: FileSystemReader, engine: ReadEngine, plan: LoadPlan) -> None:
-    """Read the planned values that are no tensors, and give them to the load."""
-    objects, fqns = engine.index.objects, plan.object_fqns
-    plain = objects.plain[plan.objects]
-    is_plain = plain >= 0
-    call.take(
-        fqns if is_plain.all() else list(compress(fqns, is_plain.tolist())),
-        decode_values(list(map(objects.values.__getitem__, plain[is_plain].tolist()))),
-    )
-    pickled = [objects.fqns[row] for row in plan.objects[~is_plain].tolist()]
-    names = compress(fqns, (~is_plain).tolist())
-    for fqn, blob in zip(names, reader.read_objects(engine, pickled), strict=True):
-        call.take_blob(fqn, blob)
-
-
-def _names(index: CheckpointIndex) -> list[str]:
-    return [*index.fqns, *index.objects.fqns]
-
-
 def _agree_on_patterns(ranks: list[bytes]) -> bytes:
-    matches = [msgpack.unpackb(data) for data in ranks]
-    check_matches([Matches(*fields) for fields in matches if fields is not None])
+    check_matches([Matches(*fields) for part in ranks if (fields := unpack(part)) is not None])
     return b""

@@ -68,20 +68,18 @@ class LoadReport:
         values = (f"{each.name}={_SHORT.repr(getattr(self, each.name))}" for each in fields(self))
         return f"{type(self).__name__}({', '.join(values)})"
 
-    def note_plan(self, call: LoadCall) -> None:
-        """Take what the plan has found out."""
-        self.missing, self.cast = list(call.missing), list(call.cast)
-        self.unexpected, self.renamed = list(call.unexpected), dict(call.renamed_names)
-
-    def note_source(self, index: CheckpointIndex) -> None:
-        """Take what the checkpoint says of itself."""
-        save_id, world_size = (index.provenance.get(name) for name in ("save_id", "world_size"))
-        self.save_id = save_id if isinstance(save_id, str) else None
-        self.world_size = world_size if isinstance(world_size, int) else None
-        self.user_metadata = dict(index.user)
-
-    def note_reading(self, stats: ReadStats) -> None:
-        """Take what reading cost."""
-        self.bytes_needed, self.bytes_read = stats.bytes_needed, stats.bytes_read
-        self.blocks_verified, self.blocks_unverified = stats.blocks_verified, stats.blocks_unverified
-        self.lossy = dict(stats.lossy)
+    def note(self, call: LoadCall | None, index: CheckpointIndex | None, stats: ReadStats | None) -> None:
+        """Take what the plan passed over, what the checkpoint says of itself, and what reading cost, as far
+        as it is known."""
+        if call is not None:
+            self.missing, self.cast = list(call.missing), list(call.cast)
+            self.unexpected, self.renamed = list(call.unexpected), dict(call.renamed_names)
+        if index is not None:
+            save_id, world_size = index.provenance.get("save_id"), index.provenance.get("world_size")
+            self.save_id = save_id if isinstance(save_id, str) else None
+            self.world_size = world_size if isinstance(world_size, int) else None
+            self.user_metadata = dict(index.user)
+        if stats is not None:
+            self.bytes_needed, self.bytes_read = stats.bytes_needed, stats.bytes_read
+            self.blocks_verified, self.blocks_unverified = stats.blocks_verified, stats.blocks_unverified
+            self.lossy = dict(stats.lossy)

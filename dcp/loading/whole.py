@@ -1,27 +1,22 @@
-"""Planners for an empty dict: what a checkpoint has, without a state dict that says what is wanted."""
+"""Whole checkpoints, or parts of them: a state dict that is made for what is chosen, and filled by a load."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from itertools import accumulate
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dcp.conversion.contents.entries import Entries, choose_entries
-from dcp.loading.planner import DefaultLoadPlanner
-from dcp.planners.flatten import set_element
+from dcp.loading.feature import Stored, Target
 from dcp.planners.load.selection import Patterns, Rename
-from dcp.planners.wire.torch_plans import index_from_metadata, known_provenance
-from dcp.storage.errors import MissingKeyError, PlanError
-from dcp.storage.formats.container_notes import empty_dicts, notes_by_path, with_original_keys
+from dcp.storage.errors import PlanError
+from dcp.storage.formats.container_notes import notes_by_path
 from dcp.storage.formats.index import Path
 from dcp.storage.formats.torch.structure import restore_structure
 from dcp.storage.tensors import torch_dtype
-from dcp.storage.torch_storage.metadata import LazyMetadata
 
-__all__ = ["DynamicMetaLoadPlanner", "EmptyStateLoadPlanner", "ReadDtype", "WholePlanner"]
+__all__ = ["ReadDtype", "Whole"]
 
 ReadDtype = torch.dtype | str | Mapping[str, torch.dtype | str]
 """One dtype for all floating-point tensors, or dtypes by glob of their names (the first match counts)."""
@@ -29,75 +24,65 @@ ReadDtype = torch.dtype | str | Mapping[str, torch.dtype | str]
 _SIZE = "torch.Size"
 
 
-class WholePlanner(DefaultLoadPlanner):
-    """Fills a flat dict with what is chosen of the checkpoint; `nested` makes the state dict of it."""
+class Whole(Target):
+    """A flat state dict of what is chosen of the checkpoint; `nested` makes one of it that is nested.
+
+    `stored` is the renaming of the load that fills it.
+    """
 
     def __init__(
         self,
         *,
-        only: Patterns | None,
-        exclude: Patterns | None,
-        rename: Rename | None,
-        dtype: ReadDtype | None,
-        device: torch.device,
-        weights_only: bool | None,
+        only: Patterns | None = None,
+        exclude: Patterns | None = None,
+        rename: Rename | None = None,
+        dtype: ReadDtype | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
-        super().__init__(
-            flatten_state_dict=False,
-            dtype="exact" if dtype is None else "cast",
-            weights_only=weights_only is not False,
-        )
-        # not the planner's own options of these names, which are about the state dict that is filled
-        self._chosen: dict[str, Any] = {
-            "only": only,
-            "exclude": exclude,
-            "rename": rename,
-            "dtype": {glob: str(each) for glob, each in dtype.items()}
-            if isinstance(dtype, Mapping)
-            else dtype and str(dtype),
-        }
+        super().__init__({})
+        self._chosen: dict[str, Any] = {"only": only, "exclude": exclude, "rename": rename}
+        if isinstance(dtype, Mapping):
+            self._chosen["dtype"] = {glob: str(each) for glob, each in dtype.items()}
+        else:
+            self._chosen["dtype"] = dtype and str(dtype)
         self._device = device
         self._entries: Entries | None = None
         self._tied: dict[str, str] = {}
 
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Make memory for what is chosen; ``state_dict`` has at most what an attempt that failed has left."""
-        if metadata is None:
-            raise PlanError("the load planner was set up without the checkpoint's metadata")
-        if isinstance(metadata, LazyMetadata) and metadata.has_index:
-            index = metadata.index
-        else:
-            index = index_from_metadata(metadata)
-        self._entries = entries = choose_entries(index, **self._chosen)
-        tensors = entries.tensors
-        self._tied = {
-            entry.fqn: tensors[entry.tied_to].fqn
-            for number, entry in enumerate(tensors)
-            if entry.tied_to != number
-        }
-        state_dict.clear()
-        for entry, shape in zip(tensors, entries.shapes, strict=True):
-            if entry.fqn not in self._tied:
-                state_dict[entry.fqn] = torch.empty(
-                    shape, dtype=torch_dtype(entry.dtype_code), device=self._device
-                )
-        state_dict.update(dict.fromkeys(value.fqn for value in entries.values))
-        state_dict.update(dict.fromkeys(entries.refused))  # planning says what they need
-        self.rename = entries.source_names.__getitem__
-        super().set_up_planner(state_dict, metadata, is_coordinator)
+    def state(self, stored: Stored) -> dict[str, Any]:
+        """Make memory for what is chosen, in place of what an attempt that failed has left."""
+        self._entries = entries = choose_entries(stored.index_of(), **self._chosen)
+        tensors, flat = entries.tensors, self.state_dict
+        flat.clear()
+        self._tied = {}
+        for number, (entry, shape) in enumerate(zip(tensors, entries.shapes, strict=True)):
+            if entry.tied_to != number:
+                self._tied[entry.fqn] = tensors[entry.tied_to].fqn
+            else:
+                dtype = torch_dtype(entry.dtype_code)
+                flat[entry.fqn] = torch.empty(shape, dtype=dtype, device=self._device)
+        flat.update(dict.fromkeys(value.fqn for value in entries.values))
+        flat.update(dict.fromkeys(entries.refused))  # planning says what they need
+        return flat
+
+    def stored(self, fqn: str) -> str:
+        """Return what the checkpoint calls an entry."""
+        return self._known.source_names[fqn]
+
+    @property
+    def _known(self) -> Entries:
+        if self._entries is None:
+            raise PlanError("nothing was read yet")
+        return self._entries
 
     @property
     def paths(self) -> Mapping[str, Path]:
         """Return where the chosen entries are in what `nested` gives."""
-        return self._entries.paths if self._entries is not None else {}
+        return self._known.paths
 
-    def nested(self, flat: dict[str, Any]) -> dict[str, Any]:
-        """The state dict whose flat entries were loaded into ``flat``."""
-        entries = self._entries
-        if entries is None:
-            raise PlanError("nothing was read yet")
+    def nested(self) -> dict[str, Any]:
+        """The nested state dict of what was loaded."""
+        entries, flat = self._known, self.state_dict
         structure = entries.structure()
         kinds = structure.get("values", {}) if structure is not None else {}
 
@@ -127,83 +112,3 @@ def _gaps(entries: Entries, structure: Mapping[str, Any] | None) -> dict[str, Pa
         if position not in positions
     )
     return {".".join(map(str, place)): place for place in places if place not in noted}
-
-
-class EmptyStateLoadPlanner(DefaultLoadPlanner):
-    """Fills an empty dict with what the checkpoint has: all, or what is at or below one of ``keys``.
-
-    A key names an entry by its flat key, or a dict or list that entries were nested in. Keys of dicts are of
-    the types that were saved, where a save of ours noted these. Tensors are whole and on the CPU, on every
-    rank that loads. Other than torch's planner it runs no pickle (``weights_only``), and raises
-    MissingKeyError for a key that the checkpoint does not have.
-    """
-
-    def __init__(self, keys: Collection[str] | None = None, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"unexpected": "ignore"} | kwargs)  # the dict has what was asked for
-        self.keys = keys
-        self._filled: dict[str, Any] | None = None
-
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        metadata: Metadata | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        """Build what is to be loaded in ``state_dict``, which has to be empty."""
-        if state_dict is self._filled:
-            state_dict.clear()  # what an attempt that failed has left
-        if state_dict:
-            raise PlanError(f"{type(self).__name__} fills an empty dict, and this one has entries")
-        if metadata is None:
-            raise PlanError("the load planner was set up without the checkpoint's metadata")
-        self._filled = state_dict
-        paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-        notes = notes_by_path(known_provenance(metadata).get("structure"))
-        nested: dict[str, Any] = {}
-        found: set[str] = set()
-        entries = metadata.state_dict_metadata
-        in_order = dict.fromkeys((*(fqn for fqn in paths if fqn in entries), *entries))
-        for fqn in in_order:
-            entry = entries[fqn]
-            path = paths.get(fqn, (fqn,))
-            names = {fqn, *_ancestors(path)}
-            if self.keys is not None and names.isdisjoint(self.keys):
-                continue
-            found |= names
-            value: Any = entry
-            if isinstance(entry, TensorStorageMetadata):
-                value = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
-            set_element(nested, path, value)
-        for path in empty_dicts(notes, paths.values()):
-            names = set(_ancestors(path))
-            if self.keys is None or not names.isdisjoint(self.keys):
-                found |= names
-                set_element(nested, path, {})
-        state_dict.update(with_original_keys(nested, notes))
-        absent = sorted(set(self.keys or ()) - found)
-        if absent:
-            raise MissingKeyError(
-                f"the checkpoint has nothing under {', '.join(map(repr, absent))}", fqns=absent
-            )
-        super().set_up_planner(state_dict, metadata, is_coordinator)
-
-
-def _ancestors(path: Path) -> list[str]:
-    """The flat names of what is at ``path``, and of all that it is nested in."""
-    return list(accumulate(map(str, path), "{}.{}".format))
-
-
-class DynamicMetaLoadPlanner(DefaultLoadPlanner):
-    """Plans the load of a torch.save file, as torch's example has it::
-
-        dcp.load(
-            state_dict,
-            storage_reader=BroadcastingTorchSaveReader(),
-            planner=DynamicMetaLoadPlanner(),
-            checkpoint_id="model.pt",
-        )
-
-    torch's planner takes shapes and dtypes from the state dict, because its reader has read nothing yet. Ours
-    reads the file's own index first, so that this is `DefaultLoadPlanner`: what does not fit is an error that
-    names it, and values other than tensors load.
-    """

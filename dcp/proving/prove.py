@@ -21,7 +21,6 @@ from dcp.ranks.alone import works_alone
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.ranks.handshake import begin, check_same_checkpoint, told_to_all
-from dcp.ranks.options import of_map
 from dcp.storage.formats.native.manifest import encode_manifest
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ def prove(
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="prove")
     with told_to_all(ranks):
         weights = None if map is None else WeightMap.of(map)
-    shown = {"only": only, "exclude": exclude} | of_map(weights)
+    shown = {"only": only, "exclude": exclude, "map": weights and weights.mark}
     places = begin(ranks, lambda: os.fspath(checkpoint_id), options=shown)
 
     def fingerprint() -> bytes:

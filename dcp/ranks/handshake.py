@@ -55,7 +55,7 @@ def begin(
     hosts.
 
     ``manner`` is whatever decides which steps follow, ``options`` what else must be the same for the outcome
-    to be one (`dcp.ranks.options`), or gives that. ``kinds`` says what a rank has for a key; keys may differ.
+    to be one, or gives that. ``kinds`` says what a rank has for a key; keys may differ.
     Raises PlanError on all ranks where they are about different operations, go about one differently, or have
     other options or kinds, and what ``place`` raises on any of them.
     """

@@ -13,7 +13,7 @@ from dcp.storage.errors import OptionError
 if TYPE_CHECKING:  # maps are made of what this folder finds
     from dcp.planners.weight_maps.weight_map import WeightMap
 
-__all__ = ["LoadAttempt", "LoadDtype", "LoadOptions", "PerRankLoad", "Unexpected"]
+__all__ = ["LoadDtype", "LoadOptions", "PerRankLoad", "Unexpected"]
 
 PerRankLoad = Literal["exact", "keep"]
 """What to do about `PerRank` values: each rank's own one is there, or they may stay as they are."""
@@ -69,22 +69,8 @@ class LoadOptions:
 
     def over(self, settings: object) -> LoadOptions:
         """These, and for a planner's that are None the attributes of ``settings``."""
-        return replace(
-            self, **{name: getattr(settings, name) for name in _OF_PLANNERS if getattr(self, name) is None}
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadAttempt:
-    """One load, as its planner is told of it.
-
-    ``unasked``: keys of the top level whose entries the caller left out, because nothing of them can be
-    selected. ``must_fill``: entries that the load has to fill, because one that failed may have filled them.
-    ``stores_later``: values wait for `DefaultLoadPlanner.store_values`, so that a load which fails changes
-    none of them.
-    """
-
-    options: LoadOptions = LoadOptions()
-    unasked: tuple[str, ...] = ()
-    must_fill: frozenset[str] = frozenset()
-    stores_later: bool = False
+        own: dict[str, Any] = {}
+        for name in _OF_PLANNERS:
+            if getattr(self, name) is None:
+                own[name] = getattr(settings, name)
+        return replace(self, **own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -103,16 +103,19 @@ def plan_load(
     count = len(stored) - len(object_fqns)
     tensor_rows = _rows(known[0], stored[:count]) if rows is None else rows
     object_rows = _rows(known[1], stored[count:])
-    _check_refused(index, stored)
-    missing = _check_keys(wanted.fqns, tensor_rows, known[1], problems, is_tensor=True)
-    missing += _check_keys(object_fqns, object_rows, known[0], problems, is_tensor=False)
-    if not allow_missing:
+    missing: list[str] = []
+    if (tensor_rows < 0).any() or (object_rows < 0).any():
+        _check_refused(index, stored)
+        missing += _check_keys(wanted.fqns, tensor_rows, known[1], problems, is_tensor=True)
+        missing += _check_keys(object_fqns, object_rows, known[0], problems, is_tensor=False)
+    if missing and not allow_missing:
         problems.missing = missing
         problems.lacks_per_rank = is_per_rank is not None and any(map(is_per_rank, missing))
     usable, cast_fqns = _check_tensors(index, wanted, tensor_rows, cast=cast, problems=problems)
     parts = _intersect(index, wanted, tensor_rows, usable, problems)
     unexpected = _unexpected(index, tensor_rows, object_rows)
-    problems.raise_any(lambda: _hint(index, stored, unexpected, is_renamed=names is not None))
+    if problems.missing or problems.shapes or problems.dtypes or problems.others:
+        problems.raise_all(lambda: _hint(index, stored, unexpected, is_renamed=names is not None))
     found = object_rows >= 0
     if not found.all():
         object_fqns = [object_fqns[row] for row in np.flatnonzero(found).tolist()]
@@ -203,10 +206,10 @@ def _check_keys(
 def _unexpected(index: CheckpointIndex, tensors: Int64, objects: Int64) -> tuple[str, ...]:
     unwanted = np.ones(index.tensor_count, bool)
     unwanted[tensors[tensors >= 0]] = False
-    names = [index.fqns[row] for row in np.flatnonzero(unwanted).tolist()]
+    names = list(map(index.fqns.__getitem__, np.flatnonzero(unwanted).tolist()))
     unwanted = np.ones(len(index.objects), bool)
     unwanted[objects[objects >= 0]] = False
-    return tuple(names + [index.objects.fqns[row] for row in np.flatnonzero(unwanted).tolist()])
+    return (*names, *map(index.objects.fqns.__getitem__, np.flatnonzero(unwanted).tolist()))
 
 
 def _check_tensors(
@@ -239,7 +242,7 @@ def _check_tensors(
             )
     usable = np.zeros(len(rows), bool)
     usable[found[~wrong]] = True
-    return usable, [wanted.fqns[row] for row in differs]
+    return usable, list(map(wanted.fqns.__getitem__, differs))
 
 
 def _intersect(
@@ -320,17 +323,20 @@ def _cover(
     filled = np.zeros(len(boxes), np.int64)
     np.add.at(filled, pieces.boxes, volumes)
     demanded = np.prod(high - low, axis=1, dtype=np.int64)
-    gaps = [(place, int(filled[place])) for place in np.flatnonzero(filled != demanded).tolist()]
+    short = np.flatnonzero(filled != demanded)
+    gaps = list(zip(short.tolist(), filled[short].tolist(), strict=True))
     return _Intersections(boxes[pieces.boxes], pieces.chunks, pieces.low, pieces.high), gaps
 
 
 def _pieces(index: CheckpointIndex, wanted: HeldBoxes, parts: Sequence[_Intersections]) -> Pieces:
     """Ragged columns, in the order of the wanted boxes."""
-    counts = [np.full(len(part.boxes), part.low.shape[1], np.int64) for part in parts]
-    columns = zip(*((p.boxes, p.chunks, p.low.ravel(), p.high.ravel()) for p in parts), strict=True)
-    none = np.zeros(0, np.int64)
-    boxes, chunks, low, high = map(np.concatenate, columns) if parts else (none,) * 4
-    ndims = np.concatenate(counts) if parts else none
+    columns: list[list[Int64]] = list(map(list, [[np.zeros(0, np.int64)]] * 5))
+    for part in parts:
+        ndims = np.full(len(part.boxes), part.low.shape[1], np.int64)
+        each = part.boxes, part.chunks, part.low.ravel(), part.high.ravel(), ndims
+        for column, values in zip(columns, each, strict=True):
+            column.append(values)
+    boxes, chunks, low, high, ndims = map(np.concatenate, columns)
     order = np.argsort(boxes, kind="stable")
     flat = expand_ranges(starts(ndims)[:-1][order], ndims[order])
     boxes, chunks, low, high = boxes[order], chunks[order], low[flat], high[flat]
@@ -371,9 +377,9 @@ class LoadProblems:
         name = self.names.get(fqn, fqn)
         return f"{fqn!r}" if fqn == name else f"{fqn!r} (renamed to {name!r})"
 
-    def raise_any(self, hint_for_missing: Callable[[], str]) -> None:
-        """Raise one error for all problems, if there are any: of their own class where they are of one
-        kind, else a PlanError."""
+    def raise_all(self, hint_for_missing: Callable[[], str]) -> NoReturn:
+        """Raise one error for all problems: of their own class where they are of one kind, else a
+        PlanError."""
         kinds: list[tuple[type[PlanError], Mapping[str, str]]] = [
             (MissingKeyError, {fqn: self.told(fqn) for fqn in self.missing}),
             (ShapeMismatchError, self.shapes),
@@ -381,8 +387,6 @@ class LoadProblems:
             (PlanError, self.others),
         ]
         found = [(cls, problems) for cls, problems in kinds if problems]
-        if not found:
-            return
         lines = [_said(cls, list(problems.values())) for cls, problems in found]
         if len(found) > 1:
             count = sum(len(problems) for _, problems in found)

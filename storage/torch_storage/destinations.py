@@ -7,6 +7,7 @@ there may be many thousands. What is left is looked at row by row, as elements a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,7 +50,7 @@ class Filled(NamedTuple):
 def classify(engine: ReadEngine, pieces: Pieces, memory: LocalMemory) -> tuple[ByteRuns, Iterator[Filled]]:
     """(rows that are one run each, the others) of ``pieces``, which are boxes of resolved chunks."""
     runs, others = _plain_runs(engine, pieces, memory)
-    return runs, (_filled(engine, pieces, memory, row) for row in others.tolist())
+    return runs, map(partial(_filled, engine, pieces, memory), others.tolist())
 
 
 def read_into(
@@ -108,7 +109,7 @@ def _plain_runs(engine: ReadEngine, pieces: Pieces, memory: LocalMemory) -> tupl
     if len(permuted):
         usable &= ~np.isin(chunks, permuted)
     is_run = np.zeros(len(chunks), np.bool_)
-    positions, places, volumes = (np.zeros(len(chunks), np.int64) for _ in range(3))
+    positions, places, volumes = np.zeros((3, len(chunks)), np.int64)
     for ndim in np.unique(ndims[usable]).tolist():
         rows = np.flatnonzero(usable & (ndims == ndim))
         lengths = row_matrix(pieces.lengths, box_start, rows, ndim)

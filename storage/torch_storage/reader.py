@@ -11,9 +11,8 @@ import math
 import os
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,6 +28,7 @@ from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointError,
     CheckpointFormatError,
+    CheckpointNotFoundError,
     CorruptCheckpointError,
     OptionError,
     PlanError,
@@ -38,7 +38,7 @@ from dcp.storage.errors import (
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.native.manifest import encode_manifest
-from dcp.storage.formats.opening.places_near import near_places_told
+from dcp.storage.formats.opening.places_near import with_near_places
 from dcp.storage.formats.opening.sources import SourcePlace, index_at, locate
 from dcp.storage.formats.registry import format_of
 from dcp.storage.formats.torch.python_values import decode_value
@@ -165,8 +165,10 @@ class FileSystemReader(NoFileSystem, StorageReader):
     def read_index(self, rank: int | None = None, *, own_rank: int | None = None) -> CheckpointIndex:
         """The checkpoint's index, read once a load; ``rank`` and ``own_rank`` as in `open_index`."""
         if self._index is None:
-            with near_places_told(self.path, self.open_store):
+            try:
                 self._index = index_at(self.place, rank=rank, own_rank=own_rank)
+            except CheckpointNotFoundError as error:
+                raise with_near_places(error, self.path, self.open_store) from None
             self._read_as = rank, own_rank
             self._listed = self._files()
         return self._index
@@ -279,7 +281,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
                 rows = [chunk_rows.find(item) for item in batch]
                 engine.resolve(rows)
                 filled = map(partial(_filled, engine), rows, batch, targets)
-                self.read_into(engine, ByteRuns.none(), filled, targets)
+                read_into(engine, ByteRuns.none(), filled, targets)
                 for item, target in zip(batch, targets, strict=True):
                     planner.commit_tensor(item, target)
         self.check_unchanged()
@@ -296,25 +298,13 @@ class FileSystemReader(NoFileSystem, StorageReader):
 
     def engine(self, index: CheckpointIndex, verify: Verify | None = None) -> ReadEngine:
         """A reading engine on this checkpoint; use it as a context manager. ``verify`` is the reader's own
-        policy if it is None."""
+        policy if it is None. What reading costs is added to `stats`."""
         threads = self.threads
         if threads is None:
             threads = self.store.read_profile.threads or _default_threads()
-        return ReadEngine(self.store, index, verify=verify or self.verify, threads=threads)
-
-    def read_into(
-        self,
-        engine: ReadEngine,
-        runs: ByteRuns,
-        several: Iterable[Filled],
-        tensors: Sequence[torch.Tensor],
-    ) -> ReadStats:
-        """Read ``runs``, and stored elements into views of the local ``tensors``; returns what all reading
-        since `reset` has cost."""
-        before = replace(engine.stats)
-        read_into(engine, runs, several, tensors)
-        self.stats.add(engine.stats.since(before))
-        return self.stats
+        engine = ReadEngine(self.store, index, verify=verify or self.verify, threads=threads)
+        engine.stats = self.stats
+        return engine
 
     def read_objects(self, engine: ReadEngine, fqns: Sequence[str]) -> Iterator[bytes]:
         """The stored torch.save bytes of non-tensor values, in order and checked.
@@ -323,7 +313,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
         their own, as in a torch.save file, are encoded.
         """
         objects = engine.index.objects
-        rows = [self._object_row(engine.index, fqn) for fqn in fqns]
+        rows = list(map(partial(self._object_row, engine.index), fqns))
         for batch in _batches(rows, lambda row: int(objects.lengths[row]), _OBJECTS_BYTES):
             stored = [row for row in batch if objects.files[row] >= 0]
             columns = (objects.files, objects.offsets, objects.lengths)

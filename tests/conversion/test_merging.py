@@ -23,7 +23,8 @@ from dcp.errors import (
     OptionError,
     PlanError,
 )
-from tests.support.conversion import FUSED, NAMES, command, flip, names_in, same, state_to_fuse
+from tests.support.conversion import FUSED, NAMES, command, flip, names_in, state_to_fuse
+from tests.support.harmless_values import same
 from tests.support.s3 import raw_s3
 
 State = dict[str, torch.Tensor]

@@ -23,7 +23,8 @@ from dcp.conversion.merging.arithmetic import average_weights, formula_weights
 from dcp.conversion.merging.module_patterns import ModulePattern
 from dcp.errors import OptionError
 from dcp.storage.formats import dtypes
-from tests.support.conversion import FUSED, NAMES, same, state_to_fuse, write_adapter
+from tests.support.conversion import FUSED, NAMES, state_to_fuse, write_adapter
+from tests.support.harmless_values import same
 
 Small = Callable[..., None]
 _NAMES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")

@@ -5,6 +5,7 @@ They are used as a package that is installed: by the entry points of its metadat
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import zipfile
@@ -43,7 +44,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: extensions\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(
         "[dcphub.formats]\nnpy = npy_folder:FORMAT\n[dcphub.stores]\nzip = zip_store:STORE_TYPE\n"
-        "[dcphub.features]\nmin_max = min_max:MinMax\n"
+        "[dcphub.features]\nmin_max = min_max:MinMax\nhub_names = hub_names:HubNames\n"
     )
     path = os.pathsep.join(filter(None, (str(folder), str(ROOT), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path}
@@ -78,7 +79,7 @@ def test_the_document_shows_the_files_and_they_are_short() -> None:
         text = file.read_text()
         assert f"```python\n{text}```" in page, file.name
         assert len(text.splitlines()) < _MOST_LINES, file.name
-    assert len(FILES) == 4
+    assert len(FILES) == 5
 
 
 def test_a_store_in_one_file(installed: dict[str, str], places: dict[str, Path], tmp_path: Path) -> None:
@@ -140,19 +141,28 @@ def test_a_feature_in_one_file(installed: dict[str, str], tmp_path: Path) -> Non
     run(installed, "-c", _SAVE, tmp_path / "checkpoint")
     found = dcp.open_index(tmp_path / "checkpoint").provenance["min_max"]
     assert found == {"weight": (0, 5), "bias": (1, 1)}
-    for outcome in run_ranks(2, save_with_feature_on_rank_1, str(tmp_path / "two")):
+    for outcome in run_ranks(2, with_feature_on_rank_1, str(tmp_path / "two"), "save", "min_max", "MinMax"):
         assert "'features' is not the same" in outcome and "'digests', 'min_max']" in outcome
 
 
-def save_with_feature_on_rank_1(rank: int, world_size: int, place: str) -> str:
+def test_a_feature_of_loads_in_one_file(installed: dict[str, str], tmp_path: Path) -> None:
+    """What is stored under other names is found; one that only one rank has is named by all."""
+    dcp.save({"model.layers.0.self_attn.q_proj.weight": MODEL["weight"], "step": 1}, checkpoint_id=tmp_path)
+    run(installed, "-c", _LOAD_HUB, tmp_path)
+    for outcome in run_ranks(2, with_feature_on_rank_1, str(tmp_path), "load", "hub_names", "HubNames"):
+        assert "'features' is not the same" in outcome and "'strictness', 'hub_names']" in outcome
+
+
+def with_feature_on_rank_1(
+    rank: int, world_size: int, place: str, act: str, module: str, feature: str
+) -> str:
     """Only one host has the package."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(dcp.errors.PlanError) as caught:
         if rank == 1:
             patch.syspath_prepend(str(EXTENSIONS))
-            from min_max import MinMax
-
-            patch.setattr(registry, "SAVE_FEATURES", [*registry.SAVE_FEATURES, MinMax])
-        dcp.save(dict(MODEL), checkpoint_id=place)
+            own, kind = getattr(importlib.import_module(module), feature), f"{act.upper()}_FEATURES"
+            patch.setattr(registry, kind, [*getattr(registry, kind), own])
+        getattr(dcp, act)({"step": 1}, checkpoint_id=place)
     return str(caught.value)
 
 
@@ -248,4 +258,11 @@ _SAVE = """
 import sys, torch, dcp
 state = {"weight": torch.arange(6.0).reshape(2, 3), "bias": torch.ones(4, dtype=torch.int64)}
 dcp.save(state, checkpoint_id=sys.argv[1], no_dist=True)
+"""
+
+_LOAD_HUB = """
+import sys, torch, dcp
+state = {"module": {"layers.0.wq.weight": torch.zeros(2, 3)}, "step": 0}
+dcp.load(state, checkpoint_id=sys.argv[1], no_dist=True)
+assert state["step"] == 1 and state["module"]["layers.0.wq.weight"].sum() == 15, state
 """

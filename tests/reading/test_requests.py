@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as stock
 import dcp
 from dcp.errors import StorageError
 from dcp.storage.stores import ReadHandle
+from tests.support.harmless_values import same
 from tests.support.reading_places import Place, boxed, reader_of
 from tests.support.recording import OBJECT_PROFILE, RecordingStore
 
@@ -34,11 +35,6 @@ def a_state() -> dict[str, Any]:
 def empty_like(state: dict[str, Any]) -> dict[str, Any]:
     """The same names and shapes with nothing in them."""
     return {n: torch.zeros_like(v) if isinstance(v, torch.Tensor) else None for n, v in state.items()}
-
-
-def same(first: Any, second: Any) -> bool:
-    """Equal values; NaN is none here."""
-    return torch.equal(first, second) if isinstance(first, torch.Tensor) else bool(first == second)
 
 
 def test_a_load_costs_a_request_for_each_thing_and_tells_what_it_asked() -> None:

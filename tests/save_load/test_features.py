@@ -1,4 +1,4 @@
-"""Features of saves stand beside the steps: without each of them, all else is as it was."""
+"""Features stand beside the steps of saves and loads: without each of them, all else is as it was."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp
 from dcp.features import registry
+from tests.support.ranks import run_ranks
 
 
 @pytest.mark.parametrize("number", range(len(registry.SAVE_FEATURES)))
@@ -34,3 +37,47 @@ def test_a_save_without_a_feature(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     index, gone = dcp.open_index(tmp_path / "c"), registry.SAVE_FEATURES
     names = {feature.name for feature in gone}
     assert (len(index.files) > 1, any(index.digests)) == ("parts" in names, "digests" in names)
+
+
+def test_loads_without_a_feature(tmp_path: Path) -> None:
+    """Shards and values come back, and strict loads refuse; what a feature raises is named on all ranks."""
+    state = {"model": {"w": torch.arange(12.0).reshape(4, 3), "row": torch.ones(3)}, "step": 3}
+    dcp.save(state | {"part": {"lost": 1}}, checkpoint_id=tmp_path / "c", no_dist=True)
+    told = {feature.name: "UnexpectedKeyError" for feature in registry.LOAD_FEATURES}
+    for outcome in run_ranks(2, load_without_each, str(tmp_path / "c")):
+        failed = outcome.pop("fails")
+        assert "feature 'fails', entries: ValueError: on rank 1" in failed
+        assert outcome == told | {"strictness": ""}
+
+
+class Fails(registry.LoadFeature):
+    """Raises on one rank what is no error of this package."""
+
+    name = "fails"
+
+    def entries(self, index: Any) -> None:
+        """Raise it."""
+        if self.call.rank == 1:
+            raise ValueError("on rank 1")
+
+
+def load_without_each(rank: int, world_size: int, place: str) -> dict[str, str]:
+    """Load twice without each feature, and once with one more: the errors of the strict loads."""
+    kinds, told = registry.LOAD_FEATURES, dict[str, str]()
+    mesh = init_device_mesh("cpu", (world_size,))
+    gone: type[registry.LoadFeature]
+    for gone in (*kinds, Fails):
+        weight = distribute_tensor(torch.zeros(4, 3), mesh, [Shard(1)])
+        into: dict[str, Any] = {"model": {"w": weight, "row": torch.zeros(3)}, "step": 0, "part": {}}
+        chosen = [*kinds, Fails] if gone is Fails else [kind for kind in kinds if kind is not gone]
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(registry, "LOAD_FEATURES", chosen)
+                dcp.load(into, checkpoint_id=place, unexpected="ignore")
+                assert torch.equal(weight.full_tensor(), torch.arange(12.0).reshape(4, 3))
+                assert into["step"] == 3
+                dcp.load(into, checkpoint_id=place)
+            told[gone.name] = ""
+        except dcp.errors.CheckpointError as error:
+            told[gone.name] = str(error) if gone is Fails else type(error).__name__
+    return told

@@ -14,7 +14,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dcp
 from tests.support.command import run as command
-from tests.support.values import full_tensor, raw
+from tests.support.harmless_values import same
+from tests.support.values import full_tensor
 
 __all__ = [
     "FUSED",
@@ -25,7 +26,6 @@ __all__ = [
     "folder_of",
     "many_kinds",
     "names_in",
-    "same",
     "save_sharded",
     "sharded_tensors",
     "state_to_fuse",
@@ -103,25 +103,9 @@ def save_sharded(rank: int, world_size: int, path: str, how: str = "ours") -> No
         torch.distributed.checkpoint.save(state, checkpoint_id=path)
 
 
-def assert_same(got: Any, expected: Any, where: str = "", *, exact_types: bool = True) -> None:
+def assert_same(got: Any, expected: Any) -> None:
     """Equal containers, keys, values and tensors, bit for bit."""
-    if isinstance(expected, torch.Tensor):
-        assert isinstance(got, torch.Tensor), where
-        assert (got.dtype, got.shape) == (expected.dtype, expected.shape), where
-        assert raw(got) == raw(expected), where
-        return
-    if exact_types:
-        assert type(got) is type(expected), (where, type(got), type(expected))
-    if isinstance(expected, dict):
-        assert list(got) == list(expected), where
-        for key in expected:
-            assert_same(got[key], expected[key], f"{where}.{key}", exact_types=exact_types)
-    elif isinstance(expected, list | tuple):
-        assert len(got) == len(expected), where
-        for position, (one, other) in enumerate(zip(got, expected, strict=True)):
-            assert_same(one, other, f"{where}[{position}]", exact_types=exact_types)
-    else:
-        assert got == expected, where
+    assert same(got, expected), (got, expected)
 
 
 def folder_of(path: Path) -> list[str]:
@@ -176,11 +160,3 @@ def state_to_fuse(number: int) -> dict[str, torch.Tensor]:
     kind = [torch.float32, torch.bfloat16, torch.float16][number % 3]
     state = {name: torch.randn(shape).to(kind) for name, shape in shapes.items()}
     return state | {"steps": torch.arange(3) + number}
-
-
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit for bit."""
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    raw = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other) if tensor.numel()]
-    return not raw or torch.equal(*raw)

@@ -11,6 +11,7 @@ import torch
 
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.torch.file import index_of_torch_file
+from tests.support.harmless_values import same
 
 
 def saved(value: Any) -> bytes:
@@ -51,24 +52,7 @@ def tensor_at(index: CheckpointIndex, data: bytes, row: int) -> torch.Tensor:
 
 def assert_same(got: Any, wanted: Any) -> None:
     """Equal in types, structure, order, dtypes and bits."""
-    if isinstance(wanted, torch.Tensor):
-        assert got.dtype == wanted.dtype and got.shape == wanted.shape
-        assert as_bytes(got) == as_bytes(wanted)
-        return
-    assert type(got) is type(wanted)
-    if isinstance(wanted, dict):
-        assert list(got) == list(wanted)
-        assert [type(key) for key in got] == [type(key) for key in wanted]
-        for key, value in wanted.items():
-            assert_same(got[key], value)
-        if hasattr(wanted, "_metadata"):
-            assert got._metadata == wanted._metadata
-    elif isinstance(wanted, list | tuple):
-        assert len(got) == len(wanted)
-        for one, other in zip(got, wanted, strict=True):
-            assert_same(one, other)
-    else:
-        assert got == wanted
+    assert same(got, wanted), (got, wanted)
 
 
 def as_bytes(tensor: torch.Tensor) -> bytes:

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 import dcp
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
-from tests.support.values import leaves, raw
+from tests.support.harmless_values import same
+from tests.support.values import leaves
 
 __all__ = [
     "ABSENT",
@@ -68,16 +69,10 @@ def version_state(version: int, *, large: int = 0) -> dict[str, Any]:
     return state
 
 
-def _equal(left: Any, right: Any) -> bool:
-    if isinstance(right, torch.Tensor):
-        return isinstance(left, torch.Tensor) and left.dtype == right.dtype and raw(left) == raw(right)
-    return type(left) is type(right) and bool(left == right)
-
-
 def is_version(state: dict[str, Any], version: int, *, large: int = 0) -> bool:
     """Whether ``state`` is that version in every bit."""
     got, wanted = dict(leaves(state)), dict(leaves(version_state(version, large=large)))
-    return got.keys() == wanted.keys() and all(_equal(got[name], value) for name, value in wanted.items())
+    return got.keys() == wanted.keys() and all(same(got[name], value) for name, value in wanted.items())
 
 
 def version_of(state: dict[str, Any], *, large: int = 0) -> int | str:

@@ -185,8 +185,7 @@ class PlacedRuns:
         """(file, offset, size, chunk, payload position, address) of each."""
         runs = self.runs
         columns = (runs.sizes_bytes, runs.chunks, runs.payload_positions, runs.addresses)
-        places = (self.files, self.offsets, *columns)
-        return zip(*(column.tolist() for column in places), strict=True)
+        return zip(*map(np.ndarray.tolist, (self.files, self.offsets, *columns)), strict=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,8 +213,8 @@ class Cluster:
             scatter_small(targets[alike], rows)
             one_by_one[alike] = False
         left = np.flatnonzero(one_by_one)
-        columns = (left, begins[left], sizes[left], targets[left])
-        for row, begin, size, target in zip(*(column.tolist() for column in columns), strict=True):
+        columns = map(np.ndarray.tolist, (left, begins[left], sizes[left], targets[left]))
+        for row, begin, size, target in zip(*columns, strict=True):
             if data is not None:
                 crcs[row] = crc32(data[begin : begin + size])
             copy_small(target, address + begin, size)

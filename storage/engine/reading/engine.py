@@ -68,7 +68,8 @@ class ReadEngine(Closable, ReadSource):
         with self._files.missing_is_damage():
             self.resolve(runs.chunks)
             needed = int(runs.sizes_bytes.sum())
-            needed += sum(math.prod(e.lengths) * self.itemsize(e.chunk) for e, _ in boxes)
+            for elements, _ in boxes:
+                needed += math.prod(elements.lengths) * self.itemsize(elements.chunk)
             self.stats.bytes_needed += needed
             requests, copies = requests_for(self, runs, boxes, needed, self.threads)
             self._carry_out(requests, self.on_bytes)
@@ -77,8 +78,7 @@ class ReadEngine(Closable, ReadSource):
         if self.verify != "none":
             uncompared = self.payloads.verify_whole()
             self.stats.blocks_verified -= uncompared
-            self.stats.blocks_unverified += uncompared + len(self._fragments.incomplete())
-            self._fragments.clear()
+            self.stats.blocks_unverified += uncompared + self._fragments.end()
         return self.stats
 
     def read_blobs(self, places: Sequence[tuple[int, int, int]]) -> list[bytes]:
@@ -123,7 +123,7 @@ class ReadEngine(Closable, ReadSource):
 
     def _carry_out(self, requests: Sequence[JoinedRequest], on_bytes: Callable[[int], None] | None) -> None:
         threads = min(self.threads, len(requests))
-        if not self.joins:
+        if not self.joins and threads > 1:
             threads = min(threads, 1 + sum(each.end - each.begin for each in requests) // _THREAD_BYTES)
         work_off(requests, threads, partial(self._work, on_bytes), "dcp-read")
 

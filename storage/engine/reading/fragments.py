@@ -87,10 +87,11 @@ class Fragments:
         with self._lock:
             return [key for key, block in self._blocks.items() if not block.is_complete]
 
-    def clear(self) -> None:
-        """Forget all."""
-        with self._lock:
-            self._blocks.clear()
+    def end(self) -> int:
+        """Forget all; return how many blocks have bytes that nobody read."""
+        count = len(self.incomplete()) if self._blocks else 0
+        self._blocks.clear()
+        return count
 
 
 def _combined(parts: dict[int, tuple[int, int]], block_bytes: int) -> int | None:

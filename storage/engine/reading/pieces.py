@@ -52,7 +52,10 @@ def requests_for(
     # not much less than a block, or checksums would have to be combined from many parts
     copied_bytes = min(request_bytes, max(_LEAST_REQUEST_BYTES, profile.join_below_bytes))
     clusters, others = _clusters(source, runs, copied_bytes)
-    pieces = [RequestPiece(c.file, c.begin, c.end - c.begin, NO_CHUNK, 0, 0, c) for c in clusters]
+    pieces = []
+    for cluster in clusters:
+        size = cluster.end - cluster.begin
+        pieces.append(RequestPiece(cluster.file, cluster.begin, size, NO_CHUNK, 0, 0, cluster))
     pieces += _run_pieces(source, others)
     # on a disk as much as scratch memory has anyway, so that fewer blocks are in two parts
     box_bytes = copied_bytes if profile.scatter else 2 * BLOCK_BYTES

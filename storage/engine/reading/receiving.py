@@ -6,7 +6,6 @@ import ctypes
 import heapq
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
 from operator import attrgetter
 
 import numpy as np
@@ -74,26 +73,31 @@ class _StreamingRead:
         self._worker = worker
         self._verify = worker.source.verify != "none"
         self._pieces = [*heapq.merge(request.direct, request.copied, key=attrgetter("offset"))]
+        self.follows = True
+        """No piece has bytes of another one, so that each is done with once it has come."""
+        self._copied_bytes = end = 0
+        for piece in self._pieces:
+            self.follows &= end <= piece.offset
+            end = piece.offset + piece.size_bytes
+        for piece in request.copied:
+            self._copied_bytes = max(self._copied_bytes, piece.size_bytes)
         self._findings: list[Callable[[], None]] = []
         self._clusters: list[tuple[ByteRuns, npt.NDArray[np.uint32]]] = []
-
-    @property
-    def follows(self) -> bool:
-        """Return whether no piece has bytes of another one, so that each is done with once it has come."""
-        return all(a.offset + a.size_bytes <= b.offset for a, b in pairwise(self._pieces))
 
     def buffers(self) -> Iterator[memoryview]:
         """Memory for one attempt."""
         self._findings, self._clusters = [], []
         direct, worker = set(map(id, self._request.direct)), self._worker
-        copied = max((piece.size_bytes for piece in self._request.copied), default=0)
         position = self._request.begin
         for piece in self._pieces:
-            yield from self._passed_over(piece.offset - position)
+            while position < piece.offset:
+                step = min(piece.offset - position, _STEP_BYTES)
+                yield worker.room(step)[0]
+                position += step
             if id(piece) in direct:
                 yield from self._filled(piece, view(piece.address, piece.size_bytes))
             else:
-                room, address = worker.room(copied)
+                room, address = worker.room(self._copied_bytes)
                 data = room[: piece.size_bytes]
                 yield from self._filled(piece, data)
                 self._hand_out(piece, data, address)
@@ -118,12 +122,6 @@ class _StreamingRead:
         if self._clusters:  # together, for there may be hundreds of them
             runs, crcs = zip(*self._clusters, strict=True)
             self._worker.source.check_runs(self._worker.stats, ByteRuns.joined(runs), np.concatenate(crcs))
-
-    def _passed_over(self, size_bytes: int) -> Iterator[memoryview]:
-        while size_bytes > 0:
-            step = min(size_bytes, _STEP_BYTES)
-            yield self._worker.room(step)[0]
-            size_bytes -= step
 
     def _filled(self, piece: RequestPiece, memory: memoryview) -> Iterator[memoryview]:
         """The memory of a piece in steps, which are hashed once they have come."""

@@ -133,13 +133,3 @@ class ReadStats:
         self.blocks_verified += other.blocks_verified
         self.blocks_unverified += other.blocks_unverified
         self.lossy |= other.lossy
-
-    def since(self, before: ReadStats) -> ReadStats:
-        """Return what was added to ``before``."""
-        return ReadStats(
-            self.bytes_needed - before.bytes_needed,
-            self.bytes_read - before.bytes_read,
-            self.blocks_verified - before.blocks_verified,
-            self.blocks_unverified - before.blocks_unverified,
-            self.lossy,
-        )

@@ -135,20 +135,17 @@ class ReadSource:
         self.joins = self.profile.scatter
         # Views, not lists: an index may have millions of chunks, of which this rank needs a thousand.
         self.payload_lengths = item_view(index.payload_lengths)
-        self.payloads = Payloads(index, self.handle, fetch if self.joins else None)
         self._itemsizes = item_view(index.itemsizes)
         self._chunk_tensors = item_view(index.chunk_tensors)
         self._crc_start = item_view(index.crc_start)
         self._crcs = item_view(index.crcs)
         self._fragments = Fragments(limit=_MAX_FRAGMENTS)
         self._files = OpenFiles(store, self._file_facts)
+        self.handle = self._files.handle
+        self.payloads = Payloads(index, self.handle, fetch if self.joins else None)
 
     def _file_facts(self, file: int) -> tuple[str, int]:
         return self.index.files[file], int(self.index.file_sizes[file])
-
-    def handle(self, file: int) -> ReadHandle:
-        """The open data file number ``file``; its size must be the committed one."""
-        return self._files.handle(file)
 
     def locate(self, chunk: int) -> tuple[ReadHandle, int]:
         """The file of a chunk and the absolute offset of its payload."""
@@ -192,9 +189,9 @@ class ReadSource:
             raise self.corruption(int(chunks[row]), 0, int(expected[row]), int(got[row]))
         stats.blocks_verified += int(np.count_nonzero(is_whole))
         others = np.flatnonzero(~is_whole)
-        columns = (chunks, runs.payload_positions, runs.sizes_bytes, got)
-        for chunk, position, size, crc in zip(*(c[others].tolist() for c in columns), strict=True):
-            self.check_part(stats, chunk, position, size, crc)
+        for row in others.tolist():
+            position, size = int(runs.payload_positions[row]), int(runs.sizes_bytes[row])
+            self.check_part(stats, int(chunks[row]), position, size, int(got[row]))
 
     def check_part(self, stats: ReadStats, chunk: int, position: int, size: int, crc: int) -> None:
         """Take the checksum of bytes of one block: of all, or to be combined with those of the others."""

@@ -17,7 +17,7 @@ from dcp.storage.stores import OpenStore
 from dcp.storage.stores.folders import ParentFolder, open_parent_folder
 from dcp.storage.stores.posix.files import broken_link
 
-__all__ = ["near_places_told"]
+__all__ = ["near_places_told", "with_near_places"]
 
 _LOOKED_AT: Final = 200
 """Folders that are looked into for checkpoints."""
@@ -37,13 +37,18 @@ def near_places_told(checkpoint_id: str | os.PathLike[str], open_store: OpenStor
     try:
         yield
     except CheckpointNotFoundError as error:
-        try:
-            told = _told(str(error).removesuffix(" Check the path."), checkpoint_id, open_store)
-        except (CheckpointError, OSError):  # the error that is on its way matters more
-            told = ""
-        if not told:
-            raise
-        raise CheckpointNotFoundError(told, **error.facts) from None
+        raise with_near_places(error, checkpoint_id, open_store) from None
+
+
+def with_near_places(
+    error: CheckpointNotFoundError, checkpoint_id: str | os.PathLike[str], open_store: OpenStore
+) -> CheckpointNotFoundError:
+    """The same error, which says as well what `near_places_told` says."""
+    try:
+        text = _told(str(error).removesuffix(" Check the path."), checkpoint_id, open_store)
+    except (CheckpointError, OSError):  # the error that is on its way matters more
+        text = ""
+    return CheckpointNotFoundError(text, **error.facts) if text else error
 
 
 def _told(message: str, checkpoint_id: str | os.PathLike[str], open_store: OpenStore) -> str:

@@ -1,0 +1,283 @@
+"""Features of a load: their methods, which the steps of a load call.
+
+The steps (`dcp.loading.load`, `dcp.loading.call`) call each method of all features in the order of
+`dcp.features.registry`; a feature that has no part in a load does nothing there. The core imports none of
+them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import filterfalse
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from dcp.planners.columns import HeldBoxes
+from dcp.planners.load.options import LoadOptions
+from dcp.storage.engine.reading.engine import ReadEngine
+from dcp.storage.engine.reading.requests import ByteRuns, Pieces
+from dcp.storage.errors import CheckpointError, PlanError
+from dcp.storage.formats.index import CheckpointIndex, Path
+from dcp.storage.tensors import LocalMemory
+from dcp.storage.torch_storage.destinations import Filled, classify
+
+if TYPE_CHECKING:
+    from dcp.loading.call import LoadCall
+    from dcp.loading.report import LoadReport
+    from dcp.storage.torch_storage.reader import FileSystemReader
+
+__all__ = ["Features", "LoadFeature", "ReadWhole", "Stored", "Target", "View"]
+
+ReadWhole = Callable[[Sequence[str]], tuple[Any, Mapping[str, Path]]]
+"""Reads what is below some names of the checkpoint, whole: a nested state, and the paths of its entries."""
+
+
+class View:
+    """A checkpoint as it is shown to a load: names, shapes and chunks of ``index``.
+
+    ``unmapped`` are names that a map would have to know.
+    """
+
+    def __init__(self, index: CheckpointIndex, unmapped: frozenset[str] = frozenset()) -> None:
+        self.index = index
+        self.unmapped = unmapped
+
+    def reads(
+        self, engine: ReadEngine, pieces: Pieces, memory: LocalMemory
+    ) -> tuple[ByteRuns, Iterator[Filled]]:
+        """Return what is read for ``pieces`` of the index: runs, and elements into views of the local
+        tensors."""
+        engine.resolve(pieces.chunks)
+        return classify(engine, pieces, memory)
+
+    def renamed(self, name_of: Callable[[str], str]) -> View:
+        """The same tensors and values, with what ``name_of`` makes of their names. PlanError for two of one
+        name."""
+        view, index = copy.copy(self), self.index
+        fqns, values = ([*map(name_of, names)] for names in (index.fqns, index.objects.fqns))
+        if len({*fqns, *values}) < len(fqns) + len(values):
+            twice = next(name for name in fqns + values if (fqns + values).count(name) > 1)
+            raise PlanError(f"two entries of the checkpoint would be called {twice!r}", fqn=twice)
+        view.index = replace(index, fqns=fqns, objects=replace(index.objects, fqns=values))
+        return view
+
+    def lost(self, unexpected: Sequence[str]) -> list[str]:
+        """Return those of the ``unexpected`` names that are lost for a reason of the view's own."""
+        return []
+
+
+class Stored(NamedTuple):
+    """Names of a checkpoint's entries, and those of them that are no tensors; its index, and the rank that
+    loads."""
+
+    names: Collection[str]
+    values: Collection[str]
+    index_of: Callable[[], CheckpointIndex]
+    rank: int
+
+
+class Target:
+    """What a load fills: here a state dict as it is.
+
+    ``unasked`` are keys of the top level of which nothing can be selected. ``has_objects``: after `state`,
+    objects are given their state by code of their own. ``gives_back``: `give_back` is called after the load.
+    """
+
+    gives_back = False
+    has_objects = False
+
+    def __init__(self, state_dict: dict[str, Any]) -> None:
+        self.state_dict = state_dict
+        self.unasked: tuple[str, ...] = ()
+        self._given = frozenset(state_dict)
+
+    @property
+    def made(self) -> frozenset[str]:
+        """Entries whose tensors were made for this load: nobody has them after a load that failed."""
+        return frozenset(self.state_dict) - self._given
+
+    def kinds(self) -> Mapping[str, str]:
+        """Return the kinds of containers at keys of the top level, which ranks compare."""
+        return {}
+
+    def state(self, stored: Stored) -> dict[str, Any]:
+        """Return what to load into, from a checkpoint with the entries ``stored``."""
+        return self.state_dict
+
+    def fits_after(self, error: CheckpointError) -> bool:
+        """Return whether `state` may give what fits, asked again after a plan failed on all ranks; the same
+        on all of them."""
+        return False
+
+    def take_back(self) -> None:
+        """Undo what `state` has added to the state dict, for a load that has failed."""
+
+    def give_back(self, untouched: Collection[str], materialised: Collection[str]) -> None:
+        """Replace values, and give their state to objects of which something was loaded.
+
+        ``untouched`` are keys of the top level of which nothing was, ``materialised`` entries that had no
+        memory before. Raises CheckpointError for a ``load_state_dict()`` that fails; those before it have
+        been given theirs. PlanError where tensors are on the meta device still.
+        """
+
+
+class LoadFeature:
+    """One feature in one attempt of a load, on one rank.
+
+    Methods are listed in the order in which they are called, each of all features before the next. All run in
+    steps that ranks take together, so that an error is raised on all of them. From `takes_part` on, ``call``
+    is the load: where a plan fails and other states are tried, these are called again with another one.
+    """
+
+    name: ClassVar[str] = ""
+    """Stands for the feature in messages."""
+
+    call: LoadCall
+    later: Sequence[str] = ()
+    """Entries whose tensors are filled by `put` alone."""
+    made: Sequence[str] = ()
+    """Entries that are made by the feature, and planned by nobody."""
+    new: Sequence[str] = ()
+    """Entries that were given memory."""
+    whole: Sequence[str] = ()
+    """Entries for which `loaded` reads others whole."""
+
+    def __init__(self, options: LoadOptions) -> None:
+        self.options = options
+
+    def target(self, target: Target) -> Target:
+        """Another target, as one that has objects among its values."""
+        return target
+
+    def agreed(self) -> dict[str, Any]:
+        """Options that must be the same on all ranks, by the names that a caller knows."""
+        return {}
+
+    def beside(self, reader: FileSystemReader) -> Any:
+        """On the coordinator: plain data that `view` needs, of other files of the checkpoint's folder."""
+
+    def view(self, view: View, beside: Any) -> View:
+        """Another view of the checkpoint: other names, or tensors made of those that are stored."""
+        return view
+
+    def takes_part(self) -> bool:
+        """Return whether the feature has a part in ``call``; if not, none of the following is called."""
+        return True
+
+    def state(self) -> None:
+        """Put other values into the state dict, before anything is known of the checkpoint."""
+
+    def names(self, index: CheckpointIndex) -> None:
+        """Take other flat keys."""
+
+    def entries(self, index: CheckpointIndex) -> None:
+        """Leave out entries that are not loaded, or refuse them."""
+
+    def destinations(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """``values``, some of them in other memory."""
+        return values
+
+    def unexpected(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Return those of the checkpoint's ``names``, which are not loaded, that are to be reported."""
+        return names
+
+    def boxes(
+        self, pieces: Pieces, index: CheckpointIndex, held: HeldBoxes, memory: LocalMemory
+    ) -> LocalMemory:
+        """The memory to load into, some of it in place of the state dict's."""
+        return memory
+
+    def findings(self, *, is_shared: bool) -> Any:
+        """Plain data for `judge`; None for nothing. ``is_shared``: all ranks load by one index."""
+
+    def judge(self, found: Sequence[Any]) -> None:
+        """Raise what all ranks' findings mean, by rank: the same on every rank that does, which may be the
+        coordinator alone."""
+
+    def accept(self, fqn: str, value: Any) -> bool:
+        """Take a loaded value; False where it goes to the state dict."""
+        return False
+
+    def loaded(self, read_whole: ReadWhole) -> None:
+        """Make what is made of other entries of the checkpoint."""
+
+    def put(self) -> None:
+        """Put what was made or loaded apart into the state dict. Until here no value has changed."""
+
+    def done(self, report: LoadReport, *, is_coordinator: bool) -> None:
+        """Say what was done, after the values are there."""
+
+
+class Features:
+    """The features of one attempt, in their order.
+
+    What one raises that is no error of this package is a CheckpointError with its name.
+    """
+
+    def __init__(self, kinds: Sequence[type[LoadFeature]], options: LoadOptions) -> None:
+        self._all: list[LoadFeature] = []
+        for kind in kinds:
+            self._all.append(_ask(kind, "__init__", kind, LoadFeature, options))
+        self._part = self._all
+
+    def open(self, call: LoadCall) -> None:
+        """Begin ``call`` with those that have a part in it."""
+        for feature in self._all:
+            feature.call = call
+            feature.later = feature.made = feature.new = feature.whole = ()
+        self._part = self._all
+        idle = []
+        for feature, takes_part in self.having("takes_part"):
+            if not takes_part(bool):
+                idle.append(feature)
+        self._part = list(filterfalse(idle.__contains__, self._all))
+
+    def __iter__(self) -> Iterator[LoadFeature]:
+        return iter(self._part)
+
+    def having(self, method: str) -> Iterator[tuple[LoadFeature, Callable[..., Any]]]:
+        """Those that have a ``method`` of their own, and this, after the type of its result."""
+        for feature in self._part:
+            if getattr(type(feature), method) is not getattr(LoadFeature, method):
+                yield feature, partial(_ask, feature, method, getattr(feature, method))
+
+    def each(self, method: str, *args: Any, **kwargs: Any) -> None:
+        """Call ``method`` of each."""
+        for _, ask in self.having(method):
+            ask(object, *args, **kwargs)
+
+    def through(self, method: str, kind: Any, value: Any, *args: Any) -> Any:
+        """``value`` of type ``kind``, as the last one sees it."""
+        for _, ask in self.having(method):
+            value = ask(kind, value, *args)
+        return value
+
+    def agreed(self) -> dict[str, Any]:
+        """The names of all, and their options, which must be the same on all ranks."""
+        found: dict[str, Any] = {"features": [feature.name for feature in self._all]}
+        for _, ask in self.having("agreed"):
+            found |= ask(dict)
+        return found
+
+
+def _ask(
+    feature: LoadFeature | type[LoadFeature],
+    method: str,
+    function: Callable[..., Any],
+    kind: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    try:
+        result = function(*args, **kwargs)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        text = f"feature {feature.name!r}, {method}: {type(error).__name__}: {error}"
+        raise CheckpointError(text) from error
+    if not isinstance(result, kind):
+        name = type(result).__name__
+        raise CheckpointError(f"feature {feature.name!r}, {method}: it returned a {name}")
+    return result
