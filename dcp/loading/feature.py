@@ -91,7 +91,7 @@ class Target:
     def __init__(self, state_dict: dict[str, Any]) -> None:
         self.state_dict = state_dict
         self.unasked: tuple[str, ...] = ()
-        self._given = frozenset(state_dict)
+        self._given = frozenset(state_dict if isinstance(state_dict, Mapping) else ())
 
     @property
     def made(self) -> frozenset[str]:
