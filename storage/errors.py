@@ -83,7 +83,9 @@ class CheckpointError(Exception):
 
     def __init__(self, message: str = "", **facts: Any) -> None:
         self.__dict__.update(facts)
-        super().__init__(message if message.endswith(self._ending) else message + self._ending)
+        if self.argument and not message.endswith(self._ending):
+            message += self._ending
+        super().__init__(message)
 
     @property
     def finding(self) -> str:

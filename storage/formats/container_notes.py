@@ -197,6 +197,8 @@ def join_notes(parts: Sequence[Noted]) -> tuple[Sequence[ContainerNote], list[st
 
     Parts differ where one string stands for keys of two types.
     """
+    if len(parts) == 1:
+        return parts[0].notes, []
     distinct = list({(id(part.notes), id(part.paths)): part for part in parts}.values())
     if all(_are_equal(part.notes, distinct[0].notes) for part in distinct[1:]):
         return (distinct[0].notes if distinct else ()), []

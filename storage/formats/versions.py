@@ -18,7 +18,7 @@ def reading_version(version: Any, known: tuple[int, int], what: str) -> Iterator
     ``known`` is the reader's own. UnsupportedFormatError for another major version, and for what cannot be
     decoded of a later minor one; CheckpointFormatError for what is no version.
     """
-    if not isinstance(version, list) or [type(part) for part in version] != [int, int]:
+    if not isinstance(version, list) or list(map(type, version)) != [int, int]:
         raise CheckpointFormatError(f"{what} has no version")
     found = (version[0], version[1])
     text = f"{what} has format version {found[0]}.{found[1]}, and this dcphub knows {known[0]}.{known[1]}"

@@ -33,7 +33,7 @@ __all__ = [
     "Store",
     "StoreType",
     "Version",
-    "content_version",
+    "traffic_since",
 ]
 
 
@@ -47,22 +47,23 @@ class FileInfo:
 
 
 class Version:
-    """Which content a small file has now: opaque, to be compared for equality only.
+    """The content that a small file has now: opaque, to be compared for equality only.
 
-    Equal versions mean equal content, so that a replacement that compares versions loses no update. The token
-    may be given as a function, for what is seldom compared and costs something to make.
+    Equal versions mean equal content, so that a replacement that compares versions loses no update. It is
+    made of the stamp that a service gives, or, where there is none as trustworthy, of the content itself,
+    whose digest costs something and is made when it is compared.
     """
 
     __slots__ = ("_token",)
 
-    def __init__(self, token: str | Callable[[], str]) -> None:
-        self._token = token
+    def __init__(self, stamp: str | bytes) -> None:
+        self._token = stamp
 
     @property
     def token(self) -> str:
-        """Return what is compared."""
-        if not isinstance(self._token, str):
-            self._token = self._token()
+        """Return the text that is compared."""
+        if isinstance(self._token, bytes):
+            self._token = f"sha256:{hashlib.sha256(self._token).hexdigest()}"
         return self._token
 
     def __eq__(self, other: object) -> bool:
@@ -126,15 +127,20 @@ class Anything(Enum):
 ANY: Final = Anything.ANY
 """``expected=ANY``: publish whatever is there now."""
 
+
 _EXTREME: Final = "slowest_"
 
 Expected: TypeAlias = Version | Literal[Anything.ANY] | None
 
 
-def content_version(data: bytes) -> Version:
-    """The version of a file by its content, for backends that have no cheaper stamp as trustworthy. The
-    digest is made when the version is compared."""
-    return Version(lambda: f"sha256:{hashlib.sha256(data).hexdigest()}")
+def traffic_since(now: dict[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    """Return the `Store.traffic` of ``now`` less what it was ``before``; of extremes the present value."""
+    if now == before:
+        return {}
+    return {
+        name: value if name.startswith(_EXTREME) else value - before.get(name, 0)
+        for name, value in now.items()
+    }
 
 
 class Store(ABC):
@@ -174,7 +180,8 @@ class Store(ABC):
         before memory for it is taken. The size is checked on the open file, so that a swap in between gains
         nothing.
         """
-        with self.open_read(name) as handle:
+        handle = self.open_read(name)
+        try:
             if handle.size_bytes > limit_bytes:
                 raise CheckpointFormatError(
                     f"{self.path_of(name)} has {handle.size_bytes} bytes, more than the {limit_bytes} that "
@@ -184,14 +191,19 @@ class Store(ABC):
                     limit_bytes=limit_bytes,
                 )
             return handle.pread(handle.size_bytes, 0)
+        finally:
+            handle.close()
 
     def read_start(self, name: str, size_bytes: int) -> tuple[bytes, int]:
         """(the first ``size_bytes`` of a file, or all if it has fewer; how many it has). One request.
 
         Raises `CheckpointNotFoundError` if it is absent.
         """
-        with self.open_read(name) as handle:
+        handle = self.open_read(name)
+        try:
             return handle.pread(min(size_bytes, handle.size_bytes), 0), handle.size_bytes
+        finally:
+            handle.close()
 
     @abstractmethod
     def open_read(self, name: str, *, expected_bytes: int | None = None) -> ReadHandle:
@@ -291,16 +303,6 @@ class Store(ABC):
         """
         return {}
 
-    def traffic_since(self, before: Mapping[str, float]) -> dict[str, float]:
-        """`traffic` less what it was ``before``; of extremes the present value. ``{}`` without any."""
-        now = self.traffic()
-        if now == before:
-            return {}
-        return {
-            name: value if name.startswith(_EXTREME) else value - before.get(name, 0)
-            for name, value in now.items()
-        }
-
     @abstractmethod
     def lock(self, *, timeout_seconds: float) -> AbstractContextManager[None]:
         """Advisory and exclusive between threads, and between processes where the store has such a thing;
@@ -366,7 +368,7 @@ class ReadOnlyStore(Store):
     def version(self, name: str) -> Version | None:
         """A digest of the content."""
         info = self.stat(name)
-        return None if info is None else content_version(self.read(name, limit_bytes=info.size_bytes))
+        return None if info is None else Version(self.read(name, limit_bytes=info.size_bytes))
 
     @contextmanager
     def lock(self, *, timeout_seconds: float) -> Iterator[None]:

@@ -102,6 +102,11 @@ class WriteHandle(ABC):
         then only `abort` is of use.
         """
 
+    def write_many(self, parts: Sequence[bytes | memoryview]) -> None:
+        """Append all of ``parts``, as `write` does each."""
+        for part in parts:
+            self.write(part)
+
     @abstractmethod
     def finish(self) -> int:
         """Everything on storage, and durable where `Store.create` was asked so; returns the size in bytes.

@@ -23,7 +23,6 @@ from dcp.storage.stores.base import (
     Store,
     StoreType,
     Version,
-    content_version,
 )
 from dcp.storage.stores.handles import Buffer, ReadHandle, WriteHandle, byte_view
 from dcp.storage.stores.names import check_name, is_name
@@ -108,7 +107,7 @@ class MemoryStore(Store):
     def version(self, name: str) -> Version | None:
         """A digest of the content."""
         file = self._folder.files.get(check_name(name))
-        return content_version(bytes(file.data)) if file else None
+        return Version(bytes(file.data)) if file else None
 
     def publish(self, name: str, data: bytes, *, durable: bool, expected: Expected = ANY) -> Version:
         """Compare and replace under one mutex."""
@@ -117,7 +116,7 @@ class MemoryStore(Store):
             if expected is not ANY and self.version(name) != expected:
                 raise self.conflict(name)
             self._folder.files[check_name(name)] = new
-        return content_version(data)
+        return Version(data)
 
     def delete(self, name: str) -> None:
         """Open read handles still read it."""

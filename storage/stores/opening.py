@@ -67,7 +67,8 @@ def type_of_place(place: str) -> StoreType:
     url = _URL.fullmatch(place)
     if url is None and ":" in place:
         _refuse_mangled(place)
-    return _store_type_of(url[1].lower() if url is not None else "file")
+    scheme = url[1].lower() if url is not None else "file"
+    return _BY_SCHEME[scheme] if scheme in _BY_SCHEME else _type_of_package(scheme)
 
 
 def _refuse_mangled(text: str) -> None:
@@ -109,18 +110,15 @@ def register_store(store_type: StoreType) -> None:
     _BY_SCHEME.update(dict.fromkeys(store_type.schemes, store_type))
 
 
-def _store_type_of(scheme: str) -> StoreType:
-    """The kind of store of a scheme in lower case; that of object services where nobody else has registered
-    it."""
-    if scheme not in _BY_SCHEME:
-        found = loaded_extension(_GROUP, scheme)
-        if found is not None and not (isinstance(found, StoreType) and scheme in found.schemes):
-            raise StorageError(
-                f"the entry point {scheme} of the group {_GROUP} is no StoreType of that scheme: "
-                f"{found!r:.200}",
-                op="open",
-            )
-        _BY_SCHEME[scheme] = OBJECTS if found is None else found
+def _type_of_package(scheme: str) -> StoreType:
+    """Return the kind of store that another package has for a scheme; that of object services if none has."""
+    found = loaded_extension(_GROUP, scheme)
+    if found is not None and not (isinstance(found, StoreType) and scheme in found.schemes):
+        raise StorageError(
+            f"the entry point {scheme} of the group {_GROUP} is no StoreType of that scheme: {found!r:.200}",
+            op="open",
+        )
+    _BY_SCHEME[scheme] = OBJECTS if found is None else found
     return _BY_SCHEME[scheme]
 
 
@@ -135,7 +133,8 @@ class OpenWith:
     def __init__(
         self, storage_options: Mapping[str, Any] | None = None, *, through_fsspec: bool = False
     ) -> None:
-        check_storage_options(storage_options)
+        if storage_options is not None:
+            check_storage_options(storage_options)
         self.storage_options: dict[str, Any] = dict(storage_options or {})
         self.through_fsspec = through_fsspec
 

@@ -21,7 +21,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from dcp.storage.errors import StorageError
-from dcp.storage.stores.base import FileInfo, content_version
+from dcp.storage.stores.base import FileInfo, Version
 from dcp.storage.stores.handles import Inflow, WriteHandle
 from dcp.storage.stores.names import is_name
 from dcp.storage.stores.objects.failures import Failure, RequestError, filesystem_failure
@@ -141,7 +141,7 @@ class FsspecStore(ObjectStore):
     def _tag(self, key: str) -> str:
         """The entity tag, or a digest of the content where there are none."""
         info = self._head(key)
-        return info.etag or content_version(self._start(key, max(1, info.size_bytes))[0]).token
+        return info.etag or Version(self._start(key, max(1, info.size_bytes))[0]).token
 
     def _start(self, key: str, limit_bytes: int) -> tuple[bytes, ObjectInfo]:
         info = self._head(key)

@@ -264,13 +264,9 @@ class PartsWriteHandle(ObjectWriteHandle):
 
     def _take(self) -> BounceBuffer:
         """A free buffer; waits for one of this file's parts, never for those of another file."""
-        while True:
-            buffer = self._pool.try_take()
-            if buffer is not None:
-                return buffer
-            if not self._sent:
-                return self._pool.take()
+        while (buffer := self._pool.take(is_first=not self._sent)) is None:
             self._reap()
+        return buffer
 
     def _reap(self) -> None:
         """Wait for the oldest part under way; raises what kept it from being stored.

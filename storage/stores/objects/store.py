@@ -326,8 +326,8 @@ class ObjectStore(Store):
             yield
 
     def traffic(self) -> dict[str, float]:
-        """The traffic of this store object; "requests" has each attempt, "retries" those that were not the
-        first."""
+        """Count the requests of this store object; "requests" has each attempt, "retries" those that were not
+        the first."""
         return self.requests.traffic()
 
     # -- within ----------------------------------------------------------------------------------------------

@@ -31,7 +31,6 @@ from dcp.storage.stores.base import (
     Store,
     StoreType,
     Version,
-    content_version,
 )
 from dcp.storage.stores.names import LOCK_NAME, TEMPORARY_PREFIX, check_name, is_name, place_text
 from dcp.storage.stores.posix.files import (
@@ -248,7 +247,7 @@ class PosixStore(Store):
     def version(self, name: str) -> Version | None:
         """A digest: times have too coarse a grain, and inode numbers are used again."""
         try:
-            return content_version(self.read(name, limit_bytes=_VERSION_LIMIT_BYTES))
+            return Version(self.read(name, limit_bytes=_VERSION_LIMIT_BYTES))
         except CheckpointNotFoundError:
             return None
 
@@ -271,7 +270,7 @@ class PosixStore(Store):
             except StorageError as error:
                 error.published = True
                 raise
-        return content_version(data)
+        return Version(data)
 
     def delete(self, name: str) -> None:
         """Open handles still read it."""

@@ -74,18 +74,18 @@ def encode_torch_metadata(index: CheckpointIndex, *, checkpoint_id: str, save_id
     shapes, offsets, sizes = _size_refs(memo, index)
     body = [memo.push((_METADATA, "Metadata"), _NEW, b"}(", "state_dict_metadata", b"}(")]
     box = ("offsets", offsets, "sizes", sizes, b"ub")
-    chunks = memo.rows(index.chunk_count, (_METADATA, "ChunkStorageMetadata"), _NEW, b"}(", *box)
+    chunks = memo.rows(len(index.chunk_files), (_METADATA, "ChunkStorageMetadata"), _NEW, b"}(", *box)
     kind = memo.push((_METADATA, "TensorStorageMetadata"), _NEW, b"}(", "properties")
     kind += memo.push((_METADATA, "TensorProperties"), _NEW)
     properties = _properties_refs(memo, index)
     tensor = (names, kind, properties, b"b", "size", shapes, "chunks", b"](")
-    tensors = memo.rows(index.tensor_count, *tensor)
+    tensors = memo.rows(len(index.fqns), *tensor)
     body += [_nested(tensors, chunks, index.chunk_start, b"eub")]
     entry = memo.rows(len(object_names), object_names, (_METADATA, "BytesStorageMetadata"), _NEW)
     body += [entry, memo.push(b"u", "planner_data"), *_planner_data(memo, index.planner_data)]
     body += [memo.push("storage_data", b"}(")]
     files, first = memo.strings(index.files), index.chunk_start[index.chunk_tensors]
-    hints = np.arange(index.chunk_count, dtype=np.int64) - first
+    hints = np.arange(len(index.chunk_files), dtype=np.int64) - first
     for key, rows, columns in (
         (
             (names[index.chunk_tensors], "index", hints, "offset", offsets, b"ub"),
@@ -196,11 +196,10 @@ def _nested(heads: bytes, entries: bytes, start: Int64, tail: bytes) -> bytes:
 
 def _size_refs(memo: _Memo, index: CheckpointIndex) -> tuple[_Refs, _Refs, _Refs]:
     """Memo numbers of torch.Size by tensor (shape) and by chunk (offsets, sizes); equal ones share one."""
-    shapes, offsets, sizes = (
-        np.zeros(count, _REF) for count in (index.tensor_count, *[index.chunk_count] * 2)
-    )
+    chunks = len(index.chunk_files)
+    shapes, offsets, sizes = np.zeros(len(index.fqns), _REF), np.zeros(chunks, _REF), np.zeros(chunks, _REF)
     memo.push(_SIZE)
-    for ndim in np.flatnonzero(np.bincount(index.ndims)).tolist():
+    for ndim in np.flatnonzero(np.bincount(np.diff(index.shape_start))).tolist():
         known: dict[bytes, int] = {}
         for refs, begins, values in (
             (shapes, index.shape_start, index.shape_values),
