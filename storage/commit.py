@@ -86,13 +86,13 @@ class Names:
 
     @classmethod
     def of_rank(cls, rank: int) -> Names:
-        """Names of a save that one rank makes without the others (``use_collectives=False``)."""
+        """Return the names of a save that one rank makes without the others (``use_collectives=False``)."""
         return cls(f"__{rank}.{MANIFEST_NAME}", f"__{rank}{METADATA_NAME}")
 
 
 @dataclass(frozen=True)
 class Previous:
-    """What stood under the id when a save began: the versions to compare with, the files to clean up.
+    """The state of the id when a save began: the versions to compare with, the files to clean up.
 
     ``strays`` are files of saves that had begun before and not committed, and ``uploads`` those of which only
     parts had arrived. Whether they were killed or are still running: once this save has published, none of
@@ -175,8 +175,8 @@ def _is_saved_by_rank(listing: list[str]) -> bool:
 
 
 def unfinished_uploads(store: Store, belongs: Callable[[str], bool] = lambda name: False) -> tuple[str, ...]:
-    """Files of saves that are being uploaded, or were when their writer was killed; and others by names that
-    ``belongs`` accepts."""
+    """Return the files of saves that are being uploaded, or were when their writer was killed; and others by
+    names that ``belongs`` accepts."""
     found: list[str] = []
 
     def note(name: str) -> bool:
@@ -259,9 +259,9 @@ def commit(
 
 
 def _require_files(store: Store, index: CheckpointIndex, previous: Previous) -> None:
-    """All data files must be here. Those of a rank may be elsewhere; and of a save to a new id, which nobody
-    stops from committing after all: another may have committed, deleted what it took for remains of killed
-    saves, and have been deleted itself. Or a clean-up came by."""
+    """Raise CheckpointConflictError unless all data files are here. Those of a rank may be elsewhere; and of
+    a save to a new id, which nothing stops from committing after all: another may have committed, deleted
+    what it took for remains of killed saves, and have been deleted itself. Or a clean-up came by."""
     absent = set(index.files).difference(map(_NAME, store.list()))
     # Listings of network file systems may be some seconds old; a name that is asked for is not.
     gone = sorted(name for name in absent if store.stat(name) is None) if absent else None
@@ -289,7 +289,7 @@ def _after_commit(store: Store, what: str, error: Exception) -> StorageError:
 def _publish_manifest(
     store: Store, names: Names, data: bytes, previous: Previous, *, durable: bool
 ) -> tuple[Version, StorageError | None]:
-    """Its version, and why it may not outlast a power cut, if it may not."""
+    """Return the manifest's version, and why it may not outlast a power cut, if it may not."""
     try:
         return store.publish(names.manifest, data, durable=durable, expected=previous.manifest), None
     except CheckpointConflictError as error:
@@ -319,8 +319,8 @@ def _doubt(store: Store, error: StorageError) -> StorageError | None:
 
 
 def _version_if(store: Store, name: str, data: bytes) -> Version | None:
-    """The version of a file that holds ``data``, although publishing it reported an error (a failed fsync
-    after a rename, an answer that was lost); None if it does not, or nobody can tell."""
+    """Return the version of a file that holds ``data``, although publishing it reported an error (a failed
+    fsync after a rename, an answer that was lost); None if it does not, or it cannot be found out."""
     with contextlib.suppress(CheckpointError):
         for _ in range(_LOOKS):
             version = store.version(name)
@@ -391,8 +391,9 @@ def _was_replaced(store: Store, names: Names, ours: Version) -> bool:
 def _mend_metadata(
     store: Store, names: Names, data: bytes | None, written: Version | None, *, durable: bool
 ) -> None:
-    """Another save had replaced ours before we wrote ``data`` to `.metadata` (or deleted it). Its writer may
-    have ended, so that nobody else puts right what we did. Never raises: the checkpoint is not ours any more.
+    """Make `.metadata` fit the manifest of another save, which replaced ours before we wrote ``data`` to it
+    (or deleted it). The writer of that save may have ended, so that no one else puts it right. Never raises:
+    the checkpoint is not ours any more.
     """
     try:
         for _ in range(_ATTEMPTS):

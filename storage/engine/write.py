@@ -45,7 +45,8 @@ class Payload(NamedTuple):
 
 
 def data_file_name(rank: int, number: int, save_id: str) -> str:
-    """Unique name of a data file: nothing that a committed checkpoint refers to is ever written again."""
+    """Return the unique name of a data file: nothing that a committed checkpoint refers to is ever written
+    again."""
     return f"__{rank}_{number}.{save_id}.distcp"
 
 

@@ -27,7 +27,7 @@ OBJECT_COLUMNS: Final = 3
 
 @dataclass(frozen=True, eq=False)
 class WriteColumns:
-    """What one rank has to write, in the order of its file.
+    """The rows that one rank has to write, in the order of its file.
 
     Row i is a box of local tensor number ``sources[i]``: where it begins and its extent are the values of
     ``local_offsets`` and ``sizes`` from ``box_start[i]`` on. ``chunks`` is the chunk's row in the
@@ -46,11 +46,11 @@ class WriteColumns:
 
     @cached_property
     def own_rows(self) -> Int64:
-        """The rows that are written."""
+        """Return the rows that are written."""
         return np.flatnonzero(self.shares < 0)
 
     def payload_bytes(self, dtype_codes: npt.NDArray[np.uint8]) -> Int64:
-        """Bytes of each row; ``dtype_codes`` are those of the local tensors."""
+        """Return the bytes of each row; ``dtype_codes`` are those of the local tensors."""
         return row_products(self.sizes, self.box_start) * itemsizes(dtype_codes[self.sources])
 
 
@@ -74,20 +74,20 @@ class WriteOutcome:
     traffic: dict[str, float] = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        """Packed bytes for the way to the coordinator."""
+        """Return packed bytes for the way to the coordinator."""
         return pack(dict(vars(self)))
 
     @classmethod
     def decode(cls, data: bytes) -> WriteOutcome:
-        """The inverse of `encode`."""
+        """Return the inverse of `encode`."""
         return cls(**unpack(data))
 
 
 def assemble_index(
     planned: CheckpointIndex, writes: Sequence[WriteColumns], outcomes: Sequence[WriteOutcome]
 ) -> CheckpointIndex:
-    """``planned`` with its file, record, payload and CRC columns filled in, from what each rank had to write
-    and what it wrote.
+    """Return ``planned`` with its file, record, payload and CRC columns filled in, from what each rank had to
+    write and what it wrote.
 
     Raises PlanError if any chunk or object of the plan has no place.
     """
@@ -143,8 +143,8 @@ def assemble_index(
 
 
 def _scattered(count: int, rows: Int64, tables: Sequence[Int64], first_files: Int64) -> Int64:
-    """The columns of all ranks' ``tables``, with their rows at ``rows``; -1 where there is none. Files are
-    numbered from ``first_files`` of each rank on."""
+    """Return the columns of all ranks' ``tables``, with their rows at ``rows``; -1 where there is none. Files
+    are numbered from ``first_files`` of each rank on."""
     found = np.full((count, tables[0].shape[1]), -1, np.int64)
     found[rows] = np.concatenate(tables)
     found[rows, 0] += np.repeat(first_files, list(map(len, tables)))

@@ -49,7 +49,7 @@ UNKNOWN = -1
 
 
 def itemsizes(dtype_codes: npt.NDArray[np.uint8]) -> Int64:
-    """Bytes per element by row; 0 for codes that stand for no dtype."""
+    """Return the bytes per element by row; 0 for codes that stand for no dtype."""
     return _ITEMSIZES[dtype_codes]
 
 
@@ -91,7 +91,7 @@ class ObjectColumns:
 
     @cached_property
     def position(self) -> Mapping[str, int]:
-        """Row by fully qualified name."""
+        """Return the row by fully qualified name."""
         return dict(zip(self.fqns, range(len(self.fqns)), strict=True))
 
 
@@ -220,41 +220,41 @@ class CheckpointIndex:
 
     @property
     def tensor_count(self) -> int:
-        """Number of tensors."""
+        """Return the number of tensors."""
         return len(self.fqns)
 
     @property
     def chunk_count(self) -> int:
-        """Number of chunks of all tensors."""
+        """Return the number of chunks of all tensors."""
         return len(self.chunk_files)
 
     @cached_property
     def position(self) -> Mapping[str, int]:
-        """Tensor row by fully qualified name."""
+        """Return the tensor row by fully qualified name."""
         return dict(zip(self.fqns, range(len(self.fqns)), strict=True))
 
     @cached_property
     def ndims(self) -> Int64:
-        """Number of dimensions by tensor."""
+        """Return the number of dimensions by tensor."""
         return np.diff(self.shape_start)
 
     @cached_property
     def chunk_tensors(self) -> Int64:
-        """Tensor row by chunk."""
+        """Return the tensor row by chunk."""
         return np.repeat(np.arange(len(self.fqns), dtype=np.int64), np.diff(self.chunk_start))
 
     @cached_property
     def box_start(self) -> Int64:
-        """Positions of the chunks' boxes in ``chunk_offsets`` and ``chunk_sizes``."""
+        """Return the positions of the chunks' boxes in ``chunk_offsets`` and ``chunk_sizes``."""
         return starts(np.diff(self.shape_start)[self.chunk_tensors])
 
     @cached_property
     def itemsizes(self) -> Int64:
-        """Bytes per element by tensor."""
+        """Return the bytes per element by tensor."""
         return itemsizes(self.dtype_codes)
 
     def shape(self, tensor: int) -> tuple[int, ...]:
-        """Global shape of a tensor row."""
+        """Return the global shape of a tensor row."""
         return tuple(self.shape_values[self.shape_start[tensor] : self.shape_start[tensor + 1]].tolist())
 
     def own_name(self, tensor: int) -> str:
@@ -265,7 +265,7 @@ class CheckpointIndex:
         return name
 
     def dtype(self, tensor: int) -> dtypes.Dtype:
-        """Element type of a tensor row."""
+        """Return the element type of a tensor row."""
         return dtypes.BY_CODE[int(self.dtype_codes[tensor])]
 
     def box(self, chunk: int) -> Box:
@@ -274,15 +274,16 @@ class CheckpointIndex:
         return Box(tuple(self.chunk_offsets[begin:end].tolist()), tuple(self.chunk_sizes[begin:end].tolist()))
 
     def chunks(self, tensor: int) -> range:
-        """Chunk rows of a tensor row."""
+        """Return the chunk rows of a tensor row."""
         return range(int(self.chunk_start[tensor]), int(self.chunk_start[tensor + 1]))
 
     def block_crcs(self, chunk: int) -> npt.NDArray[np.uint32]:
-        """CRC-32 of each block of a chunk's payload; empty where none are recorded."""
+        """Return the CRC-32 of each block of a chunk's payload; empty where none are recorded."""
         return self.crcs[self.crc_start[chunk] : self.crc_start[chunk + 1]]
 
     def payload_crc(self, chunk: int) -> int | None:
-        """CRC-32 of a chunk's whole payload as it is stored; None where the format does not tell."""
+        """Return the CRC-32 of a chunk's whole payload as it is stored; None where the format does not
+        tell."""
         blocks = self.block_crcs(chunk).tolist()
         size = int(self.payload_lengths[chunk])
         if not blocks:
@@ -294,13 +295,13 @@ class CheckpointIndex:
         return whole
 
     def digest(self, tensor: int) -> str | None:
-        """The digest of a tensor row, as it is shown; None where the checkpoint does not tell."""
+        """Return the digest of a tensor row, as it is shown; None where the checkpoint does not tell."""
         total = self.digests[tensor] if len(self.digests) else b""
         return shown_digest(total, self.dtype(tensor).name, self.shape(tensor)) if total else None
 
     @property
     def tensor_bytes(self) -> int:
-        """Payload bytes of all chunks; a payload shared by tied tensors counts once a tensor."""
+        """Return the payload bytes of all chunks; a payload shared by tied tensors counts once a tensor."""
         return int(self.payload_lengths.sum())
 
     def check(self) -> None:

@@ -63,7 +63,8 @@ class _NotPlainError(Exception):
 
 
 def encode_plain(value: Any, *, limit_bytes: int = MAX_PLAIN_BYTES) -> bytes | None:
-    """The encoding of ``value``; None if it is not plain, deeper than MAX_PLAIN_DEPTH or above the limit."""
+    """Return the encoding of ``value``; None if it is not plain, deeper than MAX_PLAIN_DEPTH or above the
+    limit."""
     kind = type(value)
     if (kind in _ATOMS or (kind is int and _SMALLEST_INT <= value <= _LARGEST_INT)) and limit_bytes >= 9:
         number: bytes = _NUMBERS.pack(value)
@@ -143,7 +144,7 @@ class _Encoder:
 
 
 def decode_plain(data: bytes, *, limit_bytes: int = MAX_PLAIN_BYTES) -> Any:
-    """The value of `encode_plain`; CheckpointFormatError for bytes that it does not write.
+    """Return the value of `encode_plain`; CheckpointFormatError for bytes that it does not write.
 
     Safe on hostile input: time and memory are bounded by the input's size.
     """

@@ -2,7 +2,7 @@
 
 Kinds of stores are declared beside each store (`STORE_TYPE`). Others are registered by `register_store`, or
 by a package whose metadata names them: the entry point group `dcphub.stores`, with a name for each scheme.
-These are read when a scheme is asked for that is none of ours. Whatever is left is for fsspec to know.
+These are read when a scheme is asked for that is not built in. Whatever is left is for fsspec to know.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _MOOT_LOCALLY: Final = frozenset({"auto_mkdir"})
 def open_store(
     checkpoint_id: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
 ) -> Store:
-    """The store of a checkpoint: a path, ``file:///path``, ``memory://name`` (this process only), ``s3://``
-    or any other URL that fsspec has a file system for.
+    """Return the store of a checkpoint: a path, ``file:///path``, ``memory://name`` (this process only),
+    ``s3://`` or any other URL that fsspec has a file system for.
 
     ``storage_options`` are those of the file system, as all users of fsspec pass them, and ours of
     `dcp.storage.stores.objects.options.ObjectOptions`. Nothing is touched yet. Raises `StorageError` for what
@@ -63,7 +63,7 @@ def open_store(
 
 
 def type_of_place(place: str) -> StoreType:
-    """The kind of store of a path or URL. Raises `StorageError` for what names no place."""
+    """Return the kind of store of a path or URL. Raises `StorageError` for what names no place."""
     url = _URL.fullmatch(place)
     if url is None and ":" in place:
         _refuse_mangled(place)
@@ -139,7 +139,7 @@ class OpenWith:
         self.through_fsspec = through_fsspec
 
     def __call__(self, checkpoint_id: str | os.PathLike[str]) -> Store:
-        """The store of a path or URL; nothing is touched. Raises what `open_store` raises."""
+        """Return the store of a path or URL; nothing is touched. Raises what `open_store` raises."""
         options, text = self.storage_options, place_text(checkpoint_id)
         if self.through_fsspec:
             if _MEMORY.match(text):

@@ -166,7 +166,7 @@ class PartitionWriter:
                 self._on_bytes(payloads.nbytes)
 
     def outcome(self, partitions: Sequence[FilePartition], objects: Sequence[Int64]) -> WriteOutcome:
-        """The places of all rows, in their order; shared rows get the place of the row they share.
+        """Return the places of all rows, in their order; shared rows get the place of the row they share.
 
         ``partitions`` are those of `files`, in order, ``objects`` what `write` returned of each.
         """

@@ -20,7 +20,8 @@ __all__ = ["WrittenItem", "write_items"]
 
 
 class WrittenItem(NamedTuple):
-    """Where one written item is: the ``storage_data`` of its WriteResult, plain enough for any collective."""
+    """The place of one written item: the ``storage_data`` of its WriteResult, plain enough for any
+    collective."""
 
     file: str
     record_offset: int
@@ -62,7 +63,7 @@ def write_items(
 
 
 def _payload_bytes(items: Sequence[WriteItem]) -> int:
-    """Of the tensors; values are small, and known only later."""
+    """Return the bytes of the tensors; values are small, and known only later."""
     tensors = [item.tensor_data for item in items if item.tensor_data is not None]
     return sum(math.prod(data.chunk.sizes) * data.properties.dtype.itemsize for data in tensors)
 

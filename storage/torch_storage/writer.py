@@ -54,7 +54,7 @@ class NoFileSystem:
 
     @property
     def fs(self) -> Any:
-        """There is none."""
+        """Raise AttributeError: there is none."""
         raise AttributeError(f"{type(self).__name__} has no fs; its store is .store, made by open_store")
 
     @fs.setter
@@ -162,7 +162,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
 
     @property
     def store(self) -> Store:
-        """The store of the current id."""
+        """Return the store of the current id."""
         if self._store is None:
             self._store = self.open_store(self.path)
             self._traffic_before = self._store.traffic()
@@ -248,11 +248,11 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
 
     @property
     def names(self) -> commit.Names:
-        """The files that publish this save."""
+        """Return the files that publish this save."""
         return commit.Names() if self.use_collectives else commit.Names.of_rank(self.rank)
 
     def prepare(self) -> None:
-        """On the coordinator, before anything is written: make the folder, remember what is to be
+        """Make the folder, on the coordinator before anything is written, and remember what is to be
         replaced."""
         self._made_root = not self.store.exists()
         self.store.make_root()

@@ -1,4 +1,4 @@
-"""How the manifest packs columns: narrow integers, strings and byte rows as msgpack values.
+"""The packing of columns in the manifest: narrow integers, strings and byte rows as msgpack values.
 
 A column of integers is ``[count, first, base, width, packing, data]``. ``data`` holds little-endian unsigned
 residuals of ``width`` bytes (0: none, all are zero; 8: signed, base 0). With ``first`` nil they are
@@ -190,7 +190,7 @@ def _rows(encoded: Any, budget: Budget) -> tuple[bytes, Iterator[slice]]:
 
 
 def check_counts(counts: Int64, total: int, what: str) -> None:
-    """CheckpointFormatError unless ``counts`` are not negative and sum up to ``total``."""
+    """Raise CheckpointFormatError unless ``counts`` are not negative and sum up to ``total``."""
     # Each count is bounded first, so that the sum of a column that fits in memory cannot wrap around.
     if len(counts) and (int(counts.min()) < 0 or int(counts.max()) > total):
         raise CheckpointFormatError(f"{what} are out of range in the manifest")
@@ -199,7 +199,7 @@ def check_counts(counts: Int64, total: int, what: str) -> None:
 
 
 def _unpack(packing: Any, data: Any, size: int, budget: Budget) -> bytes:
-    """The ``size`` bytes that were packed as ``data``."""
+    """Return the ``size`` bytes that were packed as ``data``."""
     if not isinstance(data, bytes):
         raise CheckpointFormatError("a column of the manifest has no bytes")
     if packing == _ZLIB:

@@ -85,8 +85,8 @@ _INT64_RANGE: Final = range(-(1 << 63), 1 << 63)
 
 
 def encode_manifest(index: CheckpointIndex, *, is_checked: bool = False) -> bytes:
-    """The manifest of ``index``; CheckpointFormatError if `CheckpointIndex.check` finds it inconsistent,
-    unless the caller has asked that already.
+    """Return the manifest of ``index``; CheckpointFormatError if `CheckpointIndex.check` finds it
+    inconsistent, unless the caller has asked that already.
 
     PlanError if planner data, provenance or user metadata are not plain (`dcp.storage.formats.plain`), or if
     the manifest would be larger than MAX_MANIFEST_BYTES.
@@ -160,7 +160,7 @@ def _encode(index: CheckpointIndex, encoder: ColumnEncoder) -> bytes:
 
 
 def _flat(of_rows: Mapping[int, tuple[int, ...]]) -> tuple[list[int], list[int]]:
-    """(rows, their values one after the other)."""
+    """Return (rows, their values one after the other)."""
     rows = sorted(of_rows)
     return rows, list(chain.from_iterable(map(of_rows.__getitem__, rows)))
 
@@ -200,7 +200,8 @@ def _encode_planner_data(data: Any, encoder: ColumnEncoder) -> dict[str, Any] | 
 
 
 def decode_manifest(data: bytes | memoryview) -> CheckpointIndex:
-    """The index of a manifest; consistent in itself, and never larger than the size of ``data`` warrants.
+    """Return the index of a manifest; consistent in itself, and never larger than the size of ``data``
+    warrants.
 
     CorruptCheckpointError if the bytes are not those that were written, UnsupportedFormatError for what a
     newer dcphub wrote, as far as this one does not know it, CheckpointFormatError for anything that no writer
@@ -218,7 +219,8 @@ def decode_manifest(data: bytes | memoryview) -> CheckpointIndex:
 
 
 def _unpack(data: bytes) -> dict[str, Any]:
-    """The fields of a manifest, still encoded; CRC and version are checked. Raises as `decode_manifest`."""
+    """Return the fields of a manifest, still encoded; CRC and version are checked. Raises as
+    `decode_manifest`."""
     if len(data) > MAX_MANIFEST_BYTES:
         raise CheckpointFormatError(
             f"a manifest of {len(data)} bytes is above the limit of {MAX_MANIFEST_BYTES}"
@@ -263,11 +265,11 @@ class _Section:
         return self.values[name]
 
     def section(self, name: str) -> _Section:
-        """A map in it."""
+        """Return a map in it."""
         return _Section(self[name], name, self.budget)
 
     def column(self, name: str, rows: int | None = None, dtype: Any = np.int64) -> npt.NDArray[Any]:
-        """A column of so many rows, which fits in ``dtype``."""
+        """Return a column of so many rows, which fits in ``dtype``."""
         column = decode_column(self[name], self.budget)
         if rows is not None and len(column) != rows:
             raise CheckpointFormatError(f"column {name} of the manifest has {len(column)} rows, not {rows}")
@@ -278,15 +280,15 @@ class _Section:
         return column.astype(dtype)
 
     def strings(self, name: str) -> list[str]:
-        """Strings."""
+        """Decode strings."""
         return decode_strings(self[name], self.budget)
 
     def rows(self, name: str) -> list[bytes]:
-        """Byte strings."""
+        """Decode byte strings."""
         return decode_rows(self[name], self.budget)
 
     def plain(self, name: str, *, quickly: bool = False) -> dict[str, Any]:
-        """A dict of plain data."""
+        """Return a dict of plain data."""
         encoded = decode_bytes(self[name], self.budget)
         try:
             # Many times as quick. Plain msgpack means the same to both but for the extensions, which end it.
@@ -300,7 +302,7 @@ class _Section:
         return value
 
     def by_row(self, rows: str, values: str, counts: Int64) -> dict[int, tuple[int, ...]]:
-        """Values of a few rows, of which each has its ``counts``; the inverse of `_flat`."""
+        """Return the values of a few rows, of which each has its ``counts``; the inverse of `_flat`."""
         found = self.column(rows)
         if len(found) and (int(found.min()) < 0 or int(found.max()) >= len(counts)):
             raise CheckpointFormatError(f"{rows} of the manifest are no rows of it")
@@ -314,7 +316,7 @@ class _Section:
         return result
 
     def facts(self) -> dict[str, Any]:
-        """The fields about all of the checkpoint."""
+        """Return the fields about all of the checkpoint."""
         if not isinstance(self["format"], str):
             raise CheckpointFormatError("format of the manifest is not a string")
         facts: dict[str, Any] = {"format": self["format"]}
@@ -406,7 +408,7 @@ def _decode_chunks(
 
 
 def _payload_lengths(sizes: Int64, box_start: Int64, codes: npt.NDArray[np.uint8]) -> Int64:
-    """Bytes of each box; refuses boxes whose size wraps around in int64."""
+    """Return the bytes of each box; refuses boxes whose size wraps around in int64."""
     if len(sizes) and int(sizes.min()) < 0:
         raise CheckpointFormatError("a chunk of the manifest has a negative size")
     element_bytes = itemsizes(codes)
@@ -452,7 +454,7 @@ def _decode_planner_data(values: Mapping[str, Any], left: Budget, version: Any) 
 
 @dataclass(frozen=True, slots=True)
 class ManifestSummary:
-    """The part of a `CheckpointIndex` that is about all of it, for whoever looks at thousands: a catalog.
+    """The part of a `CheckpointIndex` that describes all of it, for whoever looks at thousands: a catalog.
 
     Equal ``structure_key`` mean the same names, shapes and dtypes; different ones may, too. ``bytes`` are
     those of the files, None where a size is not known. ``has_digests``: it has some of its tensors'.
@@ -470,7 +472,7 @@ class ManifestSummary:
 
 
 def summarize_manifest(data: bytes) -> ManifestSummary:
-    """The summary of a manifest; its CRC is checked, its columns are not, save for the files' sizes.
+    """Return the summary of a manifest; its CRC is checked, its columns are not, save for the files' sizes.
 
     Raises what `decode_manifest` does, as far as it looks.
     """

@@ -67,7 +67,7 @@ class SafetensorsHeader:
 
 
 def parse_header(read: Callable[[int, int], bytes], size: int | None) -> SafetensorsHeader:
-    """The header of the safetensors file that ``read(offset, length)`` reads from its first byte on.
+    """Return the header of the safetensors file that ``read(offset, length)`` reads from its first byte on.
 
     ``size`` is the file's length in bytes, None where it is not known (a blob within another file); with it,
     the tensors must fill the file exactly. Raises CheckpointFormatError for what the specification forbids,
@@ -124,7 +124,7 @@ def _parse(text: bytes) -> SafetensorsHeader:
 
 @lru_cache(maxsize=4)
 def _parse_cached(text: bytes) -> SafetensorsHeader:
-    """Readers that look up one tensor after the other parse one header many times."""
+    """Parse a header once: readers look up one tensor after the other in it."""
     return _parse(text)
 
 
@@ -192,7 +192,7 @@ def _are_sizes(values: Any) -> bool:
 def index_of_safetensors_file(
     read: Callable[[int, int], bytes], size_bytes: int, name: str
 ) -> CheckpointIndex:
-    """The index of one safetensors file, of which ``read(offset, length)`` reads exactly that.
+    """Return the index of one safetensors file, of which ``read(offset, length)`` reads exactly that.
 
     The header is checked as the format's specification demands.
     """

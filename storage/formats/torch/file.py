@@ -33,7 +33,7 @@ _EXPANSION: Final = 1024
 
 
 def index_of_torch_file(read: Callable[[int, int], bytes], size_bytes: int, name: str) -> CheckpointIndex:
-    """The index of the file ``name``, of which ``read(offset, length)`` reads exactly that.
+    """Return the index of the file ``name``, of which ``read(offset, length)`` reads exactly that.
 
     A chunk is a whole tensor: its record is the storage's bytes, its payload those from the tensor's first
     element to its last. Tied tensors and views share records; ``record_crcs`` has the checksums.
@@ -64,8 +64,8 @@ def index_of_torch_file(read: Callable[[int, int], bytes], size_bytes: int, name
 
 
 def _check_expansion(flat: FlatFile, size_bytes: int, name: str) -> None:
-    """Views that overlap and tensors that repeat their elements cost what they describe, wherever they are
-    read or converted: a kilobyte must not ask for a petabyte."""
+    """Refuse too large tensors: views that overlap and tensors that repeat their elements cost what they
+    describe, wherever they are read or converted: a kilobyte must not ask for a petabyte."""
     views = {
         (one.storage_key, one.storage_offset, one.sizes, one.dtype_code): one for one in flat.tensors.values()
     }
@@ -80,7 +80,7 @@ def _check_expansion(flat: FlatFile, size_bytes: int, name: str) -> None:
 
 
 def _storages(flat: FlatFile, archive: TorchArchive, name: str) -> dict[str, ZipEntry]:
-    """The entries of the zip that tensors refer to, by storage key."""
+    """Return the entries of the zip that tensors refer to, by storage key."""
     found: dict[str, ZipEntry] = {}
     for fqn, tensor in flat.tensors.items():
         entry = found.get(tensor.storage_key)
@@ -136,7 +136,8 @@ def _index(flat: FlatFile, archive: TorchArchive, size_bytes: int, name: str) ->
 
 
 def _stride_orders(tensors: list[TensorPickle]) -> dict[int, tuple[int, ...]]:
-    """The stride orders of the tensors that are dense, but not C-ordered (channels_last, a transpose)."""
+    """Return the stride orders of the tensors that are dense, but not C-ordered (channels_last, a
+    transpose)."""
     orders = {}
     for row, tensor in enumerate(tensors):
         if not tensor.contiguous:

@@ -79,7 +79,7 @@ _ADVICE: Final = {"fsync": _NO_SYNC, "fdatasync": _NO_SYNC, "rename": _NO_RENAME
 
 
 def storage_error(error: OSError, op: str, path: str | os.PathLike[str]) -> StorageError:
-    """The typed error for a failed system call; chain it with ``raise ... from error``."""
+    """Return the typed error for a failed system call; chain it with ``raise ... from error``."""
     kind, advice = StorageError, ""
     if error.errno in _FULL:
         kind, advice = StorageFullError, "; free space (or raise the quota or file size limit) and save again"
@@ -94,8 +94,8 @@ def storage_error(error: OSError, op: str, path: str | os.PathLike[str]) -> Stor
 
 
 def path_of_descriptor(descriptor: int) -> str:
-    """Return where an open file or folder is, whatever its path leads to by now; "" where that cannot be
-    told."""
+    """Return where an open file or folder is, whatever its path leads to by now; "" where that is not
+    known."""
     try:
         return str(Path(f"/proc/self/fd/{descriptor}").readlink())
     except OSError:
@@ -196,7 +196,7 @@ class PosixWriteHandle(WriteHandle):
 
     @property
     def position(self) -> int:
-        """Bytes accepted so far."""
+        """Return the bytes accepted so far."""
         return self._flushed_bytes + self._fill_bytes
 
     def reserve(self, size_bytes: int) -> None:
@@ -218,7 +218,7 @@ class PosixWriteHandle(WriteHandle):
         self._extent_bytes = size_bytes
 
     def write(self, data: Buffer) -> None:
-        """Copied into the buffer being filled; waits only while all buffers are on their way to the disk."""
+        """Copy it into the buffer being filled; waits only while all buffers are on their way to the disk."""
         if type(data) is not bytes:
             data = byte_view(data)
         size = len(data)
@@ -248,7 +248,7 @@ class PosixWriteHandle(WriteHandle):
                 self._send()
 
     def write_many(self, parts: Sequence[bytes | memoryview]) -> None:
-        """Where it need not be durable, in few system calls and without a copy."""
+        """Append all, where it need not be durable in few system calls and without a copy."""
         if self._is_durable or sum(map(len, parts)) < _GATHER_BYTES:
             super().write_many(parts)
         else:
@@ -256,7 +256,7 @@ class PosixWriteHandle(WriteHandle):
             self._write_now(parts)
 
     def finish(self) -> int:
-        """Everything to storage, and the file closed."""
+        """Bring everything to storage, and close the file."""
         if self._state == "finished":
             return self.position
         self._check_usable()
@@ -467,8 +467,8 @@ class PosixReadHandle(ReadHandle):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def preadv(self, buffers: Sequence[memoryview], offset: int) -> None:
-        """One system call where the kernel allows it; more after a partial read (a signal, or more than the
-        2 GiB that one call moves)."""
+        """Make one system call where the kernel allows it; more after a partial read (a signal, or more than
+        the 2 GiB that one call moves)."""
         if self._descriptor < 0:
             raise ValueError(f"{self._path} is closed: it cannot be read any more")
         for first in range(0, len(buffers), _IOV_MAX):

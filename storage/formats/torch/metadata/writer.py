@@ -57,7 +57,7 @@ _Token: TypeAlias = str | bytes | int | tuple[str, str] | npt.NDArray[Any]
 
 
 def encode_torch_metadata(index: CheckpointIndex, *, checkpoint_id: str, save_id: str) -> bytes:
-    """The `.metadata` of ``index``: what stock ``pickle.load`` turns into its `Metadata`.
+    """Return the `.metadata` of ``index``: what stock ``pickle.load`` turns into its `Metadata`.
 
     Keys are those of the tensors, then those of the objects, each in index order. Chunks carry their position
     in their tensor as index hint; ranges are those of the records, files those of ``index.files``. An object
@@ -110,10 +110,11 @@ def encode_torch_metadata(index: CheckpointIndex, *, checkpoint_id: str, save_id
 
 
 def torch_metadata_head(save_id: str, size_bytes: int) -> bytes:
-    """The first bytes of a `.metadata` of ``size_bytes`` that `encode_torch_metadata` made for ``save_id``.
+    """Return the first bytes of a `.metadata` of ``size_bytes`` that `encode_torch_metadata` made for
+    ``save_id``.
 
-    Nobody else writes it: stock begins with other opcodes, and a save's id is its own. So a few bytes tell
-    which save a file belongs to that may have hundreds of megabytes.
+    No other writer makes them: stock begins with other opcodes, and a save's id is its own. So a few bytes
+    tell which save a file belongs to that may have hundreds of megabytes.
     """
     content_bytes, text = max(0, size_bytes - _FRAME.size), _ENCODE(save_id)
     return _FRAME.pack(_PROTOCOL, content_bytes) + b"X" + len(text).to_bytes(4, "little") + text
@@ -128,13 +129,13 @@ class _Memo:
         self._numbers: dict[Any, int] = {}
 
     def add(self, count: int, *tokens: _Token) -> range:
-        """Memo numbers of the values that ``count`` rows of ``tokens`` push."""
+        """Return the memo numbers of the values that ``count`` rows of ``tokens`` push."""
         self.definitions.append(self.rows(count, *tokens, b"\x940"))  # MEMOIZE, POP
         begin, self._count = self._count, self._count + count
         return range(begin, self._count)
 
     def strings(self, texts: Sequence[str]) -> _Refs:
-        """Memo numbers of strings."""
+        """Return the memo numbers of strings."""
         numbers = self._numbers
         unknown = list(filterfalse(numbers.__contains__, dict.fromkeys(texts)))
         encoded = list(map(_ENCODE, unknown))
@@ -146,11 +147,11 @@ class _Memo:
         return np.fromiter(map(numbers.__getitem__, texts), _REF, len(texts))
 
     def push(self, *tokens: _Token) -> bytes:
-        """The opcodes of one row."""
+        """Return the opcodes of one row."""
         return self.rows(1, *tokens)
 
     def rows(self, count: int, *tokens: _Token) -> bytes:
-        """The opcodes of ``count`` rows."""
+        """Return the opcodes of ``count`` rows."""
         row = b""
         columns: list[tuple[int, npt.NDArray[Any]]] = []
         for token in tokens:
@@ -184,7 +185,8 @@ class _Memo:
 
 
 def _nested(heads: bytes, entries: bytes, start: Int64, tail: bytes) -> bytes:
-    """Rows of ``heads``, each followed by its rows of ``entries``, which begin at ``start``, and ``tail``."""
+    """Return rows of ``heads``, each followed by its rows of ``entries``, which begin at ``start``, and
+    ``tail``."""
     count = len(start) - 1
     if not count:
         return b""
@@ -195,7 +197,8 @@ def _nested(heads: bytes, entries: bytes, start: Int64, tail: bytes) -> bytes:
 
 
 def _size_refs(memo: _Memo, index: CheckpointIndex) -> tuple[_Refs, _Refs, _Refs]:
-    """Memo numbers of torch.Size by tensor (shape) and by chunk (offsets, sizes); equal ones share one."""
+    """Return the memo numbers of torch.Size by tensor (shape) and by chunk (offsets, sizes); equal ones share
+    one."""
     chunks = len(index.chunk_files)
     shapes, offsets, sizes = np.zeros(len(index.fqns), _REF), np.zeros(chunks, _REF), np.zeros(chunks, _REF)
     memo.push(_SIZE)
@@ -219,7 +222,7 @@ def _size_refs(memo: _Memo, index: CheckpointIndex) -> tuple[_Refs, _Refs, _Refs
 
 
 def _properties_refs(memo: _Memo, index: CheckpointIndex) -> _Refs:
-    """Memo numbers of the TensorProperties state by tensor.
+    """Return the memo numbers of the TensorProperties state by tensor.
 
     Only the state is shared, so that each tensor still gets an instance of its own.
     """
@@ -236,7 +239,8 @@ def _properties_refs(memo: _Memo, index: CheckpointIndex) -> _Refs:
 
 
 def _planner_data(memo: _Memo, data: Any) -> Sequence[bytes]:
-    """Opcodes of planner data; of a mapping from names to paths each distinct part is encoded once."""
+    """Return the opcodes of planner data; of a mapping from names to paths each distinct part is encoded
+    once."""
     paths: list[Any] = list(data.values()) if type(data) is dict else [None]
     if _TUPLES.issuperset(map(type, paths)) and _STRINGS.issuperset(map(type, data)):
         parts = list(chain.from_iterable(paths))
