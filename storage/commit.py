@@ -126,7 +126,9 @@ def previous_state(store: Store, names: Names) -> Previous:
 
 def _look(store: Store, names: Names) -> Previous:
     # Before the listing: what is finished between the two is in both, and not in neither.
-    uploads = unfinished_uploads(store) if names == Names() else ()
+    uploads: tuple[str, ...] = ()
+    if names == Names() and not store.capabilities.is_local:  # a folder has none
+        uploads = unfinished_uploads(store)
     listing = list(map(_NAME, store.list()))
     if not listing:
         return Previous(uploads=uploads)

@@ -23,7 +23,7 @@ __all__ = ["extension_names", "loaded_extension"]
 
 @cache
 def _entry_points(group: str) -> dict[str, list[EntryPoint]]:
-    from importlib.metadata import entry_points  # only here: it takes longer than to import all of ours
+    from importlib.metadata import entry_points  # only here: it takes longer than to import this package
 
     by_name: dict[str, list[EntryPoint]] = {}
     for found in entry_points(group=group):

@@ -184,7 +184,7 @@ def target_names() -> list[str]:
 
 
 def _others() -> Iterator[Format]:
-    yield from formats()  # read when it is none of ours
+    yield from formats()  # read when it is not built in
 
 
 def target_named(name: str) -> tuple[Format, Target]:

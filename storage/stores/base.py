@@ -249,7 +249,7 @@ class Store(ABC):
         """Remove a file that still has the content ``expected``; False if it has another, and stays.
 
         A missing one is fine. Compared and removed in one step where the store can; else one after the other,
-        which is one step too for whoever holds a lock that excludes other processes.
+        which is one step too for the holder of a lock that excludes other processes.
         """
         there = self.version(name)
         if there is None:
@@ -275,7 +275,7 @@ class Store(ABC):
     def conflict(self, name: str) -> CheckpointConflictError:
         """Return what `publish` raises where something else than was expected is there."""
         return CheckpointConflictError(
-            f"{self.path_of(name)} was published by somebody else since this save began, and is untouched; "
+            f"{self.path_of(name)} was published by another writer since this save began, and is untouched; "
             "save under another id, or load what is there first",
             path=self.path_of(name),
         )

@@ -1,8 +1,8 @@
 """Bounce buffers: page-aligned memory that is reused, because first touch of fresh memory costs ten copies.
 
 O_DIRECT needs aligned memory, and a caller's tensors rarely are. The pool keeps a bounded number of buffers
-of one size for the life of the process. It never blocks: whoever waits for a buffer waits for one of its own
-that is on its way to the disk, so that many files open at once cannot starve each other.
+of one size for the life of the process. It never blocks: a handle that waits for a buffer waits for one of
+its own that is on its way to the disk, so that many files open at once cannot starve each other.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def open_parent_folder(root: str | os.PathLike[str], *, open_store: OpenStore = 
     ``open_store`` makes the stores below it; for a root with storage options it is
     `dcp.storage.stores.opening.OpenWith`. Raises `StorageError` for a scheme that is not known.
     """
-    # The second time because a store that somebody has wrapped cannot be asked what is below it.
+    # The second time because a store that is wrapped by another cannot be asked what is below it.
     for opener in (open_store, open_plainly):
         place = opener(root)
         if place.capabilities.lists_folders:

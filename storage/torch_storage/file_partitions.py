@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -25,6 +25,8 @@ _ALIKE_FROM = 8
 
 _ALIKE_BYTES = 256 << 10
 _MOST_TOGETHER = 256
+_TOGETHER_BYTES = (128 << 10, WHOLE_BYTES)
+"""Of copies that were made to be written, less: they are to be in the cache still."""
 
 
 class EncodedObjects(NamedTuple):
@@ -128,25 +130,31 @@ class PartitionWriter:
         for row in rows.tolist():
             box, source, size_bytes = slice(starts[row], starts[row + 1]), sources[row], payloads[row]
             shape = tuple(sizes[box])
-            if whole[row] and size_bytes <= WHOLE_BYTES:
-                batch.append(Payload(row, codes[row], shape, view(pointers[source], size_bytes)))
+            if whole[row]:
+                pieces: Iterable[bytes | memoryview] = (view(pointers[source], size_bytes),)
+            else:
+                tensor = memory.tensors[source]
+                if tensor.shape != shape:
+                    tensor = narrow(tensor, tuple(columns.local_offsets[box].tolist()), shape)
+                pieces = byte_pieces(tensor)
+            small = pieces if isinstance(pieces, tuple) and size_bytes <= WHOLE_BYTES else None
+            if small is not None:
+                batch.append(Payload(row, codes[row], shape, small[0]))
                 batch_bytes += size_bytes
-                if batch_bytes < WHOLE_BYTES and len(batch) < _MOST_TOGETHER:
+                if batch_bytes < _TOGETHER_BYTES[whole[row]] and len(batch) < _MOST_TOGETHER:
                     continue
-            self._write_whole(file, batch)
+            self._write_whole(file, batch, batch_bytes)
             batch, batch_bytes = [], 0
-            if not (whole[row] and size_bytes <= WHOLE_BYTES):
-                offsets = tuple(columns.local_offsets[box].tolist())
-                pieces = byte_pieces(narrow(memory.tensors[source], offsets, shape))
+            if small is None:
                 see = partial(see_all, self._observers, row) if self._observers else None
                 file.tensor(codes[row], shape, size_bytes, pieces, self._on_bytes, see)
-        self._write_whole(file, batch)
+        self._write_whole(file, batch, batch_bytes)
 
-    def _write_whole(self, file: DataFile, batch: Sequence[Payload]) -> None:
+    def _write_whole(self, file: DataFile, batch: Sequence[Payload], size_bytes: int) -> None:
         if batch:
             file.whole(batch, partial(see_all, self._observers) if self._observers else None)
             if self._on_bytes is not None:
-                self._on_bytes(sum(len(payload.data) for payload in batch))
+                self._on_bytes(size_bytes)
 
     def _write_alike(self, file: DataFile, rows: Int64) -> None:
         """Write small tensors of one dtype and shape, many at a time where each is all of its memory."""

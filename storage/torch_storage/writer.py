@@ -258,8 +258,8 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         self.store.make_root()
         if not self.use_collectives and any(map(self.store.stat, vars(commit.Names()).values())):
             raise CheckpointConflictError(
-                f"{self.store.url} holds a checkpoint that ranks saved together, which readers would go on "
-                "loading instead of what each rank saves on its own; save to another id",
+                f"{self.store.url} holds a checkpoint that ranks saved together, which readers would still "
+                "load instead of what each rank saves on its own; save to another id",
                 path=self.store.url,
             )
         self._previous = commit.previous_state(self.store, self.names)

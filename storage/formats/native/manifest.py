@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -213,8 +213,10 @@ def decode_manifest(data: bytes | memoryview) -> CheckpointIndex:
         section = _Section(fields, "it", Budget(len(data)))
         index = _decode(section)
         index.check()
-        if (make := _planner_data_maker(section)) is not None:
-            index.defer_planner_data(make)
+        if fields.get("planner_data") is not None:  # a load does not ask, and they take longer than all else
+            values = section.section("planner_data").values
+            version = fields["version"]
+            index.defer_planner_data(partial(_decode_planner_data, values, section.budget, version))
     return index
 
 
@@ -415,15 +417,6 @@ def _payload_lengths(sizes: Int64, box_start: Int64, codes: npt.NDArray[np.uint8
     if (row_products(sizes.astype(np.float64), box_start) * element_bytes > _LARGEST_PAYLOAD_BYTES).any():
         raise CheckpointFormatError("a chunk of the manifest is larger than any storage")
     return row_products(sizes, box_start) * element_bytes
-
-
-def _planner_data_maker(fields: _Section) -> Callable[[], Any] | None:
-    """Return what decodes planner data, if there are any. A load does not ask for them, and they take longer
-    than all the rest."""
-    if fields.values.get("planner_data") is None:
-        return None
-    values = fields.section("planner_data").values
-    return partial(_decode_planner_data, values, fields.budget, fields["version"])
 
 
 def _decode_planner_data(values: Mapping[str, Any], left: Budget, version: Any) -> Any:

@@ -143,7 +143,7 @@ class _Compact:
             except UnsupportedFormatError as error:
                 self._unknown_type = error.element_type
             except CheckpointFormatError:
-                pass  # told later, when its name is known
+                pass  # raised later, when its name is known
         self._others += 1
         if self._others > _MAX_OTHER_OBJECTS:
             if self._unknown_type:

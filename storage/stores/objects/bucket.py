@@ -359,7 +359,7 @@ def _send(transport: ref[Transport], session: Any, request: Any, event_name: str
         return None
     inflow = fetch.inflow if fetch is not None else None
     body = request.body.getbuffer() if isinstance(request.body, io.BytesIO) else request.body
-    # Bodies follow at once: whoever does not want one says so in the answer.
+    # Bodies follow at once: a service that does not want one says so in the answer.
     headers = {name: value for name, value in request.headers.items() if name.lower() != "expect"}
     limit = fetch.limit_bytes if fetch is not None else None
     answer = used.send(request.method, request.url, headers, body, inflow, limit)

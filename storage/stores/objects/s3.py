@@ -417,8 +417,8 @@ class PartsWriteHandle(ObjectWriteHandle):
         """Return the error of an upload that was ended: of uploads that it did not begin a writer only ends
         those of saves that it has beaten."""
         return CheckpointConflictError(
-            f"the upload of {self._path} was ended by somebody: another writer has finished at this place, "
-            "or a clean-up removed what it took for remains of a killed one; nothing of this one is kept",
+            f"the upload of {self._path} was ended by another: a writer that has finished at this place, or "
+            "a clean-up that removed what it took for remains of a killed one; nothing of this one is kept",
             path=self._path,
         )
 

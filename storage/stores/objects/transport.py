@@ -277,7 +277,7 @@ def _received(
         body = response.read() if limit_bytes is None else response.read(limit_bytes + 1)
     elif response.length in (None, inflow.size_bytes):
         attempt.fill(response, inflow)
-        if not response.isclosed() and response.read(1):  # sent in chunks, its size was not told
+        if not response.isclosed() and response.read(1):  # sent in chunks, without its size
             raise http.client.HTTPException(f"the body has more than {inflow.size_bytes} bytes")
         is_filled = True
     return HttpAnswer(status, headers, body, is_filled)

@@ -223,7 +223,7 @@ class PosixWriteHandle(WriteHandle):
             data = byte_view(data)
         size = len(data)
         end = self._fill_bytes + size
-        # "<": a full buffer goes on its way at once, not with the next write.
+        # "<": a full buffer is sent at once, not with the next write.
         if end < self._limit_bytes and self._failure is None:
             if size < RELEASE_GIL_BYTES:
                 self._view[self._fill_bytes : end] = data
@@ -500,7 +500,7 @@ class PosixReadHandle(ReadHandle):
 
     def __del__(self) -> None:
         if getattr(self, "_descriptor", -1) >= 0:
-            with suppress(StorageError):  # nobody is there to report it to
+            with suppress(StorageError):  # there is no caller to report it to
                 self.close()
 
 

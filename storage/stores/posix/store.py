@@ -436,7 +436,7 @@ class PosixStore(Store):
     def _try_lock(self, descriptor: int, path: Path) -> bool:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The last holder removed the file since we opened it: a lock on a removed file excludes nobody.
+            # The last holder removed the file since we opened it: a lock on a removed file excludes no one.
             return is_named(path, descriptor)
         except OSError as error:
             if error.errno in _LOCK_BUSY:
