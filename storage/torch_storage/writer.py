@@ -71,7 +71,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
     The constructor's arguments are torch's. ``path`` may be a path or a ``scheme://`` URL. ``sync_files``
     makes data and commit durable before a save returns; without it a power cut within the next half minute
     or so may take the checkpoint, and the one that it replaces with it. ``thread_count`` is a lower bound for
-    the files (and threads) a rank writes; without fsync a large share is written as two files anyway.
+    the files (and threads) a rank writes; without fsync a share of large tensors is written as two anyway.
     ``single_file_per_rank=False`` gives each tensor its own file. ``per_thread_copy_ahead`` is accepted for
     compatibility. As torch's it is a stager, too, and ``cache_staged_state_dict`` is for that: but
     `dcp.async_save` stages in its own way, or by the ``stage`` of a subclass. ``torch_compatible=False``
