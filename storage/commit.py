@@ -35,6 +35,8 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import filterfalse
+from operator import attrgetter
 
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.errors import (
@@ -67,6 +69,7 @@ _ATTEMPTS = 16
 _OURS = re.compile(rf"__[0-9]+_[0-9]+\.[0-9a-f]+\.distcp|{re.escape(TEMPORARY_PREFIX)}.+")
 _DATA_FILES = [one.data_files.pattern for one in (DCP, TORCH_DCP) if one.data_files is not None]
 _DELETABLE = re.compile("|".join((*_DATA_FILES, f"{re.escape(TEMPORARY_PREFIX)}.+")), re.DOTALL)
+_NAME = attrgetter("name")
 _CONFLICT = (
     "{}: another writer published here while this save ran; nothing of this save is kept. Give each save "
     "its own id, or let one job write to an id."
@@ -83,13 +86,13 @@ class Names:
 
     @classmethod
     def of_rank(cls, rank: int) -> Names:
-        """Names of a save that one rank makes without the others (``use_collectives=False``)."""
+        """Return the names of a save that one rank makes without the others (``use_collectives=False``)."""
         return cls(f"__{rank}.{MANIFEST_NAME}", f"__{rank}{METADATA_NAME}")
 
 
 @dataclass(frozen=True)
 class Previous:
-    """What stood under the id when a save began: the versions to compare with, the files to clean up.
+    """The state of the id when a save began: the versions to compare with, the files to clean up.
 
     ``strays`` are files of saves that had begun before and not committed, and ``uploads`` those of which only
     parts had arrived. Whether they were killed or are still running: once this save has published, none of
@@ -123,8 +126,12 @@ def previous_state(store: Store, names: Names) -> Previous:
 
 def _look(store: Store, names: Names) -> Previous:
     # Before the listing: what is finished between the two is in both, and not in neither.
-    uploads = unfinished_uploads(store) if names == Names() else ()
-    listing = [info.name for info in store.list()]
+    uploads: tuple[str, ...] = ()
+    if names == Names() and not store.capabilities.is_local:  # a folder has none
+        uploads = unfinished_uploads(store)
+    listing = list(map(_NAME, store.list()))
+    if not listing:
+        return Previous(uploads=uploads)
     # What is listed may be gone or replaced by now: versions come before the reading, and publishing compares
     # them. What is not listed, and published since, is found out by publishing "only if absent".
     manifest = store.version(names.manifest) if names.manifest in listing else None
@@ -170,8 +177,8 @@ def _is_saved_by_rank(listing: list[str]) -> bool:
 
 
 def unfinished_uploads(store: Store, belongs: Callable[[str], bool] = lambda name: False) -> tuple[str, ...]:
-    """Files of saves that are being uploaded, or were when their writer was killed; and others by names that
-    ``belongs`` accepts."""
+    """Return the files of saves that are being uploaded, or were when their writer was killed; and others by
+    names that ``belongs`` accepts."""
     found: list[str] = []
 
     def note(name: str) -> bool:
@@ -220,10 +227,12 @@ def commit(
     metadata_bytes = (
         encode_torch_metadata(index, checkpoint_id=store.url, save_id=save_id) if torch_compatible else None
     )
-    foreign = [name for name in previous.files if not _OURS.fullmatch(name)]
+    provenance = dict(index.provenance)
+    if foreign := list(filterfalse(_OURS.fullmatch, previous.files)):
+        provenance["replaced_files"] = foreign
     index = dataclasses.replace(
         index,
-        provenance={**index.provenance, **({"replaced_files": foreign} if foreign else {})},
+        provenance=provenance,
         torch_metadata_crc=None if metadata_bytes is None else crc32(metadata_bytes),
         replaced_torch_metadata_crc=previous.metadata_crc,
     )
@@ -244,30 +253,31 @@ def commit(
             raise _after_commit(store, what, error) from error
     if doubt is not None:
         raise _after_commit(store, _DOUBT, doubt) from doubt
-    if stands:
-        _clean_up(store, names, index, previous)
-    else:
+    if not stands:
         logger.warning("%s: another save has replaced this one already, right after its commit", store.url)
+    elif previous.files or previous.strays or previous.uploads:
+        _clean_up(store, names, index, previous)
     return index
 
 
 def _require_files(store: Store, index: CheckpointIndex, previous: Previous) -> None:
-    """All data files must be here. Those of a rank may be elsewhere; and of a save to a new id, which nobody
-    stops from committing after all: another may have committed, deleted what it took for remains of killed
-    saves, and have been deleted itself. Or a clean-up came by."""
-    listing = {info.name for info in store.list()}
+    """Raise CheckpointConflictError unless all data files are here. Those of a rank may be elsewhere; and of
+    a save to a new id, which nothing stops from committing after all: another may have committed, deleted
+    what it took for remains of killed saves, and have been deleted itself. Or a clean-up came by."""
+    absent = set(index.files).difference(map(_NAME, store.list()))
     # Listings of network file systems may be some seconds old; a name that is asked for is not.
-    gone = [name for name in index.files if name not in listing and store.stat(name) is None]
-    if gone and previous.manifest is not None and store.version(MANIFEST_NAME) != previous.manifest:
+    gone = sorted(name for name in absent if store.stat(name) is None) if absent else None
+    if not gone:
+        return
+    if previous.manifest is not None and store.version(MANIFEST_NAME) != previous.manifest:
         raise CheckpointConflictError(_CONFLICT.format(store.url), path=store.url)
-    if gone:
-        raise CheckpointConflictError(
-            f"{store.url}: {len(gone)} data files of this save, such as {gone[0]}, are not there, and "
-            "nothing of it is kept. Either ranks write to different places: give them all the same id, on "
-            "storage that they share. Or another save to the id, or a clean-up, took the files for what a "
-            "killed save had left: save again, to an id of its own",
-            path=store.url,
-        )
+    raise CheckpointConflictError(
+        f"{store.url}: {len(gone)} data files of this save, such as {gone[0]}, are not there, and "
+        "nothing of it is kept. Either ranks write to different places: give them all the same id, on "
+        "storage that they share. Or another save to the id, or a clean-up, took the files for what a "
+        "killed save had left: save again, to an id of its own",
+        path=store.url,
+    )
 
 
 def _after_commit(store: Store, what: str, error: Exception) -> StorageError:
@@ -281,7 +291,7 @@ def _after_commit(store: Store, what: str, error: Exception) -> StorageError:
 def _publish_manifest(
     store: Store, names: Names, data: bytes, previous: Previous, *, durable: bool
 ) -> tuple[Version, StorageError | None]:
-    """Its version, and why it may not outlast a power cut, if it may not."""
+    """Return the manifest's version, and why it may not outlast a power cut, if it may not."""
     try:
         return store.publish(names.manifest, data, durable=durable, expected=previous.manifest), None
     except CheckpointConflictError as error:
@@ -311,8 +321,8 @@ def _doubt(store: Store, error: StorageError) -> StorageError | None:
 
 
 def _version_if(store: Store, name: str, data: bytes) -> Version | None:
-    """The version of a file that holds ``data``, although publishing it reported an error (a failed fsync
-    after a rename, an answer that was lost); None if it does not, or nobody can tell."""
+    """Return the version of a file that holds ``data``, although publishing it reported an error (a failed
+    fsync after a rename, an answer that was lost); None if it does not, or it cannot be found out."""
     with contextlib.suppress(CheckpointError):
         for _ in range(_LOOKS):
             version = store.version(name)
@@ -383,8 +393,9 @@ def _was_replaced(store: Store, names: Names, ours: Version) -> bool:
 def _mend_metadata(
     store: Store, names: Names, data: bytes | None, written: Version | None, *, durable: bool
 ) -> None:
-    """Another save had replaced ours before we wrote ``data`` to `.metadata` (or deleted it). Its writer may
-    have ended, so that nobody else puts right what we did. Never raises: the checkpoint is not ours any more.
+    """Make `.metadata` fit the manifest of another save, which replaced ours before we wrote ``data`` to it
+    (or deleted it). The writer of that save may have ended, so that no one else puts it right. Never raises:
+    the checkpoint is not ours any more.
     """
     try:
         for _ in range(_ATTEMPTS):

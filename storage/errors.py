@@ -2,7 +2,7 @@
 
 CheckpointError (Exception)
 ├── CheckpointNotFoundError      no committed checkpoint under that id
-├── CheckpointConflictError      somebody else published to the id first
+├── CheckpointConflictError      another writer published to the id first
 ├── CheckpointFormatError        the bytes are not what the format allows
 │   ├── UnsafeObjectError        a pickle wants something outside the allow-list
 │   └── UnsupportedFormatError   recognised, but not readable by this version
@@ -23,7 +23,7 @@ CheckpointError (Exception)
 
 Errors carry facts: typed attributes (`fqn`, `path`, `rank`, `committed`, ...), given by keyword. They travel
 between ranks as plain data (`error_to_wire`, `error_from_wire`), so no pickle is needed for another rank's.
-This module imports neither torch nor anything of ours.
+This module imports neither torch nor another module of this package.
 """
 
 from __future__ import annotations
@@ -83,11 +83,13 @@ class CheckpointError(Exception):
 
     def __init__(self, message: str = "", **facts: Any) -> None:
         self.__dict__.update(facts)
-        super().__init__(message if message.endswith(self._ending) else message + self._ending)
+        if self.argument and not message.endswith(self._ending):
+            message += self._ending
+        super().__init__(message)
 
     @property
     def finding(self) -> str:
-        """The message without what an argument would do: for whoever asked in another way."""
+        """Return the message without what an argument would do: for whoever asked in another way."""
         return str(self).removesuffix(self._ending)
 
     @property
@@ -100,7 +102,7 @@ class CheckpointError(Exception):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The attributes that are known, by name."""
+        """Return the attributes that are known, by name."""
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -261,7 +263,8 @@ class WriterProcessError(CheckpointError):
 
 
 class RemoteError(CheckpointError):
-    """An exception of another rank that is not one of ours: `type_name`, and `traceback_text` from there."""
+    """An exception of another rank that is none of this package: `type_name`, and `traceback_text` from
+    there."""
 
     traceback_text: str = ""
     type_name: str = ""
@@ -296,7 +299,8 @@ _BY_NAME: dict[str, type[CheckpointError]] = {
 
 
 def error_to_wire(error: BaseException, traceback_text: str) -> dict[str, Any]:
-    """Plain data (msgpack-able) that describes ``error``; ``traceback_text`` is its formatted traceback."""
+    """Return plain data (msgpack-able) that describes ``error``; ``traceback_text`` is its formatted
+    traceback."""
     if isinstance(error, CheckpointError):
         for cls in type(error).__mro__:
             if _BY_NAME.get(cls.__name__) is cls:
@@ -315,6 +319,6 @@ def error_to_wire(error: BaseException, traceback_text: str) -> dict[str, Any]:
 
 
 def error_from_wire(wire: dict[str, Any]) -> CheckpointError:
-    """The inverse of `error_to_wire`; unknown classes become `CheckpointError`."""
+    """Return the inverse of `error_to_wire`; unknown classes become `CheckpointError`."""
     cls = _BY_NAME.get(wire["class"], CheckpointError)
     return cls(wire["message"], **wire["facts"])

@@ -1,4 +1,4 @@
-"""What other packages add to ours, found in the metadata of what is installed: entry points.
+"""Extensions that other packages add, found in the metadata of what is installed: entry points.
 
 A package declares them in its `pyproject.toml`::
 
@@ -23,7 +23,7 @@ __all__ = ["extension_names", "loaded_extension"]
 
 @cache
 def _entry_points(group: str) -> dict[str, list[EntryPoint]]:
-    from importlib.metadata import entry_points  # only here: it takes longer than to import all of ours
+    from importlib.metadata import entry_points  # only here: it takes longer than to import this package
 
     by_name: dict[str, list[EntryPoint]] = {}
     for found in entry_points(group=group):
@@ -32,7 +32,7 @@ def _entry_points(group: str) -> dict[str, list[EntryPoint]]:
 
 
 def extension_names(group: str) -> list[str]:
-    """Names of the entry points of ``group``, sorted; none is loaded."""
+    """Return the names of the entry points of ``group``, sorted; none is loaded."""
     return sorted(_entry_points(group))
 
 

@@ -42,7 +42,7 @@ _CODE_BY_TORCH: dict[torch.dtype, int] = {dtype: code for code, dtype in _TORCH_
 
 
 def torch_dtype(code: int) -> torch.dtype:
-    """The torch dtype of a format code."""
+    """Return the torch dtype of a format code."""
     try:
         return _TORCH_BY_CODE[code]
     except KeyError:
@@ -50,7 +50,7 @@ def torch_dtype(code: int) -> torch.dtype:
 
 
 def dtype_code(dtype: torch.dtype, *, fqn: str = "") -> int:
-    """The format code of a torch dtype; PlanError for types that a checkpoint cannot hold (quantized
+    """Return the format code of a torch dtype; PlanError for types that a checkpoint cannot hold (quantized
     ones)."""
     code = _CODE_BY_TORCH.get(dtype)
     if code is None:
@@ -59,7 +59,7 @@ def dtype_code(dtype: torch.dtype, *, fqn: str = "") -> int:
 
 
 def dtype_codes(tensors: Iterable[torch.Tensor]) -> npt.NDArray[np.uint8]:
-    """The format code of each tensor's dtype; 0 where a checkpoint cannot hold it."""
+    """Return the format code of each tensor's dtype; 0 where a checkpoint cannot hold it."""
     return np.array([_CODE_BY_TORCH.get(tensor.dtype, 0) for tensor in tensors], np.uint8)
 
 
@@ -78,7 +78,7 @@ class LocalMemory:
     """A rank's local tensors, to save them or to load into them, and what is known of their memory.
 
     ``is_plain``: the elements stand at ``pointers`` in C order, in CPU memory, neither conjugated nor
-    negated; addresses of others are of no meaning. ``dtype_codes`` is 0 for a dtype that no checkpoint has.
+    negated; addresses of other tensors mean nothing. ``dtype_codes`` is 0 for a dtype that no checkpoint has.
     Shapes are ragged: ``shape_start``, ``shape_values``.
     """
 
@@ -106,17 +106,17 @@ class LocalMemory:
 
     @cached_property
     def volumes(self) -> Int64:
-        """Number of elements by tensor."""
+        """Return the number of elements by tensor."""
         return row_products(self.shape_values, self.shape_start)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all tensors; memory that several share counts for each."""
+        """Return the bytes of all tensors; memory that several share counts for each."""
         return int((self.volumes * itemsizes(self.dtype_codes)).sum())
 
 
 def byte_pieces(tensor: torch.Tensor) -> Iterable[bytes | memoryview]:
-    """The tensor's elements as C-ordered bytes, in one or more pieces.
+    """Return the tensor's elements as C-ordered bytes, in one or more pieces.
 
     A contiguous CPU tensor is one view of its own memory, which the caller keeps alive. Anything else of some
     size comes in slabs through one reused buffer: use each piece before asking for the next.
@@ -129,7 +129,7 @@ def byte_pieces(tensor: torch.Tensor) -> Iterable[bytes | memoryview]:
 
 
 def as_copied(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, as bytes where an element is one: torch has no strided copy of some such dtypes
+    """Return ``tensor``, as bytes where an element is one: torch has no strided copy of some such dtypes
     (float4_e2m1fn_x2)."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
@@ -160,7 +160,7 @@ def _slabs(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def narrow(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """The view of a box of ``tensor``."""
+    """Return the view of a box of ``tensor``."""
     for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         if size != tensor.size(dim):
             tensor = tensor.narrow(dim, offset, size)

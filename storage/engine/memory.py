@@ -47,14 +47,14 @@ kilobytes, giving that up and taking it back takes longer than the copy."""
 
 
 def view(address: int, size_bytes: int) -> memoryview:
-    """A writable view of ``size_bytes`` at ``address``; the caller keeps the owner alive."""
+    """Return a writable view of ``size_bytes`` at ``address``; the caller keeps the owner alive."""
     if size_bytes == 0:
         return memoryview(bytearray())
     return cast(memoryview, _memory_view(address, size_bytes, _WRITABLE))
 
 
 def item_view(column: npt.NDArray[Any]) -> memoryview[int]:
-    """A column of integers whose items come as Python's ints, at a third of what numpy's scalars cost.
+    """Return a column of integers whose items come as Python's ints, at a third of what numpy's scalars cost.
 
     No copy is made of a contiguous column, and later changes of it show.
     """
@@ -96,7 +96,7 @@ def scatter_small(addresses: Int64, rows: npt.NDArray[np.uint8]) -> None:
 
 
 def _places(addresses: Int64, size_bytes: int) -> tuple[npt.NDArray[np.uint8], Int64]:
-    """All memory from the first to the last address, and where in it the bytes are.
+    """Return all memory from the first to the last address, and where in it the bytes are.
 
     Between the owners may be anything, or nothing: only the places are looked at.
     """
@@ -119,7 +119,8 @@ def item_dtype(itemsize: int) -> np.dtype[Any]:
 def array_at(
     address: int, itemsize: int, sizes: tuple[int, ...], strides: tuple[int, ...]
 ) -> npt.NDArray[Any]:
-    """The elements (`item_dtype`) from ``address`` on; ``strides`` are in bytes, and ``sizes`` have no 0."""
+    """Return the elements (`item_dtype`) from ``address`` on; ``strides`` are in bytes, and ``sizes`` have no
+    0."""
     memory = view(address, extent(sizes, strides, itemsize))
     return np.ndarray(sizes, _ITEMS[itemsize], memory, 0, strides)
 
@@ -199,7 +200,7 @@ class ScratchBuffers:
         self._free: list[memoryview] = []
 
     def get(self, size_bytes: int = 0) -> memoryview:
-        """At least ``size_bytes``, with whatever is in it: to zero it takes as long as to fill it."""
+        """Return at least ``size_bytes``, with whatever is in it: to zero it takes as long as to fill it."""
         if size_bytes <= self._size_bytes:
             with suppress(IndexError):
                 return self._free.pop()

@@ -22,10 +22,11 @@ class Observer:
     """
 
     def see(self, row: int, position: int, data: memoryview) -> None:
-        """Bytes ``position`` and following of a row's payload, 1 MiB at most. Not called for empty ones."""
+        """Look at the bytes ``position`` and following of a row's payload, 1 MiB at most. Not called for
+        empty ones."""
 
     def see_many(self, rows: Int64, payloads: npt.NDArray[np.uint8]) -> None:
-        """Whole payloads of rows of one dtype and shape, a row each."""
+        """Look at whole payloads of rows of one dtype and shape, a row each."""
         for row, payload in zip(rows.tolist(), payloads, strict=True):
             self.see(row, 0, payload.data)
 

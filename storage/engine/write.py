@@ -1,11 +1,11 @@
-"""Writing one rank's data files: records appended in order, checksums computed while the bytes are hot."""
+"""Data files as they are written: records appended in order, checksums computed while the bytes are hot."""
 
 from __future__ import annotations
 
 import logging
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,12 +13,11 @@ import numpy.typing as npt
 from dcp.storage.engine.write_tables import CHUNK_COLUMNS
 from dcp.storage.errors import CheckpointFormatError, PlanError, StorageError
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine, crc32_rows
-from dcp.storage.formats.index import Int64
 from dcp.storage.formats.native.record import begin_record
 from dcp.storage.stores.base import Store
 from dcp.storage.threads import clearing_up
 
-__all__ = ["JOINED_BYTES", "DataFile", "data_file_name", "file_bytes"]
+__all__ = ["JOINED_BYTES", "WHOLE_BYTES", "DataFile", "Payload", "data_file_name"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,42 +30,34 @@ JOINED_BYTES = 4 << 10
 _JOINED_BLOBS = 256
 """Objects, which have hundreds of bytes, are joined with their neighbours."""
 
-_PIECE_BYTES = 1 << 20
+WHOLE_BYTES = 1 << 20
 """Bytes handed on at a time: the checksum reads them from memory, the copy behind it from the cache."""
 
 
+class Payload(NamedTuple):
+    """A tensor whose bytes stand one after the other, and not more than WHOLE_BYTES; ``row`` is for
+    observers."""
+
+    row: int
+    dtype_code: int
+    sizes: tuple[int, ...]
+    data: bytes | memoryview
+
+
 def data_file_name(rank: int, number: int, save_id: str) -> str:
-    """Unique name of a data file: nothing that a committed checkpoint refers to is ever written again."""
+    """Return the unique name of a data file: nothing that a committed checkpoint refers to is ever written
+    again."""
     return f"__{rank}_{number}.{save_id}.distcp"
 
 
-def file_bytes(payload_bytes: int, records: int, *, torch_compatible: bool) -> int:
-    """Return how large a file of ``records`` with ``payload_bytes`` in all becomes: hardly ever too
-    little."""
-    return payload_bytes + records * _RECORD_BYTES if torch_compatible else payload_bytes
-
-
-def _integers() -> array[int]:
-    return array("q")
-
-
-@dataclass(slots=True)
-class _Rows:
-    """Result rows of one file while it is written: `CHUNK_COLUMNS` each, one after the other."""
-
-    chunks: array[int] = field(default_factory=_integers)
-    crcs: array[int] = field(default_factory=_integers)
-
-    def table(self) -> Int64:
-        """The chunks, a row each."""
-        return np.array(self.chunks, np.int64).reshape(-1, CHUNK_COLUMNS)
-
-
 class DataFile:
-    """One data file of a save.
+    """A data file of a save.
 
-    Records go in by `tensor` and `blob`; `finish` makes the file complete (and durable, if asked), `abort`
-    removes it. ``torch_compatible=False`` packs bare payloads without the torch.save container around each.
+    Records go in by `whole`, `tensor`, `alike` and `blobs`; `finish` makes the file complete (and durable, if
+    asked), `abort` removes it. ``torch_compatible=False`` packs bare payloads without the torch.save
+    container around each. About ``payload_bytes`` in ``records`` are expected, and room may be reserved.
+
+    ``chunks`` has `CHUNK_COLUMNS` of each tensor, one after the other, ``crcs`` the checksums of its blocks.
     """
 
     def __init__(
@@ -76,15 +67,47 @@ class DataFile:
         *,
         durable: bool,
         torch_compatible: bool = True,
-        expected_bytes: int | None = None,
+        payload_bytes: int = 0,
+        records: int = 0,
     ) -> None:
+
         self.name = name
-        self.rows = _Rows()
+        self.chunks, self.crcs = array("q"), array("q")
         self._store = store
         self._torch_compatible = torch_compatible
+        expected_bytes = payload_bytes + records * _RECORD_BYTES if torch_compatible else payload_bytes
         self._handle = store.create(name, durable=durable, expected_bytes=expected_bytes)
         self._position = 0
         self.size_bytes = 0
+
+    def whole(
+        self, payloads: Sequence[Payload], see: Callable[[int, int, memoryview], None] | None = None
+    ) -> None:
+        """Append tensors that are in memory as a whole; all of them are written at once.
+
+        ``see`` gets the row, 0 and the bytes of each that has any, while they are in the cache.
+        """
+        position, parts = self._position, list[bytes | memoryview]()
+        chunks, crcs, prefix, suffix = self.chunks, self.crcs, b"", b""
+        for row, dtype_code, sizes, data in payloads:
+            size, crc = len(data), crc32(data)
+            if see is not None and size:  # behind the checksum, which reads memory faster
+                see(row, 0, memoryview(data))
+            if self._torch_compatible:
+                record = begin_record(dtype_code, sizes, size, position)
+                prefix, suffix = record.prefix, record.suffix(crc)
+            if size <= JOINED_BYTES:
+                parts.append(b"".join((prefix, data, suffix)))
+            else:
+                parts += (prefix, data, suffix)
+            begin = position + len(prefix)
+            end = begin + size + len(suffix)
+            chunks.extend((position, end - position, begin, size, size > 0))
+            if size:
+                crcs.append(crc)
+            position = end
+        self._handle.write_many(parts)
+        self._position = position
 
     def tensor(
         self,
@@ -92,7 +115,7 @@ class DataFile:
         sizes: tuple[int, ...],
         payload_bytes: int,
         pieces: Iterable[bytes | memoryview],
-        on_bytes: Callable[[int], None] = lambda size: None,
+        on_bytes: Callable[[int], None] | None = None,
         see: Callable[[int, memoryview], None] | None = None,
     ) -> None:
         """Append one tensor; ``pieces`` are its C-ordered bytes in order.
@@ -100,41 +123,27 @@ class DataFile:
         Each piece is consumed before the next is asked for, so an iterable may reuse one buffer for all.
         ``on_bytes`` is called with each portion of payload bytes that was written, ``see`` gets the position
         of each and the portion itself while it is in the cache.
-        PlanError if they are more or fewer than ``payload_bytes``.
+        Raises PlanError if they are more or fewer than ``payload_bytes``.
         """
-        rows = self.rows
-        begin = self._position
+        begin, prefix, suffix = self._position, b"", b""
         if self._torch_compatible:
             record = begin_record(dtype_code, sizes, payload_bytes, begin)
             prefix = record.prefix
-        else:
-            record, prefix = None, b""
-        write = self._handle.write
-        if payload_bytes <= _PIECE_BYTES and type(pieces) is tuple and len(pieces) == 1:
-            payload = pieces[0]
-            _check_length(len(payload), payload_bytes)
-            crc = crc32(payload)
-            crcs = [crc] if payload_bytes else []
-            if see is not None and payload_bytes:  # behind the checksum, which reads memory faster
-                see(0, memoryview(payload))
-            suffix = record.suffix(crc) if record is not None else b""
-            if payload_bytes <= JOINED_BYTES:
-                write(b"".join((prefix, payload, suffix)))
-            else:
-                write(prefix)
-                write(payload)
-                write(suffix)
-            on_bytes(payload_bytes)
-        else:
-            write(prefix)
-            crcs, written = self._stream(pieces, on_bytes, see)
-            _check_length(written, payload_bytes)
-            suffix = record.suffix(_combine(crcs, payload_bytes)) if record is not None else b""
-            write(suffix)
+        self._handle.write(prefix)
+        crcs, written = self._stream(pieces, on_bytes, see)
+        if written != payload_bytes:
+            raise PlanError(
+                f"a tensor delivered {written} bytes where its plan has {payload_bytes}",
+                expected=payload_bytes,
+                got=written,
+            )
+        if self._torch_compatible:
+            suffix = record.suffix(_combine(crcs, payload_bytes))
+        self._handle.write(suffix)
         payload_offset = begin + len(prefix)
         self._position = payload_offset + payload_bytes + len(suffix)
-        rows.chunks.extend((begin, self._position - begin, payload_offset, payload_bytes, len(crcs)))
-        rows.crcs.extend(crcs)
+        self.chunks.extend((begin, self._position - begin, payload_offset, payload_bytes, len(crcs)))
+        self.crcs.extend(crcs)
 
     def alike(
         self,
@@ -142,9 +151,9 @@ class DataFile:
         sizes: tuple[int, ...],
         payloads: npt.NDArray[np.uint8],
     ) -> None:
-        """Append tensors of one dtype and shape, as `tensor` does one by one; each row is the bytes of one.
+        """Append tensors of one dtype and shape, as `tensor` does one by one; each row has the bytes of one.
 
-        For small ones, of at most JOINED_BYTES: then their records differ in bytes and checksum alone.
+        They have at most JOINED_BYTES: then their records differ in bytes and checksum alone.
         """
         count, size = payloads.shape
         crcs = crc32_rows(payloads)
@@ -169,9 +178,9 @@ class DataFile:
         chunks[:, 3] = size
         chunks[:, 4] = size > 0
         self._position += count * length
-        self.rows.chunks.frombytes(chunks.tobytes())
+        self.chunks.frombytes(chunks.tobytes())
         if size:
-            self.rows.crcs.frombytes(crcs.astype(np.int64).tobytes())
+            self.crcs.frombytes(crcs.astype(np.int64).tobytes())
 
     def blobs(self, blobs: Sequence[bytes]) -> list[tuple[int, int, int]]:
         """Append objects' bytes, small neighbours with one write; returns (offset, length, CRC-32) of
@@ -191,7 +200,7 @@ class DataFile:
         return places
 
     def finish(self) -> int:
-        """Everything on storage; returns the file's size in bytes."""
+        """Bring everything to storage; returns the file's size in bytes."""
         size = self._handle.finish()
         if size != self._position:
             raise CheckpointFormatError(
@@ -201,7 +210,8 @@ class DataFile:
         return size
 
     def abort(self) -> None:
-        """Remove the file, finished or not. What keeps it from that is logged: what led here matters more."""
+        """Remove the file, finished or not. A failure is logged: the error that led here matters more."""
+
         try:
             with clearing_up():
                 self._handle.abort()
@@ -212,7 +222,7 @@ class DataFile:
     def _stream(
         self,
         pieces: Iterable[bytes | memoryview],
-        on_bytes: Callable[[int], None],
+        on_bytes: Callable[[int], None] | None,
         see: Callable[[int, memoryview], None] | None,
     ) -> tuple[list[int], int]:
         """Write ``pieces``; the CRC of each block, and the bytes in all."""
@@ -221,13 +231,14 @@ class DataFile:
         for piece in pieces:
             size, position = len(piece), 0
             while position < size:
-                step = min(size - position, _PIECE_BYTES, BLOCK_BYTES - in_block)
+                step = min(size - position, WHOLE_BYTES, BLOCK_BYTES - in_block)
                 part = memoryview(piece)[position : position + step]
                 crc = crc32(part, crc)
                 if see is not None:
                     see(total + position, part)
                 self._handle.write(part)
-                on_bytes(step)
+                if on_bytes is not None:
+                    on_bytes(step)
                 position += step
                 in_block += step
                 if in_block == BLOCK_BYTES:
@@ -237,15 +248,6 @@ class DataFile:
         if in_block:
             crcs.append(crc)
         return crcs, total
-
-
-def _check_length(written: int, payload_bytes: int) -> None:
-    if written != payload_bytes:
-        raise PlanError(
-            f"a tensor delivered {written} bytes where its plan has {payload_bytes}",
-            expected=payload_bytes,
-            got=written,
-        )
 
 
 def _combine(crcs: Sequence[int], payload_bytes: int) -> int:

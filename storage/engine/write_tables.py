@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
@@ -26,7 +27,7 @@ OBJECT_COLUMNS: Final = 3
 
 @dataclass(frozen=True, eq=False)
 class WriteColumns:
-    """What one rank has to write, in the order of its file.
+    """The rows that one rank has to write, in the order of its file.
 
     Row i is a box of local tensor number ``sources[i]``: where it begins and its extent are the values of
     ``local_offsets`` and ``sizes`` from ``box_start[i]`` on. ``chunks`` is the chunk's row in the
@@ -45,16 +46,12 @@ class WriteColumns:
 
     @cached_property
     def own_rows(self) -> Int64:
-        """The rows that are written."""
+        """Return the rows that are written."""
         return np.flatnonzero(self.shares < 0)
 
     def payload_bytes(self, dtype_codes: npt.NDArray[np.uint8]) -> Int64:
-        """Bytes of each row; ``dtype_codes`` are those of the local tensors."""
+        """Return the bytes of each row; ``dtype_codes`` are those of the local tensors."""
         return row_products(self.sizes, self.box_start) * itemsizes(dtype_codes[self.sources])
-
-    def of_row(self, values: Int64, row: int) -> tuple[int, ...]:
-        """A row's part of ``sizes`` or ``local_offsets``."""
-        return tuple(values[self.box_start[row] : self.box_start[row + 1]].tolist())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,42 +74,49 @@ class WriteOutcome:
     traffic: dict[str, float] = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        """Packed bytes for the way to the coordinator."""
+        """Return packed bytes for the way to the coordinator."""
         return pack(dict(vars(self)))
 
     @classmethod
     def decode(cls, data: bytes) -> WriteOutcome:
-        """The inverse of `encode`."""
+        """Return the inverse of `encode`."""
         return cls(**unpack(data))
 
 
 def assemble_index(
     planned: CheckpointIndex, writes: Sequence[WriteColumns], outcomes: Sequence[WriteOutcome]
 ) -> CheckpointIndex:
-    """``planned`` with its file, record, payload and CRC columns filled in, from what each rank had to write
-    and what it wrote.
+    """Return ``planned`` with its file, record, payload and CRC columns filled in, from what each rank had to
+    write and what it wrote.
 
     Raises PlanError if any chunk or object of the plan has no place.
     """
-    first_files = np.cumsum([0, *(len(outcome.files) for outcome in outcomes)])
-    rows = np.concatenate([columns.chunks for columns in writes])
-    chunks = _scattered(planned.chunk_count, rows, [outcome.chunks for outcome in outcomes], first_files)
+    first_files, files = np.zeros(len(outcomes), np.int64), list[str]()
+    file_sizes, encoded = list[int](), list[bytes | None]()
+    for rank, outcome in enumerate(outcomes):
+        first_files[rank] = len(files)
+        files += outcome.files
+        file_sizes += outcome.file_sizes
+        encoded += outcome.object_values
+    rows = np.concatenate(list(map(attrgetter("chunks"), writes)))
+    tables = list(map(attrgetter("chunks"), outcomes))
+    chunks = _scattered(len(planned.chunk_files), rows, tables, first_files)
     if (chunks[0] < 0).any():
         missing = int(np.flatnonzero(chunks[0] < 0)[0])
         fqn = planned.fqns[int(planned.chunk_tensors[missing])]
         raise PlanError(f"no rank wrote chunk {planned.box(missing)} of {fqn!r}", fqn=fqn)
     crc_start = starts(chunks[5])
     crcs = np.zeros(int(crc_start[-1]), np.uint32)
-    crcs[expand_ranges(crc_start[:-1][rows], chunks[5][rows])] = np.concatenate([o.crcs for o in outcomes])
+    written = np.concatenate(list(map(attrgetter("crcs"), outcomes)))
+    crcs[expand_ranges(crc_start[:-1][rows], chunks[5][rows])] = written
     values = planned.objects
-    rows_of_objects = np.concatenate([columns.object_rows for columns in writes])
-    objects = _scattered(len(values), rows_of_objects, [o.objects for o in outcomes], first_files)
+    rows = np.concatenate(list(map(attrgetter("object_rows"), writes)))
+    objects = _scattered(len(values), rows, list(map(attrgetter("objects"), outcomes)), first_files)
     if (objects[0] < 0).any():
         fqn = values.fqns[int(np.flatnonzero(objects[0] < 0)[0])]
         raise PlanError(f"no rank wrote object {fqn!r}", fqn=fqn)
     plain, numbers = np.full(len(values), -1, np.int64), dict[bytes, int]()
-    encoded = [value for outcome in outcomes for value in outcome.object_values]
-    for row, value in zip(rows_of_objects.tolist(), encoded, strict=True):
+    for row, value in zip(rows.tolist(), encoded, strict=True):
         if value is not None:
             plain[row] = numbers.setdefault(value, len(numbers))
     return replace(
@@ -124,8 +128,8 @@ def assemble_index(
         payload_lengths=chunks[4],
         crc_start=crc_start,
         crcs=crcs,
-        files=[name for outcome in outcomes for name in outcome.files],
-        file_sizes=np.array([size for outcome in outcomes for size in outcome.file_sizes], np.int64),
+        files=files,
+        file_sizes=np.array(file_sizes, np.int64),
         objects=replace(
             values,
             files=objects[0],
@@ -139,9 +143,9 @@ def assemble_index(
 
 
 def _scattered(count: int, rows: Int64, tables: Sequence[Int64], first_files: Int64) -> Int64:
-    """The columns of all ranks' ``tables``, with their rows at ``rows``; -1 where there is none. Files are
-    numbered from ``first_files`` of each rank on."""
+    """Return the columns of all ranks' ``tables``, with their rows at ``rows``; -1 where there is none. Files
+    are numbered from ``first_files`` of each rank on."""
     found = np.full((count, tables[0].shape[1]), -1, np.int64)
     found[rows] = np.concatenate(tables)
-    found[rows, 0] += np.repeat(first_files[:-1], [len(table) for table in tables])
+    found[rows, 0] += np.repeat(first_files, list(map(len, tables)))
     return np.ascontiguousarray(found.T)

@@ -16,7 +16,7 @@ __all__ = ["BLOCK_BYTES", "crc32", "crc32_combine", "crc32_rows"]
 
 
 def crc32_rows(rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint32]:
-    """The CRC-32 of each row of a C-ordered table of bytes."""
+    """Return the CRC-32 of each row of a C-ordered table of bytes."""
     count, size = rows.shape
     data = rows.reshape(-1).data
     begins = range(0, count * size, size) if size else [0] * count

@@ -60,14 +60,15 @@ class _Position(int):
 
 
 class Noted(NamedTuple):
-    """One part's notes, with the paths that they are about."""
+    """One part's notes, with the paths that they describe."""
 
     notes: Sequence[ContainerNote]
     paths: Mapping[str, Path]
 
 
 def plain_key(key: Any) -> Any:
-    """``key`` as it can be noted: an equal value of a plain type with the same string, or NO_PLAIN_KEY."""
+    """Return ``key`` as it can be noted: an equal value of a plain type with the same string, or
+    NO_PLAIN_KEY."""
     if _is_plain(key):
         return key
     if isinstance(key, np.generic):
@@ -88,7 +89,7 @@ def _is_plain(key: Any) -> bool:
 
 
 def note_of(path: Path, keys: Iterable[Any], *, all_have_entries: bool) -> dict[str, Any]:
-    """The note of a dict; ``keys`` are plain."""
+    """Return the note of a dict; ``keys`` are plain."""
     keys = list(keys)
     note: dict[str, Any] = {"path": list(path), "kind": "dict"}
     if keys and all_have_entries and {int}.issuperset(map(type, keys)):
@@ -99,7 +100,7 @@ def note_of(path: Path, keys: Iterable[Any], *, all_have_entries: bool) -> dict[
 
 
 def notes_above(notes: Iterable[Any], paths: Iterable[Path]) -> list[ContainerNote]:
-    """The notes of containers that have an entry of ``paths`` below them; what is no note is none."""
+    """Return the notes of containers that have an entry of ``paths`` below them; what is no note is none."""
     parents = {path[:depth] for path in paths for depth in range(len(path))}
     own = [note for note in notes if isinstance(note, dict) and isinstance(note.get("path"), list)]
     return [
@@ -127,8 +128,8 @@ def structure_of_notes(notes: Sequence[ContainerNote]) -> dict[str, Any]:
 
 
 def notes_by_path(structure: Any) -> dict[Path, dict[str, Any]]:
-    """The notes of ``provenance["structure"]``, or of None; CheckpointFormatError for malformed ones, since
-    they may come from a stranger's manifest."""
+    """Return the notes of ``provenance["structure"]``, or of None; CheckpointFormatError for malformed ones,
+    since they may come from a stranger's manifest."""
     containers = structure.get("containers") if isinstance(structure, dict) else []
     notes: dict[Path, dict[str, Any]] = {}
     for note in containers if isinstance(containers, list) else [None]:
@@ -147,9 +148,9 @@ def notes_by_path(structure: Any) -> dict[Path, dict[str, Any]]:
 
 
 def original_keys(note: ContainerNote, names: Iterable[str | int]) -> dict[str | int, Any]:
-    """The keys that gave paths the parts ``names`` below the noted container, in the order noted.
+    """Return the keys that gave paths the parts ``names`` below the noted container, in the order noted.
 
-    What the note does not tell of comes last, as it is called.
+    Names that the note lacks come last, unchanged.
     """
     if note.get("int_keys") is True:
         return {name: _as_int(name) for name in names}
@@ -162,7 +163,8 @@ def original_keys(note: ContainerNote, names: Iterable[str | int]) -> dict[str |
 
 
 def empty_dicts(notes: Mapping[Path, ContainerNote], paths: Iterable[Path]) -> list[Path]:
-    """The paths of dicts that are noted to be empty, unless one of the entries ``paths`` lies below."""
+    """Return the paths of dicts that are noted to be empty, unless one of the entries ``paths`` lies
+    below."""
     parents = {path[:depth] for path in paths for depth in range(len(path))}
     return [
         path
@@ -175,7 +177,7 @@ def empty_dicts(notes: Mapping[Path, ContainerNote], paths: Iterable[Path]) -> l
 
 
 def with_original_keys(nested: Any, notes: Mapping[Path, ContainerNote], path: Path = ()) -> Any:
-    """``nested``, which has what is at ``path``, with dicts' keys as they are noted."""
+    """Return ``nested``, which has what is at ``path``, with dicts' keys as they are noted."""
     if isinstance(nested, list):
         return [with_original_keys(item, notes, (*path, place)) for place, item in enumerate(nested)]
     if type(nested) is not dict:
@@ -193,10 +195,12 @@ def _as_int(name: str | int) -> str | int:
 
 
 def join_notes(parts: Sequence[Noted]) -> tuple[Sequence[ContainerNote], list[str]]:
-    """(all parts' notes, the first part's where they differ; a line for each difference).
+    """Return (all parts' notes, the first part's where they differ; a line for each difference).
 
     Parts differ where one string stands for keys of two types.
     """
+    if len(parts) == 1:
+        return parts[0].notes, []
     distinct = list({(id(part.notes), id(part.paths)): part for part in parts}.values())
     if all(_are_equal(part.notes, distinct[0].notes) for part in distinct[1:]):
         return (distinct[0].notes if distinct else ()), []
@@ -212,7 +216,7 @@ def _are_equal(notes: Sequence[ContainerNote], others: Sequence[ContainerNote]) 
 
 
 def encode_notes(notes: Sequence[ContainerNote]) -> bytes:
-    """Notes as bytes, equal for equal ones; for `decode_notes`."""
+    """Return notes as bytes, equal for equal ones; for `decode_notes`."""
     return encode_plain(list(notes), limit_bytes=_MAX_ENCODED_BYTES) or b""
 
 
@@ -252,7 +256,7 @@ class _NotesJoiner:
                 )
 
     def _names(self, part: Noted) -> dict[Path, dict[str | int, None]]:
-        """The children of the noted containers, by their names in paths."""
+        """Return the children of the noted containers, by their names in paths."""
         names: dict[Path, dict[str | int, None]] = {}
         for path in part.paths.values():
             for depth in range(len(path)):
@@ -261,7 +265,7 @@ class _NotesJoiner:
         return names
 
     def notes(self) -> list[ContainerNote]:
-        """The notes of all parts together."""
+        """Return the notes of all parts together."""
         return [
             note_of(path, keys.values(), all_have_entries=self._full[path])
             for path, keys in self._keys.items()

@@ -24,7 +24,7 @@ _KEY: Final = "dropped"
 
 @dataclass(frozen=True, slots=True)
 class DroppedPart:
-    """What was dropped ``seconds`` after the epoch: the entries called so (``name``) and their globs
+    """Entries that were dropped ``seconds`` after the epoch: the entries called so (``name``) and their globs
     (``patterns``), how many tensors and other values, and the ``bytes`` of the tensors."""
 
     name: str
@@ -62,7 +62,7 @@ def _part_of(note: Mapping[str, Any]) -> DroppedPart | None:
 
 
 def noted_in(provenance: Mapping[str, Any], part: DroppedPart) -> dict[str, Any]:
-    """The provenance, with ``part`` added to what was dropped."""
+    """Return the provenance, with ``part`` added to what was dropped."""
     before = provenance.get(_KEY)
     note = {
         "name": part.name,
@@ -76,7 +76,8 @@ def noted_in(provenance: Mapping[str, Any], part: DroppedPart) -> dict[str, Any]
 
 
 def without(index: CheckpointIndex, dropped: Collection[str]) -> CheckpointIndex:
-    """``index`` without the entries called ``dropped``, and without the files that only they had bytes in."""
+    """Return ``index`` without the entries called ``dropped``, and without the files that only they had bytes
+    in."""
     tensors, objects = (
         np.array([row for row, name in enumerate(names) if name not in dropped], np.int64)
         for names in (index.fqns, index.objects.fqns)
@@ -102,7 +103,8 @@ def without(index: CheckpointIndex, dropped: Collection[str]) -> CheckpointIndex
 
 
 def _used(numbers: Int64, count: int) -> tuple[Int64, Int64]:
-    """The numbers that are used, and the new number of each, behind which stands the one that -1 takes."""
+    """Return the numbers that are used, and the new number of each, behind which stands the one that -1
+    takes."""
     used = np.unique(numbers[numbers >= 0])
     new = np.full(count + 1, UNKNOWN, np.int64)
     new[used] = np.arange(len(used))
@@ -116,7 +118,7 @@ def _paths_without(planner_data: Any, dropped: Collection[str]) -> Any:
 
 
 def _provenance_without(index: CheckpointIndex, dropped: Collection[str]) -> Mapping[str, Any]:
-    """Without the notes on containers that only held what is dropped: they would be made again, empty."""
+    """Remove the notes on containers that only held what is dropped: they would be made again, empty."""
     structure, paths = index.provenance.get("structure"), index.planner_data
     if not isinstance(structure, dict) or not isinstance(structure.get("containers"), list):
         return index.provenance
@@ -131,7 +133,7 @@ def _provenance_without(index: CheckpointIndex, dropped: Collection[str]) -> Map
 
 
 def _containers(paths: Mapping[str, Path], counts: Any) -> set[Path]:
-    """Of the entries that count."""
+    """Return the containers of the entries that count."""
     chosen = (path for name, path in paths.items() if counts(name) and isinstance(path, tuple))
     return {path[:depth] for path in chosen for depth in range(len(path))}
 

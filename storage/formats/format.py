@@ -1,6 +1,6 @@
-"""What a format is, as data and a few functions: all that the rest of the package knows of one.
+"""Formats as data and a few functions: all that the rest of the package knows of one.
 
-A format is told by names, by how a file begins, or by the names in a folder; it is read into a
+A format is recognized by names, by how a file begins, or by the names in a folder; it is read into a
 `CheckpointIndex`; and if it can be written, its `Target` says how. To declare one costs no import of what
 reads it: ours say where that is found.
 """
@@ -29,14 +29,15 @@ ReadFile: TypeAlias = "Callable[[Callable[[int, int], bytes], int, str], Checkpo
 
 
 def found(place: str | Callable[..., Any]) -> Callable[..., Any]:
-    """A function, or the one that is at "module:name"."""
+    """Return a function, or the one that is at "module:name"."""
     function: Callable[..., Any] = resolve_name(place) if isinstance(place, str) else place
     return function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """How a format is written: `dcp.convert(to=name)`, ``dcp convert --to NAME``, jobs of the service.
+    """The way in which a format is written: `dcp.convert(to=name)`, ``dcp convert --to NAME``, jobs of the
+    service.
 
     ``as_file``: whether a target is one file, a folder, or the one if it is named as a file of the format.
     ``layout`` is a function of a `dcp.conversion.targets.job.LayoutJob` that returns the `Planned` target, or
@@ -50,7 +51,7 @@ class Target:
     last_file: str | None = None
 
     def lay_out(self, job: Any) -> Any:
-        """The layout of one target."""
+        """Return the layout of one target."""
         return found(self.layout)(job)
 
 
@@ -58,7 +59,7 @@ class Target:
 class Format:
     """A format of checkpoints, by the ``name`` that its indexes have: at most 16 of a-z, 0-9 and ``_``.
 
-    Told by:
+    Recognized by:
 
     - ``suffixes``: how names of single files end, in lower case. ``vague_suffixes`` are those of them that
       say too little to take a file among others for a checkpoint, as ``.bin`` does.

@@ -13,7 +13,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from types import NoneType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +30,6 @@ __all__ = [
     "MAX_DIMENSIONS",
     "UNKNOWN",
     "CheckpointIndex",
-    "Deferred",
     "Int64",
     "ObjectColumns",
     "Path",
@@ -49,15 +49,23 @@ UNKNOWN = -1
 
 
 def itemsizes(dtype_codes: npt.NDArray[np.uint8]) -> Int64:
-    """Bytes per element by row; 0 for codes that stand for no dtype."""
-    table = np.zeros(256, dtype=np.int64)
-    for code, dtype in dtypes.BY_CODE.items():
-        table[code] = dtype.itemsize
-    return table[dtype_codes]
+    """Return the bytes per element by row; 0 for codes that stand for no dtype."""
+    return _ITEMSIZES[dtype_codes]
 
 
-def _int64(values: npt.ArrayLike = ()) -> Int64:
+_ITEMSIZES = np.zeros(256, dtype=np.int64)
+for _dtype in dtypes.BY_CODE.values():
+    _ITEMSIZES[_dtype.code] = _dtype.itemsize
+
+
+def _int64(values: npt.ArrayLike) -> Int64:
     return np.asarray(values, dtype=np.int64)
+
+
+_NO_INT64 = np.zeros(0, np.int64).copy
+_NO_UINT8 = np.zeros(0, np.uint8).copy
+_NO_UINT32 = np.zeros(0, np.uint32).copy
+_NO_ROWS = np.zeros(1, np.int64).copy
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,11 +79,11 @@ class ObjectColumns:
     """
 
     fqns: Sequence[str] = ()
-    files: Int64 = field(default_factory=_int64)
-    offsets: Int64 = field(default_factory=_int64)
-    lengths: Int64 = field(default_factory=_int64)
-    crcs: Int64 = field(default_factory=_int64)
-    plain: Int64 = field(default_factory=_int64)
+    files: Int64 = field(default_factory=_NO_INT64)
+    offsets: Int64 = field(default_factory=_NO_INT64)
+    lengths: Int64 = field(default_factory=_NO_INT64)
+    crcs: Int64 = field(default_factory=_NO_INT64)
+    plain: Int64 = field(default_factory=_NO_INT64)
     values: Sequence[bytes] = ()
 
     def __len__(self) -> int:
@@ -83,7 +91,7 @@ class ObjectColumns:
 
     @cached_property
     def position(self) -> Mapping[str, int]:
-        """Row by fully qualified name."""
+        """Return the row by fully qualified name."""
         return dict(zip(self.fqns, range(len(self.fqns)), strict=True))
 
 
@@ -97,34 +105,9 @@ class WholeTensor(NamedTuple):
     offset: int
 
 
-@dataclass(frozen=True)
-class Deferred:
-    """What a field of a `CheckpointIndex` is given to be made when it is first asked for."""
-
-    make: Callable[[], Any]
-
-
-class _Deferrable:
-    """A field that may be `Deferred`; None by default."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, index: CheckpointIndex | None, owner: type) -> Any:
-        if index is None:
-            return None
-        value = vars(index)[self._name]
-        if isinstance(value, Deferred):
-            value = vars(index)[self._name] = value.make()
-        return value
-
-    def __set__(self, index: CheckpointIndex, value: Any) -> None:
-        vars(index)[self._name] = value
-
-
 @dataclass(frozen=True, eq=False)
 class CheckpointIndex:
-    """What a checkpoint holds and where its bytes are.
+    """The contents of a checkpoint, and where its bytes are.
 
     Tensors (n rows): ``fqns``, ``dtype_codes`` (`dcp.storage.formats.dtypes`),
     ``shape_start``/``shape_values``, ``requires_grad`` (0 or 1). ``stride_orders`` maps the few tensors
@@ -150,35 +133,35 @@ class CheckpointIndex:
     where it is not known; empty where none is.
 
     ``planner_data`` maps an fqn to its path in the nested state dict, or is whatever plain data a custom
-    planner left, or None. Only few ask for it, so it may be given as `Deferred`; asking may then raise what
-    decoding raises. ``provenance`` and ``user`` are plain dicts.
+    planner left, or None. Only few ask for it, so `defer_planner_data` leaves it to be made then; asking may
+    raise what decoding raises. ``provenance`` and ``user`` are plain dicts.
     ``torch_metadata_crc`` is the CRC-32 of the `.metadata` file published with this index, None without one.
     """
 
     format: str
     fqns: Sequence[str] = ()
-    dtype_codes: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
-    shape_start: Int64 = field(default_factory=lambda: _int64([0]))
-    shape_values: Int64 = field(default_factory=_int64)
-    requires_grad: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
-    chunk_start: Int64 = field(default_factory=lambda: _int64([0]))
-    chunk_offsets: Int64 = field(default_factory=_int64)
-    chunk_sizes: Int64 = field(default_factory=_int64)
-    chunk_files: Int64 = field(default_factory=_int64)
-    record_offsets: Int64 = field(default_factory=_int64)
-    record_lengths: Int64 = field(default_factory=_int64)
-    payload_offsets: Int64 = field(default_factory=_int64)
-    payload_lengths: Int64 = field(default_factory=_int64)
-    crc_start: Int64 = field(default_factory=lambda: _int64([0]))
-    crcs: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
+    dtype_codes: npt.NDArray[np.uint8] = field(default_factory=_NO_UINT8)
+    shape_start: Int64 = field(default_factory=_NO_ROWS)
+    shape_values: Int64 = field(default_factory=_NO_INT64)
+    requires_grad: npt.NDArray[np.uint8] = field(default_factory=_NO_UINT8)
+    chunk_start: Int64 = field(default_factory=_NO_ROWS)
+    chunk_offsets: Int64 = field(default_factory=_NO_INT64)
+    chunk_sizes: Int64 = field(default_factory=_NO_INT64)
+    chunk_files: Int64 = field(default_factory=_NO_INT64)
+    record_offsets: Int64 = field(default_factory=_NO_INT64)
+    record_lengths: Int64 = field(default_factory=_NO_INT64)
+    payload_offsets: Int64 = field(default_factory=_NO_INT64)
+    payload_lengths: Int64 = field(default_factory=_NO_INT64)
+    crc_start: Int64 = field(default_factory=_NO_ROWS)
+    crcs: npt.NDArray[np.uint32] = field(default_factory=_NO_UINT32)
     files: Sequence[str] = ()
-    file_sizes: Int64 = field(default_factory=_int64)
+    file_sizes: Int64 = field(default_factory=_NO_INT64)
     objects: ObjectColumns = field(default_factory=ObjectColumns)
     stride_orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     payload_strides: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     record_crcs: Mapping[int, int] = field(default_factory=dict)
     digests: Sequence[bytes] = ()
-    planner_data: Any = _Deferrable()
+    planner_data: Any = field(default_factory=NoneType)  # no class attribute, which would hide a deferred one
     provenance: Mapping[str, Any] = field(default_factory=dict)
     user: Mapping[str, Any] = field(default_factory=dict)
     torch_metadata_crc: int | None = None
@@ -186,78 +169,92 @@ class CheckpointIndex:
 
     @classmethod
     def of_whole_tensors(
-        cls, format: str, tensors: Sequence[WholeTensor], file_sizes: Mapping[str, int]
+        cls, format: str, tensors: Sequence[WholeTensor], file_sizes: Mapping[str, int], **others: Any
     ) -> CheckpointIndex:
-        """The index of a format without chunks, records, checksums and nesting; ``file_sizes`` (bytes) are by
-        name.
+        """Make the index of a format without chunks; ``file_sizes`` (bytes) are by name.
 
-        Raises CheckpointFormatError as `check` does.
+        ``others`` are fields of a format that also has records, checksums, values or nesting. Raises
+        CheckpointFormatError as `check` does.
         """
         number = {name: at for at, name in enumerate(file_sizes)}
         shapes = _int64([size for tensor in tensors for size in tensor.shape])
         codes = np.array([tensor.dtype_code for tensor in tensors], dtype=np.uint8)
         offsets = _int64([tensor.offset for tensor in tensors])
         lengths = _int64([min(math.prod(tensor.shape), 1 << 62) for tensor in tensors]) * itemsizes(codes)
-        index = cls(
-            format=format,
-            fqns=[tensor.fqn for tensor in tensors],
-            dtype_codes=codes,
-            shape_start=starts([len(tensor.shape) for tensor in tensors]),
-            shape_values=shapes,
-            requires_grad=np.zeros(len(tensors), dtype=np.uint8),
-            chunk_start=np.arange(len(tensors) + 1, dtype=np.int64),
-            chunk_offsets=np.zeros_like(shapes),
-            chunk_sizes=shapes,
-            chunk_files=_int64([number[tensor.file] for tensor in tensors]),
-            record_offsets=offsets,
-            record_lengths=lengths,
-            payload_offsets=offsets,
-            payload_lengths=lengths,
-            crc_start=np.zeros(len(tensors) + 1, dtype=np.int64),
-            files=list(file_sizes),
-            file_sizes=_int64(list(file_sizes.values())),
-            planner_data={tensor.fqn: (tensor.fqn,) for tensor in tensors},  # nothing is nested
-        )
+        fields: dict[str, Any] = {
+            "format": format,
+            "fqns": [tensor.fqn for tensor in tensors],
+            "dtype_codes": codes,
+            "shape_start": starts([len(tensor.shape) for tensor in tensors]),
+            "shape_values": shapes,
+            "requires_grad": np.zeros(len(tensors), dtype=np.uint8),
+            "chunk_start": np.arange(len(tensors) + 1, dtype=np.int64),
+            "chunk_offsets": np.zeros_like(shapes),
+            "chunk_sizes": shapes,
+            "chunk_files": _int64([number[tensor.file] for tensor in tensors]),
+            "record_offsets": offsets,
+            "record_lengths": lengths,
+            "payload_offsets": offsets,
+            "payload_lengths": lengths,
+            "crc_start": np.zeros(len(tensors) + 1, dtype=np.int64),
+            "files": list(file_sizes),
+            "file_sizes": _int64(list(file_sizes.values())),
+            "planner_data": {tensor.fqn: (tensor.fqn,) for tensor in tensors},  # nothing is nested
+        }
+        index = cls(**(fields | others))
         index.check()
         return index
 
+    def defer_planner_data(self, make: Callable[[], Any]) -> None:
+        """Let ``planner_data`` be what ``make`` returns when it is first asked for."""
+        del vars(self)["planner_data"]
+        vars(self)["_make_planner_data"] = make
+
+    if not TYPE_CHECKING:  # other attributes are checked as ever
+
+        def __getattr__(self, name: str) -> Any:
+            if name != "planner_data" or "_make_planner_data" not in vars(self):
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            value = vars(self)["planner_data"] = vars(self)["_make_planner_data"]()
+            return value
+
     @property
     def tensor_count(self) -> int:
-        """Number of tensors."""
+        """Return the number of tensors."""
         return len(self.fqns)
 
     @property
     def chunk_count(self) -> int:
-        """Number of chunks of all tensors."""
+        """Return the number of chunks of all tensors."""
         return len(self.chunk_files)
 
     @cached_property
     def position(self) -> Mapping[str, int]:
-        """Tensor row by fully qualified name."""
+        """Return the tensor row by fully qualified name."""
         return dict(zip(self.fqns, range(len(self.fqns)), strict=True))
 
     @cached_property
     def ndims(self) -> Int64:
-        """Number of dimensions by tensor."""
+        """Return the number of dimensions by tensor."""
         return np.diff(self.shape_start)
 
     @cached_property
     def chunk_tensors(self) -> Int64:
-        """Tensor row by chunk."""
-        return np.repeat(np.arange(self.tensor_count, dtype=np.int64), np.diff(self.chunk_start))
+        """Return the tensor row by chunk."""
+        return np.repeat(np.arange(len(self.fqns), dtype=np.int64), np.diff(self.chunk_start))
 
     @cached_property
     def box_start(self) -> Int64:
-        """Positions of the chunks' boxes in ``chunk_offsets`` and ``chunk_sizes``."""
-        return starts(self.ndims[self.chunk_tensors])
+        """Return the positions of the chunks' boxes in ``chunk_offsets`` and ``chunk_sizes``."""
+        return starts(np.diff(self.shape_start)[self.chunk_tensors])
 
     @cached_property
     def itemsizes(self) -> Int64:
-        """Bytes per element by tensor."""
+        """Return the bytes per element by tensor."""
         return itemsizes(self.dtype_codes)
 
     def shape(self, tensor: int) -> tuple[int, ...]:
-        """Global shape of a tensor row."""
+        """Return the global shape of a tensor row."""
         return tuple(self.shape_values[self.shape_start[tensor] : self.shape_start[tensor + 1]].tolist())
 
     def own_name(self, tensor: int) -> str:
@@ -268,7 +265,7 @@ class CheckpointIndex:
         return name
 
     def dtype(self, tensor: int) -> dtypes.Dtype:
-        """Element type of a tensor row."""
+        """Return the element type of a tensor row."""
         return dtypes.BY_CODE[int(self.dtype_codes[tensor])]
 
     def box(self, chunk: int) -> Box:
@@ -277,15 +274,16 @@ class CheckpointIndex:
         return Box(tuple(self.chunk_offsets[begin:end].tolist()), tuple(self.chunk_sizes[begin:end].tolist()))
 
     def chunks(self, tensor: int) -> range:
-        """Chunk rows of a tensor row."""
+        """Return the chunk rows of a tensor row."""
         return range(int(self.chunk_start[tensor]), int(self.chunk_start[tensor + 1]))
 
     def block_crcs(self, chunk: int) -> npt.NDArray[np.uint32]:
-        """CRC-32 of each block of a chunk's payload; empty where none are recorded."""
+        """Return the CRC-32 of each block of a chunk's payload; empty where none are recorded."""
         return self.crcs[self.crc_start[chunk] : self.crc_start[chunk + 1]]
 
     def payload_crc(self, chunk: int) -> int | None:
-        """CRC-32 of a chunk's whole payload as it is stored; None where the format does not tell."""
+        """Return the CRC-32 of a chunk's whole payload as it is stored; None where the format does not
+        tell."""
         blocks = self.block_crcs(chunk).tolist()
         size = int(self.payload_lengths[chunk])
         if not blocks:
@@ -297,13 +295,13 @@ class CheckpointIndex:
         return whole
 
     def digest(self, tensor: int) -> str | None:
-        """The digest of a tensor row, as it is shown; None where the checkpoint does not tell."""
+        """Return the digest of a tensor row, as it is shown; None where the checkpoint does not tell."""
         total = self.digests[tensor] if len(self.digests) else b""
         return shown_digest(total, self.dtype(tensor).name, self.shape(tensor)) if total else None
 
     @property
     def tensor_bytes(self) -> int:
-        """Payload bytes of all chunks; a payload shared by tied tensors counts once a tensor."""
+        """Return the payload bytes of all chunks; a payload shared by tied tensors counts once a tensor."""
         return int(self.payload_lengths.sum())
 
     def check(self) -> None:
@@ -314,13 +312,13 @@ class CheckpointIndex:
         or the extent of its strides, payload inside record, record inside file (where sizes are known), CRC
         counts, file numbers, plain file names (no separators, no dot names).
         """
-        problem = _first_problem(self)
+        problem = _tensor_problem(self) or _box_problem(self) or _range_problem(self) or _object_problem(self)
         if problem:
             raise CheckpointFormatError(f"checkpoint index is inconsistent: {problem}")
 
 
-def _first_problem(index: CheckpointIndex) -> str | None:
-    tensors, chunks = index.tensor_count, index.chunk_count
+def _tensor_problem(index: CheckpointIndex) -> str | None:
+    tensors, chunks = len(index.fqns), len(index.chunk_files)
     plain_columns = (("dtype_codes", tensors), ("requires_grad", tensors), ("file_sizes", len(index.files)))
     for name, length in plain_columns:
         if len(getattr(index, name)) != length:
@@ -345,14 +343,14 @@ def _first_problem(index: CheckpointIndex) -> str | None:
         return "negative size"
     if len(index.digests) not in (0, tensors) or not {*map(len, index.digests)} <= {0, SUM_BYTES}:
         return "digests are not those of its tensors"
-    return _box_problem(index) or _range_problem(index) or _object_problem(index)
+    return None
 
 
 def _box_problem(index: CheckpointIndex) -> str | None:
     total = int(index.box_start[-1])
     if len(index.chunk_offsets) != total or len(index.chunk_sizes) != total:
         return "boxes have the wrong number of dimensions"
-    if index.chunk_count == 0:
+    if not len(index.chunk_files):
         return None
     rows = np.repeat(index.shape_start[index.chunk_tensors], np.diff(index.box_start))
     rows += np.arange(total, dtype=np.int64) - np.repeat(index.box_start[:-1], np.diff(index.box_start))
@@ -362,7 +360,7 @@ def _box_problem(index: CheckpointIndex) -> str | None:
     if (index.chunk_offsets > limits).any() or (index.chunk_sizes > limits - index.chunk_offsets).any():
         return "a chunk reaches outside its tensor"
     # float64 first: a lying shape must not wrap around in int64 and then pass
-    element_bytes = index.itemsizes[index.chunk_tensors]
+    element_bytes = itemsizes(index.dtype_codes)[index.chunk_tensors]
     volumes = row_products(index.chunk_sizes.astype(np.float64), index.box_start)
     if (volumes * element_bytes > 2.0**62).any():
         return "a chunk is larger than any storage"
@@ -399,9 +397,9 @@ def _range_problem(index: CheckpointIndex) -> str | None:
             return f"file name {name!r} is not a plain name"
     if len(set(index.files)) != len(index.files):
         return "two files have one name"
-    if index.chunk_count == 0:
-        return None
     files = index.chunk_files
+    if not len(files):
+        return None
     if (files < 0).any() or (files >= len(index.files)).any():
         return "a chunk names a file that is not listed"
     if (index.record_offsets < 0).any() or (index.record_lengths < 0).any():
@@ -422,21 +420,22 @@ def _range_problem(index: CheckpointIndex) -> str | None:
     blocks = -(-index.payload_lengths // BLOCK_BYTES)
     if not ((counts == 0) | (counts == blocks)).all():
         return "a chunk has the wrong number of block checksums"
-    if not all(0 <= row < index.chunk_count and 0 <= crc < 1 << 32 for row, crc in index.record_crcs.items()):
-        return "a record's checksum belongs to no chunk, or is none"
+    for row, crc in index.record_crcs.items():
+        if not (0 <= row < len(files) and 0 <= crc < 1 << 32):
+            return "a record's checksum belongs to no chunk, or is none"
     return None
 
 
 def _object_problem(index: CheckpointIndex) -> str | None:
-    objects = index.objects
+    objects, names = index.objects, set(index.objects.fqns)
     for name in ("files", "offsets", "lengths", "crcs", "plain"):
-        if len(getattr(objects, name)) != len(objects):
+        if len(getattr(objects, name)) != len(objects.fqns):
             return f"object column {name} has the wrong length"
-    if len(objects.position) != len(objects):
+    if len(names) != len(objects.fqns):
         return "two objects have one name"
-    if not objects.position.keys().isdisjoint(index.fqns):
+    if not names.isdisjoint(index.fqns):
         return "an object and a tensor have one name"
-    if len(objects) == 0:
+    if not names:
         return None
     if (objects.files < -1).any() or (objects.files >= len(index.files)).any():
         return "an object names a file that is not listed"

@@ -13,6 +13,7 @@ bytes, so encodings can be compared and shared. Torch-free.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, Final
 
@@ -62,7 +63,8 @@ class _NotPlainError(Exception):
 
 
 def encode_plain(value: Any, *, limit_bytes: int = MAX_PLAIN_BYTES) -> bytes | None:
-    """The encoding of ``value``; None if it is not plain, deeper than MAX_PLAIN_DEPTH or above the limit."""
+    """Return the encoding of ``value``; None if it is not plain, deeper than MAX_PLAIN_DEPTH or above the
+    limit."""
     kind = type(value)
     if (kind in _ATOMS or (kind is int and _SMALLEST_INT <= value <= _LARGEST_INT)) and limit_bytes >= 9:
         number: bytes = _NUMBERS.pack(value)
@@ -83,75 +85,66 @@ class _Encoder:
 
     def write(self, value: Any, depth: int) -> None:
         kind = type(value)
-        self._spend(1)
-        if kind in _ATOMS:
+        self._left -= len(value) + 1 if kind is str or kind is bytes else 1
+        if self._left < 0:
+            raise _NotPlainError
+        if kind in _ATOMS or kind is str or kind is bytes:
             self.packer.pack(value)
         elif kind is int:
-            self._write_int(value)
-        elif kind is str or kind is bytes:
-            self._spend(len(value))
-            self.packer.pack(value)
+            if _SMALLEST_INT <= value <= _LARGEST_INT:
+                self.packer.pack(value)
+            else:
+                size = (value if value >= 0 else ~value).bit_length() // 8 + 1
+                self._left -= size
+                encoded = value.to_bytes(size, "little", signed=True)
+                self.packer.pack_ext_type(INTEGER_EXTENSION, encoded)
         elif kind is complex:
             self.packer.pack_ext_type(COMPLEX_EXTENSION, _COMPLEX.pack(value.real, value.imag))
-        else:
-            self._write_container(value, kind, depth + 1)
-
-    def _write_container(self, value: Any, kind: type, depth: int) -> None:
-        if depth > MAX_PLAIN_DEPTH or kind not in (list, tuple, dict):
+        elif depth >= MAX_PLAIN_DEPTH:
             raise _NotPlainError
-        if kind is dict and depth < MAX_PLAIN_DEPTH and _are_paths(value):
+        elif kind is dict:
+            self._write_dict(value, depth + 1)
+        elif kind is list or kind is tuple:
+            self._write_sequence(value, kind is tuple, depth + 1)
+        else:
+            raise _NotPlainError
+
+    def _write_dict(self, value: dict[Any, Any], depth: int) -> None:
+        if (  # paths by name, as many as there are tensors: at once
+            value
+            and depth < MAX_PLAIN_DEPTH
+            and _STRINGS.issuperset(map(type, value))
+            and _TUPLES.issuperset(map(type, value.values()))
+            and _STRINGS.issuperset(map(type, chain.from_iterable(value.values())))
+        ):
             paths = value.values()
-            self._spend(2 * len(value) + sum(map(len, value)) + sum(map(len, paths)))
-            self._spend(sum(map(len, chain.from_iterable(paths))))
+            self._left -= 2 * len(value) + sum(map(len, value)) + sum(map(len, paths))
+            self._left -= sum(map(len, chain.from_iterable(paths)))
+            if self._left < 0:
+                raise _NotPlainError
             self.packer.pack({name: [_TUPLE_MARK, *path] for name, path in value.items()})
             return
-        if kind is dict:
-            self.packer.pack_map_header(len(value))
-            for key, item in value.items():
-                self.write(key, depth)
-                self.write(item, depth)
-            return
+        self.packer.pack_map_header(len(value))
+        for key, item in value.items():
+            self.write(key, depth)
+            self.write(item, depth)
+
+    def _write_sequence(self, value: Sequence[Any], is_tuple: bool, depth: int) -> None:
         if _STRINGS.issuperset(map(type, value)):  # names and paths, as many as there are tensors: at once
-            self._spend(len(value) + sum(map(len, value)))
-            self.packer.pack([_TUPLE_MARK, *value] if kind is tuple else value)
+            self._left -= len(value) + sum(map(len, value))
+            if self._left < 0:
+                raise _NotPlainError
+            self.packer.pack([_TUPLE_MARK, *value] if is_tuple else value)
             return
-        if kind is tuple:
-            self.packer.pack_array_header(len(value) + 1)
+        self.packer.pack_array_header(len(value) + is_tuple)
+        if is_tuple:
             self.packer.pack_ext_type(TUPLE_EXTENSION, b"")
-        else:
-            self.packer.pack_array_header(len(value))
         for item in value:
             self.write(item, depth)
 
-    def _write_int(self, value: int) -> None:
-        if _SMALLEST_INT <= value <= _LARGEST_INT:
-            self.packer.pack(value)
-            return
-        size = _int_bytes(value)
-        self._spend(size)
-        self.packer.pack_ext_type(INTEGER_EXTENSION, value.to_bytes(size, "little", signed=True))
-
-    def _spend(self, size: int) -> None:
-        self._left -= size
-        if self._left < 0:
-            raise _NotPlainError
-
-
-def _are_paths(value: dict[Any, Any]) -> bool:
-    """Return whether they are tuples of strings by name, as many as there are tensors: packed at once."""
-    return (
-        _STRINGS.issuperset(map(type, value))
-        and _TUPLES.issuperset(map(type, value.values()))
-        and _STRINGS.issuperset(map(type, chain.from_iterable(value.values())))
-    )
-
-
-def _int_bytes(value: int) -> int:
-    return (value if value >= 0 else ~value).bit_length() // 8 + 1
-
 
 def decode_plain(data: bytes, *, limit_bytes: int = MAX_PLAIN_BYTES) -> Any:
-    """The value of `encode_plain`; CheckpointFormatError for bytes that it does not write.
+    """Return the value of `encode_plain`; CheckpointFormatError for bytes that it does not write.
 
     Safe on hostile input: time and memory are bounded by the input's size.
     """
@@ -169,10 +162,8 @@ def decode_plain(data: bytes, *, limit_bytes: int = MAX_PLAIN_BYTES) -> Any:
         raise
     except (msgpack.UnpackException, ValueError, TypeError, OverflowError, struct.error) as error:
         raise CheckpointFormatError(f"malformed plain data: {error}") from error
-    if decoder.position != len(data):
-        raise CheckpointFormatError(f"plain data has {len(data) - decoder.position} bytes too many")
-    if value is _TUPLE:
-        raise CheckpointFormatError("plain data has a tuple mark outside an array")
+    if decoder.unpacker.tell() != len(data):
+        raise CheckpointFormatError(f"plain data has {len(data) - decoder.unpacker.tell()} bytes too many")
     return value
 
 
@@ -184,17 +175,14 @@ class _Decoder:
 
     def __init__(self, data: bytes) -> None:
         self._data = data
-        self._unpacker = msgpack.Unpacker(
+        self.unpacker = msgpack.Unpacker(
             ext_hook=_extension, unicode_errors="surrogatepass", max_buffer_size=max(len(data), 1)
         )
-        self._unpacker.feed(data)
+        self.unpacker.feed(data)
 
-    @property
-    def position(self) -> int:
-        return self._unpacker.tell()
-
-    def read(self, depth: int) -> Any:
-        position = self._unpacker.tell()
+    def read(self, depth: int, *, is_first: bool = False) -> Any:
+        """Read a value; the mark of a tuple only where it ``is_first`` in an array."""
+        position = self.unpacker.tell()
         if position >= len(self._data):
             raise CheckpointFormatError("plain data ends too early")
         head = self._data[position]
@@ -202,40 +190,32 @@ class _Decoder:
             return self._read_array(depth + 1)
         if 0x80 <= head <= 0x8F or head in (0xDE, 0xDF):
             return self._read_map(depth + 1)
-        value = self._unpacker.unpack()
+        value = self.unpacker.unpack()
         if type(value) is msgpack.Timestamp:  # msgpack decodes this extension before it asks the hook
             raise CheckpointFormatError("plain data has a timestamp")
+        if value is _TUPLE and not is_first:
+            raise CheckpointFormatError("plain data has a tuple mark where a value belongs")
         return value
 
     def _read_array(self, depth: int) -> Any:
-        count = self._checked(self._unpacker.read_array_header(), depth)
-        if count == 0:
-            return []
-        first = self.read(depth)
-        if first is _TUPLE:
-            return tuple([self._item(depth) for _ in range(count - 1)])
-        items = [first]
-        items.extend(self._item(depth) for _ in range(count - 1))
-        return items
+        count = self._checked(self.unpacker.read_array_header(), depth)
+        items: list[Any] = []
+        for place in range(count):
+            items.append(self.read(depth, is_first=place == 0))
+        return tuple(items[1:]) if items and items[0] is _TUPLE else items
 
     def _read_map(self, depth: int) -> Any:
-        count = self._checked(self._unpacker.read_map_header(), depth)
+        count = self._checked(self.unpacker.read_map_header(), depth)
         result = {}
         for _ in range(count):
-            key = self._item(depth)
-            result[key] = self._item(depth)
+            key = self.read(depth)
+            result[key] = self.read(depth)
         if len(result) != count:
             raise CheckpointFormatError("plain data has one dict key twice")
         return result
 
-    def _item(self, depth: int) -> Any:
-        item = self.read(depth)
-        if item is _TUPLE:
-            raise CheckpointFormatError("plain data has a tuple mark where a value belongs")
-        return item
-
     def _checked(self, count: int, depth: int) -> int:
-        if depth > MAX_PLAIN_DEPTH or count > len(self._data) - self._unpacker.tell():
+        if depth > MAX_PLAIN_DEPTH or count > len(self._data) - self.unpacker.tell():
             raise CheckpointFormatError("plain data is nested too deeply, or ends too early")
         return count
 

@@ -54,7 +54,7 @@ _FORMATS: Final = {one.name: one for one in _OURS}
 def register_format(one: Format) -> None:
     """Make ``one`` known in this process, to all that reads, lists or converts; the last of a name counts.
 
-    UnsupportedFormatError for a name that is one of ours, or none, for a target's name that is taken, and for
+    UnsupportedFormatError for a name that is taken here, or none, for a target's name that is taken, and for
     names of files that no file has, or every one. OptionError for what is no `Format`, and for suffixes that
     are no tuple: of a string each letter would be one.
     """
@@ -77,7 +77,8 @@ def register_format(one: Format) -> None:
 
 
 def _refuse_apart(name: str, pattern: re.Pattern[str]) -> None:
-    """UnsupportedFormatError for a pattern that would mean something else among those of others."""
+    """Raise UnsupportedFormatError for a pattern that would mean something else among those of other
+    formats."""
     try:
         is_fine = not pattern.flags & ~_FLAGS and bool(re.compile(_scoped(pattern)))
     except re.error:  # as of flags within it
@@ -90,7 +91,7 @@ def _refuse_apart(name: str, pattern: re.Pattern[str]) -> None:
 
 
 def formats() -> list[Format]:
-    """All of them: ours, then the others in the order in which they were registered."""
+    """Return all of them: ours, then the others in the order in which they were registered."""
     _load_extensions()
     return list(_FORMATS.values())
 
@@ -108,19 +109,19 @@ def _load_extensions() -> None:
 
 
 def format_of(name: str) -> Format | None:
-    """The format of an index's name; None for one that nobody has registered."""
+    """Return the format of an index's name; None for one that is not registered."""
     if name not in _FORMATS:
         _load_extensions()
     return _FORMATS.get(name)
 
 
 def format_names() -> list[str]:
-    """The names of all formats."""
+    """Return the names of all formats."""
     return [one.name for one in formats()]
 
 
 def is_of_files(name: str) -> bool:
-    """Return whether checkpoints of the format ``name`` are files without a commit object, which may lie
+    """Return whether checkpoints of the format ``name`` are files without a commit object, which may stand
     among others."""
     found = format_of(name)
     return found is not None and not found.has_commit
@@ -133,7 +134,8 @@ def file_suffixes() -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class FileNames:
-    """What names of files say by themselves, of all formats together, for whoever looks at very many.
+    """Facts that names of files give by themselves, of all formats together, for callers that look at very
+    many.
 
     ``in_folders`` and ``mark_folders`` are as `Format.is_in_folder` and `Format.marks_folder`.
     """
@@ -149,7 +151,7 @@ class FileNames:
 
 @cache
 def file_names() -> FileNames:
-    """Of the formats that there are now."""
+    """Return the names of the present formats."""
     some = formats()
     files = [one.folder_files for one in some if one.folder_files is not None]
     marks = [one.folder_marks or one.folder_files for one in some if one.folder_files is not None]
@@ -167,7 +169,7 @@ def _scoped(pattern: re.Pattern[str]) -> str:
 
 
 def by_precedence(some: Iterable[Format]) -> list[Format]:
-    """In the order in which a folder is tried to be of them."""
+    """Return the formats in the order in which a folder is tried to be of them."""
     return sorted(some, key=lambda one: -one.precedence)
 
 
@@ -182,11 +184,11 @@ def target_names() -> list[str]:
 
 
 def _others() -> Iterator[Format]:
-    yield from formats()  # read when it is none of ours
+    yield from formats()  # read when it is not built in
 
 
 def target_named(name: str) -> tuple[Format, Target]:
-    """The format that is written as ``name``. OptionError, with all there are, if there is none."""
+    """Return the format that is written as ``name``. OptionError, with all there are, if there is none."""
     for one in chain(_OURS, _others()):
         if one.target is not None and one.target.name == name:
             return one, one.target

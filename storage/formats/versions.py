@@ -1,4 +1,5 @@
-"""Files that say which version of a format they have: what a newer dcphub wrote is told from damage."""
+"""Files that say which version of a format they have: data of a newer dcphub are distinguished from
+damage."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ __all__ = ["reading_version"]
 
 @contextmanager
 def reading_version(version: Any, known: tuple[int, int], what: str) -> Iterator[None]:
-    """Within it ``what`` of version ``version`` is decoded; its bytes are those that were written.
+    """Decode, within this block, ``what`` of version ``version``, whose bytes are those that were written.
 
     ``known`` is the reader's own. UnsupportedFormatError for another major version, and for what cannot be
     decoded of a later minor one; CheckpointFormatError for what is no version.
     """
-    if not isinstance(version, list) or [type(part) for part in version] != [int, int]:
+    if not isinstance(version, list) or list(map(type, version)) != [int, int]:
         raise CheckpointFormatError(f"{what} has no version")
     found = (version[0], version[1])
     text = f"{what} has format version {found[0]}.{found[1]}, and this dcphub knows {known[0]}.{known[1]}"

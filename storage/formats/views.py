@@ -32,8 +32,8 @@ _RAGGED: Final = ("shape_start", "chunk_start", "crc_start")
 def selected(
     index: CheckpointIndex, tensors: Int64, chunks: Int64, chunk_counts: npt.ArrayLike, objects: Int64
 ) -> CheckpointIndex:
-    """The rows ``tensors`` with ``chunk_counts`` of ``chunks`` each, and the values ``objects``, in this
-    order. Files, planner data and notes stay as they are."""
+    """Return the rows ``tensors`` with ``chunk_counts`` of ``chunks`` each, and the values ``objects``, in
+    this order. Files, planner data and notes stay as they are."""
     old, columns = index.objects, ("files", "plain", *_OBJECT_COLUMNS)
     return replace(
         index,
@@ -68,8 +68,8 @@ def _renumbered(of_rows: Mapping[int, Any], rows: Int64) -> dict[int, Any]:
 
 
 def concatenated(parts: Sequence[CheckpointIndex]) -> CheckpointIndex:
-    """The rows of ``parts``, one part after the other, and of nothing that is about all of a checkpoint.
-    Names of tensors, values and files may be there several times, so it is not checked."""
+    """Return the rows of ``parts``, one part after the other, without the fields that describe all of a
+    checkpoint. Names of tensors, values and files may be there several times, so it is not checked."""
     numbers: dict[bytes, int] = {}
     tables = [
         np.array([*(numbers.setdefault(value, len(numbers)) for value in part.objects.values), UNKNOWN])
@@ -110,7 +110,8 @@ def concatenated(parts: Sequence[CheckpointIndex]) -> CheckpointIndex:
 
 
 def join_indexes(indexes: Mapping[int, CheckpointIndex], *, own_rank: int | None = None) -> CheckpointIndex:
-    """The union of the indexes of ranks: tensors of one name are one tensor, with the chunks of all ranks.
+    """Return the union of the indexes of ranks: tensors of one name are one tensor, with the chunks of all
+    ranks.
 
     A box that several ranks saved is kept once, of the lowest rank; so is an object. Planner data are joined;
     provenance and user metadata are those of the lowest rank. ``own_rank``, if it is among them, comes before
@@ -210,7 +211,7 @@ def _with_distinct_files(index: CheckpointIndex) -> CheckpointIndex:
 
 
 def _join_structure(parts: Sequence[CheckpointIndex]) -> dict[str, Any]:
-    """All parts' notes on containers; the first one's where they differ."""
+    """Return all parts' notes on containers; the first one's where they differ."""
     noted = [
         Noted(
             tuple(notes_by_path(part.provenance.get("structure")).values()),

@@ -1,7 +1,7 @@
 """Moving bytes: where checkpoints are kept, behind one small interface. Imports no torch.
 
-A kind of store is a file here, or anybody's (`register_store`), with its URL schemes and its capabilities as
-data.
+A kind of store is a file here, or comes from another package (`register_store`), with its URL schemes and its
+capabilities as data.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ __all__ = [
     "Store",
     "StoreType",
     "Version",
-    "content_version",
+    "traffic_since",
 ]
 
 
@@ -47,22 +47,23 @@ class FileInfo:
 
 
 class Version:
-    """Which content a small file has now: opaque, to be compared for equality only.
+    """The content that a small file has now: opaque, to be compared for equality only.
 
-    Equal versions mean equal content, so that a replacement that compares versions loses no update. The token
-    may be given as a function, for what is seldom compared and costs something to make.
+    Equal versions mean equal content, so that a replacement that compares versions loses no update. It is
+    made of the stamp that a service gives, or, where there is none as trustworthy, of the content itself,
+    whose digest costs something and is made when it is compared.
     """
 
     __slots__ = ("_token",)
 
-    def __init__(self, token: str | Callable[[], str]) -> None:
-        self._token = token
+    def __init__(self, stamp: str | bytes) -> None:
+        self._token = stamp
 
     @property
     def token(self) -> str:
-        """Return what is compared."""
-        if not isinstance(self._token, str):
-            self._token = self._token()
+        """Return the text that is compared."""
+        if isinstance(self._token, bytes):
+            self._token = f"sha256:{hashlib.sha256(self._token).hexdigest()}"
         return self._token
 
     def __eq__(self, other: object) -> bool:
@@ -80,7 +81,7 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class ReadProfile:
-    """How a store likes to be read: what a request costs decides how many there should be, and how large.
+    """Preferences of a store for reads: what a request costs decides how many there should be, and how large.
 
     - ``threads``: reads at a time; None goes by the machine's cores.
     - ``request_bytes``: how much one request should fetch; larger pieces are split.
@@ -100,7 +101,7 @@ class ReadProfile:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a store is, for whoever has to choose a way by it; nobody asks for its class.
+    """Properties of a store by which callers choose a way; its class is not asked for.
 
     - ``is_local``: `Store.url` is the path of a folder of this machine.
     - ``is_shared``: other processes see the same files.
@@ -126,15 +127,20 @@ class Anything(Enum):
 ANY: Final = Anything.ANY
 """``expected=ANY``: publish whatever is there now."""
 
+
 _EXTREME: Final = "slowest_"
 
 Expected: TypeAlias = Version | Literal[Anything.ANY] | None
 
 
-def content_version(data: bytes) -> Version:
-    """The version of a file by its content, for backends that have no cheaper stamp as trustworthy. The
-    digest is made when the version is compared."""
-    return Version(lambda: f"sha256:{hashlib.sha256(data).hexdigest()}")
+def traffic_since(now: dict[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    """Return the `Store.traffic` of ``now`` less what it was ``before``; of extremes the present value."""
+    if now == before:
+        return {}
+    return {
+        name: value if name.startswith(_EXTREME) else value - before.get(name, 0)
+        for name, value in now.items()
+    }
 
 
 class Store(ABC):
@@ -150,7 +156,7 @@ class Store(ABC):
     """What it is and can do."""
 
     def path_of(self, name: str) -> str:
-        """``name`` below `url`, for messages and the ``path`` of errors."""
+        """Return ``name`` below `url`, for messages and the ``path`` of errors."""
         return f"{self.url}/{name}"
 
     @abstractmethod
@@ -159,22 +165,23 @@ class Store(ABC):
 
     @abstractmethod
     def list(self) -> list[FileInfo]:
-        """Regular files directly below the root, sorted by name, temporary ones too (garbage collection needs
-        them), the lock file not; ``[]`` if the root does not exist.
+        """Return the regular files directly below the root, sorted by name, temporary ones too (garbage
+        collection needs them), the lock file not; ``[]`` if the root does not exist.
         """
 
     @abstractmethod
     def stat(self, name: str) -> FileInfo | None:
-        """One file's size without opening it; None if there is no regular file of that name."""
+        """Return one file's size without opening it; None if there is no regular file of that name."""
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
-        """A whole small file (a manifest) in one request.
+        """Return a whole small file (a manifest) in one request.
 
         Raises `CheckpointNotFoundError` if it is absent, and `CheckpointFormatError` above ``limit_bytes``,
         before memory for it is taken. The size is checked on the open file, so that a swap in between gains
         nothing.
         """
-        with self.open_read(name) as handle:
+        handle = self.open_read(name)
+        try:
             if handle.size_bytes > limit_bytes:
                 raise CheckpointFormatError(
                     f"{self.path_of(name)} has {handle.size_bytes} bytes, more than the {limit_bytes} that "
@@ -184,14 +191,19 @@ class Store(ABC):
                     limit_bytes=limit_bytes,
                 )
             return handle.pread(handle.size_bytes, 0)
+        finally:
+            handle.close()
 
     def read_start(self, name: str, size_bytes: int) -> tuple[bytes, int]:
-        """(the first ``size_bytes`` of a file, or all if it has fewer; how many it has). One request.
+        """Return (the first ``size_bytes`` of a file, or all if it has fewer; how many it has). One request.
 
         Raises `CheckpointNotFoundError` if it is absent.
         """
-        with self.open_read(name) as handle:
+        handle = self.open_read(name)
+        try:
             return handle.pread(min(size_bytes, handle.size_bytes), 0), handle.size_bytes
+        finally:
+            handle.close()
 
     @abstractmethod
     def open_read(self, name: str, *, expected_bytes: int | None = None) -> ReadHandle:
@@ -222,7 +234,7 @@ class Store(ABC):
 
     @abstractmethod
     def publish(self, name: str, data: bytes, *, durable: bool, expected: Expected = ANY) -> Version:
-        """Atomically make ``name`` hold ``data``: the commit. After a crash it is the old or the new.
+        """Make ``name`` hold ``data``, atomically: the commit. After a crash it is the old or the new.
 
         ``expected=None`` publishes only if the name does not exist, a `Version` only over that content, `ANY`
         always. Raises `CheckpointConflictError` if something else is there. Any other error leaves open what
@@ -237,7 +249,7 @@ class Store(ABC):
         """Remove a file that still has the content ``expected``; False if it has another, and stays.
 
         A missing one is fine. Compared and removed in one step where the store can; else one after the other,
-        which is one step too for whoever holds a lock that excludes other processes.
+        which is one step too for the holder of a lock that excludes other processes.
         """
         there = self.version(name)
         if there is None:
@@ -263,7 +275,7 @@ class Store(ABC):
     def conflict(self, name: str) -> CheckpointConflictError:
         """Return what `publish` raises where something else than was expected is there."""
         return CheckpointConflictError(
-            f"{self.path_of(name)} was published by somebody else since this save began, and is untouched; "
+            f"{self.path_of(name)} was published by another writer since this save began, and is untouched; "
             "save under another id, or load what is there first",
             path=self.path_of(name),
         )
@@ -278,8 +290,8 @@ class Store(ABC):
     def abort_uploads(self, belongs: Callable[[str], bool]) -> int:
         """End unfinished uploads of the files for which ``belongs(name)``; returns how many there were.
 
-        A killed writer leaves them on an object store, where no listing shows them and somebody pays for
-        them. A writer that is still at work on one of them fails. Stores without such a thing have none.
+        A killed writer leaves them on an object store, where no listing shows them and they cost money. A
+        writer that is still at work on one of them fails. Stores without such a thing have none.
         """
         return 0
 
@@ -291,20 +303,10 @@ class Store(ABC):
         """
         return {}
 
-    def traffic_since(self, before: Mapping[str, float]) -> dict[str, float]:
-        """`traffic` less what it was ``before``; of extremes the present value. ``{}`` without any."""
-        now = self.traffic()
-        if now == before:
-            return {}
-        return {
-            name: value if name.startswith(_EXTREME) else value - before.get(name, 0)
-            for name, value in now.items()
-        }
-
     @abstractmethod
     def lock(self, *, timeout_seconds: float) -> AbstractContextManager[None]:
-        """Advisory and exclusive between threads, and between processes where the store has such a thing;
-        released when the holder dies.
+        """Hold a lock, advisory and exclusive between threads, and between processes where the store has such
+        a thing; released when the holder dies.
 
         An object store has not: there only the comparison in `publish` arbitrates. Re-entrant in one thread
         through one store object. Raises `StorageError` after ``timeout_seconds``.
@@ -315,7 +317,7 @@ class Store(ABC):
         """Make names durable: finished files survive a power loss only after this."""
 
     def make_durable(self) -> None:
-        """As `sync`, also of files that were finished without ``durable``: all that are here."""
+        """Do as `sync`, also for files that were finished without ``durable``: all that are here."""
         self.sync()
 
     @abstractmethod
@@ -330,16 +332,17 @@ class Store(ABC):
         return True
 
     def folders(self) -> Sequence[str]:
-        """Names of the folders directly below this one, sorted; one listing. ``[]`` if there are none."""
+        """Return the names of the folders directly below this one, sorted; one listing. ``[]`` if there are
+        none."""
         return sorted({folder.partition("/")[0] for folder, _ in self.tree() if folder})
 
     def walk(self) -> Iterator[tuple[str, FileInfo]]:
-        """The files of all folders directly below this one: (folder, file)."""
+        """Yield the files of all folders directly below this one: (folder, file)."""
         return ((folder, info) for folder, info in self.tree() if folder and "/" not in folder)
 
     def tree(self) -> Iterator[tuple[str, FileInfo]]:
-        """All files below, however deep: (folder relative to this one, "" is itself; file), in an order in
-        which all that is below a folder comes together."""
+        """Yield all files below, however deep: (folder relative to this one, "" is itself; file), in an order
+        in which all that is below a folder comes together."""
         raise StorageError(
             f"{self.url}: the checkpoints below a {type(self).__name__} cannot be listed",
             path=self.url,
@@ -359,43 +362,43 @@ class ReadOnlyStore(Store):
     capabilities = Capabilities(is_writable=False)
 
     def stat(self, name: str) -> FileInfo | None:
-        """Out of the listing."""
+        """Return it out of the listing."""
         check_name(name)
         return next((info for info in self.list() if info.name == name), None)
 
     def version(self, name: str) -> Version | None:
-        """A digest of the content."""
+        """Return a digest of the content."""
         info = self.stat(name)
-        return None if info is None else content_version(self.read(name, limit_bytes=info.size_bytes))
+        return None if info is None else Version(self.read(name, limit_bytes=info.size_bytes))
 
     @contextmanager
     def lock(self, *, timeout_seconds: float) -> Iterator[None]:
-        """Nobody writes, so that there is nobody to wait for."""
+        """Hold nothing: there are no writers to wait for."""
         yield
 
     def sync(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def make_root(self) -> None:
-        """Refused, as all that writes."""
+        """Refuse it, as all that writes."""
         raise self._refused("mkdir")
 
     def create(
         self, name: str, *, durable: bool, expected_bytes: int | None = None, replace: bool = False
     ) -> WriteHandle:
-        """Refused."""
+        """Refuse it."""
         raise self._refused("create", name)
 
     def publish(self, name: str, data: bytes, *, durable: bool, expected: Expected = ANY) -> Version:
-        """Refused."""
+        """Refuse it."""
         raise self._refused("publish", name)
 
     def delete(self, name: str) -> None:
-        """Refused."""
+        """Refuse it."""
         raise self._refused("delete", name)
 
     def remove_root(self) -> None:
-        """Refused."""
+        """Refuse it."""
         raise self._refused("rmdir")
 
     def _refused(self, op: str, name: str | None = None) -> StorageError:
@@ -405,10 +408,10 @@ class ReadOnlyStore(Store):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreType:
-    """What URLs a kind of store is of, and what makes one: see `dcp.storage.stores.register_store`.
+    """The URLs of a kind of store, and the function that makes one: see `dcp.storage.stores.register_store`.
 
     ``open`` gets the URL as it was given (of ``file`` a path, too) and its storage options. A type that is
-    not ``takes_options`` never gets any: whoever gives some is told so.
+    not ``takes_options`` never gets any: giving some is an error.
     """
 
     schemes: tuple[str, ...]

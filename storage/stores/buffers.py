@@ -1,8 +1,8 @@
 """Bounce buffers: page-aligned memory that is reused, because first touch of fresh memory costs ten copies.
 
 O_DIRECT needs aligned memory, and a caller's tensors rarely are. The pool keeps a bounded number of buffers
-of one size for the life of the process. It never blocks: whoever waits for a buffer waits for one of its own
-that is on its way to the disk, so that many files open at once cannot starve each other.
+of one size for the life of the process. It never blocks: a handle that waits for a buffer waits for one of
+its own that is on its way to the disk, so that many files open at once cannot starve each other.
 """
 
 from __future__ import annotations
@@ -61,20 +61,17 @@ class BufferPool:
         self._out: weakref.WeakSet[BounceBuffer] = weakref.WeakSet()
         self._generation += 1
 
-    def try_take(self) -> BounceBuffer | None:
-        """A buffer if fewer than ``count`` are out, else None: a second one, to overlap copy and write."""
-        with self._lock:
-            return None if len(self._out) >= self.count else self._hand_out()
+    def take(self, *, is_first: bool) -> BounceBuffer | None:
+        """Hand out a buffer; None for another than the first one of a file if ``count`` are out.
 
-    def take(self) -> BounceBuffer:
-        """A buffer, beyond the bound if need be: for the first one, without which no progress is possible."""
+        Without a first one no progress is possible; a second one is to overlap copy and write.
+        """
         with self._lock:
-            return self._hand_out()
-
-    def _hand_out(self) -> BounceBuffer:
-        buffer = self._free.pop() if self._free else self._allocate(self._generation)
-        self._out.add(buffer)
-        return buffer
+            if not is_first and len(self._out) >= self.count:
+                return None
+            buffer = self._free.pop() if self._free else self._allocate(self._generation)
+            self._out.add(buffer)
+            return buffer
 
     def give(self, buffer: BounceBuffer) -> None:
         """Return a buffer; one that is beyond the bound, or from before a fork, is let go."""

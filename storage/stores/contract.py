@@ -321,7 +321,7 @@ class StoreContract:
         assert [info.name for info in store.list()] == ["a", "b"]
 
     def test_open_handle_and_replacement(self, store: Store) -> None:
-        """Who has begun to read the old file reads the old file to its end, or is told; never the new one."""
+        """A reader of the old file reads it to its end, or gets an error; never the new one."""
         store.publish("m", b"old", durable=False)
         with store.open_read("m") as handle:
             assert handle.pread(1, 0) == b"o"

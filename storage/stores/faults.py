@@ -37,7 +37,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens at the ``at``-th (from 1) operation that matches ``op`` and ``name`` (shell patterns).
+    """An event at the ``at``-th (from 1) operation that matches ``op`` and ``name`` (shell patterns).
 
     With ``onwards`` at all from that one on. In this order: wait ``delay_seconds``; call ``hook`` (it may
     kill the process); raise ``error``. A write that is to fail first writes ``torn_bytes`` of its data.
@@ -88,7 +88,7 @@ class FaultInjectingStore(Store):
             self._seen.extend(0 for _ in faults)
 
     def clear(self) -> None:
-        """No faults any more: the machine has been repaired."""
+        """Inject no more faults: the machine has been repaired."""
         with self._guard:
             self._faults.clear()
             self._seen.clear()

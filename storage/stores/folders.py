@@ -62,25 +62,27 @@ class ParentFolder:
         return self.place.exists()
 
     def names(self) -> list[str]:
-        """Names of the folders directly below that could be checkpoints, sorted: one listing.
+        """Return the names of the folders directly below that could be checkpoints, sorted: one listing.
 
         None of them is opened. ``[]`` if the place does not exist.
         """
         return sorted(name for name in self.place.folders() if is_name(name))
 
     def store(self, name: str) -> Store:
-        """The folder ``name`` as a store; nothing is touched. Raises `CheckpointFormatError` for a path."""
+        """Return the folder ``name`` as a store; nothing is touched. Raises `CheckpointFormatError` for a
+        path."""
         return self._open_store(f"{self.url.rstrip('/')}/{check_name(name)}")
 
     def listings(self) -> dict[str, list[FileInfo] | None]:
-        """The folders of `names`, each with all its files, sorted, where the one listing that this costs
-        tells them (then only those with files); else with None."""
+        """Return the folders of `names`, each with all its files, sorted, where the one listing that this
+        costs tells them (then only those with files); else with None."""
         if not self.lists_tree:
             return dict.fromkeys(self.names())
         return {name: sorted(files.values(), key=lambda info: info.name) for name, files in self._walk()}
 
     def look(self, also: Collection[str] = ()) -> dict[str, SmallFiles]:
-        """Every folder with the commit objects in it, and with those of the files ``also`` that are there.
+        """Return every folder with the commit objects in it, and with those of the files ``also`` that are
+        there.
 
         Costs one listing and a request for each file asked for, where that listing does not tell them; no
         file is read. A folder that vanishes meanwhile is listed as empty.
@@ -90,7 +92,7 @@ class ParentFolder:
         return {name: _wanted(files.values(), also) for name, files in self._walk()}
 
     def look_into(self, name: str, also: Collection[str] = ()) -> SmallFiles:
-        """One folder, as `look`; empty if it is not there."""
+        """Return one folder, as `look`; empty if it is not there."""
         store = self.store(name)
         if self.lists_tree:
             return _wanted(store.list(), also)
@@ -116,13 +118,13 @@ def _wanted(files: Collection[FileInfo], also: Collection[str]) -> SmallFiles:
 
 
 def open_parent_folder(root: str | os.PathLike[str], *, open_store: OpenStore = open_plainly) -> ParentFolder:
-    """The root at a path or URL: whatever `dcp.storage.stores.open_store` opens and lists folders of. Nothing
-    is touched yet.
+    """Return the root at a path or URL: whatever `dcp.storage.stores.open_store` opens and lists folders of.
+    Nothing is touched yet.
 
     ``open_store`` makes the stores below it; for a root with storage options it is
     `dcp.storage.stores.opening.OpenWith`. Raises `StorageError` for a scheme that is not known.
     """
-    # The second time because a store that somebody has wrapped cannot be asked what is below it.
+    # The second time because a store that is wrapped by another cannot be asked what is below it.
     for opener in (open_store, open_plainly):
         place = opener(root)
         if place.capabilities.lists_folders:

@@ -16,7 +16,7 @@ Buffer: TypeAlias = "bytes | bytearray | memoryview[Any]"
 
 
 def byte_view(data: Buffer) -> memoryview:
-    """``data`` as a one-dimensional view of bytes. Raises `TypeError` if it is not C-contiguous."""
+    """Return ``data`` as a one-dimensional view of bytes. Raises `TypeError` if it is not C-contiguous."""
     view = memoryview(data)
     if view.ndim == 1 and view.format == "B" and view.c_contiguous:
         return view
@@ -31,7 +31,7 @@ class Inflow(Protocol):
         """Return how much it takes."""
 
     def buffers(self) -> Iterator[memoryview]:
-        """Memory for all of it, in order, for one attempt to fetch it; from any thread.
+        """Yield memory for all of it, in order, for one attempt to fetch it; from any thread.
 
         The next buffer is asked for when the last one is full, and after the last one once more. Asked anew,
         it begins anew: what came by an attempt before does not count.
@@ -46,7 +46,7 @@ class Views:
         self.size_bytes = sum(map(len, views))
 
     def buffers(self) -> Iterator[memoryview]:
-        """Each of the views."""
+        """Yield each of the views."""
         return iter(self._views)
 
 
@@ -65,13 +65,13 @@ class ReadHandle(Closable):
         """
 
     def receive(self, inflow: Inflow, offset: int) -> None:
-        """As `preadv`, into the buffers of ``inflow``, where its size is worth one request."""
+        """Read as `preadv`, into the buffers of ``inflow``, where its size is worth one request."""
         for buffer in inflow.buffers():
             self.preadv([buffer], offset)
             offset += len(buffer)
 
     def pread(self, length: int, offset: int) -> bytes:
-        """Exactly ``length`` bytes: for headers, where a destination of one's own is not worth it."""
+        """Return exactly ``length`` bytes: for headers, where a destination of one's own is not worth it."""
         data = bytearray(length)
         self.preadv([memoryview(data)], offset)
         return bytes(data)
@@ -92,7 +92,7 @@ class WriteHandle(ABC):
     @property
     @abstractmethod
     def position(self) -> int:
-        """Bytes accepted so far, so that the caller learns at which offset a record begins."""
+        """Return the bytes accepted so far, so that the caller learns at which offset a record begins."""
 
     @abstractmethod
     def write(self, data: Buffer) -> None:
@@ -102,9 +102,14 @@ class WriteHandle(ABC):
         then only `abort` is of use.
         """
 
+    def write_many(self, parts: Sequence[bytes | memoryview]) -> None:
+        """Append all of ``parts``, as `write` does each."""
+        for part in parts:
+            self.write(part)
+
     @abstractmethod
     def finish(self) -> int:
-        """Everything on storage, and durable where `Store.create` was asked so; returns the size in bytes.
+        """Bring everything to storage, durable where `Store.create` was asked so; returns the size in bytes.
 
         Raises `CheckpointConflictError` if another process has ended its upload (`Store.abort_uploads`).
         The name itself is durable only after `Store.sync`, once for all files of a folder. Idempotent.

@@ -23,7 +23,6 @@ from dcp.storage.stores.base import (
     Store,
     StoreType,
     Version,
-    content_version,
 )
 from dcp.storage.stores.handles import Buffer, ReadHandle, WriteHandle, byte_view
 from dcp.storage.stores.names import check_name, is_name
@@ -49,7 +48,7 @@ _FOLDERS_GUARD = threading.Lock()
 
 
 def folder_names() -> list[str]:
-    """Names of the stores that have files, in no order."""
+    """Return the names of the stores that have files, in no order."""
     with _FOLDERS_GUARD:
         return [name for name, folder in _FOLDERS.items() if folder.files]
 
@@ -65,20 +64,20 @@ class MemoryStore(Store):
             self._folder = _FOLDERS.setdefault(name, _MemoryFolder())
 
     def make_root(self) -> None:
-        """Nothing to do: the folder exists as long as the process."""
+        """Do nothing: the folder exists as long as the process."""
 
     def list(self) -> list[FileInfo]:
-        """A snapshot; files that are being written are listed with their size so far."""
+        """Return a snapshot; files that are being written are listed with their size so far."""
         with self._folder.guard:
             return [_file_info(name, file) for name, file in sorted(self._folder.files.items())]
 
     def stat(self, name: str) -> FileInfo | None:
-        """The size so far, for a file that is being written."""
+        """Return the size so far, for a file that is being written."""
         file = self._folder.files.get(check_name(name))
         return _file_info(name, file) if file else None
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
-        """A copy of the file."""
+        """Return a copy of the file."""
         data = self._file(name).data
         if len(data) > limit_bytes:
             raise CheckpointFormatError(
@@ -90,13 +89,13 @@ class MemoryStore(Store):
         return bytes(data)
 
     def open_read(self, name: str, *, expected_bytes: int | None = None) -> ReadHandle:
-        """The handle keeps the file's memory, also when the file is deleted or replaced."""
+        """Open a file; the handle keeps the file's memory, also when the file is deleted or replaced."""
         return _MemoryReadHandle(name, self.path_of(name), self._file(name))
 
     def create(
         self, name: str, *, durable: bool, expected_bytes: int | None = None, replace: bool = False
     ) -> WriteHandle:
-        """The file grows in memory; sizes and durability have no effect."""
+        """Begin a file, which grows in memory; sizes and durability have no effect."""
         file = _MemoryFile(bytearray(), time.time())
         with self._folder.guard:
             if replace:
@@ -106,9 +105,9 @@ class MemoryStore(Store):
         return _MemoryWriteHandle(name, self, file)
 
     def version(self, name: str) -> Version | None:
-        """A digest of the content."""
+        """Return a digest of the content."""
         file = self._folder.files.get(check_name(name))
-        return content_version(bytes(file.data)) if file else None
+        return Version(bytes(file.data)) if file else None
 
     def publish(self, name: str, data: bytes, *, durable: bool, expected: Expected = ANY) -> Version:
         """Compare and replace under one mutex."""
@@ -117,7 +116,7 @@ class MemoryStore(Store):
             if expected is not ANY and self.version(name) != expected:
                 raise self.conflict(name)
             self._folder.files[check_name(name)] = new
-        return content_version(data)
+        return Version(data)
 
     def delete(self, name: str) -> None:
         """Open read handles still read it."""
@@ -134,7 +133,7 @@ class MemoryStore(Store):
 
     @contextmanager
     def lock(self, *, timeout_seconds: float) -> Iterator[None]:
-        """Between threads: other processes have a folder of their own."""
+        """Hold a lock between threads: other processes have a folder of their own."""
         if not self._folder.advisory.acquire(timeout=max(0.0, timeout_seconds)):
             raise StorageError(
                 f"{self.url} is locked by another thread, and was still after {timeout_seconds:g} seconds",
@@ -148,17 +147,17 @@ class MemoryStore(Store):
             self._folder.advisory.release()
 
     def sync(self) -> None:
-        """Nothing to do: nothing is durable here."""
+        """Do nothing: nothing is durable here."""
 
     def remove_root(self) -> None:
-        """Nothing to do: an empty folder takes no space, and a store object may still refer to it."""
+        """Do nothing: an empty folder takes no space, and a store object may still refer to it."""
 
     def folders(self) -> Sequence[str]:
-        """Only folders with files directly in them: empty ones are what looking at a name leaves."""
+        """Return only folders with files directly in them: empty ones are what looking at a name leaves."""
         return sorted(name for name in self._below() if "/" not in name and is_name(name))
 
     def tree(self) -> Iterator[tuple[str, FileInfo]]:
-        """The files of the other stores whose names begin as this one's, and of this one."""
+        """Yield the files of the other stores whose names begin as this one's, and of this one."""
         for info in self.list():
             yield "", info
         for folder in sorted(self._below(), key=lambda name: f"{name}/"):

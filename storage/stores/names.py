@@ -1,4 +1,4 @@
-"""What files and places may be called."""
+"""Names that files and places may have."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAME_LIMIT_BYTES: Final = 255
 
 
 def check_name(name: str) -> str:
-    """``name`` itself if it is one plain path component that a file of a store may have.
+    """Return ``name`` itself if it is one plain path component that a file of a store may have.
 
     Raises `CheckpointFormatError` otherwise: names come out of metadata that others wrote, and must not
     reach outside of the folder.
@@ -51,7 +51,7 @@ def is_name(name: str) -> bool:
 
 
 def place_text(place: object) -> str:
-    """The path or URL that names a place, as text; `StorageError` for what names none."""
+    """Return the path or URL that names a place, as text; `StorageError` for what names none."""
     text = os.fspath(place) if isinstance(place, os.PathLike) else place
     if not isinstance(text, str):
         raise StorageError(

@@ -2,7 +2,7 @@
 
 Kinds of stores are declared beside each store (`STORE_TYPE`). Others are registered by `register_store`, or
 by a package whose metadata names them: the entry point group `dcphub.stores`, with a name for each scheme.
-These are read when a scheme is asked for that is none of ours. Whatever is left is for fsspec to know.
+These are read when a scheme is asked for that is not built in. Whatever is left is for fsspec to know.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _MOOT_LOCALLY: Final = frozenset({"auto_mkdir"})
 def open_store(
     checkpoint_id: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
 ) -> Store:
-    """The store of a checkpoint: a path, ``file:///path``, ``memory://name`` (this process only), ``s3://``
-    or any other URL that fsspec has a file system for.
+    """Return the store of a checkpoint: a path, ``file:///path``, ``memory://name`` (this process only),
+    ``s3://`` or any other URL that fsspec has a file system for.
 
     ``storage_options`` are those of the file system, as all users of fsspec pass them, and ours of
     `dcp.storage.stores.objects.options.ObjectOptions`. Nothing is touched yet. Raises `StorageError` for what
@@ -63,11 +63,12 @@ def open_store(
 
 
 def type_of_place(place: str) -> StoreType:
-    """The kind of store of a path or URL. Raises `StorageError` for what names no place."""
+    """Return the kind of store of a path or URL. Raises `StorageError` for what names no place."""
     url = _URL.fullmatch(place)
     if url is None and ":" in place:
         _refuse_mangled(place)
-    return _store_type_of(url[1].lower() if url is not None else "file")
+    scheme = url[1].lower() if url is not None else "file"
+    return _BY_SCHEME[scheme] if scheme in _BY_SCHEME else _type_of_package(scheme)
 
 
 def _refuse_mangled(text: str) -> None:
@@ -109,18 +110,15 @@ def register_store(store_type: StoreType) -> None:
     _BY_SCHEME.update(dict.fromkeys(store_type.schemes, store_type))
 
 
-def _store_type_of(scheme: str) -> StoreType:
-    """The kind of store of a scheme in lower case; that of object services where nobody else has registered
-    it."""
-    if scheme not in _BY_SCHEME:
-        found = loaded_extension(_GROUP, scheme)
-        if found is not None and not (isinstance(found, StoreType) and scheme in found.schemes):
-            raise StorageError(
-                f"the entry point {scheme} of the group {_GROUP} is no StoreType of that scheme: "
-                f"{found!r:.200}",
-                op="open",
-            )
-        _BY_SCHEME[scheme] = OBJECTS if found is None else found
+def _type_of_package(scheme: str) -> StoreType:
+    """Return the kind of store that another package has for a scheme; that of object services if none has."""
+    found = loaded_extension(_GROUP, scheme)
+    if found is not None and not (isinstance(found, StoreType) and scheme in found.schemes):
+        raise StorageError(
+            f"the entry point {scheme} of the group {_GROUP} is no StoreType of that scheme: {found!r:.200}",
+            op="open",
+        )
+    _BY_SCHEME[scheme] = OBJECTS if found is None else found
     return _BY_SCHEME[scheme]
 
 
@@ -135,12 +133,13 @@ class OpenWith:
     def __init__(
         self, storage_options: Mapping[str, Any] | None = None, *, through_fsspec: bool = False
     ) -> None:
-        check_storage_options(storage_options)
+        if storage_options is not None:
+            check_storage_options(storage_options)
         self.storage_options: dict[str, Any] = dict(storage_options or {})
         self.through_fsspec = through_fsspec
 
     def __call__(self, checkpoint_id: str | os.PathLike[str]) -> Store:
-        """The store of a path or URL; nothing is touched. Raises what `open_store` raises."""
+        """Return the store of a path or URL; nothing is touched. Raises what `open_store` raises."""
         options, text = self.storage_options, place_text(checkpoint_id)
         if self.through_fsspec:
             if _MEMORY.match(text):

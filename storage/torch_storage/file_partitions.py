@@ -1,20 +1,20 @@
-"""One rank's share of a save as data files: rows by file, and the places of what was written."""
+"""Partitions of a rank's share of a save: the rows of each data file, and the places of what was written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 
-from dcp.storage.engine.memory import gather_small
+from dcp.storage.engine.memory import gather_small, item_view, view
 from dcp.storage.engine.observers import Observer, see_all, see_many_in_all
-from dcp.storage.engine.write import JOINED_BYTES, DataFile
+from dcp.storage.engine.write import JOINED_BYTES, WHOLE_BYTES, DataFile, Payload
 from dcp.storage.engine.write_tables import CHUNK_COLUMNS, OBJECT_COLUMNS, WriteColumns, WriteOutcome
-from dcp.storage.formats.index import Int64, starts
+from dcp.storage.formats.index import Int64, itemsizes, starts
 from dcp.storage.geometry.ragged import expand_ranges
 from dcp.storage.tensors import LocalMemory, byte_pieces, narrow
 
@@ -24,6 +24,9 @@ _ALIKE_FROM = 8
 """Tensors of one dtype and shape, one after the other, from which on they are written together."""
 
 _ALIKE_BYTES = 256 << 10
+_MOST_TOGETHER = 256
+_TOGETHER_BYTES = (128 << 10, WHOLE_BYTES)
+"""Of copies that were made to be written, less: they are to be in the cache still."""
 
 
 class EncodedObjects(NamedTuple):
@@ -54,7 +57,8 @@ class FilePartition:
 class PartitionWriter:
     """Writes what ``columns`` say of the tensors in ``memory``, and ``objects``, one for each of their rows.
 
-    ``on_bytes`` is called with the payload bytes of what was written, from the writing threads.
+    ``new_file`` makes a data file of a number, for so many payload bytes in so many records. ``on_bytes`` is
+    called with the payload bytes of what was written, from the writing threads.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class PartitionWriter:
         columns: WriteColumns,
         memory: LocalMemory,
         objects: EncodedObjects,
+        new_file: Callable[[int, int, int], DataFile],
         on_bytes: Callable[[int], None] | None,
         observers: Sequence[Observer] = (),
     ) -> None:
@@ -69,33 +74,38 @@ class PartitionWriter:
         self._memory = memory
         self._objects = objects
         self._blobs = list(dict.fromkeys(objects.blobs))
+        self._new_file = new_file
+        self._on_bytes = on_bytes
         self._observers = observers
-        self._on_bytes = on_bytes if on_bytes is not None else _ignore
         self._dtype_codes = memory.dtype_codes[columns.sources]
         self.payload_bytes = columns.payload_bytes(memory.dtype_codes)
+        tensor_bytes = memory.volumes[columns.sources] * itemsizes(self._dtype_codes)
+        self._is_whole = memory.is_plain[columns.sources] & (self.payload_bytes == tensor_bytes)
+        self.files: dict[int, DataFile] = {}
 
-    def sizes(self, partition: FilePartition) -> tuple[int, int, int]:
-        """Bytes of payloads, their number, and bytes of objects."""
-        objects = sum(map(len, self._blobs)) if partition.with_objects else 0
-        return int(self.payload_bytes[partition.rows].sum()), len(partition.rows), objects
-
-    def write(self, file: DataFile, partition: FilePartition) -> Int64:
-        """Write the rows and objects of a partition, and finish its file; returns `OBJECT_COLUMNS` of each
+    def write(self, number: int, partition: FilePartition) -> Int64:
+        """Write the rows and objects of a partition as the file ``number``; returns `OBJECT_COLUMNS` of each
         object."""
+        size_bytes, rows = int(self.payload_bytes[partition.rows].sum()), partition.rows
+        if partition.with_objects:
+            size_bytes += sum(map(len, self._blobs))
+        # Created only now: with a file for each tensor there may be more than a process can have open.
+        file = self.files[number] = self._new_file(number, size_bytes, len(rows))
         objects = np.zeros((0, OBJECT_COLUMNS), np.int64)
         if partition.with_objects:
             stored = dict(zip(self._blobs, file.blobs(self._blobs), strict=True))
-            objects = np.array([stored[blob] for blob in self._objects.blobs], np.int64)
-        for rows in self._alike(partition.rows):
-            if len(rows) >= _ALIKE_FROM and self.payload_bytes[rows[0]] <= JOINED_BYTES:
-                self._write_alike(file, rows)
+            objects = np.array(list(map(stored.__getitem__, self._objects.blobs)), np.int64)
+        for some, are_alike in self._runs(rows) if len(rows) >= _ALIKE_FROM else [(rows, False)]:
+            if are_alike:
+                self._write_alike(file, some)
             else:
-                self._write_each(file, rows)
+                self._write_each(file, some)
         file.finish()
         return objects.reshape(-1, OBJECT_COLUMNS)
 
-    def _alike(self, rows: Int64) -> Iterator[Int64]:
-        """``rows``, cut wherever the dtype or the extent of the box changes."""
+    def _runs(self, rows: Int64) -> list[tuple[Int64, bool]]:
+        """Split ``rows`` into (those that are many, small, and of one dtype and extent: True; others:
+        False)."""
         start, sizes = self._columns.box_start, self._columns.sizes
         ndims, codes = np.diff(start)[rows], self._dtype_codes[rows]
         differs = (codes[1:] != codes[:-1]) | (ndims[1:] != ndims[:-1])
@@ -104,74 +114,89 @@ class PartitionWriter:
             counts = ndims[compared]
             before, after = (sizes[expand_ranges(start[rows[compared + step]], counts)] for step in (0, 1))
             differs[compared] = np.logical_or.reduceat(before != after, starts(counts)[:-1])
-        edges = [0, *(np.flatnonzero(differs) + 1).tolist(), len(rows)]
-        for begin, end in pairwise(edges):
-            if begin < end:
-                yield rows[begin:end]
+        begins = np.flatnonzero(np.append(True, differs))
+        are_alike = np.diff(begins, append=len(rows)) >= _ALIKE_FROM
+        are_alike &= self.payload_bytes[rows[begins]] <= JOINED_BYTES
+        kept = np.append(True, are_alike[1:] | are_alike[:-1])
+        pieces = np.split(rows, begins[kept][1:])
+        return list(zip(pieces, are_alike[kept].tolist(), strict=True))
 
     def _write_each(self, file: DataFile, rows: Int64) -> None:
-        """Write tensors of one dtype and shape one by one."""
-        columns, tensors = self._columns, self._memory.tensors
-        code, sizes = int(self._dtype_codes[rows[0]]), columns.of_row(columns.sizes, int(rows[0]))
-        for row, number in zip(rows.tolist(), columns.sources[rows].tolist(), strict=True):
-            source = tensors[number]
-            if source.shape != sizes:
-                source = narrow(source, columns.of_row(columns.local_offsets, row), sizes)
-            see = partial(see_all, self._observers, row) if self._observers else None
-            file.tensor(code, sizes, source.nbytes, byte_pieces(source), self._on_bytes, see)
+        """Write tensors of any kind, small ones together."""
+        columns, memory, batch, batch_bytes = self._columns, self._memory, list[Payload](), 0
+        starts, sizes, payloads = map(item_view, (columns.box_start, columns.sizes, self.payload_bytes))
+        sources, codes, whole = map(item_view, (columns.sources, self._dtype_codes, self._is_whole))
+        pointers = item_view(memory.pointers)
+        for row in rows.tolist():
+            box, source, size_bytes = slice(starts[row], starts[row + 1]), sources[row], payloads[row]
+            shape = tuple(sizes[box])
+            if whole[row]:
+                pieces: Iterable[bytes | memoryview] = (view(pointers[source], size_bytes),)
+            else:
+                tensor = memory.tensors[source]
+                if tensor.shape != shape:
+                    tensor = narrow(tensor, tuple(columns.local_offsets[box].tolist()), shape)
+                pieces = byte_pieces(tensor)
+            small = pieces if isinstance(pieces, tuple) and size_bytes <= WHOLE_BYTES else None
+            if small is not None:
+                batch.append(Payload(row, codes[row], shape, small[0]))
+                batch_bytes += size_bytes
+                if batch_bytes < _TOGETHER_BYTES[whole[row]] and len(batch) < _MOST_TOGETHER:
+                    continue
+            self._write_whole(file, batch, batch_bytes)
+            batch, batch_bytes = [], 0
+            if small is None:
+                see = partial(see_all, self._observers, row) if self._observers else None
+                file.tensor(codes[row], shape, size_bytes, pieces, self._on_bytes, see)
+        self._write_whole(file, batch, batch_bytes)
+
+    def _write_whole(self, file: DataFile, batch: Sequence[Payload], size_bytes: int) -> None:
+        if batch:
+            file.whole(batch, partial(see_all, self._observers) if self._observers else None)
+            if self._on_bytes is not None:
+                self._on_bytes(size_bytes)
 
     def _write_alike(self, file: DataFile, rows: Int64) -> None:
         """Write small tensors of one dtype and shape, many at a time where each is all of its memory."""
-        columns, memory = self._columns, self._memory
-        code, sizes = int(self._dtype_codes[rows[0]]), columns.of_row(columns.sizes, int(rows[0]))
-        size, sources = int(self.payload_bytes[rows[0]]), columns.sources[rows]
-        is_whole = memory.is_plain[sources] & (memory.volumes[sources] == np.prod(sizes, dtype=np.int64))
+        columns, memory, first = self._columns, self._memory, int(rows[0])
+        shape = tuple(columns.sizes[columns.box_start[first] : columns.box_start[first + 1]].tolist())
+        size = int(self.payload_bytes[first])
         step = max(1, _ALIKE_BYTES // max(size, 256))
         for begin in range(0, len(rows), step):
-            if not is_whole[begin : begin + step].all():
-                self._write_each(file, rows[begin : begin + step])
+            some = rows[begin : begin + step]
+            if not self._is_whole[some].all():
+                self._write_each(file, some)
                 continue
-            payloads = gather_small(memory.pointers[sources[begin : begin + step]], size)
-            see_many_in_all(self._observers, rows[begin : begin + step], payloads)
-            file.alike(code, sizes, payloads)
-            self._on_bytes(payloads.nbytes)
+            payloads = gather_small(memory.pointers[columns.sources[some]], size)
+            see_many_in_all(self._observers, some, payloads)
+            file.alike(int(self._dtype_codes[first]), shape, payloads)
+            if self._on_bytes is not None:
+                self._on_bytes(payloads.nbytes)
 
-    def outcome(
-        self,
-        files: Sequence[DataFile],
-        partitions: Sequence[FilePartition],
-        objects: Sequence[Int64],
-    ) -> WriteOutcome:
-        """The places of all rows, in their order; shared rows get the place of the row they share.
+    def outcome(self, partitions: Sequence[FilePartition], objects: Sequence[Int64]) -> WriteOutcome:
+        """Return the places of all rows, in their order; shared rows get the place of the row they share.
 
-        ``objects`` are what `write` returned of each partition.
+        ``partitions`` are those of `files`, in order, ``objects`` what `write` returned of each.
         """
+        files = [self.files[number] for number in sorted(self.files)]
+        tables, crcs, places = [], [], []
+        for number, (file, objects_of_file) in enumerate(zip(files, objects, strict=True)):
+            chunks = np.array(file.chunks, np.int64).reshape(-1, CHUNK_COLUMNS)
+            tables.append(np.insert(chunks, 0, number, axis=1))
+            crcs.append(np.array(file.crcs, np.uint32))
+            places.append(np.insert(objects_of_file, 0, number, axis=1))
+        table = np.concatenate(tables)
         shares = self._columns.shares
         take = np.empty(len(shares), np.int64)  # by row its place among all that was written
-        take[np.concatenate([partition.rows for partition in partitions])] = np.arange(
-            sum(len(partition.rows) for partition in partitions)
-        )
+        take[np.concatenate([partition.rows for partition in partitions])] = np.arange(len(table))
         sharing = np.flatnonzero(shares >= 0)
         take[sharing] = take[shares[sharing]]
-        tables, crcs = [], []
-        for file in files:
-            tables.append(file.rows.table())
-            crcs.append(np.array(file.rows.crcs, np.uint32))
-        chunks = np.concatenate(tables)
-        counts = chunks[:, CHUNK_COLUMNS - 1]
-        crc_rows = expand_ranges(starts(counts)[:-1][take], counts[take])
-        numbers = np.repeat(np.arange(len(files)), list(map(len, tables)))
+        counts = table[:, CHUNK_COLUMNS]
         return WriteOutcome(
-            files=[file.name for file in files],
-            file_sizes=[file.size_bytes for file in files],
-            chunks=np.column_stack([numbers, chunks])[take],
-            crcs=np.concatenate(crcs)[crc_rows],
-            objects=np.concatenate(
-                [np.insert(places, 0, number, axis=1) for number, places in enumerate(objects)]
-            ),
+            files=list(map(attrgetter("name"), files)),
+            file_sizes=list(map(attrgetter("size_bytes"), files)),
+            chunks=table[take],
+            crcs=np.concatenate(crcs)[expand_ranges(starts(counts)[:-1][take], counts[take])],
+            objects=np.concatenate(places),
             object_values=list(self._objects.plain),
         )
-
-
-def _ignore(size_bytes: int) -> None:
-    """The progress of a save that nobody watches."""

@@ -26,7 +26,7 @@ class _OneFormatReader(FileSystemReader):
 
     @property
     def place(self) -> SourcePlace:
-        """The folder or file of the current id; `PlanError` without one."""
+        """Return the folder or file of the current id; `PlanError` without one."""
         if not self.path:
             raise OptionError(
                 f"{type(self).__name__} was given no checkpoint_id, neither here nor by dcp.load"
@@ -34,7 +34,7 @@ class _OneFormatReader(FileSystemReader):
         return super().place
 
     def read_index(self, rank: int | None = None, *, own_rank: int | None = None) -> CheckpointIndex:
-        """As `FileSystemReader.read_index`; `UnsupportedFormatError` for another format."""
+        """Read as `FileSystemReader.read_index`; `UnsupportedFormatError` for another format."""
         index = super().read_index(rank, own_rank=own_rank)
         if index.format not in self.formats:
             raise UnsupportedFormatError(

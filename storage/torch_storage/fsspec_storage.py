@@ -124,7 +124,8 @@ class FsspecReader(FileSystemReader):
 
 
 def _is_known(checkpoint_id: str | os.PathLike[str]) -> bool:
-    """As torch's: without making a file system, for which credentials or a package may be missing."""
+    """Return whether it is known, as torch does, without making a file system, for which credentials or a
+    package may be missing."""
     if isinstance(checkpoint_id, Path):
         return False
     from fsspec import available_protocols

@@ -20,7 +20,8 @@ __all__ = ["WrittenItem", "write_items"]
 
 
 class WrittenItem(NamedTuple):
-    """Where one written item is: the ``storage_data`` of its WriteResult, plain enough for any collective."""
+    """The place of one written item: the ``storage_data`` of its WriteResult, plain enough for any
+    collective."""
 
     file: str
     record_offset: int
@@ -35,7 +36,7 @@ def write_items(
     items: Sequence[WriteItem],
     planner: SavePlanner,
     new_file: Callable[[int, int], DataFile],
-    sync: Callable[[], None],
+    sync: Callable[[], None] | None,
     *,
     single_file: bool,
 ) -> list[WriteResult]:
@@ -52,7 +53,8 @@ def write_items(
                 files.append(new_file(_payload_bytes(part), len(part)))
                 results += [_write_item(files[-1], planner, item) for item in part]
                 files[-1].finish()
-        sync()
+        if sync is not None:
+            sync()
     except BaseException:
         for file in files:
             file.abort()
@@ -61,7 +63,7 @@ def write_items(
 
 
 def _payload_bytes(items: Sequence[WriteItem]) -> int:
-    """Of the tensors; values are small, and known only later."""
+    """Return the bytes of the tensors; values are small, and known only later."""
     tensors = [item.tensor_data for item in items if item.tensor_data is not None]
     return sum(math.prod(data.chunk.sizes) * data.properties.dtype.itemsize for data in tensors)
 
@@ -95,7 +97,7 @@ def _write_tensor(file: DataFile, item: WriteItem, data: object) -> WriteResult:
         )
     code = dtype_code(tensor.dtype, fqn=fqn)
     file.tensor(code, sizes, tensor.nbytes, byte_pieces(tensor))
-    record_offset, record_length, payload_offset, payload_length, count = file.rows.chunks[-CHUNK_COLUMNS:]
-    crcs = tuple(file.rows.crcs[len(file.rows.crcs) - count :])
+    record_offset, record_length, payload_offset, payload_length, count = file.chunks[-CHUNK_COLUMNS:]
+    crcs = tuple(file.crcs[len(file.crcs) - count :])
     place = WrittenItem(file.name, record_offset, record_length, payload_offset, payload_length, crcs, code)
     return WriteResult(item.index, tensor.nbytes, place)

@@ -31,7 +31,8 @@ VERSION = "1.0.0"
 
 
 def metadata_from_index(index: CheckpointIndex, storage_meta: StorageMeta | None = None) -> Metadata:
-    """torch's object tree for ``index``: what stock's planners and readers expect from ``read_metadata``."""
+    """Return torch's object tree for ``index``: what stock's planners and readers expect from
+    ``read_metadata``."""
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     storage_data: dict[MetadataIndex, StorageInfo] = {}
     for tensor, fqn in enumerate(index.fqns):
@@ -93,8 +94,8 @@ class LazyMetadata(Metadata):
     def of(
         cls, source: Callable[[], CheckpointIndex], storage_meta: StorageMeta | None = None
     ) -> LazyMetadata:
-        """Metadata of the index that ``source`` gives (from memory, or by reading the manifest); asked
-        once."""
+        """Return the metadata of the index that ``source`` gives (from memory, or by reading the manifest);
+        asked once."""
         lazy = cls.__new__(cls)
         lazy.__dict__["_source"] = source
         lazy.__dict__["_storage_meta"] = storage_meta
@@ -117,7 +118,7 @@ class LazyMetadata(Metadata):
 
     @property
     def index(self) -> CheckpointIndex:
-        """The columns behind it."""
+        """Return the columns behind it."""
         index: CheckpointIndex | None = self.__dict__.get("_index")
         if index is None:
             index = self.__dict__["_index"] = self.__dict__["_source"]()
@@ -125,13 +126,13 @@ class LazyMetadata(Metadata):
 
     @property
     def has_index(self) -> bool:
-        """False for one that `dataclasses.replace` made of plain fields."""
+        """Return False for one that `dataclasses.replace` made of plain fields."""
         return "_source" in self.__dict__
 
 
 def index_from_results(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> CheckpointIndex:
-    """The index of a save made through torch's interface: the planner's ``metadata`` and where things were
-    put.
+    """Return the index of a save made through torch's interface: the planner's ``metadata`` and where things
+    were put.
 
     Raises PlanError if a chunk or object of the metadata was not written, or not with its dtype.
     """

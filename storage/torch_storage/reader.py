@@ -44,7 +44,7 @@ from dcp.storage.formats.registry import format_of
 from dcp.storage.formats.torch.python_values import decode_value
 from dcp.storage.formats.torch.zip_reader import LOCAL_SIGNATURE, check_entries
 from dcp.storage.stores import OpenStore, open_store
-from dcp.storage.stores.base import FileInfo, Store
+from dcp.storage.stores.base import FileInfo, Store, traffic_since
 from dcp.storage.torch_storage.destinations import Filled, read_into
 from dcp.storage.torch_storage.metadata import LazyMetadata
 from dcp.storage.torch_storage.writer import NoFileSystem, is_supported
@@ -155,7 +155,8 @@ class FileSystemReader(NoFileSystem, StorageReader):
     @property
     def traffic(self) -> dict[str, float]:
         """Return what this load asked of the storage's service so far: see `Store.traffic`."""
-        return {} if self._place is None else self.store.traffic_since(self._traffic_before)
+        now = {} if self._place is None else self.store.traffic()
+        return traffic_since(now, self._traffic_before) if now else {}
 
     @property
     def index(self) -> CheckpointIndex | None:

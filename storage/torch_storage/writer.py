@@ -26,12 +26,12 @@ from torch.futures import Future
 
 from dcp.storage import commit
 from dcp.storage.engine.observers import Observer
-from dcp.storage.engine.write import DataFile, data_file_name, file_bytes
+from dcp.storage.engine.write import DataFile, data_file_name
 from dcp.storage.engine.write_tables import WriteColumns, WriteOutcome
 from dcp.storage.errors import CheckpointConflictError, CheckpointError, OptionError, PlanError
 from dcp.storage.formats.index import CheckpointIndex, Int64
 from dcp.storage.stores import OpenStore, open_store
-from dcp.storage.stores.base import Store
+from dcp.storage.stores.base import Store, traffic_since
 from dcp.storage.tensors import LocalMemory, finish_device_work
 from dcp.storage.threads import WorkerThreads
 from dcp.storage.torch_compat import StorageInfo
@@ -45,13 +45,16 @@ _TWO_FILES_ABOVE_BYTES = 64 << 20
 """Without fsync one file's inode lock bounds the page cache's copy; two files of one rank go twice as
 fast."""
 
+_TWO_FILES_MEAN_BYTES = 128 << 10
+"""Threads that write smaller tensors wait for the interpreter's lock more than for the inode's."""
+
 
 class NoFileSystem:
     """Refuses torch's ``fs``: who sets it, to encrypt perhaps, must not find that nothing goes through it."""
 
     @property
     def fs(self) -> Any:
-        """There is none."""
+        """Raise AttributeError: there is none."""
         raise AttributeError(f"{type(self).__name__} has no fs; its store is .store, made by open_store")
 
     @fs.setter
@@ -68,7 +71,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
     The constructor's arguments are torch's. ``path`` may be a path or a ``scheme://`` URL. ``sync_files``
     makes data and commit durable before a save returns; without it a power cut within the next half minute
     or so may take the checkpoint, and the one that it replaces with it. ``thread_count`` is a lower bound for
-    the files (and threads) a rank writes; without fsync a large share is written as two files anyway.
+    the files (and threads) a rank writes; without fsync a share of large tensors is written as two anyway.
     ``single_file_per_rank=False`` gives each tensor its own file. ``per_thread_copy_ahead`` is accepted for
     compatibility. As torch's it is a stager, too, and ``cache_staged_state_dict`` is for that: but
     `dcp.async_save` stages in its own way, or by the ``stage`` of a subclass. ``torch_compatible=False``
@@ -129,7 +132,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         self._previous: commit.Previous | None = None
         self._store: Store | None = None
         self._traffic_before: dict[str, float] = {}
-        self.save_id = _new_save_id()
+        self.save_id = uuid.uuid4().hex[:8]
 
     # -- torch's interface -----------------------------------------------------------------------------------
 
@@ -143,7 +146,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         self._begun = False
         self._made_root = False
         self._files_written = 0
-        self.save_id = _new_save_id()
+        self.save_id = uuid.uuid4().hex[:8]
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -159,7 +162,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
 
     @property
     def store(self) -> Store:
-        """The store of the current id."""
+        """Return the store of the current id."""
         if self._store is None:
             self._store = self.open_store(self.path)
             self._traffic_before = self._store.traffic()
@@ -168,7 +171,8 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
     @property
     def traffic(self) -> dict[str, float]:
         """Return what this save asked of the storage's service so far: see `Store.traffic`."""
-        return {} if self._store is None else self._store.traffic_since(self._traffic_before)
+        now = {} if self._store is None else self._store.traffic()
+        return traffic_since(now, self._traffic_before) if now else {}
 
     def storage_meta(self) -> StorageMeta:
         """Return what planners and `.metadata` learn about this save."""
@@ -210,9 +214,10 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
             self.rank, self.save_id = plan.storage_data
             if self.store.stat(data_file_name(self.rank, 0, self.save_id)) is not None:
                 # torch's plan cache repeats the storage_data of an earlier save to the same id
-                self.save_id = _new_save_id()
+                self.save_id = uuid.uuid4().hex[:8]
+        sync = self.store.sync if self.sync_files else None
         results = write_items(
-            plan.items, planner, self._new_file, self._sync, single_file=self.single_file_per_rank
+            plan.items, planner, self._next_file, sync, single_file=self.single_file_per_rank
         )
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -243,22 +248,22 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
 
     @property
     def names(self) -> commit.Names:
-        """The files that publish this save."""
+        """Return the files that publish this save."""
         return commit.Names() if self.use_collectives else commit.Names.of_rank(self.rank)
 
     def prepare(self) -> None:
-        """On the coordinator, before anything is written: make the folder, remember what is to be
+        """Make the folder, on the coordinator before anything is written, and remember what is to be
         replaced."""
         self._made_root = not self.store.exists()
         self.store.make_root()
         if not self.use_collectives and any(map(self.store.stat, vars(commit.Names()).values())):
             raise CheckpointConflictError(
-                f"{self.store.url} holds a checkpoint that ranks saved together, which readers would go on "
-                "loading instead of what each rank saves on its own; save to another id",
+                f"{self.store.url} holds a checkpoint that ranks saved together, which readers would still "
+                "load instead of what each rank saves on its own; save to another id",
                 path=self.store.url,
             )
         self._previous = commit.previous_state(self.store, self.names)
-        if self._previous.exists and not self.overwrite:
+        if not self.overwrite and self._previous.exists:
             raise CheckpointConflictError(
                 f"{self.store.url}: Checkpoint already exists and overwrite=False; save to another id",
                 path=self.store.url,
@@ -316,23 +321,19 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
             with contextlib.suppress(CheckpointError):
                 self.store.remove_root()
 
-    def _create(self, number: int, payload_bytes: int, records: int, other_bytes: int = 0) -> DataFile:
-        expected = file_bytes(payload_bytes, records, torch_compatible=self.torch_compatible)
+    def _new_file(self, number: int, payload_bytes: int, records: int) -> DataFile:
         return DataFile(
             self.store,
             data_file_name(self.rank, number, self.save_id),
             durable=self.sync_files,
             torch_compatible=self.torch_compatible,
-            expected_bytes=expected + other_bytes,
+            payload_bytes=payload_bytes,
+            records=records,
         )
 
-    def _new_file(self, payload_bytes: int, records: int) -> DataFile:
+    def _next_file(self, payload_bytes: int, records: int) -> DataFile:
         self._files_written += 1
-        return self._create(self._files_written - 1, payload_bytes, records)
-
-    def _sync(self) -> None:
-        if self.sync_files:
-            self.store.sync()
+        return self._new_file(self._files_written - 1, payload_bytes, records)
 
     # -- columns ---------------------------------------------------------------------------------------------
 
@@ -351,37 +352,34 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         has a number for each local tensor: those of different numbers go into different files.
         ``observers`` see the payloads.
         """
-        writing = PartitionWriter(columns, memory, objects, on_bytes, observers)
+        writing = PartitionWriter(columns, memory, objects, self._new_file, on_bytes, observers)
         own = columns.own_rows
         parts = self._partitions(own, writing.payload_bytes[own], bool(objects.blobs))
         if apart is not None:
             parts = [one for part in parts for one in part.split(apart[columns.sources])]
         if not parts:
-            return _empty_outcome(len(columns.shares))
-        files: dict[int, DataFile] = {}
-
-        def write(number: int, part: FilePartition) -> Int64:
-            # Created only now: with a file for each tensor there may be more than a process can have open.
-            file = files[number] = self._create(number, *writing.sizes(part))
-            return writing.write(file, part)
-
+            if len(columns.shares):
+                raise PlanError("every row of a write plan shares another row's payload")
+            return WriteOutcome()
         numbers = range(self._files_written, self._files_written + len(parts))
         self._files_written += len(parts)
         try:
             if len(parts) == 1:
-                placed = [write(numbers[0], parts[0])]
+                placed = [writing.write(numbers[0], parts[0])]
             else:
                 finish_device_work(memory.tensors)
                 with WorkerThreads(min(len(parts), max(2, self.thread_count)), "dcp-write") as pool:
-                    placed = list(pool.map(write, numbers, parts))
+                    placed = list(pool.map(writing.write, numbers, parts))
         except BaseException:
-            for file in files.values():
+            for file in writing.files.values():
                 file.abort()
             raise
-        self._sync()
-        return writing.outcome([files[number] for number in numbers], parts, placed)
+        if self.sync_files:
+            self.store.sync()
+        return writing.outcome(parts, placed)
 
     def _partitions(self, rows: Int64, payloads: Int64, has_objects: bool) -> list[FilePartition]:
+        """Deal ``rows`` of so many ``payloads`` bytes to files; objects go into one of them."""
         if not len(rows) and not has_objects:
             return []
         if not self.single_file_per_rank and len(rows):
@@ -391,12 +389,13 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
             return parts
         total = int(payloads.sum())
         count = self.thread_count
-        if not self.sync_files and total >= _TWO_FILES_ABOVE_BYTES:
+        if not self.sync_files and total >= max(_TWO_FILES_ABOVE_BYTES, len(rows) * _TWO_FILES_MEAN_BYTES):
             count = max(count, 2)
-        count = max(1, min(count, len(rows)))
+        if min(count, len(rows)) <= 1:
+            return [FilePartition(rows, has_objects)]
+        count = min(count, len(rows))
         numbers = np.minimum(count - 1, (np.cumsum(payloads) - payloads) * count // max(total, 1))
         parts = [FilePartition(part) for number in range(count) if len(part := rows[numbers == number])]
-        parts = parts or [FilePartition(rows)]
         parts[0].with_objects = has_objects
         return parts
 
@@ -408,14 +407,3 @@ def is_supported(checkpoint_id: str | os.PathLike[str]) -> bool:
     except CheckpointError:
         return False
     return True
-
-
-def _new_save_id() -> str:
-    return uuid.uuid4().hex[:8]
-
-
-def _empty_outcome(rows: int) -> WriteOutcome:
-    outcome = WriteOutcome()
-    if rows:
-        raise PlanError("every row of a write plan shares another row's payload")
-    return outcome

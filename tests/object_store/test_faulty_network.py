@@ -165,12 +165,12 @@ def test_lost_refusals_of_commits_are_conflicts(s3_proxy: FaultProxy, s3_root: s
     with raw_s3(s3_proxy.server) as raw:
         raw.write(f"{s3_root}/manifest.msgpack", b"theirs")
         s3_proxy.spoil(LOST_ANSWER, operation="PutObject", key="manifest")
-        with pytest.raises(CheckpointConflictError, match="somebody else"):
+        with pytest.raises(CheckpointConflictError, match="another writer"):
             store.publish("manifest.msgpack", b"ours!!", durable=True, expected=None)
         old = store.version("manifest.msgpack")
         raw.write(f"{s3_root}/manifest.msgpack", b"theirs again")
         s3_proxy.spoil(LOST_ANSWER, operation="PutObject", key="manifest")
-        with pytest.raises(CheckpointConflictError, match="somebody else"):
+        with pytest.raises(CheckpointConflictError, match="another writer"):
             store.publish("manifest.msgpack", b"ours", durable=True, expected=old)
         assert raw.read(f"{s3_root}/manifest.msgpack") == b"theirs again"
     statuses = [request.status for request in s3_proxy.requests("PutObject", "manifest")]
@@ -219,7 +219,7 @@ def test_large_manifests_are_not_taken_for_those_of_others(
     """One that is uploaded in parts, and refused when tried again: another writer's has the same size."""
     with raw_s3(s3_proxy.server) as raw:
         raw.write(f"{s3_root}/manifest.msgpack", b"t" * (65 << 20))
-        for one, replaces, told in ((fault, (), "somebody else"), (LOST_ANSWER, ("replaces",), "")):
+        for one, replaces, told in ((fault, (), "another writer"), (LOST_ANSWER, ("replaces",), "")):
             spoilt = s3_proxy.spoil(one, operation="CompleteMultipartUpload")
             options = json.dumps(patient(s3_proxy.storage_options))
             # the memory that it takes is of a process that ends

@@ -11,6 +11,7 @@ import torch
 
 from dcp.storage.commit_names import MANIFEST_NAME
 from dcp.storage.engine.write import DataFile
+from dcp.storage.engine.write_tables import CHUNK_COLUMNS
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import CheckpointIndex, starts
 from dcp.storage.formats.native.manifest import encode_manifest
@@ -61,7 +62,7 @@ def save_sharded(
             content = tensor_bytes(part)
             code = dtypes.BY_NAME[str(tensor.dtype).removeprefix("torch.")].code
             file.tensor(code, sizes, len(content), (memoryview(content),))
-            rows.append((row, offsets, sizes, number % files, len(file.rows.table()) - 1))
+            rows.append((row, offsets, sizes, number % files, len(file.chunks) // CHUNK_COLUMNS - 1))
     for file in data:
         file.finish()
     store.publish(MANIFEST_NAME, encode_manifest(_index(tensors, rows, data)), durable=False)
@@ -73,12 +74,12 @@ def _index(
     rows: list[tuple[int, tuple[int, ...], tuple[int, ...], int, int]],
     data: list[DataFile],
 ) -> CheckpointIndex:
-    tables = [file.rows.table() for file in data]
+    tables = [np.array(file.chunks).reshape(-1, CHUNK_COLUMNS) for file in data]
     chunks = np.array([tables[file][at] for *_, file, at in rows], np.int64).reshape(-1, 5).T
     crcs: list[int] = []
     for *_, file, at in rows:
         begin = tables[file][:at, 4].sum()
-        crcs += data[file].rows.crcs[begin : begin + tables[file][at, 4]]
+        crcs += data[file].crcs[begin : begin + tables[file][at, 4]]
     counts = np.bincount([row for row, *_ in rows], minlength=len(tensors))
     codes = [dtypes.BY_NAME[str(tensor.dtype).removeprefix("torch.")].code for tensor in tensors.values()]
     return CheckpointIndex(

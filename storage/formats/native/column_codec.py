@@ -1,4 +1,4 @@
-"""How the manifest packs columns: narrow integers, strings and byte rows as msgpack values.
+"""The packing of columns in the manifest: narrow integers, strings and byte rows as msgpack values.
 
 A column of integers is ``[count, first, base, width, packing, data]``. ``data`` holds little-endian unsigned
 residuals of ``width`` bytes (0: none, all are zero; 8: signed, base 0). With ``first`` nil they are
@@ -11,7 +11,7 @@ Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, cast
 
 import numpy as np
@@ -29,7 +29,6 @@ __all__ = [
     "decode_column",
     "decode_rows",
     "decode_strings",
-    "encode_within_budget",
 ]
 
 BUDGET_FLOOR_BYTES: Final = 32 << 20
@@ -64,7 +63,7 @@ class Budget:
 class ColumnEncoder:
     """Encodes columns and counts in ``decoded_bytes`` what a reader's `Budget` will be charged for them.
 
-    ``compact=False`` avoids the encodings that can expand without bound: see `encode_within_budget`.
+    ``compact=False`` avoids the encodings that can expand without bound.
     """
 
     def __init__(self, *, compact: bool = True) -> None:
@@ -86,15 +85,22 @@ class ColumnEncoder:
         if width == 0 and not self._compact:
             width = 1
         data = (stored - base).astype(_WIDTHS[width]).tobytes() if width else b""
-        return [len(column), first, base, width, *self._packed(data)]
+        return [len(column), first, base, width, *self.blob(data)[1:]]
 
     def blob(self, data: bytes) -> list[Any]:
         """Encode a byte string that may pay compressing: ``[size, packing, data]``."""
-        return [len(data), *self._packed(data)]
+        sample = data[:_SAMPLE_BYTES]
+        is_long = self._compact and len(data) >= _PACKING_WORTHWHILE_BYTES
+        if not is_long or len(isal_zlib.compress(sample, 1)) > len(sample) * 7 // 8:
+            return [len(data), _RAW, data]
+        self.decoded_bytes += len(data)
+        return [len(data), _ZLIB, isal_zlib.compress(data, 1)]
 
-    def rows(self, rows: Sequence[bytes]) -> list[Any]:
-        """Encode byte strings: ``[lengths, joined bytes]``."""
-        return self._rows(rows, b"".join(rows))
+    def rows(self, rows: Sequence[bytes] | Sequence[str], joined: bytes | None = None) -> list[Any]:
+        """Encode byte strings: ``[lengths, joined bytes]``; of ASCII, with the bytes ``joined``."""
+        self.decoded_bytes += _STRING_OVERHEAD_BYTES * len(rows)
+        lengths = self.column(np.fromiter(map(len, rows), np.int64, len(rows)))
+        return [lengths, self.blob(b"".join(cast(Sequence[bytes], rows)) if joined is None else joined)]
 
     def strings(self, texts: Sequence[str]) -> list[Any]:
         """Encode strings as `rows` of UTF-8; lone surrogates, which Python's str may hold, pass (WTF-8)."""
@@ -104,37 +110,16 @@ class ColumnEncoder:
             return self._longest[1] or self.rows([])
         joined = "".join(listed)
         if joined.isascii():
-            encoded = self._rows(listed, joined.encode())
+            encoded = self.rows(listed, joined.encode())
         else:
             encoded = self.rows([text.encode("utf-8", "surrogatepass") for text in listed])
         if len(listed) > len(self._longest[0]):
             self._longest = listed, encoded, self.decoded_bytes - before
         return encoded
 
-    def _rows(self, rows: Sequence[Sized], joined: bytes) -> list[Any]:
-        self.decoded_bytes += _STRING_OVERHEAD_BYTES * len(rows)
-        return [self.column(np.fromiter(map(len, rows), np.int64, len(rows))), self.blob(joined)]
-
-    def _packed(self, data: bytes) -> tuple[int, bytes]:
-        sample = data[:_SAMPLE_BYTES]
-        is_long = self._compact and len(data) >= _PACKING_WORTHWHILE_BYTES
-        if not is_long or len(isal_zlib.compress(sample, 1)) > len(sample) * 7 // 8:
-            return _RAW, data
-        self.decoded_bytes += len(data)
-        return _ZLIB, isal_zlib.compress(data, 1)
-
-
-def encode_within_budget(encode: Callable[[ColumnEncoder], bytes]) -> bytes:
-    """Return what ``encode`` makes with an encoder, compact unless it is so regular that readers would refuse
-    it.
-
-    Readers must open it with a `Budget` of its own length.
-    """
-    encoder = ColumnEncoder()
-    data = encode(encoder)
-    if encoder.decoded_bytes > BUDGET_FLOOR_BYTES + BUDGET_RATIO * len(data):
-        return encode(ColumnEncoder(compact=False))
-    return data
+    def exceeds_budget_of(self, data: bytes) -> bool:
+        """Return whether readers with a `Budget` of the length of ``data`` would refuse what was encoded."""
+        return self.decoded_bytes > BUDGET_FLOOR_BYTES + BUDGET_RATIO * len(data)
 
 
 def _base_and_width(values: Int64) -> tuple[int, int]:
@@ -205,7 +190,7 @@ def _rows(encoded: Any, budget: Budget) -> tuple[bytes, Iterator[slice]]:
 
 
 def check_counts(counts: Int64, total: int, what: str) -> None:
-    """CheckpointFormatError unless ``counts`` are not negative and sum up to ``total``."""
+    """Raise CheckpointFormatError unless ``counts`` are not negative and sum up to ``total``."""
     # Each count is bounded first, so that the sum of a column that fits in memory cannot wrap around.
     if len(counts) and (int(counts.min()) < 0 or int(counts.max()) > total):
         raise CheckpointFormatError(f"{what} are out of range in the manifest")
@@ -214,7 +199,7 @@ def check_counts(counts: Int64, total: int, what: str) -> None:
 
 
 def _unpack(packing: Any, data: Any, size: int, budget: Budget) -> bytes:
-    """The ``size`` bytes that were packed as ``data``."""
+    """Return the ``size`` bytes that were packed as ``data``."""
     if not isinstance(data, bytes):
         raise CheckpointFormatError("a column of the manifest has no bytes")
     if packing == _ZLIB:

@@ -33,7 +33,6 @@ from dcp.storage.formats.index import (
     MAX_DIMENSIONS,
     UNKNOWN,
     CheckpointIndex,
-    Deferred,
     Int64,
     ObjectColumns,
     itemsizes,
@@ -47,7 +46,6 @@ from dcp.storage.formats.native.column_codec import (
     decode_column,
     decode_rows,
     decode_strings,
-    encode_within_budget,
 )
 from dcp.storage.formats.plain import decode_plain, encode_plain
 from dcp.storage.formats.versions import reading_version
@@ -79,21 +77,26 @@ _STRUCTURAL: Final = ("fqns", "dtypes", "ndims", "shapes")
 _LARGEST_PAYLOAD_BYTES: Final = 2.0**62
 _NAMES: Final = frozenset({str})
 _TUPLES: Final = frozenset({tuple})
+_INTEGERS: Final = frozenset({int})
+_INT64_RANGE: Final = range(-(1 << 63), 1 << 63)
 
 
 # -- writing -------------------------------------------------------------------------------------------------
 
 
 def encode_manifest(index: CheckpointIndex, *, is_checked: bool = False) -> bytes:
-    """The manifest of ``index``; CheckpointFormatError if `CheckpointIndex.check` finds it inconsistent,
-    unless the caller has asked that already.
+    """Return the manifest of ``index``; CheckpointFormatError if `CheckpointIndex.check` finds it
+    inconsistent, unless the caller has asked that already.
 
     PlanError if planner data, provenance or user metadata are not plain (`dcp.storage.formats.plain`), or if
     the manifest would be larger than MAX_MANIFEST_BYTES.
     """
     if not is_checked:
         index.check()
-    data = encode_within_budget(partial(_encode, index))
+    encoder = ColumnEncoder()
+    data = _encode(index, encoder)
+    if encoder.exceeds_budget_of(data):  # so regular that readers would refuse it
+        data = _encode(index, ColumnEncoder(compact=False))
     if len(data) > MAX_MANIFEST_BYTES:
         raise PlanError(f"the manifest takes {len(data)} bytes, and the limit is {MAX_MANIFEST_BYTES}")
     return data
@@ -103,6 +106,10 @@ def _encode(index: CheckpointIndex, encoder: ColumnEncoder) -> bytes:
     column, objects = encoder.column, index.objects
     unknown = index.payload_offsets == UNKNOWN
     rows, orders = _flat(index.stride_orders)
+    object_columns: dict[str, Any] = {"fqns": encoder.strings(objects.fqns)}
+    for name in _OBJECT_COLUMNS:
+        object_columns[name] = column(getattr(objects, name))
+    object_columns["values"] = encoder.rows(objects.values)
     fields: dict[str, Any] = {
         "kind": _KIND,
         "version": list(_VERSION),
@@ -128,15 +135,12 @@ def _encode(index: CheckpointIndex, encoder: ColumnEncoder) -> bytes:
             "has_crcs": column((np.diff(index.crc_start) > 0) | (index.payload_lengths == 0)),
             "crcs": column(index.crcs),
         },
-        "objects": {
-            "fqns": encoder.strings(objects.fqns),
-            **{name: column(getattr(objects, name)) for name in _OBJECT_COLUMNS},
-            "values": encoder.rows(objects.values),
-        },
+        "objects": object_columns,
         "planner_data": _encode_planner_data(index.planner_data, encoder),
         "provenance": encoder.blob(_encode_section(dict(index.provenance), "provenance")),
         "user": encoder.blob(_encode_section(dict(index.user), "user metadata")),
-        **{name: getattr(index, name) for name in _CRCS},
+        "torch_metadata_crc": index.torch_metadata_crc,
+        "replaced_torch_metadata_crc": index.replaced_torch_metadata_crc,
     }
     if any(index.digests):
         fields["tensors"]["digests"] = encoder.rows(index.digests)
@@ -156,7 +160,7 @@ def _encode(index: CheckpointIndex, encoder: ColumnEncoder) -> bytes:
 
 
 def _flat(of_rows: Mapping[int, tuple[int, ...]]) -> tuple[list[int], list[int]]:
-    """(rows, their values one after the other)."""
+    """Return (rows, their values one after the other)."""
     rows = sorted(of_rows)
     return rows, list(chain.from_iterable(map(of_rows.__getitem__, rows)))
 
@@ -181,7 +185,7 @@ def _encode_planner_data(data: Any, encoder: ColumnEncoder) -> dict[str, Any] | 
         parts = list(chain.from_iterable(paths))
         is_name = list(map(is_, map(type, parts), repeat(str)))
         positions = list(compress(parts, map(not_, is_name)))
-        if all(type(part) is int and -(1 << 63) <= part < 1 << 63 for part in positions):
+        if _INTEGERS.issuperset(map(type, positions)) and all(map(_INT64_RANGE.__contains__, positions)):
             return {
                 "fqns": encoder.strings(list(data)),
                 "path_lengths": encoder.column(np.fromiter(map(len, paths), np.int64, len(paths))),
@@ -196,7 +200,8 @@ def _encode_planner_data(data: Any, encoder: ColumnEncoder) -> dict[str, Any] | 
 
 
 def decode_manifest(data: bytes | memoryview) -> CheckpointIndex:
-    """The index of a manifest; consistent in itself, and never larger than the size of ``data`` warrants.
+    """Return the index of a manifest; consistent in itself, and never larger than the size of ``data``
+    warrants.
 
     CorruptCheckpointError if the bytes are not those that were written, UnsupportedFormatError for what a
     newer dcphub wrote, as far as this one does not know it, CheckpointFormatError for anything that no writer
@@ -205,13 +210,19 @@ def decode_manifest(data: bytes | memoryview) -> CheckpointIndex:
     data = bytes(data)
     fields = _unpack(data)
     with reading_version(fields["version"], _VERSION, "the manifest"):
-        index = _decode(_Section(fields, "it", Budget(len(data))))
+        section = _Section(fields, "it", Budget(len(data)))
+        index = _decode(section)
         index.check()
+        if fields.get("planner_data") is not None:  # a load does not ask, and they take longer than all else
+            values = section.section("planner_data").values
+            version = fields["version"]
+            index.defer_planner_data(partial(_decode_planner_data, values, section.budget, version))
     return index
 
 
 def _unpack(data: bytes) -> dict[str, Any]:
-    """The fields of a manifest, still encoded; CRC and version are checked. Raises as `decode_manifest`."""
+    """Return the fields of a manifest, still encoded; CRC and version are checked. Raises as
+    `decode_manifest`."""
     if len(data) > MAX_MANIFEST_BYTES:
         raise CheckpointFormatError(
             f"a manifest of {len(data)} bytes is above the limit of {MAX_MANIFEST_BYTES}"
@@ -256,11 +267,11 @@ class _Section:
         return self.values[name]
 
     def section(self, name: str) -> _Section:
-        """A map in it."""
+        """Return a map in it."""
         return _Section(self[name], name, self.budget)
 
     def column(self, name: str, rows: int | None = None, dtype: Any = np.int64) -> npt.NDArray[Any]:
-        """A column of so many rows, which fits in ``dtype``."""
+        """Return a column of so many rows, which fits in ``dtype``."""
         column = decode_column(self[name], self.budget)
         if rows is not None and len(column) != rows:
             raise CheckpointFormatError(f"column {name} of the manifest has {len(column)} rows, not {rows}")
@@ -271,15 +282,15 @@ class _Section:
         return column.astype(dtype)
 
     def strings(self, name: str) -> list[str]:
-        """Strings."""
+        """Decode strings."""
         return decode_strings(self[name], self.budget)
 
     def rows(self, name: str) -> list[bytes]:
-        """Byte strings; none where the field may be absent and is."""
-        return decode_rows(self[name], self.budget) if name in self.values else []
+        """Decode byte strings."""
+        return decode_rows(self[name], self.budget)
 
     def plain(self, name: str, *, quickly: bool = False) -> dict[str, Any]:
-        """A dict of plain data."""
+        """Return a dict of plain data."""
         encoded = decode_bytes(self[name], self.budget)
         try:
             # Many times as quick. Plain msgpack means the same to both but for the extensions, which end it.
@@ -293,27 +304,29 @@ class _Section:
         return value
 
     def by_row(self, rows: str, values: str, counts: Int64) -> dict[int, tuple[int, ...]]:
-        """Values of a few rows, of which each has its ``counts``; the inverse of `_flat`."""
+        """Return the values of a few rows, of which each has its ``counts``; the inverse of `_flat`."""
         found = self.column(rows)
         if len(found) and (int(found.min()) < 0 or int(found.max()) >= len(counts)):
             raise CheckpointFormatError(f"{rows} of the manifest are no rows of it")
         flat = self.column(values).tolist()
         check_counts(counts[found], len(flat), values)
-        bounds = pairwise(starts(counts[found]).tolist())
-        result = {row: tuple(flat[slice(*bound)]) for row, bound in zip(found.tolist(), bounds, strict=True)}
+        result: dict[int, tuple[int, ...]] = {}
+        for row, (begin, end) in zip(found.tolist(), pairwise(starts(counts[found]).tolist()), strict=True):
+            result[row] = tuple(flat[begin:end])
         if len(result) != len(found):
             raise CheckpointFormatError(f"{rows} of the manifest has one row twice")
         return result
 
     def facts(self) -> dict[str, Any]:
-        """The fields about all of the checkpoint."""
+        """Return the fields about all of the checkpoint."""
         if not isinstance(self["format"], str):
             raise CheckpointFormatError("format of the manifest is not a string")
-        crcs = {name: self.values.get(name) for name in _CRCS}
-        for name, crc in crcs.items():
+        facts: dict[str, Any] = {"format": self["format"]}
+        for name in _CRCS:
+            crc = facts[name] = self.values.get(name)
             if crc is not None and (type(crc) is not int or not 0 <= crc <= 0xFFFFFFFF):
                 raise CheckpointFormatError(f"{name} of the manifest is not a CRC-32")
-        return {"format": self["format"], **crcs}
+        return facts
 
 
 def _refuse(code: int, data: bytes) -> None:
@@ -329,8 +342,12 @@ def _decode(fields: _Section) -> CheckpointIndex:
         raise CheckpointFormatError(f"a tensor of the manifest has more than {MAX_DIMENSIONS} dimensions")
     check_counts(ndims, len(shape_values), "numbers of dimensions")
     orders = tensors.by_row("stride_rows", "stride_orders", ndims)
-    if any(sorted(order) != list(range(len(order))) for order in orders.values()):
-        raise CheckpointFormatError("a stride order of the manifest is not a permutation of dimensions")
+    for order in orders.values():
+        if sorted(order) != list(range(len(order))):
+            raise CheckpointFormatError("a stride order of the manifest is not a permutation of dimensions")
+    object_columns: dict[str, Any] = {"fqns": object_names, "values": objects.rows("values")}
+    for name in _OBJECT_COLUMNS:
+        object_columns[name] = objects.column(name, len(object_names))
     return CheckpointIndex(
         **fields.facts(),
         fqns=fqns,
@@ -341,16 +358,11 @@ def _decode(fields: _Section) -> CheckpointIndex:
         **_decode_chunks(fields.section("chunks"), tensors.column("chunk_counts", len(fqns)), ndims, codes),
         files=names,
         file_sizes=files.column("sizes", len(names)),
-        objects=ObjectColumns(
-            fqns=object_names,
-            values=decode_rows(objects["values"], objects.budget),
-            **{name: objects.column(name, len(object_names)) for name in _OBJECT_COLUMNS},
-        ),
-        digests=tensors.rows("digests"),
+        objects=ObjectColumns(**object_columns),
+        digests=tensors.rows("digests") if "digests" in tensors.values else [],
         stride_orders=orders,
         provenance=fields.plain("provenance"),
         user=fields.plain("user"),
-        planner_data=_deferred_planner_data(fields),
     )
 
 
@@ -367,17 +379,16 @@ def _decode_chunks(
     lengths = _payload_lengths(sizes, box_start, chunk_codes)
     strides = chunks.by_row("strided_rows", "strides", ndims) if "strided_rows" in chunks.values else {}
     for row, steps in strides.items():
-        box, dtype = (
-            tuple(sizes[box_start[row] : box_start[row + 1]].tolist()),
-            dtypes.BY_CODE.get(int(chunk_codes[row])),
-        )
+        box = tuple(sizes[box_start[row] : box_start[row + 1]].tolist())
+        dtype = dtypes.BY_CODE.get(int(chunk_codes[row]))
         length = extent(box, steps) * (dtype.itemsize if dtype is not None else 0)
         if not 0 <= length <= _LARGEST_PAYLOAD_BYTES:
             raise CheckpointFormatError("a chunk of the manifest is larger than any storage")
         lengths[row] = length
-    record_crcs: dict[int, tuple[int, ...]] = {}
+    record_crcs: dict[int, int] = {}
     if "record_crc_rows" in chunks.values:
-        record_crcs = chunks.by_row("record_crc_rows", "record_crcs", np.ones(count, np.int64))
+        by_row = chunks.by_row("record_crc_rows", "record_crcs", np.ones(count, np.int64))
+        record_crcs = {row: crc for row, (crc,) in by_row.items()}
     record_offsets, heads = chunks.column("record_offsets", count), chunks.column("payload_heads", count)
     crcs = chunks.column("crcs", dtype=np.uint32)
     crc_counts = -(-lengths // BLOCK_BYTES) * (chunks.column("has_crcs", count, np.uint8) != 0)
@@ -394,27 +405,18 @@ def _decode_chunks(
         "crc_start": starts(crc_counts),
         "crcs": crcs,
         "payload_strides": strides,
-        "record_crcs": {row: crc for row, (crc,) in record_crcs.items()},
+        "record_crcs": record_crcs,
     }
 
 
 def _payload_lengths(sizes: Int64, box_start: Int64, codes: npt.NDArray[np.uint8]) -> Int64:
-    """Bytes of each box; refuses boxes whose size wraps around in int64."""
+    """Return the bytes of each box; refuses boxes whose size wraps around in int64."""
     if len(sizes) and int(sizes.min()) < 0:
         raise CheckpointFormatError("a chunk of the manifest has a negative size")
     element_bytes = itemsizes(codes)
     if (row_products(sizes.astype(np.float64), box_start) * element_bytes > _LARGEST_PAYLOAD_BYTES).any():
         raise CheckpointFormatError("a chunk of the manifest is larger than any storage")
     return row_products(sizes, box_start) * element_bytes
-
-
-def _deferred_planner_data(fields: _Section) -> Deferred | None:
-    """Decoded when it is asked for: a load does not, and it takes longer than all the rest."""
-    if fields.values.get("planner_data") is None:
-        return None
-    return Deferred(
-        partial(_decode_planner_data, fields.section("planner_data").values, fields.budget, fields["version"])
-    )
 
 
 def _decode_planner_data(values: Mapping[str, Any], left: Budget, version: Any) -> Any:
@@ -445,7 +447,7 @@ def _decode_planner_data(values: Mapping[str, Any], left: Budget, version: Any) 
 
 @dataclass(frozen=True, slots=True)
 class ManifestSummary:
-    """The part of a `CheckpointIndex` that is about all of it, for whoever looks at thousands: a catalog.
+    """The part of a `CheckpointIndex` that describes all of it, for whoever looks at thousands: a catalog.
 
     Equal ``structure_key`` mean the same names, shapes and dtypes; different ones may, too. ``bytes`` are
     those of the files, None where a size is not known. ``has_digests``: it has some of its tensors'.
@@ -463,7 +465,7 @@ class ManifestSummary:
 
 
 def summarize_manifest(data: bytes) -> ManifestSummary:
-    """The summary of a manifest; its CRC is checked, its columns are not, save for the files' sizes.
+    """Return the summary of a manifest; its CRC is checked, its columns are not, save for the files' sizes.
 
     Raises what `decode_manifest` does, as far as it looks.
     """

@@ -25,10 +25,10 @@ _FREE_BYTES: Final = 1 << 20
 
 
 class ObjectBlob:
-    """What `torch.save` wrote; ``decoded`` is the value of its pickle of ``pickle_bytes``."""
+    """A blob that `torch.save` wrote; ``decoded`` is the value of its pickle of ``pickle_bytes``."""
 
     def __init__(self, blob: bytes) -> None:
-        """Raises CheckpointFormatError where it is no such zip, or damaged."""
+        """Raise CheckpointFormatError where it is no such zip, or damaged."""
         self._archive = TorchZip(Window(lambda at, count: blob[at : at + count], 0, len(blob)))
         self._archive.check_byte_order()
         pickled = self._archive.content(b"data.pkl", MAX_BLOB_BYTES)
@@ -39,7 +39,8 @@ class ObjectBlob:
         )
 
     def elements(self, tensor: TensorPickle) -> npt.NDArray[Any]:
-        """The elements of ``tensor`` in C order, as unsigned integers or pairs of them of its itemsize."""
+        """Return the elements of ``tensor`` in C order, as unsigned integers or pairs of them of its
+        itemsize."""
         data = self._archive.content(
             b"data/" + tensor.storage_key.encode("utf-8", "surrogatepass"), MAX_BLOB_BYTES
         )

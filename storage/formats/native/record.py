@@ -92,7 +92,7 @@ class OpenRecord:
         return first, first + 4 + len(self._after_descriptor)
 
     def suffix(self, crc32: int) -> bytes:
-        """Everything after the payload, whose CRC-32 is ``crc32``."""
+        """Return everything after the payload, whose CRC-32 is ``crc32``."""
         crc = crc32.to_bytes(4, "little")
         return self._before_crc + crc + self._after_descriptor + crc + self._after_crc
 
@@ -101,7 +101,7 @@ _templates: dict[tuple[int, tuple[int, ...], int], OpenRecord] = {}
 
 
 def begin_record(dtype_code: int, sizes: tuple[int, ...], payload_bytes: int, file_offset: int) -> OpenRecord:
-    """The record of a contiguous tensor of ``sizes`` that is to begin at ``file_offset`` of its file.
+    """Return the record of a contiguous tensor of ``sizes`` that is to begin at ``file_offset`` of its file.
 
     ``payload_bytes`` is the length of the raw bytes. From ALIGNED_PAYLOAD_BYTES on, the payload's own
     file offset, ``file_offset + len(prefix)``, is a multiple of ALIGNMENT_BYTES.
@@ -118,7 +118,8 @@ def begin_record(dtype_code: int, sizes: tuple[int, ...], payload_bytes: int, fi
 
 
 def object_record(pickle_bytes: bytes) -> bytes:
-    """The record of a value without tensors, for `torch.load`; ``pickle_bytes`` is its pickle, protocol 2."""
+    """Return the record of a value without tensors, for `torch.load`; ``pickle_bytes`` is its pickle,
+    protocol 2."""
     if len(pickle_bytes) >= _ZIP64_BYTES:
         raise UnsupportedFormatError(
             f"an object pickles to {len(pickle_bytes)} bytes, and a record holds less than 4 GiB of pickle: "
@@ -172,7 +173,7 @@ def _make_record(dtype_code: int, sizes: tuple[int, ...], payload_bytes: int, ph
 
 
 def _local_entry(name: bytes, data: bytes, crc: int, size_bytes: int | None = None) -> bytes:
-    """``size_bytes`` where the data follow that it has."""
+    """Return a local header and its data; ``size_bytes`` where the data follow that it has."""
     size = len(data) if size_bytes is None else size_bytes
     header = _LOCAL.pack(b"PK\3\4", 20, 0, 0, _DOS_EPOCH, crc, size, size, len(name), 0)
     return header + name + data
@@ -191,7 +192,7 @@ _DIRECTORY_HEAD_BYTES: Final = 16
 
 
 def _payload_header(zip64: bool, offset: int, phase: int) -> bytes:
-    """Local header of the payload; sizes and CRC are left to the data descriptor."""
+    """Return the local header of the payload; sizes and CRC are left to the data descriptor."""
     extra = struct.pack("<HHQQ", _ZIP64_FIELD, 16, 0, 0) if zip64 else b""
     size = _UNSET_32 if zip64 else 0
     if phase >= 0:
@@ -231,7 +232,7 @@ def _end_of_directory(zip64: bool, entries: int, directory_bytes: int, directory
 
 
 def _tensor_pickle(dtype: dtypes.Dtype, sizes: tuple[int, ...]) -> bytes:
-    """Pickle (protocol 2, without memo) that rebuilds a contiguous tensor over the storage "0"."""
+    """Return the pickle (protocol 2, without memo) that rebuilds a contiguous tensor over the storage "0"."""
     elements = math.prod(sizes)
     strides = c_strides(sizes)
     geometry = b"K\0" + _pickled_ints(sizes) + _pickled_ints(strides)

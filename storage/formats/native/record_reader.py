@@ -1,4 +1,4 @@
-"""Finds a tensor's bytes in a record that somebody else wrote: `torch.save`'s zip, or a safetensors blob.
+"""Places of tensors' bytes in records that others wrote: `torch.save`'s zip, or a safetensors blob.
 
 Costs three small reads a record. Torch-free; hostile input gives a typed error.
 """
@@ -25,7 +25,7 @@ _CACHED_PICKLE_BYTES: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a record has its tensor's storage, and how the tensor lies in it.
+    """The place of a tensor's storage in its record, and the layout of the tensor in it.
 
     ``payload_offset`` is absolute in the file; the tensor begins ``storage_offset_elements`` behind it, with
     ``strides`` in elements, and is known to lie within the ``payload_bytes``. ``crc32`` covers the whole
@@ -44,7 +44,8 @@ class StoredTensor:
 def locate_payload(
     read: Callable[[int, int], bytes], record_offset: int, record_length: int, *, fqn: str
 ) -> StoredTensor:
-    """The tensor in the record at ``record_offset``; ``read(offset, length)`` takes absolute file offsets.
+    """Return the tensor in the record at ``record_offset``; ``read(offset, length)`` takes absolute file
+    offsets.
 
     A record that is no zip is what stock writes with SerializationFormat.SAFETENSORS: all tensors of the file
     in one safetensors blob at that offset, this one under ``fqn``; ``record_length`` is then its size.
@@ -86,7 +87,7 @@ def _locate_in_zip(window: Window, record_offset: int) -> StoredTensor:
 
 @lru_cache(maxsize=4096)
 def _decode_cached(pickled: bytes) -> TensorPickle:
-    """Checkpoints repeat few shapes, and equal shapes have equal pickles."""
+    """Decode each pickle once: checkpoints repeat few shapes, and equal shapes have equal pickles."""
     return decode_tensor_pickle(pickled)
 
 

@@ -87,7 +87,7 @@ def decode_pickle(
     limit_bytes: int = _MAX_PICKLE_BYTES,
     containers_per_byte: float = _CONTAINERS_PER_BYTE,
 ) -> Any:
-    """The value of one pickle that fills ``data``, with globals as ``find`` gives them.
+    """Return the value of one pickle that fills ``data``, with globals as ``find`` gives them.
 
     ``limit_bytes`` bounds all that it costs, which grows linearly with the data.
 
@@ -103,7 +103,7 @@ def decode_pickle(
 
 
 class _Stop(Exception):
-    """STOP was reached; control flow only."""
+    """Execute STOP was reached; control flow only."""
 
 
 class _Machine:
@@ -133,7 +133,7 @@ class _Machine:
         self.large_keys = _MAX_LARGE_KEYS
 
     def run(self) -> Any:
-        """The value of the pickle."""
+        """Return the value of the pickle."""
         data, table = self.data, _TABLE
         try:
             while True:
@@ -153,7 +153,7 @@ class _Machine:
             raise self.malformed(f"{type(error).__name__}") from error
 
     def malformed(self, reason: str) -> CheckpointFormatError:
-        """The error for bytes that no pickler writes; ``reason`` completes the sentence."""
+        """Return the error for bytes that no pickler writes; ``reason`` completes the sentence."""
         return CheckpointFormatError(
             f"the pickle is malformed at byte {self.pos} of {len(self.data)}: {reason}", position=self.pos
         )
@@ -161,7 +161,7 @@ class _Machine:
     # -- reading -------------------------------------------------------------------------------------------
 
     def take(self, length: int) -> bytes:
-        """The next ``length`` bytes."""
+        """Return the next ``length`` bytes."""
         begin, end = self.pos, self.pos + length
         if length < 0 or end > len(self.data):
             raise self.malformed(f"a value of {length} bytes reaches beyond the end")
@@ -169,13 +169,13 @@ class _Machine:
         return self.data[begin:end]
 
     def number(self, layout: struct.Struct) -> Any:
-        """The next number."""
+        """Return the next number."""
         value = layout.unpack_from(self.data, self.pos)[0]
         self.pos += layout.size
         return value
 
     def line(self) -> bytes:
-        """The bytes up to the next newline, which is skipped: an argument of protocol 0."""
+        """Return the bytes up to the next newline, which is skipped: an argument of protocol 0."""
         begin = self.pos
         end = self.data.index(b"\n", begin)
         self.pos = end + 1
@@ -196,8 +196,8 @@ class _Machine:
             raise self.malformed("it repeats values to many times its own length")
 
     def key(self, key: Any) -> Any:
-        """``key``, or what stands for it: hashing must take time linear in the file, and must not collide at
-        the file's will. Numbers and strings of numpy's are plain ones, other types `Ignored`."""
+        """Return ``key``, or what stands for it: hashing must take time linear in the file, and must not
+        collide at the file's will. Numbers and strings of numpy's are plain ones, other types `Ignored`."""
         if isinstance(key, np.generic) and (plain := plain_key(key)) is not NO_PLAIN_KEY:
             key = plain
         pending = [key]
@@ -224,13 +224,13 @@ class _Machine:
     # -- containers ----------------------------------------------------------------------------------------
 
     def pop_mark(self) -> list[Any]:
-        """The values pushed since the last MARK."""
+        """Return the values pushed since the last MARK."""
         items = self.stack
         self.stack = self.marks.pop()
         return items
 
     def mark(self) -> None:
-        """MARK."""
+        """Execute MARK."""
         if len(self.marks) >= _MAX_MARKS:
             raise self.malformed("it is nested too deeply")
         self.marks.append(self.stack)
@@ -242,42 +242,42 @@ class _Machine:
         self.stack.append(value)
 
     def empty_set(self) -> None:
-        """EMPTY_SET."""
+        """Execute EMPTY_SET."""
         self.contain(4)  # an empty set is larger than other containers
         self.stack.append(set())
 
     def frozenset(self) -> None:
-        """FROZENSET."""
+        """Execute FROZENSET."""
         items = self.pop_mark()
         self.contain(4)
         self.stack.append(frozenset(map(self.key, items)))
 
     def dict(self) -> None:
-        """DICT."""
+        """Execute DICT."""
         items = self.pop_mark()
         self.push_container({})
         self.set_items(items)
 
     def tuple1(self) -> None:
-        """TUPLE1."""
+        """Execute TUPLE1."""
         self.stack[-1] = (self.stack[-1],)
         self.contain()
 
     def tuple2(self) -> None:
-        """TUPLE2."""
+        """Execute TUPLE2."""
         last = self.stack.pop()
         self.stack[-1] = (self.stack[-1], last)
         self.contain()
 
     def tuple3(self) -> None:
-        """TUPLE3."""
+        """Execute TUPLE3."""
         last = self.stack.pop()
         middle = self.stack.pop()
         self.stack[-1] = (self.stack[-1], middle, last)
         self.contain()
 
     def extend(self, items: list[Any]) -> None:
-        """APPEND and APPENDS."""
+        """Execute APPEND and APPENDS."""
         target = self.stack[-1]
         if isinstance(target, list):
             target.extend(items)
@@ -285,7 +285,7 @@ class _Machine:
             raise self.malformed(f"appends to a {type(target).__name__}")
 
     def set_items(self, items: list[Any]) -> None:
-        """SETITEMS; ``items`` are keys and values in turn."""
+        """Execute SETITEMS; ``items`` are keys and values in turn."""
         target = self.stack[-1]
         if isinstance(target, Ignored):
             return
@@ -300,13 +300,13 @@ class _Machine:
             raise self.malformed("a key stands twice in one dict")
 
     def set_item(self) -> None:
-        """SETITEM."""
+        """Execute SETITEM."""
         value = self.stack.pop()
         key = self.stack.pop()
         self.set_items([key, value])
 
     def add_items(self) -> None:
-        """ADDITEMS."""
+        """Execute ADDITEMS."""
         items = self.pop_mark()
         target = self.stack[-1]
         if not isinstance(target, set):
@@ -316,31 +316,31 @@ class _Machine:
     # -- memo ----------------------------------------------------------------------------------------------
 
     def memoize(self) -> None:
-        """MEMOIZE."""
+        """Execute MEMOIZE."""
         self.put(len(self.memo))
 
     def put(self, number: int) -> None:
-        """BINPUT and LONG_BINPUT; a dict, so that a huge number costs no more than a small one."""
+        """Execute BINPUT and LONG_BINPUT; a dict, so that a huge number costs no more than a small one."""
         memo = self.memo
         memo[number] = self.stack[-1]
         if len(memo) > self.memo_limit:
             raise self.malformed("it remembers more values than a pickle of its length holds")
 
     def put_line(self) -> None:
-        """PUT."""
+        """Execute PUT."""
         number = int(self.line())
         if number < 0:
             raise self.malformed("a negative memo number")
         self.put(number)
 
     def binget(self) -> None:
-        """BINGET."""
+        """Execute BINGET."""
         pos = self.pos
         self.stack.append(self.memo[self.data[pos]])
         self.pos = pos + 1
 
     def long_binget(self) -> None:
-        """LONG_BINGET."""
+        """Execute LONG_BINGET."""
         pos = self.pos
         self.stack.append(self.memo[_UINT32.unpack_from(self.data, pos)[0]])
         self.pos = pos + 4
@@ -348,17 +348,17 @@ class _Machine:
     # -- values --------------------------------------------------------------------------------------------
 
     def binint1(self) -> None:
-        """BININT1."""
+        """Execute BININT1."""
         pos = self.pos
         self.stack.append(self.data[pos])
         self.pos = pos + 1
 
     def text(self, length: int) -> None:
-        """BINUNICODE and BINUNICODE8."""
+        """Execute BINUNICODE and BINUNICODE8."""
         self.stack.append(str(self.take(length), "utf-8", "surrogatepass"))
 
     def short_text(self) -> None:
-        """SHORT_BINUNICODE."""
+        """Execute SHORT_BINUNICODE."""
         begin = self.pos + 1
         end = begin + self.data[begin - 1]
         if end > len(self.data):
@@ -367,28 +367,28 @@ class _Machine:
         self.stack.append(str(self.data[begin:end], "utf-8", "surrogatepass"))
 
     def binary(self, length: int) -> None:
-        """BINBYTES and its relatives."""
+        """Execute BINBYTES and its relatives."""
         self.stack.append(self.take(length))
 
     def old_text(self, length: int) -> None:
-        """Python 2's str; torch reads it as UTF-8."""
+        """Execute BINSTRING and SHORT_BINSTRING, Python 2's str; torch reads it as UTF-8."""
         self.stack.append(str(self.take(length), "utf-8"))
 
     def quoted(self) -> None:
-        """STRING."""
+        """Execute STRING."""
         line = self.line()
         if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
             raise self.malformed("a string without quotes")
         self.stack.append(str(codecs.escape_decode(line[1:-1])[0], "utf-8"))
 
     def decimal(self) -> None:
-        """INT, which also has the booleans of protocol 0."""
+        """Execute INT, which also has the booleans of protocol 0."""
         line = self.line()
         fixed = {b"00": False, b"01": True}
         self.stack.append(fixed[line] if line in fixed else int(line))
 
     def long(self, length: int) -> None:
-        """LONG1 and LONG4."""
+        """Execute LONG1 and LONG4."""
         if length > _MAX_INTEGER_BYTES:
             raise self.malformed(f"an integer of {length} bytes")
         self.stack.append(int.from_bytes(self.take(length), "little", signed=True))
@@ -396,12 +396,12 @@ class _Machine:
     # -- objects -------------------------------------------------------------------------------------------
 
     def line_global(self) -> None:
-        """GLOBAL."""
+        """Execute GLOBAL."""
         module = str(self.line(), "utf-8")
         self.stack.append(self.find(module, str(self.line(), "utf-8")))
 
     def stack_global(self) -> None:
-        """STACK_GLOBAL."""
+        """Execute STACK_GLOBAL."""
         name = self.stack.pop()
         module = self.stack.pop()
         if type(name) is not str or type(module) is not str:
@@ -409,7 +409,7 @@ class _Machine:
         self.stack.append(self.find(module, name))
 
     def reduce(self) -> None:
-        """REDUCE."""
+        """Execute REDUCE."""
         args = self.stack.pop()
         function = self.stack[-1]
         if isinstance(function, Ignored):
@@ -425,7 +425,7 @@ class _Machine:
         self.stack[-1] = value
 
     def new(self) -> None:
-        """NEWOBJ."""
+        """Execute NEWOBJ."""
         args = self.stack.pop()
         cls = self.stack[-1]
         if type(cls) is not Constructor or cls.new is None:
@@ -436,13 +436,13 @@ class _Machine:
         self.stack[-1] = cls.new(args)
 
     def new_with_names(self) -> None:
-        """NEWOBJ_EX."""
+        """Execute NEWOBJ_EX."""
         if self.stack.pop() != {}:
             raise self.malformed("keyword arguments, which no class on the list takes")
         self.new()
 
     def build(self) -> None:
-        """BUILD."""
+        """Execute BUILD."""
         state = self.stack.pop()
         instance = self.stack[-1]
         if not isinstance(instance, (Instance, BuiltDict)):
@@ -452,7 +452,7 @@ class _Machine:
         instance.build(state)
 
     def persistent_id(self, value: Any) -> None:
-        """PERSID and BINPERSID."""
+        """Execute PERSID and BINPERSID."""
         if self.persistent is None:
             raise UnsafeObjectError(
                 "the pickle refers to data outside itself, which this kind of file has not"
@@ -463,45 +463,45 @@ class _Machine:
     # -- structure -----------------------------------------------------------------------------------------
 
     def proto(self) -> None:
-        """PROTO."""
+        """Execute PROTO."""
         version = self.data[self.pos]
         self.pos += 1
         if version > 5:
             raise UnsupportedFormatError(f"pickle protocol {version} is newer than 5", protocol=version)
 
     def frame(self) -> None:
-        """FRAME, a hint for buffering only."""
+        """Execute FRAME, a hint for buffering only."""
         if self.number(_UINT64) > len(self.data) - self.pos:
             raise self.malformed("a frame reaches beyond the end")
 
     def stop(self) -> NoReturn:
-        """STOP."""
+        """Execute STOP."""
         raise _Stop
 
     def pop(self) -> None:
-        """POP."""
+        """Execute POP."""
         if self.stack:
             self.stack.pop()
         else:
             self.pop_mark()
 
     def unknown(self) -> NoReturn:
-        """A byte that is no opcode."""
+        """Refuse a byte that is no opcode."""
         code = self.data[self.pos - 1]
         raise self.malformed(f"no opcode is {code:#04x}")
 
     def foreign_object(self) -> NoReturn:
-        """INST and OBJ: Python 2's classes."""
+        """Execute INST and OBJ: Python 2's classes."""
         raise UnsafeObjectError(
             "the pickle makes an object by the opcodes INST or OBJ, which are not allowed"
         )
 
     def extension(self) -> NoReturn:
-        """EXT1, EXT2 and EXT4."""
+        """Execute EXT1, EXT2 and EXT4."""
         raise UnsafeObjectError("the pickle uses the extension registry, which is not allowed")
 
     def buffer(self) -> NoReturn:
-        """NEXT_BUFFER and READONLY_BUFFER."""
+        """Execute NEXT_BUFFER and READONLY_BUFFER."""
         raise UnsupportedFormatError("the pickle's buffers are out of band, and there are none with it")
 
 

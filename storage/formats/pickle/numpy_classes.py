@@ -51,7 +51,7 @@ class DtypePickle(Instance):
         self.nesting = 0
 
     def build(self, state: Any) -> None:
-        """Byte order, unit, sub-array or fields from what `dtype.__reduce__` gives."""
+        """Set byte order, unit, sub-array or fields from what `dtype.__reduce__` gives."""
         if self.dtype is None:
             return
         if type(state) is not tuple or len(state) not in (8, 9) or state[1] not in _ORDERS:
@@ -70,7 +70,7 @@ class DtypePickle(Instance):
             self.dtype = self.dtype.newbyteorder(order)
 
     def _repeat(self, base: Any) -> None:
-        """A field that is an array."""
+        """Repeat the type of a field that is an array."""
         if type(base) is not tuple or len(base) != 2:
             raise _malformed("the dtype of a field that is an array")
         if self._contains([base[0]]):
@@ -121,7 +121,7 @@ class ArrayPickle(Instance):
         self.array = array
 
     def build(self, state: Any) -> None:
-        """Shape, dtype and bytes from what `ndarray.__reduce__` gives."""
+        """Set shape, dtype and bytes from what `ndarray.__reduce__` gives."""
         if type(state) is not tuple or len(state) != 5:
             raise _malformed("an array's state")
         _, shape, dtype, is_fortran, data = state
@@ -172,7 +172,7 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 def _dated(dtype: Dtype, state: Any) -> Dtype:
-    """A datetime64 or timedelta64 of a unit; ``state`` is ``(None or {}, (unit, count, 1, 1))``."""
+    """Return a datetime64 or timedelta64 of a unit; ``state`` is ``(None or {}, (unit, count, 1, 1))``."""
     if type(state) is not tuple or len(state) != 2 or state[0] or type(state[1]) is not tuple:
         raise _malformed("the unit of a dtype")
     unit, *numbers = state[1]
@@ -184,7 +184,7 @@ def _dated(dtype: Dtype, state: Any) -> Dtype:
 
 
 def _array(shape: Any, dtype: Any, order: Any, data: Any) -> Array:
-    """A view of ``data``, whose length has to be exactly what shape and dtype ask for."""
+    """Return a view of ``data``, whose length has to be exactly what shape and dtype ask for."""
     if type(dtype) is not DtypePickle or dtype.dtype is None or order not in ("C", "F"):
         raise _malformed("an array")
     if type(data) not in (bytes, bytearray):
@@ -207,7 +207,7 @@ def _name_of(value: Any) -> str:
 
 
 def _dtype(args: tuple[Any, ...]) -> DtypePickle:
-    """From a type string; byte order, fields and units come as its state."""
+    """Make a dtype from a type string; byte order, fields and units come as its state."""
     text = args[0] if args else None
     if len(args) != 3 or not all(type(flag) in (bool, int) for flag in args[1:]):
         raise _malformed("a dtype")
@@ -252,7 +252,7 @@ _NDARRAY: Final = Constructor("numpy.ndarray")
 
 
 def _globals() -> dict[tuple[str, str], Any]:
-    """Modules have one name in numpy 1, and another one in numpy 2."""
+    """Return the globals; modules have one name in numpy 1, and another one in numpy 2."""
     found: dict[tuple[str, str], Any] = {
         ("numpy", "ndarray"): _NDARRAY,
         ("numpy", "dtype"): Constructor("numpy.dtype", reduce=_dtype),

@@ -54,7 +54,7 @@ class DefaultDictPickle(BuiltDict):
         self.factory = factory
 
     def build(self, state: Any) -> None:
-        """A plain defaultdict has none."""
+        """Refuse a state: a plain defaultdict has none."""
         raise _malformed(DEFAULT_DICT)
 
 
@@ -79,7 +79,7 @@ class BytesIOPickle(Instance):
         self.place = 0
 
     def build(self, state: Any) -> None:
-        """Bytes, place and attributes, of which a BytesIO has none."""
+        """Set bytes, place and attributes, of which a BytesIO has none."""
         if type(state) is not tuple or len(state) != 3 or state[2] not in (None, {}):
             raise _malformed(self.kind)
         data, place, _ = state
@@ -89,7 +89,7 @@ class BytesIOPickle(Instance):
         self.data, self.place = data, place
 
     def made(self) -> io.BytesIO | None:
-        """The value; None while it is not complete."""
+        """Return the value; None while it is not complete."""
         if self.data is None:
             return None
         value = io.BytesIO(self.data)
@@ -107,7 +107,7 @@ class UuidPickle(Instance):
         self.value: uuid.UUID | None = None
 
     def build(self, state: Any) -> None:
-        """Its number, which `UUID.__getstate__` gives."""
+        """Set its number, which `UUID.__getstate__` gives."""
         number = state.get("int") if isinstance(state, dict) else None
         if type(number) is not int or not 0 <= number < 1 << 128:
             raise _malformed("uuid.UUID")
@@ -171,7 +171,7 @@ def _decimal(args: tuple[Any, ...]) -> decimal.Decimal:
 
 
 def _fraction(args: tuple[Any, ...]) -> fractions.Fraction:
-    """Never from a string as it is: ``1e999999999`` is one."""
+    """Make a fraction, never from a string as it is: ``1e999999999`` is one."""
     if len(args) == 2:
         return fractions.Fraction(_integer(args[0]), _integer(args[1]))
     match = _RATIO.fullmatch(args[0]) if len(args) == 1 and type(args[0]) is str else None
@@ -187,7 +187,7 @@ def _integer(value: Any) -> int:
 
 
 def _path(flavour: type[pathlib.PurePath]) -> Callable[[tuple[Any, ...]], pathlib.PurePath]:
-    """A path that can be used where its system is this one, else a pure one."""
+    """Return a path that can be used where its system is this one, else a pure one."""
     native = type(pathlib.Path())
     kind = native if issubclass(native, flavour) else flavour
 
@@ -209,7 +209,7 @@ def _pure(kind: type[pathlib.PurePath]) -> Callable[[tuple[Any, ...]], pathlib.P
 
 
 def _items(args: tuple[Any, ...], kind: type[Any]) -> Any:
-    """A set of values that are cheap to hash, and cannot be chosen to collide."""
+    """Return a set of values that are cheap to hash, and cannot be chosen to collide."""
     if not args:
         return kind()
     (items,) = args

@@ -1,4 +1,4 @@
-"""What a decoded pickle is made of: inert values in place of foreign functions, classes and their objects."""
+"""Values of decoded pickles: inert values in place of foreign functions, classes and their objects."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Instance:
         self.state: Any = None
 
     def build(self, state: Any) -> None:
-        """What BUILD does."""
+        """Do what BUILD does."""
         self.state = state
 
 
@@ -69,7 +69,7 @@ class Ignored(Instance):
         self.is_tensor = is_tensor
 
     def build(self, state: Any) -> None:
-        """Nothing is kept."""
+        """Keep nothing."""
 
 
 class BuiltDict(dict[Any, Any]):
@@ -83,12 +83,13 @@ class BuiltDict(dict[Any, Any]):
         self.state: Any = None
 
     def build(self, state: Any) -> None:
-        """What BUILD does."""
+        """Do what BUILD does."""
         self.state = state
 
 
 def instances(name: str) -> Constructor:
-    """A class whose objects are kept as `Instance`; NEWOBJ without arguments makes one, REDUCE is refused."""
+    """Return a class whose objects are kept as `Instance`; NEWOBJ without arguments makes one, REDUCE is
+    refused."""
 
     def new(args: tuple[Any, ...]) -> Instance:
         if args:
@@ -101,7 +102,7 @@ def instances(name: str) -> Constructor:
 
 
 def allow_list(allowed: Mapping[tuple[str, str], Any], *, what: str) -> Find:
-    """A ``find`` which knows ``allowed`` alone; ``what`` names the file's kind in the error.
+    """Return a ``find`` which knows ``allowed`` alone; ``what`` names the file's kind in the error.
 
     It raises UnsafeObjectError for other names, UnsupportedFormatError for what can only be a dtype of torch.
     """

@@ -1,4 +1,5 @@
-"""The header of a safetensors file, checked as its specification demands, before anything is allocated.
+"""Safetensors files: their header, checked as its specification demands before anything is allocated, and a
+`CheckpointIndex` of it.
 
 Specification: https://github.com/huggingface/safetensors#format. An 8-byte little-endian length, that many
 bytes of JSON, then the tensors' bytes, C-ordered and little-endian, without holes or overlaps. Torch-free.
@@ -8,16 +9,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final
 
+import numpy as np
+
 from dcp.storage.errors import CheckpointFormatError, UnsupportedFormatError
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.index import MAX_DIMENSIONS
+from dcp.storage.formats.index import MAX_DIMENSIONS, CheckpointIndex, WholeTensor
+from dcp.storage.formats.safetensors.format import SAFETENSORS
 from dcp.storage.formats.safetensors.json_documents import parse_json
 
-__all__ = ["MAX_HEADER_BYTES", "SafetensorsEntry", "SafetensorsHeader", "parse_header"]
+__all__ = [
+    "MAX_HEADER_BYTES",
+    "SafetensorsEntry",
+    "SafetensorsHeader",
+    "index_of_safetensors_file",
+    "parse_header",
+]
 
 MAX_HEADER_BYTES: Final = 32 << 20
 """Against headers that exhaust the reader's memory. The specification's own cap is 100 MB, of which JSON
@@ -32,6 +42,8 @@ _FIELDS: Final = frozenset(("dtype", "shape", "data_offsets"))
 METADATA_KEY: Final = "__metadata__"
 
 _CACHED_HEADER_BYTES: Final = 1 << 20
+_SHARDING_KEY: Final = "DCP_SHARDING_INFO"
+_HEAD_BYTES: Final = 64 << 10
 _BY_SAFETENSORS_NAME: Final = {d.safetensors: d for d in dtypes.BY_CODE.values() if d.safetensors}
 
 
@@ -55,7 +67,7 @@ class SafetensorsHeader:
 
 
 def parse_header(read: Callable[[int, int], bytes], size: int | None) -> SafetensorsHeader:
-    """The header of the safetensors file that ``read(offset, length)`` reads from its first byte on.
+    """Return the header of the safetensors file that ``read(offset, length)`` reads from its first byte on.
 
     ``size`` is the file's length in bytes, None where it is not known (a blob within another file); with it,
     the tensors must fill the file exactly. Raises CheckpointFormatError for what the specification forbids,
@@ -112,7 +124,7 @@ def _parse(text: bytes) -> SafetensorsHeader:
 
 @lru_cache(maxsize=4)
 def _parse_cached(text: bytes) -> SafetensorsHeader:
-    """Readers that look up one tensor after the other parse one header many times."""
+    """Parse a header once: readers look up one tensor after the other in it."""
     return _parse(text)
 
 
@@ -131,7 +143,7 @@ class _Compact:
             except UnsupportedFormatError as error:
                 self._unknown_type = error.element_type
             except CheckpointFormatError:
-                pass  # told later, when its name is known
+                pass  # raised later, when its name is known
         self._others += 1
         if self._others > _MAX_OTHER_OBJECTS:
             if self._unknown_type:
@@ -172,3 +184,54 @@ def _entry(name: str, fields: Any) -> SafetensorsEntry:
 
 def _are_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
+
+
+# -- an index of it ------------------------------------------------------------------------------------------
+
+
+def index_of_safetensors_file(
+    read: Callable[[int, int], bytes], size_bytes: int, name: str
+) -> CheckpointIndex:
+    """Return the index of one safetensors file, of which ``read(offset, length)`` reads exactly that.
+
+    The header is checked as the format's specification demands.
+    """
+    head = read(0, min(size_bytes, _HEAD_BYTES))
+
+    def read_header(at: int, count: int) -> bytes:
+        return head[at : at + count] if at + count <= len(head) else read(at, count)
+
+    header = parse_header(read_header, size_bytes)
+    tensors = [
+        WholeTensor(fqn, entry.dtype_code, entry.sizes, name, header.data_offset + entry.begin)
+        for fqn, entry in header.entries.items()
+    ]
+    index = CheckpointIndex.of_whole_tensors(SAFETENSORS.name, tensors, {name: size_bytes})
+    metadata, provenance = dict(header.metadata), {}
+    if metadata.pop(_SHARDING_KEY, None) is not None:
+        offsets, provenance = _shard_offsets(header, name), {"sharded": True}
+        index = replace(index, shape_values=index.shape_values + offsets, chunk_offsets=offsets)
+        index.check()
+    return replace(index, provenance=provenance, user=metadata)
+
+
+def _shard_offsets(header: SafetensorsHeader, name: str) -> Any:
+    """Return where the tensors of the file stand in the whole ones, flat: 0, unless stock DCP noted it."""
+    text = header.metadata[_SHARDING_KEY].encode("utf-8", "surrogatepass")
+    noted = parse_json(text, f"{_SHARDING_KEY} of {name}")
+    offsets: list[int] = []
+    for fqn, entry in header.entries.items():
+        info = noted.get(fqn)
+        saved = [0] * len(entry.sizes) if info is None else None
+        if isinstance(info, dict):
+            saved = info.get("saved_offsets")
+        if (
+            not isinstance(saved, list)
+            or len(saved) != len(entry.sizes) <= MAX_DIMENSIONS
+            or not all(type(offset) is int and 0 <= offset < 1 << 62 for offset in saved)
+        ):
+            raise CheckpointFormatError(
+                f"{name}: {_SHARDING_KEY} has no offsets for {fqn[:200]!r} that fit its shape", fqn=fqn
+            )
+        offsets += saved
+    return np.array(offsets, dtype=np.int64)

@@ -22,7 +22,7 @@ SAFETENSORS: Final = Format(
         r"model\.safetensors|.*\.safetensors\.index\.json|.*-[0-9]{5}-of-[0-9]{5}\.safetensors", re.DOTALL
     ),
     precedence=1,
-    read_file="dcp.storage.formats.safetensors.index:index_of_safetensors_file",
+    read_file="dcp.storage.formats.safetensors.file:index_of_safetensors_file",
     read_folder="dcp.storage.formats.opening.weights_folder:index_of_safetensors_folder",
     complete="dcp.conversion.contents.extras:with_extras",
     is_loose=True,

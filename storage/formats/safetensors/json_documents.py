@@ -19,7 +19,7 @@ not reach the parser, which has made them before anybody can look."""
 def parse_json(
     text: bytes, what: str, convert: Callable[[dict[str, Any]], Any] | None = None
 ) -> dict[str, Any]:
-    """A JSON object; CheckpointFormatError, which calls it ``what``, if it is none or has a key twice.
+    """Return a JSON object; CheckpointFormatError, which calls it ``what``, if it is none or has a key twice.
 
     ``convert`` may put something else in the place of an object.
     """

@@ -55,7 +55,7 @@ class HeaderTensor(NamedTuple):
 
 
 def header_order(tensors: Sequence[HeaderTensor]) -> list[int]:
-    """The order in which the library would write ``tensors``: element type, then name.
+    """Return the order in which the library would write ``tensors``: element type, then name.
 
     PlanError with all tensors whose type or name a safetensors file cannot hold.
     """
@@ -76,7 +76,8 @@ def header_order(tensors: Sequence[HeaderTensor]) -> list[int]:
 
 
 def safetensors_header(tensors: Sequence[HeaderTensor], metadata: Mapping[str, str]) -> bytes:
-    """Length and JSON of a file in which ``tensors`` stand one after the other; a multiple of 8 bytes.
+    """Return the length and JSON of a file in which ``tensors`` stand one after the other; a multiple of 8
+    bytes.
 
     PlanError if it would be larger than readers accept.
     """
@@ -108,7 +109,7 @@ def _json(value: Any) -> str:
 
 
 def encode_extras(extras: Mapping[str, Any]) -> str:
-    """Plain data as one string; PlanError if it is not plain, or more than MAX_EXTRAS_BYTES."""
+    """Return plain data as one string; PlanError if it is not plain, or more than MAX_EXTRAS_BYTES."""
     data = encode_plain(dict(extras), limit_bytes=MAX_EXTRAS_BYTES)
     if data is None:
         raise PlanError(
@@ -118,7 +119,7 @@ def encode_extras(extras: Mapping[str, Any]) -> str:
 
 
 def decode_extras(text: str) -> dict[str, Any]:
-    """The inverse of `encode_extras`; CheckpointFormatError for anything else, in bounded memory."""
+    """Return the inverse of `encode_extras`; CheckpointFormatError for anything else, in bounded memory."""
     try:
         stream = zlib.decompressobj()
         data = stream.decompress(base64.b64decode(text, validate=True), MAX_EXTRAS_BYTES)

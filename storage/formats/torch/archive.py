@@ -108,7 +108,7 @@ class TorchArchive:
     # -- small entries ---------------------------------------------------------------------------------------
 
     def content(self, name: bytes, limit_bytes: int) -> bytes:
-        """The bytes of a small entry, compared with its CRC-32; b"" if there is none of that name."""
+        """Return the bytes of a small entry, compared with its CRC-32; b"" if there is none of that name."""
         entry = self.entries.get(name)
         if entry is None:
             return b""
@@ -134,7 +134,7 @@ class TorchArchive:
         return found
 
     def _header_bytes(self, entry: ZipEntry, data: bytes) -> int:
-        """Length of an entry's local header, which ``data`` begins with."""
+        """Return the length of an entry's local header, which ``data`` begins with."""
         if not data.startswith(LOCAL_SIGNATURE) or len(data) < _LOCAL_BYTES:
             raise CheckpointFormatError(
                 f"{self._name}: no entry of the zip begins at byte {entry.header_at}, as its directory says"
@@ -176,7 +176,7 @@ class TorchArchive:
         return int(text) if text.isdigit() and int(text) > 0 else _DEFAULT_ALIGNMENT
 
     def _computed(self, entry: ZipEntry, alignment: int) -> int | None:
-        """The place if it follows from the neighbours, else None."""
+        """Return the place if it follows from the neighbours, else None."""
         least = entry.header_at + _LOCAL_BYTES + self._headers[entry.header_at]
         last = self._ends[entry.header_at] - entry.size
         if last == least or not entry.size:

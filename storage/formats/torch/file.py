@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, ObjectColumns, starts
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, ObjectColumns, WholeTensor
 from dcp.storage.formats.torch.archive import TorchArchive
 from dcp.storage.formats.torch.format import TORCH_SAVE
 from dcp.storage.formats.torch.pickle_reader import MAX_FILE_PICKLE_BYTES, decode_torch_pickle
@@ -33,7 +33,7 @@ _EXPANSION: Final = 1024
 
 
 def index_of_torch_file(read: Callable[[int, int], bytes], size_bytes: int, name: str) -> CheckpointIndex:
-    """The index of the file ``name``, of which ``read(offset, length)`` reads exactly that.
+    """Return the index of the file ``name``, of which ``read(offset, length)`` reads exactly that.
 
     A chunk is a whole tensor: its record is the storage's bytes, its payload those from the tensor's first
     element to its last. Tied tensors and views share records; ``record_crcs`` has the checksums.
@@ -60,14 +60,12 @@ def index_of_torch_file(read: Callable[[int, int], bytes], size_bytes: int, name
             global_name=flat.refused["value"],
         )
     _check_expansion(flat, size_bytes, name)
-    index = _index(flat, archive, size_bytes, name)
-    index.check()
-    return index
+    return _index(flat, archive, size_bytes, name)
 
 
 def _check_expansion(flat: FlatFile, size_bytes: int, name: str) -> None:
-    """Views that overlap and tensors that repeat their elements cost what they describe, wherever they are
-    read or converted: a kilobyte must not ask for a petabyte."""
+    """Refuse too large tensors: views that overlap and tensors that repeat their elements cost what they
+    describe, wherever they are read or converted: a kilobyte must not ask for a petabyte."""
     views = {
         (one.storage_key, one.storage_offset, one.sizes, one.dtype_code): one for one in flat.tensors.values()
     }
@@ -82,7 +80,7 @@ def _check_expansion(flat: FlatFile, size_bytes: int, name: str) -> None:
 
 
 def _storages(flat: FlatFile, archive: TorchArchive, name: str) -> dict[str, ZipEntry]:
-    """The entries of the zip that tensors refer to, by storage key."""
+    """Return the entries of the zip that tensors refer to, by storage key."""
     found: dict[str, ZipEntry] = {}
     for fqn, tensor in flat.tensors.items():
         entry = found.get(tensor.storage_key)
@@ -105,56 +103,41 @@ def _storages(flat: FlatFile, archive: TorchArchive, name: str) -> dict[str, Zip
 def _index(flat: FlatFile, archive: TorchArchive, size_bytes: int, name: str) -> CheckpointIndex:
     storages = _storages(flat, archive, name)
     places = archive.places(list(storages.values()))
-    tensors = list(flat.tensors.values())
-    entries = [storages[tensor.storage_key] for tensor in tensors]
-    records = np.array([places[entry.header_at] for entry in entries], dtype=np.int64)
-    sizes = [size for tensor in tensors for size in tensor.sizes]
-    itemsizes = [dtypes.BY_CODE[tensor.dtype_code].itemsize for tensor in tensors]
-    begins = [
-        tensor.storage_offset * itemsize if 0 not in tensor.sizes else 0
-        for tensor, itemsize in zip(tensors, itemsizes, strict=True)
-    ]
-    count = len(tensors)
-    return CheckpointIndex(
-        format=TORCH_SAVE.name,
-        fqns=list(flat.tensors),
-        dtype_codes=np.array([tensor.dtype_code for tensor in tensors], dtype=np.uint8),
-        shape_start=starts([len(tensor.sizes) for tensor in tensors]),
-        shape_values=np.array(sizes, dtype=np.int64),
-        requires_grad=np.array([tensor.requires_grad for tensor in tensors], dtype=np.uint8),
-        chunk_start=np.arange(count + 1, dtype=np.int64),
-        chunk_offsets=np.zeros(len(sizes), dtype=np.int64),
-        chunk_sizes=np.array(sizes, dtype=np.int64),
-        chunk_files=np.zeros(count, dtype=np.int64),
-        record_offsets=records,
-        record_lengths=np.array([entry.size for entry in entries], dtype=np.int64),
-        payload_offsets=records + np.array(begins, dtype=np.int64),
-        payload_lengths=np.array(
-            [
-                extent(tensor.sizes, tensor.strides) * itemsize
-                for tensor, itemsize in zip(tensors, itemsizes, strict=True)
-            ],
-            dtype=np.int64,
-        ),
-        crc_start=np.zeros(count + 1, dtype=np.int64),
-        files=[name],
-        file_sizes=np.array([size_bytes], dtype=np.int64),
+    tensors: list[WholeTensor] = []
+    records, record_lengths, lengths, strides, crcs = [], [], [], {}, {}
+    for row, (fqn, tensor) in enumerate(flat.tensors.items()):
+        entry, itemsize = storages[tensor.storage_key], dtypes.BY_CODE[tensor.dtype_code].itemsize
+        record = places[entry.header_at]
+        begin = record + (tensor.storage_offset * itemsize if 0 not in tensor.sizes else 0)
+        tensors.append(WholeTensor(fqn, tensor.dtype_code, tensor.sizes, name, begin))
+        records.append(record)
+        record_lengths.append(entry.size)
+        lengths.append(extent(tensor.sizes, tensor.strides) * itemsize)
+        if not tensor.contiguous:
+            strides[row] = tensor.strides
+        if entry.crc32 and entry.size:
+            crcs[row] = entry.crc32
+    refused = {"refused_objects": flat.refused} if flat.refused else {}
+    return CheckpointIndex.of_whole_tensors(
+        TORCH_SAVE.name,
+        tensors,
+        {name: size_bytes},
+        requires_grad=np.array([tensor.requires_grad for tensor in flat.tensors.values()], dtype=np.uint8),
+        record_offsets=np.array(records, dtype=np.int64),
+        record_lengths=np.array(record_lengths, dtype=np.int64),
+        payload_lengths=np.array(lengths, dtype=np.int64),
         objects=_objects(flat.values),
-        stride_orders=_stride_orders(tensors),
-        payload_strides={row: tensor.strides for row, tensor in enumerate(tensors) if not tensor.contiguous},
-        record_crcs={row: entry.crc32 for row, entry in enumerate(entries) if entry.crc32 and entry.size},
+        stride_orders=_stride_orders(list(flat.tensors.values())),
+        payload_strides=strides,
+        record_crcs=crcs,
         planner_data=flat.paths,
-        provenance=_provenance(flat),
+        provenance={"structure": flat.structure} | refused,
     )
 
 
-def _provenance(flat: FlatFile) -> dict[str, Any]:
-    found: dict[str, Any] = {"structure": flat.structure}
-    return found | {"refused_objects": flat.refused} if flat.refused else found
-
-
 def _stride_orders(tensors: list[TensorPickle]) -> dict[int, tuple[int, ...]]:
-    """The stride orders of the tensors that are dense, but not C-ordered (channels_last, a transpose)."""
+    """Return the stride orders of the tensors that are dense, but not C-ordered (channels_last, a
+    transpose)."""
     orders = {}
     for row, tensor in enumerate(tensors):
         if not tensor.contiguous:

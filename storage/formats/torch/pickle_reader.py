@@ -90,7 +90,7 @@ class DevicePickle:
 def decode_torch_pickle(
     data: bytes, *, limit_bytes: int = MAX_FILE_PICKLE_BYTES, max_containers: int = MAX_CONTAINERS
 ) -> Any:
-    """The value of ``data``, in time and memory linear in its length; it may be deep, shared or
+    """Return the value of ``data``, in time and memory linear in its length; it may be deep, shared or
     self-referring.
 
     Raises UnsafeObjectError and UnsupportedFormatError for opcodes and persistent ids that no state dict
@@ -107,7 +107,7 @@ def decode_torch_pickle(
 
 
 def decode_tensor_pickle(data: bytes | memoryview) -> TensorPickle:
-    """The tensor that a record's pickle holds, if it is a dense tensor and nothing else.
+    """Return the tensor that a record's pickle holds, if it is a dense tensor and nothing else.
 
     Raises UnsafeObjectError where it needs anything that a plain tensor does not, UnsupportedFormatError for
     sparse, quantised, nested and conjugated tensors, CheckpointFormatError for whatever torch.save does not
@@ -131,7 +131,7 @@ def decode_tensor_pickle(data: bytes | memoryview) -> TensorPickle:
 
 
 class _Globals:
-    """What the globals of one pickle stand for."""
+    """Meanings of the globals of one pickle."""
 
     def __init__(self) -> None:
         self._foreign: dict[str, Constructor] = {}
@@ -163,7 +163,7 @@ def _foreign(name: str) -> Constructor:
 
 
 def _foreign_in(args: tuple[Any, ...]) -> str | None:
-    """The name of the first argument that is nothing a dense tensor is made of."""
+    """Return the name of the first argument that is nothing a dense tensor is made of."""
     for value in args:
         if isinstance(value, Ignored):
             return value.kind
@@ -173,7 +173,7 @@ def _foreign_in(args: tuple[Any, ...]) -> str | None:
 
 
 def _tensor(name: str, rebuild: Callable[[tuple[Any, ...]], Any]) -> Constructor:
-    """``rebuild``, with tensors that cannot be read ignored."""
+    """Return ``rebuild``, with tensors that cannot be read ignored."""
 
     def reduce(args: tuple[Any, ...]) -> Any:
         foreign = _foreign_in(args)
@@ -189,7 +189,7 @@ def _tensor(name: str, rebuild: Callable[[tuple[Any, ...]], Any]) -> Constructor
 
 
 def _from_type(args: tuple[Any, ...]) -> Any:
-    """A tensor with attributes, or of a subclass: only the tensor itself is a checkpoint's."""
+    """Return a tensor with attributes, or of a subclass: only the tensor itself is a checkpoint's."""
     if len(args) != 4:
         raise CheckpointFormatError(f"a pickle calls _rebuild_from_type_v2 with {len(args)} arguments")
     function, kind, inner, _ = args
@@ -228,7 +228,7 @@ def _device(args: tuple[Any, ...]) -> DevicePickle:
 
 def _mapping(kind: str) -> Constructor:
     def build(args: tuple[Any, ...]) -> BuiltDict:
-        """From nothing, a dict, or pairs."""
+        """Make it from nothing, a dict, or pairs."""
         result = BuiltDict(kind)
         if args in ((), ([],)):
             return result
@@ -245,7 +245,7 @@ def _mapping(kind: str) -> Constructor:
 
 
 def _is_cheap_key(key: Any) -> bool:
-    """Integers beyond 60 bits can be chosen to have one hash."""
+    """Return whether a key is cheap to hash: integers beyond 60 bits can be chosen to have one hash."""
     return type(key) is str or (type(key) is int and abs(key) < 1 << 60)
 
 

@@ -61,18 +61,17 @@ class PickledTensor:
     requires_grad: bool = False
 
     def ref(self, key: str) -> TensorRef:
-        """The tensor, stored as ``key``."""
+        """Return the tensor, stored as ``key``."""
         elements = len(self.data) // dtypes.BY_CODE[self.dtype_code].itemsize
         return TensorRef(self.dtype_code, key, elements, self.sizes, requires_grad=self.requires_grad)
 
 
 def encode_torch_pickle(value: Any, keys: Mapping[Any, str] | None = None) -> bytes:
-    """The pickle of ``value``: dict, OrderedDict (also with ``_metadata``), Counter, list, tuple, set,
+    """Return the pickle of ``value``: dict, OrderedDict (also with ``_metadata``), Counter, list, tuple, set,
     None, bool, int, float, complex, str, bytes, `SizeValue` and `TensorRef`, nested, torch's dtypes and
     devices as `Dtype` and `DevicePickle`, deques and defaultdicts of all these, and what is harmless
-    (`python_values`). ``keys`` names the
-    storages of every `PickledTensor` in it, and anew those of `TensorRef`s that it has. PlanError
-    for anything else."""
+    (`python_values`). ``keys`` names the storages of every `PickledTensor` in it, and anew those of
+    `TensorRef`s that it has. PlanError for anything else."""
     writer = _PickleWriter(keys or {})
     writer.write(value, 0)
     return b"\x80\x02" + b"".join(writer.parts) + b"."
@@ -153,7 +152,7 @@ class _PickleWriter:
             raise PlanError(f"a {kind.__name__} cannot be written to a torch.save file without torch")
 
     def _write_metadata(self, metadata: Any, depth: int) -> None:
-        """The attribute that a module's state dict has: versions of modules."""
+        """Write the attribute that a module's state dict has: versions of modules."""
         self.parts.append(b"}(" + _text("_metadata"))
         self.write(metadata, depth)
         self.parts.append(b"ub")
@@ -184,7 +183,7 @@ def _text(value: str) -> bytes:
 
 
 def _binary(value: bytes) -> bytes:
-    """As Python's own pickler does it in protocol 2, which has no opcode for bytes."""
+    """Pickle bytes as Python's own pickler does in protocol 2, which has no opcode for bytes."""
     if not value:
         return b"c_codecs\nencode\n(X\0\0\0\0X\6\0\0\0latin1tR"
     return b"c_codecs\nencode\n(" + _text(value.decode("latin1")) + _text("latin1") + b"tR"

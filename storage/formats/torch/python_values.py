@@ -1,7 +1,7 @@
 """Python values of decoded pickles, and which values need no trust to be loaded. Torch-free.
 
 *Harmless* are plain data (`dcp.storage.formats.plain`), the containers of the standard library, numpy's
-arrays, scalars and dtypes of plain types, and values of `stdlib_classes`. All are made by code of ours, or by
+arrays, scalars and dtypes of plain types, and values of `stdlib_classes`. All are made by this package, or by
 constructors that were given checked arguments.
 
 A value of an index is its plain encoding or, for what only a torch.save file can have, HARMLESS_MARK and a
@@ -96,8 +96,9 @@ def is_harmless_leaf(value: Any) -> bool:
 
 
 def harmless_pickle(value: Any) -> bytes | None:
-    """The pickle of a harmless leaf, a frozenset, a deque or a defaultdict of harmless values in protocol 2,
-    without its first two bytes and its last: it can stand inside another pickle. None for any other value."""
+    """Return the pickle of a harmless leaf, a frozenset, a deque or a defaultdict of harmless values in
+    protocol 2, without its first two bytes and its last: it can stand inside another pickle. None for any
+    other value."""
     if not (is_harmless_leaf(value) or _is_harmless_container(value, 0)):
         return None
     return pickle.dumps(value, protocol=2)[2:-1]
@@ -135,7 +136,8 @@ def value_text(value: Any) -> str:
 
 
 def encode_value(value: Any, *, limit_bytes: int = MAX_FOREIGN_PLAIN_BYTES) -> bytes | None:
-    """``value`` as an index of a torch.save file has it; None where it is not harmless, or too large."""
+    """Return ``value`` as an index of a torch.save file has it; None where it is not harmless, or too
+    large."""
     encoded = encode_plain(value, limit_bytes=limit_bytes)
     if encoded is not None or not _is_harmless(value, 0):
         return encoded
@@ -144,7 +146,8 @@ def encode_value(value: Any, *, limit_bytes: int = MAX_FOREIGN_PLAIN_BYTES) -> b
 
 
 def decode_value(data: bytes) -> Any:
-    """The value of `encode_value`; CheckpointFormatError for bytes that it does not write. Runs nothing."""
+    """Return the value of `encode_value`; CheckpointFormatError for bytes that it does not write. Runs
+    nothing."""
     if data[:1] != HARMLESS_MARK:
         return decode_plain(data, limit_bytes=MAX_FOREIGN_PLAIN_BYTES)
     if len(data) > MAX_FOREIGN_PLAIN_BYTES:
@@ -153,7 +156,7 @@ def decode_value(data: bytes) -> Any:
 
 
 def decode_values(encoded: Sequence[bytes]) -> list[Any]:
-    """`decode_value` of many; numbers, None and booleans without a call of ours for each."""
+    """Decode many as `decode_value` does; numbers, None and booleans without a Python call for each."""
     unpack, heads = msgpack.unpackb, NUMBER_HEADS
     try:
         return [unpack(data) if data and data[0] in heads else decode_value(data) for data in encoded]
@@ -164,8 +167,8 @@ def decode_values(encoded: Sequence[bytes]) -> list[Any]:
 
 
 def leaf_bytes(decoded: Any) -> int | None:
-    """About how many bytes the encoding of a decoded value has that is neither plain nor a container that
-    may hold any value; None where it is not harmless."""
+    """Return about how many bytes the encoding of a decoded value has that is neither plain nor a container
+    that may hold any value; None where it is not harmless."""
     kind = type(decoded)
     if kind is ArrayPickle:
         return None if decoded.array is None else decoded.array.nbytes + _HEAD_BYTES
@@ -190,7 +193,7 @@ def _length(value: Any) -> int:
 def python_value(
     decoded: Any, pickle_bytes: int, special: Mapping[type, Callable[[Any], Any]] | None = None
 ) -> Any:
-    """The value of what `decode_torch_pickle` made of ``pickle_bytes``; shared parts stay shared.
+    """Return the value of what `decode_torch_pickle` made of ``pickle_bytes``; shared parts stay shared.
 
     ``special`` makes values of what torch alone has, by the type of what stands for it.
 
@@ -260,14 +263,15 @@ class _PythonValues:
         return Counter(items) if value.kind == COUNTER else OrderedDict(items)
 
     def _with_state(self, result: OrderedDict[Any, Any], state: Any, depth: int) -> Any:
-        """A module's state dict has its ``_metadata``; other attributes are not a checkpoint's."""
+        """Give it the ``_metadata`` of a module's state dict; other attributes are not a checkpoint's."""
         metadata = state.get("_metadata") if isinstance(state, dict) else None
         if metadata is not None:
             result._metadata = self.of(metadata, depth)  # type: ignore[attr-defined]  # as torch.nn.Module does
         return result
 
     def _array(self, array: np.ndarray[Any, Any]) -> Any:
-        """Of its own bytes, so that it can be written to; one piece of a pickle may be named many times."""
+        """Copy an array, of its own bytes, so that it can be written to; one piece of a pickle may be named
+        many times."""
         self._count(array.nbytes)
         return array.copy(order="K")
 

@@ -91,7 +91,7 @@ class _Facts:
 
 
 def flatten_torch(root: Any, pickle_bytes: int) -> FlatFile:
-    """The entries of the decoded pickle ``root``, which had ``pickle_bytes``.
+    """Return the entries of the decoded pickle ``root``, which had ``pickle_bytes``.
 
     Raises CheckpointFormatError for a pickle that contains itself or is nested beyond MAX_NESTING levels, and
     UnsupportedFormatError where two entries get one name. Work is linear in ``pickle_bytes``.
@@ -126,7 +126,7 @@ class _FileFlattener:
     # -- what a container is ---------------------------------------------------------------------------------
 
     def facts(self, value: Any, depth: int) -> _Facts:
-        """Facts of a container, found once each."""
+        """Return the facts of a container, found once each."""
         known = self._facts.get(id(value), _UNSEEN)
         if known is _UNSEEN:
             self._facts[id(value)] = None
@@ -234,7 +234,7 @@ class _FileFlattener:
             self.result.refused[fqn] = refused or "what is no plain value"
 
     def _encoded(self, value: Any, size_bytes: int, *, plain: bool) -> tuple[bytes | None, str | None]:
-        """(encoding of a leaf, None), or (None, why it has none)."""
+        """Return (encoding of a leaf, None), or (None, why it has none)."""
         too_large = f"a value of more than {MAX_FOREIGN_PLAIN_BYTES >> 20} MiB"
         if size_bytes > MAX_FOREIGN_PLAIN_BYTES:
             return None, too_large
@@ -286,7 +286,8 @@ class _FileFlattener:
         return known
 
     def _metadata(self, state: Any) -> dict[str, Any]:
-        """The note of a module's ``_metadata``, which BUILD sets on an OrderedDict; empty without one."""
+        """Return the note of a module's ``_metadata``, which BUILD sets on an OrderedDict; empty without
+        one."""
         metadata = state.get(_METADATA) if isinstance(state, dict) else None
         if not isinstance(metadata, dict):
             return {}
@@ -323,7 +324,7 @@ def _kind_of(value: Any) -> str:
 
 
 def _key_name(key: Any) -> str | None:
-    """The part of a name that a dict's key gives; None for a key that no entry can have."""
+    """Return the part of a name that a dict's key gives; None for a key that no entry can have."""
     if type(key) is str:
         return key
     parts = key if type(key) is tuple else (key,)
@@ -339,7 +340,8 @@ def _key_name(key: Any) -> str | None:
 
 
 def restore_structure(structure: Any, paths: Mapping[str, Path], value_of: Callable[[str], Any]) -> Any:
-    """The nested value of entries: ``paths`` by name in order, ``value_of(fqn)`` is asked once for each.
+    """Return the nested value of entries: ``paths`` by name in order, ``value_of(fqn)`` is asked once for
+    each.
 
     ``structure`` is what `flatten_torch` noted, or None: then containers are dicts and lists. Types of values
     are the caller's to restore. Raises CheckpointFormatError for notes that are malformed, and for an entry
@@ -368,7 +370,7 @@ class _Node(dict[Any, Any]):
 
 
 def _node_at(tree: _Node, path: Path) -> _Node:
-    """The container for what is at ``path``, made where there is none."""
+    """Return the container for what is at ``path``, made where there is none."""
     node = tree
     if not 0 < len(path) <= MAX_NESTING + 1:
         raise CheckpointFormatError(f"a path of {len(path)} parts in the structure of the checkpoint")

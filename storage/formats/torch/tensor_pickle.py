@@ -50,7 +50,8 @@ class TensorPickle:
 
 @dataclass(frozen=True, slots=True)
 class _Storage:
-    """What a persistent id names; ``dtype`` is None for an untyped storage, whose elements are bytes."""
+    """A storage that a persistent id names; ``dtype`` is None for an untyped storage, whose elements are
+    bytes."""
 
     dtype: dtypes.Dtype | None
     key: str
@@ -140,7 +141,7 @@ def _tensor(
 
 
 def _check_inside(tensor: TensorPickle, itemsize: int) -> None:
-    """Elements outside the storage would be other data's bytes."""
+    """Refuse elements outside the storage: they would be other data's bytes."""
     if len(tensor.sizes) != len(tensor.strides):
         raise CheckpointFormatError("a pickled tensor has not as many strides as sizes")
     if 0 in tensor.sizes:

@@ -69,7 +69,7 @@ class Window:
             self._tail = read(offset + self._tail_at, _EDGE_BYTES)
 
     def get(self, at: int, count: int) -> bytes:
-        """``count`` bytes from position ``at`` of the record."""
+        """Return ``count`` bytes from position ``at`` of the record."""
         end = at + count
         if at < 0 or count < 0 or end > self.length:
             raise CheckpointFormatError("a position in the record's zip reaches outside the record")
@@ -96,8 +96,8 @@ class ZipEntry:
 def read_directory(
     window: Window, *, limit_bytes: int = MAX_DIRECTORY_BYTES, limit_entries: int = MAX_DIRECTORY_BYTES
 ) -> dict[bytes, ZipEntry]:
-    """Entries by name, in the directory's order. CheckpointFormatError above the limits, before it is
-    read."""
+    """Return the entries by name, in the directory's order. Raises CheckpointFormatError above the limits,
+    before it is read."""
     count, directory_bytes, directory_at = _find_directory(window)
     if directory_bytes > limit_bytes or count > limit_entries or count * _CENTRAL_BYTES > directory_bytes:
         raise CheckpointFormatError(
@@ -132,7 +132,7 @@ def read_directory(
 
 
 def _find_directory(window: Window) -> tuple[int, int, int]:
-    """Number of entries, size and position of the directory, from the record at the zip's end."""
+    """Return the number of entries, size and position of the directory, from the record at the zip's end."""
     end_at = window.length - _END.size
     signature, disk, directory_disk, disk_count, count, directory_bytes, directory_at, comment_bytes = (
         _END.unpack(window.get(end_at, _END.size))
@@ -153,7 +153,8 @@ def _find_directory(window: Window) -> tuple[int, int, int]:
 
 
 def _zip64_values(extra: bytes, size: int, packed: int, header_at: int) -> tuple[int, int, int]:
-    """Fields that do not fit in 32 bits, in the order in which the zip64 extra field lists those it has."""
+    """Return the fields that do not fit in 32 bits, in the order in which the zip64 extra field lists those
+    it has."""
     at = 0
     while at + 4 <= len(extra):
         field, length = _NAME_LENGTHS.unpack_from(extra, at)
@@ -173,7 +174,7 @@ def _zip64_values(extra: bytes, size: int, packed: int, header_at: int) -> tuple
 
 
 def entry_start(window: Window, entry: ZipEntry) -> int:
-    """Position of an entry's bytes in the record, behind its local header."""
+    """Return the position of an entry's bytes in the record, behind its local header."""
     header = window.get(entry.header_at, _LOCAL_BYTES)
     if not header.startswith(LOCAL_SIGNATURE):
         raise CheckpointFormatError("an entry of the record's zip has no header where the directory says")
@@ -194,7 +195,7 @@ def check_names(entries: dict[bytes, ZipEntry]) -> None:
 
 
 def check_version(version: bytes) -> None:
-    """UnsupportedFormatError where the entry ``version`` of a zip is above what torch 2.15 reads."""
+    """Raise UnsupportedFormatError where the entry ``version`` of a zip is above what torch 2.15 reads."""
     text = version.strip()
     if text.isdigit() and len(text) < 10 and int(text) > _NEWEST_VERSION:
         raise UnsupportedFormatError(
@@ -215,7 +216,7 @@ class TorchZip:
     """The zip of one object or tensor: its entries by name, without the archive's folder."""
 
     def __init__(self, window: Window) -> None:
-        """Raises UnsupportedFormatError for the zip of a newer torch, CheckpointFormatError for a damaged
+        """Raise UnsupportedFormatError for the zip of a newer torch, CheckpointFormatError for a damaged
         one."""
         self._window = window
         entries = read_directory(window)
@@ -232,11 +233,11 @@ class TorchZip:
         check_byte_order(self.content(b"byteorder", _FACT_BYTES))
 
     def start(self, entry: ZipEntry) -> int:
-        """Position of an entry's bytes in the window."""
+        """Return the position of an entry's bytes in the window."""
         return entry_start(self._window, entry)
 
     def content(self, name: bytes, limit_bytes: int) -> bytes:
-        """The bytes of an entry, compared with its CRC-32; b"" if there is none of that name."""
+        """Return the bytes of an entry, compared with its CRC-32; b"" if there is none of that name."""
         entry = self.entries.get(name)
         if entry is None:
             return b""

@@ -110,7 +110,7 @@ class S3Bucket:
         self._urls = _SignedUrls()
 
     def ask(self, method: str, size_bytes: int = 0, /, **arguments: Any) -> dict[str, Any]:
-        """The answer to a request of botocore's ``method``, which sends so many bytes."""
+        """Return the answer to a request of botocore's ``method``, which sends so many bytes."""
         return self._attempt(lambda: self._call(method, arguments), size_bytes / _LEAST_BYTES_PER_SECOND)
 
     def head(self, key: str) -> ObjectInfo:
@@ -119,16 +119,17 @@ class S3Bucket:
         return _info(key, headers, int(headers["content-length"]))
 
     def endpoint(self) -> str:
-        """The URL of the service."""
+        """Return the URL of the service."""
         return self._attempt(lambda: str(self._botocore().meta.endpoint_url))
 
     def presigned_url(self, key: str, seconds: int) -> str:
-        """A URL to GET an object by, which is made here, without a request."""
+        """Return a URL to GET an object by, which is made here, without a request."""
         arguments = self._attempt(lambda: self._arguments("get_object", {"Key": key}))
         return self._attempt(lambda: self._presign(arguments, seconds))
 
     def start(self, key: str, limit_bytes: int) -> tuple[bytes, ObjectInfo]:
-        """The first ``limit_bytes`` (at least 1) of the object, or all of it; the info has its true size."""
+        """Return the first ``limit_bytes`` (at least 1) of the object, or all of it; the info has its true
+        size."""
 
         def act() -> tuple[bytes, ObjectInfo]:
             token = _FETCH.set(_Fetch(None, limit_bytes))
@@ -153,9 +154,9 @@ class S3Bucket:
         return data, info
 
     def get(self, key: str, begin: int, inflow: Inflow, etag: str | None) -> ObjectInfo:
-        """GetObject with a range; the body goes to the buffers as it arrives.
+        """Send GetObject with a range; the body goes to the buffers as it arrives.
 
-        By a URL that botocore has signed once for the object, because it takes milliseconds of processor
+        It uses a URL that botocore has signed once for the object, because it takes milliseconds of processor
         time for every request that it signs itself; that it does where the URL is refused: credentials that
         have expired, redirections, keys that are missing, and services that take no such URLs.
         """
@@ -203,7 +204,7 @@ class S3Bucket:
         return merged
 
     def _botocore(self) -> Any:
-        """botocore's client, made of the options as s3fs reads them."""
+        """Return botocore's client, made of the options as s3fs reads them."""
         with self._lock:
             if self._client is None:
                 with suppress(StopIteration):
@@ -225,8 +226,8 @@ class S3Bucket:
         return str(client.generate_presigned_url("get_object", Params=arguments, ExpiresIn=seconds))
 
     def _sign(self, key: str) -> str | None:
-        """The URL of an object; None where botocore has to sign each request: some options are headers,
-        which a URL does not have, and proxies are botocore's."""
+        """Return the URL of an object; None where botocore has to sign each request: some options are
+        headers, which a URL does not have, and proxies are botocore's."""
         arguments = self._arguments("get_object", {"Key": key})
         if (
             arguments.keys() != {"Bucket", "Key"}
@@ -238,7 +239,7 @@ class S3Bucket:
         return None if _uses_proxy(self._client._endpoint.http_session, url) else url
 
     def _fetch(self, arguments: Mapping[str, Any], inflow: Inflow) -> HttpAnswer:
-        """The answer to GetObject as botocore signs it; the body goes to ``inflow``."""
+        """Return the answer to GetObject as botocore signs it; the body goes to ``inflow``."""
         fetch = _Fetch(inflow)
         token = _FETCH.set(fetch)
         try:
@@ -280,7 +281,7 @@ class _SignedUrls:
         self._refusals = 0
 
     def of(self, key: str, sign: Callable[[str], str | None]) -> _Url | None:
-        """The URL of an object, signed anew if it is old; None where requests have to be signed one by
+        """Return the URL of an object, signed anew if it is old; None where requests have to be signed one by
         one."""
         url = self._fresh(key)
         if url is None:
@@ -331,7 +332,7 @@ class _SignedUrls:
 
 @dataclass(slots=True)
 class _Fetch:
-    """Where the body of a request that botocore signs goes, and the answer."""
+    """The destination of the body of a request that botocore signs, and the answer."""
 
     inflow: Inflow | None
     limit_bytes: int | None = None
@@ -345,7 +346,7 @@ class _Body(io.BytesIO):
     """A body as botocore reads it."""
 
     def stream(self, **_: Any) -> Iterator[bytes]:
-        """All of it."""
+        """Yield all of it."""
         yield self.read()
 
 
@@ -358,7 +359,7 @@ def _send(transport: ref[Transport], session: Any, request: Any, event_name: str
         return None
     inflow = fetch.inflow if fetch is not None else None
     body = request.body.getbuffer() if isinstance(request.body, io.BytesIO) else request.body
-    # Bodies follow at once: whoever does not want one says so in the answer.
+    # Bodies follow at once: a service that does not want one says so in the answer.
     headers = {name: value for name, value in request.headers.items() if name.lower() != "expect"}
     limit = fetch.limit_bytes if fetch is not None else None
     answer = used.send(request.method, request.url, headers, body, inflow, limit)
@@ -380,7 +381,7 @@ def _keep_endpoint(context: dict[str, Any], **_: Any) -> None:
 
 
 def _tls(verify: Any, client_cert: Any) -> ssl.SSLContext:
-    """The TLS context that botocore makes of the same settings."""
+    """Return the TLS context that botocore makes of the same settings."""
     if verify:
         context = ssl.create_default_context(cafile=get_cert_path(verify) or None)
     else:
@@ -400,7 +401,7 @@ class _Session:
         self._client: Any = None
 
     def create_client(self, *names: str, **options: Any) -> _Session:
-        """As aiobotocore's, which gives what has to be entered."""
+        """Make a client as aiobotocore's session does, which gives what has to be entered."""
         self._client = self._session.create_client(*names, **options)
         return self
 
@@ -409,8 +410,8 @@ class _Session:
 
 
 def session_of(**options: Any) -> Session:
-    """botocore's session with these options. All sessions share the descriptions of services, which take a
-    tenth of a second to parse, and megabytes."""
+    """Return botocore's session with these options. All sessions share the descriptions of services, which
+    take a tenth of a second to parse, and megabytes."""
     session = Session(**options)
     session.lazy_register_component("data_loader", lambda: _loader(session.get_config_variable("data_path")))
     return session
@@ -431,13 +432,13 @@ def read_descriptions() -> None:
 
 
 def _head_of(answer: Mapping[str, Any]) -> tuple[int, Mapping[str, str]]:
-    """Status and headers of an answer as botocore gives it."""
+    """Return status and headers of an answer as botocore gives it."""
     metadata = answer["ResponseMetadata"]
     return metadata["HTTPStatusCode"], metadata["HTTPHeaders"]
 
 
 def _delivered(key: str, answer: HttpAnswer, begin: int, size: int) -> ObjectInfo:
-    """The object of which the answer has the range that was asked for."""
+    """Return the object of which the answer has the range that was asked for."""
     info = _range_info(key, answer.status, answer.headers, begin, size)
     if info.size_bytes < begin + size:
         raise RequestError(Failure.RANGE, f"the object has {info.size_bytes} bytes")

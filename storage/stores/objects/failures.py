@@ -23,7 +23,7 @@ _LONGEST_WAIT_SECONDS: Final = 60.0
 
 
 class Failure(Enum):
-    """Why a request failed, as far as it decides what to do next."""
+    """Reasons why a request failed, as far as it decides what to do next."""
 
     MISSING = "missing"
     """There is no such object (or upload)."""
@@ -108,7 +108,7 @@ _SETTLED_BY_STATUS: Final = {404: Failure.MISSING, 412: Failure.CONDITION, 416: 
 
 
 def s3_failure(error: Exception, bucket: str) -> RequestError:
-    """``error`` of one attempt at S3 as a `RequestError`; its text never has credentials."""
+    """Return ``error`` of one attempt at S3 as a `RequestError`; its text never has credentials."""
     from botocore import exceptions, parsers
 
     if isinstance(error, exceptions.ClientError):
@@ -140,7 +140,7 @@ def s3_failure(error: Exception, bucket: str) -> RequestError:
 
 
 def answer_failure(response: Mapping[str, Any], bucket: str) -> RequestError:
-    """An answer that is an error: by the code of its body, which HEAD does not have, or by its status.
+    """Return the error of an answer: by the code of its body, which HEAD does not have, or by its status.
 
     ``response`` is what botocore makes of it: Error, with Code and Message, and ResponseMetadata.
     """
@@ -207,8 +207,8 @@ _FINAL_ERRNO: Final = frozenset({errno.EROFS, errno.ENAMETOOLONG, errno.EINVAL, 
 
 
 def filesystem_failure(error: Exception, place: str) -> RequestError:
-    """``error`` of one attempt in the file system ``place`` as a `RequestError`. What is not known to be
-    settled may pass."""
+    """Return ``error`` of one attempt in the file system ``place`` as a `RequestError`. What is not known to
+    be settled may pass."""
     text = f"{type(error).__name__}: {error}"
     chain = list(_chain(error))
     if isinstance(error, _MISSING):
@@ -244,7 +244,7 @@ def _type_names(error: BaseException) -> set[str]:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error, and those that it was raised from."""
+    """Yield an error, and those that it was raised from."""
     next_one: BaseException | None = error
     for _ in range(_LONGEST_CHAIN):
         if next_one is None:
@@ -254,7 +254,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int:
-    """The status of HTTP that an error carries, 0 without any that is one of a failure."""
+    """Return the status of HTTP that an error carries, 0 without any that is one of a failure."""
     for holder in (error, getattr(error, "response", None)):
         for name in ("status_code", "status", "code"):
             value = getattr(holder, name, None)

@@ -21,7 +21,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from dcp.storage.errors import StorageError
-from dcp.storage.stores.base import FileInfo, content_version
+from dcp.storage.stores.base import FileInfo, Version
 from dcp.storage.stores.handles import Inflow, WriteHandle
 from dcp.storage.stores.names import is_name
 from dcp.storage.stores.objects.failures import Failure, RequestError, filesystem_failure
@@ -63,7 +63,7 @@ class FsspecStore(ObjectStore):
 
     @property
     def prefix(self) -> str:
-        """The path of the folder, which the file system's class knows."""
+        """Return the path of the folder, which the file system's class knows."""
         if self._prefix is None:
             with self._opening():
                 path = fsspec.get_filesystem_class(self.place)._strip_protocol(self.url)
@@ -86,7 +86,7 @@ class FsspecStore(ObjectStore):
         return self.place
 
     def _identity_of_place(self) -> str:
-        """The file system, as fsspec tells it from others of its kind, without the path."""
+        """Return the file system, as fsspec tells it from others of its kind, without the path."""
         with self._opening():
             of_url = fsspec.get_filesystem_class(self.place)._get_kwargs_from_urls(self.url)
         return f"{self.place}://{sorted(of_url.items())}"
@@ -115,8 +115,8 @@ class FsspecStore(ObjectStore):
             ) from error
 
     def _has_condition(self, *, creates: bool) -> bool | None:
-        """Only this process's memory replaces under one. Of creating: no where fsspec looks before it
-        writes; to be tried where the file system takes the argument, because some ignore it."""
+        """Return True for this process's memory replaces under one. Of creating: no where fsspec looks before
+        it writes; to be tried where the file system takes the argument, because some ignore it."""
         if self._is_memory or not creates:
             return self._is_memory
         kind = type(self._filesystem)
@@ -126,7 +126,7 @@ class FsspecStore(ObjectStore):
 
     @contextmanager
     def attempt(self) -> Iterator[Any]:
-        """The file system, whose errors become `RequestError`s."""
+        """Lend the file system, whose errors become `RequestError`s."""
         try:
             yield self._filesystem
         except (RequestError, StorageError):
@@ -139,9 +139,9 @@ class FsspecStore(ObjectStore):
             return _info(key, filesystem.info(key))
 
     def _tag(self, key: str) -> str:
-        """The entity tag, or a digest of the content where there are none."""
+        """Return the entity tag, or a digest of the content where there are none."""
         info = self._head(key)
-        return info.etag or content_version(self._start(key, max(1, info.size_bytes))[0]).token
+        return info.etag or Version(self._start(key, max(1, info.size_bytes))[0]).token
 
     def _start(self, key: str, limit_bytes: int) -> tuple[bytes, ObjectInfo]:
         info = self._head(key)
@@ -193,7 +193,7 @@ class FsspecStore(ObjectStore):
     def create(
         self, name: str, *, durable: bool, expected_bytes: int | None = None, replace: bool = False
     ) -> WriteHandle:
-        """Such services take the name at once."""
+        """Begin a file: such services take the name at once."""
         key = self.key_of(name)
         if replace:
             self.delete(name)
@@ -209,7 +209,7 @@ class FsspecStore(ObjectStore):
     # -- folders, where they are more than a part of names ---------------------------------------------------
 
     def make_root(self) -> None:
-        """`makedirs`."""
+        """Call `makedirs`."""
         if self._has_folders:
             folder = self.prefix.rstrip("/")
             self.requests.run("mkdir", folder, lambda: self._make_folder(folder))
@@ -219,7 +219,7 @@ class FsspecStore(ObjectStore):
             filesystem.makedirs(folder, exist_ok=True)
 
     def remove_root(self) -> None:
-        """`rmdir`, if it is empty."""
+        """Call `rmdir`, if it is empty."""
         if self._has_folders:
             with suppress(OSError):
                 self._filesystem.rmdir(self.prefix.rstrip("/"))
@@ -234,7 +234,7 @@ class FsspecStore(ObjectStore):
             return bool(filesystem.isdir(folder))
 
     def walk(self) -> Iterator[tuple[str, FileInfo]]:
-        """By `find`, which is one listing of everything where the file system has one."""
+        """Walk by `find`, which is one listing of everything where the file system has one."""
         find = partial(
             self._list, lambda filesystem, folder: filesystem.find(folder, maxdepth=2, detail=True).values()
         )
@@ -244,7 +244,7 @@ class FsspecStore(ObjectStore):
         )
 
     def _pages(self, prefix: str, *, shallow: bool) -> Iterator[Page]:
-        """One listing for each folder."""
+        """Make one listing for each folder."""
         ls = partial(self._list, lambda filesystem, folder: filesystem.ls(folder, detail=True))
         page = self.requests.run("list", prefix, partial(ls, prefix))
         yield page
@@ -284,7 +284,7 @@ class _StreamWriteHandle(ObjectWriteHandle):
         self._once("close", self._file.close)
 
     def _once(self, op: str, act: Callable[[], object]) -> None:
-        """One attempt: nobody knows how much of it was done."""
+        """Make one attempt: it is not known how much of it was done."""
         try:
             with self._files.attempt():
                 act()

@@ -1,4 +1,4 @@
-"""Our own options of an object store, told apart from those of the file system below it."""
+"""Our own options of an object store, separated from those of the file system below it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _default_concurrency() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectOptions:
-    """What can be set in ``storage_options`` beside the file system's own options.
+    """Options that can be set in ``storage_options`` beside the file system's own options.
 
     - ``conditional_writes``: see `ConditionalWrites`.
     - ``retry_seconds``: for how long a request that fails in passing (throttled, timed out, reset, an error
@@ -61,7 +61,7 @@ class ObjectOptions:
 
     @classmethod
     def split(cls, storage_options: Mapping[str, Any] | None) -> tuple[ObjectOptions, dict[str, Any]]:
-        """Ours, and those for the file system."""
+        """Return our options, and those for the file system."""
         names = {field.name for field in dataclasses.fields(cls)}
         given = dict(storage_options or {})
         ours = {name: given.pop(name) for name in names & given.keys()}

@@ -137,7 +137,8 @@ class Requests:
             }
 
     def _without_address_since(self) -> float:
-        """When the host was first found to have none: what is asked for next, to clear up, waits no more."""
+        """Return when the host was first found to have none: what is asked for next, to clear up, waits no
+        more."""
         now = time.monotonic()
         first, last = _unresolved_hosts.get(self._host, (now, now))
         if now - last > _FORGET_SECONDS:

@@ -61,7 +61,7 @@ class S3Store(ObjectStore):
 
     @property
     def bucket(self) -> S3Bucket:
-        """The client of the bucket."""
+        """Return the client of the bucket."""
         bucket: S3Bucket = self.shared().client
         return bucket
 
@@ -80,7 +80,7 @@ class S3Store(ObjectStore):
         return S3Bucket(self.place, self._filesystem_options, self.options), self.options.concurrency
 
     def _has_condition(self, *, creates: bool) -> bool | None:
-        """Known of Amazon's own endpoints; whoever else speaks S3 has to show it."""
+        """Return True for Amazon's own endpoints; other services have to show it."""
         host = urlsplit(self.bucket.endpoint()).hostname or ""
         return True if host.endswith((".amazonaws.com", ".amazonaws.com.cn")) else None
 
@@ -99,7 +99,7 @@ class S3Store(ObjectStore):
         return str(self.bucket.ask("put_object", len(data), **arguments, **_conditions(condition))["ETag"])
 
     def put(self, key: str, data: bytes, condition: str | None) -> str:
-        """Large objects in parts, as data files."""
+        """Put large objects in parts, as data files."""
         if len(data) <= _WHOLE_PUT_BYTES:
             return super().put(key, data, condition)
         handle = PartsWriteHandle(self, key.removeprefix(self.prefix), condition, len(data))
@@ -129,7 +129,8 @@ class S3Store(ObjectStore):
     def _paged(
         self, op: str, method: str, arguments: dict[str, Any], following: Mapping[str, str]
     ) -> Iterator[dict[str, Any]]:
-        """The answers to a request that is made again for what follows, by the names of where that begins."""
+        """Yield the answers to a request that is made again for what follows, by the names of where that
+        begins."""
         while True:
             page = self.requests.run(op, self.prefix, partial(self.bucket.ask, method, **arguments))
             yield page
@@ -150,7 +151,8 @@ class S3Store(ObjectStore):
         }
 
     def delete_if(self, name: str, expected: Version) -> bool:
-        """Compared here, because not all services do, and by those that do once more."""
+        """Delete it if it is equal, compared here, because not all services do, and by those that do once
+        more."""
         key, there = self.key_of(name), self.version(name)
         if there != expected:
             return there is None
@@ -171,7 +173,8 @@ class S3Store(ObjectStore):
         return True
 
     def _uploads(self, belongs: Callable[[str], bool], begin: str) -> list[tuple[str, str]]:
-        """(key, id) of the uploads of files for which ``belongs(name)`` that have begun and not ended."""
+        """Return (key, id) of the uploads of files for which ``belongs(name)`` that have begun and not
+        ended."""
         following = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
         where = {"Prefix": f"{self.prefix}{begin}"}
         pages = self._paged("list_uploads", "list_multipart_uploads", where, following)
@@ -192,7 +195,7 @@ class S3Store(ObjectStore):
     def abort_uploads(
         self, belongs: Callable[[str], bool], level: int = logging.DEBUG, begin: str = ""
     ) -> int:
-        """Two requests or more. Without the permission to list uploads it does nothing."""
+        """Make two requests or more. Without the permission to list uploads it does nothing."""
         try:
             found = self._uploads(belongs, begin)
         except StorageError as error:
@@ -205,13 +208,13 @@ class S3Store(ObjectStore):
     def create(
         self, name: str, *, durable: bool, expected_bytes: int | None = None, replace: bool = False
     ) -> WriteHandle:
-        """Without a request; that the name is taken shows when the file is finished."""
+        """Begin a file without a request; that the name is taken shows when the file is finished."""
         # Not tried out: save ids make names unique, and a thousand ranks would all have to.
         condition = None if replace or self.options.conditional_writes == "off" else ABSENT
         return PartsWriteHandle(self, name, condition, expected_bytes, replace=replace)
 
     def presigned_url(self, name: str, seconds: int) -> str:
-        """A URL that anybody may GET the file by for ``seconds``; computed here, without a request."""
+        """Return a URL that anyone may GET the file by for ``seconds``; computed here, without a request."""
         key = self.key_of(name)
         return self.requests.run("presign", key, partial(self.bucket.presigned_url, key, seconds))
 
@@ -263,14 +266,10 @@ class PartsWriteHandle(ObjectWriteHandle):
                 self._send()
 
     def _take(self) -> BounceBuffer:
-        """A free buffer; waits for one of this file's parts, never for those of another file."""
-        while True:
-            buffer = self._pool.try_take()
-            if buffer is not None:
-                return buffer
-            if not self._sent:
-                return self._pool.take()
+        """Return a free buffer; waits for one of this file's parts, never for those of another file."""
+        while (buffer := self._pool.take(is_first=not self._sent)) is None:
             self._reap()
+        return buffer
 
     def _reap(self) -> None:
         """Wait for the oldest part under way; raises what kept it from being stored.
@@ -388,7 +387,8 @@ class PartsWriteHandle(ObjectWriteHandle):
         self._abort_strangers()
 
     def _abort_strangers(self) -> None:
-        """End the uploads of this name that began without an answer: nobody knows of them, somebody pays.
+        """End the uploads of this name that began without an answer: they are known to no one, and cost
+        money.
 
         Names are used once, so whatever uploads there are to this one are ours, and at the end none is used.
         """
@@ -414,10 +414,11 @@ class PartsWriteHandle(ObjectWriteHandle):
             self._buffer = None
 
     def _ended(self) -> CheckpointConflictError:
-        """Of uploads that it did not begin a writer only ends those of saves that it has beaten."""
+        """Return the error of an upload that was ended: of uploads that it did not begin a writer only ends
+        those of saves that it has beaten."""
         return CheckpointConflictError(
-            f"the upload of {self._path} was ended by somebody: another writer has finished at this place, "
-            "or a clean-up removed what it took for remains of a killed one; nothing of this one is kept",
+            f"the upload of {self._path} was ended by another: a writer that has finished at this place, or "
+            "a clean-up that removed what it took for remains of a killed one; nothing of this one is kept",
             path=self._path,
         )
 

@@ -37,7 +37,8 @@ class Shared:
     threads: ThreadPoolExecutor
 
     def pool(self, size_bytes: int) -> BufferPool:
-        """Buffers for parts of ``size_bytes``; together they take as much memory as those of `part_bytes`.
+        """Return buffers for parts of ``size_bytes``; together they take as much memory as those of
+        `part_bytes`.
 
         All places share them, and those of the size that was asked for last are kept.
         """
@@ -71,7 +72,7 @@ os.register_at_fork(after_in_child=_start_afresh)
 def shared(
     place: str, options: ObjectOptions, given: Mapping[str, Any], make: Callable[[], tuple[Any, int]]
 ) -> Shared:
-    """The one of this process for ``place`` and these options; a forked child has its own.
+    """Return the one of this process for ``place`` and these options; a forked child has its own.
 
     ``make`` makes the client, and says how many requests are worth sending at a time.
     """
@@ -111,7 +112,7 @@ def locked(url: str, timeout_seconds: float) -> Iterator[None]:
 def all_of(
     threads: ThreadPoolExecutor, tasks: Sequence[Callable[[], T]], interrupt: Callable[[], None]
 ) -> list[T]:
-    """The results of ``tasks``, run at once; the first failure once none of them runs any more.
+    """Return the results of ``tasks``, run at once; the first failure once none of them runs any more.
 
     ``interrupt`` makes them end where the waiting itself is interrupted.
     """

@@ -119,11 +119,11 @@ class ObjectStore(Store):
 
     @abstractmethod
     def _identity(self) -> str:
-        """The service: what is found out about it once holds for all stores of the same identity."""
+        """Return the service: what is found out about it once holds for all stores of the same identity."""
 
     @abstractmethod
     def _make_client(self) -> tuple[Any, int]:
-        """The client that stores of this place share, and its concurrency."""
+        """Return the client that stores of this place share, and its concurrency."""
 
     @abstractmethod
     def _has_condition(self, *, creates: bool) -> bool | None:
@@ -136,7 +136,8 @@ class ObjectStore(Store):
 
     @abstractmethod
     def _start(self, key: str, limit_bytes: int) -> tuple[bytes, ObjectInfo]:
-        """The first ``limit_bytes`` (at least 1) of the object, or all of it; the info has its true size."""
+        """Return the first ``limit_bytes`` (at least 1) of the object, or all of it; the info has its true
+        size."""
 
     @abstractmethod
     def _get(self, key: str, begin: int, inflow: Inflow, etag: str | None) -> ObjectInfo:
@@ -158,54 +159,54 @@ class ObjectStore(Store):
 
     @abstractmethod
     def _pages(self, prefix: str, *, shallow: bool) -> Iterator[Page]:
-        """The objects whose keys begin with ``prefix``, by requests that are repeated.
+        """Yield the objects whose keys begin with ``prefix``, by requests that are repeated.
 
         ``shallow``: only objects without a further ``/``, and of those with one the prefixes up to it.
         """
 
     def _tag(self, key: str) -> str:
-        """The object's entity tag; `Failure.MISSING` if it is absent."""
+        """Return the object's entity tag; `Failure.MISSING` if it is absent."""
         return self._head(key).etag
 
     # -- folders ---------------------------------------------------------------------------------------------
 
     def make_root(self) -> None:
-        """Nothing to do: a prefix needs no making."""
+        """Do nothing: a prefix needs no making."""
 
     def remove_root(self) -> None:
-        """Nothing to do: a prefix is gone with its last object."""
+        """Do nothing: a prefix is gone with its last object."""
 
     def sync(self) -> None:
-        """Nothing to do: an object is durable when the service has answered."""
+        """Do nothing: an object is durable when the service has answered."""
 
     def list(self) -> list[FileInfo]:
-        """One request for each thousand files, on S3."""
+        """Make one request for each thousand files, on S3."""
         found = (
             file for page in self._pages(self.prefix, shallow=True) for file in files_of(page, self.prefix)
         )
         return sorted((info for folder, info in found if not folder), key=lambda info: info.name)
 
     def folders(self) -> Sequence[str]:
-        """Names of the folders directly below this one, sorted."""
+        """Return the names of the folders directly below this one, sorted."""
         start = len(self.prefix)
         pages = self._pages(self.prefix, shallow=True)
         found = {deeper[start:].removesuffix("/") for page in pages for deeper in page.prefixes}
         return sorted(filter(is_name, found))
 
     def tree(self) -> Iterator[tuple[str, FileInfo]]:
-        """By one listing of everything."""
+        """List it by one listing of everything."""
         for page in self._pages(self.prefix, shallow=False):
             yield from files_of(page, self.prefix)
 
     # -- small files -----------------------------------------------------------------------------------------
 
     def stat(self, name: str) -> FileInfo | None:
-        """One request."""
+        """Make one request."""
         info = self.look(self.key_of(name))
         return None if info is None else _file_info(name, info)
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
-        """One request up to `REQUEST_BYTES`; what is more comes by further ones, at once."""
+        """Make one request up to `REQUEST_BYTES`; what is more comes by further ones, at once."""
         path = self.path_of(name)
         data, info = self._first(name, max(1, min(limit_bytes, REQUEST_BYTES)))
         if info.size_bytes > limit_bytes:
@@ -224,7 +225,7 @@ class ObjectStore(Store):
         return bytes(whole)
 
     def read_start(self, name: str, size_bytes: int) -> tuple[bytes, int]:
-        """One request, of at most `REQUEST_BYTES`."""
+        """Make one request, of at most `REQUEST_BYTES`."""
         data, info = self._first(name, min(size_bytes, REQUEST_BYTES))
         return data, info.size_bytes
 
@@ -236,13 +237,13 @@ class ObjectStore(Store):
         return found
 
     def version(self, name: str) -> Version | None:
-        """The entity tag, where the service has any: one request. Else a digest of the content."""
+        """Return the entity tag, where the service has any: one request. Else a digest of the content."""
         key = self.key_of(name)
         tag = self._unless_missing("head", key, lambda: self._tag(key))
         return None if tag is None else Version(f"etag:{tag}")
 
     def publish(self, name: str, data: bytes, *, durable: bool, expected: Expected = ANY) -> Version:
-        """A conditional request: the service compares, not this process. See `ConditionalWrites`."""
+        """Make a conditional request: the service compares, not this process. See `ConditionalWrites`."""
         key = self.key_of(name)
         condition = None if expected is ANY else ABSENT
         if isinstance(expected, Version):
@@ -267,7 +268,7 @@ class ObjectStore(Store):
             raise StorageError(f"{path}: {error}", path=path, op="publish") from error
 
     def put(self, key: str, data: bytes, condition: str | None) -> str:
-        """The entity tag of what is put; `RequestError` where ``condition`` does not hold."""
+        """Return the entity tag of what is put; `RequestError` where ``condition`` does not hold."""
         put = partial(self._put, key, data, condition)
         return self.requests.run("put", key, put, answers=_REFUSED, sent_bytes=len(data))
 
@@ -280,12 +281,12 @@ class ObjectStore(Store):
             return False
 
     def delete(self, name: str) -> None:
-        """One request."""
+        """Make one request."""
         key = self.key_of(name)
         self._unless_missing("delete", key, lambda: self._delete([key]))
 
     def delete_all(self, names: Sequence[str]) -> dict[str, Exception]:
-        """One request for each thousand files, on S3."""
+        """Make one request for each thousand files, on S3."""
         failed: dict[str, Exception] = {}
         by_key = {self.key_of(name): name for name in names}
         keys = list(by_key)
@@ -310,7 +311,7 @@ class ObjectStore(Store):
     # -- data files ------------------------------------------------------------------------------------------
 
     def open_read(self, name: str, *, expected_bytes: int | None = None) -> ReadHandle:
-        """On S3 no request, given the size."""
+        """Open a file: on S3 no request, given the size."""
         key = self.key_of(name)
         if expected_bytes is not None and self.streams_bodies:
             return ObjectReadHandle(self, name, ObjectInfo(key, expected_bytes, 0.0, ""))
@@ -321,19 +322,19 @@ class ObjectStore(Store):
 
     @contextmanager
     def lock(self, *, timeout_seconds: float) -> Iterator[None]:
-        """Between the threads of this process only: `publish` compares for all others."""
+        """Hold a lock between the threads of this process only: `publish` compares for all others."""
         with locked(self.url, timeout_seconds):
             yield
 
     def traffic(self) -> dict[str, float]:
-        """The traffic of this store object; "requests" has each attempt, "retries" those that were not the
-        first."""
+        """Count the requests of this store object; "requests" has each attempt, "retries" those that were not
+        the first."""
         return self.requests.traffic()
 
     # -- within ----------------------------------------------------------------------------------------------
 
     def shared(self) -> Shared:
-        """The client of this place, in this process."""
+        """Return the client of this place, in this process."""
         pid, found = self._found
         if found is None or pid != os.getpid():
             found = shared(
@@ -346,7 +347,7 @@ class ObjectStore(Store):
         return self.place
 
     def key_of(self, name: str) -> str:
-        """The key of a file."""
+        """Return the key of a file."""
         return f"{self.prefix}{check_name(name)}"
 
     def look(self, key: str) -> ObjectInfo | None:
@@ -354,7 +355,7 @@ class ObjectStore(Store):
         return self._unless_missing("head", key, lambda: self._head(key))
 
     def get(self, key: str, begin: int, inflow: Inflow, etag: str | None) -> ObjectInfo:
-        """`_get`, repeated; `RequestError` where the object is missing, another one, or too short."""
+        """Repeat `_get`; `RequestError` where the object is missing, another one, or too short."""
         get = partial(self._get, key, begin, inflow, etag)
         return self.requests.run("get", key, get, answers=_UNREADABLE, received_bytes=inflow.size_bytes)
 
@@ -432,7 +433,7 @@ def _file_info(name: str, info: ObjectInfo) -> FileInfo:
 
 
 def files_of(page: Page, prefix: str) -> Iterator[tuple[str, FileInfo]]:
-    """(folder relative to ``prefix``, "" is itself; file) of what could be files and folders of
+    """Yield (folder relative to ``prefix``, "" is itself; file) of what could be files and folders of
     checkpoints."""
     for info in page.objects:
         folder, _, name = info.key[len(prefix) :].rpartition("/")
@@ -457,7 +458,7 @@ class ObjectReadHandle(ReadHandle):
         self._is_closed = False
 
     def preadv(self, buffers: Sequence[memoryview], offset: int) -> None:
-        """One request, or for more than `REQUEST_BYTES` several."""
+        """Make one request, or for more than `REQUEST_BYTES` several."""
         views = [view for buffer in buffers if len(view := byte_view(buffer))]
         self._check(sum(map(len, views)), offset)
         tasks = [partial(self._get, Views(part), begin) for part, begin in _split(views, offset)]
@@ -465,17 +466,17 @@ class ObjectReadHandle(ReadHandle):
             all_of(self._store.shared().threads, tasks, self._store.requests.interrupt)
 
     def receive(self, inflow: Inflow, offset: int) -> None:
-        """One request, whatever its size."""
+        """Make one request, whatever its size."""
         self._check(inflow.size_bytes, offset)
         self._get(inflow, offset)
 
     def pread(self, length: int, offset: int) -> bytes:
-        """As `preadv`, into new memory."""
+        """Read as `preadv`, into new memory."""
         self._check(length, offset)  # before memory for it is taken
         return super().pread(length, offset)
 
     def close(self) -> None:
-        """Connections belong to the store, so there is nothing else to release."""
+        """Do nothing: connections belong to the store, so there is nothing else to release."""
         self._is_closed = True
 
     def _check(self, size: int, offset: int) -> None:
@@ -523,7 +524,7 @@ class ObjectReadHandle(ReadHandle):
 
 
 def _split(views: Sequence[memoryview], offset: int) -> Iterator[tuple[list[memoryview], int]]:
-    """``views`` in parts of at most `REQUEST_BYTES`, each with the offset at which it begins."""
+    """Yield ``views`` in parts of at most `REQUEST_BYTES`, each with the offset at which it begins."""
     part: list[memoryview] = []
     size = 0
     for view in views:
@@ -552,7 +553,7 @@ class ObjectWriteHandle(WriteHandle):
 
     @property
     def position(self) -> int:
-        """Bytes accepted so far."""
+        """Return the bytes accepted so far."""
         return self._position
 
     def write(self, data: Buffer) -> None:

@@ -64,7 +64,7 @@ class _Origin(NamedTuple):
 
 
 class _Attempt:
-    """What a thread does for a caller, who may `abort` it."""
+    """The work of a thread for a caller, who may `abort` it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -79,7 +79,7 @@ class _Attempt:
         self._begun_seconds = time.monotonic()
 
     def is_late(self, limit_seconds: float) -> bool:
-        """Return whether it is slower than anybody waits for."""
+        """Return whether it is slower than is waited for."""
         if self._begun_seconds is None:
             return False
         allowed = limit_seconds + self._moved_bytes / SLOWEST_BYTES_PER_SECOND
@@ -104,7 +104,7 @@ class _Attempt:
             self._socket = used
 
     def move(self, view: memoryview) -> Iterator[memoryview]:
-        """The steps in which a body is sent, each with a time limit of its own."""
+        """Yield the steps in which a body is sent, each with a time limit of its own."""
         for begin in range(0, len(view), STEP_BYTES):
             if self.is_aborted:
                 raise ConnectionAbortedError("called off")
@@ -112,7 +112,7 @@ class _Attempt:
             self._moved_bytes += STEP_BYTES
 
     def fill(self, body: Any, inflow: Inflow) -> None:
-        """All buffers from a body that is read by ``readinto``, which must not end before."""
+        """Fill all buffers from a body that is read by ``readinto``, which must not end before."""
         self._is_filling = True
         try:
             for buffer in inflow.buffers():
@@ -188,7 +188,7 @@ class Transport:
         inflow: Inflow | None = None,
         limit_bytes: int | None = None,
     ) -> HttpAnswer:
-        """One request, within an `attempt`; a body of the inflow's size goes there, if it is a success.
+        """Make one request, within an `attempt`; a body of the inflow's size goes there, if it is a success.
 
         Raises OSErrors, of which ssl.SSLError and TimeoutError (no byte came for the time of a read) are
         some, and http.client.HTTPException. No message has the URL, which may be signed.
@@ -219,7 +219,7 @@ class Transport:
         return answer
 
     def _take(self, origin: _Origin) -> http.client.HTTPConnection:
-        """A connection that nobody else uses, kept or new."""
+        """Return a connection that no one else uses, kept or new."""
         while True:
             with self._lock:
                 kept = self._idle.get(origin)
@@ -277,7 +277,7 @@ def _received(
         body = response.read() if limit_bytes is None else response.read(limit_bytes + 1)
     elif response.length in (None, inflow.size_bytes):
         attempt.fill(response, inflow)
-        if not response.isclosed() and response.read(1):  # sent in chunks, its size was not told
+        if not response.isclosed() and response.read(1):  # sent in chunks, without its size
             raise http.client.HTTPException(f"the body has more than {inflow.size_bytes} bytes")
         is_filled = True
     return HttpAnswer(status, headers, body, is_filled)

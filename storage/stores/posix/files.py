@@ -79,7 +79,7 @@ _ADVICE: Final = {"fsync": _NO_SYNC, "fdatasync": _NO_SYNC, "rename": _NO_RENAME
 
 
 def storage_error(error: OSError, op: str, path: str | os.PathLike[str]) -> StorageError:
-    """The typed error for a failed system call; chain it with ``raise ... from error``."""
+    """Return the typed error for a failed system call; chain it with ``raise ... from error``."""
     kind, advice = StorageError, ""
     if error.errno in _FULL:
         kind, advice = StorageFullError, "; free space (or raise the quota or file size limit) and save again"
@@ -94,8 +94,8 @@ def storage_error(error: OSError, op: str, path: str | os.PathLike[str]) -> Stor
 
 
 def path_of_descriptor(descriptor: int) -> str:
-    """Return where an open file or folder is, whatever its path leads to by now; "" where that cannot be
-    told."""
+    """Return where an open file or folder is, whatever its path leads to by now; "" where that is not
+    known."""
     try:
         return str(Path(f"/proc/self/fd/{descriptor}").readlink())
     except OSError:
@@ -196,7 +196,7 @@ class PosixWriteHandle(WriteHandle):
 
     @property
     def position(self) -> int:
-        """Bytes accepted so far."""
+        """Return the bytes accepted so far."""
         return self._flushed_bytes + self._fill_bytes
 
     def reserve(self, size_bytes: int) -> None:
@@ -218,12 +218,12 @@ class PosixWriteHandle(WriteHandle):
         self._extent_bytes = size_bytes
 
     def write(self, data: Buffer) -> None:
-        """Copied into the buffer being filled; waits only while all buffers are on their way to the disk."""
+        """Copy it into the buffer being filled; waits only while all buffers are on their way to the disk."""
         if type(data) is not bytes:
             data = byte_view(data)
         size = len(data)
         end = self._fill_bytes + size
-        # "<": a full buffer goes on its way at once, not with the next write.
+        # "<": a full buffer is sent at once, not with the next write.
         if end < self._limit_bytes and self._failure is None:
             if size < RELEASE_GIL_BYTES:
                 self._view[self._fill_bytes : end] = data
@@ -234,7 +234,7 @@ class PosixWriteHandle(WriteHandle):
         self._check_usable()
         view = memoryview(data)
         if not self._is_durable and (self._fill_bytes or len(view) >= _GATHER_BYTES):
-            self._write_now(view)
+            self._write_now([view])
             return
         while view:
             if self._buffer is None:
@@ -247,8 +247,16 @@ class PosixWriteHandle(WriteHandle):
             if end == self._limit_bytes:
                 self._send()
 
+    def write_many(self, parts: Sequence[bytes | memoryview]) -> None:
+        """Append all, where it need not be durable in few system calls and without a copy."""
+        if self._is_durable or sum(map(len, parts)) < _GATHER_BYTES:
+            super().write_many(parts)
+        else:
+            self._check_usable()
+            self._write_now(parts)
+
     def finish(self) -> int:
-        """Everything to storage, and the file closed."""
+        """Bring everything to storage, and close the file."""
         if self._state == "finished":
             return self.position
         self._check_usable()
@@ -261,7 +269,7 @@ class PosixWriteHandle(WriteHandle):
             self._failure = error
             raise
         self._close("finished")
-        return self.position
+        return self._flushed_bytes + self._fill_bytes
 
     def abort(self) -> None:
         """Remove the file; in a forked child it belongs to the parent."""
@@ -317,10 +325,8 @@ class PosixWriteHandle(WriteHandle):
                 os.close(descriptor)
 
     def _take_buffer(self) -> None:
-        if not self._in_flight:
-            self._buffer = self._pool.take()
-        elif len(self._in_flight) < _BUFFERS_PER_FILE:
-            self._buffer = self._pool.try_take()
+        if len(self._in_flight) < _BUFFERS_PER_FILE:
+            self._buffer = self._pool.take(is_first=not self._in_flight)
         if self._buffer is None:
             self._buffer = self._await_oldest()
         self._view = self._buffer.view
@@ -335,16 +341,17 @@ class PosixWriteHandle(WriteHandle):
             raise
         return buffer
 
-    def _write_now(self, data: memoryview) -> None:
-        """Append what was gathered, and ``data``; a short write (signals, nearly full disks) is continued."""
-        pending = [part for part in (self._view[: self._fill_bytes], data) if len(part)]
-        size = left = self._fill_bytes + len(data)
+    def _write_now(self, parts: Sequence[bytes | memoryview]) -> None:
+        """Append what was gathered, and ``parts``; continues short writes (signals, nearly full disks)."""
+        pending: Sequence[bytes | memoryview] = [self._view[: self._fill_bytes], *parts]
+        size = left = sum(map(len, pending))
         try:
             with step(self._observe, "write", self._path):
                 while left:
-                    written = os.writev(self._descriptor, pending)
+                    written = os.writev(self._descriptor, pending[:_IOV_MAX])
                     left -= written
-                    pending = after(pending, written)
+                    if left:
+                        pending = after(pending, written)
         except StorageError as error:
             self._failure = error
             raise
@@ -408,7 +415,7 @@ class PosixWriteHandle(WriteHandle):
         """Bring the rest to storage, so that only closing is left."""
         if not self._is_durable:
             if self._fill_bytes:
-                self._write_now(memoryview(b""))
+                self._write_now([])
             return
         while self._in_flight:
             self._pool.give(self._await_oldest())
@@ -423,7 +430,7 @@ class PosixWriteHandle(WriteHandle):
             self._view[size:padded] = bytes(padded - size)
             self._extent_bytes = max(self._extent_bytes, self._flushed_bytes + padded)
             self._pwrite(self._view[:padded], self._flushed_bytes)
-        end = self.position
+        end = self._flushed_bytes + size
         if self._extent_bytes > end:
             with step(self._observe, "ftruncate", self._path):
                 os.ftruncate(self._descriptor, end)
@@ -460,8 +467,8 @@ class PosixReadHandle(ReadHandle):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def preadv(self, buffers: Sequence[memoryview], offset: int) -> None:
-        """One system call where the kernel allows it; more after a partial read (a signal, or more than the
-        2 GiB that one call moves)."""
+        """Make one system call where the kernel allows it; more after a partial read (a signal, or more than
+        the 2 GiB that one call moves)."""
         if self._descriptor < 0:
             raise ValueError(f"{self._path} is closed: it cannot be read any more")
         for first in range(0, len(buffers), _IOV_MAX):
@@ -493,11 +500,11 @@ class PosixReadHandle(ReadHandle):
 
     def __del__(self) -> None:
         if getattr(self, "_descriptor", -1) >= 0:
-            with suppress(StorageError):  # nobody is there to report it to
+            with suppress(StorageError):  # there is no caller to report it to
                 self.close()
 
 
-def after(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
+def after(buffers: Sequence[bytes | memoryview], count: int) -> list[memoryview]:
     """Return what is left of ``buffers`` after the first ``count`` bytes."""
     left = deque(map(byte_view, buffers))
     while left and count >= len(left[0]):

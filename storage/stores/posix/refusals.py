@@ -1,4 +1,4 @@
-"""Refusals: errnos by which a mount says that it lacks an operation, told apart from operations that failed.
+"""Refusals: errnos by which a mount says that it lacks an operation, separated from operations that failed.
 
 A refused operation is replaced by the next safest one, and a warning says once what is missing. Every errno
 that is not named here is a failure and is raised, among them EIO, ENOSPC, EDQUOT, ESTALE and ETIMEDOUT: what

@@ -31,7 +31,6 @@ from dcp.storage.stores.base import (
     Store,
     StoreType,
     Version,
-    content_version,
 )
 from dcp.storage.stores.names import LOCK_NAME, TEMPORARY_PREFIX, check_name, is_name, place_text
 from dcp.storage.stores.posix.files import (
@@ -122,7 +121,7 @@ class PosixStore(Store):
         return (partial(PosixStore, self.url, self._observe, **options), ())
 
     def make_root(self) -> None:
-        """Each folder that is new is made durable in its parent."""
+        """Make the folder; each that is new is made durable in its parent."""
         for _ in range(_MAKE_ATTEMPTS):  # who removes the checkpoint that was there removes the folder, too
             try:
                 self._make_missing()
@@ -158,7 +157,7 @@ class PosixStore(Store):
             return self._root.is_dir()
 
     def folders(self) -> Sequence[str]:
-        """Folders, also behind symbolic links; names that no checkpoint may have are left out."""
+        """Return folders, also behind symbolic links; names that no checkpoint may have are left out."""
         try:
             with os.scandir(self._root) as entries:
                 return sorted(entry.name for entry in entries if _is_folder(entry) and is_name(entry.name))
@@ -168,7 +167,7 @@ class PosixStore(Store):
             raise storage_error(error, "list", self._root) from error
 
     def list(self) -> list[FileInfo]:
-        """Folders, links (unless followed), FIFOs and devices are left out."""
+        """Leave out folders, links (unless followed), FIFOs and devices."""
         found: list[FileInfo] = []
         try:
             with os.scandir(self._root) as entries:
@@ -188,7 +187,7 @@ class PosixStore(Store):
         return sorted(found, key=attrgetter("name"))
 
     def stat(self, name: str) -> FileInfo | None:
-        """None too for a link (unless followed) and whatever else is no regular file."""
+        """Look at a file; None too for a link (unless followed) and whatever else is no regular file."""
         path = self._path(name)
         try:
             status = path.stat(follow_symlinks=self._follow_links)
@@ -201,7 +200,8 @@ class PosixStore(Store):
         return FileInfo(name, status.st_size, status.st_mtime) if stat.S_ISREG(status.st_mode) else None
 
     def open_read(self, name: str, *, expected_bytes: int | None = None) -> PosixReadHandle:
-        """Raises `CheckpointFormatError` for a link (unless followed), FIFO, device or folder."""
+        """Open a file; raises `CheckpointFormatError` for a link (unless followed), FIFO, device or
+        folder."""
         path = self._path(name)
         # Without O_NONBLOCK opening a FIFO would wait for a writer for ever; regular files ignore it.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
@@ -229,7 +229,7 @@ class PosixStore(Store):
     def create(
         self, name: str, *, durable: bool, expected_bytes: int | None = None, replace: bool = False
     ) -> PosixWriteHandle:
-        """O_EXCL, so that a link planted under the name is not followed either."""
+        """Begin a file by O_EXCL, so that a link planted under the name is not followed either."""
         path = self._path(name)
         if replace:
             self.delete(name)
@@ -246,14 +246,15 @@ class PosixStore(Store):
         return handle
 
     def version(self, name: str) -> Version | None:
-        """A digest: times have too coarse a grain, and inode numbers are used again."""
+        """Return a digest: times have too coarse a grain, and inode numbers are used again."""
         try:
-            return content_version(self.read(name, limit_bytes=_VERSION_LIMIT_BYTES))
+            return Version(self.read(name, limit_bytes=_VERSION_LIMIT_BYTES))
         except CheckpointNotFoundError:
             return None
 
     def publish(self, name: str, data: bytes, *, durable: bool, expected: Expected = ANY) -> Version:
-        """Written aside, then linked (create-only) or renamed under the lock, then the folder is synced."""
+        """Publish a file: written aside, then linked (create-only) or renamed under the lock, then the folder
+        is synced."""
         self._path(name)
         temporary = self._path(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
         try:
@@ -271,7 +272,7 @@ class PosixStore(Store):
             except StorageError as error:
                 error.published = True
                 raise
-        return content_version(data)
+        return Version(data)
 
     def delete(self, name: str) -> None:
         """Open handles still read it."""
@@ -281,7 +282,7 @@ class PosixStore(Store):
 
     @contextmanager
     def lock(self, *, timeout_seconds: float) -> Iterator[None]:
-        """flock on a file in the folder, removed on release so that a checkpoint is not cluttered."""
+        """Hold flock on a file in the folder, removed on release so that a checkpoint is not cluttered."""
         thread = (os.getpid(), threading.get_ident())  # a forked child does not hold what its parent holds
         depth = self._lock_owners.get(thread, 0)
         descriptor = self._acquire(timeout_seconds) if depth == 0 else _NO_LOCK
@@ -296,12 +297,13 @@ class PosixStore(Store):
                 self._lock_owners[thread] = depth
 
     def sync(self) -> None:
-        """fsync of the folder."""
+        """Call fsync of the folder."""
         with step(self._observe, "fsync_folder", self._root):
             sync_folder(self._root)
 
     def make_durable(self) -> None:
-        """fsync of each file, then of the folder. What other hosts have in their caches is theirs to sync."""
+        """Call fsync of each file, then of the folder. What other hosts have in their caches is theirs to
+        sync."""
         for info in self.list():
             path = self._path(info.name)
             with step(self._observe, "fsync", path):
@@ -316,7 +318,7 @@ class PosixStore(Store):
         self.sync()
 
     def remove_root(self) -> None:
-        """A lock file that a killed process left behind does not count."""
+        """Remove the folder if it is empty; a lock file that a killed process left behind does not count."""
         try:
             with os.scandir(self._root) as entries:
                 names = {entry.name for entry in entries}
@@ -344,7 +346,7 @@ class PosixStore(Store):
         return is_below(place, self._links_within) and not Path(place).is_symlink()
 
     def _check_within(self, path: Path, descriptor: int, *, is_link: bool) -> None:
-        """That of the open file: a link, or a folder on the way, may have been exchanged since."""
+        """Check the place of the open file: a link, or a folder on the way, may have been exchanged since."""
         place = path_of_descriptor(descriptor)
         if is_below(place, self._links_within or "") or not (place or is_link):
             return
@@ -353,7 +355,7 @@ class PosixStore(Store):
         raise CheckpointFormatError(f"{path} leads elsewhere by a symbolic link", path=str(path))
 
     def _commit(self, temporary: Path, name: str, expected: Expected) -> None:
-        """The instant at which ``name`` changes from old to new content."""
+        """Change ``name``, in one instant, from old to new content."""
         if expected is None and self._hard_links and self._link(temporary, name):
             return
         with self.lock(timeout_seconds=_PUBLISH_LOCK_SECONDS):
@@ -363,7 +365,7 @@ class PosixStore(Store):
                 temporary.rename(self._root / name)
 
     def _link(self, temporary: Path, name: str) -> bool:
-        """Give the file its name only if nobody has it, without a lock. False if links are refused."""
+        """Give the file its name only if no other has it, without a lock. False if links are refused."""
         target = self._root / name
         try:
             with step(self._observe, "link", target):
@@ -434,7 +436,7 @@ class PosixStore(Store):
     def _try_lock(self, descriptor: int, path: Path) -> bool:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The last holder removed the file since we opened it: a lock on a removed file excludes nobody.
+            # The last holder removed the file since we opened it: a lock on a removed file excludes no one.
             return is_named(path, descriptor)
         except OSError as error:
             if error.errno in _LOCK_BUSY:
@@ -458,7 +460,8 @@ class PosixStore(Store):
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Also of a link; one of those that lead in a circle is none, like one to nowhere."""
+    """Return whether it is a folder, also of a link; one of those that lead in a circle is none, like one to
+    nowhere."""
     try:
         return entry.is_dir()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What may stand in stock's `.metadata`: the allow-list of its classes, kept as inert values; torch-free.
+"""The allow-list of classes in stock's `.metadata`, kept as inert values; torch-free.
 
 Layouts of torch 2.0 to 2.15 differ in where a class lives (`TensorProperties` moved, `pathlib` was split) and
 in which fields an object has; an absent field is its default. Seen in files of torch 2.13; for others
@@ -50,7 +50,7 @@ _MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRES
 
 @dataclass(frozen=True, slots=True)
 class UnknownDtype:
-    """A dtype of torch that no checkpoint of ours can hold: quantised, or narrower than a byte."""
+    """A dtype of torch that no checkpoint can hold: quantised, or narrower than a byte."""
 
     name: str
 
@@ -70,7 +70,7 @@ class MemoryFormat:
 
 
 def _size(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """torch.Size, as a tuple; its values are checked where they are used."""
+    """Return torch.Size, as a tuple; its values are checked where they are used."""
     if len(args) != 1 or type(args[0]) not in (tuple, list) or len(args[0]) > MAX_DIMENSIONS:
         raise CheckpointFormatError("a pickled torch.Size is not made of a short tuple")
     return tuple(args[0])
@@ -89,14 +89,14 @@ def _memory_format(args: tuple[Any, ...]) -> MemoryFormat:
 
 
 def _member(args: tuple[Any, ...]) -> MemoryFormat:
-    """``getattr(MemoryFormat, name)``, as Python 3.11.2 pickles enums; nothing else of getattr."""
+    """Return ``getattr(MemoryFormat, name)``, as Python 3.11.2 pickles enums; nothing else of getattr."""
     if len(args) == 2 and args[0] in _MEMORY_FORMAT_CLASSES and args[1] in _MEMORY_FORMATS:
         return MemoryFormat(_MEMORY_FORMATS.index(args[1]))
     raise CheckpointFormatError("a pickle asks for an attribute that is not a memory format")
 
 
 def _path(args: tuple[Any, ...]) -> str:
-    """A path of `pathlib`, as text."""
+    """Return a path of `pathlib`, as text."""
     if not all(type(part) is str for part in args):
         raise CheckpointFormatError("a pickled path has a part that is not text")
     if args and args[0].endswith(("/", "\\")):
@@ -105,7 +105,7 @@ def _path(args: tuple[Any, ...]) -> str:
 
 
 def _item_type(args: tuple[Any, ...]) -> int:
-    """A `WriteItemType`, in plans."""
+    """Return a `WriteItemType`, in plans."""
     if len(args) != 1 or type(args[0]) is not int:
         raise CheckpointFormatError("a pickled WriteItemType has no number")
     return args[0]

@@ -34,10 +34,10 @@ _Box = tuple[int, ...]
 
 
 def decode_torch_metadata(data: bytes | memoryview) -> CheckpointIndex:
-    """The index of a checkpoint of stock torch, format ``torch_dcp``, checked.
+    """Return the index of a checkpoint of stock torch, format ``torch_dcp``, checked.
 
     Payload offsets, file sizes and checksums are UNKNOWN or absent: stock records none. Tensors and objects
-    keep the order of the file. ``provenance`` has what there is of ``save_id``, ``checkpoint_id`` and
+    keep the order of the file. ``provenance`` has those of ``save_id``, ``checkpoint_id`` and
     ``torch_metadata_version``; if a custom planner left other than plain data, ``planner_data`` is None and
     ``planner_data_dropped`` says why.
 
@@ -65,7 +65,7 @@ def decode_torch_metadata(data: bytes | memoryview) -> CheckpointIndex:
 
 
 def _fields(value: Any, kind: str, where: str) -> dict[str, Any]:
-    """The attributes of an instance."""
+    """Return the attributes of an instance."""
     if not isinstance(value, Instance) or value.kind != kind:
         found = value.kind if isinstance(value, Instance) else type(value).__name__
         raise CheckpointFormatError(f"{where} should hold a {kind}, and holds a {found}")
@@ -81,7 +81,7 @@ def _fields(value: Any, kind: str, where: str) -> dict[str, Any]:
 
 
 def _check_new_fields(state: Mapping[str, Any], known: frozenset[str], kind: str, where: str) -> None:
-    """A field that is not known may change what the others mean; one that is empty does not."""
+    """Refuse a field that is not known and not empty: it may change what the others mean."""
     for name in state.keys() - known:
         if state[name]:
             raise UnsupportedFormatError(
@@ -101,7 +101,8 @@ def _check_version(version: Any) -> None:
 
 
 def _integers(value: Any, what: str, fqn: str) -> tuple[int, ...]:
-    """A shape or position, of exact ints only: it gets hashed, and a hostile tuple is costly to hash."""
+    """Return a shape or position, of exact ints only: it gets hashed, and a hostile tuple is costly to
+    hash."""
     short = type(value) in (tuple, list) and len(value) <= MAX_DIMENSIONS
     if not short or not _INT_ONLY.issuperset(map(type, value)):
         raise CheckpointFormatError(f"{what} of {fqn!a} is not a tuple of integers", fqn=fqn)
@@ -170,7 +171,7 @@ class _Columns:
         self._object_ranges = (array("q"), array("q"), array("q"))
 
     def add(self, fqn: Any, entry: Any) -> None:
-        """One entry of state_dict_metadata."""
+        """Add one entry of state_dict_metadata."""
         if type(fqn) is not str or len(fqn) > MAX_TEXT_CHARACTERS:
             raise CheckpointFormatError("a key of state_dict_metadata is not a name of reasonable length")
         kind = entry.kind if isinstance(entry, Instance) else type(entry).__name__
@@ -233,7 +234,7 @@ class _Columns:
         ranges[2].append(info["length"])
 
     def index(self, planner_data: Any, provenance: dict[str, Any]) -> CheckpointIndex:
-        """The finished index, checked."""
+        """Return the finished index, checked."""
         chunks, objects = len(self._payloads), len(self._objects)
         files, offsets, lengths = map(_column, self._object_ranges)
         result = CheckpointIndex(
@@ -283,7 +284,7 @@ def _missing(fqn: str, offsets: _Box | None) -> NoReturn:
 
 
 def _properties(value: Any, fqn: str) -> tuple[dtypes.Dtype, bool]:
-    """(dtype, requires_grad) from the state that TensorProperties pickles: its five fields in order.
+    """Return (dtype, requires_grad) from the state that TensorProperties pickles: its five fields in order.
 
     torch 2.15 has added a sixth, the strides of the tensor that was saved; those of what was stored are in
     its record.
@@ -322,7 +323,7 @@ def _properties(value: Any, fqn: str) -> tuple[dtypes.Dtype, bool]:
 
 
 def _boxes(chunks: list[Any], ndim: int, fqn: str) -> list[tuple[_Box, _Box]]:
-    """(offsets, sizes) of the chunks, each offset once.
+    """Return (offsets, sizes) of the chunks, each offset once.
 
     A record is found by its offset alone, so of two chunks at one offset one is a repetition (replicas that
     were not deduplicated), or empty (the shard of a rank beyond the end).
@@ -358,7 +359,8 @@ def _provenance(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Plain:
-    """Whether planner data is plain, within a budget: shared parts make a small file that is long to walk."""
+    """A check that planner data are plain, within a budget: shared parts make a small file that is long to
+    walk."""
 
     def __init__(self, data_bytes: int) -> None:
         self._left = 4 * data_bytes + 4096

@@ -57,7 +57,7 @@ _Token: TypeAlias = str | bytes | int | tuple[str, str] | npt.NDArray[Any]
 
 
 def encode_torch_metadata(index: CheckpointIndex, *, checkpoint_id: str, save_id: str) -> bytes:
-    """The `.metadata` of ``index``: what stock ``pickle.load`` turns into its `Metadata`.
+    """Return the `.metadata` of ``index``: what stock ``pickle.load`` turns into its `Metadata`.
 
     Keys are those of the tensors, then those of the objects, each in index order. Chunks carry their position
     in their tensor as index hint; ranges are those of the records, files those of ``index.files``. An object
@@ -74,18 +74,18 @@ def encode_torch_metadata(index: CheckpointIndex, *, checkpoint_id: str, save_id
     shapes, offsets, sizes = _size_refs(memo, index)
     body = [memo.push((_METADATA, "Metadata"), _NEW, b"}(", "state_dict_metadata", b"}(")]
     box = ("offsets", offsets, "sizes", sizes, b"ub")
-    chunks = memo.rows(index.chunk_count, (_METADATA, "ChunkStorageMetadata"), _NEW, b"}(", *box)
+    chunks = memo.rows(len(index.chunk_files), (_METADATA, "ChunkStorageMetadata"), _NEW, b"}(", *box)
     kind = memo.push((_METADATA, "TensorStorageMetadata"), _NEW, b"}(", "properties")
     kind += memo.push((_METADATA, "TensorProperties"), _NEW)
     properties = _properties_refs(memo, index)
     tensor = (names, kind, properties, b"b", "size", shapes, "chunks", b"](")
-    tensors = memo.rows(index.tensor_count, *tensor)
+    tensors = memo.rows(len(index.fqns), *tensor)
     body += [_nested(tensors, chunks, index.chunk_start, b"eub")]
     entry = memo.rows(len(object_names), object_names, (_METADATA, "BytesStorageMetadata"), _NEW)
     body += [entry, memo.push(b"u", "planner_data"), *_planner_data(memo, index.planner_data)]
     body += [memo.push("storage_data", b"}(")]
     files, first = memo.strings(index.files), index.chunk_start[index.chunk_tensors]
-    hints = np.arange(index.chunk_count, dtype=np.int64) - first
+    hints = np.arange(len(index.chunk_files), dtype=np.int64) - first
     for key, rows, columns in (
         (
             (names[index.chunk_tensors], "index", hints, "offset", offsets, b"ub"),
@@ -110,10 +110,11 @@ def encode_torch_metadata(index: CheckpointIndex, *, checkpoint_id: str, save_id
 
 
 def torch_metadata_head(save_id: str, size_bytes: int) -> bytes:
-    """The first bytes of a `.metadata` of ``size_bytes`` that `encode_torch_metadata` made for ``save_id``.
+    """Return the first bytes of a `.metadata` of ``size_bytes`` that `encode_torch_metadata` made for
+    ``save_id``.
 
-    Nobody else writes it: stock begins with other opcodes, and a save's id is its own. So a few bytes tell
-    which save a file belongs to that may have hundreds of megabytes.
+    No other writer makes them: stock begins with other opcodes, and a save's id is its own. So a few bytes
+    tell which save a file belongs to that may have hundreds of megabytes.
     """
     content_bytes, text = max(0, size_bytes - _FRAME.size), _ENCODE(save_id)
     return _FRAME.pack(_PROTOCOL, content_bytes) + b"X" + len(text).to_bytes(4, "little") + text
@@ -128,13 +129,13 @@ class _Memo:
         self._numbers: dict[Any, int] = {}
 
     def add(self, count: int, *tokens: _Token) -> range:
-        """Memo numbers of the values that ``count`` rows of ``tokens`` push."""
+        """Return the memo numbers of the values that ``count`` rows of ``tokens`` push."""
         self.definitions.append(self.rows(count, *tokens, b"\x940"))  # MEMOIZE, POP
         begin, self._count = self._count, self._count + count
         return range(begin, self._count)
 
     def strings(self, texts: Sequence[str]) -> _Refs:
-        """Memo numbers of strings."""
+        """Return the memo numbers of strings."""
         numbers = self._numbers
         unknown = list(filterfalse(numbers.__contains__, dict.fromkeys(texts)))
         encoded = list(map(_ENCODE, unknown))
@@ -146,11 +147,11 @@ class _Memo:
         return np.fromiter(map(numbers.__getitem__, texts), _REF, len(texts))
 
     def push(self, *tokens: _Token) -> bytes:
-        """The opcodes of one row."""
+        """Return the opcodes of one row."""
         return self.rows(1, *tokens)
 
     def rows(self, count: int, *tokens: _Token) -> bytes:
-        """The opcodes of ``count`` rows."""
+        """Return the opcodes of ``count`` rows."""
         row = b""
         columns: list[tuple[int, npt.NDArray[Any]]] = []
         for token in tokens:
@@ -184,7 +185,8 @@ class _Memo:
 
 
 def _nested(heads: bytes, entries: bytes, start: Int64, tail: bytes) -> bytes:
-    """Rows of ``heads``, each followed by its rows of ``entries``, which begin at ``start``, and ``tail``."""
+    """Return rows of ``heads``, each followed by its rows of ``entries``, which begin at ``start``, and
+    ``tail``."""
     count = len(start) - 1
     if not count:
         return b""
@@ -195,12 +197,12 @@ def _nested(heads: bytes, entries: bytes, start: Int64, tail: bytes) -> bytes:
 
 
 def _size_refs(memo: _Memo, index: CheckpointIndex) -> tuple[_Refs, _Refs, _Refs]:
-    """Memo numbers of torch.Size by tensor (shape) and by chunk (offsets, sizes); equal ones share one."""
-    shapes, offsets, sizes = (
-        np.zeros(count, _REF) for count in (index.tensor_count, *[index.chunk_count] * 2)
-    )
+    """Return the memo numbers of torch.Size by tensor (shape) and by chunk (offsets, sizes); equal ones share
+    one."""
+    chunks = len(index.chunk_files)
+    shapes, offsets, sizes = np.zeros(len(index.fqns), _REF), np.zeros(chunks, _REF), np.zeros(chunks, _REF)
     memo.push(_SIZE)
-    for ndim in np.flatnonzero(np.bincount(index.ndims)).tolist():
+    for ndim in np.flatnonzero(np.bincount(np.diff(index.shape_start))).tolist():
         known: dict[bytes, int] = {}
         for refs, begins, values in (
             (shapes, index.shape_start, index.shape_values),
@@ -220,7 +222,7 @@ def _size_refs(memo: _Memo, index: CheckpointIndex) -> tuple[_Refs, _Refs, _Refs
 
 
 def _properties_refs(memo: _Memo, index: CheckpointIndex) -> _Refs:
-    """Memo numbers of the TensorProperties state by tensor.
+    """Return the memo numbers of the TensorProperties state by tensor.
 
     Only the state is shared, so that each tensor still gets an instance of its own.
     """
@@ -237,7 +239,8 @@ def _properties_refs(memo: _Memo, index: CheckpointIndex) -> _Refs:
 
 
 def _planner_data(memo: _Memo, data: Any) -> Sequence[bytes]:
-    """Opcodes of planner data; of a mapping from names to paths each distinct part is encoded once."""
+    """Return the opcodes of planner data; of a mapping from names to paths each distinct part is encoded
+    once."""
     paths: list[Any] = list(data.values()) if type(data) is dict else [None]
     if _TUPLES.issuperset(map(type, paths)) and _STRINGS.issuperset(map(type, data)):
         parts = list(chain.from_iterable(paths))
