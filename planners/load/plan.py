@@ -314,11 +314,12 @@ def _cover(
     Overlapping pieces, which some foreign checkpoints have, are reduced to disjoint ones first, so that
     volumes prove coverage and nothing is read twice.
     """
-    found = BoxSet(pieces.boxes, pieces.low, pieces.high)
-    earlier, later = overlapping_pairs(found)
-    if len(earlier):
-        rows, parts = cut_overlaps(found, earlier, later)
-        pieces = _Intersections(parts.groups, pieces.chunks[rows], parts.low, parts.high)
+    if (np.bincount(pieces.boxes) > 1).any():
+        found = BoxSet(pieces.boxes, pieces.low, pieces.high)
+        earlier, later = overlapping_pairs(found)
+        if len(earlier):
+            rows, parts = cut_overlaps(found, earlier, later)
+            pieces = _Intersections(parts.groups, pieces.chunks[rows], parts.low, parts.high)
     volumes = np.prod(pieces.high - pieces.low, axis=1, dtype=np.int64)
     filled = np.zeros(len(boxes), np.int64)
     np.add.at(filled, pieces.boxes, volumes)

@@ -116,7 +116,9 @@ def _open_pair(store: Store, manifest_name: str, metadata_name: str) -> Checkpoi
                 )
             with _located(store.path_of(metadata_name)):
                 return decode_torch_metadata(metadata)
-        if start is None or _is_long_start_of(index, start):
+        if start is None:
+            return index
+        if len(start.data) < start.size_bytes and _is_long_start_of(index, start):
             return index
         metadata = _whole(store, metadata_name, start)
         published = index.torch_metadata_crc, index.replaced_torch_metadata_crc  # with it, or to be replaced
@@ -189,7 +191,7 @@ def _is_long_start_of(index: CheckpointIndex, start: _Start) -> bool:
     Then ``index`` is the truth, even if the file is damaged further on, and reading it is not worth the time.
     """
     save_id = index.provenance.get("save_id")
-    if len(start.data) == start.size_bytes or index.torch_metadata_crc is None:
+    if index.torch_metadata_crc is None:
         return False
     return isinstance(save_id, str) and start.data.startswith(torch_metadata_head(save_id, start.size_bytes))
 
@@ -203,7 +205,9 @@ def is_large_metadata_of(store: Store, name: str, index: CheckpointIndex) -> boo
     if index.chunk_count < _LARGE_CHUNKS:
         return False
     start = _start_of(store, name)
-    return start is not None and _is_long_start_of(index, start)
+    if start is None or len(start.data) == start.size_bytes:
+        return False
+    return _is_long_start_of(index, start)
 
 
 def _is_ours(index: CheckpointIndex, metadata: bytes) -> bool:
