@@ -274,7 +274,9 @@ def _copies(state: Mapping[Any, Any], prefix: str = "", depth: int = 2) -> Itera
     """Names of copies in the state dicts of modules, also in those below keys."""
     for name in copies_in_state(state):
         yield prefix + name
-    for key, value in state.items() if depth else ():
+    if not depth or MAPPING not in map(kind_of, set(map(type, state.values()))):
+        return
+    for key, value in state.items():
         if isinstance(value, Mapping):
             yield from _copies(value, f"{prefix}{key}.", depth - 1)
 
