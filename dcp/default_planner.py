@@ -1,4 +1,4 @@
-"""What ``torch.distributed.checkpoint.default_planner`` has: planners of ours, of loads by torch's interface.
+"""The names of ``torch.distributed.checkpoint.default_planner``, with our planners.
 
 The functions on torch's plan objects are torch's own, for custom planners that call them.
 """

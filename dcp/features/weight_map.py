@@ -69,7 +69,7 @@ class MappedView(View):
         return ByteRuns.none(), self._fills(engine, pieces, memory)
 
     def lost(self, unexpected: Sequence[str]) -> list[str]:
-        """Tensors that no rule knows and nobody has a place for, beside others that the map is about."""
+        """Tensors that no rule knows and no rank has a place for, beside others of the map."""
         unknown = self.unmapped
         mapped = (tensor for tensor in self._mapped.tensors if tensor.name not in unknown)
         tops = {name.partition(".")[0] for tensor in mapped if unknown for name in tensor.sources}

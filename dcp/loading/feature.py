@@ -79,7 +79,7 @@ class Stored(NamedTuple):
 
 
 class Target:
-    """What a load fills: here a state dict as it is.
+    """The target of a load: here a state dict, filled as it is.
 
     ``unasked`` are keys of the top level of which nothing can be selected. ``has_objects``: after `state`,
     objects are given their state by code of their own. ``gives_back``: `give_back` is called after the load.
@@ -95,7 +95,7 @@ class Target:
 
     @property
     def made(self) -> frozenset[str]:
-        """Entries whose tensors were made for this load: nobody has them after a load that failed."""
+        """Entries whose tensors were made for this load, and are lost with a load that fails."""
         return frozenset(self.state_dict) - self._given
 
     def kinds(self) -> Mapping[str, str]:
@@ -239,7 +239,8 @@ class Features:
         self.part = list(filterfalse(idle.__contains__, self._all))
 
     def having(self, method: str) -> Iterator[tuple[LoadFeature, Callable[..., Any]]]:
-        """Those that have a ``method`` of their own, and this, after the type of its result."""
+        """Features with a ``method`` of their own, and a function that calls it; its first argument is the
+        type of the result."""
         for feature in self.part:
             if getattr(type(feature), method) is not getattr(LoadFeature, method):
                 yield feature, partial(_ask, feature, method, getattr(feature, method))

@@ -16,6 +16,7 @@ from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, cast
 
+from dcp.calls.arguments import check_top_level
 from dcp.loading.call import LoadAttempt, LoadCall
 from dcp.loading.feature import Features, LoadFeature, Stored, Target, View
 from dcp.loading.report import LoadReport
@@ -78,7 +79,8 @@ class LoadEngine(ABC):
         self._has_given_back = False
 
     def target(self, state_dict: dict[str, Any]) -> Target:
-        """What a load into ``state_dict`` fills. Raises OptionError for a value without entries."""
+        """The target of a load into ``state_dict``. Raises OptionError for a value without entries."""
+        check_top_level(state_dict)
         target: Target = self.features.through("target", Target, Target(state_dict))
         return target
 
@@ -193,7 +195,7 @@ class LoadEngine(ABC):
                 return
 
     def findings(self, *, is_shared: bool) -> bytes:
-        """What features find in the plan of this rank, for `judge`; empty for nothing."""
+        """The findings of features in the plan of this rank, for `judge`; empty for none."""
         found = {}
         for feature, ask in self.features.having("findings"):
             own = ask(object, is_shared=is_shared)
@@ -277,10 +279,10 @@ class ColumnLoad(LoadEngine):
         return self._reader.place.url
 
     def _read_index(self) -> bytes:
-        """One commit for all ranks: an overwrite while they start must not give them two.
+        """Read the index of one commit for all ranks: an overwrite while they start must not give them two.
 
-        Before it what features have read beside it. Without an index where there is nobody to share it with,
-        or each rank has one of its own.
+        Before it stands the data that features have read beside it. The index is left out where one rank
+        loads alone, or each has an index of its own.
         """
         reader, alone, manifest, beside = self._reader, self.ranks.world_size == 1, b"", {}
         if alone or reader.place.file is not None or not saved_by_rank(reader.store):

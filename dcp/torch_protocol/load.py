@@ -60,7 +60,7 @@ class ProtocolLoad(LoadEngine):
         self._share: LoadPlan | None = None
 
     def run(self, target: Target, report: LoadReport) -> None:
-        """Metadata and plan; what nobody takes; what the planner makes of the plan, by the reader."""
+        """Read metadata and plan, find entries that no rank takes, and read by planner and reader."""
         begun = time.perf_counter()
         ranks, storage = self.ranks, self._storage
         manner = ["by torch's protocol"]

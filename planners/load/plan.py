@@ -48,7 +48,7 @@ _PER_RANK_ADVICE: Final = (
 
 @dataclass(frozen=True, eq=False)
 class LoadPlan:
-    """What one rank reads: ``pieces`` of tensors, in the order of the wanted boxes, and values.
+    """The reads of one rank: ``pieces`` of tensors, in the order of the wanted boxes, and values.
 
     ``objects`` are rows of the index' object columns; ``object_fqns`` the names they go to. What the plan was
     allowed to pass over: ``missing``, wanted and not stored; ``unexpected``, stored and not wanted; ``cast``,
@@ -130,16 +130,18 @@ def plan_load(
 
 
 def _check_refused(index: CheckpointIndex, stored: Sequence[str]) -> None:
-    """Entries of a torch.save file that need what nobody runs are neither there nor missing."""
+    """Raise UnsafeObjectError for entries of a torch.save file whose code is never run: neither there nor
+    missing."""
     refused = index.provenance.get("refused_objects")
     if not isinstance(refused, dict) or not refused:
         return
     found = [name for name in stored if name in refused]
     if found:
-        told = ", ".join(f"{name!r} (needs {refused[name]})" for name in found[:_MAX_LISTED])
+        shown = ", ".join(f"{name!r} (needs {refused[name]})" for name in found[:_MAX_LISTED])
         raise UnsafeObjectError(
-            f"{len(found)} entries need what is not read from files: {told}. Nothing was run. Leave them out "
-            "(exclude=...), or load the file with torch.load and save it again without them",
+            f"{len(found)} entries contain pickled objects that are not on the allow-list: {shown}. Nothing "
+            "was run. Leave them out (exclude=...), or load the file with torch.load and save it again "
+            "without them",
             fqns=found[:_MAX_LISTED],
         )
 
@@ -153,20 +155,20 @@ def _hint(
     for name in stored:
         is_there = name in index.position or name in index.objects.position
         (present if is_there else absent).append(name)
-    told = _told_dropped(index, absent)
-    return told or hint_for_missing(absent, unexpected, present, is_renamed=is_renamed)
+    shown = _dropped_hint(index, absent)
+    return shown or hint_for_missing(absent, unexpected, present, is_renamed=is_renamed)
 
 
-def _told_dropped(index: CheckpointIndex, absent: Sequence[str]) -> str:
+def _dropped_hint(index: CheckpointIndex, absent: Sequence[str]) -> str:
     """Return which parts of the checkpoint that were dropped from it have had these names; "" if none had."""
-    told = []
+    shown = []
     for part in dropped_from(index.provenance):
         selection = Selection.of(part.patterns, None) if part.patterns else None
         if selection is not None and any(map(selection.selects, absent)):
-            told.append(str(part))
-    if not told:
+            shown.append(str(part))
+    if not shown:
         return ""
-    return f"{'; '.join(told)}, to free its bytes: load the rest (exclude=...), or a step that still has it."
+    return f"{'; '.join(shown)}, to free its bytes: load the rest (exclude=...), or a step that still has it."
 
 
 def _rows(position: Mapping[str, int], wanted: Sequence[str]) -> Int64:
@@ -194,11 +196,11 @@ def _check_keys(
             missing.append(fqn)
         elif is_tensor:
             problems.others[fqn] = (
-                f"{problems.told(fqn)} is a tensor in the state dict, but another value in the checkpoint"
+                f"{problems.shown(fqn)} is a tensor in the state dict, but another value in the checkpoint"
             )
         else:
             problems.others[fqn] = (
-                f"{problems.told(fqn)} is a tensor in the checkpoint, but no tensor in the state dict"
+                f"{problems.shown(fqn)} is a tensor in the checkpoint, but no tensor in the state dict"
             )
     return missing
 
@@ -230,7 +232,7 @@ def _check_tensors(
         shape = tuple(wanted.shape_values[wanted.shape_start[row] : wanted.shape_start[row + 1]].tolist())
         stored_shape = index.shape(int(stored[place]))
         problems.shapes[fqn] = (
-            f"Size mismatch between saved {stored_shape} and current: {shape} for {problems.told(fqn)}"
+            f"Size mismatch between saved {stored_shape} and current: {shape} for {problems.shown(fqn)}"
         )
     differs = found[wanted.dtype_codes[found] != index.dtype_codes[stored]].tolist()
     if not cast:
@@ -238,7 +240,7 @@ def _check_tensors(
             mine_name = dtypes.BY_CODE[int(wanted.dtype_codes[row])].name
             stored_name = index.dtype(int(rows[row])).name
             problems.dtypes[wanted.fqns[row]] = (
-                f"{problems.told(wanted.fqns[row])} is {mine_name}, stored is {stored_name}"
+                f"{problems.shown(wanted.fqns[row])} is {mine_name}, stored is {stored_name}"
             )
     usable = np.zeros(len(rows), bool)
     usable[found[~wrong]] = True
@@ -360,7 +362,7 @@ def _pieces(index: CheckpointIndex, wanted: HeldBoxes, parts: Sequence[_Intersec
 
 @dataclass
 class LoadProblems:
-    """What does not fit between a state dict and a checkpoint, by kind: text by name of the state dict.
+    """Misfits between a state dict and a checkpoint, by kind: text by name of the state dict.
 
     ``names`` are what the checkpoint calls them where that differs. Messages have the words in which stock
     torch says the same, since programs look for them.
@@ -373,7 +375,7 @@ class LoadProblems:
     others: dict[str, str] = field(default_factory=dict)
     lacks_per_rank: bool = False
 
-    def told(self, fqn: str) -> str:
+    def shown(self, fqn: str) -> str:
         """A name for a message, with what the checkpoint calls it where that differs."""
         name = self.names.get(fqn, fqn)
         return f"{fqn!r}" if fqn == name else f"{fqn!r} (renamed to {name!r})"
@@ -382,7 +384,7 @@ class LoadProblems:
         """Raise one error for all problems: of their own class where they are of one kind, else a
         PlanError."""
         kinds: list[tuple[type[PlanError], Mapping[str, str]]] = [
-            (MissingKeyError, {fqn: self.told(fqn) for fqn in self.missing}),
+            (MissingKeyError, {fqn: self.shown(fqn) for fqn in self.missing}),
             (ShapeMismatchError, self.shapes),
             (DtypeMismatchError, self.dtypes),
             (PlanError, self.others),
@@ -407,14 +409,14 @@ class LoadProblems:
         )
 
 
-def _said(cls: type[PlanError], told: Sequence[str]) -> str:
+def _said(cls: type[PlanError], shown: Sequence[str]) -> str:
     if cls is MissingKeyError:
-        return f"Missing key in checkpoint state_dict: {listed(told, most=_SHOWN, show=str)}."
-    more = f"; and {len(told) - _SHOWN:,} more" if len(told) > _SHOWN else ""
-    return f"{'; '.join(told[:_SHOWN])}{more}."
+        return f"Missing key in checkpoint state_dict: {listed(shown, most=_SHOWN, show=str)}."
+    more = f"; and {len(shown) - _SHOWN:,} more" if len(shown) > _SHOWN else ""
+    return f"{'; '.join(shown[:_SHOWN])}{more}."
 
 
 def _each(cls: type[PlanError], problems: Mapping[str, str]) -> Sequence[str]:
     if cls is MissingKeyError:
-        return [f"{told} is not in the checkpoint" for told in problems.values()]
+        return [f"{shown} is not in the checkpoint" for shown in problems.values()]
     return list(problems.values())

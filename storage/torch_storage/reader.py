@@ -185,7 +185,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
     def check_unchanged(self) -> None:
         """Raise CorruptCheckpointError where files that `may_be_mixed` were replaced since the index.
 
-        Checksums tell of bytes that are not those committed; where there is no commit, files have to.
+        Checksums find bytes that are not those committed; where there is no commit, files have to.
         """
         if self._has_changed():
             raise CorruptCheckpointError(

@@ -136,7 +136,7 @@ class ReadEngine(Closable, ReadSource):
             self.handle(file)
 
     def _check_end(self, handle: ReadHandle, end: int) -> None:
-        """Whether a file can have an object at its place, before memory for that is taken."""
+        """Raise CorruptCheckpointError for an object behind the end of its file, before it gets memory."""
         if end > handle.size_bytes:
             raise CorruptCheckpointError(
                 f"{self.store.url}: an object ends at byte {end} of {handle.name}, which has "
