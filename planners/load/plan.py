@@ -18,7 +18,6 @@ from dcp.storage.errors import (
     MissingKeyError,
     PlanError,
     ShapeMismatchError,
-    UnsafeObjectError,
 )
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.dropped import dropped_from
@@ -90,7 +89,7 @@ def plan_load(
 
     Raises one error with all problems: MissingKeyError (unless ``allow_missing``), ShapeMismatchError,
     DtypeMismatchError (unless ``cast``), PlanError for a tensor wanted as another value or the reverse, and
-    for elements that are not stored; and UnsafeObjectError for entries that the index lists as refused.
+    for elements that are not stored.
     ``is_per_rank`` says whether a name is of a `PerRank` value, about which the advice of the error is
     another. ``rows`` are those of the wanted tensors in the index, where they are known: then nobody looks
     for their names.
@@ -105,7 +104,6 @@ def plan_load(
     object_rows = _rows(known[1], stored[count:])
     missing: list[str] = []
     if (tensor_rows < 0).any() or (object_rows < 0).any():
-        _check_refused(index, stored)
         missing += _check_keys(wanted.fqns, tensor_rows, known[1], problems, is_tensor=True)
         missing += _check_keys(object_fqns, object_rows, known[0], problems, is_tensor=False)
     if missing and not allow_missing:
@@ -127,23 +125,6 @@ def plan_load(
         unexpected,
         tuple(cast_fqns),
     )
-
-
-def _check_refused(index: CheckpointIndex, stored: Sequence[str]) -> None:
-    """Raise UnsafeObjectError for entries of a torch.save file whose code is never run: neither there nor
-    missing."""
-    refused = index.provenance.get("refused_objects")
-    if not isinstance(refused, dict) or not refused:
-        return
-    found = [name for name in stored if name in refused]
-    if found:
-        shown = ", ".join(f"{name!r} (needs {refused[name]})" for name in found[:_MAX_LISTED])
-        raise UnsafeObjectError(
-            f"{len(found)} entries contain pickled objects that are not on the allow-list: {shown}. Nothing "
-            "was run. Leave them out (exclude=...), or load the file with torch.load and save it again "
-            "without them",
-            fqns=found[:_MAX_LISTED],
-        )
 
 
 def _hint(
