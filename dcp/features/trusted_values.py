@@ -1,4 +1,4 @@
-"""Values of torch.save files whose pickles need code that is never run: loads that ask for them are refused."""
+"""Values of torch.save files whose pickles need code that is never run: loads of them are refused."""
 
 from __future__ import annotations
 
