@@ -110,26 +110,6 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
             raise PlanError("the load planner was not set up")
         return self._call
 
-    @property
-    def missing_keys(self) -> tuple[str, ...]:
-        """Entries that the checkpoint lacks; after planning, with ``allow_partial_load``."""
-        return self._call.missing if self._call is not None else ()
-
-    @property
-    def unexpected_keys(self) -> tuple[str, ...]:
-        """Names of the checkpoint without a place in the state dict; after planning."""
-        return self._call.unexpected if self._call is not None else ()
-
-    @property
-    def cast_keys(self) -> tuple[str, ...]:
-        """Entries that are converted to the dtype of the state dict; after planning."""
-        return self._call.cast if self._call is not None else ()
-
-    @property
-    def renamed_keys(self) -> dict[str, str]:
-        """Names of the checkpoint by those of the state dict, where they differ; after planning."""
-        return self._call.renamed_names if self._call is not None else {}
-
     def begin_load(self, rank: int, world_size: int, attempt: LoadAttempt, features: Features) -> None:
         """Forget the load before; this one is of rank ``rank`` of ``world_size``, until `end_load`."""
         self.rank, self.world_size, self._attempt, self._call = rank, world_size, attempt, None

@@ -76,6 +76,8 @@ class Strictness(LoadFeature):
         lost = [column for own in found if own is not None and len(column := own[1])]
         if not lost or any(own is None for own in found):
             return
+        if len({len(own[0]) for own in found}) > 1:  # another package's reader gave ranks other metadata
+            return
         left = np.bitwise_and.reduce([own[0] for own in found]) & np.bitwise_or.reduce(lost)
         names, view = _names_of(self.call.index), self.call.view
         rows = np.flatnonzero(np.unpackbits(left, count=len(names)))

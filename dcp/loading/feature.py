@@ -124,7 +124,7 @@ class Target:
 
 
 class LoadFeature:
-    """One feature in one attempt of a load, on one rank.
+    """One feature in one load, on one rank; made without arguments, and given the ``options`` of the load.
 
     Methods are listed in the order in which they are called, each of all features before the next. All run in
     steps that ranks take together, so that an error is raised on all of them. From `takes_part` on, ``call``
@@ -259,8 +259,13 @@ class Features:
     def agreed(self) -> dict[str, Any]:
         """The names of all, and their options, which must be the same on all ranks."""
         found: dict[str, Any] = {"features": [kind.name for kind in self._kinds]}
-        for _, ask in self.having("agreed"):
-            found |= ask(dict)
+        for feature, ask in self.having("agreed"):
+            own = ask(dict)
+            if odd := [key for key in own if not isinstance(key, str) or key in found]:
+                raise CheckpointError(
+                    f"feature {feature.name!r}, agreed: {odd[0]!r} is another one's, or no name"
+                )
+            found |= own
         return found
 
 
