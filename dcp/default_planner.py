@@ -1,4 +1,4 @@
-"""What ``torch.distributed.checkpoint.default_planner`` has: planners of ours, of loads by torch's interface.
+"""The names of ``torch.distributed.checkpoint.default_planner``, with our planners.
 
 The functions on torch's plan objects are torch's own, for custom planners that call them.
 """
@@ -109,26 +109,6 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         if self._call is None:
             raise PlanError("the load planner was not set up")
         return self._call
-
-    @property
-    def missing_keys(self) -> tuple[str, ...]:
-        """Entries that the checkpoint lacks; after planning, with ``allow_partial_load``."""
-        return self._call.missing if self._call is not None else ()
-
-    @property
-    def unexpected_keys(self) -> tuple[str, ...]:
-        """Names of the checkpoint without a place in the state dict; after planning."""
-        return self._call.unexpected if self._call is not None else ()
-
-    @property
-    def cast_keys(self) -> tuple[str, ...]:
-        """Entries that are converted to the dtype of the state dict; after planning."""
-        return self._call.cast if self._call is not None else ()
-
-    @property
-    def renamed_keys(self) -> dict[str, str]:
-        """Names of the checkpoint by those of the state dict, where they differ; after planning."""
-        return self._call.renamed_names if self._call is not None else {}
 
     def begin_load(self, rank: int, world_size: int, attempt: LoadAttempt, features: Features) -> None:
         """Forget the load before; this one is of rank ``rank`` of ``world_size``, until `end_load`."""

@@ -117,8 +117,8 @@ def load_engine(
 ) -> LoadEngine:
     """The engine that loads with ``planner`` and ``reader``.
 
-    Raises PlanError for options that cannot be meant, and CheckpointError for those that a planner or reader
-    of somebody else's does not know.
+    Raises PlanError for options that cannot be meant, and CheckpointError for those that another
+    package's planner or reader does not know.
     """
     ours = planner if isinstance(planner, DefaultLoadPlanner) else None
     storage = reader if isinstance(reader, FileSystemReader) else None
@@ -153,7 +153,7 @@ def _needs_columns(option: str, planner: object, storage: object) -> OptionError
 
 
 def _keeps_steps(part: object) -> bool:
-    """Return whether a planner or storage of ours, or of a class derived from one, overrides no step."""
+    """Return whether our planner or storage, or one of a class derived from it, overrides no step."""
     for base, steps in _STEPS.items():
         if isinstance(part, base):
             for step in steps:

@@ -196,8 +196,8 @@ class StoredForms:
         """New containers and tensors for what is stored, as far as it is lost, or ``every``; `_NOTHING` where
         none of it is.
 
-        What the ranks have of their own, and the parts of tensors that are made of others, are no entries of
-        a dict for the object.
+        Values of single ranks, and the parts of tensors made of other tensors, are no entries of a dict for
+        the object.
         """
         if type(stored) is _Entry:
             if not (every or stored.name in self._lost) or not self._selects(stored.name):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterable, Mapping
+from itertools import filterfalse
+from typing import TYPE_CHECKING, Any
 
 from dcp.loading.feature import LoadFeature
 from dcp.storage.formats.index import CheckpointIndex
@@ -22,19 +22,20 @@ class LegacyKeys(LoadFeature):
 
     def names(self, index: CheckpointIndex) -> None:
         """Take the old keys where the checkpoint has those instead of today's."""
-        call, flat = self.call, self.call.flat.values
-        known = ChainMap(*cast("list[dict[str, int]]", [index.position, index.objects.position]))
-        if not call.flattens or _are_known(call, flat, known, all):
+        call, tensors, values = self.call, index.position, index.objects.position
+        if not call.flattens:
             return
-        legacy = call.flattened(legacy=True)
-        others = {fqn: value for fqn, value in legacy.values.items() if fqn not in flat}
-        if _are_known(call, others, known, any):
+        names = _stored_names(call, call.flat.values)
+        absent = filterfalse(values.__contains__, filterfalse(tensors.__contains__, names))
+        if next(absent, None) is None:
+            return
+        legacy, current = call.flattened(legacy=True), call.flat.values
+        others = {fqn: value for fqn, value in legacy.values.items() if fqn not in current}
+        if any(name in tensors or name in values for name in _stored_names(call, others)):
             call.flat = legacy
 
 
-def _are_known(
-    call: LoadCall, flat: Mapping[str, Any], known: Mapping[str, int], among: Callable[[Iterable[bool]], bool]
-) -> bool:
-    """Return whether the checkpoint has ``all`` or ``any`` of the entries ``flat`` that are loaded."""
+def _stored_names(call: LoadCall, flat: Mapping[str, Any]) -> Iterable[str]:
+    """The checkpoint's names of the entries of ``flat`` that are loaded."""
     chosen = call.selected(flat)
-    return among(map(known.__contains__, chosen if call.renamed is None else map(call.renamed, chosen)))
+    return chosen if call.renamed is None else map(call.renamed, chosen)

@@ -74,7 +74,7 @@ def state_dict_with_state(
         for optimizer in optimizers:
             try:
                 made.enter_context(_with_state(optimizer))
-            except Exception as error:  # noqa: BLE001 - a step of anybody's; what is lost by it is told later
+            except Exception as error:  # noqa: BLE001 - a step of any optimizer; what is lost by it is an error later
                 failed.append((optimizer, error))
         state = stateful.state_dict()
     pruned: dict[str, Any] = _pruned(state, without, key, is_stored)

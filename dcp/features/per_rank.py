@@ -64,7 +64,7 @@ class PerRankValues(LoadFeature):
         return bool(self.call.flat.per_rank)
 
     def entries(self, index: CheckpointIndex) -> None:
-        """Leave out what rules make, and with ``per_rank="keep"`` what other ranks saved, or nobody did.
+        """Leave out values that rules make, and with ``per_rank="keep"`` those of other ranks, or of none.
 
         A value is kept whole or not at all: half of a generator's state is none. Raises PlanError where the
         checkpoint has the states of some of the ranks only that a rule needs.

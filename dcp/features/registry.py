@@ -20,6 +20,7 @@ from dcp.features.shared_memory import SharedMemory
 from dcp.features.stateful import StatefulObjects
 from dcp.features.strictness import Strictness
 from dcp.features.subclasses import Subclasses
+from dcp.features.trusted_values import TrustedValues
 from dcp.features.weight_map import LoadedMap
 from dcp.loading.feature import LoadFeature
 from dcp.saving.feature import SaveFeature
@@ -46,6 +47,7 @@ LOAD_FEATURES: list[type[LoadFeature]] = [
     StatefulObjects,
     MetaTensors,
     LegacyKeys,
+    TrustedValues,
     SharedMemory,
     Subclasses,
     PerRankValues,

@@ -94,10 +94,10 @@ class SharedMemory(LoadFeature):
                 as_copied(each.target).copy_(as_copied(each.loaded))
         differing = {tuple(each.fqns) for each in shared if not _is_equal(each.target, each.loaded)}
         if differing:
-            told = "; ".join(listed(fqns, most=_MAX_LISTED) for fqns in sorted(differing)[:_MAX_LISTED])
+            shown = "; ".join(listed(fqns, most=_MAX_LISTED) for fqns in sorted(differing)[:_MAX_LISTED])
             raise PlanError(
-                f"entries share memory in the state dict, but have different values in the checkpoint: {told}"
-                ". Load into tensors with memory of their own (clone()), or leave one of them out "
+                f"entries share memory in the state dict, but have different values in the checkpoint: "
+                f"{shown}. Load into tensors with memory of their own (clone()), or leave one of them out "
                 "(exclude=...)",
                 fqns=[fqn for fqns in sorted(differing) for fqn in fqns][:_MAX_LISTED],
             )

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from dcp.calls.arguments import check_top_level, stateful_keys
+from dcp.calls.arguments import stateful_keys
 from dcp.calls.plain_errors import warn_caller
 from dcp.features.fitted_state import StoredForms, keys_with_empty
 from dcp.features.optimizer_state import optimizers_without_state, parameter_groups, state_dict_with_state
@@ -45,7 +45,6 @@ class _Objects(Target):
     gives_back = True
 
     def __init__(self, state_dict: dict[str, Any], options: LoadOptions) -> None:
-        check_top_level(state_dict)
         super().__init__(state_dict)
         self._selection = Selection.of(options.only, options.exclude)
         self._renamed = renamer(options.rename)
@@ -61,7 +60,7 @@ class _Objects(Target):
         copies = list(filter(self._selects, _copies(state_dict)))
         if copies:
             warn_caller(
-                f"{_told(copies)} in the memory of no parameter or buffer: the module's state_dict() made "
+                f"{_are(copies)} in the memory of no parameter or buffer: the module's state_dict() made "
                 "copies, and a load fills these. Give the module what was loaded: state = "
                 "module.state_dict(); dcp.load(state, ...); module.load_state_dict(state)"
             )
@@ -170,7 +169,7 @@ class _Objects(Target):
             value.load_state_dict(self._plain[key])
         except CheckpointError:
             raise
-        except Exception as error:  # whatever it is, it is told with the name of whom it is of
+        except Exception as error:  # whatever it is, it is raised with the name of the object
             raise CheckpointError(
                 f"load_state_dict() of {str(key)!r} ({type(value).__name__}) raised {type(error).__name__}: "
                 f"{error}",
@@ -240,7 +239,7 @@ class _Objects(Target):
             meta = [fqn for fqn in meta if self._is_stored(stored, fqn, None)]
             if meta:
                 raise PlanError(
-                    f"{_told(meta)} on the meta device, and a module keeps its own tensors, so that nothing "
+                    f"{_are(meta)} on the meta device, and a module keeps its own tensors, so that nothing "
                     "would be loaded. Give it memory first: to_empty(device=...), and initialise what is not "
                     "saved, such as buffers that are not persistent. Or load into its state_dict(), and call "
                     "its load_state_dict(..., assign=True)",
@@ -256,7 +255,7 @@ class _Objects(Target):
         meta = [fqn for fqn in names if getattr(flat.get(fqn), "is_meta", False)]
         if meta:
             raise PlanError(
-                f"{_told(meta)} on the meta device still: load_state_dict() of {str(key)!r} "
+                f"{_are(meta)} on the meta device still: load_state_dict() of {str(key)!r} "
                 f"({type(value).__name__}) did not take what was loaded. Give its tensors memory before the "
                 "load, or let it assign (torch.nn.Module.load_state_dict(..., assign=True))",
                 fqns=meta[:_MAX_LISTED],
@@ -274,10 +273,12 @@ def _copies(state: Mapping[Any, Any], prefix: str = "", depth: int = 2) -> Itera
     """Names of copies in the state dicts of modules, also in those below keys."""
     for name in copies_in_state(state):
         yield prefix + name
-    for key, value in state.items() if depth else ():
+    if not depth or MAPPING not in map(kind_of, set(map(type, state.values()))):
+        return
+    for key, value in state.items():
         if isinstance(value, Mapping):
             yield from _copies(value, f"{prefix}{key}.", depth - 1)
 
 
-def _told(names: Sequence[str]) -> str:
+def _are(names: Sequence[str]) -> str:
     return f"{listed(names, most=_MAX_LISTED)} {'is' if len(names) == 1 else 'are'}"

@@ -34,7 +34,7 @@ class Strictness(LoadFeature):
     _lost: Sequence[str] = ()
 
     def agreed(self) -> dict[str, Any]:
-        """What becomes of them."""
+        """The rule for them."""
         return {"unexpected": self.options.unexpected}
 
     def takes_part(self) -> bool:
@@ -75,6 +75,8 @@ class Strictness(LoadFeature):
         """Raise UnexpectedKeyError for names that no rank takes, and some rank should."""
         lost = [column for own in found if own is not None and len(column := own[1])]
         if not lost or any(own is None for own in found):
+            return
+        if len({len(own[0]) for own in found}) > 1:  # another package's reader gave ranks other metadata
             return
         left = np.bitwise_and.reduce([own[0] for own in found]) & np.bitwise_or.reduce(lost)
         names, view = _names_of(self.call.index), self.call.view
@@ -147,14 +149,14 @@ def _shortest(prefixes: Collection[str]) -> tuple[str, ...]:
 def _unexpected_keys(
     names: Sequence[str], lost: Sequence[str], unmapped: Collection[str] = ()
 ) -> UnexpectedKeyError:
-    """The error for the ``lost`` of the checkpoint's ``names``: told by what they are all of."""
+    """The error for the ``lost`` of the checkpoint's ``names``, in groups by their common parents."""
     gone = set(lost)
     taken = {above for name in names if name not in gone for above in _with_parents(name)}
     groups: dict[str, list[str]] = {}
     for name in lost:
         group = next(above for above in _with_parents(name) if above == name or above not in taken)
         groups.setdefault(group, []).append(name)
-    told = [
+    shown = [
         repr(group) if below == [group] else f"{group!r} ({len(below)} below it, such as {below[0]!r})"
         for group, below in groups.items()
     ]
@@ -171,8 +173,8 @@ def _unexpected_keys(
     what = "entry that has" if len(lost) == 1 else "entries that have"
     return UnexpectedKeyError(
         f"the checkpoint has {len(lost)} {what} no place in the state dict, below keys that it asks for, and "
-        f"would be lost: {listed(told, most=_MAX_LISTED, show=str)}. Give the state dict a place for what is "
-        f"needed{hint}. {advice}",
+        f"would be lost: {listed(shown, most=_MAX_LISTED, show=str)}. Give the state dict a place for what "
+        f"is needed{hint}. {advice}",
         fqns=list(lost)[:_MAX_LISTED],
         lost=list(lost),
     )

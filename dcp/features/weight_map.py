@@ -15,7 +15,7 @@ from dcp.planners.weight_maps.stored import StoredPiece, StoredTensors
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import ByteRuns, Elements, Pieces
-from dcp.storage.errors import OptionError
+from dcp.storage.errors import OptionError, PlanError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.opening.folder import saved_by_rank
 from dcp.storage.geometry.boxes import Box
@@ -29,17 +29,20 @@ __all__ = ["LoadedMap"]
 class LoadedMap(LoadFeature):
     """Shows the checkpoint as ``map=`` makes another model's of it."""
 
-    name = "map"
+    name = option = "map"
+
+    @property
+    def _weights(self) -> WeightMap:
+        if self.options.map is None:
+            raise PlanError("there is no weight map")
+        return self.options.map
 
     def agreed(self) -> dict[str, Any]:
         """The map, in few characters."""
-        weights = self.options.map
-        return {} if weights is None else {"map": weights.mark}
+        return {"map": self._weights.mark}
 
-    def beside(self, reader: FileSystemReader) -> str | None:
+    def beside(self, reader: FileSystemReader) -> str:
         """A config.json beside the weights, which has sizes."""
-        if self.options.map is None:
-            return None
         if reader.place.file is None and saved_by_rank(reader.store):
             raise OptionError(
                 f"{reader.store.url}: each rank has an index of its own here, and a map is about a whole "
@@ -49,8 +52,7 @@ class LoadedMap(LoadFeature):
 
     def view(self, view: View, beside: Any) -> View:
         """The checkpoint through the map."""
-        weights = self.options.map
-        return view if weights is None else MappedView(view.index, weights.beside(json.loads(beside)))
+        return MappedView(view.index, self._weights.beside(json.loads(beside)))
 
 
 class MappedView(View):
@@ -67,7 +69,7 @@ class MappedView(View):
         return ByteRuns.none(), self._fills(engine, pieces, memory)
 
     def lost(self, unexpected: Sequence[str]) -> list[str]:
-        """Tensors that no rule knows and nobody has a place for, beside others that the map is about."""
+        """Tensors that no rule knows and no rank has a place for, beside others of the map."""
         unknown = self.unmapped
         mapped = (tensor for tensor in self._mapped.tensors if tensor.name not in unknown)
         tops = {name.partition(".")[0] for tensor in mapped if unknown for name in tensor.sources}

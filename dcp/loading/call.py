@@ -168,7 +168,7 @@ class LoadCall:
             self._note(plan)
             self._waiting = set()
             if self.attempt.stores_later:
-                self._waiting.update(object_fqns, *[feature.later for feature in self.features])
+                self._waiting.update(object_fqns, *[feature.later for feature in self.features.part])
             for _, ask in self.features.having("boxes"):
                 memory = ask(LocalMemory, plan.pieces, index, held, memory)
             return plan, held, memory
@@ -269,7 +269,7 @@ class LoadCall:
         if self.values is self.flat.values:
             return frozenset()
         tops = self.flat.paths
-        made = (fqn for feature in self.features for fqn in feature.made)
+        made = (fqn for feature in self.features.part for fqn in feature.made)
         touched, every = (
             {str(tops[fqn][0]) if fqn in tops else fqn for fqn in fqns}
             for fqns in ([*self.values, *made], self.flat.values)
@@ -287,7 +287,7 @@ class LoadCall:
     def new(self) -> list[str]:
         """Entries that had no memory before."""
         found: list[str] = []
-        for feature in self.features:
+        for feature in self.features.part:
             found += feature.new
         return found
 

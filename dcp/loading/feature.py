@@ -79,7 +79,7 @@ class Stored(NamedTuple):
 
 
 class Target:
-    """What a load fills: here a state dict as it is.
+    """The target of a load: here a state dict, filled as it is.
 
     ``unasked`` are keys of the top level of which nothing can be selected. ``has_objects``: after `state`,
     objects are given their state by code of their own. ``gives_back``: `give_back` is called after the load.
@@ -95,7 +95,7 @@ class Target:
 
     @property
     def made(self) -> frozenset[str]:
-        """Entries whose tensors were made for this load: nobody has them after a load that failed."""
+        """Entries whose tensors were made for this load, and are lost with a load that fails."""
         return frozenset(self.state_dict) - self._given
 
     def kinds(self) -> Mapping[str, str]:
@@ -124,7 +124,7 @@ class Target:
 
 
 class LoadFeature:
-    """One feature in one attempt of a load, on one rank.
+    """One feature in one load, on one rank; made without arguments, and given the ``options`` of the load.
 
     Methods are listed in the order in which they are called, each of all features before the next. All run in
     steps that ranks take together, so that an error is raised on all of them. From `takes_part` on, ``call``
@@ -133,7 +133,10 @@ class LoadFeature:
 
     name: ClassVar[str] = ""
     """Stands for the feature in messages."""
+    option: ClassVar[str] = ""
+    """The option of `dcp.load` without which the feature has no part; "" for none."""
 
+    options: LoadOptions
     call: LoadCall
     later: Sequence[str] = ()
     """Entries whose tensors are filled by `put` alone."""
@@ -143,9 +146,6 @@ class LoadFeature:
     """Entries that were given memory."""
     whole: Sequence[str] = ()
     """Entries for which `loaded` reads others whole."""
-
-    def __init__(self, options: LoadOptions) -> None:
-        self.options = options
 
     def target(self, target: Target) -> Target:
         """Another target, as one that has objects among its values."""
@@ -217,29 +217,31 @@ class Features:
     """
 
     def __init__(self, kinds: Sequence[type[LoadFeature]], options: LoadOptions) -> None:
-        self._all: list[LoadFeature] = []
+        self._kinds, self._all = kinds, list[LoadFeature]()
         for kind in kinds:
-            self._all.append(_ask(kind, "__init__", kind, LoadFeature, options))
-        self._part = self._all
+            if not kind.option or getattr(options, kind.option) is not None:
+                feature = _ask(kind, "__init__", kind, LoadFeature)
+                feature.options = options
+                self._all.append(feature)
+        self.part = self._all
+        """Those that have a part in the present call."""
 
     def open(self, call: LoadCall) -> None:
         """Begin ``call`` with those that have a part in it."""
         for feature in self._all:
             feature.call = call
             feature.later = feature.made = feature.new = feature.whole = ()
-        self._part = self._all
+        self.part = self._all
         idle = []
         for feature, takes_part in self.having("takes_part"):
             if not takes_part(bool):
                 idle.append(feature)
-        self._part = list(filterfalse(idle.__contains__, self._all))
-
-    def __iter__(self) -> Iterator[LoadFeature]:
-        return iter(self._part)
+        self.part = list(filterfalse(idle.__contains__, self._all))
 
     def having(self, method: str) -> Iterator[tuple[LoadFeature, Callable[..., Any]]]:
-        """Those that have a ``method`` of their own, and this, after the type of its result."""
-        for feature in self._part:
+        """Features with a ``method`` of their own, and a function that calls it; its first argument is the
+        type of the result."""
+        for feature in self.part:
             if getattr(type(feature), method) is not getattr(LoadFeature, method):
                 yield feature, partial(_ask, feature, method, getattr(feature, method))
 
@@ -256,9 +258,14 @@ class Features:
 
     def agreed(self) -> dict[str, Any]:
         """The names of all, and their options, which must be the same on all ranks."""
-        found: dict[str, Any] = {"features": [feature.name for feature in self._all]}
-        for _, ask in self.having("agreed"):
-            found |= ask(dict)
+        found: dict[str, Any] = {"features": [kind.name for kind in self._kinds]}
+        for feature, ask in self.having("agreed"):
+            own = ask(dict)
+            if odd := [key for key in own if not isinstance(key, str) or key in found]:
+                raise CheckpointError(
+                    f"feature {feature.name!r}, agreed: {odd[0]!r} is another one's, or no name"
+                )
+            found |= own
         return found
 
 

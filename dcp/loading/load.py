@@ -16,8 +16,9 @@ from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, cast
 
+from dcp.calls.arguments import check_top_level
 from dcp.loading.call import LoadAttempt, LoadCall
-from dcp.loading.feature import Features, LoadFeature, ReadWhole, Stored, Target, View
+from dcp.loading.feature import Features, LoadFeature, Stored, Target, View
 from dcp.loading.report import LoadReport
 from dcp.loading.whole import Whole
 from dcp.planners.load.options import LoadOptions
@@ -44,7 +45,7 @@ from dcp.storage.torch_storage.reader import FileSystemReader
 if TYPE_CHECKING:
     from dcp.default_planner import DefaultLoadPlanner
 
-__all__ = ["ColumnLoad", "LoadEngine", "whole_reader"]
+__all__ = ["ColumnLoad", "LoadEngine", "read_whole"]
 
 _ATTEMPTS = 3
 _LENGTH_BYTES = 4
@@ -78,7 +79,8 @@ class LoadEngine(ABC):
         self._has_given_back = False
 
     def target(self, state_dict: dict[str, Any]) -> Target:
-        """What a load into ``state_dict`` fills. Raises OptionError for a value without entries."""
+        """The target of a load into ``state_dict``. Raises OptionError for a value without entries."""
+        check_top_level(state_dict)
         target: Target = self.features.through("target", Target, Target(state_dict))
         return target
 
@@ -193,7 +195,7 @@ class LoadEngine(ABC):
                 return
 
     def findings(self, *, is_shared: bool) -> bytes:
-        """What features find in the plan of this rank, for `judge`; empty for nothing."""
+        """The findings of features in the plan of this rank, for `judge`; empty for none."""
         found = {}
         for feature, ask in self.features.having("findings"):
             own = ask(object, is_shared=is_shared)
@@ -277,10 +279,10 @@ class ColumnLoad(LoadEngine):
         return self._reader.place.url
 
     def _read_index(self) -> bytes:
-        """One commit for all ranks: an overwrite while they start must not give them two.
+        """Read the index of one commit for all ranks: an overwrite while they start must not give them two.
 
-        Before it what features have read beside it. Without an index where there is nobody to share it with,
-        or each rank has one of its own.
+        Before it stands the data that features have read beside it. The index is left out where one rank
+        loads alone, or each has an index of its own.
         """
         reader, alone, manifest, beside = self._reader, self.ranks.world_size == 1, b"", {}
         if alone or reader.place.file is not None or not saved_by_rank(reader.store):
@@ -359,7 +361,7 @@ class ColumnLoad(LoadEngine):
                 )
             read_into(engine, *self._view.reads(engine, pieces, memory), memory.tensors)
             call.read_values(reader, engine, plan)
-            self.features.each("loaded", whole_reader(call, reader, engine))
+            self.features.each("loaded", partial(read_whole, call, reader, engine))
         self._report.note(call, index, reader.stats)
         self._report.seconds["read"] = time.perf_counter() - begun
         return b"\x01" if self._target.has_objects else b""
@@ -375,21 +377,19 @@ class ColumnLoad(LoadEngine):
         return self._give_back(self._target) if alone else b""
 
 
-def whole_reader(call: LoadCall, reader: FileSystemReader, engine: ReadEngine) -> ReadWhole:
-    """Reads parts of the engine's checkpoint whole, for features that need the state of all ranks."""
-
-    def read_whole(only: Sequence[str]) -> tuple[Any, dict[str, Path]]:
-        index, whole = engine.index, Whole(only=only)
-        state = whole.state(Stored((), (), lambda: index, call.rank))
-        options = LoadOptions(rename=whole.stored, weights_only=call.options.weights_only)
-        none = Features((), options)
-        part = LoadCall(state, LoadAttempt(), options, call.rank, call.world_size, none, flattens=False)
-        plan, _, memory = part.plan(index)
-        read_into(engine, *View(index).reads(engine, plan.pieces, memory), memory.tensors)
-        part.read_values(reader, engine, plan)
-        return whole.nested(), dict(whole.paths)
-
-    return read_whole
+def read_whole(
+    call: LoadCall, reader: FileSystemReader, engine: ReadEngine, only: Sequence[str]
+) -> tuple[Any, dict[str, Path]]:
+    """Read parts of the engine's checkpoint whole: see `dcp.loading.feature.ReadWhole`."""
+    index, whole = engine.index, Whole(only=only)
+    state = whole.state(Stored((), (), lambda: index, call.rank))
+    options = LoadOptions(rename=whole.stored, weights_only=call.options.weights_only)
+    none = Features((), options)
+    part = LoadCall(state, LoadAttempt(), options, call.rank, call.world_size, none, flattens=False)
+    plan, _, memory = part.plan(index)
+    read_into(engine, *View(index).reads(engine, plan.pieces, memory), memory.tensors)
+    part.read_values(reader, engine, plan)
+    return whole.nested(), dict(whole.paths)
 
 
 def _agree_on_patterns(ranks: list[bytes]) -> bytes:

@@ -1,4 +1,4 @@
-"""What a load did."""
+"""Reports of loads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHORT.maxlevel = 4
 
 @dataclass
 class LoadReport:
-    """What `dcp.load` did on this rank.
+    """The result of `dcp.load` on this rank.
 
     ``missing``: names in the state dict that the checkpoint lacks (only with partial loading allowed; their
     values are as they were). ``unexpected``: names of the checkpoint that this rank did not load because it

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.quantized_hf_storage import (
 )
 
 from dcp.loading.feature import LoadFeature, Stored, Target
-from dcp.loading.load import LoadEngine, whole_reader
+from dcp.loading.load import LoadEngine, read_whole
 from dcp.loading.report import LoadReport
 from dcp.planners.load.options import LoadOptions
 from dcp.planners.wire.torch_plans import index_from_metadata
@@ -59,7 +60,7 @@ class ProtocolLoad(LoadEngine):
         self._share: Callable[[], LoadPlan] | None = None
 
     def run(self, target: Target, report: LoadReport) -> None:
-        """Metadata and plan; what nobody takes; what the planner makes of the plan, by the reader."""
+        """Read metadata and plan, find entries that no rank takes, and read by planner and reader."""
         begun = time.perf_counter()
         ranks, storage = self.ranks, self._storage
         manner = ["by torch's protocol"]
@@ -108,7 +109,7 @@ class ProtocolLoad(LoadEngine):
             ours.check_chosen()
             if isinstance(reader, TorchQuantizedReader):
                 ours.call.scales = weight_scales(reader)
-            rescaled = [name for feature in ours.call.features for name in feature.whole]
+            rescaled = [name for feature in ours.call.features.part for name in feature.whole]
             if rescaled and self._storage is None:
                 raise PlanError(
                     f"{type(reader).__name__} cannot read the states of all ranks, which rescaling "
@@ -124,9 +125,9 @@ class ProtocolLoad(LoadEngine):
         plan = self._planner.finish_plan(self._share())
         self._reader.read_data(plan, self._planner).wait()
         ours, storage = self._ours, self._storage
-        if ours is not None and storage is not None and any(one.whole for one in ours.call.features):
+        if ours is not None and storage is not None and any(one.whole for one in ours.call.features.part):
             with storage.engine(storage.read_index(), self.options.verify) as engine:
-                self.features.each("loaded", whole_reader(ours.call, storage, engine))
+                self.features.each("loaded", partial(read_whole, ours.call, storage, engine))
         report.note(
             None if ours is None else ours.call,
             None if storage is None else storage.index,

@@ -1,5 +1,4 @@
-"""What to say about keys that a checkpoint lacks: which of its names were meant, and the renaming that finds
-them."""
+"""Hints for keys that a checkpoint lacks: names of it that were meant, and a renaming that finds them."""
 
 from __future__ import annotations
 
@@ -39,16 +38,16 @@ Rules = Mapping[str, str]
 def hint_for_missing(
     missing: Sequence[str], unused: Sequence[str], found: Collection[str], *, is_renamed: bool
 ) -> str:
-    """Return what to say about ``missing`` names, of which there is one at least.
+    """Return the hint for ``missing`` names, of which there is one at least.
 
-    ``unused``: names of the checkpoint that nobody wants; ``found``: those that are found as they are, which
-    no renaming may change. ``is_renamed``: whether the names were made by ``rename=``.
+    ``unused``: names of the checkpoint that are not loaded; ``found``: those that are found as they are,
+    which no renaming may change. ``is_renamed``: whether the names were made by ``rename=``.
     """
     rules, count = rename_for_missing(missing, unused, found)
     if rules:
-        told = ", ".join(f"{_raw(regex)}: {_raw(text)}" for regex, text in rules.items())
+        shown = ", ".join(f"{_raw(regex)}: {_raw(text)}" for regex, text in rules.items())
         which = "it" if len(missing) == 1 else "them all" if count == len(missing) else f"{count:,} of them"
-        how = f"add {{{told}}} to rename" if is_renamed else f"pass rename={{{told}}}"
+        how = f"add {{{shown}}} to rename" if is_renamed else f"pass rename={{{shown}}}"
         return f"It has {which} under other names: {how}."
     suggested = {name: near_names(name, unused) for name in missing[:_SUGGESTED]}
     close = {name: names for name, names in suggested.items() if names}
@@ -56,8 +55,8 @@ def hint_for_missing(
         (names,) = close.values()
         return f"Did you mean {' or '.join(map(repr, names))}?"
     if close:
-        told = ", ".join(f"{names[0]!r} for {name!r}" for name, names in close.items())
-        return f"Did you mean {told}?"
+        shown = ", ".join(f"{names[0]!r} for {name!r}" for name, names in close.items())
+        return f"Did you mean {shown}?"
     if any(map(is_group, missing)) and any(map(is_group, found)):
         return f"{OTHER_GROUPS}."
     there = f"It has {listed(_summary(unused), show=str)} besides; dcp show lists all. " if unused else ""

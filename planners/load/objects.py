@@ -1,8 +1,8 @@
 """Values from their torch.save bytes.
 
-Those that torch refuses though they are harmless are decoded without running a pickle.
+Harmless ones that torch refuses are decoded without running a pickle.
 `torch.serialization.safe_globals` would do for some of those, but it is global to the process, so that other
-threads would load with it too, and numpy's functions believe what they are told.
+threads would load with it too, and numpy's functions believe their arguments.
 """
 
 from __future__ import annotations

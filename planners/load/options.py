@@ -1,4 +1,4 @@
-"""What a load is asked for beside its state dict, as one value that is handed down."""
+"""Options of a load, as one value that is handed down."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _OF_PLANNERS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadOptions:
-    """Those of `dcp.load`, which says what they mean. None: as planner and reader have it."""
+    """Options of `dcp.load`, whose page has their meaning. None: as planner and reader have it."""
 
     only: Patterns | None = None
     exclude: Patterns | None = None

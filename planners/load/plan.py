@@ -18,7 +18,6 @@ from dcp.storage.errors import (
     MissingKeyError,
     PlanError,
     ShapeMismatchError,
-    UnsafeObjectError,
 )
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.dropped import dropped_from
@@ -48,7 +47,7 @@ _PER_RANK_ADVICE: Final = (
 
 @dataclass(frozen=True, eq=False)
 class LoadPlan:
-    """What one rank reads: ``pieces`` of tensors, in the order of the wanted boxes, and values.
+    """The reads of one rank: ``pieces`` of tensors, in the order of the wanted boxes, and values.
 
     ``objects`` are rows of the index' object columns; ``object_fqns`` the names they go to. What the plan was
     allowed to pass over: ``missing``, wanted and not stored; ``unexpected``, stored and not wanted; ``cast``,
@@ -90,7 +89,7 @@ def plan_load(
 
     Raises one error with all problems: MissingKeyError (unless ``allow_missing``), ShapeMismatchError,
     DtypeMismatchError (unless ``cast``), PlanError for a tensor wanted as another value or the reverse, and
-    for elements that are not stored; and UnsafeObjectError for entries that the index lists as refused.
+    for elements that are not stored.
     ``is_per_rank`` says whether a name is of a `PerRank` value, about which the advice of the error is
     another. ``rows`` are those of the wanted tensors in the index, where they are known: then nobody looks
     for their names.
@@ -105,7 +104,6 @@ def plan_load(
     object_rows = _rows(known[1], stored[count:])
     missing: list[str] = []
     if (tensor_rows < 0).any() or (object_rows < 0).any():
-        _check_refused(index, stored)
         missing += _check_keys(wanted.fqns, tensor_rows, known[1], problems, is_tensor=True)
         missing += _check_keys(object_fqns, object_rows, known[0], problems, is_tensor=False)
     if missing and not allow_missing:
@@ -129,21 +127,6 @@ def plan_load(
     )
 
 
-def _check_refused(index: CheckpointIndex, stored: Sequence[str]) -> None:
-    """Entries of a torch.save file that need what nobody runs are neither there nor missing."""
-    refused = index.provenance.get("refused_objects")
-    if not isinstance(refused, dict) or not refused:
-        return
-    found = [name for name in stored if name in refused]
-    if found:
-        told = ", ".join(f"{name!r} (needs {refused[name]})" for name in found[:_MAX_LISTED])
-        raise UnsafeObjectError(
-            f"{len(found)} entries need what is not read from files: {told}. Nothing was run. Leave them out "
-            "(exclude=...), or load the file with torch.load and save it again without them",
-            fqns=found[:_MAX_LISTED],
-        )
-
-
 def _hint(
     index: CheckpointIndex, stored: Sequence[str], unexpected: Sequence[str], *, is_renamed: bool
 ) -> str:
@@ -153,20 +136,20 @@ def _hint(
     for name in stored:
         is_there = name in index.position or name in index.objects.position
         (present if is_there else absent).append(name)
-    told = _told_dropped(index, absent)
-    return told or hint_for_missing(absent, unexpected, present, is_renamed=is_renamed)
+    shown = _dropped_hint(index, absent)
+    return shown or hint_for_missing(absent, unexpected, present, is_renamed=is_renamed)
 
 
-def _told_dropped(index: CheckpointIndex, absent: Sequence[str]) -> str:
+def _dropped_hint(index: CheckpointIndex, absent: Sequence[str]) -> str:
     """Return which parts of the checkpoint that were dropped from it have had these names; "" if none had."""
-    told = []
+    shown = []
     for part in dropped_from(index.provenance):
         selection = Selection.of(part.patterns, None) if part.patterns else None
         if selection is not None and any(map(selection.selects, absent)):
-            told.append(str(part))
-    if not told:
+            shown.append(str(part))
+    if not shown:
         return ""
-    return f"{'; '.join(told)}, to free its bytes: load the rest (exclude=...), or a step that still has it."
+    return f"{'; '.join(shown)}, to free its bytes: load the rest (exclude=...), or a step that still has it."
 
 
 def _rows(position: Mapping[str, int], wanted: Sequence[str]) -> Int64:
@@ -194,11 +177,11 @@ def _check_keys(
             missing.append(fqn)
         elif is_tensor:
             problems.others[fqn] = (
-                f"{problems.told(fqn)} is a tensor in the state dict, but another value in the checkpoint"
+                f"{problems.shown(fqn)} is a tensor in the state dict, but another value in the checkpoint"
             )
         else:
             problems.others[fqn] = (
-                f"{problems.told(fqn)} is a tensor in the checkpoint, but no tensor in the state dict"
+                f"{problems.shown(fqn)} is a tensor in the checkpoint, but no tensor in the state dict"
             )
     return missing
 
@@ -230,7 +213,7 @@ def _check_tensors(
         shape = tuple(wanted.shape_values[wanted.shape_start[row] : wanted.shape_start[row + 1]].tolist())
         stored_shape = index.shape(int(stored[place]))
         problems.shapes[fqn] = (
-            f"Size mismatch between saved {stored_shape} and current: {shape} for {problems.told(fqn)}"
+            f"Size mismatch between saved {stored_shape} and current: {shape} for {problems.shown(fqn)}"
         )
     differs = found[wanted.dtype_codes[found] != index.dtype_codes[stored]].tolist()
     if not cast:
@@ -238,7 +221,7 @@ def _check_tensors(
             mine_name = dtypes.BY_CODE[int(wanted.dtype_codes[row])].name
             stored_name = index.dtype(int(rows[row])).name
             problems.dtypes[wanted.fqns[row]] = (
-                f"{problems.told(wanted.fqns[row])} is {mine_name}, stored is {stored_name}"
+                f"{problems.shown(wanted.fqns[row])} is {mine_name}, stored is {stored_name}"
             )
     usable = np.zeros(len(rows), bool)
     usable[found[~wrong]] = True
@@ -314,11 +297,12 @@ def _cover(
     Overlapping pieces, which some foreign checkpoints have, are reduced to disjoint ones first, so that
     volumes prove coverage and nothing is read twice.
     """
-    found = BoxSet(pieces.boxes, pieces.low, pieces.high)
-    earlier, later = overlapping_pairs(found)
-    if len(earlier):
-        rows, parts = cut_overlaps(found, earlier, later)
-        pieces = _Intersections(parts.groups, pieces.chunks[rows], parts.low, parts.high)
+    if (np.bincount(pieces.boxes) > 1).any():
+        found = BoxSet(pieces.boxes, pieces.low, pieces.high)
+        earlier, later = overlapping_pairs(found)
+        if len(earlier):
+            rows, parts = cut_overlaps(found, earlier, later)
+            pieces = _Intersections(parts.groups, pieces.chunks[rows], parts.low, parts.high)
     volumes = np.prod(pieces.high - pieces.low, axis=1, dtype=np.int64)
     filled = np.zeros(len(boxes), np.int64)
     np.add.at(filled, pieces.boxes, volumes)
@@ -359,7 +343,7 @@ def _pieces(index: CheckpointIndex, wanted: HeldBoxes, parts: Sequence[_Intersec
 
 @dataclass
 class LoadProblems:
-    """What does not fit between a state dict and a checkpoint, by kind: text by name of the state dict.
+    """Misfits between a state dict and a checkpoint, by kind: text by name of the state dict.
 
     ``names`` are what the checkpoint calls them where that differs. Messages have the words in which stock
     torch says the same, since programs look for them.
@@ -372,7 +356,7 @@ class LoadProblems:
     others: dict[str, str] = field(default_factory=dict)
     lacks_per_rank: bool = False
 
-    def told(self, fqn: str) -> str:
+    def shown(self, fqn: str) -> str:
         """A name for a message, with what the checkpoint calls it where that differs."""
         name = self.names.get(fqn, fqn)
         return f"{fqn!r}" if fqn == name else f"{fqn!r} (renamed to {name!r})"
@@ -381,7 +365,7 @@ class LoadProblems:
         """Raise one error for all problems: of their own class where they are of one kind, else a
         PlanError."""
         kinds: list[tuple[type[PlanError], Mapping[str, str]]] = [
-            (MissingKeyError, {fqn: self.told(fqn) for fqn in self.missing}),
+            (MissingKeyError, {fqn: self.shown(fqn) for fqn in self.missing}),
             (ShapeMismatchError, self.shapes),
             (DtypeMismatchError, self.dtypes),
             (PlanError, self.others),
@@ -406,14 +390,14 @@ class LoadProblems:
         )
 
 
-def _said(cls: type[PlanError], told: Sequence[str]) -> str:
+def _said(cls: type[PlanError], shown: Sequence[str]) -> str:
     if cls is MissingKeyError:
-        return f"Missing key in checkpoint state_dict: {listed(told, most=_SHOWN, show=str)}."
-    more = f"; and {len(told) - _SHOWN:,} more" if len(told) > _SHOWN else ""
-    return f"{'; '.join(told[:_SHOWN])}{more}."
+        return f"Missing key in checkpoint state_dict: {listed(shown, most=_SHOWN, show=str)}."
+    more = f"; and {len(shown) - _SHOWN:,} more" if len(shown) > _SHOWN else ""
+    return f"{'; '.join(shown[:_SHOWN])}{more}."
 
 
 def _each(cls: type[PlanError], problems: Mapping[str, str]) -> Sequence[str]:
     if cls is MissingKeyError:
-        return [f"{told} is not in the checkpoint" for told in problems.values()]
+        return [f"{shown} is not in the checkpoint" for shown in problems.values()]
     return list(problems.values())

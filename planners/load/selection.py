@@ -1,4 +1,4 @@
-"""Which entries of a state dict a load is for, and what the checkpoint calls them.
+"""Selections of entries of a state dict, and their names in the checkpoint.
 
 Patterns are shell globs on flat keys, case-sensitive; a pattern selects what it matches and everything below
 that: ``model`` is all of the model, ``*.bias`` every bias.
@@ -65,8 +65,8 @@ class _Glob:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What ``only`` and ``exclude`` select: what any pattern of ``only`` matches (everything if that is None)
-    and no pattern of ``exclude``."""
+    """The entries that ``only`` and ``exclude`` select: matches of any pattern of ``only`` (all entries if
+    that is None), and of no pattern of ``exclude``."""
 
     only: tuple[_Glob, ...] | None
     exclude: tuple[_Glob, ...]
@@ -95,7 +95,7 @@ class Selection:
         return not any(pattern.covers(key) for pattern in self.exclude)
 
     def match(self, keys: Iterable[str], unasked: Sequence[str], stored: Iterable[str] = ()) -> Matches:
-        """Return how the patterns fare with the flat ``keys`` of a rank.
+        """Match the patterns against the flat ``keys`` of a rank.
 
         ``unasked`` are keys whose entries were not looked at, as `reaches` says that none is selected.
         ``stored`` are names of the checkpoint, which may be left out though the state dict has them not.
@@ -109,20 +109,20 @@ class Selection:
             if not any(map(pattern.matches, keys)) and not any(map(pattern.may_match_below, unasked))
         ]
         names = list(stored) if any(option == "exclude" for option, _ in idle) else []
-        told = {
+        shown = {
             f"{option}={pattern.text!r}": _close(pattern.text, [*keys, *unasked])
             for option, pattern in idle
             if option == "only" or not any(map(pattern.matches, names))
         }
-        return Matches(told, sum(map(self.selects, keys)))
+        return Matches(shown, sum(map(self.selects, keys)))
 
 
 @dataclass(frozen=True, slots=True)
 class Matches:
-    """How one rank's state dict and the patterns go together.
+    """The matches of patterns in one rank's state dict.
 
     ``idle``: patterns that match nothing there, each with the names that are most like it; ``selected``:
-    number of entries to load. Plain data, so that ranks can tell each other.
+    number of entries to load. Plain data, which ranks send to each other.
     """
 
     idle: dict[str, list[str]]
@@ -138,12 +138,12 @@ def check_matches(ranks: Sequence[Matches]) -> None:
         if all(pattern in rank.idle for rank in ranks)
     }
     if idle:
-        told = [
+        shown = [
             f"{pattern}{f' (did you mean {_listed(close)}?)' if close else ''}"
             for pattern, close in idle.items()
         ]
         raise PlanError(
-            f"{'; '.join(told[:_MAX_LISTED])} match{'' if len(told) > 1 else 'es'} nothing in the state "
+            f"{'; '.join(shown[:_MAX_LISTED])} match{'' if len(shown) > 1 else 'es'} nothing in the state "
             "dict; patterns are shell globs on its flat keys, such as 'model.*' or '*.bias'",
             patterns=list(idle)[:_MAX_LISTED],
         )
@@ -155,11 +155,11 @@ def check_patterns(selection: Selection, names: Sequence[str]) -> None:
     """MissingKeyError for patterns that match none of ``names``, OptionError if nothing is left."""
     matches = selection.match(names, [])
     if matches.idle:
-        told = [
+        shown = [
             f"{text} (did you mean {', '.join(close)}?)" if close else text
             for text, close in matches.idle.items()
         ]
-        raise MissingKeyError(f"{'; '.join(told[:_MAX_LISTED])}: nothing in the checkpoint matches")
+        raise MissingKeyError(f"{'; '.join(shown[:_MAX_LISTED])}: nothing in the checkpoint matches")
     if not matches.selected:
         raise OptionError("only and exclude together leave nothing of the checkpoint")
 

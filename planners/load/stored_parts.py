@@ -1,5 +1,4 @@
-"""Where the parts of wanted boxes lie in stored payloads, whatever the chunks are and however these are
-stored."""
+"""Stored parts: the places of wanted boxes in payloads, for any chunks, however these are stored."""
 
 from __future__ import annotations
 

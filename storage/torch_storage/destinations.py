@@ -110,7 +110,7 @@ def _plain_runs(engine: ReadEngine, pieces: Pieces, memory: LocalMemory) -> tupl
         usable &= ~np.isin(chunks, permuted)
     is_run = np.zeros(len(chunks), np.bool_)
     positions, places, volumes = np.zeros((3, len(chunks)), np.int64)
-    for ndim in np.unique(ndims[usable]).tolist():
+    for ndim in np.flatnonzero(np.bincount(ndims[usable])).tolist():  # np.unique hashes each of them
         rows = np.flatnonzero(usable & (ndims == ndim))
         lengths = row_matrix(pieces.lengths, box_start, rows, ndim)
         stored = contiguous_positions(

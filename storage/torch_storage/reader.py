@@ -171,7 +171,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
             except CheckpointNotFoundError as error:
                 raise with_near_places(error, self.path, self.open_store) from None
             self._read_as = rank, own_rank
-            self._listed = self._files()
+            self._listed = self._files() if self.may_be_mixed else frozenset()
         return self._index
 
     @property
@@ -186,7 +186,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
     def check_unchanged(self) -> None:
         """Raise CorruptCheckpointError where files that `may_be_mixed` were replaced since the index.
 
-        Checksums tell of bytes that are not those committed; where there is no commit, files have to.
+        Checksums find bytes that are not those committed; where there is no commit, files have to.
         """
         if self._has_changed():
             raise CorruptCheckpointError(
@@ -197,12 +197,10 @@ class FileSystemReader(NoFileSystem, StorageReader):
 
     def _has_changed(self) -> bool:
         """False where the index was not read here."""
-        return self._listed is not None and self._files() != self._listed
+        return self._listed is not None and self.may_be_mixed and self._files() != self._listed
 
     def _files(self) -> frozenset[FileInfo]:
-        if self._index is None or not self.may_be_mixed:
-            return frozenset()
-        names = set(self._index.files)
+        names = set(self._index.files) if self._index is not None else ()
         return frozenset(info for info in self.store.list() if info.name in names)
 
     def was_replaced(self) -> bool:

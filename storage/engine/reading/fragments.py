@@ -46,7 +46,7 @@ class _Block:
 
 
 class Fragments:
-    """What is known of blocks that nobody read in one piece. Thread-safe.
+    """The blocks that are not read in one piece. Thread-safe.
 
     A block that comes in more than ``limit`` pieces is not worth combining.
     """
@@ -58,7 +58,7 @@ class Fragments:
 
     def add(self, fragment: Fragment, owner_bytes: int) -> int | None:
         """The CRC-32 of the fragment's block, once the first time that it is known; ``owner_bytes`` is the
-        size of the payload. A fragment that is a whole block is told each time."""
+        size of the payload. For a fragment that is a whole block it is returned each time."""
         owner, first, last, crc = fragment
         block, begin = divmod(first, BLOCK_BYTES)
         end = begin + last - first
@@ -83,12 +83,12 @@ class Fragments:
             return total
 
     def incomplete(self) -> list[tuple[int, int]]:
-        """(owner, block) of those that have bytes which nobody read."""
+        """(owner, block) of those that have bytes which were not read."""
         with self._lock:
             return [key for key, block in self._blocks.items() if not block.is_complete]
 
     def end(self) -> int:
-        """Forget all; return how many blocks have bytes that nobody read."""
+        """Forget all; return how many blocks have bytes that were not read."""
         count = len(self.incomplete()) if self._blocks else 0
         self._blocks.clear()
         return count

@@ -1,4 +1,4 @@
-"""Where payloads are: known from our manifest, or found by opening the records of a foreign checkpoint.
+"""Places of payloads: known from our manifest, or found by opening the records of a foreign checkpoint.
 
 Foreign records (torch.save zips, safetensors blobs) name neither payload offset nor block checksums in the
 index. They are opened once each; their payloads may be dense but permuted (channels_last, a saved

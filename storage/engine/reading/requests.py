@@ -1,4 +1,4 @@
-"""What can be asked of readers, and what they tell of their work."""
+"""Requests to readers, and the figures of their work."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ def put_at(address: int, itemsize: int, strides: Sequence[int]) -> PutBox:
 
 @dataclass
 class ReadStats:
-    """What a read cost: bytes asked for, bytes fetched from storage, blocks checked and not checked; and what
-    conversions lost, by stored tensor."""
+    """The cost of a read: bytes asked for, bytes fetched from storage, blocks checked and not checked; and
+    losses of conversions, by stored tensor."""
 
     bytes_needed: int = 0
     bytes_read: int = 0

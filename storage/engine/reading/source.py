@@ -33,7 +33,7 @@ _MAX_FRAGMENTS = 64
 
 class OpenFiles:
     """Files by number, as many open as the process can afford. ``facts`` has name and committed size of a
-    number, the size `UNKNOWN` where nobody noted it. Thread-safe."""
+    number, the size `UNKNOWN` where none was noted. Thread-safe."""
 
     def __init__(self, store: Store, facts: Callable[[int], tuple[str, int]]) -> None:
         self._store = store

@@ -1,4 +1,4 @@
-"""Which index is the truth of a folder: our manifest, stock's `.metadata`, or what ranks saved on their own.
+"""The index that counts in a folder: our manifest, stock's `.metadata`, or those that ranks saved alone.
 
 Torch-free.
 """
@@ -103,7 +103,7 @@ def _open_pair(store: Store, manifest_name: str, metadata_name: str) -> Checkpoi
             metadata = _whole(store, metadata_name, start)
             if metadata is None:
                 return None
-            # A save of ours writes its manifest first, and it may have come between the two readings.
+            # Our save writes its manifest first, and it may have come between the two readings.
             if _OUR_DATA_FILE.search(metadata):
                 if store.stat(manifest_name) is not None:
                     continue
@@ -116,14 +116,16 @@ def _open_pair(store: Store, manifest_name: str, metadata_name: str) -> Checkpoi
                 )
             with _located(store.path_of(metadata_name)):
                 return decode_torch_metadata(metadata)
-        if start is None or _is_long_start_of(index, start):
+        if start is None:
+            return index
+        if len(start.data) < start.size_bytes and _is_long_start_of(index, start):
             return index
         metadata = _whole(store, metadata_name, start)
         published = index.torch_metadata_crc, index.replaced_torch_metadata_crc  # with it, or to be replaced
         if metadata is None or crc32(metadata) in published:
             return index
-        # A save of ours replaces two files, one after the other: only if the manifest is still the same was
-        # it somebody else who wrote .metadata, or damage.
+        # Our save replaces two files, one after the other: only if the manifest is still the same was
+        # it another writer of .metadata, or damage.
         if _unless_missing(store.read, manifest_name, limit_bytes=MAX_MANIFEST_BYTES) != manifest:
             continue
         if _is_ours(index, metadata):
@@ -184,12 +186,12 @@ def _whole(store: Store, name: str, start: _Start | None) -> bytes | None:
 
 
 def _is_long_start_of(index: CheckpointIndex, start: _Start) -> bool:
-    """Return whether `.metadata` goes on after ``start``, which says that it is of the save of ``index``.
+    """Return whether `.metadata`, longer than ``start``, says there that it is of the save of ``index``.
 
     Then ``index`` is the truth, even if the file is damaged further on, and reading it is not worth the time.
     """
     save_id = index.provenance.get("save_id")
-    if len(start.data) == start.size_bytes or index.torch_metadata_crc is None:
+    if index.torch_metadata_crc is None:
         return False
     return isinstance(save_id, str) and start.data.startswith(torch_metadata_head(save_id, start.size_bytes))
 
@@ -203,7 +205,9 @@ def is_large_metadata_of(store: Store, name: str, index: CheckpointIndex) -> boo
     if index.chunk_count < _LARGE_CHUNKS:
         return False
     start = _start_of(store, name)
-    return start is not None and _is_long_start_of(index, start)
+    if start is None or len(start.data) == start.size_bytes:
+        return False
+    return _is_long_start_of(index, start)
 
 
 def _is_ours(index: CheckpointIndex, metadata: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""What there is near a place that has no checkpoint, for the error that says so."""
+"""Hints for a place that has no checkpoint: what lies near it."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def with_near_places(
 ) -> CheckpointNotFoundError:
     """The same error, which says as well what `near_places_told` says."""
     try:
-        text = _told(str(error).removesuffix(" Check the path."), checkpoint_id, open_store)
+        text = _hint(str(error).removesuffix(" Check the path."), checkpoint_id, open_store)
     except (CheckpointError, OSError):  # the error that is on its way matters more
         text = ""
     return CheckpointNotFoundError(text, **error.facts) if text else error
 
 
-def _told(message: str, checkpoint_id: str | os.PathLike[str], open_store: OpenStore) -> str:
-    """``message`` and what there is to add; "" where that is nothing."""
+def _hint(message: str, checkpoint_id: str | os.PathLike[str], open_store: OpenStore) -> str:
+    """``message`` and the hint; "" without a hint."""
     root = open_parent_folder(checkpoint_id, open_store=open_store)
     path = root.local_path
     if path is not None and broken_link(path):

@@ -1,4 +1,4 @@
-"""Where checkpoints of any format are opened: folders with a commit, folders of weights, single files.
+"""Open checkpoints of any format: folders with a commit, folders of weights, single files.
 
 A local path that is a file is that file. A URL is tried as a file only if its last part ends as names of such
 files do (`file_suffixes`), because that costs a request; a folder may have such a name, too. In a folder a
@@ -161,7 +161,7 @@ def _format_of_file(name: str, begin: bytes) -> Format:
 
 @contextmanager
 def _read_as(one: Format, path: str) -> Iterator[None]:
-    """Errors within name ``path``. What reads a format of others may raise anything."""
+    """Errors within name ``path``. Readers of other packages' formats may raise anything."""
     try:
         yield
     except CheckpointFormatError as error:

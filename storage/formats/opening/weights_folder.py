@@ -45,7 +45,7 @@ _LISTED: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """Which ``files`` of a folder have its tensors; ``mapped`` says where each has to be, if anything
+    """The ``files`` of a folder that have its tensors; ``mapped`` says where each has to be, if anything
     does."""
 
     files: tuple[str, ...]
