@@ -379,7 +379,7 @@ class _ValueComparison:
         a, b = self._a, self._b
         for reader, row, other, other_row in ((a, pair.a, b, pair.b), (b, pair.b, a, pair.a)):
             if not all(reader.is_c_ordered(part.chunk) for part in reader.parts(row)):
-                for tile in reader.tiles(row, _SLAB_BYTES):
+                for _, tile in reader.stream([row], _SLAB_BYTES):
                     array = other.read(other_row, Box(tile.offsets, tile.array.shape).slices)
                     yield (tile.array, array) if reader is a else (array, tile.array)
                 return
