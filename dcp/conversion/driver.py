@@ -24,6 +24,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from dcp.conversion import wire
 from dcp.conversion.contents.entries import mapped_entries
 from dcp.conversion.copying.batches import BatchSettings, ResultChecks, refuse_faults, run_batch, source_mark
 from dcp.conversion.copying.executors import run_all
@@ -39,7 +40,6 @@ from dcp.conversion.publishing.publisher import Publisher
 from dcp.conversion.publishing.stored import StoredPublisher
 from dcp.conversion.targets.job import ConversionOptions, Planned, plan_layout
 from dcp.conversion.targets.places import TargetPlace
-from dcp.conversion.wire import decode_layout, encode_layout
 from dcp.progress import ProgressCallback, reporting
 from dcp.storage.closable import Closable
 from dcp.storage.commit_names import is_commit_object
@@ -120,13 +120,13 @@ class Prepared:
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         facts = {one.name: getattr(self, one.name) for one in fields(self)}
-        return facts | {"layout": encode_layout(self.layout)}
+        return facts | {"layout": wire.encode(self.layout)}
 
     @classmethod
     def of_json(cls, data: Mapping[str, Any]) -> Prepared:
         """From plain data, whose sequences may be lists."""
         sequences = {name: tuple(data.get(name, ())) for name in ("chunks", "dropped", "unmerged")}
-        return cls(**{**data, **sequences, "layout": decode_layout(data["layout"])})
+        return cls(**{**data, **sequences, "layout": wire.decode(data["layout"], TargetLayout)})
 
 
 class Conversion(Closable):

@@ -24,6 +24,7 @@ __all__ = [
     "ModuleNode",
     "ObjectRow",
     "TensorRow",
+    "first_of_ties",
     "module_tree",
     "object_row",
     "object_rows",
@@ -175,3 +176,51 @@ def _count(node: ModuleNode, elements: int, size_bytes: int) -> None:
     node.tensors += 1
     node.elements += elements
     node.bytes += size_bytes
+
+
+# -- ties ----------------------------------------------------------------------------------------------------
+
+
+def first_of_ties(index: CheckpointIndex, rows: list[int]) -> list[int]:
+    """For each of the tensors ``rows`` the first one among them that has the same bytes of the same files."""
+    tied = _may_be_tied(index)
+    if not tied:
+        return rows
+    firsts: dict[tuple[Any, ...], int] = {}
+    return [firsts.setdefault(_identity(index, row), row) if row in tied else row for row in rows]
+
+
+def _may_be_tied(index: CheckpointIndex) -> set[int]:
+    """Tensors whose first chunk begins where another one's does; none where their places are not known."""
+    if len(index.payload_offsets) < len(index.chunk_files):
+        return set()
+    rows = np.flatnonzero(np.diff(index.chunk_start) > 0)
+    chunks = index.chunk_start[rows]
+    offsets = index.payload_offsets[chunks]
+    places = np.where(offsets < 0, index.record_offsets[chunks], offsets)
+    order = np.lexsort((places, index.chunk_files[chunks]))
+    files, places = index.chunk_files[chunks][order], places[order]
+    same = np.zeros(len(rows) + 1, bool)
+    same[1:-1] = (files[1:] == files[:-1]) & (places[1:] == places[:-1])
+    return set(rows[order][same[1:] | same[:-1]].tolist())
+
+
+def _identity(index: CheckpointIndex, row: int) -> tuple[Any, ...]:
+    """Equal for tensors that share all of their bytes, and for no others."""
+    chunks = index.chunks(row)
+    rows = slice(chunks.start, chunks.stop)
+    if not int(index.payload_lengths[rows].sum()):
+        return (row,)
+    offsets = index.payload_offsets[rows]
+    places = np.where(offsets < 0, index.record_offsets[rows], offsets)
+    boxes = slice(int(index.box_start[chunks.start]), int(index.box_start[chunks.stop]))
+    strides = index.payload_strides
+    return (
+        int(index.dtype_codes[row]),
+        index.shape(row),
+        index.chunk_files[rows].tobytes(),
+        places.tobytes(),
+        index.chunk_offsets[boxes].tobytes(),
+        index.chunk_sizes[boxes].tobytes(),
+        tuple(strides.get(chunk) for chunk in chunks) if strides else None,
+    )

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dcp.conversion.contents.casting import CASTABLE, check_castable
+from dcp.inspection.entries import first_of_ties
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.load.selection import Patterns, Rename, Selection, check_patterns, renamer
 from dcp.planners.weight_maps.mapped_index import MappedIndex, map_index
@@ -228,12 +229,11 @@ def _tensors(
     codes = index.dtype_codes[np.array(rows, np.int64)].tolist()
     if dtype is not None:
         codes = _cast(names, codes, dtype)
-    tied_to = list(range(len(rows)))
-    if may_be_tied := _may_be_tied(index):
-        first: dict[tuple[Any, ...], int] = {}
-        for number, row in enumerate(rows):
-            if row in may_be_tied:
-                tied_to[number] = first.setdefault((codes[number], *_identity(index, row)), number)
+    tied_to, firsts = list(range(len(rows))), first_of_ties(index, rows)
+    if firsts != rows:
+        numbers: dict[tuple[int, int], int] = {}
+        for number, key in enumerate(zip(codes, firsts, strict=True)):
+            tied_to[number] = numbers.setdefault(key, number)
     return list(map(TensorEntry, rows, new, own, codes, tied_to))
 
 
@@ -309,39 +309,3 @@ def _path(name: str, new: str, path: Path | None) -> Path:
     if isinstance(path[kept], int) and rest.isdecimal():
         return (*path[:kept], int(rest))
     return (*path[:kept], rest)
-
-
-def _may_be_tied(index: CheckpointIndex) -> set[int]:
-    """Tensors whose first chunk begins where another one's does; none where nobody knows where they do."""
-    if len(index.payload_offsets) < len(index.chunk_files):
-        return set()
-    rows = np.flatnonzero(np.diff(index.chunk_start) > 0)
-    chunks = index.chunk_start[rows]
-    offsets = index.payload_offsets[chunks]
-    places = np.where(offsets < 0, index.record_offsets[chunks], offsets)
-    order = np.lexsort((places, index.chunk_files[chunks]))
-    files, places = index.chunk_files[chunks][order], places[order]
-    same = np.zeros(len(rows) + 1, bool)
-    same[1:-1] = (files[1:] == files[:-1]) & (places[1:] == places[:-1])
-    return set(rows[order][same[1:] | same[:-1]].tolist())
-
-
-def _identity(index: CheckpointIndex, row: int) -> tuple[Any, ...]:
-    """Equal for tensors that share all of their bytes, and for no others."""
-    chunks = index.chunks(row)
-    rows = slice(chunks.start, chunks.stop)
-    if not int(index.payload_lengths[rows].sum()):
-        return (row,)
-    offsets = index.payload_offsets[rows]
-    places = np.where(offsets < 0, index.record_offsets[rows], offsets)
-    boxes = slice(int(index.box_start[chunks.start]), int(index.box_start[chunks.stop]))
-    strides = index.payload_strides
-    return (
-        int(index.dtype_codes[row]),
-        index.shape(row),
-        index.chunk_files[rows].tobytes(),
-        places.tobytes(),
-        index.chunk_offsets[boxes].tobytes(),
-        index.chunk_sizes[boxes].tobytes(),
-        tuple(strides.get(chunk) for chunk in chunks) if strides else None,
-    )

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise, starmap
 from typing import Any, Final
 
-import msgpack
 import numpy as np
 import numpy.typing as npt
 
@@ -29,6 +28,7 @@ from dcp.storage.errors import CheckpointError, CheckpointFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import crc32, crc32_combine
 from dcp.storage.formats.index import CheckpointIndex, Int64
+from dcp.storage.packing import pack, unpack
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.handles import WriteHandle
 
@@ -121,23 +121,21 @@ class TaskResult:
         return TaskResult.decode, (self.encode(),)
 
     def encode(self) -> bytes:
-        """Packed bytes: differences from row to row, because neighbours hardly differ."""
-        found = (self.sources, self.targets, self.faults) if self.faults else (self.sources, self.targets)
-        rows = [np.array(one, "<i8").reshape(-1, 4) for one in found]
-        columns = [np.diff(found.T, axis=1, prepend=np.int64(0)).tobytes() for found in rows]
-        return bytes(msgpack.packb([self.number, self.bytes_read, *columns]))
+        """Pack it: differences from row to row, because neighbours hardly differ."""
+        rows = [np.array(one, np.int64).reshape(-1, 4) for one in (self.sources, self.targets, self.faults)]
+        columns = [np.diff(one, axis=0, prepend=np.int64(0)).T for one in rows]
+        return pack([self.number, self.bytes_read, *columns])
 
     @classmethod
     def decode(cls, data: bytes) -> TaskResult:
         """The inverse of `encode`. Raises CheckpointFormatError for anything else."""
         try:
-            number, bytes_read, *columns = msgpack.unpackb(data)
-            found = [np.cumsum(np.frombuffer(one, "<i8").reshape(4, -1), axis=1) for one in columns]
-            sources, targets = ([*starmap(Fragment, zip(*one.tolist(), strict=True))] for one in found[:2])
-            faults = [BadElements(*row) for one in found[2:] for row in zip(*one.tolist(), strict=True)]
-        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            number, bytes_read, *columns = unpack(data)
+            sources, targets, faults = (np.cumsum(one.T, axis=0).tolist() for one in columns)
+            parts = list(starmap(Fragment, sources)), list(starmap(Fragment, targets))
+            return cls(number, bytes_read, *parts, list(starmap(BadElements, faults)))
+        except (ValueError, TypeError, AttributeError) as error:
             raise CheckpointFormatError("what was noted of a conversion is not to be read") from error
-        return cls(number, bytes_read, sources, targets, faults)
 
 
 # -- making tasks --------------------------------------------------------------------------------------------
