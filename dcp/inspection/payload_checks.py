@@ -18,11 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.inspection.findings import Finding, ReportBytes, VerifyReport, kind_of
-from dcp.storage.digests.boxes import blocks_of
+from dcp.storage.digests.boxes import KEY, blocks_of, run_value
 from dcp.storage.digests.field import BLOCK_BYTES as DIGEST_BLOCK_BYTES
 from dcp.storage.digests.field import power, product
 from dcp.storage.digests.places import LogicalPlaces
-from dcp.storage.digests.runs import KEY, run_value
 from dcp.storage.digests.shown import SUM_BYTES
 from dcp.storage.engine.memory import item_view
 from dcp.storage.engine.reading.coalescing import coalesce, span_bytes

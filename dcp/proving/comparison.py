@@ -22,10 +22,9 @@ from dcp.planners.per_rank import rank_holder, rank_number
 from dcp.planners.rank_state import RankState, encoded_object
 from dcp.planners.wire.codec import SectionCache, decode_save_columns, encode_save_columns
 from dcp.proving.proof import FindingKind, Proof, ProofFinding, RankProof
-from dcp.storage.digests.boxes import BoxDigest, logical_runs
+from dcp.storage.digests.boxes import KEY, BoxDigest, logical_runs
 from dcp.storage.digests.field import as_elements, power, product
 from dcp.storage.digests.places import LogicalPlaces
-from dcp.storage.digests.runs import KEY
 from dcp.storage.digests.shown import SUM_BYTES
 from dcp.storage.errors import CheckpointFormatError, PlanError
 from dcp.storage.formats import dtypes

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.geometry.boxes import Box
-from dcp.storage.geometry.lattices import parts_between
+from dcp.storage.geometry.strides import parts_between
 
 __all__ = ["MappedTensor", "Piece", "PieceSide", "check_mapped"]
 

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from dcp.planners.weight_maps.axes import Axes
-from dcp.planners.weight_maps.model_config import config_at
+from dcp.planners.weight_maps.model_config import config_at, evaluate, names_in
 from dcp.planners.weight_maps.names import NamePattern
 from dcp.planners.weight_maps.pieces import MappedTensor
 from dcp.planners.weight_maps.rules import FoundTensor, MapRule, Pattern
-from dcp.planners.weight_maps.sizes import evaluate, names_in
 from dcp.storage.errors import CheckpointError, OptionError, PlanError
 from dcp.storage.near_names import close_to, listed
 

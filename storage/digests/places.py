@@ -9,9 +9,8 @@ from functools import cached_property, partial
 import numpy as np
 import numpy.typing as npt
 
-from dcp.storage.digests.boxes import BoxDigest, LogicalRuns, RunDigest, logical_runs
+from dcp.storage.digests.boxes import KEY, BoxDigest, LogicalRuns, RunDigest, logical_runs
 from dcp.storage.digests.field import BLOCK_BYTES, Elements, times_powers
-from dcp.storage.digests.runs import KEY
 from dcp.storage.geometry.ragged import Int64, row_matrix, row_products
 from dcp.storage.geometry.strides import contiguous_positions
 

@@ -5,7 +5,7 @@ Strides are in whatever unit the caller counts in: elements, or bytes with an ``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from dcp.storage.geometry.ragged import Int64
 
 __all__ = [
+    "AxisPart",
     "Positions",
     "c_strides",
     "c_strides_by_row",
@@ -21,6 +22,7 @@ __all__ = [
     "dense_order",
     "extent",
     "is_c_ordered",
+    "parts_between",
     "ragged_c_strides",
 ]
 
@@ -97,3 +99,44 @@ def ragged_c_strides(sizes: Int64, start: Int64, itemsizes: Int64) -> Int64:
         places = start[rows][:, None] + np.arange(ndim, dtype=np.int64)
         found[places] = c_strides_by_row(sizes[places], itemsizes[rows])
     return found
+
+
+# -- parts of strided elements -------------------------------------------------------------------------------
+
+
+AxisPart = tuple[int, int]
+"""Of an axis: the first index, and how many."""
+
+
+def parts_between(
+    lengths: Sequence[int], steps: Sequence[int], low: int, high: int
+) -> Iterator[tuple[AxisPart, ...]]:
+    """Yield what of the positions ``i * steps[0] + j * steps[1] + ...`` is at least ``low`` and below
+    ``high``.
+
+    Disjoint parts, by axis, in the order of their positions; at most two an axis and one more. Each step is
+    at least what all axes behind it reach, so that positions ascend in C order.
+    """
+    if not lengths:
+        if low <= 0 < high:
+            yield ()
+        return
+    step, rest, inner = steps[0], lengths[1:], steps[1:]
+    reach = 1 + sum((n - 1) * s for n, s in zip(rest, inner, strict=True))
+    first, last = max(0, (low - reach) // step + 1), min(lengths[0], -(-high // step))
+    begin, end = max(first, -(-low // step)), min(last, (high - reach) // step + 1)
+    if begin >= end:
+        begin = end = last
+    for index in range(first, begin):
+        yield from _at(index, rest, inner, low - index * step, high - index * step)
+    if begin < end:
+        yield ((begin, end - begin), *((0, n) for n in rest))
+    for index in range(end, last):
+        yield from _at(index, rest, inner, low - index * step, high - index * step)
+
+
+def _at(
+    index: int, lengths: Sequence[int], steps: Sequence[int], low: int, high: int
+) -> Iterator[tuple[AxisPart, ...]]:
+    for part in parts_between(lengths, steps, low, high):
+        yield ((index, 1), *part)
