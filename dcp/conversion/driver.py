@@ -28,8 +28,7 @@ from dcp.conversion import wire
 from dcp.conversion.contents.entries import mapped_entries
 from dcp.conversion.copying.batches import BatchSettings, ResultChecks, refuse_faults, run_batch, source_mark
 from dcp.conversion.copying.executors import run_all
-from dcp.conversion.copying.sinks import Output
-from dcp.conversion.copying.tasks import Task, TaskBatch, TaskResult, make_batches, make_tasks
+from dcp.conversion.copying.tasks import Output, Task, TaskBatch, TaskResult, make_batches, make_tasks
 from dcp.conversion.layouts.layout import TargetLayout
 from dcp.conversion.layouts.sources import TermColumns, copy_sources, sum_sources
 from dcp.conversion.merging.joined import members_of
@@ -186,7 +185,7 @@ class Conversion(Closable):
         prepared = self._prepared = Prepared(mark, layout, found, len(batches), *facts)
         self._checks = ResultChecks(engine, layout.copies)
         for result in done:
-            self._checks.add(replace(result, bytes_read=0))  # by another run
+            self._checks.take(replace(result, bytes_read=0))  # by another run
         self.has_progress = bool(done)
         numbers = {result.number for result in done}
         left = [batch for batch in batches if batch.number not in numbers]
@@ -217,7 +216,7 @@ class Conversion(Closable):
                 publisher.append(result, batch)
                 self.has_progress = True
                 if checks is not None:
-                    checks.add(result)
+                    checks.take(result)
                 if on_bytes is not None:
                     on_bytes(batch.size_bytes)
 
@@ -252,14 +251,14 @@ class Conversion(Closable):
             engine.resolve(prepared.chunks)
             checks = ResultChecks(engine, layout.copies)
         for result in results:
-            checks.add(result)
-        checks.source.finish(prepared.chunks if engine.verify != "none" else ())
-        checks.target.check_complete()
+            checks.take(result)
+        checks.finish(prepared.chunks if engine.verify != "none" else ())
+        checks.check_complete()
         refuse_faults(checks.faults, engine.index)
-        if engine.verify == "none" or checks.source.stats.blocks_unverified:
+        if engine.verify == "none" or checks.stats.blocks_unverified:
             # What has no checksums must not have been replaced: files of both might be mixed.
             settings.refuse_changed(engine, self._source.name)
-        publisher.publish(layout, checks.target, prepared.inode)
+        publisher.publish(layout, checks, prepared.inode)
         publisher.clear(prepared.batch_count)
         facts = {"dropped_objects": prepared.dropped, "unmerged": prepared.unmerged}
         return self._report(layout, checks, tasks=prepared.batch_count, **facts)
@@ -293,14 +292,14 @@ class Conversion(Closable):
         settings = replace(self._settings(""), output=output)
         for batch in make_batches(tasks, 0):
             try:
-                checks.add(run_batch(settings, batch, engine))
+                checks.take(run_batch(settings, batch, engine))
             except CheckpointConflictError:
                 return None
         facts = {"dropped_objects": planned.dropped, "unmerged": planned.unmerged}
         return self._report(layout, checks, tasks=len(tasks), tasks_resumed=len(tasks), **facts)
 
     def _report(self, layout: TargetLayout, checks: ResultChecks, **facts: Any) -> ConversionReport:
-        index, stats = layout.index, checks.source.stats
+        index, stats = layout.index, checks.stats
         return ConversionReport(
             source=self._source.name,
             target=self.place.url,
@@ -311,7 +310,7 @@ class Conversion(Closable):
             bytes_written=sum(layout.file_sizes),
             blocks_verified=stats.blocks_verified,
             blocks_unverified=stats.blocks_unverified,
-            checksums={fqn: checks.target.whole(copy) for fqn, copy in layout.tensor_copies.items()},
+            checksums={fqn: checks.whole(copy) for fqn, copy in layout.tensor_copies.items()},
             **facts,
         )
 

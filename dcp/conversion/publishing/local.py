@@ -14,9 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from dcp.conversion.copying.batches import TargetChecksums
-from dcp.conversion.copying.sinks import Output, announce
-from dcp.conversion.copying.tasks import TaskBatch, TaskResult
+from dcp.conversion.copying.batches import ResultChecks
+from dcp.conversion.copying.tasks import Output, TaskBatch, TaskResult, announce
 from dcp.conversion.layouts.layout import TargetLayout
 from dcp.conversion.publishing import local_files
 from dcp.conversion.publishing.publisher import MAX_LEDGER_BYTES, Publisher, framed, header, parse
@@ -268,11 +267,9 @@ class LocalPublisher(Publisher):
                 return False
         return super().is_published(layout, inode)
 
-    def _publish(
-        self, layout: TargetLayout, checksums: TargetChecksums, index: CheckpointIndex | None
-    ) -> None:
+    def _publish(self, layout: TargetLayout, checks: ResultChecks, index: CheckpointIndex | None) -> None:
         output, target, previous = self._ledger.output, self._target, self.previous
-        local_files.fill_holes(output, layout, checksums)
+        local_files.fill_holes(output, layout, checks)
         local_files.drop_half_written(output)
         for name, data in layout.last_files.items():
             self._write(output, name, data)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from dcp.conversion.contents.hf_folder import HF_NAMES
-from dcp.conversion.copying.batches import TargetChecksums
-from dcp.conversion.copying.sinks import announce
+from dcp.conversion.copying.batches import ResultChecks
+from dcp.conversion.copying.tasks import announce
 from dcp.conversion.layouts.layout import TargetLayout
 from dcp.storage.commit_names import DATA_SUFFIX, MANIFEST_NAME, METADATA_NAME
 from dcp.storage.errors import CheckpointConflictError, PlanError, StorageError
@@ -101,7 +101,7 @@ def have_sizes(folder: Path, layout: TargetLayout) -> bool:
     return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in files)
 
 
-def fill_holes(folder: Path, layout: TargetLayout, checksums: TargetChecksums) -> None:
+def fill_holes(folder: Path, layout: TargetLayout, checks: ResultChecks) -> None:
     """Checksums into the files; then each is durable."""
     holes = defaultdict(list)
     crcs: dict[int, bytes] = {}
@@ -113,7 +113,7 @@ def fill_holes(folder: Path, layout: TargetLayout, checksums: TargetChecksums) -
             try:
                 for offset, copy in sorted(holes[file]):
                     if copy not in crcs:
-                        crcs[copy] = checksums.whole(copy).to_bytes(4, "little")
+                        crcs[copy] = checks.whole(copy).to_bytes(4, "little")
                     os.pwrite(descriptor, crcs[copy], offset)
                 os.fsync(descriptor)
             finally:

@@ -24,9 +24,8 @@ from typing import Any, Final, NamedTuple
 import msgpack
 import numpy as np
 
-from dcp.conversion.copying.batches import TargetChecksums
-from dcp.conversion.copying.sinks import Output, announce
-from dcp.conversion.copying.tasks import TaskBatch, TaskResult
+from dcp.conversion.copying.batches import ResultChecks
+from dcp.conversion.copying.tasks import Output, TaskBatch, TaskResult, announce
 from dcp.conversion.layouts.layout import TargetLayout
 from dcp.conversion.targets.places import TargetPlace
 from dcp.inspection.values.digests import sums_of
@@ -107,15 +106,15 @@ class Publisher(ABC):
 
     # -- publishing ------------------------------------------------------------------------------------------
 
-    def publish(self, layout: TargetLayout, checksums: TargetChecksums, inode: int | None) -> None:
+    def publish(self, layout: TargetLayout, checks: ResultChecks, inode: int | None) -> None:
         """Make the target exist, durably; fine if an earlier attempt has done so, which is known by ``inode``
         where it is local. Raises CheckpointConflictError if something else has come into being."""
         if not self.is_published(layout, inode):
             try:
-                index = _final_index(layout, checksums)
+                index = _final_index(layout, checks)
                 if index is not None:
                     index = _with_digests(self.output.store, index)
-                self._publish(layout, checksums, index)
+                self._publish(layout, checks, index)
             except (CheckpointError, OSError) as error:
                 is_committed = isinstance(error, CheckpointError) and error.committed
                 if is_committed or not self.is_published(layout, inode):  # by a quicker attempt
@@ -123,9 +122,7 @@ class Publisher(ABC):
         self._make_durable()
 
     @abstractmethod
-    def _publish(
-        self, layout: TargetLayout, checksums: TargetChecksums, index: CheckpointIndex | None
-    ) -> None:
+    def _publish(self, layout: TargetLayout, checks: ResultChecks, index: CheckpointIndex | None) -> None:
         """Make it exist, which is whole in `output` but for holes; ``index`` is that of a ``dcp`` target."""
 
     @abstractmethod
@@ -192,12 +189,12 @@ class Publisher(ABC):
         return replace(layout, file_names=names, index=index), done
 
 
-def _final_index(layout: TargetLayout, checksums: TargetChecksums) -> CheckpointIndex | None:
+def _final_index(layout: TargetLayout, checks: ResultChecks) -> CheckpointIndex | None:
     """The index of a ``dcp`` target with the checksums of its blocks."""
     index, copies = layout.index, layout.chunk_copies
     if index is None or copies is None:
         return None
-    blocks = [checksums.blocks(copy) for copy in copies.tolist()]
+    blocks = [checks.blocks(copy) for copy in copies.tolist()]
     crcs = np.concatenate([np.zeros(0, np.uint32), *blocks]).astype(np.uint32)
     return replace(index, crc_start=starts([len(block) for block in blocks]), crcs=crcs)
 

@@ -13,9 +13,8 @@ from typing import Final
 
 import msgpack
 
-from dcp.conversion.copying.batches import TargetChecksums
-from dcp.conversion.copying.sinks import Output, announce
-from dcp.conversion.copying.tasks import TaskBatch, TaskResult
+from dcp.conversion.copying.batches import ResultChecks
+from dcp.conversion.copying.tasks import Output, TaskBatch, TaskResult, announce
 from dcp.conversion.layouts.layout import TargetLayout
 from dcp.conversion.publishing.publisher import (
     MAX_LEDGER_BYTES,
@@ -187,9 +186,7 @@ class StoredPublisher(Publisher):
     def _make_durable(self) -> None:
         """Objects are durable when they appear."""
 
-    def _publish(
-        self, layout: TargetLayout, checksums: TargetChecksums, index: CheckpointIndex | None
-    ) -> None:
+    def _publish(self, layout: TargetLayout, checks: ResultChecks, index: CheckpointIndex | None) -> None:
         for path, data in layout.last_files.items():
             holder, name = self.place.holder(path)
             if self.overwrite or not holds(holder, name, data):  # of a run that was killed here
