@@ -14,12 +14,12 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import struct
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
@@ -184,14 +184,14 @@ class Conversion(Closable):
         facts = publisher.inode, planned.dropped, planned.unmerged
         prepared = self._prepared = Prepared(mark, layout, found, len(batches), *facts)
         self._checks = ResultChecks(engine, layout.copies)
+        left = {batch.number: batch for batch in batches}
         for result in done:
+            left.pop(result.number, None)
             self._checks.take(replace(result, bytes_read=0))  # by another run
         self.has_progress = bool(done)
-        numbers = {result.number for result in done}
-        left = [batch for batch in batches if batch.number not in numbers]
         if left and self.place.path is not None and not publisher.overwrite:
             self.place.refuse_existing()  # with something left to do it is not what an earlier run made
-        return prepared, left
+        return prepared, list(left.values())
 
     def carry_out(
         self,
@@ -209,7 +209,7 @@ class Conversion(Closable):
             executor = "inline"  # stores of this process alone; a process costs more than one task
         settings, publisher, checks = self._settings(prepared.source_mark), self._publisher, self._checks
         engine = self._engine if executor == "inline" else None
-        total = sum(batch.size_bytes for batch in batches)
+        total = sum(map(attrgetter("size_bytes"), batches))
         with reporting(progress, "convert", total, show=True) as on_bytes:
 
             def take(batch: TaskBatch, result: TaskResult) -> None:
@@ -409,7 +409,8 @@ def _plan_target(
     PlanError, MissingKeyError."""
     if options.hf is not None and (options.to != SAFETENSORS.name or place.file_name is not None):
         raise OptionError("hf is for a folder of safetensors: to='safetensors', and no name of a file")
-    chosen = {name: getattr(options, name) for name in ("only", "exclude", "rename", "dtype")}
+    chosen: dict[str, Any] = {"only": options.only, "exclude": options.exclude}
+    chosen |= {"rename": options.rename, "dtype": options.dtype}
     maps, merged = options.weight_maps, None
     if options.arithmetic is None:
         weights = maps[0] if maps else None
@@ -419,8 +420,8 @@ def _plan_target(
         members = members_of(source)
         entries, mapped, merged = merge_entries(members, options.arithmetic, maps, config=beside, **chosen)
     origin = dict(merged.origin) if merged is not None else {}
-    if shown := list(dict.fromkeys(one.told for one in maps if one is not None)):
-        origin["map"] = ", ".join(shown)
+    if any(maps):
+        origin["map"] = ", ".join(dict.fromkeys(one.told for one in maps if one is not None))
     planned = plan_layout(entries, engine, options, place.file_name, save_id, origin=origin)
     return replace(planned, mapped=mapped, merged=merged)
 
@@ -438,6 +439,7 @@ def _fingerprint(mark: str, planned: Planned, *, by_file: bool) -> str:
     boxes = copies.tensors, copies.box_offsets, copies.box_sizes
     for column in (*boxes, copies.dtype_codes, copies.files, copies.offsets):
         digest.update(np.ascontiguousarray(column, "<i8").tobytes())
-    for literal in layout.literals:
-        digest.update(struct.pack("<QQI", literal.file, literal.offset, crc32(literal.data)))
+    literals = layout.literals
+    for column in (literals.files, literals.offsets, np.array(list(map(crc32, literals.data)))):
+        digest.update(np.ascontiguousarray(column, "<i8").tobytes())
     return digest.hexdigest()

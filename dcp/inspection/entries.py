@@ -6,7 +6,7 @@ No tensor is read, and torch is not needed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -100,42 +100,40 @@ def _files_of_tensors(index: CheckpointIndex) -> list[tuple[str, ...]]:
     return [tuple(names[ends[row] : ends[row + 1]]) for row in range(index.tensor_count)]
 
 
-def object_rows(store: Store, index: CheckpointIndex) -> list[ObjectRow]:
-    """All non-tensor values in the order of the index.
+def object_rows(
+    store: Store,
+    index: CheckpointIndex,
+    fqns: Sequence[str] | None = None,
+    *,
+    limit_bytes: int = MAX_PLAIN_BYTES,
+) -> list[ObjectRow]:
+    """List the values ``fqns`` that are no tensors, by default all in the order of the index.
 
-    Plain ones are decoded, and of those that are pickled the harmless ones of up to 64 KiB.
+    Plain ones are decoded, and of those that are pickled the harmless ones of up to ``limit_bytes``.
     """
-    objects = index.objects
-    values = [decode_value(data) for data in objects.values]
-    columns = [c.tolist() for c in (objects.files, objects.offsets, objects.lengths, objects.plain)]
-    pickled = {
-        (file, at, length) for file, at, length, plain in zip(*columns, strict=True) if plain == UNKNOWN
-    }
-    decoded = _plain_values(store, index, [place for place in sorted(pickled) if place[2] <= MAX_PLAIN_BYTES])
+    objects, position = index.objects, index.objects.position
+    chosen = range(len(objects)) if fqns is None else [position[fqn] for fqn in fqns]
+    columns = (column[chosen].tolist() for column in (objects.files, objects.offsets, objects.lengths))
+    places = list(zip(*columns, strict=True))
+    plain = objects.plain[chosen].tolist()
+    pickled = {place for place, at in zip(places, plain, strict=True) if at == UNKNOWN}
+    decoded = _plain_values(store, index, [one for one in sorted(pickled) if one[2] <= limit_bytes])
+    values = {at: decode_value(objects.values[at]) for at in {*plain} - {UNKNOWN}}
     rows = []
-    for fqn, file, offset, length, plain in zip(objects.fqns, *columns, strict=True):
-        name = index.files[file] if file != UNKNOWN else None
-        if plain != UNKNOWN:
-            size_bytes = len(objects.values[plain]) if name is None else length
-            rows.append(ObjectRow(fqn, True, values[plain], size_bytes, name))
-            continue
-        place = file, offset, length
-        rows.append(ObjectRow(fqn, place in decoded, decoded.get(place), length, name))
+    for row, place, at in zip(chosen, places, plain, strict=True):
+        fqn, size_bytes = objects.fqns[row], place[2]
+        name = index.files[place[0]] if place[0] != UNKNOWN else None
+        if at == UNKNOWN:
+            rows.append(ObjectRow(fqn, place in decoded, decoded.get(place), size_bytes, name))
+        else:
+            size_bytes = len(objects.values[at]) if name is None else size_bytes
+            rows.append(ObjectRow(fqn, True, values[at], size_bytes, name))
     return rows
 
 
 def object_row(store: Store, index: CheckpointIndex, fqn: str) -> ObjectRow:
-    """One non-tensor value, decoded if it is harmless."""
-    objects = index.objects
-    at = objects.position[fqn]
-    place = int(objects.files[at]), int(objects.offsets[at]), int(objects.lengths[at])
-    plain = int(objects.plain[at])
-    name = index.files[place[0]] if place[0] != UNKNOWN else None
-    if plain != UNKNOWN:
-        data = objects.values[plain]
-        return ObjectRow(fqn, True, decode_value(data), len(data) if name is None else place[2], name)
-    found = _plain_values(store, index, [place]) if place[2] <= _MAX_SHOWN_BYTES else {}
-    return ObjectRow(fqn, place in found, found.get(place), place[2], name)
+    """Return the value ``fqn``, decoded if it is harmless, also if it is large."""
+    return object_rows(store, index, [fqn], limit_bytes=_MAX_SHOWN_BYTES)[0]
 
 
 def _plain_values(store: Store, index: CheckpointIndex, places: list[_Place]) -> dict[_Place, Any]:
@@ -145,15 +143,10 @@ def _plain_values(store: Store, index: CheckpointIndex, places: list[_Place]) ->
         for first in range(0, len(places), _BLOBS_AT_ONCE):
             some = places[first : first + _BLOBS_AT_ONCE]
             for place, blob in zip(some, engine.read_blobs(some), strict=True):
-                with contextlib.suppress(CheckpointFormatError):
-                    found[place] = _plain_value(blob)
+                with contextlib.suppress(CheckpointFormatError):  # it is not harmless, or no torch.save blob
+                    opened = ObjectBlob(blob)
+                    found[place] = python_value(opened.decoded, opened.pickle_bytes)
     return found
-
-
-def _plain_value(blob: bytes) -> Any:
-    """The value of a torch.save blob; `CheckpointFormatError` if it is not harmless, or the blob is none."""
-    opened = ObjectBlob(blob)
-    return python_value(opened.decoded, opened.pickle_bytes)
 
 
 def module_tree(rows: Iterable[TensorRow]) -> ModuleNode:

@@ -6,9 +6,8 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgpack
 import numpy as np
@@ -121,14 +120,12 @@ def value_print(plain: bytes | None, blob: bytes) -> bytes:
     encoded: bytes | None = None
     try:
         opened = ObjectBlob(blob)
-        encoded = encode_value(_value_of(opened), limit_bytes=_MAX_ENCODED_BYTES)
+        encoded = encode_value(
+            python_value(opened.decoded, opened.pickle_bytes), limit_bytes=_MAX_ENCODED_BYTES
+        )
     except CheckpointFormatError:
         pass  # it has classes that are not decoded
     return b"p" + _hash(blob) if encoded is None else b"v" + _hash(encoded)
-
-
-def _value_of(opened: ObjectBlob) -> Any:
-    return python_value(opened.decoded, opened.pickle_bytes)
 
 
 def _hash(data: bytes) -> bytes:
@@ -245,7 +242,7 @@ class _DigestComparison:
         row = self._index.position[fqn]
         elements = math.prod(self._index.shape(row))
         parts = sum(box.volume for box in held.boxes)
-        found = parts if overlapping is None else _held_elements(held.boxes)
+        found = parts if overlapping is None else sum(box.volume for _, box in disjoint([*held.boxes]))
         if overlapping is not None:
             ranks = sorted(
                 {rank for box in overlapping for some in held.boxes[box].values() for rank in some}
@@ -351,11 +348,6 @@ def _values_of(ranks: Sequence[RankDigests]) -> dict[str, _RanksBy]:
         for fqn, found in zip(own.columns.objects.fqns, own.prints, strict=True):
             values.setdefault(fqn, {}).setdefault(found, []).append(rank)
     return values
-
-
-def _held_elements(boxes: Iterable[Box]) -> int:
-    """Elements that are in any of ``boxes``, each counted once."""
-    return sum(part.volume for _, part in disjoint([*boxes]))
 
 
 @garbage_collection_paused()

@@ -5,11 +5,11 @@ A target's layout is made from `Entries` alone, so that every option works alike
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +27,7 @@ from dcp.storage.errors import (
 )
 from dcp.storage.formats.container_notes import STRUCTURE_VERSION
 from dcp.storage.formats.index import CheckpointIndex, Int64, Path, itemsizes
+from dcp.storage.geometry.ragged import row_products
 from dcp.storage.stores.base import Store
 
 __all__ = ["Entries", "TargetDtype", "TensorEntry", "Value", "choose_entries", "mapped_entries"]
@@ -73,6 +74,11 @@ class Entries:
     empty: frozenset[Path] = frozenset()
 
     @cached_property
+    def names(self) -> list[str]:
+        """The new name of each tensor."""
+        return list(map(itemgetter(1), self.tensors))
+
+    @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
         """The shape of each entry's tensor."""
         values, bounds = self.index.shape_values.tolist(), self.index.shape_start.tolist()
@@ -81,17 +87,17 @@ class Entries:
     @cached_property
     def rows(self) -> Int64:
         """The row in the source of each entry's tensor."""
-        return np.array([entry.tensor for entry in self.tensors], np.int64)
+        return np.array(list(map(itemgetter(0), self.tensors)), np.int64)
 
     @cached_property
     def codes(self) -> Int64:
         """The dtype code in the target of each entry's tensor."""
-        return np.array([entry.dtype_code for entry in self.tensors], np.int64)
+        return np.array(list(map(itemgetter(3), self.tensors)), np.int64)
 
     @cached_property
     def elements(self) -> Int64:
         """The number of elements of each entry's tensor."""
-        return np.array(list(map(math.prod, self.shapes)), np.int64)
+        return row_products(self.index.shape_values, self.index.shape_start)[self.rows]
 
     @property
     def size_bytes(self) -> Int64:
@@ -179,20 +185,21 @@ def choose_entries(
         _refuse_names(new_names)
     paths = _known_paths(index) or {}
     tensors = _tensors(index, new_names, paths, dtype)
-    values = [
-        Value(row, new_names[name], _path(name, new_names[name], paths.get(name)))
-        for row, name in enumerate(index.objects.fqns)
-        if name in new_names
-    ]
-    refused = {new_names[name]: f"needs {need}" for name, need in unread.items() if name in new_names}
-    empty = frozenset(
-        path
-        for path in containers
-        if (selection is None or selection.selects(_name(path)))
-        and (renaming is None or renaming(_name(path)) == _name(path))
-    )
+    values = []
+    for row, name in enumerate(index.objects.fqns):
+        if name in new_names:
+            values.append(Value(row, new_names[name], _path(name, new_names[name], paths.get(name))))
+    refused = {}
+    for name, need in unread.items():
+        if name in new_names:
+            refused[new_names[name]] = f"needs {need}"
+    empty = set()
+    for path in containers:
+        name = _name(path)
+        if (selection is None or selection.selects(name)) and (renaming is None or renaming(name) == name):
+            empty.add(path)
     source_names = dict(zip(new_names.values(), new_names, strict=True))
-    return Entries(index, tensors, values, source_names, refused, empty)
+    return Entries(index, tensors, values, source_names, refused, frozenset(empty))
 
 
 def mapped_entries(

@@ -34,7 +34,7 @@ def extras_of(
     contents = {value.fqn: content for value, content in values}
     order = list(entries.paths)
     if len(contents) < len(entries.values):
-        written = {*contents, *(entry.fqn for entry in entries.tensors)}
+        written = {*contents, *entries.names}
         order = [fqn for fqn in order if fqn in written]
     grads = set(np.flatnonzero(entries.index.requires_grad).tolist())
     has_structure = bool(structure and (structure["containers"] or structure.get("values")))
@@ -42,7 +42,7 @@ def extras_of(
         "paths": {fqn: path for fqn in order if len(path := entries.paths[fqn]) > 1 or path[0] != fqn},
         "values": contents,
         "ties": {
-            entry.fqn: entries.tensors[entry.tied_to].fqn
+            entry.fqn: entries.names[entry.tied_to]
             for number, entry in enumerate(entries.tensors)
             if entry.tied_to != number
         },

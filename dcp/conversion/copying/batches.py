@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Final
 
 import numpy as np
@@ -60,11 +61,10 @@ class SourceChangedError(CheckpointConflictError):
 
 def source_mark(store: Store, index: CheckpointIndex, to: str) -> str:
     """Return a text that changes with the source's files, and with how this version converts to ``to``."""
-    listing = {info.name: info for info in store.list()}
-    facts = []
-    for name in index.files:
-        if (info := listing.get(name)) is not None:
-            facts.append((name, info.size_bytes, info.modified_seconds))
+    facts, names = [], frozenset(index.files)
+    for info in sorted(store.list(), key=attrgetter("name")):
+        if info.name in names:
+            facts.append((info.name, info.size_bytes, info.modified_seconds))
     sizes = [TASK_BYTES, TASK_COPIES, WINDOW_BYTES]
     head = [__version__, store.url, to, *sizes, index.provenance.get("save_id"), facts]
     return hashlib.sha256(encode_plain(head, limit_bytes=1 << 30) or b"").hexdigest()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
@@ -105,15 +106,14 @@ class RangeReader:
     def read(self, wanted: Sequence[Wanted]) -> None:
         """Fill all targets."""
         profile = self._profile
-        reads = sorted((read for want in wanted for read in self._reads(want)), key=_PLACE)
-        groups = [
-            *coalesce(
-                reads,
-                gap_bytes=profile.gap_bytes,
-                limit_bytes=min(profile.request_bytes, SCRATCH_BYTES),
-                join_below_bytes=profile.join_below_bytes,
-            )
-        ]
+        reads = sorted(chain.from_iterable(map(self._reads, wanted)), key=_PLACE)
+        joined = coalesce(
+            reads,
+            gap_bytes=profile.gap_bytes,
+            limit_bytes=min(profile.request_bytes, SCRATCH_BYTES),
+            join_below_bytes=profile.join_below_bytes,
+        )
+        groups = list(joined)
         self.bytes_read += sum(map(span_bytes, groups))
         threads = min(8, profile.threads or 8, len(groups)) if profile.scatter else 1
         work_off(groups, threads, self._work, "dcp-convert")

@@ -11,6 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, starmap
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -201,16 +202,13 @@ class Task:
 
 @dataclass(frozen=True, eq=False)
 class TaskBatch:
-    """Neighbouring tasks that are carried out together. ``is_all``: the conversion has no other task."""
+    """Neighbouring tasks that are carried out together, and write ``size_bytes``. ``is_all``: the conversion
+    has no other task."""
 
     number: int
     tasks: tuple[Task, ...]
+    size_bytes: int
     is_all: bool
-
-    @property
-    def size_bytes(self) -> int:
-        """The number of bytes that they write."""
-        return sum(task.end - task.begin for task in self.tasks)
 
     @property
     def file_names(self) -> tuple[str, ...]:
@@ -246,8 +244,10 @@ class TaskResult:
 
     def encode(self) -> bytes:
         """Pack it: differences from row to row, because neighbours hardly differ."""
-        rows = [np.array(one, np.int64).reshape(-1, 4) for one in (self.sources, self.targets, self.faults)]
-        columns = [np.diff(one, axis=0, prepend=np.int64(0)).T for one in rows]
+        columns = []
+        for found in (self.sources, self.targets, self.faults):
+            rows = np.array(found, np.int64).reshape(-1, 4)
+            columns.append(np.diff(rows, axis=0, prepend=np.int64(0)).T)
         return pack([self.number, self.bytes_read, *columns])
 
     @classmethod
@@ -285,7 +285,7 @@ def make_tasks(
         rows = np.flatnonzero((copies.files == file) & (copies.size_bytes > 0))
         rows = rows[np.argsort(copies.offsets[rows], kind="stable")]
         begins, ends = copies.offsets[rows], copies.offsets[rows] + copies.size_bytes[rows]
-        starts = [offset for offset, _ in literals]
+        starts = list(map(itemgetter(0), literals))
         stops = [offset + len(data) for offset, data in literals]
         holes = tuple(hole for hole in layout.holes if hole.file == file) if by_file else ()
         many = begins[TASK_COPIES::TASK_COPIES].tolist()
@@ -297,7 +297,9 @@ def make_tasks(
             for place in {0, len(parts) - 1} if parts else ():  # those between are in the range whole
                 parts[place] = _clipped(*parts[place], begin, end)
             numbers = np.unique(own.sources.rows[:, 1]).tolist()
-            files = {number: (index.files[number], int(index.file_sizes[number])) for number in numbers}
+            files = {}
+            for number in numbers:
+                files[number] = index.files[number], int(index.file_sizes[number])
             tasks.append(Task(len(tasks), name, size, begin, end, tuple(parts), own, files, holes))
     return tasks
 
@@ -306,13 +308,15 @@ def make_batches(tasks: Sequence[Task], batch_bytes: int) -> list[TaskBatch]:
     """Batches of about ``batch_bytes``, or of more if they were too many; with 0 each task is one."""
     batches: list[TaskBatch] = []
     own: list[Task] = []
-    size, total = 0, sum(task.end - task.begin for task in tasks)
-    wanted = max(batch_bytes, -(-total // _MAX_BATCHES)) if batch_bytes else 0
+    size = wanted = 0
+    if batch_bytes:
+        total = sum(task.end - task.begin for task in tasks)
+        wanted = max(batch_bytes, -(-total // _MAX_BATCHES))
     for task in tasks:
         own.append(task)
         size += task.end - task.begin
         if size >= wanted or task is tasks[-1]:
-            batches.append(TaskBatch(len(batches), tuple(own), len(tasks) == 1))
+            batches.append(TaskBatch(len(batches), tuple(own), size, len(tasks) == 1))
             own, size = [], 0
     return batches
 
@@ -370,7 +374,7 @@ class TaskReader(Closable):
         self.position = task.begin
         self._task = task
         self._reader = RangeReader(store, task.source_files, verify=verify)
-        self._literal_begins = [offset for offset, _ in task.literals]
+        self._literal_begins = list(map(itemgetter(0), task.literals))
         self._literal_ends = [offset + len(data) for offset, data in task.literals]
         self._holes = sorted(task.holes, key=lambda hole: hole.offset)
         self._seen = 0

@@ -89,12 +89,10 @@ class Copies:
         size_bytes: Sequence[int] | Int64,
     ) -> Copies:
         """Whole tensors: rows of ``index``, and where each gets to."""
-        rows, codes, file_numbers, places, sizes = (
-            np.array(column, np.int64) for column in (tensors, dtype_codes, files, offsets, size_bytes)
-        )
+        rows, *columns = np.array((tensors, dtype_codes, files, offsets, size_bytes), np.int64)
         box_sizes = gather_rows(index.shape_values, index.shape_start, rows)
         box_start = starts(index.ndims[rows])
-        return cls(rows, box_start, np.zeros_like(box_sizes), box_sizes, codes, file_numbers, places, sizes)
+        return cls(rows, box_start, np.zeros_like(box_sizes), box_sizes, *columns)
 
     @classmethod
     def of_boxes(cls, boxes: Sequence[tuple[int, Box, int, int, int, int]]) -> Copies:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, starmap
 from typing import Any, Final
 
@@ -69,7 +69,7 @@ def merge_entries(
     if adapters and config is None:
         config = model_config(sources[0].store)
     is_tied = bool(config and config.get("tie_word_embeddings"))
-    own = [_Member.of(entries) for entries, _ in chosen]
+    own = [entries for entries, _ in chosen]
     merging = _Merging(own, added, arithmetic, is_tied)
     terms = merging.terms()
     merging.raise_problems([source.name for source in members])
@@ -81,28 +81,6 @@ def merge_entries(
     first = replace(first, index=replace(first.index, user=user, digests=()))  # of sums nobody has any
     unmerged = tuple(sorted(merging.unmerged))
     return first, mapped, MergedTensors(terms, arithmetic.code, unmerged, _origin(members, arithmetic), made)
-
-
-@dataclass(frozen=True, eq=False)
-class _Member:
-    """The selection of a source: ``names`` of the tensors in ``rows`` of ``index``, and of those that are
-    tied to another the name of that."""
-
-    index: CheckpointIndex
-    names: list[str]
-    rows: Int64
-    tied: Mapping[str, str]
-
-    @classmethod
-    def of(cls, entries: Entries) -> _Member:
-        """Of the entries."""
-        tensors = entries.tensors
-        tied = {
-            entry.fqn: tensors[entry.tied_to].fqn
-            for number, entry in enumerate(tensors)
-            if entry.tied_to != number
-        }
-        return cls(entries.index, [entry.fqn for entry in tensors], entries.rows, tied)
 
 
 def _chosen(
@@ -152,7 +130,7 @@ class _Merging:
 
     def __init__(
         self,
-        sources: Sequence[_Member],
+        sources: Sequence[Entries],
         adapters: Sequence[tuple[Source, Sequence[LowRank]]],
         arithmetic: Arithmetic,
         is_tied: bool = False,
@@ -300,13 +278,14 @@ def _of_one_shape(
     return found
 
 
-def _untied(first: Entries, others: Sequence[_Member], terms: TensorTerms) -> Entries:
+def _untied(first: Entries, others: Sequence[Entries], terms: TensorTerms) -> Entries:
     """The ``first``: what shares its bytes there still does so if it does in all of the ``others``, and gets
     the same added."""
 
+    ties = [{entry.fqn: one.names[entry.tied_to] for entry in one.tensors} for one in others]
+
     def is_tied(entry: TensorEntry, to: TensorEntry) -> bool:
-        names = entry.fqn, to.fqn
-        same = all(one.tied.get(names[0], names[0]) == one.tied.get(names[1], names[1]) for one in others)
+        same = all(own.get(entry.fqn, entry.fqn) == own.get(to.fqn, to.fqn) for own in ties)
         return same and terms.products(entry.tensor) == terms.products(to.tensor)
 
     tensors = []

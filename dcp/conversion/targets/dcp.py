@@ -83,7 +83,7 @@ def lay_out(job: LayoutJob) -> Planned:
         )
     )
     boxes = [chunks[row].box for row in rows.tolist()]
-    written = {*(entry.fqn for entry in entries.tensors), *(value.fqn for value in kept)}
+    written = {*entries.names, *(value.fqn for value in kept)}
     index = CheckpointIndex(
         format=DCP.name,
         **_tensors(entries),
@@ -172,12 +172,12 @@ def _provenance(job: LayoutJob) -> dict[str, Any]:
 def _tensors(entries: Entries) -> dict[str, Any]:
     """The columns of an index that are by tensor, and not of chunks. Digests are the source's, of what is not
     cast."""
-    index, tensors, shapes = entries.index, entries.tensors, entries.shapes
+    index, shapes = entries.index, entries.shapes
     rows, codes = entries.rows.tolist(), entries.codes.tolist()
     orders, own, digests = index.stride_orders, index.dtype_codes.tolist(), index.digests
     kept = (digests[row] if code == own[row] else b"" for row, code in zip(rows, codes, strict=True))
     return {
-        "fqns": [entry.fqn for entry in tensors],
+        "fqns": entries.names,
         "dtype_codes": entries.codes.astype(np.uint8),
         "shape_start": starts(list(map(len, shapes))),
         "shape_values": np.array([extent for shape in shapes for extent in shape], np.int64),

@@ -90,7 +90,7 @@ def _beside(layout: TargetLayout, entries: Entries, hf: HfFolder) -> TargetLayou
 def _check_names(entries: Entries, hf: HfFolder) -> None:
     """PlanError where no tensor has a name that the template has or, of an adapter, one has no name as
     PEFT gives them: readers would pass over them."""
-    names = [entry.fqn for entry in entries.tensors]
+    names = entries.names
     odd = [name for name in names if not _ADAPTER_TENSOR.fullmatch(name)] if hf.is_adapter else []
     if odd:
         raise PlanError(
@@ -124,7 +124,7 @@ def safetensors_layout(
     if shard_bytes < 1:
         raise OptionError(f"shard_bytes must be positive, not {shard_bytes}")
     facts = entries.codes.tolist(), entries.shapes, entries.size_bytes.tolist()
-    tensors = list(map(HeaderTensor, [entry.fqn for entry in entries.tensors], *facts))
+    tensors = list(map(HeaderTensor, entries.names, *facts))
     shards = [list(range(len(tensors)))] if file_name is not None else _shards(tensors, shard_bytes)
     count = len(shards)
     names = ["model.safetensors" if file_name is None else file_name]
