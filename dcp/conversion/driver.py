@@ -2,7 +2,7 @@
 
 `Conversion.prepare` plans, once. The batches run in any order, in this process (`Conversion.run`) or in
 others (`dcp.conversion.copying.batches.run_batch`), and `publish` makes the target exist. Stages of another
-process get what they need of the plan as plain data (`Prepared.to_json`), and refuse a source that has
+process get what they need of the plan as text (`dcp.conversion.wire`), and refuse a source that has
 changed since. No stage needs the machine of another.
 
 Every stage may be repeated, also while an earlier attempt at it still runs: a task writes the same bytes to
@@ -17,14 +17,13 @@ import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
 
-from dcp.conversion import wire
 from dcp.conversion.contents.entries import mapped_entries
 from dcp.conversion.copying.batches import BatchSettings, ResultChecks, refuse_faults, run_batch, source_mark
 from dcp.conversion.copying.executors import run_all
@@ -100,8 +99,7 @@ class ConversionReport:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The plan of a conversion as publishing needs it; `to_json` and `of_json` are each other's inverse, but
-    for literals.
+    """The plan of a conversion as publishing needs it; `dcp.conversion.wire` makes text of it.
 
     ``chunks`` are those of the source that are read. ``inode`` is that of what will be renamed to the target,
     where that is local. ``dropped`` are the values that the target has no place for, ``unmerged`` the tensors
@@ -115,17 +113,6 @@ class Prepared:
     inode: int | None = None
     dropped: tuple[str, ...] = ()
     unmerged: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        facts = {one.name: getattr(self, one.name) for one in fields(self)}
-        return facts | {"layout": wire.encode(self.layout)}
-
-    @classmethod
-    def of_json(cls, data: Mapping[str, Any]) -> Prepared:
-        """From plain data, whose sequences may be lists."""
-        sequences = {name: tuple(data.get(name, ())) for name in ("chunks", "dropped", "unmerged")}
-        return cls(**{**data, **sequences, "layout": wire.decode(data["layout"], TargetLayout)})
 
 
 class Conversion(Closable):

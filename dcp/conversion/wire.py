@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from dcp.conversion.copying.tasks import Task, TaskBatch, TaskResult
+from dcp.conversion.driver import Prepared
 from dcp.conversion.layouts.layout import Copies, Hole, Literals, TargetLayout
 from dcp.conversion.layouts.sources import SourceColumns, TaskCopies, TermColumns
 from dcp.storage.errors import CheckpointFormatError
@@ -25,15 +26,15 @@ __all__ = ["decode", "encode"]
 
 T = TypeVar("T")
 
-_KINDS: Final = (TaskBatch, Task, TaskCopies, SourceColumns, TermColumns, TargetLayout, Copies)
+_KINDS: Final = (Prepared, TaskBatch, Task, TaskCopies, SourceColumns, TermColumns, TargetLayout, Copies)
 _INDEX, _RESULT = -1, -2
 _DAMAGED: Final = "the plan of a conversion, or the result of a task, is damaged"
 _LEFT_OUT: Final = ("literals", "replaced")
 """Fields of a layout that publishing does not need: tasks write the literals."""
 
 
-def encode(value: TaskBatch | TaskResult | TargetLayout) -> str:
-    """Make text of a batch, of its result, or of a layout without its literals; `decode` is the inverse."""
+def encode(value: Prepared | TaskBatch | TaskResult) -> str:
+    """Make text of a plan (without its literals), a batch or its result; `decode` is the inverse."""
     return base64.b64encode(pack(_packed(value))).decode("ascii")
 
 

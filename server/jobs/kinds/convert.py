@@ -258,7 +258,8 @@ class TargetKind(Kind[T]):
             TaskSpec(payload={"batch": wire.encode(batch)}, weight_bytes=batch.size_bytes)
             for batch in batches
         ]
-        return JobPlan(tasks=specs, plan_data={"shared": shared, "prepared": prepared.to_json()})
+        plan_data = {"shared": shared, "prepared": wire.encode(prepared), "batches": prepared.batch_count}
+        return JobPlan(tasks=specs, plan_data=plan_data)
 
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
         """As `Kind.run_task`."""
@@ -285,7 +286,7 @@ class TargetKind(Kind[T]):
 
         shared = plan_data["shared"]
         params, subject = self.params.model_validate(shared["params"]), shared["subject"]
-        prepared = Prepared.of_json(plan_data["prepared"])
+        prepared = wire.decode(plan_data["prepared"], Prepared)
         with self._conversion(context, shared) as conversion:
             done = (wire.decode(result["result"], TaskResult) for result in results)
             report = conversion.publish(prepared, done)
@@ -314,7 +315,7 @@ class TargetKind(Kind[T]):
 
         if "shared" not in plan_data:
             return
-        shared, batches = plan_data["shared"], plan_data["prepared"]["batch_count"]
+        shared, batches = plan_data["shared"], plan_data["batches"]
         params = self.params.model_validate(shared["params"])
         root = _root(context, params)
         with storage_errors(root):
