@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -17,11 +16,9 @@ from dcp.planners.weight_maps.pieces import MappedTensor, check_mapped
 from dcp.planners.weight_maps.weight_map import MapSource, WeightMap
 from dcp.storage.formats.container_notes import notes_above
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, starts
-from dcp.storage.formats.opening.sources import complete_index, open_source
 from dcp.storage.stores.base import Store
-from dcp.storage.stores.opening import OpenWith
 
-__all__ = ["MappedIndex", "Misfit", "map_all", "map_index", "map_source", "map_sources", "misfits"]
+__all__ = ["MappedIndex", "Misfit", "map_all", "map_index", "map_sources", "misfits"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,20 +37,6 @@ class MappedIndex:
         """Equal for maps that make the same of the same source."""
         rows = [(tensor.name, tensor.shape, tensor.dtype_code, tensor.pieces) for tensor in self.tensors]
         return hashlib.sha256(repr(rows).encode()).hexdigest()
-
-
-def map_source(
-    source: str | os.PathLike[str],
-    weights: WeightMap,
-    *,
-    only: Patterns | None = None,
-    exclude: Patterns | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> MappedIndex:
-    """Return what ``weights`` make of the tensors of a checkpoint that ``only`` and ``exclude`` select; none
-    of these is read. Raises what `map_index` raises, and errors of the storage."""
-    found = open_source(source, open_store=OpenWith(storage_options))
-    return map_index(complete_index(found.store, found.index), found.store, weights, only, exclude)
 
 
 def map_index(

@@ -239,7 +239,7 @@ class WeightMap:
         ``is_part``: of what is stacked there may be more elsewhere, as many as the map says there are.
         ``names`` are those of all tensors of the source, where ``tensors`` are not all of them.
         """
-        rules, sizes = self._known()
+        rules, sizes = self._used, self._evaluated(self.sizes)
         tensors = list(tensors)
         names = {name for name, *_ in tensors} if names is None else names
         numbers: dict[str, dict[_Parts, set[int]]] = {name: {} for name in self.counts}
@@ -264,7 +264,7 @@ class WeightMap:
             if not rule.targets:
                 continue
             try:
-                known = {**sizes, **self._sizes_of(rule), **self.numbers}
+                known = {**sizes, **self._evaluated(rule.sizes), **self.numbers}
                 self._check_counted(rule, known)
                 for tensor in rule.apply(group, known, is_part=is_part):
                     if (left := left - 1) < 0:
@@ -335,23 +335,21 @@ class WeightMap:
     @cached_property
     def _by_name(self) -> dict[str, int]:
         """The first rule of each name in which nothing varies: a map of plain names has thousands."""
-        named = [
-            (pattern.name.text, number)
-            for number, rule in enumerate(self._used)
-            for pattern in rule.sources
-            if not pattern.name.parts and rule.present is None
-        ]
-        return dict(reversed(named))
+        named: dict[str, int] = {}
+        for number, rule in enumerate(self._used):
+            for pattern in rule.sources:
+                if not pattern.name.parts and rule.present is None:
+                    named.setdefault(pattern.name.text, number)
+        return named
 
     @cached_property
     def _varying(self) -> list[int]:
         """The other rules."""
-        rules = enumerate(self._used)
-        return [
-            number
-            for number, rule in rules
-            if rule.present is not None or any(pattern.name.parts for pattern in rule.sources)
-        ]
+        varying = []
+        for number, rule in enumerate(self._used):
+            if rule.present is not None or any(pattern.name.parts for pattern in rule.sources):
+                varying.append(number)
+        return varying
 
     def _met(self, name: str, names: Container[str] | None = None) -> tuple[int, int, dict[str, str]] | None:
         """The first rule that knows a name, which of its sources that is, and the varying parts; where
@@ -361,12 +359,6 @@ class WeightMap:
             if number < len(self._used) and (met := self._used[number].match(name, names)) is not None:
                 return number, *met
         return None
-
-    def _known(self) -> tuple[list[MapRule], dict[str, int]]:
-        return self._used, self._evaluated(self.sizes)
-
-    def _sizes_of(self, rule: MapRule) -> dict[str, int]:
-        return self._evaluated(rule.sizes)
 
     def _evaluated(self, sizes: Mapping[str, str | int]) -> dict[str, int]:
         found: dict[str, int] = {}

@@ -282,20 +282,16 @@ def check(
     """Say what a map would make of a checkpoint; nothing is read of its tensors. Exits with 1 if it does not
     fit, or would not load."""
     with errors_as_lines(debug=debug):
-        from dcp.planners.weight_maps.mapped_index import map_source, misfits
+        from dcp.planners.weight_maps.mapped_index import map_index, misfits
         from dcp.storage.errors import PlanError
-        from dcp.storage.formats.opening.sources import open_source
+        from dcp.storage.formats.opening.sources import complete_index, open_source
         from dcp.storage.stores.opening import OpenWith
 
         found = map_of(weights, config, sizes, inverse=inverse, below=below)
         try:
-            mapped = map_source(
-                uri,
-                found,
-                only=only or None,
-                exclude=exclude or None,
-                storage_options=storage_options(uri, options),
-            )
+            source = open_source(uri, open_store=OpenWith(storage_options(uri, options)))
+            index = complete_index(source.store, source.index)
+            mapped = map_index(index, source.store, found, only or None, exclude or None)
         except PlanError as error:
             print(printable(str(error)))
             raise typer.Exit(EXIT_FINDINGS) from None
