@@ -64,7 +64,7 @@ class Commands(TyperGroup):
     """Lists commands by their ``rich_help_panel``, with their first sentence as a whole."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """As of a `TyperGroup`, whose list is one and cuts sentences."""
+        """List commands as a `TyperGroup`, whose list is one and cuts sentences."""
         panels: dict[str, list[tuple[str, str]]] = {}
         for name in self.list_commands(ctx):
             command: Any = self.get_command(ctx, name)
@@ -78,7 +78,7 @@ class Commands(TyperGroup):
                 formatter.write_dl([(name.ljust(widest), text) for name, text in rows])
 
     def invoke(self, ctx: Any) -> Any:
-        """A reader that has seen enough, as ``head`` has, is no failure."""
+        """Run the command; a reader that has seen enough, as ``head`` has, is no failure."""
         try:
             try:
                 return super().invoke(ctx)

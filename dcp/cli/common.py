@@ -70,7 +70,8 @@ _UNITS: Final = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def storage_options(uri: str, given: str | None) -> dict[str, Any] | None:
-    """Options to open ``uri`` with: those ``given``, or those of the environment, which are for URLs only.
+    """Return options to open ``uri`` with: those ``given``, or those of the environment, which are for
+    URLs only.
 
     Of an object store that does not answer, the command line waits less long than a training run. Raises
     `CheckpointError`, which shows nothing of the options, for what is not a JSON object.
@@ -126,7 +127,7 @@ def errors_as_lines(*, debug: bool) -> Iterator[None]:
 
 
 def _extra_with(module: str | None) -> str | None:
-    """The extra that brings the package that such a module is in; None where none does."""
+    """Return the extra that brings the package that such a module is in; None where none does."""
     from importlib.metadata import PackageNotFoundError, requires
 
     package = (module or "").partition(".")[0].replace("_", "-")
@@ -163,12 +164,13 @@ def unwinding_on_sigterm() -> Iterator[None]:
 
 
 def print_error(message: str) -> None:
-    """One line on stderr."""
+    """Print one line on stderr."""
     print(f"dcp: {printable(' '.join(message.split()))}", file=sys.stderr)
 
 
 def print_json(value: Any) -> None:
-    """``value`` (plain data, data classes) as JSON on stdout; what JSON lacks (bytes, nan) as its repr."""
+    """Print ``value`` (plain data, data classes) as JSON on stdout; what JSON lacks (bytes, nan) as its
+    repr."""
     plain = _jsonable(value)
     try:
         print(json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False))
@@ -177,7 +179,7 @@ def print_json(value: Any) -> None:
 
 
 def print_json_line(value: Any) -> None:
-    """The same as one line, at once: for output without an end."""
+    """Print the same as one line, at once: for output without an end."""
     print(json.dumps(_jsonable(value), ensure_ascii=False, allow_nan=False), flush=True)
 
 
@@ -200,14 +202,15 @@ def _jsonable(value: Any) -> Any:
 
 
 def printable(text: str) -> str:
-    """``text`` with control characters escaped: names come from files, and must not steer the terminal."""
+    """Return ``text`` with control characters escaped: names come from files, and must not steer the
+    terminal."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def describe_bytes(count: int | None) -> str:
-    """A size to read: three digits and a binary unit; - where it is not known."""
+    """Return a size to read: three digits and a binary unit; - where it is not known."""
     if count is None:
         return "-"
     if count < 1024:
@@ -221,12 +224,12 @@ def describe_bytes(count: int | None) -> str:
 
 
 def describe_shape(shape: Sequence[int]) -> str:
-    """``64x32``; ``scalar`` without dimensions."""
+    """Return ``64x32``; ``scalar`` without dimensions."""
     return "x".join(map(str, shape)) or "scalar"
 
 
 def describe_value(value: object, most: int) -> str:
-    """A value that is no tensor in at most so many characters."""
+    """Return a value that is no tensor in at most so many characters."""
     from dcp.storage.formats.torch.python_values import value_text
 
     text = value_text(value)
@@ -234,7 +237,8 @@ def describe_value(value: object, most: int) -> str:
 
 
 def describe_time(seconds: float | None) -> str:
-    """Seconds since the epoch as local time; - where it is not known, or in no year that a calendar has."""
+    """Return seconds since the epoch as local time; - where it is not known, or in no year that a calendar
+    has."""
     if seconds is None:
         return "-"
     try:

@@ -258,8 +258,8 @@ class Conversion(Closable):
     # -- one that was finished -------------------------------------------------------------------------------
 
     def of_finished(self) -> ConversionReport | None:
-        """The report on a target that is there, if it is what this conversion would make, to the last byte;
-        else None. Writes nothing."""
+        """Return the report on a target that is there, if it is what this conversion would make, to the
+        last byte; else None. Writes nothing."""
         engine, place, to, there = self._engine, self.place, self._options.to, None
         save_id = self._publisher.save_id
         if to == DCP.name:
@@ -310,7 +310,7 @@ def _publisher(place: TargetPlace, save_id: str, *, overwrite: bool) -> Publishe
 def _tasks(
     engine: ReadEngine, layout: TargetLayout, planned: Planned, *, by_file: bool
 ) -> tuple[list[Task], Int64]:
-    """The tasks of a layout, and the chunks that they read."""
+    """Return the tasks of a layout, and the chunks that they read."""
     mapped = planned.mapped
     terms: TermColumns | None = None
     if planned.merged is not None:
@@ -341,7 +341,7 @@ def _is_same(made: CheckpointIndex | None, there: CheckpointIndex | None) -> boo
 
 
 def _save_id_of(attempt: str) -> str:
-    """The save id of a ``dcp`` target that the attempt makes."""
+    """Return the save id of a ``dcp`` target that the attempt makes."""
     return hashlib.sha256(attempt.encode()).hexdigest()[:8]
 
 
@@ -364,7 +364,7 @@ def discard_attempt(target: TargetPlace, attempt: str, batches: int) -> None:
 
 
 def _refuse_itself(source: Source, place: TargetPlace) -> None:
-    """OptionError if ``place`` is where the source is, or a file of it."""
+    """Raise OptionError if ``place`` is where the source is, or a file of it."""
     for member in members_of(source):
         if _real(member.store.url) != _real(place.store.url):
             continue
@@ -385,15 +385,15 @@ def _refuse_itself(source: Source, place: TargetPlace) -> None:
 
 
 def _real(url: str) -> str:
-    """Without what leads to the same folder another way."""
+    """Return the URL or path without links, which lead to the same folder another way."""
     return url if "://" in url else os.path.realpath(url)
 
 
 def _plan_target(
     engine: ReadEngine, source: Source, place: TargetPlace, options: ConversionOptions, save_id: str
 ) -> Planned:
-    """The layout of all that the options choose of ``source``, which ``engine`` reads, checked. Raises
-    PlanError, MissingKeyError."""
+    """Return the layout of all that the options choose of ``source``, which ``engine`` reads, checked.
+    Raises PlanError, MissingKeyError."""
     if options.hf is not None and (options.to != SAFETENSORS.name or place.file_name is not None):
         raise OptionError("hf is for a folder of safetensors: to='safetensors', and no name of a file")
     chosen: dict[str, Any] = {"only": options.only, "exclude": options.exclude}
@@ -408,13 +408,14 @@ def _plan_target(
         entries, mapped, merged = merge_entries(members, options.arithmetic, maps, config=beside, **chosen)
     origin = dict(merged.origin) if merged is not None else {}
     if any(maps):
-        origin["map"] = ", ".join(dict.fromkeys(one.told for one in maps if one is not None))
+        origin["map"] = ", ".join(dict.fromkeys(one.label for one in maps if one is not None))
     planned = plan_layout(entries, engine, options, place.file_name, save_id, origin=origin)
     return replace(planned, mapped=mapped, merged=merged)
 
 
 def _fingerprint(mark: str, planned: Planned, *, by_file: bool) -> str:
-    """Equal for runs that would write the same bytes from a source of that ``mark``, and for no others."""
+    """Return a text that is equal for runs that would write the same bytes from a source of that ``mark``,
+    and for no others."""
     layout = planned.layout
     digest = hashlib.sha256(f"{mark} {by_file}".encode())
     if planned.mapped is not None:

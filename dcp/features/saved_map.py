@@ -63,7 +63,7 @@ class SavedMap(SaveFeature):
         """Notes the map's name."""
         if self.options.map is None:
             return index
-        return replace(index, provenance={**index.provenance, "map": self.options.map.told})
+        return replace(index, provenance={**index.provenance, "map": self.options.map.label})
 
 
 class _MappedBox(NamedTuple):
@@ -95,7 +95,7 @@ def mapped_state(
     check_mapped(mapped, kept)
     tensors = [*mapped, *beside]
     if leads_back:
-        weights.check_way_back(sources, tensors)
+        weights.require_invertible(sources, tensors)
     held = sorted([*_held(local, tensors), *_zeros(tensors)], key=lambda each: (each.tensor, each.box))
     made = _columns(tensors, held, _nested(columns, mapped, kept))
     memory = LocalMemory.of([each.elements for each in held])

@@ -108,7 +108,7 @@ def open_index(
     rank: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> CheckpointIndex:
-    """The index of the checkpoint under ``checkpoint_id``: a path, or a URL of a supported store.
+    """Read the index of the checkpoint under ``checkpoint_id``: a path, or a URL of a supported store.
 
     It may be a folder with a commit, or a file or folder of any other format (see
     `dcp.storage.formats.opening.sources`).
@@ -135,7 +135,8 @@ def list_checkpoints(
     quick: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[CheckpointSummary]:
-    """The checkpoints in a folder, by step and name; one alone if ``checkpoint_id`` is a checkpoint itself.
+    """List the checkpoints in a folder, by step and name; one alone if ``checkpoint_id`` is a checkpoint
+    itself.
 
     Listed are its folders, and weights without a commit, of any format: of the folder and of those in it, and
     the folder's single files. Folders without files of a checkpoint are left out. An unreadable checkpoint is
@@ -200,7 +201,7 @@ def _each(
 
 
 def name_and_step(url: str) -> tuple[str, int | None]:
-    """The last part of a path or URL, and the number at its end."""
+    """Return the last part of a path or URL, and the number at its end."""
     name = url.rstrip("/").rsplit("/", 1)[-1]
     stem = name.rpartition(".")[0] if name.lower().endswith(file_suffixes()) else name
     match = _STEP.search(stem)
@@ -213,7 +214,7 @@ def _unreadable(url: str, error: CheckpointError) -> CheckpointSummary:
 
 
 def _summarize(store: Store, files: Sequence[FileInfo], *, quick: bool) -> CheckpointSummary | None:
-    """The save in a folder; None if it has nothing of one. ``files`` is its listing."""
+    """Return the save in a folder; None if it has nothing of one. ``files`` is its listing."""
     name, step = name_and_step(store.url)
     data_bytes = [file.size_bytes for file in files if file.name.endswith(DATA_SUFFIX)]
     committed = [file for file in files if is_commit_object(file.name)]
@@ -229,7 +230,7 @@ def _summarize(store: Store, files: Sequence[FileInfo], *, quick: bool) -> Check
 def _opened(
     store: Store, url: str, read: Callable[[], CheckpointIndex | None], files: Sequence[FileInfo], state: str
 ) -> CheckpointSummary | None:
-    """The checkpoint at ``url`` whose index is ``read``; None if there is none."""
+    """Return the checkpoint at ``url`` whose index is ``read``; None if there is none."""
     try:
         index = read()
     except CheckpointError as error:
@@ -251,7 +252,7 @@ def _opened(
 
 
 def _summarize_weights(store: Store, files: Sequence[FileInfo], *, quick: bool) -> CheckpointSummary | None:
-    """The weights that a folder has in place of a save; None without any."""
+    """Return the weights that a folder has in place of a save; None without any."""
     weights = folder_weights(files)
     if not weights:
         return None
@@ -263,7 +264,7 @@ def _summarize_weights(store: Store, files: Sequence[FileInfo], *, quick: bool) 
 def _own_weights(
     store: Store, files: Sequence[FileInfo], *, quick: bool, at_once: int
 ) -> list[CheckpointSummary]:
-    """The weights of a folder that is listed: as a whole, and the files beside them one by one."""
+    """Return the weights of a folder that is listed: as a whole, and the files beside them one by one."""
     whole = _summarize_weights(store, files, quick=quick)
     is_readable = whole is not None and whole.state != "unreadable"
     known = [file.name for file in folder_weights(files)] if is_readable else []
@@ -276,7 +277,7 @@ def _own_weights(
 
 
 def _summarize_file(store: Store, file: FileInfo, *, quick: bool) -> CheckpointSummary | None:
-    """A file of weights."""
+    """Return a file of weights."""
     url = store.path_of(file.name)
     if quick:
         return _unopened(url, [file])
@@ -297,7 +298,7 @@ def header_of(
     *,
     url: str | None = None,
 ) -> CheckpointHeader:
-    """Facts about the checkpoint of ``store``; ``files`` is its listing, where the caller has it already.
+    """Sum up the checkpoint of ``store``; ``files`` is its listing, where the caller has it already.
 
     ``url`` names a checkpoint that is one file of the store.
     """
@@ -328,7 +329,8 @@ def header_of(
 
 
 def _committed_seconds(index: CheckpointIndex, listing: Mapping[str, FileInfo]) -> float | None:
-    """When the commit object was written; of files without one, when the last of them was."""
+    """Return the time at which the commit object was written; of files without one, that of the last of
+    them."""
     names: Sequence[str] = [name for name in (METADATA_NAME, MANIFEST_NAME) if name in listing][:1]
     if is_of_files(index.format):
         names = index.files
@@ -336,7 +338,8 @@ def _committed_seconds(index: CheckpointIndex, listing: Mapping[str, FileInfo]) 
 
 
 def figures_by_rank(noted: object) -> tuple[dict[str, float], ...]:
-    """The figures by rank that ``noted`` has, which need not be any: a manifest may come from anybody."""
+    """Return the figures by rank that ``noted`` has, which need not be any: a manifest may come from a
+    stranger."""
     if not isinstance(noted, list):
         return ()
     ranks = [figures if isinstance(figures, dict) else {} for figures in noted]
@@ -354,7 +357,7 @@ _DEEPEST = 4
 def list_runs(
     checkpoint_id: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> list[CheckpointSummary]:
-    """The runs below a folder, however deep within four levels, by name; not the folder itself.
+    """List the runs below a folder, however deep within four levels, by name; not the folder itself.
 
     Their ``state`` is "run" and their ``name`` relative to the folder; ``checkpoints`` is the number of those
     committed directly in them, ``committed_seconds`` the time of the last commit, and ``step`` that of the
@@ -390,8 +393,8 @@ def list_below(
     quick: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[CheckpointSummary]:
-    """The checkpoints of a folder and of all folders below it, within four levels, as `list_checkpoints` has
-    those of one; their names are relative to the folder.
+    """List the checkpoints of a folder and of all folders below it, within four levels, as
+    `list_checkpoints` has those of one; their names are relative to the folder.
 
     Args:
         checkpoint_id: The path or URL of the folder.
@@ -422,7 +425,7 @@ def _below(
     depth: int,
     looked: Mapping[str, SmallFiles] | None = None,
 ) -> Iterator[tuple[str, ParentFolder, dict[str, SmallFiles]]]:
-    """The folders below that are no checkpoints, each with the committed ones directly in it."""
+    """Yield the folders below that are no checkpoints, each with the committed ones directly in it."""
     looked = root.look() if looked is None else looked
     for name in root.names():
         if name.startswith(".") or _is_committed(looked.get(name, {})):
@@ -453,7 +456,7 @@ def _run_summary(name: str, run: ParentFolder, committed: Mapping[str, SmallFile
 
 
 def folder_weights(files: Sequence[FileInfo]) -> list[FileInfo]:
-    """The files that are one set of weights together; as far as names tell."""
+    """Return the files that are one set of weights together; as far as names tell."""
     shown = [file for file in files if not file.name.startswith(".")]
     for one in by_precedence(formats()):
         belongs = one.is_in_folder if one.names_suffice else one.marks_folder
@@ -466,7 +469,7 @@ def folder_weights(files: Sequence[FileInfo]) -> list[FileInfo]:
 
 
 def single_files(files: Sequence[FileInfo], known: Collection[str]) -> list[FileInfo]:
-    """The files that could each be weights, without those ``known`` as parts of the folder's."""
+    """Return the files that could each be weights, without those ``known`` as parts of the folder's."""
     suffixes = file_suffixes()
     return [
         file

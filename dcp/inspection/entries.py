@@ -74,7 +74,7 @@ class ModuleNode:
 
 
 def tensor_rows(index: CheckpointIndex) -> list[TensorRow]:
-    """All tensors in the order of the index."""
+    """Return all tensors in the order of the index."""
     sizes = np.zeros(index.tensor_count, dtype=np.int64)
     np.add.at(sizes, index.chunk_tensors, index.payload_lengths)
     chunks = np.diff(index.chunk_start).tolist()
@@ -137,7 +137,8 @@ def object_row(store: Store, index: CheckpointIndex, fqn: str) -> ObjectRow:
 
 
 def _plain_values(store: Store, index: CheckpointIndex, places: list[_Place]) -> dict[_Place, Any]:
-    """Values at ``places`` (file, offset, length) that are harmless, decoded without running anything."""
+    """Return values at ``places`` (file, offset, length) that are harmless, decoded without running
+    anything."""
     found: dict[_Place, Any] = {}
     with ReadEngine(store, index, threads=store.read_profile.threads or 1) as engine:
         for first in range(0, len(places), _BLOBS_AT_ONCE):
@@ -150,7 +151,7 @@ def _plain_values(store: Store, index: CheckpointIndex, places: list[_Place]) ->
 
 
 def module_tree(rows: Iterable[TensorRow]) -> ModuleNode:
-    """Tensors grouped by the dots in their names, with sums; the root has an empty name."""
+    """Return tensors grouped by the dots in their names, with sums; the root has an empty name."""
     root = ModuleNode("")
     for row in rows:
         elements = 1
@@ -175,7 +176,8 @@ def _count(node: ModuleNode, elements: int, size_bytes: int) -> None:
 
 
 def first_of_ties(index: CheckpointIndex, rows: list[int]) -> list[int]:
-    """For each of the tensors ``rows`` the first one among them that has the same bytes of the same files."""
+    """Return for each of the tensors ``rows`` the first one among them that has the same bytes of the same
+    files."""
     tied = _may_be_tied(index)
     if not tied:
         return rows
@@ -184,7 +186,8 @@ def first_of_ties(index: CheckpointIndex, rows: list[int]) -> list[int]:
 
 
 def _may_be_tied(index: CheckpointIndex) -> set[int]:
-    """Tensors whose first chunk begins where another one's does; none where their places are not known."""
+    """Return tensors whose first chunk begins where another one's does; none where their places are not
+    known."""
     if len(index.payload_offsets) < len(index.chunk_files):
         return set()
     rows = np.flatnonzero(np.diff(index.chunk_start) > 0)
@@ -199,7 +202,7 @@ def _may_be_tied(index: CheckpointIndex) -> set[int]:
 
 
 def _identity(index: CheckpointIndex, row: int) -> tuple[Any, ...]:
-    """Equal for tensors that share all of their bytes, and for no others."""
+    """Return a key that is equal for tensors that share all of their bytes, and for no others."""
     chunks = index.chunks(row)
     rows = slice(chunks.start, chunks.stop)
     if not int(index.payload_lengths[rows].sum()):

@@ -87,7 +87,7 @@ class StreamedSums:
         return {row: total.to_bytes(SUM_BYTES, "big") for row, total in self._sums.items()}
 
     def add(self, chunk: int, begin: int, data: memoryview) -> None:
-        """The bytes of a chunk's payload from ``begin`` on."""
+        """Add the bytes of a chunk's payload from ``begin`` on."""
         row = self._tensors[chunk]
         if row not in self._sums or not len(data):
             return
@@ -101,7 +101,7 @@ class StreamedSums:
 
 
 def _are_own(index: CheckpointIndex) -> npt.NDArray[np.bool_]:
-    """Chunks whose record is no other one's, and whose payload, C-ordered, is where that is read."""
+    """Return chunks whose record is no other one's, and whose payload, C-ordered, is where that is read."""
     known: npt.NDArray[np.bool_] = index.payload_offsets != UNKNOWN
     filled = np.flatnonzero(index.payload_lengths)
     if not len(filled):
@@ -160,17 +160,17 @@ class _FileSpan:
         return view
 
     def take(self, offset: int, length: int) -> memoryview:
-        """Bytes of the file, out of memory if they are there."""
+        """Return bytes of the file, out of memory if they are there."""
         if self._begin <= offset and offset + length <= self._end:
             return memoryview(self._buffer)[offset - self._begin : offset - self._begin + length]
         return memoryview(self._open_handle.pread(length, offset))
 
     def read(self, offset: int, length: int) -> bytes:
-        """The same as bytes."""
+        """Return the same as bytes."""
         return bytes(self.take(offset, length))
 
     def steps(self, offset: int, length: int) -> Iterator[memoryview]:
-        """The same block by block; what is not in memory is read in large pieces."""
+        """Yield the same block by block; what is not in memory is read in large pieces."""
         if self._begin <= offset and offset + length <= self._end:
             yield from _blocks(self.take(offset, length))
             return
@@ -364,7 +364,7 @@ class PayloadChecks:
             self._found_mismatch(part, offset, size_bytes, int(expected or 0), got)
 
     def _check_record(self, chunk: int, expected: int, source: _FileSpan, part: _CheckedRange) -> None:
-        """All of a record of the native format whose payload is one block."""
+        """Check all of a record of the native format whose payload is one block."""
         record, data = self._record(chunk), source.take(part.offset, part.size_bytes)
         begin, length = int(self._index.payload_offsets[chunk]), record.payload_bytes
         head = begin - part.offset
@@ -389,7 +389,7 @@ class PayloadChecks:
             self._frame_differs(chunk, whole, source, part)
 
     def _record(self, chunk: int) -> OpenRecord:
-        """The record that is written around a payload there."""
+        """Return the record that is written around a payload there."""
         index = self._index
         dtype_code = int(index.dtype_codes[index.chunk_tensors[chunk]])
         length, offset = int(index.payload_lengths[chunk]), int(index.record_offsets[chunk])
@@ -427,7 +427,8 @@ class PayloadChecks:
         self._check_bytes(source, part, stored.payload_offset, stored.payload_bytes, stored.crc32)
 
     def _check_blob(self, source: _FileSpan, part: _CheckedRange) -> None:
-        """An object of a foreign checkpoint: a zip with a CRC for each entry, or a bare pickle with none."""
+        """Check an object of a foreign checkpoint: a zip with a CRC for each entry, or a bare pickle with
+        none."""
         offset, length = part.offset, part.size_bytes
         head = source.read(offset, min(length, len(LOCAL_SIGNATURE)))
         if head[:1] == _PICKLE_PROTOCOL:

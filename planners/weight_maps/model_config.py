@@ -1,4 +1,7 @@
-"""What ``config.json`` says of a model, as expressions of sizes have its names."""
+"""Configurations of models (``config.json``), and sizes of axes as expressions of their names.
+
+Such as ``head_dim or hidden_size // num_attention_heads``.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,16 @@ MAX_CONFIG_BYTES: Final = 4 << 20
 
 
 def model_config(store: Store) -> Mapping[str, Any]:
-    """Of the file beside a checkpoint's weights; empty where there is none. OptionError as of `config_of`."""
+    """Read the configuration in the file beside a checkpoint's weights; empty where there is none.
+    OptionError as of `config_of`."""
     if store.stat(CONFIG) is None:
         return {}
     return config_of(store.read(CONFIG, limit_bytes=MAX_CONFIG_BYTES), f"{CONFIG} of {store.url}")
 
 
 def config_at(path: Path) -> Mapping[str, Any]:
-    """Of a file, or a model's folder. OptionError if it cannot be read, and as of `config_of`."""
+    """Read the configuration of a file, or of a model's folder. OptionError if it cannot be read, and as
+    of `config_of`."""
     path = path / CONFIG if path.is_dir() else path
     try:
         with path.open(encoding="utf-8") as file:
@@ -36,7 +41,7 @@ def config_at(path: Path) -> Mapping[str, Any]:
 
 
 def config_of(text: str | bytes, where: str) -> Mapping[str, Any]:
-    """A model's configuration of JSON; of one with a text model within, that has the first word.
+    """Return a model's configuration of JSON; of one with a text model within, that has the first word.
 
     OptionError for anything else.
     """
@@ -58,7 +63,8 @@ _MAX_SIZE: Final = 1 << 48
 
 
 def evaluate(text: str, names: Mapping[str, Any]) -> int | None:
-    """The value of an expression of whole numbers, names, ``+ - * // ( )``, ``not``, ``and`` and ``or``.
+    """Return the value of an expression of whole numbers, names, ``+ - * // ( )``, ``not``, ``and`` and
+    ``or``.
 
     None where a name is needed that is not known, or is None. ``or`` takes the first that is known and not
     0; ``and`` the last, if those before it are known and not 0, and else 0. OptionError for any other
@@ -68,7 +74,7 @@ def evaluate(text: str, names: Mapping[str, Any]) -> int | None:
 
 
 def names_in(text: str) -> frozenset[str]:
-    """Return those of an expression."""
+    """Return the names in an expression."""
     return frozenset(node.id for node in ast.walk(_parsed(text)) if isinstance(node, ast.Name))
 
 

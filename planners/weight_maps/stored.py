@@ -75,7 +75,7 @@ def stored_parts(
 
 
 def _strides(engine: ReadEngine, chunks: Int64, box_start: Int64) -> Int64:
-    """Bytes from one element to the next in each of ``chunks``, by dimension."""
+    """Return bytes from one element to the next in each of ``chunks``, by dimension."""
     index = engine.index
     sizes = gather_rows(index.chunk_sizes, index.box_start, chunks)
     found = ragged_c_strides(sizes, box_start, index.itemsizes[index.chunk_tensors[chunks]])
@@ -88,8 +88,8 @@ def _strides(engine: ReadEngine, chunks: Int64, box_start: Int64) -> Int64:
 
 
 class StoredPiece(NamedTuple):
-    """What one chunk has of ``piece``: the first element is at byte ``begin`` of its payload, ``strides`` are
-    bytes of that, by axis."""
+    """The part that one chunk has of ``piece``: the first element is at byte ``begin`` of its payload,
+    ``strides`` are bytes of that, by axis."""
 
     chunk: int
     begin: int
@@ -98,8 +98,8 @@ class StoredPiece(NamedTuple):
 
 
 class _TensorParts(NamedTuple):
-    """Where one tensor of the source is stored: by part its box in the tensor, the chunk, and how it lies in
-    the payload."""
+    """The stored parts of one tensor of the source: by part its box in the tensor, the chunk, and how it
+    lies in the payload."""
 
     low: Int64
     high: Int64
@@ -109,7 +109,7 @@ class _TensorParts(NamedTuple):
 
 
 class StoredTensors:
-    """Where the sources of ``tensors`` are stored.
+    """Places in which the sources of ``tensors`` are stored.
 
     Opens the records of foreign formats whose payloads' places are not known. PlanError for tensors of which
     elements are not stored.
@@ -120,7 +120,7 @@ class StoredTensors:
         self._parts = _whole_tensors(engine, list(names))
 
     def within(self, tensor: MappedTensor, box: Box) -> Iterator[StoredPiece]:
-        """Yield what the chunks have of ``box`` of ``tensor``, each element once."""
+        """Yield the parts that the chunks have of ``box`` of ``tensor``, each element once."""
         for piece in tensor.pieces:
             for part in piece.within_target(box):
                 yield from _stored_pieces(part, self._parts[piece.source.name])

@@ -1,4 +1,9 @@
-"""Digests of boxes: where its bytes lie in the tensor, and the sum of their values."""
+"""Digests of runs of bytes, as AES-GCM computes them, and of boxes, which are sums over their runs.
+
+The *value* of a run is that of GHASH over its blocks and one block of zeros: each block times a power of
+`KEY` that grows with the number of blocks behind it. Blocks are counted from the tensor's first byte, so a
+run that begins within one has ``phase`` zero bytes before it.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +52,7 @@ _TABLE_BLOCKS: Final = 3
 
 
 def run_value(data: memoryview, phase: int = 0) -> int:
-    """The value of one run."""
+    """Return the value of one run."""
     if phase:
         data = memoryview(bytes(phase) + bytes(data))
     if len(data) > _MAX_CALL_BYTES:
@@ -56,7 +61,7 @@ def run_value(data: memoryview, phase: int = 0) -> int:
 
 
 def row_values(rows: npt.NDArray[np.uint8], phase: int = 0) -> Elements:
-    """The values of many runs of one length, a row each, all of one ``phase``."""
+    """Return the values of many runs of one length, a row each, all of one ``phase``."""
     count, size = rows.shape
     blocks = -(-(phase + size) // BLOCK_BYTES)
     if phase or (blocks <= _TABLE_BLOCKS and size % BLOCK_BYTES):
@@ -76,7 +81,8 @@ def row_values(rows: npt.NDArray[np.uint8], phase: int = 0) -> Elements:
 
 @lru_cache(maxsize=1)
 def _ghash() -> Callable[[Any], bytes]:
-    """Bytes to what AES-GCM authenticates them by: their value but for `_correction`."""
+    """Return a function from bytes to what AES-GCM authenticates them by: their value but for
+    `_correction`."""
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # dear to import, and seldom needed
 
     return partial(AESGCM(bytes(BLOCK_BYTES)).encrypt, _NONCE, b"")
@@ -84,7 +90,8 @@ def _ghash() -> Callable[[Any], bytes]:
 
 @lru_cache(maxsize=1024)
 def _correction(size: int) -> int:
-    """The part of the tag beside the value: the encrypted counter, and the length in bits as a block."""
+    """Return the part of the tag beside the value: the encrypted counter, and the length in bits as a
+    block."""
     return _ENCRYPTED_COUNTER ^ product(8 * size << 64, KEY)
 
 
@@ -105,7 +112,7 @@ _ROWS_BYTES: Final = 256 << 10
 
 
 def blocks_of(size_bytes: int) -> int:
-    """The number of blocks that ``size_bytes`` take."""
+    """Return the number of blocks that ``size_bytes`` take."""
     return -(-size_bytes // BLOCK_BYTES)
 
 
@@ -144,7 +151,7 @@ class LogicalRuns(NamedTuple):
         return all(stride % BLOCK_BYTES == 0 for stride in self.strides)
 
     def begins(self) -> Int64:
-        """The begin of each run."""
+        """Return the begin of each run."""
         begins = np.array([self.first], np.int64)
         for count, stride in zip(self.counts, self.strides, strict=True):
             begins = (begins[:, None] + stride * np.arange(count, dtype=np.int64)).reshape(-1)
@@ -155,7 +162,7 @@ class LogicalRuns(NamedTuple):
 def logical_runs(
     shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], itemsize: int
 ) -> LogicalRuns:
-    """The runs of the box of ``sizes`` from ``offsets`` on in a tensor of ``shape``."""
+    """Return the runs of the box of ``sizes`` from ``offsets`` on in a tensor of ``shape``."""
     strides = c_strides(shape, itemsize)
     run, counts, steps = itemsize, list[int](), list[int]()
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
@@ -185,7 +192,7 @@ class OrderedSum:
         self._value = self._end = 0
 
     def add(self, value: int, end: int) -> None:
-        """One that has ``end`` blocks before its end."""
+        """Add a value that has ``end`` blocks before its end."""
         if end < self._end:
             value = product(power(KEY, self._end - end), value)
         elif self._value and end > self._end:
@@ -198,7 +205,7 @@ class OrderedSum:
         self._end = max(self._end, end)
 
     def upto(self, end: int) -> int:
-        """The sum with ``end`` blocks in all."""
+        """Return the sum with ``end`` blocks in all."""
         if end == self._end or not self._value:
             return self._value
         return product(power(KEY, end - self._end), self._value)
@@ -214,7 +221,7 @@ class RunDigest:
         self._sum = OrderedSum()
 
     def update(self, data: memoryview) -> None:
-        """The next bytes."""
+        """Take the next bytes."""
         self._position = _extend(self._sum, data, self._position)
 
     def value(self) -> int:
@@ -223,7 +230,8 @@ class RunDigest:
 
 
 def _extend(total: OrderedSum, data: memoryview, begin: int) -> int:
-    """Add the bytes that are at ``begin`` of a tensor, behind those that are in the sum; where they end."""
+    """Add the bytes that are at ``begin`` of a tensor, behind those that are in the sum, and return where
+    they end."""
     for at in range(begin, begin + len(data), _STEP_BYTES):
         part = data[at - begin : at - begin + _STEP_BYTES]
         total.add(run_value(part, at % BLOCK_BYTES), blocks_of(at + len(part)))
@@ -242,7 +250,7 @@ class BoxDigest:
         self._run_count = 0
 
     def update(self, data: memoryview) -> None:
-        """The next bytes."""
+        """Take the next bytes."""
         runs = self._runs
         if not runs.counts:
             _extend(self._sum, data, runs.first + self._position)
@@ -253,8 +261,8 @@ class BoxDigest:
             self._cut(data)
 
     def value(self) -> int:
-        """The value that the box adds to the sum of the tensor's values, but for the blocks behind its last
-        one."""
+        """Return the value that the box adds to the sum of the tensor's values, but for the blocks behind
+        its last one."""
         runs = self._runs
         if not runs.counts:
             return self._sum.upto(blocks_of(runs.last_end))
@@ -274,7 +282,7 @@ class BoxDigest:
         return self._runs.begins()
 
     def _cut(self, data: memoryview) -> None:
-        """Pieces of long runs."""
+        """Take pieces of long runs."""
         size, begins = self._runs.run_bytes, self._begins
         while len(data):
             number, at = divmod(self._position, size)

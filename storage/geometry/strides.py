@@ -1,4 +1,5 @@
-"""How elements of a box lie in memory or in a payload: strides, their order, and what of them is one run.
+"""Strides: the places of a box's elements in memory or in a payload, their order, and parts that are one
+run.
 
 Strides are in whatever unit the caller counts in: elements, or bytes with an ``itemsize``.
 """
@@ -28,7 +29,8 @@ __all__ = [
 
 
 def c_strides(sizes: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
-    """From one element to the next in each dimension of a C-ordered array, as torch has them."""
+    """Return the strides, from one element to the next in each dimension of a C-ordered array, as torch
+    has them."""
     strides, step = [], itemsize
     for size in reversed(sizes):
         strides.append(step)
@@ -43,8 +45,8 @@ def is_c_ordered(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def dense_order(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
-    """Dimensions from slowest to fastest if elements (``strides`` in elements) are dense in some order and
-    none is there twice, else None. C order wins where several would do."""
+    """Return dimensions from slowest to fastest if elements (``strides`` in elements) are dense in some
+    order and none is there twice, else None. C order wins where several would do."""
     if is_c_ordered(sizes, strides):
         return tuple(range(len(sizes)))
     order = tuple(sorted(range(len(sizes)), key=lambda d: (sizes[d] != 1, -strides[d], d)))
@@ -52,7 +54,7 @@ def dense_order(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]
 
 
 def extent(sizes: Sequence[int], strides: Sequence[int], itemsize: int = 1) -> int:
-    """From the first element of a box to the end of its last one; 0 for an empty box."""
+    """Return the length from the first element of a box to the end of its last one; 0 for an empty box."""
     if 0 in sizes:
         return 0
     return itemsize + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
@@ -111,8 +113,7 @@ AxisPart = tuple[int, int]
 def parts_between(
     lengths: Sequence[int], steps: Sequence[int], low: int, high: int
 ) -> Iterator[tuple[AxisPart, ...]]:
-    """Yield what of the positions ``i * steps[0] + j * steps[1] + ...`` is at least ``low`` and below
-    ``high``.
+    """Yield the positions of ``i * steps[0] + j * steps[1] + ...`` is at least ``low`` and below ``high``.
 
     Disjoint parts, by axis, in the order of their positions; at most two an axis and one more. Each step is
     at least what all axes behind it reach, so that positions ascend in C order.

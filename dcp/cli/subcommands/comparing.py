@@ -107,7 +107,7 @@ def diff(
 
 
 def _rename(rule: str) -> tuple[str, str]:
-    """As `dcp convert` has it; ``REGEX=NEW`` is how it was before, for rules without ``=>``."""
+    """Parse a rule as `dcp convert` has it; ``REGEX=NEW`` is how it was before, for rules without ``=>``."""
     regex, separator, text = rule.partition("=>" if "=>" in rule else "=")
     if not separator:
         raise typer.BadParameter(f"--rename {rule!r} is not of the form REGEX=>NEW")
@@ -115,7 +115,8 @@ def _rename(rule: str) -> tuple[str, str]:
 
 
 def _renaming(found: Difference) -> str:
-    """A rule for ``--rename`` by which tensors that A alone has are some that B alone has; "" without any."""
+    """Return a rule for ``--rename`` by which tensors that A alone has are some that B alone has; ""
+    without any."""
     # here, because a usage message must not wait for numpy
     from dcp.planners.load.key_hints import rename_for_missing
 

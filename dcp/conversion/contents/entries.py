@@ -62,7 +62,7 @@ class Entries:
     """The entries that are converted, in the order of the source's state dict. ``source_names`` gives the
     names there.
 
-    ``refused`` are values that the source has and that nobody may decode, by new name, with what they need.
+    ``refused`` are values of the source that may not be decoded, by new name, with what they need.
     ``empty`` are the paths of the source's empty containers that are chosen and not renamed.
     """
 
@@ -118,7 +118,7 @@ class Entries:
         return {new_names[name]: paths[new_names[name]] for name in known if name in new_names} | paths
 
     def structure(self) -> dict[str, Any] | None:
-        """The source's notes on those containers that hold what is converted."""
+        """Return the source's notes on those containers that hold what is converted."""
         structure = self.index.provenance.get("structure")
         if not isinstance(structure, dict) or not isinstance(structure.get("containers"), list):
             return None
@@ -212,8 +212,9 @@ def mapped_entries(
     rename: Rename | None = None,
     dtype: TargetDtype = None,
 ) -> tuple[Entries, MappedIndex | None]:
-    """As `choose_entries` or, with a map, of what ``weights`` make of the checkpoint in ``store``: ``only``
-    and ``exclude`` choose before it, and ``rename`` and ``dtype`` have the names after it."""
+    """Choose entries as `choose_entries` does or, with a map, of what ``weights`` make of the checkpoint
+    in ``store``: ``only`` and ``exclude`` choose before it, and ``rename`` and ``dtype`` have the names
+    after it."""
     if weights is None:
         return choose_entries(index, only=only, exclude=exclude, rename=rename, dtype=dtype), None
     mapped = map_index(index, store, weights, only, exclude)
@@ -225,7 +226,7 @@ def mapped_entries(
 def _tensors(
     index: CheckpointIndex, new_names: Mapping[str, str], paths: Mapping[str, Path], dtype: TargetDtype
 ) -> list[TensorEntry]:
-    """The entries of those that have new names; by column, because there may be very many."""
+    """Return the entries of those that have new names; by column, because there may be very many."""
     rows = [row for row, name in enumerate(index.fqns) if name in new_names]
     names = index.fqns if len(rows) == len(index.fqns) else [index.fqns[row] for row in rows]
     new = list(map(new_names.__getitem__, names))
@@ -245,8 +246,8 @@ def _tensors(
 
 
 def _cast(names: Sequence[str], codes: Sequence[int], dtype: str | Mapping[str, str]) -> list[int]:
-    """The codes of the target's dtypes for tensors of those names; integers and the like are never cast.
-    PlanError for a glob that matches nothing."""
+    """Return the codes of the target's dtypes for tensors of those names; integers and the like are never
+    cast. PlanError for a glob that matches nothing."""
     rules = {"*": dtype} if isinstance(dtype, str) or not isinstance(dtype, Mapping) else dtype
     wanted = {glob: check_castable(name) for glob, name in rules.items()}
     used, found = set[str](), list(codes)
@@ -266,7 +267,7 @@ def _name(path: Path) -> str:
 
 
 def _empty_containers(index: CheckpointIndex) -> list[Path]:
-    """Their paths, from notes that may come from a stranger."""
+    """Return their paths, from notes that may come from a stranger."""
     structure = index.provenance.get("structure")
     containers = structure.get("containers") if isinstance(structure, dict) else None
     known = _known_paths(index)
@@ -283,7 +284,7 @@ def _empty_containers(index: CheckpointIndex) -> list[Path]:
 
 
 def _refuse_names(new_names: Mapping[str, str]) -> None:
-    """PlanError for a new name that is empty, or that two entries have."""
+    """Raise PlanError for a new name that is empty, or that two entries have."""
     first: dict[str, str] = {}
     for old, new in new_names.items():
         if old and not new:
@@ -293,7 +294,8 @@ def _refuse_names(new_names: Mapping[str, str]) -> None:
 
 
 def _known_paths(index: CheckpointIndex) -> Mapping[str, Path] | None:
-    """The paths that the source has noted of all entries; None where it has none, or any is malformed."""
+    """Return the paths that the source has noted of all entries; None where it has none, or any is
+    malformed."""
     known = index.planner_data
     if isinstance(known, Mapping) and all(isinstance(path, tuple) and path for path in known.values()):
         return known
@@ -301,7 +303,7 @@ def _known_paths(index: CheckpointIndex) -> Mapping[str, Path] | None:
 
 
 def _path(name: str, new: str, path: Path | None) -> Path:
-    """The path of a renamed entry: containers whose names are unchanged stay, the rest is one key."""
+    """Return the path of a renamed entry: containers whose names are unchanged stay, the rest is one key."""
     if path is None:
         return (new,)
     if name == new:

@@ -1,4 +1,8 @@
-"""transformers' own conversions of a checkpoint's weights, where that is installed, as a weight map."""
+"""Weight maps of transformers' own conversions (`WeightRenaming`, `WeightConverter`), of version 5.
+
+Those are regular expressions on parts of names, and operations on tensors; the names and shapes of a
+checkpoint say which tensors they apply to. The objects of the library rename, and say what they do.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,8 @@ def transformers_map(
     *,
     storage_options: Mapping[str, Any] | None = None,
 ) -> WeightMap:
-    """From the weights that a checkpoint has to those of the model that transformers makes of it.
+    """Make a map from the weights that a checkpoint has to those of the model that transformers makes of
+    it.
 
     The rules are those that transformers has for the model, of the names in this checkpoint: experts that are
     stacked, queries and keys that are fused or permuted. Nothing is read of the tensors.
@@ -81,7 +86,7 @@ _Dims = list[str]
 
 
 def map_of_conversions(conversions: Sequence[Any], tensors: Mapping[str, tuple[int, ...]]) -> WeightMap:
-    """Return what ``conversions`` make of a checkpoint of ``tensors`` (shapes by name), as a map of that.
+    """Make a map of ``conversions`` of a checkpoint of ``tensors`` (shapes by name).
 
     PlanError that names the operations that a map cannot say.
     """
@@ -113,16 +118,16 @@ def map_of_conversions(conversions: Sequence[Any], tensors: Mapping[str, tuple[i
         except PlanError as error:
             problems.append(str(error))
     if problems:
-        told = list(dict.fromkeys(problems))
-        more = f"; and {len(told) - _MAX_LISTED} more" if len(told) > _MAX_LISTED else ""
+        shown = list(dict.fromkeys(problems))
+        more = f"; and {len(shown) - _MAX_LISTED} more" if len(shown) > _MAX_LISTED else ""
         raise PlanError(
-            f"conversions of transformers that no map can say: {'; '.join(told[:_MAX_LISTED])}{more}"
+            f"conversions of transformers that no map can say: {'; '.join(shown[:_MAX_LISTED])}{more}"
         )
     return WeightMap.from_data({"name": "transformers", "rules": list(rules.values())})
 
 
 def _varied(fqn: str, like: str | None = None) -> str:
-    """The name with its numbers as parts that vary, where ``like`` has the same ones."""
+    """Return the name with its numbers as parts that vary, where ``like`` has the same ones."""
     if "{" in fqn or "}" in fqn:
         raise PlanError(f"{fqn!r} has braces, which a map's names cannot have")
     if like is not None and _NUMBER.findall(fqn) != _NUMBER.findall(like):
@@ -146,14 +151,15 @@ class _Group:
 
     @property
     def count(self) -> int:
-        """Of a list of tensors."""
+        """The number of tensors in a list."""
         return max((len(found) for pattern, found in self.members.items() if "*" in pattern), default=0)
 
     def rule(self, *, is_counted: bool) -> dict[str, Any]:
-        """As a rule of a map, which says how many there are of a list where all groups have as many."""
+        """Return it as a rule of a map, which says how many there are of a list where all groups have as
+        many."""
         tensors: dict[str, _DeclaredTensor] = {}
         sources: dict[str, str] = {}
-        texts: dict[str, str] = {}  # of axes that are made of others
+        texts: dict[str, str] = {}  # of axes that are made of several
         sizes: dict[str, Any] = {"item": self.count} if is_counted and self.count else {}
         patterns = [pattern for pattern in self.converter.source_patterns if pattern in self.members]
         for number, pattern in enumerate(patterns):
@@ -167,7 +173,7 @@ class _Group:
             work.apply(operation)
         made = {self._target_name(key): tensor for key, tensor in work.tensors.items()}
         if any(tensor.is_list for tensor in made.values()):
-            raise PlanError(f"{_told(self.converter)}: a list of tensors is left")
+            raise PlanError(f"{_described(self.converter)}: a list of tensors is left")
         like = next(iter(self.members.values()))[0][0]
         return {
             "from": {sources[pattern]: work.text(dims) for pattern, dims in own.items()},
@@ -181,27 +187,28 @@ class _Group:
         if "*" not in pattern:
             if len(found) > 1:
                 raise PlanError(
-                    f"{_told(self.converter)}: several tensors are {pattern!r} of {self.target!r}"
+                    f"{_described(self.converter)}: several tensors are {pattern!r} of {self.target!r}"
                 )
             return varied
         match = re.search(pattern.replace("*.", r"(?P<star>[0-9]+)\."), key)
         if match is None or _NUMBER.findall(key) != _NUMBER.findall(fqn):
-            raise PlanError(f"{_told(self.converter)}: which number of {fqn!r} is counted is not known")
+            raise PlanError(f"{_described(self.converter)}: which number of {fqn!r} is counted is not known")
         place = sum(each.start() < match.start("star") for each in _NUMBER.finditer(key))
         return varied.replace(f"{{n{place}}}", "{item}")
 
     def _target_name(self, key: str) -> str:
-        """As transformers puts it into the whole name."""
+        """Return the name of a target as transformers puts it into the whole one."""
         first = self.converter.target_patterns[0]
         if "*" in key:
-            raise PlanError(f"{_told(self.converter)}: it makes a list of tensors")
+            raise PlanError(f"{_described(self.converter)}: it makes a list of tensors")
         before, found, behind = self.target.partition(first)
         if not found:
-            raise PlanError(f"{_told(self.converter)}: {first!r} is not in {self.target!r}")
+            raise PlanError(f"{_described(self.converter)}: {first!r} is not in {self.target!r}")
         return before + key + behind
 
     def _varied_target(self, name: str, like: str) -> str:
-        """Numbers of the target are those of ``like`` in their order, without the counted one."""
+        """Vary the numbers of a target, which are those of ``like`` in their order, without the counted
+        one."""
         own, known = _NUMBER.findall(name), _NUMBER.findall(like)
         if own != known[: len(own)]:
             raise PlanError(f"{like!r} becomes {name!r}, whose numbers are others")
@@ -227,15 +234,15 @@ class _Work:
     sizes: dict[str, Any]
 
     def apply(self, operation: Any) -> None:
-        """One operation of transformers. PlanError for one that cannot be said."""
+        """Apply an operation of transformers. PlanError for one that cannot be said."""
         kind = type(operation).__name__
         act: Callable[[Any], None] | None = _ACTS.get(kind)
         if act is None:
-            raise PlanError(f"{_told(self.converter)}: {kind}")
+            raise PlanError(f"{_described(self.converter)}: {kind}")
         act(self, operation)  # type: ignore[call-arg]
 
     def text(self, dims: Iterable[str]) -> str:
-        """With axes as they are made of others at last."""
+        """Return the dimensions with the axes that they are made of at last."""
         return " ".join(_AXIS.sub(lambda axis: self._resolved(axis[0]), each) for each in dims)
 
     def _resolved(self, axis: str) -> str:
@@ -244,7 +251,7 @@ class _Work:
 
     def _single(self) -> tuple[str, _DeclaredTensor]:
         if len(self.tensors) != 1:
-            raise PlanError(f"{_told(self.converter)}: several tensors where one should be")
+            raise PlanError(f"{_described(self.converter)}: several tensors where one should be")
         return next(iter(self.tensors.items()))
 
     def merge(self, operation: Any) -> None:
@@ -252,7 +259,7 @@ class _Work:
         made = {}
         for pattern, tensor in self.tensors.items():
             if not tensor.is_list:
-                raise PlanError(f"{_told(self.converter)}: {pattern!r} is no list")
+                raise PlanError(f"{_described(self.converter)}: {pattern!r} is no list")
             dims, shape = list(tensor.dims), list(tensor.shape)
             dims.insert(operation.dim, "item")
             shape.insert(operation.dim, None)
@@ -266,7 +273,9 @@ class _Work:
         """`Concatenate`: one behind the other; the other dimensions have the same axes."""
         parts = list(self.tensors.values())
         if any(part.is_list or len(part.dims) != len(parts[0].dims) for part in parts):
-            raise PlanError(f"{_told(self.converter)}: Concatenate of a list, or of different dimensions")
+            raise PlanError(
+                f"{_described(self.converter)}: Concatenate of a list, or of different dimensions"
+            )
         dim = operation.dim % len(parts[0].dims)
         for part in parts[1:]:
             for at, text in enumerate(part.dims):
@@ -286,7 +295,9 @@ class _Work:
         targets, dim = self.converter.target_patterns, operation.dim % len(tensor.dims)
         size = tensor.shape[dim]
         if operation.num_shards_attribute is not None or size is None or size % len(targets):
-            raise PlanError(f"{_told(self.converter)}: Chunk into parts that are not known, or not equal")
+            raise PlanError(
+                f"{_described(self.converter)}: Chunk into parts that are not known, or not equal"
+            )
         axis = tensor.dims[dim]
         names = [f"{axis}_{number}" for number in range(len(targets))]
         self._make(axis, f"({' + '.join(names)})")
@@ -301,7 +312,9 @@ class _Work:
         """`Transpose`: two dimensions change places."""
         pattern, tensor = self._single()
         if operation.check_dims or tensor.is_list:
-            raise PlanError(f"{_told(self.converter)}: Transpose that depends on the model, or of a list")
+            raise PlanError(
+                f"{_described(self.converter)}: Transpose that depends on the model, or of a list"
+            )
         dims, shape = list(tensor.dims), list(tensor.shape)
         for column in (dims, shape):
             a, b = operation.dim0, operation.dim1
@@ -318,7 +331,9 @@ class _Work:
     def permute(self, operation: Any) -> None:
         """`PermuteForRope`: the same within each head."""
         if operation.subconfig_key is not None:
-            raise PlanError(f"{_told(self.converter)}: PermuteForRope with the heads of a part of the model")
+            raise PlanError(
+                f"{_described(self.converter)}: PermuteForRope with the heads of a part of the model"
+            )
         wanted = operation.permute_layer_names
         for pattern, tensor in list(self.tensors.items()):
             if wanted is None or any(name in pattern for name in wanted):
@@ -335,13 +350,13 @@ class _Work:
         self.sizes["two"] = 2
 
     def _make(self, axis: str, text: str) -> None:
-        """Let an axis of a source be made of others, or be another one."""
+        """Let an axis of a source be made of several, or be another one."""
         if not _AXIS.fullmatch(axis) or axis in self.texts or axis == "item":
-            raise PlanError(f"{_told(self.converter)}: the same dimension is divided twice")
+            raise PlanError(f"{_described(self.converter)}: the same dimension is divided twice")
         self.texts[axis] = text
 
     def _replace(self, pattern: str, tensor: _DeclaredTensor) -> None:
-        """Of the only operation the result is the target."""
+        """Put a result in the place of its tensor; that of the only operation is the target."""
         targets = self.converter.target_patterns
         del self.tensors[pattern]
         self.tensors[targets[0] if len(targets) == 1 else pattern] = tensor
@@ -358,5 +373,5 @@ _ACTS: Final[Mapping[str, Any]] = {
 }
 
 
-def _told(converter: Any) -> str:
+def _described(converter: Any) -> str:
     return f"{', '.join(converter.source_patterns)} -> {', '.join(converter.target_patterns)}"

@@ -86,14 +86,14 @@ class BatchSettings:
     verify: Verify
 
     def open_engine(self) -> ReadEngine:
-        """The source, for whoever has to compare with its checksums. Raises SourceChangedError."""
+        """Return the source, for whoever has to compare with its checksums. Raises SourceChangedError."""
         found = self.open_source()
         engine = ReadEngine(found.store, complete_index(found.store, found.index), verify=self.verify)
         self.refuse_changed(engine, found.name)
         return engine
 
     def refuse_changed(self, engine: ReadEngine, name: str) -> None:
-        """SourceChangedError unless ``engine`` reads the source that the conversion was planned for."""
+        """Raise SourceChangedError unless ``engine`` reads the source that the conversion was planned for."""
         if source_mark(engine.store, engine.index, self.to) != self.source_mark:
             raise SourceChangedError(
                 f"{name} has changed while it was converted; convert it again", path=name
@@ -131,7 +131,7 @@ def run_batch(
 
 
 def _comparison(batch: TaskBatch, engine: ReadEngine) -> Callable[[TaskResult], None]:
-    """Return what compares all that is complete within the batch, before its files appear."""
+    """Return a function that compares all that is complete within the batch, before its files appear."""
     verifies, chunks, checks = engine.verify != "none", batch.chunks, SourceChecks(engine)
     if verifies:
         engine.resolve(chunks)
@@ -193,7 +193,7 @@ class SourceChecks:
         self.stats.blocks_unverified += uncompared
 
     def finish_begun(self) -> None:
-        """As `finish`, of those blocks alone of which a part was read: for a range of the target."""
+        """Finish as `finish` does those blocks alone of which a part was read: for a range of the target."""
         for chunk, block in self._blocks.incomplete():
             self._read_block(chunk, block)
         self._engine.payloads.verify_whole()
@@ -248,7 +248,8 @@ class ResultChecks(SourceChecks):
 
 
 def refuse_faults(faults: Iterable[BadElements], index: CheckpointIndex) -> None:
-    """FaultySumsError that names all tensors of ``faults``, by the source's ``index``; fine without any."""
+    """Raise FaultySumsError that names all tensors of ``faults``, by the source's ``index``; fine without
+    any."""
     counts: Counter[tuple[str, int]] = Counter()
     for fault in faults:
         row = int(index.chunk_tensors[fault.chunk])

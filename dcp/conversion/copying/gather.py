@@ -214,9 +214,9 @@ _PLACE: Final = attrgetter("file", "offset")
 
 
 def _box_of(source: SourcePart, part: Sequence[AxisPart], first: int, itemsize: int) -> _Box:
-    """``part`` of the axes of ``source``, from its payload to a buffer that begins with element ``first`` of
-    the copy. Dimensions that lie together on both sides are one; what is one range of bytes on both has no
-    lengths."""
+    """Return ``part`` of the axes of ``source``, from its payload to a buffer that begins with element
+    ``first`` of the copy. Dimensions that lie together on both sides are one; what is one range of bytes
+    on both has no lengths."""
     begin, target = source.begin, (source.target - first) * itemsize
     lengths: list[int] = []
     sources: list[int] = []

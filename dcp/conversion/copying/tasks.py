@@ -77,8 +77,8 @@ class Output:
     replace: bool = False
 
     def open(self, name: str, begin: int, size_bytes: int) -> WriteHandle:
-        """The range from ``begin`` on of a file of ``size_bytes``, or the file. A file that is there already,
-        since a run before this one wrote it, need only be compared."""
+        """Return the range from ``begin`` on of a file of ``size_bytes``, or the file. A file that is
+        there already, since a run before this one wrote it, need only be compared."""
         if self.in_place:
             return ReservedRange(Path(self.store.url) / name, begin)
         if self.is_written(name):
@@ -151,12 +151,12 @@ class ComparedFile(WriteHandle):
         self._position += len(data)
 
     def finish(self) -> int:
-        """It was the same."""
+        """Close the file, which was the same."""
         self._there.close()
         return self._position
 
     def abort(self) -> None:
-        """It stays."""
+        """Close the file, which stays."""
         self._there.close()
 
     def _conflict(self) -> CheckpointConflictError:
@@ -252,7 +252,7 @@ class TaskResult:
 
     @classmethod
     def decode(cls, data: bytes) -> TaskResult:
-        """The inverse of `encode`. Raises CheckpointFormatError for anything else."""
+        """Return the inverse of `encode`. Raises CheckpointFormatError for anything else."""
         try:
             number, bytes_read, *columns = unpack(data)
             sources, targets, faults = (np.cumsum(one.T, axis=0).tolist() for one in columns)
@@ -275,8 +275,8 @@ def make_tasks(
     *,
     by_file: bool,
 ) -> list[Task]:
-    """The tasks of a layout; ``sources`` are the parts of its copies, ``dtype_codes`` are those of what is
-    copied, by row. With ``terms`` copies are sums of these. ``by_file``: one for each file."""
+    """Make the tasks of a layout; ``sources`` are the parts of its copies, ``dtype_codes`` are those of
+    what is copied, by row. With ``terms`` copies are sums of these. ``by_file``: one for each file."""
     tasks: list[Task] = []
     copies = layout.copies
     source_codes = dtype_codes[copies.tensors].astype(np.int64)
@@ -305,7 +305,7 @@ def make_tasks(
 
 
 def make_batches(tasks: Sequence[Task], batch_bytes: int) -> list[TaskBatch]:
-    """Batches of about ``batch_bytes``, or of more if they were too many; with 0 each task is one."""
+    """Make batches of about ``batch_bytes``, or of more if they were too many; with 0 each task is one."""
     batches: list[TaskBatch] = []
     own: list[Task] = []
     size = wanted = 0
@@ -388,19 +388,20 @@ class TaskReader(Closable):
         self._reader.close()
 
     def result(self) -> TaskResult:
-        """Checksums of all that was read and made so far, and its faults."""
+        """Return checksums of all that was read and made so far, and its faults."""
         reader = self._reader
         return TaskResult(self._task.number, reader.bytes_read, reader.sources, reader.targets, self._faults)
 
     def take_sources(self) -> list[Fragment]:
-        """Checksums of what was read since the last call; those of what is made are dropped."""
+        """Return checksums of what was read since the last call; those of what is made are dropped."""
         found, self._reader.sources = self._reader.sources, []
         if not self._holes:
             self._reader.targets = []
         return found
 
     def fill(self, buffer: memoryview) -> None:
-        """The next ``len(buffer)`` bytes of the file; ValueError behind the end of the task."""
+        """Fill ``buffer`` with the next ``len(buffer)`` bytes of the file; ValueError behind the end of
+        the task."""
         begin, end = self.position, self.position + len(buffer)
         if end > self._task.end:
             raise ValueError(f"byte {end} is behind the end of the task, {self._task.end}")
@@ -466,7 +467,8 @@ class TaskReader(Closable):
             self._reader.targets.append(Fragment(copy, position + begin, position + end, crc))
 
     def _fill_holes(self, buffer: memoryview, begin: int, end: int) -> None:
-        """Checksums into what is written front to back: the copies of its holes stand before them."""
+        """Put checksums into a file that is written front to back: the copies of its holes stand before
+        them."""
         for fragment in self._reader.targets[self._seen :]:
             self._fragments.setdefault(fragment.owner, []).append(fragment)
         self._seen = len(self._reader.targets)
@@ -480,7 +482,7 @@ class TaskReader(Closable):
 
 
 def _whole(fragments: Sequence[Fragment]) -> int:
-    """The CRC-32 of a copy whose fragments are all there."""
+    """Return the CRC-32 of a copy whose fragments are all there."""
     total = position = 0
     for fragment in sorted(fragments):
         if fragment.begin != position:

@@ -134,7 +134,7 @@ class LocalLedger:
         announce("remove", self._folder)
         with suppress(OSError, CheckpointError):
             self._clear()
-            self._path.unlink()  # last: as long as it is there, nobody else begins
+            self._path.unlink()  # last: as long as it is there, no other process begins
         self.close()
         with suppress(OSError):  # only now: NFS and FUSE keep a removed file in the folder while it is open
             self._folder.rmdir()
@@ -254,7 +254,7 @@ class LocalPublisher(Publisher):
         return is_renamed and self.is_published(layout, self._ledger.inode)
 
     def expect(self, batch: TaskBatch) -> None:
-        """All that is written is in the work folder."""
+        """Do nothing: all that is written is in the work folder."""
 
     def append(self, result: TaskResult, batch: TaskBatch) -> None:
         """As `Publisher.append`."""

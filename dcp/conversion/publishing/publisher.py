@@ -80,12 +80,12 @@ class Publisher(ABC):
 
     @abstractmethod
     def expect(self, batch: TaskBatch) -> None:
-        """Note that another process is about to write the files of ``batch``, of whose end nobody may hear:
-        `discard` removes them then."""
+        """Note that another process is about to write the files of ``batch``: if its end is never heard
+        of, `discard` removes them."""
 
     @contextmanager
     def noted(self, batch: TaskBatch) -> Iterator[None]:
-        """The block writes a batch of an attempt, whose files are noted, so that `discard` removes them."""
+        """Note the files of a batch of an attempt, which the block writes, so that `discard` removes them."""
         yield
 
     @abstractmethod
@@ -175,8 +175,8 @@ class Publisher(ABC):
     def _resumed(
         self, layout: TargetLayout, save_id: str, entries: list[bytes]
     ) -> tuple[TargetLayout, list[TaskResult]] | None:
-        """The layout under the save id of the run that began it, and the results in a ledger's ``entries``;
-        None if these cannot be read."""
+        """Return the layout under the save id of the run that began it, and the results in a ledger's
+        ``entries``; None if these cannot be read."""
         try:
             done = [TaskResult.decode(entry) for entry in entries]
         except CheckpointFormatError:
@@ -190,7 +190,7 @@ class Publisher(ABC):
 
 
 def _final_index(layout: TargetLayout, checks: ResultChecks) -> CheckpointIndex | None:
-    """The index of a ``dcp`` target with the checksums of its blocks."""
+    """Return the index of a ``dcp`` target with the checksums of its blocks."""
     index, copies = layout.index, layout.chunk_copies
     if index is None or copies is None:
         return None
@@ -200,8 +200,8 @@ def _final_index(layout: TargetLayout, checks: ResultChecks) -> CheckpointIndex 
 
 
 def _with_digests(store: Store, index: CheckpointIndex) -> CheckpointIndex:
-    """With those of the tensors that are not as the source has them, where that has digests: by reading what
-    was written."""
+    """Add the digests of the tensors that are not as the source has them, where that has digests: by
+    reading what was written."""
     rows = [row for row, total in enumerate(index.digests) if not total]
     if not rows:
         return index
@@ -235,19 +235,19 @@ class Noted(NamedTuple):
 
 
 def framed(data: bytes) -> bytes:
-    """An entry."""
+    """Return an entry of the ledger, with its length and checksum."""
     return _HEAD.pack(len(data), crc32(data)) + data
 
 
 def header(fingerprint: str, save_id: str, inode: int | None = None) -> bytes:
-    """The first entry."""
+    """Return the first entry of a ledger."""
     facts = {"version": _VERSION, "fingerprint": fingerprint, "save_id": save_id, "inode": inode}
     return framed(msgpack.packb(facts))
 
 
 def parse(data: bytes, fingerprint: str | None) -> Noted | None:
-    """The entries whose checksums fit, up to the first that does not; None if they are of another conversion
-    than ``fingerprint`` (None: of any)."""
+    """Return the entries whose checksums fit, up to the first that does not; None if they are of another
+    conversion than ``fingerprint`` (None: of any)."""
     found, position = [], 0
     while position + _HEAD.size <= len(data):
         size, crc = _HEAD.unpack_from(data, position)
@@ -268,7 +268,7 @@ def parse(data: bytes, fingerprint: str | None) -> Noted | None:
 
 
 def unpacked(data: bytes) -> Any:
-    """None for anything but msgpack."""
+    """Return None for anything but msgpack."""
     try:
         return msgpack.unpackb(data)
     except (ValueError, msgpack.UnpackException):

@@ -40,8 +40,8 @@ _OTHER_ENTRIES: Final = 5
 
 
 def lay_out(job: LayoutJob) -> Planned:
-    """The target of a conversion; values are pickled anew, of classes that need no trust. PlanError for more
-    than readers accept."""
+    """Lay out the target of a conversion; values are pickled anew, of classes that need no trust.
+    PlanError for more than readers accept."""
     entries, index = job.entries, job.entries.index
     contents, refused = job.contents(is_plain_only=False)
     kept, dropped = job.kept(refused)
@@ -109,8 +109,8 @@ def _warn_of_distrusted(contents: dict[str, Any], notes: dict[str, Any]) -> None
 def _add_storages(
     archive: ZipLayout, job: LayoutJob, storages: Collection[str | PickledTensor]
 ) -> tuple[Copies, dict[int, int]]:
-    """The copies in ``archive``, and their numbers by entry. What is copied as it is and has a known checksum
-    needs no hole."""
+    """Add storages to ``archive``, and return their copies, in ``archive``, and their numbers by entry.
+    What is copied as it is and has a known checksum needs no hole."""
     entries, index = job.entries, job.entries.index
     literal: dict[int, bytes] = {}
     numbers: list[int] = []

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints, of whatever formats and shardings. Torch-free.
+"""Differences between two checkpoints, of whatever formats and shardings. Torch-free.
 
 Digests come first, then checksums: where both sides have some for the same boxes, or for parts of tensors
 that follow one another in memory order (whose CRCs are combined), equal tensors are never read. What is left,
@@ -43,7 +43,7 @@ _SLAB_BYTES: Final = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """What a tensor is called, and its type, on one side."""
+    """The name and the type of a tensor on one side."""
 
     fqn: str
     dtype: str
@@ -69,7 +69,8 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What `diff` found; ``equal`` names the tensors that are the same, ``equal_objects`` counts the values.
+    """The result of `diff`; ``equal`` names the tensors that are the same, ``equal_objects`` counts the
+    values.
 
     ``bytes_read`` are those of both sides beside the indexes: 0 if checksums tell everything.
     """
@@ -198,7 +199,7 @@ def diff_readers(
 
 
 class _NamePairs:
-    """Which entries of both sides belong together."""
+    """Pairs of entries of both sides that belong together."""
 
     def __init__(
         self,
@@ -236,7 +237,7 @@ class _NamePairs:
 
 
 def _by_index(a: TensorReader, b: TensorReader, pair: _Pair) -> TensorDifference | None:
-    """None if the tensors are the same; "undecided" where only values tell."""
+    """Return None if the tensors are the same; "undecided" where only values tell."""
     before = _facts(a.index, pair.a) if pair.a >= 0 else None
     after = _facts(b.index, pair.b) if pair.b >= 0 else None
 
@@ -266,7 +267,7 @@ def _has_values_to_compare(a: CheckpointIndex, b: CheckpointIndex, pair: _Pair) 
 
 
 def _same_by_checksums(a: TensorReader, b: TensorReader, pair: _Pair) -> bool | None:
-    """None where neither digests nor checksums tell."""
+    """Return None where neither digests nor checksums tell."""
     digests = a.index.digest(pair.a), b.index.digest(pair.b)
     if None not in digests:
         return digests[0] == digests[1]
@@ -279,7 +280,7 @@ def _same_by_checksums(a: TensorReader, b: TensorReader, pair: _Pair) -> bool | 
 
 
 def _chunks_of_boxes(reader: TensorReader, row: int) -> dict[Box, int] | None:
-    """The chunks by their boxes; None if they lie over each other."""
+    """Return the chunks by their boxes; None if they lie over each other."""
     index = reader.index
     found = {}
     for part in reader.parts(row):
@@ -290,7 +291,7 @@ def _chunks_of_boxes(reader: TensorReader, row: int) -> dict[Box, int] | None:
 
 
 def _same_payload(a: TensorReader, b: TensorReader, chunk_a: int, chunk_b: int) -> bool | None:
-    """None where checksums do not tell."""
+    """Return None where checksums do not tell."""
     blocks = a.index.block_crcs(chunk_a), b.index.block_crcs(chunk_b)
     if len(blocks[0]) and len(blocks[1]):
         return bool((blocks[0] == blocks[1]).all())
@@ -334,7 +335,7 @@ class _ValueComparison:
         self._done_bytes = self._total_bytes = 0
 
     def run(self, pairs: list[_Pair]) -> Iterator[tuple[_Pair, ValueDifference]]:
-        """All ``pairs``; those first that both sides have in the same boxes."""
+        """Yield all ``pairs``; those first that both sides have in the same boxes."""
         self._total_bytes = sum(self._a.tensor_bytes(pair.a) + self._b.tensor_bytes(pair.b) for pair in pairs)
         alike = [pair for pair in pairs if self._are_cut_alike(pair)]
         yield from self._run_alike(alike)
@@ -356,7 +357,8 @@ class _ValueComparison:
         )
 
     def _run_alike(self, pairs: list[_Pair]) -> Iterator[tuple[_Pair, ValueDifference]]:
-        """Blocks of both sides are the same boxes, so that two streams will do, each with its checksums."""
+        """Compare tensors that are cut alike: blocks of both sides are the same boxes, so that two streams
+        will do, each with its checksums."""
         by_row = {pair.a: pair for pair in pairs}
         deltas: Deltas | None = None
         current = -1
@@ -375,7 +377,8 @@ class _ValueComparison:
             yield by_row[current], deltas.result()
 
     def _slabs(self, pair: _Pair) -> Iterator[tuple[Array, Array]]:
-        """The same boxes of both sides, however those are cut: along what is stored turned, if anything."""
+        """Yield the same boxes of both sides, however those are cut: along what is stored turned, if
+        anything."""
         a, b = self._a, self._b
         for reader, row, other, other_row in ((a, pair.a, b, pair.b), (b, pair.b, a, pair.a)):
             if not all(reader.is_c_ordered(part.chunk) for part in reader.parts(row)):

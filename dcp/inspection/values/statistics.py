@@ -118,8 +118,8 @@ def statistics_of(
 
 
 def statistics_of_row(reader: TensorReader, row: int, *, bins: int = 32) -> ElementStatistics | None:
-    """The statistics of one tensor of an open checkpoint, by its row in the index; None for bits without a
-    meaning."""
+    """Return the statistics of one tensor of an open checkpoint, by its row in the index; None for bits
+    without a meaning."""
     if is_opaque(reader.index.dtype(row)):
         return None
     return next(summary for _, summary in _summaries(reader, [row], None)).result(bins)
@@ -128,7 +128,7 @@ def statistics_of_row(reader: TensorReader, row: int, *, bins: int = 32) -> Elem
 def _summaries(
     reader: TensorReader, rows: list[int], progress: ReportBytes | None
 ) -> Iterator[tuple[int, Summary]]:
-    """Yield what is in the tensors ``rows``, each once, in their order."""
+    """Yield summaries of the tensors ``rows``, each once, in their order."""
     for row in rows:
         if not reader.tensor_bytes(row):
             yield row, Summary()

@@ -32,13 +32,13 @@ class StridedSelection:
     dropped: tuple[bool, ...]
 
     def finish(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """The result, from its elements in ascending order."""
+        """Return the result, from its elements in ascending order."""
         turned = array[tuple(slice(None, None, -1 if flip else 1) for flip in self.flipped)]
         return np.ascontiguousarray(turned).reshape(self.shape)
 
     def within(self, box: Box) -> tuple[Corner, tuple[slice, ...]] | None:
-        """The first element of it that ``box`` of the tensor has, and the places of all of these in the
-        result; None if there is none."""
+        """Return the first element of it that ``box`` of the tensor has, and the places of all of these in
+        the result; None if there is none."""
         offsets, places = [], []
         columns = box.offsets, box.high, self.first, self.steps, self.counts
         for low, high, first, step, count in zip(*columns, strict=True):
@@ -55,7 +55,7 @@ class StridedSelection:
         return tuple(n for n, drop in zip(self.counts, self.dropped, strict=True) if not drop)
 
     def slabs(self, max_elements: int) -> Iterator[StridedSelection]:
-        """Parts along the first dimension of the result, in its order."""
+        """Yield parts along the first dimension of the result, in its order."""
         dim = next((dim for dim, drop in enumerate(self.dropped) if not drop), None)
         if dim is None or math.prod(self.counts) <= max_elements:
             yield self
@@ -66,7 +66,7 @@ class StridedSelection:
             yield self._narrowed(dim, begin, min(count, begin + rows))
 
     def part(self, places: Sequence[slice]) -> StridedSelection:
-        """Return what ``places`` (of step 1, one for each dimension of the result) take of it."""
+        """Select a part of it: ``places`` are of step 1, one for each dimension of the result."""
         part, dims = self, [dim for dim, drop in enumerate(self.dropped) if not drop]
         for dim, place in zip(dims, places, strict=True):
             begin, end, _ = place.indices(self.counts[dim])
@@ -74,7 +74,7 @@ class StridedSelection:
         return part
 
     def _narrowed(self, dim: int, begin: int, end: int) -> StridedSelection:
-        """Elements ``begin`` to ``end`` of the result's along one of the tensor's dimensions."""
+        """Return elements ``begin`` to ``end`` of the result's along one of the tensor's dimensions."""
         low = self.counts[dim] - end if self.flipped[dim] else begin
         first = self.first[dim] + low * self.steps[dim]
         return replace(
@@ -85,7 +85,7 @@ class StridedSelection:
 
 
 def select(shape: Corner, slices: tuple[object, ...] | None, fqn: str) -> StridedSelection:
-    """``slices`` of a tensor of ``shape``. Raises PlanError for too many, wrong kinds, bad bounds."""
+    """Select ``slices`` of a tensor of ``shape``. Raises PlanError for too many, wrong kinds, bad bounds."""
     given = _without_ellipsis(slices or (), len(shape), fqn)
     rows = [_along(item, size, dim, fqn) for dim, (item, size) in enumerate(zip(given, shape, strict=True))]
     first, steps, counts, flipped, dropped = zip(*rows, strict=True) if rows else ((),) * 5

@@ -148,7 +148,7 @@ class TensorReader(Closable):
         self._engine.close()
 
     def rows(self, only: Patterns | None, exclude: Patterns | None) -> list[int]:
-        """The rows of the tensors that these patterns select. PlanError if they select none."""
+        """Return the rows of the tensors that these patterns select. PlanError if they select none."""
         selection = Selection.of(only, exclude)
         rows = [row for row, fqn in enumerate(self.index.fqns) if selection is None or selection.selects(fqn)]
         if not rows and selection is not None:
@@ -168,7 +168,7 @@ class TensorReader(Closable):
         self._other_bytes += size_bytes
 
     def window(self, file: int, offset: int, length: int) -> Window:
-        """The bytes of a record, read and counted as they are asked for."""
+        """Return the bytes of a record, read and counted as they are asked for."""
         return Window(partial(self._read_counted, file), offset, length)
 
     def _read_counted(self, file: int, offset: int, length: int) -> bytes:
@@ -176,7 +176,7 @@ class TensorReader(Closable):
         return self._engine.handle(file).pread(length, offset)
 
     def blob(self, file: int, offset: int, length: int) -> bytes:
-        """The bytes of a value's record."""
+        """Return the bytes of a value's record."""
         return self._engine.read_blob(file, offset, length)
 
     # -- chunks ----------------------------------------------------------------------------------------------
@@ -186,8 +186,8 @@ class TensorReader(Closable):
         return self.layout_of(chunk) is None
 
     def layout_of(self, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """None for C order; else dimensions from slowest to fastest, and the bytes from one element to the
-        next along each. May have to open the chunk's record."""
+        """Return None for C order; else dimensions from slowest to fastest, and the bytes from one element
+        to the next along each. May have to open the chunk's record."""
         payloads = self._engine.payloads
         self._engine.resolve([chunk])
         return payloads.layout(chunk) if payloads.is_permuted(chunk) else None
@@ -207,7 +207,7 @@ class TensorReader(Closable):
         return stored.crc32 if fills else None
 
     def parts(self, tensor_row: int) -> list[ChunkPart]:
-        """The boxes of a tensor's chunks without what another one has already, in ascending order.
+        """Return the boxes of a tensor's chunks without what another one has already, in ascending order.
 
         Raises `CorruptCheckpointError` if they are not all of the tensor.
         """
@@ -225,7 +225,7 @@ class TensorReader(Closable):
         return [ChunkPart(chunks[number], box) for number, box in found]
 
     def tensor_bytes(self, tensor_row: int) -> int:
-        """Bytes of a tensor's elements."""
+        """Return bytes of a tensor's elements."""
         return math.prod(self.index.shape(tensor_row)) * self.index.dtype(tensor_row).itemsize
 
     # -- whole tensors ---------------------------------------------------------------------------------------
@@ -233,8 +233,8 @@ class TensorReader(Closable):
     def stream(
         self, tensor_rows: Iterable[int], tile_bytes: int = TILE_BYTES
     ) -> Generator[tuple[int, Tile], None, None]:
-        """All elements of tensors, each exactly once, in tiles of up to ``tile_bytes`` (a multiple of those
-        of a block), with their rows.
+        """Yield all elements of tensors, each exactly once, in tiles of up to ``tile_bytes`` (a multiple
+        of those of a block), with their rows.
 
         Tiles come chunk by chunk; small neighbours are read together. While the caller is busy with what was
         read at once the next is being read. A tensor without elements has no tiles. Raises
@@ -274,7 +274,7 @@ class TensorReader(Closable):
                 yield from self._reads_of(row, part, tile_bytes)
 
     def _reads_of(self, row: int, part: ChunkPart, tile_bytes: int) -> Iterator[_TileRead]:
-        """Reads of a part in the order of its bytes: ranges of a whole dense payload, else boxes."""
+        """Yield reads of a part in the order of its bytes: ranges of a whole dense payload, else boxes."""
         itemsize, chunk = self.index.dtype(row).itemsize, part.chunk
         origin, sizes = self.index.box(chunk)
         order = self._dense_order(chunk)
@@ -292,14 +292,15 @@ class TensorReader(Closable):
             yield _TileRead(row, chunk, back, boxes, begin, end - begin)
 
     def _dense_order(self, chunk: int) -> tuple[int, ...] | None:
-        """Dimensions from slowest to fastest; None where the payload has bytes of none of the elements."""
+        """Return dimensions from slowest to fastest; None where the payload has bytes of none of the
+        elements."""
         strides, sizes = self.index.payload_strides.get(chunk), self.index.box(chunk).sizes
         if strides is None:
             return self._engine.payloads.order(chunk) or tuple(range(len(sizes)))
         return dense_order(sizes, strides)
 
     def _batches(self, reads: Iterator[_TileRead], tile_bytes: int) -> Iterator[list[tuple[int, Tile]]]:
-        """Tiles of ``reads``, of up to ``tile_bytes`` together."""
+        """Yield tiles of ``reads``, of up to ``tile_bytes`` together."""
         sums: dict[int, int] = {}
         batch: list[_TileRead] = []
         size_bytes = 0
@@ -367,8 +368,8 @@ class TensorReader(Closable):
     # -- parts of tensors ------------------------------------------------------------------------------------
 
     def read(self, tensor_row: int, slices: Slices | None = None) -> Array:
-        """A tensor, or what ``slices`` take of it as numpy would; only the bytes that this needs are read,
-        and blocks that are not read whole are not checked, unless the reader has ``verify="full"``.
+        """Read a tensor, or what ``slices`` take of it as numpy would; only the bytes that this needs are
+        read, and blocks that are not read whole are not checked, unless the reader has ``verify="full"``.
 
         Slices may have negative bounds and steps; there may be fewer than dimensions, and one ellipsis.
         Raises `PlanError` for what numpy would not take either.
@@ -376,16 +377,17 @@ class TensorReader(Closable):
         return self._read(tensor_row, self._selection(tensor_row, slices))
 
     def shape_of(self, tensor_row: int, slices: Slices | None = None) -> tuple[int, ...]:
-        """The shape of what `read` gives; nothing is read."""
+        """Return the shape of what `read` gives; nothing is read."""
         return self._selection(tensor_row, slices).shape
 
     def read_part(self, tensor_row: int, slices: Slices | None, part: Sequence[slice]) -> Array:
-        """``read(tensor_row, slices)[part]``, of which nothing else is read; ``part`` has a slice of step 1
-        for each dimension."""
+        """Return ``read(tensor_row, slices)[part]``, of which nothing else is read; ``part`` has a slice
+        of step 1 for each dimension."""
         return self._read(tensor_row, self._selection(tensor_row, slices).part(part))
 
     def slabs(self, tensor_row: int, slices: Slices | None = None) -> Iterator[Array]:
-        """The same as `read`, in parts along the first dimension that is left, of about `TILE_BYTES`."""
+        """Yield the same as `read`, in parts along the first dimension that is left, of about
+        `TILE_BYTES`."""
         selection = self._selection(tensor_row, slices)
         for slab in selection.slabs(TILE_BYTES // self.index.dtype(tensor_row).itemsize):
             yield self._read(tensor_row, slab)
