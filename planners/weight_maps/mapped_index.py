@@ -94,8 +94,8 @@ class Misfit(NamedTuple):
 
 
 def misfits(mapped: MappedIndex, wanted: CheckpointIndex) -> Iterator[Misfit]:
-    """Yield the tensors of ``wanted``, a checkpoint of the other definition, a load through the map would
-    not fill, and what it would have no place for."""
+    """Yield the tensors of ``wanted``, a checkpoint of the other definition, that a load through the map
+    would not fill, and those that it would have no place for."""
     index = mapped.index
     for row, fqn in enumerate(wanted.fqns):
         at, own = index.position.get(fqn), _described(wanted, row)

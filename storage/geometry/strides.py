@@ -113,7 +113,7 @@ AxisPart = tuple[int, int]
 def parts_between(
     lengths: Sequence[int], steps: Sequence[int], low: int, high: int
 ) -> Iterator[tuple[AxisPart, ...]]:
-    """Yield the positions of ``i * steps[0] + j * steps[1] + ...`` is at least ``low`` and below ``high``.
+    """Yield the positions ``i * steps[0] + j * steps[1] + ...`` that are at least ``low`` and below ``high``.
 
     Disjoint parts, by axis, in the order of their positions; at most two an axis and one more. Each step is
     at least what all axes behind it reach, so that positions ascend in C order.
