@@ -15,7 +15,7 @@ import hashlib
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,7 +30,7 @@ from dcp.conversion.copying.executors import run_all
 from dcp.conversion.copying.tasks import Output, Task, TaskBatch, TaskResult, make_batches, make_tasks
 from dcp.conversion.layouts.layout import TargetLayout
 from dcp.conversion.layouts.sources import TermColumns, copy_sources, sum_sources
-from dcp.conversion.merging.joined import members_of
+from dcp.conversion.merging.joined import JoinedSource
 from dcp.conversion.merging.terms import merge_entries
 from dcp.conversion.publishing import local_files
 from dcp.conversion.publishing.local import LocalPublisher
@@ -135,8 +135,9 @@ class Conversion(Closable):
         overwrite: bool = False,
         verify: Verify = "blocks",
     ) -> None:
-        _refuse_itself(source, target)
-        self._source = source
+        members = source.members if isinstance(source, JoinedSource) else (source,)
+        _refuse_itself(members, target)
+        self._source, self._members = source, members
         self._open_source = open_source or (lambda: source)
         self._options = options
         self.place = _place_of_attempt(target, attempt) if attempt else target
@@ -162,7 +163,7 @@ class Conversion(Closable):
         """
         engine, publisher, by_file = self._engine, self._publisher, self.place.path is None
         mark = source_mark(engine.store, engine.index, self._options.to)
-        planned = _plan_target(engine, self._source, self.place, self._options, publisher.save_id)
+        planned = self._plan(publisher.save_id)
         identity = _fingerprint(mark, planned, by_file=by_file) + ("" if resume else publisher.save_id)
         layout, done = publisher.begin(planned.layout, identity)
         tasks, chunks = _tasks(engine, layout, planned, by_file=by_file)
@@ -179,6 +180,26 @@ class Conversion(Closable):
         if left and self.place.path is not None and not publisher.overwrite:
             self.place.refuse_existing()  # with something left to do it is not what an earlier run made
         return prepared, list(left.values())
+
+    def _plan(self, save_id: str) -> Planned:
+        """Lay out all that the options choose of the source, checked. Raises PlanError, MissingKeyError."""
+        engine, options, place = self._engine, self._options, self.place
+        if options.hf is not None and (options.to != SAFETENSORS.name or place.file_name is not None):
+            raise OptionError("hf is for a folder of safetensors: to='safetensors', and no name of a file")
+        chosen: dict[str, Any] = {"only": options.only, "exclude": options.exclude}
+        chosen |= {"rename": options.rename, "dtype": options.dtype}
+        maps, arithmetic, merged = options.weight_maps, options.arithmetic, None
+        if arithmetic is None:
+            weights = maps[0] if maps else None
+            entries, mapped = mapped_entries(engine.index, engine.store, weights, **chosen)
+        else:
+            beside = options.hf.config if options.hf is not None else None
+            entries, mapped, merged = merge_entries(self._members, arithmetic, maps, config=beside, **chosen)
+        origin = dict(merged.origin) if merged is not None else {}
+        if any(maps):
+            origin["map"] = ", ".join(dict.fromkeys(one.label for one in maps if one is not None))
+        planned = plan_layout(entries, engine, options, place.file_name, save_id, origin=origin)
+        return replace(planned, mapped=mapped, merged=merged)
 
     def carry_out(
         self,
@@ -268,7 +289,7 @@ class Conversion(Closable):
             except CheckpointError:
                 return None
             save_id = str(there.provenance.get("save_id"))
-        planned = _plan_target(engine, self._source, place, self._options, save_id)
+        planned = self._plan(save_id)
         layout, inode = planned.layout, place.path.stat().st_ino if place.path is not None else None
         is_there = _publisher(place, save_id, overwrite=False).is_published(layout, inode)
         if not is_there or not _is_same(layout.index, there):
@@ -363,9 +384,9 @@ def discard_attempt(target: TargetPlace, attempt: str, batches: int) -> None:
 # -- the plan ------------------------------------------------------------------------------------------------
 
 
-def _refuse_itself(source: Source, place: TargetPlace) -> None:
+def _refuse_itself(members: Sequence[Source], place: TargetPlace) -> None:
     """Raise OptionError if ``place`` is where the source is, or a file of it."""
-    for member in members_of(source):
+    for member in members:
         if _real(member.store.url) != _real(place.store.url):
             continue
         if member.file == place.file_name:
@@ -387,30 +408,6 @@ def _refuse_itself(source: Source, place: TargetPlace) -> None:
 def _real(url: str) -> str:
     """Return the URL or path without links, which lead to the same folder another way."""
     return url if "://" in url else os.path.realpath(url)
-
-
-def _plan_target(
-    engine: ReadEngine, source: Source, place: TargetPlace, options: ConversionOptions, save_id: str
-) -> Planned:
-    """Return the layout of all that the options choose of ``source``, which ``engine`` reads, checked.
-    Raises PlanError, MissingKeyError."""
-    if options.hf is not None and (options.to != SAFETENSORS.name or place.file_name is not None):
-        raise OptionError("hf is for a folder of safetensors: to='safetensors', and no name of a file")
-    chosen: dict[str, Any] = {"only": options.only, "exclude": options.exclude}
-    chosen |= {"rename": options.rename, "dtype": options.dtype}
-    maps, merged = options.weight_maps, None
-    if options.arithmetic is None:
-        weights = maps[0] if maps else None
-        entries, mapped = mapped_entries(engine.index, engine.store, weights, **chosen)
-    else:
-        beside = options.hf.config if options.hf is not None else None
-        members = members_of(source)
-        entries, mapped, merged = merge_entries(members, options.arithmetic, maps, config=beside, **chosen)
-    origin = dict(merged.origin) if merged is not None else {}
-    if any(maps):
-        origin["map"] = ", ".join(dict.fromkeys(one.label for one in maps if one is not None))
-    planned = plan_layout(entries, engine, options, place.file_name, save_id, origin=origin)
-    return replace(planned, mapped=mapped, merged=merged)
 
 
 def _fingerprint(mark: str, planned: Planned, *, by_file: bool) -> str:

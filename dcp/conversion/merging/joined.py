@@ -15,7 +15,7 @@ from dcp.storage.stores.base import FileInfo, ReadOnlyStore, Store
 from dcp.storage.stores.handles import ReadHandle
 from dcp.storage.threads import WorkerThreads
 
-__all__ = ["JoinedSource", "JoinedStore", "join", "members_of", "open_joined"]
+__all__ = ["JoinedSource", "JoinedStore", "join", "open_joined"]
 
 T = TypeVar("T")
 
@@ -86,11 +86,6 @@ class JoinedSource(Source):
     """``members`` as one source. Values that are no tensors are those of the first."""
 
     members: tuple[Source, ...] = ()
-
-
-def members_of(source: Source) -> tuple[Source, ...]:
-    """Return the checkpoints that it is."""
-    return source.members if isinstance(source, JoinedSource) else (source,)
 
 
 def open_joined(members: Sequence[Callable[[], Source]]) -> JoinedSource:
