@@ -165,10 +165,10 @@ def _list(checkpoint_id: str | os.PathLike[str], opener: OpenWith, *, quick: boo
     store = place.store
     if place.file is not None:
         info = store.stat(place.file)
-        found = None if info is None else _summarize_file(store, info, quick=quick)
+        found = None if info is None else _weight_file(store, info, quick=quick)
         return [] if found is None else [found]
     files = store.list()
-    own = _summarize(store, files, quick=quick)  # no row for a place that cannot be listed itself
+    own = _save(store, files, quick=quick)  # no row for a place that cannot be listed itself
     if own is not None:
         return [own]
     root = open_parent_folder(checkpoint_id, open_store=opener)
@@ -181,7 +181,7 @@ def _list(checkpoint_id: str | os.PathLike[str], opener: OpenWith, *, quick: boo
             listing = below.list() if listing is None else listing
         except CheckpointError as error:
             return _unreadable(below.url, error)
-        return _summarize(below, listing, quick=quick) or _summarize_weights(below, listing, quick=quick)
+        return _save(below, listing, quick=quick) or _weights(below, listing, quick=quick)
 
     at_once = 1 if quick else root.at_once
     summaries = _each(summary, root.listings().items(), at_once)
@@ -213,18 +213,40 @@ def _unreadable(url: str, error: CheckpointError) -> CheckpointSummary:
     return CheckpointSummary(name, url, "unreadable", step, problem=str(error))
 
 
-def _summarize(store: Store, files: Sequence[FileInfo], *, quick: bool) -> CheckpointSummary | None:
+def _save(store: Store, files: Sequence[FileInfo], *, quick: bool) -> CheckpointSummary | None:
     """Return the save in a folder; None if it has nothing of one. ``files`` is its listing."""
-    name, step = name_and_step(store.url)
-    data_bytes = [file.size_bytes for file in files if file.name.endswith(DATA_SUFFIX)]
     committed = [file for file in files if is_commit_object(file.name)]
-    if not committed:
-        left = sum(data_bytes)
-        return CheckpointSummary(name, store.url, "incomplete", step, bytes=left) if data_bytes else None
+    if committed and not quick:
+        return _opened(store, store.url, partial(_open_index, store), files, "committed")
+    data = [file for file in files if file.name.endswith(DATA_SUFFIX)]
+    if committed:
+        return replace(_unopened(store.url, committed, data), state="committed")
+    if not data:
+        return None
+    return replace(_unopened(store.url, data, data), state="incomplete", committed_seconds=None)
+
+
+def _weights(store: Store, files: Sequence[FileInfo], *, quick: bool) -> CheckpointSummary | None:
+    """Return the weights that a folder has in place of a save; None without any."""
+    weights = folder_weights(files)
+    if weights and not quick:
+        return _opened(store, store.url, partial(index_of_folder, store), files, "complete")
+    return _unopened(store.url, weights, weights) if weights else None
+
+
+def _weight_file(store: Store, file: FileInfo, *, quick: bool) -> CheckpointSummary | None:
+    url = store.path_of(file.name)
     if quick:
-        seconds = max(file.modified_seconds for file in committed)
-        return CheckpointSummary(name, store.url, "committed", step, seconds, bytes=sum(data_bytes))
-    return _opened(store, store.url, partial(_open_index, store), files, "committed")
+        return _unopened(url, [file], [file])
+    return _opened(store, url, partial(index_of_file, store, file.name), [file], "complete")
+
+
+def _unopened(url: str, dated: Sequence[FileInfo], files: Sequence[FileInfo]) -> CheckpointSummary:
+    """Return the checkpoint of ``files`` by the listing alone; its time is the last of ``dated``."""
+    name, step = name_and_step(url)
+    seconds = max(file.modified_seconds for file in dated)
+    size_bytes = sum(file.size_bytes for file in files)
+    return CheckpointSummary(name, url, "unopened", step, seconds, bytes=size_bytes)
 
 
 def _opened(
@@ -238,57 +260,23 @@ def _opened(
     if index is None:
         return None
     header, (name, step) = header_of(store, index, files, url=url), name_and_step(url)
-    return CheckpointSummary(
-        name,
-        url,
-        state,
-        step,
-        header.committed_seconds,
-        header.format,
-        header.tensors,
-        header.file_bytes,
-        header.world_size,
-    )
-
-
-def _summarize_weights(store: Store, files: Sequence[FileInfo], *, quick: bool) -> CheckpointSummary | None:
-    """Return the weights that a folder has in place of a save; None without any."""
-    weights = folder_weights(files)
-    if not weights:
-        return None
-    if quick:
-        return _unopened(store.url, weights)
-    return _opened(store, store.url, partial(index_of_folder, store), files, "complete")
+    facts = header.committed_seconds, header.format, header.tensors, header.file_bytes, header.world_size
+    return CheckpointSummary(name, url, state, step, *facts)
 
 
 def _own_weights(
     store: Store, files: Sequence[FileInfo], *, quick: bool, at_once: int
 ) -> list[CheckpointSummary]:
     """Return the weights of a folder that is listed: as a whole, and the files beside them one by one."""
-    whole = _summarize_weights(store, files, quick=quick)
+    whole = _weights(store, files, quick=quick)
     is_readable = whole is not None and whole.state != "unreadable"
     known = [file.name for file in folder_weights(files)] if is_readable else []
 
     def summary(file: FileInfo) -> CheckpointSummary | None:
-        return _summarize_file(store, file, quick=quick) if quick or is_weight_file(store, file) else None
+        return _weight_file(store, file, quick=quick) if quick or is_weight_file(store, file) else None
 
     found = _each(summary, single_files(files, known), at_once)
     return found if whole is None else [whole, *found]
-
-
-def _summarize_file(store: Store, file: FileInfo, *, quick: bool) -> CheckpointSummary | None:
-    """Return a file of weights."""
-    url = store.path_of(file.name)
-    if quick:
-        return _unopened(url, [file])
-    return _opened(store, url, partial(index_of_file, store, file.name), [file], "complete")
-
-
-def _unopened(url: str, files: Sequence[FileInfo]) -> CheckpointSummary:
-    name, step = name_and_step(url)
-    seconds = max(file.modified_seconds for file in files)
-    size_bytes = sum(file.size_bytes for file in files)
-    return CheckpointSummary(name, url, "unopened", step, seconds, bytes=size_bytes)
 
 
 def header_of(
