@@ -29,8 +29,11 @@ __all__ = [
     "EXIT_FINDINGS",
     "OPTIONS_VARIABLE",
     "Debug",
+    "Exclude",
     "Json",
+    "Only",
     "Options",
+    "Source",
     "describe_bytes",
     "describe_shape",
     "describe_time",
@@ -63,6 +66,11 @@ Options: TypeAlias = Annotated[
         "which other users can see on a command line; or what the file system reads itself, such as AWS_*.",
     ),
 ]
+Source: TypeAlias = Annotated[str, typer.Argument(help="A checkpoint of any format: path or URL.")]
+Only: TypeAlias = Annotated[
+    list[str] | None, typer.Option("--only", metavar="GLOB", help="These names, and those below.")
+]
+Exclude: TypeAlias = Annotated[list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Not these.")]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Debug: TypeAlias = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 

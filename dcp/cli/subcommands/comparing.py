@@ -12,8 +12,11 @@ from dcp.cli.common import (
     EXIT_FAILURE,
     EXIT_FINDINGS,
     Debug,
+    Exclude,
     Json,
+    Only,
     Options,
+    Source,
     describe_bytes,
     describe_shape,
     describe_value,
@@ -57,15 +60,13 @@ _SORTS: dict[str, Callable[[TensorDifference], Any]] = {
 
 
 def diff(
-    a: Annotated[str, typer.Argument(help="A checkpoint of any format: path or URL.")],
+    a: Source,
     b: Annotated[str, typer.Argument(help="Another one, of any format and sharding.")],
     values: Annotated[
         bool, typer.Option("--values/--no-values", help="Read what checksums do not tell. By default.")
     ] = True,
-    only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="GLOB", help="These names, and those below.")
-    ] = None,
-    exclude: Annotated[list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Not these.")] = None,
+    only: Only = None,
+    exclude: Exclude = None,
     rename: Annotated[
         list[str] | None,
         typer.Option("--rename", metavar="REGEX=>NEW", help="Replace this in the names of A before."),
@@ -184,7 +185,7 @@ def _shown(value: object) -> str:
 
 
 def digest(
-    uri: Annotated[str, typer.Argument(help="A checkpoint of any format: path or URL.")],
+    uri: Source,
     names: Annotated[
         list[str] | None,
         typer.Argument(metavar="[NAME]...", help="These tensors, or globs, and those below."),

@@ -15,8 +15,11 @@ from typer.core import TyperCommand
 from dcp.cli.common import (
     EXIT_FINDINGS,
     Debug,
+    Exclude,
     Json,
+    Only,
     Options,
+    Source,
     describe_bytes,
     describe_shape,
     errors_as_lines,
@@ -105,10 +108,6 @@ def _dtypes(values: list[str] | None) -> str | dict[str, str] | None:
     return _pairs(values, "=", "GLOB=DTYPE; one DTYPE alone is for all tensors")
 
 
-Only = Annotated[
-    list[str] | None, typer.Option("--only", metavar="GLOB", help="These names, and those below.")
-]
-Exclude = Annotated[list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Not these.")]
 Rename = Annotated[
     list[str] | None,
     typer.Option(
@@ -367,7 +366,6 @@ class ConvertCommand(TyperCommand):
         super().format_help(ctx, formatter)
 
 
-_Source = Annotated[str, typer.Argument(help="A checkpoint of any format: path or URL.")]
 _Target = Annotated[str, typer.Argument(help="What to write: a folder or a file, path or URL.")]
 _To = Annotated[
     str, typer.Option("--to", metavar="FORMAT", parser=target_format, help="The format to write.")
@@ -379,7 +377,7 @@ _Map = Annotated[
 
 
 def convert_command(
-    source: _Source,
+    source: Source,
     target: _Target,
     to: _To,
     only: Only = None,

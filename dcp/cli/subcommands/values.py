@@ -21,8 +21,11 @@ import typer
 
 from dcp.cli.common import (
     Debug,
+    Exclude,
     Json,
+    Only,
     Options,
+    Source,
     describe_bytes,
     describe_shape,
     errors_as_lines,
@@ -69,7 +72,7 @@ _PART: Final = re.compile(
 
 
 def cat(
-    uri: Annotated[str, typer.Argument(help="A checkpoint of any format: path or URL.")],
+    uri: Source,
     fqn: Annotated[str, typer.Argument(metavar="NAME", help="A tensor or another value, by its flat name.")],
     slice_: Annotated[
         str | None,
@@ -292,11 +295,9 @@ _BAR_CHARACTERS = 40
 
 
 def stats(
-    uri: Annotated[str, typer.Argument(help="A checkpoint of any format: path or URL.")],
-    only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="GLOB", help="These tensors, and those below.")
-    ] = None,
-    exclude: Annotated[list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Not these.")] = None,
+    uri: Source,
+    only: Only = None,
+    exclude: Exclude = None,
     bins: Annotated[int, typer.Option(min=3, help="Bins of a histogram, at most.")] = 32,
     sort: Annotated[
         str,
