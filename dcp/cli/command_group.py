@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 from typer.models import CommandInfo, TyperInfo
 
-from dcp.cli.common import nobody_reads
+from dcp.cli.common import has_no_reader
 
 __all__ = ["Application", "Commands"]
 
@@ -85,7 +85,7 @@ class Commands(TyperGroup):
             finally:
                 sys.stdout.flush()
         except BrokenPipeError:
-            if not nobody_reads():
+            if not has_no_reader():
                 raise
             # so that the interpreter, which flushes at its end, does not fail of it once more
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

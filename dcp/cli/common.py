@@ -39,7 +39,7 @@ __all__ = [
     "describe_time",
     "describe_value",
     "errors_as_lines",
-    "nobody_reads",
+    "has_no_reader",
     "print_error",
     "print_json",
     "print_json_line",
@@ -117,7 +117,7 @@ def errors_as_lines(*, debug: bool) -> Iterator[None]:
     except (typer.Exit, typer.BadParameter):
         raise
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and nobody_reads():
+        if isinstance(error, BrokenPipeError) and has_no_reader():
             raise  # as with `| head`, and nothing to report
         if debug:
             traceback.print_exception(error)
@@ -147,7 +147,7 @@ def _extra_with(module: str | None) -> str | None:
     return None
 
 
-def nobody_reads() -> bool:
+def has_no_reader() -> bool:
     """Return whether the other end of standard output is closed: other pipes break, too."""
     poll = select.poll()
     try:

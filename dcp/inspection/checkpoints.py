@@ -474,5 +474,5 @@ def is_weight_file(store: Store, file: FileInfo) -> bool:
     try:
         begin, _ = store.read_start(file.name, BEGIN_BYTES)
         return any(one.begins_so(begin) for one in formats())
-    except CheckpointError:  # whoever opens it will tell
+    except CheckpointError:  # the error shows when it is opened
         return True

@@ -86,7 +86,7 @@ class BatchSettings:
     verify: Verify
 
     def open_engine(self) -> ReadEngine:
-        """Return the source, for whoever has to compare with its checksums. Raises SourceChangedError."""
+        """Open the source, to compare with its checksums. Raises SourceChangedError."""
         found = self.open_source()
         engine = ReadEngine(found.store, complete_index(found.store, found.index), verify=self.verify)
         self.refuse_changed(engine, found.name)
@@ -111,7 +111,7 @@ def run_batch(
     output, verify, result = settings.output, settings.verify != "none", TaskResult(batch.number)
     with ExitStack() as stack:
         check = None
-        # A file that is written in place has no name yet: whoever has all results compares in time.
+        # A file that is written in place has no name yet: what publishes it, with all results, compares.
         if not output.in_place and (verify or batch.is_all):
             check = _comparison(batch, engine or stack.enter_context(settings.open_engine()))
         for task in batch.tasks:

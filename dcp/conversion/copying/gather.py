@@ -1,9 +1,10 @@
 """Read a task's tensors into a buffer: ranges straight to their place, strided boxes through scratch memory.
 
 Each byte is read once, neighbours together, and each source byte's checksum is taken on the way: as CRC-32s
-of `Fragment`s, which whoever knows them all combines to those of whole blocks
-(`dcp.conversion.copying.batches`). So a block that two tasks have halves of is verified too, and nobody reads
-more than it needs.
+of `Fragment`s, which are combined to those of whole blocks once all are there
+(`dcp.conversion.copying.batches`). So a block that two tasks have halves of is verified too, and no task
+reads more than it needs. One pass over the bytes serves the checksums of the target, too, which the read
+engine of loads does not know: that is why conversions have a reader of their own.
 """
 
 from __future__ import annotations

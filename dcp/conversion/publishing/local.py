@@ -37,7 +37,7 @@ __all__ = ["LEDGER_NAME", "LocalLedger", "LocalPublisher"]
 LEDGER_NAME: Final = "ledger"
 
 _ATTEMPTS: Final = 100
-"""To lock a file that whoever held it may have removed just then."""
+"""To lock a file that its last holder may have removed just then."""
 
 
 class LocalLedger:
@@ -74,8 +74,8 @@ class LocalLedger:
                 self.close()
             else:
                 raise StorageError(
-                    f"{self._path} is removed or replaced as soon as it is made, so that nobody can be kept "
-                    "from converting to the same target",
+                    f"{self._path} is removed or replaced as soon as it is made, so that no process can be "
+                    "kept from converting to the same target",
                     path=str(self._path),
                     op="lock",
                 )

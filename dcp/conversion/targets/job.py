@@ -122,7 +122,7 @@ class Planned:
 class LayoutJob:
     """``entries`` are the tensors and values to be written, ``values`` reads what those are.
 
-    ``file_name`` is that of the file where the target is just one. ``is_compared``: whoever copies compares
+    ``file_name`` is that of the file where the target is just one. ``is_compared``: the copying compares
     what is read with the source's checksums, so that a target needs none that are of those bytes. ``origin``
     is for the provenance.
     """
@@ -186,7 +186,7 @@ def plan_layout(
 ) -> Planned:
     """Lay out the target. PlanError, with names, for values that it cannot hold and must not drop.
 
-    ``is_compared``: whoever copies compares what is read with the source's checksums. ``origin`` as in
+    ``is_compared``: the copying compares what is read with the source's checksums. ``origin`` as in
     `LayoutJob`.
     """
     values, url = SourceValues(engine), engine.store.url
