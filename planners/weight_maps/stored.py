@@ -52,8 +52,11 @@ def stored_parts(
     elements are not stored.
     """
     index = engine.index
+    names = index.fqns
+    if len(rows) < len(names):
+        names = [names[row] for row in rows.tolist()]
     wanted = HeldBoxes(
-        fqns=[index.fqns[row] for row in rows.tolist()],
+        fqns=names,
         dtype_codes=index.dtype_codes[rows],
         shape_start=starts(index.ndims[rows]),
         shape_values=gather_rows(index.shape_values, index.shape_start, rows),
@@ -65,7 +68,8 @@ def stored_parts(
     )
     problems = LoadProblems({})
     found = intersect(index, wanted, rows, np.ones(len(rows), bool), problems)
-    problems.raise_any(str)
+    if problems.others:
+        problems.raise_any(str)
     pieces = pieces_of(index, wanted, found)
     chunks, axis_start = pieces.chunks, pieces.box_start
     engine.resolve(np.unique(chunks))
