@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
@@ -159,10 +159,12 @@ def diff_readers(
     progress: ReportBytes | None = None,
 ) -> Difference:
     """`diff` of two open checkpoints."""
-    names = _NamePairs(a, b, only, exclude, rename)
-    tensors = names.match(a.index.fqns, b.index.fqns)
-    objects = names.match(object_names(a.index), object_names(b.index))
-    names.check_some(len(tensors) + len(objects))
+    selection, renamed = Selection.of(only, exclude), renamer(rename)
+    tensors = _pairs(a.index.fqns, b.index.fqns, selection, renamed)
+    objects = _pairs(object_names(a.index), object_names(b.index), selection, renamed)
+    if not tensors and not objects and selection is not None:  # patterns are easily mistyped
+        where = f"{a.name}, {b.name}: only={only!r}, exclude={exclude!r}"
+        raise PlanError(f"{where} select nothing; patterns are shell globs such as 'model.*'")
     found: dict[str, TensorDifference] = {}
     compared: list[_Pair] = []
     equal: list[str] = []
@@ -198,39 +200,24 @@ def diff_readers(
     )
 
 
-class _NamePairs:
-    """Pairs of entries of both sides that belong together."""
-
-    def __init__(
-        self,
-        a: TensorReader,
-        b: TensorReader,
-        only: Patterns | None,
-        exclude: Patterns | None,
-        rename: Rename | None,
-    ) -> None:
-        self._where = f"{a.name}, {b.name}: only={only!r}, exclude={exclude!r}"
-        self._selection = Selection.of(only, exclude)
-        self._renamed = renamer(rename)
-
-    def match(self, a: Iterable[str], b: Iterable[str]) -> list[tuple[str | None, str | None]]:
-        """Selected (name in a, name in b), None where one lacks it: those of a in order, then others."""
-        names: dict[str, str] = {}
-        for fqn in a:
-            name = fqn if self._renamed is None else self._renamed(fqn)
-            if names.setdefault(name, fqn) != fqn:
-                raise PlanError(f"rename gives {name!r} for both {names[name]!r} and {fqn!r}", fqn=fqn)
-        others = dict.fromkeys(b)
-        pairs: list[tuple[str | None, str | None, str]]
-        pairs = [(fqn, name if name in others else None, name) for name, fqn in names.items()]
-        pairs += [(None, name, name) for name in others if name not in names]
-        selects = self._selection.selects if self._selection is not None else lambda _: True
-        return [(first, second) for first, second, name in pairs if selects(name)]
-
-    def check_some(self, count: int) -> None:
-        """Raise PlanError if a selection has left nothing: patterns are easily mistyped."""
-        if count == 0 and self._selection is not None:
-            raise PlanError(f"{self._where} select nothing; patterns are shell globs such as 'model.*'")
+def _pairs(
+    a: Iterable[str],
+    b: Iterable[str],
+    selection: Selection | None,
+    renamed: Callable[[str], str] | None,
+) -> list[tuple[str | None, str | None]]:
+    """Return selected (name in a, name in b), None where one lacks it: those of a in order, then others."""
+    names: dict[str, str] = {}
+    for fqn in a:
+        name = fqn if renamed is None else renamed(fqn)
+        if names.setdefault(name, fqn) != fqn:
+            raise PlanError(f"rename gives {name!r} for both {names[name]!r} and {fqn!r}", fqn=fqn)
+    others = dict.fromkeys(b)
+    pairs = []
+    for name in {**names, **others}:
+        if selection is None or selection.selects(name):
+            pairs.append((names.get(name), name if name in others else None))
+    return pairs
 
 
 # -- by the indexes ------------------------------------------------------------------------------------------
