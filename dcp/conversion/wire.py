@@ -1,12 +1,13 @@
 """Plans of conversions and results of tasks as text, for jobs whose parts run in processes of their own.
 
 Columns are packed as differences from row to row, because neighbours hardly differ. Nothing is pickled: of
-objects there are the kinds that are named here.
+objects there are the kinds that are named here. The sum that zlib keeps shows what has changed since.
 """
 
 from __future__ import annotations
 
 import base64
+import zlib
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Final, TypeVar
@@ -35,14 +36,14 @@ _LEFT_OUT: Final = ("literals", "replaced")
 
 def encode(value: Prepared | TaskBatch | TaskResult) -> str:
     """Make text of a plan (without its literals), a batch or its result; `decode` is the inverse."""
-    return base64.b64encode(pack(_packed(value))).decode("ascii")
+    return base64.b64encode(zlib.compress(pack(_packed(value)))).decode("ascii")
 
 
 def decode(text: str, kind: type[T]) -> T:
     """Make an object of ``kind`` of what `encode` wrote. Raises CheckpointFormatError for anything else."""
     try:
-        found = _restored(unpack(base64.b64decode(text)))
-    except (ValueError, TypeError, LookupError) as error:
+        found = _restored(unpack(zlib.decompress(base64.b64decode(text))))
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, zlib.error) as error:
         raise CheckpointFormatError(_DAMAGED) from error
     if not isinstance(found, kind):
         raise CheckpointFormatError(_DAMAGED)
